@@ -1,0 +1,111 @@
+"""Checkpoints in Hugging Face layout: `config.json`, safetensors (sharded or not), `tokenizer.json`. No pickle.
+
+What it does not know: quantised weights and architectures other than Llama's are refused by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from spire.errors import CheckpointError
+from spire.model.config import ModelConfig, load_model_config
+from spire.model.target import Target
+
+_SAMPLED_ELEMENTS = 1024
+
+
+def load_target(directory: Path, dtype: torch.dtype = torch.float32) -> tuple[Target, str]:
+    """The target in `directory`, in inference mode, and its fingerprint. Raises CheckpointError naming the file."""
+    config = load_model_config(directory)
+    tensors = {_without_prefix(name): tensor for name, tensor in load_tensors(directory).items()}
+    if config.tie_word_embeddings:
+        tensors["lm_head.weight"] = tensors.get("embed_tokens.weight", torch.empty(0))
+    target = Target(config)
+    fill(target, tensors, directory)
+    return target.to(dtype).eval().requires_grad_(False), fingerprint(config, tensors)
+
+
+def save_target(directory: Path, target: Target, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write `config.json` and `model.safetensors` so that this loader and `transformers` both open them."""
+    tied = target.config.tie_word_embeddings
+    tensors = {
+        name if name.startswith("lm_head.") else f"model.{name}": tensor
+        for name, tensor in target.state_dict().items()
+        if not (tied and name == "lm_head.weight")
+    }
+    config = target.config.to_hugging_face() | {"dtype": str(dtype).removeprefix("torch.")}
+    save_directory(directory, config, tensors, dtype)
+
+
+def save_directory(directory: Path, config: dict[str, object], tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """Write a checkpoint; each file appears whole or not at all."""
+    directory.mkdir(parents=True, exist_ok=True)
+    ready = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors.items()}
+    unfinished = directory / "model.safetensors.part"
+    save_file(ready, unfinished, metadata={"format": "pt"})
+    os.replace(unfinished, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def load_tensors(directory: Path) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint as stored. Raises CheckpointError for a missing or truncated file."""
+    tensors: dict[str, Tensor] = {}
+    for file in _weight_files(directory):
+        if not file.is_file():
+            raise CheckpointError(f"{file} does not exist: the checkpoint is incomplete")
+        try:
+            with safe_open(file, framework="pt") as shard:
+                tensors |= {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise CheckpointError(f"{file} cannot be read ({error}): truncated or not a safetensors file") from error
+    return tensors
+
+
+def fill(module: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
+    """Copy `tensors` into `module`. Raises CheckpointError for missing, unknown or misshapen ones."""
+    wanted = module.state_dict()
+    known = {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
+    if missing := sorted(wanted.keys() - known.keys()):
+        raise CheckpointError(f"{directory}: {len(missing)} tensors are missing, the first is {missing[0]!r}")
+    if unknown := sorted(known.keys() - wanted.keys()):
+        raise CheckpointError(f"{directory}: {len(unknown)} tensors are not Llama's, the first is {unknown[0]!r}")
+    for name, tensor in wanted.items():
+        if tensor.shape != known[name].shape:
+            raise CheckpointError(
+                f"{directory}: {name} has shape {list(known[name].shape)}, config.json asks for {list(tensor.shape)}"
+            )
+    module.load_state_dict(known)
+
+
+def fingerprint(config: ModelConfig, tensors: dict[str, Tensor]) -> str:
+    """Identity of a target: its shape and 1,024 elements of every tensor as stored, whatever the sharding."""
+    digest = hashlib.sha256(config.model_dump_json(exclude={"torch_dtype"}).encode())
+    for name in sorted(tensors):
+        flat = tensors[name].reshape(-1)
+        step = max(1, flat.numel() // _SAMPLED_ELEMENTS)
+        digest.update(f"{name}{list(tensors[name].shape)}".encode())
+        digest.update(flat[::step].float().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        return [directory / "model.safetensors"]
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{index} is no safetensors index: {error!r}") from error
+    return [directory / name for name in sorted(names)]
+
+
+def _without_prefix(name: str) -> str:
+    return name.removeprefix("model.")

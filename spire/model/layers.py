@@ -1,0 +1,133 @@
+"""One Llama layer, shared by target and draft, by training and serving.
+
+A layer pass is a function of (input, keys, values, mask). Who gathers the keys differs: the target keeps its own,
+the SPIRe draft makes them from memory vectors. Names of the parameters are Hugging Face's.
+
+Shapes: B sequences, T new positions, S attended positions, D width, H query heads, G key/value heads, K head width.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spire.model.config import ModelConfig, RopeConfig
+
+
+class Rope(nn.Module):
+    """Rotary position embedding in Llama's half-split form, with `linear` and `llama3` stretching."""
+
+    inverse_frequencies: Tensor
+
+    def __init__(self, head_dim: int, config: RopeConfig):
+        super().__init__()
+        self.register_buffer("inverse_frequencies", _inverse_frequencies(head_dim, config), persistent=False)
+
+    def forward(self, positions_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, each [B, 1, T, K]: computed in fp32, because bf16 cannot tell positions apart."""
+        angles_BTK = positions_BT[:, None, :, None].float() * self.inverse_frequencies.float()
+        angles_BTK = torch.cat((angles_BTK, angles_BTK), dim=-1)
+        return angles_BTK.cos().to(dtype), angles_BTK.sin().to(dtype)
+
+
+def _inverse_frequencies(head_dim: int, config: RopeConfig) -> Tensor:
+    frequencies = config.rope_theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if config.rope_type == "linear":
+        return frequencies / config.factor
+    if config.rope_type == "llama3":
+        turns = config.original_max_position_embeddings * frequencies / (2 * math.pi)
+        share = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+        share = share.clamp(0, 1)
+        return frequencies * (share + (1 - share) / config.factor)
+    return frequencies
+
+
+def rotate(x_BHTK: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate queries or keys to their positions."""
+    cosine, sine = rope
+    first, second = x_BHTK.chunk(2, dim=-1)
+    return x_BHTK * cosine + torch.cat((-second, first), dim=-1) * sine
+
+
+def attend(queries_BHTK: Tensor, keys_BGSK: Tensor, values_BGSK: Tensor, mask_B1TS: Tensor | None) -> Tensor:
+    """Softmax attention with grouped queries, [B, H, T, K].
+
+    `mask` is additive, or None for causal attention of a sequence over itself. Rows that see no key return zero.
+    """
+    B, H, T, K = queries_BHTK.shape
+    if mask_B1TS is None:
+        return F.scaled_dot_product_attention(
+            queries_BHTK, keys_BGSK, values_BGSK, is_causal=True, enable_gqa=keys_BGSK.shape[1] != H
+        )
+    if torch.is_grad_enabled():
+        return F.scaled_dot_product_attention(
+            queries_BHTK, keys_BGSK, values_BGSK, attn_mask=mask_B1TS, enable_gqa=keys_BGSK.shape[1] != H
+        )
+    # Queries of one group become rows of one product, so that each key and value byte is read once.
+    G, S = keys_BGSK.shape[1:3]
+    queries = (queries_BHTK * K**-0.5).reshape(B, G, (H // G) * T, K)
+    scores = (queries @ keys_BGSK.transpose(-1, -2)).view(B, G, H // G, T, S)
+    weights = (scores + mask_B1TS[:, :, None]).softmax(dim=-1)
+    return (weights.view(B, G, -1, S) @ values_BGSK).view(B, H, T, K)
+
+
+class Attention(nn.Module):
+    """The four projections. Keys and values come from `keys_values`, which may be given another input."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        D, K = config.hidden_size, config.head_dim
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = K
+        self.q_proj = nn.Linear(D, heads * K, bias=config.attention_bias)
+        self.k_proj = nn.Linear(D, kv_heads * K, bias=config.attention_bias)
+        self.v_proj = nn.Linear(D, kv_heads * K, bias=config.attention_bias)
+        self.o_proj = nn.Linear(heads * K, D, bias=config.attention_bias)
+
+    def split_heads(self, x_BTE: Tensor) -> Tensor:
+        return x_BTE.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        D, F_ = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(D, F_, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(D, F_, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(F_, D, bias=config.mlp_bias)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
+
+
+class Layer(nn.Module):
+    """RMSNorm, attention, residual, RMSNorm, SwiGLU, residual."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def keys_values(self, memory_BTD: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys, rotated, and values [B, G, T, K] of what is remembered: the layer's own input, or a memory vector."""
+        attention = self.self_attn
+        memory_BTD = self.input_layernorm(memory_BTD)
+        keys = rotate(attention.split_heads(attention.k_proj(memory_BTD)), rope)
+        return keys, attention.split_heads(attention.v_proj(memory_BTD))
+
+    def forward(
+        self, input_BTD: Tensor, rope: tuple[Tensor, Tensor], keys_BGSK: Tensor, values_BGSK: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        """The layer's output [B, T, D] for `input`, attending to the keys and values it is given."""
+        attention = self.self_attn
+        queries = rotate(attention.split_heads(attention.q_proj(self.input_layernorm(input_BTD))), rope)
+        attended = attend(queries, keys_BGSK, values_BGSK, mask).transpose(1, 2).flatten(2)
+        hidden_BTD = input_BTD + attention.o_proj(attended)
+        return hidden_BTD + self.mlp(self.post_attention_layernorm(hidden_BTD))

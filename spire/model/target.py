@@ -1,0 +1,80 @@
+"""The target: a Llama-architecture decoder with one forward.
+
+Prefill, verification and plain decoding are the same call with a different number of new tokens. Training is the
+same call with a cache that keeps nothing. The draft's food, the activations entering chosen layers, is an ordinary local.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from spire.model.config import ModelConfig
+from spire.model.layers import Layer, Rope
+
+
+class KeyValues(Protocol):
+    """What the target needs of a cache during one forward."""
+
+    positions_BT: Tensor
+    mask: Tensor | None
+
+    def append(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the new positions of one layer; return all keys and values that may be attended, [B, G, S, K]."""
+        ...
+
+
+class WholeSequence:
+    """No cache: every position of B sequences at once, causal. What training and teacher forcing use."""
+
+    mask = None
+
+    def __init__(self, tokens_BT: Tensor):
+        B, T = tokens_BT.shape
+        self.positions_BT = torch.arange(T, device=tokens_BT.device).expand(B, T)
+
+    def append(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> tuple[Tensor, Tensor]:
+        return keys_BGTK, values_BGTK
+
+
+class TargetOutput(NamedTuple):
+    """`hidden_BTD` after the final norm (unembed the rows you need) and `taps_BTND`, the tapped activations."""
+
+    hidden_BTD: Tensor
+    taps_BTND: Tensor | None
+
+
+class Target(nn.Module):
+    """Token ids in, hidden states and tapped activations out. Parameter names are Hugging Face's under `model.`."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+        self.rope = Rope(config.head_dim, config.rope)
+
+    def forward(self, tokens_BT: Tensor, cache: KeyValues, tapped_layers: tuple[int, ...] = ()) -> TargetOutput:
+        """Append T tokens per sequence to `cache`.
+
+        `tapped_layers` are counts of layers passed: the activation *entering* that layer (0 is the embedding).
+        """
+        hidden_BTD = self.embed_tokens(tokens_BT)
+        rope = self.rope(cache.positions_BT, hidden_BTD.dtype)
+        taps: dict[int, Tensor] = {}
+        for index, layer in enumerate(self.layers):
+            taps[index] = hidden_BTD
+            keys, values = cache.append(index, *layer.keys_values(hidden_BTD, rope))
+            hidden_BTD = layer(hidden_BTD, rope, keys, values, cache.mask)
+        taps_BTND = torch.stack([taps[i] for i in tapped_layers], dim=2) if tapped_layers else None
+        return TargetOutput(self.norm(hidden_BTD), taps_BTND)
+
+    def unembed(self, hidden_D: Tensor) -> Tensor:
+        """Logits in fp32 for any selection of hidden states [..., D]."""
+        return self.lm_head(hidden_D).float()

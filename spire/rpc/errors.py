@@ -1,0 +1,45 @@
+"""The one table between Spire's errors and what travels: the status of a batch item, and gRPC's of a whole call."""
+
+from __future__ import annotations
+
+import grpc
+
+from spire.errors import (
+    InvalidRequest,
+    MismatchError,
+    NotFinite,
+    OutOfCapacity,
+    SpireError,
+    StaleBlock,
+    UnknownSequence,
+)
+from spire.v1 import tensor_pb2 as pb
+
+_TABLE: list[tuple[type[SpireError], pb.Code, grpc.StatusCode]] = [
+    (InvalidRequest, pb.CODE_INVALID_ARGUMENT, grpc.StatusCode.INVALID_ARGUMENT),
+    (UnknownSequence, pb.CODE_NOT_FOUND, grpc.StatusCode.NOT_FOUND),
+    (StaleBlock, pb.CODE_FAILED_PRECONDITION, grpc.StatusCode.FAILED_PRECONDITION),
+    (OutOfCapacity, pb.CODE_RESOURCE_EXHAUSTED, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (NotFinite, pb.CODE_DATA_LOSS, grpc.StatusCode.DATA_LOSS),
+    (MismatchError, pb.CODE_FAILED_PRECONDITION, grpc.StatusCode.FAILED_PRECONDITION),
+]
+
+OK = pb.ItemStatus(code=pb.CODE_OK)
+
+
+def item_status(error: SpireError) -> pb.ItemStatus:
+    """The status of the one item that failed."""
+    code = next((code for kind, code, _ in _TABLE if isinstance(error, kind)), pb.CODE_INVALID_ARGUMENT)
+    return pb.ItemStatus(code=code, message=str(error))
+
+
+def raise_for(status: pb.ItemStatus) -> None:
+    """Raise what an item's status says, if it says anything."""
+    if status.code != pb.CODE_OK:
+        kind = next((kind for kind, code, _ in _TABLE if code == status.code), InvalidRequest)
+        raise kind(status.message)
+
+
+def call_status(error: SpireError) -> grpc.StatusCode:
+    """The status of a whole call that failed."""
+    return next((status for kind, _, status in _TABLE if isinstance(error, kind)), grpc.StatusCode.UNKNOWN)

@@ -1,0 +1,40 @@
+"""Tensors on the wire: raw little-endian bytes, a dtype and a shape. Imports torch, so the gateway never does."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from spire.errors import InvalidRequest
+from spire.v1 import tensor_pb2 as pb
+
+_TO_WIRE = {
+    torch.float32: pb.DTYPE_FLOAT32,
+    torch.bfloat16: pb.DTYPE_BFLOAT16,
+    torch.int32: pb.DTYPE_INT32,
+}
+_FROM_WIRE = {wire: dtype for dtype, wire in _TO_WIRE.items()}
+
+
+def to_wire(tensor: Tensor) -> pb.Tensor:
+    """Encode float32, bfloat16 or int32. bfloat16 travels through a view of its bytes."""
+    raw = tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes()
+    return pb.Tensor(dtype=_TO_WIRE[tensor.dtype], shape=tensor.shape, data=raw)
+
+
+def from_wire(message: pb.Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Decode. Raises InvalidRequest when bytes, shape and dtype disagree, or when `dtype` is not what came."""
+    found = _FROM_WIRE.get(message.dtype)
+    if found is None or (dtype is not None and found != dtype):
+        expected = dtype or "float32, bfloat16 or int32"
+        raise InvalidRequest(f"tensor has dtype {pb.DType.Name(message.dtype) if message.dtype in _FROM_WIRE else message.dtype}, expected {expected}")
+    size = math.prod(message.shape) * found.itemsize
+    if len(message.data) != size:
+        raise InvalidRequest(
+            f"tensor of shape {list(message.shape)} and {found} needs {size} bytes, {len(message.data)} came"
+        )
+    if size == 0:
+        return torch.empty(tuple(message.shape), dtype=found)
+    return torch.frombuffer(bytearray(message.data), dtype=found).view(tuple(message.shape))

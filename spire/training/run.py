@@ -1,0 +1,111 @@
+"""What every training run shares: its directory, its checkpoint, its progress line.
+
+A checkpoint is a safetensors file of parameters and optimizer state plus a JSON of the step. It is written beside
+the old one and renamed, so a kill at any moment leaves a whole one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from spire.errors import DataError
+
+
+class Checkpoint:
+    """The resumable state of a run in one file, `run/state.safetensors`."""
+
+    def __init__(self, directory: Path, recipe: dict[str, Any]):
+        self.file = directory / "state.safetensors"
+        self.recipe = recipe
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def save(self, step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+        tensors = {f"model.{name}": tensor.detach() for name, tensor in model.state_dict().items()}
+        for number, optimizer in enumerate(optimizers):
+            for parameter, state in optimizer.state_dict()["state"].items():
+                for name, value in state.items():
+                    tensors[f"optimizer.{number}.{parameter}.{name}"] = torch.as_tensor(value).detach()
+        unfinished = self.file.with_suffix(".part")
+        metadata = {"step": str(step), "recipe": json.dumps(self.recipe)}
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, unfinished, metadata=metadata)
+        os.replace(unfinished, self.file)
+
+    def resume(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> int:
+        """Load what was saved and return the step to go on with; 0 when there is nothing to resume."""
+        if not self.file.exists():
+            return 0
+        with safe_open(self.file, framework="pt") as stored:
+            metadata = stored.metadata()
+            self._same_recipe(json.loads(metadata["recipe"]))
+            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+        model.load_state_dict({n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")})
+        for number, optimizer in enumerate(optimizers):
+            whole = optimizer.state_dict()
+            whole["state"] = _optimizer_state(tensors, f"optimizer.{number}.")
+            optimizer.load_state_dict(whole)
+        return int(metadata["step"])
+
+    def _same_recipe(self, stored: dict[str, Any]) -> None:
+        for name, value in self.recipe.items():
+            if stored.get(name) != value:
+                raise DataError(
+                    f"{self.file} was made with {name} = {stored.get(name)!r}, this run asks for {value!r}: "
+                    "use the same value or another --out"
+                )
+
+
+def _optimizer_state(tensors: dict[str, Tensor], prefix: str) -> dict[int, dict[str, Tensor]]:
+    state: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if name.startswith(prefix):
+            parameter, key = name.removeprefix(prefix).split(".", 1)
+            state.setdefault(int(parameter), {})[key] = tensor
+    return state
+
+
+def constant_then_linear(step: int, steps: int, warmup: int = 50, decay_share: float = 0.3) -> float:
+    """Learning rate factor: a short warm-up, constant, then linear to zero over the last `decay_share`."""
+    return min((step + 1) / warmup, 1.0, (steps - step) / (decay_share * steps))
+
+
+class ProgressLog:
+    """A progress bar with figures for people, and one JSON line per report in `log.jsonl` for machines."""
+
+    def __init__(self, directory: Path, total: int, start: int):
+        self.lines = (directory / "log.jsonl").open("a", buffering=1)
+        self.total, self.start = total, start
+        self.began, self.tokens = time.monotonic(), 0
+
+    def steps(self, description: str) -> Iterator[int]:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[figures]}"),
+        )
+        with Progress(*columns, refresh_per_second=2) as self.progress:
+            self.task = self.progress.add_task(description, total=self.total, completed=self.start, figures="")
+            for step in range(self.start, self.total):
+                yield step
+                self.progress.advance(self.task)
+        self.lines.close()
+
+    def report(self, step: int, **figures: float) -> None:
+        seconds = time.monotonic() - self.began
+        figures["tokens_per_second"] = self.tokens / seconds
+        text = " ".join(f"{name}={value:.4g}" for name, value in figures.items())
+        self.progress.update(self.task, figures=text)
+        self.lines.write(json.dumps({"step": step, "seconds": round(seconds, 1), **figures}) + "\n")

@@ -1,0 +1,153 @@
+"""`spire train target`: a small Llama-architecture target from text, on a CPU or a GPU.
+
+Muon for the layers' matrices, AdamW for the rest; constant then linear learning rate; short and long sequences mixed
+from the start (a quarter of the steps are long, half while the rate decays), so that no position is unseen.
+What it does not know: more than one device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from spire.model.checkpoint import save_target
+from spire.model.config import ModelConfig
+from spire.model.target import Target, WholeSequence
+from spire.training.corpus import END, START, TokenStream, read_texts, train_tokenizer
+from spire.training.run import Checkpoint, ProgressLog, constant_then_linear
+
+
+@dataclass(frozen=True)
+class TargetRecipe:
+    """Everything that determines a target besides the text. The defaults are the bundled target's."""
+
+    steps: int = 3600
+    tokens_per_step: int = 4096
+    short_length: int = 512
+    long_length: int = 2048
+    muon_rate: float = 0.02
+    adamw_rate: float = 3e-3
+    decay_share: float = 0.3
+    seed: int = 1
+    vocab_size: int = 4096
+    hidden_size: int = 256
+    intermediate_size: int = 704
+    layers: int = 8
+    heads: int = 4
+
+    def model_config(self) -> ModelConfig:
+        return ModelConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.heads,
+            head_dim=self.hidden_size // self.heads,
+            rms_norm_eps=1e-5,
+            max_position_embeddings=self.long_length,
+            bos_token_id=0,
+            eos_token_ids=(1,),
+            torch_dtype="bfloat16",
+        )
+
+    def length_at(self, step: int) -> int:
+        decaying = step >= (1 - self.decay_share) * self.steps
+        return self.long_length if step % (2 if decaying else 4) == 1 else self.short_length
+
+
+def train_target(
+    data: list[Path], valid: list[Path], out: Path, recipe: TargetRecipe, device: str = "cpu", compiled: bool = True
+) -> Target:
+    """Train, checkpointing into `out/run`, and write the finished checkpoint to `out`. Resumes what it finds there."""
+    work = out / "run"
+    tokenizer = _tokenizer(data, out, recipe.vocab_size)
+    start, end = tokenizer.token_to_id(START), tokenizer.token_to_id(END)
+    stream = TokenStream.build(data, tokenizer, start, end, work)
+    held_out = TokenStream.build(valid, tokenizer, start, end, work) if valid else None
+
+    torch.manual_seed(recipe.seed)
+    target = Target(recipe.model_config()).to(device)
+    _initialise(target)
+    optimizers = _optimizers(target, recipe)
+    # The number of steps may change until the rate decays: before that it touches nothing.
+    checkpoint = Checkpoint(work, {k: v for k, v in asdict(recipe).items() if k != "steps"})
+    first = checkpoint.resume(target, optimizers)
+    loss_of = torch.compile(next_token_loss, dynamic=False) if compiled else next_token_loss
+    log = ProgressLog(work, recipe.steps, first)
+    for step in log.steps("target"):
+        length = recipe.length_at(step)
+        tokens_BT = torch.from_numpy(stream.batch(recipe.seed, step, recipe.tokens_per_step // length, length))
+        with torch.autocast(device, dtype=torch.bfloat16):
+            loss = loss_of(target, tokens_BT.to(device))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(target.parameters(), 1.0)
+        factor = constant_then_linear(step, recipe.steps, decay_share=recipe.decay_share)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * factor
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        log.tokens += tokens_BT.numel()
+        if step % 20 == 0:
+            log.report(step, loss=loss.item(), length=length)
+        if step % 200 == 199:
+            checkpoint.save(step + 1, target, optimizers)
+            if held_out:
+                log.report(step, valid_loss=validation_loss(target, held_out, recipe.short_length, device))
+    checkpoint.save(recipe.steps, target, optimizers)
+    save_target(out, target)
+    return target
+
+
+def next_token_loss(target: Target, tokens_BT: Tensor) -> Tensor:
+    """Mean cross-entropy in nats of each token given those before it."""
+    output = target(tokens_BT[:, :-1], WholeSequence(tokens_BT[:, :-1]))
+    logits = target.unembed(output.hidden_BTD)
+    return F.cross_entropy(logits.flatten(0, 1), tokens_BT[:, 1:].flatten())
+
+
+@torch.no_grad()
+def validation_loss(target: Target, stream: TokenStream, length: int, device: str, batches: int = 8) -> float:
+    """Mean loss over fixed windows of held-out text."""
+    losses = []
+    for number in range(batches):
+        tokens_BT = torch.from_numpy(stream.batch(0, number, 8, length)).to(device)
+        with torch.autocast(device, dtype=torch.bfloat16):
+            losses.append(next_token_loss(target, tokens_BT).item())
+    return sum(losses) / len(losses)
+
+
+def _tokenizer(data: list[Path], out: Path, vocab_size: int) -> Tokenizer:
+    file = out / "tokenizer.json"
+    if not file.exists():
+        out.mkdir(parents=True, exist_ok=True)
+        train_tokenizer(read_texts(data), vocab_size).save(str(file))
+    return Tokenizer.from_file(str(file))
+
+
+def _initialise(target: Target) -> None:
+    """Normal(0, 0.02) everywhere; what writes into the residual stream starts smaller by sqrt(2 · layers)."""
+    for name, parameter in target.named_parameters():
+        if parameter.ndim == 2:
+            writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+            torch.nn.init.normal_(parameter, std=0.02 / ((2 * len(target.layers)) ** 0.5 if writes_residual else 1))
+
+
+def _optimizers(target: Target, recipe: TargetRecipe) -> list[torch.optim.Optimizer]:
+    matrices = [p for p in target.layers.parameters() if p.ndim == 2]
+    chosen = {id(p) for p in matrices}
+    rest = [p for p in target.parameters() if id(p) not in chosen]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(matrices, lr=recipe.muon_rate, momentum=0.95, weight_decay=0.0, ns_steps=5),
+        torch.optim.AdamW(rest, lr=recipe.adamw_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+    ]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+    return optimizers

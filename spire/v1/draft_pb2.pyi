@@ -1,0 +1,83 @@
+from spire.v1 import tensor_pb2 as _tensor_pb2
+from spire.v1 import verifier_pb2 as _verifier_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class DraftGetInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DraftGetInfoResponse(_message.Message):
+    __slots__ = ("protocol_version", "draft_id", "kind", "model_name", "target_fingerprint", "tokenizer_hash", "vocab_size", "max_speculation_depth", "state_bytes_per_sequence", "max_sequences", "following")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_ID_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_HASH_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_SPECULATION_DEPTH_FIELD_NUMBER: _ClassVar[int]
+    STATE_BYTES_PER_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWING_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    draft_id: str
+    kind: str
+    model_name: str
+    target_fingerprint: str
+    tokenizer_hash: str
+    vocab_size: int
+    max_speculation_depth: int
+    state_bytes_per_sequence: int
+    max_sequences: int
+    following: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., draft_id: _Optional[str] = ..., kind: _Optional[str] = ..., model_name: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_speculation_depth: _Optional[int] = ..., state_bytes_per_sequence: _Optional[int] = ..., max_sequences: _Optional[int] = ..., following: bool = ...) -> None: ...
+
+class ProposeBatch(_message.Message):
+    __slots__ = ("batch_id", "items")
+    BATCH_ID_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    batch_id: int
+    items: _containers.RepeatedCompositeFieldContainer[ProposeItem]
+    def __init__(self, batch_id: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ProposeItem, _Mapping]]] = ...) -> None: ...
+
+class ProposeItem(_message.Message):
+    __slots__ = ("sequence_id", "base", "newest_token", "k", "sampling")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    K_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: str
+    base: int
+    newest_token: int
+    k: int
+    sampling: _tensor_pb2.Sampling
+    def __init__(self, sequence_id: _Optional[str] = ..., base: _Optional[int] = ..., newest_token: _Optional[int] = ..., k: _Optional[int] = ..., sampling: _Optional[_Union[_tensor_pb2.Sampling, _Mapping]] = ...) -> None: ...
+
+class ProposeBatchResult(_message.Message):
+    __slots__ = ("batch_id", "proposals", "timings")
+    BATCH_ID_FIELD_NUMBER: _ClassVar[int]
+    PROPOSALS_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    batch_id: int
+    proposals: _containers.RepeatedCompositeFieldContainer[Proposal]
+    timings: _verifier_pb2.Timings
+    def __init__(self, batch_id: _Optional[int] = ..., proposals: _Optional[_Iterable[_Union[Proposal, _Mapping]]] = ..., timings: _Optional[_Union[_verifier_pb2.Timings, _Mapping]] = ...) -> None: ...
+
+class Proposal(_message.Message):
+    __slots__ = ("sequence_id", "status", "tokens", "q")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    Q_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: str
+    status: _tensor_pb2.ItemStatus
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    q: _verifier_pb2.DraftDistribution
+    def __init__(self, sequence_id: _Optional[str] = ..., status: _Optional[_Union[_tensor_pb2.ItemStatus, _Mapping]] = ..., tokens: _Optional[_Iterable[int]] = ..., q: _Optional[_Union[_verifier_pb2.DraftDistribution, _Mapping]] = ...) -> None: ...

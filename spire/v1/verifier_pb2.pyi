@@ -1,0 +1,224 @@
+from spire.v1 import tensor_pb2 as _tensor_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class GetInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetInfoResponse(_message.Message):
+    __slots__ = ("protocol_version", "model_name", "target_fingerprint", "tokenizer_hash", "vocab_size", "hidden_size", "num_layers", "max_context", "max_sequences", "end_tokens", "epoch", "dtype", "max_speculation_depth")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_HASH_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    MAX_CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    END_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    MAX_SPECULATION_DEPTH_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    model_name: str
+    target_fingerprint: str
+    tokenizer_hash: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    max_context: int
+    max_sequences: int
+    end_tokens: _containers.RepeatedScalarFieldContainer[int]
+    epoch: str
+    dtype: str
+    max_speculation_depth: int
+    def __init__(self, protocol_version: _Optional[int] = ..., model_name: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., max_context: _Optional[int] = ..., max_sequences: _Optional[int] = ..., end_tokens: _Optional[_Iterable[int]] = ..., epoch: _Optional[str] = ..., dtype: _Optional[str] = ..., max_speculation_depth: _Optional[int] = ...) -> None: ...
+
+class GetTokenizerRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetTokenizerResponse(_message.Message):
+    __slots__ = ("tokenizer_json",)
+    TOKENIZER_JSON_FIELD_NUMBER: _ClassVar[int]
+    tokenizer_json: bytes
+    def __init__(self, tokenizer_json: _Optional[bytes] = ...) -> None: ...
+
+class RoundsRequest(_message.Message):
+    __slots__ = ("start", "verify")
+    START_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_FIELD_NUMBER: _ClassVar[int]
+    start: Start
+    verify: VerifyBatch
+    def __init__(self, start: _Optional[_Union[Start, _Mapping]] = ..., verify: _Optional[_Union[VerifyBatch, _Mapping]] = ...) -> None: ...
+
+class RoundsResponse(_message.Message):
+    __slots__ = ("started", "verified")
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_FIELD_NUMBER: _ClassVar[int]
+    started: Started
+    verified: VerifyBatchResult
+    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., verified: _Optional[_Union[VerifyBatchResult, _Mapping]] = ...) -> None: ...
+
+class Start(_message.Message):
+    __slots__ = ("sequence_id", "tokens", "sampling", "draft_id")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_ID_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: str
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    sampling: _tensor_pb2.Sampling
+    draft_id: str
+    def __init__(self, sequence_id: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_tensor_pb2.Sampling, _Mapping]] = ..., draft_id: _Optional[str] = ...) -> None: ...
+
+class Started(_message.Message):
+    __slots__ = ("sequence_id", "status", "base", "token", "timings")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: str
+    status: _tensor_pb2.ItemStatus
+    base: int
+    token: int
+    timings: Timings
+    def __init__(self, sequence_id: _Optional[str] = ..., status: _Optional[_Union[_tensor_pb2.ItemStatus, _Mapping]] = ..., base: _Optional[int] = ..., token: _Optional[int] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ...) -> None: ...
+
+class VerifyBatch(_message.Message):
+    __slots__ = ("batch_id", "items")
+    BATCH_ID_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    batch_id: int
+    items: _containers.RepeatedCompositeFieldContainer[VerifyItem]
+    def __init__(self, batch_id: _Optional[int] = ..., items: _Optional[_Iterable[_Union[VerifyItem, _Mapping]]] = ...) -> None: ...
+
+class VerifyItem(_message.Message):
+    __slots__ = ("sequence_id", "round", "base", "draft_tokens", "q")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    Q_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: str
+    round: int
+    base: int
+    draft_tokens: _containers.RepeatedScalarFieldContainer[int]
+    q: DraftDistribution
+    def __init__(self, sequence_id: _Optional[str] = ..., round: _Optional[int] = ..., base: _Optional[int] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., q: _Optional[_Union[DraftDistribution, _Mapping]] = ...) -> None: ...
+
+class DraftDistribution(_message.Message):
+    __slots__ = ("ids", "probabilities")
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    PROBABILITIES_FIELD_NUMBER: _ClassVar[int]
+    ids: _tensor_pb2.Tensor
+    probabilities: _tensor_pb2.Tensor
+    def __init__(self, ids: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., probabilities: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
+
+class VerifyBatchResult(_message.Message):
+    __slots__ = ("batch_id", "results", "timings")
+    BATCH_ID_FIELD_NUMBER: _ClassVar[int]
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    batch_id: int
+    results: _containers.RepeatedCompositeFieldContainer[VerifyResult]
+    timings: Timings
+    def __init__(self, batch_id: _Optional[int] = ..., results: _Optional[_Iterable[_Union[VerifyResult, _Mapping]]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ...) -> None: ...
+
+class VerifyResult(_message.Message):
+    __slots__ = ("sequence_id", "round", "status", "accepted", "tokens")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: str
+    round: int
+    status: _tensor_pb2.ItemStatus
+    accepted: int
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sequence_id: _Optional[str] = ..., round: _Optional[int] = ..., status: _Optional[_Union[_tensor_pb2.ItemStatus, _Mapping]] = ..., accepted: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Timings(_message.Message):
+    __slots__ = ("queue_seconds", "forward_seconds", "sample_seconds", "total_seconds")
+    QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    queue_seconds: float
+    forward_seconds: float
+    sample_seconds: float
+    total_seconds: float
+    def __init__(self, queue_seconds: _Optional[float] = ..., forward_seconds: _Optional[float] = ..., sample_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ...) -> None: ...
+
+class ActivationsRequest(_message.Message):
+    __slots__ = ("draft_id", "target_fingerprint", "protocol_version", "tapped_layers", "sink", "window")
+    DRAFT_ID_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TAPPED_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    SINK_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    draft_id: str
+    target_fingerprint: str
+    protocol_version: int
+    tapped_layers: _containers.RepeatedScalarFieldContainer[int]
+    sink: int
+    window: int
+    def __init__(self, draft_id: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., protocol_version: _Optional[int] = ..., tapped_layers: _Optional[_Iterable[int]] = ..., sink: _Optional[int] = ..., window: _Optional[int] = ...) -> None: ...
+
+class ActivationsResponse(_message.Message):
+    __slots__ = ("spans", "rows", "ended")
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    spans: _containers.RepeatedCompositeFieldContainer[ActivationSpan]
+    rows: _tensor_pb2.Tensor
+    ended: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, spans: _Optional[_Iterable[_Union[ActivationSpan, _Mapping]]] = ..., rows: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ended: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ActivationSpan(_message.Message):
+    __slots__ = ("sequence_id", "start", "count", "reset")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    RESET_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: str
+    start: int
+    count: int
+    reset: bool
+    def __init__(self, sequence_id: _Optional[str] = ..., start: _Optional[int] = ..., count: _Optional[int] = ..., reset: bool = ...) -> None: ...
+
+class ResyncRequest(_message.Message):
+    __slots__ = ("draft_id", "sequence_ids")
+    DRAFT_ID_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    draft_id: str
+    sequence_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, draft_id: _Optional[str] = ..., sequence_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ResyncResponse(_message.Message):
+    __slots__ = ("unknown",)
+    UNKNOWN_FIELD_NUMBER: _ClassVar[int]
+    unknown: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, unknown: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ReleaseRequest(_message.Message):
+    __slots__ = ("sequence_ids",)
+    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    sequence_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, sequence_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ReleaseResponse(_message.Message):
+    __slots__ = ("released",)
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
+    released: int
+    def __init__(self, released: _Optional[int] = ...) -> None: ...
