@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from spire.errors import CheckpointError
-from spire.model.config import ModelConfig, load_model_config
+from spire.model.config import ModelConfig, load_draft_config, load_model_config
+from spire.model.draft import SpireDraft
 from spire.model.target import Target
 
 _SAMPLED_ELEMENTS = 1024
@@ -33,16 +34,37 @@ def load_target(directory: Path, dtype: torch.dtype = torch.float32) -> tuple[Ta
     return target.to(dtype).eval().requires_grad_(False), fingerprint(config, tensors)
 
 
+def load_draft(directory: Path, dtype: torch.dtype = torch.float32) -> SpireDraft:
+    """The SPIRe draft in `directory`, in inference mode. Raises CheckpointError naming the file."""
+    draft = SpireDraft(load_model_config(directory), load_draft_config(directory))
+    tensors = {_without_prefix(name): tensor for name, tensor in load_tensors(directory).items()}
+    if draft.config.tie_word_embeddings:
+        tensors["lm_head.weight"] = tensors.get("embed_tokens.weight", torch.empty(0))
+    fill(draft, tensors, directory)
+    return draft.to(dtype).eval().requires_grad_(False)
+
+
+def save_draft(directory: Path, draft: SpireDraft, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write a draft: a directory like a target's whose config carries a `spire_draft` section."""
+    config = draft.config.to_hugging_face() | {
+        "dtype": str(dtype).removeprefix("torch."),
+        "spire_draft": draft.draft.model_dump(mode="json"),
+    }
+    save_directory(directory, config, _stored_names(draft, draft.config), dtype)
+
+
 def save_target(directory: Path, target: Target, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write `config.json` and `model.safetensors` so that this loader and `transformers` both open them."""
-    tied = target.config.tie_word_embeddings
-    tensors = {
-        name if name.startswith("lm_head.") else f"model.{name}": tensor
-        for name, tensor in target.state_dict().items()
-        if not (tied and name == "lm_head.weight")
-    }
     config = target.config.to_hugging_face() | {"dtype": str(dtype).removeprefix("torch.")}
-    save_directory(directory, config, tensors, dtype)
+    save_directory(directory, config, _stored_names(target, target.config), dtype)
+
+
+def _stored_names(module: nn.Module, config: ModelConfig) -> dict[str, Tensor]:
+    return {
+        name if name.startswith("lm_head.") else f"model.{name}": tensor
+        for name, tensor in module.state_dict().items()
+        if not (config.tie_word_embeddings and name == "lm_head.weight")
+    }
 
 
 def save_directory(directory: Path, config: dict[str, object], tensors: dict[str, Tensor], dtype: torch.dtype) -> None:

@@ -139,7 +139,9 @@ def load_model_config(directory: Path) -> ModelConfig:
     if kind != "llama":
         raise CheckpointError(f"{directory / 'config.json'}: model_type is {kind!r}; only 'llama' can be served")
     if raw.get("hidden_act", "silu") != "silu":
-        raise CheckpointError(f"{directory / 'config.json'}: hidden_act is {raw['hidden_act']!r}; only 'silu' is Llama's")
+        raise CheckpointError(
+            f"{directory / 'config.json'}: hidden_act is {raw['hidden_act']!r}; only 'silu' is Llama's"
+        )
     try:
         return ModelConfig.model_validate(raw)
     except ValidationError as error:

@@ -20,15 +20,16 @@ from spire.model.config import ModelConfig, RopeConfig
 class Rope(nn.Module):
     """Rotary position embedding in Llama's half-split form, with `linear` and `llama3` stretching."""
 
-    inverse_frequencies: Tensor
-
     def __init__(self, head_dim: int, config: RopeConfig):
         super().__init__()
-        self.register_buffer("inverse_frequencies", _inverse_frequencies(head_dim, config), persistent=False)
+        # Not a buffer: `.to(bfloat16)` would round it, and bf16 cannot tell positions apart.
+        self.inverse_frequencies = _inverse_frequencies(head_dim, config)
 
     def forward(self, positions_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, each [B, 1, T, K]: computed in fp32, because bf16 cannot tell positions apart."""
-        angles_BTK = positions_BT[:, None, :, None].float() * self.inverse_frequencies.float()
+        """Cosines and sines, each [B, 1, T, K], computed in fp32."""
+        if self.inverse_frequencies.device != positions_BT.device:
+            self.inverse_frequencies = self.inverse_frequencies.to(positions_BT.device)
+        angles_BTK = positions_BT[:, None, :, None].float() * self.inverse_frequencies
         angles_BTK = torch.cat((angles_BTK, angles_BTK), dim=-1)
         return angles_BTK.cos().to(dtype), angles_BTK.sin().to(dtype)
 
@@ -55,7 +56,7 @@ def rotate(x_BHTK: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 def attend(queries_BHTK: Tensor, keys_BGSK: Tensor, values_BGSK: Tensor, mask_B1TS: Tensor | None) -> Tensor:
     """Softmax attention with grouped queries, [B, H, T, K].
 
-    `mask` is additive, or None for causal attention of a sequence over itself. Rows that see no key return zero.
+    `mask` is additive, or None for causal attention of a sequence over itself. Every row must see at least one key.
     """
     B, H, T, K = queries_BHTK.shape
     if mask_B1TS is None:
@@ -123,7 +124,12 @@ class Layer(nn.Module):
         return keys, attention.split_heads(attention.v_proj(memory_BTD))
 
     def forward(
-        self, input_BTD: Tensor, rope: tuple[Tensor, Tensor], keys_BGSK: Tensor, values_BGSK: Tensor, mask: Tensor | None
+        self,
+        input_BTD: Tensor,
+        rope: tuple[Tensor, Tensor],
+        keys_BGSK: Tensor,
+        values_BGSK: Tensor,
+        mask: Tensor | None,
     ) -> Tensor:
         """The layer's output [B, T, D] for `input`, attending to the keys and values it is given."""
         attention = self.self_attn

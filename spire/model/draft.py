@@ -1,0 +1,171 @@
+"""The SPIRe draft (paper section 3): the target's last layers, attending to memory vectors instead of their own past.
+
+At position t, draft layer i computes queries from its own input, but keys and values come from memory vectors of
+earlier positions: the *target's* activation entering the layer it was initialised from where the position is
+verified, the draft's own feedback memory where it was drafted in this round. Training and serving run the same forward;
+who gathers the keys differs (`BlockRollouts` here, `RoundMemory` in `draft_memory`).
+
+Shapes: B sequences, T positions, S memories, N draft layers, D width, G key/value heads, K head width.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from spire.model.config import DraftConfig, ModelConfig
+from spire.model.layers import Layer, Rope
+from spire.model.target import Target
+
+_OWN_INPUT_SHARE = 0.9
+
+
+class Memory(Protocol):
+    """What the draft needs of its memory during one forward."""
+
+    positions_BT: Tensor
+    mask: Tensor
+
+    def with_self(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of everything remembered and of the position itself, [B, G, S, K]."""
+        ...
+
+    def remember(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> None:
+        """Keep the feedback memory of these positions for the passes that follow in this round."""
+        ...
+
+
+class SpireDraft(nn.Module):
+    """Token ids and a memory in, hidden states out; the memory gains the feedback of these positions."""
+
+    def __init__(self, config: ModelConfig, draft: DraftConfig):
+        super().__init__()
+        N = config.num_hidden_layers
+        self.config, self.draft = config, draft
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(N))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+        self.memory_weights = nn.Parameter(_near_own_input(N))
+        self.rope = Rope(config.head_dim, config.rope)
+
+    def forward(self, tokens_BT: Tensor, memory: Memory) -> Tensor:
+        """One pass: hidden states [B, T, D] after the final norm, from which the next token is guessed."""
+        hidden_BTD = self.embed_tokens(tokens_BT)
+        rope = self.rope(memory.positions_BT, hidden_BTD.dtype)
+        passed = [hidden_BTD]
+        for index, layer in enumerate(self.layers):
+            keys, values = memory.with_self(index, *layer.keys_values(hidden_BTD, rope))
+            hidden_BTD = layer(hidden_BTD, rope, keys, values, memory.mask)
+            passed.append(hidden_BTD)
+        feedback_NBTD = self.feedback(torch.stack(passed))
+        for index, layer in enumerate(self.layers):
+            memory.remember(index, *layer.keys_values(feedback_NBTD[index], rope))
+        return self.norm(hidden_BTD)
+
+    def feedback(self, passed_LBTD: Tensor) -> Tensor:
+        """m^i = Σ_l softmax(w_i)_l · x^l over l = 0..N (paper section 3.3), [N, B, T, D]."""
+        weights_NL = self.memory_weights.softmax(dim=-1).to(passed_LBTD.dtype)
+        return torch.einsum("nl,lbtd->nbtd", weights_NL, passed_LBTD)
+
+    def remembered(self, taps_BTND: Tensor, positions_BT: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Each layer's keys and values [B, G, T, K] of the target's activations at verified positions."""
+        rope = self.rope(positions_BT, taps_BTND.dtype)
+        return [layer.keys_values(taps_BTND[:, :, index], rope) for index, layer in enumerate(self.layers)]
+
+    def unembed(self, hidden_D: Tensor) -> Tensor:
+        """Logits in fp32 for any selection of hidden states [..., D]."""
+        return self.lm_head(hidden_D).float()
+
+
+def _near_own_input(layers: int) -> Tensor:
+    """Memory weights [N, N + 1] that begin with softmax weight 0.9 on each layer's own input."""
+    weights = torch.zeros(layers, layers + 1)
+    own = math.log(_OWN_INPUT_SHARE / (1 - _OWN_INPUT_SHARE) * layers)
+    return weights.fill_diagonal_(own)
+
+
+def prune(target: Target, target_fingerprint: str, layers: int, window: int = 64, sink: int = 1) -> SpireDraft:
+    """A draft initialised from `target` (section 3.2): embedding, last `layers` layers, norm and unembedding."""
+    depth = target.config.num_hidden_layers
+    config = target.config.model_copy(update={"num_hidden_layers": layers})
+    tapped = tuple(range(depth - layers, depth))
+    draft = SpireDraft(
+        config, DraftConfig(target_fingerprint=target_fingerprint, tapped_layers=tapped, window=window, sink=sink)
+    )
+    for name in ("embed_tokens", "norm", "lm_head"):
+        getattr(draft, name).load_state_dict(getattr(target, name).state_dict())
+    for mine, theirs in zip(draft.layers, list(target.layers)[depth - layers :], strict=True):
+        mine.load_state_dict(theirs.state_dict())
+    return draft
+
+
+def visible(queries_BT: Tensor, keys_BS: Tensor, draft: DraftConfig) -> Tensor:
+    """StreamingLLM's mask [B, T, S] by text position: the sink, the `window` positions before, and itself.
+
+    A key position of -1 is an empty place.
+    """
+    query, key = queries_BT[:, :, None], keys_BS[:, None, :]
+    past = (key <= query) if draft.attends_self else (key < query)
+    return (key >= 0) & past & ((key < draft.sink) | (key >= query - draft.window))
+
+
+def additive(visible_BTS: Tensor, dtype: torch.dtype) -> Tensor:
+    """A boolean mask as the [B, 1, T, S] summand of attention scores."""
+    hidden = torch.finfo(dtype).min
+    return torch.zeros(visible_BTS.shape, dtype=dtype, device=visible_BTS.device).masked_fill(~visible_BTS, hidden)[
+        :, None
+    ]
+
+
+class RolloutBlocks(NamedTuple):
+    """Which positions the k passes over a training sequence feed: `starts_T` + 0..k-1."""
+
+    starts_T: Tensor
+    k: int
+
+    @classmethod
+    def of(cls, length: int, k: int, offset: int) -> RolloutBlocks:
+        """Blocks of k after every k-th prefix, shifted by `offset` in 1..k (position 0 is never drafted from)."""
+        return cls(torch.arange((length - k) // k) * k + offset, k)
+
+
+class BlockRollouts:
+    """The memory of one training sequence: target activations before each block, feedback memory inside it.
+
+    Keys are those of all L verified positions, then those of the blocks at each pass so far; the mask lets each block see
+    the past before it and its own passes. One masked attention per pass instead of one window gathered per block.
+    """
+
+    def __init__(self, draft: SpireDraft, taps_BLND: Tensor, blocks: RolloutBlocks):
+        B, L = taps_BLND.shape[:2]
+        self.draft, self.blocks = draft.draft, blocks
+        self.verified_L = torch.arange(L, device=taps_BLND.device)
+        self.stored = draft.remembered(taps_BLND, self.verified_L.expand(B, L))
+        self.batch, self.passes = B, -1
+
+    def advance(self) -> Tensor:
+        """Begin the next pass; return the positions [T] that it feeds."""
+        self.passes += 1
+        starts_T = self.blocks.starts_T
+        fed = torch.cat([starts_T + j for j in range(self.passes + 1)])
+        now_T = starts_T + self.passes
+        self.positions_BT = now_T.expand(self.batch, -1)
+        verified = visible(now_T[None], self.verified_L[None], self.draft) & (self.verified_L < starts_T[None, :, None])
+        own = torch.arange(len(starts_T), device=starts_T.device)
+        same_block = own[None, :, None] == own.repeat(self.passes + 1)[None, None, :]
+        drafted = visible(now_T[None], fed[None], self.draft) & same_block
+        self.mask = additive(torch.cat((verified, drafted), dim=-1), torch.float32)
+        return now_T
+
+    def with_self(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = self.stored[layer]
+        return torch.cat((keys, keys_BGTK), dim=2), torch.cat((values, values_BGTK), dim=2)
+
+    def remember(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> None:
+        self.stored[layer] = self.with_self(layer, keys_BGTK, values_BGTK)

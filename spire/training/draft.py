@@ -1,0 +1,153 @@
+"""`spire train draft`: a SPIRe draft for a target, by block rollouts against the frozen target (paper sections 3.3, 3.4).
+
+On each training sequence k passes follow every k-th prefix, all blocks in parallel and with teacher forcing. The target runs
+once per sequence, in inference mode; its activations are captured on the fly and never stored. The offset of the blocks
+is drawn for each step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from spire.errors import DataError
+from spire.model.checkpoint import load_target, save_draft
+from spire.model.draft import BlockRollouts, RolloutBlocks, SpireDraft, prune
+from spire.model.target import Target, WholeSequence
+from spire.training.corpus import TokenStream
+from spire.training.run import Checkpoint, ProgressLog, constant_then_linear
+
+
+@dataclass(frozen=True)
+class DraftRecipe:
+    """Everything that determines a draft besides its target and the text. The defaults are the bundled draft's."""
+
+    steps: int = 2000
+    tokens_per_step: int = 2048
+    short_length: int = 512
+    long_length: int = 2048
+    layers: int = 2
+    window: int = 64
+    sink: int = 1
+    k: int = 4
+    omega: float = 0.5
+    rate: float = 1e-3
+    decay_share: float = 0.5
+    seed: int = 2
+
+    def length_at(self, step: int) -> int:
+        return self.long_length if step % 4 == 1 else self.short_length
+
+
+def train_draft(
+    target_directory: Path,
+    data: list[Path],
+    valid: list[Path],
+    out: Path,
+    recipe: DraftRecipe,
+    device: str = "cpu",
+    compiled: bool = True,
+) -> SpireDraft:
+    """Train, checkpointing into `out/run`, and write the finished draft to `out`. Resumes what it finds there."""
+    work = out / "run"
+    target, identity = load_target(target_directory)
+    target = target.to(device)
+    _check(target, recipe)
+    torch.manual_seed(recipe.seed)
+    draft = prune(target, identity, recipe.layers, recipe.window, recipe.sink).to(device).requires_grad_(True).train()
+    stream, held_out = _streams(target, target_directory, data, valid, work)
+    optimizer = torch.optim.AdamW(draft.parameters(), lr=recipe.rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    checkpoint = Checkpoint(work, {**{k: v for k, v in asdict(recipe).items() if k != "steps"}, "target": identity})
+    first = checkpoint.resume(draft, [optimizer])
+    objective = torch.compile(rollout_loss, dynamic=False) if compiled else rollout_loss
+    log = ProgressLog(work, recipe.steps, first)
+    for step in log.steps("draft"):
+        length = min(recipe.length_at(step), target.config.max_position_embeddings)
+        tokens_BT = torch.from_numpy(stream.batch(recipe.seed, step, max(1, recipe.tokens_per_step // length), length))
+        with torch.autocast(device, dtype=torch.bfloat16):
+            loss, alpha = objective(draft, target, tokens_BT.to(device), _blocks(recipe, step, length), recipe.omega)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.rate * constant_then_linear(step, recipe.steps, decay_share=recipe.decay_share)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        log.tokens += tokens_BT.numel()
+        if step % 20 == 0:
+            log.report(step, loss=loss.item(), alpha=alpha.item(), length=length)
+        if step % 200 == 199:
+            checkpoint.save(step + 1, draft, [optimizer])
+            if held_out:
+                log.report(step, valid_alpha=validation_alpha(draft, target, held_out, recipe, device))
+    checkpoint.save(recipe.steps, draft, [optimizer])
+    save_draft(out, draft)
+    return draft
+
+
+def rollout_loss(
+    draft: SpireDraft, target: Target, tokens_BL: Tensor, blocks: RolloutBlocks, omega: float
+) -> tuple[Tensor, Tensor]:
+    """MixedLoss(ω) = ω · CE(p, q) − (1 − ω) · α, and α = Σ_x min(p(x), q(x)), both means over drafted positions."""
+    with torch.no_grad():
+        output = target(tokens_BL, WholeSequence(tokens_BL), draft.draft.tapped_layers)
+        log_p_BLV = target.unembed(output.hidden_BTD).log_softmax(dim=-1)
+    assert output.taps_BTND is not None
+    rollouts = BlockRollouts(draft, output.taps_BTND, blocks)
+    losses, alphas = [], []
+    for _ in range(blocks.k):
+        positions_T = rollouts.advance()
+        hidden_BTD = draft(tokens_BL[:, positions_T], rollouts)
+        log_q = draft.unembed(hidden_BTD).log_softmax(dim=-1)
+        log_p = log_p_BLV[:, positions_T]
+        p = log_p.exp()
+        alpha = torch.minimum(p, log_q.exp()).sum(dim=-1).mean()
+        losses.append(omega * -(p * log_q).sum(dim=-1).mean() - (1 - omega) * alpha)
+        alphas.append(alpha.detach())
+    return torch.stack(losses).mean(), torch.stack(alphas).mean()
+
+
+@torch.no_grad()
+def validation_alpha(
+    draft: SpireDraft, target: Target, stream: TokenStream, recipe: DraftRecipe, device: str, batches: int = 8
+) -> float:
+    """Mean α over fixed windows of held-out text, teacher-forced."""
+    total = 0.0
+    for number in range(batches):
+        tokens_BT = torch.from_numpy(stream.batch(0, number, 4, recipe.short_length)).to(device)
+        with torch.autocast(device, dtype=torch.bfloat16):
+            blocks = _blocks(recipe, number, recipe.short_length)
+            total += rollout_loss(draft, target, tokens_BT, blocks, recipe.omega)[1].item()
+    return total / batches
+
+
+def _blocks(recipe: DraftRecipe, step: int, length: int) -> RolloutBlocks:
+    offset = 1 + int(np.random.default_rng((recipe.seed, step, 1)).integers(recipe.k))
+    return RolloutBlocks.of(length, recipe.k, offset)
+
+
+def _streams(
+    target: Target, directory: Path, data: list[Path], valid: list[Path], work: Path
+) -> tuple[TokenStream, TokenStream | None]:
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        raise DataError(f"{file} does not exist: the draft must see the target's own tokens")
+    tokenizer, config = Tokenizer.from_file(str(file)), target.config
+    if tokenizer.get_vocab_size() > config.vocab_size:
+        raise DataError(f"{file} has {tokenizer.get_vocab_size()} tokens, the target only {config.vocab_size}")
+    start = config.bos_token_id if config.bos_token_id is not None else 0
+    end = config.eos_token_ids[0] if config.eos_token_ids else start
+    build = lambda paths: TokenStream.build(paths, tokenizer, start, end, work)  # noqa: E731
+    return build(data), build(valid) if valid else None
+
+
+def _check(target: Target, recipe: DraftRecipe) -> None:
+    depth = target.config.num_hidden_layers
+    if not 0 < recipe.layers < depth:
+        raise DataError(f"layers is {recipe.layers}: a draft of a target of {depth} layers has 1 to {depth - 1}")
+    if recipe.short_length <= 2 * recipe.k:
+        raise DataError(f"sequences of {recipe.short_length} tokens are too short for blocks of k = {recipe.k}")
