@@ -138,8 +138,8 @@ class RolloutBlocks(NamedTuple):
 class BlockRollouts:
     """The memory of one training sequence: target activations before each block, feedback memory inside it.
 
-    Keys are those of all L verified positions, then those of the blocks at each pass so far; the mask lets each block see
-    the past before it and its own passes. One masked attention per pass instead of one window gathered per block.
+    Keys are those of all L verified positions, then those of the blocks at each pass so far; the mask lets each block
+    see the past before it and its own passes. One masked attention per pass, not one window gathered per block.
     """
 
     def __init__(self, draft: SpireDraft, taps_BLND: Tensor, blocks: RolloutBlocks):

@@ -1,7 +1,7 @@
 """The target: a Llama-architecture decoder with one forward.
 
 Prefill, verification and plain decoding are the same call with a different number of new tokens. Training is the
-same call with a cache that keeps nothing. The draft's food, the activations entering chosen layers, is an ordinary local.
+same call with a cache that keeps nothing. The draft's food, the activations entering chosen layers, is a local.
 """
 
 from __future__ import annotations

@@ -29,9 +29,7 @@ def from_wire(message: pb.Tensor, dtype: torch.dtype | None = None) -> Tensor:
     found = _FROM_WIRE.get(message.dtype)
     if found is None or (dtype is not None and found != dtype):
         expected = dtype or "float32, bfloat16 or int32"
-        raise InvalidRequest(
-            f"tensor has dtype {pb.DType.Name(message.dtype) if message.dtype in _FROM_WIRE else message.dtype}, expected {expected}"
-        )
+        raise InvalidRequest(f"tensor has dtype {found or message.dtype}, expected {expected}")
     size = math.prod(message.shape) * found.itemsize
     if len(message.data) != size:
         raise InvalidRequest(

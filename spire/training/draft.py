@@ -1,8 +1,8 @@
-"""`spire train draft`: a SPIRe draft for a target, by block rollouts against the frozen target (paper sections 3.3, 3.4).
+"""`spire train draft`: a SPIRe draft by block rollouts against its frozen target (paper sections 3.3, 3.4).
 
-On each training sequence k passes follow every k-th prefix, all blocks in parallel and with teacher forcing. The target runs
-once per sequence, in inference mode; its activations are captured on the fly and never stored. The offset of the blocks
-is drawn for each step.
+On each training sequence k passes follow every k-th prefix, all blocks in parallel and with teacher forcing. The target
+runs once per sequence; its activations are captured on the fly and never stored. The offset of the blocks is drawn for
+each step.
 """
 
 from __future__ import annotations
