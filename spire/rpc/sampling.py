@@ -1,0 +1,35 @@
+"""Sampling parameters from the wire to tensors. Imports torch, so the gateway never does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from spire.errors import InvalidRequest
+from spire.sampling import SamplingRows
+from spire.v1 import tensor_pb2 as pb
+
+
+def from_protos(samplings: Sequence[pb.Sampling], device: torch.device | str = "cpu") -> SamplingRows:
+    """One row per message."""
+    return SamplingRows(
+        temperature_B=torch.tensor([s.temperature for s in samplings], dtype=torch.float32, device=device),
+        top_k_B=torch.tensor([s.top_k for s in samplings], dtype=torch.int64, device=device),
+        top_p_B=torch.tensor([s.top_p for s in samplings], dtype=torch.float32, device=device),
+        seed_B=torch.tensor([_as_signed(s.seed) for s in samplings], dtype=torch.int64, device=device),
+        choice_B=torch.tensor([s.choice for s in samplings], dtype=torch.int64, device=device),
+    )
+
+
+def check_sampling(sampling: pb.Sampling) -> None:
+    """Raises InvalidRequest naming the parameter that cannot be used."""
+    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+        raise InvalidRequest(f"temperature is {sampling.temperature}: it must be finite and not negative")
+    if not 0 < sampling.top_p <= 1:
+        raise InvalidRequest(f"top_p is {sampling.top_p}: it must be above 0 and at most 1")
+
+
+def _as_signed(seed: int) -> int:
+    return seed - (1 << 64) if seed >= 1 << 63 else seed

@@ -1,0 +1,126 @@
+"""Verification rules: which draft tokens stand, and which token comes after them.
+
+Rejection (lossless): draft token x is accepted with probability min(1, p(x)/q(x)); at the first rejection the token is
+drawn from norm(max(0, p - q)), after k acceptances from p. Greedy is the same rule with p one-hot at the argmax and q
+one-hot at the draft token. p and q are those the tokens are really drawn from, after the sampling pipeline.
+
+Shapes: B sequences, K draft tokens at most (`counts_B` of them real, 0..K), T = K + 1 positions with a p, V vocabulary,
+M candidates of q. Draft token i (1-based) stands at absolute position base + i; p_BTV[:, i - 1] is its distribution.
+What it does not know: where p and q came from, block and invariant rules.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spire.sampling import Purpose, SamplingRows, draw
+
+# How far a row of q may be from summing to one: fp32 division of a few hundred terms stays far inside.
+Q_SUM_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class SparseDistribution:
+    """q as it travels: M candidates per draft token. Padding has probability zero and any id in the vocabulary."""
+
+    ids_BKM: Tensor
+    probs_BKM: Tensor
+
+    def of(self, tokens_BK: Tensor) -> Tensor:
+        """q of the given tokens, zero where they are no candidates."""
+        return (self.probs_BKM * (self.ids_BKM == tokens_BK[..., None])).sum(dim=-1)
+
+    @classmethod
+    def one_hot(cls, tokens_BK: Tensor) -> SparseDistribution:
+        """All of q on the draft token itself: what a greedy draft draws from."""
+        return cls(tokens_BK[..., None], torch.ones_like(tokens_BK[..., None], dtype=torch.float32))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`tokens_BT` holds accepted_B + 1 tokens a row: the accepted draft tokens and one more. The rest is zero."""
+
+    accepted_B: Tensor
+    tokens_BT: Tensor
+
+
+def verify(
+    p_BTV: Tensor,
+    draft_BK: Tensor,
+    counts_B: Tensor,
+    q: SparseDistribution | None,
+    rows: SamplingRows,
+    base_B: Tensor,
+) -> Verdict:
+    """Apply the rejection rule. `q` None is one-hot at the draft tokens; greedy rows are taken so whatever q says."""
+    B, K = draft_BK.shape
+    if q is None or K == 0:
+        q = SparseDistribution.one_hot(draft_BK)
+    else:
+        q = _one_hot_where_greedy(q, draft_BK, rows.greedy_B)
+    offset_K = torch.arange(1, K + 1, device=draft_BK.device)
+    p_BK = p_BTV[:, :K].gather(-1, draft_BK[..., None]).squeeze(-1)
+    u_BK = rows.uniform(base_B[:, None] + offset_K, Purpose.ACCEPT)
+    # u < p/q without the division: a token that p excludes never passes, one that q calls impossible does.
+    stands_BK = (u_BK * q.of(draft_BK) < p_BK) & (offset_K <= counts_B[:, None])
+    accepted_B = stands_BK.cumprod(dim=1).sum(dim=1)
+    final_BV = _final_distribution(p_BTV, q, accepted_B, counts_B)
+    final_B = draw(final_BV, rows.uniform(base_B + accepted_B + 1, Purpose.SAMPLE))
+    tokens_BT = torch.cat((draft_BK, draft_BK.new_zeros(B, 1)), dim=1)
+    position_T = torch.arange(K + 1, device=draft_BK.device)
+    tokens_BT = torch.where(position_T < accepted_B[:, None], tokens_BT, 0)
+    return Verdict(accepted_B, tokens_BT.scatter_(1, accepted_B[:, None], final_B[:, None]))
+
+
+def _one_hot_where_greedy(q: SparseDistribution, draft_BK: Tensor, greedy_B: Tensor) -> SparseDistribution:
+    first_M = torch.arange(q.ids_BKM.shape[-1], device=draft_BK.device) == 0
+    ids_BKM = torch.where(greedy_B[:, None, None], draft_BK[..., None], q.ids_BKM)
+    return SparseDistribution(ids_BKM, torch.where(greedy_B[:, None, None], first_M.float(), q.probs_BKM))
+
+
+def _final_distribution(p_BTV: Tensor, q: SparseDistribution, accepted_B: Tensor, counts_B: Tensor) -> Tensor:
+    """max(0, p - q) at the first rejected token, p after the last accepted one or where that residual is empty."""
+    row_B = torch.arange(len(p_BTV), device=p_BTV.device)
+    p_BV = p_BTV[row_B, accepted_B]
+    if q.ids_BKM.shape[1] == 0:
+        return p_BV
+    at_B = accepted_B.clamp(max=q.ids_BKM.shape[1] - 1)
+    rejected_B1 = (accepted_B < counts_B)[:, None]
+    residual_BV = p_BV.scatter_add(1, q.ids_BKM[row_B, at_B], -q.probs_BKM[row_B, at_B].to(p_BV.dtype)).clamp_(min=0)
+    return torch.where(rejected_B1 & (residual_BV.sum(dim=1, keepdim=True) > 0), residual_BV, p_BV)
+
+
+# What can be wrong with a row of q, by the number that `check_q` gives.
+Q_PROBLEMS = (
+    "",
+    "q has an id outside the vocabulary",
+    "q names an id twice",
+    "q is negative or not finite",
+    f"q does not sum to 1 within {Q_SUM_TOLERANCE}",
+    "a draft token has no probability under q: it cannot have been drawn from it",
+)
+
+
+def check_q(q: SparseDistribution, draft_BK: Tensor, counts_B: Tensor, widths_B: Tensor, vocab_size: int) -> Tensor:
+    """Per row the first problem of its q as an index into Q_PROBLEMS, 0 when sound.
+
+    Row b has counts_B[b] draft tokens and widths_B[b] candidates; what lies outside is padding and not looked at.
+    That a token was truly drawn from its q is trust between services, and only its possibility is checked.
+    """
+    _, K, M = q.ids_BKM.shape
+    column_M = torch.arange(M, device=draft_BK.device)
+    real_BK = torch.arange(K, device=draft_BK.device) < counts_B[:, None]
+    real_BKM = real_BK[..., None] & (column_M < widths_B[:, None, None])
+    ids_BKM = torch.where(real_BKM, q.ids_BKM, vocab_size + column_M)
+    probs_BKM = torch.where(real_BKM, q.probs_BKM, 0.0)
+    outside_B = (real_BKM & ((ids_BKM < 0) | (ids_BKM >= vocab_size))).flatten(1).any(dim=1)
+    sorted_BKM = ids_BKM.sort(dim=-1).values
+    twice_B = (sorted_BKM[..., 1:] == sorted_BKM[..., :-1]).flatten(1).any(dim=1)
+    bad_number_B = ~(probs_BKM.isfinite() & (probs_BKM >= 0)).flatten(1).all(dim=1)
+    unnormalised_B = (real_BK & ~((probs_BKM.sum(dim=-1) - 1).abs() <= Q_SUM_TOLERANCE)).any(dim=1)
+    impossible_B = (real_BK & ~(SparseDistribution(ids_BKM, probs_BKM).of(draft_BK) > 0)).any(dim=1)
+    problems = torch.stack((outside_B, twice_B, bad_number_B, unnormalised_B, impossible_B), dim=1)
+    return torch.where(problems.any(dim=1), problems.int().argmax(dim=1) + 1, 0)
