@@ -14,6 +14,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from spire.errors import CheckpointError
 
+_ROPE_PARAMETERS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
 
 class RopeConfig(BaseModel):
     """Rotary embedding parameters: base frequency and, for `llama3` and `linear`, how it is stretched."""
@@ -76,10 +82,7 @@ class ModelConfig(BaseModel):
 
     def to_hugging_face(self) -> dict[str, Any]:
         """The `config.json` that `transformers` and this loader both open."""
-        rope = self.rope.model_dump(exclude_defaults=True) | {
-            "rope_type": self.rope.rope_type,
-            "rope_theta": self.rope.rope_theta,
-        }
+        rope = self.rope.model_dump(include={"rope_type", "rope_theta", *_ROPE_PARAMETERS[self.rope.rope_type]})
         ends = list(self.eos_token_ids)
         return self.model_dump(exclude={"rope", "eos_token_ids", "torch_dtype"}) | {
             "architectures": ["LlamaForCausalLM"],

@@ -1,0 +1,26 @@
+"""Fixtures that every test may use: the converted stories260K target, and text. All from files in the repository."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+FIXTURES = Path(__file__).parent / "fixtures"
+
+
+@pytest.fixture(scope="session")
+def stories_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real, small target: stories260K, converted from llama2.c's format. float32, vocabulary 512, context 512."""
+    from spire.model.convert import convert_llama2c
+
+    out = tmp_path_factory.mktemp("models") / "stories260K"
+    source = FIXTURES / "stories260K"
+    convert_llama2c(source / "stories260K.bin", source / "tok512.model", out)
+    return out
+
+
+@pytest.fixture(scope="session")
+def prose() -> list[Path]:
+    """Beginnings of three public-domain books, about 200 kB."""
+    return sorted((FIXTURES / "text").glob("*.txt"))

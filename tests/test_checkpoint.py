@@ -1,0 +1,124 @@
+"""Checkpoint directories: every spelling of `config.json` that exists, and a clear no to what cannot be served."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spire.errors import CheckpointError
+from spire.model.checkpoint import load_target
+from spire.model.config import ModelConfig, load_draft_config, load_model_config
+from tests.test_target import LLAMA3, reference_model
+
+SHAPE = {
+    "model_type": "llama",
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
+
+
+def config_of(directory: Path, **values: Any) -> ModelConfig:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(SHAPE | values))
+    return load_model_config(directory)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    reference_model().save_pretrained(tmp_path / "model", max_shard_size="40KB")
+    return tmp_path / "model"
+
+
+def test_old_and_new_spellings_of_rope_mean_the_same(tmp_path: Path) -> None:
+    scaling = {name: value for name, value in LLAMA3.items() if name != "rope_theta"}
+    new = config_of(tmp_path / "new", rope_parameters=LLAMA3)
+    old = config_of(tmp_path / "old", rope_theta=10000.0, rope_scaling=scaling)
+    assert new.rope == old.rope
+    assert new.rope.rope_type == "llama3"
+    assert new.rope.factor == 8.0
+
+
+def test_the_oldest_spelling_of_the_rope_type_is_read(tmp_path: Path) -> None:
+    config = config_of(tmp_path, rope_scaling={"type": "linear", "factor": 2.0}, rope_theta=5000.0)
+    assert (config.rope.rope_type, config.rope.factor, config.rope.rope_theta) == ("linear", 2.0, 5000.0)
+
+
+def test_what_config_json_leaves_out_has_llamas_defaults(tmp_path: Path) -> None:
+    config = config_of(tmp_path, rope_scaling=None)
+    assert config.num_key_value_heads == 4
+    assert config.head_dim == 12
+    assert (config.rope.rope_type, config.rope.rope_theta) == ("default", 10000.0)
+
+
+@pytest.mark.parametrize(("written", "read"), [(2, (2,)), ([2, 7, 9], (2, 7, 9)), (None, ())])
+def test_one_several_or_no_end_tokens_are_read(written: object, read: tuple[int, ...], tmp_path: Path) -> None:
+    assert config_of(tmp_path, eos_token_id=written).eos_token_ids == read
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type"),
+        ({"model_type": "mistral"}, "'mistral'"),
+        ({"hidden_act": "gelu"}, "'gelu'"),
+        ({"vocab_size": "many"}, "vocab_size"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(values: dict[str, Any], named: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=named) as refusal:
+        config_of(tmp_path, **values)
+    assert str(tmp_path / "config.json") in str(refusal.value)
+
+
+def test_a_missing_directory_or_broken_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"absent/config\.json does not exist"):
+        load_model_config(tmp_path / "absent")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config\.json is not valid JSON"):
+        load_model_config(tmp_path)
+
+
+def test_a_missing_shard_is_named(checkpoint: Path) -> None:
+    shard = sorted(checkpoint.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=f"{shard.name} does not exist"):
+        load_target(checkpoint)
+
+
+@pytest.mark.parametrize("kept", [0, 5, 200, -1])
+def test_a_truncated_shard_is_named(kept: int, checkpoint: Path) -> None:
+    shard = sorted(checkpoint.glob("model-*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:kept])
+    with pytest.raises(CheckpointError, match=f"{shard.name} cannot be read"):
+        load_target(checkpoint)
+
+
+def test_a_broken_index_is_named(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors.index.json").write_text('{"metadata": {}}')
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json"):
+        load_target(checkpoint)
+
+
+def test_weights_that_do_not_fit_config_json_are_refused(checkpoint: Path) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | {"intermediate_size": 81}))
+    with pytest.raises(CheckpointError, match=r"mlp\.\w+_proj\.weight has shape"):
+        load_target(checkpoint)
+    (checkpoint / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4}))
+    with pytest.raises(CheckpointError, match=r"tensors are missing, the first is 'layers\.3\."):
+        load_target(checkpoint)
+    (checkpoint / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    with pytest.raises(CheckpointError, match=r"tensors are not Llama's, the first is 'layers\.2\."):
+        load_target(checkpoint)
+
+
+def test_a_target_is_no_draft(checkpoint: Path) -> None:
+    with pytest.raises(CheckpointError, match="this directory is no draft"):
+        load_draft_config(checkpoint)
