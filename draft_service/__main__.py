@@ -1,0 +1,137 @@
+"""`python -m draft_service --draft DIR --verifier HOST:PORT`: serve a SPIRe draft until SIGTERM.
+
+It asks the verifier what it hosts, and refuses to start for another target than its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import hashlib
+import signal
+import sys
+import uuid
+from pathlib import Path
+
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from prometheus_client import start_http_server
+from pydantic_settings import CliApp
+
+from draft_service.activations import Follower, subscription
+from draft_service.config import DraftServiceConfig
+from draft_service.drafter import Drafter
+from draft_service.metrics import register
+from draft_service.service import DraftService, Identity
+from draft_service.worker import Worker
+from spire.errors import MismatchError, SpireError
+from spire.model.checkpoint import load_draft
+from spire.model.draft import SpireDraft
+from spire.model.placement import choose_device, choose_dtype, set_threads
+from spire.rpc.channel import PROTOCOL_VERSION, connect, new_server
+from spire.v1 import draft_pb2_grpc, verifier_pb2, verifier_pb2_grpc
+
+log = structlog.get_logger()
+
+
+def main() -> None:
+    faulthandler.register(signal.SIGUSR1)
+    config = CliApp.run(DraftServiceConfig)
+    try:
+        asyncio.run(serve(config))
+    except SpireError as error:
+        print(f"draft_service: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+async def serve(config: DraftServiceConfig) -> None:
+    """Run until SIGTERM or SIGINT. Raises SpireError when it cannot or must not serve."""
+    set_threads(config.threads)
+    device = choose_device(config.device)
+    draft = load_draft(config.draft, choose_dtype(config.dtype, device)).to(device)
+    async with connect(config.verifier) as channel:
+        stub = verifier_pb2_grpc.VerifierStub(channel)
+        info = await stub.GetInfo(verifier_pb2.GetInfoRequest(), wait_for_ready=True)
+        check_handshake(draft, info)
+        identity = Identity(
+            uuid.uuid4().hex, config.draft.resolve().name, draft.draft.target_fingerprint, _hash(config.draft, info)
+        )
+        loop = asyncio.get_running_loop()
+        worker = Worker(
+            Drafter(draft, config.max_sequences, config.top_m),
+            config.wait_ms / 1000,
+            lambda ids: asyncio.run_coroutine_threadsafe(follower.resync(ids), loop),
+        )
+        follower = Follower(stub, subscription(identity.draft_id, draft.draft), worker)
+        await _run(config, DraftService(identity, worker, follower), worker, follower)
+
+
+async def _run(config: DraftServiceConfig, service: DraftService, worker: Worker, follower: Follower) -> None:
+    server = new_server()
+    healthy = health.aio.HealthServicer()
+    draft_pb2_grpc.add_DraftServicer_to_server(service, server)
+    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    port = server.add_insecure_port(f"{config.host}:{config.port}")
+    register(worker, follower)
+    if config.metrics_port:
+        start_http_server(config.metrics_port, config.host)
+    worker.start()
+    await server.start()
+    await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
+    following = asyncio.create_task(follower.run())
+    stopping = asyncio.create_task(_stop_signal())
+    _announce(config, port, worker)
+    try:
+        await asyncio.wait({following, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if following.done():
+            following.result()
+    finally:
+        for task in (following, stopping):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, SpireError):
+                await task
+        await healthy.enter_graceful_shutdown()
+        await server.stop(grace=2)
+        worker.stop()
+
+
+async def _stop_signal() -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    await stop.wait()
+
+
+def _announce(config: DraftServiceConfig, port: int, worker: Worker) -> None:
+    address = f"{config.host}:{port}"
+    log.info("draft service listens", address=address, bytes_per_sequence=worker.drafter.memory.bytes_per_sequence())
+    if config.ready_file:
+        part = config.ready_file.with_suffix(".part")
+        part.write_text(address)
+        part.replace(config.ready_file)
+
+
+def check_handshake(draft: SpireDraft, info: verifier_pb2.GetInfoResponse) -> None:
+    """Raises MismatchError, naming both values, unless this draft belongs to what the verifier hosts."""
+    for what, ours, theirs in (
+        ("protocol version", PROTOCOL_VERSION, info.protocol_version),
+        ("target fingerprint", draft.draft.target_fingerprint, info.target_fingerprint),
+        ("vocabulary", draft.config.vocab_size, info.vocab_size),
+        ("width", draft.config.hidden_size, info.hidden_size),
+    ):
+        if ours != theirs:
+            raise MismatchError(
+                f"{what}: this draft was made for {ours}, the verifier has {theirs}; "
+                "serve the draft's own target, or train a draft for this one with `spire train draft`"
+            )
+
+
+def _hash(directory: Path, info: verifier_pb2.GetInfoResponse) -> str:
+    """Of the draft's own tokenizer if it brings one; it works on token ids and needs none."""
+    file = directory / "tokenizer.json"
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else info.tokenizer_hash
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Following the verifier: one server stream brings the activations of all sequences of this draft."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import grpc
+import structlog
+
+from draft_service.drafter import Span
+from draft_service.worker import Worker
+from spire.errors import InvalidRequest, MismatchError
+from spire.model.config import DraftConfig
+from spire.rpc.channel import PROTOCOL_VERSION
+from spire.rpc.tensors import from_wire
+from spire.v1 import verifier_pb2 as pb
+from spire.v1 import verifier_pb2_grpc as rpc
+
+_RETRY_SECONDS = 0.2
+
+log = structlog.get_logger()
+
+
+class Follower:
+    """Subscribes, absorbs, and subscribes again when the verifier was lost. Every subscription begins with a replay."""
+
+    def __init__(self, stub: rpc.VerifierStub, request: pb.ActivationsRequest, worker: Worker):
+        self._stub, self._request, self._worker = stub, request, worker
+        self.following = False
+        self.bytes_received = 0
+        self.subscriptions = 0
+
+    async def run(self) -> None:
+        """Never returns. Raises MismatchError when the verifier hosts another target now."""
+        while True:
+            call = self._stub.Activations(self._request)
+            try:
+                await self._subscribed(call)
+            except grpc.aio.AioRpcError as error:
+                if error.code() == grpc.StatusCode.FAILED_PRECONDITION:
+                    raise MismatchError(error.details()) from error
+                if self.following:
+                    log.warning("the verifier's activations stopped", code=error.code().name)
+            finally:
+                self.following = False
+                call.cancel()
+            await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _subscribed(self, call: grpc.aio.UnaryStreamCall) -> None:
+        await call.initial_metadata()
+        self._worker.forget_all()
+        self.following, self.subscriptions = True, self.subscriptions + 1
+        log.info("following the verifier's activations", subscription=self.subscriptions)
+        async for message in call:
+            self._take(message)
+
+    def _take(self, message: pb.ActivationsResponse) -> None:
+        if message.ended:
+            self._worker.end(list(message.ended))
+        if not message.spans:
+            return
+        spans = [Span(s.sequence_id, s.start, s.count, s.reset) for s in message.spans]
+        rows = from_wire(message.rows)
+        if rows.ndim != 3 or len(rows) != sum(span.count for span in spans):
+            raise InvalidRequest(f"activations of shape {list(rows.shape)} do not fit their {len(spans)} spans")
+        self.bytes_received += len(message.rows.data)
+        self._worker.absorb(spans, rows.to(self._worker.drafter.memory.keys_NXGSK.dtype))
+
+    async def resync(self, sequence_ids: list[str]) -> None:
+        """Ask for a replay. A verifier that cannot be reached will replay when it is back."""
+        request = pb.ResyncRequest(draft_id=self._request.draft_id, sequence_ids=sequence_ids)
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await self._stub.Resync(request, timeout=5)
+
+
+def subscription(draft_id: str, draft: DraftConfig) -> pb.ActivationsRequest:
+    """What a draft of this configuration needs of the verifier."""
+    return pb.ActivationsRequest(
+        draft_id=draft_id,
+        target_fingerprint=draft.target_fingerprint,
+        protocol_version=PROTOCOL_VERSION,
+        tapped_layers=draft.tapped_layers,
+        sink=draft.sink,
+        window=draft.window,
+    )

@@ -1,0 +1,42 @@
+"""What the draft service tells Prometheus. Read from the objects when scraped: nothing is counted twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import REGISTRY
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from draft_service.activations import Follower
+from draft_service.worker import Worker
+
+
+class DraftCollector(Collector):
+    def __init__(self, worker: Worker, follower: Follower):
+        self._worker, self._follower = worker, follower
+
+    def collect(self) -> Iterator[Metric]:
+        drafter = self._worker.drafter
+        yield GaugeMetricFamily(
+            "spire_draft_state_bytes_per_sequence",
+            "Bytes the draft holds for one sequence, whatever its context.",
+            value=drafter.memory.bytes_per_sequence(),
+        )
+        yield GaugeMetricFamily("spire_draft_sequences", "Sequences remembered.", value=len(drafter.slots))
+        yield GaugeMetricFamily(
+            "spire_draft_following", "1 while the verifier's activations arrive.", value=self._follower.following
+        )
+        yield CounterMetricFamily(
+            "spire_draft_busy_seconds", "Seconds the model thread worked.", value=self._worker.busy_seconds
+        )
+        yield CounterMetricFamily(
+            "spire_draft_activation_bytes", "Bytes of activations received.", value=self._follower.bytes_received
+        )
+        yield CounterMetricFamily(
+            "spire_draft_subscriptions", "Subscriptions, each with a full replay.", value=self._follower.subscriptions
+        )
+
+
+def register(worker: Worker, follower: Follower) -> None:
+    REGISTRY.register(DraftCollector(worker, follower))

@@ -1,0 +1,139 @@
+"""The one thread that runs the draft model, between two queues: what arrives, and futures of what was asked.
+
+A proposal waits, for a bounded time, until the activations it needs have been absorbed; then it is drafted for whoever
+is ready, and the others get nothing: a draft that is behind costs speed, never a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from draft_service.drafter import Drafted, Drafter, Guess, Span
+from spire.errors import RequestError
+from spire.sampling import SamplingRows
+
+
+@dataclass(frozen=True)
+class ProposeTask:
+    """A batch to draft for: B guesses, their sampling rows, the depth of the deepest."""
+
+    guesses: list[Guess]
+    rows: SamplingRows
+    k: int
+    done: Future[ProposeAnswer] = field(default_factory=Future)
+    arrived: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True)
+class ProposeAnswer:
+    """`drafted` has a row for each guess in `ready`; the others have an error in `refused`."""
+
+    drafted: Drafted | None
+    ready: list[int]
+    refused: dict[int, RequestError]
+    queue_seconds: float
+    forward_seconds: float
+
+
+class Worker:
+    """Owns the drafter. Call `start` once; everything else may be called from any thread."""
+
+    def __init__(self, drafter: Drafter, wait_seconds: float, on_gap: Callable[[list[str]], None]):
+        self.drafter = drafter
+        self.busy_seconds = 0.0
+        self._wait, self._on_gap = wait_seconds, on_gap
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._pending: list[ProposeTask] = []
+        self._thread = threading.Thread(target=self._run, name="draft-model", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._inbox.put(None)
+        self._thread.join(timeout=5)
+
+    def forget_all(self) -> None:
+        self._inbox.put(self.drafter.forget_all)
+
+    def end(self, sequence_ids: list[str]) -> None:
+        self._inbox.put(lambda: self.drafter.end(sequence_ids))
+
+    def absorb(self, spans: list[Span], rows_RND: Tensor) -> None:
+        self._inbox.put(lambda: self._absorb(spans, rows_RND))
+
+    async def propose(self, task: ProposeTask) -> ProposeAnswer:
+        self._inbox.put(lambda: self._pending.append(task))
+        return await asyncio.wrap_future(task.done)
+
+    # --- on the model thread ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while self._take():
+                waiting = [task for task in self._pending if not self._due(task)]
+                due = [task for task in self._pending if self._due(task)]
+                self._pending = waiting
+                for task in due:
+                    self._answer(task)
+
+    def _take(self) -> bool:
+        """Do everything that has arrived, waiting for something if nothing is pending. False: stop."""
+        try:
+            action = self._inbox.get(timeout=self._patience())
+            while True:
+                if action is None:
+                    return False
+                action()
+                action = self._inbox.get_nowait()
+        except queue.Empty:
+            return True
+
+    def _patience(self) -> float | None:
+        if not self._pending:
+            return None
+        return max(0.0, min(task.arrived for task in self._pending) + self._wait - time.monotonic())
+
+    def _due(self, task: ProposeTask) -> bool:
+        late = time.monotonic() >= task.arrived + self._wait
+        return late or not any(self.drafter.behind(guess) for guess in task.guesses)
+
+    def _absorb(self, spans: list[Span], rows_RND: Tensor) -> None:
+        began = time.monotonic()
+        gaps = self.drafter.absorb(spans, rows_RND)
+        self.busy_seconds += time.monotonic() - began
+        if gaps:
+            self._on_gap(gaps)
+
+    def _answer(self, task: ProposeTask) -> None:
+        began = time.monotonic()
+        try:
+            refused = self._refusals(task)
+            ready = [index for index in range(len(task.guesses)) if index not in refused]
+            drafted = None
+            if ready and task.k:
+                guesses = [task.guesses[index] for index in ready]
+                drafted = self.drafter.propose(guesses, task.k, task.rows.select(torch.tensor(ready)))
+            forward = time.monotonic() - began
+            self.busy_seconds += forward
+            task.done.set_result(ProposeAnswer(drafted, ready, refused, began - task.arrived, forward))
+        except Exception as error:  # the batch is answered and the thread lives on, whatever went wrong
+            task.done.set_exception(error)
+
+    def _refusals(self, task: ProposeTask) -> dict[int, RequestError]:
+        refused: dict[int, RequestError] = {}
+        for index, guess in enumerate(task.guesses):
+            try:
+                self.drafter.check(guess)
+            except RequestError as error:
+                refused[index] = error
+        return refused

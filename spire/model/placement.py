@@ -1,0 +1,30 @@
+"""Where a model runs and in which type: what `--device`, `--dtype` and `--threads` mean."""
+
+from __future__ import annotations
+
+import torch
+
+from spire.errors import CheckpointError
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` is a GPU where there is one. Raises CheckpointError when a GPU is asked for and there is none."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise CheckpointError("--device cuda: torch sees no GPU here; use --device cpu or auto")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 where the hardware multiplies it, float32 elsewhere."""
+    if name != "auto":
+        return torch.bfloat16 if name == "bfloat16" else torch.float32
+    fast = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if fast else torch.float32
+
+
+def set_threads(threads: int) -> None:
+    """Compute threads of this process; 0 leaves torch's choice."""
+    if threads:
+        torch.set_num_threads(threads)
