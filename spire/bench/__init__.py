@@ -1,0 +1,1 @@
+"""Measurements through the REST endpoint: acceptance (τ), throughput, and where a round's time goes."""

@@ -1,0 +1,71 @@
+"""τ through the services: mean tokens per round of speculation, with its 95 % interval.
+
+τ = accepted + 1, averaged over rounds that drafted the full k (the last rounds of a request draft less, because there
+is less to generate; that is known before the round, so leaving them out biases nothing). The interval treats contexts as
+independent and rounds of one context as not: a ratio estimate over contexts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from spire.bench.client import Completed
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """`prefix_acceptance[i]`: share of rounds whose first i + 1 draft tokens were all accepted."""
+
+    contexts: int
+    context: int
+    k: int
+    temperature: float
+    generated: int
+    rounds: int
+    short_rounds: int
+    tau: float
+    tau_ci95: float
+    prefix_acceptance: list[float]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def acceptance(completions: list[Completed], context: int, k: int, temperature: float) -> Acceptance:
+    """Figures of one cell from its completions."""
+    histograms = [_histogram(c, k) for c in completions]
+    total = [sum(histogram[a] for histogram in histograms) for a in range(k + 1)]
+    rounds = sum(total)
+    all_rounds = sum(c.metrics["speculative_decoding"]["num_spec_steps"] for c in completions)
+    tau, half_width = ratio_with_interval(
+        [sum((a + 1) * count for a, count in enumerate(h)) for h in histograms], [sum(h) for h in histograms]
+    )
+    return Acceptance(
+        contexts=len(completions),
+        context=context,
+        k=k,
+        temperature=temperature,
+        generated=sum(c.tokens for c in completions),
+        rounds=rounds,
+        short_rounds=all_rounds - rounds,
+        tau=tau,
+        tau_ci95=half_width,
+        prefix_acceptance=[sum(total[a:]) / rounds for a in range(1, k + 1)],
+    )
+
+
+def ratio_with_interval(numerators: list[float], denominators: list[int]) -> tuple[float, float]:
+    """Σ numerators / Σ denominators and the half-width of its 95 % interval (delta method over the pairs)."""
+    n, total = len(numerators), sum(denominators)
+    if not total:
+        return math.nan, math.nan
+    ratio = sum(numerators) / total
+    residuals = sum((a - ratio * b) ** 2 for a, b in zip(numerators, denominators, strict=True))
+    return ratio, 1.96 * math.sqrt(residuals / max(n - 1, 1) * n) / total
+
+
+def _histogram(completed: Completed, k: int) -> list[int]:
+    counts = list(completed.metrics["speculative_decoding"]["acceptance_histogram"])
+    return (counts + [0] * (k + 1))[: k + 1]

@@ -1,0 +1,102 @@
+"""The REST client of the measurements: many completions at once, each answered with its own figures."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from spire.errors import SpireError
+
+
+class BenchError(SpireError):
+    """The service under measurement did not answer as it must."""
+
+
+@dataclass(frozen=True)
+class Completed:
+    """One answered request: what it used, what the gateway measured of it, when it was sent and answered (seconds)."""
+
+    usage: dict[str, Any]
+    metrics: dict[str, Any]
+    sent: float
+    answered: float
+
+    @property
+    def tokens(self) -> int:
+        return int(self.usage["completion_tokens"])
+
+
+@dataclass(frozen=True)
+class Request:
+    """What every request of a measurement shares. `k` 0 is plain decoding."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    k: int = 4
+
+    def body(self, prompt: list[int], seed: int) -> dict[str, Any]:
+        speculation = {"k": self.k} if self.k else {"draft": "off"}
+        return {
+            "prompt": prompt,
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "seed": seed,
+            "ignore_eos": True,
+            "return_metrics": True,
+            "speculation": speculation,
+        }
+
+
+class Client:
+    """Completions of one running gateway."""
+
+    def __init__(self, url: str, concurrency: int):
+        self.url, self.concurrency = url.rstrip("/"), concurrency
+        limits = httpx.Limits(max_connections=concurrency + 2)
+        self._http = httpx.AsyncClient(base_url=self.url, timeout=600, limits=limits)
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.aclose()
+
+    async def complete_all(
+        self, request: Request, prompts: list[list[int]], on_done: Callable[[Completed], None] = lambda _: None
+    ) -> list[Completed]:
+        """Every prompt, at most `concurrency` at once, in order of the prompts. Raises BenchError for a refusal."""
+        gate = asyncio.Semaphore(self.concurrency)
+
+        async def one(index: int, prompt: list[int]) -> Completed:
+            async with gate:
+                completed = await self._complete(request.body(prompt, seed=index))
+            on_done(completed)
+            return completed
+
+        return await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(prompts)))
+
+    async def _complete(self, body: dict[str, Any]) -> Completed:
+        sent = time.monotonic()
+        try:
+            response = await self._http.post("/v1/completions", json=body)
+        except httpx.TransportError as error:
+            raise BenchError(f"{self.url} cannot be reached ({error!r}): start it with `spire up`") from error
+        if response.status_code != 200:
+            raise BenchError(f"{self.url} answered {response.status_code}: {response.text[:500]}")
+        answer = response.json()
+        return Completed(answer["usage"], answer["metrics"], sent, time.monotonic())
+
+    async def counters(self) -> dict[str, float]:
+        """Every sample of /metrics by its name, `name{label=value,...}` where it has labels."""
+        text = (await self._http.get("/metrics")).text
+        return {
+            sample.name + "".join(f"{{{k}={v}}}" for k, v in sorted(sample.labels.items())): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }

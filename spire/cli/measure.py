@@ -1,0 +1,184 @@
+"""`spire eval acceptance` and `spire bench`: figures of a running system, measured through its REST endpoint.
+
+spire up &
+spire eval acceptance --data prose/ --contexts 512 --context 512
+spire bench --concurrency 1,4,16 --context 512
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from spire.bench.acceptance import Acceptance, acceptance
+from spire.bench.client import Client, Request
+from spire.bench.prompts import BUNDLED_TEXT, PromptSource
+from spire.bench.throughput import Cell, measure
+from spire.cli.paths import choose_pair
+
+evaluate = typer.Typer(help="Measure what a draft gives.", no_args_is_help=True)
+
+Url = Annotated[str, typer.Option(help="Where the gateway listens.")]
+Model = Annotated[
+    Path | None, typer.Option(help="The model directory that is being served; its tokenizer cuts prompts.")
+]
+Data = Annotated[
+    list[Path] | None, typer.Option(help="Text files or directories to cut prompts from; repeatable. Default: bundled.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.", min=0)]
+Seed = Annotated[int, typer.Option(help="Decides where prompts are cut.")]
+
+_DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+@evaluate.command("acceptance")
+def eval_acceptance(
+    url: Url = _DEFAULT_URL,
+    model: Model = None,
+    data: Data = None,
+    contexts: Annotated[int, typer.Option(help="How many prompts.", min=2)] = 512,
+    context: Annotated[str, typer.Option(help="Tokens of each prompt; several with commas.")] = "512",
+    generate: Annotated[int, typer.Option(help="Tokens generated after each prompt.", min=8)] = 64,
+    k: Annotated[int, typer.Option(help="Speculation depth.", min=1, max=16)] = 4,
+    temperature: Temperature = 1.0,
+    concurrency: Annotated[int, typer.Option(help="Requests at once.", min=1)] = 16,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Mean tokens per round τ with its 95 % interval, and acceptance by position, through the services."""
+    source = PromptSource(choose_pair(model, None).model, data or [BUNDLED_TEXT])
+    request = Request(max_tokens=generate + 1, temperature=temperature, k=k)
+    cells = [
+        asyncio.run(_acceptance(url, source.cut(contexts, length, seed), request, concurrency, length))
+        for length in _numbers(context)
+    ]
+    if as_json:
+        typer.echo(json.dumps({"acceptance": [cell.to_json() for cell in cells]}))
+    else:
+        Console().print(_acceptance_table(cells))
+
+
+def bench(
+    url: Url = _DEFAULT_URL,
+    model: Model = None,
+    data: Data = None,
+    concurrency: Annotated[str, typer.Option(help="Requests at once; several with commas.")] = "1,4,16",
+    context: Annotated[str, typer.Option(help="Tokens of each prompt; several with commas.")] = "512",
+    generate: Annotated[int, typer.Option(help="Tokens generated after each prompt.", min=8)] = 128,
+    k: Annotated[int, typer.Option(help="Speculation depth, compared with 0 in the same run.", min=1, max=16)] = 4,
+    repeats: Annotated[int, typer.Option(help="Alternating runs of each cell; the median is shown.", min=1)] = 3,
+    temperature: Temperature = 1.0,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Tokens per second with and without speculation in one run, and where the time of a round goes."""
+    source = PromptSource(choose_pair(model, None).model, data or [BUNDLED_TEXT])
+    grid = [(length, batch) for length in _numbers(context) for batch in _numbers(concurrency)]
+    cells: list[Cell] = []
+    with _progress(as_json) as progress:
+        task = progress.add_task("bench", total=len(grid) * repeats * 2)
+        for length, batch in grid:
+            runs: dict[int, list[Cell]] = {0: [], k: []}
+            for repeat in range(repeats):
+                prompts = source.cut(batch, length, seed + repeat)
+                for depth in runs:
+                    request = Request(max_tokens=generate, temperature=temperature, k=depth)
+                    runs[depth].append(asyncio.run(_throughput(url, prompts, request, batch, length)))
+                    progress.advance(task)
+            cells += [_median(repeated) for repeated in runs.values()]
+    if as_json:
+        typer.echo(json.dumps({"bench": [cell.to_json() for cell in cells]}))
+    else:
+        Console().print(_throughput_table(cells), _split_table(cells))
+
+
+async def _acceptance(
+    url: str, prompts: list[list[int]], request: Request, concurrency: int, context: int
+) -> Acceptance:
+    with _progress(False) as progress:
+        task = progress.add_task(f"context {context}", total=len(prompts))
+        async with Client(url, concurrency) as client:
+            completions = await client.complete_all(request, prompts, lambda _: progress.advance(task))
+    return acceptance(completions, context, request.k, request.temperature)
+
+
+async def _throughput(url: str, prompts: list[list[int]], request: Request, batch: int, context: int) -> Cell:
+    async with Client(url, batch) as client:
+        return await measure(client, request, prompts, context)
+
+
+def _median(cells: list[Cell]) -> Cell:
+    return sorted(cells, key=lambda cell: cell.decode_tokens_per_second)[len(cells) // 2]
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is not a list of whole numbers like 1,4,16") from error
+
+
+def _progress(quiet: bool) -> Progress:
+    columns: list[Any] = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
+    columns += [TimeElapsedColumn(), TimeRemainingColumn()]
+    return Progress(*columns, console=Console(stderr=True), disable=quiet)
+
+
+def _acceptance_table(cells: list[Acceptance]) -> Table:
+    table = Table(title="τ through the services")
+    for heading in ("context", "contexts", "k", "temperature", "rounds", "τ", "± 95 %", "prefix accepted"):
+        table.add_column(heading, justify="right")
+    for cell in cells:
+        prefix = " ".join(f"{share:.2f}" for share in cell.prefix_acceptance)
+        row = (cell.context, cell.contexts, cell.k, cell.temperature, cell.rounds)
+        table.add_row(*map(str, row), f"{cell.tau:.3f}", f"{cell.tau_ci95:.3f}", prefix)
+    return table
+
+
+def _throughput_table(cells: list[Cell]) -> Table:
+    table = Table(title="tokens per second, speculation against plain decoding in the same run")
+    for heading in (
+        "context",
+        "requests",
+        "k",
+        "decode tok/s",
+        "× plain",
+        "end-to-end tok/s",
+        "TTFT ms",
+        "τ",
+        "draft B/seq",
+    ):
+        table.add_column(heading, justify="right")
+    for cell in cells:
+        plain = next(c for c in cells if (c.context, c.concurrency, c.k) == (cell.context, cell.concurrency, 0))
+        gain = cell.decode_tokens_per_second / plain.decode_tokens_per_second
+        table.add_row(
+            *map(str, (cell.context, cell.concurrency, cell.k)),
+            f"{cell.decode_tokens_per_second:.1f}",
+            f"{gain:.2f}",
+            f"{cell.end_to_end_tokens_per_second:.1f}",
+            f"{cell.time_to_first_token_ms:.0f}",
+            f"{cell.tau:.2f}",
+            str(cell.draft_state_bytes_per_sequence),
+        )
+    return table
+
+
+def _split_table(cells: list[Cell]) -> Table:
+    table = Table(title="a mean round, ms by part")
+    parts = list(cells[0].round_ms)
+    for heading in ("context", "requests", "k", *parts, "round", "outside the models"):
+        table.add_column(heading, justify="right")
+    for cell in cells:
+        times = [f"{cell.round_ms[part]:.2f}" for part in parts]
+        whole = f"{sum(cell.round_ms.values()):.2f}"
+        table.add_row(*map(str, (cell.context, cell.concurrency, cell.k)), *times, whole, f"{cell.overhead:.1%}")
+    return table
