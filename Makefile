@@ -1,0 +1,54 @@
+# Spire. `make serve` and `make test` are all that a fresh machine needs; `make help` lists the rest.
+
+SHELL := bash
+.SHELLFLAGS := -o pipefail -ec
+PYTHON ?= python3
+VENV := .venv
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+# More for pip, e.g. PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" for the small CPU build of torch.
+PIP_FLAGS ?=
+ONCE ?=
+ARGS ?=
+
+# pip's progress on one line; what it complains about is printed in full.
+ONE_LINE := awk '/^Collecting|^Installing/ { printf "\r\033[K  %s", substr($$0, 1, 70); fflush() } END { printf "\r\033[K" }'
+
+.DEFAULT_GOAL := help
+.PHONY: help serve test lint format protos clean
+
+help:  ## List what can be made.
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+serve: $(VENV)/.serve  ## Install, start the services, complete one prompt, serve until Ctrl-C (ONCE=1: stop after the completion).
+	@$(VENV)/bin/spire up $(if $(filter-out 0,$(ONCE)),--once) $(ARGS)
+
+test: lint  ## Everything CI runs: ruff, mypy, pytest.
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+lint: $(VENV)/.dev  ## ruff check, ruff format --check, mypy.
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+format: $(VENV)/.dev  ## Rewrite the code in the project's format.
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+protos: $(VENV)/.dev  ## Regenerate spire/v1 from protos/.
+	$(VENV)/bin/python -m grpc_tools.protoc -Iprotos --python_out=. --pyi_out=. --grpc_python_out=. protos/spire/v1/*.proto
+
+clean:  ## Remove the virtual environment and caches.
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+
+$(VENV)/bin/python:
+	@echo "creating $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Spire needs Python 3.11 or newer: make PYTHON=python3.12 ..."; exit 1; }
+	@$(PYTHON) -m venv $(VENV)
+
+# A stamp for each set of packages, older than what names them: then pip is asked again, else it is not.
+$(VENV)/.serve: EXTRAS := gateway,model
+$(VENV)/.dev: EXTRAS := gateway,model,dev
+$(VENV)/.serve $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing spire-serve[$(EXTRAS)] (a few minutes the first time)"
+	@$(PIP) install --progress-bar off $(PIP_FLAGS) -c constraints.txt -e '.[$(EXTRAS)]' | $(ONE_LINE)
+	@touch $@

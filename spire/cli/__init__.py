@@ -1,0 +1,60 @@
+"""The `spire` command. One module per command group; importing it does not import torch.
+
+Every option is also an environment variable: SPIRE_<COMMAND>_<OPTION>, for example SPIRE_UP_PORT.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+import spire
+from spire.cli import complete, convert, doctor, measure, train, up
+from spire.errors import SpireError
+
+app = typer.Typer(
+    name="spire",
+    help=spire.__doc__,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+    context_settings={"auto_envvar_prefix": "SPIRE", "help_option_names": ["-h", "--help"]},
+)
+app.command("up")(up.up)
+app.command("complete")(complete.complete)
+app.command("doctor")(doctor.doctor)
+app.add_typer(convert.app, name="convert")
+app.add_typer(train.app, name="train")
+app.add_typer(measure.evaluate, name="eval")
+app.command("bench")(measure.bench)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"spire {spire.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Lossless speculative decoding with a draft whose memory does not grow with context."""
+
+
+def main() -> None:
+    """Run the command line. What Spire raises on purpose becomes one line and exit code 1."""
+    try:
+        app()
+    except SpireError as error:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error:[/] {_escaped(error)}")
+        sys.exit(1)
+
+
+def _escaped(error: SpireError) -> str:
+    return str(error).replace("[", r"\[")

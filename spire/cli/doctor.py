@@ -1,0 +1,155 @@
+"""`spire doctor`: what this machine has, what is missing, and what to do about it.
+
+What it does not know: speed. That is measured by a benchmark, not guessed from a list of parts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import httpx
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from spire.cli.paths import OFF, choose_pair
+from spire.errors import SpireError
+
+
+class Check(NamedTuple):
+    """`advice` says what to do; `ok` is False only for what keeps `spire up` from working."""
+
+    name: str
+    value: str
+    ok: bool = True
+    advice: str = ""
+
+
+def doctor(
+    model: Annotated[
+        Path | None, typer.Option(help="Target to look at. Default: the bundled one.", envvar="SPIRE_MODEL")
+    ] = None,
+    draft: Annotated[str | None, typer.Option(help="Its draft, or 'off'.", envvar="SPIRE_DRAFT")] = None,
+    url: Annotated[str, typer.Option(help="Where a gateway might run.")] = "http://127.0.0.1:8000",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """Check this machine, the models and the running services. Exit code 1 when something must be mended."""
+    checks = [*_machine(), *_torch(), *_models(model, draft), *_gateway(url)]
+    good = all(check.ok for check in checks)
+    if as_json:
+        typer.echo(json.dumps({"ok": good, "checks": [check._asdict() for check in checks]}))
+    else:
+        _print(checks)
+    raise typer.Exit(0 if good else 1)
+
+
+def _print(checks: list[Check]) -> None:
+    table = Table("check", "value", "what to do", box=None, padding=(0, 2, 0, 0))
+    for check in checks:
+        mark = "[green]✓[/]" if check.ok else "[red]✗[/]"
+        table.add_row(f"{mark} {check.name}", escape(check.value), escape(check.advice))
+    Console(highlight=False).print(table)
+
+
+def _machine() -> Iterator[Check]:
+    enough = sys.version_info >= (3, 11)
+    yield Check("python", platform.python_version(), enough, "" if enough else "install Python 3.11 or newer")
+    yield Check(
+        "processor", f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores"
+    )
+    for extra, package in {"gateway": "fastapi", "model": "safetensors"}.items():
+        try:
+            yield Check(package, version(package))
+        except PackageNotFoundError:
+            yield Check(package, "not installed", False, f"pip install 'spire-serve[{extra}]'")
+
+
+def _torch() -> Iterator[Check]:
+    try:
+        import torch
+    except ImportError:
+        yield Check("torch", "not installed", False, "pip install 'spire-serve[model]'")
+        return
+    yield Check("torch", torch.__version__)
+    if torch.cuda.is_available():
+        memory = torch.cuda.get_device_properties(0).total_memory / 2**30
+        yield Check("device", f"cuda: {torch.cuda.get_device_name(0)}, {memory:.0f} GiB")
+        yield Check("bfloat16", "yes" if torch.cuda.is_bf16_supported() else "emulated")
+        return
+    yield Check("device", f"cpu, {torch.backends.cpu.get_cpu_capability()}")
+    yield Check("threads", str(torch.get_num_threads()))
+    flags = _processor_flags()
+    fast = [name for name in ("amx_bf16", "avx512_bf16") if name in flags]
+    yield Check(
+        "bfloat16", ", ".join(fast) or "no instructions for it", advice="" if fast else "float32 is faster here"
+    )
+
+
+def _processor_flags() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return set(next((line for line in lines if line.startswith("flags")), "").split())
+
+
+def _models(model: Path | None, draft: str | None) -> Iterator[Check]:
+    try:
+        pair = choose_pair(model, draft)
+    except SpireError as error:
+        yield Check("models", "not usable", False, str(error))
+        return
+    target = _fingerprint(pair.model)
+    yield target
+    if pair.draft is None:
+        yield Check("draft", OFF, advice=pair.note)
+        return
+    from spire.model.config import load_draft_config
+
+    config = load_draft_config(pair.draft)
+    if target.ok and config.target_fingerprint not in target.value:
+        advice = f"it was trained for target {config.target_fingerprint}: train one for this target, or use --draft off"
+        yield Check("draft", str(pair.draft), False, advice)
+        return
+    yield Check("draft", f"{pair.draft} (window {config.window}, sink {config.sink})")
+
+
+def _fingerprint(directory: Path) -> Check:
+    try:
+        from spire.model.checkpoint import load_target
+
+        return Check("target", f"{directory} ({load_target(directory)[1]})")
+    except ImportError:
+        return Check("target", str(directory), False, "torch and safetensors are needed to read it")
+    except SpireError as error:
+        return Check("target", str(directory), False, str(error))
+
+
+def _gateway(url: str) -> Iterator[Check]:
+    try:
+        answer = httpx.get(f"{url}/ready", timeout=3)
+    except (httpx.HTTPError, httpx.InvalidURL):
+        yield _port(url)
+        return
+    ready = answer.status_code == httpx.codes.OK
+    yield Check(f"gateway {url}", answer.text[:300], ready, "" if ready else "see the logs that 'spire up' names")
+
+
+def _port(url: str) -> Check:
+    address = httpx.URL(url)
+    with socket.socket() as probe:
+        probe.settimeout(1)
+        taken = probe.connect_ex((address.host, address.port or 80)) == 0
+    if taken:
+        advice = "something else listens there: choose another port with spire up --port"
+        return Check(f"gateway {url}", "no answer over HTTP", False, advice)
+    return Check(f"gateway {url}", "not running", advice="start it with: spire up")

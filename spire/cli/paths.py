@@ -1,0 +1,40 @@
+"""Where models come from: an option, SPIRE_MODEL and SPIRE_DRAFT, or the pair in the repository's `models/`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import spire
+from spire.errors import CheckpointError
+from spire.model.config import load_draft_config, load_model_config
+
+BUNDLED = Path(spire.__file__).resolve().parents[1] / "models"
+OFF = "off"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target directory and its draft's; `draft` is None for plain decoding, `note` says why when nobody asked."""
+
+    model: Path
+    draft: Path | None
+    note: str = ""
+
+
+def choose_pair(model: Path | None, draft: str | None) -> Pair:
+    """The directories to serve. Raises CheckpointError, saying what to do, for one that is not there."""
+    target = model or BUNDLED / "target"
+    if model is None and not target.is_dir():
+        raise CheckpointError(f"no bundled model at {target}: name a Llama-architecture directory with --model DIR")
+    load_model_config(target)
+    if draft == OFF:
+        return Pair(target, None)
+    if draft is not None:
+        load_draft_config(Path(draft))
+        return Pair(target, Path(draft))
+    bundled = BUNDLED / "draft"
+    if target.resolve() == (BUNDLED / "target").resolve() and bundled.is_dir():
+        load_draft_config(bundled)
+        return Pair(target, bundled)
+    return Pair(target, None, "no --draft given for this model: decoding plainly (make one with: spire train draft)")

@@ -1,0 +1,135 @@
+"""One service as a child process: started, watched, restarted on the same port, and never left behind.
+
+The child binds a free port and writes its address into a ready file. On Linux the kernel ends it when this process
+dies, however that happens; elsewhere only an orderly end of this process does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from spire.errors import SpireError
+
+_FIRST_WAIT, _LONGEST_WAIT = 0.5, 10.0
+_STEADY_SECONDS = 30.0
+_TAIL_LINES = 15
+_GRACE_SECONDS = 10.0
+
+
+class ServiceFailed(SpireError):
+    """A service ended before it served, or did not serve in time. The message holds its last lines."""
+
+
+@dataclass
+class Service:
+    """`arguments` follow `python -m module`; the supervisor adds port and ready file."""
+
+    module: str
+    arguments: Sequence[str]
+    directory: Path
+    port: int = 0
+    process: subprocess.Popen[bytes] | None = None
+    address: str | None = None
+    restarts: int = 0
+    started_at: float = 0.0
+    restart_at: float | None = None
+    wait: float = field(default=_FIRST_WAIT)
+
+    @property
+    def name(self) -> str:
+        return self.module.removesuffix("_service")
+
+    @property
+    def log(self) -> Path:
+        return self.directory / f"{self.name}.log"
+
+    @property
+    def ready_file(self) -> Path:
+        return self.directory / f"{self.name}.ready"
+
+    def start(self) -> None:
+        """Start the process. Call from the main thread: the kernel ties the child to the thread that made it."""
+        self.ready_file.unlink(missing_ok=True)
+        command = [sys.executable, "-m", self.module, *self.arguments]
+        command += ["--port", str(self.port), "--ready-file", str(self.ready_file)]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"OMP_WAIT_POLICY": "passive"},
+                start_new_session=True,
+                preexec_fn=_die_with(os.getpid()),
+            )
+        self.started_at, self.restart_at = time.monotonic(), None
+
+    def poll_ready(self) -> bool:
+        """Whether it serves. Raises ServiceFailed when it has ended instead."""
+        if self.address is None and self.ready_file.exists() and (text := self.ready_file.read_text().strip()):
+            self.address, self.port = text, int(text.rpartition(":")[2])
+        if (code := self.exit_code()) is not None:
+            raise ServiceFailed(f"the {self.name} service {_ending(code)} before it served:\n{self.last_lines()}")
+        return self.address is not None
+
+    def exit_code(self) -> int | None:
+        return None if self.process is None else self.process.poll()
+
+    def keep_alive(self, say: Callable[[str], None]) -> None:
+        """Restart the process when it has died, waiting longer after each death that follows a short life."""
+        code = self.exit_code()
+        if code is None:
+            return
+        now = time.monotonic()
+        if self.restart_at is None:
+            self.wait = _FIRST_WAIT if now - self.started_at > _STEADY_SECONDS else min(2 * self.wait, _LONGEST_WAIT)
+            self.restart_at = now + self.wait
+            say(f"the {self.name} service {_ending(code)}; restarting in {self.wait:g} s\n{self.last_lines(3)}")
+        elif now >= self.restart_at:
+            self.restarts += 1
+            self.start()
+
+    def last_lines(self, count: int = _TAIL_LINES) -> str:
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        return "\n".join(f"  {line}" for line in lines[-count:]) or "  (it printed nothing)"
+
+    def ask_to_stop(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+
+    def stop(self) -> None:
+        """Wait for the end that was asked for; a service that does not end is killed."""
+        if self.process is None:
+            return
+        try:
+            self.process.wait(_GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def _ending(code: int) -> str:
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _die_with(parent: int) -> Callable[[], None] | None:
+    """What the child runs first: ask Linux for SIGKILL when the parent dies."""
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    set_parent_death_signal = 1
+
+    def ask() -> None:
+        prctl(set_parent_death_signal, signal.SIGKILL)
+        if os.getppid() != parent:  # the parent died before the kernel was asked
+            os._exit(1)
+
+    return ask

@@ -1,0 +1,118 @@
+"""`spire train`: a target from text, and a SPIRe draft from a target. Both resume what they find in --out.
+
+    spire train target --data books/ --out runs/target
+    spire train draft --target runs/target --data books/ --out runs/draft
+
+An option that is not given keeps the value of the bundled pair's recipe.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from spire.cli.paths import BUNDLED
+from spire.errors import SpireError
+
+app = typer.Typer(help="Train a target from text, or a draft from a target.", no_args_is_help=True)
+
+Data = Annotated[
+    list[Path], typer.Option(help="Training text: .txt, .jsonl, a directory or a tar archive of them; repeatable.")
+]
+Valid = Annotated[list[Path] | None, typer.Option(help="Held-out text for the validation figure; repeatable.")]
+Out = Annotated[Path, typer.Option(help="Directory of the checkpoint; the run's state is kept in its run/.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Compiled = Annotated[
+    bool, typer.Option("--compile/--no-compile", help="torch.compile the loss: slow start, fast steps.")
+]
+Steps = Annotated[int | None, typer.Option(help="Optimizer steps.", min=1)]
+Seed = Annotated[int | None, typer.Option(help="Decides initial weights and the order of the data.")]
+TokensPerStep = Annotated[int | None, typer.Option(help="Tokens of one batch.", min=1)]
+ShortLength = Annotated[int | None, typer.Option(help="Tokens of most training sequences.", min=2)]
+LongLength = Annotated[int | None, typer.Option(help="Tokens of the long training sequences.", min=2)]
+DecayShare = Annotated[
+    float | None, typer.Option(help="Share of the steps over which the rate falls to zero.", min=0.01, max=1)
+]
+
+
+@app.command("target")
+def target(
+    data: Data,
+    out: Out,
+    valid: Valid = None,
+    device: Device = "auto",
+    compiled: Compiled = True,
+    steps: Steps = None,
+    seed: Seed = None,
+    tokens_per_step: TokensPerStep = None,
+    short_length: ShortLength = None,
+    long_length: LongLength = None,
+    decay_share: DecayShare = None,
+    muon_rate: Annotated[float | None, typer.Option(help="Learning rate of the layers' matrices.", min=0)] = None,
+    adamw_rate: Annotated[float | None, typer.Option(help="Learning rate of everything else.", min=0)] = None,
+    vocab_size: Annotated[int | None, typer.Option(help="Tokens of the byte-level BPE.", min=258)] = None,
+    hidden_size: Annotated[int | None, typer.Option(help="Width.", min=1)] = None,
+    intermediate_size: Annotated[int | None, typer.Option(help="Width of SwiGLU.", min=1)] = None,
+    layers: Annotated[int | None, typer.Option(help="Layers.", min=1)] = None,
+    heads: Annotated[int | None, typer.Option(help="Attention heads.", min=1)] = None,
+) -> None:
+    """Train a Llama-architecture target and its tokenizer from text."""
+    given = _given(locals())
+    from spire.training.target import TargetRecipe, train_target
+
+    train_target(data, valid or [], out, TargetRecipe(**given), _device(device), compiled)
+    typer.echo(f"wrote {out}; serve it with: spire up --model {out} --draft off")
+
+
+@app.command("draft")
+def draft(
+    data: Data,
+    out: Out,
+    target: Annotated[Path, typer.Option(help="Directory of the target that the draft will guess for.")] = BUNDLED
+    / "target",
+    valid: Valid = None,
+    device: Device = "auto",
+    compiled: Compiled = True,
+    steps: Steps = None,
+    seed: Seed = None,
+    tokens_per_step: TokensPerStep = None,
+    short_length: ShortLength = None,
+    long_length: LongLength = None,
+    decay_share: DecayShare = None,
+    rate: Annotated[float | None, typer.Option(help="Learning rate.", min=0)] = None,
+    layers: Annotated[int | None, typer.Option(help="Layers, copied from the target's last ones.", min=1)] = None,
+    window: Annotated[int | None, typer.Option(help="Positions remembered before the current one.", min=1)] = None,
+    sink: Annotated[int | None, typer.Option(help="First positions that are always remembered.", min=0)] = None,
+    k: Annotated[
+        int | None, typer.Option(help="Speculation depth trained for: passes after each prefix.", min=1)
+    ] = None,
+    omega: Annotated[
+        float | None, typer.Option(help="MixedLoss: share of cross-entropy beside acceptance.", min=0, max=1)
+    ] = None,
+) -> None:
+    """Train a SPIRe draft by block rollouts against its frozen target."""
+    given = _given(locals())
+    from spire.training.draft import DraftRecipe, train_draft
+
+    train_draft(target, data, valid or [], out, DraftRecipe(**given), _device(device), compiled)
+    typer.echo(f"wrote {out}; serve it with: spire up --model {target} --draft {out}")
+
+
+_NOT_RECIPE = {"data", "out", "valid", "device", "compiled", "target"}
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    """The recipe's values that the command line names."""
+    return {name: value for name, value in options.items() if name not in _NOT_RECIPE and value is not None}
+
+
+def _device(name: str) -> str:
+    import torch
+
+    if name not in ("auto", "cpu", "cuda"):
+        raise SpireError(f"--device {name!r}: it is auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise SpireError("--device cuda: torch finds no GPU here; use --device auto or cpu")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name

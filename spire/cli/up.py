@@ -1,0 +1,213 @@
+"""`spire up`: verifier, draft and gateway as processes on this machine, one completion to show that they work.
+
+    spire up                          the bundled pair, on what hardware there is
+    spire up --model DIR --draft off  any Llama-architecture directory, plain decoding
+    spire up --once                   stop after the completion
+
+What it does not know: other machines. There each service is started by its own `python -m`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import httpx
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.status import Status
+
+from spire.cli.complete import Completion, run_completion
+from spire.cli.paths import Pair, choose_pair
+from spire.cli.service import Service, ServiceFailed
+from spire.errors import SpireError
+
+console = Console(highlight=False, soft_wrap=True)
+
+_POLL_SECONDS = 0.1
+_FIRST_PROMPT = "It was a cold and stormy night, and"
+
+
+class _Stopped(Exception):
+    """SIGINT or SIGTERM came."""
+
+
+def up(
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Target: a Llama-architecture directory. Default: the bundled one.", envvar="SPIRE_MODEL"),
+    ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(help="Draft directory of that target, or 'off' for plain decoding.", envvar="SPIRE_DRAFT"),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address that the gateway listens on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port of the gateway; 0 takes a free one.", min=0, max=65535)] = 8000,
+    k: Annotated[int | None, typer.Option(help="Speculation depth: draft tokens a round.", min=0)] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, bfloat16 or float32.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of each model service.", min=1)] = None,
+    prompt: Annotated[
+        str, typer.Option(help="Text to complete once everything serves; empty for none.")
+    ] = _FIRST_PROMPT,
+    once: Annotated[bool, typer.Option("--once", help="Stop after the first completion.")] = False,
+) -> None:
+    """Start the services, complete one prompt, and serve until Ctrl-C."""
+    pair = choose_pair(model, draft)
+    if pair.note:
+        console.print(f"[yellow]{escape(pair.note)}[/]")
+    _refuse_taken_port(host, port)
+    options = ModelOptions(dtype, device, threads)
+    with tempfile.TemporaryDirectory(prefix="spire-") as directory, _signals():
+        stack = Stack(pair, options, host, port, k, Path(directory))
+        try:
+            stack.start()
+            stack.announce()
+            if prompt:
+                show_completion(run_completion(stack.url, prompt, max_tokens=64, temperature=0.8, seed=1))
+            if not once:
+                console.print("\nServing. Ctrl-C stops.")
+                stack.watch()
+        except _Stopped:
+            console.print("\nStopping.")
+        finally:
+            stack.stop()
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """What both model services are told; None leaves it to them."""
+
+    dtype: str | None
+    device: str | None
+    threads: int | None
+
+    def arguments(self) -> list[str]:
+        given = {"--dtype": self.dtype, "--device": self.device, "--threads": self.threads}
+        return [text for name, value in given.items() if value is not None for text in (name, str(value))]
+
+
+@dataclass
+class Stack:
+    """The services in the order in which they depend on one another."""
+
+    pair: Pair
+    options: ModelOptions
+    host: str
+    port: int
+    k: int | None
+    directory: Path
+    services: list[Service] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "") else self.host
+        return f"http://{host}:{self.services[-1].port}"
+
+    def start(self) -> None:
+        """Start each service once what it needs serves. Raises ServiceFailed with the last lines of one that ends."""
+        with console.status("") as status:
+            model = ["--model", str(self.pair.model), *self.options.arguments()]
+            verifier = self._launch("verifier_service", model, f"the verifier to load {self.pair.model}", status)
+            gateway = ["--verifier", verifier, "--host", self.host]
+            if self.pair.draft is not None:
+                follow = ["--draft", str(self.pair.draft), "--verifier", verifier, *self.options.arguments()]
+                draft = self._launch("draft_service", follow, f"the draft to load {self.pair.draft}", status)
+                gateway += ["--draft", draft]
+            if self.k is not None:
+                gateway += ["--k", str(self.k)]
+            self._launch("gateway", gateway, "the gateway to listen", status, self.port)
+            self._wait(status, "the gateway to find the models ready", self._gateway_is_ready)
+
+    def announce(self) -> None:
+        for service in self.services:
+            console.print(f"  {service.name:9} {service.address}")
+        console.print(f"\n  completions [bold]{self.url}/v1/completions[/]")
+        console.print(f"  health      {self.url}/ready")
+        console.print(f"  metrics     {self.url}/metrics")
+        console.print(f"  logs        {self.directory}\n")
+
+    def watch(self) -> None:
+        """Restart what dies, until a signal comes."""
+        while True:
+            for service in self.services:
+                service.keep_alive(_warn)
+            time.sleep(_POLL_SECONDS)
+
+    def stop(self) -> None:
+        """Ask all, the gateway first so that it stops taking requests, then wait for all."""
+        for service in reversed(self.services):
+            service.ask_to_stop()
+        for service in reversed(self.services):
+            service.stop()
+
+    def _launch(self, module: str, arguments: list[str], what: str, status: Status, port: int = 0) -> str:
+        service = Service(module, arguments, self.directory, port)
+        self.services.append(service)
+        service.start()
+        self._wait(status, what, service.poll_ready)
+        assert service.address is not None
+        return service.address
+
+    def _wait(self, status: Status, what: str, done: Callable[[], bool]) -> None:
+        began = time.monotonic()
+        while not done():
+            for service in self.services:
+                if (code := service.exit_code()) is not None:
+                    raise ServiceFailed(f"the {service.name} service ended ({code}):\n{service.last_lines()}")
+            status.update(f"waiting for {escape(what)} ({time.monotonic() - began:.0f} s)")
+            time.sleep(_POLL_SECONDS)
+
+    def _gateway_is_ready(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/ready", timeout=2).status_code == httpx.codes.OK
+        except httpx.HTTPError:
+            return False
+
+
+def show_completion(completion: Completion) -> None:
+    console.print(f"[bold]{escape(completion.prompt)}[/]{escape(completion.text)}")
+    console.print(f"[dim]{completion.summary}[/]")
+
+
+def _warn(text: str) -> None:
+    console.print(f"[yellow]{escape(text)}[/]")
+
+
+@contextmanager
+def _signals() -> Iterator[None]:
+    """SIGINT and SIGTERM raise _Stopped, once: a second Ctrl-C does not interrupt the stopping."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for name in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(name, signal.SIG_IGN)
+        raise _Stopped
+
+    before = {name: signal.signal(name, stop) for name in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for name, handler in before.items():
+            signal.signal(name, handler)
+
+
+def _refuse_taken_port(host: str, port: int) -> None:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise SpireError(
+                f"cannot listen on {host}:{port} ({os.strerror(error.errno or 0)}): "
+                "stop what uses it, or choose another with --port (0 takes a free one)"
+            ) from error
