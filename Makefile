@@ -10,7 +10,7 @@ PIP_FLAGS ?=
 ONCE ?=
 ARGS ?=
 
-# pip's progress on one line; what it complains about is printed in full.
+# pip's progress on one line; what it complains about is kept in a file and printed when it fails.
 ONE_LINE := awk '/^Collecting|^Installing/ { printf "\r\033[K  %s", substr($$0, 1, 70); fflush() } END { printf "\r\033[K" }'
 
 .DEFAULT_GOAL := help
@@ -50,5 +50,6 @@ $(VENV)/.serve: EXTRAS := gateway,model
 $(VENV)/.dev: EXTRAS := gateway,model,dev
 $(VENV)/.serve $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installing spire-serve[$(EXTRAS)] (a few minutes the first time)"
-	@$(PIP) install --progress-bar off $(PIP_FLAGS) -c constraints.txt -e '.[$(EXTRAS)]' | $(ONE_LINE)
+	@$(PIP) install --progress-bar off $(PIP_FLAGS) -c constraints.txt -e '.[$(EXTRAS)]' 2>$(VENV)/pip.log | $(ONE_LINE) \
+		|| { cat $(VENV)/pip.log; exit 1; }
 	@touch $@
