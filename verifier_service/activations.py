@@ -1,0 +1,258 @@
+"""Publishing activations: what entered the tapped layers at committed positions, and a bounded tail of it for replay.
+
+A feed belongs to one draft id. It survives the draft's disconnect, so that a returning draft gets the sink and the
+window of every live sequence again. All of it runs on the model thread; delivery is a callable that never blocks.
+
+Shapes: B sequences, T new positions, R rows (positions of all sequences one after the other), N tapped layers, D width.
+What it does not know: sequences started before their draft first subscribed. They are decoded plainly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from spire.errors import InvalidRequest, MismatchError
+from spire.rpc.channel import PROTOCOL_VERSION
+from spire.rpc.tensors import to_wire
+from spire.v1 import verifier_pb2 as pb
+
+MAX_FRAME_BYTES = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Taps:
+    """What a draft wants: counts of layers passed, and how many first and last positions it keeps."""
+
+    layers: tuple[int, ...]
+    sink: int
+    window: int
+
+    @classmethod
+    def read(cls, request: pb.ActivationsRequest, fingerprint: str, num_layers: int) -> Taps:
+        """Check a subscription. Raises MismatchError naming both values, or InvalidRequest."""
+        if request.protocol_version != PROTOCOL_VERSION:
+            raise MismatchError(
+                f"the draft speaks protocol {request.protocol_version}, the verifier {PROTOCOL_VERSION}"
+            )
+        if request.target_fingerprint != fingerprint:
+            raise MismatchError(
+                f"the draft belongs to target {request.target_fingerprint}, the verifier serves {fingerprint}"
+            )
+        if not request.draft_id or not request.tapped_layers or request.window == 0:
+            raise InvalidRequest("a subscription needs a draft_id, tapped layers and a window of at least 1")
+        if (highest := max(request.tapped_layers)) >= num_layers:
+            raise InvalidRequest(f"tapped layer {highest} does not exist: the target has {num_layers}")
+        return cls(tuple(request.tapped_layers), request.sink, request.window)
+
+
+@dataclass(frozen=True)
+class Advance:
+    """Positions start .. start + count - 1 of one sequence have been committed."""
+
+    sequence_id: str
+    draft_id: str
+    slot: int
+    start: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """Messages in order. A whole replay makes everything undelivered before it worthless."""
+
+    messages: list[pb.ActivationsResponse]
+    whole_replay: bool = False
+
+
+Deliver = Callable[[Delivery], None]
+
+
+class Feed:
+    """One draft's taps, the tails of its sequences, and where to deliver while it is subscribed."""
+
+    def __init__(self, taps: Taps, slots: int, width: int, dtype: torch.dtype, device: torch.device):
+        self.taps = taps
+        self.deliver: Deliver | None = None
+        # sequence id -> (slot, committed length)
+        self.members: dict[str, tuple[int, int]] = {}
+        self._tails = torch.zeros(slots, taps.sink + taps.window, len(taps.layers), width, dtype=dtype, device=device)
+
+    def join(self, sequence_id: str, slot: int) -> None:
+        self.members[sequence_id] = (slot, 0)
+
+    def store(self, advances: Rows[Advance], rows_RND: Tensor) -> None:
+        """Keep what a replay will need. Sink positions have entries of their own, the window is a ring."""
+        device = rows_RND.device
+        counts = torch.tensor([a.count for a in advances], device=device)
+        ends_R = torch.tensor([a.start + a.count for a in advances], device=device).repeat_interleave(counts)
+        slots_R = torch.tensor([a.slot for a in advances], device=device).repeat_interleave(counts)
+        positions_R = torch.cat([torch.arange(a.start, a.start + a.count, device=device) for a in advances])
+        sink, window = self.taps.sink, self.taps.window
+        for kept_R, entry_R in (
+            (positions_R < sink, positions_R),
+            (positions_R >= ends_R - window, sink + positions_R % window),
+        ):
+            self._tails[slots_R[kept_R], entry_R[kept_R]] = rows_RND[kept_R]
+        for a in advances:
+            self.members[a.sequence_id] = (a.slot, a.start + a.count)
+
+    def replay(self, sequence_ids: Rows[str]) -> Iterator[pb.ActivationsResponse]:
+        """Sink and window of these sequences; the first span of each resets what the draft held."""
+        spans, rows = [], []
+        for sequence_id in sequence_ids:
+            slot, length = self.members[sequence_id]
+            positions = self._kept_positions(length)
+            spans += _spans(sequence_id, positions)
+            sink, window = self.taps.sink, self.taps.window
+            rows.append(self._tails[slot, [p if p < sink else sink + p % window for p in positions]])
+        return frames(spans, torch.cat(rows)) if spans else iter(())
+
+    def _kept_positions(self, length: int) -> list[int]:
+        first = max(0, length - self.taps.window)
+        return [*range(min(self.taps.sink, first)), *range(first, length)]
+
+
+def _spans(sequence_id: str, positions: list[int]) -> list[pb.ActivationSpan]:
+    """One span per stretch of consecutive positions."""
+    starts = [positions[0], *(b for a, b in pairwise(positions) if b != a + 1)] if positions else []
+    bounds = [*(positions.index(start) for start in starts), len(positions)]
+    return [
+        pb.ActivationSpan(sequence_id=sequence_id, start=positions[a], count=b - a, reset=a == 0)
+        for a, b in pairwise(bounds)
+    ]
+
+
+def frames(spans: Rows[pb.ActivationSpan], rows_RND: Tensor) -> Iterator[pb.ActivationsResponse]:
+    """Messages of at most a megabyte, or one row; a span may continue in the next."""
+    limit = max(1, MAX_FRAME_BYTES // max(1, rows_RND[0].nbytes))
+    first, batch = 0, []
+    room = limit
+    for span in spans:
+        done = 0
+        while done < span.count:
+            count = min(room, span.count - done)
+            batch.append(
+                pb.ActivationSpan(
+                    sequence_id=span.sequence_id, start=span.start + done, count=count, reset=span.reset and done == 0
+                )
+            )
+            done, room = done + count, room - count
+            if room == 0:
+                yield pb.ActivationsResponse(spans=batch, rows=to_wire(rows_RND[first : first + limit]))
+                first, batch, room = first + limit, [], limit
+    if batch:
+        yield pb.ActivationsResponse(spans=batch, rows=to_wire(rows_RND[first:]))
+
+
+class Publisher:
+    """All feeds. The union of their taps is what a forward has to return."""
+
+    # Feeds kept for drafts that may come back.
+    MAX_IDLE_FEEDS = 4
+
+    def __init__(self, slots: int, width: int, dtype: torch.dtype, device: torch.device):
+        self._new_feed = lambda taps: Feed(taps, slots, width, dtype, device)
+        self.feeds: dict[str, Feed] = {}
+        self.bytes_published = 0
+        self.replays = 0
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(sorted({layer for feed in self.feeds.values() for layer in feed.taps.layers}))
+
+    def subscribe(self, draft_id: str, taps: Taps, deliver: Deliver) -> None:
+        """Deliver to this subscriber from now on, beginning with a replay. The former one gets nothing more."""
+        feed = self.feeds.get(draft_id)
+        if feed is None or feed.taps != taps:
+            feed = self.feeds[draft_id] = self._new_feed(taps)
+        feed.deliver = deliver
+        self._drop_idle_feeds()
+        self.replay_all(draft_id, deliver)
+
+    def unsubscribe(self, draft_id: str, deliver: Deliver) -> None:
+        feed = self.feeds.get(draft_id)
+        if feed is not None and feed.deliver == deliver:
+            feed.deliver = None
+
+    def _drop_idle_feeds(self) -> None:
+        idle = [draft_id for draft_id, feed in self.feeds.items() if feed.deliver is None and not feed.members]
+        for draft_id in idle[: -self.MAX_IDLE_FEEDS or None]:
+            del self.feeds[draft_id]
+
+    def join(self, sequence_id: str, draft_id: str, slot: int) -> None:
+        """A sequence begins; its tail is kept if its draft has ever subscribed."""
+        if feed := self.feeds.get(draft_id):
+            feed.join(sequence_id, slot)
+
+    def publish(self, advances: Rows[Advance], taps_BTND: Tensor | None, announce: bool = True) -> None:
+        """Store and, unless these positions belong to a prompt not yet whole, deliver what a forward committed.
+
+        `advances` has one entry per row of `taps`, with count 0 where nothing was committed.
+        """
+        if taps_BTND is None:
+            return
+        layers = self.layers
+        for draft_id, feed in self.feeds.items():
+            mine = [
+                row
+                for row, a in enumerate(advances)
+                if a.draft_id == draft_id and a.count and a.sequence_id in feed.members
+            ]
+            if not mine:
+                continue
+            chosen = [advances[row] for row in mine]
+            rows_RND = _committed_rows(taps_BTND, mine, chosen)
+            if feed.taps.layers != layers:
+                rows_RND = rows_RND[:, [layers.index(layer) for layer in feed.taps.layers]]
+            feed.store(chosen, rows_RND)
+            if announce and feed.deliver:
+                spans = [pb.ActivationSpan(sequence_id=a.sequence_id, start=a.start, count=a.count) for a in chosen]
+                self._deliver(feed.deliver, Delivery(list(frames(spans, rows_RND))))
+
+    def replay(self, draft_id: str, sequence_ids: Rows[str]) -> None:
+        """Send sink and window of these sequences again, as far as they are held."""
+        feed = self.feeds.get(draft_id)
+        if feed is None or feed.deliver is None:
+            return
+        known = [i for i in sequence_ids if feed.members.get(i, (0, 0))[1]]
+        if known:
+            self.replays += len(known)
+            self._deliver(feed.deliver, Delivery(list(feed.replay(known))))
+
+    def unknown(self, draft_id: str, sequence_ids: Rows[str]) -> list[str]:
+        """Those of which no tail is kept for this draft."""
+        feed = self.feeds.get(draft_id)
+        return [i for i in sequence_ids if feed is None or i not in feed.members]
+
+    def replay_all(self, draft_id: str, deliver: Deliver) -> None:
+        """Everything from the beginning, for a subscriber that is new or was too slow."""
+        feed = self.feeds.get(draft_id)
+        if feed is not None and feed.deliver == deliver:
+            known = [i for i, (_, length) in feed.members.items() if length]
+            self.replays += len(known)
+            self._deliver(deliver, Delivery(list(feed.replay(known)), whole_replay=True))
+
+    def end(self, sequence_ids: Rows[str]) -> None:
+        """These sequences are over: their tails are free, their drafts are told."""
+        for feed in self.feeds.values():
+            ended = [i for i in sequence_ids if feed.members.pop(i, None) is not None]
+            if ended and feed.deliver:
+                self._deliver(feed.deliver, Delivery([pb.ActivationsResponse(ended=ended)]))
+
+    def _deliver(self, deliver: Deliver, delivery: Delivery) -> None:
+        self.bytes_published += sum(len(message.rows.data) for message in delivery.messages)
+        deliver(delivery)
+
+
+def _committed_rows(taps_BTND: Tensor, rows: list[int], advances: Rows[Advance]) -> Tensor:
+    """The committed positions of the chosen rows, one after the other."""
+    T, device = taps_BTND.shape[1], taps_BTND.device
+    counts_B = torch.zeros(len(taps_BTND), dtype=torch.int64, device=device)
+    counts_B[rows] = torch.tensor([a.count for a in advances], device=device)
+    return taps_BTND[torch.arange(T, device=device) < counts_B[:, None]]

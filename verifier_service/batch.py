@@ -1,0 +1,135 @@
+"""Items of a round to one padded batch: every check that concerns one item alone, then tensors.
+
+Shapes: B sequences, K draft tokens at most, T = K + 1 (the newest token and the draft's), M candidates of q.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from spire.errors import InvalidRequest
+from spire.rpc.tensors import from_wire
+from spire.v1 import verifier_pb2 as pb
+from spire.verification import Q_PROBLEMS, SparseDistribution, check_q
+from verifier_service.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a block may ask for."""
+
+    vocab_size: int
+    max_context: int
+    max_depth: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """One item that passed its checks: draft tokens after a sequence's newest one, and what they were drawn from."""
+
+    sequence: Sequence
+    base: int
+    round: int
+    tokens: Rows[int]
+    q_ids_KM: NDArray[np.int32] | None
+    q_probs_KM: NDArray[np.float32] | None
+
+    @property
+    def k(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def width(self) -> int:
+        return 0 if self.q_ids_KM is None else self.q_ids_KM.shape[1]
+
+
+@dataclass(frozen=True)
+class RaggedBatch:
+    """Blocks padded to the longest. `q` is None when no row carries one."""
+
+    slots: list[int]
+    counts: list[int]
+    tokens_BT: Tensor
+    counts_B: Tensor
+    base_B: Tensor
+    q: SparseDistribution | None
+    widths_B: Tensor
+
+    @property
+    def draft_BK(self) -> Tensor:
+        return self.tokens_BT[:, 1:]
+
+
+def read_block(item: pb.VerifyItem, sequence: Sequence, base: int, limits: Limits) -> Block:
+    """Check one item against its sequence. Raises InvalidRequest that says what is wrong."""
+    k = len(item.draft_tokens)
+    if k > limits.max_depth:
+        raise InvalidRequest(f"{k} draft tokens came, at most {limits.max_depth} are taken")
+    if base + k + 1 > limits.max_context:
+        raise InvalidRequest(f"positions up to {base + k} do not fit the context of {limits.max_context}")
+    if k and (largest := max(item.draft_tokens)) >= limits.vocab_size:
+        raise InvalidRequest(f"draft token {largest} is outside the vocabulary of {limits.vocab_size}")
+    if k == 0 or sequence.greedy:
+        return Block(sequence, base, item.round, item.draft_tokens, None, None)
+    ids_KM, probs_KM = _read_q(item, k)
+    return Block(sequence, base, item.round, item.draft_tokens, ids_KM, probs_KM)
+
+
+def _read_q(item: pb.VerifyItem, k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    if not item.HasField("q"):
+        raise InvalidRequest("q is missing: a sampled sequence needs what its draft tokens were drawn from")
+    ids_KM = from_wire(item.q.ids, torch.int32)
+    probs_KM = from_wire(item.q.probabilities, torch.float32)
+    if ids_KM.shape != probs_KM.shape or ids_KM.ndim != 2 or len(ids_KM) != k or ids_KM.shape[1] == 0:
+        raise InvalidRequest(
+            f"q has ids of shape {list(ids_KM.shape)} and probabilities of shape {list(probs_KM.shape)}, "
+            f"expected [{k}, m] for both"
+        )
+    return ids_KM.numpy(), probs_KM.numpy()
+
+
+def pad(blocks: Rows[Block], device: torch.device) -> RaggedBatch:
+    """One tensor per field, short rows padded with token 0."""
+    counts = [block.k for block in blocks]
+    B, K = len(blocks), max(counts)
+    tokens_BT = np.zeros((B, K + 1), dtype=np.int64)
+    for row, block in enumerate(blocks):
+        tokens_BT[row, 0] = block.sequence.newest
+        tokens_BT[row, 1 : block.k + 1] = block.tokens
+    return RaggedBatch(
+        slots=[block.sequence.slot for block in blocks],
+        counts=counts,
+        tokens_BT=torch.from_numpy(tokens_BT).to(device),
+        counts_B=torch.tensor(counts, device=device),
+        base_B=torch.tensor([block.base for block in blocks], device=device),
+        q=_pad_q(blocks, K, device),
+        widths_B=torch.tensor([block.width for block in blocks], device=device),
+    )
+
+
+def _pad_q(blocks: Rows[Block], K: int, device: torch.device) -> SparseDistribution | None:
+    M = max(block.width for block in blocks)
+    if M == 0:
+        return None
+    ids_BKM = np.zeros((len(blocks), K, M), dtype=np.int64)
+    probs_BKM = np.zeros((len(blocks), K, M), dtype=np.float32)
+    for row, block in enumerate(blocks):
+        if block.q_ids_KM is not None:
+            ids_BKM[row, : block.k, : block.width] = block.q_ids_KM
+            probs_BKM[row, : block.k, : block.width] = block.q_probs_KM
+    return SparseDistribution(torch.from_numpy(ids_BKM).to(device), torch.from_numpy(probs_BKM).to(device))
+
+
+def q_problems(batch: RaggedBatch, vocab_size: int) -> list[str]:
+    """Per row what is wrong with its q, empty when nothing is. Rows without q are sound."""
+    if batch.q is None:
+        return [""] * len(batch.counts)
+    carried_B = torch.where(batch.widths_B > 0, batch.counts_B, 0)
+    found = check_q(batch.q, batch.draft_BK, carried_B, batch.widths_B, vocab_size).tolist()
+    return [Q_PROBLEMS[problem] for problem in found]

@@ -1,0 +1,420 @@
+"""The engine: one thread that owns the target, its cache and every sequence. Others hand it work and get answers.
+
+A turn is: take what has arrived, verify what waits (all streams merged), prefill one chunk. Decoding therefore never
+waits for more than one chunk of prompt. With nothing to do the thread sleeps in its inbox.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import structlog
+import torch
+
+from spire.errors import InvalidRequest, NotFinite, RequestError, SpireError, UnknownSequence
+from spire.rpc.errors import OK, item_status
+from spire.v1 import tensor_pb2
+from spire.v1 import verifier_pb2 as pb
+from verifier_service.activations import Advance, Deliver, Publisher, Taps
+from verifier_service.batch import Block, Limits, pad, q_problems, read_block
+from verifier_service.metrics import VerifierMetrics
+from verifier_service.sequence import Reply, Sequence, check_start
+from verifier_service.step import ModelSteps, Outcome
+
+log = structlog.get_logger()
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class StartTask:
+    start: pb.Start
+    gateway: str
+    reply: Reply
+    received: float = field(default_factory=time.perf_counter)
+
+
+@dataclass
+class VerifyTask:
+    """One VerifyBatch, with a result per item once it has been worked on."""
+
+    batch: pb.VerifyBatch
+    gateway: str
+    reply: Reply
+    received: float = field(default_factory=time.perf_counter)
+    results: list[pb.VerifyResult] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class CallTask:
+    """Anything rare: runs between two steps on the engine's thread."""
+
+    function: Callable[[], Any]
+    done: Future[Any]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A block and where its result belongs."""
+
+    block: Block
+    task: VerifyTask
+    index: int
+
+
+class Engine:
+    def __init__(
+        self, steps: ModelSteps, publisher: Publisher, limits: Limits, metrics: VerifierMetrics, prefill_budget: int
+    ):
+        self.steps, self.publisher, self.limits, self.metrics = steps, publisher, limits, metrics
+        self.sequences: dict[str, Sequence] = {}
+        self._prefill_budget = prefill_budget
+        self._prefilling: list[Sequence] = []
+        self._verifying: deque[VerifyTask] = deque()
+        self._inbox: queue.SimpleQueue[StartTask | VerifyTask | CallTask | None] = queue.SimpleQueue()
+        self._stopping = False
+        # Done when the thread has ended; carries the error if it died.
+        self.ended: Future[None] = Future()
+        self._turn_began: float | None = None
+        self._thread = threading.Thread(target=self._run, name="target-model", daemon=True)
+
+    # --- from any thread ----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._inbox.put(None)
+        self._thread.join(timeout=10)
+
+    def submit(self, task: StartTask | VerifyTask) -> None:
+        self._inbox.put(task)
+
+    def call(self, function: Callable[..., Result], *args: Any) -> Future[Result]:
+        """Run `function` on the engine's thread between two steps."""
+        done: Future[Result] = Future()
+        self._inbox.put(CallTask(lambda: function(*args), done))
+        return done
+
+    def seconds_in_turn(self) -> float:
+        """How long the current turn has taken, 0 when idle: what a watchdog looks at."""
+        began = self._turn_began
+        return 0.0 if began is None else time.perf_counter() - began
+
+    # --- on the engine's thread ---------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            with torch.inference_mode():
+                while not self._stopping:
+                    self._turn()
+            self.ended.set_result(None)
+        except BaseException as error:
+            log.exception("the engine has died")
+            self.ended.set_exception(error)
+
+    def _turn(self) -> None:
+        self._receive()
+        self._turn_began = time.perf_counter()
+        self._verify_waiting()
+        self._prefill_chunk()
+        self._turn_began = None
+
+    def _receive(self) -> None:
+        """Take everything that has arrived; sleep only when there is nothing else to do."""
+        idle = not self._verifying and not self._prefilling
+        try:
+            while not self._stopping:
+                self._accept(self._inbox.get(block=idle))
+                idle = False
+        except queue.Empty:
+            return
+
+    def _accept(self, task: StartTask | VerifyTask | CallTask | None) -> None:
+        match task:
+            case None:
+                self._stopping = True
+            case StartTask():
+                self._accept_start(task)
+            case VerifyTask():
+                self._verifying.append(task)
+            case CallTask():
+                try:
+                    task.done.set_result(task.function())
+                except Exception as error:
+                    task.done.set_exception(error)
+
+    # --- sequences ----------------------------------------------------------------------------------------------
+
+    def _accept_start(self, task: StartTask) -> None:
+        try:
+            known = self.sequences.get(task.start.sequence_id)
+            if known is None:
+                self._admit(task)
+            elif known.start != task.start:
+                raise InvalidRequest(f"sequence {known.id} is live with another Start")
+            else:
+                known.gateway, known.reply = task.gateway, task.reply
+                if known.started:
+                    task.reply(pb.RoundsResponse(started=known.started))
+        except RequestError as error:
+            task.reply(pb.RoundsResponse(started=self._refused_start(task.start.sequence_id, error)))
+
+    def _admit(self, task: StartTask) -> None:
+        check_start(task.start, self.limits.vocab_size, self.limits.max_context)
+        slot = self.steps.cache.allocate()
+        prompt_L = torch.tensor(list(task.start.tokens))
+        sequence = Sequence(task.start, slot, task.gateway, task.reply, prompt_L, task.received)
+        self.steps.sampling.assign(slot, task.start.sampling)
+        self.sequences[sequence.id] = sequence
+        self._prefilling.append(sequence)
+        self.publisher.join(sequence.id, sequence.draft_id, slot)
+        self.metrics.slots_used.set(len(self.sequences))
+
+    def _refused_start(self, sequence_id: str, error: SpireError) -> pb.Started:
+        status = item_status(error)
+        self._count_refusal(status)
+        return pb.Started(sequence_id=sequence_id, status=status)
+
+    def _count_refusal(self, status: tensor_pb2.ItemStatus) -> None:
+        self.metrics.refused.labels(tensor_pb2.Code.Name(status.code).removeprefix("CODE_").lower()).inc()
+
+    def release(self, sequence_ids: Rows[str]) -> int:
+        """Free these sequences; unknown ids are none of our business. Returns how many there were."""
+        known = [i for i in dict.fromkeys(sequence_ids) if i in self.sequences]
+        for sequence_id in known:
+            sequence = self.sequences.pop(sequence_id)
+            self.steps.cache.free(sequence.slot, scrub=sequence.poisoned)
+            if sequence.started is None:
+                self._prefilling.remove(sequence)
+        self.publisher.end(known)
+        self.metrics.slots_used.set(len(self.sequences))
+        return len(known)
+
+    def release_gateway(self, gateway: str) -> int:
+        """Free what a gateway left behind."""
+        count = self.release([s.id for s in self.sequences.values() if s.gateway == gateway])
+        self.metrics.expired.inc(count)
+        return count
+
+    # --- verification -------------------------------------------------------------------------------------------
+
+    def _verify_waiting(self) -> None:
+        """One ragged forward for all batches that wait."""
+        taken = time.perf_counter()
+        tasks = self._take_batches()
+        if not tasks:
+            return
+        entries = self._without_unsound_q(self._admissible(tasks))
+        forward = sample = 0.0
+        if entries:
+            try:
+                outcome = self._verify(entries)
+                forward, sample = outcome.forward_seconds, outcome.sample_seconds
+            except Exception as error:
+                log.exception("a verification step failed", sequences=len(entries))
+                self._refuse_all(entries, NotFinite(f"the verifier could not run this step: {error}"))
+                outcome = None
+        for task in tasks:
+            timings = _timings(taken - task.received, forward, sample, time.perf_counter() - taken)
+            result = pb.VerifyBatchResult(batch_id=task.batch.batch_id, results=task.results, timings=timings)
+            task.reply(pb.RoundsResponse(verified=result))
+        if entries and outcome:
+            advances = [
+                _advance(entry.block.sequence, entry.block.base, accepted + 1 if sound else 0)
+                for entry, accepted, sound in zip(entries, outcome.accepted, outcome.finite, strict=True)
+            ]
+            self._publish(lambda: self.publisher.publish(advances, outcome.taps_BTND))
+
+    def _take_batches(self) -> list[VerifyTask]:
+        """All that wait, up to the first that names a sequence again: that one needs this step's outcome."""
+        tasks: list[VerifyTask] = []
+        seen: set[str] = set()
+        while self._verifying:
+            ids = {item.sequence_id for item in self._verifying[0].batch.items}
+            if ids & seen:
+                break
+            seen |= ids
+            tasks.append(self._verifying.popleft())
+        return tasks
+
+    def _admissible(self, tasks: Rows[VerifyTask]) -> list[_Entry]:
+        """The blocks to verify, by slot. Repeats get their stored answer, wrong items their error."""
+        entries: list[_Entry] = []
+        seen: set[str] = set()
+        for task in tasks:
+            task.results = [pb.VerifyResult() for _ in task.batch.items]
+            for index, item in enumerate(task.batch.items):
+                try:
+                    if item.sequence_id in seen:
+                        raise InvalidRequest(f"sequence {item.sequence_id} is in this batch twice")
+                    seen.add(item.sequence_id)
+                    block = self._read(item)
+                    if isinstance(block, Block):
+                        entries.append(_Entry(block, task, index))
+                    else:
+                        task.results[index] = block
+                except RequestError as error:
+                    self._refuse(task, index, error)
+        return sorted(entries, key=lambda entry: entry.block.sequence.slot)
+
+    def _read(self, item: pb.VerifyItem) -> Block | pb.VerifyResult:
+        sequence = self.sequences.get(item.sequence_id)
+        if sequence is None:
+            raise UnknownSequence(f"sequence {item.sequence_id} is not held here: start it again from its tokens")
+        base = self.steps.cache.lengths[sequence.slot]
+        return sequence.stored_answer(item, base) or read_block(item, sequence, base, self.limits)
+
+    def _without_unsound_q(self, entries: list[_Entry]) -> list[_Entry]:
+        if all(entry.block.width == 0 for entry in entries):
+            return entries
+        batch = pad([entry.block for entry in entries], self.steps.device)
+        problems = q_problems(batch, self.limits.vocab_size)
+        for entry, problem in zip(entries, problems, strict=True):
+            if problem:
+                self._refuse(entry.task, entry.index, InvalidRequest(problem))
+        return [entry for entry, problem in zip(entries, problems, strict=True) if not problem]
+
+    def _refuse(self, task: VerifyTask, index: int, error: SpireError) -> None:
+        item, status = task.batch.items[index], item_status(error)
+        self._count_refusal(status)
+        task.results[index] = pb.VerifyResult(sequence_id=item.sequence_id, round=item.round, status=status)
+
+    def _refuse_all(self, entries: Rows[_Entry], error: SpireError) -> None:
+        for entry in entries:
+            self._refuse(entry.task, entry.index, error)
+
+    def _verify(self, entries: Rows[_Entry]) -> Outcome:
+        batch = pad([entry.block for entry in entries], self.steps.device)
+        outcome = self.steps.verify(batch)
+        for row, entry in enumerate(entries):
+            sequence, block = entry.block.sequence, entry.block
+            if not outcome.finite[row]:
+                sequence.poisoned = True
+                self._refuse(entry.task, entry.index, _not_finite(sequence))
+                continue
+            answer = pb.VerifyResult(
+                sequence_id=sequence.id,
+                round=block.round,
+                status=OK,
+                accepted=outcome.accepted[row],
+                tokens=outcome.tokens[row],
+            )
+            sequence.advance(block.base, answer)
+            entry.task.results[entry.index] = answer
+        self._count_step("verify", outcome, sum(batch.counts) + len(batch.counts))
+        self.metrics.tokens.inc(sum(len(tokens) for tokens in outcome.tokens))
+        self.metrics.draft_tokens.inc(sum(batch.counts))
+        self.metrics.accepted_tokens.inc(sum(outcome.accepted))
+        return outcome
+
+    def _count_step(self, kind: str, outcome: Outcome, positions: int) -> None:
+        self.metrics.steps.labels(kind).inc()
+        self.metrics.positions.labels(kind).inc(positions)
+        self.metrics.busy_seconds.labels(kind).inc(outcome.forward_seconds + outcome.sample_seconds)
+
+    # --- prefill ------------------------------------------------------------------------------------------------
+
+    def _prefill_chunk(self) -> None:
+        """One forward over a piece of the oldest prompt, shared with others where the budget allows."""
+        if not self._prefilling:
+            return
+        began = time.perf_counter()
+        chosen, length = self._choose_chunk()
+        starts = [self.steps.cache.lengths[s.slot] for s in chosen]
+        chunks = [s.prompt_L[at : at + length] for s, at in zip(chosen, starts, strict=True)]
+        ends = [at + len(chunk) for at, chunk in zip(starts, chunks, strict=True)]
+        last = [end == len(s.prompt_L) for s, end in zip(chosen, ends, strict=True)]
+        try:
+            outcome = self.steps.prefill([s.slot for s in chosen], chunks, last)
+        except Exception as error:
+            log.exception("a prefill step failed", sequences=len(chosen))
+            for sequence in chosen:
+                self._fail_start(sequence, NotFinite(f"the verifier could not prefill this sequence: {error}"))
+            return
+        self._count_step("prefill", outcome, sum(map(len, chunks)))
+        advances = [_advance(s, at, len(c)) for s, at, c in zip(chosen, starts, chunks, strict=True)]
+        self._publish(lambda: self.publisher.publish(advances, outcome.taps_BTND, announce=False))
+        for row, sequence in enumerate(chosen):
+            _add_work(sequence, began, outcome)
+            if not outcome.finite[row]:
+                sequence.poisoned = True
+                self._fail_start(sequence, _not_finite(sequence))
+            elif last[row]:
+                self._finish_start(sequence, outcome.tokens[row][0])
+
+    def _choose_chunk(self) -> tuple[list[Sequence], int]:
+        """The oldest prompt takes what it needs of the budget; others join with chunks no longer than its own."""
+        oldest = self._prefilling[0]
+        remaining = len(oldest.prompt_L) - self.steps.cache.lengths[oldest.slot]
+        length = min(remaining, self._prefill_budget)
+        chosen = self._prefilling[: max(1, self._prefill_budget // length)]
+        return sorted(chosen, key=lambda sequence: sequence.slot), length
+
+    def _finish_start(self, sequence: Sequence, token: int) -> None:
+        base = self.steps.cache.lengths[sequence.slot]
+        sequence.newest = token
+        sequence.started = pb.Started(
+            sequence_id=sequence.id, status=OK, base=base, token=token, timings=sequence.timings
+        )
+        self._prefilling.remove(sequence)
+        self.metrics.tokens.inc()
+        sequence.reply(pb.RoundsResponse(started=sequence.started))
+        if sequence.draft_id:
+            self._publish(lambda: self.publisher.replay(sequence.draft_id, [sequence.id]))
+
+    def _fail_start(self, sequence: Sequence, error: SpireError) -> None:
+        self.release([sequence.id])
+        sequence.reply(pb.RoundsResponse(started=self._refused_start(sequence.id, error)))
+
+    # --- activations --------------------------------------------------------------------------------------------
+
+    def subscribe(self, draft_id: str, taps: Taps, deliver: Deliver) -> None:
+        self._publish(lambda: self.publisher.subscribe(draft_id, taps, deliver))
+        self.steps.tapped_layers = self.publisher.layers
+
+    def replay(self, draft_id: str, sequence_ids: Rows[str]) -> list[str]:
+        """Send sinks and windows to the draft again. Returns the ids of which nothing is held."""
+        self._publish(lambda: self.publisher.replay(draft_id, sequence_ids))
+        return self.publisher.unknown(draft_id, sequence_ids)
+
+    def replay_all(self, draft_id: str, deliver: Deliver) -> None:
+        self._publish(lambda: self.publisher.replay_all(draft_id, deliver))
+
+    def _publish(self, publish: Callable[[], object]) -> None:
+        """A draft only guesses: what goes wrong on the way to it costs speed, never a sequence."""
+        replays, published = self.publisher.replays, self.publisher.bytes_published
+        try:
+            publish()
+        except Exception:
+            log.exception("activations could not be published")
+        self.metrics.replays.inc(self.publisher.replays - replays)
+        self.metrics.activation_bytes.inc(self.publisher.bytes_published - published)
+
+
+def _advance(sequence: Sequence, start: int, count: int) -> Advance:
+    return Advance(sequence.id, sequence.draft_id, sequence.slot, start, count)
+
+
+def _not_finite(sequence: Sequence) -> NotFinite:
+    return NotFinite(f"the target's numbers for sequence {sequence.id} are not finite")
+
+
+def _timings(queued: float, forward: float, sample: float, total: float) -> pb.Timings:
+    return pb.Timings(queue_seconds=queued, forward_seconds=forward, sample_seconds=sample, total_seconds=total)
+
+
+def _add_work(sequence: Sequence, began: float, outcome: Outcome) -> None:
+    """A prompt is prefilled in several chunks: what is not one of them was waiting."""
+    timings = sequence.timings
+    timings.forward_seconds += outcome.forward_seconds
+    timings.sample_seconds += outcome.sample_seconds
+    timings.total_seconds += time.perf_counter() - began
+    timings.queue_seconds = time.perf_counter() - sequence.received - timings.total_seconds

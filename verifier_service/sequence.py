@@ -1,0 +1,75 @@
+"""What the verifier knows of one sequence besides its cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from spire.errors import InvalidRequest, StaleBlock
+from spire.rpc.sampling import check_sampling
+from spire.v1 import verifier_pb2 as pb
+
+Reply = Callable[[pb.RoundsResponse], None]
+
+
+@dataclass
+class Sequence:
+    """Prefilling until `started` is set; then `newest` stands at the cache's committed length."""
+
+    start: pb.Start
+    slot: int
+    gateway: str
+    reply: Reply
+    prompt_L: Tensor
+    received: float
+    timings: pb.Timings = field(default_factory=pb.Timings)
+    started: pb.Started | None = None
+    newest: int = 0
+    round: int = 0
+    last_base: int = 0
+    last_answer: pb.VerifyResult | None = None
+    poisoned: bool = False
+
+    @property
+    def id(self) -> str:
+        return self.start.sequence_id
+
+    @property
+    def draft_id(self) -> str:
+        return self.start.draft_id
+
+    @property
+    def greedy(self) -> bool:
+        return self.start.sampling.temperature == 0
+
+    def stored_answer(self, item: pb.VerifyItem, base: int) -> pb.VerifyResult | None:
+        """The answer of a repeated block, None when the block is the next one. Raises StaleBlock when neither."""
+        if self.started is None:
+            raise StaleBlock(f"sequence {self.id} is still prefilling")
+        if self.last_answer is not None and item.round == self.round and item.base == self.last_base:
+            return self.last_answer
+        if item.round != self.round + 1:
+            raise StaleBlock(f"sequence {self.id}: round {item.round} came, round {self.round + 1} is next")
+        if item.base != base:
+            raise StaleBlock(f"sequence {self.id}: base {item.base} came, {base} positions are committed")
+        return None
+
+    def advance(self, base: int, answer: pb.VerifyResult) -> None:
+        """Take over a round's outcome."""
+        self.round, self.last_base, self.last_answer = answer.round, base, answer
+        self.newest = answer.tokens[-1]
+
+
+def check_start(start: pb.Start, vocab_size: int, max_context: int) -> None:
+    """Raises InvalidRequest when this Start can never be served."""
+    if not start.sequence_id:
+        raise InvalidRequest("sequence_id is empty")
+    if not start.tokens:
+        raise InvalidRequest(f"sequence {start.sequence_id} has no tokens: a prompt has at least the start token")
+    if len(start.tokens) > max_context:
+        raise InvalidRequest(f"{len(start.tokens)} tokens do not fit the context of {max_context}")
+    if (largest := max(start.tokens)) >= vocab_size:
+        raise InvalidRequest(f"token {largest} is outside the vocabulary of {vocab_size}")
+    check_sampling(start.sampling)

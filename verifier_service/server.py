@@ -1,0 +1,125 @@
+"""From options to a listening service: load the target, size its cache, open the port."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import torch
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from spire.errors import CheckpointError
+from spire.model.cache import TargetCache
+from spire.model.checkpoint import load_target
+from spire.model.placement import choose_device, choose_dtype
+from spire.model.target import Target
+from spire.rpc.channel import PROTOCOL_VERSION, new_server
+from spire.v1 import verifier_pb2 as pb
+from spire.v1 import verifier_pb2_grpc as rpc
+from verifier_service.activations import Publisher
+from verifier_service.batch import Limits
+from verifier_service.config import VerifierConfig
+from verifier_service.engine import Engine
+from verifier_service.metrics import VerifierMetrics
+from verifier_service.service import Hosted, VerifierService
+from verifier_service.step import ModelSteps, SlotSampling
+
+# A turn that takes longer has stuck; the longest legitimate one is a prefill chunk.
+STUCK_SECONDS = 30.0
+
+
+def load(config: VerifierConfig) -> tuple[Engine, Hosted]:
+    """The engine and what it tells about itself. Raises CheckpointError naming what cannot be served."""
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device)
+    tokenizer_json = _read_tokenizer(config.model)
+    target, fingerprint = load_target(config.model, dtype)
+    shape = target.config
+    max_context = config.max_context or shape.max_position_embeddings
+    info = pb.GetInfoResponse(
+        protocol_version=PROTOCOL_VERSION,
+        model_name=config.model.resolve().name,
+        target_fingerprint=fingerprint,
+        tokenizer_hash=hashlib.sha256(tokenizer_json).hexdigest()[:16],
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        num_layers=shape.num_hidden_layers,
+        max_context=max_context,
+        max_sequences=config.max_sequences,
+        end_tokens=shape.eos_token_ids,
+        epoch=uuid.uuid4().hex,
+        dtype=str(dtype).removeprefix("torch."),
+        max_speculation_depth=config.max_depth,
+    )
+    return _build_engine(target.to(device), config, max_context, dtype, device), Hosted(info, tokenizer_json)
+
+
+def _read_tokenizer(model: Path) -> bytes:
+    if not model.is_dir():
+        raise CheckpointError(f"{model} does not exist: --model takes a directory in Hugging Face layout")
+    file = model / "tokenizer.json"
+    if not file.is_file():
+        raise CheckpointError(f"{file} does not exist: the gateway needs the target's own tokenizer")
+    return file.read_bytes()
+
+
+def _build_engine(
+    target: Target, config: VerifierConfig, max_context: int, dtype: torch.dtype, device: torch.device
+) -> Engine:
+    shape, slots = target.config, config.max_sequences
+    _check_memory(shape.kv_bytes_per_position // 2 * dtype.itemsize * max_context, slots, device)
+    cache = TargetCache(shape, slots, max_context, dtype, device)
+    steps = ModelSteps(target, cache, SlotSampling(slots, device))
+    publisher = Publisher(slots, shape.hidden_size, dtype, device)
+    limits = Limits(shape.vocab_size, max_context, config.max_depth)
+    return Engine(steps, publisher, limits, VerifierMetrics(slots, cache.bytes), config.prefill_budget)
+
+
+def _check_memory(bytes_each: int, slots: int, device: torch.device) -> None:
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _available_memory()
+    if bytes_each * slots > free:
+        raise CheckpointError(
+            f"a cache for {slots} sequences needs {bytes_each * slots / 1e9:.1f} GB, {free / 1e9:.1f} GB are free: "
+            f"lower --max-sequences ({bytes_each / 1e9:.2f} GB each) or --max-context"
+        )
+
+
+def _available_memory() -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+
+
+@asynccontextmanager
+async def listening(engine: Engine, hosted: Hosted, config: VerifierConfig) -> AsyncIterator[str]:
+    """Serve inside this block. Gives the bound address; leaving it drains and stops the engine."""
+    server, healthy = new_server(), health.aio.HealthServicer()
+    rpc.add_VerifierServicer_to_server(VerifierService(engine, hosted, config.lease_seconds), server)
+    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    try:
+        port = server.add_insecure_port(f"{config.host}:{config.port}")
+    except RuntimeError as error:
+        raise CheckpointError(f"cannot listen on {config.host}:{config.port}: is another service there?") from error
+    engine.start()
+    await server.start()
+    await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
+    watch = asyncio.create_task(_watch(engine, healthy))
+    try:
+        yield f"{config.host}:{port}"
+    finally:
+        watch.cancel()
+        await healthy.enter_graceful_shutdown()
+        await server.stop(grace=2)
+        engine.stop()
+
+
+async def _watch(engine: Engine, healthy: health.aio.HealthServicer) -> None:
+    """A stuck engine still answers pings: health tells the truth about it."""
+    status = health_pb2.HealthCheckResponse
+    while True:
+        await asyncio.sleep(1)
+        stuck = engine.seconds_in_turn() > STUCK_SECONDS
+        await healthy.set("", status.NOT_SERVING if stuck else status.SERVING)

@@ -1,0 +1,186 @@
+"""The verifier's gRPC surface: translate, one call of the engine, translate back. Runs on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import grpc
+import structlog
+
+from spire.errors import InvalidRequest, SpireError
+from spire.rpc.channel import GATEWAY_METADATA_KEY
+from spire.rpc.errors import call_status
+from spire.v1 import verifier_pb2 as pb
+from spire.v1 import verifier_pb2_grpc as rpc
+from verifier_service.activations import Taps
+from verifier_service.engine import Engine, StartTask, VerifyTask
+from verifier_service.subscriber import Subscriber
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class Hosted:
+    """What this verifier serves."""
+
+    info: pb.GetInfoResponse
+    tokenizer_json: bytes
+
+
+class Leases:
+    """Frees the sequences of a gateway whose last stream has been closed for a while."""
+
+    def __init__(self, engine: Engine, seconds: float):
+        self._engine, self._seconds = engine, seconds
+        self._streams: dict[str, int] = {}
+        self._expiries: dict[str, asyncio.TimerHandle] = {}
+
+    @contextmanager
+    def held(self, gateway: str) -> Iterator[None]:
+        self._streams[gateway] = self._streams.get(gateway, 0) + 1
+        if expiry := self._expiries.pop(gateway, None):
+            expiry.cancel()
+        try:
+            yield
+        finally:
+            self._streams[gateway] -= 1
+            if not self._streams[gateway]:
+                del self._streams[gateway]
+                loop = asyncio.get_running_loop()
+                self._expiries[gateway] = loop.call_later(self._seconds, self._expire, gateway)
+
+    def _expire(self, gateway: str) -> None:
+        del self._expiries[gateway]
+        log.info("a gateway stayed away: its sequences are freed", gateway=gateway)
+        self._engine.call(self._engine.release_gateway, gateway)
+
+
+class RoundsStream:
+    """One gateway's stream: requests go to the engine, answers come back as they are ready."""
+
+    def __init__(self, engine: Engine, gateway: str):
+        self._engine, self._gateway = engine, gateway
+        self._loop = asyncio.get_running_loop()
+        self._answers: asyncio.Queue[pb.RoundsResponse | SpireError | None] = asyncio.Queue()
+        self._outstanding = 0
+        self._closing = False
+
+    async def answers(self, requests: AsyncIterator[pb.RoundsRequest]) -> AsyncIterator[pb.RoundsResponse]:
+        """Until the gateway has closed its side and everything it asked for is answered."""
+        reader = asyncio.create_task(self._read(requests))
+        try:
+            while (answer := await self._answers.get()) is not None:
+                if isinstance(answer, SpireError):
+                    raise answer
+                yield answer
+        finally:
+            reader.cancel()
+
+    async def _read(self, requests: AsyncIterator[pb.RoundsRequest]) -> None:
+        async for request in requests:
+            match request.WhichOneof("body"):
+                case "start":
+                    self._engine.submit(StartTask(request.start, self._gateway, self._reply))
+                case "verify":
+                    self._engine.submit(VerifyTask(request.verify, self._gateway, self._reply))
+                case None:
+                    self._answers.put_nowait(InvalidRequest("a RoundsRequest came without a body"))
+                    continue
+            self._outstanding += 1
+        self._closing = True
+        self._end_if_answered()
+
+    def _reply(self, response: pb.RoundsResponse) -> None:
+        """Called by the engine's thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._take, response)
+
+    def _take(self, response: pb.RoundsResponse) -> None:
+        self._answers.put_nowait(response)
+        self._outstanding -= 1
+        self._end_if_answered()
+
+    def _end_if_answered(self) -> None:
+        if self._closing and self._outstanding <= 0:
+            self._answers.put_nowait(None)
+
+
+class VerifierService(rpc.VerifierServicer):
+    """Serves `spire.v1.Verifier`. State lives in the engine."""
+
+    def __init__(self, engine: Engine, hosted: Hosted, lease_seconds: float):
+        self._engine, self._hosted = engine, hosted
+        self._leases = Leases(engine, lease_seconds)
+        self._subscribers: dict[str, Subscriber] = {}
+
+    async def GetInfo(self, request: pb.GetInfoRequest, context: grpc.aio.ServicerContext) -> pb.GetInfoResponse:
+        return self._hosted.info
+
+    async def GetTokenizer(
+        self, request: pb.GetTokenizerRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetTokenizerResponse:
+        return pb.GetTokenizerResponse(tokenizer_json=self._hosted.tokenizer_json)
+
+    async def Rounds(
+        self, requests: AsyncIterator[pb.RoundsRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.RoundsResponse]:
+        metadata = dict(context.invocation_metadata() or ())
+        gateway = str(metadata.get(GATEWAY_METADATA_KEY) or uuid.uuid4().hex)
+        # The gateway learns from this that its stream stands, before it has asked for anything.
+        await context.send_initial_metadata(())
+        with self._leases.held(gateway):
+            try:
+                async for response in RoundsStream(self._engine, gateway).answers(requests):
+                    yield response
+            except SpireError as error:
+                await context.abort(call_status(error), str(error))
+
+    async def Activations(
+        self, request: pb.ActivationsRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.ActivationsResponse]:
+        try:
+            taps = Taps.read(request, self._hosted.info.target_fingerprint, self._hosted.info.num_layers)
+        except SpireError as error:
+            await context.abort(call_status(error), str(error))
+        # The draft forgets everything when this arrives: what follows begins with a replay.
+        await context.send_initial_metadata(())
+        subscriber = self._subscribe(request.draft_id, taps)
+        try:
+            async for message in subscriber.messages():
+                yield message
+        finally:
+            self._unsubscribe(request.draft_id, subscriber)
+
+    def _subscribe(self, draft_id: str, taps: Taps) -> Subscriber:
+        """One stream per draft: a newer one ends the older."""
+        if former := self._subscribers.pop(draft_id, None):
+            former.close()
+        loop = asyncio.get_running_loop()
+
+        def ask_replay() -> None:
+            self._engine.call(self._engine.replay_all, draft_id, subscriber.deliver)
+
+        subscriber = Subscriber(loop, ask_replay)
+        self._subscribers[draft_id] = subscriber
+        self._engine.call(self._engine.subscribe, draft_id, taps, subscriber.deliver)
+        log.info("a draft follows", draft_id=draft_id, tapped_layers=taps.layers, sink=taps.sink, window=taps.window)
+        return subscriber
+
+    def _unsubscribe(self, draft_id: str, subscriber: Subscriber) -> None:
+        if self._subscribers.get(draft_id) is subscriber:
+            del self._subscribers[draft_id]
+        self._engine.call(self._engine.publisher.unsubscribe, draft_id, subscriber.deliver)
+
+    async def Resync(self, request: pb.ResyncRequest, context: grpc.aio.ServicerContext) -> pb.ResyncResponse:
+        done = self._engine.call(self._engine.replay, request.draft_id, list(request.sequence_ids))
+        unknown = await asyncio.wrap_future(done)
+        return pb.ResyncResponse(unknown=unknown)
+
+    async def Release(self, request: pb.ReleaseRequest, context: grpc.aio.ServicerContext) -> pb.ReleaseResponse:
+        done = self._engine.call(self._engine.release, list(request.sequence_ids))
+        released = await asyncio.wrap_future(done)
+        return pb.ReleaseResponse(released=released)

@@ -1,0 +1,108 @@
+"""Model work: one forward, the sampling pipeline, the rule, the commit. Verification and prefill are the same append.
+
+Shapes: B sequences, T new positions, N tapped layers, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from spire.model.cache import TargetCache
+from spire.model.target import Target, TargetOutput
+from spire.rpc.sampling import from_protos
+from spire.sampling import Purpose, SamplingRows, draw, probabilities
+from spire.v1 import tensor_pb2
+from spire.verification import verify
+from verifier_service.batch import RaggedBatch
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Per row: whether its numbers are finite, how many draft tokens stand, and the tokens it gained."""
+
+    finite: list[bool]
+    accepted: list[int]
+    tokens: list[list[int]]
+    taps_BTND: Tensor | None
+    forward_seconds: float
+    sample_seconds: float
+
+
+class SlotSampling:
+    """Sampling parameters by slot, kept as tensors: a round selects its rows instead of building them."""
+
+    def __init__(self, slots: int, device: torch.device):
+        self._rows = from_protos([tensor_pb2.Sampling(top_p=1)] * slots, device)
+
+    def assign(self, slot: int, sampling: tensor_pb2.Sampling) -> None:
+        new = from_protos([sampling])
+        for field in fields(SamplingRows):
+            getattr(self._rows, field.name)[slot] = getattr(new, field.name)[0]
+
+    def of(self, slots: Tensor) -> SamplingRows:
+        return self._rows.select(slots)
+
+
+class ModelSteps:
+    """The target and its cache. Called by one thread only, in inference mode."""
+
+    def __init__(self, target: Target, cache: TargetCache, sampling: SlotSampling):
+        self.target, self.cache, self.sampling = target, cache, sampling
+        self.device = cache.keys[0].device
+        self.tapped_layers: tuple[int, ...] = ()
+
+    def verify(self, batch: RaggedBatch) -> Outcome:
+        """Feed each row's newest and draft tokens, apply the rule, commit the newest and the accepted ones."""
+        began = time.perf_counter()
+        output = self._append(batch.slots, batch.tokens_BT)
+        logits_BTV = self.target.unembed(output.hidden_BTD)
+        position_T = torch.arange(logits_BTV.shape[1], device=self.device)
+        finite_BT = logits_BTV.sum(dim=-1).isfinite() | (position_T > batch.counts_B[:, None])
+        finite = finite_BT.all(dim=1).tolist()
+        forwarded = time.perf_counter()
+        rows = self.sampling.of(torch.tensor(batch.slots, device=self.device))
+        p_BTV = probabilities(logits_BTV, rows)
+        verdict = verify(p_BTV, batch.draft_BK, batch.counts_B, batch.q, rows, batch.base_B)
+        accepted = verdict.accepted_B.tolist()
+        tokens = [row[: a + 1] for row, a in zip(verdict.tokens_BT.tolist(), accepted, strict=True)]
+        self._commit(batch.slots, [a + 1 for a in accepted], finite)
+        return Outcome(finite, accepted, tokens, output.taps_BTND, forwarded - began, time.perf_counter() - forwarded)
+
+    def prefill(self, slots: Rows[int], chunks: Rows[Tensor], last: Rows[bool]) -> Outcome:
+        """Append a chunk of prompt to each slot; draw the first token where the chunk is the `last` of its prompt."""
+        began = time.perf_counter()
+        counts = [len(chunk) for chunk in chunks]
+        tokens_BT = torch.nn.utils.rnn.pad_sequence(list(chunks), batch_first=True).to(self.device)
+        output = self._append(slots, tokens_BT)
+        at_B = torch.tensor(counts, device=self.device) - 1
+        hidden_BD = output.hidden_BTD[torch.arange(len(counts), device=self.device), at_B]
+        finite = hidden_BD.sum(dim=-1).isfinite().tolist()
+        forwarded = time.perf_counter()
+        self._commit(slots, counts, finite)
+        tokens = self._first_tokens(slots, hidden_BD, last)
+        accepted = [0] * len(counts)
+        return Outcome(finite, accepted, tokens, output.taps_BTND, forwarded - began, time.perf_counter() - forwarded)
+
+    def _append(self, slots: Rows[int], tokens_BT: Tensor) -> TargetOutput:
+        return self.target(tokens_BT, self.cache.view(slots, tokens_BT.shape[1]), self.tapped_layers)
+
+    def _commit(self, slots: Rows[int], counts: Rows[int], finite: Rows[bool]) -> None:
+        self.cache.commit(slots, [count if sound else 0 for count, sound in zip(counts, finite, strict=True)])
+
+    def _first_tokens(self, slots: Rows[int], hidden_BD: Tensor, last: Rows[bool]) -> list[list[int]]:
+        rows = [row for row, final in enumerate(last) if final]
+        tokens: list[list[int]] = [[] for _ in last]
+        if rows:
+            chosen = [slots[row] for row in rows]
+            sampling = self.sampling.of(torch.tensor(chosen, device=self.device))
+            probs_BV = probabilities(self.target.unembed(hidden_BD[rows])[:, None], sampling)[:, 0]
+            position_B = torch.tensor([self.cache.lengths[slot] for slot in chosen], device=self.device)
+            drawn = draw(probs_BV, sampling.uniform(position_B, Purpose.SAMPLE)).tolist()
+            for row, token in zip(rows, drawn, strict=True):
+                tokens[row] = [token]
+        return tokens
