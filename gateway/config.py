@@ -1,0 +1,41 @@
+"""What the gateway is told: options of `python -m gateway`, each also as SPIRE_GATEWAY_<NAME>.
+
+What a peer can tell (model, context, vocabulary, tokenizer) is asked at the handshake, not configured here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class GatewayConfig(BaseSettings):
+    """The REST front of Spire: batches requests and drives the verifier and the draft in rounds."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="SPIRE_GATEWAY_", frozen=True, cli_prog_name="python -m gateway", cli_kebab_case=True
+    )
+
+    verifier: str = Field("127.0.0.1:50051", description="HOST:PORT of the verifier service")
+    draft: str = Field("", description="HOST:PORT of the draft service; without one, decoding is plain")
+    host: str = Field("127.0.0.1", description="address to serve HTTP on")
+    port: int = Field(8000, ge=0, le=65535, description="port to serve HTTP on; 0 chooses a free one")
+    ready_file: Path | None = Field(None, description="where to write HOST:PORT once HTTP is served")
+
+    k: int = Field(4, ge=0, description="draft tokens a round, unless a request says otherwise")
+    max_batch: int = Field(64, ge=1, description="most sequences decoded together")
+    max_waiting: int = Field(1024, ge=1, description="most sequences queued; beyond that requests get 429")
+    max_choices: int = Field(256, ge=1, description="most choices (prompts x n) of one request")
+    max_body_bytes: int = Field(2 * 1024 * 1024, ge=1024, description="largest request body; beyond that 413")
+
+    propose_deadline: float = Field(0.25, gt=0, description="seconds a draft may take before a round goes on without")
+    verify_deadline: float = Field(30.0, gt=0, description="seconds a round may take before the stream is reset")
+    start_deadline: float = Field(120.0, gt=0, description="seconds without any progress of prefills before a reset")
+    verifier_patience: float = Field(30.0, ge=0, description="seconds running requests outlast a lost verifier")
+    startup_patience: float = Field(5.0, ge=0, description="seconds to wait for the peers' handshake before serving")
+    body_deadline: float = Field(30.0, gt=0, description="seconds a client may take to send its request body")
+    idle_ping: float = Field(15.0, gt=0, description="seconds of silence before a comment is sent on an event stream")
+
+    vllm_metrics: bool = Field(True, description="also export the vllm:* names that existing dashboards read")

@@ -1,0 +1,447 @@
+"""The rounds: which sequences, what the draft guesses, what the verifier accepts, who hears of it.
+
+`step` is the system in four lines. Everything else is what may go wrong between them: a draft that is gone, slow or
+behind costs speed and never a request; a verifier that forgets a sequence or vanishes makes it start again from its
+tokens. What it does not know: text. Listeners read `sequence.output` while the next round is under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import grpc
+import structlog
+
+from gateway.config import GatewayConfig
+from gateway.errors import NoVerifier, PeerLost
+from gateway.metrics import Gauges, Metrics
+from gateway.peers import DraftPeer, Model, PeerTooLate, VerifierPeer
+from gateway.scheduler import Scheduler
+from gateway.sequence import Sampling, Sequence, State
+from spire.errors import InvalidRequest, MismatchError, NotFinite
+from spire.rpc.errors import raise_for
+from spire.v1 import draft_pb2, tensor_pb2, verifier_pb2
+
+# How long to leave a verifier alone that had no place for a sequence.
+_FULL_PAUSE = 0.05
+_PATROL = 0.25
+
+log = structlog.get_logger("gateway")
+
+
+@dataclass(slots=True)
+class Proposals:
+    """What the draft guessed, by wire id, and what it took."""
+
+    by_id: dict[str, draft_pb2.Proposal] = field(default_factory=dict)
+    model_seconds: float = 0.0
+    asked_seconds: float = 0.0
+
+
+class Engine:
+    def __init__(self, config: GatewayConfig, metrics: Metrics):
+        self.config = config
+        self.metrics = metrics
+        self.scheduler = Scheduler(config.max_batch, config.max_waiting)
+        gateway_id = uuid.uuid4().hex[:12]
+        self.verifier = VerifierPeer(
+            config.verifier, gateway_id, self._on_started, self._on_verifier_lost, self._on_verifier
+        )
+        self.draft = DraftPeer(config.draft, self.verifier) if config.draft else None
+        self._id_prefix = gateway_id
+        self._ids = 0
+        self._tasks: list[asyncio.Task[None]] = []
+        self._wakeup = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._unreleased: list[str] = []
+        self._admit_from = 0.0
+        # When the verifier was lost, and when a prefill last made progress.
+        self._lost_at = time.monotonic()
+        self._progress_at = time.monotonic()
+
+    # -- what the rest of the gateway asks ---------------------------------------------------------------------------
+
+    @property
+    def model(self) -> Model:
+        """What is served. Raises NoVerifier when no verifier is connected."""
+        if self.verifier.model is None or not self.verifier.up:
+            raise NoVerifier(f"no verifier at {self.config.verifier}: try again later")
+        return self.verifier.model
+
+    def new_id(self) -> str:
+        """A sequence id that no other gateway makes."""
+        self._ids += 1
+        return f"{self._id_prefix}-{self._ids}"
+
+    def submit(self, sequences: list[Sequence]) -> None:
+        """Queue the choices of a request, all or none. Raises NoVerifier or OutOfCapacity."""
+        _ = self.model
+        now = time.monotonic()
+        self.scheduler.add(sequences)
+        for sequence in sequences:
+            sequence.moments.arrived = now
+        self._wakeup.set()
+
+    def finish(self, sequences: Iterable[Sequence], reason: str, error: Exception | None = None) -> None:
+        """End sequences, wherever they stand, and free what they hold."""
+        for sequence in sequences:
+            if not sequence.finished:
+                self.scheduler.finish(sequence, reason, error)
+                self._after_end(sequence)
+
+    def gauges(self) -> Gauges:
+        draft = self.draft.info if self.draft else None
+        return Gauges(
+            running=len(self.scheduler.running),
+            starting=len(self.scheduler.starting),
+            waiting=len(self.scheduler.waiting),
+            capacity=self.scheduler.capacity,
+            verifier_up=self.verifier.up,
+            draft_up=self.draft is not None and self.draft.up,
+            draft_state_bytes=draft.state_bytes_per_sequence if draft else 0,
+        )
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    async def handshake(self) -> None:
+        """Meet the peers before serving. Raises MismatchError; peers that are not there yet are met later."""
+        deadline = time.monotonic() + self.config.startup_patience
+        for peer in self._peers():
+            while True:
+                try:
+                    await peer.handshake()
+                    break
+                except (grpc.aio.AioRpcError, PeerLost):
+                    if time.monotonic() >= deadline:
+                        log.warning("starting without", peer=peer.name, address=peer.address)
+                        break
+                    await asyncio.sleep(0.1)
+
+    def open(self) -> None:
+        """Begin to serve."""
+        loops = [self._run(), self._release_loop(), self.verifier.maintain()]
+        loops += [self.draft.maintain()] if self.draft else []
+        self._tasks = [asyncio.create_task(loop) for loop in loops]
+
+    async def close(self) -> None:
+        everyone = [*self.scheduler.running.values(), *self.scheduler.starting.values(), *self.scheduler.waiting]
+        self.finish(everyone, "error", NoVerifier("the gateway is shutting down"))
+        await self._release()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for peer in self._peers():
+            await peer.close()
+
+    def _peers(self) -> list[VerifierPeer | DraftPeer]:
+        return [self.verifier, self.draft] if self.draft else [self.verifier]
+
+    async def _run(self) -> None:
+        while True:
+            await self._until_work()
+            try:
+                await self.step()
+            except PeerLost as error:
+                log.warning("round lost", reason=str(error))
+            except Exception:  # a bug must not end everybody's rounds: these sequences fail, the next may not
+                log.exception("round failed")
+                self.finish(list(self.scheduler.running.values()), "error", RuntimeError("the round failed"))
+                self.verifier.reset()
+
+    async def _until_work(self) -> None:
+        while not self._has_work():
+            self._wakeup.clear()
+            try:
+                async with asyncio.timeout(None if self.scheduler.idle else self._pause()):
+                    await self._wakeup.wait()
+            except TimeoutError:
+                self._patrol()
+
+    def _has_work(self) -> bool:
+        scheduler = self.scheduler
+        startable = scheduler.waiting and scheduler.held < scheduler.capacity and self._may_admit()
+        return self.verifier.up and bool(scheduler.running or startable)
+
+    def _may_admit(self) -> bool:
+        return time.monotonic() >= self._admit_from
+
+    def _pause(self) -> float:
+        return min(_PATROL, max(0.001, self._admit_from - time.monotonic())) if not self._may_admit() else _PATROL
+
+    def _patrol(self) -> None:
+        """Nothing happened for a while although something should: see whether patience is over."""
+        now = time.monotonic()
+        if not self.verifier.up:
+            if now - self._lost_at > self.config.verifier_patience:
+                lost = NoVerifier(f"the verifier at {self.config.verifier} did not come back")
+                self.finish(list(self.scheduler.waiting), "error", lost)
+        elif self.scheduler.starting and now - self._progress_at > self.config.start_deadline:
+            log.warning("no prefill ends", seconds=self.config.start_deadline)
+            self.verifier.reset()
+
+    # -- a round -----------------------------------------------------------------------------------------------------
+
+    async def step(self) -> None:
+        """One round: schedule, propose, verify, commit. Raises PeerLost when the verifier goes away in it."""
+        began = time.monotonic()
+        if not self.scheduler.starting:
+            self._progress_at = began
+        schedule = self.scheduler.schedule(admit=self._may_admit())
+        await self._start(schedule.starts)
+        if not schedule.batch:
+            return
+        proposals = await self._propose(schedule.batch)
+        batch = [sequence for sequence in schedule.batch if sequence.state is State.RUNNING]
+        if not batch:
+            return
+        answer, asked_seconds = await self._verify(batch, proposals)
+        self._commit(batch, answer, proposals)
+        self._account(time.monotonic() - began, len(batch), proposals, answer.timings, asked_seconds)
+
+    async def _start(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            if not sequence.moments.admitted:
+                sequence.moments.admitted = time.monotonic()
+                self.metrics.queue_time.observe(sequence.moments.admitted - sequence.moments.arrived)
+            sequence.draft_id = self._draft_for(sequence)
+            message = verifier_pb2.Start(
+                sequence_id=sequence.wire_id,
+                tokens=sequence.tokens,
+                sampling=_wire_sampling(sequence.sampling),
+                draft_id=sequence.draft_id,
+            )
+            await self.verifier.start(message, self.config.verify_deadline)
+
+    def _draft_for(self, sequence: Sequence) -> str:
+        """Whose activations to publish. A draft that is away for a moment is named all the same."""
+        return self.draft.info.draft_id if sequence.k and self.draft and self.draft.info else ""
+
+    async def _propose(self, batch: list[Sequence]) -> Proposals:
+        wanted = [(sequence, depth) for sequence in batch if (depth := self._depth(sequence))]
+        if not wanted or self.draft is None:
+            return Proposals()
+        if not self.draft.up:
+            self.metrics.fallbacks["draft_absent"] += len(wanted)
+            return Proposals()
+        items = [
+            draft_pb2.ProposeItem(
+                sequence_id=sequence.wire_id,
+                base=sequence.base,
+                newest_token=sequence.newest_token,
+                k=depth,
+                sampling=_wire_sampling(sequence.sampling),
+            )
+            for sequence, depth in wanted
+        ]
+        began = time.monotonic()
+        try:
+            answer, seconds = await self.draft.propose(items, self.config.propose_deadline)
+        except PeerLost as error:
+            reason = "draft_timeout" if isinstance(error, PeerTooLate) else "draft_lost"
+            self.metrics.fallbacks[reason] += len(wanted)
+            log.warning("decoding plainly", reason=str(error))
+            return Proposals(asked_seconds=time.monotonic() - began)
+        return self._usable(wanted, answer, seconds)
+
+    def _depth(self, sequence: Sequence) -> int:
+        """How many tokens to draft for it: what it wants, no more than both services take, none without its draft."""
+        draft, model = (self.draft.info if self.draft else None), self.verifier.model
+        if draft is None or model is None or sequence.draft_id != draft.draft_id:
+            return 0
+        return min(sequence.depth, draft.max_speculation_depth, model.info.max_speculation_depth)
+
+    def _usable(
+        self, wanted: list[tuple[Sequence, int]], answer: draft_pb2.ProposeBatchResult, seconds: float
+    ) -> Proposals:
+        model_seconds = answer.timings.forward_seconds + answer.timings.sample_seconds
+        proposals = Proposals({}, model_seconds, seconds)
+        by_id = {proposal.sequence_id: proposal for proposal in answer.proposals}
+        for sequence, depth in wanted:
+            proposal = by_id.get(sequence.wire_id)
+            if proposal is None or proposal.status.code != tensor_pb2.CODE_OK or len(proposal.tokens) > depth:
+                self.metrics.fallbacks["draft_error"] += 1
+            elif not proposal.tokens:
+                self.metrics.fallbacks["draft_behind"] += 1
+            else:
+                proposals.by_id[sequence.wire_id] = proposal
+        return proposals
+
+    async def _verify(
+        self, batch: list[Sequence], proposals: Proposals
+    ) -> tuple[verifier_pb2.VerifyBatchResult, float]:
+        items = []
+        for sequence in batch:
+            proposal = proposals.by_id.get(sequence.wire_id)
+            items.append(
+                verifier_pb2.VerifyItem(
+                    sequence_id=sequence.wire_id,
+                    round=sequence.round + 1,
+                    base=sequence.base,
+                    draft_tokens=proposal.tokens if proposal else (),
+                    q=proposal.q if proposal and proposal.HasField("q") else None,
+                )
+            )
+        return await self.verifier.verify(items, self.config.verify_deadline)
+
+    def _commit(self, batch: list[Sequence], answer: verifier_pb2.VerifyBatchResult, proposals: Proposals) -> None:
+        now = time.monotonic()
+        results = {result.sequence_id: result for result in answer.results}
+        for sequence in batch:
+            if sequence.state is not State.RUNNING:
+                continue
+            result, proposal = results.get(sequence.wire_id), proposals.by_id.get(sequence.wire_id)
+            drafted = len(proposal.tokens) if proposal else 0
+            if result is None:
+                self._lose(sequence, "the verifier left it out of its answer")
+            elif result.status.code != tensor_pb2.CODE_OK:
+                self._refused(sequence, result.status, drafted)
+            elif len(result.tokens) != result.accepted + 1 or result.accepted > drafted:
+                self._lose(sequence, f"{result.accepted} of {drafted} accepted, but {len(result.tokens)} tokens came")
+            else:
+                self._commit_one(sequence, result, drafted, now)
+
+    def _commit_one(self, sequence: Sequence, result: verifier_pb2.VerifyResult, drafted: int, now: float) -> None:
+        kept = self.scheduler.commit(sequence, list(result.tokens), drafted)
+        if drafted:
+            self.metrics.drafted_block(drafted, result.accepted)
+        self.metrics.token_times(sequence, kept, now)
+        if sequence.finished:
+            self._after_end(sequence)
+        elif sequence.hears_rounds:
+            sequence.listener()
+
+    def _account(
+        self,
+        seconds: float,
+        sequences: int,
+        proposals: Proposals,
+        verified: verifier_pb2.Timings,
+        asked_seconds: float,
+    ) -> None:
+        """Split a round: what the models took, by their own clocks; what else passed between asking and answer; the
+        rest is the gateway's."""
+        models = (proposals.model_seconds, verified.forward_seconds, verified.sample_seconds)
+        asked = proposals.asked_seconds + asked_seconds
+        wire = max(0.0, asked - sum(models))
+        self.metrics.round((*models, wire, seconds - max(asked, sum(models))), sequences)
+
+    # -- what happens to sequences -----------------------------------------------------------------------------------
+
+    def _on_started(self, message: verifier_pb2.Started) -> None:
+        now = self._progress_at = time.monotonic()
+        self._wakeup.set()
+        waiting = self.scheduler.starting.get(message.sequence_id)
+        if waiting is None:
+            self._release_later([message.sequence_id])
+        elif message.status.code != tensor_pb2.CODE_OK:
+            self._refused(waiting, message.status, drafted=0)
+        elif message.base != len(waiting.tokens):
+            self._lose(waiting, f"{len(waiting.tokens)} tokens were sent, the verifier committed {message.base}")
+        else:
+            sequence = self.scheduler.started(message.sequence_id, message.token)
+            assert sequence is not None
+            self.metrics.token_times(sequence, 1, now)
+            if sequence.finished:
+                self._after_end(sequence)
+            elif sequence.hears_rounds:
+                sequence.listener()
+
+    def _refused(self, sequence: Sequence, status: tensor_pb2.ItemStatus, drafted: int) -> None:
+        """The verifier says no to one item."""
+        if status.code == tensor_pb2.CODE_RESOURCE_EXHAUSTED:
+            self.scheduler.put_back(sequence)
+            self._admit_from = time.monotonic() + _FULL_PAUSE
+            self._ended.set()
+            return
+        try:
+            raise_for(status)
+        except (InvalidRequest, NotFinite) as error:
+            if drafted:  # the draft's block was wrong, the request was not
+                sequence.k = 0
+                self._lose(sequence, str(error))
+            else:
+                self.finish([sequence], "error", error)
+        except Exception as error:
+            self._lose(sequence, str(error))
+
+    def _lose(self, sequence: Sequence, reason: str) -> None:
+        self.metrics.replays += 1
+        log.warning("replaying", sequence=sequence.wire_id, reason=reason)
+        if not self.scheduler.lose(sequence):
+            self.finish([sequence], "error", PeerLost(f"given up after several attempts: {reason}"))
+        self._ended.set()
+
+    def _after_end(self, sequence: Sequence) -> None:
+        self.metrics.sequence_finished(sequence, time.monotonic())
+        self._ended.set()
+        self._wakeup.set()
+        sequence.listener()
+
+    # -- what happens to the verifier --------------------------------------------------------------------------------
+
+    def _on_verifier(self, before: Model | None, model: Model) -> None:
+        self.scheduler.capacity = min(self.config.max_batch, model.info.max_sequences or self.config.max_batch)
+        if before is not None and before.info.epoch != model.info.epoch:
+            self._unreleased.clear()
+        if before is not None and before.info.target_fingerprint != model.info.target_fingerprint:
+            old, new = before.info.target_fingerprint, model.info.target_fingerprint
+            changed = MismatchError(f"the verifier now serves another target: {new!r} instead of {old!r}")
+            log.error("target changed", reason=str(changed))
+            self.finish(list(self.scheduler.waiting), "error", changed)
+            if self.draft:
+                self.draft.reset()
+        self._wakeup.set()
+
+    def _on_verifier_lost(self) -> None:
+        self._lost_at = time.monotonic()
+        self.metrics.replays += self.scheduler.held
+        given_up = self.scheduler.lose_all()
+        self.finish(given_up, "error", PeerLost("the verifier was lost several times during this request"))
+        self._wakeup.set()
+
+    # -- release -----------------------------------------------------------------------------------------------------
+
+    def _release_later(self, wire_ids: list[str]) -> None:
+        self._unreleased += wire_ids
+        self._ended.set()
+
+    async def _release_loop(self) -> None:
+        while True:
+            await self._ended.wait()
+            self._ended.clear()
+            if not await self._release():
+                await asyncio.sleep(_PATROL)
+                self._ended.set()
+
+    async def _release(self) -> bool:
+        """Free at the verifier what has ended; what cannot be told now stays for the next time."""
+        self._unreleased += self.scheduler.take_ended()
+        ids = self._unreleased
+        if not ids:
+            return True
+        if not self.verifier.up:
+            return False
+        self._unreleased = []
+        try:
+            await self.verifier.release(ids)
+        except grpc.aio.AioRpcError as error:
+            log.warning("release failed", sequences=len(ids), reason=error.details())
+            self._unreleased = ids + self._unreleased
+            return False
+        return True
+
+
+@lru_cache(4096)
+def _wire_sampling(sampling: Sampling) -> tensor_pb2.Sampling:
+    return tensor_pb2.Sampling(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        seed=sampling.seed,
+        choice=sampling.choice,
+    )

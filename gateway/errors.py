@@ -1,0 +1,62 @@
+"""What can go wrong at the gateway, and the one table that turns it into REST errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spire.errors import InvalidRequest, NotFinite, OutOfCapacity, RequestError, SpireError
+
+
+class BadParameter(InvalidRequest):
+    """A request's parameter is wrong; `param` names it."""
+
+    def __init__(self, param: str, message: str, code: str = "invalid_value"):
+        super().__init__(message)
+        self.param, self.code = param, code
+
+
+class UnknownModel(RequestError):
+    pass
+
+
+class BodyTooLarge(RequestError):
+    pass
+
+
+class BodyTooSlow(RequestError):
+    pass
+
+
+class PeerLost(SpireError):
+    """A model service went away or did not answer in time."""
+
+
+class NoVerifier(SpireError):
+    """No verifier can be reached now."""
+
+
+_TABLE: list[tuple[type[SpireError], int, str, str]] = [
+    (UnknownModel, 404, "not_found_error", "model_not_found"),
+    (BodyTooLarge, 413, "invalid_request_error", "body_too_large"),
+    (BodyTooSlow, 408, "invalid_request_error", "body_too_slow"),
+    (OutOfCapacity, 429, "rate_limit_error", "queue_full"),
+    (InvalidRequest, 400, "invalid_request_error", "invalid_value"),
+    (NoVerifier, 503, "unavailable_error", "no_verifier"),
+    (PeerLost, 503, "unavailable_error", "verifier_lost"),
+    (NotFinite, 500, "internal_error", "not_finite"),
+]
+RETRY_AFTER_SECONDS = {429: 1, 503: 2}
+
+
+def error_body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def rest_error(error: Exception) -> tuple[int, dict[str, Any]]:
+    """HTTP status and body of an error. What is not Spire's own says nothing of the inside."""
+    for kind, status, name, code in _TABLE:
+        if isinstance(error, kind):
+            param, code = getattr(error, "param", None), getattr(error, "code", code)
+            return status, error_body(str(error), name, param, code)
+    message = str(error) if isinstance(error, SpireError) else "internal error"
+    return 500, error_body(message, "internal_error", None, "internal_error")

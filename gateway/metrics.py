@@ -1,0 +1,226 @@
+"""What the gateway counts, and how Prometheus reads it.
+
+Counting is plain arithmetic on one thread, so that a round costs no locks; the exposition is built when it is read.
+Every figure is stored once: the `vllm:*` names that existing dashboards read are the same numbers again.
+
+What it does not know: what the model services measure of themselves (their own metrics ports do).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from gateway.sequence import Sequence
+
+_MILLISECONDS = (2, 4, 6, 8, 10, 15, 20, 25, 30, 40, 60, 80, 100, 200, 400, 600, 800, 1000, 2000, 4000, 8000)
+INTER_TOKEN_BUCKETS = tuple(milliseconds / 1000 for milliseconds in _MILLISECONDS)
+FIRST_TOKEN_BUCKETS = (0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
+REQUEST_BUCKETS = (0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 25.0, 50.0, 100.0, 200.0, 400.0)
+BATCH_BUCKETS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
+
+ROUND_PARTS = ("propose", "verify_forward", "verify_sample", "wire", "gateway")
+FINISH_REASONS = ("stop", "length", "abort", "error")
+FALLBACKS = ("draft_absent", "draft_timeout", "draft_lost", "draft_behind", "draft_error")
+
+
+class Histogram:
+    """Cumulative counts by upper bound."""
+
+    def __init__(self, bounds: tuple[float, ...]):
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    def buckets(self) -> list[tuple[str, float]]:
+        total, rows = 0, []
+        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
+            total += count
+            rows.append((bound, float(total)))
+        return rows
+
+
+def _zeros(names: tuple[str, ...]) -> dict[str, float]:
+    return dict.fromkeys(names, 0)
+
+
+@dataclass
+class Gauges:
+    """What is true now, asked when Prometheus reads."""
+
+    running: int = 0
+    starting: int = 0
+    waiting: int = 0
+    capacity: int = 0
+    verifier_up: bool = False
+    draft_up: bool = False
+    draft_state_bytes: int = 0
+
+
+@dataclass
+class Metrics:
+    """The gateway's counters. `now` of every method is seconds of one monotonic clock."""
+
+    rounds: int = 0
+    round_seconds: dict[str, float] = field(default_factory=lambda: _zeros(ROUND_PARTS))
+    batch_size: Histogram = field(default_factory=lambda: Histogram(BATCH_BUCKETS))
+    # Sequences' rounds that carried draft tokens, and what became of them.
+    drafts: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_at: list[int] = field(default_factory=list)
+    fallbacks: dict[str, float] = field(default_factory=lambda: _zeros(FALLBACKS))
+    replays: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    finished: dict[str, float] = field(default_factory=lambda: _zeros(FINISH_REASONS))
+    responses: dict[tuple[str, str], int] = field(default_factory=dict)
+    first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_BUCKETS))
+    inter_token: Histogram = field(default_factory=lambda: Histogram(INTER_TOKEN_BUCKETS))
+    per_output_token: Histogram = field(default_factory=lambda: Histogram(INTER_TOKEN_BUCKETS))
+    queue_time: Histogram = field(default_factory=lambda: Histogram(REQUEST_BUCKETS))
+    request_time: Histogram = field(default_factory=lambda: Histogram(REQUEST_BUCKETS))
+
+    def round(self, seconds: tuple[float, ...], sequences: int) -> None:
+        """One round: its seconds in the order of ROUND_PARTS."""
+        self.rounds += 1
+        for part, spent in zip(ROUND_PARTS, seconds, strict=True):
+            self.round_seconds[part] += spent
+        self.batch_size.observe(sequences)
+
+    def drafted_block(self, drafted: int, accepted: int) -> None:
+        self.drafts += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        if drafted > len(self.accepted_at):
+            self.accepted_at.extend([0] * (drafted - len(self.accepted_at)))
+        for position in range(accepted):
+            self.accepted_at[position] += 1
+
+    def token_times(self, sequence: Sequence, tokens: int, now: float) -> None:
+        """Stamp new tokens of a sequence: those of one round share the time since the one before."""
+        moments = sequence.moments
+        self.generated_tokens += tokens
+        if moments.first_token:
+            self.inter_token.observe((now - moments.last_token) / tokens, tokens)
+        else:
+            moments.first_token = now
+            self.first_token.observe(now - moments.arrived)
+            self.prompt_tokens += len(sequence.prompt)
+        moments.last_token = now
+
+    def sequence_finished(self, sequence: Sequence, now: float) -> None:
+        moments = sequence.moments
+        moments.finished = now
+        self.finished[sequence.finish_reason or "error"] += 1
+        self.request_time.observe(now - moments.arrived)
+        if len(sequence.output) > 1:
+            self.per_output_token.observe((moments.last_token - moments.first_token) / (len(sequence.output) - 1))
+
+    def response(self, path: str, status: int) -> None:
+        key = (path, str(status))
+        self.responses[key] = self.responses.get(key, 0) + 1
+
+
+class Exposition(Collector):
+    """Builds the families anew at every scrape."""
+
+    def __init__(self, metrics: Metrics, gauges: Callable[[], Gauges], vllm_names: bool):
+        self.metrics, self.gauges, self.vllm_names = metrics, gauges, vllm_names
+
+    def collect(self) -> Iterator[Metric]:
+        now = self.gauges()
+        yield from self._requests(now)
+        yield from self._speculation()
+        yield from self._rounds()
+        yield from self._peers(now)
+        if self.vllm_names:
+            yield from self._vllm(now)
+
+    def _requests(self, now: Gauges) -> Iterator[Metric]:
+        counts = self.metrics
+        responses = CounterMetricFamily("spire_http_responses", "HTTP responses.", labels=["path", "status"])
+        for (path, status), count in sorted(counts.responses.items()):
+            responses.add_metric([path, status], count)
+        yield responses
+        yield _labelled("spire_sequences", "Choices that ended, by how.", "finished_reason", counts.finished)
+        yield _counter("spire_prompt_tokens", "Prompt tokens prefilled.", counts.prompt_tokens)
+        yield _counter("spire_generated_tokens", "Tokens generated.", counts.generated_tokens)
+        yield _histogram("spire_time_to_first_token_seconds", "Arrival to first token.", counts.first_token)
+        yield _histogram("spire_inter_token_latency_seconds", "Seconds per token after the first.", counts.inter_token)
+        yield _histogram("spire_request_seconds", "Arrival to last token of a choice.", counts.request_time)
+        yield _histogram("spire_queue_seconds", "Arrival to admission.", counts.queue_time)
+        sequences = GaugeMetricFamily("spire_sequences_now", "Choices in the gateway, by state.", labels=["state"])
+        for state in ("waiting", "starting", "running"):
+            sequences.add_metric([state], getattr(now, state))
+        yield sequences
+
+    def _speculation(self) -> Iterator[Metric]:
+        counts = self.metrics
+        yield _counter("spire_drafts", "Blocks of draft tokens verified.", counts.drafts)
+        yield _counter("spire_draft_tokens", "Draft tokens verified.", counts.drafted)
+        yield _counter("spire_accepted_tokens", "Draft tokens accepted.", counts.accepted)
+        yield _positions("spire_accepted_tokens_at", "Blocks whose draft token at this position was accepted.", counts)
+        yield _labelled("spire_fallbacks", "Blocks decoded plainly for want of a draft.", "reason", counts.fallbacks)
+
+    def _rounds(self) -> Iterator[Metric]:
+        counts = self.metrics
+        yield _counter("spire_rounds", "Rounds.", counts.rounds)
+        yield _labelled("spire_round_seconds", "Seconds of rounds, by part.", "part", counts.round_seconds)
+        yield _histogram("spire_round_sequences", "Sequences in a round.", counts.batch_size)
+        yield _counter("spire_replays", "Sequences started again after they were lost.", counts.replays)
+
+    def _peers(self, now: Gauges) -> Iterator[Metric]:
+        up = GaugeMetricFamily("spire_peer_up", "Whether a model service answers.", labels=["peer"])
+        up.add_metric(["verifier"], float(now.verifier_up))
+        up.add_metric(["draft"], float(now.draft_up))
+        yield up
+        help_text = "Bytes the draft holds for one sequence, whatever its context."
+        yield GaugeMetricFamily("spire_draft_state_bytes_per_sequence", help_text, value=now.draft_state_bytes)
+
+    def _vllm(self, now: Gauges) -> Iterator[Metric]:
+        counts = self.metrics
+        yield GaugeMetricFamily("vllm:num_requests_running", "As vLLM.", value=now.running + now.starting)
+        yield GaugeMetricFamily("vllm:num_requests_waiting", "As vLLM.", value=now.waiting)
+        usage = (now.running + now.starting) / now.capacity if now.capacity else 0.0
+        yield GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of the verifier's places taken.", value=usage)
+        yield _counter("vllm:prompt_tokens", "As vLLM.", counts.prompt_tokens)
+        yield _counter("vllm:generation_tokens", "As vLLM.", counts.generated_tokens)
+        yield _labelled("vllm:request_success", "As vLLM.", "finished_reason", counts.finished)
+        yield _histogram("vllm:time_to_first_token_seconds", "As vLLM.", counts.first_token)
+        yield _histogram("vllm:inter_token_latency_seconds", "As vLLM.", counts.inter_token)
+        yield _histogram("vllm:request_time_per_output_token_seconds", "As vLLM.", counts.per_output_token)
+        yield _histogram("vllm:e2e_request_latency_seconds", "As vLLM.", counts.request_time)
+        yield _histogram("vllm:request_queue_time_seconds", "As vLLM.", counts.queue_time)
+        yield _counter("vllm:spec_decode_num_drafts", "As vLLM.", counts.drafts)
+        yield _counter("vllm:spec_decode_num_draft_tokens", "As vLLM.", counts.drafted)
+        yield _counter("vllm:spec_decode_num_accepted_tokens", "As vLLM.", counts.accepted)
+        yield _positions("vllm:spec_decode_num_accepted_tokens_per_pos", "As vLLM.", counts)
+
+
+def _counter(name: str, help_text: str, value: float) -> Metric:
+    return CounterMetricFamily(name, help_text, value=value)
+
+
+def _labelled(name: str, help_text: str, label: str, values: dict[str, float]) -> Metric:
+    family = CounterMetricFamily(name, help_text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family
+
+
+def _positions(name: str, help_text: str, counts: Metrics) -> Metric:
+    return _labelled(name, help_text, "position", {str(at): n for at, n in enumerate(counts.accepted_at)})
+
+
+def _histogram(name: str, help_text: str, histogram: Histogram) -> Metric:
+    return HistogramMetricFamily(name, help_text, buckets=histogram.buckets(), sum_value=histogram.sum)

@@ -1,0 +1,274 @@
+"""The connections to the two model services: a handshake, then one long-lived stream, reopened whenever it breaks.
+
+A peer is `up` from a good handshake until its stream breaks, ends or is reset. Whoever waits for an answer then gets
+PeerLost. A peer that answers too late is reset too: a stuck stream cannot be told from a slow one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Generic, TypeVar
+
+import grpc
+import structlog
+
+from gateway.errors import PeerLost
+from gateway.tokenizer import TextCodec
+from spire.errors import MismatchError, SpireError
+from spire.rpc.channel import GATEWAY_METADATA_KEY, PROTOCOL_VERSION, connect
+from spire.v1 import draft_pb2, verifier_pb2
+from spire.v1.draft_pb2_grpc import DraftStub
+from spire.v1.verifier_pb2_grpc import VerifierStub
+
+_CONTROL_DEADLINE = 5.0
+_SHORTEST_RETRY = 0.2
+
+log = structlog.get_logger("gateway")
+
+Answer = TypeVar("Answer", verifier_pb2.VerifyBatchResult, draft_pb2.ProposeBatchResult)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What the verifier serves, as its handshake told it."""
+
+    info: verifier_pb2.GetInfoResponse
+    codec: TextCodec
+    seen_at: int
+
+    @property
+    def name(self) -> str:
+        return self.info.model_name
+
+
+class Peer(ABC, Generic[Answer]):
+    """One model service: its address, its stream, the answers that are waited for."""
+
+    name: str
+    longest_retry: float
+
+    def __init__(self, address: str):
+        self.address = address
+        self.up = False
+        self._channel = connect(address)
+        self._call: grpc.aio.StreamStreamCall | None = None
+        # Each answer with the time at which it was read from the stream.
+        self._answers: dict[int, asyncio.Future[tuple[Answer, float]]] = {}
+        self._batch_ids = count(1)
+        self._retry = _SHORTEST_RETRY
+        self._complaint = ""
+
+    async def maintain(self) -> None:
+        """Handshake, follow the stream until it breaks, try again; for ever."""
+        while True:
+            try:
+                await self.handshake()
+                await self._follow()
+            except (grpc.aio.AioRpcError, SpireError) as error:
+                self._complain(error)
+            await asyncio.sleep(self._retry)
+            self._retry = min(self._retry * 2, self.longest_retry)
+
+    async def close(self) -> None:
+        self.reset()
+        await self._channel.close()
+
+    def reset(self) -> None:
+        """Drop the stream: `maintain` opens another one."""
+        self.up = False
+        if self._call is not None:
+            self._call.cancel()
+
+    @abstractmethod
+    async def handshake(self) -> None:
+        """Ask who is there. Raises AioRpcError when nobody answers, MismatchError when it is the wrong one."""
+
+    @abstractmethod
+    def _open(self) -> grpc.aio.StreamStreamCall: ...
+
+    @abstractmethod
+    def _receive(self, message: Any) -> None: ...
+
+    def _lost(self) -> None:
+        """The stream is gone."""
+
+    async def _follow(self) -> None:
+        call = self._call = self._open()
+        self.up = True
+        log.info("connected", peer=self.name, address=self.address)
+        self._complaint = ""
+        try:
+            while (message := await call.read()) is not grpc.aio.EOF:
+                self._receive(message)
+        except asyncio.CancelledError:
+            if _cancelled():
+                raise
+        finally:
+            self.up = False
+            call.cancel()
+            for future in self._answers.values():
+                if not future.done():
+                    future.set_exception(PeerLost(f"the stream to the {self.name} at {self.address} broke"))
+            self._lost()
+
+    async def _write(self, message: Any) -> None:
+        call = self._call
+        if call is None or not self.up:
+            raise PeerLost(f"the {self.name} at {self.address} is not connected")
+        try:
+            await call.write(message)
+        except asyncio.CancelledError:
+            if _cancelled():
+                raise
+            raise PeerLost(f"the stream to the {self.name} at {self.address} was reset") from None
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            self.reset()
+            raise PeerLost(f"the stream to the {self.name} at {self.address} broke: {error}") from error
+
+    async def _ask(self, batch_id: int, message: Any, deadline: float) -> tuple[Answer, float]:
+        """Send a batch; its answer and the seconds from sending to reading it. Raises PeerLost."""
+        future: asyncio.Future[tuple[Answer, float]] = asyncio.get_running_loop().create_future()
+        self._answers[batch_id] = future
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(deadline):
+                await self._write(message)
+                answer, read_at = await future
+        except TimeoutError:
+            self.reset()
+            raise PeerTooLate(f"the {self.name} at {self.address} did not answer within {deadline:g} s") from None
+        finally:
+            del self._answers[batch_id]
+            if not future.cancel() and not future.cancelled():
+                future.exception()  # seen: a stream that broke under the write has failed the future too
+        self._retry = _SHORTEST_RETRY
+        return answer, read_at - began
+
+    def _answered(self, answer: Answer) -> None:
+        future = self._answers.get(answer.batch_id)
+        if future is not None and not future.done():
+            future.set_result((answer, time.monotonic()))
+
+    def _complain(self, error: Exception) -> None:
+        reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
+        if (complaint := f"{reason}") != self._complaint:
+            self._complaint = complaint
+            log.warning("unreachable", peer=self.name, address=self.address, reason=complaint)
+
+
+class PeerTooLate(PeerLost):
+    pass
+
+
+class VerifierPeer(Peer[verifier_pb2.VerifyBatchResult]):
+    name = "verifier"
+    longest_retry = 1.0
+
+    def __init__(
+        self,
+        address: str,
+        gateway_id: str,
+        on_started: Callable[[verifier_pb2.Started], None],
+        on_lost: Callable[[], None],
+        on_connected: Callable[[Model | None, Model], None],
+    ):
+        super().__init__(address)
+        self.model: Model | None = None
+        self._gateway_id = gateway_id
+        self._on_started, self._on_lost, self._on_connected = on_started, on_lost, on_connected
+        self._stub = VerifierStub(self._channel)
+
+    async def handshake(self) -> None:
+        info = await self._stub.GetInfo(verifier_pb2.GetInfoRequest(), timeout=_CONTROL_DEADLINE)
+        _same("protocol version", "this gateway", PROTOCOL_VERSION, "the verifier", info.protocol_version)
+        before = self.model
+        if before is None or before.info.tokenizer_hash != info.tokenizer_hash:
+            answer = await self._stub.GetTokenizer(verifier_pb2.GetTokenizerRequest(), timeout=_CONTROL_DEADLINE)
+            codec = TextCodec(answer.tokenizer_json)
+        else:
+            codec = before.codec
+        same = before is not None and before.info.target_fingerprint == info.target_fingerprint
+        seen_at = before.seen_at if before is not None and same else int(time.time())
+        self.model = Model(info, codec, seen_at)
+        self._on_connected(before, self.model)
+
+    async def start(self, message: verifier_pb2.Start, deadline: float) -> None:
+        """Send Start; Started comes through the callback. Raises PeerLost."""
+        try:
+            async with asyncio.timeout(deadline):
+                await self._write(verifier_pb2.RoundsRequest(start=message))
+        except TimeoutError:
+            self.reset()
+            raise PeerTooLate(f"the {self.name} at {self.address} takes no Start for {deadline:g} s") from None
+
+    async def verify(
+        self, items: list[verifier_pb2.VerifyItem], deadline: float
+    ) -> tuple[verifier_pb2.VerifyBatchResult, float]:
+        batch = verifier_pb2.VerifyBatch(batch_id=next(self._batch_ids), items=items)
+        return await self._ask(batch.batch_id, verifier_pb2.RoundsRequest(verify=batch), deadline)
+
+    async def release(self, sequence_ids: list[str]) -> None:
+        await self._stub.Release(verifier_pb2.ReleaseRequest(sequence_ids=sequence_ids), timeout=_CONTROL_DEADLINE)
+
+    def _open(self) -> grpc.aio.StreamStreamCall:
+        return self._stub.Rounds(metadata=((GATEWAY_METADATA_KEY, self._gateway_id),))
+
+    def _receive(self, message: verifier_pb2.RoundsResponse) -> None:
+        if message.HasField("verified"):
+            self._answered(message.verified)
+        elif message.HasField("started"):
+            self._on_started(message.started)
+
+    def _lost(self) -> None:
+        self._on_lost()
+
+
+class DraftPeer(Peer[draft_pb2.ProposeBatchResult]):
+    name = "draft"
+    longest_retry = 10.0
+
+    def __init__(self, address: str, verifier: VerifierPeer):
+        super().__init__(address)
+        self.info: draft_pb2.DraftGetInfoResponse | None = None
+        self._verifier = verifier
+        self._stub = DraftStub(self._channel)
+
+    async def handshake(self) -> None:
+        """Raises MismatchError when this draft belongs to another target than the one that is served."""
+        info = await self._stub.GetInfo(draft_pb2.DraftGetInfoRequest(), timeout=_CONTROL_DEADLINE)
+        model = self._verifier.model
+        if model is None:
+            raise PeerLost("the verifier has not told yet which target this draft must belong to")
+        draft, target = f"the draft at {self.address}", f"the target at {self._verifier.address}"
+        _same("protocol version", draft, info.protocol_version, "this gateway", PROTOCOL_VERSION)
+        _same("target fingerprint", draft, info.target_fingerprint, target, model.info.target_fingerprint)
+        _same("vocabulary size", draft, info.vocab_size, target, model.info.vocab_size)
+        self.info = info
+
+    async def propose(
+        self, items: list[draft_pb2.ProposeItem], deadline: float
+    ) -> tuple[draft_pb2.ProposeBatchResult, float]:
+        batch = draft_pb2.ProposeBatch(batch_id=next(self._batch_ids), items=items)
+        return await self._ask(batch.batch_id, batch, deadline)
+
+    def _open(self) -> grpc.aio.StreamStreamCall:
+        return self._stub.Rounds()
+
+    def _receive(self, message: draft_pb2.ProposeBatchResult) -> None:
+        self._answered(message)
+
+
+def _cancelled() -> bool:
+    """Whether this task itself is being cancelled; a cancelled call raises the same error in whoever uses it."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _same(what: str, first: str, first_value: object, second: str, second_value: object) -> None:
+    if first_value != second_value:
+        raise MismatchError(f"{what} differs: {first} has {first_value!r}, {second} has {second_value!r}")

@@ -1,0 +1,143 @@
+"""Who waits, who starts, who is in the next batch. A pure data structure: no I/O, clock, torch or async.
+
+It is the one place where a sequence changes state. The engine tells it what happened and asks what to do next.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from gateway.sequence import Sequence, State
+from spire.errors import OutOfCapacity
+
+# A sequence lost this often without one new token in between is given up: it may be what kills the verifier.
+MAX_FRUITLESS_LIVES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What to do now: sequences to Start, and those that form the next batch."""
+
+    starts: list[Sequence]
+    batch: list[Sequence]
+
+
+class Scheduler:
+    def __init__(self, capacity: int, max_waiting: int):
+        self.capacity = capacity
+        self.max_waiting = max_waiting
+        self.waiting: deque[Sequence] = deque()
+        self.starting: dict[str, Sequence] = {}
+        self.running: dict[str, Sequence] = {}
+        self._ended: list[str] = []
+
+    @property
+    def idle(self) -> bool:
+        return not (self.waiting or self.starting or self.running)
+
+    @property
+    def held(self) -> int:
+        """Sequences that hold a place at the verifier."""
+        return len(self.starting) + len(self.running)
+
+    def add(self, sequences: Iterable[Sequence]) -> None:
+        """Queue the choices of one request, all or none. Raises OutOfCapacity when the queue is full."""
+        new = list(sequences)
+        if len(self.waiting) + len(new) > self.max_waiting:
+            raise OutOfCapacity(f"{len(self.waiting)} of {self.max_waiting} queue places are taken: try again later")
+        self.waiting.extend(new)
+
+    def schedule(self, admit: bool = True) -> Schedule:
+        """Admit what fits, in order of arrival, and batch everything that runs."""
+        starts = []
+        while admit and self.waiting and self.held < self.capacity:
+            sequence = self.waiting.popleft()
+            sequence.state = State.STARTING
+            sequence.life += 1
+            sequence.round = 0
+            self.starting[sequence.wire_id] = sequence
+            starts.append(sequence)
+        return Schedule(starts, list(self.running.values()))
+
+    def started(self, wire_id: str, token: int) -> Sequence | None:
+        """The first token of a life; None when that life is over."""
+        sequence = self.starting.pop(wire_id, None)
+        if sequence is None:
+            return None
+        sequence.state = State.RUNNING
+        self.running[wire_id] = sequence
+        self._extend(sequence, [token])
+        return sequence
+
+    def commit(self, sequence: Sequence, tokens: list[int], drafted: int) -> int:
+        """One round's tokens: the accepted ones and one more. Returns how many were kept."""
+        accepted = len(tokens) - 1
+        sequence.round += 1
+        sequence.rounds += 1
+        sequence.drafted += drafted
+        _count(sequence.accepted_histogram, accepted)
+        kept = self._extend(sequence, tokens)
+        sequence.accepted += min(accepted, kept)
+        return kept
+
+    def lose(self, sequence: Sequence) -> bool:
+        """The verifier no longer holds it: back to the front of the queue. False when it is given up instead."""
+        sequence.fruitless_lives += 1
+        if sequence.fruitless_lives >= MAX_FRUITLESS_LIVES:
+            return False
+        self.put_back(sequence)
+        return True
+
+    def lose_all(self) -> list[Sequence]:
+        """The stream to the verifier is gone. Keeps the order of admission; returns what is given up."""
+        held = [*self.running.values(), *self.starting.values()]
+        return [sequence for sequence in reversed(held) if not self.lose(sequence)]
+
+    def put_back(self, sequence: Sequence) -> None:
+        """To the front of the queue without blame: there was no place for it."""
+        self._leave(sequence)
+        sequence.state = State.WAITING
+        self.waiting.appendleft(sequence)
+
+    def finish(self, sequence: Sequence, reason: str, error: Exception | None = None) -> None:
+        """End it, from whatever state. Ending twice changes nothing."""
+        if sequence.finished:
+            return
+        if sequence.state is State.WAITING:
+            self.waiting.remove(sequence)
+        self._leave(sequence)
+        sequence.state = State.FINISHED
+        sequence.finish_reason = reason
+        sequence.error = error
+
+    def take_ended(self) -> list[str]:
+        """Wire ids whose place at the verifier can be released, each told once."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _leave(self, sequence: Sequence) -> None:
+        holder = {State.STARTING: self.starting, State.RUNNING: self.running}.get(sequence.state)
+        if holder is not None:
+            del holder[sequence.wire_id]
+            self._ended.append(sequence.wire_id)
+
+    def _extend(self, sequence: Sequence, tokens: list[int]) -> int:
+        sequence.fruitless_lives = 0
+        kept = 0
+        for token in tokens:
+            sequence.output.append(token)
+            kept += 1
+            if token in sequence.end_tokens:
+                self.finish(sequence, "stop")
+                break
+            if sequence.tokens_left == 0:
+                self.finish(sequence, "length")
+                break
+        return kept
+
+
+def _count(histogram: list[int], value: int) -> None:
+    histogram.extend([0] * (value + 1 - len(histogram)))
+    histogram[value] += 1

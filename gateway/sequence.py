@@ -1,0 +1,114 @@
+"""One choice of one request: its tokens, how it is sampled, where it stands. Only the scheduler changes its state.
+
+    WAITING ──schedule──► STARTING ──Started──► RUNNING ──► FINISHED
+       ▲                     │                     │
+       └──────── lose ───────┴─────────────────────┘      (finish is legal from every state)
+
+A lost sequence is started again from prompt + output under a new wire id, so nothing of its former life at a model
+service can meet the new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class State(Enum):
+    WAITING = "waiting"
+    STARTING = "starting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How one sequence is sampled. `seed` is always there: the gateway draws one when the caller gave none."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    choice: int = 0
+
+
+@dataclass(slots=True)
+class Moments:
+    """When things happened, in seconds of the gateway's own clock. Written by the engine, 0 until it happened."""
+
+    arrived: float = 0.0
+    admitted: float = 0.0
+    first_token: float = 0.0
+    last_token: float = 0.0
+    finished: float = 0.0
+
+
+def _no_listener() -> None:
+    return None
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    id: str
+    prompt: list[int]
+    sampling: Sampling
+    max_tokens: int
+    # Most draft tokens of a round; 0 decodes plainly.
+    k: int = 0
+    end_tokens: frozenset[int] = frozenset()
+
+    state: State = State.WAITING
+    output: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: Exception | None = None
+
+    # The life under the current wire id.
+    life: int = 0
+    round: int = 0
+    draft_id: str = ""
+
+    # Lives since the last new token: one that makes no progress is given up.
+    fruitless_lives: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    # accepted_histogram[a] = rounds in which a draft tokens were accepted.
+    accepted_histogram: list[int] = field(default_factory=list)
+
+    moments: Moments = field(default_factory=Moments)
+    listener: Callable[[], None] = _no_listener
+    # Whether the listener hears of every round or of the end alone.
+    hears_rounds: bool = True
+
+    @property
+    def wire_id(self) -> str:
+        """Its name at the model services, a new one for each life."""
+        return f"{self.id}.{self.life}"
+
+    @property
+    def base(self) -> int:
+        """Positions whose cache is committed while it runs: all but the newest token."""
+        return len(self.prompt) + len(self.output) - 1
+
+    @property
+    def newest_token(self) -> int:
+        return self.output[-1]
+
+    @property
+    def tokens(self) -> list[int]:
+        """What a (re)start begins from."""
+        return self.prompt + self.output
+
+    @property
+    def tokens_left(self) -> int:
+        return self.max_tokens - len(self.output)
+
+    @property
+    def depth(self) -> int:
+        """Speculation depth of the next round: a round yields one token more than it drafts."""
+        return max(0, min(self.k, self.tokens_left - 1))
+
+    @property
+    def finished(self) -> bool:
+        return self.state is State.FINISHED
