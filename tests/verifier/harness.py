@@ -1,0 +1,156 @@
+"""A client that speaks to the verifier as a gateway does, a subscription as a draft has it, and the references."""
+
+from __future__ import annotations
+
+import asyncio
+
+import torch
+
+from spire.model.target import Target, WholeSequence
+from spire.rpc.channel import GATEWAY_METADATA_KEY, PROTOCOL_VERSION, connect
+from spire.rpc.tensors import from_wire, to_wire
+from spire.v1 import tensor_pb2
+from spire.v1 import verifier_pb2 as pb
+from spire.v1 import verifier_pb2_grpc as rpc
+from verifier_service.engine import Engine
+
+VOCAB = 300
+GREEDY = tensor_pb2.Sampling(temperature=0, top_p=1, seed=1)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed * 1000 + length)
+    return [0, *torch.randint(2, VOCAB, (length - 1,), generator=generator).tolist()]
+
+
+@torch.no_grad()
+def plain_greedy(target: Target, prompt: list[int], count: int) -> list[int]:
+    """Decoding without any cache: the reference everything is held to."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens_BT = torch.tensor([tokens])
+        hidden_BTD = target(tokens_BT, WholeSequence(tokens_BT)).hidden_BTD
+        tokens.append(int(target.unembed(hidden_BTD[0, -1]).argmax()))
+    return tokens[len(prompt) :]
+
+
+@torch.no_grad()
+def whole_taps(target: Target, tokens: list[int], layers: tuple[int, ...]) -> torch.Tensor:
+    """Activations [L, N, D] entering the tapped layers, without any cache."""
+    tokens_BT = torch.tensor([tokens])
+    taps_BTND = target(tokens_BT, WholeSequence(tokens_BT), layers).taps_BTND
+    assert taps_BTND is not None
+    return taps_BTND[0]
+
+
+def distribution(ids_KM: torch.Tensor, probs_KM: torch.Tensor) -> pb.DraftDistribution:
+    return pb.DraftDistribution(ids=to_wire(ids_KM.int()), probabilities=to_wire(probs_KM.float()))
+
+
+class Client:
+    """One gateway's stream. Answers are found by sequence id or batch id, in whatever order they come."""
+
+    def __init__(self, address: str, gateway: str = "test"):
+        self.channel = connect(address)
+        self.stub = rpc.VerifierStub(self.channel)
+        self._call = self.stub.Rounds(metadata=((GATEWAY_METADATA_KEY, gateway),))
+        self._batches = 0
+
+    async def start(
+        self, sequence_id: str, tokens: list[int], sampling: tensor_pb2.Sampling = GREEDY, draft_id: str = ""
+    ) -> pb.Started:
+        await self.send_start(sequence_id, tokens, sampling, draft_id)
+        return (await self.read()).started
+
+    async def send_start(
+        self, sequence_id: str, tokens: list[int], sampling: tensor_pb2.Sampling = GREEDY, draft_id: str = ""
+    ) -> None:
+        start = pb.Start(sequence_id=sequence_id, tokens=tokens, sampling=sampling, draft_id=draft_id)
+        await self._call.write(pb.RoundsRequest(start=start))
+
+    async def send_verify(self, *items: pb.VerifyItem) -> None:
+        self._batches += 1
+        await self._call.write(pb.RoundsRequest(verify=pb.VerifyBatch(batch_id=self._batches, items=items)))
+
+    async def verify(self, *items: pb.VerifyItem) -> list[pb.VerifyResult]:
+        await self.send_verify(*items)
+        answer = (await self.read()).verified
+        assert answer.batch_id == self._batches
+        assert [result.sequence_id for result in answer.results] == [item.sequence_id for item in items]
+        return list(answer.results)
+
+    async def read(self) -> pb.RoundsResponse:
+        answer = await asyncio.wait_for(self._call.read(), 20)
+        assert isinstance(answer, pb.RoundsResponse), "the stream has ended"
+        return answer
+
+    async def release(self, *sequence_ids: str) -> int:
+        return (await self.stub.Release(pb.ReleaseRequest(sequence_ids=sequence_ids))).released
+
+    async def close(self) -> None:
+        self._call.cancel()
+        await self.channel.close()
+
+
+class Follower:
+    """A draft's subscription, holding what the messages say it should hold."""
+
+    def __init__(self, address: str, info: pb.GetInfoResponse, draft_id: str = "draft", window: int = 8, sink: int = 1):
+        self.channel = connect(address)
+        self.layers = (1, 2)
+        self.rows: dict[str, dict[int, torch.Tensor]] = {}
+        self.ended: list[str] = []
+        self.messages: list[pb.ActivationsResponse] = []
+        self.request = pb.ActivationsRequest(
+            draft_id=draft_id,
+            target_fingerprint=info.target_fingerprint,
+            protocol_version=PROTOCOL_VERSION,
+            tapped_layers=self.layers,
+            sink=sink,
+            window=window,
+        )
+        self._call = rpc.VerifierStub(self.channel).Activations(self.request)
+
+    async def subscribed(self) -> None:
+        await self._call.initial_metadata()
+
+    async def read(self) -> pb.ActivationsResponse:
+        message = await asyncio.wait_for(self._call.read(), 20)
+        assert isinstance(message, pb.ActivationsResponse), "the stream has ended"
+        self.messages.append(message)
+        self.ended += message.ended
+        rows_RND = from_wire(message.rows) if message.spans else torch.empty(0)
+        first = 0
+        for span in message.spans:
+            if span.reset:
+                self.rows[span.sequence_id] = {}
+            for offset in range(span.count):
+                self.rows.setdefault(span.sequence_id, {})[span.start + offset] = rows_RND[first + offset]
+            first += span.count
+        assert first == len(rows_RND)
+        return message
+
+    async def close(self) -> None:
+        self._call.cancel()
+        await self.channel.close()
+
+
+class Verifier:
+    """A running service and how to reach it."""
+
+    def __init__(self, address: str, engine: Engine, info: pb.GetInfoResponse):
+        self.address, self.engine, self.info = address, engine, info
+        self._opened: list[Client | Follower] = []
+
+    def client(self, gateway: str = "test") -> Client:
+        self._opened.append(client := Client(self.address, gateway))
+        return client
+
+    async def follower(self, draft_id: str = "draft", window: int = 8, sink: int = 1) -> Follower:
+        self._opened.append(follower := Follower(self.address, self.info, draft_id, window, sink))
+        await follower.subscribed()
+        return follower
+
+    async def close(self) -> None:
+        for opened in self._opened:
+            await opened.close()
