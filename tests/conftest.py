@@ -21,6 +21,20 @@ def stories_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def stories_draft_dir(stories_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A SPIRe draft of stories260K, pruned and untrained: it guesses badly, which no text may show."""
+    import torch
+
+    from spire.model.checkpoint import load_target, save_draft
+    from spire.model.draft import prune
+
+    target, identity = load_target(stories_dir)
+    out = tmp_path_factory.mktemp("models") / "stories260K-draft"
+    save_draft(out, prune(target, identity, layers=2, window=16), torch.float32)
+    return out
+
+
+@pytest.fixture(scope="session")
 def prose() -> list[Path]:
     """Beginnings of three public-domain books, about 200 kB."""
     return sorted((FIXTURES / "text").glob("*.txt"))

@@ -43,7 +43,8 @@ class Completion:
     @property
     def tau(self) -> float | None:
         """Mean tokens a round, from the gateway's metrics; None when nothing was drafted."""
-        return self.metrics.get("speculative_decoding", {}).get("mean_acceptance_length")
+        rounds = self.metrics.get("speculative_decoding") or {}
+        return rounds.get("mean_acceptance_length") if rounds.get("num_draft_tokens") else None
 
     @property
     def summary(self) -> str:
@@ -94,7 +95,7 @@ def complete(
 def run_completion(url: str, prompt: str, **request: Any) -> Completion:
     """One completion in one answer. Raises GatewayError."""
     began = time.perf_counter()
-    body = {"prompt": prompt, "metrics": True, **request}
+    body = {"prompt": prompt, "return_metrics": True, **request}
     with _explained(url), httpx.Client(timeout=None) as client:
         response = client.post(f"{url}/v1/completions", json=body)
     if response.status_code != httpx.codes.OK:
@@ -114,7 +115,7 @@ def run_completion(url: str, prompt: str, **request: Any) -> Completion:
 def stream_completion(url: str, result: Completion, **request: Any) -> Iterator[str]:
     """Pieces of text as they come; `result` is filled on the way. Raises GatewayError, also in mid-stream."""
     began = time.perf_counter()
-    options = {"stream": True, "stream_options": {"include_usage": True}, "metrics": True}
+    options = {"stream": True, "stream_options": {"include_usage": True}, "return_metrics": True}
     body = {"prompt": result.prompt, **options, **request}
     with (
         _explained(url),

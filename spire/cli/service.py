@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from spire.errors import SpireError
@@ -25,7 +25,7 @@ _GRACE_SECONDS = 10.0
 
 
 class ServiceFailed(SpireError):
-    """A service ended before it served, or did not serve in time. The message holds its last lines."""
+    """A service ended before it served. The message holds its last lines."""
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Service:
     restarts: int = 0
     started_at: float = 0.0
     restart_at: float | None = None
-    wait: float = field(default=_FIRST_WAIT)
+    wait: float = _FIRST_WAIT / 2
 
     @property
     def name(self) -> str:
@@ -72,13 +72,16 @@ class Service:
             )
         self.started_at, self.restart_at = time.monotonic(), None
 
-    def poll_ready(self) -> bool:
-        """Whether it serves. Raises ServiceFailed when it has ended instead."""
+    def serves(self) -> bool:
+        """Whether the ready file holds an address."""
         if self.address is None and self.ready_file.exists() and (text := self.ready_file.read_text().strip()):
             self.address, self.port = text, int(text.rpartition(":")[2])
-        if (code := self.exit_code()) is not None:
-            raise ServiceFailed(f"the {self.name} service {_ending(code)} before it served:\n{self.last_lines()}")
         return self.address is not None
+
+    def must_be_alive(self) -> None:
+        """Raises ServiceFailed with the last lines of a service that has ended."""
+        if (code := self.exit_code()) is not None:
+            raise ServiceFailed(f"the {self.name} service {_ending(code)}:\n{self.last_lines()}")
 
     def exit_code(self) -> int | None:
         return None if self.process is None else self.process.poll()

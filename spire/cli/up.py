@@ -29,7 +29,7 @@ from rich.status import Status
 
 from spire.cli.complete import Completion, run_completion
 from spire.cli.paths import Pair, choose_pair
-from spire.cli.service import Service, ServiceFailed
+from spire.cli.service import Service
 from spire.errors import SpireError
 
 console = Console(highlight=False, soft_wrap=True)
@@ -155,7 +155,7 @@ class Stack:
         service = Service(module, arguments, self.directory, port)
         self.services.append(service)
         service.start()
-        self._wait(status, what, service.poll_ready)
+        self._wait(status, what, service.serves)
         assert service.address is not None
         return service.address
 
@@ -163,16 +163,17 @@ class Stack:
         began = time.monotonic()
         while not done():
             for service in self.services:
-                if (code := service.exit_code()) is not None:
-                    raise ServiceFailed(f"the {service.name} service ended ({code}):\n{service.last_lines()}")
+                service.must_be_alive()
             status.update(f"waiting for {escape(what)} ({time.monotonic() - began:.0f} s)")
             time.sleep(_POLL_SECONDS)
 
     def _gateway_is_ready(self) -> bool:
+        """Whether the gateway answers for the verifier and, where one was started, the draft."""
         try:
-            return httpx.get(f"{self.url}/ready", timeout=2).status_code == httpx.codes.OK
+            answer = httpx.get(f"{self.url}/ready", timeout=2)
         except httpx.HTTPError:
             return False
+        return answer.is_success and (self.pair.draft is None or answer.json().get("draft") == "connected")
 
 
 def show_completion(completion: Completion) -> None:

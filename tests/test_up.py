@@ -1,0 +1,185 @@
+"""`spire up` with real services: it serves, mends what dies, and leaves nothing behind however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from spire.model.checkpoint import load_draft, load_target, save_draft
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at processes through /proc")
+
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+def spire(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "spire.cli", *arguments]
+
+
+def up(model: Path, draft: Path, *more: str) -> list[str]:
+    shape = ["--dtype", "float32", "--device", "cpu", "--threads", "1", "--port", "0"]
+    return spire("up", "--model", str(model), "--draft", str(draft), *shape, *more)
+
+
+def wait_until(what: str, done: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline, f"waited {seconds} s in vain for {what}"
+        time.sleep(0.05)
+
+
+def services(parent: int) -> dict[str, int]:
+    """Process ids of the child services, by module name."""
+    found = {}
+    for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+        command = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+        if b"-m" in command:
+            found[command[command.index(b"-m") + 1].decode()] = int(child)
+    return found
+
+
+def alive(process: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{process}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+class Running:
+    """A `spire up` that serves: its process and where its gateway listens."""
+
+    def __init__(self, command: list[str], log: Path):
+        self.log = log
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=ENVIRONMENT)
+        wait_until("spire up to serve", self._serves)
+        found = re.search(r"completions (http://\S+)/v1/completions", self.printed)
+        assert found, self.printed
+        self.url = found[1]
+
+    @property
+    def printed(self) -> str:
+        return self.log.read_text()
+
+    def _serves(self) -> bool:
+        assert self.process.poll() is None, self.printed
+        return "Ctrl-C stops" in self.printed
+
+    def complete(self, **changes: object) -> dict:
+        body = {"prompt": "Once upon a time", "max_tokens": 24, "temperature": 0} | changes
+        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def text(self) -> str:
+        return self.complete()["choices"][0]["text"]
+
+
+@pytest.fixture
+def running(stories_dir: Path, stories_draft_dir: Path, tmp_path: Path) -> Iterator[Running]:
+    stack = Running(up(stories_dir, stories_draft_dir, "--prompt", ""), tmp_path / "up.log")
+    yield stack
+    if stack.process.poll() is None:
+        stack.process.terminate()
+        stack.process.wait(30)
+
+
+def test_once_completes_a_prompt_prints_figures_and_stops(stories_dir: Path, stories_draft_dir: Path) -> None:
+    command = up(stories_dir, stories_draft_dir, "--once", "--prompt", "Once upon a time")
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Once upon a time, there" in done.stdout
+    assert re.search(r"\d+ tokens · τ \d\.\d\d · [\d.]+ tokens/s", done.stdout), done.stdout
+    assert "/v1/completions" in done.stdout
+
+
+def test_complete_streams_the_same_text_as_it_prints_whole(running: Running) -> None:
+    request = ["complete", "Once upon a time", "--url", running.url, "--temperature", "0", "--max-tokens", "24"]
+
+    def output(*more: str) -> str:
+        return subprocess.run(spire(*request, *more), capture_output=True, text=True, check=True, timeout=60).stdout
+
+    whole = output("--no-stream")
+    assert whole.strip() == running.text().strip()
+    assert output() == whole
+    assert output("--speculation", "off") == whole
+    report = json.loads(output("--json"))
+    assert report["tokens"] == 24
+    assert report["tau"] >= 1
+    assert report["text"].strip() == whole.strip()
+
+
+def test_a_refusal_by_the_gateway_is_shown(running: Running) -> None:
+    command = spire("complete", "hi", "--url", running.url, "--max-tokens", "-1")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "the gateway refused (400)" in done.stderr
+    assert "max_tokens" in done.stderr
+
+
+@pytest.mark.parametrize("module", ["verifier_service", "draft_service", "gateway"])
+def test_a_service_that_dies_is_restarted_where_it_was(module: str, running: Running) -> None:
+    before = running.text()
+    killed = services(running.process.pid)[module]
+    os.kill(killed, signal.SIGKILL)
+    wait_until("a new process", lambda: services(running.process.pid).get(module, killed) != killed)
+
+    def serves_again() -> bool:
+        try:
+            return httpx.get(f"{running.url}/ready", timeout=5).status_code == 200 and running.text() == before
+        except (httpx.HTTPError, AssertionError):
+            return False
+
+    wait_until("the same text from the same address", serves_again)
+    assert "was ended by SIGKILL; restarting" in running.printed
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_services_in_order(number: signal.Signals, running: Running) -> None:
+    children = services(running.process.pid).values()
+    assert len(children) == 3
+    running.process.send_signal(number)
+    assert running.process.wait(30) == 0
+    assert not [child for child in children if alive(child)]
+
+
+def test_a_killed_spire_up_leaves_no_process_behind(running: Running) -> None:
+    children = services(running.process.pid).values()
+    assert len(children) == 3
+    running.process.kill()
+    wait_until("the services to end with it", lambda: not any(alive(child) for child in children), 10)
+
+
+def test_a_draft_of_another_target_is_refused_with_both_fingerprints(
+    stories_dir: Path, stories_draft_dir: Path, tmp_path: Path
+) -> None:
+    stranger = load_draft(stories_draft_dir)
+    stranger.draft = stranger.draft.model_copy(update={"target_fingerprint": "0123456789abcdef"})
+    save_draft(tmp_path / "stranger", stranger, torch.float32)
+    command = up(stories_dir, tmp_path / "stranger", "--once")
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
+    assert done.returncode == 1
+    assert "0123456789abcdef" in done.stderr
+    assert load_target(stories_dir)[1] in done.stderr
+
+
+def test_a_service_that_cannot_start_shows_its_last_lines(stories_dir: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(stories_dir, tmp_path / "broken")
+    (broken / "model.safetensors").write_bytes((stories_dir / "model.safetensors").read_bytes()[:1000])
+    command = spire("up", "--model", str(broken), "--draft", "off", "--port", "0", "--once")
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
+    assert done.returncode == 1
+    assert "the verifier service ended with exit code" in done.stderr
+    assert f"{broken}/model.safetensors cannot be read" in done.stderr
