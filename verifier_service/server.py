@@ -40,6 +40,7 @@ def load(config: VerifierConfig) -> tuple[Engine, Hosted]:
     target, fingerprint = load_target(config.model, dtype)
     shape = target.config
     max_context = config.max_context or shape.max_position_embeddings
+    engine = _build_engine(target.to(device), config, max_context, dtype, device)
     info = pb.GetInfoResponse(
         protocol_version=PROTOCOL_VERSION,
         model_name=config.model.resolve().name,
@@ -55,7 +56,7 @@ def load(config: VerifierConfig) -> tuple[Engine, Hosted]:
         dtype=str(dtype).removeprefix("torch."),
         max_speculation_depth=config.max_depth,
     )
-    return _build_engine(target.to(device), config, max_context, dtype, device), Hosted(info, tokenizer_json)
+    return engine, Hosted(info, tokenizer_json)
 
 
 def _read_tokenizer(model: Path) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import torch
 
@@ -154,3 +155,9 @@ class Verifier:
     async def close(self) -> None:
         for opened in self._opened:
             await opened.close()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
