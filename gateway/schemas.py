@@ -43,7 +43,7 @@ class Speculation(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     draft: str = "auto"
-    k: int | None = Field(None, ge=0, le=64, description="draft tokens a round; capped by what the services take")
+    k: int | None = Field(default=None, ge=0, le=64, description="draft tokens a round; capped by what the services take")
     rule: Literal["rejection"] | None = None
 
 
@@ -65,7 +65,7 @@ class CompletionRequest(BaseModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
-    speculation: Speculation = Speculation()
+    speculation: Speculation = Field(default_factory=Speculation)
     return_token_ids: bool = False
     return_metrics: bool = False
 
