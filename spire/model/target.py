@@ -6,7 +6,8 @@ same call with a cache that keeps nothing. The draft's food, the activations ent
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +69,7 @@ class Target(nn.Module):
         hidden_BTD = self.embed_tokens(tokens_BT)
         rope = self.rope(cache.positions_BT, hidden_BTD.dtype)
         taps: dict[int, Tensor] = {}
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(cast(Iterable[Layer], self.layers)):
             taps[index] = hidden_BTD
             keys, values = cache.append(index, *layer.keys_values(hidden_BTD, rope))
             hidden_BTD = layer(hidden_BTD, rope, keys, values, cache.mask)

@@ -67,7 +67,7 @@ def train_target(
     """Train, checkpointing into `out/run`, and write the finished checkpoint to `out`. Resumes what it finds there."""
     work = out / "run"
     tokenizer = _tokenizer(data, out, recipe.vocab_size)
-    start, end = tokenizer.token_to_id(START), tokenizer.token_to_id(END)
+    start, end = tokenizer.encode(START + END, add_special_tokens=False).ids
     stream = TokenStream.build(data, tokenizer, start, end, work)
     held_out = TokenStream.build(valid, tokenizer, start, end, work) if valid else None
 
