@@ -1,0 +1,205 @@
+"""The scheduler holds its invariants under any history, and keeps order."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from gateway.scheduler import MAX_FRUITLESS_LIVES, Scheduler
+from gateway.sequence import Sampling, Sequence, State
+from spire.errors import OutOfCapacity
+
+END = 1
+
+
+def sequence(name: str, prompt: int = 3, max_tokens: int = 8, k: int = 4) -> Sequence:
+    return Sequence(name, list(range(2, 2 + prompt)), Sampling(), max_tokens, k, frozenset({END}))
+
+
+def names(sequences: object) -> list[str]:
+    return [s.id for s in sequences]  # type: ignore[attr-defined]
+
+
+def start_all(scheduler: Scheduler) -> list[Sequence]:
+    starts = scheduler.schedule().starts
+    for one in starts:
+        scheduler.started(one.wire_id, 7)
+    return starts
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Random histories of what the engine may tell a scheduler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduler = Scheduler(capacity=3, max_waiting=5)
+        self.all: list[Sequence] = []
+        self.admitted: list[str] = []
+        self.ended: list[str] = []
+
+    def one_of(self, state: State, at: int) -> Sequence | None:
+        found = [s for s in self.all if s.state is state]
+        return found[at % len(found)] if found else None
+
+    @rule(choices=st.integers(1, 3), max_tokens=st.integers(1, 6))
+    def add(self, choices: int, max_tokens: int) -> None:
+        new = [sequence(f"s{len(self.all) + i}", max_tokens=max_tokens) for i in range(choices)]
+        room = self.scheduler.max_waiting - len(self.scheduler.waiting)
+        try:
+            self.scheduler.add(new)
+            assert choices <= room
+            self.all += new
+        except OutOfCapacity:
+            assert choices > room
+
+    @rule(admit=st.booleans())
+    def schedule(self, admit: bool) -> None:
+        queue = list(self.scheduler.waiting)
+        schedule = self.scheduler.schedule(admit)
+        assert schedule.starts == queue[: len(schedule.starts)]
+        assert admit or not schedule.starts
+        assert schedule.batch == [s for s in schedule.batch if s.state is State.RUNNING]
+        self.admitted += [s.wire_id for s in schedule.starts]
+
+    @rule(at=st.integers(0, 9), token=st.sampled_from([END, 7]))
+    def started(self, at: int, token: int) -> None:
+        if one := self.one_of(State.STARTING, at):
+            assert self.scheduler.started(one.wire_id, token) is one
+
+    @rule(at=st.integers(0, 9), tokens=st.lists(st.sampled_from([7, 7, 7, END]), min_size=1, max_size=5))
+    def commit(self, at: int, tokens: list[int]) -> None:
+        if one := self.one_of(State.RUNNING, at):
+            before = len(one.output)
+            kept = self.scheduler.commit(one, tokens, drafted=4)
+            assert one.output[before:] == tokens[:kept]
+            assert END not in one.output[:-1]
+
+    @rule(at=st.integers(0, 9), state=st.sampled_from([State.STARTING, State.RUNNING]))
+    def lose(self, at: int, state: State) -> None:
+        if one := self.one_of(state, at):
+            output = list(one.output)
+            if self.scheduler.lose(one):
+                assert self.scheduler.waiting[0] is one
+            else:
+                self.scheduler.finish(one, "error")
+            assert one.output == output
+
+    @rule()
+    def lose_all(self) -> None:
+        for given_up in self.scheduler.lose_all():
+            self.scheduler.finish(given_up, "error")
+        assert self.scheduler.held == 0
+
+    @rule(at=st.integers(0, 9), state=st.sampled_from(list(State)))
+    def finish(self, at: int, state: State) -> None:
+        if one := self.one_of(state, at):
+            reason = one.finish_reason
+            self.scheduler.finish(one, "abort")
+            assert one.finish_reason == (reason or "abort")
+
+    @rule()
+    def take_ended(self) -> None:
+        self.ended += self.scheduler.take_ended()
+        assert self.scheduler.take_ended() == []
+
+    @invariant()
+    def everyone_is_where_its_state_says(self) -> None:
+        scheduler = self.scheduler
+        assert {s for s in self.all if s.state is State.WAITING} == set(scheduler.waiting)
+        assert {s for s in self.all if s.state is State.STARTING} == set(scheduler.starting.values())
+        assert {s for s in self.all if s.state is State.RUNNING} == set(scheduler.running.values())
+        assert all(s.finish_reason for s in self.all if s.finished)
+
+    @invariant()
+    def no_more_are_held_than_there_are_places(self) -> None:
+        assert self.scheduler.held <= self.scheduler.capacity
+
+    @invariant()
+    def nothing_is_generated_beyond_the_limit(self) -> None:
+        for one in self.all:
+            assert len(one.output) <= one.max_tokens
+            assert one.depth < max(1, one.tokens_left)
+            if one.state is State.RUNNING:
+                assert one.base == len(one.tokens) - 1
+
+    @invariant()
+    def every_place_is_released_exactly_once(self) -> None:
+        told = self.ended + self.scheduler._ended
+        held = [s.wire_id for s in [*self.scheduler.starting.values(), *self.scheduler.running.values()]]
+        assert sorted(told + held) == sorted(self.admitted)
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_lost_sequences_return_to_the_front_in_the_order_they_came() -> None:
+    scheduler = Scheduler(capacity=3, max_waiting=9)
+    scheduler.add([sequence(name) for name in "abcde"])
+    start_all(scheduler)
+    assert scheduler.lose_all() == []
+    assert names(scheduler.waiting) == list("abcde")
+
+
+def test_a_lost_sequence_starts_again_from_all_its_tokens_under_another_name() -> None:
+    scheduler = Scheduler(capacity=1, max_waiting=9)
+    scheduler.add([sequence("a")])
+    (one,) = start_all(scheduler)
+    scheduler.commit(one, [8, 9], drafted=1)
+    first_name = one.wire_id
+    assert scheduler.lose(one)
+    (again,) = scheduler.schedule().starts
+    assert again is one
+    assert one.tokens == [2, 3, 4, 7, 8, 9]
+    assert one.wire_id != first_name
+    assert one.round == 0
+    assert scheduler.started(first_name, 5) is None
+    assert scheduler.take_ended() == [first_name]
+
+
+def test_a_sequence_that_is_lost_again_and_again_without_a_token_is_given_up() -> None:
+    scheduler = Scheduler(capacity=1, max_waiting=9)
+    scheduler.add([sequence("a")])
+    lives = 0
+    while scheduler.waiting:
+        (one,) = scheduler.schedule().starts
+        lives += 1
+        if not scheduler.lose(one):
+            scheduler.finish(one, "error")
+    assert lives == MAX_FRUITLESS_LIVES
+
+
+def test_a_sequence_put_back_for_want_of_room_is_not_blamed() -> None:
+    scheduler = Scheduler(capacity=1, max_waiting=9)
+    scheduler.add([sequence("a")])
+    for _ in range(3 * MAX_FRUITLESS_LIVES):
+        (one,) = scheduler.schedule().starts
+        scheduler.put_back(one)
+    assert one.fruitless_lives == 0
+
+
+def test_a_request_is_queued_whole_or_not_at_all() -> None:
+    scheduler = Scheduler(capacity=1, max_waiting=3)
+    scheduler.add([sequence("a"), sequence("b")])
+    with pytest.raises(OutOfCapacity, match="2 of 3"):
+        scheduler.add([sequence("c"), sequence("d")])
+    assert names(scheduler.waiting) == ["a", "b"]
+
+
+def test_tokens_after_an_end_token_do_not_count() -> None:
+    scheduler = Scheduler(capacity=1, max_waiting=3)
+    scheduler.add([sequence("a")])
+    (one,) = start_all(scheduler)
+    assert scheduler.commit(one, [8, END, 9, 10], drafted=3) == 2
+    assert (one.output, one.finish_reason, one.accepted) == ([7, 8, END], "stop", 2)
+
+
+def test_drafting_stops_short_of_max_tokens() -> None:
+    scheduler = Scheduler(capacity=1, max_waiting=3)
+    scheduler.add([sequence("a", max_tokens=4, k=8)])
+    (one,) = start_all(scheduler)
+    assert one.depth == 2
+    scheduler.commit(one, [8, 9], drafted=2)
+    assert one.depth == 0

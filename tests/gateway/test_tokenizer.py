@@ -1,0 +1,131 @@
+"""Streamed text is exactly the decoding of the tokens, and never shows a stop string."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from gateway.tokenizer import PromptTooLong, StopFilter, TextCodec, TextStream
+from spire.errors import MismatchError
+
+
+@pytest.fixture(scope="module")
+def codec() -> TextCodec:
+    """Byte-level, every byte a token, with a few merges: characters split over tokens are the rule."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<s>": 0, "</s>": 1} | {letter: at + 2 for at, letter in enumerate(alphabet)}
+    vocabulary |= {"th": len(vocabulary), "the": len(vocabulary) + 1, "Ġthe": len(vocabulary) + 2}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [("t", "h"), ("th", "e"), ("Ġ", "the")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    return TextCodec(tokenizer.to_str().encode())
+
+
+def streamed(codec: TextCodec, tokens: list[int], cuts: list[int], stops: list[str], prompt: list[int]) -> TextStream:
+    stream = TextStream(codec, prompt, stops)
+    stream.text = ""  # type: ignore[attr-defined]
+    edges = [0, *sorted(min(cut, len(tokens)) for cut in cuts), len(tokens)]
+    for begin, end in zip(edges, edges[1:], strict=False):
+        stream.text += stream.push(tokens[begin:end])  # type: ignore[attr-defined]
+    stream.text += stream.flush()  # type: ignore[attr-defined]
+    return stream
+
+
+TOKENS = st.lists(st.integers(0, 260), max_size=40)
+CUTS = st.lists(st.integers(0, 40), max_size=8)
+
+
+@settings(max_examples=300, deadline=None)
+@given(tokens=TOKENS, cuts=CUTS)
+def test_any_tokens_in_any_pieces_give_their_decoding(codec: TextCodec, tokens: list[int], cuts: list[int]) -> None:
+    assert streamed(codec, tokens, cuts, [], []).text == codec.decode(tokens)  # type: ignore[attr-defined]
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(max_size=30), cuts=CUTS)
+def test_any_text_in_any_pieces_comes_back(codec: TextCodec, text: str, cuts: list[int]) -> None:
+    tokens = codec.tokenizer.encode(text).ids
+    assert streamed(codec, tokens, cuts, [], codec.tokenizer.encode("say: ").ids).text == text  # type: ignore[attr-defined]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    text=st.text("abé☃", max_size=24),
+    stops=st.lists(st.text("abé☃", min_size=1, max_size=4), min_size=1, max_size=4),
+    cuts=CUTS,
+)
+def test_text_ends_before_the_stop_string_that_ends_first(
+    codec: TextCodec, text: str, stops: list[str], cuts: list[int]
+) -> None:
+    tokens = codec.tokenizer.encode(text).ids
+    stream = streamed(codec, tokens, cuts, stops, [])
+    ends = [(at, stop) for at in range(len(text) + 1) for stop in stops if text[:at].endswith(stop)]
+    if not ends:
+        assert stream.text == text  # type: ignore[attr-defined]
+        assert not stream.stopped
+        return
+    end = min(at for at, _ in ends)
+    longest = max(len(stop) for at, stop in ends if at == end)
+    assert stream.text == text[: end - longest]  # type: ignore[attr-defined]
+    assert stream.stopped
+    assert codec.decode(tokens[: stream.taken]).rstrip("\ufffd") == text[:end]
+
+
+def test_a_character_split_over_tokens_is_held_back_until_whole(codec: TextCodec) -> None:
+    stream = TextStream(codec, [], [])
+    tokens = codec.tokenizer.encode("☃!").ids
+    assert [stream.push([token]) for token in tokens] == ["", "", "☃", "!"]
+
+
+def test_half_a_character_at_the_end_is_shown_as_such(codec: TextCodec) -> None:
+    stream = TextStream(codec, [], [])
+    tokens = codec.tokenizer.encode("a☃").ids[:-1]
+    assert stream.push(tokens) == ""
+    assert stream.flush() == codec.decode(tokens)
+
+
+def test_the_beginning_of_a_stop_string_is_held_back_and_shown_at_the_end() -> None:
+    stop = StopFilter(["\n\nQ:"])
+    assert stop.push("yes\n\n") == "yes"
+    assert stop.push("no\n") == "\n\nno"
+    assert stop.flush() == "\n"
+    assert not stop.stopped
+
+
+def test_a_leading_space_of_the_first_token_survives_a_tokenizer_that_strips_it() -> None:
+    vocabulary = {"<unk>": 0, "▁Once": 1, "▁upon": 2, "▁a": 3}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, "<unk>"))
+    tokenizer.normalizer = normalizers.Prepend("▁")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    codec = TextCodec(tokenizer.to_str().encode())
+    assert codec.decode([2, 3]) == "upon a"
+    assert TextStream(codec, [1], []).push([2, 3]) == " upon a"
+
+
+async def test_a_prompt_too_long_by_far_is_refused_before_it_is_encoded(codec: TextCodec) -> None:
+    with pytest.raises(PromptTooLong, match="4000 characters"):
+        await codec.encode("x" * 4000, max_tokens=100)
+
+
+async def test_long_and_short_prompts_encode_alike(codec: TextCodec) -> None:
+    text = "the cat " * 400
+    assert await codec.encode(text, 10_000) == codec.tokenizer.encode(text).ids
+
+
+def test_a_broken_tokenizer_is_named() -> None:
+    with pytest.raises(MismatchError, match="tokenizer.json"):
+        TextCodec(b"{")
+
+
+def test_the_real_tokenizer_streams_what_it_decodes(stories_dir: Path) -> None:
+    codec = TextCodec((stories_dir / "tokenizer.json").read_bytes())
+    prompt = codec.tokenizer.encode("Once upon a time").ids
+    tokens = codec.tokenizer.encode("there was a café, 雪☃ and\n\ta girl.").ids[1:]
+    stream = TextStream(codec, prompt, [])
+    text = "".join(stream.push([token]) for token in tokens) + stream.flush()
+    assert codec.decode(prompt + tokens) == codec.decode(prompt) + text
