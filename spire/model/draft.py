@@ -11,7 +11,8 @@ Shapes: B sequences, T positions, S memories, N draft layers, D width, G key/val
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -59,12 +60,12 @@ class SpireDraft(nn.Module):
         hidden_BTD = self.embed_tokens(tokens_BT)
         rope = self.rope(memory.positions_BT, hidden_BTD.dtype)
         passed = [hidden_BTD]
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(cast(Iterable[Layer], self.layers)):
             keys, values = memory.with_self(index, *layer.keys_values(hidden_BTD, rope))
             hidden_BTD = layer(hidden_BTD, rope, keys, values, memory.mask)
             passed.append(hidden_BTD)
         feedback_NBTD = self.feedback(torch.stack(passed))
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(cast(Iterable[Layer], self.layers)):
             memory.remember(index, *layer.keys_values(feedback_NBTD[index], rope))
         return self.norm(hidden_BTD)
 
@@ -76,7 +77,10 @@ class SpireDraft(nn.Module):
     def remembered(self, taps_BTND: Tensor, positions_BT: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Each layer's keys and values [B, G, T, K] of the target's activations at verified positions."""
         rope = self.rope(positions_BT, taps_BTND.dtype)
-        return [layer.keys_values(taps_BTND[:, :, index], rope) for index, layer in enumerate(self.layers)]
+        return [
+            layer.keys_values(taps_BTND[:, :, index], rope)
+            for index, layer in enumerate(cast(Iterable[Layer], self.layers))
+        ]
 
     def unembed(self, hidden_D: Tensor) -> Tensor:
         """Logits in fp32 for any selection of hidden states [..., D]."""
