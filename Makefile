@@ -11,7 +11,8 @@ ONCE ?=
 ARGS ?=
 
 # pip's progress on one line; what it complains about is kept in a file and printed when it fails.
-ONE_LINE := awk '/^Collecting|^Installing/ { printf "\r\033[K  %s", substr($$0, 1, 70); fflush() } END { printf "\r\033[K" }'
+ONE_LINE := awk -v shown="$$(test -t 2 && echo yes)" \
+	'shown && /^(Collecting|Installing)/ { printf "\r\033[K  %s", substr($$0, 1, 70); fflush() } END { if (shown) printf "\r\033[K" }'
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test lint format protos clean
