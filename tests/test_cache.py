@@ -1,0 +1,139 @@
+"""The target's cache: whatever is appended in whatever pieces, the logits are those of the whole sequence."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from spire.errors import OutOfCapacity
+from spire.model.cache import TargetCache
+from spire.model.config import ModelConfig
+from spire.model.target import Target, WholeSequence
+
+V, CAPACITY = 40, 100
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4], ids=lambda heads: f"{heads} key heads")
+def target(request: pytest.FixtureRequest) -> Target:
+    torch.manual_seed(0)
+    config = ModelConfig(
+        vocab_size=V,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=request.param,
+        head_dim=8,
+    )
+    target = Target(config).requires_grad_(False)
+    for parameter in target.parameters():
+        if parameter.ndim == 2:
+            parameter.normal_(std=0.3)
+    return target
+
+
+@pytest.fixture(autouse=True)
+def without_gradients() -> object:
+    with torch.no_grad():
+        yield
+
+
+def whole_logits(target: Target, tokens_L: Tensor) -> Tensor:
+    return target.unembed(target(tokens_L[None], WholeSequence(tokens_L[None])).hidden_BTD[0])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_ragged_appends_equal_the_whole_sequence(target: Target, seed: int) -> None:
+    """Any subset of the slots, in any order, any number of tokens of which only some are committed, up to the brim."""
+    random_ = random.Random(seed)
+    torch.manual_seed(seed)
+    cache = TargetCache(target.config, slots=5, capacity=CAPACITY)
+    slots = [cache.allocate() for _ in range(5)]
+    tokens_NL = torch.randint(V, (5, CAPACITY + 40))
+    expected = [whole_logits(target, tokens_L[:CAPACITY]) for tokens_L in tokens_NL]
+    while any(length < CAPACITY for length in cache.lengths):
+        chosen = random_.choice([slots, slots[1:4], random_.sample(slots, random_.randint(1, 5))])
+        T = random_.choice([1, 2, 5, 17, 40])
+        tokens_BT = torch.stack([tokens_NL[s, cache.lengths[s] : cache.lengths[s] + T] for s in chosen])
+        real = [min(T, CAPACITY - cache.lengths[s]) for s in chosen]
+        for row, count in enumerate(real):
+            tokens_BT[row, random_.randint(0, count) :] = 7  # rejected: never committed, or padding
+        counts = [_agreeing(tokens_BT[row], tokens_NL[s], cache.lengths[s], real[row]) for row, s in enumerate(chosen)]
+        logits_BTV = target.unembed(target(tokens_BT, cache.view(chosen, T)).hidden_BTD)
+        for row, slot in enumerate(chosen):
+            start = cache.lengths[slot]
+            torch.testing.assert_close(
+                logits_BTV[row, : counts[row]], expected[slot][start : start + counts[row]], atol=1e-4, rtol=1e-4
+            )
+        cache.commit(chosen, counts)
+
+
+def _agreeing(fed_T: Tensor, wanted_L: Tensor, start: int, limit: int) -> int:
+    """How many of the tokens fed are the sequence's own: those are committed."""
+    same = (fed_T[:limit] == wanted_L[start : start + limit]).long()
+    return int(same.cumprod(0).sum())
+
+
+def test_rejected_tokens_never_change_later_logits(target: Target) -> None:
+    tokens_L = torch.randint(V, (30,))
+    clean, dirty = (TargetCache(target.config, slots=1, capacity=CAPACITY) for _ in range(2))
+    for cache in (clean, dirty):
+        cache.allocate()
+        target(tokens_L[None, :10], cache.view([0], 10))
+        cache.commit([0], [10])
+    target(torch.randint(V, (1, 20)), dirty.view([0], 20))
+    dirty.commit([0], [0])
+    a, b = (target(tokens_L[None, 10:13], cache.view([0], 3)).hidden_BTD for cache in (clean, dirty))
+    assert torch.equal(a, b)
+
+
+def test_a_new_sequence_sees_nothing_of_the_slots_former_one(target: Target) -> None:
+    cache = TargetCache(target.config, slots=1, capacity=CAPACITY)
+    cache.allocate()
+    target(torch.randint(V, (1, 90)), cache.view([0], 90))
+    cache.commit([0], [90])
+    cache.free(0)
+    assert cache.allocate() == 0
+    tokens_L = torch.randint(V, (60,))
+    logits_TV = target.unembed(target(tokens_L[None], cache.view([0], 60)).hidden_BTD[0])
+    torch.testing.assert_close(logits_TV, whole_logits(target, tokens_L), atol=1e-4, rtol=1e-4)
+
+
+def test_a_scrubbed_slot_forgets_numbers_that_are_not_finite(target: Target) -> None:
+    cache = TargetCache(target.config, slots=1, capacity=CAPACITY)
+    cache.allocate()
+    for tensor in (*cache.keys, *cache.values):
+        tensor.fill_(float("nan"))
+    cache.free(0, scrub=True)
+    cache.allocate()
+    assert target(torch.tensor([[1, 2, 3]]), cache.view([0], 3)).hidden_BTD.isfinite().all()
+
+
+def test_slots_are_given_lowest_first_and_run_out(target: Target) -> None:
+    cache = TargetCache(target.config, slots=3, capacity=CAPACITY)
+    assert [cache.allocate() for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(OutOfCapacity, match="all 3"):
+        cache.allocate()
+    cache.free(2)
+    cache.free(0)
+    assert cache.free_slots == 2
+    assert cache.allocate() == 0
+
+
+def test_committing_beyond_the_capacity_is_refused(target: Target) -> None:
+    cache = TargetCache(target.config, slots=1, capacity=CAPACITY)
+    cache.allocate()
+    with pytest.raises(OutOfCapacity):
+        cache.commit([0], [CAPACITY + 1])
+
+
+def test_neighbouring_slots_are_read_where_they_lie(target: Target) -> None:
+    """Attention over a batch of neighbours gathers nothing: it gets the pool's own memory."""
+    cache = TargetCache(target.config, slots=4, capacity=CAPACITY)
+    config = target.config
+    new = torch.zeros(2, config.num_key_value_heads, 1, config.head_dim)
+    keys, _ = cache.view([1, 2], 1).append(0, new, new)
+    assert keys.data_ptr() == cache.keys[0][1].data_ptr()

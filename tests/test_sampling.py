@@ -1,0 +1,143 @@
+"""The sampling pipeline: numbers that are uniform and independent, truncation that is exact, draws that are safe."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from spire.rpc.sampling import from_protos
+from spire.sampling import Purpose, SamplingRows, draw, probabilities, top_m, uniform
+from spire.v1 import tensor_pb2 as pb
+
+# A test that is right fails once in a million runs; the numbers are fixed, so it fails always or never.
+ALPHA = 1e-6
+
+
+def rows(*parameters: tuple[float, int, float]) -> SamplingRows:
+    """(temperature, top_k, top_p) of each row."""
+    return from_protos([pb.Sampling(temperature=t, top_k=k, top_p=p, seed=n) for n, (t, k, p) in enumerate(parameters)])
+
+
+def numbers(count: int, *, seed: int = 1, choice: int = 0, purpose: Purpose = Purpose.SAMPLE) -> Tensor:
+    return uniform(torch.tensor(seed), torch.tensor(choice), torch.arange(count), purpose)
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**63 - 1, -(2**63)])
+def test_numbers_are_uniform_along_positions(seed: int) -> None:
+    assert stats.kstest(numbers(20_000, seed=seed).numpy(), "uniform").pvalue > ALPHA
+
+
+def test_numbers_are_uniform_along_seeds_and_choices() -> None:
+    along_seeds = uniform(torch.arange(20_000), torch.tensor(0), torch.tensor(7), Purpose.DRAFT)
+    along_choices = uniform(torch.tensor(3), torch.arange(20_000), torch.tensor(7), Purpose.DRAFT)
+    for values in (along_seeds, along_choices):
+        assert stats.kstest(values.numpy(), "uniform").pvalue > ALPHA
+
+
+def test_what_differs_in_one_key_is_uncorrelated() -> None:
+    """Neighbours in seed, choice, position and purpose: correlation of n pairs has standard deviation 1/sqrt(n)."""
+    n = 50_000
+    variants = [
+        numbers(n),
+        numbers(n + 1)[1:],
+        numbers(n, seed=2),
+        numbers(n, choice=1),
+        numbers(n, purpose=Purpose.ACCEPT),
+        numbers(n, purpose=Purpose.DRAFT),
+    ]
+    for a, b in itertools.combinations(variants, 2):
+        assert abs(torch.corrcoef(torch.stack((a, b)))[0, 1]) < 5.5 / n**0.5
+
+
+def test_every_seed_bit_matters() -> None:
+    seeds = torch.tensor([0, *(1 << bit for bit in range(63)), -(1 << 63)])
+    assert len(uniform(seeds, torch.tensor(0), torch.tensor(0), Purpose.SAMPLE).unique()) == len(seeds)
+
+
+def test_seeds_beyond_int64_come_over_the_wire() -> None:
+    seeds = from_protos([pb.Sampling(seed=2**64 - 1), pb.Sampling(seed=2**63)]).seed_B
+    assert seeds.tolist() == [-1, -(2**63)]
+
+
+def test_temperature_is_softmax_of_scaled_logits() -> None:
+    logits_BTV = torch.randn(2, 3, 50)
+    probs_BTV = probabilities(logits_BTV, rows((1, 0, 1), (0.5, 0, 1)))
+    expected = torch.stack((logits_BTV[0].softmax(-1), (logits_BTV[1] / 0.5).softmax(-1)))
+    torch.testing.assert_close(probs_BTV, expected)
+
+
+def test_greedy_is_one_hot_also_beside_sampled_rows() -> None:
+    logits_BTV = torch.randn(2, 3, 50)
+    for parameters in (((0, 0, 1), (0, 5, 0.1)), ((0, 3, 0.5), (1, 0, 1))):
+        probs_BTV = probabilities(logits_BTV, rows(*parameters))
+        assert probs_BTV[0].max(dim=-1).values.tolist() == [1, 1, 1]
+        assert torch.equal(probs_BTV[0].argmax(dim=-1), logits_BTV[0].argmax(dim=-1))
+        assert probs_BTV[0].count_nonzero() == 3
+
+
+def truncated_slowly(logits: list[float], temperature: float, top_k: int, top_p: float) -> dict[int, float]:
+    """The pipeline by its definition, one token at a time."""
+    probs = torch.tensor(logits, dtype=torch.float64).div(temperature).softmax(-1).tolist()
+    order = sorted(range(len(probs)), key=lambda token: -probs[token])[: top_k or None]
+    total = sum(probs[token] for token in order)
+    kept, reached = {}, 0.0
+    for token in order:
+        if reached >= top_p and top_p < 1:
+            break
+        kept[token] = probs[token] / total
+        reached += kept[token]
+    return {token: p / sum(kept.values()) for token, p in kept.items()}
+
+
+@pytest.mark.parametrize(
+    "parameters", [(1, 5, 1), (1, 0, 0.7), (0.7, 9, 0.5), (2, 1, 1), (1, 0, 1e-6), (1, 400, 0.999)]
+)
+def test_top_k_then_top_p(parameters: tuple[float, int, float]) -> None:
+    """Beside a row that asks for nothing, which must stay whole."""
+    logits_BTV = torch.randn(2, 2, 60, generator=torch.Generator().manual_seed(3)) * 2
+    probs_BTV = probabilities(logits_BTV, rows(parameters, (1, 0, 1)))
+    for position in range(2):
+        expected = truncated_slowly(logits_BTV[0, position].tolist(), *parameters)
+        found = probs_BTV[0, position]
+        assert set(found.nonzero().flatten().tolist()) == set(expected)
+        for token, p in expected.items():
+            assert float(found[token]) == pytest.approx(p, rel=1e-4)
+    torch.testing.assert_close(probs_BTV[1], logits_BTV[1].softmax(-1))
+
+
+def test_a_tiny_temperature_is_greedy_and_not_nan() -> None:
+    logits_BTV = torch.randn(1, 4, 50) * 30
+    probs_BTV = probabilities(logits_BTV, rows((1e-45, 0, 1)))
+    assert torch.equal(probs_BTV.argmax(-1), logits_BTV.argmax(-1))
+    assert probs_BTV.max(-1).values.tolist() == [[1, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("u", [0.0, 0.3, 0.5, 1 - 2.0**-53])
+@pytest.mark.parametrize("scale", [1.0, 0.9999, 1.0001, 1e-20])
+def test_a_token_of_probability_zero_is_never_drawn(u: float, scale: float) -> None:
+    probs_BV = (
+        torch.tensor([[0, 0, 0.5, 0, 0.5, 0], [0, 1, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 1.0]]) * scale
+    )
+    ids_B = draw(probs_BV, torch.full((4,), u, dtype=torch.float64))
+    assert ids_B.tolist() == [2 if u < 0.5 else 4, 1, 0, 5]
+
+
+def test_draws_follow_the_distribution() -> None:
+    probs_V = torch.rand(20, generator=torch.Generator().manual_seed(0))
+    n = 100_000
+    ids = draw(probs_V.expand(n, -1), numbers(n))
+    expected = probs_V.double() / probs_V.double().sum() * n
+    assert stats.chisquare(ids.bincount(minlength=20).numpy(), expected.numpy()).pvalue > ALPHA
+
+
+def test_top_m_keeps_the_most_probable_and_renormalises() -> None:
+    probs_BV = torch.randn(3, 40).softmax(-1)
+    ids_BM, kept_BM = top_m(probs_BV, 8)
+    assert ids_BM.shape == (3, 8)
+    torch.testing.assert_close(kept_BM.sum(-1), torch.ones(3))
+    torch.testing.assert_close(kept_BM * probs_BV.gather(1, ids_BM).sum(1, keepdim=True), probs_BV.gather(1, ids_BM))
+    assert top_m(probs_BV, 100)[0].shape == (3, 40)
