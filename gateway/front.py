@@ -21,6 +21,9 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 _REQUEST_ID = b"x-request-id"
+# Of a body over the cap this much is read and thrown away: who still sends when the connection is closed gets a reset
+# instead of the answer.
+_MOST_DISCARDED = 64 * 1024 * 1024
 _ACCEPTABLE_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
@@ -48,18 +51,15 @@ class Front:
             await send(message)
 
         try:
-            body = await self._body(headers, receive)
+            body = await self._body(receive)
         except (BodyTooLarge, BodyTooSlow) as error:
             await _refuse(error, send_with_id)
             return
         if body is not None:
             await self.app(scope, _replay(body, receive), send_with_id)
 
-    async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
+    async def _body(self, receive: Receive) -> bytes | None:
         """The whole body; None when the client has left. Raises BodyTooLarge or BodyTooSlow."""
-        announced = headers.get(b"content-length", b"0")
-        if announced.isdigit() and int(announced) > self.max_body_bytes:
-            raise self._too_large()
         chunks: list[bytes] = []
         size = 0
         try:
@@ -68,17 +68,15 @@ class Front:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         return None
-                    chunks.append(message.get("body", b""))
-                    size += len(chunks[-1])
-                    if size > self.max_body_bytes:
-                        raise self._too_large()
+                    size += len(message.get("body", b""))
+                    if size <= self.max_body_bytes:
+                        chunks.append(message.get("body", b""))
+                    elif not message.get("more_body") or size > _MOST_DISCARDED:
+                        raise BodyTooLarge(f"the request body may have {self.max_body_bytes} bytes")
                     if not message.get("more_body"):
                         return b"".join(chunks)
         except TimeoutError:
             raise BodyTooSlow(f"the request body did not arrive within {self.body_deadline:g} s") from None
-
-    def _too_large(self) -> BodyTooLarge:
-        return BodyTooLarge(f"the request body may have {self.max_body_bytes} bytes")
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
