@@ -148,3 +148,62 @@ def test_training_says_what_is_wrong_with_its_data(
     code, printed = run(arguments, capsys, monkeypatch)
     assert code == 1
     assert "absent does not exist" in printed
+
+
+def test_a_pair_trained_from_the_command_line_belongs_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = str(tmp_path / "target"), str(tmp_path / "draft")
+    size = [
+        "--steps",
+        "2",
+        "--tokens-per-step",
+        "64",
+        "--short-length",
+        "16",
+        "--long-length",
+        "32",
+        "--device",
+        "cpu",
+        "--no-compile",
+    ]
+    shape = ["--vocab-size", "300", "--hidden-size", "16", "--intermediate-size", "24", "--layers", "3", "--heads", "2"]
+    data = ["--data", str(FIXTURES / "text" / "jowett_charmides.txt")]
+    monkeypatch.setattr("sys.argv", ["spire", "train", "target", *data, "--out", target, *size, *shape])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    monkeypatch.setattr(
+        "sys.argv", ["spire", "train", "draft", *data, "--target", target, "--out", draft, *size, "--window", "8"]
+    )
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    capsys.readouterr()
+    arguments = ["doctor", "--model", target, "--draft", draft, "--url", "http://127.0.0.1:9", "--json"]
+    code, printed = run(arguments, capsys, monkeypatch)
+    assert code == 0, printed
+    assert "window 8" in printed
+
+
+def test_doctor_names_a_draft_of_another_target(
+    stories_dir: Path,
+    stories_draft_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = json.loads((stories_draft_dir / "config.json").read_text())
+    config["spire_draft"]["target_fingerprint"] = "0123456789abcdef"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = [
+        "doctor",
+        "--model",
+        str(stories_dir),
+        "--draft",
+        str(tmp_path),
+        "--url",
+        "http://127.0.0.1:9",
+        "--json",
+    ]
+    code, printed = run(arguments, capsys, monkeypatch)
+    assert code == 1
+    assert "it was trained for target 0123456789abcdef" in printed

@@ -24,7 +24,7 @@ from tests.conftest import FIXTURES
 TEXT = FIXTURES / "text" / "jowett_charmides.txt"
 
 TINY = TargetRecipe(
-    steps=420,
+    steps=320,
     tokens_per_step=64,
     short_length=16,
     long_length=32,
