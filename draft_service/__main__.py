@@ -6,14 +6,15 @@ It asks the verifier what it hosts, and refuses to start for another target than
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import faulthandler
 import hashlib
 import signal
+import socket
 import sys
-import uuid
+from collections.abc import Callable
 from pathlib import Path
 
+import grpc
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import start_http_server
@@ -50,12 +51,17 @@ async def serve(config: DraftServiceConfig) -> None:
     set_threads(config.threads)
     device = choose_device(config.device)
     draft = load_draft(config.draft, choose_dtype(config.dtype, device)).to(device)
+    server = new_server()
+    port = server.add_insecure_port(f"{config.host}:{config.port}")
     async with connect(config.verifier) as channel:
         stub = verifier_pb2_grpc.VerifierStub(channel)
         info = await stub.GetInfo(verifier_pb2.GetInfoRequest(), wait_for_ready=True)
         check_handshake(draft, info)
         identity = Identity(
-            uuid.uuid4().hex, config.draft.resolve().name, draft.draft.target_fingerprint, _hash(config.draft, info)
+            config.draft_id or _stable_id(config, port),
+            config.draft.resolve().name,
+            draft.draft.target_fingerprint,
+            _tokenizer_hash(config.draft, info),
         )
         loop = asyncio.get_running_loop()
         worker = Worker(
@@ -64,36 +70,36 @@ async def serve(config: DraftServiceConfig) -> None:
             lambda ids: asyncio.run_coroutine_threadsafe(follower.resync(ids), loop),
         )
         follower = Follower(stub, subscription(identity.draft_id, draft.draft), worker)
-        await _run(config, DraftService(identity, worker, follower), worker, follower)
+        draft_pb2_grpc.add_DraftServicer_to_server(DraftService(identity, worker, follower), server)
+        register(worker, follower)
+        worker.start()
+        try:
+            await _run(config, server, follower, lambda: _announce(config, port, worker))
+        finally:
+            worker.stop()
 
 
-async def _run(config: DraftServiceConfig, service: DraftService, worker: Worker, follower: Follower) -> None:
-    server = new_server()
+async def _run(
+    config: DraftServiceConfig, server: grpc.aio.Server, follower: Follower, announce: Callable[[], None]
+) -> None:
+    """Serve and follow until told to stop. Raises MismatchError when the verifier changes its target."""
     healthy = health.aio.HealthServicer()
-    draft_pb2_grpc.add_DraftServicer_to_server(service, server)
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
-    port = server.add_insecure_port(f"{config.host}:{config.port}")
-    register(worker, follower)
     if config.metrics_port:
         start_http_server(config.metrics_port, config.host)
-    worker.start()
     await server.start()
     await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
-    following = asyncio.create_task(follower.run())
-    stopping = asyncio.create_task(_stop_signal())
-    _announce(config, port, worker)
+    following, stopping = asyncio.create_task(follower.run()), asyncio.create_task(_stop_signal())
+    announce()
     try:
         await asyncio.wait({following, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if following.done():
             following.result()
     finally:
-        for task in (following, stopping):
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, SpireError):
-                await task
+        following.cancel()
+        stopping.cancel()
         await healthy.enter_graceful_shutdown()
         await server.stop(grace=2)
-        worker.stop()
 
 
 async def _stop_signal() -> None:
@@ -127,7 +133,13 @@ def check_handshake(draft: SpireDraft, info: verifier_pb2.GetInfoResponse) -> No
             )
 
 
-def _hash(directory: Path, info: verifier_pb2.GetInfoResponse) -> str:
+def _stable_id(config: DraftServiceConfig, port: int) -> str:
+    """The same after a restart, so that running sequences are replayed to the new process; another for each replica."""
+    name = f"{socket.gethostname()} {config.host}:{port} {config.draft.resolve()}"
+    return hashlib.sha256(name.encode()).hexdigest()[:16]
+
+
+def _tokenizer_hash(directory: Path, info: verifier_pb2.GetInfoResponse) -> str:
     """Of the draft's own tokenizer if it brings one; it works on token ids and needs none."""
     file = directory / "tokenizer.json"
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else info.tokenizer_hash

@@ -18,6 +18,7 @@ class DraftServiceConfig(BaseSettings):
 
     draft: Path = Field(description="Draft checkpoint directory.")
     verifier: str = Field(description="HOST:PORT of the verifier whose activations are followed.")
+    draft_id: str = Field("", description="Name at the verifier; must outlive restarts. Default: from host and port.")
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(50052, ge=0, le=65535, description="Port to listen on; 0 chooses a free one.")
     dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="auto: what the processor is fast in.")

@@ -1,7 +1,7 @@
 """τ through the services: mean tokens per round of speculation, with its 95 % interval.
 
 τ = accepted + 1, averaged over rounds that drafted the full k (the last rounds of a request draft less, because there
-is less to generate; that is known before the round, so leaving them out biases nothing). The interval treats contexts as
+is less to generate; that is known before the round, so leaving them out biases nothing). The interval takes contexts as
 independent and rounds of one context as not: a ratio estimate over contexts.
 """
 

@@ -1,0 +1,22 @@
+"""A tiny pair whose services start fast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.markov import write_markov_pair
+from tests.services import Services, running
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_markov_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def services(pair: tuple[Path, Path]) -> Iterator[Services]:
+    with running(*pair) as services:
+        yield services

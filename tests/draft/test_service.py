@@ -1,0 +1,217 @@
+"""The draft service as a process: it drafts for sequences that the verifier holds, and says no to everything else."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+import torch
+
+from spire.model.checkpoint import load_draft, save_draft
+from spire.rpc.channel import connect
+from spire.rpc.tensors import from_wire
+from spire.v1 import draft_pb2 as pb
+from spire.v1 import draft_pb2_grpc, tensor_pb2, verifier_pb2, verifier_pb2_grpc
+from tests.services import Services, running, start
+
+SAMPLED = tensor_pb2.Sampling(temperature=1, top_p=1, seed=5)
+GREEDY = tensor_pb2.Sampling(temperature=0, top_p=1)
+
+
+class Peers:
+    """Both model services, talked to as a gateway would."""
+
+    def __init__(self, services: Services, channels: list[grpc.aio.Channel]):
+        self.verifier = verifier_pb2_grpc.VerifierStub(channels[0])
+        self.draft = draft_pb2_grpc.DraftStub(channels[1])
+
+    async def start(self, sequence_id: str, tokens: list[int], sampling: tensor_pb2.Sampling = SAMPLED) -> int:
+        """The first token of a new sequence."""
+        info = await self.draft.GetInfo(pb.DraftGetInfoRequest())
+        message = verifier_pb2.Start(sequence_id=sequence_id, tokens=tokens, sampling=sampling, draft_id=info.draft_id)
+        call = self.verifier.Rounds(metadata=(("spire-gateway", "test"),))
+        try:
+            await call.write(verifier_pb2.RoundsRequest(start=message))
+            return (await call.read()).started.token
+        finally:
+            call.cancel()
+
+    async def propose(self, *items: pb.ProposeItem) -> list[pb.Proposal]:
+        call = self.draft.Rounds()
+        try:
+            await call.write(pb.ProposeBatch(batch_id=1, items=items))
+            return list((await call.read()).proposals)
+        finally:
+            call.cancel()
+
+
+@pytest.fixture
+async def peers(services: Services) -> AsyncIterator[Peers]:
+    assert services.draft is not None
+    async with connect(services.verifier.address) as verifier, connect(services.draft.address) as draft:
+        yield Peers(services, [verifier, draft])
+
+
+def item(
+    sequence_id: str, base: int, token: int, k: int = 4, sampling: tensor_pb2.Sampling = SAMPLED
+) -> pb.ProposeItem:
+    return pb.ProposeItem(sequence_id=sequence_id, base=base, newest_token=token, k=k, sampling=sampling)
+
+
+async def test_each_sequence_of_a_batch_gets_its_own_depth(peers: Peers) -> None:
+    tokens = {"a": await peers.start("a", [1, 2, 3]), "b": await peers.start("b", [4])}
+    proposals = await peers.propose(item("a", 3, tokens["a"], k=4), item("b", 1, tokens["b"], k=1))
+    assert [(p.sequence_id, len(p.tokens)) for p in proposals] == [("a", 4), ("b", 1)]
+
+
+async def test_q_holds_what_was_drawn_and_sums_to_one(peers: Peers) -> None:
+    token = await peers.start("q", [1, 2, 3])
+    (proposal,) = await peers.propose(item("q", 3, token))
+    ids, probabilities = from_wire(proposal.q.ids), from_wire(proposal.q.probabilities)
+    torch.testing.assert_close(probabilities.sum(dim=1), torch.ones(4))
+    assert all(drawn in row for drawn, row in zip(proposal.tokens, ids.tolist(), strict=True))
+
+
+async def test_a_greedy_sequence_carries_no_q(peers: Peers) -> None:
+    token = await peers.start("greedy", [1, 2, 3], GREEDY)
+    (proposal,) = await peers.propose(item("greedy", 3, token, sampling=GREEDY))
+    assert len(proposal.tokens) == 4
+    assert not proposal.HasField("q")
+
+
+async def test_a_proposal_that_is_asked_again_is_the_same(peers: Peers) -> None:
+    token = await peers.start("again", [7, 2, 9])
+    first, second = [await peers.propose(item("again", 3, token)) for _ in range(2)]
+    assert first == second
+
+
+async def test_a_draft_that_is_behind_proposes_nothing_after_a_bounded_wait(peers: Peers) -> None:
+    token = await peers.start("behind", [1, 2, 3])
+    began = time.monotonic()
+    late, mate = await peers.propose(item("behind", 9, token), item("a-mate", 1, 0))
+    assert time.monotonic() - began < 5
+    assert {late.sequence_id, mate.sequence_id} == {"behind", "a-mate"}
+    assert not late.tokens
+    assert not mate.tokens
+    assert late.status.code == tensor_pb2.CODE_FAILED_PRECONDITION
+    assert mate.status.code == tensor_pb2.CODE_NOT_FOUND
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"k": 99}, "k is 99"),
+        ({"newest_token": 16}, "vocabulary"),
+        ({"sampling": tensor_pb2.Sampling(temperature=float("nan"), top_p=1)}, "temperature"),
+        ({"sampling": tensor_pb2.Sampling(temperature=1, top_p=7)}, "top_p"),
+    ],
+)
+async def test_a_bad_item_is_refused_and_its_mate_is_served(peers: Peers, change: dict, says: str) -> None:
+    token = await peers.start("good", [1, 2, 3])
+    bad = item("bad", 3, 1)
+    bad.MergeFrom(pb.ProposeItem(**change))
+    proposals = {p.sequence_id: p for p in await peers.propose(bad, item("good", 3, token))}
+    assert proposals["bad"].status.code == tensor_pb2.CODE_INVALID_ARGUMENT
+    assert says in proposals["bad"].status.message
+    assert len(proposals["good"].tokens) == 4
+    await peers.verifier.Release(verifier_pb2.ReleaseRequest(sequence_ids=["good"]))
+
+
+async def test_memory_of_a_sequence_ends_with_it_at_the_verifier(peers: Peers) -> None:
+    token = await peers.start("ends", [1, 2, 3])
+    await peers.verifier.Release(verifier_pb2.ReleaseRequest(sequence_ids=["ends"]))
+
+    async def forgotten() -> bool:
+        (proposal,) = await peers.propose(item("ends", 3, token))
+        return proposal.status.code == tensor_pb2.CODE_NOT_FOUND
+
+    assert await eventually(forgotten)
+
+
+def test_state_bytes_are_the_same_at_context_100_and_200(services: Services) -> None:
+    seen = []
+    for context in (100, 200):
+        complete(services.url, {"prompt": [1] * context, "max_tokens": 4})
+        seen.append(sample(services.url, "spire_draft_state_bytes_per_sequence"))
+    assert seen[0] == seen[1] > 0
+
+
+def test_a_restarted_draft_takes_up_running_sequences(pair: tuple[Path, Path]) -> None:
+    with (
+        running(*pair) as services,
+        httpx.stream(
+            "POST",
+            f"{services.url}/v1/completions",
+            json={"prompt": [1], "max_tokens": 240, "stream": True, "ignore_eos": True},
+            timeout=60,
+        ) as response,
+    ):
+        lines = response.iter_lines()
+        next(lines)
+        assert services.draft is not None
+        services.draft.kill()
+        services.restart_draft()
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+
+
+def test_requests_are_served_while_the_draft_is_dead_and_faster_when_it_is_back(pair: tuple[Path, Path]) -> None:
+    with running(*pair) as services:
+        assert services.draft is not None
+        services.draft.kill()
+        answer = complete(services.url, {"prompt": [1], "max_tokens": 30})
+        assert answer["usage"]["completion_tokens"] == 30
+        services.restart_draft()
+        body = {"prompt": [1], "max_tokens": 30}
+        assert wait_until(lambda: accepted_tokens(complete(services.url, body)) > 0)
+
+
+def test_a_draft_of_another_target_refuses_to_start_and_names_both(
+    services: Services, pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    draft = load_draft(pair[1])
+    theirs = draft.draft.target_fingerprint
+    draft.draft = draft.draft.model_copy(update={"target_fingerprint": "0123456789abcdef"})
+    save_draft(tmp_path / "stranger", draft, torch.float32)
+    options = ["--draft", str(tmp_path / "stranger"), "--verifier", services.verifier.address, "--port", "0"]
+    with pytest.raises(RuntimeError, match="0123456789abcdef") as failure:
+        start(["-m", "draft_service", *options], tmp_path)
+    assert theirs in str(failure.value)
+    assert "Traceback" not in str(failure.value)
+
+
+def complete(url: str, body: dict) -> dict:
+    response = httpx.post(f"{url}/v1/completions", json=body | {"ignore_eos": True}, timeout=60)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def accepted_tokens(answer: dict) -> int:
+    return answer["usage"]["completion_tokens_details"]["accepted_prediction_tokens"]
+
+
+def sample(url: str, name: str) -> float:
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    return next(float(line.split()[-1]) for line in lines if line.startswith(name + " "))
+
+
+async def eventually(true: Callable, seconds: float = 10) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if await true():
+            return True
+        await asyncio.sleep(0.05)
+    return False
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 20) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if true():
+            return True
+        time.sleep(0.1)
+    return False

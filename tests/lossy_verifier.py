@@ -1,0 +1,31 @@
+"""The verifier service with a rule that accepts every draft token: the negative control of the statistical tests."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import verifier_service.step
+from spire.sampling import Purpose, SamplingRows, draw
+from spire.verification import SparseDistribution, Verdict
+from verifier_service.__main__ import main
+
+
+def accept_everything(
+    p_BTV: Tensor,
+    draft_BK: Tensor,
+    counts_B: Tensor,
+    q: SparseDistribution | None,
+    rows: SamplingRows,
+    base_B: Tensor,
+) -> Verdict:
+    row_B = torch.arange(len(p_BTV))
+    last_B = draw(p_BTV[row_B, counts_B], rows.uniform(base_B + counts_B + 1, Purpose.SAMPLE))
+    tokens_BT = torch.cat((draft_BK, draft_BK.new_zeros(len(draft_BK), 1)), dim=1)
+    return Verdict(counts_B, tokens_BT.scatter_(1, counts_B[:, None], last_B[:, None]))
+
+
+verifier_service.step.verify = accept_everything
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""A target whose next-token distribution is known exactly: attention is zeroed, so it depends on the last token alone.
+
+Every generated token is then a draw from a known row, and goodness of fit can be tested through the services.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models
+from torch import Tensor
+
+from spire.model.checkpoint import load_target, save_draft, save_target
+from spire.model.config import ModelConfig
+from spire.model.draft import prune
+from spire.model.target import Target, WholeSequence
+
+VOCABULARY = 16
+
+
+def write_markov_pair(directory: Path) -> tuple[Path, Path]:
+    """Target and draft directories. The draft is the pruned target made worse, so that q differs from p."""
+    torch.manual_seed(3)
+    config = ModelConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=256,
+    )
+    target = Target(config)
+    with torch.no_grad():
+        for name, parameter in target.named_parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(std=0.0 if name.endswith("o_proj.weight") else 0.12 if "mlp" in name else 0.25)
+    model = directory / "target"
+    save_target(model, target, torch.float32)
+    _words().save(str(model / "tokenizer.json"))
+    target, fingerprint = load_target(model)
+    draft = prune(target, fingerprint, layers=1, window=4)
+    with torch.no_grad():
+        draft.lm_head.weight.add_(torch.randn_like(draft.lm_head.weight) * 0.15)
+    save_draft(directory / "draft", draft, torch.float32)
+    return model, directory / "draft"
+
+
+def logits_after_each_token(model: Path) -> Tensor:
+    """Row x: the target's logits [V, V] for the token after x."""
+    target, _ = load_target(model)
+    tokens_V1 = torch.arange(VOCABULARY)[:, None]
+    return target.unembed(target(tokens_V1, WholeSequence(tokens_V1)).hidden_BTD)[:, 0]
+
+
+def _words() -> Tokenizer:
+    words = {f" w{index}": index for index in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token=" w0"))
+    tokenizer.decoder = decoders.Fuse()
+    return tokenizer

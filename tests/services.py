@@ -1,0 +1,116 @@
+"""The real services as processes on loopback, for tests. Ports are free ones, everything ends with the block."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+_PATIENCE_SECONDS = 90
+
+
+@dataclass
+class Service:
+    """A running service: its process, where it listens, how it was started."""
+
+    process: subprocess.Popen[bytes]
+    address: str
+    command: list[str]
+    log: Path
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout=20)
+
+
+@dataclass
+class Services:
+    """What `running` started."""
+
+    url: str
+    verifier: Service
+    gateway: Service
+    draft: Service | None = None
+    directory: Path = field(default_factory=Path)
+
+    def restart_draft(self) -> None:
+        """A new process on the old port, as a supervisor would."""
+        assert self.draft is not None
+        port = self.draft.address.rsplit(":", 1)[1]
+        command = self.draft.command.copy()
+        command[command.index("--port") + 1] = port
+        self.draft = start(command, self.directory)
+
+
+def start(command: Sequence[str], directory: Path) -> Service:
+    """Run `python <command>` and wait until it says where it listens. Raises RuntimeError with its log if it dies."""
+    ready = Path(tempfile.mktemp(dir=directory, suffix=".ready"))
+    log = ready.with_suffix(".log")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SPIRE_")}
+    process = subprocess.Popen(
+        [sys.executable, *command, "--ready-file", str(ready)],
+        env=environment | _ENVIRONMENT,
+        stdout=log.open("wb"),
+        stderr=subprocess.STDOUT,
+    )
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while not ready.exists():
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            raise RuntimeError(f"{' '.join(command)} did not start:\n{log.read_text()}")
+        time.sleep(0.02)
+    return Service(process, ready.read_text().strip(), list(command), log)
+
+
+@contextmanager
+def running(
+    model: Path,
+    draft: Path | None = None,
+    *,
+    dtype: str = "float32",
+    verifier: Sequence[str] = ("-m", "verifier_service"),
+    verifier_options: Sequence[str] = (),
+    draft_options: Sequence[str] = (),
+    gateway_options: Sequence[str] = (),
+) -> Iterator[Services]:
+    """Verifier, draft if one is given, and gateway, ready to answer."""
+    services: list[Service] = []
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        try:
+            common = ["--port", "0", "--dtype", dtype]
+            target = start([*verifier, "--model", str(model), *common, *verifier_options], directory)
+            services.append(target)
+            follower = None
+            gateway_command = ["-m", "gateway", "--verifier", target.address, "--port", "0", *gateway_options]
+            if draft is not None:
+                options = ["--draft", str(draft), "--verifier", target.address, *common, *draft_options]
+                follower = start(["-m", "draft_service", *options], directory)
+                services.append(follower)
+                gateway_command += ["--draft", follower.address]
+            gateway = start(gateway_command, directory)
+            services.append(gateway)
+            system = Services(f"http://{gateway.address}", target, gateway, follower, directory)
+            yield system
+            services.append(system.draft or gateway)
+        finally:
+            for service in services:
+                if service.process.poll() is None:
+                    service.process.terminate()
+            for service in services:
+                try:
+                    service.process.wait(timeout=10)
+                except subprocess.TimeoutExpired:
+                    service.kill()
