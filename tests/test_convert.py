@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import pytest
@@ -106,3 +107,19 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         convert_llama2c(tmp_path / "absent.bin", SOURCE / "tok512.model", tmp_path)
     with pytest.raises(CheckpointError, match=r"absent\.model does not exist"):
         convert_llama2c(SOURCE / "stories260K.bin", tmp_path / "absent.model", tmp_path)
+
+
+@torch.no_grad()
+def test_a_classifier_of_its_own_is_read(stories_dir: Path, tmp_path: Path) -> None:
+    """A negative vocabulary size announces one, at the end of the file. Here: twice the embedding, so twice the logits."""
+    header, body = (SOURCE / "stories260K.bin").read_bytes()[:28], (SOURCE / "stories260K.bin").read_bytes()[28:]
+    fields = list(struct.unpack("<7i", header))
+    fields[5] = -fields[5]
+    doubled = 2 * torch.frombuffer(bytearray(body), dtype=torch.float32)[: 512 * 64]
+    (tmp_path / "own.bin").write_bytes(struct.pack("<7i", *fields) + body + doubled.numpy().tobytes())
+    convert_llama2c(tmp_path / "own.bin", SOURCE / "tok512.model", tmp_path / "own")
+    tokens = torch.tensor([[1, 403, 407, 261, 378]])
+    shared, own = (load_target(directory)[0] for directory in (stories_dir, tmp_path / "own"))
+    logits = [target.unembed(target(tokens, WholeSequence(tokens)).hidden_BTD) for target in (shared, own)]
+    assert not own.config.tie_word_embeddings
+    assert torch.equal(2 * logits[0], logits[1])
