@@ -111,7 +111,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_a_classifier_of_its_own_is_read(stories_dir: Path, tmp_path: Path) -> None:
-    """A negative vocabulary size announces one, at the end of the file. Here: twice the embedding, so twice the logits."""
+    """A negative vocabulary announces one, at the end of the file. Here: twice the embedding, so twice the logits."""
     header, body = (SOURCE / "stories260K.bin").read_bytes()[:28], (SOURCE / "stories260K.bin").read_bytes()[28:]
     fields = list(struct.unpack("<7i", header))
     fields[5] = -fields[5]
