@@ -47,7 +47,7 @@ class ProposeAnswer:
 class Worker:
     """Owns the drafter. Call `start` once; everything else may be called from any thread."""
 
-    def __init__(self, drafter: Drafter, wait_seconds: float, on_gap: Callable[[list[str]], None]):
+    def __init__(self, drafter: Drafter, wait_seconds: float, on_gap: Callable[[list[str]], object]):
         self.drafter = drafter
         self.busy_seconds = 0.0
         self._wait, self._on_gap = wait_seconds, on_gap

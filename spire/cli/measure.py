@@ -66,6 +66,35 @@ def eval_acceptance(
         Console().print(_acceptance_table(cells))
 
 
+@evaluate.command("target")
+def eval_target(
+    model: Model = None,
+    data: Data = None,
+    windows: Annotated[int, typer.Option(help="Windows of 2,001 tokens to measure on.", min=2)] = 200,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """A target's bits per byte on held-out text, and its loss on the same tokens early and late in the context."""
+    from tokenizers import Tokenizer
+
+    from spire.model.checkpoint import load_target
+    from spire.training.evaluation import evaluate_target
+
+    directory = choose_pair(model, "off").model
+    prompts = PromptSource(directory, data or [BUNDLED_TEXT]).cut(windows, 2001, seed)
+    with _progress(as_json) as progress:
+        task = progress.add_task("windows", total=windows)
+        tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        figures = evaluate_target(load_target(directory)[0], tokenizer, prompts, lambda: progress.advance(task))
+    if as_json:
+        typer.echo(json.dumps({"target": figures.to_json()}))
+        return
+    table = Table("figure", "value", title=f"{directory.name} on {figures.tokens:,} tokens")
+    for name, value in figures.to_json().items():
+        table.add_row(name, f"{value:.4f}" if isinstance(value, float) else str(value))
+    Console().print(table)
+
+
 def bench(
     url: Url = _DEFAULT_URL,
     model: Model = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
@@ -26,7 +27,7 @@ GREEDY = tensor_pb2.Sampling(temperature=0, top_p=1)
 class Peers:
     """Both model services, talked to as a gateway would."""
 
-    def __init__(self, services: Services, channels: list[grpc.aio.Channel]):
+    def __init__(self, channels: list[grpc.aio.Channel]):
         self.verifier = verifier_pb2_grpc.VerifierStub(channels[0])
         self.draft = draft_pb2_grpc.DraftStub(channels[1])
 
@@ -50,11 +51,17 @@ class Peers:
             call.cancel()
 
 
-@pytest.fixture
-async def peers(services: Services) -> AsyncIterator[Peers]:
+@asynccontextmanager
+async def connected(services: Services) -> AsyncIterator[Peers]:
     assert services.draft is not None
     async with connect(services.verifier.address) as verifier, connect(services.draft.address) as draft:
-        yield Peers(services, [verifier, draft])
+        yield Peers([verifier, draft])
+
+
+@pytest.fixture
+async def peers(services: Services) -> AsyncIterator[Peers]:
+    async with connected(services) as peers:
+        yield peers
 
 
 def item(
@@ -157,6 +164,24 @@ def test_a_restarted_draft_takes_up_running_sequences(pair: tuple[Path, Path]) -
         services.draft.kill()
         services.restart_draft()
         assert [line for line in lines if line][-1] == "data: [DONE]"
+
+
+async def test_a_restarted_draft_drafts_the_same_for_sequences_that_were_running(pair: tuple[Path, Path]) -> None:
+    with running(*pair) as services:
+        async with connected(services) as peers:
+            token = await peers.start("running", [1, 2, 3, 4, 5, 6, 7])
+            (before,) = await peers.propose(item("running", 7, token))
+        assert services.draft is not None
+        services.draft.kill()
+        services.restart_draft()
+        async with connected(services) as peers:
+
+            async def same_again() -> bool:
+                (after,) = await peers.propose(item("running", 7, token))
+                return after == before
+
+            assert len(before.tokens) == 4
+            assert await eventually(same_again)
 
 
 def test_requests_are_served_while_the_draft_is_dead_and_faster_when_it_is_back(pair: tuple[Path, Path]) -> None:
