@@ -43,9 +43,7 @@ class Speculation(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     draft: str = "auto"
-    k: int | None = Field(
-        default=None, ge=0, le=64, description="draft tokens a round; capped by what the services take"
-    )
+    k: int | None = Field(default=None, ge=0, le=64, description="draft tokens a round; capped by the services")
     rule: Literal["rejection"] | None = None
 
 
