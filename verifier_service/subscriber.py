@@ -25,6 +25,8 @@ class Subscriber:
         self._loop, self._ask_replay, self._max_bytes = loop, ask_replay, max_bytes
         self._pending: deque[pb.ActivationsResponse] = deque()
         self._pending_bytes = 0
+        # A replay may be larger than the queue is meant to get: it counts on top.
+        self._limit = max_bytes
         self._behind = False
         self._ended: list[str] = []
         self._closed = False
@@ -51,7 +53,9 @@ class Subscriber:
                 self._ended += message.ended
             else:
                 self._push(message)
-        if self._pending_bytes > self._max_bytes and not delivery.whole_replay:
+        if delivery.whole_replay:
+            self._limit = self._max_bytes + self._pending_bytes
+        elif self._pending_bytes > self._limit:
             self._drop()
             self._behind = True
         self._something.set()

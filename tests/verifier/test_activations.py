@@ -1,0 +1,216 @@
+"""Activations: what a draft holds after any history is what the target computes over the whole sequence."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+import torch
+
+from spire.model.target import Target
+from spire.v1 import tensor_pb2 as codes
+from spire.v1 import verifier_pb2 as pb
+from spire.v1 import verifier_pb2_grpc as rpc
+from tests.verifier.conftest import Running
+from tests.verifier.harness import Client, Follower, Verifier, plain_greedy, prompt_of, whole_taps
+from verifier_service.activations import MAX_FRAME_BYTES, Delivery, frames
+from verifier_service.subscriber import Subscriber
+
+WINDOW, SINK = 8, 1
+
+
+async def begin(client: Client, name: str, length: int, draft_id: str = "draft") -> pb.Started:
+    started = await client.start(name, prompt_of(length), draft_id=draft_id)
+    assert started.status.code == codes.CODE_OK
+    return started
+
+
+async def rounds(client: Client, target: Target, name: str, length: int, depths: list[tuple[int, int]]) -> list[int]:
+    """Greedy rounds with (right, wrong) draft tokens each. Returns all committed tokens."""
+    wanted = plain_greedy(target, prompt_of(length), 60)
+    done = 1
+    for round_, (right, wrong) in enumerate(depths, 1):
+        draft = [*wanted[done : done + right], *([(wanted[done + right] + 1) % 300] * wrong)]
+        block = pb.VerifyItem(sequence_id=name, round=round_, base=length + done - 1, draft_tokens=draft)
+        (result,) = await client.verify(block)
+        assert result.accepted == right
+        done += right + 1
+    return [*prompt_of(length), *wanted[: done - 1]]
+
+
+async def assert_holds(follower: Follower, target: Target, name: str, tokens: list[int], positions: set[int]) -> None:
+    """Read until the last position has arrived; then compare every row with a forward over the whole sequence."""
+    while len(tokens) - 1 not in follower.rows.get(name, {}):
+        await follower.read()
+    assert set(follower.rows[name]) == positions
+    expected = whole_taps(target, tokens, follower.layers)
+    for position, row in follower.rows[name].items():
+        torch.testing.assert_close(row, expected[position], atol=1e-4, rtol=1e-4)
+
+
+def kept(length: int) -> set[int]:
+    return {*range(min(SINK, length)), *range(max(0, length - WINDOW), length)}
+
+
+@pytest.mark.parametrize("length", [1, 2, 8, 9, 10, 60])
+async def test_the_first_frame_is_the_sink_and_the_window(verifier: Verifier, target: Target, length: int) -> None:
+    follower, client = await verifier.follower(), verifier.client()
+    await begin(client, "a", length)
+    await assert_holds(follower, target, "a", prompt_of(length), kept(length))
+    assert [span.reset for span in follower.messages[0].spans] == [True, False][: len(follower.messages[0].spans)]
+
+
+async def test_accepted_positions_follow_and_rejected_ones_never_do(verifier: Verifier, target: Target) -> None:
+    follower, client = await verifier.follower(), verifier.client()
+    await begin(client, "a", 20)
+    tokens = await rounds(client, target, "a", 20, [(0, 0), (2, 3), (0, 4), (4, 0)])
+    assert len(tokens) == 20 + 1 + 3 + 1 + 5
+    await assert_holds(follower, target, "a", tokens, kept(20) | set(range(20, 30)))
+
+
+async def test_one_step_is_one_message_for_all_sequences_of_a_draft(verifier: Verifier) -> None:
+    follower, client = await verifier.follower(), verifier.client()
+    for name, length in (("a", 5), ("b", 30), ("c", 9)):
+        await begin(client, name, length)
+        await follower.read()
+    items = [pb.VerifyItem(sequence_id=n, round=1, base=base) for n, base in (("c", 9), ("a", 5), ("b", 30))]
+    await client.verify(*items)
+    message = await follower.read()
+    assert sorted((span.sequence_id, span.start, span.count) for span in message.spans) == [
+        ("a", 5, 1),
+        ("b", 30, 1),
+        ("c", 9, 1),
+    ]
+    assert list(message.rows.shape) == [3, 2, 32]
+
+
+async def test_chunked_prefill_equals_whole_prefill(running: Running, target: Target) -> None:
+    """Chunks of 16 shared by several prompts: first tokens and activations are those of the whole prompt."""
+    async with running(prefill_budget=16) as verifier:
+        follower, client = await verifier.follower(), verifier.client()
+        lengths = {"a": 100, "b": 7, "c": 33, "d": 4}
+        for name, length in lengths.items():
+            await client.send_start(name, prompt_of(length), draft_id="draft")
+        for _ in lengths:
+            started = (await client.read()).started
+            prompt = prompt_of(lengths[started.sequence_id])
+            assert [started.token] == plain_greedy(target, prompt, 1)
+        for name, length in lengths.items():
+            await assert_holds(follower, target, name, prompt_of(length), kept(length))
+
+
+async def test_a_returning_draft_is_replayed(verifier: Verifier, target: Target) -> None:
+    first, client = await verifier.follower(), verifier.client()
+    await begin(client, "a", 20)
+    await begin(client, "b", 3)
+    await first.close()
+    tokens = await rounds(client, target, "a", 20, [(2, 1), (0, 1), (3, 0)])
+    second = await verifier.follower()
+    await assert_holds(second, target, "a", tokens, kept(len(tokens)))
+    await assert_holds(second, target, "b", prompt_of(3), kept(3))
+
+
+async def test_a_newer_subscription_ends_the_older(verifier: Verifier, target: Target) -> None:
+    first, client = await verifier.follower(), verifier.client()
+    await begin(client, "a", 20)
+    second = await verifier.follower()
+    await assert_holds(second, target, "a", prompt_of(20), kept(20))
+    await first.read()
+    with pytest.raises(AssertionError, match="has ended"):
+        await first.read()
+
+
+async def test_resync_replays_what_is_held_and_names_the_rest(verifier: Verifier, target: Target) -> None:
+    follower, client = await verifier.follower(), verifier.client()
+    await begin(client, "a", 20)
+    await follower.read()
+    follower.rows.clear()
+    request = pb.ResyncRequest(draft_id="draft", sequence_ids=["a", "nobody"])
+    assert list((await client.stub.Resync(request)).unknown) == ["nobody"]
+    await assert_holds(follower, target, "a", prompt_of(20), kept(20))
+
+
+async def test_each_draft_gets_its_own_sequences_and_layers(verifier: Verifier, target: Target) -> None:
+    mine, other, client = await verifier.follower("mine"), await verifier.follower("other"), verifier.client()
+    await begin(client, "a", 20, "mine")
+    await begin(client, "b", 12, "other")
+    await begin(client, "c", 12, "")
+    tokens = await rounds(client, target, "a", 20, [(1, 1)])
+    await assert_holds(mine, target, "a", tokens, kept(20) | {20, 21})
+    await assert_holds(other, target, "b", prompt_of(12), kept(12))
+    assert (set(mine.rows), set(other.rows)) == ({"a"}, {"b"})
+
+
+async def test_a_draft_is_told_which_sequences_ended(verifier: Verifier) -> None:
+    follower, client = await verifier.follower(), verifier.client()
+    await begin(client, "a", 20)
+    await begin(client, "b", 20)
+    assert await client.release("a", "nobody") == 1
+    while not follower.ended:
+        await follower.read()
+    assert follower.ended == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"target_fingerprint": "ffff"}, "ffff"),
+        ({"protocol_version": 99}, "99"),
+        ({"tapped_layers": [3]}, "tapped layer 3"),
+        ({"tapped_layers": []}, "tapped layers"),
+        ({"window": 0}, "window"),
+    ],
+)
+async def test_a_draft_of_another_kind_is_refused(verifier: Verifier, change: dict[str, object], said: str) -> None:
+    follower = Follower(verifier.address, verifier.info)
+    request = follower.request
+    await follower.close()
+    for name, value in change.items():
+        request.ClearField(name)  # type: ignore[arg-type]
+        request.MergeFrom(pb.ActivationsRequest(**{name: value}))  # type: ignore[arg-type]
+    stub = rpc.VerifierStub(verifier.client().channel)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Activations(request).read()
+    assert said in str(caught.value.details())
+    if "target_fingerprint" in change:
+        assert verifier.info.target_fingerprint in str(caught.value.details()), "both values are named"
+
+
+def test_frames_hold_at_most_a_megabyte() -> None:
+    rows_RND = torch.randn(3000, 2, 256)
+    spans = [pb.ActivationSpan(sequence_id="a", start=4, count=2500, reset=True)]
+    spans.append(pb.ActivationSpan(sequence_id="b", start=0, count=500, reset=True))
+    found = list(frames(spans, rows_RND))
+    assert all(len(message.rows.data) <= MAX_FRAME_BYTES for message in found)
+    assert b"".join(message.rows.data for message in found) == rows_RND.numpy().tobytes()
+    pieces = [span for message in found for span in message.spans]
+    for name, start, count in (("a", 4, 2500), ("b", 0, 500)):
+        mine = [span for span in pieces if span.sequence_id == name]
+        assert [span.reset for span in mine] == [True] + [False] * (len(mine) - 1)
+        assert [p for s in mine for p in range(s.start, s.start + s.count)] == list(range(start, start + count))
+
+
+async def test_a_slow_subscriber_loses_its_queue_and_asks_for_a_replay() -> None:
+    """It is never delivered a gap: after an overflow comes nothing but the replay and what follows it."""
+    asked: list[bool] = []
+    subscriber = Subscriber(asyncio.get_running_loop(), lambda: asked.append(True), max_bytes=100)
+
+    def frame(name: str, ended: str | None = None) -> pb.ActivationsResponse:
+        rows = codes.Tensor(data=bytes(60))
+        return pb.ActivationsResponse(
+            spans=[pb.ActivationSpan(sequence_id=name)], rows=rows, ended=[ended] if ended else []
+        )
+
+    subscriber.deliver(Delivery([frame("1"), frame("2", ended="x")]))
+    subscriber.deliver(Delivery([frame("3", ended="y")]))
+    await asyncio.sleep(0)
+    messages = subscriber.messages()
+    waiting = asyncio.ensure_future(anext(messages))
+    await asyncio.sleep(0)
+    assert asked == [True]
+    assert not waiting.done()
+    subscriber.deliver(Delivery([frame("replay 1"), frame("replay 2")], whole_replay=True))
+    subscriber.deliver(Delivery([]))
+    assert list((await waiting).ended) == ["x", "y"]
+    assert [(await anext(messages)).spans[0].sequence_id for _ in range(2)] == ["replay 1", "replay 2"]

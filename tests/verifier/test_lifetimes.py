@@ -1,0 +1,118 @@
+"""Slots: taken by Start, freed by Release or by the lease of a gateway that stays away."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import torch
+
+from spire.model.target import Target
+from spire.v1 import tensor_pb2 as codes
+from spire.v1 import verifier_pb2 as pb
+from tests.verifier.conftest import Running
+from tests.verifier.harness import Verifier, plain_greedy, prompt_of
+
+
+async def until(condition: object, seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, "it did not happen in time"
+        await asyncio.sleep(0.01)
+
+
+async def test_slots_run_out_and_release_frees_them(running: Running, target: Target) -> None:
+    async with running(max_sequences=2) as verifier:
+        client = verifier.client()
+        for name in ("a", "b"):
+            assert (await client.start(name, prompt_of(9))).status.code == codes.CODE_OK
+        assert (await client.start("c", prompt_of(9))).status.code == codes.CODE_RESOURCE_EXHAUSTED
+        assert await client.release("a") == 1
+        started = await client.start("c", prompt_of(30))
+        assert [started.token] == plain_greedy(target, prompt_of(30), 1)
+        (gone,) = await client.verify(pb.VerifyItem(sequence_id="a", round=1, base=9))
+        assert gone.status.code == codes.CODE_NOT_FOUND
+
+
+async def test_release_while_prefilling_frees_the_slot(running: Running) -> None:
+    async with running(prefill_budget=1, max_sequences=1) as verifier:
+        client = verifier.client()
+        await client.send_start("a", prompt_of(199))
+        await until(lambda: verifier.engine.sequences)
+        assert await client.release("a") == 1
+        assert (await client.start("b", prompt_of(3))).sequence_id == "b"
+
+
+async def test_a_gateway_that_stays_away_loses_its_sequences(running: Running) -> None:
+    async with running(lease_seconds=0.3) as verifier:
+        gone, stays = verifier.client("gone"), verifier.client("stays")
+        await gone.start("a", prompt_of(9))
+        await stays.start("b", prompt_of(9))
+        await gone.close()
+        await until(lambda: set(verifier.engine.sequences) == {"b"})
+        assert verifier.engine.steps.cache.free_slots == 7
+
+
+async def test_a_gateway_that_returns_in_time_keeps_its_sequences(running: Running) -> None:
+    async with running(lease_seconds=0.4) as verifier:
+        first = verifier.client("gateway")
+        started = await first.start("a", prompt_of(9))
+        await first.close()
+        second = verifier.client("gateway")
+        assert await second.start("a", prompt_of(9)) == started
+        await asyncio.sleep(0.6)
+        (result,) = await second.verify(pb.VerifyItem(sequence_id="a", round=1, base=9))
+        assert result.status.code == codes.CODE_OK
+
+
+async def test_decoding_goes_on_between_the_chunks_of_a_long_prompt(running: Running) -> None:
+    """With a budget of one token a prompt of 199 takes 199 chunks; rounds of another sequence pass in between."""
+    async with running(prefill_budget=1) as verifier:
+        client, other = verifier.client(), verifier.client("other")
+        started = await client.start("a", prompt_of(2))
+        await other.send_start("long", prompt_of(199))
+        await until(lambda: "long" in verifier.engine.sequences)
+        for round_ in range(1, 6):
+            await client.verify(pb.VerifyItem(sequence_id="a", round=round_, base=started.base + round_ - 1))
+        assert verifier.engine.sequences["long"].started is None
+        (early,) = await client.verify(pb.VerifyItem(sequence_id="long", round=1, base=199))
+        assert early.status.code == codes.CODE_FAILED_PRECONDITION
+        assert (await other.read()).started.base == 199
+
+
+async def test_numbers_that_are_not_finite_fail_their_sequence_only(verifier: Verifier, target: Target) -> None:
+    """The cache of one sequence is damaged: its mates decode on, and its slot is clean for the next one."""
+    client, prompt = verifier.client(), prompt_of(9)
+    damaged = await client.start("damaged", prompt)
+    await client.start("mate", prompt)
+    slot = verifier.engine.sequences["damaged"].slot
+    verifier.engine.steps.cache.values[0][slot, :, 0] = float("nan")
+    items = [pb.VerifyItem(sequence_id=name, round=1, base=damaged.base) for name in ("damaged", "mate")]
+    bad, good = await client.verify(*items)
+    assert (bad.status.code, good.status.code) == (codes.CODE_DATA_LOSS, codes.CODE_OK)
+    assert list(good.tokens) == plain_greedy(target, prompt, 2)[1:]
+    await client.release("damaged")
+    again = await client.start("again", prompt_of(40))
+    assert verifier.engine.sequences["again"].slot == slot
+    assert [again.token] == plain_greedy(target, prompt_of(40), 1)
+
+
+async def test_a_failing_step_is_answered_and_the_engine_lives_on(verifier: Verifier) -> None:
+    client = verifier.client()
+    started = await client.start("a", prompt_of(9))
+    head = verifier.engine.steps.target.lm_head
+    kept, head.weight = head.weight, torch.nn.Parameter(torch.zeros(3, 3), requires_grad=False)
+    block = pb.VerifyItem(sequence_id="a", round=1, base=started.base)
+    (failed,) = await client.verify(block)
+    assert failed.status.code == codes.CODE_DATA_LOSS
+    head.weight = kept
+    (recovered,) = await client.verify(block)
+    assert recovered.status.code == codes.CODE_OK
+
+
+async def test_an_idle_engine_sleeps(verifier: Verifier) -> None:
+    client = verifier.client()
+    await client.start("a", prompt_of(9))
+    used = time.process_time()
+    await asyncio.sleep(0.5)
+    assert time.process_time() - used < 0.25
