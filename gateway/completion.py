@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from gateway.engine import Engine
@@ -216,20 +217,21 @@ def speculation_figures(sequences: list[Sequence]) -> dict[str, Any]:
     """What speculation did for these sequences; every round counts, whether it had draft tokens or not."""
     rounds = sum(sequence.rounds for sequence in sequences)
     drafted = sum(sequence.drafted for sequence in sequences)
-    depth = max((len(sequence.accepted_histogram) for sequence in sequences), default=0)
-    histogram = [0] * depth
-    for sequence in sequences:
-        for accepted, times in enumerate(sequence.accepted_histogram):
-            histogram[accepted] += times
+    histogram = _sum([sequence.accepted_histogram for sequence in sequences])
     accepted = sum(number * times for number, times in enumerate(histogram))
     return {
         "mean_acceptance_length": 1 + accepted / rounds if rounds else None,
         "draft_acceptance_rate": accepted / drafted if drafted else None,
         "acceptance_histogram": histogram,
+        "full_depth_histogram": _sum([sequence.full_depth_histogram for sequence in sequences]),
         "num_spec_steps": rounds,
         "num_accepted_draft_tokens": accepted,
         "num_draft_tokens": drafted,
     }
+
+
+def _sum(histograms: list[list[int]]) -> list[int]:
+    return [sum(times) for times in zip_longest(*histograms, fillvalue=0)]
 
 
 def sequences_of(engine: Engine, request: CompletionRequest, model: Model, prompt: list[int]) -> list[Sequence]:

@@ -78,6 +78,8 @@ class Scheduler:
         sequence.rounds += 1
         sequence.drafted += drafted
         _count(sequence.accepted_histogram, accepted)
+        if sequence.depth == sequence.k:
+            _count(sequence.full_depth_histogram, accepted)
         kept = self._extend(sequence, tokens)
         sequence.accepted += min(accepted, kept)
         return kept

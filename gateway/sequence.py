@@ -75,6 +75,8 @@ class Sequence:
     accepted: int = 0
     # accepted_histogram[a] = rounds in which a draft tokens were accepted.
     accepted_histogram: list[int] = field(default_factory=list)
+    # The same of rounds with room for k tokens before max_tokens: what τ at k is the mean of.
+    full_depth_histogram: list[int] = field(default_factory=list)
 
     moments: Moments = field(default_factory=Moments)
     listener: Callable[[], None] = _no_listener

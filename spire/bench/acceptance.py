@@ -1,8 +1,8 @@
 """τ through the services: mean tokens per round of speculation, with its 95 % interval.
 
-τ = accepted + 1, averaged over rounds that drafted the full k (the last rounds of a request draft less, because there
-is less to generate; that is known before the round, so leaving them out biases nothing). The interval takes contexts as
-independent and rounds of one context as not: a ratio estimate over contexts.
+τ = accepted + 1, averaged over rounds with room for k draft tokens (the last rounds of a request draft less, because
+there is less to generate; that is known before the round, so leaving them out biases nothing). Rounds in which the draft
+had nothing to say count. The interval takes contexts as independent and rounds of one context as not: a ratio estimate.
 """
 
 from __future__ import annotations
@@ -67,5 +67,5 @@ def ratio_with_interval(numerators: list[float], denominators: list[int]) -> tup
 
 
 def _histogram(completed: Completed, k: int) -> list[int]:
-    counts = list(completed.metrics["speculative_decoding"]["acceptance_histogram"])
+    counts = list(completed.metrics["speculative_decoding"]["full_depth_histogram"])
     return (counts + [0] * (k + 1))[: k + 1]

@@ -15,7 +15,7 @@ from spire.bench.client import BenchError, Client, Completed, Request
 ROUND_SECONDS = "spire_round_seconds_total"
 ROUNDS = "spire_rounds_total"
 # The parts of a round that are the two model steps, forward and sampling; everything else is overhead.
-MODEL_PARTS = {"draft_model", "verify_forward", "verify_sample"}
+MODEL_PARTS = {"propose", "verify_forward", "verify_sample"}
 
 
 @dataclass(frozen=True)

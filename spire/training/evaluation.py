@@ -42,7 +42,7 @@ class TargetFigures:
 def evaluate_target(
     target: Target, tokenizer: Tokenizer, prompts: list[list[int]], advance: Callable[[], None]
 ) -> TargetFigures:
-    """Figures over windows of `_LATE[1]` tokens, each beginning with the start token. Raises DataError for shorter ones."""
+    """Figures over windows of 2,001 tokens, each beginning with the start token. Raises DataError for other lengths."""
     if any(len(prompt) != _LATE[1] + 1 for prompt in prompts):
         raise DataError(f"windows must have {_LATE[1] + 1} tokens")
     losses, early, late, size = [], [], [], 0
