@@ -40,7 +40,7 @@ class SamplingRows:
     choice_B: Tensor
 
     @property
-    def greedy_B(self) -> Tensor:  # noqa: N802
+    def greedy_B(self) -> Tensor:
         return self.temperature_B == 0
 
     def select(self, index: Tensor) -> SamplingRows:

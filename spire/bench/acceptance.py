@@ -1,8 +1,8 @@
 """τ through the services: mean tokens per round of speculation, with its 95 % interval.
 
 τ = accepted + 1, averaged over rounds with room for k draft tokens (the last rounds of a request draft less, because
-there is less to generate; that is known before the round, so leaving them out biases nothing). Rounds in which the draft
-had nothing to say count. The interval takes contexts as independent and rounds of one context as not: a ratio estimate.
+there is less to generate; that is known before the round, so leaving them out biases nothing). Rounds in which the
+draft had nothing to say count. The interval takes contexts as independent and rounds of one context as not.
 """
 
 from __future__ import annotations

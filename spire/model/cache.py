@@ -23,6 +23,11 @@ from spire.model.config import ModelConfig
 # Columns that can be written but never committed, so that a padded row has somewhere to put its garbage.
 _SLACK = 64
 
+# A gathered row is read, written and read again. A row that nobody asked for is read once, but also computed: that is
+# cheap beside reading its cache only while there are few new tokens.
+_GATHER_COST = 1.5
+_FEW_TOKENS = 32
+
 
 class TargetCache:
     """Keys and values of `slots` sequences of up to `capacity` committed positions each."""
@@ -71,6 +76,15 @@ class TargetCache:
                 tensor[slot].zero_()
         self.lengths[slot] = 0
         heapq.heappush(self._free, slot)
+
+    def neighbourhood(self, slots: Sequence[int], new_tokens: int) -> Sequence[int]:
+        """The range of slots around these, given in ascending order, when reading it beats gathering them.
+
+        Appending to the slots in between is harmless: what is not committed is overwritten.
+        """
+        around = range(slots[0], slots[-1] + 1)
+        cheap = new_tokens <= _FEW_TOKENS and len(around) <= _GATHER_COST * len(slots)
+        return around if cheap else slots
 
     def view(self, slots: Sequence[int], new_tokens: int) -> BatchView:
         """What one forward needs to append `new_tokens` positions to each of these slots."""

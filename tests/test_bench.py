@@ -1,0 +1,103 @@
+"""The measurements measure: figures agree with what the services answered, on a real small pair."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from spire.bench.acceptance import acceptance, ratio_with_interval
+from spire.bench.client import BenchError, Client, Request
+from spire.bench.prompts import PromptSource
+from spire.bench.throughput import measure
+from spire.cli import app
+from spire.errors import DataError
+from tests.services import Services, running
+
+
+@pytest.fixture(scope="module")
+def services(stories_dir: Path, stories_draft_dir: Path) -> Iterator[Services]:
+    with running(stories_dir, stories_draft_dir) as services:
+        yield services
+
+
+@pytest.fixture(scope="module")
+def source(stories_dir: Path, prose: list[Path]) -> PromptSource:
+    return PromptSource(stories_dir, prose)
+
+
+def test_prompts_begin_with_the_start_token_and_are_as_long_as_asked(source: PromptSource) -> None:
+    prompts = source.cut(count=7, length=40, seed=1)
+    assert [len(prompt) for prompt in prompts] == [40] * 7
+    assert {prompt[0] for prompt in prompts} == {source.start}
+    assert source.cut(count=7, length=40, seed=1) == prompts
+
+
+def test_text_that_is_too_short_is_refused_with_its_length(source: PromptSource) -> None:
+    with pytest.raises(DataError, match="no text is 1000000 tokens long"):
+        source.cut(count=1, length=1_000_000, seed=0)
+
+
+def test_the_interval_covers_the_true_ratio_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(0)
+    covered = 0
+    for _ in range(400):
+        rounds = rng.integers(5, 20, size=50)
+        tokens = [float(rng.binomial(4, 0.5, size=n).sum() + n) for n in rounds]
+        tau, half_width = ratio_with_interval(tokens, rounds.tolist())
+        covered += abs(tau - 3.0) < half_width
+    # 95 % of 400 with a standard error of 4.4.
+    assert 360 <= covered <= 397
+
+
+def test_tau_is_what_the_answers_say(services: Services, source: PromptSource) -> None:
+    async def run() -> list:
+        async with Client(services.url, concurrency=4) as client:
+            return await client.complete_all(Request(max_tokens=33, k=3), source.cut(8, 50, seed=2))
+
+    completions = asyncio.run(run())
+    cell = acceptance(completions, context=50, k=3, temperature=1.0)
+    rounds = sum(c.metrics["speculative_decoding"]["num_spec_steps"] for c in completions)
+    assert cell.rounds + cell.short_rounds == rounds
+    assert cell.short_rounds < rounds / 4
+    assert cell.tau == pytest.approx(1 + sum(cell.prefix_acceptance))
+    assert 1 < cell.tau < 4
+    assert 0 < cell.tau_ci95 < 1
+    assert cell.generated == 8 * 33
+
+
+def test_the_split_of_a_round_adds_up_and_draft_bytes_do_not_grow(services: Services, source: PromptSource) -> None:
+    async def run(context: int) -> tuple:
+        async with Client(services.url, concurrency=4) as client:
+            return await measure(client, Request(max_tokens=20), source.cut(4, context, seed=3), context)
+
+    short, long = asyncio.run(run(30)), asyncio.run(run(300))
+    assert set(short.round_ms) == {"propose", "verify_forward", "verify_sample", "wire", "gateway"}
+    assert all(ms >= 0 for ms in short.round_ms.values())
+    assert 0 < short.overhead < 1
+    assert short.draft_state_bytes_per_sequence == long.draft_state_bytes_per_sequence > 0
+    assert math.isfinite(long.decode_tokens_per_second)
+
+
+def test_commands_print_json_for_machines(services: Services, stories_dir: Path, prose: list[Path]) -> None:
+    common = ["--url", services.url, "--model", str(stories_dir), "--data", str(prose[0]), "--generate", "8", "--json"]
+    evaluated = CliRunner().invoke(app, ["eval", "acceptance", "--contexts", "4", "--context", "20,30", *common])
+    assert evaluated.exit_code == 0, evaluated.output
+    assert [cell["context"] for cell in json.loads(evaluated.stdout)["acceptance"]] == [20, 30]
+    options = ["--concurrency", "2", "--context", "20", "--repeats", "1"]
+    benched = CliRunner().invoke(app, ["bench", *options, *common])
+    assert benched.exit_code == 0, benched.output
+    assert [cell["k"] for cell in json.loads(benched.stdout)["bench"]] == [0, 4]
+
+
+def test_a_gateway_that_is_not_there_is_named(stories_dir: Path, prose: list[Path]) -> None:
+    options = ["--url", "http://127.0.0.1:9", "--model", str(stories_dir), "--data", str(prose[0]), "--context", "20"]
+    result = CliRunner().invoke(app, ["eval", "acceptance", "--contexts", "2", *options])
+    assert isinstance(result.exception, BenchError)
+    assert "spire up" in str(result.exception)
