@@ -328,7 +328,7 @@ class Engine:
         models = (proposals.model_seconds, verified.forward_seconds, verified.sample_seconds)
         asked = proposals.asked_seconds + asked_seconds
         wire = max(0.0, asked - sum(models))
-        self.metrics.round((*models, wire, seconds - max(asked, sum(models))), sequences)
+        self.metrics.round((*models, wire, max(0.0, seconds - max(asked, sum(models)))), sequences)
 
     # -- what happens to sequences -----------------------------------------------------------------------------------
 

@@ -230,3 +230,15 @@ def test_sigterm_ends_the_gateway_cleanly_with_a_request_in_flight(fragile: tupl
 def test_importing_the_gateway_imports_no_torch() -> None:
     code = "import sys, gateway.__main__; assert not {'torch', 'numpy'} & set(sys.modules), 'torch or numpy'"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_who_leaves_gives_the_place_at_the_verifier_back(stories_dir: Path) -> None:
+    with running(stories_dir, verifier_options=["--max-sequences", "1"]) as system:
+        api = Api(system.url)
+        for _ in range(3):
+            body = {"prompt": PROMPT, "stream": True} | LONG
+            with api.http.stream("POST", "/v1/completions", json=body) as response:
+                next(response.iter_lines())
+            began = time.monotonic()
+            assert api.text(PROMPT, max_tokens=2, temperature=0)
+            assert time.monotonic() - began < 1.0
