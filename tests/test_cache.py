@@ -137,3 +137,10 @@ def test_neighbouring_slots_are_read_where_they_lie(target: Target) -> None:
     new = torch.zeros(2, config.num_key_value_heads, 1, config.head_dim)
     keys, _ = cache.view([1, 2], 1).append(0, new, new)
     assert keys.data_ptr() == cache.keys[0][1].data_ptr()
+
+
+def test_a_few_gaps_between_slots_are_read_over_and_many_are_not(target: Target) -> None:
+    cache = TargetCache(target.config, slots=9, capacity=CAPACITY)
+    assert list(cache.neighbourhood([2, 3, 5, 7], new_tokens=5)) == [2, 3, 4, 5, 6, 7]
+    assert list(cache.neighbourhood([0, 3, 8], new_tokens=5)) == [0, 3, 8]
+    assert list(cache.neighbourhood([2, 3, 5, 7], new_tokens=500)) == [2, 3, 5, 7]

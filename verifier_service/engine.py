@@ -351,11 +351,15 @@ class Engine:
                 self._finish_start(sequence, outcome.tokens[row][0])
 
     def _choose_chunk(self) -> tuple[list[Sequence], int]:
-        """The oldest prompt takes what it needs of the budget; others join with chunks no longer than its own."""
-        oldest = self._prefilling[0]
-        remaining = len(oldest.prompt_L) - self.steps.cache.lengths[oldest.slot]
-        length = min(remaining, self._prefill_budget)
-        chosen = self._prefilling[: max(1, self._prefill_budget // length)]
+        """The oldest prompt takes what it needs of the budget; others of about that length share its chunk."""
+
+        def remaining(sequence: Sequence) -> int:
+            return len(sequence.prompt_L) - self.steps.cache.lengths[sequence.slot]
+
+        oldest, *others = self._prefilling
+        length = min(remaining(oldest), self._prefill_budget)
+        alike = [sequence for sequence in others if remaining(sequence) <= 2 * length]
+        chosen = [oldest, *alike][: max(1, self._prefill_budget // length)]
         return sorted(chosen, key=lambda sequence: sequence.slot), length
 
     def _finish_start(self, sequence: Sequence, token: int) -> None:

@@ -89,7 +89,15 @@ class ModelSteps:
         return Outcome(finite, accepted, tokens, output.taps_BTND, forwarded - began, time.perf_counter() - forwarded)
 
     def _append(self, slots: Rows[int], tokens_BT: Tensor) -> TargetOutput:
-        return self.target(tokens_BT, self.cache.view(slots, tokens_BT.shape[1]), self.tapped_layers)
+        """One forward over these slots, in ascending order; a few that lie between them may be fed along."""
+        around = self.cache.neighbourhood(slots, tokens_BT.shape[1])
+        view = self.cache.view(around, tokens_BT.shape[1])
+        if len(around) == len(slots):
+            return self.target(tokens_BT, view, self.tapped_layers)
+        rows_B = torch.tensor(slots, device=self.device) - around[0]
+        tokens_NT = tokens_BT.new_zeros(len(around), tokens_BT.shape[1]).index_copy_(0, rows_B, tokens_BT)
+        hidden_NTD, taps_NTND = self.target(tokens_NT, view, self.tapped_layers)
+        return TargetOutput(hidden_NTD[rows_B], None if taps_NTND is None else taps_NTND[rows_B])
 
     def _commit(self, slots: Rows[int], counts: Rows[int], finite: Rows[bool]) -> None:
         self.cache.commit(slots, [count if sound else 0 for count, sound in zip(counts, finite, strict=True)])

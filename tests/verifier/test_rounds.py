@@ -229,3 +229,20 @@ async def test_answers_carry_their_own_timings(verifier: Verifier) -> None:
         assert 0 < timings.forward_seconds <= timings.total_seconds < 5
         assert timings.queue_seconds >= 0
         assert timings.sample_seconds > 0
+
+
+@pytest.mark.parametrize("batch", [(0, 2, 3), (1, 2), (0, 5), (3, 1, 5, 0)])
+async def test_sequences_between_those_of_a_batch_are_untouched(
+    verifier: Verifier, target: Target, batch: tuple[int, ...]
+) -> None:
+    """Some batches are read together with what lies between them, others gathered: nobody notices."""
+    client = verifier.client()
+    prompts = [prompt_of(20 + 3 * n) for n in range(6)]
+    got = [[(await client.start(str(n), prompt)).token] for n, prompt in enumerate(prompts)]
+    for members in (batch, range(6)):
+        done = [len(tokens) for tokens in got]
+        blocks = [item(str(n), done[n], len(prompts[n]) + done[n] - 1, [7, 7]) for n in members]
+        for n, result in zip(members, await client.verify(*blocks), strict=True):
+            got[n] += result.tokens
+    for prompt, tokens in zip(prompts, got, strict=True):
+        assert tokens == plain_greedy(target, prompt, len(tokens))
