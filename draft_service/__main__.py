@@ -6,11 +6,8 @@ It asks the verifier what it hosts, and refuses to start for another target than
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 import hashlib
-import signal
 import socket
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,32 +15,28 @@ import grpc
 import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import start_http_server
-from pydantic_settings import CliApp
 
-from draft_service.activations import Follower, subscription
 from draft_service.config import DraftServiceConfig
+from spire.errors import MismatchError
+from spire.process import announce, run, stop_signal
+
+# isort: split
+from draft_service.activations import Follower, subscription
 from draft_service.drafter import Drafter
 from draft_service.metrics import register
 from draft_service.service import DraftService, Identity
 from draft_service.worker import Worker
-from spire.errors import MismatchError, SpireError
 from spire.model.checkpoint import load_draft
 from spire.model.draft import SpireDraft
 from spire.model.placement import choose_device, choose_dtype, set_threads
 from spire.rpc.channel import PROTOCOL_VERSION, connect, new_server
 from spire.v1 import draft_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 
-log = structlog.get_logger()
+log = structlog.get_logger("draft_service")
 
 
 def main() -> None:
-    faulthandler.register(signal.SIGUSR1)
-    config = CliApp.run(DraftServiceConfig)
-    try:
-        asyncio.run(serve(config))
-    except SpireError as error:
-        print(f"draft_service: {error}", file=sys.stderr)
-        sys.exit(2)
+    run("draft_service", DraftServiceConfig, serve)
 
 
 async def serve(config: DraftServiceConfig) -> None:
@@ -80,7 +73,7 @@ async def serve(config: DraftServiceConfig) -> None:
 
 
 async def _run(
-    config: DraftServiceConfig, server: grpc.aio.Server, follower: Follower, announce: Callable[[], None]
+    config: DraftServiceConfig, server: grpc.aio.Server, follower: Follower, say: Callable[[], None]
 ) -> None:
     """Serve and follow until told to stop. Raises MismatchError when the verifier changes its target."""
     healthy = health.aio.HealthServicer()
@@ -89,8 +82,8 @@ async def _run(
         start_http_server(config.metrics_port, config.host)
     await server.start()
     await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
-    following, stopping = asyncio.create_task(follower.run()), asyncio.create_task(_stop_signal())
-    announce()
+    following, stopping = asyncio.create_task(follower.run()), asyncio.create_task(stop_signal())
+    say()
     try:
         await asyncio.wait({following, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if following.done():
@@ -102,20 +95,10 @@ async def _run(
         await server.stop(grace=2)
 
 
-async def _stop_signal() -> None:
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    await stop.wait()
-
-
 def _announce(config: DraftServiceConfig, port: int, worker: Worker) -> None:
     address = f"{config.host}:{port}"
-    log.info("draft service listens", address=address, bytes_per_sequence=worker.drafter.memory.bytes_per_sequence())
-    if config.ready_file:
-        part = config.ready_file.with_suffix(".part")
-        part.write_text(address)
-        part.replace(config.ready_file)
+    log.info("listening", address=address, bytes_per_sequence=worker.drafter.memory.bytes_per_sequence())
+    announce(config.ready_file, address)
 
 
 def check_handshake(draft: SpireDraft, info: verifier_pb2.GetInfoResponse) -> None:

@@ -196,7 +196,7 @@ def test_a_draft_of_another_target_stops_the_gateway_from_starting(
         result = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=60)
     finally:
         verifier.stop()
-    assert result.returncode == 1
+    assert result.returncode == 2
     refusal = json.loads(result.stderr.splitlines()[-1])
     assert refusal["event"] == "refusing to start"
     draft_has = json.loads((stories_draft_dir / "config.json").read_text())["spire_draft"]["target_fingerprint"]

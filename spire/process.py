@@ -1,0 +1,87 @@
+"""A service as a process: one way to read its options, to fail, to say where it listens, to stop.
+
+Import it before torch. What it does not know: what the service does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+# Two services share the cores: a thread that waits must not spin. OpenMP reads this when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import structlog
+from pydantic import ValidationError
+from pydantic_settings import BaseSettings, CliApp, SettingsError
+
+from spire.errors import SpireError
+
+Config = TypeVar("Config", bound=BaseSettings)
+
+_CANNOT_START = 2
+
+
+def run(name: str, config: type[Config], serve: Callable[[Config], Awaitable[None]]) -> None:
+    """Serve until `serve` returns. What cannot start says why in one line on stderr and exits with code 2."""
+    faulthandler.register(signal.SIGUSR1)
+    _log_as_json()
+    try:
+        options = CliApp.run(config, cli_args=[_long_option(argument) for argument in sys.argv[1:]])
+        with contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(_finish(serve(options)))
+    except (SpireError, SettingsError) as error:
+        _fail(name, str(error))
+    except ValidationError as error:
+        _fail(
+            name, "; ".join(f"--{'.'.join(map(str, e['loc'])).replace('_', '-')}: {e['msg']}" for e in error.errors())
+        )
+
+
+async def _finish(serving: Awaitable[None]) -> None:
+    await serving
+
+
+def _long_option(argument: str) -> str:
+    """`--k` as `-k`: the settings library gives a name of one letter one dash only."""
+    return argument[1:] if len(argument.split("=")[0]) == 3 and argument.startswith("--") else argument
+
+
+def _fail(name: str, message: str) -> None:
+    print(f"{name}: {message}", file=sys.stderr)
+    sys.exit(_CANNOT_START)
+
+
+async def stop_signal() -> None:
+    """Returns when SIGTERM or SIGINT comes."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    await stop.wait()
+
+
+def announce(ready_file: Path | None, address: str) -> None:
+    """Write HOST:PORT into the ready file, whole or not at all: whoever waits for it can connect."""
+    if ready_file is not None:
+        unfinished = ready_file.with_name(ready_file.name + ".part")
+        unfinished.write_text(address)
+        os.replace(unfinished, ready_file)
+
+
+def _log_as_json() -> None:
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso"),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ],
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
