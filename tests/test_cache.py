@@ -16,6 +16,21 @@ from spire.model.target import Target, WholeSequence
 V, CAPACITY = 40, 100
 
 
+class OnePage(TargetCache):
+    """Read as on a GPU: a stretch of one page that holds everything."""
+
+    def __init__(self, config: ModelConfig, slots: int, capacity: int):
+        super().__init__(config, slots, capacity)
+        self.paged = False
+        assert self.pages == 1
+
+
+@pytest.fixture(autouse=True, params=["small pages", "one page", "as on a GPU"])
+def new_cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[TargetCache]:
+    monkeypatch.setattr("spire.model.cache._PAGE", 16 if request.param == "small pages" else 256)
+    return OnePage if request.param == "as on a GPU" else TargetCache
+
+
 @pytest.fixture(scope="module", params=[1, 2, 4], ids=lambda heads: f"{heads} key heads")
 def target(request: pytest.FixtureRequest) -> Target:
     torch.manual_seed(0)
@@ -46,11 +61,11 @@ def whole_logits(target: Target, tokens_L: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_ragged_appends_equal_the_whole_sequence(target: Target, seed: int) -> None:
+def test_ragged_appends_equal_the_whole_sequence(target: Target, new_cache: type[TargetCache], seed: int) -> None:
     """Any subset of the slots, in any order, any number of tokens of which only some are committed, up to the brim."""
     random_ = random.Random(seed)
     torch.manual_seed(seed)
-    cache = TargetCache(target.config, slots=5, capacity=CAPACITY)
+    cache = new_cache(target.config, slots=5, capacity=CAPACITY)
     slots = [cache.allocate() for _ in range(5)]
     tokens_NL = torch.randint(V, (5, CAPACITY + 40))
     expected = [whole_logits(target, tokens_L[:CAPACITY]) for tokens_L in tokens_NL]
@@ -77,9 +92,9 @@ def _agreeing(fed_T: Tensor, wanted_L: Tensor, start: int, limit: int) -> int:
     return int(same.cumprod(0).sum())
 
 
-def test_rejected_tokens_never_change_later_logits(target: Target) -> None:
+def test_rejected_tokens_never_change_later_logits(target: Target, new_cache: type[TargetCache]) -> None:
     tokens_L = torch.randint(V, (30,))
-    clean, dirty = (TargetCache(target.config, slots=1, capacity=CAPACITY) for _ in range(2))
+    clean, dirty = (new_cache(target.config, slots=1, capacity=CAPACITY) for _ in range(2))
     for cache in (clean, dirty):
         cache.allocate()
         target(tokens_L[None, :10], cache.view([0], 10))
@@ -90,8 +105,8 @@ def test_rejected_tokens_never_change_later_logits(target: Target) -> None:
     assert torch.equal(a, b)
 
 
-def test_a_new_sequence_sees_nothing_of_the_slots_former_one(target: Target) -> None:
-    cache = TargetCache(target.config, slots=1, capacity=CAPACITY)
+def test_a_new_sequence_sees_nothing_of_the_slots_former_one(target: Target, new_cache: type[TargetCache]) -> None:
+    cache = new_cache(target.config, slots=1, capacity=CAPACITY)
     cache.allocate()
     target(torch.randint(V, (1, 90)), cache.view([0], 90))
     cache.commit([0], [90])
@@ -102,8 +117,8 @@ def test_a_new_sequence_sees_nothing_of_the_slots_former_one(target: Target) -> 
     torch.testing.assert_close(logits_TV, whole_logits(target, tokens_L), atol=1e-4, rtol=1e-4)
 
 
-def test_a_scrubbed_slot_forgets_numbers_that_are_not_finite(target: Target) -> None:
-    cache = TargetCache(target.config, slots=1, capacity=CAPACITY)
+def test_a_scrubbed_slot_forgets_numbers_that_are_not_finite(target: Target, new_cache: type[TargetCache]) -> None:
+    cache = new_cache(target.config, slots=1, capacity=CAPACITY)
     cache.allocate()
     for tensor in (*cache.keys, *cache.values):
         tensor.fill_(float("nan"))
@@ -112,8 +127,8 @@ def test_a_scrubbed_slot_forgets_numbers_that_are_not_finite(target: Target) -> 
     assert target(torch.tensor([[1, 2, 3]]), cache.view([0], 3)).hidden_BTD.isfinite().all()
 
 
-def test_slots_are_given_lowest_first_and_run_out(target: Target) -> None:
-    cache = TargetCache(target.config, slots=3, capacity=CAPACITY)
+def test_slots_are_given_lowest_first_and_run_out(target: Target, new_cache: type[TargetCache]) -> None:
+    cache = new_cache(target.config, slots=3, capacity=CAPACITY)
     assert [cache.allocate() for _ in range(3)] == [0, 1, 2]
     with pytest.raises(OutOfCapacity, match="all 3"):
         cache.allocate()
@@ -123,24 +138,25 @@ def test_slots_are_given_lowest_first_and_run_out(target: Target) -> None:
     assert cache.allocate() == 0
 
 
-def test_committing_beyond_the_capacity_is_refused(target: Target) -> None:
-    cache = TargetCache(target.config, slots=1, capacity=CAPACITY)
+def test_committing_beyond_the_capacity_is_refused(target: Target, new_cache: type[TargetCache]) -> None:
+    cache = new_cache(target.config, slots=1, capacity=CAPACITY)
     cache.allocate()
     with pytest.raises(OutOfCapacity):
         cache.commit([0], [CAPACITY + 1])
 
 
-def test_neighbouring_slots_are_read_where_they_lie(target: Target) -> None:
+def test_neighbouring_slots_are_read_where_they_lie(target: Target, new_cache: type[TargetCache]) -> None:
     """Attention over a batch of neighbours gathers nothing: it gets the pool's own memory."""
-    cache = TargetCache(target.config, slots=4, capacity=CAPACITY)
+    cache = new_cache(target.config, slots=4, capacity=CAPACITY)
     config = target.config
     new = torch.zeros(2, config.num_key_value_heads, 1, config.head_dim)
     keys, _ = cache.view([1, 2], 1).append(0, new, new)
-    assert keys.data_ptr() == cache.keys[0][1].data_ptr()
+    assert keys.data_ptr() == cache.keys[0][:, 1].data_ptr()
+    assert not cache.paged or all(page.is_contiguous() for page in keys)
 
 
-def test_a_few_gaps_between_slots_are_read_over_and_many_are_not(target: Target) -> None:
-    cache = TargetCache(target.config, slots=9, capacity=CAPACITY)
+def test_a_few_gaps_between_slots_are_read_over_and_many_are_not(target: Target, new_cache: type[TargetCache]) -> None:
+    cache = new_cache(target.config, slots=9, capacity=CAPACITY)
     assert list(cache.neighbourhood([2, 3, 5, 7], new_tokens=5)) == [2, 3, 4, 5, 6, 7]
     assert list(cache.neighbourhood([0, 3, 8], new_tokens=5)) == [0, 3, 8]
     assert list(cache.neighbourhood([2, 3, 5, 7], new_tokens=500)) == [2, 3, 5, 7]

@@ -1,11 +1,12 @@
-"""The target's cache: a block table whose block, on a CPU, is a whole slot of contiguous positions.
+"""The target's cache: a block table whose blocks, on a CPU, are pages of neighbouring slots.
 
-Slots are preallocated, so nothing is gathered when the batch's slots are neighbours: attention reads the pool itself.
+Page p holds positions p · C to (p + 1) · C of every slot, contiguous, so a batch whose slots are neighbours reads the
+pool itself and only as many pages as its longest sequence needs: nothing is gathered, nothing copied.
 `append` writes behind the committed length; only `commit` moves that length. So a rejected token is simply never
 committed, and the next append overwrites it. A batch is ragged: short rows are padded, their padding likewise.
 
-Shapes: B sequences, T new positions, S attended positions, G key/value heads, K head width.
-What it does not know: pages smaller than a slot, and sharing of prefixes.
+Shapes: P pages of C positions, B sequences, T new positions, S attended positions, G key/value heads, K head width.
+What it does not know: pages that are allocated one by one, and sharing of prefixes.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from torch import Tensor
 from spire.errors import OutOfCapacity
 from spire.model.config import ModelConfig
 
-# Columns that can be written but never committed, so that a padded row has somewhere to put its garbage.
-_SLACK = 64
+# Positions per page on a CPU. On a GPU one page holds everything: kernels there read a stretch without copying it.
+_PAGE = 256
 
 # A gathered row is read, written and read again. A row that nobody asked for is read once, but also computed: that is
 # cheap beside reading its cache only while there are few new tokens.
@@ -42,16 +43,15 @@ class TargetCache:
     ):
         self.capacity = capacity
         self.lengths = [0] * slots
-        width = capacity + _SLACK - capacity % _SLACK
-        shape = (slots, config.num_key_value_heads, width, config.head_dim)
+        # At least one column more than can be committed: there the padding of full rows goes.
+        pages = capacity // _PAGE + 1
+        self.paged = torch.device(device).type == "cpu"
+        self.pages, self.page = (pages, _PAGE) if self.paged else (1, pages * _PAGE)
+        shape = (self.pages, slots, config.num_key_value_heads, self.page, config.head_dim)
         # Zeros, not empty: attention weighs masked columns with 0, and 0 times a stray NaN is NaN.
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)]
         self._free = list(range(slots))
-
-    @property
-    def width(self) -> int:
-        return self.keys[0].shape[2]
 
     @property
     def bytes(self) -> int:
@@ -73,7 +73,7 @@ class TargetCache:
         """Give a slot back. `scrub` clears it, for a sequence whose numbers were not finite."""
         if scrub:
             for tensor in (*self.keys, *self.values):
-                tensor[slot].zero_()
+                tensor[:, slot].zero_()
         self.lengths[slot] = 0
         heapq.heappush(self._free, slot)
 
@@ -104,42 +104,38 @@ class BatchView:
     def __init__(self, cache: TargetCache, slots: Sequence[int], new_tokens: int):
         self._cache = cache
         self._slots = slots
-        lengths = [cache.lengths[slot] for slot in slots]
-        self._start = lengths[0] if min(lengths) == max(lengths) else None
         self._neighbours = all(b - a == 1 for a, b in pairwise(slots))
-        self._width = self._attended(max(lengths) + new_tokens)
+        lengths = [cache.lengths[slot] for slot in slots]
+        last_column = cache.pages * cache.page - 1
+        self._needed = min(max(lengths) + new_tokens, last_column + 1)
         device, dtype = cache.keys[0].device, cache.keys[0].dtype
         self._slots_B = torch.tensor(slots, device=device)
         self.positions_BT = torch.tensor(lengths, device=device)[:, None] + torch.arange(new_tokens, device=device)
         # Padding of a row that is nearly full piles up in the last column, which is never committed.
-        self._columns_BT = self.positions_BT.clamp(max=cache.width - 1)
-        hidden_BTS = torch.arange(self._width, device=device) > self._columns_BT[..., None]
+        columns_BT = self.positions_BT.clamp(max=last_column)
+        self._page_BT, self._column_BT = columns_BT // cache.page, columns_BT % cache.page
+        attended = self._pages_needed * cache.page if cache.paged else self._needed
+        hidden_BTS = torch.arange(attended, device=device) > columns_BT[..., None]
         mask = torch.zeros(hidden_BTS.shape, dtype=dtype, device=device)
         self.mask: Tensor | None = mask.masked_fill_(hidden_BTS, torch.finfo(dtype).min).unsqueeze(1)
 
-    def _attended(self, needed: int) -> int:
-        """Beyond half the slot, reading all of it beats copying the slice that a matmul makes of it."""
-        whole = self._cache.width
-        return whole if needed > whole // 2 else needed
+    @property
+    def _pages_needed(self) -> int:
+        return -(-self._needed // self._cache.page)
 
     def append(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new positions of one layer; return all keys and values that may be attended, [B, G, S, K]."""
+        """Store the new positions of one layer; return all keys and values that may be attended.
+
+        They come in pages, [P, B, G, C, K], or as [B, G, S, K] where one page holds everything.
+        """
         keys, values = self._cache.keys[layer], self._cache.values[layer]
-        self._store(keys, keys_BGTK)
-        self._store(values, values_BGTK)
+        for pool, new_BGTK in ((keys, keys_BGTK), (values, values_BGTK)):
+            pool[self._page_BT, self._slots_B[:, None], :, self._column_BT] = new_BGTK.transpose(1, 2)
         return self._rows(keys), self._rows(values)
 
-    def _store(self, pool: Tensor, new_BGTK: Tensor) -> None:
-        end = (self._start or 0) + new_BGTK.shape[2]
-        if self._start is not None and self._neighbours and end <= pool.shape[2]:
-            self._block(pool)[:, :, self._start : end] = new_BGTK
-        else:
-            pool[self._slots_B[:, None], :, self._columns_BT] = new_BGTK.transpose(1, 2)
-
     def _rows(self, pool: Tensor) -> Tensor:
+        pool = pool[: self._pages_needed] if self._cache.paged else pool[0, :, :, : self._needed]
+        slot_dimension = pool.ndim - 4
         if self._neighbours:
-            return self._block(pool)[:, :, : self._width]
-        return pool[:, :, : self._width].index_select(0, self._slots_B)
-
-    def _block(self, pool: Tensor) -> Tensor:
-        return pool[self._slots[0] : self._slots[0] + len(self._slots)]
+            return pool.narrow(slot_dimension, self._slots[0], len(self._slots))
+        return pool.index_select(slot_dimension, self._slots_B)

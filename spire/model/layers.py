@@ -57,6 +57,8 @@ def attend(queries_BHTK: Tensor, keys_BGSK: Tensor, values_BGSK: Tensor, mask_B1
     """Softmax attention with grouped queries, [B, H, T, K].
 
     `mask` is additive, or None for causal attention of a sequence over itself. Every row must see at least one key.
+    Without gradients keys and values may come in pages, [P, B, G, C, K] with S = P · C: a CPU's matrix product copies
+    whatever is not contiguous, and a page is, while a stretch of a longer slot is not.
     """
     B, H, T, K = queries_BHTK.shape
     if mask_B1TS is None:
@@ -68,11 +70,25 @@ def attend(queries_BHTK: Tensor, keys_BGSK: Tensor, values_BGSK: Tensor, mask_B1
             queries_BHTK, keys_BGSK, values_BGSK, attn_mask=mask_B1TS, enable_gqa=keys_BGSK.shape[1] != H
         )
     # Queries of one group become rows of one product, so that each key and value byte is read once.
-    G, S = keys_BGSK.shape[1:3]
+    G = keys_BGSK.shape[-3]
     queries = (queries_BHTK * K**-0.5).reshape(B, G, (H // G) * T, K)
-    scores = (queries @ keys_BGSK.transpose(-1, -2)).view(B, G, H // G, T, S)
-    weights = (scores + mask_B1TS[:, :, None]).softmax(dim=-1)
-    return (weights.view(B, G, -1, S) @ values_BGSK).view(B, H, T, K)
+    key_pages, value_pages = _pages(keys_BGSK), _pages(values_BGSK)
+    scores = _joined([queries @ page.transpose(-1, -2) for page in key_pages])
+    weights = (scores.view(B, G, H // G, T, -1) + mask_B1TS[:, :, None]).softmax(dim=-1).view_as(scores)
+    shares = weights.split(value_pages[0].shape[-2], dim=-1)
+    attended = shares[0] @ value_pages[0]
+    for share, page in zip(shares[1:], value_pages[1:], strict=True):
+        attended += share @ page
+    return attended.view(B, H, T, K)
+
+
+def _pages(x: Tensor) -> tuple[Tensor, ...]:
+    """[B, G, S, K] is one page of all positions; [P, B, G, C, K] are P pages of C positions each."""
+    return x.unbind(0) if x.ndim == 5 else (x,)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 class Attention(nn.Module):
