@@ -29,7 +29,7 @@ from verifier_service.metrics import VerifierMetrics
 from verifier_service.sequence import Reply, Sequence, check_start
 from verifier_service.step import ModelSteps, Outcome
 
-log = structlog.get_logger()
+log = structlog.get_logger("verifier_service")
 Result = TypeVar("Result")
 
 

@@ -20,7 +20,7 @@ from verifier_service.activations import Taps
 from verifier_service.engine import Engine, StartTask, VerifyTask
 from verifier_service.subscriber import Subscriber
 
-log = structlog.get_logger()
+log = structlog.get_logger("verifier_service")
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def process(
     ready, metrics_port = tmp_path_factory.mktemp("run") / "ready", free_port()
     environment = ONE_THREAD | {"SPIRE_VERIFIER_MAX_SEQUENCES": "3", "SPIRE_VERIFIER_READY_FILE": str(ready)}
     options = ("--model", model_dir, "--port", 0, "--metrics-port", metrics_port, "--dtype", "float32")
-    with subprocess.Popen(command(*options), env=environment, stdout=subprocess.PIPE, text=True) as started:
+    with subprocess.Popen(command(*options), env=environment, stderr=subprocess.PIPE, text=True) as started:
         deadline = time.monotonic() + 60
         while not ready.exists() and started.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -66,7 +66,7 @@ def test_metrics_are_served(process: tuple[subprocess.Popen[str], str, int]) -> 
 
 def test_sigterm_ends_it_cleanly(process: tuple[subprocess.Popen[str], str, int]) -> None:
     process[0].send_signal(signal.SIGTERM)
-    output, _ = process[0].communicate(timeout=20)
+    _, output = process[0].communicate(timeout=20)
     assert process[0].returncode == 0
     assert "verifier service listens" in output
 
