@@ -24,7 +24,7 @@ from spire.rpc.errors import OK, item_status
 from spire.v1 import tensor_pb2
 from spire.v1 import verifier_pb2 as pb
 from verifier_service.activations import Advance, Deliver, Publisher, Taps
-from verifier_service.batch import Block, Limits, pad, q_problems, read_block
+from verifier_service.batch import Block, Limits, RaggedBatch, pad, q_problems, read_block
 from verifier_service.metrics import VerifierMetrics
 from verifier_service.sequence import Reply, Sequence, check_start
 from verifier_service.step import ModelSteps, Outcome
@@ -212,21 +212,14 @@ class Engine:
         tasks = self._take_batches()
         if not tasks:
             return
-        entries = self._without_unsound_q(self._admissible(tasks))
-        forward = sample = 0.0
-        if entries:
-            try:
-                outcome = self._verify(entries)
-                forward, sample = outcome.forward_seconds, outcome.sample_seconds
-            except Exception as error:
-                log.exception("a verification step failed", sequences=len(entries))
-                self._refuse_all(entries, NotFinite(f"the verifier could not run this step: {error}"))
-                outcome = None
+        entries, batch = self._with_sound_q(self._admissible(tasks))
+        outcome = self._verify(entries, batch) if batch else None
+        forward, sample = (outcome.forward_seconds, outcome.sample_seconds) if outcome else (0.0, 0.0)
         for task in tasks:
             timings = _timings(taken - task.received, forward, sample, time.perf_counter() - taken)
             result = pb.VerifyBatchResult(batch_id=task.batch.batch_id, results=task.results, timings=timings)
             task.reply(pb.RoundsResponse(verified=result))
-        if entries and outcome:
+        if outcome:
             advances = [
                 _advance(entry.block.sequence, entry.block.base, accepted + 1 if sound else 0)
                 for entry, accepted, sound in zip(entries, outcome.accepted, outcome.finite, strict=True)
@@ -272,48 +265,57 @@ class Engine:
         base = self.steps.cache.lengths[sequence.slot]
         return sequence.stored_answer(item, base) or read_block(item, sequence, base, self.limits)
 
-    def _without_unsound_q(self, entries: list[_Entry]) -> list[_Entry]:
-        if all(entry.block.width == 0 for entry in entries):
-            return entries
+    def _with_sound_q(self, entries: list[_Entry]) -> tuple[list[_Entry], RaggedBatch | None]:
+        """The entries whose q can be used, and their batch; none when there are none."""
+        if not entries:
+            return [], None
         batch = pad([entry.block for entry in entries], self.steps.device)
         problems = q_problems(batch, self.limits.vocab_size)
+        if not any(problems):
+            return entries, batch
         for entry, problem in zip(entries, problems, strict=True):
             if problem:
                 self._refuse(entry.task, entry.index, InvalidRequest(problem))
-        return [entry for entry, problem in zip(entries, problems, strict=True) if not problem]
+        sound = [entry for entry, problem in zip(entries, problems, strict=True) if not problem]
+        return sound, pad([entry.block for entry in sound], self.steps.device) if sound else None
 
     def _refuse(self, task: VerifyTask, index: int, error: SpireError) -> None:
         item, status = task.batch.items[index], item_status(error)
         self._count_refusal(status)
         task.results[index] = pb.VerifyResult(sequence_id=item.sequence_id, round=item.round, status=status)
 
-    def _refuse_all(self, entries: Rows[_Entry], error: SpireError) -> None:
-        for entry in entries:
-            self._refuse(entry.task, entry.index, error)
-
-    def _verify(self, entries: Rows[_Entry]) -> Outcome:
-        batch = pad([entry.block for entry in entries], self.steps.device)
-        outcome = self.steps.verify(batch)
+    def _verify(self, entries: Rows[_Entry], batch: RaggedBatch) -> Outcome | None:
+        """Run the step and write each entry's result. A step that fails is answered and changes nothing."""
+        try:
+            outcome = self.steps.verify(batch)
+        except Exception as error:
+            log.exception("a verification step failed", sequences=len(entries))
+            for entry in entries:
+                self._refuse(entry.task, entry.index, NotFinite(f"the verifier could not run this step: {error}"))
+            return None
         for row, entry in enumerate(entries):
-            sequence, block = entry.block.sequence, entry.block
-            if not outcome.finite[row]:
-                sequence.poisoned = True
-                self._refuse(entry.task, entry.index, _not_finite(sequence))
-                continue
-            answer = pb.VerifyResult(
-                sequence_id=sequence.id,
-                round=block.round,
-                status=OK,
-                accepted=outcome.accepted[row],
-                tokens=outcome.tokens[row],
-            )
-            sequence.advance(block.base, answer)
-            entry.task.results[entry.index] = answer
+            self._conclude(entry, outcome, row)
         self._count_step("verify", outcome, sum(batch.counts) + len(batch.counts))
         self.metrics.tokens.inc(sum(len(tokens) for tokens in outcome.tokens))
         self.metrics.draft_tokens.inc(sum(batch.counts))
         self.metrics.accepted_tokens.inc(sum(outcome.accepted))
         return outcome
+
+    def _conclude(self, entry: _Entry, outcome: Outcome, row: int) -> None:
+        sequence, block = entry.block.sequence, entry.block
+        if not outcome.finite[row]:
+            sequence.poisoned = True
+            self._refuse(entry.task, entry.index, _not_finite(sequence))
+            return
+        answer = pb.VerifyResult(
+            sequence_id=sequence.id,
+            round=block.round,
+            status=OK,
+            accepted=outcome.accepted[row],
+            tokens=outcome.tokens[row],
+        )
+        sequence.advance(block.base, answer)
+        entry.task.results[entry.index] = answer
 
     def _count_step(self, kind: str, outcome: Outcome, positions: int) -> None:
         self.metrics.steps.labels(kind).inc()
