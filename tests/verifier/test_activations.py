@@ -114,9 +114,9 @@ async def test_a_returning_draft_is_replayed(verifier: Verifier, target: Target)
 async def test_a_newer_subscription_ends_the_older(verifier: Verifier, target: Target) -> None:
     first, client = await verifier.follower(), verifier.client()
     await begin(client, "a", 20)
+    await first.read()
     second = await verifier.follower()
     await assert_holds(second, target, "a", prompt_of(20), kept(20))
-    await first.read()
     with pytest.raises(AssertionError, match="has ended"):
         await first.read()
 
