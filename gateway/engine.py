@@ -29,6 +29,8 @@ from spire.v1 import draft_pb2, tensor_pb2, verifier_pb2
 
 # How long to leave a verifier alone that had no place for a sequence.
 _FULL_PAUSE = 0.05
+# How long a new verifier's first sequences wait for the draft to follow it: what starts before then is never drafted.
+_DRAFT_PATIENCE = 1.0
 _PATROL = 0.25
 
 log = structlog.get_logger("gateway")
@@ -60,6 +62,7 @@ class Engine:
         self._ended = asyncio.Event()
         self._unreleased: list[str] = []
         self._admit_from = 0.0
+        self._met_verifier_at = 0.0
         # When the verifier was lost, and when a prefill last made progress.
         self._lost_at = time.monotonic()
         self._progress_at = time.monotonic()
@@ -168,10 +171,12 @@ class Engine:
         return self.verifier.up and bool(scheduler.running or startable)
 
     def _may_admit(self) -> bool:
-        return time.monotonic() >= self._admit_from
+        now = time.monotonic()
+        draft_may_come = self.draft is not None and not self.draft.up and now < self._met_verifier_at + _DRAFT_PATIENCE
+        return now >= self._admit_from and not draft_may_come
 
     def _pause(self) -> float:
-        return min(_PATROL, max(0.001, self._admit_from - time.monotonic())) if not self._may_admit() else _PATROL
+        return min(_PATROL, max(0.01, self._admit_from - time.monotonic())) if not self._may_admit() else _PATROL
 
     def _patrol(self) -> None:
         """Nothing happened for a while although something should: see whether patience is over."""
@@ -386,15 +391,16 @@ class Engine:
 
     def _on_verifier(self, before: Model | None, model: Model) -> None:
         self.scheduler.capacity = min(self.config.max_batch, model.info.max_sequences or self.config.max_batch)
-        if before is not None and before.info.epoch != model.info.epoch:
+        if before is None or before.info.epoch != model.info.epoch:
             self._unreleased.clear()
+            self._met_verifier_at = time.monotonic()
+            if self.draft:
+                self.draft.reset()
         if before is not None and before.info.target_fingerprint != model.info.target_fingerprint:
             old, new = before.info.target_fingerprint, model.info.target_fingerprint
             changed = MismatchError(f"the verifier now serves another target: {new!r} instead of {old!r}")
             log.error("target changed", reason=str(changed))
             self.finish(list(self.scheduler.waiting), "error", changed)
-            if self.draft:
-                self.draft.reset()
         self._wakeup.set()
 
     def _on_verifier_lost(self) -> None:

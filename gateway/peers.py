@@ -239,7 +239,7 @@ class DraftPeer(Peer[draft_pb2.ProposeBatchResult]):
         self._stub = DraftStub(self._channel)
 
     async def handshake(self) -> None:
-        """Raises MismatchError when this draft belongs to another target than the one that is served."""
+        """Raises MismatchError for a draft of another target, PeerLost for one that does not follow it yet."""
         info = await self._stub.GetInfo(draft_pb2.DraftGetInfoRequest(), timeout=_CONTROL_DEADLINE)
         model = self._verifier.model
         if model is None:
@@ -248,6 +248,8 @@ class DraftPeer(Peer[draft_pb2.ProposeBatchResult]):
         _same("protocol version", draft, info.protocol_version, "this gateway", PROTOCOL_VERSION)
         _same("target fingerprint", draft, info.target_fingerprint, target, model.info.target_fingerprint)
         _same("vocabulary size", draft, info.vocab_size, target, model.info.vocab_size)
+        if not info.following:
+            raise PeerLost(f"{draft} does not hear the verifier's activations yet")
         self.info = info
 
     async def propose(

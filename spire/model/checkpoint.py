@@ -73,6 +73,7 @@ def save_directory(directory: Path, config: dict[str, object], tensors: dict[str
     ready = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors.items()}
     unfinished = directory / "model.safetensors.part"
     save_file(ready, unfinished, metadata={"format": "pt"})
+    unfinished.chmod(0o644)  # safetensors leaves it readable to its owner alone
     os.replace(unfinished, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 

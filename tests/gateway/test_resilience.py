@@ -197,11 +197,11 @@ def test_a_draft_of_another_target_stops_the_gateway_from_starting(
     finally:
         verifier.stop()
     assert result.returncode == 2
-    refusal = json.loads(result.stderr.splitlines()[-1])
-    assert refusal["event"] == "refusing to start"
+    refusal = result.stderr.splitlines()[-1]
+    assert refusal.startswith("gateway: ")
     draft_has = json.loads((stories_draft_dir / "config.json").read_text())["spire_draft"]["target_fingerprint"]
-    assert draft_has in refusal["reason"]
-    assert refusal["reason"].count("'") == 4, "both fingerprints are quoted"
+    assert draft_has in refusal
+    assert refusal.count("'") == 4, "both fingerprints are quoted"
 
 
 def _other_target(model: Path, directory: Path) -> Path:
