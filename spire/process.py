@@ -20,11 +20,29 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import structlog
 from pydantic import ValidationError
-from pydantic_settings import BaseSettings, CliApp, SettingsError
+from pydantic_settings import BaseSettings, CliApp, PydanticBaseSettingsSource, SettingsError
+from pydantic_settings import PyprojectTomlConfigSettingsSource as TomlTable
 
 from spire.errors import SpireError
+from spire.options_file import options_file
 
-Config = TypeVar("Config", bound=BaseSettings)
+
+class ServiceConfig(BaseSettings):
+    """Options of a service: command line, then environment, then its table of the options file, then defaults."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings, TomlTable(settings_cls, options_file())
+
+
+Config = TypeVar("Config", bound=ServiceConfig)
 
 _CANNOT_START = 2
 

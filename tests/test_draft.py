@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from spire.model.config import DraftConfig, ModelConfig
-from spire.model.draft import BlockRollouts, RolloutBlocks, SpireDraft, prune, visible
+from spire.model.draft import BlockRollouts, RolloutBlocks, SpireDraft, match_input_scale, prune, visible
 from spire.model.draft_memory import DraftMemory
 from spire.model.target import Target, WholeSequence
 from spire.training.draft import rollout_loss
@@ -151,6 +151,14 @@ def test_pruning_copies_the_last_layers(target: Target, draft: SpireDraft) -> No
     assert draft.draft.tapped_layers == (2, 3)
     assert torch.equal(draft.layers[0].mlp.up_proj.weight, target.layers[2].mlp.up_proj.weight)
     assert torch.equal(draft.lm_head.weight, target.lm_head.weight)
+
+
+def test_the_embedding_is_scaled_to_what_entered_the_copied_layer(target: Target, tokens_BL: Tensor) -> None:
+    draft = prune(target, "fingerprint", layers=2, window=WINDOW).requires_grad_(False)
+    match_input_scale(draft, target, tokens_BL)
+    entered = taps_of(target, draft, tokens_BL)[:, 1:, 0].square().mean().sqrt()
+    scaled = draft.embed_tokens(tokens_BL).square().mean().sqrt()
+    assert scaled.item() == pytest.approx(entered.item(), rel=1e-4)
 
 
 def test_training_raises_acceptance(target: Target, tokens_BL: Tensor) -> None:

@@ -14,6 +14,7 @@ from rich.console import Console
 import spire
 from spire.cli import complete, convert, doctor, measure, train, up
 from spire.errors import SpireError
+from spire.options_file import read_options
 
 app = typer.Typer(
     name="spire",
@@ -50,7 +51,7 @@ def root(
 def main() -> None:
     """Run the command line. What Spire raises on purpose becomes one line and exit code 1."""
     try:
-        app()
+        app(default_map=read_options())
     except SpireError as error:
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error:[/] {_escaped(error)}")
         sys.exit(1)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from spire.model.config import DraftConfig, ModelConfig
 from spire.model.layers import Layer, Rope
-from spire.model.target import Target
+from spire.model.target import Target, WholeSequence
 
 _OWN_INPUT_SHARE = 0.9
 
@@ -107,6 +107,23 @@ def prune(target: Target, target_fingerprint: str, layers: int, window: int = 64
     for mine, theirs in zip(draft.layers, list(target.layers)[depth - layers :], strict=True):
         mine.load_state_dict(theirs.state_dict())
     return draft
+
+
+@torch.no_grad()
+def match_input_scale(draft: SpireDraft, target: Target, tokens_BT: Tensor) -> float:
+    """Scale the draft's embedding to the size of what entered its first layer in the target; return the factor.
+
+    Behind several layers the residual stream may be a thousand times larger than an embedding. The copied layers add
+    to it in that proportion, and an embedding of its own size would be drowned: the draft would hardly see its token.
+    """
+    first = draft.draft.tapped_layers[:1]
+    taps = target(tokens_BT, WholeSequence(tokens_BT), first).taps_BTND
+    assert taps is not None
+    factor = (
+        (taps[:, 1:].float().square().mean() / target.embed_tokens(tokens_BT).float().square().mean()).sqrt().item()
+    )
+    draft.embed_tokens.weight.mul_(factor)
+    return factor
 
 
 def visible(queries_BT: Tensor, keys_BS: Tensor, draft: DraftConfig) -> Tensor:

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from spire.errors import DataError
 from spire.model.checkpoint import load_target, save_draft
-from spire.model.draft import BlockRollouts, RolloutBlocks, SpireDraft, prune
+from spire.model.draft import BlockRollouts, RolloutBlocks, SpireDraft, match_input_scale, prune
 from spire.model.target import Target, WholeSequence
 from spire.training.corpus import TokenStream
-from spire.training.run import Checkpoint, ProgressLog, constant_then_linear
+from spire.training.run import Checkpoint, ProgressLog, constant_then_linear, muon_and_adamw, scale_rate, set_rates
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class DraftRecipe:
     sink: int = 1
     k: int = 4
     omega: float = 0.5
-    rate: float = 1e-3
+    muon_rate: float = 0.02
+    adamw_rate: float = 3e-3
     decay_share: float = 0.5
     seed: int = 2
 
@@ -61,9 +62,12 @@ def train_draft(
     torch.manual_seed(recipe.seed)
     draft = prune(target, identity, recipe.layers, recipe.window, recipe.sink).to(device).requires_grad_(True).train()
     stream, held_out = _streams(target, target_directory, data, valid, work)
-    optimizer = torch.optim.AdamW(draft.parameters(), lr=recipe.rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    sample_BT = torch.from_numpy(stream.batch(recipe.seed, 0, 4, recipe.short_length)).to(device)
+    factor = match_input_scale(draft, target, sample_BT)
+    optimizers = muon_and_adamw(draft, draft.layers, recipe.muon_rate, recipe.adamw_rate)
+    scale_rate(optimizers, draft.embed_tokens.weight, factor)
     checkpoint = Checkpoint(work, {**{k: v for k, v in asdict(recipe).items() if k != "steps"}, "target": identity})
-    first = checkpoint.resume(draft, [optimizer])
+    first = checkpoint.resume(draft, optimizers)
     objective = torch.compile(rollout_loss, dynamic=False) if compiled else rollout_loss
     log = ProgressLog(work, recipe.steps, first)
     for step in log.steps("draft"):
@@ -73,18 +77,18 @@ def train_draft(
             loss, alpha = objective(draft, target, tokens_BT.to(device), _blocks(recipe, step, length), recipe.omega)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = recipe.rate * constant_then_linear(step, recipe.steps, decay_share=recipe.decay_share)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        set_rates(optimizers, constant_then_linear(step, recipe.steps, decay_share=recipe.decay_share))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         log.tokens += tokens_BT.numel()
         if step % 20 == 0:
             log.report(step, loss=loss.item(), alpha=alpha.item(), length=length)
         if step % 200 == 199:
-            checkpoint.save(step + 1, draft, [optimizer])
+            checkpoint.save(step + 1, draft, optimizers)
             if held_out:
                 log.report(step, valid_alpha=validation_alpha(draft, target, held_out, recipe, device))
-    checkpoint.save(recipe.steps, draft, [optimizer])
+    checkpoint.save(recipe.steps, draft, optimizers)
     save_draft(out, draft)
     return draft
 

@@ -74,6 +74,45 @@ def _optimizer_state(tensors: dict[str, Tensor], prefix: str) -> dict[int, dict[
     return state
 
 
+def muon_and_adamw(
+    model: nn.Module, layers: nn.Module, muon_rate: float, adamw_rate: float
+) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of `layers`, AdamW for everything else in `model`.
+
+    A draft needs what its target had: Muon leaves matrices so large that AdamW's small steps hardly move them.
+    """
+    matrices = [p for p in layers.parameters() if p.ndim == 2]
+    chosen = {id(p) for p in matrices}
+    rest = [p for p in model.parameters() if id(p) not in chosen]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(matrices, lr=muon_rate, momentum=0.95, weight_decay=0.0, ns_steps=5),
+        torch.optim.AdamW(rest, lr=adamw_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+    ]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+    return optimizers
+
+
+def scale_rate(optimizers: list[torch.optim.Optimizer], parameter: Tensor, factor: float) -> None:
+    """Give one parameter `factor` times the rate of its group: a larger tensor needs larger steps."""
+    for optimizer in optimizers:
+        for group in list(optimizer.param_groups):
+            others = [p for p in group["params"] if p is not parameter]
+            if len(others) < len(group["params"]):
+                group["params"] = others
+                rest = {name: value for name, value in group.items() if name != "params"}
+                rate = group["initial_lr"] * factor
+                optimizer.add_param_group({**rest, "params": [parameter], "lr": rate, "initial_lr": rate})
+
+
+def set_rates(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
+    """Every learning rate as a share of the one it began with."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+
+
 def constant_then_linear(step: int, steps: int, warmup: int = 50, decay_share: float = 0.3) -> float:
     """Learning rate factor: a short warm-up, constant, then linear to zero over the last `decay_share`."""
     return min((step + 1) / warmup, 1.0, (steps - step) / (decay_share * steps))

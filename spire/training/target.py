@@ -19,7 +19,7 @@ from spire.model.checkpoint import save_target
 from spire.model.config import ModelConfig
 from spire.model.target import Target, WholeSequence
 from spire.training.corpus import END, START, TokenStream, read_texts, train_tokenizer
-from spire.training.run import Checkpoint, ProgressLog, constant_then_linear
+from spire.training.run import Checkpoint, ProgressLog, constant_then_linear, muon_and_adamw, set_rates
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def train_target(
     torch.manual_seed(recipe.seed)
     target = Target(recipe.model_config()).to(device)
     _initialise(target)
-    optimizers = _optimizers(target, recipe)
+    optimizers = muon_and_adamw(target, target.layers, recipe.muon_rate, recipe.adamw_rate)
     # The number of steps may change until the rate decays: before that it touches nothing.
     checkpoint = Checkpoint(work, {k: v for k, v in asdict(recipe).items() if k != "steps"})
     first = checkpoint.resume(target, optimizers)
@@ -87,10 +87,8 @@ def train_target(
             loss = loss_of(target, tokens_BT.to(device))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(target.parameters(), 1.0)
-        factor = constant_then_linear(step, recipe.steps, decay_share=recipe.decay_share)
+        set_rates(optimizers, constant_then_linear(step, recipe.steps, decay_share=recipe.decay_share))
         for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = group["initial_lr"] * factor
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         log.tokens += tokens_BT.numel()
@@ -137,17 +135,3 @@ def _initialise(target: Target) -> None:
         if parameter.ndim == 2:
             writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
             torch.nn.init.normal_(parameter, std=0.02 / ((2 * len(target.layers)) ** 0.5 if writes_residual else 1))
-
-
-def _optimizers(target: Target, recipe: TargetRecipe) -> list[torch.optim.Optimizer]:
-    matrices = [p for p in target.layers.parameters() if p.ndim == 2]
-    chosen = {id(p) for p in matrices}
-    rest = [p for p in target.parameters() if id(p) not in chosen]
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.Muon(matrices, lr=recipe.muon_rate, momentum=0.95, weight_decay=0.0, ns_steps=5),
-        torch.optim.AdamW(rest, lr=recipe.adamw_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
-    ]
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["initial_lr"] = group["lr"]
-    return optimizers
