@@ -8,14 +8,20 @@ from __future__ import annotations
 from pathlib import Path
 
 from pydantic import Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
+
+from spire.process import ServiceConfig
 
 
-class GatewayConfig(BaseSettings):
+class GatewayConfig(ServiceConfig):
     """The REST front of Spire: batches requests and drives the verifier and the draft in rounds."""
 
     model_config = SettingsConfigDict(
-        env_prefix="SPIRE_GATEWAY_", frozen=True, cli_prog_name="python -m gateway", cli_kebab_case=True
+        env_prefix="SPIRE_GATEWAY_",
+        frozen=True,
+        cli_prog_name="python -m gateway",
+        cli_kebab_case=True,
+        pyproject_toml_table_header=("gateway",),
     )
 
     verifier: str = Field("127.0.0.1:50051", description="HOST:PORT of the verifier service")

@@ -42,6 +42,7 @@ class Proposals:
 
     by_id: dict[str, draft_pb2.Proposal] = field(default_factory=dict)
     model_seconds: float = 0.0
+    waited_seconds: float = 0.0
     asked_seconds: float = 0.0
 
 
@@ -264,7 +265,7 @@ class Engine:
         self, wanted: list[tuple[Sequence, int]], answer: draft_pb2.ProposeBatchResult, seconds: float
     ) -> Proposals:
         model_seconds = answer.timings.forward_seconds + answer.timings.sample_seconds
-        proposals = Proposals({}, model_seconds, seconds)
+        proposals = Proposals({}, model_seconds, answer.timings.queue_seconds, seconds)
         by_id = {proposal.sequence_id: proposal for proposal in answer.proposals}
         for sequence, depth in wanted:
             proposal = by_id.get(sequence.wire_id)
@@ -328,12 +329,13 @@ class Engine:
         verified: verifier_pb2.Timings,
         asked_seconds: float,
     ) -> None:
-        """Split a round: what the models took, by their own clocks; what else passed between asking and answer; the
+        """Split a round: what the services took, by their own clocks; what else passed between asking and answer; the
         rest is the gateway's."""
         models = (proposals.model_seconds, verified.forward_seconds, verified.sample_seconds)
-        asked = proposals.asked_seconds + asked_seconds
-        wire = max(0.0, asked - sum(models))
-        self.metrics.round((*models, wire, max(0.0, seconds - max(asked, sum(models)))), sequences)
+        waits = (proposals.waited_seconds, verified.queue_seconds)
+        told = sum(models) + sum(waits)
+        asked = max(proposals.asked_seconds + asked_seconds, told)
+        self.metrics.round((*models, *waits, asked - told, seconds - asked), sequences)
 
     # -- what happens to sequences -----------------------------------------------------------------------------------
 

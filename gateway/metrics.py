@@ -24,7 +24,9 @@ FIRST_TOKEN_BUCKETS = (0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 
 REQUEST_BUCKETS = (0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 25.0, 50.0, 100.0, 200.0, 400.0)
 BATCH_BUCKETS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 
-ROUND_PARTS = ("propose", "verify_forward", "verify_sample", "wire", "gateway")
+# Where a round's time goes. `draft_wait`: for activations on their way; `verify_queue`: for the verifier's other work,
+# prefill above all; `wire`: between asking and answer, what neither service counted.
+ROUND_PARTS = ("propose", "verify_forward", "verify_sample", "draft_wait", "verify_queue", "wire", "gateway")
 FINISH_REASONS = ("stop", "length", "abort", "error")
 FALLBACKS = ("draft_absent", "draft_timeout", "draft_lost", "draft_behind", "draft_error")
 

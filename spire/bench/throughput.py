@@ -14,13 +14,14 @@ from spire.bench.client import BenchError, Client, Completed, Request
 
 ROUND_SECONDS = "spire_round_seconds_total"
 ROUNDS = "spire_rounds_total"
-# The parts of a round that are the two model steps, forward and sampling; everything else is overhead.
-MODEL_PARTS = {"propose", "verify_forward", "verify_sample"}
+# The parts of a round that are model work: the two steps, forward and sampling, and the prefill of others that a round
+# waits for. Everything else is overhead.
+MODEL_PARTS = {"propose", "verify_forward", "verify_sample", "verify_queue"}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One measured cell. `round_ms` is the mean round by part; `overhead` the share outside the two model steps."""
+    """One measured cell. `round_ms` is the mean round by part; `overhead` the share of it outside the models."""
 
     k: int
     concurrency: int
