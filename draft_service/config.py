@@ -6,14 +6,20 @@ from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
+
+from spire.process import ServiceConfig
 
 
-class DraftServiceConfig(BaseSettings):
+class DraftServiceConfig(ServiceConfig):
     """Where the draft is, whom it follows, where it listens."""
 
     model_config = SettingsConfigDict(
-        env_prefix="SPIRE_DRAFT_", frozen=True, cli_prog_name="draft_service", cli_kebab_case=True
+        env_prefix="SPIRE_DRAFT_",
+        frozen=True,
+        cli_prog_name="draft_service",
+        cli_kebab_case=True,
+        pyproject_toml_table_header=("draft",),
     )
 
     draft: Path = Field(description="Draft checkpoint directory.")

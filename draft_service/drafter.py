@@ -51,6 +51,7 @@ class Drafter:
     def __init__(self, draft: SpireDraft, max_sequences: int, top_m: int):
         self.draft = draft
         self.memory = DraftMemory(draft, max_sequences)
+        self.device = self.memory.positions_XS.device
         self.top_m = min(top_m, draft.config.vocab_size)
         self.slots: dict[str, int] = {}
         self.absorbed: dict[str, int] = {}
@@ -77,7 +78,8 @@ class Drafter:
         ends_R = torch.tensor([span.start + span.count for span in spans]).repeat_interleave(counts_S)
         spire = self.draft.draft
         keep_R = (slots_R >= 0) & ((positions_R < spire.sink) | (positions_R >= ends_R - spire.window))
-        self.memory.absorb(slots_R[keep_R], positions_R[keep_R], rows_RND[keep_R])
+        kept = (slots_R[keep_R], positions_R[keep_R], rows_RND[keep_R])
+        self.memory.absorb(*(tensor.to(self.device) for tensor in kept))
         return [
             s.sequence_id for s, slot in zip(spans, slots, strict=True) if slot is None and s.sequence_id in self.slots
         ]
@@ -90,7 +92,7 @@ class Drafter:
                 if not self._free:
                     return None
                 self.slots[span.sequence_id] = self._free.pop()
-            self.memory.forget(torch.tensor([self.slots[span.sequence_id]]))
+            self.memory.forget(torch.tensor([self.slots[span.sequence_id]], device=self.device))
         elif held is None or self.draft.draft.sink < held < span.start:
             # Only the window of a replay, which follows the sink, may begin further on.
             return None
@@ -113,10 +115,10 @@ class Drafter:
 
     def propose(self, guesses: list[Guess], k: int, rows: SamplingRows) -> Drafted:
         """Draft k tokens for each of B sequences in k fixed-shape passes."""
-        slots_B = torch.tensor([self.slots[g.sequence_id] for g in guesses])
-        base_B = torch.tensor([g.base for g in guesses])
+        slots_B = torch.tensor([self.slots[g.sequence_id] for g in guesses], device=self.device)
+        base_B = torch.tensor([g.base for g in guesses], device=self.device)
         round_memory = self.memory.round(slots_B, base_B, k)
-        tokens_B = torch.tensor([g.newest_token for g in guesses])
+        tokens_B = torch.tensor([g.newest_token for g in guesses], device=self.device)
         drafted: list[tuple[Tensor, Tensor, Tensor]] = []
         for step in range(k):
             round_memory.advance()

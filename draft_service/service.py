@@ -74,7 +74,7 @@ class DraftService(rpc.DraftServicer):
         if good:
             task = ProposeTask(
                 [Guess(item.sequence_id, item.base, item.newest_token) for item in good],
-                from_protos([item.sampling for item in good]),
+                from_protos([item.sampling for item in good], self._worker.drafter.device),
                 max(item.k for item in good),
             )
             answer = await self._worker.propose(task)

@@ -122,7 +122,9 @@ class Worker:
             drafted = None
             if ready and task.k:
                 guesses = [task.guesses[index] for index in ready]
-                drafted = self.drafter.propose(guesses, task.k, task.rows.select(torch.tensor(ready)))
+                drafted = self.drafter.propose(
+                    guesses, task.k, task.rows.select(torch.tensor(ready, device=self.drafter.device))
+                )
             forward = time.monotonic() - began
             self.busy_seconds += forward
             task.done.set_result(ProposeAnswer(drafted, ready, refused, began - task.arrived, forward))

@@ -151,9 +151,9 @@ class RolloutBlocks(NamedTuple):
     k: int
 
     @classmethod
-    def of(cls, length: int, k: int, offset: int) -> RolloutBlocks:
+    def of(cls, length: int, k: int, offset: int, device: torch.device | str = "cpu") -> RolloutBlocks:
         """Blocks of k after every k-th prefix, shifted by `offset` in 1..k (position 0 is never drafted from)."""
-        return cls(torch.arange((length - k) // k) * k + offset, k)
+        return cls(torch.arange((length - k) // k, device=device) * k + offset, k)
 
 
 class BlockRollouts:

@@ -74,7 +74,9 @@ def train_draft(
         length = min(recipe.length_at(step), target.config.max_position_embeddings)
         tokens_BT = torch.from_numpy(stream.batch(recipe.seed, step, max(1, recipe.tokens_per_step // length), length))
         with torch.autocast(device, dtype=torch.bfloat16):
-            loss, alpha = objective(draft, target, tokens_BT.to(device), _blocks(recipe, step, length), recipe.omega)
+            loss, alpha = objective(
+                draft, target, tokens_BT.to(device), _blocks(recipe, step, length, device), recipe.omega
+            )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
         set_rates(optimizers, constant_then_linear(step, recipe.steps, decay_share=recipe.decay_share))
@@ -124,14 +126,14 @@ def validation_alpha(
     for number in range(batches):
         tokens_BT = torch.from_numpy(stream.batch(0, number, 4, recipe.short_length)).to(device)
         with torch.autocast(device, dtype=torch.bfloat16):
-            blocks = _blocks(recipe, number, recipe.short_length)
+            blocks = _blocks(recipe, number, recipe.short_length, device)
             total += rollout_loss(draft, target, tokens_BT, blocks, recipe.omega)[1].item()
     return total / batches
 
 
-def _blocks(recipe: DraftRecipe, step: int, length: int) -> RolloutBlocks:
+def _blocks(recipe: DraftRecipe, step: int, length: int, device: str) -> RolloutBlocks:
     offset = 1 + int(np.random.default_rng((recipe.seed, step, 1)).integers(recipe.k))
-    return RolloutBlocks.of(length, recipe.k, offset)
+    return RolloutBlocks.of(length, recipe.k, offset, device)
 
 
 def _streams(
