@@ -32,7 +32,7 @@ class DraftServiceConfig(ServiceConfig):
     threads: int = Field(0, ge=0, description="Compute threads; 0 leaves it to torch.")
     max_sequences: int = Field(256, ge=1, description="Sequences remembered at once; more are decoded plainly.")
     top_m: int = Field(
-        256, ge=1, description="Tokens kept of each draft distribution: what is drawn from and sent as q."
+        4096, ge=1, description="Tokens kept of a draft distribution; vocabularies up to this size are sent whole."
     )
     wait_ms: float = Field(
         50.0, ge=0, description="How long a proposal waits for activations that are still on the way."

@@ -38,10 +38,13 @@ class Guess:
 
 @dataclass(frozen=True)
 class Drafted:
-    """k tokens per sequence [B, k] and the distributions they were drawn from, [B, k, m]."""
+    """k tokens per sequence [B, k] and the distributions they were drawn from, [B, k, m].
+
+    Without ids m is the whole vocabulary.
+    """
 
     tokens_BK: Tensor
-    ids_BKM: Tensor
+    ids_BKM: Tensor | None
     probs_BKM: Tensor
 
 
@@ -52,7 +55,7 @@ class Drafter:
         self.draft = draft
         self.memory = DraftMemory(draft, max_sequences)
         self.device = self.memory.positions_XS.device
-        self.top_m = min(top_m, draft.config.vocab_size)
+        self.top_m = top_m if top_m < draft.config.vocab_size else None
         self.slots: dict[str, int] = {}
         self.absorbed: dict[str, int] = {}
         self._free = list(range(max_sequences))[::-1]
@@ -119,13 +122,18 @@ class Drafter:
         base_B = torch.tensor([g.base for g in guesses], device=self.device)
         round_memory = self.memory.round(slots_B, base_B, k)
         tokens_B = torch.tensor([g.newest_token for g in guesses], device=self.device)
-        drafted: list[tuple[Tensor, Tensor, Tensor]] = []
+        tokens, ids, probs = [], [], []
         for step in range(k):
             round_memory.advance()
             logits_B1V = self.draft.unembed(self.draft(tokens_B[:, None], round_memory))
-            ids_BM, probs_BM = top_m(probabilities(logits_B1V, rows)[:, 0], self.top_m)
-            uniforms_B = rows.uniform(base_B + step + 1, Purpose.DRAFT)
-            tokens_B = ids_BM.gather(1, draw(probs_BM, uniforms_B)[:, None])[:, 0]
-            drafted.append((tokens_B, ids_BM, probs_BM))
-        tokens, ids, probs = zip(*drafted, strict=True)
-        return Drafted(torch.stack(tokens, 1), torch.stack(ids, 1), torch.stack(probs, 1))
+            ids_BM, probs_BM = self._candidates(probabilities(logits_B1V, rows)[:, 0])
+            drawn_B = draw(probs_BM.float(), rows.uniform(base_B + step + 1, Purpose.DRAFT))
+            tokens_B = drawn_B if ids_BM is None else ids_BM.gather(1, drawn_B[:, None])[:, 0]
+            tokens.append(tokens_B)
+            probs.append(probs_BM)
+            ids += [] if ids_BM is None else [ids_BM]
+        return Drafted(torch.stack(tokens, 1), torch.stack(ids, 1) if ids else None, torch.stack(probs, 1))
+
+    def _candidates(self, probs_BV: Tensor) -> tuple[Tensor | None, Tensor]:
+        """What is drawn from and sent: the whole vocabulary rounded to bfloat16, or the top m."""
+        return (None, probs_BV.bfloat16()) if self.top_m is None else top_m(probs_BV, self.top_m)

@@ -124,6 +124,5 @@ def _proposals(items: list[pb.ProposeItem], answer: ProposeAnswer) -> list[pb.Pr
 
 
 def _distribution(drafted: Drafted, row: int, k: int) -> verifier_pb2.DraftDistribution:
-    return verifier_pb2.DraftDistribution(
-        ids=to_wire(drafted.ids_BKM[row, :k].int()), probabilities=to_wire(drafted.probs_BKM[row, :k].float())
-    )
+    ids = None if drafted.ids_BKM is None else to_wire(drafted.ids_BKM[row, :k].int())
+    return verifier_pb2.DraftDistribution(ids=ids, probabilities=to_wire(drafted.probs_BKM[row, :k]))

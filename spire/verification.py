@@ -11,27 +11,44 @@ What it does not know: where p and q came from, block and invariant rules.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from spire.sampling import Purpose, SamplingRows, draw
 
-# How far a row of q may be from summing to one: fp32 division of a few hundred terms stays far inside.
-Q_SUM_TOLERANCE = 1e-3
+# How far a row of q may be from summing to one: what rounding each term to bfloat16 can do at worst.
+Q_SUM_TOLERANCE = 4e-3
 
 
 @dataclass(frozen=True)
 class SparseDistribution:
-    """q as it travels: M candidates per draft token. Padding has probability zero and any id in the vocabulary."""
+    """q as it travels: M candidates per draft token; without `ids`, the whole vocabulary in order.
 
-    ids_BKM: Tensor
+    Padding has probability zero and any id in the vocabulary.
+    """
+
+    ids_BKM: Tensor | None
     probs_BKM: Tensor
 
     def of(self, tokens_BK: Tensor) -> Tensor:
         """q of the given tokens, zero where they are no candidates."""
+        if self.ids_BKM is None:
+            return self.probs_BKM.gather(-1, tokens_BK[..., None]).squeeze(-1)
         return (self.probs_BKM * (self.ids_BKM == tokens_BK[..., None])).sum(dim=-1)
+
+    def taken_from(self, p_BV: Tensor, at_B: Tensor) -> Tensor:
+        """max(0, p - q) with the q of draft token `at` in each row."""
+        row_B = torch.arange(len(p_BV), device=p_BV.device)
+        probs_BM = self.probs_BKM[row_B, at_B].to(p_BV.dtype)
+        if self.ids_BKM is None:
+            return (p_BV - probs_BM).clamp_(min=0)
+        return p_BV.scatter_add(1, self.ids_BKM[row_B, at_B], -probs_BM).clamp_(min=0)
+
+    def normalised(self) -> SparseDistribution:
+        """Rows summing to one. The draft draws in proportion to what it sends, which may be rounded to bfloat16."""
+        return replace(self, probs_BKM=self.probs_BKM / self.probs_BKM.sum(dim=-1, keepdim=True).clamp(min=1e-30))
 
     @classmethod
     def one_hot(cls, tokens_BK: Tensor) -> SparseDistribution:
@@ -60,7 +77,9 @@ def verify(
     if q is None or K == 0:
         q = SparseDistribution.one_hot(draft_BK)
     else:
-        q = _one_hot_where_greedy(q, draft_BK, rows.greedy_B)
+        q = q.normalised()
+        if bool(rows.greedy_B.any()):
+            q = _one_hot_where_greedy(q, draft_BK, rows.greedy_B)
     offset_K = torch.arange(1, K + 1, device=draft_BK.device)
     p_BK = p_BTV[:, :K].gather(-1, draft_BK[..., None]).squeeze(-1)
     u_BK = rows.uniform(base_B[:, None] + offset_K, Purpose.ACCEPT)
@@ -76,20 +95,23 @@ def verify(
 
 
 def _one_hot_where_greedy(q: SparseDistribution, draft_BK: Tensor, greedy_B: Tensor) -> SparseDistribution:
+    greedy_B11 = greedy_B[:, None, None]
+    if q.ids_BKM is None:
+        one_hot_BKM = torch.zeros_like(q.probs_BKM).scatter_(-1, draft_BK[..., None], 1.0)
+        return replace(q, probs_BKM=torch.where(greedy_B11, one_hot_BKM, q.probs_BKM))
     first_M = torch.arange(q.ids_BKM.shape[-1], device=draft_BK.device) == 0
-    ids_BKM = torch.where(greedy_B[:, None, None], draft_BK[..., None], q.ids_BKM)
-    return SparseDistribution(ids_BKM, torch.where(greedy_B[:, None, None], first_M.float(), q.probs_BKM))
+    ids_BKM = torch.where(greedy_B11, draft_BK[..., None], q.ids_BKM)
+    return SparseDistribution(ids_BKM, torch.where(greedy_B11, first_M.float(), q.probs_BKM))
 
 
 def _final_distribution(p_BTV: Tensor, q: SparseDistribution, accepted_B: Tensor, counts_B: Tensor) -> Tensor:
     """max(0, p - q) at the first rejected token, p after the last accepted one or where that residual is empty."""
-    row_B = torch.arange(len(p_BTV), device=p_BTV.device)
-    p_BV = p_BTV[row_B, accepted_B]
-    if q.ids_BKM.shape[1] == 0:
+    K = q.probs_BKM.shape[1]
+    p_BV = p_BTV[torch.arange(len(p_BTV), device=p_BTV.device), accepted_B]
+    if K == 0:
         return p_BV
-    at_B = accepted_B.clamp(max=q.ids_BKM.shape[1] - 1)
     rejected_B1 = (accepted_B < counts_B)[:, None]
-    residual_BV = p_BV.scatter_add(1, q.ids_BKM[row_B, at_B], -q.probs_BKM[row_B, at_B].to(p_BV.dtype)).clamp_(min=0)
+    residual_BV = q.taken_from(p_BV, accepted_B.clamp(max=K - 1))
     return torch.where(rejected_B1 & (residual_BV.sum(dim=1, keepdim=True) > 0), residual_BV, p_BV)
 
 
@@ -110,17 +132,27 @@ def check_q(q: SparseDistribution, draft_BK: Tensor, counts_B: Tensor, widths_B:
     Row b has counts_B[b] draft tokens and widths_B[b] candidates; what lies outside is padding and not looked at.
     That a token was truly drawn from its q is trust between services, and only its possibility is checked.
     """
-    _, K, M = q.ids_BKM.shape
+    K, M = q.probs_BKM.shape[1:]
     column_M = torch.arange(M, device=draft_BK.device)
     real_BK = torch.arange(K, device=draft_BK.device) < counts_B[:, None]
     real_BKM = real_BK[..., None] & (column_M < widths_B[:, None, None])
-    ids_BKM = torch.where(real_BKM, q.ids_BKM, vocab_size + column_M)
+    outside_B, twice_B, ids_BKM = _check_ids(q.ids_BKM, real_BKM, vocab_size)
     probs_BKM = torch.where(real_BKM, q.probs_BKM, 0.0)
-    outside_B = (real_BKM & ((ids_BKM < 0) | (ids_BKM >= vocab_size))).flatten(1).any(dim=1)
-    sorted_BKM = ids_BKM.sort(dim=-1).values
-    twice_B = (sorted_BKM[..., 1:] == sorted_BKM[..., :-1]).flatten(1).any(dim=1)
     bad_number_B = ~(probs_BKM.isfinite() & (probs_BKM >= 0)).flatten(1).all(dim=1)
     unnormalised_B = (real_BK & ~((probs_BKM.sum(dim=-1) - 1).abs() <= Q_SUM_TOLERANCE)).any(dim=1)
     impossible_B = (real_BK & ~(SparseDistribution(ids_BKM, probs_BKM).of(draft_BK) > 0)).any(dim=1)
     problems = torch.stack((outside_B, twice_B, bad_number_B, unnormalised_B, impossible_B), dim=1)
     return torch.where(problems.any(dim=1), problems.int().argmax(dim=1) + 1, 0)
+
+
+def _check_ids(ids_BKM: Tensor | None, real_BKM: Tensor, vocab_size: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Rows with an id outside the vocabulary, rows that name one twice, and the ids with padding out of the way."""
+    if ids_BKM is None:
+        sound_B = torch.zeros(len(real_BKM), dtype=torch.bool, device=real_BKM.device)
+        return sound_B, sound_B, None
+    column_M = torch.arange(ids_BKM.shape[-1], device=ids_BKM.device)
+    ids_BKM = torch.where(real_BKM, ids_BKM, vocab_size + column_M)
+    outside_B = (real_BKM & ((ids_BKM < 0) | (ids_BKM >= vocab_size))).flatten(1).any(dim=1)
+    sorted_BKM = ids_BKM.sort(dim=-1).values
+    twice_B = (sorted_BKM[..., 1:] == sorted_BKM[..., :-1]).flatten(1).any(dim=1)
+    return outside_B, twice_B, ids_BKM

@@ -30,9 +30,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return write_markov_pair(tmp_path_factory.mktemp("markov"))
 
 
-@pytest.fixture(scope="module")
-def services(pair: tuple[Path, Path]) -> Iterator[Services]:
-    with running(*pair, verifier_options=["--max-sequences", "64"]) as services:
+@pytest.fixture(params=["4096", "5"], ids=["q over the whole vocabulary", "q over its top 5"])
+def services(pair: tuple[Path, Path], request: pytest.FixtureRequest) -> Iterator[Services]:
+    with running(*pair, draft_options=["--top-m", request.param]) as services:
         yield services
 
 
@@ -55,7 +55,7 @@ def test_output_has_the_targets_distribution(
 
 
 def test_a_verifier_that_accepts_everything_fails(pair: tuple[Path, Path]) -> None:
-    with running(*pair, verifier=[LOSSY], verifier_options=["--max-sequences", "64"]) as lossy:
+    with running(*pair, verifier=[LOSSY]) as lossy:
         drawn, _ = generate(lossy.url, {"temperature": 1.0})
     p_values = fit(drawn, reference(logits_after_each_token(pair[0]).numpy(), temperature=1.0))
     assert p_values["pooled"] < FALSE_ALARM**2

@@ -7,6 +7,7 @@ distribution at a false alarm rate of one in a million; numbers are fixed, so a 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -230,7 +231,7 @@ def test_a_sound_q_passes_whatever_its_padding_holds() -> None:
         ("probs_BKM", float("nan"), "not finite"),
         ("probs_BKM", float("inf"), "not finite"),
         ("probs_BKM", -0.25, "negative"),
-        ("probs_BKM", 0.252, "does not sum to 1"),
+        ("probs_BKM", 0.255, "does not sum to 1"),
         ("probs_BKM", 0.0, "does not sum to 1"),
     ],
 )
@@ -248,3 +249,23 @@ def test_a_token_that_q_excludes_is_found() -> None:
     found = check_q(q, draft_BK, counts_B, widths_B, vocab_size=10).tolist()
     assert found[:2] == [0, 0]
     assert "cannot have been drawn" in Q_PROBLEMS[found[2]]
+
+
+def test_a_q_over_the_whole_vocabulary_needs_no_ids() -> None:
+    generator = torch.Generator().manual_seed(5)
+    B, K, V = 64, 3, 12
+    p_BTV = torch.rand(B, K + 1, V, generator=generator).softmax(dim=-1)
+    probs_BKV = (3 * torch.rand(B, K, V, generator=generator)).softmax(dim=-1).bfloat16().float()
+    draft_BK = torch.randint(0, V, (B, K), generator=generator)
+    counts_B = torch.arange(B) % (K + 1)
+    rows = replace(sampled_rows(B), temperature_B=torch.where(torch.arange(B) % 5 == 0, 0.0, 1.0))
+    p_BTV = torch.where(rows.greedy_B[:, None, None], torch.eye(V)[p_BTV.argmax(dim=-1)], p_BTV)
+    with_ids = SparseDistribution(torch.arange(V).expand(B, K, V), probs_BKV)
+    verdicts = [
+        verify(p_BTV, draft_BK, counts_B, q, rows, torch.zeros(B, dtype=torch.int64))
+        for q in (with_ids, SparseDistribution(None, probs_BKV))
+    ]
+    assert torch.equal(verdicts[0].tokens_BT, verdicts[1].tokens_BT)
+    assert torch.equal(verdicts[0].accepted_B, verdicts[1].accepted_B)
+    widths_B = torch.full((B,), V)
+    assert not check_q(SparseDistribution(None, probs_BKV), draft_BK, counts_B, widths_B, V).any()

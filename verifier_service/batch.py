@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from spire.errors import InvalidRequest
@@ -37,8 +36,9 @@ class Block:
     base: int
     round: int
     tokens: Rows[int]
-    q_ids_KM: NDArray[np.int32] | None
-    q_probs_KM: NDArray[np.float32] | None
+    # Without ids a q is over the whole vocabulary.
+    q_ids_KM: Tensor | None
+    q_probs_KM: Tensor | None
 
     @property
     def k(self) -> int:
@@ -46,7 +46,7 @@ class Block:
 
     @property
     def width(self) -> int:
-        return 0 if self.q_ids_KM is None else self.q_ids_KM.shape[1]
+        return 0 if self.q_probs_KM is None else self.q_probs_KM.shape[1]
 
 
 @dataclass(frozen=True)
@@ -77,21 +77,27 @@ def read_block(item: pb.VerifyItem, sequence: Sequence, base: int, limits: Limit
         raise InvalidRequest(f"draft token {largest} is outside the vocabulary of {limits.vocab_size}")
     if k == 0 or sequence.greedy:
         return Block(sequence, base, item.round, item.draft_tokens, None, None)
-    ids_KM, probs_KM = _read_q(item, k)
+    ids_KM, probs_KM = _read_q(item, k, limits.vocab_size)
     return Block(sequence, base, item.round, item.draft_tokens, ids_KM, probs_KM)
 
 
-def _read_q(item: pb.VerifyItem, k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+def _read_q(item: pb.VerifyItem, k: int, vocab_size: int) -> tuple[Tensor | None, Tensor]:
     if not item.HasField("q"):
         raise InvalidRequest("q is missing: a sampled sequence needs what its draft tokens were drawn from")
+    probs_KM = from_wire(item.q.probabilities)
+    if not probs_KM.is_floating_point():
+        raise InvalidRequest("q has probabilities that are no floating-point numbers")
+    if not item.q.HasField("ids"):
+        if list(probs_KM.shape) != [k, vocab_size]:
+            raise InvalidRequest(f"q without ids has shape {list(probs_KM.shape)}, expected [{k}, {vocab_size}]")
+        return None, probs_KM
     ids_KM = from_wire(item.q.ids, torch.int32)
-    probs_KM = from_wire(item.q.probabilities, torch.float32)
     if ids_KM.shape != probs_KM.shape or ids_KM.ndim != 2 or len(ids_KM) != k or ids_KM.shape[1] == 0:
         raise InvalidRequest(
             f"q has ids of shape {list(ids_KM.shape)} and probabilities of shape {list(probs_KM.shape)}, "
             f"expected [{k}, m] for both"
         )
-    return ids_KM.numpy(), probs_KM.numpy()
+    return ids_KM, probs_KM
 
 
 def pad(blocks: Rows[Block], device: torch.device) -> RaggedBatch:
@@ -117,13 +123,18 @@ def _pad_q(blocks: Rows[Block], K: int, device: torch.device) -> SparseDistribut
     M = max(block.width for block in blocks)
     if M == 0:
         return None
-    ids_BKM = np.zeros((len(blocks), K, M), dtype=np.int64)
-    probs_BKM = np.zeros((len(blocks), K, M), dtype=np.float32)
+    dense = all(block.q_ids_KM is None for block in blocks)
+    probs_BKM = torch.zeros(len(blocks), K, M)
+    ids_BKM = None if dense else torch.zeros(len(blocks), K, M, dtype=torch.int64)
     for row, block in enumerate(blocks):
-        if block.q_ids_KM is not None:
-            ids_BKM[row, : block.k, : block.width] = block.q_ids_KM
-            probs_BKM[row, : block.k, : block.width] = block.q_probs_KM
-    return SparseDistribution(torch.from_numpy(ids_BKM).to(device), torch.from_numpy(probs_BKM).to(device))
+        if block.q_probs_KM is None:
+            continue
+        probs_BKM[row, : block.k, : block.width] = block.q_probs_KM
+        if ids_BKM is not None:
+            ids_BKM[row, : block.k, : block.width] = (
+                torch.arange(block.width) if block.q_ids_KM is None else block.q_ids_KM
+            )
+    return SparseDistribution(None if ids_BKM is None else ids_BKM.to(device), probs_BKM.to(device))
 
 
 def q_problems(batch: RaggedBatch, vocab_size: int) -> list[str]:

@@ -6,14 +6,20 @@ from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
+
+from spire.process import ServiceConfig
 
 
-class VerifierConfig(BaseSettings):
+class VerifierConfig(ServiceConfig):
     """Which target, how many sequences, where it listens."""
 
     model_config = SettingsConfigDict(
-        env_prefix="SPIRE_VERIFIER_", frozen=True, cli_prog_name="verifier_service", cli_kebab_case=True
+        env_prefix="SPIRE_VERIFIER_",
+        frozen=True,
+        cli_prog_name="verifier_service",
+        cli_kebab_case=True,
+        pyproject_toml_table_header=("verifier",),
     )
 
     model: Path = Field(description="Target checkpoint directory in Hugging Face layout, with its tokenizer.json.")

@@ -18,5 +18,5 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def services(pair: tuple[Path, Path]) -> Iterator[Services]:
-    with running(*pair) as services:
+    with running(*pair, draft_options=["--top-m", "6"]) as services:
         yield services
