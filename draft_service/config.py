@@ -29,7 +29,7 @@ class DraftServiceConfig(ServiceConfig):
     port: int = Field(50052, ge=0, le=65535, description="Port to listen on; 0 chooses a free one.")
     dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="auto: what the processor is fast in.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU where there is one.")
-    threads: int = Field(0, ge=0, description="Compute threads; 0 leaves it to torch.")
+    threads: int = Field(0, ge=0, description="Compute threads; 0 is one for a small draft, torch's choice for others.")
     max_sequences: int = Field(256, ge=1, description="Sequences remembered at once; more are decoded plainly.")
     top_m: int = Field(
         4096, ge=1, description="Tokens kept of a draft distribution; vocabularies up to this size are sent whole."

@@ -12,11 +12,15 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-# Two services share the cores: a thread that waits must not spin. OpenMP reads this when torch is imported.
+# Two services share the cores, so a thread that waits must soon sleep; but a step is hundreds of small parallel
+# regions, and sleeping between them costs more than they compute. A spin of some 30 µs bridges them: at 16 sequences of
+# 600 positions a verification takes 14 ms with it and 21 ms without. OpenMP reads this when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import structlog
 from pydantic import ValidationError
@@ -43,6 +47,7 @@ class ServiceConfig(BaseSettings):
 
 
 Config = TypeVar("Config", bound=ServiceConfig)
+Loaded = TypeVar("Loaded")
 
 _CANNOT_START = 2
 
@@ -75,6 +80,16 @@ def _long_option(argument: str) -> str:
 def _fail(name: str, message: str) -> None:
     print(f"{name}: {message}", file=sys.stderr)
     sys.exit(_CANNOT_START)
+
+
+def on_passing_thread(load: Callable[[], Loaded]) -> Loaded:
+    """Do the heavy work of starting on a thread that ends, and return what it made.
+
+    OpenMP keeps a team for every living thread that ever computed. With more of them than cores its threads stop
+    spinning altogether, and a forward of one sequence takes 11 ms instead of 4. The model thread must be the only one.
+    """
+    with ThreadPoolExecutor(1) as passing:
+        return passing.submit(load).result()
 
 
 async def stop_signal() -> None:

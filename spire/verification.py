@@ -132,27 +132,29 @@ def check_q(q: SparseDistribution, draft_BK: Tensor, counts_B: Tensor, widths_B:
     Row b has counts_B[b] draft tokens and widths_B[b] candidates; what lies outside is padding and not looked at.
     That a token was truly drawn from its q is trust between services, and only its possibility is checked.
     """
-    K, M = q.probs_BKM.shape[1:]
-    column_M = torch.arange(M, device=draft_BK.device)
+    K = q.probs_BKM.shape[1]
     real_BK = torch.arange(K, device=draft_BK.device) < counts_B[:, None]
-    real_BKM = real_BK[..., None] & (column_M < widths_B[:, None, None])
-    outside_B, twice_B, ids_BKM = _check_ids(q.ids_BKM, real_BKM, vocab_size)
-    probs_BKM = torch.where(real_BKM, q.probs_BKM, 0.0)
-    bad_number_B = ~(probs_BKM.isfinite() & (probs_BKM >= 0)).flatten(1).all(dim=1)
-    unnormalised_B = (real_BK & ~((probs_BKM.sum(dim=-1) - 1).abs() <= Q_SUM_TOLERANCE)).any(dim=1)
+    outside_B, twice_B, ids_BKM, probs_BKM = _check_ids(q, real_BK, widths_B, vocab_size)
+    # A sum is finite only if every term is, and no term is negative if the least one is not.
+    sum_BK, least_BK = probs_BKM.sum(dim=-1), probs_BKM.amin(dim=-1)
+    bad_number_B = (real_BK & ~((least_BK >= 0) & sum_BK.isfinite())).any(dim=1)
+    unnormalised_B = (real_BK & ~((sum_BK - 1).abs() <= Q_SUM_TOLERANCE)).any(dim=1)
     impossible_B = (real_BK & ~(SparseDistribution(ids_BKM, probs_BKM).of(draft_BK) > 0)).any(dim=1)
     problems = torch.stack((outside_B, twice_B, bad_number_B, unnormalised_B, impossible_B), dim=1)
     return torch.where(problems.any(dim=1), problems.int().argmax(dim=1) + 1, 0)
 
 
-def _check_ids(ids_BKM: Tensor | None, real_BKM: Tensor, vocab_size: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Rows with an id outside the vocabulary, rows that name one twice, and the ids with padding out of the way."""
-    if ids_BKM is None:
-        sound_B = torch.zeros(len(real_BKM), dtype=torch.bool, device=real_BKM.device)
-        return sound_B, sound_B, None
-    column_M = torch.arange(ids_BKM.shape[-1], device=ids_BKM.device)
-    ids_BKM = torch.where(real_BKM, ids_BKM, vocab_size + column_M)
+def _check_ids(
+    q: SparseDistribution, real_BK: Tensor, widths_B: Tensor, vocab_size: int
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Rows with an id outside the vocabulary, rows that name one twice, and q with its padding out of the way."""
+    if q.ids_BKM is None:
+        sound_B = torch.zeros(len(real_BK), dtype=torch.bool, device=real_BK.device)
+        return sound_B, sound_B, None, q.probs_BKM
+    column_M = torch.arange(q.ids_BKM.shape[-1], device=real_BK.device)
+    real_BKM = real_BK[..., None] & (column_M < widths_B[:, None, None])
+    ids_BKM = torch.where(real_BKM, q.ids_BKM, vocab_size + column_M)
     outside_B = (real_BKM & ((ids_BKM < 0) | (ids_BKM >= vocab_size))).flatten(1).any(dim=1)
     sorted_BKM = ids_BKM.sort(dim=-1).values
     twice_B = (sorted_BKM[..., 1:] == sorted_BKM[..., :-1]).flatten(1).any(dim=1)
-    return outside_B, twice_B, ids_BKM
+    return outside_B, twice_B, ids_BKM, torch.where(real_BKM, q.probs_BKM, 0.0)

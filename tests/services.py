@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 _PATIENCE_SECONDS = 90
 
 

@@ -11,7 +11,7 @@ import contextlib
 import structlog
 from prometheus_client import start_http_server
 
-from spire.process import announce, run, stop_signal
+from spire.process import announce, on_passing_thread, run, stop_signal
 from verifier_service.config import VerifierConfig
 
 # isort: split
@@ -28,7 +28,7 @@ def main() -> None:
 async def serve(config: VerifierConfig) -> None:
     """Run until SIGTERM or SIGINT. Raises SpireError when it cannot serve."""
     set_threads(config.threads)
-    engine, hosted = load(config)
+    engine, hosted = on_passing_thread(lambda: load(config))
     if config.metrics_port:
         start_http_server(config.metrics_port, config.host, registry=engine.metrics.registry)
     async with listening(engine, hosted, config) as address:

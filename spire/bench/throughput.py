@@ -14,9 +14,10 @@ from spire.bench.client import BenchError, Client, Completed, Request
 
 ROUND_SECONDS = "spire_round_seconds_total"
 ROUNDS = "spire_rounds_total"
-# The parts of a round that are model work: the two steps, forward and sampling, and the prefill of others that a round
-# waits for. Everything else is overhead.
-MODEL_PARTS = {"propose", "verify_forward", "verify_sample", "verify_queue"}
+# The two model steps, forward and sampling. Everything else in a round is overhead, except the wait for another
+# sequence's prefill, which is not the round's own and is left out of both sides.
+MODEL_PARTS = {"propose", "verify_forward", "verify_sample"}
+OTHERS_PREFILL = "verify_queue"
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,14 @@ async def measure(client: Client, request: Request, prompts: list[list[int]], co
         time_to_first_token_ms=_mean([c.metrics["time_to_first_token_ms"] for c in completions]),
         tau=_tau(completions),
         round_ms=round_ms,
-        overhead=1 - sum(ms for part, ms in round_ms.items() if part in MODEL_PARTS) / sum(round_ms.values()),
+        overhead=_overhead(round_ms),
         draft_state_bytes_per_sequence=int(after.get("spire_draft_state_bytes_per_sequence", 0)),
     )
+
+
+def _overhead(round_ms: dict[str, float]) -> float:
+    own = sum(ms for part, ms in round_ms.items() if part != OTHERS_PREFILL)
+    return 1 - sum(ms for part, ms in round_ms.items() if part in MODEL_PARTS) / own
 
 
 def _decode_rate(completions: list[Completed], concurrency: int) -> float:

@@ -66,7 +66,6 @@ class Service:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"OMP_WAIT_POLICY": "passive"},
                 start_new_session=True,
                 preexec_fn=_die_with(os.getpid()),
             )
