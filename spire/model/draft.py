@@ -95,9 +95,12 @@ def _near_own_input(layers: int) -> Tensor:
 
 
 def prune(target: Target, target_fingerprint: str, layers: int, window: int = 64, sink: int = 1) -> SpireDraft:
-    """A draft initialised from `target` (section 3.2): embedding, last `layers` layers, norm and unembedding."""
+    """A draft initialised from `target` (section 3.2): embedding, last `layers` layers, norm and unembedding.
+
+    Embedding and unembedding are copied apart even where the target ties them: only the embedding will be scaled.
+    """
     depth = target.config.num_hidden_layers
-    config = target.config.model_copy(update={"num_hidden_layers": layers})
+    config = target.config.model_copy(update={"num_hidden_layers": layers, "tie_word_embeddings": False})
     tapped = tuple(range(depth - layers, depth))
     draft = SpireDraft(
         config, DraftConfig(target_fingerprint=target_fingerprint, tapped_layers=tapped, window=window, sink=sink)

@@ -20,14 +20,14 @@ from spire.model.checkpoint import load_target, save_draft
 from spire.model.draft import BlockRollouts, RolloutBlocks, SpireDraft, match_input_scale, prune
 from spire.model.target import Target, WholeSequence
 from spire.training.corpus import TokenStream
-from spire.training.run import Checkpoint, ProgressLog, constant_then_linear, muon_and_adamw, scale_rate, set_rates
+from spire.training.run import Checkpoint, Schedule, StepResult, muon_and_adamw, scale_rate, train_steps
 
 
 @dataclass(frozen=True)
 class DraftRecipe:
     """Everything that determines a draft besides its target and the text. The defaults are the bundled draft's."""
 
-    steps: int = 2000
+    steps: int = 4000
     tokens_per_step: int = 2048
     short_length: int = 512
     long_length: int = 2048
@@ -67,30 +67,21 @@ def train_draft(
     optimizers = muon_and_adamw(draft, draft.layers, recipe.muon_rate, recipe.adamw_rate)
     scale_rate(optimizers, draft.embed_tokens.weight, factor)
     checkpoint = Checkpoint(work, {**{k: v for k, v in asdict(recipe).items() if k != "steps"}, "target": identity})
-    first = checkpoint.resume(draft, optimizers)
     objective = torch.compile(rollout_loss, dynamic=False) if compiled else rollout_loss
-    log = ProgressLog(work, recipe.steps, first)
-    for step in log.steps("draft"):
+
+    def forward(step: int) -> StepResult:
         length = min(recipe.length_at(step), target.config.max_position_embeddings)
         tokens_BT = torch.from_numpy(stream.batch(recipe.seed, step, max(1, recipe.tokens_per_step // length), length))
         with torch.autocast(device, dtype=torch.bfloat16):
-            loss, alpha = objective(
-                draft, target, tokens_BT.to(device), _blocks(recipe, step, length, device), recipe.omega
-            )
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
-        set_rates(optimizers, constant_then_linear(step, recipe.steps, decay_share=recipe.decay_share))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        log.tokens += tokens_BT.numel()
-        if step % 20 == 0:
-            log.report(step, loss=loss.item(), alpha=alpha.item(), length=length)
-        if step % 200 == 199:
-            checkpoint.save(step + 1, draft, optimizers)
-            if held_out:
-                log.report(step, valid_alpha=validation_alpha(draft, target, held_out, recipe, device))
-    checkpoint.save(recipe.steps, draft, optimizers)
+            blocks = _blocks(recipe, step, length, device)
+            loss, alpha = objective(draft, target, tokens_BT.to(device), blocks, recipe.omega)
+        return StepResult(loss, {"alpha": alpha.item(), "length": length}, tokens_BT.numel())
+
+    def validate() -> dict[str, float]:
+        return {"valid_alpha": validation_alpha(draft, target, held_out, recipe, device)} if held_out else {}
+
+    schedule = Schedule(recipe.steps, recipe.decay_share)
+    train_steps("draft", checkpoint, draft, optimizers, schedule, forward, validate)
     save_draft(out, draft)
     return draft
 

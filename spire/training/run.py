@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -20,6 +21,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from spire.errors import DataError
+
+_REPORT_EVERY = 20
+_SAVE_EVERY = 200
 
 
 class Checkpoint:
@@ -31,7 +35,8 @@ class Checkpoint:
         directory.mkdir(parents=True, exist_ok=True)
 
     def save(self, step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-        tensors = {f"model.{name}": tensor.detach() for name, tensor in model.state_dict().items()}
+        # Tied tensors are written twice: safetensors refuses those that share memory.
+        tensors = {f"model.{name}": tensor.detach().clone() for name, tensor in model.state_dict().items()}
         for number, optimizer in enumerate(optimizers):
             for parameter, state in optimizer.state_dict()["state"].items():
                 for name, value in state.items():
@@ -113,9 +118,16 @@ def set_rates(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
             group["lr"] = group["initial_lr"] * factor
 
 
-def constant_then_linear(step: int, steps: int, warmup: int = 50, decay_share: float = 0.3) -> float:
-    """Learning rate factor: a short warm-up, constant, then linear to zero over the last `decay_share`."""
-    return min((step + 1) / warmup, 1.0, (steps - step) / (decay_share * steps))
+@dataclass(frozen=True)
+class Schedule:
+    """Learning rate: a short warm-up, constant, then linear to zero over the last `decay_share` of the steps."""
+
+    steps: int
+    decay_share: float
+    warmup: int = 50
+
+    def factor(self, step: int) -> float:
+        return min((step + 1) / self.warmup, 1.0, (self.steps - step) / (self.decay_share * self.steps))
 
 
 class ProgressLog:
@@ -148,3 +160,40 @@ class ProgressLog:
         text = " ".join(f"{name}={value:.4g}" for name, value in figures.items())
         self.progress.update(self.task, figures=text)
         self.lines.write(json.dumps({"step": step, "seconds": round(seconds, 1), **figures}) + "\n")
+
+
+class StepResult(NamedTuple):
+    """What one step gave: the loss to go down, other figures to show, and the tokens it saw."""
+
+    loss: Tensor
+    figures: dict[str, float]
+    tokens: int
+
+
+def train_steps(
+    name: str,
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    schedule: Schedule,
+    forward: Callable[[int], StepResult],
+    validate: Callable[[], dict[str, float]],
+) -> None:
+    """Every step from where the checkpoint left off: forward, backward, clip, update; now and then report and save."""
+    log = ProgressLog(checkpoint.file.parent, schedule.steps, checkpoint.resume(model, optimizers))
+    for step in log.steps(name):
+        result = forward(step)
+        result.loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        set_rates(optimizers, schedule.factor(step))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        log.tokens += result.tokens
+        if step % _REPORT_EVERY == 0:
+            log.report(step, loss=result.loss.item(), **result.figures)
+        if (step + 1) % _SAVE_EVERY == 0:
+            checkpoint.save(step + 1, model, optimizers)
+            if figures := validate():
+                log.report(step, **figures)
+    checkpoint.save(schedule.steps, model, optimizers)

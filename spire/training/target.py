@@ -19,14 +19,14 @@ from spire.model.checkpoint import save_target
 from spire.model.config import ModelConfig
 from spire.model.target import Target, WholeSequence
 from spire.training.corpus import END, START, TokenStream, read_texts, train_tokenizer
-from spire.training.run import Checkpoint, ProgressLog, constant_then_linear, muon_and_adamw, set_rates
+from spire.training.run import Checkpoint, Schedule, StepResult, muon_and_adamw, train_steps
 
 
 @dataclass(frozen=True)
 class TargetRecipe:
     """Everything that determines a target besides the text. The defaults are the bundled target's."""
 
-    steps: int = 3600
+    steps: int = 3000
     tokens_per_step: int = 4096
     short_length: int = 512
     long_length: int = 2048
@@ -77,28 +77,20 @@ def train_target(
     optimizers = muon_and_adamw(target, target.layers, recipe.muon_rate, recipe.adamw_rate)
     # The number of steps may change until the rate decays: before that it touches nothing.
     checkpoint = Checkpoint(work, {k: v for k, v in asdict(recipe).items() if k != "steps"})
-    first = checkpoint.resume(target, optimizers)
     loss_of = torch.compile(next_token_loss, dynamic=False) if compiled else next_token_loss
-    log = ProgressLog(work, recipe.steps, first)
-    for step in log.steps("target"):
+
+    def forward(step: int) -> StepResult:
         length = recipe.length_at(step)
         tokens_BT = torch.from_numpy(stream.batch(recipe.seed, step, recipe.tokens_per_step // length, length))
         with torch.autocast(device, dtype=torch.bfloat16):
             loss = loss_of(target, tokens_BT.to(device))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(target.parameters(), 1.0)
-        set_rates(optimizers, constant_then_linear(step, recipe.steps, decay_share=recipe.decay_share))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        log.tokens += tokens_BT.numel()
-        if step % 20 == 0:
-            log.report(step, loss=loss.item(), length=length)
-        if step % 200 == 199:
-            checkpoint.save(step + 1, target, optimizers)
-            if held_out:
-                log.report(step, valid_loss=validation_loss(target, held_out, recipe.short_length, device))
-    checkpoint.save(recipe.steps, target, optimizers)
+        return StepResult(loss, {"length": length}, tokens_BT.numel())
+
+    def validate() -> dict[str, float]:
+        return {"valid_loss": validation_loss(target, held_out, recipe.short_length, device)} if held_out else {}
+
+    schedule = Schedule(recipe.steps, recipe.decay_share)
+    train_steps("target", checkpoint, target, optimizers, schedule, forward, validate)
     save_target(out, target)
     return target
 
