@@ -21,6 +21,7 @@ from gateway.config import GatewayConfig
 from gateway.errors import NoVerifier, PeerLost
 from gateway.metrics import Gauges, Metrics
 from gateway.peers import DraftPeer, Model, PeerTooLate, VerifierPeer
+from gateway.releases import Releases
 from gateway.scheduler import Scheduler
 from gateway.sequence import Sampling, Sequence, State
 from spire.errors import InvalidRequest, MismatchError, NotFinite
@@ -60,8 +61,7 @@ class Engine:
         self._ids = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._wakeup = asyncio.Event()
-        self._ended = asyncio.Event()
-        self._unreleased: list[str] = []
+        self._releases = Releases(self.verifier, self.scheduler)
         self._admit_from = 0.0
         self._met_verifier_at = 0.0
         # When the verifier was lost, and when a prefill last made progress.
@@ -128,14 +128,14 @@ class Engine:
 
     def open(self) -> None:
         """Begin to serve."""
-        loops = [self._run(), self._release_loop(), self.verifier.maintain()]
+        loops = [self._run(), self._releases.run(), self.verifier.maintain()]
         loops += [self.draft.maintain()] if self.draft else []
         self._tasks = [asyncio.create_task(loop) for loop in loops]
 
     async def close(self) -> None:
         everyone = [*self.scheduler.running.values(), *self.scheduler.starting.values(), *self.scheduler.waiting]
         self.finish(everyone, "error", NoVerifier("the gateway is shutting down"))
-        await self._release()
+        await self._releases.send()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -344,7 +344,7 @@ class Engine:
         self._wakeup.set()
         waiting = self.scheduler.starting.get(message.sequence_id)
         if waiting is None:
-            self._release_later([message.sequence_id])
+            self._releases.add(message.sequence_id)
         elif message.status.code != tensor_pb2.CODE_OK:
             self._refused(waiting, message.status, drafted=0)
         elif message.base != len(waiting.tokens):
@@ -363,7 +363,7 @@ class Engine:
         if status.code == tensor_pb2.CODE_RESOURCE_EXHAUSTED:
             self.scheduler.put_back(sequence)
             self._admit_from = time.monotonic() + _FULL_PAUSE
-            self._ended.set()
+            self._releases.wake()
             return
         try:
             raise_for(status)
@@ -381,11 +381,11 @@ class Engine:
         log.warning("replaying", sequence=sequence.wire_id, reason=reason)
         if not self.scheduler.lose(sequence):
             self.finish([sequence], "error", PeerLost(f"given up after several attempts: {reason}"))
-        self._ended.set()
+        self._releases.wake()
 
     def _after_end(self, sequence: Sequence) -> None:
         self.metrics.sequence_finished(sequence, time.monotonic())
-        self._ended.set()
+        self._releases.wake()
         self._wakeup.set()
         sequence.listener()
 
@@ -394,7 +394,7 @@ class Engine:
     def _on_verifier(self, before: Model | None, model: Model) -> None:
         self.scheduler.capacity = min(self.config.max_batch, model.info.max_sequences or self.config.max_batch)
         if before is None or before.info.epoch != model.info.epoch:
-            self._unreleased.clear()
+            self._releases.forget()
             self._met_verifier_at = time.monotonic()
             if self.draft:
                 self.draft.reset()
@@ -411,37 +411,6 @@ class Engine:
         given_up = self.scheduler.lose_all()
         self.finish(given_up, "error", PeerLost("the verifier was lost several times during this request"))
         self._wakeup.set()
-
-    # -- release -----------------------------------------------------------------------------------------------------
-
-    def _release_later(self, wire_ids: list[str]) -> None:
-        self._unreleased += wire_ids
-        self._ended.set()
-
-    async def _release_loop(self) -> None:
-        while True:
-            await self._ended.wait()
-            self._ended.clear()
-            if not await self._release():
-                await asyncio.sleep(_PATROL)
-                self._ended.set()
-
-    async def _release(self) -> bool:
-        """Free at the verifier what has ended; what cannot be told now stays for the next time."""
-        self._unreleased += self.scheduler.take_ended()
-        ids = self._unreleased
-        if not ids:
-            return True
-        if not self.verifier.up:
-            return False
-        self._unreleased = []
-        try:
-            await self.verifier.release(ids)
-        except grpc.aio.AioRpcError as error:
-            log.warning("release failed", sequences=len(ids), reason=error.details())
-            self._unreleased = ids + self._unreleased
-            return False
-        return True
 
 
 @lru_cache(4096)

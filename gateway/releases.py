@@ -1,0 +1,62 @@
+"""Telling the verifier which sequences have ended, in batches and in the background, until it has heard of each."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import structlog
+
+from gateway.peers import VerifierPeer
+from gateway.scheduler import Scheduler
+
+_RETRY_SECONDS = 0.25
+
+log = structlog.get_logger("gateway")
+
+
+class Releases:
+    """Wire ids whose place at the verifier is still to be freed."""
+
+    def __init__(self, verifier: VerifierPeer, scheduler: Scheduler):
+        self._verifier, self._scheduler = verifier, scheduler
+        self._pending: list[str] = []
+        self._something = asyncio.Event()
+
+    def wake(self) -> None:
+        """The scheduler has let go of something."""
+        self._something.set()
+
+    def add(self, wire_id: str) -> None:
+        """Free a place that the scheduler knows nothing of."""
+        self._pending.append(wire_id)
+        self.wake()
+
+    def forget(self) -> None:
+        """Another verifier process: it holds nothing of what was pending."""
+        self._pending.clear()
+
+    async def run(self) -> None:
+        while True:
+            await self._something.wait()
+            self._something.clear()
+            if not await self.send():
+                await asyncio.sleep(_RETRY_SECONDS)
+                self.wake()
+
+    async def send(self) -> bool:
+        """Free at the verifier what has ended; what cannot be told now stays for the next time."""
+        self._pending += self._scheduler.take_ended()
+        ids = self._pending
+        if not ids:
+            return True
+        if not self._verifier.up:
+            return False
+        self._pending = []
+        try:
+            await self._verifier.release(ids)
+        except grpc.aio.AioRpcError as error:
+            log.warning("release failed", sequences=len(ids), reason=error.details())
+            self._pending = ids + self._pending
+            return False
+        return True
