@@ -280,19 +280,15 @@ class Engine:
     async def _verify(
         self, batch: list[Sequence], proposals: Proposals
     ) -> tuple[verifier_pb2.VerifyBatchResult, float]:
-        items = []
+        # Filled in place: q is the bulk of a round, and each message built from messages copies it again.
+        request = verifier_pb2.RoundsRequest()
         for sequence in batch:
-            proposal = proposals.by_id.get(sequence.wire_id)
-            items.append(
-                verifier_pb2.VerifyItem(
-                    sequence_id=sequence.wire_id,
-                    round=sequence.round + 1,
-                    base=sequence.base,
-                    draft_tokens=proposal.tokens if proposal else (),
-                    q=proposal.q if proposal and proposal.HasField("q") else None,
-                )
-            )
-        return await self.verifier.verify(items, self.config.verify_deadline)
+            item = request.verify.items.add(sequence_id=sequence.wire_id, round=sequence.round + 1, base=sequence.base)
+            if proposal := proposals.by_id.get(sequence.wire_id):
+                item.draft_tokens.extend(proposal.tokens)
+                if proposal.HasField("q"):
+                    item.q.CopyFrom(proposal.q)
+        return await self.verifier.verify(request, self.config.verify_deadline)
 
     def _commit(self, batch: list[Sequence], answer: verifier_pb2.VerifyBatchResult, proposals: Proposals) -> None:
         now = time.monotonic()

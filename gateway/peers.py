@@ -207,10 +207,11 @@ class VerifierPeer(Peer[verifier_pb2.VerifyBatchResult]):
             raise PeerTooLate(f"the {self.name} at {self.address} takes no Start for {deadline:g} s") from None
 
     async def verify(
-        self, items: list[verifier_pb2.VerifyItem], deadline: float
+        self, request: verifier_pb2.RoundsRequest, deadline: float
     ) -> tuple[verifier_pb2.VerifyBatchResult, float]:
-        batch = verifier_pb2.VerifyBatch(batch_id=next(self._batch_ids), items=items)
-        return await self._ask(batch.batch_id, verifier_pb2.RoundsRequest(verify=batch), deadline)
+        """Send a request whose `verify` has its items; the answer and the seconds it took. Raises PeerLost."""
+        request.verify.batch_id = next(self._batch_ids)
+        return await self._ask(request.verify.batch_id, request, deadline)
 
     async def release(self, sequence_ids: list[str]) -> None:
         await self._stub.Release(verifier_pb2.ReleaseRequest(sequence_ids=sequence_ids), timeout=_CONTROL_DEADLINE)
