@@ -1,0 +1,53 @@
+"""Print the README's figures as Markdown from `experiments/results/*.json`: `python experiments/tables.py`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def main() -> None:
+    tau = [cell for name in ("tau_512", "tau_1900") for cell in read(name, "acceptance")]
+    cells = [cell for name in ("bench", "bench_1900") for cell in read(name, "bench")]
+    print(table(["context", "contexts", "τ, 95 %", "prefix of 1 · 2 · 3 · 4 accepted"], [tau_row(c) for c in tau]))
+    headings = ["context", "requests", "plain", "k = 4", "gain", "end to end, plain", "end to end, k = 4"]
+    pairs = zip(cells[0::2], cells[1::2], strict=True)
+    print(table(headings, [throughput_row(plain, drafted) for plain, drafted in pairs]))
+    parts = ["draft", "verify", "sample", "waits for activations", "wire", "gateway", "overhead"]
+    print(table(["context", "k", *parts], [split_row(cell) for cell in cells if cell["concurrency"] == 16]))
+
+
+def read(name: str, key: str) -> list[dict[str, Any]]:
+    cells: list[dict[str, Any]] = json.loads((RESULTS / f"{name}.json").read_text())[key]
+    return cells
+
+
+def tau_row(cell: dict[str, Any]) -> list[str]:
+    prefix = " · ".join(f"{share:.2f}" for share in cell["prefix_acceptance"])
+    return [f"{cell['context']:,}", str(cell["contexts"]), f"{cell['tau']:.3f} ± {cell['tau_ci95']:.3f}", prefix]
+
+
+def throughput_row(plain: dict[str, Any], drafted: dict[str, Any]) -> list[str]:
+    decode, whole = "decode_tokens_per_second", "end_to_end_tokens_per_second"
+    gain = f"{drafted[decode] / plain[decode]:.2f} ×"
+    rates = [plain[decode], drafted[decode], plain[whole], drafted[whole]]
+    shown = [f"{rate:,.0f}" for rate in rates]
+    return [f"{plain['context']:,}", str(plain["concurrency"]), *shown[:2], gain, *shown[2:]]
+
+
+def split_row(cell: dict[str, Any]) -> list[str]:
+    parts = ("propose", "verify_forward", "verify_sample", "draft_wait", "wire", "gateway")
+    times = [f"{cell['round_ms'][part]:.1f}" for part in parts]
+    return [f"{cell['context']:,}", str(cell["k"]), *times, f"{cell['overhead']:.1%}"]
+
+
+def table(headings: list[str], rows: list[list[str]]) -> str:
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
