@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from spire.process import ServiceConfig
+from spire.process import ModelServiceConfig
 
 
-class DraftServiceConfig(ServiceConfig):
+class DraftServiceConfig(ModelServiceConfig):
     """Where the draft is, whom it follows, where it listens."""
 
     model_config = SettingsConfigDict(
@@ -25,10 +24,7 @@ class DraftServiceConfig(ServiceConfig):
     draft: Path = Field(description="Draft checkpoint directory.")
     verifier: str = Field(description="HOST:PORT of the verifier whose activations are followed.")
     draft_id: str = Field("", description="Name at the verifier; must outlive restarts. Default: from host and port.")
-    host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(50052, ge=0, le=65535, description="Port to listen on; 0 chooses a free one.")
-    dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="auto: what the processor is fast in.")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU where there is one.")
     threads: int = Field(0, ge=0, description="Compute threads; 0 is one for a small draft, torch's choice for others.")
     max_sequences: int = Field(256, ge=1, description="Sequences remembered at once; more are decoded plainly.")
     top_m: int = Field(
@@ -37,5 +33,3 @@ class DraftServiceConfig(ServiceConfig):
     wait_ms: float = Field(
         50.0, ge=0, description="How long a proposal waits for activations that are still on the way."
     )
-    metrics_port: int = Field(0, ge=0, le=65535, description="Port of /metrics; 0 serves none.")
-    ready_file: Path | None = Field(None, description="Write HOST:PORT here once the service answers.")

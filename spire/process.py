@@ -14,7 +14,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 # Two services share the cores, so a thread that waits must soon sleep; but a step is hundreds of small parallel
 # regions, and sleeping between them costs more than they compute. A spin of some 30 µs bridges them: at 16 sequences of
@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import structlog
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, CliApp, PydanticBaseSettingsSource, SettingsError
 from pydantic_settings import PyprojectTomlConfigSettingsSource as TomlTable
 
@@ -44,6 +44,16 @@ class ServiceConfig(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return init_settings, env_settings, TomlTable(settings_cls, options_file())
+
+
+class ModelServiceConfig(ServiceConfig):
+    """What both model services are told alike: where they listen, on what they compute."""
+
+    host: str = Field("127.0.0.1", description="Address to listen on.")
+    dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="auto: what the processor is fast in.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU where there is one.")
+    metrics_port: int = Field(0, ge=0, le=65535, description="Port of /metrics; 0 serves none.")
+    ready_file: Path | None = Field(None, description="Write HOST:PORT here once the service answers.")
 
 
 Config = TypeVar("Config", bound=ServiceConfig)

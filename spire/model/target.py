@@ -23,7 +23,10 @@ class KeyValues(Protocol):
     mask: Tensor | None
 
     def append(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new positions of one layer; return all keys and values that may be attended, [B, G, S, K]."""
+        """Store the new positions of one layer; return all keys and values that may be attended.
+
+        [B, G, S, K], or pages of them, [P, B, G, C, K], as `layers.attend` takes both.
+        """
         ...
 
 
