@@ -80,7 +80,7 @@ def _optimizer_state(tensors: dict[str, Tensor], prefix: str) -> dict[int, dict[
 
 
 def muon_and_adamw(
-    model: nn.Module, layers: nn.Module, muon_rate: float, adamw_rate: float
+    model: nn.Module, layers: nn.Module, muon_rate: float, adamw_rate: float, muon_weight_decay: float = 0.0
 ) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of `layers`, AdamW for everything else in `model`.
 
@@ -90,7 +90,7 @@ def muon_and_adamw(
     chosen = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if id(p) not in chosen]
     optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.Muon(matrices, lr=muon_rate, momentum=0.95, weight_decay=0.0, ns_steps=5),
+        torch.optim.Muon(matrices, lr=muon_rate, momentum=0.95, weight_decay=muon_weight_decay, ns_steps=5),
         torch.optim.AdamW(rest, lr=adamw_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ]
     for optimizer in optimizers:

@@ -1,7 +1,7 @@
 """`spire train target`: a small Llama-architecture target from text, on a CPU or a GPU.
 
 Muon for the layers' matrices, AdamW for the rest; constant then linear learning rate; short and long sequences mixed
-from the start (a quarter of the steps are long, half while the rate decays), so that no position is unseen.
+from the start (a quarter of the steps are long, all while the rate decays), so that no position is unseen.
 What it does not know: more than one device.
 """
 
@@ -31,6 +31,7 @@ class TargetRecipe:
     short_length: int = 512
     long_length: int = 2048
     muon_rate: float = 0.02
+    muon_weight_decay: float = 0.1
     adamw_rate: float = 3e-3
     decay_share: float = 0.3
     seed: int = 1
@@ -58,7 +59,7 @@ class TargetRecipe:
 
     def length_at(self, step: int) -> int:
         decaying = step >= (1 - self.decay_share) * self.steps
-        return self.long_length if step % (2 if decaying else 4) == 1 else self.short_length
+        return self.long_length if decaying or step % 4 == 1 else self.short_length
 
 
 def train_target(
@@ -74,7 +75,7 @@ def train_target(
     torch.manual_seed(recipe.seed)
     target = Target(recipe.model_config()).to(device)
     _initialise(target)
-    optimizers = muon_and_adamw(target, target.layers, recipe.muon_rate, recipe.adamw_rate)
+    optimizers = muon_and_adamw(target, target.layers, recipe.muon_rate, recipe.adamw_rate, recipe.muon_weight_decay)
     # The number of steps may change until the rate decays: before that it touches nothing.
     checkpoint = Checkpoint(work, {k: v for k, v in asdict(recipe).items() if k != "steps"})
     loss_of = torch.compile(next_token_loss, dynamic=False) if compiled else next_token_loss
@@ -122,8 +123,13 @@ def _tokenizer(data: list[Path], out: Path, vocab_size: int) -> Tokenizer:
 
 
 def _initialise(target: Target) -> None:
-    """Normal(0, 0.02) everywhere; what writes into the residual stream starts smaller by sqrt(2 · layers)."""
+    """Normal(0, 0.02), but 1 for the embedding; what writes into the residual stream starts smaller by sqrt(2 · layers).
+
+    An embedding as large as what the layers write keeps the stream's size level: behind a small one Muon's steps let it
+    grow a thousandfold, and the loss is higher from the first hundred steps on.
+    """
     for name, parameter in target.named_parameters():
         if parameter.ndim == 2:
             writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
             torch.nn.init.normal_(parameter, std=0.02 / ((2 * len(target.layers)) ** 0.5 if writes_residual else 1))
+    torch.nn.init.normal_(target.embed_tokens.weight, std=1.0)
