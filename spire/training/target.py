@@ -123,7 +123,7 @@ def _tokenizer(data: list[Path], out: Path, vocab_size: int) -> Tokenizer:
 
 
 def _initialise(target: Target) -> None:
-    """Normal(0, 0.02), but 1 for the embedding; what writes into the residual stream starts smaller by sqrt(2 · layers).
+    """Normal(0, 0.02), the embedding normal(0, 1); what writes into the residual stream smaller by sqrt(2 · layers).
 
     An embedding as large as what the layers write keeps the stream's size level: behind a small one Muon's steps let it
     grow a thousandfold, and the loss is higher from the first hundred steps on.
