@@ -6,10 +6,7 @@ It asks the verifier what it hosts, and refuses to start for another target than
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import socket
 from collections.abc import Callable
-from pathlib import Path
 
 import grpc
 import structlog
@@ -17,20 +14,20 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import start_http_server
 
 from draft_service.config import DraftServiceConfig
-from spire.errors import MismatchError
 from spire.process import announce, on_passing_thread, run, stop_signal
 
 # isort: split
 from draft_service.activations import Follower, subscription
 from draft_service.drafter import Drafter
+from draft_service.identity import check_handshake, describe, stable_id
 from draft_service.metrics import register
-from draft_service.service import DraftService, Identity
 from draft_service.worker import Worker
 from spire.model.checkpoint import load_draft
 from spire.model.draft import SpireDraft
 from spire.model.placement import choose_device, choose_dtype, set_threads
-from spire.rpc.channel import PROTOCOL_VERSION, connect, new_server
-from spire.v1 import draft_pb2_grpc, verifier_pb2, verifier_pb2_grpc
+from spire.rpc.channel import connect, new_server
+from spire.rpc.drafting import DraftServicer
+from spire.v1 import draft_pb2, draft_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 
 log = structlog.get_logger("draft_service")
 
@@ -52,20 +49,21 @@ async def serve(config: DraftServiceConfig) -> None:
         stub = verifier_pb2_grpc.VerifierStub(channel)
         info = await stub.GetInfo(verifier_pb2.GetInfoRequest(), wait_for_ready=True)
         check_handshake(draft, info)
-        identity = Identity(
-            config.draft_id or _stable_id(config, port),
-            config.draft.resolve().name,
-            draft.draft.target_fingerprint,
-            _tokenizer_hash(config.draft, info),
-        )
+        draft_id = config.draft_id or stable_id(config, port)
         loop = asyncio.get_running_loop()
         worker = Worker(
             drafter,
             config.wait_ms / 1000,
             lambda ids: asyncio.run_coroutine_threadsafe(follower.resync(ids), loop),
         )
-        follower = Follower(stub, subscription(identity.draft_id, draft.draft), worker)
-        draft_pb2_grpc.add_DraftServicer_to_server(DraftService(identity, worker, follower), server)
+        follower = Follower(stub, subscription(draft_id, draft.draft), worker)
+        described = describe(draft_id, config.draft, drafter, info.tokenizer_hash)
+
+        def own_info() -> draft_pb2.DraftGetInfoResponse:
+            return draft_pb2.DraftGetInfoResponse(following=follower.following, **described)
+
+        servicer = DraftServicer(own_info, worker.propose, draft.config.vocab_size, drafter.device)
+        draft_pb2_grpc.add_DraftServicer_to_server(servicer, server)
         register(worker, follower)
         worker.start()
         try:
@@ -117,33 +115,6 @@ def _announce(config: DraftServiceConfig, port: int, worker: Worker) -> None:
     address = f"{config.host}:{port}"
     log.info("listening", address=address, bytes_per_sequence=worker.drafter.memory.bytes_per_sequence())
     announce(config.ready_file, address)
-
-
-def check_handshake(draft: SpireDraft, info: verifier_pb2.GetInfoResponse) -> None:
-    """Raises MismatchError, naming both values, unless this draft belongs to what the verifier hosts."""
-    for what, ours, theirs in (
-        ("protocol version", PROTOCOL_VERSION, info.protocol_version),
-        ("target fingerprint", draft.draft.target_fingerprint, info.target_fingerprint),
-        ("vocabulary", draft.config.vocab_size, info.vocab_size),
-        ("width", draft.config.hidden_size, info.hidden_size),
-    ):
-        if ours != theirs:
-            raise MismatchError(
-                f"{what}: this draft was made for {ours}, the verifier has {theirs}; "
-                "serve the draft's own target, or train a draft for this one with `spire train draft`"
-            )
-
-
-def _stable_id(config: DraftServiceConfig, port: int) -> str:
-    """The same after a restart, so that running sequences are replayed to the new process; another for each replica."""
-    name = f"{socket.gethostname()} {config.host}:{port} {config.draft.resolve()}"
-    return hashlib.sha256(name.encode()).hexdigest()[:16]
-
-
-def _tokenizer_hash(directory: Path, info: verifier_pb2.GetInfoResponse) -> str:
-    """Of the draft's own tokenizer if it brings one; it works on token ids and needs none."""
-    file = directory / "tokenizer.json"
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else info.tokenizer_hash
 
 
 if __name__ == "__main__":

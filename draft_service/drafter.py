@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from spire.drafting import Drafted, Guess, draft_tokens
 from spire.errors import StaleBlock, UnknownSequence
 from spire.model.draft import SpireDraft
 from spire.model.draft_memory import DraftMemory
-from spire.sampling import Purpose, SamplingRows, draw, probabilities, top_m
+from spire.sampling import SamplingRows
 
 
 @dataclass(frozen=True)
@@ -25,27 +26,6 @@ class Span:
     start: int
     count: int
     reset: bool
-
-
-@dataclass(frozen=True)
-class Guess:
-    """One sequence's place in a batch to draft for: `newest_token` stands at position `base`."""
-
-    sequence_id: str
-    base: int
-    newest_token: int
-
-
-@dataclass(frozen=True)
-class Drafted:
-    """k tokens per sequence [B, k] and the distributions they were drawn from, [B, k, m].
-
-    Without ids m is the whole vocabulary.
-    """
-
-    tokens_BK: Tensor
-    ids_BKM: Tensor | None
-    probs_BKM: Tensor
 
 
 class Drafter:
@@ -121,19 +101,10 @@ class Drafter:
         slots_B = torch.tensor([self.slots[g.sequence_id] for g in guesses], device=self.device)
         base_B = torch.tensor([g.base for g in guesses], device=self.device)
         round_memory = self.memory.round(slots_B, base_B, k)
-        tokens_B = torch.tensor([g.newest_token for g in guesses], device=self.device)
-        tokens, ids, probs = [], [], []
-        for step in range(k):
-            round_memory.advance()
-            logits_B1V = self.draft.unembed(self.draft(tokens_B[:, None], round_memory))
-            ids_BM, probs_BM = self._candidates(probabilities(logits_B1V, rows)[:, 0])
-            drawn_B = draw(probs_BM.float(), rows.uniform(base_B + step + 1, Purpose.DRAFT))
-            tokens_B = drawn_B if ids_BM is None else ids_BM.gather(1, drawn_B[:, None])[:, 0]
-            tokens.append(tokens_B)
-            probs.append(probs_BM)
-            ids += [] if ids_BM is None else [ids_BM]
-        return Drafted(torch.stack(tokens, 1), torch.stack(ids, 1) if ids else None, torch.stack(probs, 1))
+        newest_B = torch.tensor([g.newest_token for g in guesses], device=self.device)
 
-    def _candidates(self, probs_BV: Tensor) -> tuple[Tensor | None, Tensor]:
-        """What is drawn from and sent: the whole vocabulary rounded to bfloat16, or the top m."""
-        return (None, probs_BV.bfloat16()) if self.top_m is None else top_m(probs_BV, self.top_m)
+        def next_logits(tokens_B: Tensor) -> Tensor:
+            round_memory.advance()
+            return self.draft.unembed(self.draft(tokens_B[:, None], round_memory))[:, 0]
+
+        return draft_tokens(next_logits, newest_B, base_B, k, rows, self.top_m)

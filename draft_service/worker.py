@@ -11,37 +11,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from draft_service.drafter import Drafted, Drafter, Guess, Span
-from spire.errors import RequestError
-from spire.sampling import SamplingRows
-
-
-@dataclass(frozen=True)
-class ProposeTask:
-    """A batch to draft for: B guesses, their sampling rows, the depth of the deepest."""
-
-    guesses: list[Guess]
-    rows: SamplingRows
-    k: int
-    done: Future[ProposeAnswer] = field(default_factory=Future)
-    arrived: float = field(default_factory=time.monotonic)
-
-
-@dataclass(frozen=True)
-class ProposeAnswer:
-    """`drafted` has a row for each guess in `ready`; the others have an error in `refused`."""
-
-    drafted: Drafted | None
-    ready: list[int]
-    refused: dict[int, RequestError]
-    queue_seconds: float
-    forward_seconds: float
+from draft_service.drafter import Drafter, Span
+from spire.drafting import ProposeAnswer, ProposeTask, answer
 
 
 class Worker:
@@ -84,7 +59,7 @@ class Worker:
                 due = [task for task in self._pending if self._due(task)]
                 self._pending = waiting
                 for task in due:
-                    self._answer(task)
+                    self.busy_seconds += answer(task, self.drafter.check, self.drafter.propose)
 
     def _take(self) -> bool:
         """Do everything that has arrived, waiting for something if nothing is pending. False: stop."""
@@ -113,29 +88,3 @@ class Worker:
         self.busy_seconds += time.monotonic() - began
         if gaps:
             self._on_gap(gaps)
-
-    def _answer(self, task: ProposeTask) -> None:
-        began = time.monotonic()
-        try:
-            refused = self._refusals(task)
-            ready = [index for index in range(len(task.guesses)) if index not in refused]
-            drafted = None
-            if ready and task.k:
-                guesses = [task.guesses[index] for index in ready]
-                drafted = self.drafter.propose(
-                    guesses, task.k, task.rows.select(torch.tensor(ready, device=self.drafter.device))
-                )
-            forward = time.monotonic() - began
-            self.busy_seconds += forward
-            task.done.set_result(ProposeAnswer(drafted, ready, refused, began - task.arrived, forward))
-        except Exception as error:  # the batch is answered and the thread lives on, whatever went wrong
-            task.done.set_exception(error)
-
-    def _refusals(self, task: ProposeTask) -> dict[int, RequestError]:
-        refused: dict[int, RequestError] = {}
-        for index, guess in enumerate(task.guesses):
-            try:
-                self.drafter.check(guess)
-            except RequestError as error:
-                refused[index] = error
-        return refused

@@ -1,19 +1,15 @@
-"""The draft's gRPC surface: translate, one call of the domain, translate back."""
+"""The gRPC surface of whatever drafts, in a process of its own or in the verifier's: translate, one call, back."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc
-import structlog
+import torch
 
-from draft_service.activations import Follower
-from draft_service.drafter import Drafted, Guess
-from draft_service.worker import ProposeAnswer, ProposeTask, Worker
+from spire.drafting import MAX_SPECULATION_DEPTH, Drafted, Guess, ProposeAnswer, ProposeTask
 from spire.errors import InvalidRequest, RequestError
-from spire.rpc.channel import PROTOCOL_VERSION
 from spire.rpc.errors import OK, item_status
 from spire.rpc.sampling import check_sampling, from_protos
 from spire.rpc.tensors import to_wire
@@ -21,44 +17,25 @@ from spire.v1 import draft_pb2 as pb
 from spire.v1 import draft_pb2_grpc as rpc
 from spire.v1 import verifier_pb2
 
-MAX_SPECULATION_DEPTH = 16
-
-log = structlog.get_logger()
+Propose = Callable[[ProposeTask], Awaitable[ProposeAnswer]]
 
 
-@dataclass(frozen=True)
-class Identity:
-    """What the handshake tells about this draft."""
+class DraftServicer(rpc.DraftServicer):
+    """Serves `spire.v1.Draft`. `propose` hands a task to the thread that owns the model."""
 
-    draft_id: str
-    model_name: str
-    target_fingerprint: str
-    tokenizer_hash: str
-
-
-class DraftService(rpc.DraftServicer):
-    """Serves `spire.v1.Draft`. State lives in the worker."""
-
-    def __init__(self, identity: Identity, worker: Worker, follower: Follower):
-        self._identity, self._worker, self._follower = identity, worker, follower
+    def __init__(
+        self,
+        info: Callable[[], pb.DraftGetInfoResponse],
+        propose: Propose,
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+    ):
+        self._info, self._hand_over, self._vocab_size, self._device = info, propose, vocab_size, device
 
     async def GetInfo(
         self, request: pb.DraftGetInfoRequest, context: grpc.aio.ServicerContext
     ) -> pb.DraftGetInfoResponse:
-        drafter = self._worker.drafter
-        return pb.DraftGetInfoResponse(
-            protocol_version=PROTOCOL_VERSION,
-            draft_id=self._identity.draft_id,
-            kind=drafter.draft.draft.kind,
-            model_name=self._identity.model_name,
-            target_fingerprint=self._identity.target_fingerprint,
-            tokenizer_hash=self._identity.tokenizer_hash,
-            vocab_size=drafter.draft.config.vocab_size,
-            max_speculation_depth=MAX_SPECULATION_DEPTH,
-            state_bytes_per_sequence=drafter.memory.bytes_per_sequence(),
-            max_sequences=drafter.memory.slots,
-            following=self._follower.following,
-        )
+        return self._info()
 
     async def Rounds(
         self, requests: AsyncIterator[pb.ProposeBatch], context: grpc.aio.ServicerContext
@@ -74,10 +51,10 @@ class DraftService(rpc.DraftServicer):
         if good:
             task = ProposeTask(
                 [Guess(item.sequence_id, item.base, item.newest_token) for item in good],
-                from_protos([item.sampling for item in good], self._worker.drafter.device),
+                from_protos([item.sampling for item in good], self._device),
                 max(item.k for item in good),
             )
-            answer = await self._worker.propose(task)
+            answer = await self._hand_over(task)
             result.proposals.extend(_proposals(good, answer))
             result.timings.queue_seconds = answer.queue_seconds
             result.timings.forward_seconds = answer.forward_seconds
@@ -91,7 +68,6 @@ class DraftService(rpc.DraftServicer):
         """Items that are wrong by themselves, with the reason."""
         refused: dict[str, RequestError] = {}
         seen: set[str] = set()
-        vocabulary = self._worker.drafter.draft.config.vocab_size
         for item in batch.items:
             try:
                 if item.sequence_id in seen:
@@ -99,8 +75,10 @@ class DraftService(rpc.DraftServicer):
                 seen.add(item.sequence_id)
                 if item.k > MAX_SPECULATION_DEPTH:
                     raise InvalidRequest(f"k is {item.k}, at most {MAX_SPECULATION_DEPTH} can be drafted")
-                if item.newest_token >= vocabulary:
-                    raise InvalidRequest(f"newest_token is {item.newest_token}, the vocabulary ends at {vocabulary}")
+                if item.newest_token >= self._vocab_size:
+                    raise InvalidRequest(
+                        f"newest_token is {item.newest_token}, the vocabulary ends at {self._vocab_size}"
+                    )
                 check_sampling(item.sampling)
             except RequestError as error:
                 refused[item.sequence_id] = error

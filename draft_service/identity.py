@@ -1,0 +1,59 @@
+"""Who this draft is: what the handshake tells, and what it must find at the verifier."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from pathlib import Path
+from typing import Any
+
+from draft_service.config import DraftServiceConfig
+from draft_service.drafter import Drafter
+from spire.drafting import MAX_SPECULATION_DEPTH
+from spire.errors import MismatchError
+from spire.model.draft import SpireDraft
+from spire.rpc.channel import PROTOCOL_VERSION
+from spire.v1 import verifier_pb2
+
+
+def check_handshake(draft: SpireDraft, info: verifier_pb2.GetInfoResponse) -> None:
+    """Raises MismatchError, naming both values, unless this draft belongs to what the verifier hosts."""
+    for what, ours, theirs in (
+        ("protocol version", PROTOCOL_VERSION, info.protocol_version),
+        ("target fingerprint", draft.draft.target_fingerprint, info.target_fingerprint),
+        ("vocabulary", draft.config.vocab_size, info.vocab_size),
+        ("width", draft.config.hidden_size, info.hidden_size),
+    ):
+        if ours != theirs:
+            raise MismatchError(
+                f"{what}: this draft was made for {ours}, the verifier has {theirs}; "
+                "serve the draft's own target, or train a draft for this one with `spire train draft`"
+            )
+
+
+def stable_id(config: DraftServiceConfig, port: int) -> str:
+    """The same after a restart, so that running sequences are replayed to the new process; another for each replica."""
+    name = f"{socket.gethostname()} {config.host}:{port} {config.draft.resolve()}"
+    return hashlib.sha256(name.encode()).hexdigest()[:16]
+
+
+def describe(draft_id: str, directory: Path, drafter: Drafter, verifier_tokenizer_hash: str) -> dict[str, Any]:
+    """The fields of GetInfo that never change while this process lives."""
+    return {
+        "protocol_version": PROTOCOL_VERSION,
+        "draft_id": draft_id,
+        "kind": drafter.draft.draft.kind,
+        "model_name": directory.resolve().name,
+        "target_fingerprint": drafter.draft.draft.target_fingerprint,
+        "tokenizer_hash": _tokenizer_hash(directory, verifier_tokenizer_hash),
+        "vocab_size": drafter.draft.config.vocab_size,
+        "max_speculation_depth": MAX_SPECULATION_DEPTH,
+        "state_bytes_per_sequence": drafter.memory.bytes_per_sequence(),
+        "max_sequences": drafter.memory.slots,
+    }
+
+
+def _tokenizer_hash(directory: Path, verifier_tokenizer_hash: str) -> str:
+    """Of the draft's own tokenizer if it brings one; it works on token ids and needs none."""
+    file = directory / "tokenizer.json"
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else verifier_tokenizer_hash
