@@ -23,16 +23,12 @@ from draft_service.identity import check_handshake, describe, stable_id
 from draft_service.metrics import register
 from draft_service.worker import Worker
 from spire.model.checkpoint import load_draft
-from spire.model.draft import SpireDraft
-from spire.model.placement import choose_device, choose_dtype, set_threads
+from spire.model.placement import choose_device, choose_dtype, draft_threads, set_threads
 from spire.rpc.channel import connect, new_server
 from spire.rpc.drafting import DraftServicer
 from spire.v1 import draft_pb2, draft_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 
 log = structlog.get_logger("draft_service")
-
-# Parameters below which one thread is faster.
-_SMALL_DRAFT = 32_000_000
 
 
 def main() -> None:
@@ -75,17 +71,8 @@ async def serve(config: DraftServiceConfig) -> None:
 def _load(config: DraftServiceConfig) -> Drafter:
     device = choose_device(config.device)
     draft = load_draft(config.draft, choose_dtype(config.dtype, device)).to(device)
-    set_threads(config.threads or _fitting_threads(draft))
+    set_threads(config.threads or draft_threads(draft))
     return Drafter(draft, config.max_sequences, config.top_m)
-
-
-def _fitting_threads(draft: SpireDraft) -> int:
-    """One thread for a small draft, torch's choice (0) for others.
-
-    k passes of a few rows are hundreds of operations too small to share: beside a verifier, 16 sequences took 20 ms on
-    two threads and 8 ms on one.
-    """
-    return 1 if sum(parameter.numel() for parameter in draft.parameters()) < _SMALL_DRAFT else 0
 
 
 async def _run(
