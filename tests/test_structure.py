@@ -52,9 +52,13 @@ def test_the_shared_package_imports_no_service() -> None:
     "module",
     [
         "spire",
+        "spire.calibration",
         "spire.cli",
         "spire.errors",
         "spire.model.config",
+        "spire.perf_model",
+        "spire.plots",
+        "spire.rpc.loopback",
         "spire.rpc.channel",
         "spire.rpc.errors",
         "spire.v1.verifier_pb2_grpc",
