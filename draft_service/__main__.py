@@ -23,6 +23,7 @@ from draft_service.identity import check_handshake, describe, stable_id
 from draft_service.metrics import register
 from draft_service.worker import Worker
 from spire.model.checkpoint import load_draft
+from spire.model.draft import Draft
 from spire.model.placement import choose_device, choose_dtype, draft_threads, set_threads
 from spire.rpc.channel import connect, new_server
 from spire.rpc.drafting import DraftServicer
@@ -37,14 +38,14 @@ def main() -> None:
 
 async def serve(config: DraftServiceConfig) -> None:
     """Run until SIGTERM or SIGINT. Raises SpireError when it cannot or must not serve."""
-    drafter = on_passing_thread(lambda: _load(config))
-    draft = drafter.draft
+    draft = on_passing_thread(lambda: _load(config))
     server = new_server()
     port = server.add_insecure_port(f"{config.host}:{config.port}")
     async with connect(config.verifier) as channel:
         stub = verifier_pb2_grpc.VerifierStub(channel)
         info = await stub.GetInfo(verifier_pb2.GetInfoRequest(), wait_for_ready=True)
         check_handshake(draft, info)
+        drafter = on_passing_thread(lambda: Drafter(draft, config.max_sequences, config.top_m, info.max_context))
         draft_id = config.draft_id or stable_id(config, port)
         loop = asyncio.get_running_loop()
         worker = Worker(
@@ -68,11 +69,11 @@ async def serve(config: DraftServiceConfig) -> None:
             worker.stop()
 
 
-def _load(config: DraftServiceConfig) -> Drafter:
+def _load(config: DraftServiceConfig) -> Draft:
     device = choose_device(config.device)
     draft = load_draft(config.draft, choose_dtype(config.dtype, device)).to(device)
     set_threads(config.threads or draft_threads(draft))
-    return Drafter(draft, config.max_sequences, config.top_m)
+    return draft
 
 
 async def _run(

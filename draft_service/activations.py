@@ -8,7 +8,7 @@ import contextlib
 import grpc
 import structlog
 
-from draft_service.drafter import Span
+from draft_service.drafter import Span, Verified
 from draft_service.worker import Worker
 from spire.errors import InvalidRequest, MismatchError
 from spire.model.config import DraftConfig
@@ -62,10 +62,13 @@ class Follower:
             return
         spans = [Span(s.sequence_id, s.start, s.count, s.reset) for s in message.spans]
         rows = from_wire(message.rows)
-        if rows.ndim != 3 or len(rows) != sum(span.count for span in spans):
-            raise InvalidRequest(f"activations of shape {list(rows.shape)} do not fit their {len(spans)} spans")
+        count = sum(span.count for span in spans)
+        if rows.ndim != 3 or len(rows) != count or len(message.tokens) != (count if self._request.tokens else 0):
+            raise InvalidRequest(
+                f"activations of shape {list(rows.shape)} and {len(message.tokens)} tokens do not fit {count} positions"
+            )
         self.bytes_received += len(message.rows.data)
-        self._worker.absorb(spans, rows.to(self._worker.drafter.memory.keys_NXGSK.dtype))
+        self._worker.absorb(Verified(spans, rows, list(message.tokens)))
 
     async def resync(self, sequence_ids: list[str]) -> None:
         """Ask for a replay. A verifier that cannot be reached will replay when it is back."""
@@ -83,4 +86,5 @@ def subscription(draft_id: str, draft: DraftConfig) -> pb.ActivationsRequest:
         tapped_layers=draft.tapped_layers,
         sink=draft.sink,
         window=draft.window,
+        tokens=not draft.tapped_layers,
     )

@@ -1,4 +1,4 @@
-"""The drafter: absorbs activations of verified positions, proposes tokens. Everything here runs on one thread.
+"""The drafter: absorbs what was verified, proposes tokens. Everything here runs on one thread.
 
 It is a deterministic function of the verifier's stream and of the requests: what is lost with the process comes again
 by replay. Per-sequence work is bookkeeping of integers; every tensor operation covers the whole batch.
@@ -13,8 +13,9 @@ from torch import Tensor
 
 from spire.drafting import Drafted, Guess, draft_tokens
 from spire.errors import StaleBlock, UnknownSequence
-from spire.model.draft import SpireDraft
+from spire.model.draft import Draft
 from spire.model.draft_memory import DraftMemory
+from spire.model.token_memory import TokenMemory
 from spire.sampling import SamplingRows
 
 
@@ -28,13 +29,26 @@ class Span:
     reset: bool
 
 
-class Drafter:
-    """Slots of constant-size memory by sequence id, and the rounds drafted from them."""
+@dataclass(frozen=True)
+class Verified:
+    """What a message of the verifier says of R positions: activations of the tapped layers, and tokens if asked for."""
 
-    def __init__(self, draft: SpireDraft, max_sequences: int, top_m: int):
+    spans: list[Span]
+    rows_RND: Tensor
+    tokens: list[int]
+
+
+class Drafter:
+    """Slots of memory by sequence id, and the rounds drafted from them. `max_context` is the longest sequence."""
+
+    def __init__(self, draft: Draft, max_sequences: int, top_m: int, max_context: int):
         self.draft = draft
-        self.memory = DraftMemory(draft, max_sequences)
-        self.device = self.memory.positions_XS.device
+        self.memory: DraftMemory | TokenMemory = (
+            DraftMemory(draft, max_sequences)
+            if draft.draft.tapped_layers
+            else TokenMemory(draft, max_sequences, max_context)
+        )
+        self.device, self.dtype = draft.embed_tokens.weight.device, draft.embed_tokens.weight.dtype
         self.top_m = top_m if top_m < draft.config.vocab_size else None
         self.slots: dict[str, int] = {}
         self.absorbed: dict[str, int] = {}
@@ -52,20 +66,32 @@ class Drafter:
                 self._free.append(slot)
                 del self.absorbed[sequence_id]
 
-    def absorb(self, spans: list[Span], rows_RND: Tensor) -> list[str]:
-        """Take a message's rows into memory. Returns the sequences that have a gap and need a replay."""
-        slots = [self._slot_for(span) for span in spans]
+    def absorb(self, verified: Verified) -> list[str]:
+        """Take a message into memory. Returns the sequences that have a gap and need a replay."""
+        slots = [self._slot_for(span) for span in verified.spans]
+        if isinstance(self.memory, TokenMemory):
+            self._absorb_tokens(self.memory, verified, slots)
+        else:
+            self._absorb_activations(self.memory, verified, slots)
+        unused = [span.sequence_id for span, slot in zip(verified.spans, slots, strict=True) if slot is None]
+        return [sequence_id for sequence_id in unused if sequence_id in self.slots]
+
+    def _absorb_activations(self, memory: DraftMemory, verified: Verified, slots: list[int | None]) -> None:
+        spans = verified.spans
         counts_S = torch.tensor([span.count for span in spans])
         slots_R = torch.tensor([-1 if slot is None else slot for slot in slots]).repeat_interleave(counts_S)
         positions_R = torch.cat([torch.arange(span.start, span.start + span.count) for span in spans])
         ends_R = torch.tensor([span.start + span.count for span in spans]).repeat_interleave(counts_S)
-        spire = self.draft.draft
-        keep_R = (slots_R >= 0) & ((positions_R < spire.sink) | (positions_R >= ends_R - spire.window))
-        kept = (slots_R[keep_R], positions_R[keep_R], rows_RND[keep_R])
-        self.memory.absorb(*(tensor.to(self.device) for tensor in kept))
-        return [
-            s.sequence_id for s, slot in zip(spans, slots, strict=True) if slot is None and s.sequence_id in self.slots
-        ]
+        used_R = slots_R >= 0
+        used = (slots_R[used_R], positions_R[used_R], ends_R[used_R], verified.rows_RND[used_R].to(self.dtype))
+        memory.absorb(*(tensor.to(self.device) for tensor in used))
+
+    def _absorb_tokens(self, memory: TokenMemory, verified: Verified, slots: list[int | None]) -> None:
+        first = 0
+        for span, slot in zip(verified.spans, slots, strict=True):
+            if slot is not None:
+                memory.absorb(slot, span.start, verified.tokens[first : first + span.count])
+            first += span.count
 
     def _slot_for(self, span: Span) -> int | None:
         """The slot that a span's rows belong in; None when they cannot be used."""
@@ -75,7 +101,7 @@ class Drafter:
                 if not self._free:
                     return None
                 self.slots[span.sequence_id] = self._free.pop()
-            self.memory.forget(torch.tensor([self.slots[span.sequence_id]], device=self.device))
+            self.memory.forget(self.slots[span.sequence_id])
         elif held is None or self.draft.draft.sink < held < span.start:
             # Only the window of a replay, which follows the sink, may begin further on.
             return None
@@ -85,26 +111,21 @@ class Drafter:
     # --- what the gateway asks ------------------------------------------------------------------------------------
 
     def behind(self, guess: Guess) -> bool:
-        """Whether activations up to the guess's base are still to come."""
+        """Whether verified positions up to the guess's base are still to come."""
         return self.absorbed.get(guess.sequence_id, -1) < guess.base
 
     def check(self, guess: Guess) -> None:
         """Raises UnknownSequence or StaleBlock when no guess can be made from what is held now."""
         absorbed = self.absorbed.get(guess.sequence_id)
         if absorbed is None:
-            raise UnknownSequence(f"no activations of sequence {guess.sequence_id!r} have arrived")
+            raise UnknownSequence(f"nothing of sequence {guess.sequence_id!r} has arrived from the verifier")
         if absorbed != guess.base:
             raise StaleBlock(f"sequence {guess.sequence_id!r}: base {guess.base} asked, {absorbed} absorbed")
 
     def propose(self, guesses: list[Guess], k: int, rows: SamplingRows) -> Drafted:
         """Draft k tokens for each of B sequences in k fixed-shape passes."""
-        slots_B = torch.tensor([self.slots[g.sequence_id] for g in guesses], device=self.device)
-        base_B = torch.tensor([g.base for g in guesses], device=self.device)
-        round_memory = self.memory.round(slots_B, base_B, k)
-        newest_B = torch.tensor([g.newest_token for g in guesses], device=self.device)
-
-        def next_logits(tokens_B: Tensor) -> Tensor:
-            round_memory.advance()
-            return self.draft.unembed(self.draft(tokens_B[:, None], round_memory))[:, 0]
-
-        return draft_tokens(next_logits, newest_B, base_B, k, rows, self.top_m)
+        bases = [guess.base for guess in guesses]
+        memory = self.memory.round([self.slots[guess.sequence_id] for guess in guesses], bases, k)
+        newest_B = torch.tensor([guess.newest_token for guess in guesses], device=self.device)
+        base_B = torch.tensor(bases, device=self.device)
+        return draft_tokens(memory.next_logits, newest_B, base_B, k, rows, self.top_m)

@@ -11,18 +11,18 @@ from draft_service.config import DraftServiceConfig
 from draft_service.drafter import Drafter
 from spire.drafting import MAX_SPECULATION_DEPTH
 from spire.errors import MismatchError
-from spire.model.draft import SpireDraft
+from spire.model.draft import Draft
 from spire.rpc.channel import PROTOCOL_VERSION
 from spire.v1 import verifier_pb2
 
 
-def check_handshake(draft: SpireDraft, info: verifier_pb2.GetInfoResponse) -> None:
+def check_handshake(draft: Draft, info: verifier_pb2.GetInfoResponse) -> None:
     """Raises MismatchError, naming both values, unless this draft belongs to what the verifier hosts."""
     for what, ours, theirs in (
         ("protocol version", PROTOCOL_VERSION, info.protocol_version),
         ("target fingerprint", draft.draft.target_fingerprint, info.target_fingerprint),
         ("vocabulary", draft.config.vocab_size, info.vocab_size),
-        ("width", draft.config.hidden_size, info.hidden_size),
+        ("width", draft.config.hidden_size if draft.draft.tapped_layers else info.hidden_size, info.hidden_size),
     ):
         if ours != theirs:
             raise MismatchError(

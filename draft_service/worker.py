@@ -13,9 +13,8 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
-from draft_service.drafter import Drafter, Span
+from draft_service.drafter import Drafter, Verified
 from spire.drafting import ProposeAnswer, ProposeTask, answer
 
 
@@ -43,8 +42,8 @@ class Worker:
     def end(self, sequence_ids: list[str]) -> None:
         self._inbox.put(lambda: self.drafter.end(sequence_ids))
 
-    def absorb(self, spans: list[Span], rows_RND: Tensor) -> None:
-        self._inbox.put(lambda: self._absorb(spans, rows_RND))
+    def absorb(self, verified: Verified) -> None:
+        self._inbox.put(lambda: self._absorb(verified))
 
     async def propose(self, task: ProposeTask) -> ProposeAnswer:
         self._inbox.put(lambda: self._pending.append(task))
@@ -82,9 +81,9 @@ class Worker:
         late = time.monotonic() >= task.arrived + self._wait
         return late or not any(self.drafter.behind(guess) for guess in task.guesses)
 
-    def _absorb(self, spans: list[Span], rows_RND: Tensor) -> None:
+    def _absorb(self, verified: Verified) -> None:
         began = time.monotonic()
-        gaps = self.drafter.absorb(spans, rows_RND)
+        gaps = self.drafter.absorb(verified)
         self.busy_seconds += time.monotonic() - began
         if gaps:
             self._on_gap(gaps)

@@ -26,11 +26,13 @@ def stories_draft_dir(stories_dir: Path, tmp_path_factory: pytest.TempPathFactor
     import torch
 
     from spire.model.checkpoint import load_target, save_draft
+    from spire.model.config import DraftConfig
     from spire.model.draft import prune
 
     target, identity = load_target(stories_dir)
     out = tmp_path_factory.mktemp("models") / "stories260K-draft"
-    save_draft(out, prune(target, identity, layers=2, window=16), torch.float32)
+    config = DraftConfig(target_fingerprint=identity, tapped_layers=(3, 4), window=16)
+    save_draft(out, prune(target, config, (3, 4)), torch.float32)
     return out
 
 

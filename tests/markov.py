@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 
 from spire.model.checkpoint import load_target, save_draft, save_target
-from spire.model.config import ModelConfig
+from spire.model.config import DraftConfig, ModelConfig
 from spire.model.draft import prune
 from spire.model.target import Target, WholeSequence
 
@@ -41,7 +41,7 @@ def write_markov_pair(directory: Path) -> tuple[Path, Path]:
     save_target(model, target, torch.float32)
     _words().save(str(model / "tokenizer.json"))
     target, fingerprint = load_target(model)
-    draft = prune(target, fingerprint, layers=1, window=4)
+    draft = prune(target, DraftConfig(target_fingerprint=fingerprint, tapped_layers=(2,), window=4), (2,))
     with torch.no_grad():
         draft.lm_head.weight.add_(torch.randn_like(draft.lm_head.weight) * 0.15)
     save_draft(directory / "draft", draft, torch.float32)

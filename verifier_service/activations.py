@@ -23,15 +23,17 @@ from spire.rpc.tensors import to_wire
 from spire.v1 import verifier_pb2 as pb
 
 MAX_FRAME_BYTES = 1024 * 1024
+_TOKEN_BYTES = 5  # of a varint, at most
 
 
 @dataclass(frozen=True)
 class Taps:
-    """What a draft wants: counts of layers passed, and how many first and last positions it keeps."""
+    """What a draft wants: counts of layers passed, how many first and last positions it keeps, whether tokens too."""
 
     layers: tuple[int, ...]
     sink: int
     window: int
+    tokens: bool = False
 
     @classmethod
     def read(cls, request: pb.ActivationsRequest, fingerprint: str, num_layers: int) -> Taps:
@@ -44,22 +46,28 @@ class Taps:
             raise MismatchError(
                 f"the draft belongs to target {request.target_fingerprint}, the verifier serves {fingerprint}"
             )
-        if not request.draft_id or not request.tapped_layers or request.window == 0:
-            raise InvalidRequest("a subscription needs a draft_id, tapped layers and a window of at least 1")
-        if (highest := max(request.tapped_layers)) >= num_layers:
+        if not request.draft_id or request.window == 0 or bool(request.tapped_layers) == request.tokens:
+            raise InvalidRequest(
+                "a subscription needs a draft_id, a window of at least 1, and either tapped layers or tokens"
+            )
+        if (highest := max(request.tapped_layers, default=0)) >= num_layers:
             raise InvalidRequest(f"tapped layer {highest} does not exist: the target has {num_layers}")
-        return cls(tuple(request.tapped_layers), request.sink, request.window)
+        return cls(tuple(request.tapped_layers), request.sink, request.window, request.tokens)
 
 
 @dataclass(frozen=True)
 class Advance:
-    """Positions start .. start + count - 1 of one sequence have been committed."""
+    """Positions start .. start + count - 1 of one sequence have been committed, and these tokens stand there."""
 
     sequence_id: str
     draft_id: str
     slot: int
     start: int
-    count: int
+    tokens: list[int]
+
+    @property
+    def count(self) -> int:
+        return len(self.tokens)
 
 
 @dataclass(frozen=True)
@@ -81,10 +89,18 @@ class Feed:
         self.deliver: Deliver | None = None
         # sequence id -> (slot, committed length)
         self.members: dict[str, tuple[int, int]] = {}
+        # sequence id -> every committed token, where the draft wants them
+        self._tokens: dict[str, list[int]] = {}
         self._tails = torch.zeros(slots, taps.sink + taps.window, len(taps.layers), width, dtype=dtype, device=device)
 
     def join(self, sequence_id: str, slot: int) -> None:
         self.members[sequence_id] = (slot, 0)
+        self._tokens[sequence_id] = []
+
+    def leave(self, sequence_id: str) -> bool:
+        """Forget a sequence; False when it was none of this feed's."""
+        self._tokens.pop(sequence_id, None)
+        return self.members.pop(sequence_id, None) is not None
 
     def store(self, advances: Rows[Advance], rows_RND: Tensor) -> None:
         """Keep what a replay will need. Sink positions have entries of their own, the window is a ring."""
@@ -101,19 +117,35 @@ class Feed:
             self._tails[slots_R[kept_R], entry_R[kept_R]] = rows_RND[kept_R]
         for a in advances:
             self.members[a.sequence_id] = (a.slot, a.start + a.count)
+            if self.taps.tokens:
+                self._tokens[a.sequence_id] += a.tokens
+
+    def no_rows(self, count: int) -> Tensor:
+        """The activations of `count` positions where no layer is tapped: [R, 0, D]."""
+        return self._tails.new_zeros(count, *self._tails.shape[2:])
+
+    def spans(self, advances: Rows[Advance], rows_RND: Tensor) -> Iterator[pb.ActivationsResponse]:
+        """What has been committed, as messages."""
+        spans = [pb.ActivationSpan(sequence_id=a.sequence_id, start=a.start, count=a.count) for a in advances]
+        return frames(spans, rows_RND, [token for a in advances for token in a.tokens] if self.taps.tokens else [])
 
     def replay(self, sequence_ids: Rows[str]) -> Iterator[pb.ActivationsResponse]:
-        """Sink and window of these sequences; the first span of each resets what the draft held."""
-        spans, rows = [], []
+        """What is kept of these sequences; the first span of each resets what the draft held."""
+        spans: list[pb.ActivationSpan] = []
+        rows: list[Tensor] = []
+        tokens: list[int] = []
         for sequence_id in sequence_ids:
             slot, length = self.members[sequence_id]
             positions = self._kept_positions(length)
             spans += _spans(sequence_id, positions)
             sink, window = self.taps.sink, self.taps.window
             rows.append(self._tails[slot, [p if p < sink else sink + p % window for p in positions]])
-        return frames(spans, torch.cat(rows)) if spans else iter(())
+            tokens += self._tokens[sequence_id]
+        return frames(spans, torch.cat(rows), tokens) if spans else iter(())
 
     def _kept_positions(self, length: int) -> list[int]:
+        if self.taps.tokens:
+            return list(range(length))
         first = max(0, length - self.taps.window)
         return [*range(min(self.taps.sink, first)), *range(first, length)]
 
@@ -128,11 +160,18 @@ def _spans(sequence_id: str, positions: list[int]) -> list[pb.ActivationSpan]:
     ]
 
 
-def frames(spans: Rows[pb.ActivationSpan], rows_RND: Tensor) -> Iterator[pb.ActivationsResponse]:
-    """Messages of at most a megabyte, or one row; a span may continue in the next."""
-    limit = max(1, MAX_FRAME_BYTES // max(1, rows_RND[0].nbytes))
-    first, batch = 0, []
-    room = limit
+def frames(
+    spans: Rows[pb.ActivationSpan], rows_RND: Tensor, tokens: Rows[int] = ()
+) -> Iterator[pb.ActivationsResponse]:
+    """Messages of at most a megabyte, or one row; a span may continue in the next. `tokens` are none or R of them."""
+    limit = max(1, MAX_FRAME_BYTES // (rows_RND[0].nbytes + _TOKEN_BYTES))
+    first, room = 0, limit
+    batch: list[pb.ActivationSpan] = []
+
+    def message() -> pb.ActivationsResponse:
+        stretch = slice(first, first + limit)
+        return pb.ActivationsResponse(spans=batch, rows=to_wire(rows_RND[stretch]), tokens=tokens[stretch])
+
     for span in spans:
         done = 0
         while done < span.count:
@@ -144,10 +183,10 @@ def frames(spans: Rows[pb.ActivationSpan], rows_RND: Tensor) -> Iterator[pb.Acti
             )
             done, room = done + count, room - count
             if room == 0:
-                yield pb.ActivationsResponse(spans=batch, rows=to_wire(rows_RND[first : first + limit]))
+                yield message()
                 first, batch, room = first + limit, [], limit
     if batch:
-        yield pb.ActivationsResponse(spans=batch, rows=to_wire(rows_RND[first:]))
+        yield message()
 
 
 class Publisher:
@@ -195,8 +234,6 @@ class Publisher:
 
         `advances` has one entry per row of `taps`, with count 0 where nothing was committed.
         """
-        if taps_BTND is None:
-            return
         layers = self.layers
         for draft_id, feed in self.feeds.items():
             mine = [
@@ -207,13 +244,15 @@ class Publisher:
             if not mine:
                 continue
             chosen = [advances[row] for row in mine]
-            rows_RND = _committed_rows(taps_BTND, mine, chosen)
+            if taps_BTND is None:
+                rows_RND = feed.no_rows(sum(a.count for a in chosen))
+            else:
+                rows_RND = _committed_rows(taps_BTND, mine, chosen)
             if feed.taps.layers != layers:
                 rows_RND = rows_RND[:, [layers.index(layer) for layer in feed.taps.layers]]
             feed.store(chosen, rows_RND)
             if announce and feed.deliver:
-                spans = [pb.ActivationSpan(sequence_id=a.sequence_id, start=a.start, count=a.count) for a in chosen]
-                self._deliver(feed.deliver, Delivery(list(frames(spans, rows_RND))))
+                self._deliver(feed.deliver, Delivery(list(feed.spans(chosen, rows_RND))))
 
     def replay(self, draft_id: str, sequence_ids: Rows[str]) -> None:
         """Send sink and window of these sequences again, as far as they are held."""
@@ -241,7 +280,7 @@ class Publisher:
     def end(self, sequence_ids: Rows[str]) -> None:
         """These sequences are over: their tails are free, their drafts are told."""
         for feed in self.feeds.values():
-            ended = [i for i in sequence_ids if feed.members.pop(i, None) is not None]
+            ended = [i for i in sequence_ids if feed.leave(i)]
             if ended and feed.deliver:
                 self._deliver(feed.deliver, Delivery([pb.ActivationsResponse(ended=ended)]))
 

@@ -366,7 +366,7 @@ class Engine:
 
     def _finish_start(self, sequence: Sequence, token: int) -> None:
         base = self.steps.cache.lengths[sequence.slot]
-        sequence.newest = token
+        sequence.tokens.append(token)
         sequence.started = pb.Started(
             sequence_id=sequence.id, status=OK, base=base, token=token, timings=sequence.timings
         )
@@ -406,7 +406,8 @@ class Engine:
 
 
 def _advance(sequence: Sequence, start: int, count: int) -> Advance:
-    return Advance(sequence.id, sequence.draft_id, sequence.slot, start, count)
+    tokens = sequence.tokens[start : start + count]
+    return Advance(sequence.id, sequence.draft_id, sequence.slot, start, tokens)
 
 
 def _not_finite(sequence: Sequence) -> NotFinite:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from spire.drafting import Guess
 from spire.errors import InvalidRequest, StaleBlock
 from spire.rpc.sampling import check_sampling
 from spire.v1 import verifier_pb2 as pb
@@ -16,7 +17,7 @@ Reply = Callable[[pb.RoundsResponse], None]
 
 @dataclass
 class Sequence:
-    """Prefilling until `started` is set; then `newest` stands at the cache's committed length."""
+    """Prefilling until `started` is set; then the newest token stands at the cache's committed length."""
 
     start: pb.Start
     slot: int
@@ -26,11 +27,19 @@ class Sequence:
     received: float
     timings: pb.Timings = field(default_factory=pb.Timings)
     started: pb.Started | None = None
-    newest: int = 0
     round: int = 0
     last_base: int = 0
     last_answer: pb.VerifyResult | None = None
     poisoned: bool = False
+    # By position: the prompt, then what was generated.
+    tokens: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.start.tokens)
+
+    @property
+    def newest(self) -> int:
+        return self.tokens[-1]
 
     @property
     def id(self) -> str:
@@ -56,10 +65,20 @@ class Sequence:
             raise StaleBlock(f"sequence {self.id}: base {item.base} came, {base} positions are committed")
         return None
 
+    def check_guess(self, guess: Guess, base: int) -> None:
+        """Raises StaleBlock unless what is asked for comes right after the newest token."""
+        if self.started is None:
+            raise StaleBlock(f"sequence {self.id} is still prefilling")
+        if (guess.base, guess.newest_token) != (base, self.newest):
+            raise StaleBlock(
+                f"sequence {self.id}: token {guess.newest_token} came as the newest at base {guess.base}, "
+                f"it is token {self.newest} at base {base}"
+            )
+
     def advance(self, base: int, answer: pb.VerifyResult) -> None:
         """Take over a round's outcome."""
         self.round, self.last_base, self.last_answer = answer.round, base, answer
-        self.newest = answer.tokens[-1]
+        self.tokens += answer.tokens
 
 
 def check_start(start: pb.Start, vocab_size: int, max_context: int) -> None:

@@ -1,7 +1,8 @@
-"""`spire train`: a target from text, and a SPIRe draft from a target. Both resume what they find in --out.
+"""`spire train`: a target from text, and a draft for a target. Both resume what they find in --out.
 
     spire train target --data books/ --out runs/target
     spire train draft --target runs/target --data books/ --out runs/draft
+    spire train draft --target runs/target --data books/ --out runs/vanilla --kind vanilla
 
 An option that is not given keeps the value of the bundled pair's recipe.
 """
@@ -83,22 +84,56 @@ def draft(
     decay_share: DecayShare = None,
     muon_rate: Annotated[float | None, typer.Option(help="Learning rate of the layers' matrices.", min=0)] = None,
     adamw_rate: Annotated[float | None, typer.Option(help="Learning rate of everything else.", min=0)] = None,
+    kind: Annotated[
+        str, typer.Option(help="spire; or vanilla: an independent model of half the layers at half the width.")
+    ] = "spire",
     layers: Annotated[int | None, typer.Option(help="Layers, copied from the target's last ones.", min=1)] = None,
+    copied_layers: Annotated[
+        str | None, typer.Option(help="Copy these target layers instead of the last ones, e.g. 3,7 (0 is the first).")
+    ] = None,
+    init: Annotated[str | None, typer.Option(help="pruned (from the target) or random.")] = None,
+    scale_input: Annotated[
+        bool | None, typer.Option(help="Scale the embedding to what enters the copied layer in the target.")
+    ] = None,
+    activations: Annotated[
+        bool | None, typer.Option(help="Remember the target's activations, or each layer's own input.")
+    ] = None,
+    feedback: Annotated[bool | None, typer.Option(help="Feedback memory at drafted positions, or own input.")] = None,
+    self_key: Annotated[bool | None, typer.Option(help="Whether a position attends to itself.")] = None,
     window: Annotated[int | None, typer.Option(help="Positions remembered before the current one.", min=1)] = None,
     sink: Annotated[int | None, typer.Option(help="First positions that are always remembered.", min=0)] = None,
     k: Annotated[
         int | None, typer.Option(help="Speculation depth trained for: passes after each prefix.", min=1)
     ] = None,
+    loss: Annotated[
+        str | None, typer.Option(help="mixed (the paper's), mixed-log (log α instead of α) or data (hard targets).")
+    ] = None,
     omega: Annotated[
         float | None, typer.Option(help="MixedLoss: share of cross-entropy beside acceptance.", min=0, max=1)
     ] = None,
+    omega_final: Annotated[
+        float | None, typer.Option(help="ω at the last step, where it is to change. Default: as --omega.", min=0, max=1)
+    ] = None,
+    freeze_embeddings: Annotated[
+        bool | None, typer.Option(help="Leave embedding and unembedding as the target has them.")
+    ] = None,
+    optimizer: Annotated[str | None, typer.Option(help="muon (with AdamW for the rest) or adamw.")] = None,
 ) -> None:
-    """Train a SPIRe draft by block rollouts against its frozen target."""
+    """Train a draft for a frozen target: SPIRe by block rollouts, an ablation of it, or the vanilla baseline."""
     given = _given(locals())
-    from spire.training.draft import DraftRecipe, train_draft
+    if copied_layers is not None:
+        given["copied_layers"] = _layer_numbers(copied_layers)
+    from spire.training.draft import recipe_for, train_draft
 
-    train_draft(target, data, valid or [], out, DraftRecipe(**given), _device(device), compiled)
+    train_draft(target, data, valid or [], out, recipe_for(target, given), _device(device), compiled)
     typer.echo(f"wrote {out}; serve it with: spire up --model {target} --draft {out}")
+
+
+def _layer_numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is not a list of layers like 3,7") from error
 
 
 _NOT_RECIPE = {"data", "out", "valid", "device", "compiled", "target"}

@@ -2,8 +2,9 @@
 
 Page p holds positions p · C to (p + 1) · C of every slot, contiguous, so a batch whose slots are neighbours reads the
 pool itself and only as many pages as its longest sequence needs: nothing is gathered, nothing copied.
-`append` writes behind the committed length; only `commit` moves that length. So a rejected token is simply never
-committed, and the next append overwrites it. A batch is ragged: short rows are padded, their padding likewise.
+`append` writes behind the committed length; `commit` alone moves that length on, and `rewind` back. So a rejected token
+is simply never committed, and the next append overwrites it. A batch is ragged: short rows are padded, their padding
+likewise.
 
 Shapes: P pages of C positions, B sequences, T new positions, S attended positions, G key/value heads, K head width.
 What it does not know: pages that are allocated one by one, and sharing of prefixes.
@@ -86,12 +87,34 @@ class TargetCache:
         cheap = new_tokens <= _FEW_TOKENS and len(around) <= _GATHER_COST * len(slots)
         return around if cheap else slots
 
+    def rewind(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
+        """Take back what a slot holds from `lengths` on: a draft's guesses stay only until they are verified."""
+        for slot, length in zip(slots, lengths, strict=True):
+            if length > self.lengths[slot]:
+                raise OutOfCapacity(f"slot {slot} holds {self.lengths[slot]} positions, not the {length} to go back to")
+            self.lengths[slot] = length
+
     def view(self, slots: Sequence[int], new_tokens: int) -> BatchView:
         """What one forward needs to append `new_tokens` positions to each of these slots."""
         return BatchView(self, slots, new_tokens)
 
+    def gather(self, slots: Sequence[int], positions_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of all N layers' keys and values at chosen committed positions of these slots, [N, B, G, S, K]."""
+        _, X, G, C, K = self.keys[0].shape
+        device = positions_BS.device
+        pages_B1S = (positions_BS // C)[:, None]
+        slots_B11 = torch.tensor(slots, device=device)[:, None, None]
+        heads_G1 = torch.arange(G, device=device)[:, None]
+        # Row numbers of the pool seen as a list of single keys: one contiguous read for each.
+        rows_BGS = ((pages_B1S * X + slots_B11) * G + heads_G1) * C + (positions_BS % C)[:, None]
+        keys, values = (
+            torch.stack([pool.view(-1, K).index_select(0, rows_BGS.flatten()) for pool in pools])
+            for pools in (self.keys, self.values)
+        )
+        return keys.view(-1, *rows_BGS.shape, K), values.view(-1, *rows_BGS.shape, K)
+
     def commit(self, slots: Sequence[int], counts: Sequence[int]) -> None:
-        """Make the first counts[i] appended positions of each slot part of its sequence. Only this moves a length."""
+        """Make the first counts[i] appended positions of each slot part of its sequence."""
         for slot, count in zip(slots, counts, strict=True):
             if self.lengths[slot] + count > self.capacity:
                 raise OutOfCapacity(f"slot {slot} holds {self.lengths[slot]} positions, {count} more do not fit")

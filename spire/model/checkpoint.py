@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from spire.errors import CheckpointError
 from spire.model.config import ModelConfig, load_draft_config, load_model_config
-from spire.model.draft import SpireDraft
+from spire.model.draft import Draft
 from spire.model.target import Target
 
 _SAMPLED_ELEMENTS = 1024
@@ -34,9 +34,9 @@ def load_target(directory: Path, dtype: torch.dtype = torch.float32) -> tuple[Ta
     return target.to(dtype).eval().requires_grad_(False), fingerprint(config, tensors)
 
 
-def load_draft(directory: Path, dtype: torch.dtype = torch.float32) -> SpireDraft:
-    """The SPIRe draft in `directory`, in inference mode. Raises CheckpointError naming the file."""
-    draft = SpireDraft(load_model_config(directory), load_draft_config(directory))
+def load_draft(directory: Path, dtype: torch.dtype = torch.float32) -> Draft:
+    """The draft in `directory`, in inference mode. Raises CheckpointError naming the file."""
+    draft = Draft(load_model_config(directory), load_draft_config(directory))
     tensors = {_without_prefix(name): tensor for name, tensor in load_tensors(directory).items()}
     if draft.config.tie_word_embeddings:
         tensors["lm_head.weight"] = tensors.get("embed_tokens.weight", torch.empty(0))
@@ -44,7 +44,7 @@ def load_draft(directory: Path, dtype: torch.dtype = torch.float32) -> SpireDraf
     return draft.to(dtype).eval().requires_grad_(False)
 
 
-def save_draft(directory: Path, draft: SpireDraft, dtype: torch.dtype = torch.bfloat16) -> None:
+def save_draft(directory: Path, draft: Draft, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write a draft: a directory like a target's whose config carries a `spire_draft` section."""
     config = draft.config.to_hugging_face() | {
         "dtype": str(dtype).removeprefix("torch."),

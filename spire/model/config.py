@@ -96,20 +96,30 @@ class ModelConfig(BaseModel):
 
 
 class DraftConfig(BaseModel):
-    """What makes a directory a SPIRe draft (paper section 3): its own layers, and which target it belongs to.
+    """What makes a directory a draft: which target it belongs to, and what its layers remember.
 
-    `tapped_layers[i]` is the number of target layers passed before the activation that draft layer i remembers:
-    for a target of 8 layers and a draft of 2 it is (6, 7).
+    `tapped_layers[i]` is the number of target layers passed before the activation that draft layer i remembers of
+    verified positions: for a target of 8 layers and a SPIRe draft of 2 it is (6, 7). Without any, each layer remembers
+    its own input, as a vanilla draft does, and the draft is sent tokens instead of activations.
+    `feedback`: whether positions drafted in this round are remembered as a mixture of the layers' outputs (paper
+    section 3.3) or as each layer's own input.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: Literal["spire"] = "spire"
+    kind: Literal["spire", "vanilla"] = "spire"
     target_fingerprint: str
     tapped_layers: tuple[int, ...]
     window: int = 64
     sink: int = 1
     attends_self: bool = True
+    feedback: bool = True
+
+    @model_validator(mode="after")
+    def _feedback_needs_activations(self) -> DraftConfig:
+        if self.feedback and not self.tapped_layers:
+            raise ValueError("feedback memory without the target's activations is not supported")
+        return self
 
 
 def _rope_section(values: dict[str, Any]) -> dict[str, Any]:

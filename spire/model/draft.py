@@ -1,9 +1,11 @@
-"""The SPIRe draft (paper section 3): the target's last layers, attending to memory vectors instead of their own past.
+"""The draft (paper section 3): layers that attend to memory vectors instead of their own past.
 
 At position t, draft layer i computes queries from its own input, but keys and values come from memory vectors of
-earlier positions: the *target's* activation entering the layer it was initialised from where the position is
-verified, the draft's own feedback memory where it was drafted in this round. Training and serving run the same forward;
-who gathers the keys differs (`BlockRollouts` here, `RoundMemory` in `draft_memory`).
+earlier positions. In a SPIRe draft these are the *target's* activation entering the layer it was initialised from where
+the position is verified, and the draft's own feedback memory where it was drafted in this round. Where they are the
+layer's own input everywhere, the same forward is an ordinary decoder: the vanilla draft, and an ablation of SPIRe.
+Training and serving run the same forward; who gathers the keys differs (`BlockRollouts` and `OwnPast` here,
+`draft_memory` while serving).
 
 Shapes: B sequences, T positions, S memories, N draft layers, D width, G key/value heads, K head width.
 """
@@ -17,6 +19,7 @@ from typing import NamedTuple, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from spire.errors import DataError
 from spire.model.config import DraftConfig, ModelConfig
 from spire.model.layers import Layer, Rope
 from spire.model.target import Target, WholeSequence
@@ -28,19 +31,23 @@ class Memory(Protocol):
     """What the draft needs of its memory during one forward."""
 
     positions_BT: Tensor
-    mask: Tensor
+    # Additive; None for causal attention over the positions of this very pass.
+    mask: Tensor | None
 
     def with_self(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of everything remembered and of the position itself, [B, G, S, K]."""
+        """Remember the layer's own input at these positions; return all keys and values that may be attended.
+
+        [B, G, S, K], or pages of them, as `layers.attend` takes both.
+        """
         ...
 
-    def remember(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> None:
-        """Keep the feedback memory of these positions for the passes that follow in this round."""
+    def replace(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> None:
+        """Let feedback memory take the place of the own input for the passes that follow in this round."""
         ...
 
 
-class SpireDraft(nn.Module):
-    """Token ids and a memory in, hidden states out; the memory gains the feedback of these positions."""
+class Draft(nn.Module):
+    """Token ids and a memory in, hidden states out; the memory gains these positions."""
 
     def __init__(self, config: ModelConfig, draft: DraftConfig):
         super().__init__()
@@ -52,7 +59,8 @@ class SpireDraft(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-        self.memory_weights = nn.Parameter(_near_own_input(N))
+        if draft.feedback:
+            self.memory_weights = nn.Parameter(_near_own_input(N))
         self.rope = Rope(config.head_dim, config.rope)
 
     def forward(self, tokens_BT: Tensor, memory: Memory) -> Tensor:
@@ -64,9 +72,10 @@ class SpireDraft(nn.Module):
             keys, values = memory.with_self(index, *layer.keys_values(hidden_BTD, rope))
             hidden_BTD = layer(hidden_BTD, rope, keys, values, memory.mask)
             passed.append(hidden_BTD)
-        feedback_NBTD = self.feedback(torch.stack(passed))
-        for index, layer in enumerate(cast(Iterable[Layer], self.layers)):
-            memory.remember(index, *layer.keys_values(feedback_NBTD[index], rope))
+        if self.draft.feedback:
+            feedback_NBTD = self.feedback(torch.stack(passed))
+            for index, layer in enumerate(cast(Iterable[Layer], self.layers)):
+                memory.replace(index, *layer.keys_values(feedback_NBTD[index], rope))
         return self.norm(hidden_BTD)
 
     def feedback(self, passed_LBTD: Tensor) -> Tensor:
@@ -94,33 +103,36 @@ def _near_own_input(layers: int) -> Tensor:
     return weights.fill_diagonal_(own)
 
 
-def prune(target: Target, target_fingerprint: str, layers: int, window: int = 64, sink: int = 1) -> SpireDraft:
-    """A draft initialised from `target` (section 3.2): embedding, last `layers` layers, norm and unembedding.
+def prune(target: Target, draft: DraftConfig, copied_layers: tuple[int, ...]) -> Draft:
+    """A draft initialised from `target` (section 3.2): embedding, the `copied_layers`, norm and unembedding.
 
     Embedding and unembedding are copied apart even where the target ties them: only the embedding will be scaled.
     """
-    depth = target.config.num_hidden_layers
-    config = target.config.model_copy(update={"num_hidden_layers": layers, "tie_word_embeddings": False})
-    tapped = tuple(range(depth - layers, depth))
-    draft = SpireDraft(
-        config, DraftConfig(target_fingerprint=target_fingerprint, tapped_layers=tapped, window=window, sink=sink)
-    )
+    update = {"num_hidden_layers": len(copied_layers), "tie_word_embeddings": False}
+    pruned = Draft(target.config.model_copy(update=update), draft)
     for name in ("embed_tokens", "norm", "lm_head"):
-        getattr(draft, name).load_state_dict(getattr(target, name).state_dict())
-    for mine, theirs in zip(draft.layers, list(target.layers)[depth - layers :], strict=True):
-        mine.load_state_dict(theirs.state_dict())
-    return draft
+        getattr(pruned, name).load_state_dict(getattr(target, name).state_dict())
+    for mine, index in zip(pruned.layers, copied_layers, strict=True):
+        mine.load_state_dict(target.layers[index].state_dict())
+    return pruned
+
+
+def last_layers(target: ModelConfig, count: int) -> tuple[int, ...]:
+    """The paper's choice of layers to copy. Raises DataError when the target has no more than `count`."""
+    depth = target.num_hidden_layers
+    if not 0 < count < depth:
+        raise DataError(f"layers is {count}: a draft of a target of {depth} layers has 1 to {depth - 1}")
+    return tuple(range(depth - count, depth))
 
 
 @torch.no_grad()
-def match_input_scale(draft: SpireDraft, target: Target, tokens_BT: Tensor) -> float:
-    """Scale the draft's embedding to the size of what entered its first layer in the target; return the factor.
+def match_input_scale(draft: Draft, target: Target, entered_layer: int, tokens_BT: Tensor) -> float:
+    """Scale the draft's embedding to the size of what entered `entered_layer` in the target; return the factor.
 
     Behind several layers the residual stream may be a thousand times larger than an embedding. The copied layers add
     to it in that proportion, and an embedding of its own size would be drowned: the draft would hardly see its token.
     """
-    first = draft.draft.tapped_layers[:1]
-    taps = target(tokens_BT, WholeSequence(tokens_BT), first).taps_BTND
+    taps = target(tokens_BT, WholeSequence(tokens_BT), (entered_layer,)).taps_BTND
     assert taps is not None
     factor = (
         (taps[:, 1:].float().square().mean() / target.embed_tokens(tokens_BT).float().square().mean()).sqrt().item()
@@ -155,41 +167,72 @@ class RolloutBlocks(NamedTuple):
 
     @classmethod
     def of(cls, length: int, k: int, offset: int, device: torch.device | str = "cpu") -> RolloutBlocks:
-        """Blocks of k after every k-th prefix, shifted by `offset` in 1..k (position 0 is never drafted from)."""
-        return cls(torch.arange((length - k) // k, device=device) * k + offset, k)
+        """Blocks of k after every k-th prefix, shifted by `offset` in 1..k (position 0 is never drafted from).
+
+        Every position fed has a next token in the sequence.
+        """
+        return cls(torch.arange((length - 1 - k) // k, device=device) * k + offset, k)
 
 
 class BlockRollouts:
-    """The memory of one training sequence: target activations before each block, feedback memory inside it.
+    """The memory of one training sequence: target activations before each block, the draft's own memory inside it.
 
     Keys are those of all L verified positions, then those of the blocks at each pass so far; the mask lets each block
     see the past before it and its own passes. One masked attention per pass, not one window gathered per block.
     """
 
-    def __init__(self, draft: SpireDraft, taps_BLND: Tensor, blocks: RolloutBlocks):
+    def __init__(self, draft: Draft, taps_BLND: Tensor, blocks: RolloutBlocks):
         B, L = taps_BLND.shape[:2]
         self.draft, self.blocks = draft.draft, blocks
         self.verified_L = torch.arange(L, device=taps_BLND.device)
-        self.stored = draft.remembered(taps_BLND, self.verified_L.expand(B, L))
-        self.batch, self.passes = B, -1
+        self.stored = [[pair] for pair in draft.remembered(taps_BLND, self.verified_L.expand(B, L))]
+        self.mask: Tensor | None = None
+        self.batch, self.passes = B, blocks.k
+        self.passed = -1
 
     def advance(self) -> Tensor:
         """Begin the next pass; return the positions [T] that it feeds."""
-        self.passes += 1
+        self.passed += 1
         starts_T = self.blocks.starts_T
-        fed = torch.cat([starts_T + j for j in range(self.passes + 1)])
-        now_T = starts_T + self.passes
+        fed = torch.cat([starts_T + j for j in range(self.passed + 1)])
+        now_T = starts_T + self.passed
         self.positions_BT = now_T.expand(self.batch, -1)
         verified = visible(now_T[None], self.verified_L[None], self.draft) & (self.verified_L < starts_T[None, :, None])
         own = torch.arange(len(starts_T), device=starts_T.device)
-        same_block = own[None, :, None] == own.repeat(self.passes + 1)[None, None, :]
+        same_block = own[None, :, None] == own.repeat(self.passed + 1)[None, None, :]
         drafted = visible(now_T[None], fed[None], self.draft) & same_block
         self.mask = additive(torch.cat((verified, drafted), dim=-1), torch.float32)
         return now_T
 
     def with_self(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = self.stored[layer]
-        return torch.cat((keys, keys_BGTK), dim=2), torch.cat((values, values_BGTK), dim=2)
+        self.stored[layer].append((keys_BGTK, values_BGTK))
+        keys, values = zip(*self.stored[layer], strict=True)
+        return torch.cat(keys, dim=2), torch.cat(values, dim=2)
 
-    def remember(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> None:
-        self.stored[layer] = self.with_self(layer, keys_BGTK, values_BGTK)
+    def replace(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> None:
+        self.stored[layer][-1] = (keys_BGTK, values_BGTK)
+
+
+class OwnPast:
+    """The memory of one training sequence where each layer remembers its own input: one pass over all positions."""
+
+    passes = 1
+
+    def __init__(self, draft: Draft, tokens_BL: Tensor):
+        B, L = tokens_BL.shape
+        self.fed_T = torch.arange(L - 1, device=tokens_BL.device)
+        self.positions_BT = self.fed_T.expand(B, -1)
+        self.mask: Tensor | None = None
+        dense = draft.draft.attends_self and draft.draft.window >= L
+        if not dense:
+            self.mask = additive(visible(self.fed_T[None], self.fed_T[None], draft.draft), torch.float32)
+
+    def advance(self) -> Tensor:
+        """Begin the only pass; return the positions [T] that it feeds: all that have a next token."""
+        return self.fed_T
+
+    def with_self(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> tuple[Tensor, Tensor]:
+        return keys_BGTK, values_BGTK
+
+    def replace(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> None:
+        raise NotImplementedError("a draft without target activations has no feedback memory")

@@ -1,4 +1,4 @@
-"""The draft's memory while serving: a constant number of key/value pairs per sequence, whatever its context.
+"""A SPIRe draft's memory while serving: a constant number of key/value pairs per sequence, whatever its context.
 
 A slot holds the sink and a ring over the last `window` verified positions. The k positions of a round live in a
 scratch beside a working copy that is dropped when the round ends: a rejected token can never evict a committed one,
@@ -7,16 +7,18 @@ and no rollback exists.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from spire.model.draft import SpireDraft, additive, visible
+from spire.model.draft import Draft, additive, visible
 
 
 class DraftMemory:
     """Keys and values [N, slots, G, sink + window, K] and the text position that each place holds, -1 when empty."""
 
-    def __init__(self, draft: SpireDraft, slots: int):
+    def __init__(self, draft: Draft, slots: int):
         config, spire = draft.config, draft.draft
         weight = draft.embed_tokens.weight
         places = spire.sink + spire.window
@@ -31,45 +33,53 @@ class DraftMemory:
         pairs = self.keys_NXGSK[:, 0].numel() * self.keys_NXGSK.element_size() * 2
         return pairs + self.places * self.positions_XS.element_size()
 
-    def forget(self, slots_R: Tensor) -> None:
-        self.positions_XS[slots_R] = -1
+    def forget(self, slot: int) -> None:
+        self.positions_XS[slot] = -1
 
-    def absorb(self, slots_R: Tensor, positions_R: Tensor, taps_RND: Tensor) -> None:
-        """Project and store the target's activations of R verified positions, of any sequences in any order."""
+    def absorb(self, slots_R: Tensor, positions_R: Tensor, ends_R: Tensor, taps_RND: Tensor) -> None:
+        """Project and store the target's activations of R verified positions, of any sequences in any order.
+
+        Rows of the message that reached up to `ends` are passed over when neither sink nor window will hold them.
+        """
         sink, window = self.draft.draft.sink, self.draft.draft.window
+        keep_R = (positions_R < sink) | (positions_R >= ends_R - window)
+        slots_R, positions_R, taps_RND = slots_R[keep_R], positions_R[keep_R], taps_RND[keep_R]
         places_R = torch.where(positions_R < sink, positions_R, sink + (positions_R - sink) % window)
         self.positions_XS[slots_R, places_R] = positions_R
         for layer, (keys, values) in enumerate(self.draft.remembered(taps_RND[None], positions_R[None])):
             self.keys_NXGSK[layer][slots_R, :, places_R] = keys[0].transpose(0, 1)
             self.values_NXGSK[layer][slots_R, :, places_R] = values[0].transpose(0, 1)
 
-    def round(self, slots_B: Tensor, base_B: Tensor, k: int) -> RoundMemory:
-        """The working copy for a round of k passes over these slots, the newest token standing at `base`."""
-        return RoundMemory(self, slots_B, base_B, k)
+    def round(self, slots: Sequence[int], bases: Sequence[int], k: int) -> RoundMemory:
+        """The working copy for a round of k passes over these slots, the newest tokens standing at `bases`."""
+        device = self.positions_XS.device
+        return RoundMemory(self, torch.tensor(slots, device=device), torch.tensor(bases, device=device), k)
 
 
 class RoundMemory:
     """Sink, window and scratch [N, B, G, sink + window + k, K] of the sequences of one round."""
 
     def __init__(self, memory: DraftMemory, slots_B: Tensor, base_B: Tensor, k: int):
-        self.spire, self.places, self.base_B = memory.draft.draft, memory.places, base_B
+        self.draft, self.places, self.base_B = memory.draft, memory.places, base_B
         scratch_BK = base_B[:, None] + torch.arange(k, device=base_B.device)
         self.held_BS = torch.cat((memory.positions_XS[slots_B], scratch_BK), dim=1)
         self.keys_NBGSK = _with_scratch(memory.keys_NXGSK[:, slots_B], k)
         self.values_NBGSK = _with_scratch(memory.values_NXGSK[:, slots_B], k)
+        self.mask: Tensor | None = None
         self.passes = -1
 
-    def advance(self) -> None:
-        """Begin the next pass: position base + passes."""
+    def next_logits(self, tokens_B: Tensor) -> Tensor:
+        """Feed the next position of every sequence: logits [B, V] of the one after it."""
         self.passes += 1
         self.positions_BT = (self.base_B + self.passes)[:, None]
-        self.mask = additive(visible(self.positions_BT, self.held_BS, self.spire), self.keys_NBGSK.dtype)
+        self.mask = additive(visible(self.positions_BT, self.held_BS, self.draft.draft), self.keys_NBGSK.dtype)
+        return self.draft.unembed(self.draft(tokens_B[:, None], self))[:, 0]
 
     def with_self(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> tuple[Tensor, Tensor]:
-        self.remember(layer, keys_BGTK, values_BGTK)
+        self.replace(layer, keys_BGTK, values_BGTK)
         return self.keys_NBGSK[layer], self.values_NBGSK[layer]
 
-    def remember(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> None:
+    def replace(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> None:
         place = self.places + self.passes
         self.keys_NBGSK[layer][:, :, place : place + 1] = keys_BGTK
         self.values_NBGSK[layer][:, :, place : place + 1] = values_BGTK

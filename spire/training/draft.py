@@ -1,14 +1,16 @@
-"""`spire train draft`: a SPIRe draft by block rollouts against its frozen target (paper sections 3.3, 3.4).
+"""`spire train draft`: a draft for a frozen target (paper sections 3.2 to 3.4, 4.1).
 
-On each training sequence k passes follow every k-th prefix, all blocks in parallel and with teacher forcing. The target
-runs once per sequence; its activations are captured on the fly and never stored. The offset of the blocks is drawn for
-each step.
+A SPIRe draft learns by block rollouts: on each training sequence k passes follow every k-th prefix, all blocks in
+parallel and with teacher forcing. The target runs once per sequence; its activations are captured on the fly and never
+stored. The offset of the blocks is drawn for each step. The paper's ablations and its vanilla baseline are values of
+the same recipe: what the draft starts from, what it remembers, what it learns from.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Literal, get_args, get_type_hints
 
 import numpy as np
 import torch
@@ -17,25 +19,44 @@ from torch import Tensor
 
 from spire.errors import DataError
 from spire.model.checkpoint import load_target, save_draft
-from spire.model.draft import BlockRollouts, RolloutBlocks, SpireDraft, match_input_scale, prune
+from spire.model.config import DraftConfig, ModelConfig, load_model_config
+from spire.model.draft import BlockRollouts, Draft, OwnPast, RolloutBlocks, last_layers, match_input_scale, prune
 from spire.model.target import Target, WholeSequence
 from spire.training.corpus import TokenStream
-from spire.training.run import Checkpoint, Schedule, StepResult, muon_and_adamw, scale_rate, train_steps
+from spire.training.run import Checkpoint, Schedule, StepResult, adamw, muon_and_adamw, scale_rate, train_steps
+from spire.training.target import initialise
+
+Loss = Literal["mixed", "mixed-log", "data"]
 
 
 @dataclass(frozen=True)
 class DraftRecipe:
-    """Everything that determines a draft besides its target and the text. The defaults are the bundled draft's."""
+    """Everything that determines a draft besides its target and the text. The defaults are the bundled draft's.
 
+    `loss`: "mixed" is the paper's ω · CE(p, q) − (1 − ω) · α; "mixed-log" has log α for α; "data" is cross-entropy on
+    the text itself. ω goes linearly from `omega` to `omega_final`.
+    """
+
+    kind: Literal["spire", "vanilla"] = "spire"
     steps: int = 4000
     tokens_per_step: int = 2048
     short_length: int = 512
     long_length: int = 2048
     layers: int = 2
+    copied_layers: tuple[int, ...] | None = None
+    init: Literal["pruned", "random"] = "pruned"
+    scale_input: bool = True
+    activations: bool = True
+    feedback: bool = True
+    self_key: bool = True
     window: int = 64
     sink: int = 1
     k: int = 4
+    loss: Loss = "mixed"
     omega: float = 0.5
+    omega_final: float = 0.5
+    freeze_embeddings: bool = False
+    optimizer: Literal["muon", "adamw"] = "muon"
     muon_rate: float = 0.02
     adamw_rate: float = 3e-3
     decay_share: float = 0.5
@@ -43,6 +64,45 @@ class DraftRecipe:
 
     def length_at(self, step: int) -> int:
         return self.long_length if step % 4 == 1 else self.short_length
+
+    def omega_at(self, step: int) -> float:
+        return self.omega + (self.omega_final - self.omega) * step / self.steps
+
+    def copied(self, target: ModelConfig) -> tuple[int, ...]:
+        """The target's layers that the draft starts from, and whose inputs it remembers."""
+        if self.copied_layers is None:
+            return last_layers(target, self.layers)
+        if wrong := [layer for layer in self.copied_layers if not 0 <= layer < target.num_hidden_layers]:
+            raise DataError(
+                f"layer {wrong[0]} cannot be copied: the target has layers 0 to {target.num_hidden_layers - 1}"
+            )
+        return self.copied_layers
+
+
+def recipe_for(target_directory: Path, given: dict[str, Any]) -> DraftRecipe:
+    """The recipe of the kind of draft that is asked for, with what is `given`. Raises DataError for unknown values."""
+    choices = get_type_hints(DraftRecipe)
+    for name in ("kind", "init", "loss", "optimizer"):
+        if name in given and given[name] not in get_args(choices[name]):
+            raise DataError(f"{name} is {given[name]!r}: it is one of {', '.join(get_args(choices[name]))}")
+    if "omega" in given:
+        given = {"omega_final": given["omega"]} | given
+    if given.get("kind") == "vanilla":
+        given = _vanilla(load_model_config(target_directory)) | given
+    return DraftRecipe(**given)
+
+
+def _vanilla(target: ModelConfig) -> dict[str, Any]:
+    """The paper's baseline (section 4.1): half the layers at half the width, cross-entropy on data, the whole past."""
+    return {
+        "layers": max(1, target.num_hidden_layers // 2),
+        "init": "random",
+        "scale_input": False,
+        "activations": False,
+        "feedback": False,
+        "window": target.max_position_embeddings,
+        "loss": "data",
+    }
 
 
 def train_draft(
@@ -53,29 +113,32 @@ def train_draft(
     recipe: DraftRecipe,
     device: str = "cpu",
     compiled: bool = True,
-) -> SpireDraft:
+) -> Draft:
     """Train, checkpointing into `out/run`, and write the finished draft to `out`. Resumes what it finds there."""
     work = out / "run"
     target, identity = load_target(target_directory)
     target = target.to(device)
-    _check(target, recipe)
-    torch.manual_seed(recipe.seed)
-    draft = prune(target, identity, recipe.layers, recipe.window, recipe.sink).to(device).requires_grad_(True).train()
+    _check(recipe)
     stream, held_out = _streams(target, target_directory, data, valid, work)
-    sample_BT = torch.from_numpy(stream.batch(recipe.seed, 0, 4, recipe.short_length)).to(device)
-    factor = match_input_scale(draft, target, sample_BT)
-    optimizers = muon_and_adamw(draft, draft.layers, recipe.muon_rate, recipe.adamw_rate)
-    scale_rate(optimizers, draft.embed_tokens.weight, factor)
+    torch.manual_seed(recipe.seed)
+    draft = new_draft(target, identity, recipe).to(device).requires_grad_(True).train()
+    factor = 1.0
+    if recipe.scale_input:
+        sample_BT = torch.from_numpy(stream.batch(recipe.seed, 0, 4, recipe.short_length)).to(device)
+        factor = match_input_scale(draft, target, recipe.copied(target.config)[0], sample_BT)
+    optimizers = _optimizers(draft, recipe, factor)
     checkpoint = Checkpoint(work, {**{k: v for k, v in asdict(recipe).items() if k != "steps"}, "target": identity})
     objective = torch.compile(rollout_loss, dynamic=False) if compiled else rollout_loss
 
     def forward(step: int) -> StepResult:
         length = min(recipe.length_at(step), target.config.max_position_embeddings)
         tokens_BT = torch.from_numpy(stream.batch(recipe.seed, step, max(1, recipe.tokens_per_step // length), length))
+        omega = torch.tensor(recipe.omega_at(step), device=device)
         with torch.autocast(device, dtype=torch.bfloat16):
             blocks = _blocks(recipe, step, length, device)
-            loss, alpha = objective(draft, target, tokens_BT.to(device), blocks, recipe.omega)
-        return StepResult(loss, {"alpha": alpha.item(), "length": length}, tokens_BT.numel())
+            loss, alpha = objective(draft, target, tokens_BT.to(device), blocks, recipe.loss, omega)
+        figures = {"length": float(length)} if alpha is None else {"alpha": alpha.item(), "length": float(length)}
+        return StepResult(loss, figures, tokens_BT.numel())
 
     def validate() -> dict[str, float]:
         return {"valid_alpha": validation_alpha(draft, target, held_out, recipe, device)} if held_out else {}
@@ -86,31 +149,83 @@ def train_draft(
     return draft
 
 
+def new_draft(target: Target, identity: str, recipe: DraftRecipe) -> Draft:
+    """A draft as it is before the first step. Raises DataError where the recipe does not fit the target."""
+    shape = target.config
+    copied = () if recipe.kind == "vanilla" else recipe.copied(shape)
+    draft = DraftConfig(
+        kind=recipe.kind,
+        target_fingerprint=identity,
+        tapped_layers=copied if recipe.activations else (),
+        window=recipe.window,
+        sink=recipe.sink,
+        attends_self=recipe.self_key,
+        feedback=recipe.feedback,
+    )
+    if recipe.init == "pruned":
+        return prune(target, draft, copied)
+    narrower = _half_as_wide(shape, recipe.layers) if recipe.kind == "vanilla" else shape
+    layers = recipe.layers if recipe.kind == "vanilla" else len(copied)
+    update = {"num_hidden_layers": layers, "tie_word_embeddings": False}
+    fresh = Draft(narrower.model_copy(update=update), draft)
+    initialise(fresh, fresh.layers)
+    return fresh
+
+
+def _half_as_wide(target: ModelConfig, layers: int) -> ModelConfig:
+    if target.hidden_size % 2 or target.intermediate_size % 2 or target.head_dim % 4:
+        raise DataError(
+            f"a vanilla draft is half as wide as its target: width {target.hidden_size}, MLP "
+            f"{target.intermediate_size} and head width {target.head_dim} cannot all be halved"
+        )
+    halves = ("hidden_size", "intermediate_size", "head_dim")
+    return target.model_copy(update={name: getattr(target, name) // 2 for name in halves})
+
+
+def _optimizers(draft: Draft, recipe: DraftRecipe, input_factor: float) -> list[torch.optim.Optimizer]:
+    """What is learned, and how fast. A scaled embedding needs steps scaled alike."""
+    if recipe.freeze_embeddings:
+        draft.embed_tokens.requires_grad_(False)
+        draft.lm_head.requires_grad_(False)
+    if recipe.optimizer == "muon":
+        optimizers = muon_and_adamw(draft, draft.layers, recipe.muon_rate, recipe.adamw_rate)
+    else:
+        optimizers = adamw(draft, recipe.adamw_rate)
+    if not recipe.freeze_embeddings:
+        scale_rate(optimizers, draft.embed_tokens.weight, input_factor)
+    return optimizers
+
+
 def rollout_loss(
-    draft: SpireDraft, target: Target, tokens_BL: Tensor, blocks: RolloutBlocks, omega: float
-) -> tuple[Tensor, Tensor]:
-    """MixedLoss(ω) = ω · CE(p, q) − (1 − ω) · α, and α = Σ_x min(p(x), q(x)), both means over drafted positions."""
-    with torch.no_grad():
-        output = target(tokens_BL, WholeSequence(tokens_BL), draft.draft.tapped_layers)
-        log_p_BLV = target.unembed(output.hidden_BTD).log_softmax(dim=-1)
-    assert output.taps_BTND is not None
-    rollouts = BlockRollouts(draft, output.taps_BTND, blocks)
+    draft: Draft, target: Target, tokens_BL: Tensor, blocks: RolloutBlocks, loss: Loss, omega: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """The loss, and α = Σ_x min(p(x), q(x)) unless the target is not needed; both means over drafted positions."""
+    tapped = draft.draft.tapped_layers
+    taps_BLND, log_p_BLV = None, None
+    if tapped or loss != "data":
+        with torch.no_grad():
+            output = target(tokens_BL, WholeSequence(tokens_BL), tapped)
+            taps_BLND, log_p_BLV = output.taps_BTND, target.unembed(output.hidden_BTD).log_softmax(dim=-1)
+    memory = OwnPast(draft, tokens_BL) if taps_BLND is None else BlockRollouts(draft, taps_BLND, blocks)
     losses, alphas = [], []
-    for _ in range(blocks.k):
-        positions_T = rollouts.advance()
-        hidden_BTD = draft(tokens_BL[:, positions_T], rollouts)
-        log_q = draft.unembed(hidden_BTD).log_softmax(dim=-1)
-        log_p = log_p_BLV[:, positions_T]
-        p = log_p.exp()
-        alpha = torch.minimum(p, log_q.exp()).sum(dim=-1).mean()
-        losses.append(omega * -(p * log_q).sum(dim=-1).mean() - (1 - omega) * alpha)
-        alphas.append(alpha.detach())
-    return torch.stack(losses).mean(), torch.stack(alphas).mean()
+    for _ in range(memory.passes):
+        positions_T = memory.advance()
+        log_q = draft.unembed(draft(tokens_BL[:, positions_T], memory)).log_softmax(dim=-1)
+        if log_p_BLV is not None:
+            p = log_p_BLV[:, positions_T].exp()
+            alpha_BT = torch.minimum(p, log_q.exp()).sum(dim=-1)
+            alphas.append(alpha_BT.mean().detach())
+        if loss == "data":
+            losses.append(-log_q.gather(-1, tokens_BL[:, positions_T + 1, None]).mean())
+        else:
+            gain_BT = alpha_BT.log() if loss == "mixed-log" else alpha_BT
+            losses.append(omega * -(p * log_q).sum(dim=-1).mean() - (1 - omega) * gain_BT.mean())
+    return torch.stack(losses).mean(), torch.stack(alphas).mean() if alphas else None
 
 
 @torch.no_grad()
 def validation_alpha(
-    draft: SpireDraft, target: Target, stream: TokenStream, recipe: DraftRecipe, device: str, batches: int = 8
+    draft: Draft, target: Target, stream: TokenStream, recipe: DraftRecipe, device: str, batches: int = 8
 ) -> float:
     """Mean α over fixed windows of held-out text, teacher-forced."""
     total = 0.0
@@ -118,7 +233,9 @@ def validation_alpha(
         tokens_BT = torch.from_numpy(stream.batch(0, number, 4, recipe.short_length)).to(device)
         with torch.autocast(device, dtype=torch.bfloat16):
             blocks = _blocks(recipe, number, recipe.short_length, device)
-            total += rollout_loss(draft, target, tokens_BT, blocks, recipe.omega)[1].item()
+            _, alpha = rollout_loss(draft, target, tokens_BT, blocks, "mixed", torch.tensor(0.5, device=device))
+        assert alpha is not None
+        total += alpha.item()
     return total / batches
 
 
@@ -142,9 +259,12 @@ def _streams(
     return build(data), build(valid) if valid else None
 
 
-def _check(target: Target, recipe: DraftRecipe) -> None:
-    depth = target.config.num_hidden_layers
-    if not 0 < recipe.layers < depth:
-        raise DataError(f"layers is {recipe.layers}: a draft of a target of {depth} layers has 1 to {depth - 1}")
+def _check(recipe: DraftRecipe) -> None:
     if recipe.short_length <= 2 * recipe.k:
         raise DataError(f"sequences of {recipe.short_length} tokens are too short for blocks of k = {recipe.k}")
+    if recipe.feedback and not recipe.activations:
+        raise DataError("feedback memory needs the target's activations: use --no-feedback with --no-activations")
+    if recipe.kind == "vanilla" and (recipe.init == "pruned" or recipe.activations):
+        raise DataError(
+            "a vanilla draft has its own width: it cannot be pruned from the target nor remember its activations"
+        )

@@ -31,7 +31,7 @@ class Checkpoint:
 
     def __init__(self, directory: Path, recipe: dict[str, Any]):
         self.file = directory / "state.safetensors"
-        self.recipe = recipe
+        self.recipe = json.loads(json.dumps(recipe))
         directory.mkdir(parents=True, exist_ok=True)
 
     def save(self, step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
@@ -88,15 +88,24 @@ def muon_and_adamw(
     """
     matrices = [p for p in layers.parameters() if p.ndim == 2]
     chosen = {id(p) for p in matrices}
-    rest = [p for p in model.parameters() if id(p) not in chosen]
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.Muon(matrices, lr=muon_rate, momentum=0.95, weight_decay=muon_weight_decay, ns_steps=5),
-        torch.optim.AdamW(rest, lr=adamw_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
-    ]
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["initial_lr"] = group["lr"]
-    return optimizers
+    rest = [p for p in model.parameters() if p.requires_grad and id(p) not in chosen]
+    muon = torch.optim.Muon(matrices, lr=muon_rate, momentum=0.95, weight_decay=muon_weight_decay, ns_steps=5)
+    return [_with_initial_rate(muon), _adamw(rest, adamw_rate)]
+
+
+def adamw(model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
+    """AdamW for everything."""
+    return [_adamw([p for p in model.parameters() if p.requires_grad], rate)]
+
+
+def _adamw(parameters: list[nn.Parameter], rate: float) -> torch.optim.Optimizer:
+    return _with_initial_rate(torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True))
+
+
+def _with_initial_rate(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    return optimizer
 
 
 def scale_rate(optimizers: list[torch.optim.Optimizer], parameter: Tensor, factor: float) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
 
 from spire.model.checkpoint import save_target
 from spire.model.config import ModelConfig
@@ -74,7 +74,7 @@ def train_target(
 
     torch.manual_seed(recipe.seed)
     target = Target(recipe.model_config()).to(device)
-    _initialise(target)
+    initialise(target, target.layers)
     optimizers = muon_and_adamw(target, target.layers, recipe.muon_rate, recipe.adamw_rate, recipe.muon_weight_decay)
     # The number of steps may change until the rate decays: before that it touches nothing.
     checkpoint = Checkpoint(work, {k: v for k, v in asdict(recipe).items() if k != "steps"})
@@ -122,14 +122,14 @@ def _tokenizer(data: list[Path], out: Path, vocab_size: int) -> Tokenizer:
     return Tokenizer.from_file(str(file))
 
 
-def _initialise(target: Target) -> None:
+def initialise(model: nn.Module, layers: nn.ModuleList) -> None:
     """Normal(0, 0.02), the embedding normal(0, 1); what writes into the residual stream smaller by sqrt(2 · layers).
 
     An embedding as large as what the layers write keeps the stream's size level: behind a small one Muon's steps let it
     grow a thousandfold, and the loss is higher from the first hundred steps on.
     """
-    for name, parameter in target.named_parameters():
-        if parameter.ndim == 2:
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2 and name != "memory_weights":
             writes_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-            torch.nn.init.normal_(parameter, std=0.02 / ((2 * len(target.layers)) ** 0.5 if writes_residual else 1))
-    torch.nn.init.normal_(target.embed_tokens.weight, std=1.0)
+            std = 0.02 / ((2 * len(layers)) ** 0.5 if writes_residual else 1)
+            torch.nn.init.normal_(parameter, std=1.0 if name.startswith("embed_tokens") else std)

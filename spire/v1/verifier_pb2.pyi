@@ -160,30 +160,34 @@ class Timings(_message.Message):
     def __init__(self, queue_seconds: _Optional[float] = ..., forward_seconds: _Optional[float] = ..., sample_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ...) -> None: ...
 
 class ActivationsRequest(_message.Message):
-    __slots__ = ("draft_id", "target_fingerprint", "protocol_version", "tapped_layers", "sink", "window")
+    __slots__ = ("draft_id", "target_fingerprint", "protocol_version", "tapped_layers", "sink", "window", "tokens")
     DRAFT_ID_FIELD_NUMBER: _ClassVar[int]
     TARGET_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     TAPPED_LAYERS_FIELD_NUMBER: _ClassVar[int]
     SINK_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     draft_id: str
     target_fingerprint: str
     protocol_version: int
     tapped_layers: _containers.RepeatedScalarFieldContainer[int]
     sink: int
     window: int
-    def __init__(self, draft_id: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., protocol_version: _Optional[int] = ..., tapped_layers: _Optional[_Iterable[int]] = ..., sink: _Optional[int] = ..., window: _Optional[int] = ...) -> None: ...
+    tokens: bool
+    def __init__(self, draft_id: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., protocol_version: _Optional[int] = ..., tapped_layers: _Optional[_Iterable[int]] = ..., sink: _Optional[int] = ..., window: _Optional[int] = ..., tokens: bool = ...) -> None: ...
 
 class ActivationsResponse(_message.Message):
-    __slots__ = ("spans", "rows", "ended")
+    __slots__ = ("spans", "rows", "ended", "tokens")
     SPANS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     spans: _containers.RepeatedCompositeFieldContainer[ActivationSpan]
     rows: _tensor_pb2.Tensor
     ended: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, spans: _Optional[_Iterable[_Union[ActivationSpan, _Mapping]]] = ..., rows: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ended: _Optional[_Iterable[str]] = ...) -> None: ...
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, spans: _Optional[_Iterable[_Union[ActivationSpan, _Mapping]]] = ..., rows: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ended: _Optional[_Iterable[str]] = ..., tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ActivationSpan(_message.Message):
     __slots__ = ("sequence_id", "start", "count", "reset")

@@ -13,7 +13,9 @@ import httpx
 import pytest
 import torch
 
-from spire.model.checkpoint import load_draft, save_draft
+from spire.model.checkpoint import load_draft, load_target, save_draft
+from spire.model.config import DraftConfig
+from spire.model.draft import prune
 from spire.rpc.channel import connect
 from spire.rpc.tensors import from_wire
 from spire.v1 import draft_pb2 as pb
@@ -193,6 +195,48 @@ def test_requests_are_served_while_the_draft_is_dead_and_faster_when_it_is_back(
         services.restart_draft()
         body = {"prompt": [1], "max_tokens": 30}
         assert wait_until(lambda: accepted_tokens(complete(services.url, body)) > 0)
+
+
+@pytest.fixture(scope="module")
+def twin(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target itself as a draft that is sent tokens and remembers its own past: greedy, it is never wrong."""
+    target, fingerprint = load_target(pair[0])
+    config = DraftConfig(target_fingerprint=fingerprint, tapped_layers=(), feedback=False, window=256)
+    out = tmp_path_factory.mktemp("twin")
+    save_draft(out, prune(target, config, (0, 1, 2)), torch.float32)
+    return out
+
+
+def test_a_draft_that_is_sent_tokens_knows_all_that_the_target_knows(pair: tuple[Path, Path], twin: Path) -> None:
+    """Also after it was killed in the middle of a text, and for prompts of several lengths at once."""
+    with running(pair[0], twin) as services:
+        for prompt in ([1], [3, 1, 4, 1, 5], [2] * 60):
+            answer = complete(services.url, {"prompt": prompt, "max_tokens": 41, "temperature": 0})
+            details = answer["usage"]["completion_tokens_details"]
+            assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (32, 0)
+        assert services.draft is not None
+        services.draft.kill()
+        services.restart_draft()
+        body = {"prompt": [5, 6], "max_tokens": 41, "temperature": 0}
+        assert wait_until(lambda: accepted_tokens(complete(services.url, body)) == 32)
+
+
+async def test_a_restarted_draft_is_sent_the_whole_text_again(pair: tuple[Path, Path], twin: Path) -> None:
+    with running(pair[0], twin) as services:
+        async with connected(services) as peers:
+            token = await peers.start("running", [*range(1, 12)] * 9)
+            (before,) = await peers.propose(item("running", 99, token))
+        assert services.draft is not None
+        services.draft.kill()
+        services.restart_draft()
+        async with connected(services) as peers:
+
+            async def same_again() -> bool:
+                (after,) = await peers.propose(item("running", 99, token))
+                return after == before
+
+            assert len(before.tokens) == 4
+            assert await eventually(same_again)
 
 
 def test_a_draft_of_another_target_refuses_to_start_and_names_both(

@@ -10,7 +10,7 @@ import torch
 import spire.training.draft
 from spire.errors import DataError
 from spire.model.checkpoint import load_draft, load_target
-from spire.training.draft import DraftRecipe, rollout_loss, train_draft
+from spire.training.draft import DraftRecipe, new_draft, recipe_for, rollout_loss, train_draft
 from tests.conftest import FIXTURES
 
 TEXT = FIXTURES / "text" / "jowett_charmides.txt"
@@ -69,3 +69,43 @@ def test_a_target_without_tokenizer_is_refused(stories_dir: Path, tmp_path: Path
         (bare / name).write_bytes((stories_dir / name).read_bytes())
     with pytest.raises(DataError, match=r"tokenizer\.json does not exist"):
         train(bare, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"kind": "vanilla"},
+        {"init": "random"},
+        {"loss": "data"},
+        {"omega": 1.0},
+        {"feedback": False},
+        {"feedback": False, "activations": False},
+        {"window": 64},
+        {"copied_layers": (0, 3), "freeze_embeddings": True, "optimizer": "adamw", "self_key": False},
+    ],
+    ids=str,
+)
+def test_every_baseline_and_ablation_is_a_value_of_the_same_recipe(
+    stories_dir: Path, tmp_path: Path, given: dict[str, object]
+) -> None:
+    short = {"steps": 3, "tokens_per_step": 64, "short_length": 16, "long_length": 32}
+    recipe = recipe_for(stories_dir, short | given)
+    train(stories_dir, tmp_path, recipe)
+    draft = load_draft(tmp_path)
+    assert draft.draft.kind == given.get("kind", "spire")
+    assert bool(draft.draft.tapped_layers) == recipe.activations
+    assert draft.draft.feedback == recipe.feedback
+    assert draft.config.num_hidden_layers == 2
+
+
+def test_a_vanilla_draft_has_an_eighth_of_the_targets_body(stories_dir: Path) -> None:
+    target, identity = load_target(stories_dir)
+    target.config = target.config.model_copy(update={"num_hidden_layers": 8})
+    vanilla = new_draft(target, identity, recipe_for(stories_dir, {"kind": "vanilla", "layers": 4}))
+    layer, narrow = (sum(p.numel() for p in model.layers[0].parameters() if p.ndim == 2) for model in (target, vanilla))
+    assert layer * 8 == 8 * narrow * 4
+
+
+def test_unknown_choices_are_refused_with_the_known_ones(stories_dir: Path) -> None:
+    with pytest.raises(DataError, match="loss is 'hard': it is one of mixed, mixed-log, data"):
+        recipe_for(stories_dir, {"loss": "hard"})

@@ -158,7 +158,8 @@ async def test_a_draft_is_told_which_sequences_ended(verifier: Verifier) -> None
         ({"target_fingerprint": "ffff"}, "ffff"),
         ({"protocol_version": 99}, "99"),
         ({"tapped_layers": [3]}, "tapped layer 3"),
-        ({"tapped_layers": []}, "tapped layers"),
+        ({"tapped_layers": []}, "either tapped layers or tokens"),
+        ({"tokens": True}, "either tapped layers or tokens"),
         ({"window": 0}, "window"),
     ],
 )

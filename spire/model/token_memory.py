@@ -1,0 +1,112 @@
+"""The memory, while serving, of a draft that is sent tokens: it keeps keys and values of its own past.
+
+What a vanilla draft needs, and SPIRe's ablation without target activations. It grows with the context, up to what the
+target can hold. Guesses are kept as they were computed: those that the verifier accepts need not be fed again.
+
+Shapes: B sequences, T positions, V vocabulary, G key/value heads, K head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from spire.drafting import MAX_SPECULATION_DEPTH
+from spire.model.cache import BatchView, TargetCache
+from spire.model.draft import Draft, additive, visible
+
+# Positions of a prompt that one forward feeds.
+_CHUNK = 512
+
+
+class TokenMemory:
+    """Slots of `capacity` positions, the tokens that have been verified, and those whose keys are held."""
+
+    def __init__(self, draft: Draft, slots: int, capacity: int):
+        weight = draft.embed_tokens.weight
+        self.draft, self.slots = draft, slots
+        self.cache = TargetCache(draft.config, slots, capacity + MAX_SPECULATION_DEPTH, weight.dtype, weight.device)
+        self.verified: list[list[int]] = [[] for _ in range(slots)]
+        self.fed: list[list[int]] = [[] for _ in range(slots)]
+
+    def bytes_per_sequence(self) -> int:
+        """Bytes of one slot, as large as the longest sequence needs."""
+        return self.cache.bytes // self.slots
+
+    def forget(self, slot: int) -> None:
+        self.verified[slot], self.fed[slot] = [], []
+
+    def absorb(self, slot: int, start: int, tokens: Sequence[int]) -> None:
+        """Take the tokens at verified positions start.. of a slot. What was not guessed right is fed."""
+        verified = self.verified[slot]
+        verified[start:] = tokens
+        fed = self.fed[slot]
+        right = start + _common(fed[start:], tokens) if len(fed) > start else len(fed)
+        del fed[right:]
+        # A round feeds the last verified position together with the newest token.
+        while len(fed) < len(verified) - 1:
+            chunk = verified[len(fed) : min(len(fed) + _CHUNK, len(verified) - 1)]
+            self._append([slot], [len(fed)], torch.tensor([chunk], device=self.cache.keys[0].device))
+            fed += chunk
+
+    def round(self, slots: Sequence[int], bases: Sequence[int], k: int) -> TokenRound:
+        """A round of k passes over these slots, the newest tokens standing at `bases`."""
+        return TokenRound(self, slots, bases)
+
+    def _append(self, slots: Sequence[int], starts: Sequence[int], tokens_BT: Tensor) -> Tensor:
+        """Feed T tokens per slot at positions starts..; hidden states [B, T, D]. Ascending slots are faster."""
+        self.cache.rewind(slots, starts)
+        hidden_BTD = self.draft(tokens_BT, _OwnPast(self.draft, self.cache.view(slots, tokens_BT.shape[1])))
+        self.cache.commit(slots, [tokens_BT.shape[1]] * len(slots))
+        return hidden_BTD
+
+
+class TokenRound:
+    """The passes of one round: the first feeds the last verified and the newest token, each other a guess."""
+
+    def __init__(self, memory: TokenMemory, slots: Sequence[int], bases: Sequence[int]):
+        self._memory = memory
+        self._device = memory.cache.keys[0].device
+        order = sorted(range(len(slots)), key=lambda row: slots[row])
+        self._slots = [slots[row] for row in order]
+        self._starts = [bases[row] - 1 for row in order]
+        self._order_B = torch.tensor(order, device=self._device)
+        self._back_B = torch.argsort(self._order_B)
+        last = [memory.verified[slot][start] for slot, start in zip(self._slots, self._starts, strict=True)]
+        self._before_BT = torch.tensor(last, device=self._device)[:, None]
+        for slot, start in zip(self._slots, self._starts, strict=True):
+            del memory.fed[slot][start:]
+
+    def next_logits(self, tokens_B: Tensor) -> Tensor:
+        """Feed the next position of every sequence: logits [B, V] of the one after it."""
+        tokens_BT = torch.cat((self._before_BT, tokens_B[self._order_B][:, None]), dim=1)
+        hidden_BTD = self._memory._append(self._slots, self._starts, tokens_BT)
+        for slot, tokens in zip(self._slots, tokens_BT.tolist(), strict=True):
+            self._memory.fed[slot] += tokens
+        self._starts = [start + tokens_BT.shape[1] for start in self._starts]
+        self._before_BT = self._before_BT[:, :0]
+        return self._memory.draft.unembed(hidden_BTD[:, -1])[self._back_B]
+
+
+class _OwnPast:
+    """A view of the cache as the memory of one pass: each layer's own input at the positions that the draft may see."""
+
+    def __init__(self, draft: Draft, view: BatchView):
+        assert view.mask is not None
+        self._view, self.positions_BT = view, view.positions_BT
+        columns_1S = torch.arange(view.mask.shape[-1], device=view.mask.device)[None]
+        self.mask: Tensor | None = additive(visible(view.positions_BT, columns_1S, draft.draft), view.mask.dtype)
+
+    def with_self(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> tuple[Tensor, Tensor]:
+        return self._view.append(layer, keys_BGTK, values_BGTK)
+
+    def replace(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> None:
+        raise NotImplementedError("a draft without target activations has no feedback memory")
+
+
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many leading elements are equal."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
