@@ -73,8 +73,11 @@ def answer(
     """Draft for whoever passes `check`, on the thread that calls; return the seconds it took.
 
     The task is answered whatever goes wrong: one sequence that cannot be drafted for never costs another its guess.
+    Nothing is done for a caller who has gone.
     """
     began = time.monotonic()
+    if not task.done.set_running_or_notify_cancel():
+        return 0.0
     try:
         refused = _refusals(task, check)
         ready = [index for index in range(len(task.guesses)) if index not in refused]

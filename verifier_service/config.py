@@ -28,4 +28,11 @@ class VerifierConfig(ModelServiceConfig):
     max_context: int = Field(0, ge=0, description="Longest sequence, prompt and output; 0 takes the model's.")
     max_depth: int = Field(16, ge=1, le=63, description="Longest block of draft tokens.")
     prefill_budget: int = Field(512, ge=1, description="Prompt tokens processed between two decoding steps.")
+    self_window: int = Field(
+        64, ge=16, description="MagicDec: last positions of its own cache that the target drafts through."
+    )
+    self_sink: int = Field(1, ge=0, description="MagicDec: first positions that it sees as well.")
+    self_top_m: int = Field(
+        4096, ge=1, description="MagicDec: tokens kept of a draft distribution; smaller vocabularies are sent whole."
+    )
     lease_seconds: float = Field(30.0, ge=0, description="A gateway whose stream stays closed this long is forgotten.")

@@ -1,7 +1,8 @@
 """The engine: one thread that owns the target, its cache and every sequence. Others hand it work and get answers.
 
-A turn is: take what has arrived, verify what waits (all streams merged), prefill one chunk. Decoding therefore never
-waits for more than one chunk of prompt. With nothing to do the thread sleeps in its inbox.
+A turn is: take what has arrived, draft what waits for the target's own guesses, verify what waits (all streams merged),
+prefill one chunk. Decoding therefore never waits for more than one chunk of prompt. With nothing to do the thread
+sleeps in its inbox.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from typing import Any, TypeVar
 import structlog
 import torch
 
+from spire.drafting import Drafted, Guess, ProposeTask, answer
 from spire.errors import InvalidRequest, NotFinite, RequestError, SpireError, UnknownSequence
 from spire.rpc.errors import OK, item_status
+from spire.sampling import SamplingRows
 from spire.v1 import tensor_pb2
 from spire.v1 import verifier_pb2 as pb
 from verifier_service.activations import Advance, Deliver, Publisher, Taps
@@ -77,8 +80,9 @@ class Engine:
         self.sequences: dict[str, Sequence] = {}
         self._prefill_budget = prefill_budget
         self._prefilling: list[Sequence] = []
+        self._drafting: deque[ProposeTask] = deque()
         self._verifying: deque[VerifyTask] = deque()
-        self._inbox: queue.SimpleQueue[StartTask | VerifyTask | CallTask | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[StartTask | ProposeTask | VerifyTask | CallTask | None] = queue.SimpleQueue()
         self._stopping = False
         # Done when the thread has ended; carries the error if it died.
         self.ended: Future[None] = Future()
@@ -94,7 +98,7 @@ class Engine:
         self._inbox.put(None)
         self._thread.join(timeout=10)
 
-    def submit(self, task: StartTask | VerifyTask) -> None:
+    def submit(self, task: StartTask | ProposeTask | VerifyTask) -> None:
         self._inbox.put(task)
 
     def call(self, function: Callable[..., Result], *args: Any) -> Future[Result]:
@@ -123,13 +127,14 @@ class Engine:
     def _turn(self) -> None:
         self._receive()
         self._turn_began = time.perf_counter()
+        self._draft_waiting()
         self._verify_waiting()
         self._prefill_chunk()
         self._turn_began = None
 
     def _receive(self) -> None:
         """Take everything that has arrived; sleep only when there is nothing else to do."""
-        idle = not self._verifying and not self._prefilling
+        idle = not self._drafting and not self._verifying and not self._prefilling
         try:
             while not self._stopping:
                 self._accept(self._inbox.get(block=idle))
@@ -137,19 +142,26 @@ class Engine:
         except queue.Empty:
             return
 
-    def _accept(self, task: StartTask | VerifyTask | CallTask | None) -> None:
+    def _accept(self, task: StartTask | ProposeTask | VerifyTask | CallTask | None) -> None:
         match task:
             case None:
                 self._stopping = True
             case StartTask():
                 self._accept_start(task)
+            case ProposeTask():
+                self._drafting.append(task)
             case VerifyTask():
                 self._verifying.append(task)
             case CallTask():
-                try:
-                    task.done.set_result(task.function())
-                except Exception as error:
-                    task.done.set_exception(error)
+                self._accept_call(task)
+
+    def _accept_call(self, task: CallTask) -> None:
+        if not task.done.set_running_or_notify_cancel():
+            return  # whoever called has gone, and answering a cancelled future is an error
+        try:
+            task.done.set_result(task.function())
+        except Exception as error:
+            task.done.set_exception(error)
 
     # --- sequences ----------------------------------------------------------------------------------------------
 
@@ -203,6 +215,30 @@ class Engine:
         count = self.release([s.id for s in self.sequences.values() if s.gateway == gateway])
         self.metrics.expired.inc(count)
         return count
+
+    def _held(self, sequence_id: str) -> Sequence:
+        sequence = self.sequences.get(sequence_id)
+        if sequence is None:
+            raise UnknownSequence(f"sequence {sequence_id} is not held here: start it again from its tokens")
+        return sequence
+
+    # --- drafting (MagicDec) ------------------------------------------------------------------------------------
+
+    def _draft_waiting(self) -> None:
+        """Let the target guess for each batch that waits."""
+        while self._drafting:
+            seconds = answer(self._drafting.popleft(), self._check_guess, self._propose)
+            self.metrics.busy_seconds.labels("draft").inc(seconds)
+
+    def _check_guess(self, guess: Guess) -> None:
+        sequence = self._held(guess.sequence_id)
+        sequence.check_guess(guess, self.steps.cache.lengths[sequence.slot])
+
+    def _propose(self, guesses: list[Guess], k: int, rows: SamplingRows) -> Drafted:
+        slots = [self.sequences[guess.sequence_id].slot for guess in guesses]
+        self.metrics.steps.labels("draft").inc(k)
+        self.metrics.positions.labels("draft").inc(k * len(slots))
+        return self.steps.draft(slots, [guess.newest_token for guess in guesses], k, rows)
 
     # --- verification -------------------------------------------------------------------------------------------
 
@@ -259,9 +295,7 @@ class Engine:
         return sorted(entries, key=lambda entry: entry.block.sequence.slot)
 
     def _read(self, item: pb.VerifyItem) -> Block | pb.VerifyResult:
-        sequence = self.sequences.get(item.sequence_id)
-        if sequence is None:
-            raise UnknownSequence(f"sequence {item.sequence_id} is not held here: start it again from its tokens")
+        sequence = self._held(item.sequence_id)
         base = self.steps.cache.lengths[sequence.slot]
         return sequence.stored_answer(item, base) or read_block(item, sequence, base, self.limits)
 

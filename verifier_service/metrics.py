@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 
 class VerifierMetrics:
-    """`kind` is `verify` or `prefill`."""
+    """`kind` is `verify`, `prefill`, or `draft` where the target drafts for itself."""
 
     def __init__(self, slots: int, cache_bytes: int):
         self.registry = CollectorRegistry()

@@ -1,4 +1,7 @@
-"""From options to a listening service: load the target, size its cache, open the port."""
+"""From options to a listening service: load the target, size its cache, open the port.
+
+The verifier also answers the draft service's protocol: there the target drafts for itself (MagicDec).
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,10 @@ from spire.errors import CheckpointError
 from spire.model.cache import TargetCache
 from spire.model.checkpoint import load_target
 from spire.model.placement import choose_device, choose_dtype
+from spire.model.self_speculation import SparseAttention
 from spire.model.target import Target
 from spire.rpc.channel import PROTOCOL_VERSION, new_server
+from spire.v1 import draft_pb2_grpc
 from spire.v1 import verifier_pb2 as pb
 from spire.v1 import verifier_pb2_grpc as rpc
 from verifier_service.activations import Publisher
@@ -25,7 +30,7 @@ from verifier_service.batch import Limits
 from verifier_service.config import VerifierConfig
 from verifier_service.engine import Engine
 from verifier_service.metrics import VerifierMetrics
-from verifier_service.service import Hosted, VerifierService
+from verifier_service.service import Hosted, VerifierService, self_drafting
 from verifier_service.step import ModelSteps, SlotSampling
 
 # A turn that takes longer has stuck; the longest legitimate one is a prefill chunk.
@@ -74,7 +79,8 @@ def _build_engine(
     shape, slots = target.config, config.max_sequences
     _check_memory(shape.kv_bytes_per_position // 2 * dtype.itemsize * max_context, slots, device)
     cache = TargetCache(shape, slots, max_context, dtype, device)
-    steps = ModelSteps(target, cache, SlotSampling(slots, device))
+    sparse = SparseAttention(config.self_sink, config.self_window)
+    steps = ModelSteps(target, cache, SlotSampling(slots, device), sparse, config.self_top_m)
     publisher = Publisher(slots, shape.hidden_size, dtype, device)
     limits = Limits(shape.vocab_size, max_context, config.max_depth)
     return Engine(steps, publisher, limits, VerifierMetrics(slots, cache.bytes), config.prefill_budget)
@@ -99,6 +105,7 @@ async def listening(engine: Engine, hosted: Hosted, config: VerifierConfig) -> A
     """Serve inside this block. Gives the bound address; leaving it drains and stops the engine."""
     server, healthy = new_server(), health.aio.HealthServicer()
     rpc.add_VerifierServicer_to_server(VerifierService(engine, hosted, config.lease_seconds), server)
+    draft_pb2_grpc.add_DraftServicer_to_server(self_drafting(engine, hosted), server)
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     try:
         port = server.add_insecure_port(f"{config.host}:{config.port}")

@@ -11,9 +11,12 @@ from dataclasses import dataclass
 import grpc
 import structlog
 
+from spire.drafting import MAX_SPECULATION_DEPTH, ProposeAnswer, ProposeTask
 from spire.errors import InvalidRequest, SpireError
-from spire.rpc.channel import GATEWAY_METADATA_KEY
+from spire.rpc.channel import GATEWAY_METADATA_KEY, MAGICDEC, PROTOCOL_VERSION
+from spire.rpc.drafting import DraftServicer
 from spire.rpc.errors import call_status
+from spire.v1 import draft_pb2
 from spire.v1 import verifier_pb2 as pb
 from spire.v1 import verifier_pb2_grpc as rpc
 from verifier_service.activations import Taps
@@ -107,6 +110,28 @@ class RoundsStream:
     def _end_if_answered(self) -> None:
         if self._closing and self._outstanding <= 0:
             self._answers.put_nowait(None)
+
+
+def self_drafting(engine: Engine, hosted: Hosted) -> DraftServicer:
+    """The draft service's protocol, answered by the target itself: it follows nobody and remembers nothing."""
+    ours = draft_pb2.DraftGetInfoResponse(
+        protocol_version=PROTOCOL_VERSION,
+        draft_id=MAGICDEC,
+        kind=MAGICDEC,
+        model_name=hosted.info.model_name,
+        target_fingerprint=hosted.info.target_fingerprint,
+        tokenizer_hash=hosted.info.tokenizer_hash,
+        vocab_size=hosted.info.vocab_size,
+        max_speculation_depth=min(MAX_SPECULATION_DEPTH, hosted.info.max_speculation_depth),
+        max_sequences=hosted.info.max_sequences,
+        following=True,
+    )
+
+    async def propose(task: ProposeTask) -> ProposeAnswer:
+        engine.submit(task)
+        return await asyncio.wrap_future(task.done)
+
+    return DraftServicer(lambda: ours, propose, hosted.info.vocab_size, engine.steps.device)
 
 
 class VerifierService(rpc.VerifierServicer):

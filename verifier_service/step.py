@@ -1,5 +1,7 @@
 """Model work: one forward, the sampling pipeline, the rule, the commit. Verification and prefill are the same append.
 
+Drafting (MagicDec) is the same forward over a sparse copy of the cache, and commits nothing.
+
 Shapes: B sequences, T new positions, N tapped layers, D width, V vocabulary.
 """
 
@@ -12,7 +14,9 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from spire.drafting import Drafted, draft_tokens
 from spire.model.cache import TargetCache
+from spire.model.self_speculation import SelfSpeculation, SparseAttention
 from spire.model.target import Target, TargetOutput
 from spire.rpc.sampling import from_protos
 from spire.sampling import Purpose, SamplingRows, draw, probabilities
@@ -49,12 +53,23 @@ class SlotSampling:
 
 
 class ModelSteps:
-    """The target and its cache. Called by one thread only, in inference mode."""
+    """The target and its cache. Called by one thread only, in inference mode.
 
-    def __init__(self, target: Target, cache: TargetCache, sampling: SlotSampling):
+    It drafts for itself through `sparse`, keeping the `top_m` most probable tokens of a distribution.
+    """
+
+    def __init__(self, target: Target, cache: TargetCache, sampling: SlotSampling, sparse: SparseAttention, top_m: int):
         self.target, self.cache, self.sampling = target, cache, sampling
         self.device = cache.keys[0].device
         self.tapped_layers: tuple[int, ...] = ()
+        self._sparse, self._top_m = sparse, top_m if top_m < target.config.vocab_size else None
+
+    def draft(self, slots: Rows[int], newest: Rows[int], k: int, rows: SamplingRows) -> Drafted:
+        """k guesses after the newest token of each slot, which the target makes without writing to its cache."""
+        base_B = torch.tensor([self.cache.lengths[slot] for slot in slots], device=self.device)
+        round_ = SelfSpeculation(self.target, self.cache, slots, k, self._sparse)
+        newest_B = torch.tensor(newest, device=self.device)
+        return draft_tokens(round_.next_logits, newest_B, base_B, k, rows, self._top_m)
 
     def verify(self, batch: RaggedBatch) -> Outcome:
         """Feed each row's newest and draft tokens, apply the rule, commit the newest and the accepted ones."""

@@ -1,0 +1,89 @@
+"""MagicDec: the target drafts for itself, through the sink and the last positions of its own cache.
+
+Speculation for any checkpoint with no training at all. A pass is the target's own forward over another view of its
+cache, copied once a round and never written back: a rejected guess cannot matter, and verification appends the same
+positions itself.
+
+Positions are those within the sparse cache (Xiao et al., 2024): the window keeps its distances of the text, and the
+sink stands just before it. Rotations compose, so instead of rotating each query a second time for the sink, the sink's
+few keys are moved after it.
+
+Shapes: N layers, B sequences, S places (sink, window, then k guesses), G key/value heads, K head width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spire.model.cache import TargetCache
+from spire.model.draft import additive
+from spire.model.layers import rotate
+from spire.model.target import Target
+
+
+@dataclass(frozen=True)
+class SparseAttention:
+    """StreamingLLM's mask: the first `sink` positions and the `window` positions before the current one."""
+
+    sink: int = 1
+    window: int = 64
+
+
+class SelfSpeculation:
+    """A round of k <= window passes over B slots, newest tokens at their committed lengths: the target's KeyValues."""
+
+    mask: Tensor | None
+    positions_BT: Tensor
+
+    def __init__(self, target: Target, cache: TargetCache, slots: Sequence[int], k: int, sparse: SparseAttention):
+        device = cache.keys[0].device
+        base_B1 = torch.tensor([cache.lengths[slot] for slot in slots], device=device)[:, None]
+        self._target, self._sparse = target, sparse
+        self._positions_BK = base_B1 + torch.arange(k, device=device)
+        held_BS = _held_positions(base_B1, self._positions_BK, sparse)
+        # Empty places and those of guesses are filled with something finite: a masked NaN would still spread.
+        committed_BS = torch.where(held_BS < base_B1, held_BS, 0).clamp(min=0)
+        self._keys_NBGSK, self._values_NBGSK = cache.gather(slots, committed_BS)
+        self._sinks_NBGSK = self._keys_NBGSK[:, :, :, : sparse.sink].clone()
+        self._masks_B1KS = additive(_visible(self._positions_BK, held_BS, sparse), self._keys_NBGSK.dtype)
+        self._passes = -1
+
+    def next_logits(self, tokens_B: Tensor) -> Tensor:
+        """Feed the next position of every sequence: logits [B, V] of the one after it."""
+        self._passes += 1
+        now = slice(self._passes, self._passes + 1)
+        self.positions_BT, self.mask = self._positions_BK[:, now], self._masks_B1KS[:, :, now]
+        self._move_sinks()
+        return self._target.unembed(self._target(tokens_B[:, None], self).hidden_BTD)[:, 0]
+
+    def append(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep a guess's keys and values for this round; return those of sink, window and guesses, [B, G, S, K]."""
+        place = self._sparse.sink + self._sparse.window + self._passes
+        for places, new in ((self._keys_NBGSK, keys_BGTK), (self._values_NBGSK, values_BGTK)):
+            places[layer][:, :, place : place + 1] = new
+        return self._keys_NBGSK[layer], self._values_NBGSK[layer]
+
+    def _move_sinks(self) -> None:
+        """Past the positions that lie unseen before the window, so that the sink stands right in front of it."""
+        unseen_BT = (self.positions_BT - self._sparse.sink - self._sparse.window).clamp(min=0)
+        rope = self._target.rope(unseen_BT, self._sinks_NBGSK.dtype)
+        self._keys_NBGSK[:, :, :, : self._sparse.sink] = rotate(self._sinks_NBGSK, rope)
+
+
+def _held_positions(base_B1: Tensor, guesses_BK: Tensor, sparse: SparseAttention) -> Tensor:
+    """The text position in each place, -1 where there is none: a sink position inside the window counts once."""
+    sink_S = torch.arange(sparse.sink, device=base_B1.device)
+    window_BS = base_B1 - sparse.window + torch.arange(sparse.window, device=base_B1.device)
+    held_sink_BS = torch.where(sink_S < base_B1, sink_S, -1)
+    held_window_BS = torch.where(window_BS >= sparse.sink, window_BS, -1)
+    return torch.cat((held_sink_BS, held_window_BS, guesses_BK), dim=1)
+
+
+def _visible(queries_BK: Tensor, held_BS: Tensor, sparse: SparseAttention) -> Tensor:
+    """Which places [B, K, S] a query sees, by text position: sink, the window before it, and itself."""
+    query, held = queries_BK[:, :, None], held_BS[:, None, :]
+    return (held >= 0) & (held <= query) & ((held < sparse.sink) | (held >= query - sparse.window))
