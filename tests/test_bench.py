@@ -102,3 +102,14 @@ def test_a_gateway_that_is_not_there_is_named(stories_dir: Path, prose: list[Pat
     result = CliRunner().invoke(app, ["eval", "acceptance", "--contexts", "2", *options])
     assert isinstance(result.exception, BenchError)
     assert "spire up" in str(result.exception)
+
+
+def test_without_a_running_service_tau_of_any_pair_is_measured_by_starting_it(
+    stories_dir: Path, stories_draft_dir: Path
+) -> None:
+    pair = ["--model", str(stories_dir), "--draft", str(stories_draft_dir), "--dtype", "float32"]
+    options = ["--contexts", "4", "--context", "20", "--generate", "8", "--json"]
+    result = CliRunner().invoke(app, ["eval", "acceptance", *pair, *options])
+    assert result.exit_code == 0, result.output
+    (cell,) = json.loads(result.stdout)["acceptance"]
+    assert (cell["contexts"], cell["generated"]) == (4, 4 * 9)

@@ -1,8 +1,10 @@
-"""`spire eval acceptance` and `spire bench`: figures of a running system, measured through its REST endpoint.
+"""`spire eval` and `spire bench`: figures measured through the REST endpoint of the real services.
 
-spire up &
-spire eval acceptance --data prose/ --contexts 512 --context 512
-spire bench --concurrency 1,4,16 --context 512
+    spire eval acceptance --draft runs/draft --data prose/ --context 512,1900
+    spire bench --concurrency 1,4,16 --context 512
+    spire bench --url http://127.0.0.1:8000
+
+Without --url the services are started for the measurement and stopped after it.
 """
 
 from __future__ import annotations
@@ -22,13 +24,18 @@ from spire.bench.client import Client, Request
 from spire.bench.prompts import BUNDLED_TEXT, PromptSource
 from spire.bench.throughput import Cell, measure
 from spire.cli.paths import choose_pair
+from spire.cli.serving import serving
+from spire.cli.up import ModelOptions
 
 evaluate = typer.Typer(help="Measure what a draft gives.", no_args_is_help=True)
 
-Url = Annotated[str, typer.Option(help="Where the gateway listens.")]
-Model = Annotated[
-    Path | None, typer.Option(help="The model directory that is being served; its tokenizer cuts prompts.")
+Url = Annotated[str | None, typer.Option(help="A gateway that runs already. Default: services are started.")]
+Model = Annotated[Path | None, typer.Option(help="The target; its tokenizer cuts prompts. Default: the bundled one.")]
+Draft = Annotated[
+    str | None,
+    typer.Option(help="Draft directory, 'magicdec' or 'off'. Default: the bundled target's draft."),
 ]
+Dtype = Annotated[str | None, typer.Option(help="auto, bfloat16 or float32.")]
 Data = Annotated[
     list[Path] | None, typer.Option(help="Text files or directories to cut prompts from; repeatable. Default: bundled.")
 ]
@@ -36,13 +43,13 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 Temperature = Annotated[float, typer.Option(help="0 is greedy.", min=0)]
 Seed = Annotated[int, typer.Option(help="Decides where prompts are cut.")]
 
-_DEFAULT_URL = "http://127.0.0.1:8000"
-
 
 @evaluate.command("acceptance")
 def eval_acceptance(
-    url: Url = _DEFAULT_URL,
+    url: Url = None,
     model: Model = None,
+    draft: Draft = None,
+    dtype: Dtype = None,
     data: Data = None,
     contexts: Annotated[int, typer.Option(help="How many prompts.", min=2)] = 512,
     context: Annotated[str, typer.Option(help="Tokens of each prompt; several with commas.")] = "512",
@@ -54,12 +61,12 @@ def eval_acceptance(
     as_json: Json = False,
 ) -> None:
     """Mean tokens per round τ with its 95 % interval, and acceptance by position, through the services."""
-    source = PromptSource(choose_pair(model, None).model, data or [BUNDLED_TEXT])
+    pair = choose_pair(model, draft)
+    source = PromptSource(pair.model, data or [BUNDLED_TEXT])
     request = Request(max_tokens=generate + 1, temperature=temperature, k=k)
-    cells = [
-        asyncio.run(_acceptance(url, source.cut(contexts, length, seed), request, concurrency, length))
-        for length in _numbers(context)
-    ]
+    prompts = {length: source.cut(contexts, length, seed) for length in _numbers(context)}
+    with serving(url, pair, ModelOptions(dtype, None, None)) as served:
+        cells = [asyncio.run(_acceptance(served, cut, request, concurrency, n)) for n, cut in prompts.items()]
     if as_json:
         typer.echo(json.dumps({"acceptance": [cell.to_json() for cell in cells]}))
     else:
@@ -96,8 +103,10 @@ def eval_target(
 
 
 def bench(
-    url: Url = _DEFAULT_URL,
+    url: Url = None,
     model: Model = None,
+    draft: Draft = None,
+    dtype: Dtype = None,
     data: Data = None,
     concurrency: Annotated[str, typer.Option(help="Requests at once; several with commas.")] = "1,4,16",
     context: Annotated[str, typer.Option(help="Tokens of each prompt; several with commas.")] = "512",
@@ -109,10 +118,11 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Tokens per second with and without speculation in one run, and where the time of a round goes."""
-    source = PromptSource(choose_pair(model, None).model, data or [BUNDLED_TEXT])
+    pair = choose_pair(model, draft)
+    source = PromptSource(pair.model, data or [BUNDLED_TEXT])
     grid = [(length, batch) for length in _numbers(context) for batch in _numbers(concurrency)]
     cells: list[Cell] = []
-    with _progress(as_json) as progress:
+    with serving(url, pair, ModelOptions(dtype, None, None)) as served, _progress(as_json) as progress:
         task = progress.add_task("bench", total=len(grid) * repeats * 2)
         for length, batch in grid:
             runs: dict[int, list[Cell]] = {0: [], k: []}
@@ -120,7 +130,7 @@ def bench(
                 prompts = source.cut(batch, length, seed + repeat)
                 for depth in runs:
                     request = Request(max_tokens=generate, temperature=temperature, k=depth)
-                    runs[depth].append(asyncio.run(_throughput(url, prompts, request, batch, length)))
+                    runs[depth].append(asyncio.run(_throughput(served, prompts, request, batch, length)))
                     progress.advance(task)
             cells += [_median(repeated) for repeated in runs.values()]
     if as_json:
