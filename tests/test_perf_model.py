@@ -346,6 +346,23 @@ def test_the_command_prints_the_paper_s_table() -> None:
     assert "2.779" in table
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--draft magicdec",
+        "--target llama-3-70b --hardware h100 --devices 8 --split --draft-hardware h100 --price 2.5",
+    ],
+)
+def test_the_manual_shows_what_the_command_prints(arguments: str) -> None:
+    manual = (Path(__file__).parents[1] / "docs" / "performance-model.md").read_text()
+    assert f"`spire perf-model {arguments}`" in manual
+    printed = CliRunner().invoke(app, ["perf-model", *arguments.split()], env={"COLUMNS": "80"}).output
+    shown = manual[manual.index(f"`spire perf-model {arguments}`") :].split("```")[1]
+    assert "\n".join(line.rstrip() for line in shown.splitlines()).strip("\n") in "\n".join(
+        line.rstrip() for line in printed.splitlines()
+    )
+
+
 def test_both_windows_are_shown_where_they_differ() -> None:
     both = run("--target", "llama-3-70b")["drafts"]
     assert [(row["window"], row["cached_positions"]) for row in both] == [("64", 65), ("L/8", 8193)]

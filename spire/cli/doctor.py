@@ -1,6 +1,6 @@
 """`spire doctor`: what this machine has, what is missing, and what to do about it.
 
-What it does not know: speed. That is measured by a benchmark, not guessed from a list of parts.
+What it does not know: speed. That is measured, with `spire doctor --calibrate`, not guessed from a list of parts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from spire.cli.paths import OFF, choose_pair
+from spire.calibration import default_file
+from spire.cli.calibrate import measure_machine
+from spire.cli.paths import MAGICDEC, OFF, choose_pair
 from spire.errors import SpireError
 
 
@@ -38,11 +40,23 @@ def doctor(
     model: Annotated[
         Path | None, typer.Option(help="Target to look at. Default: the bundled one.", envvar="SPIRE_MODEL")
     ] = None,
-    draft: Annotated[str | None, typer.Option(help="Its draft, or 'off'.", envvar="SPIRE_DRAFT")] = None,
+    draft: Annotated[str | None, typer.Option(help="Its draft, 'magicdec' or 'off'.", envvar="SPIRE_DRAFT")] = None,
     url: Annotated[str, typer.Option(help="Where a gateway might run.")] = "http://127.0.0.1:8000",
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure this machine for spire perf-model instead; under a minute.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Where to write the calibration. Default: the user's cache directory.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
-    """Check this machine, the models and the running services. Exit code 1 when something must be mended."""
+    """Check this machine, the models and the running services. Exit code 1 when something must be mended.
+
+    With --calibrate, measure what spire perf-model --hardware calibrated predicts from, while nothing else runs.
+    """
+    if calibrate:
+        measure_machine(choose_pair(model, draft), out or default_file(), as_json)
+        return
     checks = [*_machine(), *_torch(), *_models(model, draft), *_gateway(url)]
     good = all(check.ok for check in checks)
     if as_json:
@@ -111,7 +125,7 @@ def _models(model: Path | None, draft: str | None) -> Iterator[Check]:
     target = _fingerprint(pair.model)
     yield target
     if pair.draft is None:
-        yield Check("draft", OFF, advice=pair.note)
+        yield Check("draft", f"{MAGICDEC}: the target itself" if pair.magicdec else OFF, advice=pair.note)
         return
     from spire.model.config import load_draft_config
 

@@ -127,11 +127,12 @@ def perf_model(
     goal = _target(target)
     wanted = draft or ["spire"]
     given = _acceptance(tau, acceptance, k, wanted)
+    machine = _hardware(hardware, hoi, bytes_per_value, goal.shape).times(devices)
     scenario = Scenario(
         goal.name,
         goal.shape,
-        [_candidate(name, goal, given, window) for name in wanted],
-        _hardware(hardware, hoi, bytes_per_value, goal.shape).times(devices),
+        [_candidate(name, goal, given, window, machine) for name in wanted],
+        machine,
         batch,
         context or goal.context,
         k,
@@ -141,8 +142,8 @@ def perf_model(
     )
     figures = perf_report.report(scenario)
     if split:
-        apart = _hardware(draft_hardware, hoi, bytes_per_value, goal.shape) if draft_hardware else scenario.hardware
-        stream = _stream(scenario.hardware, round_trip_ms, wire_gb_per_s)
+        apart = _hardware(draft_hardware, hoi, bytes_per_value, goal.shape) if draft_hardware else machine
+        stream = _stream(machine, round_trip_ms, wire_gb_per_s)
         prices = _prices(price, devices, draft_price, 1 if draft_hardware else devices)
         figures["deployments"] = perf_report.deployments(scenario, Apart(apart, stream, lanes, prices))
     maps = {each.name: perf_report.choices(scenario, each) for each in scenario.candidates}
@@ -170,16 +171,19 @@ def _target(name: str) -> Target:
     return Target(name, model.Shape.of(config), min(512, longest), contexts or [longest], directory)
 
 
-def _candidate(name: str, goal: Target, given: model.Acceptance | None, window: str | None) -> Candidate:
+def _candidate(
+    name: str, goal: Target, given: model.Acceptance | None, window: str | None, machine: model.Hardware
+) -> Candidate:
     served = _draft(name, goal)
     acceptance = given or _published(name, goal)
-    if window is not None:
-        chosen = None if window == "paper" else _numbers(window)[0]
-        return Candidate(name, acceptance, {_window_name(chosen): replace(served, window=chosen)})
     if served.kind == "vanilla":
         return Candidate(name, acceptance, {"all": served})
-    windows = {_window_name(rule): replace(served, window=rule) for rule in (served.window, None)}
-    return Candidate(name, acceptance, windows)
+    rules = [served.window, None] if window is None else [None if window == "paper" else _numbers(window)[0]]
+    if machine.measured and served.kind == "spire":
+        if rules[0] != served.window:
+            raise SpireError(f"--window {window}: a SPIRe draft's pass was measured with its own window")
+        rules = [served.window]
+    return Candidate(name, acceptance, {_window_name(rule): replace(served, window=rule) for rule in rules})
 
 
 def _draft(name: str, goal: Target) -> model.Draft:
@@ -190,7 +194,9 @@ def _draft(name: str, goal: Target) -> model.Draft:
     if not directory.is_dir():
         raise SpireError(f"--draft {name} is no directory and none of {', '.join(_KINDS)}")
     config = load_draft_config(directory)
-    return model.Draft(config.kind, model.Shape.of(load_model_config(directory)), config.window, config.sink)
+    # A draft without the target's activations keeps its whole past, whatever part of it is attended.
+    kind: model.DraftKind = "spire" if config.tapped_layers else "vanilla"
+    return model.Draft(kind, model.Shape.of(load_model_config(directory)), config.window, config.sink)
 
 
 def _window_name(window: int | None) -> str:

@@ -1,0 +1,394 @@
+"""Microbenchmarks of this machine for the performance model. Nothing here runs a whole model or fits one to a run.
+
+`calibrate(...)` measures each part of a step alone, at the widths of a given pair and on the threads that serve it:
+matrix products by rows, plain reads, attention over a cache far larger than the processor's, a layer with its products
+taken out, sampling, a stream to another process. By hand: `spire doctor --calibrate`.
+
+Shapes: B sequences, T new positions, N draft layers, D width, V vocabulary.
+What it does not know: how parts slow each other down, and on a GPU how far launches hide behind work.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+# Sets how OpenMP waits, as the services do: before torch.
+import spire.process  # noqa: F401
+
+# isort: split
+import torch
+from torch import Tensor, nn
+
+from spire.calibration import Calibration, Machine
+from spire.drafting import Drafted, draft_tokens
+from spire.model.cache import BatchView, TargetCache
+from spire.model.config import DraftConfig, ModelConfig
+from spire.model.draft import Draft
+from spire.model.draft_memory import DraftMemory
+from spire.model.layers import Layer, Rope, attend
+from spire.model.placement import choose_device, choose_dtype, draft_threads
+from spire.model.target import Target
+from spire.perf_model import Cost, Hardware, Measured, ModelCosts, Shape
+from spire.rpc.loopback import wire_cost
+from spire.rpc.sampling import from_protos
+from spire.sampling import SamplingRows, probabilities
+from spire.v1.tensor_pb2 import Sampling
+from spire.verification import SparseDistribution, verify
+
+STEPS = (
+    "matrix products",
+    "matrix products, other type",
+    "reading memory",
+    "reading keys and values",
+    "target layers",
+    "verification's sampling",
+    "draft's products",
+    "draft layers",
+    "draft's sampling",
+    "wire",
+)
+
+_ROWS = (1, 4, 16, 64, 256, 1024)
+# The two ends between which costs are taken to grow linearly: one sequence decoding, sixteen verifying four tokens.
+_FEW, _MANY, _DEPTH = (1, 1), (16, 5), 4
+_BEYOND_ANY_CACHE = 256 * 2**20
+_SKELETON_LAYERS = 8
+_SKELETON_VOCABULARY = 256
+_WHOLE_Q = 4096
+
+Model = TypeVar("Model", Target, Draft)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where and in which type things are measured."""
+
+    device: torch.device
+    dtype: torch.dtype
+    least_seconds: float = 0.3
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Median seconds of one call, over at least 3 calls after 2 that only warm up."""
+        times: list[float] = []
+        for _ in range(2):
+            self._timed(work)
+        until = time.perf_counter() + self.least_seconds
+        while len(times) < 3 or time.perf_counter() < until:
+            times.append(self._timed(work))
+        return statistics.median(times)
+
+    def _timed(self, work: Callable[[], object]) -> float:
+        began = time.perf_counter()
+        work()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter() - began
+
+    def randn(self, *shape: int) -> Tensor:
+        return torch.randn(shape, dtype=self.dtype, device=self.device)
+
+
+@torch.inference_mode()
+def calibrate(
+    target: ModelConfig,
+    draft: DraftConfig,
+    least_seconds: float = 0.3,
+    begin: Callable[[str], None] = lambda step: None,
+) -> Calibration:
+    """Measure this machine at the widths of `target` and of a SPIRe draft with a layer for each tapped one.
+
+    `begin` is told each of STEPS as it begins; none takes less than a few times `least_seconds`.
+    """
+    began = time.perf_counter()
+    device = choose_device("auto")
+    bench = Bench(device, choose_dtype("auto", device), least_seconds)
+    other = Bench(device, torch.float32 if bench.dtype == torch.bfloat16 else torch.bfloat16, least_seconds)
+    steps = iter(STEPS)
+
+    def step(measure: Callable[[], Any]) -> Any:
+        begin(next(steps))
+        return measure()
+
+    matmul = step(partial(products, target, bench))
+    matmul_other = step(partial(products, target, other))
+    bandwidth = step(partial(read_bandwidth, bench))
+    kv_read = step(partial(kv_read_cost, target, bench))
+    target_layer = step(partial(target_layer_cost, target, bench))
+    verify_sampling = step(partial(verify_sampling_cost, target.vocab_size, bench))
+    threads, threads_for_draft = torch.get_num_threads(), _threads_of(target, draft)
+    torch.set_num_threads(threads_for_draft)
+    try:
+        draft_matmul = step(partial(products, target, bench))
+        draft_layer, draft_round = step(partial(draft_costs, target, draft, bench))
+        draft_sampling = step(partial(draft_sampling_cost, target.vocab_size, bench))
+    finally:
+        torch.set_num_threads(threads)
+    measured = Measured(
+        target=ModelCosts(matmul, target_layer, verify_sampling),
+        draft=ModelCosts(draft_matmul, draft_layer, draft_sampling),
+        kv_read=kv_read,
+        draft_round=draft_round,
+        wire=step(wire_cost),
+    )
+    machine = _machine(device, threads, threads_for_draft)
+    hardware = Hardware(
+        name=machine.device,
+        flops_per_second=max(speed for _, speed in matmul),
+        bytes_per_second=bandwidth,
+        bytes_per_value=bench.dtype.itemsize,
+        measured=measured,
+    )
+    return Calibration(
+        measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        took_seconds=round(time.perf_counter() - began, 1),
+        machine=machine,
+        target=Shape.of(target),
+        dtype=_name(bench.dtype),
+        matmul={_name(bench.dtype): matmul, _name(other.dtype): matmul_other},
+        hardware=hardware,
+    )
+
+
+def products(config: ModelConfig, bench: Bench) -> tuple[tuple[int, float], ...]:
+    """FLOP/s of one layer's seven products by rows. Weights of a small layer stay in the processor's cache."""
+    layer = Layer(config).to(bench.device, bench.dtype)
+    linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
+    flops_per_row = sum(2 * linear.weight.numel() for linear in linears)
+
+    def multiply(inputs: dict[int, Tensor]) -> None:
+        for linear in linears:
+            linear(inputs[linear.in_features])
+
+    def speed(rows: int) -> float:
+        inputs = {width: bench.randn(rows, width) for width in {linear.in_features for linear in linears}}
+        return flops_per_row * rows / bench.seconds(partial(multiply, inputs))
+
+    return tuple((rows, speed(rows)) for rows in _ROWS)
+
+
+def read_bandwidth(bench: Bench) -> float:
+    """Bytes a second of reading memory once, far beyond any cache."""
+    numbers = torch.ones(_BEYOND_ANY_CACHE // 4, device=bench.device)
+    return numbers.nbytes / bench.seconds(numbers.sum)
+
+
+def kv_read_cost(config: ModelConfig, bench: Bench) -> Cost:
+    """Attention of 16 sequences over 2,048 positions each: seconds a byte of keys and values, and a further query."""
+    sequences, positions = _MANY[0], 2048
+    per_layer = sequences * positions * 2 * config.num_key_value_heads * config.head_dim * bench.dtype.itemsize
+    layers = max(1, -(-_BEYOND_ANY_CACHE // per_layer))
+    cache = TargetCache(
+        config.model_copy(update={"num_hidden_layers": layers}), sequences, positions - 1, bench.dtype, bench.device
+    )
+    for tensor in (*cache.keys, *cache.values):
+        tensor.normal_()  # untouched zeros are one page of memory, always in cache
+    slots = [cache.allocate() for _ in range(sequences)]
+    cache.commit(slots, [positions - _MANY[1] - 1] * sequences)
+
+    def seconds(tokens: int) -> float:
+        queries = bench.randn(sequences, config.num_attention_heads, tokens, config.head_dim)
+        new = bench.randn(sequences, config.num_key_value_heads, tokens, config.head_dim)
+
+        def read() -> None:
+            view = cache.view(slots, tokens)
+            for layer in range(layers):
+                attend(queries, *view.append(layer, new, new), view.mask)
+
+        return bench.seconds(read)
+
+    return _line((0, seconds(1)), (_MANY[1] - 1, seconds(_MANY[1])), layers * per_layer)
+
+
+def target_layer_cost(config: ModelConfig, bench: Bench) -> Cost:
+    """A target's forward with its products taken out and nothing remembered: seconds a layer, by rows."""
+    layers = min(config.num_hidden_layers, _SKELETON_LAYERS)
+    small = config.model_copy(update={"num_hidden_layers": layers, "vocab_size": _SKELETON_VOCABULARY})
+    with torch.device("meta"):
+        model = Target(small)
+    model = _without_products(model, _rows(_MANY), bench)
+    cache = TargetCache(small, _MANY[0], _MANY[1], bench.dtype, bench.device)
+    slots = [cache.allocate() for _ in range(_MANY[0])]
+    tapped = tuple(range(layers - 1, layers))
+
+    def seconds(batch: int, tokens: int) -> float:
+        tokens_BT = torch.ones(batch, tokens, dtype=torch.int64, device=bench.device)
+        return bench.seconds(lambda: model(tokens_BT, _Unread(cache.view(slots[:batch], tokens), bench), tapped))
+
+    return _line((_rows(_FEW), seconds(*_FEW)), (_rows(_MANY), seconds(*_MANY)), layers)
+
+
+def draft_costs(config: ModelConfig, draft: DraftConfig, bench: Bench) -> tuple[Cost, Cost]:
+    """A SPIRe draft with its products taken out: seconds of a layer's pass by rows, and of a round's own by sequences.
+
+    Its memory is whole and read in each pass.
+    """
+    layers = len(draft.tapped_layers)
+    with torch.device("meta"):
+        model = _draft_shell(config, draft, _SKELETON_VOCABULARY)
+    model = _without_products(model, _rows(_MANY), bench)
+    memory = DraftMemory(model, _MANY[0])
+
+    def seconds(batch: int, passes: int) -> float:
+        slots, base = list(range(batch)), draft.sink + draft.window
+        tokens_B = torch.ones(batch, dtype=torch.int64, device=bench.device)
+        slots_R = torch.arange(batch, device=bench.device).repeat_interleave(_DEPTH)
+        positions_R = torch.arange(base - _DEPTH, base, device=bench.device).repeat(batch)
+        taps_RND = bench.randn(batch * _DEPTH, layers, config.hidden_size)
+
+        def draft_round() -> None:
+            memory.absorb(slots_R, positions_R, torch.full_like(positions_R, base), taps_RND)
+            scratch = memory.round(slots, [base] * batch, _DEPTH)
+            for _ in range(passes):
+                scratch.next_logits(tokens_B)
+
+        return bench.seconds(draft_round)
+
+    few, many = _FEW[0], _MANY[0]
+    once = {batch: seconds(batch, 0) for batch in (few, many)}
+    passes = {batch: max(0.0, seconds(batch, _DEPTH) - once[batch]) for batch in (few, many)}
+    layer = _line((few, passes[few]), (many, passes[many]), _DEPTH * layers)
+    return layer, _line((few, once[few]), (many, once[many]))
+
+
+def draft_sampling_cost(vocabulary: int, bench: Bench) -> Cost:
+    """From a draft's logits to its tokens: seconds by logits."""
+
+    def seconds(batch: int) -> float:
+        return bench.seconds(lambda: _draft(vocabulary, batch, _DEPTH, logits, bench)) / _DEPTH
+
+    logits = bench.randn(_MANY[0], vocabulary)
+    return _line((vocabulary, seconds(1)), (_MANY[0] * vocabulary, seconds(_MANY[0])))
+
+
+def verify_sampling_cost(vocabulary: int, bench: Bench) -> Cost:
+    """From a target's logits to the tokens that stand, by the rejection rule: seconds by logits."""
+
+    def seconds(batch: int, tokens: int) -> float:
+        k, rows = tokens - 1, _sampling_rows(batch, bench)
+        logits_BTV = bench.randn(batch, tokens, vocabulary)
+        counts_B = torch.full((batch,), k, device=bench.device)
+        draft_BK, q = torch.empty(batch, 0, dtype=torch.int64, device=bench.device), None
+        if k:
+            drafted = _draft(vocabulary, batch, k, logits_BTV[:, 0], bench)
+            draft_BK, q = drafted.tokens_BK, SparseDistribution(drafted.ids_BKM, drafted.probs_BKM)
+
+        def sample() -> None:
+            p_BTV = probabilities(logits_BTV.float(), rows)
+            verify(p_BTV, draft_BK, counts_B, q, rows, counts_B).tokens_BT.tolist()
+
+        return bench.seconds(sample)
+
+    few, many = (vocabulary * _rows(size) for size in (_FEW, _MANY))
+    return _line((few, seconds(*_FEW)), (many, seconds(*_MANY)))
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+
+class _Given(nn.Module):
+    """Stands where a matrix product was: its output is there already."""
+
+    output: Tensor
+
+    def __init__(self, features: int, rows: int):
+        super().__init__()
+        self.register_buffer("output", torch.empty(rows, features, device="meta"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.output[: x.numel() // x.shape[-1]].view(*x.shape[:-1], -1)
+
+
+class _Unread:
+    """A cache that is written to and of which nothing but the new positions is read."""
+
+    def __init__(self, view: BatchView, bench: Bench):
+        self._view, self.positions_BT = view, view.positions_BT
+        B, T = view.positions_BT.shape
+        self.mask: Tensor | None = torch.zeros(B, 1, T, T, dtype=bench.dtype, device=bench.device)
+
+    def append(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> tuple[Tensor, Tensor]:
+        self._view.append(layer, keys_BGTK, values_BGTK)
+        return keys_BGTK, values_BGTK
+
+
+def _without_products(model: Model, rows: int, bench: Bench) -> Model:
+    """The same code and widths without the weights of any product, so that a model of any size fits."""
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, nn.Linear):
+                setattr(parent, name, _Given(child.out_features, rows))
+    model = model.to(bench.dtype).to_empty(device=bench.device).requires_grad_(False)
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.normal_()
+    model.rope = Rope(model.config.head_dim, model.config.rope)
+    return model
+
+
+def _draft_shell(config: ModelConfig, draft: DraftConfig, vocabulary: int) -> Draft:
+    update = {"num_hidden_layers": len(draft.tapped_layers), "vocab_size": vocabulary}
+    return Draft(config.model_copy(update=update), draft)
+
+
+def _threads_of(config: ModelConfig, draft: DraftConfig) -> int:
+    """The threads that a draft of this size is served with."""
+    with torch.device("meta"):
+        return draft_threads(_draft_shell(config, draft, config.vocab_size)) or torch.get_num_threads()
+
+
+def _draft(vocabulary: int, batch: int, k: int, logits_BV: Tensor, bench: Bench) -> Drafted:
+    newest_B = torch.zeros(batch, dtype=torch.int64, device=bench.device)
+    candidates = None if vocabulary <= _WHOLE_Q else _WHOLE_Q
+    rows = _sampling_rows(batch, bench)
+    return draft_tokens(lambda _: logits_BV[:batch].float(), newest_B, newest_B, k, rows, candidates)
+
+
+def _sampling_rows(batch: int, bench: Bench) -> SamplingRows:
+    return from_protos([Sampling(temperature=1, top_p=1, seed=seed) for seed in range(batch)], bench.device)
+
+
+def _rows(size: tuple[int, int]) -> int:
+    return size[0] * size[1]
+
+
+def _line(few: tuple[float, float], many: tuple[float, float], share: float = 1.0) -> Cost:
+    """The line through two measurements (n, seconds), each divided by `share`; noise never makes it fall."""
+    each = max(0.0, (many[1] - few[1]) / (many[0] - few[0]))
+    return Cost(max(0.0, few[1] - few[0] * each) / share, each / share)
+
+
+# --- the machine ------------------------------------------------------------------------------------------------------
+
+
+def _machine(device: torch.device, threads: int, threads_for_draft: int) -> Machine:
+    processor = _processor()
+    return Machine(
+        system=platform.platform(),
+        processor=processor,
+        cores=os.cpu_count() or 1,
+        threads=threads,
+        draft_threads=threads_for_draft,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"{processor}, {threads} threads",
+        torch=torch.__version__,
+    )
+
+
+def _processor() -> str:
+    try:
+        lines: Iterable[str] = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = ()
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
