@@ -376,7 +376,9 @@ def _machine(device: torch.device, threads: int, threads_for_draft: int) -> Mach
         cores=os.cpu_count() or 1,
         threads=threads,
         draft_threads=threads_for_draft,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else f"{processor}, {threads} threads",
+        device=torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{processor}, {threads} thread{'s' * (threads > 1)}",
         torch=torch.__version__,
     )
 

@@ -96,10 +96,8 @@ def write_intensity(file: Path, title: str, target: Shape, contexts: Sequence[in
         label = f"L = {short(context)}" + (", the critical context" if critical else "")
         axis.annotate(label, (batches[-1], curve[-1]), (5, 0), textcoords="offset points", va="center", fontsize=8)
     hoi = hardware.operational_intensity
-    axis.axhline(hoi, color=_BELOW, linestyle="--", linewidth=1.2)
-    axis.annotate(
-        f"hardware: {hoi:,.0f} FLOPs per byte", (1, hoi), (2, 4), textcoords="offset points", color=_BELOW, fontsize=9
-    )
+    axis.axhline(hoi, color=_BELOW, linestyle="--", linewidth=1.2, label=f"hardware: {hoi:,.0f} FLOPs per byte")
+    axis.legend(loc="upper left", frameon=False, labelcolor=_BELOW, fontsize=9)
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.set_xlim(1, _LARGEST_BATCH)
