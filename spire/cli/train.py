@@ -117,6 +117,10 @@ def draft(
     freeze_embeddings: Annotated[
         bool | None, typer.Option(help="Leave embedding and unembedding as the target has them.")
     ] = None,
+    on_policy: Annotated[
+        float | None,
+        typer.Option(help="Share of the short sequences half written by the target itself.", min=0, max=1),
+    ] = None,
     optimizer: Annotated[str | None, typer.Option(help="muon (with AdamW for the rest) or adamw.")] = None,
 ) -> None:
     """Train a draft for a frozen target: SPIRe by block rollouts, an ablation of it, or the vanilla baseline."""

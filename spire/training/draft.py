@@ -23,6 +23,7 @@ from spire.model.config import DraftConfig, ModelConfig, load_model_config
 from spire.model.draft import BlockRollouts, Draft, OwnPast, RolloutBlocks, last_layers, match_input_scale, prune
 from spire.model.target import Target, WholeSequence
 from spire.training.corpus import TokenStream
+from spire.training.on_policy import OnPolicy
 from spire.training.run import Checkpoint, Schedule, StepResult, adamw, muon_and_adamw, scale_rate, train_steps
 from spire.training.target import initialise
 
@@ -33,6 +34,7 @@ Loss = Literal["mixed", "mixed-log", "data"]
 class DraftRecipe:
     """Everything that determines a draft besides its target and the text. The defaults are the bundled draft's.
 
+    `on_policy` is the share of the short sequences whose second half the target has written itself.
     `loss`: "mixed" is the paper's ω · CE(p, q) − (1 − ω) · α; "mixed-log" has log α for α; "data" is cross-entropy on
     the text itself. ω goes linearly from `omega` to `omega_final`.
     """
@@ -56,6 +58,7 @@ class DraftRecipe:
     omega: float = 0.5
     omega_final: float = 0.5
     freeze_embeddings: bool = False
+    on_policy: float = 0.0
     optimizer: Literal["muon", "adamw"] = "muon"
     muon_rate: float = 0.02
     adamw_rate: float = 3e-3
@@ -120,6 +123,9 @@ def train_draft(
     target = target.to(device)
     _check(recipe)
     stream, held_out = _streams(target, target_directory, data, valid, work)
+    source = (
+        stream if recipe.on_policy == 0 else OnPolicy.build(target, stream, recipe.on_policy, recipe.short_length, work)
+    )
     torch.manual_seed(recipe.seed)
     draft = new_draft(target, identity, recipe).to(device).requires_grad_(True).train()
     factor = 1.0
@@ -132,7 +138,7 @@ def train_draft(
 
     def forward(step: int) -> StepResult:
         length = min(recipe.length_at(step), target.config.max_position_embeddings)
-        tokens_BT = torch.from_numpy(stream.batch(recipe.seed, step, max(1, recipe.tokens_per_step // length), length))
+        tokens_BT = torch.from_numpy(source.batch(recipe.seed, step, max(1, recipe.tokens_per_step // length), length))
         omega = torch.tensor(recipe.omega_at(step), device=device)
         with torch.autocast(device, dtype=torch.bfloat16):
             blocks = _blocks(recipe, step, length, device)
@@ -141,7 +147,7 @@ def train_draft(
         return StepResult(loss, figures, tokens_BT.numel())
 
     def validate() -> dict[str, float]:
-        return {"valid_alpha": validation_alpha(draft, target, held_out, recipe, device)} if held_out else {}
+        return validation_figures(draft, target, held_out, recipe, device) if held_out else {}
 
     schedule = Schedule(recipe.steps, recipe.decay_share)
     train_steps("draft", checkpoint, draft, optimizers, schedule, forward, validate)
@@ -199,44 +205,64 @@ def _optimizers(draft: Draft, recipe: DraftRecipe, input_factor: float) -> list[
 def rollout_loss(
     draft: Draft, target: Target, tokens_BL: Tensor, blocks: RolloutBlocks, loss: Loss, omega: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """The loss, and α = Σ_x min(p(x), q(x)) unless the target is not needed; both means over drafted positions."""
-    tapped = draft.draft.tapped_layers
-    taps_BLND, log_p_BLV = None, None
-    if tapped or loss != "data":
-        with torch.no_grad():
-            output = target(tokens_BL, WholeSequence(tokens_BL), tapped)
-            taps_BLND, log_p_BLV = output.taps_BTND, target.unembed(output.hidden_BTD).log_softmax(dim=-1)
-    memory = OwnPast(draft, tokens_BL) if taps_BLND is None else BlockRollouts(draft, taps_BLND, blocks)
+    """The loss, and α unless the target is not needed for it; both means over drafted positions."""
     losses, alphas = [], []
-    for _ in range(memory.passes):
-        positions_T = memory.advance()
-        log_q = draft.unembed(draft(tokens_BL[:, positions_T], memory)).log_softmax(dim=-1)
-        if log_p_BLV is not None:
-            p = log_p_BLV[:, positions_T].exp()
-            alpha_BT = torch.minimum(p, log_q.exp()).sum(dim=-1)
-            alphas.append(alpha_BT.mean().detach())
-        if loss == "data":
+    for positions_T, log_q, p in _passes(draft, target, tokens_BL, blocks, needs_p=loss != "data"):
+        if p is None:
             losses.append(-log_q.gather(-1, tokens_BL[:, positions_T + 1, None]).mean())
-        else:
-            gain_BT = alpha_BT.log() if loss == "mixed-log" else alpha_BT
-            losses.append(omega * -(p * log_q).sum(dim=-1).mean() - (1 - omega) * gain_BT.mean())
+            continue
+        alpha_BT = _alpha(p, log_q)
+        gain_BT = alpha_BT.log() if loss == "mixed-log" else alpha_BT
+        losses.append(omega * -(p * log_q).sum(dim=-1).mean() - (1 - omega) * gain_BT.mean())
+        alphas.append(alpha_BT.detach().mean())
     return torch.stack(losses).mean(), torch.stack(alphas).mean() if alphas else None
 
 
+def _passes(
+    draft: Draft, target: Target, tokens_BL: Tensor, blocks: RolloutBlocks, needs_p: bool
+) -> list[tuple[Tensor, Tensor, Tensor | None]]:
+    """Of each pass over the sequences: the positions fed, log q, and p where it is needed."""
+    tapped = draft.draft.tapped_layers
+    taps_BLND, p_BLV = None, None
+    if tapped or needs_p:
+        with torch.no_grad():
+            output = target(tokens_BL, WholeSequence(tokens_BL), tapped)
+            taps_BLND = output.taps_BTND
+            p_BLV = target.unembed(output.hidden_BTD).softmax(dim=-1) if needs_p else None
+    memory = OwnPast(draft, tokens_BL) if taps_BLND is None else BlockRollouts(draft, taps_BLND, blocks)
+    passes = []
+    for _ in range(memory.passes):
+        positions_T = memory.advance()
+        log_q = draft.unembed(draft(tokens_BL[:, positions_T], memory)).log_softmax(dim=-1)
+        passes.append((positions_T, log_q, None if p_BLV is None else p_BLV[:, positions_T]))
+    return passes
+
+
+def _alpha(p: Tensor, log_q: Tensor) -> Tensor:
+    """Σ_x min(p(x), q(x)): how likely a draft token is accepted under the rejection rule."""
+    return torch.minimum(p, log_q.exp()).sum(dim=-1)
+
+
 @torch.no_grad()
-def validation_alpha(
+def validation_figures(
     draft: Draft, target: Target, stream: TokenStream, recipe: DraftRecipe, device: str, batches: int = 8
-) -> float:
-    """Mean α over fixed windows of held-out text, teacher-forced."""
-    total = 0.0
+) -> dict[str, float]:
+    """Over fixed windows of held-out text: mean α, and the τ it would give if every guess stood on the text itself.
+
+    τ = 1 + Σ_i E[α_1 · … · α_i] over blocks of k positions. On policy it is measured by `spire eval acceptance`.
+    """
+    alphas, taus = [], []
     for number in range(batches):
         tokens_BT = torch.from_numpy(stream.batch(0, number, 4, recipe.short_length)).to(device)
         with torch.autocast(device, dtype=torch.bfloat16):
             blocks = _blocks(recipe, number, recipe.short_length, device)
-            _, alpha = rollout_loss(draft, target, tokens_BT, blocks, "mixed", torch.tensor(0.5, device=device))
-        assert alpha is not None
-        total += alpha.item()
-    return total / batches
+            passes = _passes(draft, target, tokens_BT, blocks, needs_p=True)
+        alpha_kBT = torch.stack([_alpha(p, log_q) for _, log_q, p in passes if p is not None])
+        if len(passes) == 1:  # every position at once: blocks are stretches of neighbours
+            alpha_kBT = alpha_kBT[0].unfold(1, recipe.k, recipe.k).permute(2, 0, 1)
+        alphas.append(alpha_kBT.mean())
+        taus.append(1 + alpha_kBT.cumprod(dim=0).mean(dim=(1, 2)).sum())
+    return {"valid_alpha": torch.stack(alphas).mean().item(), "valid_tau": torch.stack(taus).mean().item()}
 
 
 def _blocks(recipe: DraftRecipe, step: int, length: int, device: str) -> RolloutBlocks:

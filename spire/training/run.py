@@ -204,5 +204,5 @@ def train_steps(
         if (step + 1) % _SAVE_EVERY == 0:
             checkpoint.save(step + 1, model, optimizers)
             if figures := validate():
-                log.report(step, **figures)
+                log.report(step, tokens=(step + 1) * result.tokens, **figures)
     checkpoint.save(schedule.steps, model, optimizers)

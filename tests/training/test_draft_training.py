@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import spire.training.draft
 from spire.errors import DataError
 from spire.model.checkpoint import load_draft, load_target
+from spire.training.corpus import TokenStream
 from spire.training.draft import DraftRecipe, new_draft, recipe_for, rollout_loss, train_draft
+from spire.training.evaluation import token_losses
+from spire.training.on_policy import OnPolicy
 from tests.conftest import FIXTURES
 
 TEXT = FIXTURES / "text" / "jowett_charmides.txt"
@@ -82,6 +87,7 @@ def test_a_target_without_tokenizer_is_refused(stories_dir: Path, tmp_path: Path
         {"feedback": False, "activations": False},
         {"window": 64},
         {"copied_layers": (0, 3), "freeze_embeddings": True, "optimizer": "adamw", "self_key": False},
+        {"on_policy": 0.5, "loss": "mixed-log", "omega_final": 0.0},
     ],
     ids=str,
 )
@@ -109,3 +115,28 @@ def test_a_vanilla_draft_has_an_eighth_of_the_targets_body(stories_dir: Path) ->
 def test_unknown_choices_are_refused_with_the_known_ones(stories_dir: Path) -> None:
     with pytest.raises(DataError, match="loss is 'hard': it is one of mixed, mixed-log, data"):
         recipe_for(stories_dir, {"loss": "hard"})
+
+
+def test_on_policy_rows_begin_as_the_corpus_and_go_on_as_the_target_would(stories_dir: Path, tmp_path: Path) -> None:
+    """The target's own continuations are far likelier under it than a corpus it was not trained on."""
+    target, _ = load_target(stories_dir)
+    stream = TokenStream(np.arange(3, 500, dtype=np.uint32), start_token=1)
+    source = OnPolicy.build(target, stream, 1.0, 32, tmp_path, sequences=8)
+    rows = source.batch(seed=1, step=2, batch=16, length=32)
+    assert (rows == source.batch(seed=1, step=2, batch=16, length=32)).all()
+    assert (np.diff(rows[:, 1:16]) == 1).all(), "the first half is the corpus, which counts upwards"
+    assert not (np.diff(rows[:, 16:]) == 1).all()
+    losses = token_losses(target, rows[0].tolist())
+    assert losses[16:].mean() < losses[:15].mean()
+    assert (source.batch(seed=1, step=2, batch=16, length=20) == stream.batch(1, 2, 16, 20)).all()
+    assert OnPolicy(stream, source.written_NL, 0.0).batch(1, 2, 4, 32).tolist() == stream.batch(1, 2, 4, 32).tolist()
+
+
+def test_tau_against_training_tokens_is_logged_and_lies_where_alpha_puts_it(stories_dir: Path, tmp_path: Path) -> None:
+    train_draft(stories_dir, [TEXT], [TEXT], tmp_path, TINY, compiled=False)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    (figures,) = [line for line in lines if "valid_tau" in line]
+    alpha, tau = figures["valid_alpha"], figures["valid_tau"]
+    assert figures["tokens"] == 200 * 64
+    assert 1 + alpha <= tau + 0.05
+    assert tau <= 5

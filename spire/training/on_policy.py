@@ -1,0 +1,80 @@
+"""On-policy data: the text goes on as the target writes it, because that is where the draft will have to guess.
+
+Each sequence is a stretch of the corpus continued by the target's own samples at temperature 1, made once before the
+training and kept beside it. What it does not know: other temperatures, and sequences of the long length.
+
+Shapes: N sequences, B of them at a time, L positions.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.progress import track
+
+from spire.model.cache import TargetCache
+from spire.model.target import Target
+from spire.training.corpus import TokenStream
+
+_SEQUENCES = 2048
+_BATCH = 64
+_SEED = 77
+
+
+class OnPolicy:
+    """A token stream of which a share of the rows of `length` tokens is drawn from `written_NL`."""
+
+    def __init__(self, stream: TokenStream, written_NL: NDArray[np.int64], share: float):
+        self.stream, self.written_NL, self.share = stream, written_NL, share
+
+    @classmethod
+    def build(
+        cls, target: Target, stream: TokenStream, share: float, length: int, work: Path, sequences: int = _SEQUENCES
+    ) -> OnPolicy:
+        """Let the target write, or reuse what it wrote for an earlier run in `work`."""
+        file = work / f"on-policy-{sequences}x{length}.npy"
+        if not file.exists():
+            unfinished = file.with_suffix(".part.npy")
+            np.save(unfinished, _written(target, stream, sequences, length))
+            os.replace(unfinished, file)
+        return cls(stream, np.load(file), share)
+
+    def batch(self, seed: int, step: int, batch: int, length: int) -> NDArray[np.int64]:
+        """Training windows [batch, length] of one step: a function of (seed, step) alone."""
+        rows_BL = self.stream.batch(seed, step, batch, length)
+        if length == self.written_NL.shape[1]:
+            rng = np.random.default_rng((seed, step, 2))
+            chosen_B = rng.random(batch) < self.share
+            written_BL = self.written_NL[rng.integers(len(self.written_NL), size=batch)]
+            rows_BL = np.where(chosen_B[:, None], written_BL, rows_BL)
+        return rows_BL
+
+
+@torch.inference_mode()
+def _written(target: Target, stream: TokenStream, sequences: int, length: int) -> NDArray[np.int64]:
+    """N sequences [N, L]: the first half from the corpus, the second the target's."""
+    weight = target.embed_tokens.weight
+    dtype = torch.bfloat16
+    writer = Target(target.config).to(weight.device, dtype).eval()
+    writer.load_state_dict(target.state_dict())
+    random = torch.Generator(weight.device).manual_seed(_SEED)
+    batch = min(_BATCH, sequences)
+    cache = TargetCache(target.config, batch, length, dtype, weight.device)
+    slots = [cache.allocate() for _ in range(batch)]
+    written = []
+    for number in track(range(-(-sequences // batch)), description="the target writes"):
+        tokens_BT = torch.from_numpy(stream.batch(_SEED, number, batch, length // 2)).to(weight.device)
+        rows = [tokens_BT]
+        cache.rewind(slots, [0] * batch)
+        while sum(row.shape[1] for row in rows) < length:
+            hidden_BTD, _ = writer(tokens_BT, cache.view(slots, tokens_BT.shape[1]))
+            cache.commit(slots, [tokens_BT.shape[1]] * batch)
+            probs_BV = writer.unembed(hidden_BTD[:, -1]).softmax(dim=-1)
+            tokens_BT = torch.multinomial(probs_BV, 1, generator=random)
+            rows.append(tokens_BT)
+        written.append(torch.cat(rows, dim=1).cpu().numpy())
+    return np.concatenate(written)[:sequences]
