@@ -222,7 +222,8 @@ def _add_state(app: FastAPI, config: GatewayConfig, engine: Engine) -> None:
         model = engine.model
         draft = "off" if engine.draft is None else "connected" if engine.draft.up else "absent"
         status = "ready" if draft == "connected" else "degraded"
-        return {"status": status, "model": model.name, "verifier": "connected", "draft": draft}
+        kind = engine.draft.info.kind if engine.draft and engine.draft.info else None
+        return {"status": status, "model": model.name, "verifier": "connected", "draft": draft, "draft_kind": kind}
 
     @app.get("/version")
     async def version() -> dict[str, str]:

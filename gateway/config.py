@@ -25,7 +25,11 @@ class GatewayConfig(ServiceConfig):
     )
 
     verifier: str = Field("127.0.0.1:50051", description="HOST:PORT of the verifier service")
-    draft: str = Field("", description="HOST:PORT of the draft service; without one, decoding is plain")
+    draft: str = Field(
+        "",
+        description="HOST:PORT of the draft service, or of the verifier again to let the target draft for itself "
+        "(MagicDec); without one, decoding is plain",
+    )
     host: str = Field("127.0.0.1", description="address to serve HTTP on")
     port: int = Field(8000, ge=0, le=65535, description="port to serve HTTP on; 0 chooses a free one")
     ready_file: Path | None = Field(None, description="where to write HOST:PORT once HTTP is served")
@@ -36,7 +40,9 @@ class GatewayConfig(ServiceConfig):
     max_choices: int = Field(256, ge=1, description="most choices (prompts x n) of one request")
     max_body_bytes: int = Field(2 * 1024 * 1024, ge=1024, description="largest request body; beyond that 413")
 
-    propose_deadline: float = Field(0.25, gt=0, description="seconds a draft may take before a round goes on without")
+    propose_deadline: float = Field(
+        0.25, gt=0, description="seconds a draft of its own may take before a round goes on without"
+    )
     verify_deadline: float = Field(30.0, gt=0, description="seconds a round may take before the stream is reset")
     start_deadline: float = Field(120.0, gt=0, description="seconds without any progress of prefills before a reset")
     verifier_patience: float = Field(30.0, ge=0, description="seconds running requests outlast a lost verifier")

@@ -107,6 +107,8 @@ class Engine:
             capacity=self.scheduler.capacity,
             verifier_up=self.verifier.up,
             draft_up=self.draft is not None and self.draft.up,
+            draft_kind=draft.kind if draft else "",
+            draft_name=draft.model_name if draft else "",
             draft_state_bytes=draft.state_bytes_per_sequence if draft else 0,
         )
 
@@ -244,9 +246,10 @@ class Engine:
             )
             for sequence, depth in wanted
         ]
-        began = time.monotonic()
+        config, began = self.config, time.monotonic()
+        deadline = config.verify_deadline if self.draft.in_verifier else config.propose_deadline
         try:
-            answer, seconds = await self.draft.propose(items, self.config.propose_deadline)
+            answer, seconds = await self.draft.propose(items, deadline)
         except PeerLost as error:
             reason = "draft_timeout" if isinstance(error, PeerTooLate) else "draft_lost"
             self.metrics.fallbacks[reason] += len(wanted)
@@ -394,6 +397,7 @@ class Engine:
             self._met_verifier_at = time.monotonic()
             if self.draft:
                 self.draft.reset()
+                self.draft.hurry()
         if before is not None and before.info.target_fingerprint != model.info.target_fingerprint:
             old, new = before.info.target_fingerprint, model.info.target_fingerprint
             changed = MismatchError(f"the verifier now serves another target: {new!r} instead of {old!r}")

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -24,8 +24,9 @@ FIRST_TOKEN_BUCKETS = (0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 
 REQUEST_BUCKETS = (0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 25.0, 50.0, 100.0, 200.0, 400.0)
 BATCH_BUCKETS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 
-# Where a round's time goes. `draft_wait`: for activations on their way; `verify_queue`: for the verifier's other work,
-# prefill above all; `wire`: between asking and answer, what neither service counted.
+# Where a round's time goes. `draft_wait`: for activations on their way, or for the verifier where it drafts itself;
+# `verify_queue`: for the verifier's other work, prefill above all; `wire`: between asking and answer, what neither
+# service counted.
 ROUND_PARTS = ("propose", "verify_forward", "verify_sample", "draft_wait", "verify_queue", "wire", "gateway")
 FINISH_REASONS = ("stop", "length", "abort", "error")
 FALLBACKS = ("draft_absent", "draft_timeout", "draft_lost", "draft_behind", "draft_error")
@@ -65,6 +66,9 @@ class Gauges:
     capacity: int = 0
     verifier_up: bool = False
     draft_up: bool = False
+    # Empty until a draft has been met.
+    draft_kind: str = ""
+    draft_name: str = ""
     draft_state_bytes: int = 0
 
 
@@ -186,6 +190,9 @@ class Exposition(Collector):
         up.add_metric(["verifier"], float(now.verifier_up))
         up.add_metric(["draft"], float(now.draft_up))
         yield up
+        if now.draft_kind:
+            who = {"kind": now.draft_kind, "name": now.draft_name}
+            yield InfoMetricFamily("spire_draft", "The draft that was met last.", value=who)
         help_text = "Bytes the draft holds for one sequence, whatever its context."
         yield GaugeMetricFamily("spire_draft_state_bytes_per_sequence", help_text, value=now.draft_state_bytes)
 

@@ -7,6 +7,7 @@ PeerLost. A peer that answers too late is reset too: a stuck stream cannot be to
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -20,7 +21,7 @@ import structlog
 from gateway.errors import PeerLost
 from gateway.tokenizer import TextCodec
 from spire.errors import MismatchError, SpireError
-from spire.rpc.channel import GATEWAY_METADATA_KEY, PROTOCOL_VERSION, connect
+from spire.rpc.channel import GATEWAY_METADATA_KEY, MAGICDEC, PROTOCOL_VERSION, connect
 from spire.v1 import draft_pb2, verifier_pb2
 from spire.v1.draft_pb2_grpc import DraftStub
 from spire.v1.verifier_pb2_grpc import VerifierStub
@@ -61,6 +62,7 @@ class Peer(ABC, Generic[Answer]):
         self._answers: dict[int, asyncio.Future[tuple[Answer, float]]] = {}
         self._batch_ids = count(1)
         self._retry = _SHORTEST_RETRY
+        self._hurry = asyncio.Event()
         self._complaint = ""
 
     async def maintain(self) -> None:
@@ -71,8 +73,7 @@ class Peer(ABC, Generic[Answer]):
                 await self._follow()
             except (grpc.aio.AioRpcError, SpireError) as error:
                 self._complain(error)
-            await asyncio.sleep(self._retry)
-            self._retry = min(self._retry * 2, self.longest_retry)
+            await self._pause()
 
     async def close(self) -> None:
         self.reset()
@@ -83,6 +84,18 @@ class Peer(ABC, Generic[Answer]):
         self.up = False
         if self._call is not None:
             self._call.cancel()
+
+    def hurry(self) -> None:
+        """There is a reason to believe that the next try succeeds: make it soon."""
+        self._retry = _SHORTEST_RETRY
+        self._hurry.set()
+
+    async def _pause(self) -> None:
+        self._hurry.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._retry):
+                await self._hurry.wait()
+        self._retry = min(self._retry * 2, self.longest_retry)
 
     @abstractmethod
     async def handshake(self) -> None:
@@ -252,6 +265,11 @@ class DraftPeer(Peer[draft_pb2.ProposeBatchResult]):
         if not info.following:
             raise PeerLost(f"{draft} does not hear the verifier's activations yet")
         self.info = info
+
+    @property
+    def in_verifier(self) -> bool:
+        """Whether the verifier drafts: then a guess takes its turn among its other work, as a verification does."""
+        return self.info is not None and self.info.kind == MAGICDEC
 
     async def propose(
         self, items: list[draft_pb2.ProposeItem], deadline: float

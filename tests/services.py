@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 _PATIENCE_SECONDS = 90
@@ -77,7 +78,7 @@ def start(command: Sequence[str], directory: Path) -> Service:
 @contextmanager
 def running(
     model: Path,
-    draft: Path | None = None,
+    draft: Path | Literal["magicdec"] | None = None,
     *,
     dtype: str = "float32",
     verifier: Sequence[str] = ("-m", "verifier_service"),
@@ -85,7 +86,7 @@ def running(
     draft_options: Sequence[str] = (),
     gateway_options: Sequence[str] = (),
 ) -> Iterator[Services]:
-    """Verifier, draft if one is given, and gateway, ready to answer."""
+    """Verifier, draft if one is given, and gateway, ready to answer. With `magicdec` the verifier is the draft."""
     services: list[Service] = []
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
@@ -95,7 +96,9 @@ def running(
             services.append(target)
             follower = None
             gateway_command = ["-m", "gateway", "--verifier", target.address, "--port", "0", *gateway_options]
-            if draft is not None:
+            if draft == "magicdec":
+                gateway_command += ["--draft", target.address]
+            elif draft is not None:
                 options = ["--draft", str(draft), "--verifier", target.address, *common, *draft_options]
                 follower = start(["-m", "draft_service", *options], directory)
                 services.append(follower)

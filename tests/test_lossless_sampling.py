@@ -54,6 +54,15 @@ def test_output_has_the_targets_distribution(
     assert min(p_values.values()) > FALSE_ALARM, p_values
 
 
+def test_a_target_that_drafts_for_itself_keeps_its_distribution(pair: tuple[Path, Path]) -> None:
+    """It guesses from its own top 5, so that guesses have to be rejected now and then. A quarter of the draws."""
+    with running(pair[0], "magicdec", verifier_options=["--self-top-m", "5"]) as services:
+        drawn, accepted = generate(services.url, {"temperature": 1.0}, REQUESTS // 4)
+    assert len(drawn) < accepted < drawn.size * 3 // 4
+    p_values = fit(drawn, reference(logits_after_each_token(pair[0]).numpy(), temperature=1.0))
+    assert min(p_values.values()) > FALSE_ALARM, p_values
+
+
 def test_a_verifier_that_accepts_everything_fails(pair: tuple[Path, Path]) -> None:
     with running(*pair, verifier=[LOSSY]) as lossy:
         drawn, _ = generate(lossy.url, {"temperature": 1.0})
@@ -62,7 +71,7 @@ def test_a_verifier_that_accepts_everything_fails(pair: tuple[Path, Path]) -> No
     assert p_values["joint over two"] < FALSE_ALARM**2
 
 
-def generate(url: str, sampling: dict[str, float]) -> tuple[NDArray[np.int64], int]:
+def generate(url: str, sampling: dict[str, float], requests: int = REQUESTS) -> tuple[NDArray[np.int64], int]:
     """Token ids [continuations, LENGTH] and how many of them the draft guessed."""
 
     async def one(client: httpx.AsyncClient, gate: asyncio.Semaphore, seed: int) -> dict:
@@ -75,7 +84,7 @@ def generate(url: str, sampling: dict[str, float]) -> tuple[NDArray[np.int64], i
     async def everything() -> list[dict]:
         gate = asyncio.Semaphore(8)
         async with httpx.AsyncClient(base_url=url, timeout=120) as client:
-            return await asyncio.gather(*(one(client, gate, seed) for seed in range(REQUESTS)))
+            return await asyncio.gather(*(one(client, gate, seed) for seed in range(requests)))
 
     answers = asyncio.run(everything())
     rows = [choice["token_ids"] for answer in answers for choice in answer["choices"]]

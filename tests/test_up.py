@@ -16,7 +16,10 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from spire.cli import app
+from spire.cli.paths import choose_pair
 from spire.model.checkpoint import load_draft, load_target, save_draft
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at processes through /proc")
@@ -103,6 +106,31 @@ def test_once_completes_a_prompt_prints_figures_and_stops(stories_dir: Path, sto
     assert "Once upon a time, there" in done.stdout
     assert re.search(r"\d+ tokens · τ \d\.\d\d · [\d.]+ tokens/s", done.stdout), done.stdout
     assert "/v1/completions" in done.stdout
+
+
+def test_a_model_without_a_draft_drafts_for_itself_when_asked(stories_dir: Path) -> None:
+    command = spire("up", "--model", str(stories_dir), "--port", "0", "--threads", "1", "--once")
+    environment = ENVIRONMENT | {"SPIRE_DRAFT": "magicdec"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"tokens · τ [2-5]\.\d\d · ", done.stdout), done.stdout
+    assert "MagicDec" in done.stdout
+    assert "decoding plainly" not in done.stdout
+
+
+def test_a_model_without_a_draft_is_told_how_to_speculate(stories_dir: Path) -> None:
+    note = choose_pair(stories_dir, None).note
+    assert "decoding plainly" in note
+    assert "--draft magicdec" in note
+    assert "spire train draft" in note
+
+
+def test_doctor_knows_the_target_as_its_own_draft(stories_dir: Path) -> None:
+    options = ["--model", str(stories_dir), "--draft", "magicdec", "--json", "--url", "http://127.0.0.1:9"]
+    printed = CliRunner().invoke(app, ["doctor", *options]).stdout
+    checks = {check["name"]: check for check in json.loads(printed)["checks"]}
+    assert checks["draft"]["ok"]
+    assert checks["draft"]["value"] == "magicdec: the target itself"
 
 
 def test_complete_streams_the_same_text_as_it_prints_whole(running: Running) -> None:

@@ -11,15 +11,25 @@ from spire.model.config import load_draft_config, load_model_config
 
 BUNDLED = Path(spire.__file__).resolve().parents[1] / "models"
 OFF = "off"
+# The target drafts for itself: no draft directory, no training.
+MAGICDEC = "magicdec"
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A target directory and its draft's; `draft` is None for plain decoding, `note` says why when nobody asked."""
+    """A target directory and its draft's; without one either the target drafts for itself or decoding is plain.
+
+    `note` says why it is plain when nobody asked for it.
+    """
 
     model: Path
     draft: Path | None
     note: str = ""
+    magicdec: bool = False
+
+    @property
+    def speculates(self) -> bool:
+        return self.magicdec or self.draft is not None
 
 
 def choose_pair(model: Path | None, draft: str | None) -> Pair:
@@ -30,6 +40,8 @@ def choose_pair(model: Path | None, draft: str | None) -> Pair:
     load_model_config(target)
     if draft == OFF:
         return Pair(target, None)
+    if draft == MAGICDEC:
+        return Pair(target, None, magicdec=True)
     if draft is not None:
         load_draft_config(Path(draft))
         return Pair(target, Path(draft))
@@ -37,4 +49,9 @@ def choose_pair(model: Path | None, draft: str | None) -> Pair:
     if target.resolve() == (BUNDLED / "target").resolve() and bundled.is_dir():
         load_draft_config(bundled)
         return Pair(target, bundled)
-    return Pair(target, None, "no --draft given for this model: decoding plainly (make one with: spire train draft)")
+    return Pair(
+        target,
+        None,
+        f"no --draft given for this model: decoding plainly. It can draft for itself with --draft {MAGICDEC}, "
+        "or train it a draft with: spire train draft",
+    )

@@ -1,7 +1,9 @@
 """`spire up`: verifier, draft and gateway as processes on this machine, one completion to show that they work.
 
     spire up                          the bundled pair, on what hardware there is
-    spire up --model DIR --draft off  any Llama-architecture directory, plain decoding
+    spire up --model DIR --draft magicdec
+                                      any Llama-architecture directory, which drafts for itself
+    spire up --model DIR --draft off  the same, plain decoding
     spire up --once                   stop after the completion
 
 What it does not know: other machines. There each service is started by its own `python -m`.
@@ -49,7 +51,10 @@ def up(
     ] = None,
     draft: Annotated[
         str | None,
-        typer.Option(help="Draft directory of that target, or 'off' for plain decoding.", envvar="SPIRE_DRAFT"),
+        typer.Option(
+            help="Draft directory of that target, 'magicdec' if it shall draft for itself, 'off' for plain decoding.",
+            envvar="SPIRE_DRAFT",
+        ),
     ] = None,
     host: Annotated[str, typer.Option(help="Address that the gateway listens on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of the gateway; 0 takes a free one.", min=0, max=65535)] = 8000,
@@ -124,6 +129,8 @@ class Stack:
                 follow = ["--draft", str(self.pair.draft), "--verifier", verifier, *self.options.arguments()]
                 draft = self._launch("draft_service", follow, f"the draft to load {self.pair.draft}", status)
                 gateway += ["--draft", draft]
+            elif self.pair.magicdec:
+                gateway += ["--draft", verifier]
             if self.k is not None:
                 gateway += ["--k", str(self.k)]
             self._launch("gateway", gateway, "the gateway to listen", status, self.port)
@@ -131,7 +138,8 @@ class Stack:
 
     def announce(self) -> None:
         for service in self.services:
-            console.print(f"  {service.name:9} {service.address}")
+            drafts = " (and drafts: MagicDec)" if self.pair.magicdec and service.module == "verifier_service" else ""
+            console.print(f"  {service.name:9} {service.address}{drafts}")
         console.print(f"\n  completions [bold]{self.url}/v1/completions[/]")
         console.print(f"  health      {self.url}/ready")
         console.print(f"  metrics     {self.url}/metrics")
@@ -168,12 +176,12 @@ class Stack:
             time.sleep(_POLL_SECONDS)
 
     def _gateway_is_ready(self) -> bool:
-        """Whether the gateway answers for the verifier and, where one was started, the draft."""
+        """Whether the gateway answers for the verifier and, where there is one, the draft."""
         try:
             answer = httpx.get(f"{self.url}/ready", timeout=2)
         except httpx.HTTPError:
             return False
-        return answer.is_success and (self.pair.draft is None or answer.json().get("draft") == "connected")
+        return answer.is_success and (not self.pair.speculates or answer.json().get("draft") == "connected")
 
 
 def show_completion(completion: Completion) -> None:

@@ -34,7 +34,7 @@ class Api:
         text: str = self.complete(prompt, **request)["choices"][0]["text"]
         return text
 
-    def metric(self, name: str, **labels: str) -> float:
+    def metric(self, name: str, /, **labels: str) -> float:
         families = text_string_to_metric_families(self.http.get("/metrics").text)
         found = [
             sample.value
