@@ -28,6 +28,7 @@ class VerifierConfig(ModelServiceConfig):
     max_context: int = Field(0, ge=0, description="Longest sequence, prompt and output; 0 takes the model's.")
     max_depth: int = Field(16, ge=1, le=63, description="Longest block of draft tokens.")
     prefill_budget: int = Field(512, ge=1, description="Prompt tokens processed between two decoding steps.")
+    # No shorter than the longest block that is drafted.
     self_window: int = Field(
         64, ge=16, description="MagicDec: last positions of its own cache that the target drafts through."
     )

@@ -107,11 +107,13 @@ class TargetCache:
         heads_G1 = torch.arange(G, device=device)[:, None]
         # Row numbers of the pool seen as a list of single keys: one contiguous read for each.
         rows_BGS = ((pages_B1S * X + slots_B11) * G + heads_G1) * C + (positions_BS % C)[:, None]
-        keys, values = (
-            torch.stack([pool.view(-1, K).index_select(0, rows_BGS.flatten()) for pool in pools])
-            for pools in (self.keys, self.values)
-        )
-        return keys.view(-1, *rows_BGS.shape, K), values.view(-1, *rows_BGS.shape, K)
+        gathered = []
+        for pools in (self.keys, self.values):
+            copies_NBGSK = pools[0].new_empty(len(pools), *rows_BGS.shape, K)
+            for pool, copy in zip(pools, copies_NBGSK, strict=True):
+                torch.index_select(pool.view(-1, K), 0, rows_BGS.flatten(), out=copy.view(-1, K))
+            gathered.append(copies_NBGSK)
+        return gathered[0], gathered[1]
 
     def commit(self, slots: Sequence[int], counts: Sequence[int]) -> None:
         """Make the first counts[i] appended positions of each slot part of its sequence."""
