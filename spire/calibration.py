@@ -6,7 +6,6 @@ measured is told in `spire.microbenchmarks`.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from spire.errors import SpireError
 from spire.perf_model import Hardware, Shape
+from spire.user_cache import user_cache
 
 CALIBRATED = "calibrated"
 
@@ -48,8 +48,8 @@ _JSON = TypeAdapter(Calibration)
 
 
 def default_file() -> Path:
-    """`$XDG_CACHE_HOME/spire/calibration.json`, under `~/.cache` where that is not set."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spire" / "calibration.json"
+    """`calibration.json` in the user's cache."""
+    return user_cache() / "calibration.json"
 
 
 def save(calibration: Calibration, file: Path) -> None:

@@ -52,6 +52,7 @@ def target(
     long_length: LongLength = None,
     decay_share: DecayShare = None,
     muon_rate: Annotated[float | None, typer.Option(help="Learning rate of the layers' matrices.", min=0)] = None,
+    muon_weight_decay: Annotated[float | None, typer.Option(help="Decay of the layers' matrices.", min=0)] = None,
     adamw_rate: Annotated[float | None, typer.Option(help="Learning rate of everything else.", min=0)] = None,
     vocab_size: Annotated[int | None, typer.Option(help="Tokens of the byte-level BPE.", min=258)] = None,
     hidden_size: Annotated[int | None, typer.Option(help="Width.", min=1)] = None,

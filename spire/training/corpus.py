@@ -18,6 +18,7 @@ from rich.progress import track
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from spire.errors import DataError
+from spire.user_cache import user_cache, write_whole
 
 START, END = "<s>", "</s>"
 _TEXT_SUFFIXES = {".txt", ".jsonl"}
@@ -73,21 +74,22 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 class TokenStream:
     """A corpus as one row of token ids, document after document, each ended by the end token."""
 
-    def __init__(self, tokens: NDArray[np.uint32], start_token: int):
-        self.tokens = tokens
-        self.start_token = start_token
+    def __init__(self, tokens: NDArray[np.uint32], start_token: int, name: str = ""):
+        self.tokens, self.start_token = tokens, start_token
+        # Tells apart what is derived from different streams.
+        self.name = name
 
     @classmethod
-    def build(cls, paths: list[Path], tokenizer: Tokenizer, start: int, end: int, cache: Path) -> TokenStream:
-        """Encode `paths`, or reuse what an earlier run stored under `cache` for the same files and tokenizer."""
+    def build(cls, paths: list[Path], tokenizer: Tokenizer, start: int, end: int) -> TokenStream:
+        """Encode `paths`, or reuse what an earlier run left in the user's cache for the same files and tokenizer."""
         key = hashlib.sha256(tokenizer.to_str().encode())
         for path in paths:
             if not path.exists():
                 raise DataError(f"{path} does not exist: --data takes text, JSONL, directories or tar archives of them")
             key.update(f"{path.resolve()}{path.stat().st_size}{path.stat().st_mtime_ns}".encode())
-        file = cache / f"tokens-{key.hexdigest()[:16]}.npy"
+        name = key.hexdigest()[:16]
+        file = user_cache() / f"tokens-{name}.npy"
         if not file.exists():
-            cache.mkdir(parents=True, exist_ok=True)
             rows = [
                 np.array([*encoding, end], dtype=np.uint32)
                 for encoding in (
@@ -97,8 +99,8 @@ class TokenStream:
             ]
             if not rows:
                 raise DataError(f"no text found in {', '.join(map(str, paths))}")
-            np.save(file, np.concatenate(rows))
-        return cls(np.load(file, mmap_mode="r"), start)
+            write_whole(file, lambda unfinished: np.save(unfinished, np.concatenate(rows)))
+        return cls(np.load(file, mmap_mode="r"), start, name)
 
     def batch(self, seed: int, step: int, batch: int, length: int) -> NDArray[np.int64]:
         """Training windows [batch, length] of one step, each the start token and a random stretch of text."""

@@ -122,9 +122,11 @@ def train_draft(
     target, identity = load_target(target_directory)
     target = target.to(device)
     _check(recipe)
-    stream, held_out = _streams(target, target_directory, data, valid, work)
+    stream, held_out = _streams(target, target_directory, data, valid)
     source = (
-        stream if recipe.on_policy == 0 else OnPolicy.build(target, stream, recipe.on_policy, recipe.short_length, work)
+        stream
+        if recipe.on_policy == 0
+        else OnPolicy.build(target, identity, stream, recipe.on_policy, recipe.short_length)
     )
     torch.manual_seed(recipe.seed)
     draft = new_draft(target, identity, recipe).to(device).requires_grad_(True).train()
@@ -150,7 +152,7 @@ def train_draft(
         return validation_figures(draft, target, held_out, recipe, device) if held_out else {}
 
     schedule = Schedule(recipe.steps, recipe.decay_share)
-    train_steps("draft", checkpoint, draft, optimizers, schedule, forward, validate)
+    train_steps("draft", checkpoint, draft, optimizers, schedule, recipe.length_at, forward, validate)
     save_draft(out, draft)
     return draft
 
@@ -271,7 +273,7 @@ def _blocks(recipe: DraftRecipe, step: int, length: int, device: str) -> Rollout
 
 
 def _streams(
-    target: Target, directory: Path, data: list[Path], valid: list[Path], work: Path
+    target: Target, directory: Path, data: list[Path], valid: list[Path]
 ) -> tuple[TokenStream, TokenStream | None]:
     file = directory / "tokenizer.json"
     if not file.is_file():
@@ -281,7 +283,7 @@ def _streams(
         raise DataError(f"{file} has {tokenizer.get_vocab_size()} tokens, the target only {config.vocab_size}")
     start = config.bos_token_id if config.bos_token_id is not None else 0
     end = config.eos_token_ids[0] if config.eos_token_ids else start
-    build = lambda paths: TokenStream.build(paths, tokenizer, start, end, work)  # noqa: E731
+    build = lambda paths: TokenStream.build(paths, tokenizer, start, end)  # noqa: E731
     return build(data), build(valid) if valid else None
 
 

@@ -1,15 +1,12 @@
 """On-policy data: the text goes on as the target writes it, because that is where the draft will have to guess.
 
-Each sequence is a stretch of the corpus continued by the target's own samples at temperature 1, made once before the
-training and kept beside it. What it does not know: other temperatures, and sequences of the long length.
+Each sequence is a stretch of the corpus continued by the target's own samples at temperature 1, written once before the
+training and kept in the user's cache. What it does not know: other temperatures, and sequences of the long length.
 
 Shapes: N sequences, B of them at a time, L positions.
 """
 
 from __future__ import annotations
-
-import os
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,6 +16,7 @@ from rich.progress import track
 from spire.model.cache import TargetCache
 from spire.model.target import Target
 from spire.training.corpus import TokenStream
+from spire.user_cache import user_cache, write_whole
 
 _SEQUENCES = 2048
 _BATCH = 64
@@ -33,14 +31,13 @@ class OnPolicy:
 
     @classmethod
     def build(
-        cls, target: Target, stream: TokenStream, share: float, length: int, work: Path, sequences: int = _SEQUENCES
+        cls, target: Target, identity: str, stream: TokenStream, share: float, length: int, sequences: int = _SEQUENCES
     ) -> OnPolicy:
-        """Let the target write, or reuse what it wrote for an earlier run in `work`."""
-        file = work / f"on-policy-{sequences}x{length}.npy"
+        """Let the target write, or reuse what it wrote for an earlier run."""
+        file = user_cache() / f"on-policy-{identity}-{stream.name}-{sequences}x{length}.npy"
         if not file.exists():
-            unfinished = file.with_suffix(".part.npy")
-            np.save(unfinished, _written(target, stream, sequences, length))
-            os.replace(unfinished, file)
+            written_NL = _written(target, stream, sequences, length)
+            write_whole(file, lambda unfinished: np.save(unfinished, written_NL))
         return cls(stream, np.load(file), share)
 
     def batch(self, seed: int, step: int, batch: int, length: int) -> NDArray[np.int64]:

@@ -7,20 +7,23 @@ the old one and renamed, so a kill at any moment leaves a whole one.
 from __future__ import annotations
 
 import json
-import os
+import resource
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from spire.errors import DataError
+from spire.user_cache import write_whole
 
 _REPORT_EVERY = 20
 _SAVE_EVERY = 200
@@ -41,10 +44,9 @@ class Checkpoint:
             for parameter, state in optimizer.state_dict()["state"].items():
                 for name, value in state.items():
                     tensors[f"optimizer.{number}.{parameter}.{name}"] = torch.as_tensor(value).detach()
-        unfinished = self.file.with_suffix(".part")
         metadata = {"step": str(step), "recipe": json.dumps(self.recipe)}
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, unfinished, metadata=metadata)
-        os.replace(unfinished, self.file)
+        whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        write_whole(self.file, lambda unfinished: save_file(whole, unfinished, metadata=metadata))
 
     def resume(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> int:
         """Load what was saved and return the step to go on with; 0 when there is nothing to resume."""
@@ -171,6 +173,43 @@ class ProgressLog:
         self.lines.write(json.dumps({"step": step, "seconds": round(seconds, 1), **figures}) + "\n")
 
 
+@dataclass(frozen=True)
+class Prediction:
+    """What a run will take from here: seconds, and bytes of memory at most."""
+
+    steps: int
+    seconds: float
+    bytes: int
+
+    @property
+    def summary(self) -> str:
+        return f"{self.steps:,} steps, about {self.seconds / 60:.0f} min, {self.bytes / 1e9:.1f} GB of memory"
+
+
+def predict(lengths: list[int], first: int, forward: Callable[[int], StepResult], model: nn.Module) -> Prediction:
+    """Rehearse one step of each length, which compiles it too, and count how many of each are to come.
+
+    Nothing is learned from a rehearsal. The update itself is not timed: it is small beside the passes.
+    """
+    seconds = 0.0
+    for length, count in Counter(lengths).items():
+        step = first + lengths.index(length)
+        for _ in range(2):  # the first one compiles
+            began = time.perf_counter()
+            forward(step).loss.backward()
+            elapsed = time.perf_counter() - began
+        model.zero_grad(set_to_none=True)
+        seconds += count * elapsed
+    moments = 2 * sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    return Prediction(len(lengths), seconds, _peak_bytes(next(model.parameters()).device) + moments)
+
+
+def _peak_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 class StepResult(NamedTuple):
     """What one step gave: the loss to go down, other figures to show, and the tokens it saw."""
 
@@ -185,11 +224,15 @@ def train_steps(
     model: nn.Module,
     optimizers: list[torch.optim.Optimizer],
     schedule: Schedule,
+    length_at: Callable[[int], int],
     forward: Callable[[int], StepResult],
     validate: Callable[[], dict[str, float]],
 ) -> None:
     """Every step from where the checkpoint left off: forward, backward, clip, update; now and then report and save."""
-    log = ProgressLog(checkpoint.file.parent, schedule.steps, checkpoint.resume(model, optimizers))
+    first = checkpoint.resume(model, optimizers)
+    prediction = predict([length_at(step) for step in range(first, schedule.steps)], first, forward, model)
+    Console(stderr=True).print(f"{name}: {prediction.summary}", highlight=False)
+    log = ProgressLog(checkpoint.file.parent, schedule.steps, first)
     for step in log.steps(name):
         result = forward(step)
         result.loss.backward()

@@ -69,8 +69,8 @@ def train_target(
     work = out / "run"
     tokenizer = _tokenizer(data, out, recipe.vocab_size)
     start, end = tokenizer.encode(START + END, add_special_tokens=False).ids
-    stream = TokenStream.build(data, tokenizer, start, end, work)
-    held_out = TokenStream.build(valid, tokenizer, start, end, work) if valid else None
+    stream = TokenStream.build(data, tokenizer, start, end)
+    held_out = TokenStream.build(valid, tokenizer, start, end) if valid else None
 
     torch.manual_seed(recipe.seed)
     target = Target(recipe.model_config()).to(device)
@@ -91,7 +91,7 @@ def train_target(
         return {"valid_loss": validation_loss(target, held_out, recipe.short_length, device)} if held_out else {}
 
     schedule = Schedule(recipe.steps, recipe.decay_share)
-    train_steps("target", checkpoint, target, optimizers, schedule, forward, validate)
+    train_steps("target", checkpoint, target, optimizers, schedule, recipe.length_at, forward, validate)
     save_target(out, target)
     return target
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import resource
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +13,14 @@ import pytest
 import torch
 
 import spire.training.draft
+import spire.training.run
 from spire.errors import DataError
 from spire.model.checkpoint import load_draft, load_target
 from spire.training.corpus import TokenStream
 from spire.training.draft import DraftRecipe, new_draft, recipe_for, rollout_loss, train_draft
 from spire.training.evaluation import token_losses
 from spire.training.on_policy import OnPolicy
+from spire.training.run import StepResult, predict
 from tests.conftest import FIXTURES
 
 TEXT = FIXTURES / "text" / "jowett_charmides.txt"
@@ -117,11 +122,11 @@ def test_unknown_choices_are_refused_with_the_known_ones(stories_dir: Path) -> N
         recipe_for(stories_dir, {"loss": "hard"})
 
 
-def test_on_policy_rows_begin_as_the_corpus_and_go_on_as_the_target_would(stories_dir: Path, tmp_path: Path) -> None:
+def test_on_policy_rows_begin_as_the_corpus_and_go_on_as_the_target_would(stories_dir: Path) -> None:
     """The target's own continuations are far likelier under it than a corpus it was not trained on."""
     target, _ = load_target(stories_dir)
     stream = TokenStream(np.arange(3, 500, dtype=np.uint32), start_token=1)
-    source = OnPolicy.build(target, stream, 1.0, 32, tmp_path, sequences=8)
+    source = OnPolicy.build(target, "stories", stream, 1.0, 32, sequences=8)
     rows = source.batch(seed=1, step=2, batch=16, length=32)
     assert (rows == source.batch(seed=1, step=2, batch=16, length=32)).all()
     assert (np.diff(rows[:, 1:16]) == 1).all(), "the first half is the corpus, which counts upwards"
@@ -140,3 +145,42 @@ def test_tau_against_training_tokens_is_logged_and_lies_where_alpha_puts_it(stor
     assert figures["tokens"] == 200 * 64
     assert 1 + alpha <= tau + 0.05
     assert tau <= 5
+
+
+def test_time_and_memory_are_said_before_the_first_step(
+    stories_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train(stories_dir, tmp_path, replace(TINY, steps=3))
+    said = capfd.readouterr().err
+    assert re.search(r"draft: 3 steps, about \d+ min, \d\.\d GB of memory", said)
+
+
+def test_a_prediction_is_the_time_that_its_steps_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Linear(1, 1)
+    clock = [0.0]
+    monkeypatch.setattr(spire.training.run.time, "perf_counter", lambda: clock[0])
+
+    def forward(step: int) -> StepResult:
+        clock[0] += 0.03 if step % 4 == 1 else 0.01
+        return StepResult(model(torch.ones(1)).sum(), {}, 1)
+
+    lengths = [2048 if step % 4 == 1 else 512 for step in range(8, 108)]
+    prediction = predict(lengths, 8, forward, model)
+    assert prediction.seconds == pytest.approx(25 * 0.03 + 75 * 0.01)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_disk_that_is_full_is_named_and_the_last_checkpoint_stands(stories_dir: Path, tmp_path: Path) -> None:
+    """The process may write no file larger than the checkpoint of 200 steps already is, less a byte."""
+    train(stories_dir, tmp_path, replace(TINY, steps=200))
+    checkpoint = tmp_path / "run" / "state.safetensors"
+    before = checkpoint.read_bytes()
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) - 1, limit[1]))
+    try:
+        with pytest.raises(DataError, match=r"state\.safetensors cannot be written .* is the disk full\?"):
+            train(stories_dir, tmp_path, replace(TINY, steps=400))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert checkpoint.read_bytes() == before
+    assert [file.name for file in checkpoint.parent.glob("*.part*")] == []
