@@ -1,0 +1,225 @@
+"""Train and measure what the paper compares: three drafts, six ablations, recipes, sweeps. Resumable: run it again.
+
+    python experiments/paper.py --data TRAINING_TEXT [--data ...] --held-out TEXT_DIR     everything
+    python experiments/paper.py --list                                                    what there is and is done
+    python experiments/paper.py --only 'spire*' ...                                       some of it
+
+Each cell trains with `spire train draft` and measures with `spire eval acceptance`, and writes one JSON file in
+experiments/results/paper/. A cell whose file is there is done. A training that was interrupted goes on where it was.
+`python experiments/report.py` turns the files into docs/results.md.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "experiments" / "results" / "paper"
+RUNS = ROOT / "runs" / "paper"
+TARGET = ROOT / "models" / "target"
+
+# 1,000 steps of 2,048 tokens: what every SPIRe draft that is compared has seen.
+STEPS = 1000
+HEADLINE, SWEEP = 4096, 1024
+
+# The paper's recipe: last layers, MixedLoss(0.5), blocks of k = 4. It names no optimizer: AdamW 1e-3, and AdamW 3e-3
+# beside Muon, are both here.
+PAPER = {"optimizer": "adamw", "adamw-rate": 1e-3, "scale-input": False}
+
+console = Console(stderr=True)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One `spire eval acceptance`. `top_m` is what the draft service keeps of q."""
+
+    contexts: int = SWEEP
+    context: int = 512
+    k: int = 4
+    temperature: float = 1.0
+    top_m: int | None = None
+
+
+@dataclass(frozen=True)
+class CellPlan:
+    """A draft, how it is trained (None: not at all), and what is measured of it."""
+
+    name: str
+    what: str
+    train: dict[str, Any] | None
+    steps: int = STEPS
+    seed: int = 2
+    measurements: tuple[Measurement, ...] = (Measurement(),)
+    draft: str = field(default="")
+
+    @property
+    def file(self) -> Path:
+        return RESULTS / f"{self.name}.json"
+
+    @property
+    def directory(self) -> Path:
+        return RUNS / self.name
+
+
+CONTEXTS = tuple(Measurement(contexts=SWEEP, context=context) for context in (256, 960, 1900))
+DEPTHS = tuple(Measurement(k=k) for k in (1, 2, 3, 6, 8, 12, 16))
+TRUNCATIONS = tuple(Measurement(top_m=m) for m in (64, 256, 1024))
+
+
+def plan() -> list[CellPlan]:
+    """Every cell, the most telling first."""
+    headline = Measurement(contexts=HEADLINE)
+    cells = [
+        CellPlan("spire", "SPIRe", {}, measurements=(headline, *CONTEXTS, *DEPTHS, *TRUNCATIONS)),
+        CellPlan(
+            "vanilla", "vanilla", {"kind": "vanilla"}, steps=6000, measurements=(headline, *CONTEXTS, Measurement(k=8))
+        ),
+        CellPlan("magicdec", "MagicDec", None, measurements=(headline, *CONTEXTS, Measurement(k=8)), draft="magicdec"),
+        CellPlan("ablation-init", "random initialisation", {"init": "random", "scale-input": False}),
+        CellPlan("ablation-omega-1", "ω = 1", {"omega": 1.0}),
+        CellPlan("ablation-hard", "hard targets", {"loss": "data"}),
+        CellPlan("ablation-feedback", "no feedback memory", {"feedback": False}),
+        CellPlan("ablation-activations", "neither feedback nor activations", {"feedback": False, "activations": False}),
+        CellPlan("ablation-dense", "dense cache", {"window": 2048}),
+    ]
+    recipes = {
+        "paper": ("the paper's, AdamW 1e-3", PAPER),
+        "adamw-3e-3": ("the paper's, AdamW 3e-3", PAPER | {"adamw-rate": 3e-3}),
+        "muon": ("the paper's, Muon", {"scale-input": False}),
+        "no-self-key": ("without the self-key", {"self-key": False}),
+        "rollout-8": ("rollouts of 8", {"k": 8}),
+        "log": ("−log α for −α", {"loss": "mixed-log"}),
+        "alpha": ("ω = 0: total variation alone", {"omega": 0.0}),
+        "anneal": ("ω from 1 to 0", {"omega": 1.0, "omega-final": 0.0}),
+        "on-policy": ("half on-policy", {"on-policy": 0.5}),
+        "layers-3-7": ("layers 4 and 8 for 7 and 8", {"copied-layers": "3,7"}),
+        "layers-0-7": ("layers 1 and 8 for 7 and 8", {"copied-layers": "0,7"}),
+        "frozen": ("frozen embeddings", {"freeze-embeddings": True}),
+    }
+    cells += [CellPlan(f"recipe-{name}", what, options) for name, (what, options) in recipes.items()]
+    cells += [CellPlan(f"window-{w}", f"window {w}", {"window": w}) for w in (16, 32, 128, 256)]
+    cells += [CellPlan(f"sink-{s}", f"sink {s}", {"sink": s}) for s in (0, 2, 4)]
+    cells += [CellPlan(f"tokens-{s}", f"{s * 2048 / 1e6:.1f} M tokens", {}, steps=s) for s in (250, 500, 2000)]
+    return cells
+
+
+def main(
+    data: Annotated[list[Path] | None, typer.Option(help="Training text, as for spire train.")] = None,
+    held_out: Annotated[
+        Path | None, typer.Option(help="Directory of held-out text that contexts are cut from.")
+    ] = None,
+    valid: Annotated[Path | None, typer.Option(help="Text for the validation curve. Default: none.")] = None,
+    only: Annotated[str, typer.Option(help="Names of cells, with wildcards; several with commas.")] = "*",
+    as_list: Annotated[bool, typer.Option("--list", help="Show the cells and whether they are done.")] = False,
+) -> None:
+    """Run every cell that is not done yet."""
+    chosen = [cell for cell in plan() if any(fnmatch.fnmatch(cell.name, pattern) for pattern in only.split(","))]
+    if as_list:
+        _show(chosen)
+        return
+    if not data or held_out is None:
+        raise typer.BadParameter("--data and --held-out are needed to run something; --list shows what there is")
+    for cell in chosen:
+        if not cell.file.exists():
+            console.rule(f"{cell.name}: {cell.what}")
+            _run(cell, data, valid, held_out)
+
+
+def _run(cell: CellPlan, data: list[Path], valid: Path | None, held_out: Path) -> None:
+    """Train, measure, write the file when all of it is there."""
+    curve: list[dict[str, Any]] = []
+    began = time.monotonic()
+    if cell.train is not None:
+        _train(cell, data, valid)
+        lines = (cell.directory / "run" / "log.jsonl").read_text().splitlines()
+        curve = [figures for figures in map(json.loads, lines) if "valid_tau" in figures]
+    trained = time.monotonic()
+    measured = [_measure(cell, measurement, held_out) for measurement in cell.measurements]
+    result = {
+        "name": cell.name,
+        "what": cell.what,
+        "train": cell.train,
+        "steps": cell.steps if cell.train is not None else 0,
+        "tokens": cell.steps * 2048 if cell.train is not None else 0,
+        "seed": cell.seed,
+        "target": _fingerprint(cell),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "train_seconds": round(trained - began),
+        "measure_seconds": round(time.monotonic() - trained),
+        "validation": curve,
+        "acceptance": measured,
+    }
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    unfinished = cell.file.with_suffix(".part")
+    unfinished.write_text(json.dumps(result, indent=1) + "\n")
+    unfinished.replace(cell.file)
+
+
+def _train(cell: CellPlan, data: list[Path], valid: Path | None) -> None:
+    if (cell.directory / "model.safetensors").exists():
+        return
+    command = ["train", "draft", "--target", str(TARGET), "--out", str(cell.directory)]
+    command += [part for path in data for part in ("--data", str(path))]
+    command += ["--valid", str(valid)] if valid else []
+    command += ["--steps", str(cell.steps), "--seed", str(cell.seed)]
+    for option, value in (cell.train or {}).items():
+        match value:
+            case True:
+                command.append(f"--{option}")
+            case False:
+                command.append(f"--no-{option}")
+            case _:
+                command += [f"--{option}", str(value)]
+    _spire(command)
+
+
+def _measure(cell: CellPlan, measurement: Measurement, held_out: Path) -> dict[str, Any]:
+    command = ["eval", "acceptance", "--model", str(TARGET), "--draft", cell.draft or str(cell.directory)]
+    command += ["--data", str(held_out), "--contexts", str(measurement.contexts), "--context", str(measurement.context)]
+    command += ["--k", str(measurement.k), "--temperature", str(measurement.temperature), "--json"]
+    extra = {} if measurement.top_m is None else {"SPIRE_DRAFT_TOP_M": str(measurement.top_m)}
+    (figures,) = json.loads(_spire(command, extra))["acceptance"]
+    return asdict(measurement) | figures
+
+
+def _fingerprint(cell: CellPlan) -> str:
+    if cell.train is None:
+        return ""
+    config = json.loads((cell.directory / "config.json").read_text())
+    fingerprint: str = config["spire_draft"]["target_fingerprint"]
+    return fingerprint
+
+
+def _spire(arguments: list[str], extra: dict[str, str] | None = None) -> str:
+    command = [sys.executable, "-m", "spire.cli", *arguments]
+    console.print("spire " + " ".join(arguments), style="dim", highlight=False, soft_wrap=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ | (extra or {}), check=False)
+    if done.returncode:
+        raise typer.Exit(done.returncode)
+    return done.stdout
+
+
+def _show(cells: list[CellPlan]) -> None:
+    table = Table("cell", "what", "steps", "seed", "measurements", "done", box=None)
+    for cell in cells:
+        steps = "" if cell.train is None else str(cell.steps)
+        done = "yes" if cell.file.exists() else ""
+        table.add_row(cell.name, cell.what, steps, str(cell.seed), str(len(cell.measurements)), done)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
