@@ -1,4 +1,4 @@
-"""Print the README's figures as Markdown from `experiments/results/*.json`: `python experiments/tables.py`."""
+"""Print the README's figures as Markdown from the recorded JSON: `python experiments/tables.py`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "experiments" / "results"
 
 
 def main() -> None:
-    tau = [cell for name in ("tau_512", "tau_1900") for cell in read(name, "acceptance")]
-    cells = [cell for name in ("bench", "bench_1900") for cell in read(name, "bench")]
+    tau = read(ROOT / "models" / "draft" / "acceptance.json", "acceptance")
+    cells = [cell for name in ("bench", "bench_1900") for cell in read(RESULTS / f"{name}.json", "bench")]
     print(table(["context", "contexts", "τ, 95 %", "prefix of 1 · 2 · 3 · 4 accepted"], [tau_row(c) for c in tau]))
     headings = ["context", "requests", "plain", "k = 4", "gain", "end to end, plain", "end to end, k = 4"]
     pairs = zip(cells[0::2], cells[1::2], strict=True)
@@ -20,8 +21,8 @@ def main() -> None:
     print(table(["context", "k", *parts], [split_row(cell) for cell in cells if cell["concurrency"] == 16]))
 
 
-def read(name: str, key: str) -> list[dict[str, Any]]:
-    cells: list[dict[str, Any]] = json.loads((RESULTS / f"{name}.json").read_text())[key]
+def read(file: Path, key: str) -> list[dict[str, Any]]:
+    cells: list[dict[str, Any]] = json.loads(file.read_text())[key]
     return cells
 
 

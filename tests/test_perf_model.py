@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -380,7 +381,7 @@ def test_the_map_says_where_speculation_is_off() -> None:
 
 
 def test_a_checkpoint_without_a_measured_tau_is_refused_with_the_command_that_measures_it() -> None:
-    said = refusal("--target", "bundled")
+    said = refusal("--target", "bundled", "--draft", "vanilla")
     assert "spire eval acceptance" in said
     assert "--tau" in said
 
@@ -392,6 +393,23 @@ def test_the_bundled_pair_is_read_from_its_directories() -> None:
     assert by_name["drafts"][0]["multiplier"] == by_path["drafts"][0]["multiplier"]
     assert by_name["drafts"][0]["tau"] == pytest.approx(3.58)
     assert by_name["drafts"][0]["body_parameters"] == bundled()[1].shape.body_parameters
+
+
+def test_what_was_measured_of_a_draft_is_read_from_beside_it_at_the_nearest_context(tmp_path: Path) -> None:
+    draft = shutil.copytree(BUNDLED / "draft", tmp_path / "draft")
+    cells = [_cell(context, [share]) for context, share in ((256, 0.9), (1900, 0.5))]
+    (draft / "acceptance.json").write_text(json.dumps({"acceptance": cells}))
+    pair = ("--target", str(BUNDLED / "target"), "--draft", str(draft), "--k", "1")
+    assert run(*pair, "--context", "512")["drafts"][0]["tau"] == pytest.approx(1.9)
+    assert run(*pair, "--context", "1024")["drafts"][0]["tau"] == pytest.approx(1.5)
+    assert run(*pair, "--tau", "1.2")["drafts"][0]["tau"] == pytest.approx(1.2)
+    (draft / "acceptance.json").write_text("{}")
+    assert "is not what 'spire eval acceptance --json' prints" in refusal(*pair)
+
+
+def _cell(context: int, prefix: list[float]) -> dict[str, Any]:
+    figures = {"contexts": 512, "k": len(prefix), "temperature": 1.0, "generated": 1, "rounds": 1, "short_rounds": 0}
+    return figures | {"context": context, "tau": 1 + sum(prefix), "tau_ci95": 0.03, "prefix_acceptance": prefix}
 
 
 def test_any_target_gets_the_paper_s_rule_for_a_draft() -> None:

@@ -7,11 +7,17 @@ draft had nothing to say count. The interval takes contexts as independent and r
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from spire.bench.client import Completed
+from spire.errors import DataError
+
+# Kept in a draft's directory.
+RECORD = "acceptance.json"
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,19 @@ class Acceptance:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def read_record(file: Path) -> list[Acceptance]:
+    """What `spire eval acceptance --json` printed, kept with a draft. Raises DataError when it is something else."""
+    try:
+        cells = json.loads(file.read_text())["acceptance"]
+        known = {field.name for field in fields(Acceptance)}
+        found = [Acceptance(**{name: value for name, value in cell.items() if name in known}) for cell in cells]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{file} is not what 'spire eval acceptance --json' prints: {error!r}") from error
+    if not found:
+        raise DataError(f"{file} holds no measurement")
+    return found
 
 
 def acceptance(completions: list[Completed], context: int, k: int, temperature: float) -> Acceptance:

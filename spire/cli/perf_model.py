@@ -1,7 +1,7 @@
 """`spire perf-model`: what speculation gains on a model and a machine, and where to switch it off. Nothing runs.
 
     spire perf-model --target seqax-67m --draft vanilla --draft magicdec --draft spire
-    spire perf-model --target bundled --acceptance 0.83,0.69,0.58,0.48 --hardware calibrated
+    spire perf-model --target bundled --hardware calibrated
 
 The formula and every symbol: docs/performance-model.md.
 """
@@ -9,6 +9,7 @@ The formula and every symbol: docs/performance-model.md.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +19,7 @@ from rich.console import Console
 
 from spire import calibration
 from spire import perf_model as model
+from spire.bench.acceptance import RECORD, read_record
 from spire.cli import perf_report
 from spire.cli.paths import BUNDLED
 from spire.cli.perf_report import Apart, Candidate, Scenario
@@ -131,7 +133,7 @@ def perf_model(
     scenario = Scenario(
         goal.name,
         goal.shape,
-        [_candidate(name, goal, given, window, machine) for name in wanted],
+        [_candidate(name, goal, given, context or goal.context, window, machine) for name in wanted],
         machine,
         batch,
         context or goal.context,
@@ -172,10 +174,10 @@ def _target(name: str) -> Target:
 
 
 def _candidate(
-    name: str, goal: Target, given: model.Acceptance | None, window: str | None, machine: model.Hardware
+    name: str, goal: Target, given: model.Acceptance | None, context: int, window: str | None, machine: model.Hardware
 ) -> Candidate:
     served = _draft(name, goal)
-    acceptance = given or _published(name, goal)
+    acceptance = given or _recorded(name, goal, context) or _published(name, goal)
     if served.kind == "vanilla":
         return Candidate(name, acceptance, {"all": served})
     rules = [served.window, None] if window is None else [None if window == "paper" else _numbers(window)[0]]
@@ -186,11 +188,17 @@ def _candidate(
     return Candidate(name, acceptance, {_window_name(rule): replace(served, window=rule) for rule in rules})
 
 
+def _draft_directory(name: str, goal: Target) -> Path | None:
+    """Of a draft that exists; None for one that is only modelled."""
+    if goal.directory == BUNDLED / "target" and name == "spire":
+        return BUNDLED / "draft"
+    return None if name in _KINDS else Path(name)
+
+
 def _draft(name: str, goal: Target) -> model.Draft:
-    bundled = goal.directory == BUNDLED / "target" and name == "spire"
-    if name in _KINDS and not bundled:
+    directory = _draft_directory(name, goal)
+    if directory is None:
         return model.paper_draft(_KINDS[name], goal.shape)
-    directory = BUNDLED / "draft" if bundled else Path(name)
     if not directory.is_dir():
         raise SpireError(f"--draft {name} is no directory and none of {', '.join(_KINDS)}")
     config = load_draft_config(directory)
@@ -213,6 +221,16 @@ def _acceptance(tau: float | None, shares: str | None, k: int, drafts: list[str]
     if tau is not None:
         return model.Acceptance.of_tau(tau, k)
     return model.Acceptance(tuple(_shares(shares or "")))
+
+
+def _recorded(name: str, goal: Target, context: int) -> model.Acceptance | None:
+    """What was measured of a draft and is kept with it, at the nearest context; None where nothing is kept."""
+    directory = _draft_directory(name, goal)
+    if directory is None or not (file := directory / RECORD).is_file():
+        return None
+    cells = read_record(file)
+    nearest = min(cells, key=lambda cell: abs(math.log(cell.context / context)))
+    return model.Acceptance(tuple(nearest.prefix_acceptance))
 
 
 def _published(name: str, goal: Target) -> model.Acceptance:
