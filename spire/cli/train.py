@@ -10,12 +10,15 @@ An option that is not given keeps the value of the bundled pair's recipe.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from spire.cli.paths import BUNDLED
 from spire.errors import SpireError
+
+if TYPE_CHECKING:
+    from spire.training.run import Execution
 
 app = typer.Typer(help="Train a target from text, or a draft from a target.", no_args_is_help=True)
 
@@ -27,6 +30,9 @@ Out = Annotated[Path, typer.Option(help="Directory of the checkpoint; the run's 
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Compiled = Annotated[
     bool, typer.Option("--compile/--no-compile", help="torch.compile the loss: slow start, fast steps.")
+]
+Minutes = Annotated[
+    float | None, typer.Option(help="Stop after so long, to be gone on with by the same command.", min=0)
 ]
 Steps = Annotated[int | None, typer.Option(help="Optimizer steps.", min=1)]
 Seed = Annotated[int | None, typer.Option(help="Decides initial weights and the order of the data.")]
@@ -45,6 +51,7 @@ def target(
     valid: Valid = None,
     device: Device = "auto",
     compiled: Compiled = True,
+    minutes: Minutes = None,
     steps: Steps = None,
     seed: Seed = None,
     tokens_per_step: TokensPerStep = None,
@@ -59,13 +66,14 @@ def target(
     intermediate_size: Annotated[int | None, typer.Option(help="Width of SwiGLU.", min=1)] = None,
     layers: Annotated[int | None, typer.Option(help="Layers.", min=1)] = None,
     heads: Annotated[int | None, typer.Option(help="Attention heads.", min=1)] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Width of a head. Default: width / heads.", min=2)] = None,
 ) -> None:
     """Train a Llama-architecture target and its tokenizer from text."""
     given = _given(locals())
     from spire.training.target import TargetRecipe, train_target
 
-    train_target(data, valid or [], out, TargetRecipe(**given), _device(device), compiled)
-    typer.echo(f"wrote {out}; serve it with: spire up --model {out} --draft off")
+    done = train_target(data, valid or [], out, TargetRecipe(**given), _execution(device, compiled, minutes))
+    typer.echo(f"wrote {out}; serve it with: spire up --model {out} --draft off" if done else _STOPPED)
 
 
 @app.command("draft")
@@ -77,6 +85,7 @@ def draft(
     valid: Valid = None,
     device: Device = "auto",
     compiled: Compiled = True,
+    minutes: Minutes = None,
     steps: Steps = None,
     seed: Seed = None,
     tokens_per_step: TokensPerStep = None,
@@ -130,8 +139,9 @@ def draft(
         given["copied_layers"] = _layer_numbers(copied_layers)
     from spire.training.draft import recipe_for, train_draft
 
-    train_draft(target, data, valid or [], out, recipe_for(target, given), _device(device), compiled)
-    typer.echo(f"wrote {out}; serve it with: spire up --model {target} --draft {out}")
+    recipe = recipe_for(target, given)
+    done = train_draft(target, data, valid or [], out, recipe, _execution(device, compiled, minutes))
+    typer.echo(f"wrote {out}; serve it with: spire up --model {target} --draft {out}" if done else _STOPPED)
 
 
 def _layer_numbers(text: str) -> tuple[int, ...]:
@@ -141,7 +151,8 @@ def _layer_numbers(text: str) -> tuple[int, ...]:
         raise typer.BadParameter(f"{text!r} is not a list of layers like 3,7") from error
 
 
-_NOT_RECIPE = {"data", "out", "valid", "device", "compiled", "target"}
+_STOPPED = "the time is up, nothing is lost: the same command goes on"
+_NOT_RECIPE = {"data", "out", "valid", "device", "compiled", "minutes", "target"}
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:
@@ -149,11 +160,14 @@ def _given(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in _NOT_RECIPE and value is not None}
 
 
-def _device(name: str) -> str:
+def _execution(device: str, compiled: bool, minutes: float | None) -> Execution:
     import torch
 
-    if name not in ("auto", "cpu", "cuda"):
-        raise SpireError(f"--device {name!r}: it is auto, cpu or cuda")
-    if name == "cuda" and not torch.cuda.is_available():
+    from spire.training.run import Execution
+
+    if device not in ("auto", "cpu", "cuda"):
+        raise SpireError(f"--device {device!r}: it is auto, cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
         raise SpireError("--device cuda: torch finds no GPU here; use --device auto or cpu")
-    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+    found = "cuda" if torch.cuda.is_available() else "cpu"
+    return Execution(found if device == "auto" else device, compiled, minutes)

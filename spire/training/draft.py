@@ -24,7 +24,16 @@ from spire.model.draft import BlockRollouts, Draft, OwnPast, RolloutBlocks, last
 from spire.model.target import Target, WholeSequence
 from spire.training.corpus import TokenStream
 from spire.training.on_policy import OnPolicy
-from spire.training.run import Checkpoint, Schedule, StepResult, adamw, muon_and_adamw, scale_rate, train_steps
+from spire.training.run import (
+    Checkpoint,
+    Execution,
+    Schedule,
+    StepResult,
+    adamw,
+    muon_and_adamw,
+    scale_rate,
+    train_steps,
+)
 from spire.training.target import initialise
 
 Loss = Literal["mixed", "mixed-log", "data"]
@@ -114,11 +123,13 @@ def train_draft(
     valid: list[Path],
     out: Path,
     recipe: DraftRecipe,
-    device: str = "cpu",
-    compiled: bool = True,
-) -> Draft:
-    """Train, checkpointing into `out/run`, and write the finished draft to `out`. Resumes what it finds there."""
-    work = out / "run"
+    execution: Execution = Execution(),
+) -> bool:
+    """Train, checkpointing into `out/run`, and write the finished draft to `out`. Resumes what it finds there.
+
+    Returns False when the time ran out first.
+    """
+    work, device = out / "run", execution.device
     target, identity = load_target(target_directory)
     target = target.to(device)
     _check(recipe)
@@ -136,7 +147,7 @@ def train_draft(
         factor = match_input_scale(draft, target, recipe.copied(target.config)[0], sample_BT)
     optimizers = _optimizers(draft, recipe, factor)
     checkpoint = Checkpoint(work, {**{k: v for k, v in asdict(recipe).items() if k != "steps"}, "target": identity})
-    objective = torch.compile(rollout_loss, dynamic=False) if compiled else rollout_loss
+    objective = torch.compile(rollout_loss, dynamic=False) if execution.compiled else rollout_loss
 
     def forward(step: int) -> StepResult:
         length = min(recipe.length_at(step), target.config.max_position_embeddings)
@@ -152,9 +163,11 @@ def train_draft(
         return validation_figures(draft, target, held_out, recipe, device) if held_out else {}
 
     schedule = Schedule(recipe.steps, recipe.decay_share)
-    train_steps("draft", checkpoint, draft, optimizers, schedule, recipe.length_at, forward, validate)
-    save_draft(out, draft)
-    return draft
+    minutes = execution.minutes
+    done = train_steps("draft", checkpoint, draft, optimizers, schedule, recipe.length_at, forward, validate, minutes)
+    if done:
+        save_draft(out, draft)
+    return done
 
 
 def new_draft(target: Target, identity: str, recipe: DraftRecipe) -> Draft:

@@ -196,7 +196,9 @@ def predict(lengths: list[int], first: int, forward: Callable[[int], StepResult]
         step = first + lengths.index(length)
         for _ in range(2):  # the first one compiles
             began = time.perf_counter()
-            forward(step).loss.backward()
+            result = forward(step)
+            result.loss.backward()
+            result.loss.item()  # waits for a GPU
             elapsed = time.perf_counter() - began
         model.zero_grad(set_to_none=True)
         seconds += count * elapsed
@@ -208,6 +210,15 @@ def _peak_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a run is carried out: nothing here changes what is learned. After `minutes` it stops, to be gone on with."""
+
+    device: str = "cpu"
+    compiled: bool = True
+    minutes: float | None = None
 
 
 class StepResult(NamedTuple):
@@ -227,8 +238,13 @@ def train_steps(
     length_at: Callable[[int], int],
     forward: Callable[[int], StepResult],
     validate: Callable[[], dict[str, float]],
-) -> None:
-    """Every step from where the checkpoint left off: forward, backward, clip, update; now and then report and save."""
+    minutes: float | None = None,
+) -> bool:
+    """Every step from where the checkpoint left off: forward, backward, clip, update; now and then report and save.
+
+    Returns whether all steps are done; False when the `minutes` ran out first.
+    """
+    began = time.monotonic()
     first = checkpoint.resume(model, optimizers)
     prediction = predict([length_at(step) for step in range(first, schedule.steps)], first, forward, model)
     Console(stderr=True).print(f"{name}: {prediction.summary}", highlight=False)
@@ -248,4 +264,8 @@ def train_steps(
             checkpoint.save(step + 1, model, optimizers)
             if figures := validate():
                 log.report(step, tokens=(step + 1) * result.tokens, **figures)
+        if minutes is not None and time.monotonic() - began > 60 * minutes and step + 1 < schedule.steps:
+            checkpoint.save(step + 1, model, optimizers)
+            return False
     checkpoint.save(schedule.steps, model, optimizers)
+    return True

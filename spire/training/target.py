@@ -19,7 +19,7 @@ from spire.model.checkpoint import save_target
 from spire.model.config import ModelConfig
 from spire.model.target import Target, WholeSequence
 from spire.training.corpus import END, START, TokenStream, read_texts, train_tokenizer
-from spire.training.run import Checkpoint, Schedule, StepResult, muon_and_adamw, train_steps
+from spire.training.run import Checkpoint, Execution, Schedule, StepResult, muon_and_adamw, train_steps
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class TargetRecipe:
     intermediate_size: int = 704
     layers: int = 8
     heads: int = 4
+    head_dim: int | None = None
 
     def model_config(self) -> ModelConfig:
         return ModelConfig(
@@ -49,7 +50,7 @@ class TargetRecipe:
             num_hidden_layers=self.layers,
             num_attention_heads=self.heads,
             num_key_value_heads=self.heads,
-            head_dim=self.hidden_size // self.heads,
+            head_dim=self.head_dim or self.hidden_size // self.heads,
             rms_norm_eps=1e-5,
             max_position_embeddings=self.long_length,
             bos_token_id=0,
@@ -63,10 +64,13 @@ class TargetRecipe:
 
 
 def train_target(
-    data: list[Path], valid: list[Path], out: Path, recipe: TargetRecipe, device: str = "cpu", compiled: bool = True
-) -> Target:
-    """Train, checkpointing into `out/run`, and write the finished checkpoint to `out`. Resumes what it finds there."""
-    work = out / "run"
+    data: list[Path], valid: list[Path], out: Path, recipe: TargetRecipe, execution: Execution = Execution()
+) -> bool:
+    """Train, checkpointing into `out/run`, and write the finished checkpoint to `out`. Resumes what it finds there.
+
+    Returns False when the time ran out first.
+    """
+    work, device = out / "run", execution.device
     tokenizer = _tokenizer(data, out, recipe.vocab_size)
     start, end = tokenizer.encode(START + END, add_special_tokens=False).ids
     stream = TokenStream.build(data, tokenizer, start, end)
@@ -78,7 +82,7 @@ def train_target(
     optimizers = muon_and_adamw(target, target.layers, recipe.muon_rate, recipe.adamw_rate, recipe.muon_weight_decay)
     # The number of steps may change until the rate decays: before that it touches nothing.
     checkpoint = Checkpoint(work, {k: v for k, v in asdict(recipe).items() if k != "steps"})
-    loss_of = torch.compile(next_token_loss, dynamic=False) if compiled else next_token_loss
+    loss_of = torch.compile(next_token_loss, dynamic=False) if execution.compiled else next_token_loss
 
     def forward(step: int) -> StepResult:
         length = recipe.length_at(step)
@@ -91,9 +95,11 @@ def train_target(
         return {"valid_loss": validation_loss(target, held_out, recipe.short_length, device)} if held_out else {}
 
     schedule = Schedule(recipe.steps, recipe.decay_share)
-    train_steps("target", checkpoint, target, optimizers, schedule, recipe.length_at, forward, validate)
-    save_target(out, target)
-    return target
+    minutes = execution.minutes
+    done = train_steps("target", checkpoint, target, optimizers, schedule, recipe.length_at, forward, validate, minutes)
+    if done:
+        save_target(out, target)
+    return done
 
 
 def next_token_loss(target: Target, tokens_BT: Tensor) -> Tensor:

@@ -5,22 +5,27 @@ from __future__ import annotations
 import json
 import re
 import resource
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 import spire.training.draft
 import spire.training.run
 from spire.errors import DataError
-from spire.model.checkpoint import load_draft, load_target
+from spire.model.checkpoint import load_draft, load_target, save_target
+from spire.model.config import ModelConfig, RopeConfig
+from spire.model.target import Target
 from spire.training.corpus import TokenStream
 from spire.training.draft import DraftRecipe, new_draft, recipe_for, rollout_loss, train_draft
 from spire.training.evaluation import token_losses
 from spire.training.on_policy import OnPolicy
-from spire.training.run import StepResult, predict
+from spire.training.run import Execution, StepResult, predict
 from tests.conftest import FIXTURES
 
 TEXT = FIXTURES / "text" / "jowett_charmides.txt"
@@ -32,7 +37,7 @@ class _Killed(Exception):
 
 
 def train(target: Path, out: Path, recipe: DraftRecipe = TINY, data: Path = TEXT) -> None:
-    train_draft(target, [data], [], out, recipe, compiled=False)
+    train_draft(target, [data], [], out, recipe, Execution(compiled=False))
 
 
 def test_an_interrupted_run_resumes_to_the_same_weights_bit_for_bit(
@@ -138,7 +143,7 @@ def test_on_policy_rows_begin_as_the_corpus_and_go_on_as_the_target_would(storie
 
 
 def test_tau_against_training_tokens_is_logged_and_lies_where_alpha_puts_it(stories_dir: Path, tmp_path: Path) -> None:
-    train_draft(stories_dir, [TEXT], [TEXT], tmp_path, TINY, compiled=False)
+    train_draft(stories_dir, [TEXT], [TEXT], tmp_path, TINY, Execution(compiled=False))
     lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     (figures,) = [line for line in lines if "valid_tau" in line]
     alpha, tau = figures["valid_alpha"], figures["valid_tau"]
@@ -184,3 +189,65 @@ def test_a_disk_that_is_full_is_named_and_the_last_checkpoint_stands(stories_dir
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert checkpoint.read_bytes() == before
     assert [file.name for file in checkpoint.parent.glob("*.part*")] == []
+
+
+def test_a_run_cut_into_slices_of_time_gives_the_same_weights(stories_dir: Path, tmp_path: Path) -> None:
+    recipe = replace(TINY, steps=4)
+    train(stories_dir, tmp_path / "whole", recipe)
+    slices = Execution(compiled=False, minutes=0)
+    done = [train_draft(stories_dir, [TEXT], [], tmp_path / "sliced", recipe, slices) for _ in range(4)]
+    assert done == [False, False, False, True]
+    whole, sliced = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "sliced"))
+    assert whole == sliced
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", ["spire", "vanilla"])
+def test_any_llama_shape_gets_a_draft_from_json_lines(stories_dir: Path, tmp_path: Path, tied: bool, kind: str) -> None:
+    """Grouped queries, tied embeddings, rope scaling, bias; text as JSONL."""
+    config = ModelConfig(
+        vocab_size=512,
+        hidden_size=24,
+        intermediate_size=20,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        attention_bias=True,
+        rope=RopeConfig(rope_type="linear", factor=2.0),
+    )
+    directory = tmp_path / "target"
+    save_target(directory, Target(config), torch.float32)
+    shutil.copy(stories_dir / "tokenizer.json", directory)
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": line}) + "\n" for line in TEXT.read_text().split("\n\n")[:40]))
+    short = {"steps": 3, "tokens_per_step": 64, "short_length": 16, "long_length": 32}
+    train(directory, tmp_path / "draft", recipe_for(directory, short | {"kind": kind}), text)
+    draft = load_draft(tmp_path / "draft")
+    assert draft.draft.target_fingerprint == load_target(directory)[1]
+    assert draft.config.num_key_value_heads == 2
+
+
+def test_a_tokenizer_that_knows_more_tokens_than_the_target_is_refused(stories_dir: Path, tmp_path: Path) -> None:
+    """The target's directory was given another's tokenizer."""
+    directory = shutil.copytree(stories_dir, tmp_path / "target")
+    other = Tokenizer(WordLevel({f"w{i}": i for i in range(600)}, unk_token="w0"))
+    other.save(str(directory / "tokenizer.json"))
+    with pytest.raises(DataError, match=r"tokenizer\.json has 600 tokens, the target only 512"):
+        train(directory, tmp_path / "out")
+
+
+def test_too_little_text_is_refused_with_its_length(stories_dir: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("Once upon a time.")
+    with pytest.raises(DataError, match=r"the corpus holds \d+ tokens, fewer than one sequence of 16"):
+        train(stories_dir, tmp_path / "out", data=text)
+
+
+def test_a_width_that_cannot_be_halved_has_no_vanilla_draft(stories_dir: Path) -> None:
+    target, identity = load_target(stories_dir)
+    target.config = target.config.model_copy(update={"intermediate_size": 171})
+    with pytest.raises(DataError, match=r"MLP 171 .* cannot all be halved"):
+        new_draft(target, identity, recipe_for(stories_dir, {"kind": "vanilla"}))

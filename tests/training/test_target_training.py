@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from spire.errors import DataError
 from spire.model.checkpoint import load_target
 from spire.training.corpus import TokenStream
+from spire.training.run import Execution
 from spire.training.target import TargetRecipe, train_target
 from tests.conftest import FIXTURES
 
@@ -37,7 +38,7 @@ TINY = TargetRecipe(
 
 
 def train(out: Path, recipe: TargetRecipe = TINY, data: Path = TEXT) -> None:
-    train_target([data], [], out, recipe, device="cpu", compiled=False)
+    train_target([data], [], out, recipe, Execution(compiled=False))
 
 
 @pytest.fixture(scope="module")
