@@ -183,7 +183,7 @@ def _train(cell: CellPlan, data: list[Path], valid: Path | None) -> None:
                 command.append(f"--no-{option}")
             case _:
                 command += [f"--{option}", str(value)]
-    _spire(command)
+    run_spire(command)
 
 
 def _measure(cell: CellPlan, measurement: Measurement, held_out: Path) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def _measure(cell: CellPlan, measurement: Measurement, held_out: Path) -> dict[s
     command += ["--data", str(held_out), "--contexts", str(measurement.contexts), "--context", str(measurement.context)]
     command += ["--k", str(measurement.k), "--temperature", str(measurement.temperature), "--json"]
     extra = {} if measurement.top_m is None else {"SPIRE_DRAFT_TOP_M": str(measurement.top_m)}
-    (figures,) = json.loads(_spire(command, extra))["acceptance"]
+    (figures,) = json.loads(run_spire(command, extra))["acceptance"]
     return asdict(measurement) | figures
 
 
@@ -203,7 +203,7 @@ def _fingerprint(cell: CellPlan) -> str:
     return fingerprint
 
 
-def _spire(arguments: list[str], extra: dict[str, str] | None = None) -> str:
+def run_spire(arguments: list[str], extra: dict[str, str] | None = None) -> str:
     command = [sys.executable, "-m", "spire.cli", *arguments]
     console.print("spire " + " ".join(arguments), style="dim", highlight=False, soft_wrap=True)
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ | (extra or {}), check=False)

@@ -1,0 +1,39 @@
+"""The scripts that make the tables run, on toy models: what a GPU would do for hours is executed here for seconds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.conftest import FIXTURES
+
+EXPERIMENTS = Path(__file__).parents[1] / "experiments"
+
+
+def test_the_paper_size_run_goes_on_in_slices_until_it_has_measured_everything(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXPERIMENTS / "paper_size.py"), "--tiny"]
+    command += ["--data", str(FIXTURES / "text" / "jowett_charmides.txt"), "--held-out", str(FIXTURES / "text")]
+    command += ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "out.json")]
+    first = subprocess.run([*command, "--minutes", "0"], capture_output=True, text=True, check=True, timeout=200)
+    assert "time is up while training target" in first.stderr
+    assert not (tmp_path / "out.json").exists()
+    subprocess.run(command, capture_output=True, text=True, check=True, timeout=280)
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["device"]
+    assert found["target"]["tokens"] == 3 * 64
+    assert sorted(found["drafts"]) == ["magicdec", "spire-1", "spire-2", "spire-4", "vanilla"]
+    for draft in found["drafts"].values():
+        assert [cell["context"] for cell in draft["acceptance"]] == [16]
+        assert all(1 <= cell["tau"] <= 5 for cell in draft["acceptance"])
+
+
+def test_the_report_says_of_every_cell_whether_it_was_measured() -> None:
+    program = (
+        "import paper, report; cells = paper.plan();"
+        "text = chr(10).join(report.page({}, cells));"
+        "assert 'not measured' in text;"
+        "assert all(cell.what in text for cell in cells), [c.what for c in cells if c.what not in text]"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=EXPERIMENTS, check=True, timeout=60)
