@@ -170,7 +170,11 @@ class ProgressLog:
         figures["tokens_per_second"] = self.tokens / seconds
         text = " ".join(f"{name}={value:.4g}" for name, value in figures.items())
         self.progress.update(self.task, figures=text)
-        self.lines.write(json.dumps({"step": step, "seconds": round(seconds, 1), **figures}) + "\n")
+        self.note(step, seconds=round(seconds, 1), **figures)
+
+    def note(self, step: int, **figures: float) -> None:
+        """For machines alone."""
+        self.lines.write(json.dumps({"step": step, **figures}) + "\n")
 
 
 @dataclass(frozen=True)
@@ -249,6 +253,7 @@ def train_steps(
     prediction = predict([length_at(step) for step in range(first, schedule.steps)], first, forward, model)
     Console(stderr=True).print(f"{name}: {prediction.summary}", highlight=False)
     log = ProgressLog(checkpoint.file.parent, schedule.steps, first)
+    log.note(first, predicted_seconds=prediction.seconds, predicted_bytes=prediction.bytes)
     for step in log.steps(name):
         result = forward(step)
         result.loss.backward()
