@@ -20,4 +20,5 @@ until curl -sf "$url/ready" >/dev/null; do sleep 0.5; done
 "$spire" bench --url "$url" --data "$text" --concurrency 1,4,16 --context 512 --generate 128 --repeats 3 --json | tee "$out/bench.json"
 "$spire" bench --url "$url" --data "$text" --concurrency 4,16 --context 1900 --generate 128 --repeats 3 --json | tee "$out/bench_1900.json"
 "$spire" bench --url "$url" --data "$text" --concurrency 4 --context 100,2000 --generate 32 --repeats 1 --json | tee "$out/draft_bytes.json"
-"$spire" eval acceptance --url "$url" --data "$text" --contexts 512 --context 512,1900 --json | tee models/draft/acceptance.json
+"$spire" eval acceptance --url "$url" --data "$text" --contexts 512 --context 512,1900 --json | tee "$out/acceptance.part"
+mv "$out/acceptance.part" models/draft/acceptance.json
