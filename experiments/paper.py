@@ -5,7 +5,7 @@
     python experiments/paper.py --only 'spire*' ...                                       some of it
 
 Each cell trains with `spire train draft` and measures with `spire eval acceptance`, and writes one JSON file in
-experiments/results/paper/. A cell whose file is there is done. A training that was interrupted goes on where it was.
+experiments/results/paper/. What is in a file is not measured again; an interrupted training goes on where it was.
 `python experiments/report.py` turns the files into docs/results.md.
 """
 
@@ -17,7 +17,6 @@ import os
 import platform
 import subprocess
 import sys
-import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,6 +24,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+
+from spire.user_cache import write_whole
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "experiments" / "results" / "paper"
@@ -72,6 +73,16 @@ class CellPlan:
     @property
     def directory(self) -> Path:
         return RUNS / self.name
+
+    def measured(self) -> list[dict[str, Any]]:
+        """What has been measured of this draft for the present target."""
+        found = json.loads(self.file.read_text()) if self.file.exists() else {}
+        current: bool = found.get("target") == _target_fingerprint()
+        return list(found["acceptance"]) if current else []
+
+    def missing(self) -> list[Measurement]:
+        done = [{name: cell[name] for name in asdict(Measurement())} for cell in self.measured()]
+        return [measurement for measurement in self.measurements if asdict(measurement) not in done]
 
 
 CONTEXTS = tuple(Measurement(contexts=SWEEP, context=context) for context in (256, 960, 1900))
@@ -133,21 +144,21 @@ def main(
     if not data or held_out is None:
         raise typer.BadParameter("--data and --held-out are needed to run something; --list shows what there is")
     for cell in chosen:
-        if not cell.file.exists():
+        if cell.missing():
             console.rule(f"{cell.name}: {cell.what}")
             _run(cell, data, valid, held_out)
 
 
 def _run(cell: CellPlan, data: list[Path], valid: Path | None, held_out: Path) -> None:
-    """Train, measure, write the file when all of it is there."""
-    curve: list[dict[str, Any]] = []
-    began = time.monotonic()
+    """Train, then measure what is missing. The file is written after each measurement: an interruption loses one."""
     if cell.train is not None:
         _train(cell, data, valid)
-        lines = (cell.directory / "run" / "log.jsonl").read_text().splitlines()
-        curve = [figures for figures in map(json.loads, lines) if "valid_tau" in figures]
-    trained = time.monotonic()
-    measured = [_measure(cell, measurement, held_out) for measurement in cell.measurements]
+    for measurement in cell.missing():
+        measured = _measure(cell, measurement, held_out)
+        _write(cell, [*cell.measured(), measured])
+
+
+def _write(cell: CellPlan, acceptance: list[dict[str, Any]]) -> None:
     result = {
         "name": cell.name,
         "what": cell.what,
@@ -155,17 +166,19 @@ def _run(cell: CellPlan, data: list[Path], valid: Path | None, held_out: Path) -
         "steps": cell.steps if cell.train is not None else 0,
         "tokens": cell.steps * 2048 if cell.train is not None else 0,
         "seed": cell.seed,
-        "target": _fingerprint(cell),
+        "target": _target_fingerprint(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "train_seconds": round(trained - began),
-        "measure_seconds": round(time.monotonic() - trained),
-        "validation": curve,
-        "acceptance": measured,
+        "validation": _validation(cell),
+        "acceptance": acceptance,
     }
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    unfinished = cell.file.with_suffix(".part")
-    unfinished.write_text(json.dumps(result, indent=1) + "\n")
-    unfinished.replace(cell.file)
+    write_whole(cell.file, lambda file: file.write_text(json.dumps(result, indent=1) + "\n"))
+
+
+def _validation(cell: CellPlan) -> list[dict[str, Any]]:
+    """τ against training tokens, as the training logged it."""
+    log = cell.directory / "run" / "log.jsonl"
+    lines = log.read_text().splitlines() if log.exists() else []
+    return [figures for figures in map(json.loads, lines) if "valid_tau" in figures]
 
 
 def _train(cell: CellPlan, data: list[Path], valid: Path | None) -> None:
@@ -195,10 +208,9 @@ def _measure(cell: CellPlan, measurement: Measurement, held_out: Path) -> dict[s
     return asdict(measurement) | figures
 
 
-def _fingerprint(cell: CellPlan) -> str:
-    if cell.train is None:
-        return ""
-    config = json.loads((cell.directory / "config.json").read_text())
+def _target_fingerprint() -> str:
+    """Of the bundled target, as its bundled draft knows it."""
+    config = json.loads((ROOT / "models" / "draft" / "config.json").read_text())
     fingerprint: str = config["spire_draft"]["target_fingerprint"]
     return fingerprint
 
@@ -213,11 +225,11 @@ def run_spire(arguments: list[str], extra: dict[str, str] | None = None) -> str:
 
 
 def _show(cells: list[CellPlan]) -> None:
-    table = Table("cell", "what", "steps", "seed", "measurements", "done", box=None)
+    table = Table("cell", "what", "steps", "seed", "measured", box=None)
     for cell in cells:
         steps = "" if cell.train is None else str(cell.steps)
-        done = "yes" if cell.file.exists() else ""
-        table.add_row(cell.name, cell.what, steps, str(cell.seed), str(len(cell.measurements)), done)
+        done = len(cell.measurements) - len(cell.missing())
+        table.add_row(cell.name, cell.what, steps, str(cell.seed), f"{done} of {len(cell.measurements)}")
     Console().print(table)
 
 

@@ -24,7 +24,7 @@ Cell = dict[str, Any]
 
 
 def main() -> None:
-    results = {cell.name: json.loads(cell.file.read_text()) for cell in plan() if cell.file.exists()}
+    results = {cell.name: json.loads(cell.file.read_text()) for cell in plan() if cell.measured()}
     file = ROOT / "docs" / "results.md"
     file.write_text("\n".join(page(results, plan())))
     print(f"wrote {file.relative_to(ROOT)} from {len(results)} of {len(plan())} cells in {RESULTS.relative_to(ROOT)}")
