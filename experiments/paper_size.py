@@ -49,14 +49,16 @@ class Size:
     contexts: int = 1024
     context_lengths: tuple[int, ...] = CONTEXTS
     generate: int = 64
+    # SPIRe's budgets: this part of `draft_steps` each.
+    shares: tuple[int, ...] = (4, 2, 1)
 
     def drafts(self) -> dict[str, dict[str, Any]]:
         """Name, kind and steps of each draft that is trained."""
-        spire = {f"spire-{share}": {"kind": "spire", "steps": self.draft_steps // share} for share in (4, 2, 1)}
+        spire = {f"spire-{share}": {"kind": "spire", "steps": self.draft_steps // share} for share in self.shares}
         return spire | {"vanilla": {"kind": "vanilla", "steps": self.target_steps}}
 
 
-TINY = Size(300, 16, 24, 4, 2, 8, 32, 64, 3, 4, 2, (16,), 8)
+TINY = Size(300, 16, 24, 4, 2, 8, 32, 64, 3, 4, 2, (16,), 8, (2,))
 
 
 class Clock:

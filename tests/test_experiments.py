@@ -23,7 +23,7 @@ def test_the_paper_size_run_goes_on_in_slices_until_it_has_measured_everything(t
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["device"]
     assert found["target"]["tokens"] == 3 * 64
-    assert sorted(found["drafts"]) == ["magicdec", "spire-1", "spire-2", "spire-4", "vanilla"]
+    assert sorted(found["drafts"]) == ["magicdec", "spire-2", "vanilla"]
     for draft in found["drafts"].values():
         assert [cell["context"] for cell in draft["acceptance"]] == [16]
         assert all(1 <= cell["tau"] <= 5 for cell in draft["acceptance"])
