@@ -11,6 +11,7 @@ out=experiments/results
 url=http://127.0.0.1:8931
 spire=${SPIRE_COMMAND:-.venv/bin/spire}
 
+"$spire" doctor --calibrate --out "$out/calibration.json"
 "$spire" eval target --data "$text" --windows 200 --json | tee "$out/target.json"
 
 "$spire" up --port 8931 --prompt "" &

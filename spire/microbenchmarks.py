@@ -371,7 +371,7 @@ def _line(few: tuple[float, float], many: tuple[float, float], share: float = 1.
 def _machine(device: torch.device, threads: int, threads_for_draft: int) -> Machine:
     processor = _processor()
     return Machine(
-        system=platform.platform(),
+        system=f"{platform.system()} {platform.machine()}",
         processor=processor,
         cores=os.cpu_count() or 1,
         threads=threads,
