@@ -41,6 +41,10 @@ class Memory(Protocol):
         """
         ...
 
+
+class FeedbackMemory(Memory, Protocol):
+    """What a draft with feedback needs besides."""
+
     def replace(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> None:
         """Let feedback memory take the place of the own input for the passes that follow in this round."""
         ...
@@ -64,7 +68,10 @@ class Draft(nn.Module):
         self.rope = Rope(config.head_dim, config.rope)
 
     def forward(self, tokens_BT: Tensor, memory: Memory) -> Tensor:
-        """One pass: hidden states [B, T, D] after the final norm, from which the next token is guessed."""
+        """One pass: hidden states [B, T, D] after the final norm, from which the next token is guessed.
+
+        A draft with feedback must be given a FeedbackMemory.
+        """
         hidden_BTD = self.embed_tokens(tokens_BT)
         rope = self.rope(memory.positions_BT, hidden_BTD.dtype)
         passed = [hidden_BTD]
@@ -75,7 +82,7 @@ class Draft(nn.Module):
         if self.draft.feedback:
             feedback_NBTD = self.feedback(torch.stack(passed))
             for index, layer in enumerate(cast(Iterable[Layer], self.layers)):
-                memory.replace(index, *layer.keys_values(feedback_NBTD[index], rope))
+                cast(FeedbackMemory, memory).replace(index, *layer.keys_values(feedback_NBTD[index], rope))
         return self.norm(hidden_BTD)
 
     def feedback(self, passed_LBTD: Tensor) -> Tensor:
@@ -141,14 +148,27 @@ def match_input_scale(draft: Draft, target: Target, entered_layer: int, tokens_B
     return factor
 
 
-def visible(queries_BT: Tensor, keys_BS: Tensor, draft: DraftConfig) -> Tensor:
+class Sparse(Protocol):
+    """What of the past is attended: the first `sink` positions, the `window` before the current one, perhaps itself."""
+
+    @property
+    def sink(self) -> int: ...
+
+    @property
+    def window(self) -> int: ...
+
+    @property
+    def attends_self(self) -> bool: ...
+
+
+def visible(queries_BT: Tensor, keys_BS: Tensor, sparse: Sparse) -> Tensor:
     """StreamingLLM's mask [B, T, S] by text position: the sink, the `window` positions before, and itself.
 
     A key position of -1 is an empty place.
     """
     query, key = queries_BT[:, :, None], keys_BS[:, None, :]
-    past = (key <= query) if draft.attends_self else (key < query)
-    return (key >= 0) & past & ((key < draft.sink) | (key >= query - draft.window))
+    past = (key <= query) if sparse.attends_self else (key < query)
+    return (key >= 0) & past & ((key < sparse.sink) | (key >= query - sparse.window))
 
 
 def additive(visible_BTS: Tensor, dtype: torch.dtype) -> Tensor:
@@ -233,6 +253,3 @@ class OwnPast:
 
     def with_self(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> tuple[Tensor, Tensor]:
         return keys_BGTK, values_BGTK
-
-    def replace(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> None:
-        raise NotImplementedError("a draft without target activations has no feedback memory")

@@ -60,19 +60,20 @@ class RoundMemory:
     """Sink, window and scratch [N, B, G, sink + window + k, K] of the sequences of one round."""
 
     def __init__(self, memory: DraftMemory, slots_B: Tensor, base_B: Tensor, k: int):
-        self.draft, self.places, self.base_B = memory.draft, memory.places, base_B
-        scratch_BK = base_B[:, None] + torch.arange(k, device=base_B.device)
-        self.held_BS = torch.cat((memory.positions_XS[slots_B], scratch_BK), dim=1)
+        self.draft, self.places = memory.draft, memory.places
+        self.positions_BK = base_B[:, None] + torch.arange(k, device=base_B.device)
+        held_BS = torch.cat((memory.positions_XS[slots_B], self.positions_BK), dim=1)
         self.keys_NBGSK = _with_scratch(memory.keys_NXGSK[:, slots_B], k)
         self.values_NBGSK = _with_scratch(memory.values_NXGSK[:, slots_B], k)
+        self.masks_B1KS = additive(visible(self.positions_BK, held_BS, memory.draft.draft), self.keys_NBGSK.dtype)
         self.mask: Tensor | None = None
         self.passes = -1
 
     def next_logits(self, tokens_B: Tensor) -> Tensor:
         """Feed the next position of every sequence: logits [B, V] of the one after it."""
         self.passes += 1
-        self.positions_BT = (self.base_B + self.passes)[:, None]
-        self.mask = additive(visible(self.positions_BT, self.held_BS, self.draft.draft), self.keys_NBGSK.dtype)
+        now = slice(self.passes, self.passes + 1)
+        self.positions_BT, self.mask = self.positions_BK[:, now], self.masks_B1KS[:, :, now]
         return self.draft.unembed(self.draft(tokens_B[:, None], self))[:, 0]
 
     def with_self(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> tuple[Tensor, Tensor]:

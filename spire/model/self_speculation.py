@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from spire.model.cache import TargetCache
-from spire.model.draft import additive
+from spire.model.draft import additive, visible
 from spire.model.layers import rotate
 from spire.model.target import Target
 
@@ -31,6 +31,7 @@ class SparseAttention:
 
     sink: int = 1
     window: int = 64
+    attends_self: bool = True
 
 
 class SelfSpeculation:
@@ -49,7 +50,7 @@ class SelfSpeculation:
         committed_BS = torch.where(held_BS < base_B1, held_BS, 0).clamp(min=0)
         self._keys_NBGSK, self._values_NBGSK = cache.gather(slots, committed_BS)
         self._sinks_NBGSK = self._keys_NBGSK[:, :, :, : sparse.sink].clone()
-        self._masks_B1KS = additive(_visible(self._positions_BK, held_BS, sparse), self._keys_NBGSK.dtype)
+        self._masks_B1KS = additive(visible(self._positions_BK, held_BS, sparse), self._keys_NBGSK.dtype)
         self._passes = -1
 
     def next_logits(self, tokens_B: Tensor) -> Tensor:
@@ -81,9 +82,3 @@ def _held_positions(base_B1: Tensor, guesses_BK: Tensor, sparse: SparseAttention
     held_sink_BS = torch.where(sink_S < base_B1, sink_S, -1)
     held_window_BS = torch.where(window_BS >= sparse.sink, window_BS, -1)
     return torch.cat((held_sink_BS, held_window_BS, guesses_BK), dim=1)
-
-
-def _visible(queries_BK: Tensor, held_BS: Tensor, sparse: SparseAttention) -> Tensor:
-    """Which places [B, K, S] a query sees, by text position: sink, the window before it, and itself."""
-    query, held = queries_BK[:, :, None], held_BS[:, None, :]
-    return (held >= 0) & (held <= query) & ((held < sparse.sink) | (held >= query - sparse.window))

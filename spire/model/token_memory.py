@@ -58,7 +58,7 @@ class TokenMemory:
     def _append(self, slots: Sequence[int], starts: Sequence[int], tokens_BT: Tensor) -> Tensor:
         """Feed T tokens per slot at positions starts..; hidden states [B, T, D]. Ascending slots are faster."""
         self.cache.rewind(slots, starts)
-        hidden_BTD = self.draft(tokens_BT, _OwnPast(self.draft, self.cache.view(slots, tokens_BT.shape[1])))
+        hidden_BTD = self.draft(tokens_BT, _FedPass(self.draft, self.cache.view(slots, tokens_BT.shape[1])))
         self.cache.commit(slots, [tokens_BT.shape[1]] * len(slots))
         return hidden_BTD
 
@@ -90,7 +90,7 @@ class TokenRound:
         return self._memory.draft.unembed(hidden_BTD[:, -1])[self._back_B]
 
 
-class _OwnPast:
+class _FedPass:
     """A view of the cache as the memory of one pass: each layer's own input at the positions that the draft may see."""
 
     def __init__(self, draft: Draft, view: BatchView):
@@ -101,9 +101,6 @@ class _OwnPast:
 
     def with_self(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> tuple[Tensor, Tensor]:
         return self._view.append(layer, keys_BGTK, values_BGTK)
-
-    def replace(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> None:
-        raise NotImplementedError("a draft without target activations has no feedback memory")
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
