@@ -23,6 +23,7 @@ from paper import ROOT, run_spire
 from rich.console import Console
 from tokenizers import Tokenizer
 
+from spire.files import write_whole
 from spire.training.corpus import END, START, TokenStream
 
 RESULTS = ROOT / "experiments" / "results" / "paper_size.json"
@@ -130,8 +131,7 @@ def _measure(name: str, context: int, size: Size, held_out: Path, runs: Path) ->
     command = ["eval", "acceptance", "--model", str(runs / "target"), "--draft", draft, "--data", str(held_out)]
     command += ["--contexts", str(size.contexts), "--context", str(context), "--generate", str(size.generate), "--json"]
     figures = run_spire(command)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(figures)
+    write_whole(file, lambda unfinished: unfinished.write_text(figures))
 
 
 def _write(size: Size, data: list[Path], runs: Path, results: Path) -> None:
@@ -158,8 +158,7 @@ def _write(size: Size, data: list[Path], runs: Path, results: Path) -> None:
             for name, draft in drafts.items()
         },
     }
-    results.parent.mkdir(parents=True, exist_ok=True)
-    results.write_text(json.dumps(whole, indent=1) + "\n")
+    write_whole(results, lambda unfinished: unfinished.write_text(json.dumps(whole, indent=1) + "\n"))
 
 
 def _last(run: Path, figure: str) -> float:

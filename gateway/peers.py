@@ -21,7 +21,8 @@ import structlog
 from gateway.errors import PeerLost
 from gateway.tokenizer import TextCodec
 from spire.errors import MismatchError, SpireError
-from spire.rpc.channel import GATEWAY_METADATA_KEY, MAGICDEC, PROTOCOL_VERSION, connect
+from spire.model.config import MAGICDEC
+from spire.rpc.channel import GATEWAY_METADATA_KEY, PROTOCOL_VERSION, connect
 from spire.v1 import draft_pb2, verifier_pb2
 from spire.v1.draft_pb2_grpc import DraftStub
 from spire.v1.verifier_pb2_grpc import VerifierStub

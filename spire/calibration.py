@@ -12,8 +12,9 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from spire.errors import SpireError
-from spire.perf_model import Hardware, Shape
-from spire.user_cache import user_cache
+from spire.files import user_cache, write_whole
+from spire.hardware import Hardware
+from spire.perf_model import Shape
 
 CALIBRATED = "calibrated"
 
@@ -54,11 +55,7 @@ def default_file() -> Path:
 
 def save(calibration: Calibration, file: Path) -> None:
     """Raises SpireError when the file cannot be written."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(_JSON.dump_json(calibration, indent=1) + b"\n")
-    except OSError as error:
-        raise SpireError(f"the calibration cannot be written to {file}: {error}") from error
+    write_whole(file, lambda unfinished: unfinished.write_bytes(_JSON.dump_json(calibration, indent=1) + b"\n"))
 
 
 def load(file: Path) -> Calibration:

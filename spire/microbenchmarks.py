@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from spire.calibration import Calibration, Machine
 from spire.drafting import Drafted, draft_tokens
+from spire.hardware import Cost, Hardware, Measured, ModelCosts
 from spire.model.cache import BatchView, TargetCache
 from spire.model.config import DraftConfig, ModelConfig
 from spire.model.draft import Draft
@@ -37,7 +38,7 @@ from spire.model.draft_memory import DraftMemory
 from spire.model.layers import Layer, Rope, attend
 from spire.model.placement import choose_device, choose_dtype, draft_threads
 from spire.model.target import Target
-from spire.perf_model import Cost, Hardware, Measured, ModelCosts, Shape
+from spire.perf_model import Shape
 from spire.rpc.loopback import wire_cost
 from spire.rpc.sampling import from_protos
 from spire.sampling import SamplingRows, probabilities

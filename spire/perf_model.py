@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from spire.errors import InvalidRequest
+from spire.hardware import Cost, Hardware, ModelCosts
 from spire.model.config import ModelConfig
 
 DraftKind = Literal["vanilla", "magicdec", "spire"]
@@ -121,115 +122,6 @@ def _halved(target: Shape) -> Shape:
 SEQAX_67M = Shape(layers=8, hidden_size=512, intermediate_size=4096, heads=8, kv_heads=8, head_dim=128)
 LLAMA_3_70B = Shape(80, 8192, 28672, heads=64, kv_heads=8, head_dim=128, vocab_size=128256)
 LLAMA_3_8B = Shape(32, 4096, 14336, heads=32, kv_heads=8, head_dim=128, vocab_size=128256)
-
-
-# --- hardware ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Seconds that grow with something: `fixed` + n · `each`."""
-
-    fixed: float = 0.0
-    each: float = 0.0
-
-    def at(self, n: float) -> float:
-        return self.fixed + n * self.each
-
-
-# Streams between two processes of one machine, for want of a measurement: see `spire.rpc.loopback`.
-LOCAL_STREAM = Cost(fixed=0.14e-3, each=1 / 1.7e9)
-
-
-@dataclass(frozen=True)
-class ModelCosts:
-    """What one model's forward costs on the threads or device it is given."""
-
-    # FLOP/s of a layer's products by the number of rows, ascending.
-    matmul: tuple[tuple[int, float], ...]
-    # All of a layer but its products and, for a target, reading the cache: by rows.
-    layer: Cost
-    # From logits to tokens, by logits (rows · vocabulary).
-    sampling: Cost
-
-    def flops_per_second(self, rows: float) -> float:
-        """Linear between the measured rows on logarithmic axes, constant outside them."""
-        below = max((point for point in self.matmul if point[0] <= rows), default=self.matmul[0])
-        above = min((point for point in self.matmul if point[0] >= rows), default=self.matmul[-1])
-        if below[0] == above[0]:
-            return below[1]
-        share = math.log(rows / below[0]) / math.log(above[0] / below[0])
-        return below[1] * (above[1] / below[1]) ** share
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What microbenchmarks know beyond a roofline. All of it belongs to one machine and one pair's widths."""
-
-    target: ModelCosts
-    # A SPIRe draft's; other drafts run as the target does.
-    draft: ModelCosts
-    # Attention per byte of keys and values, by the number of new tokens beyond the first.
-    kv_read: Cost
-    # What a SPIRe draft does once a round, by sequences: absorb activations, lay out its memory.
-    draft_round: Cost
-    # A round trip on a stream, by bytes.
-    wire: Cost
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """A device. Without `measured` the paper's formula holds; `relative` means that its seconds have no unit."""
-
-    name: str
-    flops_per_second: float
-    bytes_per_second: float
-    bytes_per_value: float = 1.0
-    relative: bool = False
-    measured: Measured | None = None
-
-    @classmethod
-    def of_intensity(cls, flops_per_byte: float = 600.0, bytes_per_value: float = 1.0) -> Hardware:
-        """The paper's hardware: only its HOI is known, so only ratios of costs mean something."""
-        return cls(f"HOI {flops_per_byte:g}", flops_per_byte, 1.0, bytes_per_value, relative=True)
-
-    @property
-    def operational_intensity(self) -> float:
-        """HOI in FLOPs per byte."""
-        return self.flops_per_second / self.bytes_per_second
-
-    def times(self, devices: int) -> Hardware:
-        """`devices` of these sharing every layer, without loss. Raises InvalidRequest for a measured machine."""
-        if devices == 1:
-            return self
-        if self.measured:
-            raise InvalidRequest(f"{self.name} was measured as one device; {devices} of it were not")
-        return replace(
-            self,
-            name=f"{devices} × {self.name}",
-            flops_per_second=self.flops_per_second * devices,
-            bytes_per_second=self.bytes_per_second * devices,
-        )
-
-
-# Peaks from NVIDIA's data sheets, dense (half of what a sheet prints "with sparsity"): bytes/s, then FLOP/s by the
-# bytes of a value. Two bytes are BF16, one is FP8, or INT8 on the A100, which has no FP8.
-GPUS: dict[str, tuple[float, dict[int, float]]] = {
-    "a100": (2.039e12, {2: 312e12, 1: 624e12}),  # A100 80GB SXM
-    "h100": (3.35e12, {2: 989.5e12, 1: 1979e12}),  # H100 SXM
-    "h200": (4.8e12, {2: 989.5e12, 1: 1979e12}),  # H200 SXM
-    "l4": (300e9, {2: 121e12, 1: 242.5e12}),  # L4
-}
-
-
-def gpu(name: str, bytes_per_value: int = 2) -> Hardware:
-    """A GPU's peaks. Raises InvalidRequest for an unknown name or width."""
-    if name not in GPUS:
-        raise InvalidRequest(f"hardware {name!r} is not known: choose one of {', '.join(GPUS)}")
-    bytes_per_second, flops = GPUS[name]
-    if bytes_per_value not in flops:
-        raise InvalidRequest(f"{name} with {bytes_per_value} bytes a value is not known: choose {sorted(flops)}")
-    return Hardware(name, flops[bytes_per_value], bytes_per_second, bytes_per_value)
 
 
 # --- acceptance -------------------------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spire.errors import SpireError
-from spire.perf_model import Choice, Hardware, Shape, critical_context, operational_intensity
+from spire.hardware import Hardware
+from spire.perf_model import Choice, Shape, critical_context, operational_intensity
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -18,10 +18,11 @@ from spire import microbenchmarks
 from spire.calibration import Calibration, default_file, load, save
 from spire.cli import app
 from spire.errors import InvalidRequest, SpireError
+from spire.hardware import Cost
 from spire.microbenchmarks import STEPS, Bench
 from spire.model.config import DraftConfig, ModelConfig
 from spire.model.target import Target
-from spire.perf_model import Cost, Shape
+from spire.perf_model import Shape
 from spire.rpc.loopback import wire_cost
 
 CONFIG = ModelConfig(

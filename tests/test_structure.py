@@ -55,6 +55,7 @@ def test_the_shared_package_imports_no_service() -> None:
         "spire.calibration",
         "spire.cli",
         "spire.errors",
+        "spire.hardware",
         "spire.model.config",
         "spire.perf_model",
         "spire.plots",

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import structlog
@@ -29,38 +29,12 @@ from spire.v1 import verifier_pb2 as pb
 from verifier_service.activations import Advance, Deliver, Publisher, Taps
 from verifier_service.batch import Block, Limits, RaggedBatch, pad, q_problems, read_block
 from verifier_service.metrics import VerifierMetrics
-from verifier_service.sequence import Reply, Sequence, check_start
+from verifier_service.sequence import Sequence, check_start
 from verifier_service.step import ModelSteps, Outcome
+from verifier_service.tasks import CallTask, StartTask, VerifyTask
 
 log = structlog.get_logger("verifier_service")
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class StartTask:
-    start: pb.Start
-    gateway: str
-    reply: Reply
-    received: float = field(default_factory=time.perf_counter)
-
-
-@dataclass
-class VerifyTask:
-    """One VerifyBatch, with a result per item once it has been worked on."""
-
-    batch: pb.VerifyBatch
-    gateway: str
-    reply: Reply
-    received: float = field(default_factory=time.perf_counter)
-    results: list[pb.VerifyResult] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class CallTask:
-    """Anything rare: runs between two steps on the engine's thread."""
-
-    function: Callable[[], Any]
-    done: Future[Any]
 
 
 @dataclass(frozen=True)

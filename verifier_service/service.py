@@ -13,15 +13,17 @@ import structlog
 
 from spire.drafting import MAX_SPECULATION_DEPTH, ProposeAnswer, ProposeTask
 from spire.errors import InvalidRequest, SpireError
-from spire.rpc.channel import GATEWAY_METADATA_KEY, MAGICDEC, PROTOCOL_VERSION
+from spire.model.config import MAGICDEC
+from spire.rpc.channel import GATEWAY_METADATA_KEY, PROTOCOL_VERSION
 from spire.rpc.drafting import DraftServicer
 from spire.rpc.errors import call_status
 from spire.v1 import draft_pb2
 from spire.v1 import verifier_pb2 as pb
 from spire.v1 import verifier_pb2_grpc as rpc
 from verifier_service.activations import Taps
-from verifier_service.engine import Engine, StartTask, VerifyTask
+from verifier_service.engine import Engine
 from verifier_service.subscriber import Subscriber
+from verifier_service.tasks import StartTask, VerifyTask
 
 log = structlog.get_logger("verifier_service")
 

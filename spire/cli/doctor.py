@@ -23,8 +23,9 @@ from rich.table import Table
 
 from spire.calibration import default_file
 from spire.cli.calibrate import measure_machine
-from spire.cli.paths import MAGICDEC, OFF, choose_pair
+from spire.cli.paths import OFF, choose_pair
 from spire.errors import SpireError
+from spire.model.config import MAGICDEC
 
 
 class Check(NamedTuple):

@@ -7,12 +7,10 @@ from pathlib import Path
 
 import spire
 from spire.errors import CheckpointError
-from spire.model.config import load_draft_config, load_model_config
+from spire.model.config import MAGICDEC, load_draft_config, load_model_config
 
 BUNDLED = Path(spire.__file__).resolve().parents[1] / "models"
 OFF = "off"
-# The target drafts for itself: no draft directory, no training.
-MAGICDEC = "magicdec"
 
 
 @dataclass(frozen=True)

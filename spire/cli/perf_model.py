@@ -24,6 +24,7 @@ from spire.cli import perf_report
 from spire.cli.paths import BUNDLED
 from spire.cli.perf_report import Apart, Candidate, Scenario
 from spire.errors import SpireError
+from spire.hardware import GPUS, LOCAL_STREAM, Cost, Hardware, gpu
 from spire.model.config import load_draft_config, load_model_config
 
 _KINDS: dict[str, model.DraftKind] = {"vanilla": "vanilla", "magicdec": "magicdec", "spire": "spire"}
@@ -70,7 +71,7 @@ def perf_model(
     hoi: Annotated[float, typer.Option(help="FLOPs per byte of the hardware, where --hardware names none.")] = 600.0,
     hardware: Annotated[
         str | None,
-        typer.Option(help=f"{', '.join(model.GPUS)}, 'calibrated' (spire doctor --calibrate), or a calibration file."),
+        typer.Option(help=f"{', '.join(GPUS)}, 'calibrated' (spire doctor --calibrate), or a calibration file."),
     ] = None,
     bytes_per_value: Annotated[
         int | None,
@@ -119,7 +120,7 @@ def perf_model(
 
     This machine, as measured by spire doctor --calibrate:
 
-        spire perf-model --target bundled --acceptance 0.83,0.69,0.58,0.48 --hardware calibrated
+        spire perf-model --target bundled --hardware calibrated
 
     The draft on a device of its own, with its price:
 
@@ -174,7 +175,7 @@ def _target(name: str) -> Target:
 
 
 def _candidate(
-    name: str, goal: Target, given: model.Acceptance | None, context: int, window: str | None, machine: model.Hardware
+    name: str, goal: Target, given: model.Acceptance | None, context: int, window: str | None, machine: Hardware
 ) -> Candidate:
     served = _draft(name, goal)
     acceptance = given or _recorded(name, goal, context) or _published(name, goal)
@@ -243,14 +244,14 @@ def _published(name: str, goal: Target) -> model.Acceptance:
     )
 
 
-def _hardware(name: str | None, hoi: float, bytes_per_value: int | None, shape: model.Shape) -> model.Hardware:
+def _hardware(name: str | None, hoi: float, bytes_per_value: int | None, shape: model.Shape) -> Hardware:
     if name is None:
-        return model.Hardware.of_intensity(hoi, bytes_per_value or 1)
-    if name in model.GPUS:
-        return model.gpu(name, bytes_per_value or 2)
+        return Hardware.of_intensity(hoi, bytes_per_value or 1)
+    if name in GPUS:
+        return gpu(name, bytes_per_value or 2)
     file = calibration.default_file() if name == calibration.CALIBRATED else Path(name)
     if name != calibration.CALIBRATED and not file.is_file():
-        known = ", ".join([*model.GPUS, calibration.CALIBRATED])
+        known = ", ".join([*GPUS, calibration.CALIBRATED])
         raise SpireError(f"--hardware {name} is no file and none of {known}")
     found = calibration.load(file)
     if bytes_per_value not in (None, found.hardware.bytes_per_value):
@@ -261,12 +262,12 @@ def _hardware(name: str | None, hoi: float, bytes_per_value: int | None, shape: 
     return found.hardware
 
 
-def _stream(machine: model.Hardware, round_trip_ms: float | None, gb_per_s: float | None) -> model.Cost:
-    stream = machine.measured.wire if machine.measured else model.Cost() if machine.relative else model.LOCAL_STREAM
+def _stream(machine: Hardware, round_trip_ms: float | None, gb_per_s: float | None) -> Cost:
+    stream = machine.measured.wire if machine.measured else Cost() if machine.relative else LOCAL_STREAM
     if machine.relative and (round_trip_ms is not None or gb_per_s is not None):
         raise SpireError("a wire's seconds need a device's: name one with --hardware")
     fixed = stream.fixed if round_trip_ms is None else round_trip_ms / 1000
-    return model.Cost(fixed, stream.each if gb_per_s is None else 1e-9 / gb_per_s)
+    return Cost(fixed, stream.each if gb_per_s is None else 1e-9 / gb_per_s)
 
 
 def _prices(

@@ -14,6 +14,7 @@ from rich.text import Text
 from spire import perf_model as model
 from spire import plots
 from spire.errors import SpireError
+from spire.hardware import Cost, Hardware
 
 Row = dict[str, Any]
 Choices = list[list[model.Choice]]
@@ -39,7 +40,7 @@ class Scenario:
     target_name: str
     target: model.Shape
     candidates: list[Candidate]
-    hardware: model.Hardware
+    hardware: Hardware
     batch: int
     context: int
     k: int
@@ -52,8 +53,8 @@ class Scenario:
 class Apart:
     """The draft's own device: what it is, the stream to it, and the prices of an hour of the target's and of its."""
 
-    hardware: model.Hardware
-    stream: model.Cost
+    hardware: Hardware
+    stream: Cost
     lanes: int
     prices: tuple[float, float] | None
 

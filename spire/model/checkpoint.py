@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 
 import torch
@@ -16,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from spire.errors import CheckpointError
+from spire.files import write_whole
 from spire.model.config import ModelConfig, load_draft_config, load_model_config
 from spire.model.draft import Draft
 from spire.model.target import Target
@@ -69,13 +69,16 @@ def _stored_names(module: nn.Module, config: ModelConfig) -> dict[str, Tensor]:
 
 def save_directory(directory: Path, config: dict[str, object], tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
     """Write a checkpoint; each file appears whole or not at all."""
-    directory.mkdir(parents=True, exist_ok=True)
     ready = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors.items()}
-    unfinished = directory / "model.safetensors.part"
-    save_file(ready, unfinished, metadata={"format": "pt"})
-    unfinished.chmod(0o644)  # safetensors leaves it readable to its owner alone
-    os.replace(unfinished, directory / "model.safetensors")
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+    def write_weights(unfinished: Path) -> None:
+        save_file(ready, unfinished, metadata={"format": "pt"})
+        unfinished.chmod(0o644)  # safetensors leaves it readable to its owner alone
+
+    write_whole(directory / "model.safetensors", write_weights)
+    write_whole(
+        directory / "config.json", lambda unfinished: unfinished.write_text(json.dumps(config, indent=2) + "\n")
+    )
 
 
 def load_tensors(directory: Path) -> dict[str, Tensor]:

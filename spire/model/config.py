@@ -14,6 +14,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from spire.errors import CheckpointError
 
+# The target drafts for itself: no draft directory, no training. What a verifier is as a draft: its kind, and the id
+# that Start names; no activations are published to it.
+MAGICDEC = "magicdec"
+
 _ROPE_PARAMETERS = {
     "default": (),
     "linear": ("factor",),

@@ -13,9 +13,6 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 
 GATEWAY_METADATA_KEY = "spire-gateway"
 
-# What a verifier is as a draft: the kind, and the id that Start names. No activations are published to it.
-MAGICDEC = "magicdec"
-
 _CLIENT_OPTIONS = [
     ("grpc.keepalive_time_ms", 5000),
     ("grpc.keepalive_timeout_ms", 3000),

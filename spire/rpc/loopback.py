@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from spire.perf_model import Cost
+from spire.hardware import Cost
 from spire.rpc.channel import connect, new_server
 from spire.v1.tensor_pb2 import Tensor
 

@@ -18,7 +18,7 @@ from rich.progress import track
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from spire.errors import DataError
-from spire.user_cache import user_cache, write_whole
+from spire.files import user_cache, write_whole
 
 START, END = "<s>", "</s>"
 _TEXT_SUFFIXES = {".txt", ".jsonl"}

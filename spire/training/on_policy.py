@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from rich.progress import track
 
+from spire.files import user_cache, write_whole
 from spire.model.cache import TargetCache
 from spire.model.target import Target
 from spire.training.corpus import TokenStream
-from spire.user_cache import user_cache, write_whole
 
 _SEQUENCES = 2048
 _BATCH = 64

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from spire.errors import DataError
-from spire.user_cache import write_whole
+from spire.files import write_whole
 
 _REPORT_EVERY = 20
 _SAVE_EVERY = 200

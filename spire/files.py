@@ -1,4 +1,4 @@
-"""What this user's commands keep for one another: calibrations, tokenized corpora. Deleting it costs only time."""
+"""Files that commands leave: each appears whole or not at all. And where they keep what only saves time."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from spire.errors import DataError
 
 
 def user_cache() -> Path:
-    """`$XDG_CACHE_HOME/spire`, under `~/.cache` where that is not set."""
+    """Calibrations, tokenized corpora: `$XDG_CACHE_HOME/spire`, under `~/.cache` where that is not set.
+
+    Deleting it costs only time.
+    """
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spire"
 
 
-def write_whole(file: Path, write: Callable[[Path], None]) -> None:
+def write_whole(file: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a file beside `file`, then put it in place: it appears whole or not at all.
 
     Raises DataError, naming the file, when it cannot be written.
