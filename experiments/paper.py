@@ -12,6 +12,7 @@ experiments/results/paper/. What is in a file is not measured again; an interrup
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 import json
 import os
 import platform
@@ -31,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "experiments" / "results" / "paper"
 RUNS = ROOT / "runs" / "paper"
 TARGET = ROOT / "models" / "target"
+BUNDLED = ROOT / "models" / "draft"
 
 # 1,000 steps of 2,048 tokens: what every SPIRe draft that is compared has seen.
 STEPS = 1000
@@ -74,10 +76,16 @@ class CellPlan:
     def directory(self) -> Path:
         return RUNS / self.name
 
+    @property
+    def weights(self) -> str | None:
+        """What tells a draft that others train from its successor: the hash of its weights."""
+        file = Path(self.draft) / "model.safetensors"
+        return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
+
     def measured(self) -> list[dict[str, Any]]:
         """What has been measured of this draft for the present target."""
         found = json.loads(self.file.read_text()) if self.file.exists() else {}
-        current: bool = found.get("target") == _target_fingerprint()
+        current = (found.get("target"), found.get("weights")) == (_target_fingerprint(), self.weights)
         return list(found["acceptance"]) if current else []
 
     def missing(self) -> list[Measurement]:
@@ -92,13 +100,11 @@ TRUNCATIONS = tuple(Measurement(top_m=m) for m in (64, 256, 1024))
 
 def plan() -> list[CellPlan]:
     """Every cell, the most telling first."""
-    headline = Measurement(contexts=HEADLINE)
+    compared = (Measurement(contexts=HEADLINE), *CONTEXTS, Measurement(k=8))
     cells = [
-        CellPlan("spire", "SPIRe", {}, measurements=(headline, *CONTEXTS, *DEPTHS, *TRUNCATIONS)),
-        CellPlan(
-            "vanilla", "vanilla", {"kind": "vanilla"}, steps=6000, measurements=(headline, *CONTEXTS, Measurement(k=8))
-        ),
-        CellPlan("magicdec", "MagicDec", None, measurements=(headline, *CONTEXTS, Measurement(k=8)), draft="magicdec"),
+        CellPlan("spire", "SPIRe", {}, measurements=compared),
+        CellPlan("vanilla", "vanilla", {"kind": "vanilla"}, steps=6000, measurements=compared),
+        CellPlan("magicdec", "MagicDec", None, measurements=compared, draft="magicdec"),
         CellPlan("ablation-init", "random initialisation", {"init": "random", "scale-input": False}),
         CellPlan("ablation-omega-1", "ω = 1", {"omega": 1.0}),
         CellPlan("ablation-hard", "hard targets", {"loss": "data"}),
@@ -106,7 +112,7 @@ def plan() -> list[CellPlan]:
         CellPlan("ablation-activations", "neither feedback nor activations", {"feedback": False, "activations": False}),
         CellPlan("ablation-dense", "dense cache", {"window": 2048}),
     ]
-    recipes = {
+    recipes: dict[str, tuple[str, dict[str, Any]]] = {
         "paper": ("the paper's, AdamW 1e-3", PAPER),
         "adamw-3e-3": ("the paper's, AdamW 3e-3", PAPER | {"adamw-rate": 3e-3}),
         "muon": ("the paper's, Muon", {"scale-input": False}),
@@ -121,6 +127,8 @@ def plan() -> list[CellPlan]:
         "frozen": ("frozen embeddings", {"freeze-embeddings": True}),
     }
     cells += [CellPlan(f"recipe-{name}", what, options) for name, (what, options) in recipes.items()]
+    swept = (Measurement(), *CONTEXTS, *DEPTHS, *TRUNCATIONS)
+    cells += [CellPlan("bundled", "the bundled draft", None, measurements=swept, draft=str(BUNDLED))]
     cells += [CellPlan(f"window-{w}", f"window {w}", {"window": w}) for w in (16, 32, 128, 256)]
     cells += [CellPlan(f"sink-{s}", f"sink {s}", {"sink": s}) for s in (0, 2, 4)]
     cells += [CellPlan(f"tokens-{s}", f"{s * 2048 / 1e6:.1f} M tokens", {}, steps=s) for s in (250, 500, 2000)]
@@ -143,17 +151,19 @@ def main(
         return
     if not data or held_out is None:
         raise typer.BadParameter("--data and --held-out are needed to run something; --list shows what there is")
-    for cell in chosen:
-        if cell.missing():
-            console.rule(f"{cell.name}: {cell.what}")
-            _run(cell, data, valid, held_out)
+    # The first measurement of every cell, then the others: an interruption leaves the most telling figures.
+    for most in (1, None):
+        for cell in chosen:
+            if missing := [m for m in cell.measurements[:most] if m in cell.missing()]:
+                console.rule(f"{cell.name}: {cell.what}")
+                _run(cell, missing, data, valid, held_out)
 
 
-def _run(cell: CellPlan, data: list[Path], valid: Path | None, held_out: Path) -> None:
-    """Train, then measure what is missing. The file is written after each measurement: an interruption loses one."""
+def _run(cell: CellPlan, measurements: list[Measurement], data: list[Path], valid: Path | None, held_out: Path) -> None:
+    """Train, then measure. The file is written after each measurement: an interruption loses one."""
     if cell.train is not None:
         _train(cell, data, valid)
-    for measurement in cell.missing():
+    for measurement in measurements:
         measured = _measure(cell, measurement, held_out)
         _write(cell, [*cell.measured(), measured])
 
@@ -167,6 +177,7 @@ def _write(cell: CellPlan, acceptance: list[dict[str, Any]]) -> None:
         "tokens": cell.steps * 2048 if cell.train is not None else 0,
         "seed": cell.seed,
         "target": _target_fingerprint(),
+        "weights": cell.weights,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "validation": _validation(cell),
         "acceptance": acceptance,
@@ -210,7 +221,7 @@ def _measure(cell: CellPlan, measurement: Measurement, held_out: Path) -> dict[s
 
 def _target_fingerprint() -> str:
     """Of the bundled target, as its bundled draft knows it."""
-    config = json.loads((ROOT / "models" / "draft" / "config.json").read_text())
+    config = json.loads((BUNDLED / "config.json").read_text())
     fingerprint: str = config["spire_draft"]["target_fingerprint"]
     return fingerprint
 

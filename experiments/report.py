@@ -51,7 +51,7 @@ def page(results: dict[str, Cell], cells: list[CellPlan]) -> list[str]:
         "## The three drafts",
         "",
         *table(
-            ["draft", "tokens", "steps", "seed", *(f"{c}: paper" for c in (256, 512, 960)), *_contexts()],
+            ["draft", "tokens", "steps", "seed", *(f"{c}: paper" for c in (256, 512, 960)), *_contexts(), "512, k = 8"],
             [_draft_row(name, names[name], results.get(name)) for name in drafts],
         ),
         *ratios(results),
@@ -71,10 +71,14 @@ def page(results: dict[str, Cell], cells: list[CellPlan]) -> list[str]:
         ),
         "## Sweeps",
         "",
-        *table(["k", "SPIRe", "vanilla", "MagicDec"], _depth_rows(results)),
-        *table(["kept of q (top-m)", "τ at 512"], _sweep(results, "spire", "top_m")),
-        *table(["trained otherwise", "τ at 512"], _trained_sweep(results, names)),
+        "Measured of the bundled draft, in `models/draft`, as it is served:",
         "",
+        *table(["k", "τ at 512"], _depth_rows(results.get("bundled"))),
+        *table(["context", "τ"], _context_rows(results.get("bundled"))),
+        *table(["kept of q (top-m)", "τ at 512"], _truncation_rows(results.get("bundled"))),
+        f"Trained otherwise, {STEPS * 2048 / 1e6:.1f} M tokens unless the row says another number:",
+        "",
+        *table(["", "τ at 512"], _trained_sweep(results, names)),
     ]
 
 
@@ -122,7 +126,8 @@ def _draft_row(name: str, what: str, result: Cell | None) -> list[str]:
         [f"{result['tokens'] / 1e6:.1f} M", f"{result['steps']:,}", str(result["seed"])] if result else [MISSING] * 3
     )
     published = [f"{PUBLISHED[name][context]:.3f}" for context in (256, 512, 960)]
-    return [what, *budget, *published, *(shown(tau(result, context)) for context in (256, 512, 960, 1900))]
+    ours = [shown(tau(result, context)) for context in (256, 512, 960, 1900)]
+    return [what, *budget, *published, *ours, shown(tau(result, k=8))]
 
 
 def _ablation_row(name: str, what: str, results: dict[str, Cell]) -> list[str]:
@@ -146,15 +151,16 @@ def _recipe_row(name: str, what: str, results: dict[str, Cell]) -> list[str]:
     ]
 
 
-def _depth_rows(results: dict[str, Cell]) -> list[list[str]]:
-    drafts = [results.get(name) for name in ("spire", "vanilla", "magicdec")]
-    return [[str(k), *(shown(tau(result, k=k)) for result in drafts)] for k in (1, 2, 3, 4, 6, 8, 12, 16)]
+def _depth_rows(result: Cell | None) -> list[list[str]]:
+    return [[str(k), shown(tau(result, k=k))] for k in (1, 2, 3, 4, 6, 8, 12, 16)]
 
 
-def _sweep(results: dict[str, Cell], name: str, setting: str) -> list[list[str]]:
-    cells = [cell for cell in (results.get(name) or {"acceptance": []})["acceptance"] if cell[setting] is not None]
-    whole = tau(results.get(name))
-    return [*([str(cell[setting]), shown(cell)] for cell in cells), ["all 4,096", shown(whole)]]
+def _context_rows(result: Cell | None) -> list[list[str]]:
+    return [[f"{context:,}", shown(tau(result, context))] for context in (256, 512, 960, 1900)]
+
+
+def _truncation_rows(result: Cell | None) -> list[list[str]]:
+    return [["all 4,096" if m is None else f"{m:,}", shown(tau(result, top_m=m))] for m in (64, 256, 1024, None)]
 
 
 def _trained_sweep(results: dict[str, Cell], names: dict[str, str]) -> list[list[str]]:
