@@ -314,11 +314,11 @@ class _Unread:
     def __init__(self, view: BatchView, bench: Bench):
         self._view, self.positions_BT = view, view.positions_BT
         B, T = view.positions_BT.shape
-        self.mask: Tensor | None = torch.zeros(B, 1, T, T, dtype=bench.dtype, device=bench.device)
+        self._mask = torch.zeros(B, 1, T, T, dtype=bench.dtype, device=bench.device)
 
-    def append(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
         self._view.append(layer, keys_BGTK, values_BGTK)
-        return keys_BGTK, values_BGTK
+        return attend(queries_BHTK, keys_BGTK, values_BGTK, self._mask)
 
 
 def _without_products(model: Model, rows: int, bench: Bench) -> Model:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from spire.errors import OutOfCapacity
 from spire.model.config import ModelConfig
+from spire.model.layers import attend
 
 # Positions per page on a CPU. On a GPU one page holds everything: kernels there read a stretch without copying it.
 _PAGE = 256
@@ -142,11 +143,15 @@ class BatchView:
         attended = self._pages_needed * cache.page if cache.paged else self._needed
         hidden_BTS = torch.arange(attended, device=device) > columns_BT[..., None]
         mask = torch.zeros(hidden_BTS.shape, dtype=dtype, device=device)
-        self.mask: Tensor | None = mask.masked_fill_(hidden_BTS, torch.finfo(dtype).min).unsqueeze(1)
+        self.mask = mask.masked_fill_(hidden_BTS, torch.finfo(dtype).min).unsqueeze(1)
 
     @property
     def _pages_needed(self) -> int:
         return -(-self._needed // self._cache.page)
+
+    def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
+        """Store the new positions of one layer; what its queries find in all positions up to their own."""
+        return attend(queries_BHTK, *self.append(layer, keys_BGTK, values_BGTK), self.mask)
 
     def append(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new positions of one layer; return all keys and values that may be attended.

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import partial
 from typing import NamedTuple, Protocol, cast
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from spire.errors import DataError
 from spire.model.config import DraftConfig, ModelConfig
-from spire.model.layers import Layer, Rope
+from spire.model.layers import Layer, Rope, attend
 from spire.model.target import Target, WholeSequence
 
 _OWN_INPUT_SHARE = 0.9
@@ -31,14 +32,9 @@ class Memory(Protocol):
     """What the draft needs of its memory during one forward."""
 
     positions_BT: Tensor
-    # Additive; None for causal attention over the positions of this very pass.
-    mask: Tensor | None
 
-    def with_self(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> tuple[Tensor, Tensor]:
-        """Remember the layer's own input at these positions; return all keys and values that may be attended.
-
-        [B, G, S, K], or pages of them, as `layers.attend` takes both.
-        """
+    def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
+        """Remember the layer's own input at these positions; what its queries find in all there is, [B, H, T, K]."""
         ...
 
 
@@ -76,8 +72,7 @@ class Draft(nn.Module):
         rope = self.rope(memory.positions_BT, hidden_BTD.dtype)
         passed = [hidden_BTD]
         for index, layer in enumerate(cast(Iterable[Layer], self.layers)):
-            keys, values = memory.with_self(index, *layer.keys_values(hidden_BTD, rope))
-            hidden_BTD = layer(hidden_BTD, rope, keys, values, memory.mask)
+            hidden_BTD = layer(hidden_BTD, rope, partial(memory.attend, index))
             passed.append(hidden_BTD)
         if self.draft.feedback:
             feedback_NBTD = self.feedback(torch.stack(passed))
@@ -224,10 +219,10 @@ class BlockRollouts:
         self.mask = additive(torch.cat((verified, drafted), dim=-1), torch.float32)
         return now_T
 
-    def with_self(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
         self.stored[layer].append((keys_BGTK, values_BGTK))
         keys, values = zip(*self.stored[layer], strict=True)
-        return torch.cat(keys, dim=2), torch.cat(values, dim=2)
+        return attend(queries_BHTK, torch.cat(keys, dim=2), torch.cat(values, dim=2), self.mask)
 
     def replace(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> None:
         self.stored[layer][-1] = (keys_BGTK, values_BGTK)
@@ -251,5 +246,5 @@ class OwnPast:
         """Begin the only pass; return the positions [T] that it feeds: all that have a next token."""
         return self.fed_T
 
-    def with_self(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> tuple[Tensor, Tensor]:
-        return keys_BGTK, values_BGTK
+    def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
+        return attend(queries_BHTK, keys_BGTK, values_BGTK, self.mask)

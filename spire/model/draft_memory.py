@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from spire.model.draft import Draft, additive, visible
+from spire.model.layers import attend
 
 
 class DraftMemory:
@@ -76,9 +77,9 @@ class RoundMemory:
         self.positions_BT, self.mask = self.positions_BK[:, now], self.masks_B1KS[:, :, now]
         return self.draft.unembed(self.draft(tokens_B[:, None], self))[:, 0]
 
-    def with_self(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
         self.replace(layer, keys_BGTK, values_BGTK)
-        return self.keys_NBGSK[layer], self.values_NBGSK[layer]
+        return attend(queries_BHTK, self.keys_NBGSK[layer], self.values_NBGSK[layer], self.mask)
 
     def replace(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> None:
         place = self.places + self.passes

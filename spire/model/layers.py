@@ -1,7 +1,7 @@
 """One Llama layer, shared by target and draft, by training and serving.
 
-A layer pass is a function of (input, keys, values, mask). Who gathers the keys differs: the target keeps its own,
-the SPIRe draft makes them from memory vectors. Names of the parameters are Hugging Face's.
+A layer asks whoever keeps the keys to attend for it: the target's cache keeps its own, the SPIRe draft's memory makes
+them from memory vectors. Names of the parameters are Hugging Face's.
 
 Shapes: B sequences, T new positions, S attended positions, D width, H query heads, G key/value heads, K head width.
 """
@@ -9,12 +9,18 @@ Shapes: B sequences, T new positions, S attended positions, D width, H query hea
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spire.model.config import ModelConfig, RopeConfig
+
+# From queries [B, H, T, K] and the keys and values [B, G, T, K] of the same new positions to what was attended,
+# [B, H, T, K]. What else is attended, and what is remembered, is the business of whoever keeps the keys.
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Rotation = tuple[Tensor, Tensor]
 
 
 class Rope(nn.Module):
@@ -25,7 +31,7 @@ class Rope(nn.Module):
         # Not a buffer: `.to(bfloat16)` would round it, and bf16 cannot tell positions apart.
         self.inverse_frequencies = _inverse_frequencies(head_dim, config)
 
-    def forward(self, positions_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def forward(self, positions_BT: Tensor, dtype: torch.dtype) -> Rotation:
         """Cosines and sines, each [B, 1, T, K], computed in fp32."""
         if self.inverse_frequencies.device != positions_BT.device:
             self.inverse_frequencies = self.inverse_frequencies.to(positions_BT.device)
@@ -46,7 +52,7 @@ def _inverse_frequencies(head_dim: int, config: RopeConfig) -> Tensor:
     return frequencies
 
 
-def rotate(x_BHTK: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x_BHTK: Tensor, rope: Rotation) -> Tensor:
     """Rotate queries or keys to their positions."""
     cosine, sine = rope
     first, second = x_BHTK.chunk(2, dim=-1)
@@ -92,7 +98,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 class Attention(nn.Module):
-    """The four projections. Keys and values come from `keys_values`, which may be given another input."""
+    """The four projections, of inputs that are normalised already."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -104,7 +110,15 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(D, kv_heads * K, bias=config.attention_bias)
         self.o_proj = nn.Linear(heads * K, D, bias=config.attention_bias)
 
-    def split_heads(self, x_BTE: Tensor) -> Tensor:
+    def queries(self, x_BTD: Tensor, rope: Rotation) -> Tensor:
+        """Rotated, [B, H, T, K]."""
+        return rotate(self._split_heads(self.q_proj(x_BTD)), rope)
+
+    def keys_values(self, x_BTD: Tensor, rope: Rotation) -> tuple[Tensor, Tensor]:
+        """Keys, rotated, and values [B, G, T, K]."""
+        return rotate(self._split_heads(self.k_proj(x_BTD)), rope), self._split_heads(self.v_proj(x_BTD))
+
+    def _split_heads(self, x_BTE: Tensor) -> Tensor:
         return x_BTE.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
@@ -132,24 +146,14 @@ class Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def keys_values(self, memory_BTD: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Keys, rotated, and values [B, G, T, K] of what is remembered: the layer's own input, or a memory vector."""
-        attention = self.self_attn
-        memory_BTD = self.input_layernorm(memory_BTD)
-        keys = rotate(attention.split_heads(attention.k_proj(memory_BTD)), rope)
-        return keys, attention.split_heads(attention.v_proj(memory_BTD))
+    def keys_values(self, memory_BTD: Tensor, rope: Rotation) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, G, T, K] of memory vectors that stand where the layer's own input would."""
+        return self.self_attn.keys_values(self.input_layernorm(memory_BTD), rope)
 
-    def forward(
-        self,
-        input_BTD: Tensor,
-        rope: tuple[Tensor, Tensor],
-        keys_BGSK: Tensor,
-        values_BGSK: Tensor,
-        mask: Tensor | None,
-    ) -> Tensor:
-        """The layer's output [B, T, D] for `input`, attending to the keys and values it is given."""
-        attention = self.self_attn
-        queries = rotate(attention.split_heads(attention.q_proj(self.input_layernorm(input_BTD))), rope)
-        attended = attend(queries, keys_BGSK, values_BGSK, mask).transpose(1, 2).flatten(2)
-        hidden_BTD = input_BTD + attention.o_proj(attended)
+    def forward(self, input_BTD: Tensor, rope: Rotation, attend: Attend) -> Tensor:
+        """The layer's output [B, T, D] for `input`."""
+        attention, normalised_BTD = self.self_attn, self.input_layernorm(input_BTD)
+        queries_BHTK = attention.queries(normalised_BTD, rope)
+        attended_BHTK = attend(queries_BHTK, *attention.keys_values(normalised_BTD, rope))
+        hidden_BTD = input_BTD + attention.o_proj(attended_BHTK.transpose(1, 2).flatten(2))
         return hidden_BTD + self.mlp(self.post_attention_layernorm(hidden_BTD))

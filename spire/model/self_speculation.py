@@ -21,7 +21,7 @@ from torch import Tensor
 
 from spire.model.cache import TargetCache
 from spire.model.draft import additive, visible
-from spire.model.layers import rotate
+from spire.model.layers import attend, rotate
 from spire.model.target import Target
 
 
@@ -37,7 +37,6 @@ class SparseAttention:
 class SelfSpeculation:
     """A round of k <= window passes over B slots, newest tokens at their committed lengths: the target's KeyValues."""
 
-    mask: Tensor | None
     positions_BT: Tensor
 
     def __init__(self, target: Target, cache: TargetCache, slots: Sequence[int], k: int, sparse: SparseAttention):
@@ -57,16 +56,16 @@ class SelfSpeculation:
         """Feed the next position of every sequence: logits [B, V] of the one after it."""
         self._passes += 1
         now = slice(self._passes, self._passes + 1)
-        self.positions_BT, self.mask = self._positions_BK[:, now], self._masks_B1KS[:, :, now]
+        self.positions_BT, self._mask = self._positions_BK[:, now], self._masks_B1KS[:, :, now]
         self._move_sinks()
         return self._target.unembed(self._target(tokens_B[:, None], self).hidden_BTD)[:, 0]
 
-    def append(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep a guess's keys and values for this round; return those of sink, window and guesses, [B, G, S, K]."""
+    def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
+        """Keep a guess's keys and values for this round, beside those of sink and window."""
         place = self._sparse.sink + self._sparse.window + self._passes
         for places, new in ((self._keys_NBGSK, keys_BGTK), (self._values_NBGSK, values_BGTK)):
             places[layer][:, :, place : place + 1] = new
-        return self._keys_NBGSK[layer], self._values_NBGSK[layer]
+        return attend(queries_BHTK, self._keys_NBGSK[layer], self._values_NBGSK[layer], self._mask)
 
     def _move_sinks(self) -> None:
         """Past the positions that lie unseen before the window, so that the sink stands right in front of it."""

@@ -7,40 +7,35 @@ same call with a cache that keeps nothing. The draft's food, the activations ent
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from spire.model.config import ModelConfig
-from spire.model.layers import Layer, Rope
+from spire.model.layers import Layer, Rope, attend
 
 
 class KeyValues(Protocol):
     """What the target needs of a cache during one forward."""
 
     positions_BT: Tensor
-    mask: Tensor | None
 
-    def append(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new positions of one layer; return all keys and values that may be attended.
-
-        [B, G, S, K], or pages of them, [P, B, G, C, K], as `layers.attend` takes both.
-        """
+    def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
+        """Store the new positions' keys and values of one layer; what its queries find, [B, H, T, K]."""
         ...
 
 
 class WholeSequence:
     """No cache: every position of B sequences at once, causal. What training and teacher forcing use."""
 
-    mask = None
-
     def __init__(self, tokens_BT: Tensor):
         B, T = tokens_BT.shape
         self.positions_BT = torch.arange(T, device=tokens_BT.device).expand(B, T)
 
-    def append(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> tuple[Tensor, Tensor]:
-        return keys_BGTK, values_BGTK
+    def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
+        return attend(queries_BHTK, keys_BGTK, values_BGTK, None)
 
 
 class TargetOutput(NamedTuple):
@@ -74,8 +69,7 @@ class Target(nn.Module):
         taps: dict[int, Tensor] = {}
         for index, layer in enumerate(cast(Iterable[Layer], self.layers)):
             taps[index] = hidden_BTD
-            keys, values = cache.append(index, *layer.keys_values(hidden_BTD, rope))
-            hidden_BTD = layer(hidden_BTD, rope, keys, values, cache.mask)
+            hidden_BTD = layer(hidden_BTD, rope, partial(cache.attend, index))
         taps_BTND = torch.stack([taps[i] for i in tapped_layers], dim=2) if tapped_layers else None
         return TargetOutput(self.norm(hidden_BTD), taps_BTND)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from spire.drafting import MAX_SPECULATION_DEPTH
 from spire.model.cache import BatchView, TargetCache
 from spire.model.draft import Draft, additive, visible
+from spire.model.layers import attend
 
 # Positions of a prompt that one forward feeds.
 _CHUNK = 512
@@ -94,13 +95,12 @@ class _FedPass:
     """A view of the cache as the memory of one pass: each layer's own input at the positions that the draft may see."""
 
     def __init__(self, draft: Draft, view: BatchView):
-        assert view.mask is not None
         self._view, self.positions_BT = view, view.positions_BT
         columns_1S = torch.arange(view.mask.shape[-1], device=view.mask.device)[None]
-        self.mask: Tensor | None = additive(visible(view.positions_BT, columns_1S, draft.draft), view.mask.dtype)
+        self._mask = additive(visible(view.positions_BT, columns_1S, draft.draft), view.mask.dtype)
 
-    def with_self(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> tuple[Tensor, Tensor]:
-        return self._view.append(layer, keys_BGTK, values_BGTK)
+    def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
+        return attend(queries_BHTK, *self._view.append(layer, keys_BGTK, values_BGTK), self._mask)
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
