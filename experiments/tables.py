@@ -3,58 +3,70 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "experiments" / "results"
 
+Cell = dict[str, Any]
+
 
 def main() -> None:
     tau = read(ROOT / "models" / "draft" / "acceptance.json", "acceptance")
-    cells = [cell for name in ("bench", "bench_1900") for cell in read(RESULTS / f"{name}.json", "bench")]
+    cells = read(RESULTS / "bench.json", "bench")
     print(table(["context", "contexts", "τ, 95 %", "prefix of 1 · 2 · 3 · 4 accepted"], [tau_row(c) for c in tau]))
-    headings = ["context", "requests", "plain", "k = 4", "gain", "predicted", "end to end, plain", "end to end, k = 4"]
-    pairs = zip(cells[0::2], cells[1::2], strict=True)
-    print(table(headings, [throughput_row(plain, drafted) for plain, drafted in pairs]))
-    parts = ["draft", "verify", "sample", "waits for activations", "wire", "gateway", "overhead"]
-    print(table(["context", "k", *parts], [split_row(cell) for cell in cells if cell["concurrency"] == 16]))
+    headings = [
+        "system",
+        "context",
+        "requests",
+        "k",
+        "decode",
+        "gain",
+        "modelled",
+        "end to end",
+        "first token, ms",
+        "τ",
+    ]
+    print(table(headings, [throughput_row(cell) for cell in cells]))
+    parts = ["draft", "verify", "sample", "waits", "wire", "gateway", "sum of seen", "overhead"]
+    split = [split_row(cell) for cell in cells if cell["batch"] == 16 and cell["round_ms"]]
+    print(table(["draft", "context", "k", *parts], split))
 
 
-def read(file: Path, key: str) -> list[dict[str, Any]]:
-    cells: list[dict[str, Any]] = json.loads(file.read_text())[key]
+def read(file: Path, key: str) -> list[Cell]:
+    cells: list[Cell] = json.loads(file.read_text())[key]
     return cells
 
 
-def tau_row(cell: dict[str, Any]) -> list[str]:
+def tau_row(cell: Cell) -> list[str]:
     prefix = " · ".join(f"{share:.2f}" for share in cell["prefix_acceptance"])
     return [f"{cell['context']:,}", str(cell["contexts"]), f"{cell['tau']:.3f} ± {cell['tau_ci95']:.3f}", prefix]
 
 
-def throughput_row(plain: dict[str, Any], drafted: dict[str, Any]) -> list[str]:
-    decode, whole = "decode_tokens_per_second", "end_to_end_tokens_per_second"
-    gains = [f"{gain:.2f} ×" for gain in (drafted[decode] / plain[decode], predicted(drafted))]
-    rates = [plain[decode], drafted[decode], plain[whole], drafted[whole]]
-    shown = [f"{rate:,.0f}" for rate in rates]
-    return [f"{plain['context']:,}", str(plain["concurrency"]), *shown[:2], *gains, *shown[2:]]
+def throughput_row(cell: Cell) -> list[str]:
+    gains = [shown(cell[name], "{:.2f} ×") for name in ("multiplier_measured", "multiplier_modelled")]
+    rates = [shown(cell[f"{name}_tokens_per_second"], "{:,.0f}") for name in ("decode", "end_to_end")]
+    what = [cell["draft"] or cell["system"], shown(cell["context"], "{:,}"), str(cell["batch"]), shown(cell["k"], "{}")]
+    first = shown(cell["time_to_first_token_ms_p50"], "{:,.0f}")
+    return [*what, rates[0], *gains, rates[1], first, shown(cell["tau"], "{:.2f}")]
 
 
-def predicted(cell: dict[str, Any]) -> float:
-    """The performance model's gain, from what microbenchmarks measured on the machine of the bench."""
-    command = [sys.executable, "-m", "spire.cli", "perf-model", "--target", "bundled", "--json", "--k", str(cell["k"])]
-    command += ["--hardware", str(RESULTS / "calibration.json")]
-    command += ["--batch", str(cell["concurrency"]), "--context", str(cell["context"])]
-    report = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
-    gain: float = report["drafts"][0]["multiplier"]
-    return gain
+def split_row(cell: Cell) -> list[str]:
+    split = cell["round_ms"]
+    waits = split["draft_wait"] + split["verify_queue"]
+    parts = [split["propose"], split["verify_forward"], split["verify_sample"], waits, split["wire"], split["gateway"]]
+    what = [cell["draft"], f"{cell['context']:,}", str(cell["k"])]
+    return [
+        *what,
+        *(f"{ms:.1f}" for ms in parts),
+        shown(cell["split_covers"], "{:.0%}"),
+        shown(cell["overhead"], "{:.1%}"),
+    ]
 
 
-def split_row(cell: dict[str, Any]) -> list[str]:
-    parts = ("propose", "verify_forward", "verify_sample", "draft_wait", "wire", "gateway")
-    times = [f"{cell['round_ms'][part]:.1f}" for part in parts]
-    return [f"{cell['context']:,}", str(cell["k"]), *times, f"{cell['overhead']:.1%}"]
+def shown(value: Any, form: str) -> str:
+    return "" if value is None else form.format(value)
 
 
 def table(headings: list[str], rows: list[list[str]]) -> str:

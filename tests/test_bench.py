@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,11 +11,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from gateway.metrics import ROUND_PARTS
 from spire.bench.acceptance import acceptance, ratio_with_interval
 from spire.bench.client import BenchError, Client, Request
 from spire.bench.prompts import PromptSource
-from spire.bench.throughput import measure
 from spire.cli import app
 from spire.errors import DataError
 from tests.services import Services, running
@@ -73,28 +70,11 @@ def test_tau_is_what_the_answers_say(services: Services, source: PromptSource) -
     assert cell.generated == 8 * 33
 
 
-def test_the_split_of_a_round_adds_up_and_draft_bytes_do_not_grow(services: Services, source: PromptSource) -> None:
-    async def run(context: int) -> tuple:
-        async with Client(services.url, concurrency=4) as client:
-            return await measure(client, Request(max_tokens=20), source.cut(4, context, seed=3), context)
-
-    short, long = asyncio.run(run(30)), asyncio.run(run(300))
-    assert set(short.round_ms) == set(ROUND_PARTS)
-    assert all(ms >= 0 for ms in short.round_ms.values())
-    assert 0 < short.overhead < 1
-    assert short.draft_state_bytes_per_sequence == long.draft_state_bytes_per_sequence > 0
-    assert math.isfinite(long.decode_tokens_per_second)
-
-
-def test_commands_print_json_for_machines(services: Services, stories_dir: Path, prose: list[Path]) -> None:
+def test_acceptance_is_printed_as_json_for_machines(services: Services, stories_dir: Path, prose: list[Path]) -> None:
     common = ["--url", services.url, "--model", str(stories_dir), "--data", str(prose[0]), "--generate", "8", "--json"]
     evaluated = CliRunner().invoke(app, ["eval", "acceptance", "--contexts", "4", "--context", "20,30", *common])
     assert evaluated.exit_code == 0, evaluated.output
     assert [cell["context"] for cell in json.loads(evaluated.stdout)["acceptance"]] == [20, 30]
-    options = ["--concurrency", "2", "--context", "20", "--repeats", "1"]
-    benched = CliRunner().invoke(app, ["bench", *options, *common])
-    assert benched.exit_code == 0, benched.output
-    assert [cell["k"] for cell in json.loads(benched.stdout)["bench"]] == [0, 4]
 
 
 def test_a_gateway_that_is_not_there_is_named(stories_dir: Path, prose: list[Path]) -> None:

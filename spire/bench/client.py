@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
 from spire.errors import SpireError
 
@@ -34,23 +33,34 @@ class Completed:
 
 @dataclass(frozen=True)
 class Request:
-    """What every request of a measurement shares. `k` 0 is plain decoding."""
+    """What every request of a measurement shares. `k` 0 is plain decoding, None leaves it to the gateway."""
 
     max_tokens: int
     temperature: float = 1.0
-    k: int = 4
+    k: int | None = 4
 
     def body(self, prompt: list[int], seed: int) -> dict[str, Any]:
-        speculation = {"k": self.k} if self.k else {"draft": "off"}
-        return {
+        body = {
             "prompt": prompt,
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
             "seed": seed,
             "ignore_eos": True,
             "return_metrics": True,
-            "speculation": speculation,
         }
+        if self.k is not None:
+            body["speculation"] = {"k": self.k} if self.k else {"draft": "off"}
+        return body
+
+    def streamed(self, prompt: list[int], seed: int) -> dict[str, Any]:
+        """The same as events, each with the ids of its tokens."""
+        streaming = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
+        return self.body(prompt, seed) | streaming
+
+    def standard(self, prompt: list[int] | str, seed: int, model: str) -> dict[str, Any]:
+        """Fields that any server of OpenAI's completions knows."""
+        body = {"model": model, "prompt": prompt, "max_tokens": self.max_tokens, "temperature": self.temperature}
+        return body | {"seed": seed, "stream": True, "stream_options": {"include_usage": True}}
 
 
 class Client:
@@ -91,12 +101,3 @@ class Client:
             raise BenchError(f"{self.url} answered {response.status_code}: {response.text[:500]}")
         answer = response.json()
         return Completed(answer["usage"], answer["metrics"], sent, time.monotonic())
-
-    async def counters(self) -> dict[str, float]:
-        """Every sample of /metrics by its name, `name{label=value,...}` where it has labels."""
-        text = (await self._http.get("/metrics")).text
-        return {
-            sample.name + "".join(f"{{{k}={v}}}" for k, v in sorted(sample.labels.items())): sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-        }

@@ -1,16 +1,28 @@
-"""Tokens per second through REST, and the split of a round.
+"""What the clients of a load see, and where the time of a round goes.
 
-*Decode* tokens per second is the sum over requests of 1 / their mean inter-token time: what the clients see while they
-decode. *End to end* counts prefill too. The split comes from the gateway's own counters, over the same interval.
+*Decode* tokens per second are those while all requests decode: from the last one's first token to the first one's end,
+each request counted from its first chunk in that interval to its last. *End to end* is everything: all tokens over the
+time from the first request to the last token, prefill included. An inter-token latency is the time between two chunks
+over the tokens of the later one.
+
+A batch is run twice on the same prompts: the first pass, whose prompts nobody has seen, gives the end-to-end figures;
+the second, whose prefill a prefix cache saves, lets all requests decode together for most of their tokens, and gives
+the others. Without a prefix cache (`cached_tokens` 0) both passes are alike.
 """
 
 from __future__ import annotations
 
-import time
-from dataclasses import asdict, dataclass
+import asyncio
+import math
+import statistics
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
-from spire.bench.client import BenchError, Client, Completed, Request
+import httpx
+
+from spire.bench.stream import Listener, Streamed, Timed, stream_all
+from spire.bench.system import Counters, Scrape, System
 
 ROUND_SECONDS = "spire_round_seconds_total"
 ROUNDS = "spire_rounds_total"
@@ -18,76 +30,217 @@ ROUNDS = "spire_rounds_total"
 # sequence's prefill, which is not the round's own and is left out of both sides.
 MODEL_PARTS = {"propose", "verify_forward", "verify_sample"}
 OTHERS_PREFILL = "verify_queue"
+# What the parts may miss of a round, or have too much.
+SPLIT_TOLERANCE = 0.05
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One measured cell. `round_ms` is the mean round by part; `overhead` the share of it outside the models."""
+class Figures:
+    """One run, or medians of several. None is what could not be seen: no moment with all decoding, no such metric.
 
-    k: int
-    concurrency: int
-    context: int
+    `round_ms` is a mean round by part while all decode, `round_ms_seen` the same as the clients' time between chunks;
+    `overhead` the share of it outside the models. `mean_k`: draft tokens a round. `busy`: share of the time that each
+    model service computed. `peak_memory_bytes`: of the services' processes, GPU memory not included.
+    """
+
+    requests: int
     generated: int
-    decode_tokens_per_second: float
+    cached_tokens: int
+    decode_tokens_per_second: float | None
     end_to_end_tokens_per_second: float
-    time_to_first_token_ms: float
-    tau: float
-    round_ms: dict[str, float]
-    overhead: float
-    draft_state_bytes_per_sequence: int
+    time_to_first_token_ms_p50: float
+    time_to_first_token_ms_p99: float
+    inter_token_ms_p50: float | None
+    inter_token_ms_p99: float | None
+    tau: float | None
+    mean_k: float | None
+    round_ms: dict[str, float] | None
+    round_ms_seen: float | None
+    busy: dict[str, float] | None
+    peak_memory_bytes: int | None
+    draft_state_bytes_per_sequence: int | None
+    exact_tokens: bool
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+    @property
+    def round_total_ms(self) -> float | None:
+        """Δt: the sum of a mean round's parts."""
+        return sum(self.round_ms.values()) if self.round_ms else None
+
+    @property
+    def split_covers(self) -> float | None:
+        """The parts' sum over the round that the clients see."""
+        return self.round_total_ms / self.round_ms_seen if self.round_total_ms and self.round_ms_seen else None
+
+    @property
+    def split_adds_up(self) -> bool | None:
+        return None if self.split_covers is None else abs(self.split_covers - 1) <= SPLIT_TOLERANCE
+
+    @property
+    def overhead(self) -> float | None:
+        if not self.round_ms:
+            return None
+        own = sum(ms for part, ms in self.round_ms.items() if part != OTHERS_PREFILL)
+        return 1 - sum(ms for part, ms in self.round_ms.items() if part in MODEL_PARTS) / own
 
 
-async def measure(client: Client, request: Request, prompts: list[list[int]], context: int) -> Cell:
-    """Run all prompts at the client's concurrency and take the figures of the interval."""
-    before = await client.counters()
-    began = time.monotonic()
-    completions = await client.complete_all(request, prompts)
-    seconds = time.monotonic() - began
-    after = await client.counters()
-    round_ms = _round_ms(before, after)
-    return Cell(
-        k=request.k,
-        concurrency=client.concurrency,
-        context=context,
-        generated=sum(c.tokens for c in completions),
-        decode_tokens_per_second=_decode_rate(completions, client.concurrency),
-        end_to_end_tokens_per_second=sum(c.tokens for c in completions) / seconds,
-        time_to_first_token_ms=_mean([c.metrics["time_to_first_token_ms"] for c in completions]),
-        tau=_tau(completions),
-        round_ms=round_ms,
-        overhead=_overhead(round_ms),
-        draft_state_bytes_per_sequence=int(after.get("spire_draft_state_bytes_per_sequence", 0)),
+@dataclass(frozen=True)
+class Pass:
+    """The answers to a load. `scrapes` span the time in which all decode, or the whole load where there is none."""
+
+    answers: list[Streamed]
+    scrapes: tuple[Scrape, Scrape] | None
+    together: bool
+
+
+async def measure(system: System, requests: list[Timed], together: bool = True) -> Figures:
+    """Run a load on a Spire gateway. `together`: all are sent at once, and the time in which all decode counts."""
+    system.forget_peak()
+    first = await _run(system, requests, together)
+    second = await _run(system, requests, together) if together and len(requests) > 1 else first
+    return _figures(first, second, system.peak_bytes())
+
+
+async def measure_foreign(url: str, requests: list[Timed], together: bool = True) -> Figures:
+    """The same load at any server that streams completions: no splits, and τ only if it is Spire."""
+    first = Pass(await stream_all(url, requests), None, together)
+    second = Pass(await stream_all(url, requests), None, together) if together and len(requests) > 1 else first
+    return _figures(first, second, None)
+
+
+async def _run(system: System, requests: list[Timed], together: bool) -> Pass:
+    listener = Listener(len(requests))
+    async with httpx.AsyncClient(timeout=60) as http:
+        before = await system.scrape(http)
+        meanwhile = asyncio.gather(
+            _scrape_when(listener.all_decode, system, http), _scrape_when(listener.one_ended, system, http)
+        )
+        try:
+            answers = await stream_all(system.url, requests, listener)
+            scrapes = await meanwhile
+        finally:
+            meanwhile.cancel()
+        if not together:
+            scrapes = (before, await system.scrape(http))
+    return Pass(answers, scrapes, together)
+
+
+async def _scrape_when(event: asyncio.Event, system: System, http: httpx.AsyncClient) -> Scrape:
+    await event.wait()
+    return await system.scrape(http)
+
+
+# --- figures of a run -------------------------------------------------------------------------------------------------
+
+
+def _figures(first: Pass, second: Pass, peak: int | None) -> Figures:
+    waits = [1000 * (answer.first - answer.sent) for answer in first.answers]
+    tokens = sum(answer.tokens for answer in first.answers)
+    latencies = inter_token_ms(second.answers)
+    stretches = decoding_together(second.answers) if second.together else None
+    told = [a.metrics["speculative_decoding"] for a in second.answers if "speculative_decoding" in a.metrics]
+    before, after = second.scrapes or (None, None)
+    counters = after.gateway.samples if after else {}
+    # A split of rounds without all requests in them would be of no batch at all.
+    alike = stretches is not None or not second.together
+    return Figures(
+        requests=len(first.answers),
+        generated=tokens,
+        cached_tokens=sum(_cached(answer) for answer in second.answers),
+        decode_tokens_per_second=_rate(stretches),
+        end_to_end_tokens_per_second=tokens / (max(a.last for a in first.answers) - min(a.sent for a in first.answers)),
+        time_to_first_token_ms_p50=_percentile(waits, 0.5),
+        time_to_first_token_ms_p99=_percentile(waits, 0.99),
+        inter_token_ms_p50=_percentile(latencies, 0.5) if latencies else None,
+        inter_token_ms_p99=_percentile(latencies, 0.99) if latencies else None,
+        tau=_mean_of_rounds(told, "num_accepted_draft_tokens", 1.0),
+        mean_k=_mean_of_rounds(told, "num_draft_tokens", 0.0),
+        round_ms=_round_ms(before.gateway.samples, counters) if before and alike else None,
+        round_ms_seen=_round_seen(stretches),
+        busy=after.busy_since(before) or None if before and after and alike else None,
+        peak_memory_bytes=peak,
+        draft_state_bytes_per_sequence=int(counters.get("spire_draft_state_bytes_per_sequence", 0)) if after else None,
+        exact_tokens=all(answer.exact for answer in (*first.answers, *second.answers)),
     )
 
 
-def _overhead(round_ms: dict[str, float]) -> float:
-    own = sum(ms for part, ms in round_ms.items() if part != OTHERS_PREFILL)
-    return 1 - sum(ms for part, ms in round_ms.items() if part in MODEL_PARTS) / own
+Stretch = list[tuple[float, int]]
 
 
-def _decode_rate(completions: list[Completed], concurrency: int) -> float:
-    rates = [1000 / c.metrics["mean_itl_ms"] for c in completions]
-    return _mean(rates) * min(concurrency, len(completions))
+def decoding_together(answers: list[Streamed]) -> list[Stretch] | None:
+    """Each answer's arrivals from the last one's first token to the first one's end; None where these are too few.
+
+    Those of one round come a little apart, so each answer is counted between arrivals of its own.
+    """
+    begin, end = max(answer.first for answer in answers), min(answer.last for answer in answers)
+    stretches = [[arrival for arrival in answer.arrivals if begin <= arrival[0] <= end] for answer in answers]
+    return stretches if all(stretch and stretch[-1][0] > stretch[0][0] for stretch in stretches) else None
 
 
-def _tau(completions: list[Completed]) -> float:
-    rounds = sum(c.metrics["speculative_decoding"]["num_spec_steps"] for c in completions)
-    return (sum(c.tokens for c in completions) - len(completions)) / rounds if rounds else 1.0
+def _rate(stretches: list[Stretch] | None) -> float | None:
+    if stretches is None:
+        return None
+    return sum(sum(count for _, count in stretch[1:]) / (stretch[-1][0] - stretch[0][0]) for stretch in stretches)
 
 
-def _round_ms(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    rounds = after[ROUNDS] - before.get(ROUNDS, 0)
-    if not rounds:
-        raise BenchError("no round was run: is another gateway answering?")
+def _round_seen(stretches: list[Stretch] | None) -> float | None:
+    """Mean milliseconds between two chunks: there is one a round."""
+    if stretches is None:
+        return None
+    return 1000 * statistics.fmean((s[-1][0] - s[0][0]) / (len(s) - 1) for s in stretches)
+
+
+def inter_token_ms(answers: list[Streamed]) -> list[float]:
+    """For each token after a first chunk its share of the time since the chunk before."""
+    return [
+        1000 * (later - earlier) / count
+        for answer in answers
+        for (earlier, _), (later, count) in pairwise(answer.arrivals)
+        for _ in range(count)
+    ]
+
+
+def _cached(answer: Streamed) -> int:
+    return int((answer.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+
+
+def _mean_of_rounds(told: list[dict[str, Any]], name: str, base: float) -> float | None:
+    rounds = sum(figures["num_spec_steps"] for figures in told)
+    return base + sum(figures[name] for figures in told) / rounds if rounds else None
+
+
+def _round_ms(before: Counters, after: Counters) -> dict[str, float] | None:
+    rounds = after[ROUNDS] - before[ROUNDS]
     parts = {name: value for name, value in after.items() if name.startswith(ROUND_SECONDS + "{")}
-    return {
-        name.split("part=")[1].rstrip("}"): (value - before.get(name, 0)) / rounds * 1000
-        for name, value in parts.items()
-    }
+    return (
+        {
+            name.split("part=")[1].rstrip("}"): (value - before.get(name, 0)) / rounds * 1000
+            for name, value in parts.items()
+        }
+        if rounds
+        else None
+    )
 
 
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+def _percentile(values: list[float], share: float) -> float:
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+# --- several runs -----------------------------------------------------------------------------------------------------
+
+
+def medians(runs: list[Figures]) -> Figures:
+    """The median of each figure; of a mean round the mean of the runs, so that its parts still add up."""
+    columns = {name: [getattr(run, name) for run in runs] for name in Figures.__dataclass_fields__}
+    return Figures(**{name: _median(name, values) for name, values in columns.items()})
+
+
+def _median(name: str, values: list[Any]) -> Any:
+    if any(value is None for value in values):
+        return None
+    if isinstance(values[0], bool):
+        return all(values)
+    if isinstance(values[0], dict):
+        return {key: statistics.fmean(value[key] for value in values) for key in values[0]}
+    if name == "round_ms_seen":
+        return statistics.fmean(values)
+    return statistics.median(values)

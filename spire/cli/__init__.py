@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 import spire
-from spire.cli import complete, convert, doctor, measure, perf_model, train, up
+from spire.cli import bench, complete, convert, doctor, measure, perf_model, train, up
 from spire.errors import SpireError
 from spire.options_file import read_options
 
@@ -30,7 +30,7 @@ app.command("doctor")(doctor.doctor)
 app.add_typer(convert.app, name="convert")
 app.add_typer(train.app, name="train")
 app.add_typer(measure.evaluate, name="eval")
-app.command("bench")(measure.bench)
+app.command("bench")(bench.bench)
 app.command("perf-model")(perf_model.perf_model)
 
 

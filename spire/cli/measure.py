@@ -1,8 +1,7 @@
-"""`spire eval` and `spire bench`: figures measured through the REST endpoint of the real services.
+"""`spire eval`: what a draft and a target give, the draft's part through the REST endpoint of the real services.
 
     spire eval acceptance --draft runs/draft --data prose/ --context 512,1900
-    spire bench --concurrency 1,4,16 --context 512
-    spire bench --url http://127.0.0.1:8000
+    spire eval target --data prose/
 
 Without --url the services are started for the measurement and stopped after it.
 """
@@ -22,7 +21,6 @@ from rich.table import Table
 from spire.bench.acceptance import Acceptance, acceptance
 from spire.bench.client import Client, Request
 from spire.bench.prompts import BUNDLED_TEXT, PromptSource
-from spire.bench.throughput import Cell, measure
 from spire.cli.paths import choose_pair
 from spire.cli.serving import serving
 from spire.cli.up import ModelOptions
@@ -66,7 +64,7 @@ def eval_acceptance(
     request = Request(max_tokens=generate + 1, temperature=temperature, k=k)
     prompts = {length: source.cut(contexts, length, seed) for length in _numbers(context)}
     with serving(url, pair, ModelOptions(dtype, None, None)) as served:
-        cells = [asyncio.run(_acceptance(served, cut, request, concurrency, n)) for n, cut in prompts.items()]
+        cells = [asyncio.run(_acceptance(served.url, cut, request, k, concurrency, n)) for n, cut in prompts.items()]
     if as_json:
         typer.echo(json.dumps({"acceptance": [cell.to_json() for cell in cells]}))
     else:
@@ -102,60 +100,14 @@ def eval_target(
     Console().print(table)
 
 
-def bench(
-    url: Url = None,
-    model: Model = None,
-    draft: Draft = None,
-    dtype: Dtype = None,
-    data: Data = None,
-    concurrency: Annotated[str, typer.Option(help="Requests at once; several with commas.")] = "1,4,16",
-    context: Annotated[str, typer.Option(help="Tokens of each prompt; several with commas.")] = "512",
-    generate: Annotated[int, typer.Option(help="Tokens generated after each prompt.", min=8)] = 128,
-    k: Annotated[int, typer.Option(help="Speculation depth, compared with 0 in the same run.", min=1, max=16)] = 4,
-    repeats: Annotated[int, typer.Option(help="Alternating runs of each cell; the median is shown.", min=1)] = 3,
-    temperature: Temperature = 1.0,
-    seed: Seed = 0,
-    as_json: Json = False,
-) -> None:
-    """Tokens per second with and without speculation in one run, and where the time of a round goes."""
-    pair = choose_pair(model, draft)
-    source = PromptSource(pair.model, data or [BUNDLED_TEXT])
-    grid = [(length, batch) for length in _numbers(context) for batch in _numbers(concurrency)]
-    cells: list[Cell] = []
-    with serving(url, pair, ModelOptions(dtype, None, None)) as served, _progress(as_json) as progress:
-        task = progress.add_task("bench", total=len(grid) * repeats * 2)
-        for length, batch in grid:
-            runs: dict[int, list[Cell]] = {0: [], k: []}
-            for repeat in range(repeats):
-                prompts = source.cut(batch, length, seed + repeat)
-                for depth in runs:
-                    request = Request(max_tokens=generate, temperature=temperature, k=depth)
-                    runs[depth].append(asyncio.run(_throughput(served, prompts, request, batch, length)))
-                    progress.advance(task)
-            cells += [_median(repeated) for repeated in runs.values()]
-    if as_json:
-        typer.echo(json.dumps({"bench": [cell.to_json() for cell in cells]}))
-    else:
-        Console().print(_throughput_table(cells), _split_table(cells))
-
-
 async def _acceptance(
-    url: str, prompts: list[list[int]], request: Request, concurrency: int, context: int
+    url: str, prompts: list[list[int]], request: Request, k: int, concurrency: int, context: int
 ) -> Acceptance:
     with _progress(False) as progress:
         task = progress.add_task(f"context {context}", total=len(prompts))
         async with Client(url, concurrency) as client:
             completions = await client.complete_all(request, prompts, lambda _: progress.advance(task))
-    return acceptance(completions, context, request.k, request.temperature)
-
-
-async def _throughput(url: str, prompts: list[list[int]], request: Request, batch: int, context: int) -> Cell:
-    async with Client(url, batch) as client:
-        return await measure(client, request, prompts, context)
-
-
-def _median(cells: list[Cell]) -> Cell:
-    return sorted(cells, key=lambda cell: cell.decode_tokens_per_second)[len(cells) // 2]
+    return acceptance(completions, context, k, request.temperature)
 
 
 def _numbers(text: str) -> list[int]:
@@ -179,45 +131,4 @@ def _acceptance_table(cells: list[Acceptance]) -> Table:
         prefix = " ".join(f"{share:.2f}" for share in cell.prefix_acceptance)
         row = (cell.context, cell.contexts, cell.k, cell.temperature, cell.rounds)
         table.add_row(*map(str, row), f"{cell.tau:.3f}", f"{cell.tau_ci95:.3f}", prefix)
-    return table
-
-
-def _throughput_table(cells: list[Cell]) -> Table:
-    table = Table(title="tokens per second, speculation against plain decoding in the same run")
-    for heading in (
-        "context",
-        "requests",
-        "k",
-        "decode tok/s",
-        "× plain",
-        "end-to-end tok/s",
-        "TTFT ms",
-        "τ",
-        "draft B/seq",
-    ):
-        table.add_column(heading, justify="right")
-    for cell in cells:
-        plain = next(c for c in cells if (c.context, c.concurrency, c.k) == (cell.context, cell.concurrency, 0))
-        gain = cell.decode_tokens_per_second / plain.decode_tokens_per_second
-        table.add_row(
-            *map(str, (cell.context, cell.concurrency, cell.k)),
-            f"{cell.decode_tokens_per_second:.1f}",
-            f"{gain:.2f}",
-            f"{cell.end_to_end_tokens_per_second:.1f}",
-            f"{cell.time_to_first_token_ms:.0f}",
-            f"{cell.tau:.2f}",
-            str(cell.draft_state_bytes_per_sequence),
-        )
-    return table
-
-
-def _split_table(cells: list[Cell]) -> Table:
-    table = Table(title="a mean round, ms by part")
-    parts = list(cells[0].round_ms)
-    for heading in ("context", "requests", "k", *parts, "round", "outside the models"):
-        table.add_column(heading, justify="right")
-    for cell in cells:
-        times = [f"{cell.round_ms[part]:.2f}" for part in parts]
-        whole = f"{sum(cell.round_ms.values()):.2f}"
-        table.add_row(*map(str, (cell.context, cell.concurrency, cell.k)), *times, whole, f"{cell.overhead:.1%}")
     return table

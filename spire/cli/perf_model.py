@@ -20,12 +20,13 @@ from rich.console import Console
 from spire import calibration
 from spire import perf_model as model
 from spire.bench.acceptance import RECORD, read_record
+from spire.bench.prediction import served_draft
 from spire.cli import perf_report
 from spire.cli.paths import BUNDLED
 from spire.cli.perf_report import Apart, Candidate, Scenario
 from spire.errors import SpireError
 from spire.hardware import GPUS, LOCAL_STREAM, Cost, Hardware, gpu
-from spire.model.config import load_draft_config, load_model_config
+from spire.model.config import load_model_config
 
 _KINDS: dict[str, model.DraftKind] = {"vanilla": "vanilla", "magicdec": "magicdec", "spire": "spire"}
 _POWERS = [2**exponent for exponent in range(21)]
@@ -202,10 +203,7 @@ def _draft(name: str, goal: Target) -> model.Draft:
         return model.paper_draft(_KINDS[name], goal.shape)
     if not directory.is_dir():
         raise SpireError(f"--draft {name} is no directory and none of {', '.join(_KINDS)}")
-    config = load_draft_config(directory)
-    # A draft without the target's activations keeps its whole past, whatever part of it is attended.
-    kind: model.DraftKind = "spire" if config.tapped_layers else "vanilla"
-    return model.Draft(kind, model.Shape.of(load_model_config(directory)), config.window, config.sink)
+    return served_draft(directory)
 
 
 def _window_name(window: int | None) -> str:

@@ -1,0 +1,127 @@
+"""Loads: a batch sent at once, or requests as they arrived at a real service. What runs them, in turns, by depth.
+
+A trace is a CSV like the Azure LLM inference traces: TIMESTAMP, ContextTokens, GeneratedTokens, one row a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import lzma
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from spire.bench.cell import AUTO, Depth
+from spire.bench.client import Request
+from spire.bench.prompts import PromptSource
+from spire.bench.stream import Timed
+from spire.bench.system import System
+from spire.bench.throughput import Figures, measure
+from spire.errors import DataError
+
+Body = Callable[[Request, list[int], int], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """`batch` requests at once, each of `context` prompt tokens and `generate` more."""
+
+    source: PromptSource
+    batch: int
+    context: int
+    generate: int
+    temperature: float
+    trace: None = None
+    together = True
+
+    @property
+    def name(self) -> str:
+        return f"{self.batch} × {self.context} tokens"
+
+    def requests(self, k: int | None, seed: int, body: Body = Request.streamed) -> list[Timed]:
+        """Prompts differ with the seed, so that no cache knows those of another run."""
+        request = Request(self.generate, self.temperature, k)
+        prompts = self.source.cut(self.batch, self.context, seed)
+        return [Timed(body(request, prompt, seed + at)) for at, prompt in enumerate(prompts)]
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request of a trace: seconds after the first, and its tokens."""
+
+    at: float
+    context: int
+    generated: int
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Requests at the times of a trace, with prompts of its lengths."""
+
+    source: PromptSource
+    arrivals: list[Arrival]
+    temperature: float
+    name: str
+    batch: None = None
+    context: None = None
+    together = False
+
+    @property
+    def trace(self) -> str:
+        return self.name
+
+    def requests(self, k: int | None, seed: int, body: Body = Request.streamed) -> list[Timed]:
+        prompts = (self.source.cut(1, one.context, seed + at)[0] for at, one in enumerate(self.arrivals))
+        return [
+            Timed(body(Request(one.generated, self.temperature, k), prompt, seed + at), one.at)
+            for at, (one, prompt) in enumerate(zip(self.arrivals, prompts, strict=True))
+        ]
+
+
+Load = Batch | Trace
+
+
+def alternate(
+    system: System, load: Load, depths: Sequence[Depth], repeats: int, seed: int, done: Callable[[], None]
+) -> dict[Depth, list[Figures]]:
+    """`repeats` runs of a load at each depth, in turns that begin with another depth each time."""
+    runs: dict[Depth, list[Figures]] = {depth: [] for depth in depths}
+    for repeat in range(repeats):
+        first = repeat % len(depths)
+        for depth in [*depths[first:], *depths[:first]]:
+            fresh = seed + 1_000_000 * (repeat * len(depths) + list(depths).index(depth))
+            requests = load.requests(None if depth == AUTO else depth, fresh)
+            runs[depth].append(asyncio.run(measure(system, requests, load.together)))
+            done()
+    return runs
+
+
+def read_trace(file: Path, max_context: int, seconds: float, rate: float) -> list[Arrival]:
+    """The first `seconds` of a trace, `rate` times as fast. Lengths are scaled so that its longest request just fits.
+
+    Raises DataError for a file that is no trace.
+    """
+    try:
+        with lzma.open(file, "rt") if file.suffix == ".xz" else file.open() as lines:
+            rows = [_arrival(row) for row in csv.DictReader(lines)]
+    except (OSError, EOFError, lzma.LZMAError, KeyError, ValueError, TypeError) as error:
+        columns = "TIMESTAMP, ContextTokens, GeneratedTokens"
+        raise DataError(f"{file} is no CSV (or .csv.xz) with the columns {columns}: {error!r}") from error
+    if not rows:
+        raise DataError(f"{file} holds no request")
+    scale = min(1.0, max_context / max(row.context + row.generated for row in rows))
+    began = rows[0].at
+    return [
+        # Two of each at least: a start token and one of text, and a time between two tokens.
+        Arrival((row.at - began) / rate, max(2, int(row.context * scale)), max(2, int(row.generated * scale)))
+        for row in rows
+        if (row.at - began) / rate <= seconds
+    ]
+
+
+def _arrival(row: dict[str, str]) -> Arrival:
+    moment = datetime.fromisoformat(row["TIMESTAMP"]).timestamp()
+    return Arrival(moment, int(row["ContextTokens"]), int(row["GeneratedTokens"]))

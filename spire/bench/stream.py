@@ -1,0 +1,230 @@
+"""Streamed completions, each event stamped when it arrives: the load and the clock of `spire bench`.
+
+The client shares the processor with what it measures. So while the load runs it only keeps bytes and the moment they
+came, and HTTP and JSON are read when it is over. Any server that streams OpenAI's completions will do.
+
+What it does not know: retries. A refusal or a broken stream ends the measurement.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import h11
+
+from spire.bench.client import BenchError
+
+_PATIENCE_SECONDS = 1800
+_FIRST_EVENT, _END = b"data: {", b'"finish_reason":"'
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A request's body and when it is sent, in seconds after the load begins."""
+
+    body: dict[str, Any]
+    at: float = 0.0
+
+
+@dataclass
+class Streamed:
+    """One answer. `arrivals` are (moment, tokens) of each chunk that brought any; moments are of the monotonic clock.
+
+    `exact`: whether chunks told their tokens. Otherwise the total of `usage` is spread evenly over them.
+    """
+
+    sent: float
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    usage: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    exact: bool = True
+
+    @property
+    def tokens(self) -> int:
+        return sum(count for _, count in self.arrivals)
+
+    @property
+    def first(self) -> float:
+        return self.arrivals[0][0]
+
+    @property
+    def last(self) -> float:
+        return self.arrivals[-1][0]
+
+
+class Listener:
+    """Hears, while the load runs, that all requests have their first token and that one of them has ended."""
+
+    def __init__(self, requests: int):
+        self._without_token = requests
+        self.all_decode, self.one_ended = asyncio.Event(), asyncio.Event()
+
+    def began(self) -> None:
+        self._without_token -= 1
+        if not self._without_token:
+            self.all_decode.set()
+
+    def ended(self) -> None:
+        self.one_ended.set()
+
+
+class _Recorder(asyncio.Protocol):
+    """Sends a request and keeps what comes back, with the moment each piece came."""
+
+    def __init__(self, request: bytes, listener: Listener):
+        self._request, self._listener = request, listener
+        self._began = False
+        self.sent = 0.0
+        self.pieces: list[tuple[float, bytes]] = []
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        self.sent = time.monotonic()
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self.pieces.append((time.monotonic(), data))
+        if _FIRST_EVENT in data:
+            self._hear_first()
+        if _END in data:
+            self._listener.ended()
+
+    def _hear_first(self) -> None:
+        if not self._began:
+            self._began = True
+            self._listener.began()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._hear_first()
+        self._listener.ended()
+        if not self.over.done():
+            self.over.set_result(None)
+
+
+async def stream_all(url: str, requests: list[Timed], listener: Listener | None = None) -> list[Streamed]:
+    """Send each request when it is due and read every answer to its end. Raises BenchError for a refusal."""
+    listener = listener or Listener(len(requests))
+    began = time.monotonic()
+
+    async def one(request: Timed) -> _Recorder:
+        await asyncio.sleep(began + request.at - time.monotonic())
+        return await _record(url, request.body, listener)
+
+    return [_read(url, recorder) for recorder in await asyncio.gather(*map(one, requests))]
+
+
+async def _record(url: str, body: dict[str, Any], listener: Listener) -> _Recorder:
+    parts = urlsplit(url)
+    secure = ssl.create_default_context() if parts.scheme == "https" else None
+    port = parts.port or (443 if secure else 80)
+    request = _request(parts.netloc, parts.path.rstrip("/") + "/v1/completions", json.dumps(body).encode())
+    loop = asyncio.get_running_loop()
+    try:
+        transport, recorder = await loop.create_connection(
+            lambda: _Recorder(request, listener), parts.hostname or "", port, ssl=secure
+        )
+    except OSError as error:
+        raise BenchError(f"{url} cannot be reached ({error}): start it with `spire up`") from error
+    try:
+        async with asyncio.timeout(_PATIENCE_SECONDS):
+            await recorder.over
+    except TimeoutError as error:
+        raise BenchError(f"{url} did not finish an answer in {_PATIENCE_SECONDS} s") from error
+    finally:
+        transport.close()
+    return recorder
+
+
+def _request(host: str, path: str, body: bytes) -> bytes:
+    headers = {"Host": host, "Content-Type": "application/json", "Content-Length": str(len(body))}
+    # The server's closing is the end of the answer.
+    headers |= {"Accept": "text/event-stream", "Connection": "close"}
+    http = h11.Connection(h11.CLIENT)
+    events = (
+        h11.Request(method="POST", target=path, headers=list(headers.items())),
+        h11.Data(data=body),
+        h11.EndOfMessage(),
+    )
+    return b"".join(http.send(event) or b"" for event in events)
+
+
+# --- when it is over --------------------------------------------------------------------------------------------------
+
+
+def _read(url: str, recorder: _Recorder) -> Streamed:
+    answer, untold = Streamed(recorder.sent), False
+    for moment, event in _events(url, recorder.pieces):
+        if error := event.get("error"):
+            raise BenchError(f"{url} broke off: {error.get('message', error)}")
+        answer.metrics = event.get("metrics") or answer.metrics
+        answer.usage = event.get("usage") or answer.usage
+        for choice in event.get("choices", []):
+            ids = choice.get("token_ids")
+            if ids or (ids is None and choice.get("text")):
+                answer.arrivals.append((moment, len(ids or ())))
+                untold |= ids is None
+    if not answer.arrivals:
+        raise BenchError(f"{url} answered without a single token")
+    if untold:
+        _spread(url, answer)
+    return answer
+
+
+def _spread(url: str, answer: Streamed) -> None:
+    total = answer.usage.get("completion_tokens")
+    if total is None:
+        raise BenchError(f"{url} tells neither tokens nor usage in its stream: its rate cannot be known")
+    chunks, answer.exact = len(answer.arrivals), total == len(answer.arrivals)
+    bounds = [round(total * at / chunks) for at in range(chunks + 1)]
+    answer.arrivals = [
+        (moment, after - before)
+        for (moment, _), before, after in zip(answer.arrivals, bounds[:-1], bounds[1:], strict=True)
+    ]
+
+
+def _events(url: str, pieces: list[tuple[float, bytes]]) -> Iterator[tuple[float, dict[str, Any]]]:
+    """The server-sent events of an answer, each with the moment its last byte came."""
+    unfinished = b""
+    for moment, data in _body(url, pieces):
+        *events, unfinished = (unfinished + data).replace(b"\r\n", b"\n").split(b"\n\n")
+        for event in events:
+            text = event.removeprefix(b"data: ")
+            if event.startswith(b"data: ") and text != b"[DONE]":
+                yield moment, json.loads(text)
+
+
+def _body(url: str, pieces: list[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
+    http = h11.Connection(h11.CLIENT)
+    http.send(h11.Request(method="POST", target="/", headers=[("Host", "-"), ("Connection", "close")]))
+    http.send(h11.EndOfMessage())
+    refused: h11.Response | None = None
+    message = b""
+    for moment, event in _http_events(url, http, pieces):
+        if isinstance(event, h11.Response) and event.status_code != 200:
+            refused = event
+        elif isinstance(event, h11.Data) and refused:
+            message += event.data
+        elif isinstance(event, h11.Data):
+            yield moment, bytes(event.data)
+    if refused:
+        raise BenchError(f"{url} answered {refused.status_code}: {message.decode(errors='replace')[:500]}")
+
+
+def _http_events(url: str, http: h11.Connection, pieces: list[tuple[float, bytes]]) -> Iterator[tuple[float, Any]]:
+    try:
+        for moment, data in [*pieces, (pieces[-1][0] if pieces else 0.0, b"")]:
+            http.receive_data(data)
+            while (event := http.next_event()) not in (h11.NEED_DATA, h11.PAUSED):
+                yield moment, event
+                if isinstance(event, h11.EndOfMessage | h11.ConnectionClosed):
+                    return
+    except h11.RemoteProtocolError as error:
+        raise BenchError(f"{url} broke off in the middle of an answer: {error}") from error

@@ -1,0 +1,101 @@
+"""The system under measurement: a gateway and, where they are ours, the processes behind it.
+
+What it does not know: memory of a GPU, and processes of another machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from spire.bench.client import BenchError
+
+Counters = dict[str, float]
+
+_BUSY = {"verifier": "spire_verifier_busy_seconds_total", "draft": "spire_draft_busy_seconds_total"}
+# What Linux takes as: forget the peak of resident memory.
+_FORGET_PEAK = "5"
+
+
+@dataclass(frozen=True)
+class Page:
+    """What /metrics of a service said, and when. It is read when the load is over."""
+
+    moment: float
+    text: str
+
+    @property
+    def samples(self) -> Counters:
+        """Every sample by its name, `name{label=value,...}` where it has labels."""
+        return {
+            sample.name + "".join(f"{{{k}={v}}}" for k, v in sorted(sample.labels.items())): sample.value
+            for family in text_string_to_metric_families(self.text)
+            for sample in family.samples
+        }
+
+    def seconds_busy(self, service: str) -> float:
+        return sum(value for sample, value in self.samples.items() if sample.startswith(_BUSY[service]))
+
+
+@dataclass(frozen=True)
+class Scrape:
+    """The gateway's page and those of the model services by name."""
+
+    gateway: Page
+    services: dict[str, Page]
+
+    def busy_since(self, earlier: Scrape) -> dict[str, float]:
+        """The share of the time between two scrapes that each model service computed."""
+        shares = {}
+        for name, page in self.services.items():
+            before = earlier.services[name]
+            shares[name] = (page.seconds_busy(name) - before.seconds_busy(name)) / (page.moment - before.moment)
+        return shares
+
+
+@dataclass(frozen=True)
+class System:
+    """`processes` and `metrics` hold process ids and /metrics addresses by service: none of a gateway only named."""
+
+    url: str
+    processes: dict[str, int] = field(default_factory=dict)
+    metrics: dict[str, str] = field(default_factory=dict)
+
+    async def scrape(self, http: httpx.AsyncClient) -> Scrape:
+        """Raises BenchError when a service does not answer."""
+        addresses = [f"{self.url}/metrics", *self.metrics.values()]
+        gateway, *services = await asyncio.gather(*(_page(http, address) for address in addresses))
+        return Scrape(gateway, dict(zip(self.metrics, services, strict=True)))
+
+    def forget_peak(self) -> None:
+        """Let peak memory begin from what is used now, where the system can."""
+        for process in self.processes.values():
+            try:
+                Path(f"/proc/{process}/clear_refs").write_text(_FORGET_PEAK)
+            except OSError:
+                return
+
+    def peak_bytes(self) -> int | None:
+        """The services' peaks of resident memory, added up although they need not have met; None where unknown."""
+        try:
+            return sum(map(_peak, self.processes.values())) if self.processes else None
+        except (OSError, StopIteration):
+            return None
+
+
+def _peak(process: int) -> int:
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+async def _page(http: httpx.AsyncClient, url: str) -> Page:
+    try:
+        text = (await http.get(url)).raise_for_status().text
+        return Page(time.monotonic(), text)
+    except httpx.HTTPError as error:
+        raise BenchError(f"{url} does not tell its metrics ({error!r})") from error

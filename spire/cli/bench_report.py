@@ -1,0 +1,147 @@
+"""The tables of `spire bench`: what clients saw, what the machine did, where a round went. Each fits 80 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import groupby
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from spire.bench.cell import Cell
+
+# Parts of a round by column; what a gateway tells beyond these is shown as "other".
+_PARTS = {
+    "draft": ("propose",),
+    "verify": ("verify_forward",),
+    "sample": ("verify_sample",),
+    "waits": ("draft_wait", "verify_queue"),
+    "wire": ("wire",),
+    "gateway": ("gateway",),
+}
+_UNKNOWN = "–"
+
+Columns = dict[str, Callable[[Cell], str]]
+
+
+def show(cells: list[Cell]) -> None:
+    """Print the tables of each system in turn."""
+    console = Console(highlight=False)
+    for (system, draft), group in groupby(cells, key=lambda cell: (cell.system, cell.draft)):
+        for table in _tables(system if draft is None else f"draft {draft}", list(group)):
+            console.print(table)
+    for line in _remarks(cells):
+        console.print(line)
+
+
+def _tables(name: str, cells: list[Cell]) -> Iterator[Table]:
+    synthetic = " — SYNTHETIC acceptance" if cells[0].synthetic else ""
+    yield _table(f"{name}{synthetic}: tokens per second", _THROUGHPUT, cells)
+    yield _table(f"{name}{synthetic}: latency, ms", _LATENCY, cells)
+    if any(cell.figures.round_ms for cell in cells):
+        yield _table(f"{name}{synthetic}: a mean round while all decode, ms", _SPLIT, cells)
+    if any(cell.figures.busy or cell.figures.peak_memory_bytes for cell in cells):
+        yield _table(f"{name}{synthetic}: the machine", _MACHINE, cells)
+
+
+def _table(title: str, columns: Columns, cells: list[Cell]) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in columns:
+        table.add_column(heading, justify="right")
+    for cell in cells:
+        table.add_row(*(column(cell) for column in columns.values()))
+    return table
+
+
+def _remarks(cells: list[Cell]) -> Iterator[str]:
+    if any(cell.figures.decode_tokens_per_second is None for cell in cells if cell.batch):
+        yield f"decode {_UNKNOWN}: the first request had ended before the last one had its first token"
+    measured = [cell for cell in cells if cell.figures.split_adds_up is not None]
+    if off := [cell for cell in measured if not cell.figures.split_adds_up]:
+        named = ", ".join(f"{_depth(c)} at {c.batch} × {c.context} ({c.figures.split_covers:.0%})" for c in off)
+        yield f"parts of a round that miss the round the clients see by more than 5 %: k = {named}"
+    elif measured:
+        yield "the parts of every round add up to the round the clients see, within 5 %"
+    yield from dict.fromkeys(f"{cell.system}: {cell.note}" for cell in cells if cell.note)
+
+
+# --- columns ----------------------------------------------------------------------------------------------------------
+
+
+def _number(value: float | None, digits: int = 0) -> str:
+    return _UNKNOWN if value is None else f"{value:,.{digits}f}"
+
+
+def _depth(cell: Cell) -> str:
+    return _UNKNOWN if cell.k is None else str(cell.k)
+
+
+def _spread(cell: Cell) -> str:
+    runs = cell.decode_runs
+    return f"{min(runs):,.0f}–{max(runs):,.0f}" if runs else _UNKNOWN
+
+
+def _part(*names: str) -> Callable[[Cell], str]:
+    def shown(cell: Cell) -> str:
+        split = cell.figures.round_ms
+        return _UNKNOWN if split is None else f"{sum(split.get(name, 0.0) for name in names):.2f}"
+
+    return shown
+
+
+def _other(cell: Cell) -> str:
+    known = {name for names in _PARTS.values() for name in names}
+    return _part(*(set(cell.figures.round_ms or ()) - known))(cell)
+
+
+def _busy(service: str) -> Callable[[Cell], str]:
+    def shown(cell: Cell) -> str:
+        busy = cell.figures.busy or {}
+        return f"{busy[service]:.0%}" if service in busy else _UNKNOWN
+
+    return shown
+
+
+def _megabytes(cell: Cell) -> str:
+    peak = cell.figures.peak_memory_bytes
+    return _number(None if peak is None else peak / 1e6)
+
+
+_WHAT: Columns = {
+    "context": lambda cell: _number(cell.context) if cell.trace is None else "trace",
+    "B": lambda cell: _number(cell.batch),
+    "k": _depth,
+}
+_THROUGHPUT: Columns = _WHAT | {
+    "decode": lambda cell: _number(cell.figures.decode_tokens_per_second, 1),
+    "min–max": _spread,
+    "× plain": lambda cell: _number(cell.multiplier_measured, 2),
+    "modelled": lambda cell: _number(cell.multiplier_modelled, 2),
+    "end to end": lambda cell: _number(cell.figures.end_to_end_tokens_per_second, 1),
+    "× its plain": lambda cell: _number(cell.multiplier_end_to_end, 2),
+}
+_LATENCY: Columns = _WHAT | {
+    "first token p50": lambda cell: _number(cell.figures.time_to_first_token_ms_p50),
+    "p99": lambda cell: _number(cell.figures.time_to_first_token_ms_p99),
+    "later p50": lambda cell: _number(cell.figures.inter_token_ms_p50, 1),
+    " p99": lambda cell: _number(cell.figures.inter_token_ms_p99, 1),
+    "τ": lambda cell: _number(cell.figures.tau, 2),
+    "mean k": lambda cell: _number(cell.figures.mean_k, 2),
+}
+_SPLIT: Columns = (
+    _WHAT
+    | {heading: _part(*names) for heading, names in _PARTS.items()}
+    | {
+        "other": _other,
+        "sum": lambda cell: _number(cell.figures.round_total_ms, 1),
+        "seen": lambda cell: _number(cell.figures.round_ms_seen, 1),
+    }
+)
+_MACHINE: Columns = _WHAT | {
+    "verifier busy": _busy("verifier"),
+    "draft busy": _busy("draft"),
+    "outside models": lambda cell: _number(cell.figures.overhead and 100 * cell.figures.overhead, 1) + " %",
+    "peak MB": _megabytes,
+    "draft B/seq": lambda cell: _number(cell.figures.draft_state_bytes_per_sequence),
+}

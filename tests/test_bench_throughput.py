@@ -1,0 +1,216 @@
+"""`spire bench`: what it says of a load is what came over the wire, on a real small pair."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import lzma
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from gateway.metrics import ROUND_PARTS
+from spire.bench.client import BenchError, Request
+from spire.bench.load import Batch, read_trace
+from spire.bench.prompts import PromptSource
+from spire.bench.stream import Streamed, Timed, stream_all
+from spire.bench.system import System
+from spire.bench.throughput import Figures, decoding_together, inter_token_ms, measure
+from spire.cli import app
+from spire.errors import DataError, SpireError
+from tests.services import Services, running
+
+
+@pytest.fixture(scope="module")
+def services(stories_dir: Path, stories_draft_dir: Path) -> Iterator[Services]:
+    with running(stories_dir, stories_draft_dir) as services:
+        yield services
+
+
+@pytest.fixture(scope="module")
+def source(stories_dir: Path, prose: list[Path]) -> PromptSource:
+    return PromptSource(stories_dir, prose)
+
+
+def bench(*arguments: str, **environment: str) -> str:
+    result = CliRunner().invoke(app, ["bench", *arguments], catch_exceptions=False, env=environment)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+# --- arithmetic -------------------------------------------------------------------------------------------------------
+
+
+def test_the_decode_rate_counts_only_while_all_decode() -> None:
+    alone = [(at / 10, 1) for at in range(20)]  # 10 tokens a second, by itself for the first second
+    late = [(1.0, 1), (1.2, 5), (1.4, 5), (2.5, 1)]  # 25 tokens a second until the other one ends at 1.9
+    answers = [Streamed(0, alone), Streamed(0.5, late)]
+    stretches = decoding_together(answers)
+    assert stretches is not None
+    assert [(stretch[0][0], stretch[-1][0]) for stretch in stretches] == [(1.0, 1.9), (1.0, 1.4)]
+
+
+def test_no_rate_is_invented_where_requests_never_decoded_together() -> None:
+    assert decoding_together([Streamed(0, [(1.0, 1), (2.0, 4)]), Streamed(0, [(3.0, 1), (4.0, 4)])]) is None
+
+
+def test_the_tokens_of_a_chunk_share_the_time_since_the_one_before() -> None:
+    assert inter_token_ms([Streamed(0, [(0.0, 1), (0.3, 3), (0.4, 1)])]) == pytest.approx([100, 100, 100, 100])
+
+
+# --- through the services ---------------------------------------------------------------------------------------------
+
+
+def test_chunks_tell_every_token_of_an_answer(services: Services, source: PromptSource) -> None:
+    load = Batch(source, batch=3, context=40, generate=30, temperature=1.0)
+    answers = asyncio.run(stream_all(services.url, load.requests(k=3, seed=1)))
+    for answer in answers:
+        assert answer.exact
+        assert answer.tokens == answer.usage["completion_tokens"] == 30
+        assert answer.sent < answer.first < answer.last
+        rounds = answer.metrics["speculative_decoding"]["num_spec_steps"]
+        assert len(answer.arrivals) <= rounds + 1
+
+
+def test_without_token_ids_the_total_is_spread_over_the_chunks(services: Services, source: PromptSource) -> None:
+    def standard(request: Request, prompt: list[int], seed: int) -> dict[str, Any]:
+        return request.standard(prompt, seed, "stories260K")
+
+    load = Batch(source, batch=1, context=40, generate=30, temperature=0.0)
+    (answer,) = asyncio.run(stream_all(services.url, load.requests(k=3, seed=1, body=standard)))
+    assert answer.tokens == answer.usage["completion_tokens"]
+    assert not answer.exact
+
+
+def test_a_refusal_is_told_with_its_message(services: Services, source: PromptSource) -> None:
+    body = Request(max_tokens=8, temperature=9.0).streamed([1, 2], seed=0)
+    with pytest.raises(BenchError, match=r"answered 400.*temperature"):
+        asyncio.run(stream_all(services.url, [Timed(body)]))
+
+
+@pytest.fixture(scope="module")
+def measured(services: Services, source: PromptSource) -> dict[int, Figures]:
+    """Three requests at once, by context."""
+
+    def run(context: int) -> Figures:
+        load = Batch(source, batch=3, context=context, generate=40, temperature=1.0)
+        return asyncio.run(measure(System(services.url), load.requests(k=3, seed=context)))
+
+    return {context: run(context) for context in (30, 300)}
+
+
+def test_the_parts_of_a_round_add_up_to_what_clients_see(measured: dict[int, Figures]) -> None:
+    figures = measured[30]
+    assert figures.round_ms is not None
+    assert set(figures.round_ms) >= set(ROUND_PARTS)
+    assert all(ms >= 0 for ms in figures.round_ms.values())
+    assert figures.split_covers == pytest.approx(1, abs=0.2)
+    assert figures.overhead is not None
+    assert 0 < figures.overhead < 1
+
+
+def test_rate_round_and_tau_tell_the_same_story(measured: dict[int, Figures]) -> None:
+    figures = measured[30]
+    assert figures.tau is not None
+    assert figures.round_ms_seen is not None
+    assert figures.decode_tokens_per_second == pytest.approx(3000 * figures.tau / figures.round_ms_seen, rel=0.1)
+
+
+def test_draft_bytes_do_not_grow_with_context(measured: dict[int, Figures]) -> None:
+    assert measured[30].draft_state_bytes_per_sequence == measured[300].draft_state_bytes_per_sequence
+    assert measured[30].draft_state_bytes_per_sequence
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_every_draft_is_compared_with_plain_decoding_in_its_own_services(
+    stories_dir: Path, stories_draft_dir: Path, prose: list[Path]
+) -> None:
+    drafts = f"off,mine={stories_draft_dir},magicdec"
+    shape = ["--dtype", "float32", "--batch", "2", "--context", "20", "--generate", "48", "--repeats", "2"]
+    pair = ["--model", str(stories_dir), "--drafts", drafts, "--data", str(prose[0]), "--k", "2,auto"]
+    cells = json.loads(bench(*pair, *shape, "--json", OMP_NUM_THREADS="1"))["bench"]
+    depths = (0, 2, "auto")
+    assert [(c["draft"], c["batch"], c["k"]) for c in cells] == [
+        (draft, 2, k) for draft in ("mine", "magicdec") for k in depths
+    ]
+    for cell in cells:
+        assert cell["system"] == "spire"
+        assert cell["synthetic"] is False
+        assert cell["generated"] == 48 * cell["batch"]
+        assert len(cell["decode_tokens_per_second_runs"]) == 2
+        assert cell["multiplier_measured"] > 0
+        assert cell["multiplier_modelled"] is None  # nobody has calibrated this machine
+        assert (cell["multiplier_measured"] == 1) == (cell["k"] == 0)
+        assert cell["mean_k"] == 0 if cell["k"] == 0 else cell["mean_k"] >= 0
+        assert 0 < cell["busy"]["verifier"] < 1.5
+        assert set(cell["busy"]) == ({"verifier", "draft"} if cell["draft"] == "mine" else {"verifier"})
+        if sys.platform.startswith("linux"):
+            assert 100e6 < cell["peak_memory_bytes"] < 20e9
+
+
+def test_tables_are_whole_at_80_columns(services: Services, stories_dir: Path, prose: list[Path]) -> None:
+    common = ["--url", services.url, "--model", str(stories_dir), "--data", str(prose[0]), "--generate", "16"]
+    printed = bench(*common, "--batch", "2", "--context", "20", "--repeats", "1", COLUMNS="80", TERM="dumb")
+    assert "…" not in printed
+    assert max(map(len, printed.splitlines())) <= 80
+    assert re.search(r"^ *20 +2 +0 .* 1\.00 ", printed, re.MULTILINE)
+    assert "modelled" in printed
+
+
+def test_a_trace_arrives_as_recorded_and_its_lengths_fit_the_model(tmp_path: Path) -> None:
+    file = tmp_path / "trace.csv.xz"
+    rows = ["2023-11-16 18:15:46.6805900,374,44", "2023-11-16 18:15:50.9951690,1800,200", "2023-11-16 18:17:00,10,1"]
+    with lzma.open(file, "wt") as out:
+        out.write("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    arrivals = read_trace(file, max_context=1000, seconds=30, rate=2)
+    assert [round(one.at, 3) for one in arrivals] == [0, 2.157]
+    assert [(one.context, one.generated) for one in arrivals] == [(187, 22), (900, 100)]
+    assert len(read_trace(file, max_context=1000, seconds=80, rate=1)) == 3
+
+
+def test_a_trace_is_replayed_at_every_depth(
+    services: Services, stories_dir: Path, prose: list[Path], tmp_path: Path
+) -> None:
+    file = tmp_path / "trace.csv"
+    rows = [f"2023-11-16 18:15:4{at}.5,100,12" for at in range(3)]
+    file.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    common = ["--url", services.url, "--model", str(stories_dir), "--data", str(prose[0]), "--json"]
+    load = ["--trace", str(file), "--rate", "4", "--k", "2", "--repeats", "1"]
+    plain, drafted = json.loads(bench(*common, *load))["bench"]
+    for cell in (plain, drafted):
+        assert cell["trace"] == "trace.csv"
+        assert (cell["requests"], cell["generated"]) == (3, 36)
+        # The last one arrives after half a second, so nothing can be quicker than that.
+        assert cell["end_to_end_tokens_per_second"] < 36 / 0.5
+        assert cell["inter_token_ms_p50"] > 0
+    assert drafted["multiplier_end_to_end"] > 0
+
+
+def test_what_is_no_trace_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(DataError, match=r"t\.csv is no CSV.*ContextTokens"):
+        read_trace(tmp_path / "t.csv", 1000, 10, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--drafts", "vanilla"], "no vanilla draft is bundled.*vanilla=DIR"),
+        (["--drafts", "medusa"], "--drafts medusa is no directory"),
+        (["--drafts", "spire"], "the bundled draft is not .*stories260K's"),
+        (["--context", "500", "--generate", "128"], "500 prompt tokens and 128 more do not fit the target's 512"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_starts(
+    stories_dir: Path, arguments: list[str], message: str
+) -> None:
+    result = CliRunner().invoke(app, ["bench", "--model", str(stories_dir), "--context", "100", *arguments])
+    assert isinstance(result.exception, SpireError)
+    assert re.search(message, str(result.exception))
