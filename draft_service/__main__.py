@@ -53,7 +53,7 @@ async def serve(config: DraftServiceConfig) -> None:
             config.wait_ms / 1000,
             lambda ids: asyncio.run_coroutine_threadsafe(follower.resync(ids), loop),
         )
-        follower = Follower(stub, subscription(draft_id, draft.draft), worker)
+        follower = Follower(stub, subscription(draft_id, draft.draft), worker, config.shared_memory)
         described = describe(draft_id, config.draft, drafter, info.tokenizer_hash)
 
         def own_info() -> draft_pb2.DraftGetInfoResponse:

@@ -1,9 +1,14 @@
-"""Following the verifier: one server stream brings the activations of all sequences of this draft."""
+"""Following the verifier: one server stream brings the activations of all sequences of this draft.
+
+On one host it brings places in a ring of shared memory instead of bytes, if that can be opened here.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
+from pathlib import Path
 
 import grpc
 import structlog
@@ -12,6 +17,7 @@ from draft_service.drafter import Span, Verified
 from draft_service.worker import Worker
 from spire.errors import InvalidRequest, MismatchError
 from spire.model.config import DraftConfig
+from spire.rpc.carrier import RingReader, host_id
 from spire.rpc.channel import PROTOCOL_VERSION
 from spire.rpc.tensors import from_wire
 from spire.v1 import verifier_pb2 as pb
@@ -19,16 +25,22 @@ from spire.v1 import verifier_pb2_grpc as rpc
 
 _RETRY_SECONDS = 0.2
 
+INLINE, SHARED_MEMORY = "inline", "shared_memory"
+
 log = structlog.get_logger()
 
 
 class Follower:
     """Subscribes, absorbs, and subscribes again when the verifier was lost. Every subscription begins with a replay."""
 
-    def __init__(self, stub: rpc.VerifierStub, request: pb.ActivationsRequest, worker: Worker):
+    def __init__(self, stub: rpc.VerifierStub, request: pb.ActivationsRequest, worker: Worker, shared_memory: str):
         self._stub, self._request, self._worker = stub, request, worker
+        self._shared_memory = Path(shared_memory)
+        if shared_memory:
+            self._request.host = host_id()
+        self._ring: RingReader | None = None
         self.following = False
-        self.bytes_received = 0
+        self.bytes_received = {INLINE: 0, SHARED_MEMORY: 0}
         self.subscriptions = 0
 
     async def run(self) -> None:
@@ -42,8 +54,11 @@ class Follower:
                     raise MismatchError(error.details()) from error
                 if self.following:
                     log.warning("the verifier's activations stopped", code=error.code().name)
+            except (OSError, InvalidRequest) as error:
+                log.warning("activations cannot be taken up: asking for inline bytes", error=str(error))
+                self._request.host = ""
             finally:
-                self.following = False
+                self.following, self._ring = False, None
                 call.cancel()
             await asyncio.sleep(_RETRY_SECONDS)
 
@@ -51,24 +66,40 @@ class Follower:
         await call.initial_metadata()
         self._worker.forget_all()
         self.following, self.subscriptions = True, self.subscriptions + 1
-        log.info("following the verifier's activations", subscription=self.subscriptions)
+        if not self._request.host:
+            self._say_how()
         async for message in call:
-            self._take(message)
+            if message.HasField("ring"):
+                await self._open(message.ring)
+            if message.ended:
+                self._worker.end(list(message.ended))
+            if message.spans:
+                self._take(message)
+
+    async def _open(self, offer: pb.Ring) -> None:
+        """Map the verifier's memory, if it offers any. Not on the event loop: it is touched page by page."""
+        if offer.name:
+            self._ring = await asyncio.to_thread(RingReader, self._shared_memory, offer)
+        self._say_how()
+
+    def _say_how(self) -> None:
+        carrier = SHARED_MEMORY if self._ring else INLINE
+        log.info("following the verifier's activations", subscription=self.subscriptions, carrier=carrier)
 
     def _take(self, message: pb.ActivationsResponse) -> None:
-        if message.ended:
-            self._worker.end(list(message.ended))
-        if not message.spans:
-            return
         spans = [Span(s.sequence_id, s.start, s.count, s.reset) for s in message.spans]
-        rows = from_wire(message.rows)
+        rows = self._ring.rows(message) if self._ring else from_wire(message.rows)
         count = sum(span.count for span in spans)
         if rows.ndim != 3 or len(rows) != count or len(message.tokens) != (count if self._request.tokens else 0):
             raise InvalidRequest(
                 f"activations of shape {list(rows.shape)} and {len(message.tokens)} tokens do not fit {count} positions"
             )
-        self.bytes_received += len(message.rows.data)
-        self._worker.absorb(Verified(spans, rows, list(message.tokens)))
+        self.bytes_received[SHARED_MEMORY if message.slice.length else INLINE] += rows.nbytes
+        self._worker.absorb(Verified(spans, rows, list(message.tokens)), self._release(message.slice))
+
+    def _release(self, taken: pb.RingSlice) -> Callable[[], None]:
+        ring = self._ring
+        return (lambda: ring.release(taken)) if ring else (lambda: None)
 
     async def resync(self, sequence_ids: list[str]) -> None:
         """Ask for a replay. A verifier that cannot be reached will replay when it is back."""

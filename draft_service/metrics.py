@@ -30,9 +30,12 @@ class DraftCollector(Collector):
         yield CounterMetricFamily(
             "spire_draft_busy_seconds", "Seconds the model thread worked.", value=self._worker.busy_seconds
         )
-        yield CounterMetricFamily(
-            "spire_draft_activation_bytes", "Bytes of activations received.", value=self._follower.bytes_received
+        activations = CounterMetricFamily(
+            "spire_draft_activation_bytes", "Bytes of activations received, by how they came.", labels=["carrier"]
         )
+        for carrier, count in self._follower.bytes_received.items():
+            activations.add_metric([carrier], count)
+        yield activations
         yield CounterMetricFamily(
             "spire_draft_subscriptions", "Subscriptions, each with a full replay.", value=self._follower.subscriptions
         )

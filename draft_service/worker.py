@@ -42,8 +42,9 @@ class Worker:
     def end(self, sequence_ids: list[str]) -> None:
         self._inbox.put(lambda: self.drafter.end(sequence_ids))
 
-    def absorb(self, verified: Verified) -> None:
-        self._inbox.put(lambda: self._absorb(verified))
+    def absorb(self, verified: Verified, then: Callable[[], object]) -> None:
+        """Take a message. `then` is called when its rows have been read and are needed no more."""
+        self._inbox.put(lambda: self._absorb(verified, then))
 
     async def propose(self, task: ProposeTask) -> ProposeAnswer:
         self._inbox.put(lambda: self._pending.append(task))
@@ -81,9 +82,10 @@ class Worker:
         late = time.monotonic() >= task.arrived + self._wait
         return late or not any(self.drafter.behind(guess) for guess in task.guesses)
 
-    def _absorb(self, verified: Verified) -> None:
+    def _absorb(self, verified: Verified, then: Callable[[], object]) -> None:
         began = time.monotonic()
         gaps = self.drafter.absorb(verified)
+        then()
         self.busy_seconds += time.monotonic() - began
         if gaps:
             self._on_gap(gaps)

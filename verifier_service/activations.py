@@ -19,11 +19,10 @@ from torch import Tensor
 
 from spire.errors import InvalidRequest, MismatchError
 from spire.rpc.channel import PROTOCOL_VERSION
-from spire.rpc.tensors import to_wire
 from spire.v1 import verifier_pb2 as pb
 
-MAX_FRAME_BYTES = 1024 * 1024
 _TOKEN_BYTES = 5  # of a varint, at most
+_NO_ROWS = torch.empty(0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -72,9 +71,15 @@ class Advance:
 
 @dataclass(frozen=True)
 class Delivery:
-    """Messages in order. A whole replay makes everything undelivered before it worthless."""
+    """What a draft is told at once: R positions, the spans' one after the other, or which sequences have ended.
 
-    messages: list[pb.ActivationsResponse]
+    A whole replay makes everything undelivered before it worthless. `tokens` are none or R of them.
+    """
+
+    spans: Rows[pb.ActivationSpan] = ()
+    rows_RND: Tensor = _NO_ROWS
+    tokens: Rows[int] = ()
+    ended: Rows[str] = ()
     whole_replay: bool = False
 
 
@@ -120,16 +125,23 @@ class Feed:
             if self.taps.tokens:
                 self._tokens[a.sequence_id] += a.tokens
 
+    def skip(self, sequence_id: str, tokens: list[int]) -> None:
+        slot, length = self.members[sequence_id]
+        self.members[sequence_id] = (slot, length + len(tokens))
+        if self.taps.tokens:
+            self._tokens[sequence_id] += tokens
+
     def no_rows(self, count: int) -> Tensor:
         """The activations of `count` positions where no layer is tapped: [R, 0, D]."""
         return self._tails.new_zeros(count, *self._tails.shape[2:])
 
-    def spans(self, advances: Rows[Advance], rows_RND: Tensor) -> Iterator[pb.ActivationsResponse]:
-        """What has been committed, as messages."""
+    def advance(self, advances: Rows[Advance], rows_RND: Tensor) -> Delivery:
+        """What has been committed."""
         spans = [pb.ActivationSpan(sequence_id=a.sequence_id, start=a.start, count=a.count) for a in advances]
-        return frames(spans, rows_RND, [token for a in advances for token in a.tokens] if self.taps.tokens else [])
+        tokens = [token for a in advances for token in a.tokens] if self.taps.tokens else []
+        return Delivery(spans, rows_RND, tokens)
 
-    def replay(self, sequence_ids: Rows[str]) -> Iterator[pb.ActivationsResponse]:
+    def replay(self, sequence_ids: Rows[str], whole: bool = False) -> Delivery:
         """What is kept of these sequences; the first span of each resets what the draft held."""
         spans: list[pb.ActivationSpan] = []
         rows: list[Tensor] = []
@@ -141,7 +153,7 @@ class Feed:
             sink, window = self.taps.sink, self.taps.window
             rows.append(self._tails[slot, [p if p < sink else sink + p % window for p in positions]])
             tokens += self._tokens[sequence_id]
-        return frames(spans, torch.cat(rows), tokens) if spans else iter(())
+        return Delivery(spans, torch.cat(rows) if rows else _NO_ROWS, tokens, whole_replay=whole)
 
     def _kept_positions(self, length: int) -> list[int]:
         if self.taps.tokens:
@@ -160,19 +172,20 @@ def _spans(sequence_id: str, positions: list[int]) -> list[pb.ActivationSpan]:
     ]
 
 
-def frames(
-    spans: Rows[pb.ActivationSpan], rows_RND: Tensor, tokens: Rows[int] = ()
-) -> Iterator[pb.ActivationsResponse]:
-    """Messages of at most a megabyte, or one row; a span may continue in the next. `tokens` are none or R of them."""
-    limit = max(1, MAX_FRAME_BYTES // (rows_RND[0].nbytes + _TOKEN_BYTES))
+def frames(delivery: Delivery, max_bytes: int) -> Iterator[Delivery]:
+    """The positions of a delivery in parts of at most so many bytes, or one row; a span may continue in the next."""
+    rows_RND = delivery.rows_RND
+    if not len(rows_RND):
+        return
+    limit = max(1, max_bytes // (rows_RND[0].nbytes + _TOKEN_BYTES))
     first, room = 0, limit
     batch: list[pb.ActivationSpan] = []
 
-    def message() -> pb.ActivationsResponse:
+    def part() -> Delivery:
         stretch = slice(first, first + limit)
-        return pb.ActivationsResponse(spans=batch, rows=to_wire(rows_RND[stretch]), tokens=tokens[stretch])
+        return Delivery(batch, rows_RND[stretch], delivery.tokens[stretch])
 
-    for span in spans:
+    for span in delivery.spans:
         done = 0
         while done < span.count:
             count = min(room, span.count - done)
@@ -183,10 +196,10 @@ def frames(
             )
             done, room = done + count, room - count
             if room == 0:
-                yield message()
+                yield part()
                 first, batch, room = first + limit, [], limit
     if batch:
-        yield message()
+        yield part()
 
 
 class Publisher:
@@ -197,6 +210,7 @@ class Publisher:
 
     def __init__(self, slots: int, width: int, dtype: torch.dtype, device: torch.device):
         self._new_feed = lambda taps: Feed(taps, slots, width, dtype, device)
+        self._bytes_per_tap = slots * width * dtype.itemsize
         self.feeds: dict[str, Feed] = {}
         self.bytes_published = 0
         self.replays = 0
@@ -204,6 +218,10 @@ class Publisher:
     @property
     def layers(self) -> tuple[int, ...]:
         return tuple(sorted({layer for feed in self.feeds.values() for layer in feed.taps.layers}))
+
+    def replay_bytes(self, taps: Taps) -> int:
+        """The largest replay such a draft can be sent. Any thread may ask."""
+        return self._bytes_per_tap * (taps.sink + taps.window) * len(taps.layers)
 
     def subscribe(self, draft_id: str, taps: Taps, deliver: Deliver) -> None:
         """Deliver to this subscriber from now on, beginning with a replay. The former one gets nothing more."""
@@ -229,6 +247,16 @@ class Publisher:
         if feed := self.feeds.get(draft_id):
             feed.join(sequence_id, slot)
 
+    def replayed(self, draft_id: str) -> tuple[int, int]:
+        """The first and last positions whose activations this draft is sent again after a loss."""
+        feed = self.feeds.get(draft_id)
+        return (feed.taps.sink, feed.taps.window) if feed and feed.taps.layers else (0, 0)
+
+    def skip(self, sequence_id: str, draft_id: str, tokens: list[int]) -> None:
+        """The next positions of this sequence come from elsewhere: no forward will bring their activations."""
+        if (feed := self.feeds.get(draft_id)) and sequence_id in feed.members:
+            feed.skip(sequence_id, tokens)
+
     def publish(self, advances: Rows[Advance], taps_BTND: Tensor | None, announce: bool = True) -> None:
         """Store and, unless these positions belong to a prompt not yet whole, deliver what a forward committed.
 
@@ -252,7 +280,7 @@ class Publisher:
                 rows_RND = rows_RND[:, [layers.index(layer) for layer in feed.taps.layers]]
             feed.store(chosen, rows_RND)
             if announce and feed.deliver:
-                self._deliver(feed.deliver, Delivery(list(feed.spans(chosen, rows_RND))))
+                self._deliver(feed.deliver, feed.advance(chosen, rows_RND))
 
     def replay(self, draft_id: str, sequence_ids: Rows[str]) -> None:
         """Send sink and window of these sequences again, as far as they are held."""
@@ -262,7 +290,7 @@ class Publisher:
         known = [i for i in sequence_ids if feed.members.get(i, (0, 0))[1]]
         if known:
             self.replays += len(known)
-            self._deliver(feed.deliver, Delivery(list(feed.replay(known))))
+            self._deliver(feed.deliver, feed.replay(known))
 
     def unknown(self, draft_id: str, sequence_ids: Rows[str]) -> list[str]:
         """Those of which no tail is kept for this draft."""
@@ -275,17 +303,17 @@ class Publisher:
         if feed is not None and feed.deliver == deliver:
             known = [i for i, (_, length) in feed.members.items() if length]
             self.replays += len(known)
-            self._deliver(deliver, Delivery(list(feed.replay(known)), whole_replay=True))
+            self._deliver(deliver, feed.replay(known, whole=True))
 
     def end(self, sequence_ids: Rows[str]) -> None:
         """These sequences are over: their tails are free, their drafts are told."""
         for feed in self.feeds.values():
             ended = [i for i in sequence_ids if feed.leave(i)]
             if ended and feed.deliver:
-                self._deliver(feed.deliver, Delivery([pb.ActivationsResponse(ended=ended)]))
+                self._deliver(feed.deliver, Delivery(ended=ended))
 
     def _deliver(self, deliver: Deliver, delivery: Delivery) -> None:
-        self.bytes_published += sum(len(message.rows.data) for message in delivery.messages)
+        self.bytes_published += delivery.rows_RND.nbytes
         deliver(delivery)
 
 

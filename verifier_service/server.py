@@ -104,7 +104,7 @@ def _available_memory() -> int:
 async def listening(engine: Engine, hosted: Hosted, config: VerifierConfig) -> AsyncIterator[str]:
     """Serve inside this block. Gives the bound address; leaving it drains and stops the engine."""
     server, healthy = new_server(), health.aio.HealthServicer()
-    rpc.add_VerifierServicer_to_server(VerifierService(engine, hosted, config.lease_seconds), server)
+    rpc.add_VerifierServicer_to_server(VerifierService(engine, hosted, config), server)
     draft_pb2_grpc.add_DraftServicer_to_server(self_drafting(engine, hosted), server)
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     try:

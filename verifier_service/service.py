@@ -7,6 +7,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 import structlog
@@ -14,6 +15,7 @@ import structlog
 from spire.drafting import MAX_SPECULATION_DEPTH, ProposeAnswer, ProposeTask
 from spire.errors import InvalidRequest, SpireError
 from spire.model.config import MAGICDEC
+from spire.rpc.carrier import Ring, host_id
 from spire.rpc.channel import GATEWAY_METADATA_KEY, PROTOCOL_VERSION
 from spire.rpc.drafting import DraftServicer
 from spire.rpc.errors import call_status
@@ -21,11 +23,15 @@ from spire.v1 import draft_pb2
 from spire.v1 import verifier_pb2 as pb
 from spire.v1 import verifier_pb2_grpc as rpc
 from verifier_service.activations import Taps
+from verifier_service.config import VerifierConfig
 from verifier_service.engine import Engine
 from verifier_service.subscriber import Subscriber
 from verifier_service.tasks import StartTask, VerifyTask
 
 log = structlog.get_logger("verifier_service")
+
+# A ring holds a whole replay, or four rounds of an 8B target at 64 sequences.
+MAX_RING_BYTES = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -139,9 +145,9 @@ def self_drafting(engine: Engine, hosted: Hosted) -> DraftServicer:
 class VerifierService(rpc.VerifierServicer):
     """Serves `spire.v1.Verifier`. State lives in the engine."""
 
-    def __init__(self, engine: Engine, hosted: Hosted, lease_seconds: float):
-        self._engine, self._hosted = engine, hosted
-        self._leases = Leases(engine, lease_seconds)
+    def __init__(self, engine: Engine, hosted: Hosted, config: VerifierConfig):
+        self._engine, self._hosted, self._shared_memory = engine, hosted, config.shared_memory
+        self._leases = Leases(engine, config.lease_seconds)
         self._subscribers: dict[str, Subscriber] = {}
 
     async def GetInfo(self, request: pb.GetInfoRequest, context: grpc.aio.ServicerContext) -> pb.GetInfoResponse:
@@ -175,26 +181,44 @@ class VerifierService(rpc.VerifierServicer):
             await context.abort(call_status(error), str(error))
         # The draft forgets everything when this arrives: what follows begins with a replay.
         await context.send_initial_metadata(())
-        subscriber = self._subscribe(request.draft_id, taps)
+        ring = await asyncio.to_thread(self._share, taps) if request.host == host_id() != "" else None
+        if request.host:
+            yield pb.ActivationsResponse(ring=ring.offer if ring else pb.Ring())
+        subscriber = self._subscribe(request.draft_id, taps, ring)
         try:
             async for message in subscriber.messages():
                 yield message
         finally:
             self._unsubscribe(request.draft_id, subscriber)
 
-    def _subscribe(self, draft_id: str, taps: Taps) -> Subscriber:
+    def _share(self, taps: Taps) -> Ring | None:
+        """Memory for a draft on this host, if it is sent any rows. It is allocated here: not on the event loop."""
+        size = min(MAX_RING_BYTES, self._engine.publisher.replay_bytes(taps))
+        try:
+            return Ring(Path(self._shared_memory), size) if size and self._shared_memory else None
+        except OSError as error:
+            log.warning("no shared memory for a draft", directory=self._shared_memory, bytes=size, error=str(error))
+            return None
+
+    def _subscribe(self, draft_id: str, taps: Taps, ring: Ring | None) -> Subscriber:
         """One stream per draft: a newer one ends the older."""
         if former := self._subscribers.pop(draft_id, None):
             former.close()
-        loop = asyncio.get_running_loop()
-
-        def ask_replay() -> None:
-            self._engine.call(self._engine.replay_all, draft_id, subscriber.deliver)
-
-        subscriber = Subscriber(loop, ask_replay)
+        subscriber = Subscriber(
+            asyncio.get_running_loop(),
+            lambda deliver: self._engine.call(self._engine.replay_all, draft_id, deliver),
+            ring,
+        )
         self._subscribers[draft_id] = subscriber
         self._engine.call(self._engine.subscribe, draft_id, taps, subscriber.deliver)
-        log.info("a draft follows", draft_id=draft_id, tapped_layers=taps.layers, sink=taps.sink, window=taps.window)
+        log.info(
+            "a draft follows",
+            draft_id=draft_id,
+            tapped_layers=taps.layers,
+            sink=taps.sink,
+            window=taps.window,
+            carrier="shared memory" if ring else "inline bytes",
+        )
         return subscriber
 
     def _unsubscribe(self, draft_id: str, subscriber: Subscriber) -> None:

@@ -1,28 +1,39 @@
 """One draft's end of the activations: a bounded queue between the model thread and a gRPC stream.
 
-A slow subscriber never blocks a step. When its queue is over the limit everything queued is dropped, and once the
-stream has caught up it asks for a replay, which makes up for all that was lost.
+Rows lie in the ring of shared memory where the draft has opened one, and where it is full, travel inline. A slow
+subscriber never blocks a step. When its queue is over the limit everything queued is dropped, and once the stream has
+caught up it asks for a replay, which makes up for all that was lost.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Sequence as Rows
 
+from spire.rpc.carrier import Ring
+from spire.rpc.tensors import to_wire, without_data
 from spire.v1 import verifier_pb2 as pb
-from verifier_service.activations import Delivery
+from verifier_service.activations import Deliver, Delivery, frames
 
+MAX_FRAME_BYTES = 1024 * 1024
 MAX_PENDING_BYTES = 32 * 1024 * 1024
+# A message takes at most this part of a ring: the next is written while it is read.
+_RING_PART = 4
 
 
 class Subscriber:
     """Lives on the event loop; only `deliver` is called from the model thread."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, ask_replay: Callable[[], None], max_bytes: int = MAX_PENDING_BYTES
+        self,
+        loop: asyncio.AbstractEventLoop,
+        ask_replay: Callable[[Deliver], object],
+        ring: Ring | None = None,
+        max_bytes: int = MAX_PENDING_BYTES,
     ):
-        self._loop, self._ask_replay, self._max_bytes = loop, ask_replay, max_bytes
+        self._loop, self._ask_replay, self._ring, self._max_bytes = loop, ask_replay, ring, max_bytes
         self._pending: deque[pb.ActivationsResponse] = deque()
         self._pending_bytes = 0
         # A replay may be larger than the queue is meant to get: it counts on top.
@@ -33,27 +44,41 @@ class Subscriber:
         self._something = asyncio.Event()
 
     def deliver(self, delivery: Delivery) -> None:
-        """Called by the model thread. Never blocks, never fails."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._take, delivery)
+        """Called by the model thread: the rows are copied here, once. Never blocks, never fails."""
+        if not self._closed and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._take, list(self._encode(delivery)), delivery.whole_replay)
+
+    def _encode(self, delivery: Delivery) -> Iterator[pb.ActivationsResponse]:
+        if delivery.ended:
+            yield pb.ActivationsResponse(ended=delivery.ended)
+        if self._ring is None:
+            yield from _inline(delivery)
+            return
+        for part in frames(delivery, self._ring.size // _RING_PART):
+            place = self._ring.put(part.rows_RND)
+            if place.length:
+                rows = without_data(part.rows_RND)
+                yield pb.ActivationsResponse(spans=part.spans, rows=rows, tokens=part.tokens, slice=place)
+            else:
+                yield from _inline(part, place)
 
     def close(self) -> None:
         self._closed = True
         self._something.set()
 
-    def _take(self, delivery: Delivery) -> None:
-        if delivery.whole_replay:
+    def _take(self, messages: Rows[pb.ActivationsResponse], whole_replay: bool) -> None:
+        if whole_replay:
             self._drop()
             self._behind = False
             if self._ended:
                 self._push(pb.ActivationsResponse(ended=self._ended))
                 self._ended = []
-        for message in delivery.messages:
+        for message in messages:
             if self._behind:
                 self._ended += message.ended
             else:
                 self._push(message)
-        if delivery.whole_replay:
+        if whole_replay:
             self._limit = self._max_bytes + self._pending_bytes
         elif self._pending_bytes > self._limit:
             self._drop()
@@ -78,7 +103,13 @@ class Subscriber:
                 self._pending_bytes -= len(message.rows.data)
                 yield message
             if self._behind:
-                self._ask_replay()
+                self._ask_replay(self.deliver)
             self._something.clear()
             if not self._closed and not self._pending:
                 await self._something.wait()
+
+
+def _inline(delivery: Delivery, place: pb.RingSlice | None = None) -> Iterator[pb.ActivationsResponse]:
+    for part in frames(delivery, MAX_FRAME_BYTES):
+        rows = to_wire(part.rows_RND)
+        yield pb.ActivationsResponse(spans=part.spans, rows=rows, tokens=part.tokens, slice=place)

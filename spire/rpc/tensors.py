@@ -24,17 +24,24 @@ def to_wire(tensor: Tensor) -> pb.Tensor:
     return pb.Tensor(dtype=_TO_WIRE[tensor.dtype], shape=tensor.shape, data=raw)
 
 
-def from_wire(message: pb.Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Decode. Raises InvalidRequest when bytes, shape and dtype disagree, or when `dtype` is not what came."""
+def without_data(tensor: Tensor) -> pb.Tensor:
+    """Dtype and shape alone, for a tensor whose bytes travel otherwise."""
+    return pb.Tensor(dtype=_TO_WIRE[tensor.dtype], shape=tensor.shape)
+
+
+def from_wire(message: pb.Tensor, dtype: torch.dtype | None = None, data: memoryview | None = None) -> Tensor:
+    """Decode a copy of the message's bytes, or a view of the writable `data` that came otherwise.
+
+    Raises InvalidRequest when bytes, shape and dtype disagree, or when `dtype` is not what came.
+    """
     found = _FROM_WIRE.get(message.dtype)
     if found is None or (dtype is not None and found != dtype):
         expected = dtype or "float32, bfloat16 or int32"
         raise InvalidRequest(f"tensor has dtype {found or message.dtype}, expected {expected}")
-    size = math.prod(message.shape) * found.itemsize
-    if len(message.data) != size:
-        raise InvalidRequest(
-            f"tensor of shape {list(message.shape)} and {found} needs {size} bytes, {len(message.data)} came"
-        )
+    size, came = math.prod(message.shape) * found.itemsize, len(message.data if data is None else data)
+    if came != size:
+        raise InvalidRequest(f"tensor of shape {list(message.shape)} and {found} needs {size} bytes, {came} came")
     if size == 0:
         return torch.empty(tuple(message.shape), dtype=found)
-    return torch.frombuffer(bytearray(message.data), dtype=found).view(tuple(message.shape))
+    raw = bytearray(message.data) if data is None else data
+    return torch.frombuffer(raw, dtype=found).view(tuple(message.shape))

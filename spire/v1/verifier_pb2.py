@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from spire.v1 import tensor_pb2 as spire_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17spire/v1/verifier.proto\x12\x08spire.v1\x1a\x15spire/v1/tensor.proto\"\x10\n\x0eGetInfoRequest\"\xad\x02\n\x0fGetInfoResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x12\n\nmodel_name\x18\x02 \x01(\t\x12\x1a\n\x12target_fingerprint\x18\x03 \x01(\t\x12\x16\n\x0etokenizer_hash\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x13\n\x0bhidden_size\x18\x06 \x01(\r\x12\x12\n\nnum_layers\x18\x07 \x01(\r\x12\x13\n\x0bmax_context\x18\x08 \x01(\r\x12\x15\n\rmax_sequences\x18\t \x01(\r\x12\x12\n\nend_tokens\x18\n \x03(\r\x12\r\n\x05\x65poch\x18\x0b \x01(\t\x12\r\n\x05\x64type\x18\x0c \x01(\t\x12\x1d\n\x15max_speculation_depth\x18\r \x01(\r\"\x15\n\x13GetTokenizerRequest\".\n\x14GetTokenizerResponse\x12\x16\n\x0etokenizer_json\x18\x01 \x01(\x0c\"b\n\rRoundsRequest\x12 \n\x05start\x18\x01 \x01(\x0b\x32\x0f.spire.v1.StartH\x00\x12\'\n\x06verify\x18\x02 \x01(\x0b\x32\x15.spire.v1.VerifyBatchH\x00\x42\x06\n\x04\x62ody\"o\n\x0eRoundsResponse\x12$\n\x07started\x18\x01 \x01(\x0b\x32\x11.spire.v1.StartedH\x00\x12/\n\x08verified\x18\x02 \x01(\x0b\x32\x1b.spire.v1.VerifyBatchResultH\x00\x42\x06\n\x04\x62ody\"d\n\x05Start\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12$\n\x08sampling\x18\x03 \x01(\x0b\x32\x12.spire.v1.Sampling\x12\x10\n\x08\x64raft_id\x18\x04 \x01(\t\"\x85\x01\n\x07Started\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12$\n\x06status\x18\x02 \x01(\x0b\x32\x14.spire.v1.ItemStatus\x12\x0c\n\x04\x62\x61se\x18\x03 \x01(\r\x12\r\n\x05token\x18\x04 \x01(\r\x12\"\n\x07timings\x18\x05 \x01(\x0b\x32\x11.spire.v1.Timings\"D\n\x0bVerifyBatch\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12#\n\x05items\x18\x02 \x03(\x0b\x32\x14.spire.v1.VerifyItem\"|\n\nVerifyItem\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\r\x12\x0c\n\x04\x62\x61se\x18\x03 \x01(\r\x12\x14\n\x0c\x64raft_tokens\x18\x04 \x03(\r\x12&\n\x01q\x18\x05 \x01(\x0b\x32\x1b.spire.v1.DraftDistribution\"[\n\x11\x44raftDistribution\x12\x1d\n\x03ids\x18\x01 \x01(\x0b\x32\x10.spire.v1.Tensor\x12\'\n\rprobabilities\x18\x02 \x01(\x0b\x32\x10.spire.v1.Tensor\"r\n\x11VerifyBatchResult\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12\'\n\x07results\x18\x02 \x03(\x0b\x32\x16.spire.v1.VerifyResult\x12\"\n\x07timings\x18\x03 \x01(\x0b\x32\x11.spire.v1.Timings\"z\n\x0cVerifyResult\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\r\x12$\n\x06status\x18\x03 \x01(\x0b\x32\x14.spire.v1.ItemStatus\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\r\x12\x0e\n\x06tokens\x18\x05 \x03(\r\"h\n\x07Timings\x12\x15\n\rqueue_seconds\x18\x01 \x01(\x01\x12\x17\n\x0f\x66orward_seconds\x18\x02 \x01(\x01\x12\x16\n\x0esample_seconds\x18\x03 \x01(\x01\x12\x15\n\rtotal_seconds\x18\x04 \x01(\x01\"\xa1\x01\n\x12\x41\x63tivationsRequest\x12\x10\n\x08\x64raft_id\x18\x01 \x01(\t\x12\x1a\n\x12target_fingerprint\x18\x02 \x01(\t\x12\x18\n\x10protocol_version\x18\x03 \x01(\r\x12\x15\n\rtapped_layers\x18\x04 \x03(\r\x12\x0c\n\x04sink\x18\x05 \x01(\r\x12\x0e\n\x06window\x18\x06 \x01(\r\x12\x0e\n\x06tokens\x18\x07 \x01(\x08\"}\n\x13\x41\x63tivationsResponse\x12\'\n\x05spans\x18\x01 \x03(\x0b\x32\x18.spire.v1.ActivationSpan\x12\x1e\n\x04rows\x18\x02 \x01(\x0b\x32\x10.spire.v1.Tensor\x12\r\n\x05\x65nded\x18\x03 \x03(\t\x12\x0e\n\x06tokens\x18\x04 \x03(\r\"R\n\x0e\x41\x63tivationSpan\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\r\x12\r\n\x05\x63ount\x18\x03 \x01(\r\x12\r\n\x05reset\x18\x04 \x01(\x08\"7\n\rResyncRequest\x12\x10\n\x08\x64raft_id\x18\x01 \x01(\t\x12\x14\n\x0csequence_ids\x18\x02 \x03(\t\"!\n\x0eResyncResponse\x12\x0f\n\x07unknown\x18\x01 \x03(\t\"&\n\x0eReleaseRequest\x12\x14\n\x0csequence_ids\x18\x01 \x03(\t\"#\n\x0fReleaseResponse\x12\x10\n\x08released\x18\x01 \x01(\r2\xa5\x03\n\x08Verifier\x12>\n\x07GetInfo\x12\x18.spire.v1.GetInfoRequest\x1a\x19.spire.v1.GetInfoResponse\x12M\n\x0cGetTokenizer\x12\x1d.spire.v1.GetTokenizerRequest\x1a\x1e.spire.v1.GetTokenizerResponse\x12?\n\x06Rounds\x12\x17.spire.v1.RoundsRequest\x1a\x18.spire.v1.RoundsResponse(\x01\x30\x01\x12L\n\x0b\x41\x63tivations\x12\x1c.spire.v1.ActivationsRequest\x1a\x1d.spire.v1.ActivationsResponse0\x01\x12;\n\x06Resync\x12\x17.spire.v1.ResyncRequest\x1a\x18.spire.v1.ResyncResponse\x12>\n\x07Release\x12\x18.spire.v1.ReleaseRequest\x1a\x19.spire.v1.ReleaseResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17spire/v1/verifier.proto\x12\x08spire.v1\x1a\x15spire/v1/tensor.proto\"\x10\n\x0eGetInfoRequest\"\xad\x02\n\x0fGetInfoResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x12\n\nmodel_name\x18\x02 \x01(\t\x12\x1a\n\x12target_fingerprint\x18\x03 \x01(\t\x12\x16\n\x0etokenizer_hash\x18\x04 \x01(\t\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x13\n\x0bhidden_size\x18\x06 \x01(\r\x12\x12\n\nnum_layers\x18\x07 \x01(\r\x12\x13\n\x0bmax_context\x18\x08 \x01(\r\x12\x15\n\rmax_sequences\x18\t \x01(\r\x12\x12\n\nend_tokens\x18\n \x03(\r\x12\r\n\x05\x65poch\x18\x0b \x01(\t\x12\r\n\x05\x64type\x18\x0c \x01(\t\x12\x1d\n\x15max_speculation_depth\x18\r \x01(\r\"\x15\n\x13GetTokenizerRequest\".\n\x14GetTokenizerResponse\x12\x16\n\x0etokenizer_json\x18\x01 \x01(\x0c\"b\n\rRoundsRequest\x12 \n\x05start\x18\x01 \x01(\x0b\x32\x0f.spire.v1.StartH\x00\x12\'\n\x06verify\x18\x02 \x01(\x0b\x32\x15.spire.v1.VerifyBatchH\x00\x42\x06\n\x04\x62ody\"o\n\x0eRoundsResponse\x12$\n\x07started\x18\x01 \x01(\x0b\x32\x11.spire.v1.StartedH\x00\x12/\n\x08verified\x18\x02 \x01(\x0b\x32\x1b.spire.v1.VerifyBatchResultH\x00\x42\x06\n\x04\x62ody\"d\n\x05Start\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12$\n\x08sampling\x18\x03 \x01(\x0b\x32\x12.spire.v1.Sampling\x12\x10\n\x08\x64raft_id\x18\x04 \x01(\t\"\x9c\x01\n\x07Started\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12$\n\x06status\x18\x02 \x01(\x0b\x32\x14.spire.v1.ItemStatus\x12\x0c\n\x04\x62\x61se\x18\x03 \x01(\r\x12\r\n\x05token\x18\x04 \x01(\r\x12\"\n\x07timings\x18\x05 \x01(\x0b\x32\x11.spire.v1.Timings\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\"D\n\x0bVerifyBatch\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12#\n\x05items\x18\x02 \x03(\x0b\x32\x14.spire.v1.VerifyItem\"|\n\nVerifyItem\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\r\x12\x0c\n\x04\x62\x61se\x18\x03 \x01(\r\x12\x14\n\x0c\x64raft_tokens\x18\x04 \x03(\r\x12&\n\x01q\x18\x05 \x01(\x0b\x32\x1b.spire.v1.DraftDistribution\"[\n\x11\x44raftDistribution\x12\x1d\n\x03ids\x18\x01 \x01(\x0b\x32\x10.spire.v1.Tensor\x12\'\n\rprobabilities\x18\x02 \x01(\x0b\x32\x10.spire.v1.Tensor\"r\n\x11VerifyBatchResult\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12\'\n\x07results\x18\x02 \x03(\x0b\x32\x16.spire.v1.VerifyResult\x12\"\n\x07timings\x18\x03 \x01(\x0b\x32\x11.spire.v1.Timings\"z\n\x0cVerifyResult\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\r\n\x05round\x18\x02 \x01(\r\x12$\n\x06status\x18\x03 \x01(\x0b\x32\x14.spire.v1.ItemStatus\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\r\x12\x0e\n\x06tokens\x18\x05 \x03(\r\"h\n\x07Timings\x12\x15\n\rqueue_seconds\x18\x01 \x01(\x01\x12\x17\n\x0f\x66orward_seconds\x18\x02 \x01(\x01\x12\x16\n\x0esample_seconds\x18\x03 \x01(\x01\x12\x15\n\rtotal_seconds\x18\x04 \x01(\x01\"\xaf\x01\n\x12\x41\x63tivationsRequest\x12\x10\n\x08\x64raft_id\x18\x01 \x01(\t\x12\x1a\n\x12target_fingerprint\x18\x02 \x01(\t\x12\x18\n\x10protocol_version\x18\x03 \x01(\r\x12\x15\n\rtapped_layers\x18\x04 \x03(\r\x12\x0c\n\x04sink\x18\x05 \x01(\r\x12\x0e\n\x06window\x18\x06 \x01(\r\x12\x0e\n\x06tokens\x18\x07 \x01(\x08\x12\x0c\n\x04host\x18\x08 \x01(\t\"\xbf\x01\n\x13\x41\x63tivationsResponse\x12\'\n\x05spans\x18\x01 \x03(\x0b\x32\x18.spire.v1.ActivationSpan\x12\x1e\n\x04rows\x18\x02 \x01(\x0b\x32\x10.spire.v1.Tensor\x12\r\n\x05\x65nded\x18\x03 \x03(\t\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12\x1c\n\x04ring\x18\x05 \x01(\x0b\x32\x0e.spire.v1.Ring\x12\"\n\x05slice\x18\x06 \x01(\x0b\x32\x13.spire.v1.RingSlice\"#\n\x04Ring\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05token\x18\x02 \x01(\x0c\"-\n\tRingSlice\x12\x10\n\x08position\x18\x01 \x01(\x04\x12\x0e\n\x06length\x18\x02 \x01(\x04\"R\n\x0e\x41\x63tivationSpan\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\r\x12\r\n\x05\x63ount\x18\x03 \x01(\r\x12\r\n\x05reset\x18\x04 \x01(\x08\"7\n\rResyncRequest\x12\x10\n\x08\x64raft_id\x18\x01 \x01(\t\x12\x14\n\x0csequence_ids\x18\x02 \x03(\t\"!\n\x0eResyncResponse\x12\x0f\n\x07unknown\x18\x01 \x03(\t\"&\n\x0eReleaseRequest\x12\x14\n\x0csequence_ids\x18\x01 \x03(\t\"#\n\x0fReleaseResponse\x12\x10\n\x08released\x18\x01 \x01(\r2\xa5\x03\n\x08Verifier\x12>\n\x07GetInfo\x12\x18.spire.v1.GetInfoRequest\x1a\x19.spire.v1.GetInfoResponse\x12M\n\x0cGetTokenizer\x12\x1d.spire.v1.GetTokenizerRequest\x1a\x1e.spire.v1.GetTokenizerResponse\x12?\n\x06Rounds\x12\x17.spire.v1.RoundsRequest\x1a\x18.spire.v1.RoundsResponse(\x01\x30\x01\x12L\n\x0b\x41\x63tivations\x12\x1c.spire.v1.ActivationsRequest\x1a\x1d.spire.v1.ActivationsResponse0\x01\x12;\n\x06Resync\x12\x17.spire.v1.ResyncRequest\x1a\x18.spire.v1.ResyncResponse\x12>\n\x07Release\x12\x18.spire.v1.ReleaseRequest\x1a\x19.spire.v1.ReleaseResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -47,33 +47,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_START']._serialized_start=666
   _globals['_START']._serialized_end=766
   _globals['_STARTED']._serialized_start=769
-  _globals['_STARTED']._serialized_end=902
-  _globals['_VERIFYBATCH']._serialized_start=904
-  _globals['_VERIFYBATCH']._serialized_end=972
-  _globals['_VERIFYITEM']._serialized_start=974
-  _globals['_VERIFYITEM']._serialized_end=1098
-  _globals['_DRAFTDISTRIBUTION']._serialized_start=1100
-  _globals['_DRAFTDISTRIBUTION']._serialized_end=1191
-  _globals['_VERIFYBATCHRESULT']._serialized_start=1193
-  _globals['_VERIFYBATCHRESULT']._serialized_end=1307
-  _globals['_VERIFYRESULT']._serialized_start=1309
-  _globals['_VERIFYRESULT']._serialized_end=1431
-  _globals['_TIMINGS']._serialized_start=1433
-  _globals['_TIMINGS']._serialized_end=1537
-  _globals['_ACTIVATIONSREQUEST']._serialized_start=1540
-  _globals['_ACTIVATIONSREQUEST']._serialized_end=1701
-  _globals['_ACTIVATIONSRESPONSE']._serialized_start=1703
-  _globals['_ACTIVATIONSRESPONSE']._serialized_end=1828
-  _globals['_ACTIVATIONSPAN']._serialized_start=1830
-  _globals['_ACTIVATIONSPAN']._serialized_end=1912
-  _globals['_RESYNCREQUEST']._serialized_start=1914
-  _globals['_RESYNCREQUEST']._serialized_end=1969
-  _globals['_RESYNCRESPONSE']._serialized_start=1971
-  _globals['_RESYNCRESPONSE']._serialized_end=2004
-  _globals['_RELEASEREQUEST']._serialized_start=2006
-  _globals['_RELEASEREQUEST']._serialized_end=2044
-  _globals['_RELEASERESPONSE']._serialized_start=2046
-  _globals['_RELEASERESPONSE']._serialized_end=2081
-  _globals['_VERIFIER']._serialized_start=2084
-  _globals['_VERIFIER']._serialized_end=2505
+  _globals['_STARTED']._serialized_end=925
+  _globals['_VERIFYBATCH']._serialized_start=927
+  _globals['_VERIFYBATCH']._serialized_end=995
+  _globals['_VERIFYITEM']._serialized_start=997
+  _globals['_VERIFYITEM']._serialized_end=1121
+  _globals['_DRAFTDISTRIBUTION']._serialized_start=1123
+  _globals['_DRAFTDISTRIBUTION']._serialized_end=1214
+  _globals['_VERIFYBATCHRESULT']._serialized_start=1216
+  _globals['_VERIFYBATCHRESULT']._serialized_end=1330
+  _globals['_VERIFYRESULT']._serialized_start=1332
+  _globals['_VERIFYRESULT']._serialized_end=1454
+  _globals['_TIMINGS']._serialized_start=1456
+  _globals['_TIMINGS']._serialized_end=1560
+  _globals['_ACTIVATIONSREQUEST']._serialized_start=1563
+  _globals['_ACTIVATIONSREQUEST']._serialized_end=1738
+  _globals['_ACTIVATIONSRESPONSE']._serialized_start=1741
+  _globals['_ACTIVATIONSRESPONSE']._serialized_end=1932
+  _globals['_RING']._serialized_start=1934
+  _globals['_RING']._serialized_end=1969
+  _globals['_RINGSLICE']._serialized_start=1971
+  _globals['_RINGSLICE']._serialized_end=2016
+  _globals['_ACTIVATIONSPAN']._serialized_start=2018
+  _globals['_ACTIVATIONSPAN']._serialized_end=2100
+  _globals['_RESYNCREQUEST']._serialized_start=2102
+  _globals['_RESYNCREQUEST']._serialized_end=2157
+  _globals['_RESYNCRESPONSE']._serialized_start=2159
+  _globals['_RESYNCRESPONSE']._serialized_end=2192
+  _globals['_RELEASEREQUEST']._serialized_start=2194
+  _globals['_RELEASEREQUEST']._serialized_end=2232
+  _globals['_RELEASERESPONSE']._serialized_start=2234
+  _globals['_RELEASERESPONSE']._serialized_end=2269
+  _globals['_VERIFIER']._serialized_start=2272
+  _globals['_VERIFIER']._serialized_end=2693
 # @@protoc_insertion_point(module_scope)

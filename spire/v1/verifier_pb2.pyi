@@ -80,18 +80,20 @@ class Start(_message.Message):
     def __init__(self, sequence_id: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_tensor_pb2.Sampling, _Mapping]] = ..., draft_id: _Optional[str] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("sequence_id", "status", "base", "token", "timings")
+    __slots__ = ("sequence_id", "status", "base", "token", "timings", "cached_tokens")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     sequence_id: str
     status: _tensor_pb2.ItemStatus
     base: int
     token: int
     timings: Timings
-    def __init__(self, sequence_id: _Optional[str] = ..., status: _Optional[_Union[_tensor_pb2.ItemStatus, _Mapping]] = ..., base: _Optional[int] = ..., token: _Optional[int] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, sequence_id: _Optional[str] = ..., status: _Optional[_Union[_tensor_pb2.ItemStatus, _Mapping]] = ..., base: _Optional[int] = ..., token: _Optional[int] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class VerifyBatch(_message.Message):
     __slots__ = ("batch_id", "items")
@@ -160,7 +162,7 @@ class Timings(_message.Message):
     def __init__(self, queue_seconds: _Optional[float] = ..., forward_seconds: _Optional[float] = ..., sample_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ...) -> None: ...
 
 class ActivationsRequest(_message.Message):
-    __slots__ = ("draft_id", "target_fingerprint", "protocol_version", "tapped_layers", "sink", "window", "tokens")
+    __slots__ = ("draft_id", "target_fingerprint", "protocol_version", "tapped_layers", "sink", "window", "tokens", "host")
     DRAFT_ID_FIELD_NUMBER: _ClassVar[int]
     TARGET_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -168,6 +170,7 @@ class ActivationsRequest(_message.Message):
     SINK_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
     draft_id: str
     target_fingerprint: str
     protocol_version: int
@@ -175,19 +178,40 @@ class ActivationsRequest(_message.Message):
     sink: int
     window: int
     tokens: bool
-    def __init__(self, draft_id: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., protocol_version: _Optional[int] = ..., tapped_layers: _Optional[_Iterable[int]] = ..., sink: _Optional[int] = ..., window: _Optional[int] = ..., tokens: bool = ...) -> None: ...
+    host: str
+    def __init__(self, draft_id: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., protocol_version: _Optional[int] = ..., tapped_layers: _Optional[_Iterable[int]] = ..., sink: _Optional[int] = ..., window: _Optional[int] = ..., tokens: bool = ..., host: _Optional[str] = ...) -> None: ...
 
 class ActivationsResponse(_message.Message):
-    __slots__ = ("spans", "rows", "ended", "tokens")
+    __slots__ = ("spans", "rows", "ended", "tokens", "ring", "slice")
     SPANS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RING_FIELD_NUMBER: _ClassVar[int]
+    SLICE_FIELD_NUMBER: _ClassVar[int]
     spans: _containers.RepeatedCompositeFieldContainer[ActivationSpan]
     rows: _tensor_pb2.Tensor
     ended: _containers.RepeatedScalarFieldContainer[str]
     tokens: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, spans: _Optional[_Iterable[_Union[ActivationSpan, _Mapping]]] = ..., rows: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ended: _Optional[_Iterable[str]] = ..., tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+    ring: Ring
+    slice: RingSlice
+    def __init__(self, spans: _Optional[_Iterable[_Union[ActivationSpan, _Mapping]]] = ..., rows: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ended: _Optional[_Iterable[str]] = ..., tokens: _Optional[_Iterable[int]] = ..., ring: _Optional[_Union[Ring, _Mapping]] = ..., slice: _Optional[_Union[RingSlice, _Mapping]] = ...) -> None: ...
+
+class Ring(_message.Message):
+    __slots__ = ("name", "token")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    token: bytes
+    def __init__(self, name: _Optional[str] = ..., token: _Optional[bytes] = ...) -> None: ...
+
+class RingSlice(_message.Message):
+    __slots__ = ("position", "length")
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    position: int
+    length: int
+    def __init__(self, position: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
 
 class ActivationSpan(_message.Message):
     __slots__ = ("sequence_id", "start", "count", "reset")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from pathlib import Path
 
 import torch
 
 from spire.model.target import Target, WholeSequence
+from spire.rpc.carrier import RingReader, host_id
 from spire.rpc.channel import GATEWAY_METADATA_KEY, PROTOCOL_VERSION, connect
 from spire.rpc.tensors import from_wire, to_wire
 from spire.v1 import tensor_pb2
@@ -96,7 +98,17 @@ class Client:
 class Follower:
     """A draft's subscription, holding what the messages say it should hold."""
 
-    def __init__(self, address: str, info: pb.GetInfoResponse, draft_id: str = "draft", window: int = 8, sink: int = 1):
+    def __init__(
+        self,
+        address: str,
+        info: pb.GetInfoResponse,
+        draft_id: str = "draft",
+        window: int = 8,
+        sink: int = 1,
+        shared_memory: Path | None = None,
+    ):
+        self.shared_memory = shared_memory
+        self.ring: RingReader | None = None
         self.channel = connect(address)
         self.layers = (1, 2)
         self.rows: dict[str, dict[int, torch.Tensor]] = {}
@@ -109,6 +121,7 @@ class Follower:
             tapped_layers=self.layers,
             sink=sink,
             window=window,
+            host=host_id() if shared_memory else "",
         )
         self._call = rpc.VerifierStub(self.channel).Activations(self.request)
 
@@ -120,7 +133,10 @@ class Follower:
         assert isinstance(message, pb.ActivationsResponse), "the stream has ended"
         self.messages.append(message)
         self.ended += message.ended
-        rows_RND = from_wire(message.rows) if message.spans else torch.empty(0)
+        if message.ring.name:
+            assert self.shared_memory is not None
+            self.ring = RingReader(self.shared_memory, message.ring)
+        rows_RND = self._rows(message) if message.spans else torch.empty(0)
         first = 0
         for span in message.spans:
             if span.reset:
@@ -130,6 +146,10 @@ class Follower:
             first += span.count
         assert first == len(rows_RND)
         return message
+
+    def _rows(self, message: pb.ActivationsResponse) -> torch.Tensor:
+        """A copy. What lies in the ring is never released: that is for the test to do."""
+        return self.ring.rows(message).clone() if self.ring else from_wire(message.rows)
 
     async def close(self) -> None:
         self._call.cancel()
@@ -147,8 +167,10 @@ class Verifier:
         self._opened.append(client := Client(self.address, gateway))
         return client
 
-    async def follower(self, draft_id: str = "draft", window: int = 8, sink: int = 1) -> Follower:
-        self._opened.append(follower := Follower(self.address, self.info, draft_id, window, sink))
+    async def follower(
+        self, draft_id: str = "draft", window: int = 8, sink: int = 1, shared_memory: Path | None = None
+    ) -> Follower:
+        self._opened.append(follower := Follower(self.address, self.info, draft_id, window, sink, shared_memory))
         await follower.subscribed()
         return follower
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+from dataclasses import replace
+from pathlib import Path
 
 import grpc
 import pytest
@@ -14,8 +17,8 @@ from spire.v1 import verifier_pb2 as pb
 from spire.v1 import verifier_pb2_grpc as rpc
 from tests.verifier.conftest import Running
 from tests.verifier.harness import Client, Follower, Verifier, plain_greedy, prompt_of, whole_taps
-from verifier_service.activations import MAX_FRAME_BYTES, Delivery, frames
-from verifier_service.subscriber import Subscriber
+from verifier_service.activations import Deliver, Delivery, frames
+from verifier_service.subscriber import MAX_FRAME_BYTES, Subscriber
 
 WINDOW, SINK = 8, 1
 
@@ -152,6 +155,41 @@ async def test_a_draft_is_told_which_sequences_ended(verifier: Verifier) -> None
     assert follower.ended == ["a"]
 
 
+async def test_rows_that_find_the_ring_full_come_inline_and_none_is_missing(
+    running: Running, target: Target, tmp_path: Path
+) -> None:
+    async with running(shared_memory=str(tmp_path)) as verifier:
+        follower, client = await verifier.follower(shared_memory=tmp_path), verifier.client()
+        await begin(client, "a", 20)
+        tokens = await rounds(client, target, "a", 20, [(4, 0)] * 11)
+        await begin(client, "b", 60)
+        await begin(client, "c", 9)
+        await assert_holds(follower, target, "a", tokens, kept(20) | set(range(20, 75)))
+        await assert_holds(follower, target, "b", prompt_of(60), kept(60))
+        await assert_holds(follower, target, "c", prompt_of(9), kept(9))
+        inline = [bool(message.rows.data) for message in follower.messages if message.spans]
+        assert inline[0] is False
+        assert inline[-1] is True
+        assert all(message.rows.data == b"" for message in follower.messages if message.slice.length)
+        assert follower.ring is not None
+        follower.ring.release(follower.messages[-1].slice)
+        await begin(client, "d", 9)
+        await assert_holds(follower, target, "d", prompt_of(9), kept(9))
+        assert follower.messages[-1].slice.length
+
+
+async def test_a_draft_of_another_host_is_offered_no_memory(running: Running, tmp_path: Path) -> None:
+    async with running(shared_memory=str(tmp_path)) as verifier:
+        follower = Follower(verifier.address, verifier.info)
+        request, channel = follower.request, follower.channel
+        request.host = "another host's boot id"
+        first = await rpc.VerifierStub(channel).Activations(request).read()
+        assert first.HasField("ring")
+        assert not first.ring.name
+        await follower.close()
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -178,14 +216,14 @@ async def test_a_draft_of_another_kind_is_refused(verifier: Verifier, change: di
         assert verifier.info.target_fingerprint in str(caught.value.details()), "both values are named"
 
 
-def test_frames_hold_at_most_a_megabyte() -> None:
+def test_frames_hold_at_most_what_they_may() -> None:
     rows_RND = torch.randn(3000, 2, 256)
     spans = [pb.ActivationSpan(sequence_id="a", start=4, count=2500, reset=True)]
     spans.append(pb.ActivationSpan(sequence_id="b", start=0, count=500, reset=True))
-    found = list(frames(spans, rows_RND))
-    assert all(len(message.rows.data) <= MAX_FRAME_BYTES for message in found)
-    assert b"".join(message.rows.data for message in found) == rows_RND.numpy().tobytes()
-    pieces = [span for message in found for span in message.spans]
+    found = list(frames(Delivery(spans, rows_RND), MAX_FRAME_BYTES))
+    assert all(part.rows_RND.nbytes <= MAX_FRAME_BYTES for part in found)
+    assert torch.equal(torch.cat([part.rows_RND for part in found]), rows_RND)
+    pieces = [span for part in found for span in part.spans]
     for name, start, count in (("a", 4, 2500), ("b", 0, 500)):
         mine = [span for span in pieces if span.sequence_id == name]
         assert [span.reset for span in mine] == [True] + [False] * (len(mine) - 1)
@@ -194,24 +232,24 @@ def test_frames_hold_at_most_a_megabyte() -> None:
 
 async def test_a_slow_subscriber_loses_its_queue_and_asks_for_a_replay() -> None:
     """It is never delivered a gap: after an overflow comes nothing but the replay and what follows it."""
-    asked: list[bool] = []
-    subscriber = Subscriber(asyncio.get_running_loop(), lambda: asked.append(True), max_bytes=100)
+    asked: list[Deliver] = []
+    subscriber = Subscriber(asyncio.get_running_loop(), asked.append, max_bytes=100)
 
-    def frame(name: str, ended: str | None = None) -> pb.ActivationsResponse:
-        rows = codes.Tensor(data=bytes(60))
-        return pb.ActivationsResponse(
-            spans=[pb.ActivationSpan(sequence_id=name)], rows=rows, ended=[ended] if ended else []
-        )
+    def rows(*names: str) -> Delivery:
+        spans = [pb.ActivationSpan(sequence_id=name, count=1) for name in names]
+        return Delivery(spans, torch.zeros(len(names), 1, 15))
 
-    subscriber.deliver(Delivery([frame("1"), frame("2", ended="x")]))
-    subscriber.deliver(Delivery([frame("3", ended="y")]))
+    subscriber.deliver(rows("1", "2"))
+    subscriber.deliver(Delivery(ended=["x"]))
+    subscriber.deliver(rows("3"))
+    subscriber.deliver(Delivery(ended=["y"]))
     await asyncio.sleep(0)
     messages = subscriber.messages()
     waiting = asyncio.ensure_future(anext(messages))
     await asyncio.sleep(0)
-    assert asked == [True]
+    assert asked == [subscriber.deliver]
     assert not waiting.done()
-    subscriber.deliver(Delivery([frame("replay 1"), frame("replay 2")], whole_replay=True))
-    subscriber.deliver(Delivery([]))
+    subscriber.deliver(replace(rows("replay 1", "replay 2"), whole_replay=True))
+    subscriber.deliver(Delivery())
     assert list((await waiting).ended) == ["x", "y"]
-    assert [(await anext(messages)).spans[0].sequence_id for _ in range(2)] == ["replay 1", "replay 2"]
+    assert [span.sequence_id for span in (await anext(messages)).spans] == ["replay 1", "replay 2"]
