@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import mmap
 import random
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from spire.errors import OutOfCapacity
-from spire.model.cache import TargetCache
+from spire.model import cache as cache_module
+from spire.model.cache import Stretches, TargetCache
 from spire.model.config import ModelConfig
 from spire.model.target import Target, WholeSequence
 
@@ -19,8 +22,8 @@ V, CAPACITY = 40, 100
 class OnePage(TargetCache):
     """Read as on a GPU: a stretch of one page that holds everything."""
 
-    def __init__(self, config: ModelConfig, slots: int, capacity: int):
-        super().__init__(config, slots, capacity)
+    def __init__(self, config: ModelConfig, slots: int, capacity: int, parking: int = 0):
+        super().__init__(config, slots, capacity, parking=parking)
         self.paged = False
         assert self.pages == 1
 
@@ -156,7 +159,87 @@ def test_neighbouring_slots_are_read_where_they_lie(target: Target, new_cache: t
 
 
 def test_a_few_gaps_between_slots_are_read_over_and_many_are_not(target: Target, new_cache: type[TargetCache]) -> None:
-    cache = new_cache(target.config, slots=9, capacity=CAPACITY)
-    assert list(cache.neighbourhood([2, 3, 5, 7], new_tokens=5)) == [2, 3, 4, 5, 6, 7]
-    assert list(cache.neighbourhood([0, 3, 8], new_tokens=5)) == [0, 3, 8]
-    assert list(cache.neighbourhood([2, 3, 5, 7], new_tokens=500)) == [2, 3, 5, 7]
+    cache, config = new_cache(target.config, slots=9, capacity=CAPACITY), target.config
+
+    def rows_read(slots: list[int], new_tokens: int) -> int:
+        new = torch.zeros(len(slots), config.num_key_value_heads, new_tokens, config.head_dim)
+        return cache.view(slots, new_tokens).append(0, new, new)[0].shape[-4]
+
+    assert rows_read([2, 3, 5, 7], new_tokens=5) == 6
+    assert rows_read([0, 3, 8], new_tokens=5) == 3
+    assert rows_read([2, 3, 5, 7], new_tokens=90) == 4
+
+
+def test_several_stretches_in_one_forward_are_what_each_would_be_alone(
+    target: Target, new_cache: type[TargetCache]
+) -> None:
+    torch.manual_seed(0)
+    tokens_NL = torch.randint(V, (5, 60))
+    cache = new_cache(target.config, slots=5, capacity=CAPACITY)
+    slots = [cache.allocate() for _ in range(5)]
+    target(tokens_NL[:, :30], cache.view(slots, 30))
+    cache.commit(slots, [30] * 5)
+    stretches = [([0, 2, 3], 4), ([1], 25), ([4], 1)]
+    views = Stretches([cache.view(chosen, T) for chosen, T in stretches])
+    tokens_1R = torch.cat([tokens_NL[chosen, 30 : 30 + T].flatten() for chosen, T in stretches])[None]
+    hidden, taps = target(tokens_1R, views, tapped_layers=(1,))
+    assert taps is not None
+    for (chosen, T), hidden_BTD, taps_BTND in zip(stretches, views.split(hidden), views.split(taps), strict=True):
+        whole = tokens_NL[chosen, : 30 + T]
+        expected = target(whole, WholeSequence(whole), tapped_layers=(1,))
+        assert expected.taps_BTND is not None
+        torch.testing.assert_close(hidden_BTD, expected.hidden_BTD[:, 30:], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(taps_BTND, expected.taps_BTND[:, 30:], atol=1e-4, rtol=1e-4)
+
+
+def test_a_copy_goes_on_as_the_original_would(target: Target, new_cache: type[TargetCache]) -> None:
+    torch.manual_seed(0)
+    tokens_L = torch.randint(V, (80,))
+    cache = new_cache(target.config, slots=2, capacity=CAPACITY, parking=1)
+    cache.allocate()
+    target(tokens_L[None, :70], cache.view([0], 70))
+    cache.commit([0], [70])
+    cache.copy(0, 2, 65)
+    for tensor in (*cache.keys, *cache.values):
+        tensor[:, 0].fill_(7.0)
+    logits = target.unembed(target(tokens_L[None, 65:], cache.view([2], 15)).hidden_BTD[0])
+    torch.testing.assert_close(logits, whole_logits(target, tokens_L)[65:], atol=1e-4, rtol=1e-4)
+
+
+def test_memory_is_promised_up_to_the_budget_and_what_is_freed_serves_again(target: Target) -> None:
+    pages = CAPACITY // cache_module._PAGE + 1
+    page_bytes = TargetCache(target.config, slots=1, capacity=CAPACITY).page_bytes
+    cache = TargetCache(target.config, slots=4, capacity=CAPACITY, budget=2 * pages * page_bytes)
+    slots = [cache.allocate() for _ in range(3)]
+    assert cache.reserve(slots[:2], CAPACITY)
+    assert cache.held_bytes == cache.bytes
+    assert not cache.reserve(slots[2:], 1)
+    with pytest.raises(OutOfCapacity, match="no memory"):
+        cache.view(slots[2:], 1)
+    cache.free(slots[0])
+    assert cache.reserve(slots[2:], CAPACITY)
+    assert cache.held_bytes == cache.bytes
+
+
+def test_a_budget_too_small_for_one_sequence_is_refused(target: Target) -> None:
+    with pytest.raises(OutOfCapacity, match="too little for one sequence of 100 positions"):
+        TargetCache(target.config, slots=4, capacity=CAPACITY, budget=10)
+
+
+def test_memory_comes_with_what_is_written_and_goes_with_it(target: Target) -> None:
+    """Address space for gigabytes costs nothing; a long sequence costs what it holds, and gives it back."""
+    config = target.config.model_copy(update={"head_dim": 64})
+    cache = TargetCache(config, slots=64, capacity=8000)
+    assert cache.bytes > 500e6
+    before = _resident()
+    slot = cache.allocate()
+    assert cache.reserve([slot], 8000)
+    for pool in (*cache.keys, *cache.values):
+        pool[:, slot] = 1.0
+    assert _resident() - before == pytest.approx(cache.held_bytes, rel=0.1)
+    cache.empty(slot)
+    assert _resident() - before < 0.1 * cache.page_bytes * cache.pages
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE

@@ -1,8 +1,11 @@
 """The engine: one thread that owns the target, its cache and every sequence. Others hand it work and get answers.
 
-A turn is: take what has arrived, draft what waits for the target's own guesses, verify what waits (all streams merged),
-prefill one chunk. Decoding therefore never waits for more than one chunk of prompt. With nothing to do the thread
-sleeps in its inbox.
+A turn is: take what has arrived, draft what waits for the target's own guesses, and one step: a single forward over all
+blocks that wait (all streams merged) and as much prompt as the token budget has room for. Decoding therefore never
+waits for more than one chunk of prompt. With nothing to do the thread sleeps in its inbox.
+
+When memory runs out, what is parked for later prompts goes first, then the youngest sequence is preempted: its gateway
+starts it again from its tokens, as after any loss.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import structlog
 import torch
 
 from spire.drafting import Drafted, Guess, ProposeTask, answer
-from spire.errors import InvalidRequest, NotFinite, RequestError, SpireError, UnknownSequence
+from spire.errors import InvalidRequest, NotFinite, OutOfCapacity, RequestError, SpireError, UnknownSequence
 from spire.rpc.errors import OK, item_status
 from spire.sampling import SamplingRows
 from spire.v1 import tensor_pb2
@@ -29,8 +32,9 @@ from spire.v1 import verifier_pb2 as pb
 from verifier_service.activations import Advance, Deliver, Publisher, Taps
 from verifier_service.batch import Block, Limits, RaggedBatch, pad, q_problems, read_block
 from verifier_service.metrics import VerifierMetrics
+from verifier_service.prefixes import Prefixes
 from verifier_service.sequence import Sequence, check_start
-from verifier_service.step import ModelSteps, Outcome
+from verifier_service.step import ModelSteps, Outcome, PromptChunk
 from verifier_service.tasks import CallTask, StartTask, VerifyTask
 
 log = structlog.get_logger("verifier_service")
@@ -48,11 +52,19 @@ class _Entry:
 
 class Engine:
     def __init__(
-        self, steps: ModelSteps, publisher: Publisher, limits: Limits, metrics: VerifierMetrics, prefill_budget: int
+        self,
+        steps: ModelSteps,
+        publisher: Publisher,
+        prefixes: Prefixes,
+        limits: Limits,
+        metrics: VerifierMetrics,
+        token_budget: int,
     ):
-        self.steps, self.publisher, self.limits, self.metrics = steps, publisher, limits, metrics
+        self.steps, self.publisher, self.prefixes = steps, publisher, prefixes
+        self.limits, self.metrics = limits, metrics
+        # In order of admission.
         self.sequences: dict[str, Sequence] = {}
-        self._prefill_budget = prefill_budget
+        self._token_budget = token_budget
         self._prefilling: list[Sequence] = []
         self._drafting: deque[ProposeTask] = deque()
         self._verifying: deque[VerifyTask] = deque()
@@ -102,8 +114,7 @@ class Engine:
         self._receive()
         self._turn_began = time.perf_counter()
         self._draft_waiting()
-        self._verify_waiting()
-        self._prefill_chunk()
+        self._step()
         self._turn_began = None
 
     def _receive(self) -> None:
@@ -156,6 +167,12 @@ class Engine:
     def _admit(self, task: StartTask) -> None:
         check_start(task.start, self.limits.vocab_size, self.limits.max_context)
         slot = self.steps.cache.allocate()
+        # The prompt and the first page that it grows into.
+        while not self.steps.cache.reserve([slot], len(task.start.tokens) + self.limits.max_depth + 1):
+            if not self.prefixes.shed():
+                self.steps.cache.free(slot)
+                raise OutOfCapacity(f"no memory is left for the cache of {len(task.start.tokens)} positions")
+        self.prefixes.begin(slot, task.start.tokens)
         prompt_L = torch.tensor(list(task.start.tokens))
         sequence = Sequence(task.start, slot, task.gateway, task.reply, prompt_L, task.received)
         self.steps.sampling.assign(slot, task.start.sampling)
@@ -163,6 +180,7 @@ class Engine:
         self._prefilling.append(sequence)
         self.publisher.join(sequence.id, sequence.draft_id, slot)
         self.metrics.slots_used.set(len(self.sequences))
+        self.metrics.cache_held_bytes.set(self.steps.cache.held_bytes)
 
     def _refused_start(self, sequence_id: str, error: SpireError) -> pb.Started:
         status = item_status(error)
@@ -177,11 +195,14 @@ class Engine:
         known = [i for i in dict.fromkeys(sequence_ids) if i in self.sequences]
         for sequence_id in known:
             sequence = self.sequences.pop(sequence_id)
+            held = 0 if sequence.poisoned else self.steps.cache.lengths[sequence.slot]
+            self.prefixes.end(sequence.slot, sequence.tokens[:held])
             self.steps.cache.free(sequence.slot, scrub=sequence.poisoned)
             if sequence.started is None:
                 self._prefilling.remove(sequence)
         self.publisher.end(known)
         self.metrics.slots_used.set(len(self.sequences))
+        self.metrics.cache_held_bytes.set(self.steps.cache.held_bytes)
         return len(known)
 
     def release_gateway(self, gateway: str) -> int:
@@ -214,27 +235,62 @@ class Engine:
         self.metrics.positions.labels("draft").inc(k * len(slots))
         return self.steps.draft(slots, [guess.newest_token for guess in guesses], k, rows)
 
-    # --- verification -------------------------------------------------------------------------------------------
+    # --- a step ---------------------------------------------------------------------------------------------------
 
-    def _verify_waiting(self) -> None:
-        """One ragged forward for all batches that wait."""
+    def _step(self) -> None:
+        """One ragged forward for all batches that wait and a chunk of prompt; answer, publish."""
         taken = time.perf_counter()
         tasks = self._take_batches()
-        if not tasks:
-            return
-        entries, batch = self._with_sound_q(self._admissible(tasks))
-        outcome = self._verify(entries, batch) if batch else None
-        forward, sample = (outcome.forward_seconds, outcome.sample_seconds) if outcome else (0.0, 0.0)
+        entries, batch = self._with_sound_q(self._with_room(self._admissible(tasks)))
+        chosen, chunk = self._choose_chunk(batch.tokens_BT.numel() if batch else 0)
+        verified, prefilled = self._forward(entries, batch, chosen, chunk)
         for task in tasks:
+            forward, sample = (verified.forward_seconds, verified.sample_seconds) if verified else (0.0, 0.0)
             timings = _timings(taken - task.received, forward, sample, time.perf_counter() - taken)
             result = pb.VerifyBatchResult(batch_id=task.batch.batch_id, results=task.results, timings=timings)
             task.reply(pb.RoundsResponse(verified=result))
-        if outcome:
-            advances = [
-                _advance(entry.block.sequence, entry.block.base, accepted + 1 if sound else 0)
-                for entry, accepted, sound in zip(entries, outcome.accepted, outcome.finite, strict=True)
-            ]
-            self._publish(lambda: self.publisher.publish(advances, outcome.taps_BTND))
+        if verified:
+            self._publish_verified(entries, verified)
+        if chunk and prefilled:
+            self._advance_prompts(chosen, chunk, prefilled, taken)
+
+    def _forward(
+        self, entries: Rows[_Entry], batch: RaggedBatch | None, chosen: Rows[Sequence], chunk: PromptChunk | None
+    ) -> tuple[Outcome | None, Outcome | None]:
+        """Run the forward and write each entry's result. A step that fails is answered and changes nothing."""
+        if not batch and not chunk:
+            return None, None
+        try:
+            verified, prefilled = self.steps.run(batch, chunk)
+        except Exception as error:
+            log.exception("a step failed", blocks=len(entries), prompts=len(chosen))
+            for entry in entries:
+                self._refuse(entry.task, entry.index, NotFinite(f"the verifier could not run this step: {error}"))
+            for sequence in chosen:
+                self._fail_start(sequence, NotFinite(f"the verifier could not prefill this sequence: {error}"))
+            return None, None
+        if batch and verified:
+            self._count_verified(entries, batch, verified)
+        if chunk and prefilled:
+            self._count_step("prefill", prefilled, sum(chunk.counts))
+        return verified, prefilled
+
+    def _count_verified(self, entries: Rows[_Entry], batch: RaggedBatch, outcome: Outcome) -> None:
+        for row, entry in enumerate(entries):
+            self._conclude(entry, outcome, row)
+        self._count_step("verify", outcome, sum(batch.counts) + len(batch.counts))
+        self.metrics.tokens.inc(sum(len(tokens) for tokens in outcome.tokens))
+        self.metrics.draft_tokens.inc(sum(batch.counts))
+        self.metrics.accepted_tokens.inc(sum(outcome.accepted))
+
+    def _publish_verified(self, entries: Rows[_Entry], outcome: Outcome) -> None:
+        advances = [
+            _advance(entry.block.sequence, entry.block.base, accepted + 1 if sound else 0)
+            for entry, accepted, sound in zip(entries, outcome.accepted, outcome.finite, strict=True)
+        ]
+        self._publish(lambda: self.publisher.publish(advances, outcome.taps_BTND))
+
+    # --- verification -------------------------------------------------------------------------------------------
 
     def _take_batches(self) -> list[VerifyTask]:
         """All that wait, up to the first that names a sequence again: that one needs this step's outcome."""
@@ -292,22 +348,29 @@ class Engine:
         self._count_refusal(status)
         task.results[index] = pb.VerifyResult(sequence_id=item.sequence_id, round=item.round, status=status)
 
-    def _verify(self, entries: Rows[_Entry], batch: RaggedBatch) -> Outcome | None:
-        """Run the step and write each entry's result. A step that fails is answered and changes nothing."""
-        try:
-            outcome = self.steps.verify(batch)
-        except Exception as error:
-            log.exception("a verification step failed", sequences=len(entries))
+    def _with_room(self, entries: list[_Entry]) -> list[_Entry]:
+        """The entries for whose new positions there is memory, after whatever had to give way."""
+        while entries:
+            slots = [entry.block.sequence.slot for entry in entries]
+            new_tokens = 1 + max(entry.block.k for entry in entries)
+            if self.steps.cache.reserve(slots, new_tokens) or self.prefixes.shed():
+                break
+            victim = self._preempt_youngest()
             for entry in entries:
-                self._refuse(entry.task, entry.index, NotFinite(f"the verifier could not run this step: {error}"))
-            return None
-        for row, entry in enumerate(entries):
-            self._conclude(entry, outcome, row)
-        self._count_step("verify", outcome, sum(batch.counts) + len(batch.counts))
-        self.metrics.tokens.inc(sum(len(tokens) for tokens in outcome.tokens))
-        self.metrics.draft_tokens.inc(sum(batch.counts))
-        self.metrics.accepted_tokens.inc(sum(outcome.accepted))
-        return outcome
+                if entry.block.sequence is victim:
+                    self._refuse(entry.task, entry.index, UnknownSequence(f"sequence {victim.id} was preempted"))
+            entries = [entry for entry in entries if entry.block.sequence is not victim]
+        return entries
+
+    def _preempt_youngest(self) -> Sequence:
+        """Let the sequence that was admitted last start again when there is memory."""
+        youngest = list(self.sequences.values())[-1]
+        self.metrics.preempted.inc()
+        if youngest.started is None:
+            self._fail_start(youngest, OutOfCapacity("no memory is left for its cache"))
+        else:
+            self.release([youngest.id])
+        return youngest
 
     def _conclude(self, entry: _Entry, outcome: Outcome, row: int) -> None:
         sequence, block = entry.block.sequence, entry.block
@@ -332,51 +395,85 @@ class Engine:
 
     # --- prefill ------------------------------------------------------------------------------------------------
 
-    def _prefill_chunk(self) -> None:
-        """One forward over a piece of the oldest prompt, shared with others where the budget allows."""
+    def _choose_chunk(self, taken: int) -> tuple[list[Sequence], PromptChunk | None]:
+        """As much prompt as fits beside the positions `taken` already; a little of it always, or it would starve."""
+        room = max(self._token_budget - taken, -(-self._token_budget // 4))
+        while new := [sequence for sequence in self._share_chunk(room)[0] if not sequence.compared]:
+            for sequence in new:
+                self._reuse_prefix(sequence)
+        chosen, length = self._share_chunk(room)
+        if not chosen:
+            return [], None
+        starts = [self.steps.cache.lengths[sequence.slot] for sequence in chosen]
+        tokens = [s.prompt_L[at : at + length] for s, at in zip(chosen, starts, strict=True)]
+        last = [len(s.prompt_L) == at + len(c) for s, at, c in zip(chosen, starts, tokens, strict=True)]
+        return chosen, PromptChunk([sequence.slot for sequence in chosen], tokens, last)
+
+    def _share_chunk(self, room: int) -> tuple[list[Sequence], int]:
+        """By slot, the prompts of the next chunk and its length.
+
+        The oldest takes what it needs of the room; others of about that length share the chunk.
+        """
         if not self._prefilling:
+            return [], 0
+        oldest, *others = self._prefilling
+        length = min(self._remaining(oldest), room)
+        alike = [sequence for sequence in others if self._remaining(sequence) <= 2 * length]
+        chosen = sorted([oldest, *alike][: max(1, room // length)], key=lambda sequence: sequence.slot)
+        # Padding may need memory that nobody promised.
+        return (chosen if self.steps.cache.reserve([s.slot for s in chosen], length) else [oldest]), length
+
+    def _remaining(self, sequence: Sequence) -> int:
+        return len(sequence.prompt_L) - self.steps.cache.lengths[sequence.slot]
+
+    def _reuse_prefix(self, sequence: Sequence) -> None:
+        """Before its first chunk: copy what another sequence holds of its prompt.
+
+        What a draft will be replayed, the activations of the sink and the window, is computed all the same.
+        """
+        sequence.compared = True
+        sink, window = self.publisher.replayed(sequence.draft_id)
+        prompt = sequence.start.tokens
+        donor, length = self.prefixes.longest(prompt[: len(prompt) - 1 - window])
+        if length <= sink:
             return
-        began = time.perf_counter()
-        chosen, length = self._choose_chunk()
-        starts = [self.steps.cache.lengths[s.slot] for s in chosen]
-        chunks = [s.prompt_L[at : at + length] for s, at in zip(chosen, starts, strict=True)]
-        ends = [at + len(chunk) for at, chunk in zip(starts, chunks, strict=True)]
-        last = [end == len(s.prompt_L) for s, end in zip(chosen, ends, strict=True)]
-        try:
-            outcome = self.steps.prefill([s.slot for s in chosen], chunks, last)
-        except Exception as error:
-            log.exception("a prefill step failed", sequences=len(chosen))
-            for sequence in chosen:
-                self._fail_start(sequence, NotFinite(f"the verifier could not prefill this sequence: {error}"))
-            return
-        self._count_step("prefill", outcome, sum(map(len, chunks)))
-        advances = [_advance(s, at, len(c)) for s, at, c in zip(chosen, starts, chunks, strict=True)]
+        if sink:
+            first = PromptChunk([sequence.slot], [sequence.prompt_L[:sink]], [False])
+            _, prefilled = self._forward([], None, [sequence], first)
+            if prefilled is None:
+                return
+            self._advance_prompts([sequence], first, prefilled, time.perf_counter())
+        self.steps.cache.copy(donor, sequence.slot, length)
+        self.publisher.skip(sequence.id, sequence.draft_id, list(prompt[sink:length]))
+        sequence.cached_tokens = length
+        self.metrics.cached_tokens.inc(length)
+
+    def _advance_prompts(self, chosen: Rows[Sequence], chunk: PromptChunk, outcome: Outcome, began: float) -> None:
+        """Publish what was prefilled; answer the prompts that are whole."""
+        ends = [self.steps.cache.lengths[sequence.slot] for sequence in chosen]
+        advances = [
+            _advance(sequence, end - count, count) if sound else _advance(sequence, end, 0)
+            for sequence, end, count, sound in zip(chosen, ends, chunk.counts, outcome.finite, strict=True)
+        ]
         self._publish(lambda: self.publisher.publish(advances, outcome.taps_BTND, announce=False))
         for row, sequence in enumerate(chosen):
             _add_work(sequence, began, outcome)
             if not outcome.finite[row]:
                 sequence.poisoned = True
                 self._fail_start(sequence, _not_finite(sequence))
-            elif last[row]:
+            elif chunk.last[row]:
                 self._finish_start(sequence, outcome.tokens[row][0])
-
-    def _choose_chunk(self) -> tuple[list[Sequence], int]:
-        """The oldest prompt takes what it needs of the budget; others of about that length share its chunk."""
-
-        def remaining(sequence: Sequence) -> int:
-            return len(sequence.prompt_L) - self.steps.cache.lengths[sequence.slot]
-
-        oldest, *others = self._prefilling
-        length = min(remaining(oldest), self._prefill_budget)
-        alike = [sequence for sequence in others if remaining(sequence) <= 2 * length]
-        chosen = [oldest, *alike][: max(1, self._prefill_budget // length)]
-        return sorted(chosen, key=lambda sequence: sequence.slot), length
 
     def _finish_start(self, sequence: Sequence, token: int) -> None:
         base = self.steps.cache.lengths[sequence.slot]
         sequence.tokens.append(token)
         sequence.started = pb.Started(
-            sequence_id=sequence.id, status=OK, base=base, token=token, timings=sequence.timings
+            sequence_id=sequence.id,
+            status=OK,
+            base=base,
+            token=token,
+            timings=sequence.timings,
+            cached_tokens=sequence.cached_tokens,
         )
         self._prefilling.remove(sequence)
         self.metrics.tokens.inc()

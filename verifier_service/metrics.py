@@ -20,9 +20,12 @@ class VerifierMetrics:
         self.activation_bytes = self._counter("activation_bytes", "Activations published.")
         self.replays = self._counter("replays", "Replays of a sequence's sink and window.")
         self.expired = self._counter("expired_sequences", "Sequences freed because their gateway stayed away.")
+        self.preempted = self._counter("preempted_sequences", "Sequences sent away because memory ran out.")
+        self.cached_tokens = self._counter("cached_prompt_tokens", "Prompt positions copied from another sequence.")
+        self.cache_held_bytes = self._gauge("cache_held_bytes", "Bytes of the cache promised to sequences.")
         self.slots_used = self._gauge("slots_used", "Sequences held.")
         self._gauge("slots", "Sequences that can be held.").set(slots)
-        self._gauge("cache_bytes", "Bytes of the target's cache.").set(cache_bytes)
+        self._gauge("cache_bytes", "Bytes that the target's cache may come to hold.").set(cache_bytes)
 
     def _counter(self, name: str, text: str, labels: list[str] | None = None) -> Counter:
         return Counter(f"spire_verifier_{name}", text, labels or [], registry=self.registry)

@@ -31,6 +31,9 @@ class Sequence:
     last_base: int = 0
     last_answer: pb.VerifyResult | None = None
     poisoned: bool = False
+    # Whether its prompt was compared with what others hold, and how much of it was copied from one of them.
+    compared: bool = False
+    cached_tokens: int = 0
     # By position: the prompt, then what was generated.
     tokens: list[int] = field(init=False)
 

@@ -30,11 +30,14 @@ from verifier_service.batch import Limits
 from verifier_service.config import VerifierConfig
 from verifier_service.engine import Engine
 from verifier_service.metrics import VerifierMetrics
+from verifier_service.prefixes import Prefixes
 from verifier_service.service import Hosted, VerifierService, self_drafting
 from verifier_service.step import ModelSteps, SlotSampling
 
 # A turn that takes longer has stuck; the longest legitimate one is a prefill chunk.
 STUCK_SECONDS = 30.0
+# The rest is for weights' copies, activations and whoever else is on this machine.
+_SHARE_OF_FREE_MEMORY = 0.8
 
 
 def load(config: VerifierConfig) -> tuple[Engine, Hosted]:
@@ -77,22 +80,37 @@ def _build_engine(
     target: Target, config: VerifierConfig, max_context: int, dtype: torch.dtype, device: torch.device
 ) -> Engine:
     shape, slots = target.config, config.max_sequences
-    _check_memory(shape.kv_bytes_per_position // 2 * dtype.itemsize * max_context, slots, device)
-    cache = TargetCache(shape, slots, max_context, dtype, device)
+    cache = TargetCache(
+        shape,
+        slots,
+        max_context,
+        dtype,
+        device,
+        parking=slots if config.prefix_cache and device.type == "cpu" else 0,
+        budget=_cache_budget(shape.kv_bytes_per_position // 2 * dtype.itemsize * max_context, config, device),
+    )
     sparse = SparseAttention(config.self_sink, config.self_window)
     steps = ModelSteps(target, cache, SlotSampling(slots, device), sparse, config.self_top_m)
     publisher = Publisher(slots, shape.hidden_size, dtype, device)
     limits = Limits(shape.vocab_size, max_context, config.max_depth)
-    return Engine(steps, publisher, limits, VerifierMetrics(slots, cache.bytes), config.prefill_budget)
+    prefixes = Prefixes(cache, config.prefix_cache)
+    return Engine(steps, publisher, prefixes, limits, VerifierMetrics(slots, cache.bytes), config.token_budget)
 
 
-def _check_memory(bytes_each: int, slots: int, device: torch.device) -> None:
+def _cache_budget(bytes_each: int, config: VerifierConfig, device: torch.device) -> int | None:
+    """Bytes for the cache, None for what all sequences need. Raises CheckpointError where that cannot be had."""
+    needed = bytes_each * config.max_sequences
+    if config.cache_gb:
+        return int(config.cache_gb * 1e9)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _available_memory()
-    if bytes_each * slots > free:
+    if needed <= _SHARE_OF_FREE_MEMORY * free:
+        return None
+    if device.type == "cuda" or bytes_each > _SHARE_OF_FREE_MEMORY * free:
         raise CheckpointError(
-            f"a cache for {slots} sequences needs {bytes_each * slots / 1e9:.1f} GB, {free / 1e9:.1f} GB are free: "
+            f"a cache for {config.max_sequences} sequences needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free: "
             f"lower --max-sequences ({bytes_each / 1e9:.2f} GB each) or --max-context"
         )
+    return int(_SHARE_OF_FREE_MEMORY * free)
 
 
 def _available_memory() -> int:

@@ -1,4 +1,5 @@
-"""Model work: one forward, the sampling pipeline, the rule, the commit. Verification and prefill are the same append.
+"""Model work: one forward, the sampling pipeline, the rule, the commit. Verification and prefill are the same append,
+and share one forward where both wait.
 
 Drafting (MagicDec) is the same forward over a sparse copy of the cache, and commits nothing.
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from spire.drafting import Drafted, draft_tokens
-from spire.model.cache import TargetCache
+from spire.model.cache import Stretches, TargetCache
 from spire.model.self_speculation import SelfSpeculation, SparseAttention
 from spire.model.target import Target, TargetOutput
 from spire.rpc.sampling import from_protos
@@ -26,8 +27,24 @@ from verifier_service.batch import RaggedBatch
 
 
 @dataclass(frozen=True)
+class PromptChunk:
+    """The next tokens of B prompts, and whether they are the `last` of theirs."""
+
+    slots: list[int]
+    tokens: list[Tensor]
+    last: list[bool]
+
+    @property
+    def counts(self) -> list[int]:
+        return [len(chunk) for chunk in self.tokens]
+
+
+@dataclass(frozen=True)
 class Outcome:
-    """Per row: whether its numbers are finite, how many draft tokens stand, and the tokens it gained."""
+    """Per row: whether its numbers are finite, how many draft tokens stand, and the tokens it gained.
+
+    Where verification and prefill shared a forward, each is given its share of the seconds by positions.
+    """
 
     finite: list[bool]
     accepted: list[int]
@@ -71,48 +88,61 @@ class ModelSteps:
         newest_B = torch.tensor(newest, device=self.device)
         return draft_tokens(round_.next_logits, newest_B, base_B, k, rows, self._top_m)
 
-    def verify(self, batch: RaggedBatch) -> Outcome:
-        """Feed each row's newest and draft tokens, apply the rule, commit the newest and the accepted ones."""
+    def run(self, batch: RaggedBatch | None, chunk: PromptChunk | None) -> tuple[Outcome | None, Outcome | None]:
+        """One forward for blocks to verify and prompts to prefill, and what becomes of each."""
         began = time.perf_counter()
-        output = self._append(batch.slots, batch.tokens_BT)
+        appended = []
+        if batch:
+            appended.append((batch.slots, batch.tokens_BT))
+        if chunk:
+            appended.append((chunk.slots, torch.nn.utils.rnn.pad_sequence(chunk.tokens, batch_first=True)))
+        outputs = self._append(appended)
+        positions = [tokens_BT.numel() for _, tokens_BT in appended]
+        forward = (time.perf_counter() - began) / sum(positions)
+        verified = self._conclude(batch, outputs.pop(0), forward * positions.pop(0)) if batch else None
+        prefilled = self._prefilled(chunk, outputs.pop(), forward * positions.pop()) if chunk else None
+        return verified, prefilled
+
+    def _append(self, stretches: list[tuple[list[int], Tensor]]) -> list[TargetOutput]:
+        """One forward over slots and tokens [B, T] of each stretch."""
+        stretches = [(slots, tokens_BT.to(self.device)) for slots, tokens_BT in stretches]
+        views = [self.cache.view(slots, tokens_BT.shape[1]) for slots, tokens_BT in stretches]
+        if len(views) == 1:
+            return [self.target(stretches[0][1], views[0], self.tapped_layers)]
+        together = Stretches(views)
+        tokens_1R = torch.cat([tokens_BT.flatten() for _, tokens_BT in stretches])[None]
+        hidden, taps = self.target(tokens_1R, together, self.tapped_layers)
+        split_taps = [None] * len(views) if taps is None else together.split(taps)
+        return [TargetOutput(*output) for output in zip(together.split(hidden), split_taps, strict=True)]
+
+    def _conclude(self, batch: RaggedBatch, output: TargetOutput, forward_seconds: float) -> Outcome:
+        """Apply the rule to each row; commit the newest token and the accepted ones."""
+        began = time.perf_counter()
         logits_BTV = self.target.unembed(output.hidden_BTD)
         position_T = torch.arange(logits_BTV.shape[1], device=self.device)
         finite_BT = logits_BTV.sum(dim=-1).isfinite() | (position_T > batch.counts_B[:, None])
         finite = finite_BT.all(dim=1).tolist()
-        forwarded = time.perf_counter()
+        forward_seconds += time.perf_counter() - began
+        began = time.perf_counter()
         rows = self.sampling.of(torch.tensor(batch.slots, device=self.device))
         p_BTV = probabilities(logits_BTV, rows)
         verdict = verify(p_BTV, batch.draft_BK, batch.counts_B, batch.q, rows, batch.base_B)
         accepted = verdict.accepted_B.tolist()
         tokens = [row[: a + 1] for row, a in zip(verdict.tokens_BT.tolist(), accepted, strict=True)]
         self._commit(batch.slots, [a + 1 for a in accepted], finite)
-        return Outcome(finite, accepted, tokens, output.taps_BTND, forwarded - began, time.perf_counter() - forwarded)
+        return Outcome(finite, accepted, tokens, output.taps_BTND, forward_seconds, time.perf_counter() - began)
 
-    def prefill(self, slots: Rows[int], chunks: Rows[Tensor], last: Rows[bool]) -> Outcome:
-        """Append a chunk of prompt to each slot; draw the first token where the chunk is the `last` of its prompt."""
+    def _prefilled(self, chunk: PromptChunk, output: TargetOutput, forward_seconds: float) -> Outcome:
+        """Commit each chunk; draw the first token where it is the last of its prompt."""
         began = time.perf_counter()
-        counts = [len(chunk) for chunk in chunks]
-        tokens_BT = torch.nn.utils.rnn.pad_sequence(list(chunks), batch_first=True).to(self.device)
-        output = self._append(slots, tokens_BT)
+        counts = chunk.counts
         at_B = torch.tensor(counts, device=self.device) - 1
         hidden_BD = output.hidden_BTD[torch.arange(len(counts), device=self.device), at_B]
         finite = hidden_BD.sum(dim=-1).isfinite().tolist()
-        forwarded = time.perf_counter()
-        self._commit(slots, counts, finite)
-        tokens = self._first_tokens(slots, hidden_BD, last)
+        self._commit(chunk.slots, counts, finite)
+        tokens = self._first_tokens(chunk.slots, hidden_BD, chunk.last)
         accepted = [0] * len(counts)
-        return Outcome(finite, accepted, tokens, output.taps_BTND, forwarded - began, time.perf_counter() - forwarded)
-
-    def _append(self, slots: Rows[int], tokens_BT: Tensor) -> TargetOutput:
-        """One forward over these slots, in ascending order; a few that lie between them may be fed along."""
-        around = self.cache.neighbourhood(slots, tokens_BT.shape[1])
-        view = self.cache.view(around, tokens_BT.shape[1])
-        if len(around) == len(slots):
-            return self.target(tokens_BT, view, self.tapped_layers)
-        rows_B = torch.tensor(slots, device=self.device) - around[0]
-        tokens_NT = tokens_BT.new_zeros(len(around), tokens_BT.shape[1]).index_copy_(0, rows_B, tokens_BT)
-        hidden_NTD, taps_NTND = self.target(tokens_NT, view, self.tapped_layers)
-        return TargetOutput(hidden_NTD[rows_B], None if taps_NTND is None else taps_NTND[rows_B])
+        return Outcome(finite, accepted, tokens, output.taps_BTND, forward_seconds, time.perf_counter() - began)
 
     def _commit(self, slots: Rows[int], counts: Rows[int], finite: Rows[bool]) -> None:
         self.cache.commit(slots, [count if sound else 0 for count, sound in zip(counts, finite, strict=True)])

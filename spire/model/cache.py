@@ -1,39 +1,47 @@
 """The target's cache: a block table whose blocks, on a CPU, are pages of neighbouring slots.
 
 Page p holds positions p · C to (p + 1) · C of every slot, contiguous, so a batch whose slots are neighbours reads the
-pool itself and only as many pages as its longest sequence needs: nothing is gathered, nothing copied.
+pool itself and only as many pages as its longest sequence needs: nothing is gathered, nothing copied. A slot has room
+for the longest sequence, but only as address space: memory comes when a page is first written and goes when its
+sequence does, so what is held is what sequences fill, and a `budget` bounds it (as vAttention does on a GPU).
 `append` writes behind the committed length; `commit` alone moves that length on, and `rewind` back. So a rejected token
 is simply never committed, and the next append overwrites it. A batch is ragged: short rows are padded, their padding
 likewise.
 
-Shapes: P pages of C positions, B sequences, T new positions, S attended positions, G key/value heads, K head width.
-What it does not know: pages that are allocated one by one, and sharing of prefixes.
+Shapes: P pages of C positions, B sequences, T new positions, S attended positions, G key/value heads, K head width,
+R rows of a forward over several views.
+What it does not know: pages on a GPU, where a slot is one page and all of it is allocated from the start.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
+import mmap
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from spire.errors import OutOfCapacity
 from spire.model.config import ModelConfig
-from spire.model.layers import attend
+from spire.model.layers import additive, attend
 
 # Positions per page on a CPU. On a GPU one page holds everything: kernels there read a stretch without copying it.
 _PAGE = 256
 
-# A gathered row is read, written and read again. A row that nobody asked for is read once, but also computed: that is
-# cheap beside reading its cache only while there are few new tokens.
+# A gathered row is read, written and read again. One that lies between others is read once for nothing, and attended
+# for nothing: that is cheap beside reading it only while there are few new tokens.
 _GATHER_COST = 1.5
 _FEW_TOKENS = 32
 
 
 class TargetCache:
-    """Keys and values of `slots` sequences of up to `capacity` committed positions each."""
+    """Keys and values of `slots` sequences of up to `capacity` committed positions each, in `budget` bytes at most.
+
+    `parking` more slots follow: they are never allocated, only copied to and from.
+    """
 
     def __init__(
         self,
@@ -42,22 +50,39 @@ class TargetCache:
         capacity: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        parking: int = 0,
+        budget: int | None = None,
     ):
-        self.capacity = capacity
-        self.lengths = [0] * slots
+        self.slots, self.capacity = slots, capacity
+        self.lengths = [0] * (slots + parking)
         # At least one column more than can be committed: there the padding of full rows goes.
         pages = capacity // _PAGE + 1
         self.paged = torch.device(device).type == "cpu"
         self.pages, self.page = (pages, _PAGE) if self.paged else (1, pages * _PAGE)
-        shape = (self.pages, slots, config.num_key_value_heads, self.page, config.head_dim)
-        # Zeros, not empty: attention weighs masked columns with 0, and 0 times a stray NaN is NaN.
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)]
+        shape = (self.pages, len(self.lengths), config.num_key_value_heads, self.page, config.head_dim)
+        pools = [_Pool(shape, dtype, device) for _ in range(2 * config.num_hidden_layers)]
+        self._pools = pools
+        self.keys, self.values = [pool.tensor for pool in pools[::2]], [pool.tensor for pool in pools[1::2]]
+        self.page_bytes = sum(pool.row_bytes for pool in pools)
+        self._budget = self.pages * slots if budget is None else budget // self.page_bytes
+        if self._budget < self.pages:
+            raise OutOfCapacity(
+                f"{(budget or 0) / 1e6:.1f} MB are too little for one sequence of {capacity} positions: "
+                f"it needs {self.pages * self.page_bytes / 1e6:.1f} MB"
+            )
+        # Pages of each slot that are, or may be, backed by memory.
+        self._held = [0] * len(self.lengths)
         self._free = list(range(slots))
 
     @property
     def bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+        """What it may come to hold."""
+        return self._budget * self.page_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """What is promised to the sequences there are."""
+        return sum(self._held) * self.page_bytes
 
     @property
     def free_slots(self) -> int:
@@ -66,27 +91,50 @@ class TargetCache:
     def allocate(self) -> int:
         """The lowest free slot, so that sequences stay neighbours. Raises OutOfCapacity when all are taken."""
         if not self._free:
-            raise OutOfCapacity(f"all {len(self.lengths)} sequences that this verifier can hold are taken")
+            raise OutOfCapacity(f"all {self.slots} sequences that this verifier can hold are taken")
         slot = heapq.heappop(self._free)
         self.lengths[slot] = 0
         return slot
 
     def free(self, slot: int, scrub: bool = False) -> None:
-        """Give a slot back. `scrub` clears it, for a sequence whose numbers were not finite."""
+        """Give a slot back. `scrub` clears it, for a sequence whose numbers were not finite.
+
+        Its memory stays for whoever takes the slot next, until another one needs it.
+        """
         if scrub:
-            for tensor in (*self.keys, *self.values):
-                tensor[:, slot].zero_()
+            for pool in self._pools:
+                pool.tensor[:, slot].zero_()
         self.lengths[slot] = 0
         heapq.heappush(self._free, slot)
 
-    def neighbourhood(self, slots: Sequence[int], new_tokens: int) -> Sequence[int]:
-        """The range of slots around these, given in ascending order, when reading it beats gathering them.
+    def empty(self, slot: int) -> None:
+        """Forget what a slot holds and give its memory back."""
+        for pool in self._pools:
+            pool.release(slot, self._held[slot])
+        self.lengths[slot] = self._held[slot] = 0
 
-        Appending to the slots in between is harmless: what is not committed is overwritten.
-        """
-        around = range(slots[0], slots[-1] + 1)
-        cheap = new_tokens <= _FEW_TOKENS and len(around) <= _GATHER_COST * len(slots)
-        return around if cheap else slots
+    def reserve(self, slots: Sequence[int], new_tokens: int) -> bool:
+        """Promise each of these slots memory for `new_tokens` more positions, or none of them: False."""
+        needed = {slot: min(self.pages, -(-(self.lengths[slot] + new_tokens) // self.page)) for slot in slots}
+        more = sum(max(0, pages - self._held[slot]) for slot, pages in needed.items())
+        if more and sum(self._held) + more > self._budget:
+            for slot in self._free:
+                self.empty(slot)
+        if more and sum(self._held) + more > self._budget:
+            return False
+        for slot, pages in needed.items():
+            self._held[slot] = max(self._held[slot], pages)
+        return True
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Let `target` hold what `source` holds up to `length`. Raises OutOfCapacity when there is no memory."""
+        self.lengths[target] = 0
+        if not self.reserve([target], length):
+            raise OutOfCapacity(f"no memory for a copy of {length} positions")
+        pages, columns = -(-length // self.page), min(length, self.page)
+        for pool in (*self.keys, *self.values):
+            pool[:pages, target, :, :columns] = pool[:pages, source, :, :columns]
+        self.lengths[target] = length
 
     def rewind(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
         """Take back what a slot holds from `lengths` on: a draft's guesses stay only until they are verified."""
@@ -96,7 +144,12 @@ class TargetCache:
             self.lengths[slot] = length
 
     def view(self, slots: Sequence[int], new_tokens: int) -> BatchView:
-        """What one forward needs to append `new_tokens` positions to each of these slots."""
+        """What one forward needs to append `new_tokens` positions to each of these slots.
+
+        Ascending slots are read faster. Raises OutOfCapacity when there is no memory for them.
+        """
+        if not self.reserve(slots, new_tokens):
+            raise OutOfCapacity(f"no memory for {new_tokens} more positions of {len(slots)} sequences")
         return BatchView(self, slots, new_tokens)
 
     def gather(self, slots: Sequence[int], positions_BS: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,26 +177,64 @@ class TargetCache:
             self.lengths[slot] += count
 
 
+class _Pool:
+    """One layer's keys or values, [P, slots, G, C, K] of zeros. On a CPU nothing is backed before it is written."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str):
+        self.row_bytes = math.prod(shape[2:]) * dtype.itemsize
+        self._slots = shape[1]
+        self._memory: mmap.mmap | None = None
+        if torch.device(device).type != "cpu" or not hasattr(mmap, "MAP_ANONYMOUS"):
+            # Zeros, not empty: attention weighs masked columns with 0, and 0 times a stray NaN is NaN.
+            self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+            return
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._memory = mmap.mmap(-1, math.prod(shape[:2]) * self.row_bytes, flags=flags)
+        self.tensor = torch.frombuffer(self._memory, dtype=dtype).view(shape)
+
+    def release(self, slot: int, pages: int) -> None:
+        """Give the memory of a slot's first pages back; they are zeros again, but for the ends of odd sizes."""
+        if self._memory is None or not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        for page in range(pages):
+            start = (page * self._slots + slot) * self.row_bytes
+            first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+            length = (start + self.row_bytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
+            if length > 0:
+                self._memory.madvise(mmap.MADV_DONTNEED, first, length)
+
+
 class BatchView:
-    """The cache during one forward over some slots: implements the target's KeyValues."""
+    """The cache during one forward over some slots, T new positions each: implements the target's KeyValues."""
 
     def __init__(self, cache: TargetCache, slots: Sequence[int], new_tokens: int):
         self._cache = cache
         self._slots = slots
-        self._neighbours = all(b - a == 1 for a, b in pairwise(slots))
         lengths = [cache.lengths[slot] for slot in slots]
         last_column = cache.pages * cache.page - 1
         self._needed = min(max(lengths) + new_tokens, last_column + 1)
-        device, dtype = cache.keys[0].device, cache.keys[0].dtype
+        device = cache.keys[0].device
         self._slots_B = torch.tensor(slots, device=device)
         self.positions_BT = torch.tensor(lengths, device=device)[:, None] + torch.arange(new_tokens, device=device)
         # Padding of a row that is nearly full piles up in the last column, which is never committed.
         columns_BT = self.positions_BT.clamp(max=last_column)
         self._page_BT, self._column_BT = columns_BT // cache.page, columns_BT % cache.page
         attended = self._pages_needed * cache.page if cache.paged else self._needed
-        hidden_BTS = torch.arange(attended, device=device) > columns_BT[..., None]
-        mask = torch.zeros(hidden_BTS.shape, dtype=dtype, device=device)
-        self.mask = mask.masked_fill_(hidden_BTS, torch.finfo(dtype).min).unsqueeze(1)
+        self.columns_1S = torch.arange(attended, device=device)[None]
+        ascending = all(a < b for a, b in pairwise(slots))
+        self._around = slots[-1] - slots[0] + 1
+        few = self._around == len(slots) or new_tokens <= _FEW_TOKENS
+        # Neighbours are read as they lie, with the few that may lie between them.
+        self._narrow = ascending and few and self._around <= _GATHER_COST * len(slots)
+        self._rows_B = self._slots_B - slots[0] if self._narrow and self._around > len(slots) else None
+        self.see(self.columns_1S[:, None] <= columns_BT[..., None])
+
+    def see(self, visible_BTS: Tensor) -> None:
+        """Let each new position attend to these columns instead of all up to its own."""
+        self.mask = additive(visible_BTS, self._cache.keys[0].dtype)
+        if self._rows_B is not None:
+            self._mask_around = self.mask.new_zeros(self._around, *self.mask.shape[1:])
+            self._mask_around.index_copy_(0, self._rows_B, self.mask)
 
     @property
     def _pages_needed(self) -> int:
@@ -151,7 +242,12 @@ class BatchView:
 
     def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
         """Store the new positions of one layer; what its queries find in all positions up to their own."""
-        return attend(queries_BHTK, *self.append(layer, keys_BGTK, values_BGTK), self.mask)
+        keys, values = self.append(layer, keys_BGTK, values_BGTK)
+        if self._rows_B is None:
+            return attend(queries_BHTK, keys, values, self.mask)
+        around = queries_BHTK.new_zeros(self._around, *queries_BHTK.shape[1:])
+        around.index_copy_(0, self._rows_B, queries_BHTK)
+        return attend(around, keys, values, self._mask_around)[self._rows_B]
 
     def append(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new positions of one layer; return all keys and values that may be attended.
@@ -166,6 +262,36 @@ class BatchView:
     def _rows(self, pool: Tensor) -> Tensor:
         pool = pool[: self._pages_needed] if self._cache.paged else pool[0, :, :, : self._needed]
         slot_dimension = pool.ndim - 4
-        if self._neighbours:
-            return pool.narrow(slot_dimension, self._slots[0], len(self._slots))
+        if self._narrow:
+            return pool.narrow(slot_dimension, self._slots[0], self._around)
         return pool.index_select(slot_dimension, self._slots_B)
+
+
+class Stretches:
+    """Several views in one forward, their rows one after the other as one row of R positions: also a KeyValues.
+
+    Weights are read once for all of them; each attends for itself.
+    """
+
+    def __init__(self, views: Sequence[BatchView]):
+        self._views = views
+        self.positions_BT = torch.cat([view.positions_BT.flatten() for view in views])[None]
+        ends = accumulate((view.positions_BT.numel() for view in views), initial=0)
+        self._rows = [slice(*bounds) for bounds in pairwise(ends)]
+
+    def attend(self, layer: int, queries_1HRK: Tensor, keys_1GRK: Tensor, values_1GRK: Tensor) -> Tensor:
+        attended = []
+        for view, rows in zip(self._views, self._rows, strict=True):
+            stretch = [
+                x[0, :, rows].unflatten(1, view.positions_BT.shape).transpose(0, 1)
+                for x in (queries_1HRK, keys_1GRK, values_1GRK)
+            ]
+            attended.append(view.attend(layer, *stretch).transpose(0, 1).flatten(1, 2))
+        return torch.cat(attended, dim=1)[None]
+
+    def split(self, of_1R: Tensor) -> list[Tensor]:
+        """What a forward gave for R rows [1, R, ...], by view: [B, T, ...]."""
+        return [
+            of_1R[0, rows].unflatten(0, view.positions_BT.shape)
+            for view, rows in zip(self._views, self._rows, strict=True)
+        ]

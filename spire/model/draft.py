@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from spire.errors import DataError
 from spire.model.config import DraftConfig, ModelConfig
-from spire.model.layers import Layer, Rope, attend
+from spire.model.layers import Layer, Rope, additive, attend
 from spire.model.target import Target, WholeSequence
 
 _OWN_INPUT_SHARE = 0.9
@@ -164,14 +164,6 @@ def visible(queries_BT: Tensor, keys_BS: Tensor, sparse: Sparse) -> Tensor:
     query, key = queries_BT[:, :, None], keys_BS[:, None, :]
     past = (key <= query) if sparse.attends_self else (key < query)
     return (key >= 0) & past & ((key < sparse.sink) | (key >= query - sparse.window))
-
-
-def additive(visible_BTS: Tensor, dtype: torch.dtype) -> Tensor:
-    """A boolean mask as the [B, 1, T, S] summand of attention scores."""
-    hidden = torch.finfo(dtype).min
-    return torch.zeros(visible_BTS.shape, dtype=dtype, device=visible_BTS.device).masked_fill(~visible_BTS, hidden)[
-        :, None
-    ]
 
 
 class RolloutBlocks(NamedTuple):

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from spire.model.draft import Draft, additive, visible
-from spire.model.layers import attend
+from spire.model.draft import Draft, visible
+from spire.model.layers import additive, attend
 
 
 class DraftMemory:

@@ -88,6 +88,14 @@ def attend(queries_BHTK: Tensor, keys_BGSK: Tensor, values_BGSK: Tensor, mask_B1
     return attended.view(B, H, T, K)
 
 
+def additive(visible_BTS: Tensor, dtype: torch.dtype) -> Tensor:
+    """A boolean mask as the [B, 1, T, S] summand of attention scores."""
+    hidden = torch.finfo(dtype).min
+    return torch.zeros(visible_BTS.shape, dtype=dtype, device=visible_BTS.device).masked_fill(~visible_BTS, hidden)[
+        :, None
+    ]
+
+
 def _pages(x: Tensor) -> tuple[Tensor, ...]:
     """[B, G, S, K] is one page of all positions; [P, B, G, C, K] are P pages of C positions each."""
     return x.unbind(0) if x.ndim == 5 else (x,)

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from spire.model.cache import TargetCache
-from spire.model.draft import additive, visible
-from spire.model.layers import attend, rotate
+from spire.model.draft import visible
+from spire.model.layers import additive, attend, rotate
 from spire.model.target import Target
 
 

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from spire.drafting import MAX_SPECULATION_DEPTH
-from spire.model.cache import BatchView, TargetCache
-from spire.model.draft import Draft, additive, visible
-from spire.model.layers import attend
+from spire.model.cache import TargetCache
+from spire.model.draft import Draft, visible
 
 # Positions of a prompt that one forward feeds.
 _CHUNK = 512
@@ -59,7 +58,9 @@ class TokenMemory:
     def _append(self, slots: Sequence[int], starts: Sequence[int], tokens_BT: Tensor) -> Tensor:
         """Feed T tokens per slot at positions starts..; hidden states [B, T, D]. Ascending slots are faster."""
         self.cache.rewind(slots, starts)
-        hidden_BTD = self.draft(tokens_BT, _FedPass(self.draft, self.cache.view(slots, tokens_BT.shape[1])))
+        view = self.cache.view(slots, tokens_BT.shape[1])
+        view.see(visible(view.positions_BT, view.columns_1S, self.draft.draft))
+        hidden_BTD = self.draft(tokens_BT, view)
         self.cache.commit(slots, [tokens_BT.shape[1]] * len(slots))
         return hidden_BTD
 
@@ -89,18 +90,6 @@ class TokenRound:
         self._starts = [start + tokens_BT.shape[1] for start in self._starts]
         self._before_BT = self._before_BT[:, :0]
         return self._memory.draft.unembed(hidden_BTD[:, -1])[self._back_B]
-
-
-class _FedPass:
-    """A view of the cache as the memory of one pass: each layer's own input at the positions that the draft may see."""
-
-    def __init__(self, draft: Draft, view: BatchView):
-        self._view, self.positions_BT = view, view.positions_BT
-        columns_1S = torch.arange(view.mask.shape[-1], device=view.mask.device)[None]
-        self._mask = additive(visible(view.positions_BT, columns_1S, draft.draft), view.mask.dtype)
-
-    def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
-        return attend(queries_BHTK, *self._view.append(layer, keys_BGTK, values_BGTK), self._mask)
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:

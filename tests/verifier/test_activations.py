@@ -90,7 +90,7 @@ async def test_one_step_is_one_message_for_all_sequences_of_a_draft(verifier: Ve
 
 async def test_chunked_prefill_equals_whole_prefill(running: Running, target: Target) -> None:
     """Chunks of 16 shared by several prompts: first tokens and activations are those of the whole prompt."""
-    async with running(prefill_budget=16) as verifier:
+    async with running(token_budget=16) as verifier:
         follower, client = await verifier.follower(), verifier.client()
         lengths = {"a": 100, "b": 7, "c": 33, "d": 4}
         for name, length in lengths.items():

@@ -35,7 +35,7 @@ async def test_slots_run_out_and_release_frees_them(running: Running, target: Ta
 
 
 async def test_release_while_prefilling_frees_the_slot(running: Running) -> None:
-    async with running(prefill_budget=1, max_sequences=1) as verifier:
+    async with running(token_budget=1, max_sequences=1) as verifier:
         client = verifier.client()
         await client.send_start("a", prompt_of(199))
         await until(lambda: verifier.engine.sequences)
@@ -67,7 +67,7 @@ async def test_a_gateway_that_returns_in_time_keeps_its_sequences(running: Runni
 
 async def test_decoding_goes_on_between_the_chunks_of_a_long_prompt(running: Running) -> None:
     """With a budget of one token a prompt of 199 takes 199 chunks; rounds of another sequence pass in between."""
-    async with running(prefill_budget=1) as verifier:
+    async with running(token_budget=1) as verifier:
         client, other = verifier.client(), verifier.client("other")
         started = await client.start("a", prompt_of(2))
         await other.send_start("long", prompt_of(199))

@@ -63,7 +63,7 @@ async def test_every_greedy_guess_stands_while_the_context_fits_into_the_window(
 
 
 async def test_guesses_through_a_short_window_change_no_greedy_token(running: Running, target: Target) -> None:
-    async with running(self_window=16, prefill_budget=64) as verifier:
+    async with running(self_window=16, token_budget=64) as verifier:
         tokens, accepted = await decode(verifier.client(), "a", prompt_of(120), rounds=12)
     assert tokens == plain_greedy(target, prompt_of(120), len(tokens))
     assert 0 < sum(accepted) < 4 * 12, "some guesses must be right and some wrong"
@@ -95,7 +95,7 @@ async def test_only_what_follows_the_newest_token_is_guessed(verifier: Verifier)
 
 
 async def test_a_sequence_that_is_still_prefilling_is_not_guessed_for(running: Running) -> None:
-    async with running(prefill_budget=1) as verifier:
+    async with running(token_budget=1) as verifier:
         client = verifier.client()
         await client.send_start("a", prompt_of(199))
         await until(lambda: verifier.engine.sequences)
@@ -105,7 +105,7 @@ async def test_a_sequence_that_is_still_prefilling_is_not_guessed_for(running: R
 
 
 async def test_guesses_do_not_wait_for_a_long_prompt(running: Running) -> None:
-    async with running(prefill_budget=1) as verifier:
+    async with running(token_budget=1) as verifier:
         client = verifier.client()
         token = (await client.start("a", prompt_of(9))).token
         await client.send_start("long", prompt_of(199))
