@@ -214,7 +214,10 @@ def _measure(cell: CellPlan, measurement: Measurement, held_out: Path) -> dict[s
     command = ["eval", "acceptance", "--model", str(TARGET), "--draft", cell.draft or str(cell.directory)]
     command += ["--data", str(held_out), "--contexts", str(measurement.contexts), "--context", str(measurement.context)]
     command += ["--k", str(measurement.k), "--temperature", str(measurement.temperature), "--json"]
-    extra = {} if measurement.top_m is None else {"SPIRE_DRAFT_TOP_M": str(measurement.top_m)}
+    # A busy machine must not cost a round its draft: what is measured is acceptance, not time.
+    extra = {"SPIRE_GATEWAY_PROPOSE_DEADLINE": "60", "SPIRE_DRAFT_WAIT_MS": "20000"}
+    if measurement.top_m is not None:
+        extra["SPIRE_DRAFT_TOP_M"] = str(measurement.top_m)
     (figures,) = json.loads(run_spire(command, extra))["acceptance"]
     return asdict(measurement) | figures
 
