@@ -15,8 +15,10 @@ import pytest
 from typer.testing import CliRunner
 
 from gateway.metrics import ROUND_PARTS
+from spire import calibration
 from spire.bench.client import BenchError, Request
 from spire.bench.load import Batch, read_trace
+from spire.bench.prediction import Model
 from spire.bench.prompts import PromptSource
 from spire.bench.stream import Streamed, Timed, stream_all
 from spire.bench.system import System
@@ -48,7 +50,7 @@ def bench(*arguments: str, **environment: str) -> str:
 
 def test_the_decode_rate_counts_only_while_all_decode() -> None:
     alone = [(at / 10, 1) for at in range(20)]  # 10 tokens a second, by itself for the first second
-    late = [(1.0, 1), (1.2, 5), (1.4, 5), (2.5, 1)]  # 25 tokens a second until the other one ends at 1.9
+    late = [(0.8, 1), (1.0, 5), (1.2, 5), (1.4, 5), (2.5, 1)]  # in a round from 1.0; the other one ends at 1.9
     answers = [Streamed(0, alone), Streamed(0.5, late)]
     stretches = decoding_together(answers)
     assert stretches is not None
@@ -56,7 +58,7 @@ def test_the_decode_rate_counts_only_while_all_decode() -> None:
 
 
 def test_no_rate_is_invented_where_requests_never_decoded_together() -> None:
-    assert decoding_together([Streamed(0, [(1.0, 1), (2.0, 4)]), Streamed(0, [(3.0, 1), (4.0, 4)])]) is None
+    assert decoding_together([Streamed(0, [(1.0, 1), (2.0, 4)]), Streamed(0, [(1.5, 1), (2.5, 4)])]) is None
 
 
 def test_the_tokens_of_a_chunk_share_the_time_since_the_one_before() -> None:
@@ -214,3 +216,35 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(
     result = CliRunner().invoke(app, ["bench", "--model", str(stories_dir), "--context", "100", *arguments])
     assert isinstance(result.exception, SpireError)
     assert re.search(message, str(result.exception))
+
+
+# --- beside the performance model -------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[1]
+CALIBRATION = ROOT / "experiments" / "results" / "calibration.json"
+
+
+def test_what_is_modelled_does_not_depend_on_the_run() -> None:
+    target, draft = ROOT / "models" / "target", ROOT / "models" / "draft"
+    model = Model(target, draft, calibration.load(CALIBRATION).hardware)
+    prediction = model.predict(batch=16, context=1900, k=4, tau=1.5)
+    options = ["--target", "bundled", "--hardware", str(CALIBRATION), "--batch", "16", "--context", "1900", "--json"]
+    told = CliRunner().invoke(app, ["perf-model", *options], catch_exceptions=False)
+    assert prediction["multiplier_modelled"] == json.loads(told.stdout)["drafts"][0]["multiplier"]
+    assert prediction["tau_modelled_from"] == "record"
+    assert model.predict(16, 1900, 4, tau=4.9) == prediction
+
+
+def test_a_draft_without_a_record_is_modelled_at_the_tau_of_the_run_which_is_said() -> None:
+    model = Model(ROOT / "models" / "target", None, calibration.load(CALIBRATION).hardware)
+    slow, fast = (model.predict(16, 1900, 4, tau)["multiplier_modelled"] for tau in (2.0, 4.0))
+    assert fast == pytest.approx(2 * slow, rel=0.01)
+    assert model.predict(16, 1900, 4, 2.0)["tau_modelled_from"] == "this run"
+    assert model.predict(16, 1900, None, 2.0)["multiplier_modelled"] is None
+
+
+def test_automatic_depth_is_modelled_at_the_models_own_best() -> None:
+    model = Model(ROOT / "models" / "target", ROOT / "models" / "draft", calibration.load(CALIBRATION).hardware)
+    best = model.predict(16, 1900, None, None)
+    assert best["k_modelled"] >= 1
+    assert best["multiplier_modelled"] >= model.predict(16, 1900, 4, None)["multiplier_modelled"] > 1

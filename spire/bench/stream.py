@@ -22,7 +22,9 @@ import h11
 from spire.bench.client import BenchError
 
 _PATIENCE_SECONDS = 1800
-_FIRST_EVENT, _END = b"data: {", b'"finish_reason":"'
+_EVENT, _END = b"data: {", b'"finish_reason":"'
+# The first chunk is the end of a prefill; the second one comes from a round.
+ROUND_CHUNK = 2
 
 
 @dataclass(frozen=True)
@@ -60,15 +62,15 @@ class Streamed:
 
 
 class Listener:
-    """Hears, while the load runs, that all requests have their first token and that one of them has ended."""
+    """Hears, while the load runs, that all requests have been in a round and that one of them has ended."""
 
     def __init__(self, requests: int):
-        self._without_token = requests
+        self._outside = requests
         self.all_decode, self.one_ended = asyncio.Event(), asyncio.Event()
 
-    def began(self) -> None:
-        self._without_token -= 1
-        if not self._without_token:
+    def decodes(self) -> None:
+        self._outside -= 1
+        if not self._outside:
             self.all_decode.set()
 
     def ended(self) -> None:
@@ -80,7 +82,7 @@ class _Recorder(asyncio.Protocol):
 
     def __init__(self, request: bytes, listener: Listener):
         self._request, self._listener = request, listener
-        self._began = False
+        self._events, self._decodes = 0, False
         self.sent = 0.0
         self.pieces: list[tuple[float, bytes]] = []
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -92,18 +94,19 @@ class _Recorder(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.pieces.append((time.monotonic(), data))
-        if _FIRST_EVENT in data:
-            self._hear_first()
+        self._events += data.count(_EVENT)
+        if self._events >= ROUND_CHUNK:
+            self._tell_decodes()
         if _END in data:
             self._listener.ended()
 
-    def _hear_first(self) -> None:
-        if not self._began:
-            self._began = True
-            self._listener.began()
+    def _tell_decodes(self) -> None:
+        if not self._decodes:
+            self._decodes = True
+            self._listener.decodes()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._hear_first()
+        self._tell_decodes()
         self._listener.ended()
         if not self.over.done():
             self.over.set_result(None)

@@ -1,6 +1,6 @@
 """What the clients of a load see, and where the time of a round goes.
 
-*Decode* tokens per second are those while all requests decode: from the last one's first token to the first one's end,
+*Decode* tokens per second are those while all requests decode: from the last one's first round to the first one's end,
 each request counted from its first chunk in that interval to its last. *End to end* is everything: all tokens over the
 time from the first request to the last token, prefill included. An inter-token latency is the time between two chunks
 over the tokens of the later one.
@@ -21,7 +21,7 @@ from typing import Any
 
 import httpx
 
-from spire.bench.stream import Listener, Streamed, Timed, stream_all
+from spire.bench.stream import ROUND_CHUNK, Listener, Streamed, Timed, stream_all
 from spire.bench.system import Counters, Scrape, System
 
 ROUND_SECONDS = "spire_round_seconds_total"
@@ -167,11 +167,14 @@ Stretch = list[tuple[float, int]]
 
 
 def decoding_together(answers: list[Streamed]) -> list[Stretch] | None:
-    """Each answer's arrivals from the last one's first token to the first one's end; None where these are too few.
+    """Each answer's arrivals from the last one's first round to the first one's end; None where these are too few.
 
     Those of one round come a little apart, so each answer is counted between arrivals of its own.
     """
-    begin, end = max(answer.first for answer in answers), min(answer.last for answer in answers)
+    if any(len(answer.arrivals) < ROUND_CHUNK for answer in answers):
+        return None
+    begin = max(answer.arrivals[ROUND_CHUNK - 1][0] for answer in answers)
+    end = min(answer.last for answer in answers)
     stretches = [[arrival for arrival in answer.arrivals if begin <= arrival[0] <= end] for answer in answers]
     return stretches if all(stretch and stretch[-1][0] > stretch[0][0] for stretch in stretches) else None
 

@@ -40,7 +40,7 @@ def _tables(name: str, cells: list[Cell]) -> Iterator[Table]:
     yield _table(f"{name}{synthetic}: tokens per second", _THROUGHPUT, cells)
     yield _table(f"{name}{synthetic}: latency, ms", _LATENCY, cells)
     if any(cell.figures.round_ms for cell in cells):
-        yield _table(f"{name}{synthetic}: a mean round while all decode, ms", _SPLIT, cells)
+        yield _table(f"{name}{synthetic}: a mean round while all decode, ms", _split(cells), cells)
     if any(cell.figures.busy or cell.figures.peak_memory_bytes for cell in cells):
         yield _table(f"{name}{synthetic}: the machine", _MACHINE, cells)
 
@@ -56,11 +56,11 @@ def _table(title: str, columns: Columns, cells: list[Cell]) -> Table:
 
 def _remarks(cells: list[Cell]) -> Iterator[str]:
     if any(cell.figures.decode_tokens_per_second is None for cell in cells if cell.batch):
-        yield f"decode {_UNKNOWN}: the first request had ended before the last one had its first token"
+        yield f"decode {_UNKNOWN}: the first request had ended before the last one was in a round"
     measured = [cell for cell in cells if cell.figures.split_adds_up is not None]
     if off := [cell for cell in measured if not cell.figures.split_adds_up]:
-        named = ", ".join(f"{_depth(c)} at {c.batch} × {c.context} ({c.figures.split_covers:.0%})" for c in off)
-        yield f"parts of a round that miss the round the clients see by more than 5 %: k = {named}"
+        named = ", ".join(f"{c.draft} k={c.k} {c.batch}×{c.context} {c.figures.split_covers:.0%}" for c in off)
+        yield f"parts of a round that miss the round the clients see by more than 5 %: {named}"
     elif measured:
         yield "the parts of every round add up to the round the clients see, within 5 %"
     yield from dict.fromkeys(f"{cell.system}: {cell.note}" for cell in cells if cell.note)
@@ -71,6 +71,11 @@ def _remarks(cells: list[Cell]) -> Iterator[str]:
 
 def _number(value: float | None, digits: int = 0) -> str:
     return _UNKNOWN if value is None else f"{value:,.{digits}f}"
+
+
+def _milliseconds(value: float | None) -> str:
+    """Three digits or so, whatever the size."""
+    return _number(value, 0 if value and value >= 100 else 1 if value and value >= 10 else 2)
 
 
 def _depth(cell: Cell) -> str:
@@ -85,14 +90,21 @@ def _spread(cell: Cell) -> str:
 def _part(*names: str) -> Callable[[Cell], str]:
     def shown(cell: Cell) -> str:
         split = cell.figures.round_ms
-        return _UNKNOWN if split is None else f"{sum(split.get(name, 0.0) for name in names):.2f}"
+        return _milliseconds(None if split is None else sum(split.get(name, 0.0) for name in names))
 
     return shown
 
 
-def _other(cell: Cell) -> str:
+def _split(cells: list[Cell]) -> Columns:
+    """A column for each part, and one for parts that have none."""
     known = {name for names in _PARTS.values() for name in names}
-    return _part(*(set(cell.figures.round_ms or ()) - known))(cell)
+    others = {name for cell in cells for name in cell.figures.round_ms or ()} - known
+    parts = _PARTS | {"other": tuple(others)} if others else _PARTS
+    columns: Columns = {"L": _WHAT["context"], "B": _WHAT["B"], "k": _depth}
+    columns |= {heading: _part(*names) for heading, names in parts.items()}
+    columns["sum"] = lambda cell: _milliseconds(cell.figures.round_total_ms)
+    columns["seen"] = lambda cell: _milliseconds(cell.figures.round_ms_seen)
+    return columns
 
 
 def _busy(service: str) -> Callable[[Cell], str]:
@@ -129,15 +141,6 @@ _LATENCY: Columns = _WHAT | {
     "τ": lambda cell: _number(cell.figures.tau, 2),
     "mean k": lambda cell: _number(cell.figures.mean_k, 2),
 }
-_SPLIT: Columns = (
-    _WHAT
-    | {heading: _part(*names) for heading, names in _PARTS.items()}
-    | {
-        "other": _other,
-        "sum": lambda cell: _number(cell.figures.round_total_ms, 1),
-        "seen": lambda cell: _number(cell.figures.round_ms_seen, 1),
-    }
-)
 _MACHINE: Columns = _WHAT | {
     "verifier busy": _busy("verifier"),
     "draft busy": _busy("draft"),
