@@ -117,10 +117,12 @@ def draft_tokens(
     and sent are the `candidates` most probable tokens, or with None the whole vocabulary rounded to bfloat16.
     """
     tokens_B, tokens, ids, probs = newest_B, [], [], []
-    for step in range(k):
+    positions_BK = base_B[:, None] + torch.arange(1, k + 1, device=base_B.device)
+    uniforms_KB = rows.uniform(positions_BK, Purpose.DRAFT).unbind(1)
+    for uniforms_B in uniforms_KB:
         probs_BV = probabilities(next_logits(tokens_B)[:, None], rows)[:, 0]
         ids_BM, probs_BM = (None, probs_BV.bfloat16()) if candidates is None else top_m(probs_BV, candidates)
-        drawn_B = draw(probs_BM.float(), rows.uniform(base_B + step + 1, Purpose.DRAFT))
+        drawn_B = draw(probs_BM, uniforms_B)
         tokens_B = drawn_B if ids_BM is None else ids_BM.gather(1, drawn_B[:, None])[:, 0]
         tokens.append(tokens_B)
         probs.append(probs_BM)

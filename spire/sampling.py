@@ -116,9 +116,12 @@ def draw(probs_V: Tensor, uniforms: Tensor) -> Tensor:
     The numbers scale with the row's sum, so rows need not be normalised. A token of probability zero never comes out.
     """
     cumulative_V = probs_V.cumsum(dim=-1, dtype=torch.float64)
-    threshold = uniforms[..., None] * cumulative_V[..., -1:]
+    total = cumulative_V[..., -1:]
+    # Rounding must not lift a threshold to the very end, behind which there is no token.
+    threshold = torch.minimum(uniforms[..., None] * total, total.nextafter(torch.zeros_like(total)))
     ids = torch.searchsorted(cumulative_V, threshold, right=True).clamp_(max=probs_V.shape[-1] - 1)
-    # Rounding at the very end of the last step could land on a zero; parallel sums could, anywhere.
+    if probs_V.device.type == "cpu":
+        return ids.squeeze(-1)  # one sum after the other: the first one above the threshold is of a token that adds
     likeliest = probs_V.argmax(dim=-1, keepdim=True)
     return torch.where(probs_V.gather(-1, ids) > 0, ids, likeliest).squeeze(-1)
 
