@@ -16,8 +16,9 @@ Depth = int | Literal["auto"]
 class Cell:
     """`system` is "spire", a peer's name or a URL. `k` 0 is plain decoding; None where nobody was told a depth.
 
-    `batch` and `context` are None of a trace's requests, whose file is `trace`. `plain` holds the runs of k = 0 that
-    alternated with these; `modelled` what the performance model says. `synthetic`: text and acceptance are made up.
+    `batch` and `context` are None of a trace's requests, whose file is `trace`. `plain` holds the runs of our own k = 0
+    that alternated with these or, for another system, were measured in the same run; `modelled` is what the performance
+    model says. `synthetic`: text and acceptance are made up.
     """
 
     system: str

@@ -107,6 +107,12 @@ async def measure_foreign(url: str, requests: list[Timed], together: bool = True
     return _figures(first, second, None)
 
 
+def figures_of_steps(answers: list[Streamed], peak: int | None) -> Figures:
+    """Figures of one run of something that generates in this way, however it was timed."""
+    run = Pass(answers, None, together=True)
+    return _figures(run, run, peak)
+
+
 async def _run(system: System, requests: list[Timed], together: bool) -> Pass:
     listener = Listener(len(requests))
     async with httpx.AsyncClient(timeout=60) as http:
@@ -208,7 +214,8 @@ def _cached(answer: Streamed) -> int:
 
 def _mean_of_rounds(told: list[dict[str, Any]], name: str, base: float) -> float | None:
     rounds = sum(figures["num_spec_steps"] for figures in told)
-    return base + sum(figures[name] for figures in told) / rounds if rounds else None
+    known = rounds and all(name in figures for figures in told)
+    return base + sum(figures[name] for figures in told) / rounds if known else None
 
 
 def _round_ms(before: Counters, after: Counters) -> dict[str, float] | None:

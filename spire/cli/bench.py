@@ -26,6 +26,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from spire import calibration
 from spire.bench.cell import AUTO, SPIRE, Cell, Depth
 from spire.bench.load import Batch, Load, Trace, alternate, read_trace
+from spire.bench.peers import TRANSFORMERS, Task, assistant_of, check, run_transformers
+from spire.bench.peers import cells as peer_cells
 from spire.bench.prediction import Model
 from spire.bench.prompts import BUNDLED_TEXT, PromptSource
 from spire.bench.system import System
@@ -41,6 +43,8 @@ from spire.perf_model import Shape
 
 _DEEPEST = 16
 _WARM_TOKENS, _WARM_REQUESTS = 16, 4
+# Tokens a peer looks up at once where no depth is asked for.
+_LOOKED_UP = 4
 
 
 def bench(
@@ -64,6 +68,7 @@ def bench(
     ] = None,
     trace_seconds: Annotated[float, typer.Option(help="How long its load lasts.", min=1)] = 60.0,
     rate: Annotated[float, typer.Option(help="Its arrivals this many times as fast.", min=0.001)] = 1.0,
+    peers: Annotated[str | None, typer.Option(help="What else to measure at the same batches: transformers.")] = None,
     url: Annotated[str | None, typer.Option(help="A gateway that runs already. Default: services are started.")] = None,
     model: Annotated[
         Path | None, typer.Option(help="The target; its tokenizer cuts prompts. Default: the bundled one.")
@@ -80,6 +85,8 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Tokens per second with and without speculation in one run, beside the model's, and where a round's time goes."""
+    others = peers.split(",") if peers else []
+    check(others)
     stacks, pair = _choose(drafts, model, url), choose_pair(model, OFF)
     source = PromptSource(pair.model, data or [BUNDLED_TEXT])
     longest = load_model_config(pair.model).max_position_embeddings
@@ -96,6 +103,9 @@ def bench(
         for chosen in stacks:
             with serving(url, chosen.pair, ModelOptions(dtype, None, None)) as system:
                 cells += run.of(system, chosen, progress)
+        if others:
+            own = [chosen.pair.draft for chosen in stacks if chosen.pair.draft]
+            cells += run.peers(pair.model, own, dtype or "auto", cells, progress)
     if as_json:
         typer.echo(json.dumps({"bench": [cell.to_json() for cell in cells], "machine": _machine(machine)}))
     else:
@@ -137,6 +147,20 @@ class Run:
             for depth in depths:
                 cell = Cell(SPIRE, chosen.name, depth, load.batch, load.context, runs[depth], runs[0], trace=load.trace)
                 yield replace(cell, modelled=self._modelled(chosen, load, cell))
+
+    def peers(
+        self, target: Path, drafts: list[Path], dtype: str, cells: list[Cell], progress: Progress
+    ) -> Iterator[Cell]:
+        """Cells of the peers, beside our plain decoding of the same batch and context."""
+        batches = [load for load in self.loads if isinstance(load, Batch)]
+        depth = next((depth for depth in self.depths if depth not in (0, AUTO)), _LOOKED_UP)
+        assert depth != AUTO
+        task = Task(target, assistant_of(drafts), batches, dtype, depth, self.repeats, self.seed)
+        row = progress.add_task(TRANSFORMERS, total=peer_cells(task))
+        for cell in run_transformers(task):
+            same = [c.runs for c in cells if c.k == 0 and (c.batch, c.context) == (cell.batch, cell.context)]
+            yield cell.beside(same[-1]) if same else cell
+            progress.advance(row)
 
     def _warm(self, system: System, depths: list[Depth]) -> None:
         """Something short, as wide as the widest load, at each depth."""

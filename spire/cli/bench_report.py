@@ -36,6 +36,9 @@ def show(cells: list[Cell]) -> None:
 
 
 def _tables(name: str, cells: list[Cell]) -> Iterator[Table]:
+    if cells[0].draft is None:
+        yield _table(name, _OTHERS, cells)
+        return
     synthetic = " — SYNTHETIC acceptance" if cells[0].synthetic else ""
     yield _table(f"{name}{synthetic}: tokens per second", _THROUGHPUT, cells)
     yield _table(f"{name}{synthetic}: latency, ms", _LATENCY, cells)
@@ -140,6 +143,18 @@ _LATENCY: Columns = _WHAT | {
     " p99": lambda cell: _number(cell.figures.inter_token_ms_p99, 1),
     "τ": lambda cell: _number(cell.figures.tau, 2),
     "mean k": lambda cell: _number(cell.figures.mean_k, 2),
+}
+_OTHERS: Columns = {
+    "context": _WHAT["context"],
+    "B": _WHAT["B"],
+    "decode": lambda cell: _number(cell.figures.decode_tokens_per_second, 1),
+    "min–max": _spread,
+    "× our plain": lambda cell: _number(cell.multiplier_measured, 2),
+    "end to end": lambda cell: _number(cell.figures.end_to_end_tokens_per_second, 1),
+    "first token p50": lambda cell: _number(cell.figures.time_to_first_token_ms_p50),
+    "later p50": lambda cell: _number(cell.figures.inter_token_ms_p50, 1),
+    "p99": lambda cell: _number(cell.figures.inter_token_ms_p99, 1),
+    "τ": lambda cell: _number(cell.figures.tau, 2),
 }
 _MACHINE: Columns = _WHAT | {
     "verifier busy": _busy("verifier"),
