@@ -248,3 +248,26 @@ def test_automatic_depth_is_modelled_at_the_models_own_best() -> None:
     best = model.predict(16, 1900, None, None)
     assert best["k_modelled"] >= 1
     assert best["multiplier_modelled"] >= model.predict(16, 1900, 4, None)["multiplier_modelled"] > 1
+
+
+# --- against another server -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("as_text", [[], ["--as-text"]])
+def test_the_same_load_goes_to_any_server_with_standard_fields_only(
+    services: Services, stories_dir: Path, prose: list[Path], as_text: list[str]
+) -> None:
+    common = ["--model", str(stories_dir), "--data", str(prose[0]), "--generate", "16", "--repeats", "2", "--json"]
+    load = ["--batch", "2", "--context", "20", "--against", f"{services.url}/v1/", *as_text]
+    (cell,) = json.loads(bench(*common, *load))["bench"]
+    assert (cell["system"], cell["draft"], cell["k"]) == (services.url, None, None)
+    assert (cell["batch"], cell["context"], cell["runs"]) == (2, 20, 2)
+    assert 2 <= cell["generated"] <= 32
+    assert cell["multiplier_measured"] is None  # nothing of ours was measured beside it
+    assert cell["end_to_end_tokens_per_second"] > 0
+
+
+def test_a_server_that_does_not_say_what_it_serves_is_named() -> None:
+    result = CliRunner().invoke(app, ["bench", "--against", "http://127.0.0.1:9"])
+    assert isinstance(result.exception, BenchError)
+    assert "http://127.0.0.1:9/v1/models does not say what is served there" in str(result.exception)

@@ -4,6 +4,8 @@
     spire bench --drafts off,vanilla=DIR,magicdec,spire --batch 1,4,16,64 --context 128,512,1900 --k 0,4,auto
     spire bench --trace azure_llm_2023_conv.csv.xz --trace-seconds 60
     spire bench --url http://127.0.0.1:8000               services that run already
+    spire bench --drafts spire --peers transformers --against http://127.0.0.1:9000
+                                                          beside others; without --drafts only that server
 
 For each draft the services are started once, warmed, and every load runs at every depth in turns, k = 0 always among
 them: a multiplier compares runs of one warm system. What the figures mean: `spire.bench.throughput`.
@@ -22,8 +24,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from tokenizers import Tokenizer
 
 from spire import calibration
+from spire.bench.against import Server
 from spire.bench.cell import AUTO, SPIRE, Cell, Depth
 from spire.bench.load import Batch, Load, Trace, alternate, read_trace
 from spire.bench.peers import TRANSFORMERS, Task, assistant_of, check, run_transformers
@@ -69,6 +73,13 @@ def bench(
     trace_seconds: Annotated[float, typer.Option(help="How long its load lasts.", min=1)] = 60.0,
     rate: Annotated[float, typer.Option(help="Its arrivals this many times as fast.", min=0.001)] = 1.0,
     peers: Annotated[str | None, typer.Option(help="What else to measure at the same batches: transformers.")] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(help="URL of any server of OpenAI's completions that gets the same load; alone unless --drafts."),
+    ] = None,
+    as_text: Annotated[
+        bool, typer.Option("--as-text", help="It gets prompts as text: its tokenizer is another.")
+    ] = False,
     url: Annotated[str | None, typer.Option(help="A gateway that runs already. Default: services are started.")] = None,
     model: Annotated[
         Path | None, typer.Option(help="The target; its tokenizer cuts prompts. Default: the bundled one.")
@@ -87,7 +98,8 @@ def bench(
     """Tokens per second with and without speculation in one run, beside the model's, and where a round's time goes."""
     others = peers.split(",") if peers else []
     check(others)
-    stacks, pair = _choose(drafts, model, url), choose_pair(model, OFF)
+    stacks = [] if against and not (drafts or url) else _choose(drafts, model, url)
+    pair = choose_pair(model, OFF)
     source = PromptSource(pair.model, data or [BUNDLED_TEXT])
     longest = load_model_config(pair.model).max_position_embeddings
     if trace is None:
@@ -98,6 +110,8 @@ def bench(
         loads = [Trace(source, read_trace(trace, longest, trace_seconds, rate), temperature, trace.name)]
     machine = _calibration(hardware, Shape.of(load_model_config(pair.model)), dtype)
     run = Run(loads, _depths(k), repeats, seed, machine.hardware if machine else None)
+    tokenizer = Tokenizer.from_file(str(pair.model / "tokenizer.json")) if as_text else None
+    server = Server.meet(against, tokenizer) if against else None
     cells: list[Cell] = []
     with _progress(as_json) as progress:
         for chosen in stacks:
@@ -106,6 +120,8 @@ def bench(
         if others:
             own = [chosen.pair.draft for chosen in stacks if chosen.pair.draft]
             cells += run.peers(pair.model, own, dtype or "auto", cells, progress)
+        if server:
+            cells += run.against(server, cells, progress)
     if as_json:
         typer.echo(json.dumps({"bench": [cell.to_json() for cell in cells], "machine": _machine(machine)}))
     else:
@@ -158,9 +174,15 @@ class Run:
         task = Task(target, assistant_of(drafts), batches, dtype, depth, self.repeats, self.seed)
         row = progress.add_task(TRANSFORMERS, total=peer_cells(task))
         for cell in run_transformers(task):
-            same = [c.runs for c in cells if c.k == 0 and (c.batch, c.context) == (cell.batch, cell.context)]
-            yield cell.beside(same[-1]) if same else cell
+            yield _beside_plain(cell, cells)
             progress.advance(row)
+
+    def against(self, server: Server, cells: list[Cell], progress: Progress) -> Iterator[Cell]:
+        """A cell of each load at another server, beside our plain decoding of the same."""
+        row = progress.add_task(server.url, total=len(self.loads) * (self.repeats + 1))
+        for at, load in enumerate(self.loads):
+            cell = server.measure(load, self.repeats, self.seed + 1000 * at, lambda: progress.advance(row))
+            yield _beside_plain(cell, cells)
 
     def _warm(self, system: System, depths: list[Depth]) -> None:
         """Something short, as wide as the widest load, at each depth."""
@@ -176,6 +198,11 @@ class Run:
         model = Model(chosen.pair.model, chosen.pair.draft, self.hardware)
         depth = None if cell.k == AUTO else cell.k
         return model.predict(load.batch, load.context + load.generate // 2, depth, cell.figures.tau)
+
+
+def _beside_plain(cell: Cell, cells: list[Cell]) -> Cell:
+    same = [c.runs for c in cells if c.k == 0 and (c.batch, c.context) == (cell.batch, cell.context)]
+    return cell.beside(same[-1]) if same else cell
 
 
 # --- what was asked ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,52 @@
+"""The same load at any server of OpenAI's completions: standard fields only, so that none refuses it.
+
+Such a server may end a text where its model ends it, and tells tokens only at the end of a stream: they are spread
+evenly over the chunks unless each chunk is one. `exact_tokens` says which.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from tokenizers import Tokenizer
+
+from spire.bench.cell import Cell
+from spire.bench.client import BenchError, Request
+from spire.bench.load import Load
+from spire.bench.throughput import measure_foreign
+
+
+@dataclass(frozen=True)
+class Server:
+    """`url` without /v1. Prompts go as token ids, or as text where a `tokenizer` is given to make it."""
+
+    url: str
+    model: str
+    tokenizer: Tokenizer | None = None
+
+    @classmethod
+    def meet(cls, url: str, tokenizer: Tokenizer | None) -> Server:
+        """Ask what it serves. Raises BenchError when it does not say."""
+        base = url.rstrip("/").removesuffix("/v1")
+        try:
+            answer = httpx.get(f"{base}/v1/models", timeout=30).raise_for_status().json()
+            return cls(base, answer["data"][0]["id"], tokenizer)
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
+            raise BenchError(f"{base}/v1/models does not say what is served there: {error!r}") from error
+
+    def body(self, request: Request, prompt: list[int], seed: int) -> dict[str, Any]:
+        sent = prompt if self.tokenizer is None else self.tokenizer.decode(prompt)
+        return request.standard(sent, seed, self.model)
+
+    def measure(self, load: Load, repeats: int, seed: int, done: Callable[[], None]) -> Cell:
+        """A warming and `repeats` runs of the load."""
+        runs = []
+        for repeat in range(-1, repeats):
+            requests = load.requests(None, seed + 1_000_000 * repeat, self.body)
+            runs.append(asyncio.run(measure_foreign(self.url, requests, load.together)))
+            done()
+        return Cell(self.url, None, None, load.batch, load.context, runs[1:], trace=load.trace)
