@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 import tempfile
@@ -157,3 +158,13 @@ def test_the_name_of_a_killed_maker_goes_with_the_next_ring_and_that_of_a_living
     assert (tmp_path / abandoned).exists()
     newest = Ring(tmp_path, PAGE)
     assert {file.name for file in tmp_path.iterdir()} == {alive.offer.name, newest.offer.name}
+
+
+@pytest.mark.parametrize("carrier", ["inline", "shared_memory"])
+def test_the_benchmark_sends_every_byte_by_the_carrier_it_names(
+    carrier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "experiments")
+    script = importlib.import_module("carrier")
+    found = script.measure(script.SHAPES[-1], carrier, 3, tmp_path, 1)
+    assert 0 < found["copy_ms"]["p50"] < found["ms"]["p50"] <= found["ms"]["p99"]

@@ -178,6 +178,9 @@ def frames(delivery: Delivery, max_bytes: int) -> Iterator[Delivery]:
     if not len(rows_RND):
         return
     limit = max(1, max_bytes // (rows_RND[0].nbytes + _TOKEN_BYTES))
+    if len(rows_RND) <= limit:
+        yield delivery
+        return
     first, room = 0, limit
     batch: list[pb.ActivationSpan] = []
 

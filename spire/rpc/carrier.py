@@ -84,7 +84,7 @@ class Ring:
     def _place(self, length: int) -> int | None:
         read = max(self._floor, min(self._header[_READ], self._head))
         if read == self._head:
-            # All has been read: begin at the front again, which the cache still holds.
+            # All has been read: begin at the front again, so that whatever the ring can hold fits.
             read = self._floor = self._head = _round_up(self._head, self.size)
         position = _round_up(self._head, _ALIGNMENT)
         if position % self.size + length > self.size:
