@@ -1,6 +1,7 @@
-"""Figures of the performance model, in the style of the paper's Figures 3, 4 and 6, and the map of where to switch off.
+"""Figures of the performance model, in the style of the paper's Figures 3, 4 and 6, the map of where to switch off, and
+what was measured beside what was modelled.
 
-`spire perf-model --plot DIR` writes them; they need matplotlib: pip install 'spire-serve[plot]'.
+`--plot DIR` of `spire perf-model` and `spire bench` writes them; they need matplotlib: pip install 'spire-serve[plot]'.
 """
 
 from __future__ import annotations
@@ -20,6 +21,14 @@ if TYPE_CHECKING:
 _BELOW, _ABOVE, _NEUTRAL = "#b35806", "#01665e", "#f5f5f5"
 _OFF = "#d9d9d9"
 _LARGEST_BATCH = 2**14
+
+
+def require() -> None:
+    """Raises SpireError where matplotlib is not installed."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise SpireError("plots need matplotlib: pip install 'spire-serve[plot]'") from error
 
 
 def short(n: int) -> str:
@@ -111,11 +120,29 @@ def write_intensity(file: Path, title: str, target: Shape, contexts: Sequence[in
     figure.savefig(file, dpi=150)
 
 
+def write_multipliers(file: Path, title: str, panels: dict[str, list[tuple[str, float | None, float | None]]]) -> None:
+    """Throughput over plain decoding, measured beside modelled: a panel a draft, (name, measured, modelled) a cell."""
+    widest = max(map(len, panels.values()))
+    figure = _figure(1.6 + 0.62 * widest, 0.6 + 2.4 * len(panels))
+    for axis, (name, cells) in zip(figure.subplots(len(panels), squeeze=False).flat, panels.items(), strict=True):
+        for column, (label, colour) in enumerate((("measured", _ABOVE), ("modelled", _OFF))):
+            heights = [cell[1 + column] or 0.0 for cell in cells]
+            bars = axis.bar([at + 0.4 * column for at in range(len(cells))], heights, 0.38, label=label, color=colour)
+            axis.bar_label(bars, [f"{height:.2f}" if height else "" for height in heights], fontsize=7)
+        axis.axhline(1, color=_BELOW, linestyle="--", linewidth=1)
+        axis.set_xticks([at + 0.2 for at in range(len(cells))], [cell[0] for cell in cells], fontsize=7)
+        axis.set_ylabel("over plain decoding")
+        axis.set_title(name, fontsize=11)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False, fontsize=8)
+    figure.suptitle(title, fontsize=12)
+    figure.savefig(file, dpi=150)
+
+
 def _figure(width: float, height: float) -> Figure:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise SpireError("plots need matplotlib: pip install 'spire-serve[plot]'") from error
+    require()
+    from matplotlib.figure import Figure
+
     return Figure(figsize=(width, height), layout="constrained")
 
 

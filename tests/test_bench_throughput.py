@@ -16,14 +16,15 @@ from typer.testing import CliRunner
 
 from gateway.metrics import ROUND_PARTS
 from spire import calibration
+from spire.bench.cell import Cell
 from spire.bench.client import BenchError, Request
 from spire.bench.load import Batch, read_trace
 from spire.bench.prediction import Model
 from spire.bench.prompts import PromptSource
 from spire.bench.stream import Streamed, Timed, stream_all
 from spire.bench.system import System
-from spire.bench.throughput import Figures, decoding_together, inter_token_ms, measure
-from spire.cli import app
+from spire.bench.throughput import Figures, decoding_together, figures_of_steps, inter_token_ms, measure
+from spire.cli import app, bench_report
 from spire.errors import DataError, SpireError
 from tests.services import Services, running
 
@@ -164,6 +165,37 @@ def test_tables_are_whole_at_80_columns(services: Services, stories_dir: Path, p
     assert max(map(len, printed.splitlines())) <= 80
     assert re.search(r"^ *20 +2 +0 .* 1\.00 ", printed, re.MULTILINE)
     assert "modelled" in printed
+
+
+def test_measured_multipliers_are_drawn_beside_modelled_ones(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    cells = [figures_cell(k, rate) for k, rate in ((0, 100.0), (4, 180.0))]
+    assert bench_report.plot(tmp_path / "plots", cells).read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SpireError, match="no depth above 0 was measured"):
+        bench_report.plot(tmp_path, cells[:1])
+
+
+def figures_cell(k: int, rate: float) -> Cell:
+    """A cell with all decoding at this rate."""
+
+    def runs(tokens_per_second: float) -> list[Figures]:
+        arrivals = [(at / tokens_per_second, 1) for at in range(40)]
+        return [figures_of_steps([Streamed(0, arrivals)], peak=None)]
+
+    return Cell("spire", "spire", k, 1, 512, runs(rate), runs(100.0), {"multiplier_modelled": 2.0} if k else {})
+
+
+def test_what_was_measured_is_told_even_if_the_rest_fails(
+    services: Services, stories_dir: Path, prose: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spire.bench.peers._message", lambda task: {"model": "nowhere"})
+    common = ["--url", services.url, "--model", str(stories_dir), "--data", str(prose[0]), "--json"]
+    shape = ["--batch", "1", "--context", "20", "--generate", "8", "--repeats", "1", "--peers", "transformers"]
+    result = CliRunner().invoke(app, ["bench", *common, *shape])
+    assert isinstance(result.exception, SpireError)
+    told = json.loads(result.stdout)
+    assert told["complete"] is False
+    assert [cell["k"] for cell in told["bench"]] == [0, 4]
 
 
 def test_a_trace_arrives_as_recorded_and_its_lengths_fit_the_model(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 
-from spire import calibration
+from spire import calibration, plots
 from spire.bench.against import Server
 from spire.bench.cell import AUTO, SPIRE, Cell, Depth
 from spire.bench.load import Batch, Load, Trace, alternate, read_trace
@@ -92,12 +92,15 @@ def bench(
     hardware: Annotated[
         Path | None, typer.Option(help="Calibration file of the model's figures. Default: spire doctor --calibrate's.")
     ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write bench.png here: measured beside modelled.")] = None,
     seed: Annotated[int, typer.Option(help="Decides where prompts are cut.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Tokens per second with and without speculation in one run, beside the model's, and where a round's time goes."""
     others = peers.split(",") if peers else []
     check(others)
+    if plot:
+        plots.require()
     stacks = [] if against and not (drafts or url) else _choose(drafts, model, url)
     pair = choose_pair(model, OFF)
     source = PromptSource(pair.model, data or [BUNDLED_TEXT])
@@ -113,19 +116,26 @@ def bench(
     tokenizer = Tokenizer.from_file(str(pair.model / "tokenizer.json")) if as_text else None
     server = Server.meet(against, tokenizer) if against else None
     cells: list[Cell] = []
-    with _progress(as_json) as progress:
-        for chosen in stacks:
-            with serving(url, chosen.pair, ModelOptions(dtype, None, None)) as system:
-                cells += run.of(system, chosen, progress)
-        if others:
-            own = [chosen.pair.draft for chosen in stacks if chosen.pair.draft]
-            cells += run.peers(pair.model, own, dtype or "auto", cells, progress)
-        if server:
-            cells += run.against(server, cells, progress)
-    if as_json:
-        typer.echo(json.dumps({"bench": [cell.to_json() for cell in cells], "machine": _machine(machine)}))
-    else:
-        bench_report.show(cells)
+    complete = False
+    try:
+        with _progress(as_json) as progress:
+            for chosen in stacks:
+                with serving(url, chosen.pair, ModelOptions(dtype, None, None)) as system:
+                    cells.extend(run.of(system, chosen, progress))
+            if others:
+                own = [chosen.pair.draft for chosen in stacks if chosen.pair.draft]
+                cells.extend(run.peers(pair.model, own, dtype or "auto", cells, progress))
+            if server:
+                cells.extend(run.against(server, cells, progress))
+        complete = True
+    finally:  # what was measured before something went wrong took its time too
+        if as_json and cells:
+            found = {"bench": [cell.to_json() for cell in cells], "complete": complete}
+            typer.echo(json.dumps(found | {"machine": _machine(machine)}))
+        elif cells:
+            bench_report.show(cells)
+    if plot:
+        bench_report.plot(plot, cells)
 
 
 # --- what is measured -------------------------------------------------------------------------------------------------

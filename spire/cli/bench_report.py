@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import groupby
+from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from spire import plots
 from spire.bench.cell import Cell
+from spire.errors import SpireError
 
 # Parts of a round by column; what a gateway tells beyond these is shown as "other".
 _PARTS = {
@@ -33,6 +36,22 @@ def show(cells: list[Cell]) -> None:
             console.print(table)
     for line in _remarks(cells):
         console.print(line)
+
+
+def plot(directory: Path, cells: list[Cell]) -> Path:
+    """Draw measured beside modelled multipliers. Raises SpireError without matplotlib, or without anything to draw."""
+    panels: dict[str, list[tuple[str, float | None, float | None]]] = {}
+    for cell in cells:
+        if cell.draft is not None and cell.k != 0 and cell.multiplier_measured:
+            panel = panels.setdefault(f"{cell.draft}, k = {cell.k}", [])
+            panel.append((f"L {cell.context}\nB {cell.batch}", cell.multiplier_measured, cell.multiplier_modelled))
+    if not panels:
+        raise SpireError("--plot: no depth above 0 was measured beside k = 0 with all requests decoding")
+    directory.mkdir(parents=True, exist_ok=True)
+    file = directory / "bench.png"
+    synthetic = ", SYNTHETIC acceptance" if any(cell.synthetic for cell in cells) else ""
+    plots.write_multipliers(file, f"decode throughput over k = 0 of the same run{synthetic}", panels)
+    return file
 
 
 def _tables(name: str, cells: list[Cell]) -> Iterator[Table]:
