@@ -246,7 +246,13 @@ def _model_card(engine: Engine) -> dict[str, Any]:
         "fingerprint": model.info.target_fingerprint,
         "dtype": model.info.dtype,
         "rules": RULES,
-        "draft": {"name": draft.model_name, "kind": draft.kind, "k": engine.config.k} if draft else None,
+        "draft": {
+            "name": draft.model_name,
+            "kind": draft.kind,
+            "k": "auto" if engine.config.k is None else engine.config.k,
+        }
+        if draft
+        else None,
     }
 
 

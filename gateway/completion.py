@@ -237,7 +237,7 @@ def _sum(histograms: list[list[int]]) -> list[int]:
 def sequences_of(engine: Engine, request: CompletionRequest, model: Model, prompt: list[int]) -> list[Sequence]:
     """The n choices of one prompt, as sequences."""
     speculation, seed = request.speculation, request.chosen_seed()
-    k = engine.config.k if speculation.k is None else speculation.k
+    k = 0 if speculation.draft == "off" else engine.config.k if speculation.k is None else speculation.k
     end_tokens = frozenset() if request.ignore_eos else frozenset(model.info.end_tokens)
     return [
         Sequence(
@@ -245,7 +245,8 @@ def sequences_of(engine: Engine, request: CompletionRequest, model: Model, promp
             prompt=prompt,
             sampling=Sampling(request.temperature, max(0, request.top_k), request.top_p, seed, choice),
             max_tokens=request.max_tokens,
-            k=0 if speculation.draft == "off" else k,
+            k=k or 0,
+            automatic=k is None,
             end_tokens=end_tokens,
         )
         for choice in range(request.n)

@@ -34,7 +34,12 @@ class GatewayConfig(ServiceConfig):
     port: int = Field(8000, ge=0, le=65535, description="port to serve HTTP on; 0 chooses a free one")
     ready_file: Path | None = Field(None, description="where to write HOST:PORT once HTTP is served")
 
-    k: int = Field(4, ge=0, description="draft tokens a round, unless a request says otherwise")
+    k: int | None = Field(
+        None,
+        ge=0,
+        description="draft tokens a round, unless a request says otherwise; without it every round's are chosen from "
+        "what was measured, down to 0 where speculation loses",
+    )
     max_batch: int = Field(64, ge=1, description="most sequences decoded together")
     max_waiting: int = Field(1024, ge=1, description="most sequences queued; beyond that requests get 429")
     max_choices: int = Field(256, ge=1, description="most choices (prompts x n) of one request")

@@ -18,6 +18,7 @@ import grpc
 import structlog
 
 from gateway.config import GatewayConfig
+from gateway.depth import DepthController, Load
 from gateway.errors import NoVerifier, PeerLost
 from gateway.metrics import Gauges, Metrics
 from gateway.peers import DraftPeer, Model, PeerTooLate, VerifierPeer
@@ -33,18 +34,26 @@ _FULL_PAUSE = 0.05
 # How long a new verifier's first sequences wait for the draft to follow it: what starts before then is never drafted.
 _DRAFT_PATIENCE = 1.0
 _PATROL = 0.25
+# Share of a batch that must have had one depth for its time to be that depth's.
+_MOST_OF_A_BATCH = 0.75
 
 log = structlog.get_logger("gateway")
 
 
 @dataclass(slots=True)
 class Proposals:
-    """What the draft guessed, by wire id, and what it took."""
+    """What the draft guessed, by wire id, and what it took. `asked`: depths by wire id, if the draft answered."""
 
     by_id: dict[str, draft_pb2.Proposal] = field(default_factory=dict)
+    asked: dict[str, int] = field(default_factory=dict)
+    lost: bool = False
     model_seconds: float = 0.0
     waited_seconds: float = 0.0
     asked_seconds: float = 0.0
+
+    def drafted(self, sequence: Sequence) -> int:
+        proposal = self.by_id.get(sequence.wire_id)
+        return len(proposal.tokens) if proposal else 0
 
 
 class Engine:
@@ -57,6 +66,9 @@ class Engine:
             config.verifier, gateway_id, self._on_started, self._on_verifier_lost, self._on_verifier
         )
         self.draft = DraftPeer(config.draft, self.verifier) if config.draft else None
+        self.depths = DepthController()
+        # Of the last round with a choice to make.
+        self._load, self._chosen_k = Load(1, 1), 0
         self._id_prefix = gateway_id
         self._ids = 0
         self._tasks: list[asyncio.Task[None]] = []
@@ -110,6 +122,9 @@ class Engine:
             draft_kind=draft.kind if draft else "",
             draft_name=draft.model_name if draft else "",
             draft_state_bytes=draft.state_bytes_per_sequence if draft else 0,
+            k=self._chosen_k,
+            tau=self.depths.acceptance.taus()[self._chosen_k],
+            multiplier=self.depths.multiplier(self._load, self._chosen_k),
         )
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -195,7 +210,7 @@ class Engine:
     # -- a round -----------------------------------------------------------------------------------------------------
 
     async def step(self) -> None:
-        """One round: schedule, propose, verify, commit. Raises PeerLost when the verifier goes away in it."""
+        """One round: schedule, propose, verify, commit, learn. Raises PeerLost when the verifier goes away in it."""
         began = time.monotonic()
         if not self.scheduler.starting:
             self._progress_at = began
@@ -203,13 +218,17 @@ class Engine:
         await self._start(schedule.starts)
         if not schedule.batch:
             return
+        load = self._choose_depth(schedule.batch)
         proposals = await self._propose(schedule.batch)
         batch = [sequence for sequence in schedule.batch if sequence.state is State.RUNNING]
         if not batch:
             return
         answer, asked_seconds = await self._verify(batch, proposals)
+        depth, blocks = self._explained_by(batch, proposals), self._blocks(answer, proposals)
         self._commit(batch, answer, proposals)
-        self._account(time.monotonic() - began, len(batch), proposals, answer.timings, asked_seconds)
+        seconds = time.monotonic() - began
+        self._account(seconds, batch, proposals, answer.timings, asked_seconds)
+        self.depths.observe(load, depth, seconds - self._of_others(load, proposals, answer.timings), blocks)
 
     async def _start(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
@@ -227,15 +246,27 @@ class Engine:
 
     def _draft_for(self, sequence: Sequence) -> str:
         """Whose activations to publish. A draft that is away for a moment is named all the same."""
-        return self.draft.info.draft_id if sequence.k and self.draft and self.draft.info else ""
+        return self.draft.info.draft_id if sequence.speculates and self.draft and self.draft.info else ""
+
+    def _choose_depth(self, batch: list[Sequence]) -> Load:
+        """Give the automatic sequences the k of this round."""
+        context = sum(sequence.base for sequence in batch) / len(batch)
+        load = Load(len(batch), context, bool(self.scheduler.starting))
+        automatic = [sequence for sequence in batch if sequence.automatic]
+        rooms = [self._most(sequence) for sequence in automatic]
+        if any(rooms):
+            self._load, self._chosen_k = load, self.depths.choose(load, rooms)
+            for sequence in automatic:
+                sequence.k = self._chosen_k
+        return load
 
     async def _propose(self, batch: list[Sequence]) -> Proposals:
         wanted = [(sequence, depth) for sequence in batch if (depth := self._depth(sequence))]
         if not wanted or self.draft is None:
-            return Proposals()
+            return Proposals(lost=self.draft is None or not self.draft.up)
         if not self.draft.up:
             self.metrics.fallbacks["draft_absent"] += len(wanted)
-            return Proposals()
+            return Proposals(lost=True)
         items = [
             draft_pb2.ProposeItem(
                 sequence_id=sequence.wire_id,
@@ -254,21 +285,30 @@ class Engine:
             reason = "draft_timeout" if isinstance(error, PeerTooLate) else "draft_lost"
             self.metrics.fallbacks[reason] += len(wanted)
             log.warning("decoding plainly", reason=str(error))
-            return Proposals(asked_seconds=time.monotonic() - began)
+            return Proposals(lost=True, asked_seconds=time.monotonic() - began)
         return self._usable(wanted, answer, seconds)
 
     def _depth(self, sequence: Sequence) -> int:
-        """How many tokens to draft for it: what it wants, no more than both services take, none without its draft."""
+        """How many tokens to draft for it in this round."""
+        return min(sequence.k, self._most(sequence))
+
+    def _most(self, sequence: Sequence) -> int:
+        """How many tokens could be drafted for it: no more than both services take, none without its draft."""
         draft, model = (self.draft.info if self.draft else None), self.verifier.model
-        if draft is None or model is None or sequence.draft_id != draft.draft_id:
+        if draft is None or model is None or not self._follows(sequence):
             return 0
-        return min(sequence.depth, draft.max_speculation_depth, model.info.max_speculation_depth)
+        return min(sequence.room, draft.max_speculation_depth, model.info.max_speculation_depth)
+
+    def _follows(self, sequence: Sequence) -> bool:
+        """Whether the draft that is known now gets its activations."""
+        return self.draft is not None and self.draft.info is not None and sequence.draft_id == self.draft.info.draft_id
 
     def _usable(
         self, wanted: list[tuple[Sequence, int]], answer: draft_pb2.ProposeBatchResult, seconds: float
     ) -> Proposals:
         model_seconds = answer.timings.forward_seconds + answer.timings.sample_seconds
-        proposals = Proposals({}, model_seconds, answer.timings.queue_seconds, seconds)
+        asked = {sequence.wire_id: depth for sequence, depth in wanted}
+        proposals = Proposals({}, asked, False, model_seconds, answer.timings.queue_seconds, seconds)
         by_id = {proposal.sequence_id: proposal for proposal in answer.proposals}
         for sequence, depth in wanted:
             proposal = by_id.get(sequence.wire_id)
@@ -299,8 +339,7 @@ class Engine:
         for sequence in batch:
             if sequence.state is not State.RUNNING:
                 continue
-            result, proposal = results.get(sequence.wire_id), proposals.by_id.get(sequence.wire_id)
-            drafted = len(proposal.tokens) if proposal else 0
+            result, drafted = results.get(sequence.wire_id), proposals.drafted(sequence)
             if result is None:
                 self._lose(sequence, "the verifier left it out of its answer")
             elif result.status.code != tensor_pb2.CODE_OK:
@@ -323,7 +362,7 @@ class Engine:
     def _account(
         self,
         seconds: float,
-        sequences: int,
+        batch: list[Sequence],
         proposals: Proposals,
         verified: verifier_pb2.Timings,
         asked_seconds: float,
@@ -334,7 +373,31 @@ class Engine:
         waits = (proposals.waited_seconds, verified.queue_seconds)
         told = sum(models) + sum(waits)
         asked = max(proposals.asked_seconds + asked_seconds, told)
-        self.metrics.round((*models, *waits, asked - told, seconds - asked), sequences)
+        deepest = max(map(proposals.drafted, batch))
+        self.metrics.round((*models, *waits, asked - told, seconds - asked), len(batch), deepest)
+
+    # -- what a round shows of k -------------------------------------------------------------------------------------
+
+    def _explained_by(self, batch: list[Sequence], proposals: Proposals) -> int | None:
+        """The one depth that a round's time belongs to; None when a quarter of it had another, or had no draft."""
+        if proposals.lost:
+            return None
+        depths = [proposals.drafted(sequence) for sequence in batch if self._follows(sequence)]
+        deepest = max(depths, default=0)
+        if depths.count(deepest) < _MOST_OF_A_BATCH * len(batch) or (deepest == 0 and proposals.asked):
+            return None
+        return deepest
+
+    def _blocks(self, answer: verifier_pb2.VerifyBatchResult, proposals: Proposals) -> list[tuple[int, int]]:
+        """(depth, accepted) of every block the draft was asked for: one that it left out counts as rejected."""
+        fine = {result.sequence_id: result for result in answer.results if result.status.code == tensor_pb2.CODE_OK}
+        return [(depth, fine[wire_id].accepted) for wire_id, depth in proposals.asked.items() if wire_id in fine]
+
+    def _of_others(self, load: Load, proposals: Proposals, verified: verifier_pb2.Timings) -> float:
+        """Seconds of a round that went to other sequences' prompts, before its own work or in one forward with it."""
+        waited = proposals.waited_seconds if self.draft and self.draft.in_verifier else 0.0
+        beside = verified.total_seconds - verified.forward_seconds - verified.sample_seconds if load.prefilling else 0.0
+        return verified.queue_seconds + waited + max(0.0, beside)
 
     # -- what happens to sequences -----------------------------------------------------------------------------------
 
@@ -368,7 +431,7 @@ class Engine:
             raise_for(status)
         except (InvalidRequest, NotFinite) as error:
             if drafted:  # the draft's block was wrong, the request was not
-                sequence.k = 0
+                sequence.k, sequence.automatic = 0, False
                 self._lose(sequence, str(error))
             else:
                 self.finish([sequence], "error", error)

@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from gateway.depth import DEEPEST
 from gateway.sequence import Sequence
 
 _MILLISECONDS = (2, 4, 6, 8, 10, 15, 20, 25, 30, 40, 60, 80, 100, 200, 400, 600, 800, 1000, 2000, 4000, 8000)
@@ -70,6 +71,10 @@ class Gauges:
     draft_kind: str = ""
     draft_name: str = ""
     draft_state_bytes: int = 0
+    # Of automatic rounds: what is chosen now, and what is expected of it.
+    k: int = 0
+    tau: float = 1.0
+    multiplier: float = 1.0
 
 
 @dataclass
@@ -78,6 +83,8 @@ class Metrics:
 
     rounds: int = 0
     round_seconds: dict[str, float] = field(default_factory=lambda: _zeros(ROUND_PARTS))
+    # Rounds by the draft tokens of their deepest block.
+    rounds_at: list[int] = field(default_factory=lambda: [0] * (DEEPEST + 1))
     batch_size: Histogram = field(default_factory=lambda: Histogram(BATCH_BUCKETS))
     # Sequences' rounds that carried draft tokens, and what became of them.
     drafts: int = 0
@@ -96,9 +103,11 @@ class Metrics:
     queue_time: Histogram = field(default_factory=lambda: Histogram(REQUEST_BUCKETS))
     request_time: Histogram = field(default_factory=lambda: Histogram(REQUEST_BUCKETS))
 
-    def round(self, seconds: tuple[float, ...], sequences: int) -> None:
-        """One round: its seconds in the order of ROUND_PARTS."""
+    def round(self, seconds: tuple[float, ...], sequences: int, k: int) -> None:
+        """One round: its seconds in the order of ROUND_PARTS, the draft tokens of its deepest block."""
         self.rounds += 1
+        self.rounds_at.extend([0] * (k + 1 - len(self.rounds_at)))
+        self.rounds_at[k] += 1
         for part, spent in zip(ROUND_PARTS, seconds, strict=True):
             self.round_seconds[part] += spent
         self.batch_size.observe(sequences)
@@ -146,7 +155,7 @@ class Exposition(Collector):
     def collect(self) -> Iterator[Metric]:
         now = self.gauges()
         yield from self._requests(now)
-        yield from self._speculation()
+        yield from self._speculation(now)
         yield from self._rounds()
         yield from self._peers(now)
         if self.vllm_names:
@@ -170,13 +179,19 @@ class Exposition(Collector):
             sequences.add_metric([state], getattr(now, state))
         yield sequences
 
-    def _speculation(self) -> Iterator[Metric]:
+    def _speculation(self, now: Gauges) -> Iterator[Metric]:
         counts = self.metrics
         yield _counter("spire_drafts", "Blocks of draft tokens verified.", counts.drafts)
         yield _counter("spire_draft_tokens", "Draft tokens verified.", counts.drafted)
         yield _counter("spire_accepted_tokens", "Draft tokens accepted.", counts.accepted)
         yield _positions("spire_accepted_tokens_at", "Blocks whose draft token at this position was accepted.", counts)
         yield _labelled("spire_fallbacks", "Blocks decoded plainly for want of a draft.", "reason", counts.fallbacks)
+        at = {str(k): float(rounds) for k, rounds in enumerate(counts.rounds_at)}
+        yield _labelled("spire_rounds_at_depth", "Rounds, by the draft tokens of the deepest block.", "k", at)
+        yield GaugeMetricFamily("spire_speculation_depth", "k chosen last for automatic requests.", value=now.k)
+        yield GaugeMetricFamily("spire_tau", "Tokens of a round expected at that k.", value=now.tau)
+        help_text = "Tokens a second at that k over those of plain decoding, from rounds of both."
+        yield GaugeMetricFamily("spire_multiplier_measured", help_text, value=now.multiplier)
 
     def _rounds(self) -> Iterator[Metric]:
         counts = self.metrics

@@ -43,7 +43,9 @@ class Speculation(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     draft: str = "auto"
-    k: int | None = Field(default=None, ge=0, le=64, description="draft tokens a round; capped by the services")
+    k: int | None = Field(
+        default=None, ge=0, le=64, description="draft tokens a round; by default the gateway's choice"
+    )
     rule: Literal["rejection"] | None = None
 
 

@@ -57,6 +57,8 @@ class Sequence:
     # Most draft tokens of a round; 0 decodes plainly.
     k: int = 0
     end_tokens: frozenset[int] = frozenset()
+    # Whether k is chosen anew for every round.
+    automatic: bool = False
 
     state: State = State.WAITING
     output: list[int] = field(default_factory=list)
@@ -107,9 +109,19 @@ class Sequence:
         return self.max_tokens - len(self.output)
 
     @property
+    def room(self) -> int:
+        """Draft tokens that the next round has a use for: it yields one token more than it drafts."""
+        return max(0, self.tokens_left - 1)
+
+    @property
     def depth(self) -> int:
-        """Speculation depth of the next round: a round yields one token more than it drafts."""
-        return max(0, min(self.k, self.tokens_left - 1))
+        """Speculation depth of the next round."""
+        return min(self.k, self.room)
+
+    @property
+    def speculates(self) -> bool:
+        """Whether any of its rounds may be drafted."""
+        return self.automatic or self.k > 0
 
     @property
     def finished(self) -> bool:

@@ -81,12 +81,16 @@ def running(
     draft: Path | Literal["magicdec"] | None = None,
     *,
     dtype: str = "float32",
+    k: int | None = 4,
     verifier: Sequence[str] = ("-m", "verifier_service"),
     verifier_options: Sequence[str] = (),
     draft_options: Sequence[str] = (),
     gateway_options: Sequence[str] = (),
 ) -> Iterator[Services]:
-    """Verifier, draft if one is given, and gateway, ready to answer. With `magicdec` the verifier is the draft."""
+    """Verifier, draft if one is given, and gateway, ready to answer. With `magicdec` the verifier is the draft.
+
+    Without `k` the gateway chooses it.
+    """
     services: list[Service] = []
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
@@ -95,7 +99,8 @@ def running(
             target = start([*verifier, "--model", str(model), *common, *verifier_options], directory)
             services.append(target)
             follower = None
-            gateway_command = ["-m", "gateway", "--verifier", target.address, "--port", "0", *gateway_options]
+            gateway_command = ["-m", "gateway", "--verifier", target.address, "--port", "0"]
+            gateway_command += [*([] if k is None else ["--k", str(k)]), *gateway_options]
             if draft == "magicdec":
                 gateway_command += ["--draft", target.address]
             elif draft is not None:

@@ -32,7 +32,7 @@ def spire(*arguments: str) -> list[str]:
 
 
 def up(model: Path, draft: Path, *more: str) -> list[str]:
-    shape = ["--dtype", "float32", "--device", "cpu", "--threads", "1", "--port", "0"]
+    shape = ["--dtype", "float32", "--device", "cpu", "--threads", "1", "--port", "0", "--k", "4"]
     return spire("up", "--model", str(model), "--draft", str(draft), *shape, *more)
 
 
@@ -109,7 +109,7 @@ def test_once_completes_a_prompt_prints_figures_and_stops(stories_dir: Path, sto
 
 
 def test_a_model_without_a_draft_drafts_for_itself_when_asked(stories_dir: Path) -> None:
-    command = spire("up", "--model", str(stories_dir), "--port", "0", "--threads", "1", "--once")
+    command = spire("up", "--model", str(stories_dir), "--port", "0", "--threads", "1", "--once", "--k", "4")
     environment = ENVIRONMENT | {"SPIRE_DRAFT": "magicdec"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr

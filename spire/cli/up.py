@@ -58,7 +58,10 @@ def up(
     ] = None,
     host: Annotated[str, typer.Option(help="Address that the gateway listens on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of the gateway; 0 takes a free one.", min=0, max=65535)] = 8000,
-    k: Annotated[int | None, typer.Option(help="Speculation depth: draft tokens a round.", min=0)] = None,
+    k: Annotated[
+        int | None,
+        typer.Option(help="Draft tokens a round. Default: chosen for every round from what is measured.", min=0),
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, bfloat16 or float32.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of each model service.", min=1)] = None,

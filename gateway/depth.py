@@ -1,0 +1,291 @@
+"""How deep to speculate: a controller that picks k for every round of a batch, down to 0, from what rounds have shown.
+
+A round at depth k yields τ(k) tokens a sequence and takes Δt(k, load) seconds; the best k has the most tokens a second.
+τ comes for free: a round at k shows what every smaller depth would have yielded. Δt of the depths that were not run
+is inferred from those that were, with an uncertainty; where that could change the choice, a single round is spent to
+find out, within a budget of time.
+
+A pure data structure: no I/O, clock, torch or async, and no randomness. The engine asks `choose` before a round and
+tells `observe` what came of it.
+
+What it does not know: requests. Rounds that mix depths teach no times; it decides for them as if their depths were one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+# The deepest that is chosen: beyond it τ grows by less than the time does, on every pair that was measured.
+DEEPEST = 8
+# Share of the time that may be spent on rounds at a depth that is not the best one known, and how much may be saved up.
+PROBE_SHARE = 0.01
+_MOST_CREDIT_ROUNDS = 4.0
+# For how many rounds a finding is expected to be of use.
+_HORIZON = 2000.0
+# One look often shows too little to be worth its price where several would be.
+_LOOKS = (1, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a round's time depends on besides k. `context` is the mean of committed positions.
+
+    `prefilling`: prompts are being read between or within the same steps.
+    """
+
+    sequences: int
+    context: float
+    prefilling: bool = False
+
+    @property
+    def cell(self) -> tuple[int, int, bool]:
+        """Loads of one cell share what is learnt: within a factor of √2 in either direction."""
+        return round(math.log2(self.sequences)), round(math.log2(max(1.0, self.context))), self.prefilling
+
+    def shift(self, other: Load) -> float:
+        """How far apart two loads are, as a factor's logarithm: about how much a round's time may differ."""
+        return abs(math.log(self.sequences / other.sequences)) + abs(math.log((1 + self.context) / (1 + other.context)))
+
+
+# -- τ ---------------------------------------------------------------------------------------------------------------
+
+
+class Acceptance:
+    """The chance that the draft's token at each position is accepted when those before it were. It forgets slowly."""
+
+    # Blocks remembered, and rounds at least: workloads drift, large batches show much at once.
+    _BLOCKS, _ROUNDS = 500.0, 20.0
+    # A position that was seldom tried is taken to fare like the one before it.
+    _FIRST, _WEIGHT = 0.75, 4.0
+
+    def __init__(self, deepest: int):
+        self.tried, self.accepted = [0.0] * deepest, [0.0] * deepest
+        self.idle = 0
+
+    def observe(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """(draft tokens, accepted ones) of a round's sequences."""
+        if not blocks:
+            self.idle += 1
+            return
+        keep = (1 - min(1 / self._ROUNDS, len(blocks) / self._BLOCKS)) ** (1 + min(self.idle, self._ROUNDS))
+        self.idle = 0
+        self.tried = [count * keep for count in self.tried]
+        self.accepted = [count * keep for count in self.accepted]
+        for drafted, accepted in blocks:
+            for position in range(min(drafted, accepted + 1, len(self.tried))):
+                self.tried[position] += 1
+                self.accepted[position] += position < accepted
+
+    def taus(self) -> list[float]:
+        """τ at depth 0, 1, …: mean tokens of a round."""
+        rate, prefix, taus = self._FIRST, 1.0, [1.0]
+        for tried, accepted in zip(self.tried, self.accepted, strict=True):
+            rate = (accepted + self._WEIGHT * rate) / (tried + self._WEIGHT)
+            prefix *= rate
+            taus.append(taus[-1] + prefix)
+        return taus
+
+    @property
+    def doubt(self) -> float:
+        """Relative variance of log τ: from few blocks, and from none lately."""
+        return 0.2 / (self.tried[0] + 1) + 2e-4 * min(self.idle, 1000)
+
+
+# -- Δt --------------------------------------------------------------------------------------------------------------
+
+_Matrix = list[list[float]]
+
+
+def _expected_shape(k: int) -> float:
+    return math.log(1 + 0.2 * (k > 0) + 0.12 * k)
+
+
+def _shape_covariance(j: int, k: int) -> float:
+    """How the logarithms of two depths' times may differ from what is expected, before anything was measured."""
+    u, v = math.log1p(j), math.log1p(k)
+    step, growth, bends = 0.2**2 * (j > 0) * (k > 0), 0.3**2 * u * v, 0.05**2 * min(u, v)
+    return step + growth + bends + 0.02**2 * (j == k)
+
+
+class RoundTimes:
+    """Logarithms of a round's seconds at every depth, as one Gaussian: a Kalman filter over depths.
+
+    What drives all depths alike (the level) may change from round to round; their ratios hardly do. So one measured
+    round moves every depth's estimate, and only rounds close to one another are compared.
+    """
+
+    _LEVEL, _LEVEL_DRIFT, _SHAPE_DRIFT = 100.0, 0.02, 1e-4
+    # Share of rounds that take longer for reasons of their own, and the variance of their logarithms.
+    _OUTLIERS, _OUTLIER = 0.05, 1.0
+
+    def __init__(self, deepest: int):
+        depths = range(deepest + 1)
+        self.mean = [_expected_shape(k) for k in depths]
+        self.shape: _Matrix = [[_shape_covariance(j, k) for k in depths] for j in depths]
+        self.covariance: _Matrix = [[self._LEVEL + c for c in row] for row in self.shape]
+        self.last: Load | None = None
+        # What the level may have moved by, if the last outlier was none.
+        self._jump = 0.0
+        self.rounds, self._check_at = 0, 8
+
+    def of_neighbour(self, other: RoundTimes, distance: float) -> None:
+        """Begin where a cell `distance` factors of two away stands, with less confidence."""
+        self.mean = list(other.mean)
+        self.rounds = int(other.rounds / (2 + 2 * distance))
+        self._check_at = max(self._check_at, 2 * self.rounds)
+        for row, known, prior in zip(self.covariance, other.covariance, self.shape, strict=True):
+            row[:] = [self._LEVEL + c + 0.15 * distance * p for c, p in zip(known, prior, strict=True)]
+
+    def observe(self, load: Load, k: int, seconds: float, noise: float) -> float:
+        """One round at k; `noise` is the variance of a logarithm. Returns what this round alone says of it."""
+        self.rounds += 1
+        self._drift(load)
+        covariance = self.covariance
+        column = [row[k] for row in covariance]
+        residual = math.log(seconds) - self.mean[k]
+        usual, unusual = column[k] + noise, column[k] + self._OUTLIER
+        odds = _density(residual, unusual) * self._OUTLIERS, _density(residual, usual) * (1 - self._OUTLIERS)
+        outlier = odds[0] / (sum(odds) or 1.0)
+        # Both explanations, weighed: the moments of a mixture of two Gaussians.
+        gain = (1 - outlier) / usual + outlier / unusual
+        apart = outlier * (1 - outlier) * ((1 / usual - 1 / unusual) * residual) ** 2
+        for j, (row, first) in enumerate(zip(covariance, column, strict=True)):
+            self.mean[j] += first * gain * residual
+            row[:] = [c - (gain - apart) * first * other for c, other in zip(row, column, strict=True)]
+        self._jump = 0.1 * outlier * residual**2
+        return noise + (1 - outlier) * (noise / usual) ** 2 * (residual**2 - usual)
+
+    @property
+    def check_due(self) -> bool:
+        """Whether to look again at the other side of the choice, drafting or not: a single look may have misled."""
+        return self.rounds >= self._check_at
+
+    def checked(self) -> None:
+        self._check_at = 2 * self.rounds
+
+    def _drift(self, load: Load) -> None:
+        level = self._LEVEL_DRIFT**2 + self._jump + (load.shift(self.last) ** 2 if self.last else 0.0)
+        self.last = load
+        for row, prior in zip(self.covariance, self.shape, strict=True):
+            row[:] = [c + level + self._SHAPE_DRIFT * p for c, p in zip(row, prior, strict=True)]
+
+    def shows(self, k: int, other: int, noise: float) -> float:
+        """Variance of what rounds at k with this noise would change in the logarithm of its time over the other's."""
+        column = self.covariance[k]
+        return (column[k] - column[other]) ** 2 / (column[k] + noise)
+
+
+# -- k ---------------------------------------------------------------------------------------------------------------
+
+
+class DepthController:
+    """Picks k for the sequences of a round that leave it to the gateway."""
+
+    def __init__(self, deepest: int = DEEPEST):
+        self.deepest = deepest
+        self.acceptance = Acceptance(deepest)
+        self.times: dict[tuple[int, int, bool], RoundTimes] = {}
+        # Variance of the logarithm of one round's time.
+        self.noise = 0.1**2
+        # Seconds that probes may still cost; None until the first round was measured.
+        self._credit: float | None = None
+
+    def choose(self, load: Load, rooms: Iterable[int]) -> int:
+        """The depth of the next round. `rooms`: how many tokens each automatic sequence could draft at most."""
+        counts = [0] * (self.deepest + 1)
+        for room in rooms:
+            counts[min(room, self.deepest)] += 1
+        deepest = max((room for room, count in enumerate(counts) if count), default=0)
+        if not deepest:
+            return 0
+        times, taus = self._times(load), self.acceptance.taus()
+        plain = load.sequences - sum(counts)
+        worth = [math.log(_tokens(taus, counts, k, plain)) - times.mean[k] for k in range(deepest + 1)]
+        best = max(range(deepest + 1), key=worth.__getitem__)
+        return self._probe(load, times, taus, worth, best)
+
+    def observe(self, load: Load, k: int | None, seconds: float, blocks: Sequence[tuple[int, int]]) -> None:
+        """A round of `seconds` of its own, at depth k, or None where no one depth explains its time.
+
+        `blocks` are the (draft tokens, accepted ones) of its sequences that were to be drafted.
+        """
+        self.acceptance.observe(blocks)
+        if k is None or k > self.deepest:
+            return
+        shown = self._times(load).observe(load, k, seconds, self.noise)
+        self.noise = min(0.5**2, max(0.01**2, self.noise + 0.02 * (shown - self.noise)))
+        credit = 2 * seconds if self._credit is None else self._credit + PROBE_SHARE * seconds
+        self._credit = min(credit, _MOST_CREDIT_ROUNDS * seconds)
+
+    def multiplier(self, load: Load, k: int) -> float:
+        """Tokens a second at k over those of plain decoding, by what is known of this load."""
+        times = self._times(load)
+        return self.acceptance.taus()[k] * math.exp(times.mean[0] - times.mean[k])
+
+    def _times(self, load: Load) -> RoundTimes:
+        cell = load.cell
+        if cell not in self.times:
+            fresh = RoundTimes(self.deepest)
+            if self.times:
+                nearest = min(self.times, key=lambda other: _distance(cell, other))
+                fresh.of_neighbour(self.times[nearest], _distance(cell, nearest))
+            self.times[cell] = fresh
+        return self.times[cell]
+
+    def _probe(self, load: Load, times: RoundTimes, taus: list[float], worth: list[float], best: int) -> int:
+        """The best depth, or another one when looking at it promises more than it costs."""
+        if self._credit is None:
+            return best
+        level = math.exp(times.mean[best])
+        costs = [math.exp(m) * (1 - math.exp(w - worth[best])) for m, w in zip(times.mean, worth, strict=False)]
+        gains = [
+            level * self._expected_gain(load, times, taus, k, best, worth[best] - worth[k]) - cost
+            for k, cost in enumerate(costs)
+        ]
+        affordable = [k for k, cost in enumerate(costs) if k != best and cost <= self._credit]
+        chosen = max(affordable, key=gains.__getitem__, default=best)
+        if gains[chosen] <= 0:
+            chosen = best
+        if chosen == best and times.check_due:
+            other = 0 if best else max(range(1, len(worth)), key=worth.__getitem__)
+            if other in affordable:
+                times.checked()
+                chosen = other
+        self._credit -= costs[chosen]
+        return chosen
+
+    def _expected_gain(
+        self, load: Load, times: RoundTimes, taus: list[float], k: int, best: int, behind: float
+    ) -> float:
+        """What looking at k is worth, in rounds at the best depth."""
+        doubt = self.acceptance.doubt * math.log(taus[k] / taus[best]) ** 2
+        most = 0.0
+        for looks in _LOOKS:
+            shown = times.shows(k, best, self.noise / looks)
+            if k > best:  # a shallower round shows no more of τ than the best one does
+                shown += doubt**2 / (doubt + 0.2 / (looks * load.sequences))
+            most = max(most, _HORIZON * _mean_lead(behind, math.sqrt(shown)) / looks)
+        return most
+
+
+def _density(residual: float, variance: float) -> float:
+    return math.exp(-(residual**2) / variance / 2) / math.sqrt(variance)
+
+
+def _tokens(taus: list[float], counts: list[int], k: int, plain: int) -> float:
+    """Of a round: `counts[room]` sequences draft min(k, room), `plain` ones nothing that k decides."""
+    return plain + sum(count * taus[min(k, room)] for room, count in enumerate(counts))
+
+
+def _distance(cell: tuple[int, int, bool], other: tuple[int, int, bool]) -> float:
+    return abs(cell[0] - other[0]) + abs(cell[1] - other[1]) + (cell[2] != other[2])
+
+
+def _mean_lead(behind: float, deviation: float) -> float:
+    """Of a look at what seems `behind`: how far it is in front afterwards, or 0, on average over what may be seen."""
+    if deviation < 1e-9:
+        return 0.0
+    z = behind / deviation
+    return deviation * (math.exp(-z * z / 2) / math.sqrt(2 * math.pi) - z * math.erfc(z / math.sqrt(2)) / 2)

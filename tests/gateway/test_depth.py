@@ -1,0 +1,206 @@
+"""The controller of k, in a simulated system: it stays close to the best fixed depth, whatever the system is like.
+
+The system draws its own constants: what a target and a draft pass cost, how both grow with the batch, what is accepted.
+A round's time has noise and outliers; the controller is judged by the means that it cannot see.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.depth import DEEPEST, PROBE_SHARE, Acceptance, DepthController, Load
+
+DEPTHS = range(DEEPEST + 1)
+
+
+@dataclass
+class System:
+    """Milliseconds of its parts, and the chance that a draft token is accepted after those before it."""
+
+    weights: float = 8.0
+    target_row: float = 0.1
+    cache: float = 0.0005
+    hop: float = 2.0
+    draft_pass: float = 1.0
+    draft_row: float = 0.02
+    accepted: float = 0.8
+    bends: list[float] = field(default_factory=lambda: [0.0] * len(DEPTHS))
+    noise: float = 0.06
+    outliers: float = 0.03
+
+    def seconds(self, k: int, load: Load) -> float:
+        size = load.sequences
+        verify = self.weights + self.target_row * size * (k + 1) + self.cache * size * load.context
+        draft = self.hop + k * (self.draft_pass + self.draft_row * size) if k else 0.0
+        return (1 + verify + draft) / 1000 * (1 + self.bends[k])
+
+    def tau(self, k: int) -> float:
+        return sum(self.accepted**i for i in range(k + 1))
+
+    def rate(self, k: int, load: Load) -> float:
+        return load.sequences * self.tau(k) / self.seconds(k, load)
+
+    def best(self, load: Load) -> float:
+        return max(self.rate(k, load) for k in DEPTHS)
+
+    def round(self, k: int, load: Load, rng: random.Random) -> tuple[float, list[tuple[int, int]]]:
+        """What a gateway would see of one round."""
+        seconds = self.seconds(k, load) * math.exp(rng.gauss(0, self.noise))
+        seconds *= rng.uniform(2, 8) if rng.random() < self.outliers else 1
+        blocks = [(k, self._accept(k, rng)) for _ in range(load.sequences)] if k else []
+        return seconds, blocks
+
+    def _accept(self, k: int, rng: random.Random) -> int:
+        return next((n for n in range(k) if rng.random() >= self.accepted), k)
+
+
+# Pays (2.5 times at k of 5 to 7), and loses whatever the depth.
+PAYS = System(target_row=0.02, cache=0.002, draft_pass=0.7, draft_row=0.005, accepted=0.85)
+LOSES = System(target_row=0.3, draft_pass=4.0, draft_row=0.1, accepted=0.4)
+HEAVY = Load(16, 512)
+
+systems = st.builds(
+    System,
+    weights=st.floats(2, 20),
+    target_row=st.floats(0.01, 0.4),
+    cache=st.floats(0.0001, 0.005),
+    hop=st.floats(0.2, 4),
+    draft_pass=st.floats(0.3, 4),
+    draft_row=st.floats(0.002, 0.15),
+    accepted=st.floats(0.2, 0.95),
+    bends=st.lists(st.floats(-0.02, 0.02), min_size=len(DEPTHS), max_size=len(DEPTHS)),
+    noise=st.floats(0.01, 0.1),
+)
+loads = st.builds(Load, st.sampled_from([1, 4, 16, 64]), st.sampled_from([128.0, 512.0, 1900.0]))
+
+
+def run(
+    system: System,
+    load: Load,
+    choose: Callable[[Load, list[int]], int] | DepthController,
+    rounds: int,
+    seed: int = 0,
+) -> list[int]:
+    """The depths of some rounds in which all sequences grow by what they were given."""
+    rng, context, depths = random.Random(seed), load.context, []
+    for _ in range(rounds):
+        now = Load(load.sequences, context)
+        rooms = [64] * now.sequences
+        k = choose.choose(now, rooms) if isinstance(choose, DepthController) else choose(now, rooms)
+        seconds, blocks = system.round(k, now, rng)
+        if isinstance(choose, DepthController):
+            choose.observe(now, k, seconds, blocks)
+        depths.append(k)
+        context += system.tau(k) / 16
+    return depths
+
+
+def share_of_best(system: System, load: Load, depths: list[int]) -> float:
+    """Tokens a second of these rounds over those of the best fixed depth, noise aside."""
+    tokens = sum(load.sequences * system.tau(k) for k in depths)
+    return tokens / sum(system.seconds(k, load) for k in depths) / system.best(load)
+
+
+def plainly_loses_nothing(choose: Callable[[Load, list[int]], int] | DepthController) -> bool:
+    depths = run(LOSES, HEAVY, choose, rounds=400)
+    return share_of_best(LOSES, HEAVY, depths[100:]) >= 0.97
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(systems, loads, st.integers(0, 2**16))
+def test_any_system_runs_within_3_percent_of_its_best_fixed_depth(system: System, load: Load, seed: int) -> None:
+    controller = DepthController()
+    run(system, load, controller, rounds=300, seed=seed)
+    assert share_of_best(system, load, run(system, load, controller, rounds=300, seed=seed + 1)) >= 0.97
+
+
+def test_where_speculation_loses_it_is_switched_off() -> None:
+    assert LOSES.best(HEAVY) == LOSES.rate(0, HEAVY)
+    assert plainly_loses_nothing(DepthController())
+
+
+def test_a_fixed_depth_of_4_would_lose_there() -> None:
+    assert not plainly_loses_nothing(lambda load, rooms: 4)
+
+
+def test_where_speculation_pays_it_is_deep_from_the_start() -> None:
+    depths = run(PAYS, HEAVY, DepthController(), rounds=40)
+    assert share_of_best(PAYS, HEAVY, depths) >= 0.93
+
+
+def test_looking_at_other_depths_costs_little() -> None:
+    controller = DepthController()
+    run(PAYS, HEAVY, controller, rounds=200)
+    best = PAYS.best(HEAVY)
+    depths = run(PAYS, HEAVY, controller, rounds=1000, seed=1)
+    assert len(set(depths)) > 1
+    lost = sum(PAYS.seconds(k, HEAVY) * max(0.0, 1 - PAYS.rate(k, HEAVY) / best) for k in depths if k == 0)
+    assert lost <= 2 * PROBE_SHARE * sum(PAYS.seconds(k, HEAVY) for k in depths)
+
+
+def test_a_load_that_changes_every_few_rounds_loses_nothing_against_plain_decoding() -> None:
+    """Speculation pays for few sequences and loses for many."""
+    system = System(weights=15, target_row=0.6, hop=1, draft_pass=0.8, draft_row=0.3, accepted=0.75)
+    few, many = Load(1, 512), Load(64, 512)
+    assert system.rate(0, few) < 0.8 * system.best(few)
+    assert system.rate(0, many) == system.best(many)
+    controller = DepthController()
+    for turn in range(30):
+        for load in (few, many):
+            depths = run(system, load, controller, rounds=20, seed=turn)
+            if turn >= 6:
+                assert share_of_best(system, load, depths) >= 0.9 * system.rate(0, load) / system.best(load)
+    assert share_of_best(system, few, run(system, few, controller, 100)) >= 0.97
+    assert share_of_best(system, many, run(system, many, controller, 100)) >= 0.97
+
+
+def test_a_workload_that_becomes_hard_and_easy_again_is_followed() -> None:
+    controller = DepthController()
+    easy, hard = PAYS, System(**(PAYS.__dict__ | {"accepted": 0.05}))
+    run(easy, HEAVY, controller, rounds=200)
+    assert share_of_best(hard, HEAVY, run(hard, HEAVY, controller, rounds=300)[100:]) >= 0.95
+    assert share_of_best(easy, HEAVY, run(easy, HEAVY, controller, rounds=600)[300:]) >= 0.95
+
+
+def test_a_machine_that_becomes_slower_as_a_whole_changes_no_choice() -> None:
+    controller = DepthController()
+    run(PAYS, HEAVY, controller, rounds=200)
+    slow = System(**(PAYS.__dict__ | {"bends": [2.0] * len(DEPTHS)}))
+    assert share_of_best(slow, HEAVY, run(slow, HEAVY, controller, rounds=100)) >= 0.97
+
+
+def test_rounds_of_no_one_depth_change_no_estimate_of_time() -> None:
+    controller = DepthController()
+    run(PAYS, HEAVY, controller, rounds=100)
+    before = [controller.multiplier(HEAVY, k) for k in DEPTHS]
+    for _ in range(100):
+        controller.observe(HEAVY, None, 10.0, [])
+    assert [controller.multiplier(HEAVY, k) for k in DEPTHS] == before
+
+
+def test_no_more_is_drafted_than_any_sequence_has_room_for() -> None:
+    controller = DepthController()
+    run(PAYS, HEAVY, controller, rounds=50)
+    assert controller.choose(HEAVY, [0] * 16) == 0
+    assert all(controller.choose(HEAVY, [2] * 16) <= 2 for _ in range(50))
+
+
+def test_the_same_rounds_lead_to_the_same_choices() -> None:
+    assert run(PAYS, HEAVY, DepthController(), 300) == run(PAYS, HEAVY, DepthController(), 300)
+
+
+def test_one_depth_shows_the_acceptance_of_every_smaller_one() -> None:
+    acceptance = Acceptance(DEEPEST)
+    for _ in range(200):
+        acceptance.observe([(4, 0), (4, 1), (4, 4), (4, 4)])
+    taus = acceptance.taus()
+    assert taus[:5] == pytest.approx([1, 1.75, 2.25, 2.75, 3.25], rel=0.01)
+    # Beyond what was tried each further token fares like the last one.
+    assert taus[5] - taus[4] == pytest.approx(0.5, rel=0.02)
