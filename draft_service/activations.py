@@ -36,8 +36,7 @@ class Follower:
     def __init__(self, stub: rpc.VerifierStub, request: pb.ActivationsRequest, worker: Worker, shared_memory: str):
         self._stub, self._request, self._worker = stub, request, worker
         self._shared_memory = Path(shared_memory)
-        if shared_memory:
-            self._request.host = host_id()
+        self._host = host_id() if shared_memory else ""
         self._ring: RingReader | None = None
         self.following = False
         self.bytes_received = {INLINE: 0, SHARED_MEMORY: 0}
@@ -45,7 +44,11 @@ class Follower:
 
     async def run(self) -> None:
         """Never returns. Raises MismatchError when the verifier hosts another target now."""
+        shares = True
         while True:
+            self._request.host = self._host if shares else ""
+            # Only the subscription that follows a failure does without: the verifier after that may be another.
+            shares = True
             call = self._stub.Activations(self._request)
             try:
                 await self._subscribed(call)
@@ -56,7 +59,7 @@ class Follower:
                     log.warning("the verifier's activations stopped", code=error.code().name)
             except (OSError, InvalidRequest) as error:
                 log.warning("activations cannot be taken up: asking for inline bytes", error=str(error))
-                self._request.host = ""
+                shares = False
             finally:
                 self.following, self._ring = False, None
                 call.cancel()

@@ -181,7 +181,7 @@ class VerifierService(rpc.VerifierServicer):
             await context.abort(call_status(error), str(error))
         # The draft forgets everything when this arrives: what follows begins with a replay.
         await context.send_initial_metadata(())
-        ring = await asyncio.to_thread(self._share, taps) if request.host == host_id() != "" else None
+        ring = await asyncio.to_thread(self._share, taps) if request.host and request.host == host_id() else None
         if request.host:
             yield pb.ActivationsResponse(ring=ring.offer if ring else pb.Ring())
         subscriber = self._subscribe(request.draft_id, taps, ring)

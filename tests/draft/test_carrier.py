@@ -133,6 +133,7 @@ class LyingVerifier(rpc.VerifierServicer):
     def __init__(self, directory: Path):
         self.ring = Ring(directory, 4096)
         self.hosts: list[str] = []
+        self.lost = asyncio.Event()
 
     async def Activations(
         self, request: pb.ActivationsRequest, context: grpc.aio.ServicerContext
@@ -146,7 +147,7 @@ class LyingVerifier(rpc.VerifierServicer):
             yield pb.ActivationsResponse(spans=spans, rows=without_data(rows_RND), slice=place)
         else:
             yield pb.ActivationsResponse(spans=spans, rows=to_wire(rows_RND))
-        await asyncio.sleep(60)
+        await self.lost.wait()
 
 
 class Absorbed:
@@ -179,6 +180,13 @@ async def test_rows_outside_the_ring_are_refused_and_asked_for_inline(tmp_path: 
             assert await eventually(absorbed)
             assert [bool(host) for host in verifier.hosts] == [True, False]
             assert torch.equal(worker.messages[0].rows_RND, torch.ones(3, 1, 64))
+            verifier.lost.set()
+
+            async def subscribed_again() -> bool:
+                return len(verifier.hosts) > 2
+
+            assert await eventually(subscribed_again)
+            assert verifier.hosts[2], "another verifier may share memory"
             assert not following.done()
         finally:
             following.cancel()
