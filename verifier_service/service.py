@@ -30,8 +30,8 @@ from verifier_service.tasks import StartTask, VerifyTask
 
 log = structlog.get_logger("verifier_service")
 
-# A ring holds a whole replay, or four rounds of an 8B target at 64 sequences.
-MAX_RING_BYTES = 64 * 1024 * 1024
+# A ring holds a whole replay, or four rounds of an 8B target at 64 sequences. A container has 64 MiB if not told more.
+MAX_RING_BYTES = 60 * 1024 * 1024
 
 
 @dataclass(frozen=True)
