@@ -16,12 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
+import spire.process  # noqa: F401  # isort: skip  # before torch: the OpenMP settings of the services
+
 import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
-import spire.process  # noqa: F401  the services' OpenMP settings
 from spire.model.cache import TargetCache
 from spire.model.config import load_model_config
 

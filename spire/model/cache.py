@@ -154,13 +154,9 @@ class TargetCache:
 
     def gather(self, slots: Sequence[int], positions_BS: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of all N layers' keys and values at chosen committed positions of these slots, [N, B, G, S, K]."""
-        _, X, G, C, K = self.keys[0].shape
-        device = positions_BS.device
-        pages_B1S = (positions_BS // C)[:, None]
-        slots_B11 = torch.tensor(slots, device=device)[:, None, None]
-        heads_G1 = torch.arange(G, device=device)[:, None]
-        # Row numbers of the pool seen as a list of single keys: one contiguous read for each.
-        rows_BGS = ((pages_B1S * X + slots_B11) * G + heads_G1) * C + (positions_BS % C)[:, None]
+        K = self.keys[0].shape[-1]
+        slots_B1 = torch.tensor(slots, device=positions_BS.device)[:, None]
+        rows_BGS = self.places(slots_B1, positions_BS).transpose(1, 2).contiguous()
         gathered = []
         for pools in (self.keys, self.values):
             copies_NBGSK = pools[0].new_empty(len(pools), *rows_BGS.shape, K)
@@ -168,6 +164,13 @@ class TargetCache:
                 torch.index_select(pool.view(-1, K), 0, rows_BGS.flatten(), out=copy.view(-1, K))
             gathered.append(copies_NBGSK)
         return gathered[0], gathered[1]
+
+    def places(self, slots_B1: Tensor, positions_BT: Tensor) -> Tensor:
+        """Where the keys of these positions stand, [B, T, G], in a pool seen as a list of single keys."""
+        _, X, G, C, _ = self.keys[0].shape
+        pages_BT1, columns_BT1 = (positions_BT // C)[..., None], (positions_BT % C)[..., None]
+        heads_G = torch.arange(G, device=positions_BT.device)
+        return ((pages_BT1 * X + slots_B1[..., None]) * G + heads_G) * C + columns_BT1
 
     def commit(self, slots: Sequence[int], counts: Sequence[int]) -> None:
         """Make the first counts[i] appended positions of each slot part of its sequence."""
@@ -218,7 +221,7 @@ class BatchView:
         self.positions_BT = torch.tensor(lengths, device=device)[:, None] + torch.arange(new_tokens, device=device)
         # Padding of a row that is nearly full piles up in the last column, which is never committed.
         columns_BT = self.positions_BT.clamp(max=last_column)
-        self._page_BT, self._column_BT = columns_BT // cache.page, columns_BT % cache.page
+        self._places_R = cache.places(self._slots_B[:, None], columns_BT).flatten()
         attended = self._pages_needed * cache.page if cache.paged else self._needed
         self.columns_1S = torch.arange(attended, device=device)[None]
         ascending = all(a < b for a, b in pairwise(slots))
@@ -227,10 +230,12 @@ class BatchView:
         # Neighbours are read as they lie, with the few that may lie between them.
         self._narrow = ascending and few and self._around <= _GATHER_COST * len(slots)
         self._rows_B = self._slots_B - slots[0] if self._narrow and self._around > len(slots) else None
-        self.see(self.columns_1S[:, None] <= columns_BT[..., None])
+        # Whole pages that everybody sees need no mask.
+        first = min(lengths) // cache.page * cache.page
+        self.see(self.columns_1S[:, None, first:] <= columns_BT[..., None])
 
     def see(self, visible_BTS: Tensor) -> None:
-        """Let each new position attend to these columns instead of all up to its own."""
+        """Let each new position attend to these of the last columns, and to all before them."""
         self.mask = additive(visible_BTS, self._cache.keys[0].dtype)
         if self._rows_B is not None:
             self._mask_around = self.mask.new_zeros(self._around, *self.mask.shape[1:])
@@ -256,7 +261,8 @@ class BatchView:
         """
         keys, values = self._cache.keys[layer], self._cache.values[layer]
         for pool, new_BGTK in ((keys, keys_BGTK), (values, values_BGTK)):
-            pool[self._page_BT, self._slots_B[:, None], :, self._column_BT] = new_BGTK.transpose(1, 2)
+            new_RK = new_BGTK.transpose(1, 2).reshape(-1, pool.shape[-1])
+            pool.view(-1, pool.shape[-1]).index_copy_(0, self._places_R, new_RK)
         return self._rows(keys), self._rows(values)
 
     def _rows(self, pool: Tensor) -> Tensor:

@@ -63,8 +63,9 @@ def attend(queries_BHTK: Tensor, keys_BGSK: Tensor, values_BGSK: Tensor, mask_B1
     """Softmax attention with grouped queries, [B, H, T, K].
 
     `mask` is additive, or None for causal attention of a sequence over itself. Every row must see at least one key.
-    Without gradients keys and values may come in pages, [P, B, G, C, K] with S = P · C: a CPU's matrix product copies
-    whatever is not contiguous, and a page is, while a stretch of a longer slot is not.
+    Without gradients the mask may be of the last keys only, all before them being seen, and keys and values may come
+    in pages, [P, B, G, C, K] with S = P · C: a CPU's matrix product copies whatever is not contiguous, and a page is,
+    while a stretch of a longer slot is not.
     """
     B, H, T, K = queries_BHTK.shape
     if mask_B1TS is None:
@@ -77,14 +78,15 @@ def attend(queries_BHTK: Tensor, keys_BGSK: Tensor, values_BGSK: Tensor, mask_B1
         )
     # Queries of one group become rows of one product, so that each key and value byte is read once.
     G = keys_BGSK.shape[-3]
-    queries = (queries_BHTK * K**-0.5).reshape(B, G, (H // G) * T, K)
+    queries = (queries_BHTK * K**-0.5).reshape(B * G, (H // G) * T, K)
     key_pages, value_pages = _pages(keys_BGSK), _pages(values_BGSK)
-    scores = _joined([queries @ page.transpose(-1, -2) for page in key_pages])
-    weights = (scores.view(B, G, H // G, T, -1) + mask_B1TS[:, :, None]).softmax(dim=-1).view_as(scores)
+    scores = _joined([queries.bmm(page.mT) for page in key_pages])
+    scores.view(B, G, H // G, T, -1)[..., -mask_B1TS.shape[-1] :].add_(mask_B1TS[:, :, None])
+    weights = scores.softmax(dim=-1)
     shares = weights.split(value_pages[0].shape[-2], dim=-1)
-    attended = shares[0] @ value_pages[0]
+    attended = shares[0].bmm(value_pages[0])
     for share, page in zip(shares[1:], value_pages[1:], strict=True):
-        attended += share @ page
+        attended.baddbmm_(share, page)
     return attended.view(B, H, T, K)
 
 
@@ -97,8 +99,8 @@ def additive(visible_BTS: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _pages(x: Tensor) -> tuple[Tensor, ...]:
-    """[B, G, S, K] is one page of all positions; [P, B, G, C, K] are P pages of C positions each."""
-    return x.unbind(0) if x.ndim == 5 else (x,)
+    """[B, G, S, K] is one page of all positions; [P, B, G, C, K] are P pages of C positions each: [B · G, C, K]."""
+    return x.flatten(-4, -3).unbind(0) if x.ndim == 5 else (x.flatten(0, 1),)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
