@@ -134,7 +134,7 @@ def write_multipliers(file: Path, title: str, panels: dict[str, list[tuple[str, 
         axis.set_ylabel("over plain decoding")
         axis.set_title(name, fontsize=11)
         axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False, fontsize=8)
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     figure.suptitle(title, fontsize=12)
     figure.savefig(file, dpi=150)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pydantic import Field
-from pydantic_settings import SettingsConfigDict
+from pydantic_settings import CliSuppress, SettingsConfigDict
 
 from spire.process import ModelServiceConfig
 
@@ -39,5 +39,11 @@ class VerifierConfig(ModelServiceConfig):
     self_sink: int = Field(1, ge=0, description="MagicDec: first positions that it sees as well.")
     self_top_m: int = Field(
         4096, ge=1, description="MagicDec: tokens kept of a draft distribution; smaller vocabularies are sent whole."
+    )
+    lossy_synthetic_acceptance: CliSuppress[float | None] = Field(
+        None,
+        ge=0,
+        le=1,
+        description="LOSSY, for benchmarks without trained weights: draft tokens stand so often.",
     )
     lease_seconds: float = Field(30.0, ge=0, description="A gateway whose stream stays closed this long is forgotten.")

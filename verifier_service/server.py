@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import structlog
 import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
@@ -33,6 +34,9 @@ from verifier_service.metrics import VerifierMetrics
 from verifier_service.prefixes import Prefixes
 from verifier_service.service import Hosted, VerifierService, self_drafting
 from verifier_service.step import ModelSteps, SlotSampling
+from verifier_service.synthetic import coin_flips
+
+log = structlog.get_logger("verifier_service")
 
 # A turn that takes longer has stuck; the longest legitimate one is a prefill chunk.
 STUCK_SECONDS = 30.0
@@ -51,7 +55,7 @@ def load(config: VerifierConfig) -> tuple[Engine, Hosted]:
     engine = _build_engine(target.to(device), config, max_context, dtype, device)
     info = pb.GetInfoResponse(
         protocol_version=PROTOCOL_VERSION,
-        model_name=config.model.resolve().name,
+        model_name=_model_name(config),
         target_fingerprint=fingerprint,
         tokenizer_hash=hashlib.sha256(tokenizer_json).hexdigest()[:16],
         vocab_size=shape.vocab_size,
@@ -65,6 +69,12 @@ def load(config: VerifierConfig) -> tuple[Engine, Hosted]:
         max_speculation_depth=config.max_depth,
     )
     return engine, Hosted(info, tokenizer_json)
+
+
+def _model_name(config: VerifierConfig) -> str:
+    """The directory's name; whoever asks is told of a verifier that is lossy."""
+    name, rate = config.model.resolve().name, config.lossy_synthetic_acceptance
+    return name if rate is None else f"{name} (LOSSY: synthetic acceptance {rate})"
 
 
 def _read_tokenizer(model: Path) -> bytes:
@@ -91,6 +101,9 @@ def _build_engine(
     )
     sparse = SparseAttention(config.self_sink, config.self_window)
     steps = ModelSteps(target, cache, SlotSampling(slots, device), sparse, config.self_top_m)
+    if (rate := config.lossy_synthetic_acceptance) is not None:
+        log.warning("LOSSY: what the target says of draft tokens is ignored", synthetic_acceptance=rate)
+        steps.rule = coin_flips(rate)
     publisher = Publisher(slots, shape.hidden_size, dtype, device)
     limits = Limits(shape.vocab_size, max_context, config.max_depth)
     prefixes = Prefixes(cache, config.prefix_cache)

@@ -24,6 +24,7 @@ from spire.sampling import Purpose, SamplingRows, draw, probabilities
 from spire.v1 import tensor_pb2
 from spire.verification import verify
 from verifier_service.batch import RaggedBatch
+from verifier_service.synthetic import Rule
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ class ModelSteps:
         self.target, self.cache, self.sampling = target, cache, sampling
         self.device = cache.keys[0].device
         self.tapped_layers: tuple[int, ...] = ()
+        # What decides which draft tokens stand.
+        self.rule: Rule = verify
         self._sparse, self._top_m = sparse, top_m if top_m < target.config.vocab_size else None
 
     def draft(self, slots: Rows[int], newest: Rows[int], k: int, rows: SamplingRows) -> Drafted:
@@ -126,7 +129,7 @@ class ModelSteps:
         began = time.perf_counter()
         rows = self.sampling.of(torch.tensor(batch.slots, device=self.device))
         p_BTV = probabilities(logits_BTV, rows)
-        verdict = verify(p_BTV, batch.draft_BK, batch.counts_B, batch.q, rows, batch.base_B)
+        verdict = self.rule(p_BTV, batch.draft_BK, batch.counts_B, batch.q, rows, batch.base_B)
         accepted = verdict.accepted_B.tolist()
         tokens = [row[: a + 1] for row, a in zip(verdict.tokens_BT.tolist(), accepted, strict=True)]
         self._commit(batch.slots, [a + 1 for a in accepted], finite)

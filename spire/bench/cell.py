@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from spire.bench.throughput import Figures, medians
@@ -58,6 +58,13 @@ class Cell:
         return self.figures.end_to_end_tokens_per_second / medians(self.plain).end_to_end_tokens_per_second
 
     @property
+    def delta_t(self) -> float | None:
+        """Δt: a round's time over that of a plain step of the same run, both as the clients see them."""
+        plain = medians(self.plain).round_ms_seen if self.plain else None
+        seen = self.figures.round_ms_seen
+        return seen / plain if seen and plain else None
+
+    @property
     def multiplier_modelled(self) -> float | None:
         modelled: float | None = self.modelled.get("multiplier_modelled")
         return modelled
@@ -74,6 +81,8 @@ class Cell:
             "runs": len(self.runs),
             "decode_tokens_per_second_runs": self.decode_runs,
             "end_to_end_tokens_per_second_runs": [run.end_to_end_tokens_per_second for run in self.runs],
+            "delta_t_measured": self.delta_t,
+            "delta_t_modelled": None,
             "multiplier_measured": self.multiplier_measured,
             "multiplier_end_to_end": self.multiplier_end_to_end,
             "multiplier_modelled": self.multiplier_modelled,
@@ -84,6 +93,3 @@ class Cell:
             "overhead": figures.overhead,
             "note": self.note,
         }
-
-    def beside(self, plain: list[Figures]) -> Cell:
-        return replace(self, plain=plain)

@@ -16,6 +16,9 @@ from spire.hardware import Hardware
 from spire.model.config import load_draft_config, load_model_config
 from spire.perf_model import Acceptance, Draft, DraftKind, Shape, best_k, multiplier, paper_draft
 
+# As deep as any service speculates.
+_POSITIONS = 16
+
 
 @dataclass(frozen=True)
 class Model:
@@ -24,13 +27,15 @@ class Model:
     target: Path
     draft: Path | None
     hardware: Hardware
+    # Of every draft token, where that is made up.
+    accept_rate: float | None = None
 
     def predict(self, batch: int, context: int, k: int | None, tau: float | None) -> dict[str, Any]:
         """`multiplier_modelled` of k draft tokens, of the model's own best k for None; with the τ that it took.
 
         `context` is the mean of a run's positions, `tau` what the run gave.
         """
-        known = self._recorded(context)
+        known = self._known(context)
         if known is None and (k is None or tau is None):
             return {"multiplier_modelled": None}
         shape = Shape.of(load_model_config(self.target))
@@ -39,14 +44,22 @@ class Model:
             assert known is not None
             choice = best_k(shape, draft, batch, context, known, self.hardware)
             modelled, k = max(1.0, choice.multiplier), choice.k
+            tau = known.tau(k)
         else:
             tau = known.tau(k) if known else tau or 1.0
             modelled = multiplier(shape, draft, batch, context, k, tau, self.hardware)
-        source = "record" if known else "this run"
-        return {"multiplier_modelled": modelled, "k_modelled": k, "tau_modelled_from": source}
+        told = {"multiplier_modelled": modelled, "k_modelled": k, "delta_t_modelled": tau / modelled}
+        return told | {"tau_modelled_from": self._source(known)}
 
-    def _recorded(self, context: int) -> Acceptance | None:
-        """What was measured of the draft before, at the nearest context."""
+    def _source(self, known: Acceptance | None) -> str:
+        if self.accept_rate is not None:
+            return "the accept rate"
+        return "record" if known else "this run"
+
+    def _known(self, context: int) -> Acceptance | None:
+        """What is made up, or was measured of the draft before at the nearest context."""
+        if self.accept_rate is not None:
+            return Acceptance(tuple(self.accept_rate**position for position in range(1, _POSITIONS + 1)))
         if self.draft is None or not (file := self.draft / RECORD).is_file():
             return None
         nearest = min(read_record(file), key=lambda cell: abs(math.log(cell.context / context)))

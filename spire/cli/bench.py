@@ -6,6 +6,8 @@
     spire bench --url http://127.0.0.1:8000               services that run already
     spire bench --drafts spire --peers transformers --against http://127.0.0.1:9000
                                                           beside others; without --drafts only that server
+    spire bench --shape llama-3-8b --layers 4 --accept-rate 0.8
+                                                          no trained weights: SYNTHETIC acceptance, real time
 
 For each draft the services are started once, warmed, and every load runs at every depth in turns, k = 0 always among
 them: a multiplier compares runs of one warm system. What the figures mean: `spire.bench.throughput`.
@@ -16,39 +18,58 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 
 from spire import calibration, plots
 from spire.bench.against import Server
 from spire.bench.cell import AUTO, SPIRE, Cell, Depth
-from spire.bench.load import Batch, Load, Trace, alternate, read_trace
-from spire.bench.peers import TRANSFORMERS, Task, assistant_of, check, run_transformers
-from spire.bench.peers import cells as peer_cells
-from spire.bench.prediction import Model
+from spire.bench.load import Batch, Load, Trace, read_trace
+from spire.bench.peers import check
 from spire.bench.prompts import BUNDLED_TEXT, PromptSource
-from spire.bench.system import System
 from spire.calibration import Calibration
 from spire.cli import bench_report
+from spire.cli.comparison import Chosen, Run, progress_bar
 from spire.cli.paths import OFF, Pair, choose_pair
 from spire.cli.serving import serving
 from spire.cli.up import ModelOptions
 from spire.errors import SpireError
-from spire.hardware import Hardware
 from spire.model.config import MAGICDEC, load_model_config
-from spire.perf_model import Shape
+from spire.perf_model import LLAMA_3_8B, LLAMA_3_70B, SEQAX_67M, Shape
 
 _DEEPEST = 16
-_WARM_TOKENS, _WARM_REQUESTS = 16, 4
-# Tokens a peer looks up at once where no depth is asked for.
-_LOOKED_UP = 4
+# The paper names no vocabulary for its 67M target.
+SHAPES = {
+    "seqax-67m": replace(SEQAX_67M, vocab_size=32768),
+    "llama-3-8b": LLAMA_3_8B,
+    "llama-3-70b": LLAMA_3_70B,
+}
+
+
+@dataclass(frozen=True)
+class Served:
+    """A target with the draft that `spire` names, and how outputs call them."""
+
+    pair: Pair
+    title: str
+
+    @property
+    def plain(self) -> Pair:
+        return Pair(self.pair.model, None)
+
+    @property
+    def shape(self) -> Shape:
+        return Shape.of(load_model_config(self.pair.model))
 
 
 def bench(
@@ -84,6 +105,13 @@ def bench(
     model: Annotated[
         Path | None, typer.Option(help="The target; its tokenizer cuts prompts. Default: the bundled one.")
     ] = None,
+    shape: Annotated[
+        str | None, typer.Option(help=f"Instead of a model: {', '.join(SHAPES)} with random weights; SYNTHETIC.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="Only so many layers of that shape.", min=2)] = None,
+    accept_rate: Annotated[
+        float | None, typer.Option(help="How often a draft token of that shape stands, by coin flips.", min=0, max=1)
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, bfloat16 or float32.")] = None,
     data: Annotated[
         list[Path] | None,
@@ -101,151 +129,110 @@ def bench(
     check(others)
     if plot:
         plots.require()
-    stacks = [] if against and not (drafts or url) else _choose(drafts, model, url)
-    pair = choose_pair(model, OFF)
-    source = PromptSource(pair.model, data or [BUNDLED_TEXT])
-    longest = load_model_config(pair.model).max_position_embeddings
-    if trace is None:
-        grid = [(length, size) for length in _numbers(context) for size in _numbers(batch)]
-        _refuse_too_long(max(length for length, _ in grid), generate, longest)
-        loads: list[Load] = [Batch(source, size, length, generate, temperature) for length, size in grid]
-    else:
-        loads = [Trace(source, read_trace(trace, longest, trace_seconds, rate), temperature, trace.name)]
-    machine = _calibration(hardware, Shape.of(load_model_config(pair.model)), dtype)
-    run = Run(loads, _depths(k), repeats, seed, machine.hardware if machine else None)
-    tokenizer = Tokenizer.from_file(str(pair.model / "tokenizer.json")) if as_text else None
-    server = Server.meet(against, tokenizer) if against else None
-    cells: list[Cell] = []
-    complete = False
-    try:
-        with _progress(as_json) as progress:
-            for chosen in stacks:
-                with serving(url, chosen.pair, ModelOptions(dtype, None, None)) as system:
-                    cells.extend(run.of(system, chosen, progress))
-            if others:
-                own = [chosen.pair.draft for chosen in stacks if chosen.pair.draft]
-                cells.extend(run.peers(pair.model, own, dtype or "auto", cells, progress))
-            if server:
-                cells.extend(run.against(server, cells, progress))
-        complete = True
-    finally:  # what was measured before something went wrong took its time too
-        if as_json and cells:
-            found = {"bench": [cell.to_json() for cell in cells], "complete": complete}
-            typer.echo(json.dumps(found | {"machine": _machine(machine)}))
-        elif cells:
-            bench_report.show(cells)
-    if plot:
-        bench_report.plot(plot, cells)
-
-
-# --- what is measured -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """A draft by the name it is shown with, and the pair that is served. `known`: it is ours to model."""
-
-    name: str
-    pair: Pair
-    known: bool = True
-
-
-@dataclass(frozen=True)
-class Run:
-    """What every stack of services is put through."""
-
-    loads: list[Load]
-    depths: list[Depth]
-    repeats: int
-    seed: int
-    hardware: Hardware | None
-
-    def of(self, system: System, chosen: Chosen, progress: Progress) -> Iterator[Cell]:
-        """Cells of every load at every depth, after a warming that is not measured."""
-        depths: list[Depth] = self.depths if chosen.pair.speculates or not chosen.known else [0]
-        total = (1 + self.repeats * len(self.loads)) * len(depths)
-        task = progress.add_task(f"{chosen.name}: warming", total=total)
-        self._warm(system, depths)
-        progress.advance(task, len(depths))
-        for at, load in enumerate(self.loads):
-            progress.update(task, description=f"{chosen.name}: {load.name}")
-            runs = alternate(system, load, depths, self.repeats, self.seed + 1000 * at, lambda: progress.advance(task))
-            for depth in depths:
-                cell = Cell(SPIRE, chosen.name, depth, load.batch, load.context, runs[depth], runs[0], trace=load.trace)
-                yield replace(cell, modelled=self._modelled(chosen, load, cell))
-
-    def peers(
-        self, target: Path, drafts: list[Path], dtype: str, cells: list[Cell], progress: Progress
-    ) -> Iterator[Cell]:
-        """Cells of the peers, beside our plain decoding of the same batch and context."""
-        batches = [load for load in self.loads if isinstance(load, Batch)]
-        depth = next((depth for depth in self.depths if depth not in (0, AUTO)), _LOOKED_UP)
-        assert depth != AUTO
-        task = Task(target, assistant_of(drafts), batches, dtype, depth, self.repeats, self.seed)
-        row = progress.add_task(TRANSFORMERS, total=peer_cells(task))
-        for cell in run_transformers(task):
-            yield _beside_plain(cell, cells)
-            progress.advance(row)
-
-    def against(self, server: Server, cells: list[Cell], progress: Progress) -> Iterator[Cell]:
-        """A cell of each load at another server, beside our plain decoding of the same."""
-        row = progress.add_task(server.url, total=len(self.loads) * (self.repeats + 1))
-        for at, load in enumerate(self.loads):
-            cell = server.measure(load, self.repeats, self.seed + 1000 * at, lambda: progress.advance(row))
-            yield _beside_plain(cell, cells)
-
-    def _warm(self, system: System, depths: list[Depth]) -> None:
-        """Something short, as wide as the widest load, at each depth."""
-        load = self.loads[0]
-        width = max(load.batch or _WARM_REQUESTS for load in self.loads)
-        shortest = min(load.context or _WARM_TOKENS for load in self.loads)
-        warming = Batch(load.source, width, shortest, _WARM_TOKENS, load.temperature)
-        alternate(system, warming, depths, 1, self.seed - 1, lambda: None)
-
-    def _modelled(self, chosen: Chosen, load: Load, cell: Cell) -> dict[str, Any]:
-        if self.hardware is None or not chosen.known or cell.k == 0 or not isinstance(load, Batch):
-            return {}
-        model = Model(chosen.pair.model, chosen.pair.draft, self.hardware)
-        depth = None if cell.k == AUTO else cell.k
-        return model.predict(load.batch, load.context + load.generate // 2, depth, cell.figures.tau)
-
-
-def _beside_plain(cell: Cell, cells: list[Cell]) -> Cell:
-    same = [c.runs for c in cells if c.k == 0 and (c.batch, c.context) == (cell.batch, cell.context)]
-    return cell.beside(same[-1]) if same else cell
+    contexts, batches, depths = _numbers(context), _numbers(batch), _depths(k)
+    with _serve(model, shape, layers, accept_rate, max(contexts) + generate) as served:
+        stacks = [] if against and not (drafts or url) else _choose(drafts, served, url)
+        target = served.pair.model
+        longest = load_model_config(target).max_position_embeddings
+        source = PromptSource(target, data or [BUNDLED_TEXT])
+        if trace is None:
+            _refuse_too_long(max(contexts), generate, longest)
+            grid = [(length, size) for length in contexts for size in batches]
+            loads: list[Load] = [Batch(source, size, length, generate, temperature) for length, size in grid]
+        else:
+            loads = [Trace(source, read_trace(trace, longest, trace_seconds, rate), temperature, trace.name)]
+        machine = _calibration(hardware, served, dtype, accept_rate is not None)
+        run = Run(loads, depths, repeats, seed, machine.hardware if machine else None, accept_rate)
+        tokenizer = Tokenizer.from_file(str(target / "tokenizer.json")) if as_text else None
+        server = Server.meet(against, tokenizer) if against else None
+        cells: list[Cell] = []
+        complete = False
+        try:
+            with progress_bar(as_json) as progress:
+                for chosen in stacks:
+                    with serving(url, chosen.pair, ModelOptions(dtype, None, None), accept_rate) as system:
+                        cells.extend(run.of(system, chosen, progress))
+                if others:
+                    own = [chosen.pair.draft for chosen in stacks if chosen.pair.draft]
+                    cells.extend(run.peers(target, own, dtype or "auto", cells, progress))
+                if server:
+                    cells.extend(run.against(server, cells, progress))
+            complete = True
+        finally:  # what was measured before something went wrong took its time too
+            if as_json and cells:
+                found = {"bench": [cell.to_json() for cell in cells], "complete": complete, "target": served.title}
+                typer.echo(json.dumps(found | {"machine": _machine(machine)}))
+            elif cells:
+                bench_report.show(cells, served.title)
+        if plot:
+            bench_report.plot(plot, cells)
 
 
 # --- what was asked ---------------------------------------------------------------------------------------------------
 
 
-def _choose(drafts: str | None, model: Path | None, url: str | None) -> list[Chosen]:
+def _choose(drafts: str | None, served: Served, url: str | None) -> list[Chosen]:
     """The stacks to start. Plain decoding is measured in each, and has one of its own only where nothing else is."""
     if url and drafts is None:
-        return [Chosen("as served", choose_pair(model, OFF), known=False)]
-    default = MAGICDEC if model is not None else SPIRE
-    wanted = [_named(text.strip(), model) for text in (drafts or default).split(",")]
+        return [Chosen("as served", served.plain, known=False)]
+    default = SPIRE if served.pair.draft else MAGICDEC
+    wanted = [_named(text.strip(), served) for text in (drafts or default).split(",")]
     stacks = [chosen for chosen in wanted if chosen.name != OFF] or wanted[:1]
     if url and len(stacks) > 1:
         raise typer.BadParameter("--url serves one draft: name it alone in --drafts, or none")
     return stacks
 
 
-def _named(text: str, model: Path | None) -> Chosen:
+def _named(text: str, served: Served) -> Chosen:
     name, _, directory = text.partition("=")
+    model = served.pair.model
     if directory:
         return Chosen(name, choose_pair(model, directory))
     if name in (OFF, MAGICDEC):
         return Chosen(name, choose_pair(model, name))
     if name == SPIRE:
-        pair = choose_pair(model, None)
-        if pair.draft is None:
-            raise SpireError(f"the bundled draft is not {pair.model}'s: name its own with --drafts spire=DIR")
-        return Chosen(name, pair)
+        if served.pair.draft is None:
+            raise SpireError(f"the bundled draft is not {model}'s: name its own with --drafts spire=DIR")
+        return Chosen(name, served.pair)
     if name == "vanilla":
         raise SpireError("no vanilla draft is bundled: train one (spire train draft) and name it: --drafts vanilla=DIR")
     if not Path(name).is_dir():
         raise SpireError(f"--drafts {name} is no directory and none of {OFF}, {SPIRE}, {MAGICDEC}, NAME=DIR")
     return Chosen(Path(name).name, choose_pair(model, name))
+
+
+@contextmanager
+def _serve(
+    model: Path | None, shape: str | None, layers: int | None, rate: float | None, longest: int
+) -> Iterator[Served]:
+    """The pair to measure: a model's, or one of random weights that lives as long as this block."""
+    if shape is None and rate is None:
+        if layers is not None:
+            raise SpireError("--layers belongs to --shape")
+        pair = choose_pair(model, None)
+        yield Served(pair, str(pair.model) if model else "bundled")
+        return
+    if shape is None or rate is None:
+        raise SpireError("--accept-rate and --shape belong together: random weights accept nothing by themselves")
+    if model is not None:
+        raise SpireError("--model and --shape exclude each other: one names weights, the other has none")
+    chosen, title = _shape(shape, layers)
+    with tempfile.TemporaryDirectory(prefix="SYNTHETIC-") as directory:
+        from spire.bench.synthetic import write_pair
+
+        target, draft = write_pair(Path(directory), chosen, longest)
+        yield Served(Pair(target, draft), f"{title}, random weights, SYNTHETIC acceptance {rate:g}")
+
+
+def _shape(name: str, layers: int | None) -> tuple[Shape, str]:
+    if name not in SHAPES:
+        raise SpireError(f"--shape {name} is not known: there is {', '.join(SHAPES)}")
+    whole = SHAPES[name]
+    if layers is None:
+        return whole, name
+    if layers > whole.layers:
+        raise SpireError(f"--layers {layers}: {name} has {whole.layers} layers")
+    return replace(whole, layers=layers), f"{name}, {layers} of {whole.layers} layers"
 
 
 def _depths(text: str) -> list[Depth]:
@@ -273,15 +260,27 @@ def _refuse_too_long(context: int, generate: int, longest: int) -> None:
         )
 
 
-def _calibration(file: Path | None, target: Shape, dtype: str | None) -> Calibration | None:
+def _calibration(file: Path | None, served: Served, dtype: str | None, synthetic: bool) -> Calibration | None:
     """What this machine was measured to do; None where nobody measured and no file is named."""
+    if file is None and synthetic:
+        return _calibrate(served.pair)
     if file is None and not calibration.default_file().is_file():
         _note("no modelled figures: measure this machine once with 'spire doctor --calibrate'")
         return None
     found = calibration.load(file or calibration.default_file())
-    if found.target != target or dtype not in (None, "auto", found.dtype):
+    if found.target != served.shape or dtype not in (None, "auto", found.dtype):
         _note(f"modelled figures are of another target or type: the calibration is of {found.target}, {found.dtype}")
     return found
+
+
+def _calibrate(pair: Pair) -> Calibration:
+    """Measure this machine at the widths of a pair, in a process that leaves no memory behind."""
+    with tempfile.TemporaryDirectory(prefix="spire-") as directory:
+        file = Path(directory) / "calibration.json"
+        command = [sys.executable, "-m", "spire.cli", "doctor", "--calibrate", "--out", str(file), "--json"]
+        pair_options = ["--model", str(pair.model), "--draft", str(pair.draft)]
+        subprocess.run([*command, *pair_options], check=True, stdout=subprocess.DEVNULL)
+        return calibration.load(file)
 
 
 def _note(text: str) -> None:
@@ -291,9 +290,3 @@ def _note(text: str) -> None:
 def _machine(calibrated: Calibration | None) -> dict[str, Any]:
     here = {"system": platform.platform(), "processor": platform.processor(), "cores": os.cpu_count()}
     return here | {"calibrated": asdict(calibrated.machine) if calibrated else None}
-
-
-def _progress(quiet: bool) -> Progress:
-    columns: list[Any] = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
-    columns += [TimeElapsedColumn(), TimeRemainingColumn()]
-    return Progress(*columns, console=Console(stderr=True), disable=quiet)

@@ -28,9 +28,10 @@ _UNKNOWN = "–"
 Columns = dict[str, Callable[[Cell], str]]
 
 
-def show(cells: list[Cell]) -> None:
+def show(cells: list[Cell], target: str) -> None:
     """Print the tables of each system in turn."""
     console = Console(highlight=False)
+    console.print(f"target: {target}")
     for (system, draft), group in groupby(cells, key=lambda cell: (cell.system, cell.draft)):
         for table in _tables(system if draft is None else f"draft {draft}", list(group)):
             console.print(table)
@@ -180,5 +181,7 @@ _MACHINE: Columns = _WHAT | {
     "draft busy": _busy("draft"),
     "outside models": lambda cell: _number(cell.figures.overhead and 100 * cell.figures.overhead, 1) + " %",
     "peak MB": _megabytes,
+    "Δt": lambda cell: _number(cell.delta_t, 2),
+    "Δt modelled": lambda cell: _number(cell.modelled.get("delta_t_modelled"), 2),
     "draft B/seq": lambda cell: _number(cell.figures.draft_state_bytes_per_sequence),
 }

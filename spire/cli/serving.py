@@ -14,29 +14,37 @@ from spire.cli.up import ModelOptions, Stack
 
 
 @contextmanager
-def serving(url: str | None, pair: Pair, options: ModelOptions) -> Iterator[System]:
-    """The gateway at `url` if given, else services that live as long as this block."""
+def serving(
+    url: str | None, pair: Pair, options: ModelOptions, synthetic_acceptance: float | None = None
+) -> Iterator[System]:
+    """The gateway at `url` if given, else services that live as long as this block.
+
+    With `synthetic_acceptance` the verifier is lossy: it accepts draft tokens at that rate, whatever the target says.
+    """
     if url is not None:
         yield System(url.rstrip("/"))
         return
     ports = {module: _free_port() for module in ("verifier_service", "draft_service")}
+    further = {module: ["--metrics-port", str(port)] for module, port in ports.items()}
+    if synthetic_acceptance is not None:
+        further["verifier_service"] += ["--lossy-synthetic-acceptance", str(synthetic_acceptance)]
     with tempfile.TemporaryDirectory(prefix="spire-") as directory:
-        stack = Stack(pair, options, "127.0.0.1", 0, None, Path(directory), metrics_ports=ports)
+        stack = Stack(pair, options, "127.0.0.1", 0, None, Path(directory), further=further)
         try:
             stack.start()
-            yield _system(stack)
+            yield _system(stack, ports)
         finally:
             stack.stop()
 
 
-def _system(stack: Stack) -> System:
+def _system(stack: Stack, ports: dict[str, int]) -> System:
     processes = {service.name: service.process.pid for service in stack.services if service.process}
-    metrics = {
-        service.name: f"http://127.0.0.1:{port}/metrics"
-        for service in stack.services
-        if (port := stack.metrics_ports.get(service.module))
-    }
-    return System(stack.url, processes, metrics)
+    services = [service for service in stack.services if service.module in ports]
+    return System(
+        stack.url,
+        processes,
+        {service.name: f"http://127.0.0.1:{ports[service.module]}/metrics" for service in services},
+    )
 
 
 def _free_port() -> int:

@@ -116,8 +116,8 @@ class Stack:
     k: int | None
     directory: Path
     services: list[Service] = field(default_factory=list)
-    # Where a service's own /metrics is served, by module; nowhere unless named.
-    metrics_ports: dict[str, int] = field(default_factory=dict)
+    # Further arguments of a service, by module.
+    further: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def url(self) -> str:
@@ -165,9 +165,7 @@ class Stack:
             service.stop()
 
     def _launch(self, module: str, arguments: list[str], what: str, status: Status, port: int = 0) -> str:
-        if module in self.metrics_ports:
-            arguments = [*arguments, "--metrics-port", str(self.metrics_ports[module])]
-        service = Service(module, arguments, self.directory, port)
+        service = Service(module, [*arguments, *self.further.get(module, [])], self.directory, port)
         self.services.append(service)
         service.start()
         self._wait(status, what, service.serves)

@@ -1,0 +1,108 @@
+"""What `spire bench` runs, in order: each draft in its own services, then peers, then another server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from spire.bench.against import Server
+from spire.bench.cell import AUTO, SPIRE, Cell, Depth
+from spire.bench.load import Batch, Load, alternate
+from spire.bench.peers import TRANSFORMERS, Task, assistant_of, run_transformers
+from spire.bench.peers import cells as peer_cells
+from spire.bench.prediction import Model
+from spire.bench.system import System
+from spire.cli.paths import Pair
+from spire.hardware import Hardware
+
+_WARM_TOKENS, _WARM_REQUESTS = 16, 4
+# Tokens a peer looks up at once where no depth is asked for.
+_LOOKED_UP = 4
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A draft by the name it is shown with, and the pair that is served. `known`: it is ours to model."""
+
+    name: str
+    pair: Pair
+    known: bool = True
+
+
+@dataclass(frozen=True)
+class Run:
+    """What every stack of services is put through."""
+
+    loads: list[Load]
+    depths: list[Depth]
+    repeats: int
+    seed: int
+    hardware: Hardware | None
+    # Of every draft token, where that is made up.
+    accept_rate: float | None = None
+
+    def of(self, system: System, chosen: Chosen, progress: Progress) -> Iterator[Cell]:
+        """Cells of every load at every depth, after a warming that is not measured."""
+        depths: list[Depth] = self.depths if chosen.pair.speculates or not chosen.known else [0]
+        total = (1 + self.repeats * len(self.loads)) * len(depths)
+        task = progress.add_task(f"{chosen.name}: warming", total=total)
+        self._warm(system, depths)
+        progress.advance(task, len(depths))
+        for at, load in enumerate(self.loads):
+            progress.update(task, description=f"{chosen.name}: {load.name}")
+            runs = alternate(system, load, depths, self.repeats, self.seed + 1000 * at, lambda: progress.advance(task))
+            for depth in depths:
+                cell = Cell(SPIRE, chosen.name, depth, load.batch, load.context, runs[depth], runs[0], trace=load.trace)
+                modelled = self._modelled(chosen, load, cell)
+                yield replace(cell, modelled=modelled, synthetic=self.accept_rate is not None)
+
+    def peers(
+        self, target: Path, drafts: list[Path], dtype: str, cells: list[Cell], progress: Progress
+    ) -> Iterator[Cell]:
+        """Cells of the peers, beside our plain decoding of the same batch and context."""
+        batches = [load for load in self.loads if isinstance(load, Batch)]
+        depth = next((depth for depth in self.depths if depth not in (0, AUTO)), _LOOKED_UP)
+        assert depth != AUTO
+        task = Task(target, assistant_of(drafts), batches, dtype, depth, self.repeats, self.seed)
+        row = progress.add_task(TRANSFORMERS, total=peer_cells(task))
+        for cell in run_transformers(task):
+            yield self._beside_plain(cell, cells)
+            progress.advance(row)
+
+    def against(self, server: Server, cells: list[Cell], progress: Progress) -> Iterator[Cell]:
+        """A cell of each load at another server, beside our plain decoding of the same."""
+        row = progress.add_task(server.url, total=len(self.loads) * (self.repeats + 1))
+        for at, load in enumerate(self.loads):
+            cell = server.measure(load, self.repeats, self.seed + 1000 * at, lambda: progress.advance(row))
+            yield self._beside_plain(cell, cells)
+
+    def _warm(self, system: System, depths: list[Depth]) -> None:
+        """Something short, as wide as the widest load, at each depth."""
+        load = self.loads[0]
+        width = max(load.batch or _WARM_REQUESTS for load in self.loads)
+        shortest = min(load.context or _WARM_TOKENS for load in self.loads)
+        warming = Batch(load.source, width, shortest, _WARM_TOKENS, load.temperature)
+        alternate(system, warming, depths, 1, self.seed - 1, lambda: None)
+
+    def _modelled(self, chosen: Chosen, load: Load, cell: Cell) -> dict[str, Any]:
+        if self.hardware is None or not chosen.known or cell.k == 0 or not isinstance(load, Batch):
+            return {}
+        model = Model(chosen.pair.model, chosen.pair.draft, self.hardware, self.accept_rate)
+        depth = None if cell.k == AUTO else cell.k
+        return model.predict(load.batch, load.context + load.generate // 2, depth, cell.figures.tau)
+
+    def _beside_plain(self, cell: Cell, cells: list[Cell]) -> Cell:
+        same = [c.runs for c in cells if c.k == 0 and (c.batch, c.context) == (cell.batch, cell.context)]
+        return replace(cell, plain=same[-1] if same else None, synthetic=self.accept_rate is not None)
+
+
+def progress_bar(quiet: bool) -> Progress:
+    """On standard error, or nowhere."""
+    columns: list[Any] = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
+    columns += [TimeElapsedColumn(), TimeRemainingColumn()]
+    return Progress(*columns, console=Console(stderr=True), disable=quiet)

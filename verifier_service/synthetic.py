@@ -1,0 +1,39 @@
+"""LOSSY: a rule for benchmarks of shapes without trained weights. Its text is meaningless, its time is the real one's.
+
+`--lossy-synthetic-acceptance A` makes a verifier accept each draft token with probability A, by coin flips that are a
+function of seed and position. It says so in its log and in the model's name, which every client sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from spire.sampling import Purpose, SamplingRows
+from spire.verification import SparseDistribution, Verdict, verify
+
+Rule = Callable[[Tensor, Tensor, Tensor, SparseDistribution | None, SamplingRows, Tensor], Verdict]
+
+
+def coin_flips(rate: float) -> Rule:
+    """The lossless rule, run for its cost, and then another verdict."""
+
+    def flip(
+        p_BTV: Tensor,
+        draft_BK: Tensor,
+        counts_B: Tensor,
+        q: SparseDistribution | None,
+        rows: SamplingRows,
+        base_B: Tensor,
+    ) -> Verdict:
+        honest = verify(p_BTV, draft_BK, counts_B, q, rows, base_B)
+        offset_K = torch.arange(1, draft_BK.shape[1] + 1, device=draft_BK.device)
+        heads_BK = rows.uniform(base_B[:, None] + offset_K, Purpose.ACCEPT) < rate
+        accepted_B = (heads_BK & (offset_K <= counts_B[:, None])).long().cumprod(dim=1).sum(dim=1)
+        last_B1 = honest.tokens_BT.gather(1, honest.accepted_B[:, None])
+        tokens_BT = torch.cat((draft_BK, draft_BK.new_zeros(len(draft_BK), 1)), dim=1)
+        return Verdict(accepted_B, tokens_BT.scatter(1, accepted_B[:, None], last_B1))
+
+    return flip
