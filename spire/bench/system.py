@@ -81,7 +81,10 @@ class System:
                 return
 
     def peak_bytes(self) -> int | None:
-        """The services' peaks of resident memory, added up although they need not have met; None where unknown."""
+        """The services' peaks of resident memory added up; None where unknown.
+
+        It is an upper bound: the peaks need not have met, and what is shared counts in each.
+        """
         try:
             return sum(map(_peak, self.processes.values())) if self.processes else None
         except (OSError, StopIteration):

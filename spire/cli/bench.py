@@ -23,7 +23,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -145,27 +145,42 @@ def bench(
         run = Run(loads, depths, repeats, seed, machine.hardware if machine else None, accept_rate)
         tokenizer = Tokenizer.from_file(str(target / "tokenizer.json")) if as_text else None
         server = Server.meet(against, tokenizer) if against else None
-        cells: list[Cell] = []
+        report = Report(served.title, _machine(machine), as_json)
+        with report.told(), progress_bar(as_json) as progress:
+            for chosen in stacks:
+                with serving(url, chosen.pair, ModelOptions(dtype, None, None), accept_rate) as system:
+                    report.cells.extend(run.of(system, chosen, progress))
+            if others:
+                own = [chosen.pair.draft for chosen in stacks if chosen.pair.draft]
+                report.cells.extend(run.peers(target, own, dtype or "auto", report.cells, progress))
+            if server:
+                report.cells.extend(run.against(server, report.cells, progress))
+        if plot:
+            bench_report.plot(plot, report.cells)
+
+
+@dataclass
+class Report:
+    """What was measured so far, and how it is told."""
+
+    target: str
+    machine: dict[str, Any]
+    as_json: bool
+    cells: list[Cell] = field(default_factory=list)
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Tell the cells when this block ends, even by an error: what was measured before took its time too."""
         complete = False
         try:
-            with progress_bar(as_json) as progress:
-                for chosen in stacks:
-                    with serving(url, chosen.pair, ModelOptions(dtype, None, None), accept_rate) as system:
-                        cells.extend(run.of(system, chosen, progress))
-                if others:
-                    own = [chosen.pair.draft for chosen in stacks if chosen.pair.draft]
-                    cells.extend(run.peers(target, own, dtype or "auto", cells, progress))
-                if server:
-                    cells.extend(run.against(server, cells, progress))
+            yield
             complete = True
-        finally:  # what was measured before something went wrong took its time too
-            if as_json and cells:
-                found = {"bench": [cell.to_json() for cell in cells], "complete": complete, "target": served.title}
-                typer.echo(json.dumps(found | {"machine": _machine(machine)}))
-            elif cells:
-                bench_report.show(cells, served.title)
-        if plot:
-            bench_report.plot(plot, cells)
+        finally:
+            if self.as_json and self.cells:
+                found = {"bench": [cell.to_json() for cell in self.cells], "complete": complete}
+                typer.echo(json.dumps(found | {"target": self.target, "machine": self.machine}))
+            elif self.cells:
+                bench_report.show(self.cells, self.target)
 
 
 # --- what was asked ---------------------------------------------------------------------------------------------------
@@ -236,19 +251,21 @@ def _shape(name: str, layers: int | None) -> tuple[Shape, str]:
 
 
 def _depths(text: str) -> list[Depth]:
-    depths: list[Depth] = [AUTO if part == AUTO else _numbers(part)[0] for part in text.replace(" ", "").split(",")]
-    if wrong := [depth for depth in depths if depth != AUTO and not 0 <= depth <= _DEEPEST]:
-        raise typer.BadParameter(f"--k {wrong[0]}: a depth is between 0 and {_DEEPEST}, or {AUTO}")
+    depths: list[Depth] = [
+        AUTO if part == AUTO else _numbers(part, least=0)[0] for part in text.replace(" ", "").split(",")
+    ]
+    if wrong := [depth for depth in depths if depth != AUTO and depth > _DEEPEST]:
+        raise typer.BadParameter(f"--k {wrong[0]}: a depth is at most {_DEEPEST}, or {AUTO}")
     return list(dict.fromkeys([0, *depths]))
 
 
-def _numbers(text: str) -> list[int]:
+def _numbers(text: str, least: int = 1) -> list[int]:
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError as error:
         raise typer.BadParameter(f"{text!r} is not a list of whole numbers like 1,4,16") from error
-    if min(numbers) < 0:
-        raise typer.BadParameter(f"{text!r} has a number below 0")
+    if min(numbers) < least:
+        raise typer.BadParameter(f"{text!r} has a number below {least}")
     return numbers
 
 
