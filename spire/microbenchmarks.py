@@ -202,7 +202,7 @@ def kv_read_cost(config: ModelConfig, bench: Bench) -> Cost:
         def read() -> None:
             view = cache.view(slots, tokens)
             for layer in range(layers):
-                attend(queries, *view.append(layer, new, new), view.mask)
+                view.attend(layer, queries, new, new)
 
         return bench.seconds(read)
 
@@ -317,7 +317,7 @@ class _Unread:
         self._mask = torch.zeros(B, 1, T, T, dtype=bench.dtype, device=bench.device)
 
     def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
-        self._view.append(layer, keys_BGTK, values_BGTK)
+        self._view.store(layer, keys_BGTK, values_BGTK)
         return attend(queries_BHTK, keys_BGTK, values_BGTK, self._mask)
 
 

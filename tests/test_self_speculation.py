@@ -17,6 +17,7 @@ from spire.model.self_speculation import SelfSpeculation, SparseAttention
 from spire.model.target import Target
 from spire.rpc.sampling import from_protos
 from spire.v1 import tensor_pb2
+from tests.test_cache import OnePage
 
 V, K = 40, 4
 KINDS: dict[str, dict[str, Any]] = {
@@ -76,9 +77,7 @@ class Filled:
 
 
 def filled(target: Target, lengths: list[int], dtype: torch.dtype = torch.float32, paged: bool = True) -> Filled:
-    cache = TargetCache(target.config, slots=len(lengths) + 1, capacity=400, dtype=dtype)
-    if not paged:
-        one_page(cache)
+    cache = (TargetCache if paged else OnePage)(target.config, slots=len(lengths) + 1, capacity=400, dtype=dtype)
     cache.allocate()
     slots = [cache.allocate() for _ in lengths][::-1]
     texts = [torch.randint(V, (length + 20,), generator=torch.Generator().manual_seed(length)) for length in lengths]
@@ -86,14 +85,6 @@ def filled(target: Target, lengths: list[int], dtype: torch.dtype = torch.float3
         target(text[None, :length], cache.view([slot], length))
         cache.commit([slot], [length])
     return Filled(target, cache, slots, texts)
-
-
-def one_page(cache: TargetCache) -> None:
-    """Lay the cache out as on a GPU."""
-    for pools in (cache.keys, cache.values):
-        for layer, pool in enumerate(pools):
-            pools[layer] = torch.cat(pool.unbind(0), dim=2)[None].contiguous()
-    cache.paged, cache.page, cache.pages = False, cache.page * cache.pages, 1
 
 
 def streaming_reference(filled: Filled, row: int, sparse: SparseAttention, k: int = K) -> Tensor:
@@ -214,9 +205,9 @@ def test_what_a_poisoned_neighbour_left_behind_is_not_seen() -> None:
     some, sparse = filled(new_target(), [2, 30]), SparseAttention(1, 8)
     expected = some.guessed(sparse)
     for pool in (*some.cache.keys, *some.cache.values):
-        pool[:, 0] = float("nan")
+        pool[0, :, 0] = float("nan")
         for slot in some.slots:
-            pool[:, slot, :, some.cache.lengths[slot] :] = float("nan")
+            pool[0, :, slot, :, some.cache.lengths[slot] :] = float("nan")
     assert torch.equal(some.guessed(sparse), expected)
 
 

@@ -1,15 +1,16 @@
-"""The target's cache: a block table whose blocks, on a CPU, are pages of neighbouring slots.
+"""The target's cache: a block table whose blocks, on a CPU, are pages of four neighbouring slots.
 
-Page p holds positions p · C to (p + 1) · C of every slot, contiguous, so a batch whose slots are neighbours reads the
-pool itself and only as many pages as its longest sequence needs: nothing is gathered, nothing copied. A slot has room
-for the longest sequence, but only as address space: memory comes when a page is first written and goes when its
-sequence does, so what is held is what sequences fill, and a `budget` bounds it (as vAttention does on a GPU).
-`append` writes behind the committed length; `commit` alone moves that length on, and `rewind` back. So a rejected token
+A page holds C positions of each slot of its group, and the pages of a group follow one another: what four neighbours
+hold up to any page is contiguous, so it takes one matrix product, reads as many pages as the longest of the four
+needs, and nothing is gathered or copied. A slot has room for the longest sequence, but only as address space: memory
+comes when a page is first written and goes when its sequence does, so what is held is what sequences fill, and a
+`budget` bounds it (as vAttention does on a GPU).
+`attend` writes behind the committed length; `commit` alone moves that length on, and `rewind` back. So a rejected token
 is simply never committed, and the next append overwrites it. A batch is ragged: short rows are padded, their padding
 likewise.
 
-Shapes: P pages of C positions, B sequences, T new positions, S attended positions, G key/value heads, K head width,
-R rows of a forward over several views.
+Shapes: N groups of X slots, P pages of C positions, B sequences, T new positions, S attended positions, G key/value
+heads, K head width, R rows of a forward over several views.
 What it does not know: pages on a GPU, where a slot is one page and all of it is allocated from the start.
 """
 
@@ -26,15 +27,11 @@ from torch import Tensor
 
 from spire.errors import OutOfCapacity
 from spire.model.config import ModelConfig
-from spire.model.layers import additive, attend
+from spire.model.layers import additive, attend, attend_pages
 
-# Positions per page on a CPU. On a GPU one page holds everything: kernels there read a stretch without copying it.
-_PAGE = 256
-
-# A gathered row is read, written and read again. One that lies between others is read once for nothing, and attended
-# for nothing: that is cheap beside reading it only while there are few new tokens.
-_GATHER_COST = 1.5
-_FEW_TOKENS = 32
+# Positions per page and slots per group on a CPU. On a GPU one page and one group hold everything: kernels there read
+# a stretch without copying it.
+_PAGE, _GROUP = 256, 4
 
 
 class TargetCache:
@@ -57,9 +54,11 @@ class TargetCache:
         self.lengths = [0] * (slots + parking)
         # At least one column more than can be committed: there the padding of full rows goes.
         pages = capacity // _PAGE + 1
-        self.paged = torch.device(device).type == "cpu"
+        self.paged = self._has_pages(torch.device(device))
         self.pages, self.page = (pages, _PAGE) if self.paged else (1, pages * _PAGE)
-        shape = (self.pages, len(self.lengths), config.num_key_value_heads, self.page, config.head_dim)
+        self.group = _GROUP if self.paged else len(self.lengths)
+        groups = -(-len(self.lengths) // self.group)
+        shape = (groups, self.pages, self.group, config.num_key_value_heads, self.page, config.head_dim)
         pools = [_Pool(shape, dtype, device) for _ in range(2 * config.num_hidden_layers)]
         self._pools = pools
         self.keys, self.values = [pool.tensor for pool in pools[::2]], [pool.tensor for pool in pools[1::2]]
@@ -73,6 +72,10 @@ class TargetCache:
         # Pages of each slot that are, or may be, backed by memory.
         self._held = [0] * len(self.lengths)
         self._free = list(range(slots))
+
+    @staticmethod
+    def _has_pages(device: torch.device) -> bool:
+        return device.type == "cpu"
 
     @property
     def bytes(self) -> int:
@@ -103,7 +106,7 @@ class TargetCache:
         """
         if scrub:
             for pool in self._pools:
-                pool.tensor[:, slot].zero_()
+                pool.of(slot).zero_()
         self.lengths[slot] = 0
         heapq.heappush(self._free, slot)
 
@@ -132,8 +135,8 @@ class TargetCache:
         if not self.reserve([target], length):
             raise OutOfCapacity(f"no memory for a copy of {length} positions")
         pages, columns = -(-length // self.page), min(length, self.page)
-        for pool in (*self.keys, *self.values):
-            pool[:pages, target, :, :columns] = pool[:pages, source, :, :columns]
+        for pool in self._pools:
+            pool.of(target)[:pages, :, :columns] = pool.of(source)[:pages, :, :columns]
         self.lengths[target] = length
 
     def rewind(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
@@ -146,7 +149,7 @@ class TargetCache:
     def view(self, slots: Sequence[int], new_tokens: int) -> BatchView:
         """What one forward needs to append `new_tokens` positions to each of these slots.
 
-        Ascending slots are read faster. Raises OutOfCapacity when there is no memory for them.
+        Raises OutOfCapacity when there is no memory for them.
         """
         if not self.reserve(slots, new_tokens):
             raise OutOfCapacity(f"no memory for {new_tokens} more positions of {len(slots)} sequences")
@@ -167,10 +170,11 @@ class TargetCache:
 
     def places(self, slots_B1: Tensor, positions_BT: Tensor) -> Tensor:
         """Where the keys of these positions stand, [B, T, G], in a pool seen as a list of single keys."""
-        _, X, G, C, _ = self.keys[0].shape
-        pages_BT1, columns_BT1 = (positions_BT // C)[..., None], (positions_BT % C)[..., None]
+        _, P, X, G, C, _ = self.keys[0].shape
+        slots_BT1, positions_BT1 = slots_B1[..., None], positions_BT[..., None]
+        pages_BT1 = slots_BT1 // X * P + positions_BT1 // C
         heads_G = torch.arange(G, device=positions_BT.device)
-        return ((pages_BT1 * X + slots_B1[..., None]) * G + heads_G) * C + columns_BT1
+        return ((pages_BT1 * X + slots_BT1 % X) * G + heads_G) * C + positions_BT1 % C
 
     def commit(self, slots: Sequence[int], counts: Sequence[int]) -> None:
         """Make the first counts[i] appended positions of each slot part of its sequence."""
@@ -181,26 +185,31 @@ class TargetCache:
 
 
 class _Pool:
-    """One layer's keys or values, [P, slots, G, C, K] of zeros. On a CPU nothing is backed before it is written."""
+    """One layer's keys or values, [N, P, X, G, C, K] of zeros. On a CPU nothing is backed before it is written."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str):
-        self.row_bytes = math.prod(shape[2:]) * dtype.itemsize
-        self._slots = shape[1]
+        self.row_bytes = math.prod(shape[3:]) * dtype.itemsize
+        _, self._pages, self._group, *_ = shape
         self._memory: mmap.mmap | None = None
         if torch.device(device).type != "cpu" or not hasattr(mmap, "MAP_ANONYMOUS"):
             # Zeros, not empty: attention weighs masked columns with 0, and 0 times a stray NaN is NaN.
             self.tensor = torch.zeros(shape, dtype=dtype, device=device)
             return
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self._memory = mmap.mmap(-1, math.prod(shape[:2]) * self.row_bytes, flags=flags)
+        self._memory = mmap.mmap(-1, math.prod(shape[:3]) * self.row_bytes, flags=flags)
         self.tensor = torch.frombuffer(self._memory, dtype=dtype).view(shape)
+
+    def of(self, slot: int) -> Tensor:
+        """All there is of one slot, [P, G, C, K]."""
+        return self.tensor[slot // self._group, :, slot % self._group]
 
     def release(self, slot: int, pages: int) -> None:
         """Give the memory of a slot's first pages back; they are zeros again, but for the ends of odd sizes."""
         if self._memory is None or not hasattr(mmap, "MADV_DONTNEED"):
             return
         for page in range(pages):
-            start = (page * self._slots + slot) * self.row_bytes
+            before = slot // self._group * self._pages + page
+            start = (before * self._group + slot % self._group) * self.row_bytes
             first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
             length = (start + self.row_bytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
             if length > 0:
@@ -212,65 +221,86 @@ class BatchView:
 
     def __init__(self, cache: TargetCache, slots: Sequence[int], new_tokens: int):
         self._cache = cache
-        self._slots = slots
         lengths = [cache.lengths[slot] for slot in slots]
         last_column = cache.pages * cache.page - 1
-        self._needed = min(max(lengths) + new_tokens, last_column + 1)
         device = cache.keys[0].device
-        self._slots_B = torch.tensor(slots, device=device)
+        slots_B1 = torch.tensor(slots, device=device)[:, None]
         self.positions_BT = torch.tensor(lengths, device=device)[:, None] + torch.arange(new_tokens, device=device)
         # Padding of a row that is nearly full piles up in the last column, which is never committed.
         columns_BT = self.positions_BT.clamp(max=last_column)
-        self._places_R = cache.places(self._slots_B[:, None], columns_BT).flatten()
-        attended = self._pages_needed * cache.page if cache.paged else self._needed
-        self.columns_1S = torch.arange(attended, device=device)[None]
-        ascending = all(a < b for a, b in pairwise(slots))
-        self._around = slots[-1] - slots[0] + 1
-        few = self._around == len(slots) or new_tokens <= _FEW_TOKENS
-        # Neighbours are read as they lie, with the few that may lie between them.
-        self._narrow = ascending and few and self._around <= _GATHER_COST * len(slots)
-        self._rows_B = self._slots_B - slots[0] if self._narrow and self._around > len(slots) else None
-        # Whole pages that everybody sees need no mask.
-        first = min(lengths) // cache.page * cache.page
-        self.see(self.columns_1S[:, None, first:] <= columns_BT[..., None])
+        self._places_R = cache.places(slots_B1, columns_BT).flatten()
+        needed = [min(length + new_tokens, last_column + 1) for length in lengths]
+        self.columns_1S = torch.arange(-(-max(needed) // cache.page) * cache.page, device=device)[None]
+        self._groups = [
+            _Neighbours(cache, group, [row for row, slot in enumerate(slots) if slot // cache.group == group], slots)
+            for group in sorted({slot // cache.group for slot in slots})
+        ]
+        for neighbours in self._groups:
+            neighbours.read(max(needed[row] for row in neighbours.rows))
+            # Whole pages that everybody sees need no mask.
+            first = min(lengths[row] for row in neighbours.rows) // cache.page * cache.page
+            columns_S = self.columns_1S[0, first : neighbours.columns]
+            neighbours.see(columns_S <= columns_BT[neighbours.rows_B, :, None])
 
     def see(self, visible_BTS: Tensor) -> None:
-        """Let each new position attend to these of the last columns, and to all before them."""
-        self.mask = additive(visible_BTS, self._cache.keys[0].dtype)
-        if self._rows_B is not None:
-            self._mask_around = self.mask.new_zeros(self._around, *self.mask.shape[1:])
-            self._mask_around.index_copy_(0, self._rows_B, self.mask)
-
-    @property
-    def _pages_needed(self) -> int:
-        return -(-self._needed // self._cache.page)
+        """Let each new position attend to these columns instead of all up to its own."""
+        for neighbours in self._groups:
+            neighbours.see(visible_BTS[neighbours.rows_B, :, : neighbours.columns])
 
     def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
         """Store the new positions of one layer; what its queries find in all positions up to their own."""
-        keys, values = self.append(layer, keys_BGTK, values_BGTK)
-        if self._rows_B is None:
-            return attend(queries_BHTK, keys, values, self.mask)
-        around = queries_BHTK.new_zeros(self._around, *queries_BHTK.shape[1:])
-        around.index_copy_(0, self._rows_B, queries_BHTK)
-        return attend(around, keys, values, self._mask_around)[self._rows_B]
-
-    def append(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the new positions of one layer; return all keys and values that may be attended.
-
-        They come in pages, [P, B, G, C, K], or as [B, G, S, K] where one page holds everything.
-        """
+        self.store(layer, keys_BGTK, values_BGTK)
         keys, values = self._cache.keys[layer], self._cache.values[layer]
-        for pool, new_BGTK in ((keys, keys_BGTK), (values, values_BGTK)):
+        if len(self._groups) == 1:
+            return self._groups[0].attend(queries_BHTK, keys, values)
+        attended_BHTK = torch.empty_like(queries_BHTK)
+        for neighbours in self._groups:
+            found = neighbours.attend(queries_BHTK[neighbours.rows_B], keys, values)
+            attended_BHTK.index_copy_(0, neighbours.rows_B, found)
+        return attended_BHTK
+
+    def store(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> None:
+        """Write the new positions of one layer behind what is committed."""
+        for pool, new_BGTK in ((self._cache.keys[layer], keys_BGTK), (self._cache.values[layer], values_BGTK)):
             new_RK = new_BGTK.transpose(1, 2).reshape(-1, pool.shape[-1])
             pool.view(-1, pool.shape[-1]).index_copy_(0, self._places_R, new_RK)
-        return self._rows(keys), self._rows(values)
 
-    def _rows(self, pool: Tensor) -> Tensor:
-        pool = pool[: self._pages_needed] if self._cache.paged else pool[0, :, :, : self._needed]
-        slot_dimension = pool.ndim - 4
-        if self._narrow:
-            return pool.narrow(slot_dimension, self._slots[0], self._around)
-        return pool.index_select(slot_dimension, self._slots_B)
+
+class _Neighbours:
+    """The rows of a batch whose slots share a group. Slots of the group that are not in it attend for nothing."""
+
+    def __init__(self, cache: TargetCache, group: int, rows: list[int], slots: Sequence[int]):
+        self.rows = rows
+        device = cache.keys[0].device
+        self.rows_B = torch.tensor(rows, device=device)
+        self._cache, self._group = cache, group
+        places = [slots[row] % cache.group for row in rows]
+        # A GPU reads what is asked for, wherever it lies.
+        self._size = cache.group if cache.paged else len(rows)
+        self._whole = not cache.paged or places == list(range(cache.group))
+        self._places_B = torch.tensor(places, device=device)
+
+    def read(self, columns: int) -> None:
+        page = self._cache.page
+        self._pages = -(-columns // page)
+        self.columns = self._pages * page if self._cache.paged else columns
+
+    def see(self, visible_BTS: Tensor) -> None:
+        self._mask = self._placed(additive(visible_BTS, self._cache.keys[0].dtype))
+
+    def attend(self, queries_BHTK: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        if not self._cache.paged:
+            keys, values = (pool[0, 0].index_select(0, self._places_B)[:, :, : self.columns] for pool in (keys, values))
+            return attend(queries_BHTK, keys, values, self._mask)
+        keys, values = (pool[self._group, : self._pages] for pool in (keys, values))
+        attended = attend_pages(self._placed(queries_BHTK), keys, values, self._mask)
+        return attended if self._whole else attended[self._places_B]
+
+    def _placed(self, x_B: Tensor) -> Tensor:
+        """Rows of the batch where their slots are in the group."""
+        if self._whole:
+            return x_B
+        return x_B.new_zeros(self._size, *x_B.shape[1:]).index_copy_(0, self._places_B, x_B)
 
 
 class Stretches:

@@ -63,31 +63,33 @@ def attend(queries_BHTK: Tensor, keys_BGSK: Tensor, values_BGSK: Tensor, mask_B1
     """Softmax attention with grouped queries, [B, H, T, K].
 
     `mask` is additive, or None for causal attention of a sequence over itself. Every row must see at least one key.
-    Without gradients the mask may be of the last keys only, all before them being seen, and keys and values may come
-    in pages, [P, B, G, C, K] with S = P · C: a CPU's matrix product copies whatever is not contiguous, and a page is,
-    while a stretch of a longer slot is not.
     """
-    B, H, T, K = queries_BHTK.shape
+    grouped = keys_BGSK.shape[1] != queries_BHTK.shape[1]
     if mask_B1TS is None:
-        return F.scaled_dot_product_attention(
-            queries_BHTK, keys_BGSK, values_BGSK, is_causal=True, enable_gqa=keys_BGSK.shape[1] != H
-        )
+        return F.scaled_dot_product_attention(queries_BHTK, keys_BGSK, values_BGSK, is_causal=True, enable_gqa=grouped)
     if torch.is_grad_enabled():
         return F.scaled_dot_product_attention(
-            queries_BHTK, keys_BGSK, values_BGSK, attn_mask=mask_B1TS, enable_gqa=keys_BGSK.shape[1] != H
+            queries_BHTK, keys_BGSK, values_BGSK, attn_mask=mask_B1TS, enable_gqa=grouped
         )
-    # Queries of one group become rows of one product, so that each key and value byte is read once.
-    G = keys_BGSK.shape[-3]
-    queries = (queries_BHTK * K**-0.5).reshape(B * G, (H // G) * T, K)
-    key_pages, value_pages = _pages(keys_BGSK), _pages(values_BGSK)
-    scores = _joined([queries.bmm(page.mT) for page in key_pages])
-    scores.view(B, G, H // G, T, -1)[..., -mask_B1TS.shape[-1] :].add_(mask_B1TS[:, :, None])
-    weights = scores.softmax(dim=-1)
-    shares = weights.split(value_pages[0].shape[-2], dim=-1)
-    attended = shares[0].bmm(value_pages[0])
-    for share, page in zip(shares[1:], value_pages[1:], strict=True):
-        attended.baddbmm_(share, page)
-    return attended.view(B, H, T, K)
+    return attend_pages(queries_BHTK, keys_BGSK[None], values_BGSK[None], mask_B1TS)
+
+
+def attend_pages(queries_BHTK: Tensor, keys_PBGCK: Tensor, values_PBGCK: Tensor, mask_B1TS: Tensor) -> Tensor:
+    """Attention without gradients over P pages of C positions, [B, H, T, K]; the mask may be of the last keys only.
+
+    Two products, each over all pages at once: a call costs as much as reading some hundred keys. Queries of one group
+    become rows of one product, so that each key and value byte is read once. Pages must be contiguous in P, B and G:
+    a CPU's matrix product copies whatever is not.
+    """
+    B, H, T, K = queries_BHTK.shape
+    P, _, G, C, _ = keys_PBGCK.shape
+    queries = (queries_BHTK * K**-0.5).reshape(1, B * G, H // G * T, K).expand(P, -1, -1, -1)
+    scores = queries.reshape(P * B * G, -1, K).bmm(keys_PBGCK.reshape(-1, C, K).mT)
+    scores = scores.view(P, B * G, -1, C).permute(1, 2, 0, 3).reshape(B, G, H // G, T, P * C)
+    scores[..., -mask_B1TS.shape[-1] :].add_(mask_B1TS[:, :, None])
+    weights = scores.softmax(dim=-1).view(B * G, -1, P, C).permute(2, 0, 1, 3)
+    attended = weights.reshape(P * B * G, -1, C).bmm(values_PBGCK.reshape(-1, C, K))
+    return attended.view(P, -1, K).sum(dim=0).view(B, H, T, K)
 
 
 def additive(visible_BTS: Tensor, dtype: torch.dtype) -> Tensor:
@@ -96,15 +98,6 @@ def additive(visible_BTS: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(visible_BTS.shape, dtype=dtype, device=visible_BTS.device).masked_fill(~visible_BTS, hidden)[
         :, None
     ]
-
-
-def _pages(x: Tensor) -> tuple[Tensor, ...]:
-    """[B, G, S, K] is one page of all positions; [P, B, G, C, K] are P pages of C positions each: [B · G, C, K]."""
-    return x.flatten(-4, -3).unbind(0) if x.ndim == 5 else (x.flatten(0, 1),)
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 class Attention(nn.Module):
