@@ -183,6 +183,11 @@ class Completion:
             chunk["metrics"] = self._metrics()
         return chunk
 
+    def _cached_tokens(self) -> int:
+        """Of each prompt once: its first choice is the one that may have computed the rest."""
+        first_choices = self.choices[:: len(self.choices) // len(self.prompts)]
+        return sum(choice.sequence.cached_tokens for choice in first_choices)
+
     def _usage(self) -> dict[str, Any]:
         prompt_tokens = sum(map(len, self.prompts))
         completion_tokens = sum(choice.tokens for choice in self.choices)
@@ -190,7 +195,7 @@ class Completion:
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": 0},
+            "prompt_tokens_details": {"cached_tokens": self._cached_tokens()},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": sum(choice.accepted for choice in self.choices),
                 "rejected_prediction_tokens": sum(choice.rejected for choice in self.choices),

@@ -412,7 +412,7 @@ class Engine:
         elif message.base != len(waiting.tokens):
             self._lose(waiting, f"{len(waiting.tokens)} tokens were sent, the verifier committed {message.base}")
         else:
-            sequence = self.scheduler.started(message.sequence_id, message.token)
+            sequence = self.scheduler.started(message.sequence_id, message.token, message.cached_tokens)
             assert sequence is not None
             self.metrics.token_times(sequence, 1, now)
             if sequence.finished:

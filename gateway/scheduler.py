@@ -61,13 +61,15 @@ class Scheduler:
             starts.append(sequence)
         return Schedule(starts, list(self.running.values()))
 
-    def started(self, wire_id: str, token: int) -> Sequence | None:
-        """The first token of a life; None when that life is over."""
+    def started(self, wire_id: str, token: int, cached_tokens: int = 0) -> Sequence | None:
+        """The first token of a life; None when that life is over. `cached_tokens` were copied, not computed."""
         sequence = self.starting.pop(wire_id, None)
         if sequence is None:
             return None
         sequence.state = State.RUNNING
         self.running[wire_id] = sequence
+        if not sequence.output:
+            sequence.cached_tokens = cached_tokens
         self._extend(sequence, [token])
         return sequence
 

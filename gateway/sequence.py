@@ -70,6 +70,8 @@ class Sequence:
     round: int = 0
     draft_id: str = ""
 
+    # Of the prompt, copied from what the verifier held already.
+    cached_tokens: int = 0
     # Lives since the last new token: one that makes no progress is given up.
     fruitless_lives: int = 0
     rounds: int = 0
