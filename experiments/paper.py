@@ -151,12 +151,19 @@ def main(
         return
     if not data or held_out is None:
         raise typer.BadParameter("--data and --held-out are needed to run something; --list shows what there is")
+    failed: list[str] = []
     # The first measurement of every cell, then the others: an interruption leaves the most telling figures.
     for most in (1, None):
         for cell in chosen:
             if missing := [m for m in cell.measurements[:most] if m in cell.missing()]:
                 console.rule(f"{cell.name}: {cell.what}")
-                _run(cell, missing, data, valid, held_out)
+                try:
+                    _run(cell, missing, data, valid, held_out)
+                except typer.Exit as failure:
+                    console.print(f"{cell.name} failed, exit status {failure.exit_code}; going on with the next")
+                    failed.append(cell.name)
+    if failed:
+        raise typer.Exit(1)
 
 
 def _run(cell: CellPlan, measurements: list[Measurement], data: list[Path], valid: Path | None, held_out: Path) -> None:
