@@ -14,6 +14,7 @@ What it does not know: requests. Rounds that mix depths teach no times; it decid
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -144,7 +145,7 @@ class RoundTimes:
         self._drift(load)
         covariance = self.covariance
         column = [row[k] for row in covariance]
-        residual = math.log(seconds) - self.mean[k]
+        residual = math.log(max(seconds, 1e-9)) - self.mean[k]
         usual, unusual = column[k] + noise, column[k] + self._OUTLIER
         odds = _density(residual, unusual) * self._OUTLIERS, _density(residual, usual) * (1 - self._OUTLIERS)
         outlier = odds[0] / (sum(odds) or 1.0)
@@ -194,14 +195,12 @@ class DepthController:
 
     def choose(self, load: Load, rooms: Iterable[int]) -> int:
         """The depth of the next round. `rooms`: how many tokens each automatic sequence could draft at most."""
-        counts = [0] * (self.deepest + 1)
-        for room in rooms:
-            counts[min(room, self.deepest)] += 1
-        deepest = max((room for room, count in enumerate(counts) if count), default=0)
+        counts = Counter(min(room, self.deepest) for room in rooms)
+        deepest = max(counts, default=0)
         if not deepest:
             return 0
         times, taus = self._times(load), self.acceptance.taus()
-        plain = load.sequences - sum(counts)
+        plain = load.sequences - counts.total()
         worth = [math.log(_tokens(taus, counts, k, plain)) - times.mean[k] for k in range(deepest + 1)]
         best = max(range(deepest + 1), key=worth.__getitem__)
         return self._probe(load, times, taus, worth, best)
@@ -274,9 +273,9 @@ def _density(residual: float, variance: float) -> float:
     return math.exp(-(residual**2) / variance / 2) / math.sqrt(variance)
 
 
-def _tokens(taus: list[float], counts: list[int], k: int, plain: int) -> float:
+def _tokens(taus: list[float], counts: Counter[int], k: int, plain: int) -> float:
     """Of a round: `counts[room]` sequences draft min(k, room), `plain` ones nothing that k decides."""
-    return plain + sum(count * taus[min(k, room)] for room, count in enumerate(counts))
+    return plain + sum(count * taus[min(k, room)] for room, count in counts.items())
 
 
 def _distance(cell: tuple[int, int, bool], other: tuple[int, int, bool]) -> float:

@@ -29,7 +29,7 @@ def test_environment_comes_before_file_and_file_before_default(options: Path, mo
     assert GatewayConfig().k == 3
     options.write_text("")
     monkeypatch.delenv("SPIRE_GATEWAY_K")
-    assert GatewayConfig().k == 4
+    assert GatewayConfig().k is None
 
 
 def test_commands_read_it_too(options: Path) -> None:
