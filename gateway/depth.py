@@ -227,8 +227,8 @@ class DepthController:
         cell = load.cell
         if cell not in self.times:
             fresh = RoundTimes(self.deepest)
-            if self.times:
-                nearest = min(self.times, key=lambda other: _distance(cell, other))
+            if seen := [other for other, times in self.times.items() if times.last]:
+                nearest = min(seen, key=lambda other: _distance(cell, other))
                 fresh.of_neighbour(self.times[nearest], _distance(cell, nearest))
             self.times[cell] = fresh
         return self.times[cell]
