@@ -24,13 +24,11 @@ def test_a_lossy_verifier_accepts_at_its_rate_and_tells_everybody(stories_dir: P
         drafted = {"k": 3}
         options = {"max_tokens": 300, "speculation": drafted, "ignore_eos": True}
         told = [run_completion(services.url, "Once", seed=seed, **options) for seed in (1, 2)]
-        again = run_completion(services.url, "Once", seed=1, **options)
     figures = [completion.metrics["speculative_decoding"] for completion in told]
     rounds = sum(one["num_spec_steps"] for one in figures)
     tau = 1 + sum(one["num_accepted_draft_tokens"] for one in figures) / rounds
     # 1 + 0.7 + 0.49 + 0.343 = 2.53, with a standard error below 0.09 over some 230 rounds.
     assert tau == pytest.approx(2.53, abs=0.3)
-    assert again.metrics["speculative_decoding"]["acceptance_histogram"] == figures[0]["acceptance_histogram"]
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,8 @@ def test_the_parts_of_a_round_add_up_to_what_clients_see(measured: dict[int, Fig
     assert set(figures.round_ms) >= set(ROUND_PARTS)
     assert all(ms >= 0 for ms in figures.round_ms.values())
     assert figures.split_covers == pytest.approx(1, abs=0.2)
+    assert figures.fallbacks is not None
+    assert "draft_timeout" in figures.fallbacks
     assert figures.overhead is not None
     assert 0 < figures.overhead < 1
 

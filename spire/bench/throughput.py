@@ -26,6 +26,7 @@ from spire.bench.system import Counters, Scrape, System
 
 ROUND_SECONDS = "spire_round_seconds_total"
 ROUNDS = "spire_rounds_total"
+FALLBACKS = "spire_fallbacks_total"
 # The two model steps, forward and sampling. Everything else in a round is overhead, except the wait for another
 # sequence's prefill, which is not the round's own and is left out of both sides.
 MODEL_PARTS = {"propose", "verify_forward", "verify_sample"}
@@ -40,7 +41,8 @@ class Figures:
 
     `round_ms` is a mean round by part while all decode, `round_ms_seen` the same as the clients' time between chunks;
     `overhead` the share of it outside the models. `mean_k`: draft tokens a round. `busy`: share of the time that each
-    model service computed. `peak_memory_bytes`: of the services' processes, GPU memory not included.
+    model service computed. `fallbacks`: blocks decoded plainly for want of a draft, by reason. `peak_memory_bytes`: of
+    the services' processes, GPU memory not included.
     """
 
     requests: int
@@ -57,6 +59,7 @@ class Figures:
     round_ms: dict[str, float] | None
     round_ms_seen: float | None
     busy: dict[str, float] | None
+    fallbacks: dict[str, float] | None
     peak_memory_bytes: int | None
     draft_state_bytes_per_sequence: int | None
     exact_tokens: bool
@@ -163,6 +166,7 @@ def _figures(first: Pass, second: Pass, peak: int | None) -> Figures:
         round_ms=_round_ms(before.gateway.samples, counters) if before and alike else None,
         round_ms_seen=_round_seen(stretches),
         busy=after.busy_since(before) or None if before and after and alike else None,
+        fallbacks=_grown(FALLBACKS, before.gateway.samples, counters) if before else None,
         peak_memory_bytes=peak,
         draft_state_bytes_per_sequence=int(counters.get("spire_draft_state_bytes_per_sequence", 0)) if after else None,
         exact_tokens=all(answer.exact for answer in (*first.answers, *second.answers)),
@@ -220,15 +224,14 @@ def _mean_of_rounds(told: list[dict[str, Any]], name: str, base: float) -> float
 
 def _round_ms(before: Counters, after: Counters) -> dict[str, float] | None:
     rounds = after[ROUNDS] - before[ROUNDS]
-    parts = {name: value for name, value in after.items() if name.startswith(ROUND_SECONDS + "{")}
-    return (
-        {
-            name.split("part=")[1].rstrip("}"): (value - before.get(name, 0)) / rounds * 1000
-            for name, value in parts.items()
-        }
-        if rounds
-        else None
-    )
+    seconds = _grown(ROUND_SECONDS, before, after)
+    return {part: 1000 * spent / rounds for part, spent in seconds.items()} if rounds else None
+
+
+def _grown(name: str, before: Counters, after: Counters) -> dict[str, float]:
+    """What a counter with one label has grown by, by the label's value."""
+    samples = {sample: value for sample, value in after.items() if sample.startswith(name + "{")}
+    return {sample.split("=")[1].rstrip("}"): value - before.get(sample, 0.0) for sample, value in samples.items()}
 
 
 def _percentile(values: list[float], share: float) -> float:

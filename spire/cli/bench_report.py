@@ -63,7 +63,8 @@ def _tables(name: str, cells: list[Cell]) -> Iterator[Table]:
     yield _table(f"{name}{synthetic}: tokens per second", _THROUGHPUT, cells)
     yield _table(f"{name}{synthetic}: latency, ms", _LATENCY, cells)
     if any(cell.figures.round_ms for cell in cells):
-        yield _table(f"{name}{synthetic}: a mean round while all decode, ms", _split(cells), cells)
+        when = "" if cells[0].trace else " while all decode"
+        yield _table(f"{name}{synthetic}: a mean round{when}, ms", _split(cells), cells)
     if any(cell.figures.busy or cell.figures.peak_memory_bytes for cell in cells):
         yield _table(f"{name}{synthetic}: the machine", _MACHINE, cells)
 
@@ -86,6 +87,11 @@ def _remarks(cells: list[Cell]) -> Iterator[str]:
         yield f"parts of a round that miss the round the clients see by more than 5 %: {named}"
     elif measured:
         yield "the parts of every round add up to the round the clients see, within 5 %"
+    for cell in cells:
+        if lost := {reason: count for reason, count in (cell.figures.fallbacks or {}).items() if count}:
+            told = ", ".join(f"{count:g} {reason}" for reason, count in lost.items())
+            what = f"{cell.draft} k={cell.k} {cell.batch}×{cell.context}"
+            yield f"blocks decoded plainly for want of a draft: {what}: {told}"
     yield from dict.fromkeys(f"{cell.system}: {cell.note}" for cell in cells if cell.note)
 
 

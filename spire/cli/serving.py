@@ -12,6 +12,9 @@ from spire.bench.system import System
 from spire.cli.paths import Pair
 from spire.cli.up import ModelOptions, Stack
 
+# A shape may be far too large for the machine that it is measured on, and a round must still get its draft.
+_SLOW_DRAFT_SECONDS = "25"
+
 
 @contextmanager
 def serving(
@@ -28,6 +31,7 @@ def serving(
     further = {module: ["--metrics-port", str(port)] for module, port in ports.items()}
     if synthetic_acceptance is not None:
         further["verifier_service"] += ["--lossy-synthetic-acceptance", str(synthetic_acceptance)]
+        further["gateway"] = ["--propose-deadline", _SLOW_DRAFT_SECONDS]
     with tempfile.TemporaryDirectory(prefix="spire-") as directory:
         stack = Stack(pair, options, "127.0.0.1", 0, None, Path(directory), further=further)
         try:
