@@ -192,11 +192,13 @@ def test_no_more_is_drafted_than_any_sequence_has_room_for() -> None:
     assert all(controller.choose(HEAVY, [2] * 16) <= 2 for _ in range(50))
 
 
-def test_asking_about_loads_that_never_came_changes_no_choice() -> None:
-    asked = DepthController()
+def test_asking_about_loads_that_never_came_changes_no_estimate() -> None:
+    asked, untouched = DepthController(), DepthController()
     assert asked.multiplier(Load(1, 1), 0) == 1
-    assert asked.multiplier(Load(64, 2000), 4) > 0
-    assert run(PAYS, HEAVY, asked, 100) == run(PAYS, HEAVY, DepthController(), 100)
+    for controller in (asked, untouched):
+        controller.observe(HEAVY, 4, 0.03, [(4, 2)] * 16)
+        controller.observe(HEAVY, 0, 0.02, [])
+    assert [asked.multiplier(HEAVY, k) for k in DEPTHS] == [untouched.multiplier(HEAVY, k) for k in DEPTHS]
 
 
 def test_the_same_rounds_lead_to_the_same_choices() -> None:
