@@ -20,6 +20,7 @@ import heapq
 import math
 import mmap
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
@@ -27,11 +28,11 @@ from torch import Tensor
 
 from spire.errors import OutOfCapacity
 from spire.model.config import ModelConfig
-from spire.model.layers import additive, attend, attend_pages
+from spire.model.layers import additive, attend
 
 # Positions per page and slots per group on a CPU. On a GPU one page and one group hold everything: kernels there read
 # a stretch without copying it.
-_PAGE, _GROUP = 256, 4
+_PAGE, _GROUP = 128, 4
 
 
 class TargetCache:
@@ -230,34 +231,30 @@ class BatchView:
         columns_BT = self.positions_BT.clamp(max=last_column)
         self._places_R = cache.places(slots_B1, columns_BT).flatten()
         needed = [min(length + new_tokens, last_column + 1) for length in lengths]
-        self.columns_1S = torch.arange(-(-max(needed) // cache.page) * cache.page, device=device)[None]
-        self._groups = [
-            _Neighbours(cache, group, [row for row, slot in enumerate(slots) if slot // cache.group == group], slots)
-            for group in sorted({slot // cache.group for slot in slots})
-        ]
-        for neighbours in self._groups:
-            neighbours.read(max(needed[row] for row in neighbours.rows))
-            # Whole pages that everybody sees need no mask.
-            first = min(lengths[row] for row in neighbours.rows) // cache.page * cache.page
-            columns_S = self.columns_1S[0, first : neighbours.columns]
-            neighbours.see(columns_S <= columns_BT[neighbours.rows_B, :, None])
+        self._reads, rows = _plan_reads(slots, needed, cache)
+        self._rows_B = torch.tensor(rows, device=device)
+        self._size = sum(read.size for read in self._reads)
+        self._whole = rows == list(range(self._size))
+        columns = max(read.pages for read in self._reads) * cache.page if cache.paged else max(needed)
+        self.columns_1S = torch.arange(columns, device=device)[None]
+        # Whole pages that everybody sees need no mask.
+        first = min(lengths) // cache.page * cache.page
+        self.see(self.columns_1S[:, None, first:] <= columns_BT[..., None])
 
     def see(self, visible_BTS: Tensor) -> None:
-        """Let each new position attend to these columns instead of all up to its own."""
-        for neighbours in self._groups:
-            neighbours.see(visible_BTS[neighbours.rows_B, :, : neighbours.columns])
+        """Let each new position attend to these of the last columns, and to all before them."""
+        self._mask = self._placed(additive(visible_BTS, self._cache.keys[0].dtype))
 
     def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
         """Store the new positions of one layer; what its queries find in all positions up to their own."""
         self.store(layer, keys_BGTK, values_BGTK)
         keys, values = self._cache.keys[layer], self._cache.values[layer]
-        if len(self._groups) == 1:
-            return self._groups[0].attend(queries_BHTK, keys, values)
-        attended_BHTK = torch.empty_like(queries_BHTK)
-        for neighbours in self._groups:
-            found = neighbours.attend(queries_BHTK[neighbours.rows_B], keys, values)
-            attended_BHTK.index_copy_(0, neighbours.rows_B, found)
-        return attended_BHTK
+        if not self._cache.paged:
+            columns = self.columns_1S.shape[1]
+            keys, values = (pool[0, 0].index_select(0, self._rows_B)[:, :, :columns] for pool in (keys, values))
+            return attend(queries_BHTK, keys, values, self._mask)
+        attended = self._attend_pages(self._placed(queries_BHTK), keys, values)
+        return attended if self._whole else attended[self._rows_B]
 
     def store(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> None:
         """Write the new positions of one layer behind what is committed."""
@@ -265,42 +262,76 @@ class BatchView:
             new_RK = new_BGTK.transpose(1, 2).reshape(-1, pool.shape[-1])
             pool.view(-1, pool.shape[-1]).index_copy_(0, self._places_R, new_RK)
 
+    def _attend_pages(self, queries_BHTK: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Two products for each stretch that is read, over all its pages at once, and one softmax for all.
 
-class _Neighbours:
-    """The rows of a batch whose slots share a group. Slots of the group that are not in it attend for nothing."""
-
-    def __init__(self, cache: TargetCache, group: int, rows: list[int], slots: Sequence[int]):
-        self.rows = rows
-        device = cache.keys[0].device
-        self.rows_B = torch.tensor(rows, device=device)
-        self._cache, self._group = cache, group
-        places = [slots[row] % cache.group for row in rows]
-        # A GPU reads what is asked for, wherever it lies.
-        self._size = cache.group if cache.paged else len(rows)
-        self._whole = not cache.paged or places == list(range(cache.group))
-        self._places_B = torch.tensor(places, device=device)
-
-    def read(self, columns: int) -> None:
-        page = self._cache.page
-        self._pages = -(-columns // page)
-        self.columns = self._pages * page if self._cache.paged else columns
-
-    def see(self, visible_BTS: Tensor) -> None:
-        self._mask = self._placed(additive(visible_BTS, self._cache.keys[0].dtype))
-
-    def attend(self, queries_BHTK: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        if not self._cache.paged:
-            keys, values = (pool[0, 0].index_select(0, self._places_B)[:, :, : self.columns] for pool in (keys, values))
-            return attend(queries_BHTK, keys, values, self._mask)
-        keys, values = (pool[self._group, : self._pages] for pool in (keys, values))
-        attended = attend_pages(self._placed(queries_BHTK), keys, values, self._mask)
-        return attended if self._whole else attended[self._places_B]
+        A product costs as much to begin as to read some hundred keys. Queries of one group of heads become its rows,
+        so that each key and value byte is read once.
+        """
+        B, H, T, K = queries_BHTK.shape
+        G, C = keys.shape[-3:-1]
+        queries = (queries_BHTK * K**-0.5).reshape(B, G, H // G * T, K)
+        scores = queries.new_empty(B, G, H // G * T, self.columns_1S.shape[1])
+        for read in self._reads:
+            pages_QCK = read.of(keys).reshape(-1, C, K)
+            found = read.repeated(queries).bmm(pages_QCK.mT).view(read.pages, read.size, G, -1, C)
+            mine = scores[read.rows]
+            mine[..., : read.pages * C].unflatten(-1, (-1, C)).copy_(found.permute(1, 2, 3, 0, 4))
+            mine[..., read.pages * C :] = torch.finfo(scores.dtype).min
+        scores.view(B, G, H // G, T, -1)[..., -self._mask.shape[-1] :].add_(self._mask[:, :, None])
+        weights = scores.softmax(dim=-1)
+        attended = []
+        for read in self._reads:
+            mine = weights[read.rows, ..., : read.pages * C].unflatten(-1, (-1, C)).permute(3, 0, 1, 2, 4)
+            found = mine.reshape(read.pages * read.size * G, -1, C).bmm(read.of(values).reshape(-1, C, K))
+            attended.append(found.view(read.pages, -1).sum(dim=0).view(read.size, H, T, K))
+        return torch.cat(attended)
 
     def _placed(self, x_B: Tensor) -> Tensor:
-        """Rows of the batch where their slots are in the group."""
-        if self._whole:
+        """Rows of the batch where they are read; what else is read attends for nothing."""
+        if self._whole or not self._cache.paged:
             return x_B
-        return x_B.new_zeros(self._size, *x_B.shape[1:]).index_copy_(0, self._places_B, x_B)
+        return x_B.new_zeros(self._size, *x_B.shape[1:]).index_copy_(0, self._rows_B, x_B)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """`size` slots of one group from `first` on, as far as their longest sequence reaches: they fill these `rows`."""
+
+    group: int
+    first: int
+    size: int
+    pages: int
+    rows: slice
+
+    def of(self, pool: Tensor) -> Tensor:
+        return pool[self.group, : self.pages, self.first : self.first + self.size]
+
+    def repeated(self, queries_BGRK: Tensor) -> Tensor:
+        """The queries of these rows for each page, [P · size · G, R, K]."""
+        mine = queries_BGRK[self.rows].flatten(0, 1)
+        return mine.expand(self.pages, *mine.shape).reshape(-1, *mine.shape[1:])
+
+
+def _plan_reads(slots: Sequence[int], needed: Sequence[int], cache: TargetCache) -> tuple[list[_Read], list[int]]:
+    """What to read for these slots, and the row of each slot in it.
+
+    A group is contiguous and read whole, unless it is for one slot: then a copy of that one is cheaper.
+    """
+    if not cache.paged:
+        return [_Read(0, 0, len(slots), 1, slice(0, len(slots)))], list(slots)
+    members: dict[int, list[int]] = {}
+    for row, slot in enumerate(slots):
+        members.setdefault(slot // cache.group, []).append(row)
+    reads, rows, end = [], [0] * len(slots), 0
+    for group, mine in sorted(members.items()):
+        first, size = (0, cache.group) if len(mine) > 1 else (slots[mine[0]] % cache.group, 1)
+        pages = -(-max(needed[row] for row in mine) // cache.page)
+        reads.append(_Read(group, first, size, pages, slice(end, end + size)))
+        for row in mine:
+            rows[row] = end + slots[row] % cache.group - first
+        end += size
+    return reads, rows
 
 
 class Stretches:

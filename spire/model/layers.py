@@ -71,25 +71,12 @@ def attend(queries_BHTK: Tensor, keys_BGSK: Tensor, values_BGSK: Tensor, mask_B1
         return F.scaled_dot_product_attention(
             queries_BHTK, keys_BGSK, values_BGSK, attn_mask=mask_B1TS, enable_gqa=grouped
         )
-    return attend_pages(queries_BHTK, keys_BGSK[None], values_BGSK[None], mask_B1TS)
-
-
-def attend_pages(queries_BHTK: Tensor, keys_PBGCK: Tensor, values_PBGCK: Tensor, mask_B1TS: Tensor) -> Tensor:
-    """Attention without gradients over P pages of C positions, [B, H, T, K]; the mask may be of the last keys only.
-
-    Two products, each over all pages at once: a call costs as much as reading some hundred keys. Queries of one group
-    become rows of one product, so that each key and value byte is read once. Pages must be contiguous in P, B and G:
-    a CPU's matrix product copies whatever is not.
-    """
+    # Queries of one group become rows of one product, so that each key and value byte is read once.
     B, H, T, K = queries_BHTK.shape
-    P, _, G, C, _ = keys_PBGCK.shape
-    queries = (queries_BHTK * K**-0.5).reshape(1, B * G, H // G * T, K).expand(P, -1, -1, -1)
-    scores = queries.reshape(P * B * G, -1, K).bmm(keys_PBGCK.reshape(-1, C, K).mT)
-    scores = scores.view(P, B * G, -1, C).permute(1, 2, 0, 3).reshape(B, G, H // G, T, P * C)
-    scores[..., -mask_B1TS.shape[-1] :].add_(mask_B1TS[:, :, None])
-    weights = scores.softmax(dim=-1).view(B * G, -1, P, C).permute(2, 0, 1, 3)
-    attended = weights.reshape(P * B * G, -1, C).bmm(values_PBGCK.reshape(-1, C, K))
-    return attended.view(P, -1, K).sum(dim=0).view(B, H, T, K)
+    G = keys_BGSK.shape[1]
+    queries = (queries_BHTK * K**-0.5).reshape(B, G, H // G * T, K)
+    scores = (queries @ keys_BGSK.mT).view(B, G, H // G, T, -1) + mask_B1TS[:, :, None]
+    return (scores.softmax(dim=-1).view(B, G, H // G * T, -1) @ values_BGSK).view(B, H, T, K)
 
 
 def additive(visible_BTS: Tensor, dtype: torch.dtype) -> Tensor:
