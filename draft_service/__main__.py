@@ -24,7 +24,7 @@ from draft_service.metrics import register
 from draft_service.worker import Worker
 from spire.model.checkpoint import load_draft
 from spire.model.draft import Draft
-from spire.model.placement import choose_device, choose_dtype, draft_threads, set_threads
+from spire.model.placement import choose_device, choose_dtype, draft_threads, keep_freed_memory, set_threads
 from spire.rpc.channel import connect, new_server
 from spire.rpc.drafting import DraftServicer
 from spire.v1 import draft_pb2, draft_pb2_grpc, verifier_pb2, verifier_pb2_grpc
@@ -38,6 +38,7 @@ def main() -> None:
 
 async def serve(config: DraftServiceConfig) -> None:
     """Run until SIGTERM or SIGINT. Raises SpireError when it cannot or must not serve."""
+    keep_freed_memory()
     draft = on_passing_thread(lambda: _load(config))
     server = new_server()
     port = server.add_insecure_port(f"{config.host}:{config.port}")

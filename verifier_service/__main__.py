@@ -15,7 +15,7 @@ from spire.process import announce, on_passing_thread, run, stop_signal
 from verifier_service.config import VerifierConfig
 
 # isort: split
-from spire.model.placement import set_threads
+from spire.model.placement import keep_freed_memory, set_threads
 from verifier_service.server import listening, load
 
 log = structlog.get_logger("verifier_service")
@@ -27,6 +27,7 @@ def main() -> None:
 
 async def serve(config: VerifierConfig) -> None:
     """Run until SIGTERM or SIGINT. Raises SpireError when it cannot serve."""
+    keep_freed_memory()
     set_threads(config.threads)
     engine, hosted = on_passing_thread(lambda: load(config))
     if config.metrics_port:
