@@ -63,6 +63,14 @@ class Verdict:
     accepted_B: Tensor
     tokens_BT: Tensor
 
+    @classmethod
+    def of(cls, draft_BK: Tensor, accepted_B: Tensor, final_B: Tensor) -> Verdict:
+        """The first `accepted` draft tokens of each row and its `final` one."""
+        tokens_BT = torch.cat((draft_BK, draft_BK.new_zeros(len(draft_BK), 1)), dim=1)
+        position_T = torch.arange(tokens_BT.shape[1], device=draft_BK.device)
+        tokens_BT = torch.where(position_T < accepted_B[:, None], tokens_BT, 0)
+        return cls(accepted_B, tokens_BT.scatter_(1, accepted_B[:, None], final_B[:, None]))
+
 
 def verify(
     p_BTV: Tensor,
@@ -73,7 +81,7 @@ def verify(
     base_B: Tensor,
 ) -> Verdict:
     """Apply the rejection rule. `q` None is one-hot at the draft tokens; greedy rows are taken so whatever q says."""
-    B, K = draft_BK.shape
+    K = draft_BK.shape[1]
     if q is None or K == 0:
         q = SparseDistribution.one_hot(draft_BK)
     else:
@@ -88,10 +96,7 @@ def verify(
     accepted_B = stands_BK.cumprod(dim=1).sum(dim=1)
     final_BV = _final_distribution(p_BTV, q, accepted_B, counts_B)
     final_B = draw(final_BV, rows.uniform(base_B + accepted_B + 1, Purpose.SAMPLE))
-    tokens_BT = torch.cat((draft_BK, draft_BK.new_zeros(B, 1)), dim=1)
-    position_T = torch.arange(K + 1, device=draft_BK.device)
-    tokens_BT = torch.where(position_T < accepted_B[:, None], tokens_BT, 0)
-    return Verdict(accepted_B, tokens_BT.scatter_(1, accepted_B[:, None], final_B[:, None]))
+    return Verdict.of(draft_BK, accepted_B, final_B)
 
 
 def _one_hot_where_greedy(q: SparseDistribution, draft_BK: Tensor, greedy_B: Tensor) -> SparseDistribution:

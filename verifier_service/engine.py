@@ -353,8 +353,10 @@ class Engine:
         while entries:
             slots = [entry.block.sequence.slot for entry in entries]
             new_tokens = 1 + max(entry.block.k for entry in entries)
-            if self.steps.cache.reserve(slots, new_tokens) or self.prefixes.shed():
+            if self.steps.cache.reserve(slots, new_tokens):
                 break
+            if self.prefixes.shed():
+                continue
             victim = self._preempt_youngest()
             for entry in entries:
                 if entry.block.sequence is victim:
@@ -438,11 +440,12 @@ class Engine:
         if length <= sink:
             return
         if sink:
-            first = PromptChunk([sequence.slot], [sequence.prompt_L[:sink]], [False])
+            began, first = time.perf_counter(), PromptChunk([sequence.slot], [sequence.prompt_L[:sink]], [False])
             _, prefilled = self._forward([], None, [sequence], first)
-            if prefilled is None:
-                return
-            self._advance_prompts([sequence], first, prefilled, time.perf_counter())
+            if prefilled:
+                self._advance_prompts([sequence], first, prefilled, began)
+            if sequence.id not in self.sequences:
+                return  # it could not be computed, and has been refused
         self.steps.cache.copy(donor, sequence.slot, length)
         self.publisher.skip(sequence.id, sequence.draft_id, list(prompt[sink:length]))
         sequence.cached_tokens = length

@@ -1,6 +1,6 @@
-"""Model work: one forward, the sampling pipeline, the rule, the commit. Verification and prefill are the same append,
-and share one forward where both wait.
+"""Model work: one forward, the sampling pipeline, the rule, the commit.
 
+Verification and prefill are the same append, and share one forward where both wait.
 Drafting (MagicDec) is the same forward over a sparse copy of the cache, and commits nothing.
 
 Shapes: B sequences, T new positions, N tapped layers, D width, V vocabulary.

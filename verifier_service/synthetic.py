@@ -32,8 +32,7 @@ def coin_flips(rate: float) -> Rule:
         offset_K = torch.arange(1, draft_BK.shape[1] + 1, device=draft_BK.device)
         heads_BK = rows.uniform(base_B[:, None] + offset_K, Purpose.ACCEPT) < rate
         accepted_B = (heads_BK & (offset_K <= counts_B[:, None])).long().cumprod(dim=1).sum(dim=1)
-        last_B1 = honest.tokens_BT.gather(1, honest.accepted_B[:, None])
-        tokens_BT = torch.cat((draft_BK, draft_BK.new_zeros(len(draft_BK), 1)), dim=1)
-        return Verdict(accepted_B, tokens_BT.scatter(1, accepted_B[:, None], last_B1))
+        final_B1 = honest.tokens_BT.gather(1, honest.accepted_B[:, None])
+        return Verdict.of(draft_BK, accepted_B, final_B1[:, 0])
 
     return flip
