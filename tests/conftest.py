@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from spire.bench.prompts import PromptSource
+from tests.services import Services, running
+
 FIXTURES = Path(__file__).parent / "fixtures"
 
 
@@ -49,3 +52,16 @@ def stories_draft_dir(stories_dir: Path, tmp_path_factory: pytest.TempPathFactor
 def prose() -> list[Path]:
     """Beginnings of three public-domain books, about 200 kB."""
     return sorted((FIXTURES / "text").glob("*.txt"))
+
+
+@pytest.fixture(scope="module")
+def services(stories_dir: Path, stories_draft_dir: Path) -> Iterator[Services]:
+    """The three real services around stories260K, for one file of tests."""
+    with running(stories_dir, stories_draft_dir) as services:
+        yield services
+
+
+@pytest.fixture(scope="module")
+def source(stories_dir: Path, prose: list[Path]) -> PromptSource:
+    """Prompts cut from the texts of the fixtures."""
+    return PromptSource(stories_dir, prose)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,18 +15,7 @@ from spire.bench.client import BenchError, Client, Request
 from spire.bench.prompts import PromptSource
 from spire.cli import app
 from spire.errors import DataError
-from tests.services import Services, running
-
-
-@pytest.fixture(scope="module")
-def services(stories_dir: Path, stories_draft_dir: Path) -> Iterator[Services]:
-    with running(stories_dir, stories_draft_dir) as services:
-        yield services
-
-
-@pytest.fixture(scope="module")
-def source(stories_dir: Path, prose: list[Path]) -> PromptSource:
-    return PromptSource(stories_dir, prose)
+from tests.services import Services
 
 
 def test_prompts_begin_with_the_start_token_and_are_as_long_as_asked(source: PromptSource) -> None:

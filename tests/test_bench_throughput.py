@@ -7,7 +7,6 @@ import json
 import lzma
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +25,7 @@ from spire.bench.system import System
 from spire.bench.throughput import Figures, decoding_together, figures_of_steps, inter_token_ms, measure
 from spire.cli import app, bench_report
 from spire.errors import DataError, SpireError
-from tests.services import Services, running
-
-
-@pytest.fixture(scope="module")
-def services(stories_dir: Path, stories_draft_dir: Path) -> Iterator[Services]:
-    with running(stories_dir, stories_draft_dir) as services:
-        yield services
-
-
-@pytest.fixture(scope="module")
-def source(stories_dir: Path, prose: list[Path]) -> PromptSource:
-    return PromptSource(stories_dir, prose)
+from tests.services import Services
 
 
 def bench(*arguments: str, **environment: str) -> str:
