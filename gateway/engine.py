@@ -11,49 +11,29 @@ import asyncio
 import time
 import uuid
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from functools import lru_cache
 
 import grpc
 import structlog
 
 from gateway.config import GatewayConfig
-from gateway.depth import DepthController, Load
 from gateway.errors import NoVerifier, PeerLost
 from gateway.metrics import Gauges, Metrics
-from gateway.peers import DraftPeer, Model, PeerTooLate, VerifierPeer
+from gateway.peers import DraftPeer, Model, VerifierPeer
 from gateway.releases import Releases
 from gateway.scheduler import Scheduler
-from gateway.sequence import Sampling, Sequence, State
+from gateway.sequence import Sequence, State
+from gateway.speculation import Proposals, Speculation, wire_sampling
 from spire.errors import InvalidRequest, MismatchError, NotFinite
 from spire.rpc.errors import raise_for
-from spire.v1 import draft_pb2, tensor_pb2, verifier_pb2
+from spire.v1 import tensor_pb2, verifier_pb2
 
 # How long to leave a verifier alone that had no place for a sequence.
 _FULL_PAUSE = 0.05
 # How long a new verifier's first sequences wait for the draft to follow it: what starts before then is never drafted.
 _DRAFT_PATIENCE = 1.0
 _PATROL = 0.25
-# Share of a batch that must have had one depth for its time to be that depth's.
-_MOST_OF_A_BATCH = 0.75
 
 log = structlog.get_logger("gateway")
-
-
-@dataclass(slots=True)
-class Proposals:
-    """What the draft guessed, by wire id, and what it took. `asked`: depths by wire id, if the draft answered."""
-
-    by_id: dict[str, draft_pb2.Proposal] = field(default_factory=dict)
-    asked: dict[str, int] = field(default_factory=dict)
-    lost: bool = False
-    model_seconds: float = 0.0
-    waited_seconds: float = 0.0
-    asked_seconds: float = 0.0
-
-    def drafted(self, sequence: Sequence) -> int:
-        proposal = self.by_id.get(sequence.wire_id)
-        return len(proposal.tokens) if proposal else 0
 
 
 class Engine:
@@ -66,9 +46,7 @@ class Engine:
             config.verifier, gateway_id, self._on_started, self._on_verifier_lost, self._on_verifier
         )
         self.draft = DraftPeer(config.draft, self.verifier) if config.draft else None
-        self.depths = DepthController()
-        # Of the last round with a choice to make.
-        self._load, self._chosen_k = Load(1, 1), 0
+        self.speculation = Speculation(self.draft, self.verifier, config, metrics)
         self._id_prefix = gateway_id
         self._ids = 0
         self._tasks: list[asyncio.Task[None]] = []
@@ -122,9 +100,9 @@ class Engine:
             draft_kind=draft.kind if draft else "",
             draft_name=draft.model_name if draft else "",
             draft_state_bytes=draft.state_bytes_per_sequence if draft else 0,
-            k=self._chosen_k,
-            tau=self.depths.acceptance.taus()[self._chosen_k],
-            multiplier=self.depths.multiplier(self._load, self._chosen_k),
+            k=self.speculation.k,
+            tau=self.speculation.tau,
+            multiplier=self.speculation.multiplier,
         )
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -218,107 +196,31 @@ class Engine:
         await self._start(schedule.starts)
         if not schedule.batch:
             return
-        load = self._choose_depth(schedule.batch)
-        proposals = await self._propose(schedule.batch)
+        load = self.speculation.choose(schedule.batch, bool(self.scheduler.starting))
+        proposals = await self.speculation.propose(schedule.batch)
         batch = [sequence for sequence in schedule.batch if sequence.state is State.RUNNING]
         if not batch:
             return
         answer, asked_seconds = await self._verify(batch, proposals)
-        depth, blocks = self._explained_by(batch, proposals), self._blocks(answer, proposals)
+        shown = self.speculation.shown_by(batch, proposals, answer)
         self._commit(batch, answer, proposals)
         seconds = time.monotonic() - began
         self._account(seconds, batch, proposals, answer.timings, asked_seconds)
-        self.depths.observe(load, depth, seconds - self._of_others(load, proposals, answer.timings), blocks)
+        self.speculation.learn(load, shown, seconds, proposals, answer.timings)
 
     async def _start(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
             if not sequence.moments.admitted:
                 sequence.moments.admitted = time.monotonic()
                 self.metrics.queue_time.observe(sequence.moments.admitted - sequence.moments.arrived)
-            sequence.draft_id = self._draft_for(sequence)
+            sequence.draft_id = self.speculation.draft_for(sequence)
             message = verifier_pb2.Start(
                 sequence_id=sequence.wire_id,
                 tokens=sequence.tokens,
-                sampling=_wire_sampling(sequence.sampling),
+                sampling=wire_sampling(sequence.sampling),
                 draft_id=sequence.draft_id,
             )
             await self.verifier.start(message, self.config.verify_deadline)
-
-    def _draft_for(self, sequence: Sequence) -> str:
-        """Whose activations to publish. A draft that is away for a moment is named all the same."""
-        return self.draft.info.draft_id if sequence.speculates and self.draft and self.draft.info else ""
-
-    def _choose_depth(self, batch: list[Sequence]) -> Load:
-        """Give the automatic sequences the k of this round."""
-        context = sum(sequence.base for sequence in batch) / len(batch)
-        load = Load(len(batch), context, bool(self.scheduler.starting))
-        automatic = [sequence for sequence in batch if sequence.automatic]
-        rooms = [self._most(sequence) for sequence in automatic]
-        if any(rooms):
-            self._load, self._chosen_k = load, self.depths.choose(load, rooms)
-            for sequence in automatic:
-                sequence.k = self._chosen_k
-        return load
-
-    async def _propose(self, batch: list[Sequence]) -> Proposals:
-        wanted = [(sequence, depth) for sequence in batch if (depth := self._depth(sequence))]
-        if not wanted or self.draft is None:
-            return Proposals(lost=self.draft is None or not self.draft.up)
-        if not self.draft.up:
-            self.metrics.fallbacks["draft_absent"] += len(wanted)
-            return Proposals(lost=True)
-        items = [
-            draft_pb2.ProposeItem(
-                sequence_id=sequence.wire_id,
-                base=sequence.base,
-                newest_token=sequence.newest_token,
-                k=depth,
-                sampling=_wire_sampling(sequence.sampling),
-            )
-            for sequence, depth in wanted
-        ]
-        config, began = self.config, time.monotonic()
-        deadline = config.verify_deadline if self.draft.in_verifier else config.propose_deadline
-        try:
-            answer, seconds = await self.draft.propose(items, deadline)
-        except PeerLost as error:
-            reason = "draft_timeout" if isinstance(error, PeerTooLate) else "draft_lost"
-            self.metrics.fallbacks[reason] += len(wanted)
-            log.warning("decoding plainly", reason=str(error))
-            return Proposals(lost=True, asked_seconds=time.monotonic() - began)
-        return self._usable(wanted, answer, seconds)
-
-    def _depth(self, sequence: Sequence) -> int:
-        """How many tokens to draft for it in this round."""
-        return min(sequence.k, self._most(sequence))
-
-    def _most(self, sequence: Sequence) -> int:
-        """How many tokens could be drafted for it: no more than both services take, none without its draft."""
-        draft, model = (self.draft.info if self.draft else None), self.verifier.model
-        if draft is None or model is None or not self._follows(sequence):
-            return 0
-        return min(sequence.room, draft.max_speculation_depth, model.info.max_speculation_depth)
-
-    def _follows(self, sequence: Sequence) -> bool:
-        """Whether the draft that is known now gets its activations."""
-        return self.draft is not None and self.draft.info is not None and sequence.draft_id == self.draft.info.draft_id
-
-    def _usable(
-        self, wanted: list[tuple[Sequence, int]], answer: draft_pb2.ProposeBatchResult, seconds: float
-    ) -> Proposals:
-        model_seconds = answer.timings.forward_seconds + answer.timings.sample_seconds
-        asked = {sequence.wire_id: depth for sequence, depth in wanted}
-        proposals = Proposals({}, asked, False, model_seconds, answer.timings.queue_seconds, seconds)
-        by_id = {proposal.sequence_id: proposal for proposal in answer.proposals}
-        for sequence, depth in wanted:
-            proposal = by_id.get(sequence.wire_id)
-            if proposal is None or proposal.status.code != tensor_pb2.CODE_OK or len(proposal.tokens) > depth:
-                self.metrics.fallbacks["draft_error"] += 1
-            elif not proposal.tokens:
-                self.metrics.fallbacks["draft_behind"] += 1
-            else:
-                proposals.by_id[sequence.wire_id] = proposal
-        return proposals
 
     async def _verify(
         self, batch: list[Sequence], proposals: Proposals
@@ -375,29 +277,6 @@ class Engine:
         asked = max(proposals.asked_seconds + asked_seconds, told)
         deepest = max(map(proposals.drafted, batch))
         self.metrics.round((*models, *waits, asked - told, seconds - asked), len(batch), deepest)
-
-    # -- what a round shows of k -------------------------------------------------------------------------------------
-
-    def _explained_by(self, batch: list[Sequence], proposals: Proposals) -> int | None:
-        """The one depth that a round's time belongs to; None when a quarter of it had another, or had no draft."""
-        if proposals.lost:
-            return None
-        depths = [proposals.drafted(sequence) for sequence in batch if self._follows(sequence)]
-        deepest = max(depths, default=0)
-        if depths.count(deepest) < _MOST_OF_A_BATCH * len(batch) or (deepest == 0 and proposals.asked):
-            return None
-        return deepest
-
-    def _blocks(self, answer: verifier_pb2.VerifyBatchResult, proposals: Proposals) -> list[tuple[int, int]]:
-        """(depth, accepted) of every block the draft was asked for: one that it left out counts as rejected."""
-        fine = {result.sequence_id: result for result in answer.results if result.status.code == tensor_pb2.CODE_OK}
-        return [(depth, fine[wire_id].accepted) for wire_id, depth in proposals.asked.items() if wire_id in fine]
-
-    def _of_others(self, load: Load, proposals: Proposals, verified: verifier_pb2.Timings) -> float:
-        """Seconds of a round that went to other sequences' prompts, before its own work or in one forward with it."""
-        waited = proposals.waited_seconds if self.draft and self.draft.in_verifier else 0.0
-        beside = verified.total_seconds - verified.forward_seconds - verified.sample_seconds if load.prefilling else 0.0
-        return verified.queue_seconds + waited + max(0.0, beside)
 
     # -- what happens to sequences -----------------------------------------------------------------------------------
 
@@ -474,14 +353,3 @@ class Engine:
         given_up = self.scheduler.lose_all()
         self.finish(given_up, "error", PeerLost("the verifier was lost several times during this request"))
         self._wakeup.set()
-
-
-@lru_cache(4096)
-def _wire_sampling(sampling: Sampling) -> tensor_pb2.Sampling:
-    return tensor_pb2.Sampling(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        seed=sampling.seed,
-        choice=sampling.choice,
-    )

@@ -1,0 +1,191 @@
+"""Speculation in the rounds of a batch: how deep, what the draft guesses, what a round has shown of it.
+
+A draft that is gone, slow or behind costs speed and never a request: what it does not propose is decoded plainly.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import structlog
+
+from gateway.config import GatewayConfig
+from gateway.depth import DepthController, Load
+from gateway.errors import PeerLost
+from gateway.metrics import Metrics
+from gateway.peers import DraftPeer, PeerTooLate, VerifierPeer
+from gateway.sequence import Sampling, Sequence
+from spire.v1 import draft_pb2, tensor_pb2, verifier_pb2
+
+# Share of a batch that must have had one depth for its time to be that depth's.
+_MOST_OF_A_BATCH = 0.75
+
+log = structlog.get_logger("gateway")
+
+
+@dataclass(slots=True)
+class Proposals:
+    """What the draft guessed, by wire id, and what it took. `asked`: depths by wire id, if the draft answered."""
+
+    by_id: dict[str, draft_pb2.Proposal] = field(default_factory=dict)
+    asked: dict[str, int] = field(default_factory=dict)
+    lost: bool = False
+    model_seconds: float = 0.0
+    waited_seconds: float = 0.0
+    asked_seconds: float = 0.0
+
+    def drafted(self, sequence: Sequence) -> int:
+        proposal = self.by_id.get(sequence.wire_id)
+        return len(proposal.tokens) if proposal else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What a round says of k: the one depth its time belongs to, if any, and (depth, accepted) of its blocks."""
+
+    depth: int | None
+    blocks: list[tuple[int, int]]
+
+
+class Speculation:
+    """The draft as the rounds see it, and the choice of k. It is without a draft where there is none."""
+
+    def __init__(self, draft: DraftPeer | None, verifier: VerifierPeer, config: GatewayConfig, metrics: Metrics):
+        self._draft, self._verifier, self._config, self._metrics = draft, verifier, config, metrics
+        self._depths = DepthController()
+        # Of the last round with a choice to make.
+        self._load, self.k = Load(1, 1), 0
+
+    @property
+    def tau(self) -> float:
+        """Expected tokens of a round at the depth that was chosen last."""
+        return self._depths.acceptance.taus()[self.k]
+
+    @property
+    def multiplier(self) -> float:
+        """Tokens a second at that depth over those of plain decoding, by what rounds have shown."""
+        return self._depths.multiplier(self._load, self.k)
+
+    def draft_for(self, sequence: Sequence) -> str:
+        """Whose activations to publish. A draft that is away for a moment is named all the same."""
+        return self._draft.info.draft_id if sequence.speculates and self._draft and self._draft.info else ""
+
+    def choose(self, batch: list[Sequence], prefilling: bool) -> Load:
+        """Give the automatic sequences the k of this round."""
+        context = sum(sequence.base for sequence in batch) / len(batch)
+        load = Load(len(batch), context, prefilling)
+        automatic = [sequence for sequence in batch if sequence.automatic]
+        rooms = [self._most(sequence) for sequence in automatic]
+        if any(rooms):
+            self._load, self.k = load, self._depths.choose(load, rooms)
+            for sequence in automatic:
+                sequence.k = self.k
+        return load
+
+    async def propose(self, batch: list[Sequence]) -> Proposals:
+        wanted = [(sequence, depth) for sequence in batch if (depth := self._depth(sequence))]
+        if not wanted or self._draft is None:
+            return Proposals(lost=self._draft is None or not self._draft.up)
+        if not self._draft.up:
+            self._metrics.fallbacks["draft_absent"] += len(wanted)
+            return Proposals(lost=True)
+        items = [
+            draft_pb2.ProposeItem(
+                sequence_id=sequence.wire_id,
+                base=sequence.base,
+                newest_token=sequence.newest_token,
+                k=depth,
+                sampling=wire_sampling(sequence.sampling),
+            )
+            for sequence, depth in wanted
+        ]
+        config, began = self._config, time.monotonic()
+        deadline = config.verify_deadline if self._draft.in_verifier else config.propose_deadline
+        try:
+            answer, seconds = await self._draft.propose(items, deadline)
+        except PeerLost as error:
+            reason = "draft_timeout" if isinstance(error, PeerTooLate) else "draft_lost"
+            self._metrics.fallbacks[reason] += len(wanted)
+            log.warning("decoding plainly", reason=str(error))
+            return Proposals(lost=True, asked_seconds=time.monotonic() - began)
+        return self._usable(wanted, answer, seconds)
+
+    def _depth(self, sequence: Sequence) -> int:
+        """How many tokens to draft for it in this round."""
+        return min(sequence.k, self._most(sequence))
+
+    def _most(self, sequence: Sequence) -> int:
+        """How many tokens could be drafted for it: no more than both services take, none without its draft."""
+        draft, model = (self._draft.info if self._draft else None), self._verifier.model
+        if draft is None or model is None or not self._follows(sequence):
+            return 0
+        return min(sequence.room, draft.max_speculation_depth, model.info.max_speculation_depth)
+
+    def _follows(self, sequence: Sequence) -> bool:
+        """Whether the draft that is known now gets its activations."""
+        return (
+            self._draft is not None and self._draft.info is not None and sequence.draft_id == self._draft.info.draft_id
+        )
+
+    def _usable(
+        self, wanted: list[tuple[Sequence, int]], answer: draft_pb2.ProposeBatchResult, seconds: float
+    ) -> Proposals:
+        model_seconds = answer.timings.forward_seconds + answer.timings.sample_seconds
+        asked = {sequence.wire_id: depth for sequence, depth in wanted}
+        proposals = Proposals({}, asked, False, model_seconds, answer.timings.queue_seconds, seconds)
+        by_id = {proposal.sequence_id: proposal for proposal in answer.proposals}
+        for sequence, depth in wanted:
+            proposal = by_id.get(sequence.wire_id)
+            if proposal is None or proposal.status.code != tensor_pb2.CODE_OK or len(proposal.tokens) > depth:
+                self._metrics.fallbacks["draft_error"] += 1
+            elif not proposal.tokens:
+                self._metrics.fallbacks["draft_behind"] += 1
+            else:
+                proposals.by_id[sequence.wire_id] = proposal
+        return proposals
+
+    def shown_by(self, batch: list[Sequence], proposals: Proposals, answer: verifier_pb2.VerifyBatchResult) -> Shown:
+        """Ask before the round is committed: what is committed may no longer follow the draft."""
+        return Shown(self._explained_by(batch, proposals), self._blocks(answer, proposals))
+
+    def learn(
+        self, load: Load, shown: Shown, seconds: float, proposals: Proposals, verified: verifier_pb2.Timings
+    ) -> None:
+        """Take over what a round of `seconds` has shown."""
+        own = seconds - self._of_others(load, proposals, verified)
+        self._depths.observe(load, shown.depth, own, shown.blocks)
+
+    def _explained_by(self, batch: list[Sequence], proposals: Proposals) -> int | None:
+        """The one depth that a round's time belongs to; None when a quarter of it had another, or had no draft."""
+        if proposals.lost:
+            return None
+        depths = [proposals.drafted(sequence) for sequence in batch if self._follows(sequence)]
+        deepest = max(depths, default=0)
+        if depths.count(deepest) < _MOST_OF_A_BATCH * len(batch) or (deepest == 0 and proposals.asked):
+            return None
+        return deepest
+
+    def _blocks(self, answer: verifier_pb2.VerifyBatchResult, proposals: Proposals) -> list[tuple[int, int]]:
+        """(depth, accepted) of every block the draft was asked for: one that it left out counts as rejected."""
+        fine = {result.sequence_id: result for result in answer.results if result.status.code == tensor_pb2.CODE_OK}
+        return [(depth, fine[wire_id].accepted) for wire_id, depth in proposals.asked.items() if wire_id in fine]
+
+    def _of_others(self, load: Load, proposals: Proposals, verified: verifier_pb2.Timings) -> float:
+        """Seconds of a round that went to other sequences' prompts, before its own work or in one forward with it."""
+        waited = proposals.waited_seconds if self._draft and self._draft.in_verifier else 0.0
+        beside = verified.total_seconds - verified.forward_seconds - verified.sample_seconds if load.prefilling else 0.0
+        return verified.queue_seconds + waited + max(0.0, beside)
+
+
+@lru_cache(4096)
+def wire_sampling(sampling: Sampling) -> tensor_pb2.Sampling:
+    """How a sequence is sampled, as a message; requests repeat in every round."""
+    return tensor_pb2.Sampling(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        seed=sampling.seed,
+        choice=sampling.choice,
+    )
