@@ -58,9 +58,10 @@ def test_only_a_draft_that_is_a_language_model_by_itself_assists(
     loads = [Batch(PromptSource(stories_dir, prose), 1, 30, 24, temperature=1.0)]
     *_, assisted = run_transformers(Task(stories_dir, tmp_path, loads, "float32", k=3, repeats=1, seed=1))
     assert assisted.system == "transformers assisted"
-    # The draft is the whole target, so what it guesses stands.
+    # The draft is the whole target, so what it guesses stands: two tokens a round or more. Only the last may be cut,
+    # and the first, of up to 21 of the 24, is not counted: never under 3 tokens in 2 rounds.
     assert assisted.figures.tau is not None
-    assert assisted.figures.tau > 2
+    assert assisted.figures.tau >= 1.5
 
 
 def test_a_peer_that_is_not_there_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

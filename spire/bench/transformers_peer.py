@@ -3,7 +3,7 @@
     python -m spire.bench.transformers_peer < task.json
 
 The task is what `spire.bench.peers` writes; each measured mode is one line of JSON on standard output. A mode that can
-be had in several ways (static or dynamic cache, which attention, how many tokens looked up) first runs each of them
+be had in several ways (static or dynamic cache, which attention, how many tokens guessed) first runs each of them
 briefly and is measured in the quickest. Every token is drawn at the temperature asked for, from the whole vocabulary.
 
 What it does not know: batches of assisted generation, which transformers has not.
@@ -65,7 +65,9 @@ class Peer:
         modes: dict[str, list[Way]] = {"generate": plain}
         modes["prompt lookup"] = [{"attention": _ATTENTIONS[0], "prompt_lookup_num_tokens": n} for n in (k, 10)]
         if self.assistant:
-            modes["assisted"] = [{"attention": a, "assistant_model": self.assistant} for a in _ATTENTIONS]
+            # As deep as Spire guesses, or as transformers would: up to 20 tokens while the assistant is sure of them.
+            depths = ({"assistant_tokens": k, "confidence": 0.0}, {"assistant_tokens": 20, "confidence": 0.4})
+            modes["assisted"] = [{"attention": a} | depth for a in _ATTENTIONS for depth in depths]
         return modes
 
     def quickest(self, ways: Sequence[Way], prompts: list[list[int]]) -> Way:
@@ -83,6 +85,11 @@ class Peer:
         """One generation: (seconds since its begin, tokens so far) of each step."""
         way = dict(way)
         self.model.set_attn_implementation(way.pop("attention"))
+        if self.assistant and "assistant_tokens" in way:
+            # transformers reads these from the assistant, and moves the confidence as it generates.
+            self.assistant.generation_config.num_assistant_tokens = way.pop("assistant_tokens")
+            self.assistant.generation_config.assistant_confidence_threshold = way.pop("confidence")
+            way["assistant_model"] = self.assistant
         ids = torch.tensor(prompts, device=self.device)
         clock, length = _Clock(), ids.shape[1]
         began = time.perf_counter()
@@ -108,8 +115,7 @@ def main() -> None:
             if mode == "generate" or load["batch"] == 1:
                 way = peer.quickest(ways, load["prompts"][0])
                 runs = [peer.run(way, prompts, load["generate"]) for prompts in load["prompts"]]
-                shown = {name: value for name, value in way.items() if name != "assistant_model"}
-                answer = {"mode": mode, "way": shown, "batch": load["batch"], "context": load["context"], "runs": runs}
+                answer = {"mode": mode, "way": way, "batch": load["batch"], "context": load["context"], "runs": runs}
                 print(json.dumps(answer | {"peak_memory_bytes": _peak()}), flush=True)
 
 
