@@ -23,6 +23,13 @@ class Code(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CODE_FAILED_PRECONDITION: _ClassVar[Code]
     CODE_RESOURCE_EXHAUSTED: _ClassVar[Code]
     CODE_DATA_LOSS: _ClassVar[Code]
+
+class Rule(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    RULE_UNSPECIFIED: _ClassVar[Rule]
+    RULE_REJECTION: _ClassVar[Rule]
+    RULE_BLOCK: _ClassVar[Rule]
+    RULE_INVARIANT: _ClassVar[Rule]
 DTYPE_UNSPECIFIED: DType
 DTYPE_FLOAT32: DType
 DTYPE_BFLOAT16: DType
@@ -34,6 +41,10 @@ CODE_NOT_FOUND: Code
 CODE_FAILED_PRECONDITION: Code
 CODE_RESOURCE_EXHAUSTED: Code
 CODE_DATA_LOSS: Code
+RULE_UNSPECIFIED: Rule
+RULE_REJECTION: Rule
+RULE_BLOCK: Rule
+RULE_INVARIANT: Rule
 
 class Tensor(_message.Message):
     __slots__ = ("dtype", "shape", "data")
@@ -54,15 +65,19 @@ class ItemStatus(_message.Message):
     def __init__(self, code: _Optional[_Union[Code, str]] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Sampling(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "seed", "choice")
+    __slots__ = ("temperature", "top_k", "top_p", "seed", "choice", "min_p", "rule")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    RULE_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
     top_p: float
     seed: int
     choice: int
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., choice: _Optional[int] = ...) -> None: ...
+    min_p: float
+    rule: Rule
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., choice: _Optional[int] = ..., min_p: _Optional[float] = ..., rule: _Optional[_Union[Rule, str]] = ...) -> None: ...
