@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
-from starlette.types import Receive, Scope, Send
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
+from gateway.answers import answer
+from gateway.bodies import bad_parameter, body_of, check_model, declare, ignored_header, parse, refusals
 from gateway.completion import Completion
 from gateway.config import GatewayConfig
 from gateway.engine import Engine
@@ -24,45 +24,15 @@ from gateway.front import Front
 from gateway.metrics import Exposition
 from gateway.peers import Model
 from gateway.schemas import CompletionRequest, check, over_context, prompts_of
+from gateway.tokenization import DetokenizeRequest, TokenizeRequest, add_tokenization
 from gateway.tokenizer import PromptTooLong
 from spire import __version__
 from spire.errors import SpireError
 
 RULES = ["greedy", "rejection"]
-_LEFT = 499
 
 
-class ErrorDetail(BaseModel):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorResponse(BaseModel):
-    error: ErrorDetail
-
-
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorResponse, "description": text}
-    for status, text in {
-        400: "The request is wrong",
-        404: "No such model",
-        413: "The body is too large",
-        429: "The queue is full",
-        500: "Internal error",
-        503: "No verifier",
-    }.items()
-}
-_COMPLETION_BODY = {
-    "requestBody": {
-        "required": True,
-        "content": {"application/json": {"schema": CompletionRequest.model_json_schema()}},
-    }
-}
-
-
-def create_app(config: GatewayConfig, engine: Engine) -> Front:
+def create_app(config: GatewayConfig, engine: Engine) -> ASGIApp:
     """The whole HTTP application. Its lifespan opens and closes the engine."""
 
     @asynccontextmanager
@@ -74,77 +44,35 @@ def create_app(config: GatewayConfig, engine: Engine) -> Front:
     app = FastAPI(title="Spire", version=__version__, lifespan=lifespan)
     _handle_errors(app)
     _add_completions(app, config, engine)
+    add_tokenization(app, engine)
     _add_state(app, config, engine)
-    paths = frozenset(app.openapi()["paths"])
-    return Front(app, engine.metrics, paths, config.max_body_bytes, config.body_deadline)
+    paths = frozenset(declare(app, CompletionRequest, TokenizeRequest, DetokenizeRequest)["paths"])
+    front = Front(app, engine.metrics, paths, config.max_body_bytes, config.body_deadline)
+    return _for_browsers(front, config.cors_origins) if config.cors_origins else front
+
+
+def _for_browsers(app: ASGIApp, origins: list[str]) -> ASGIApp:
+    """Pages of these origins may use it. Outside of everything, so that they can read refusals too."""
+    shown = ["X-Request-Id", "X-Spire-Ignored", "Retry-After"]
+    return CORSMiddleware(app, origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=shown)
 
 
 # -- completions -----------------------------------------------------------------------------------------------------
 
 
 def _add_completions(app: FastAPI, config: GatewayConfig, engine: Engine) -> None:
-    @app.post("/v1/completions", responses=_ERRORS, openapi_extra=_COMPLETION_BODY)
+    declared = refusals(400, 404, 408, 413, 429, 500, 503)
+
+    @app.post("/v1/completions", responses=declared, openapi_extra=body_of(CompletionRequest))
     async def complete(http: Request) -> Response:
         """Complete one or more prompts, as one JSON object or as server-sent events."""
-        request = _parse(await http.body())
+        request = parse(await http.body(), CompletionRequest)
         check(request)
         model = engine.model
-        _check_model(request, model)
+        check_model(request.model, model)
         _check_draft(request, engine)
         completion = Completion(engine, request, model, await _encode(request, model, config.max_choices))
-        completion.submit()
-        headers = {"X-Spire-Ignored": _header(request.ignored)} if request.ignored else {}
-        if request.stream:
-            return EventStream(completion, headers)
-        try:
-            answer = await _unless_gone(http.receive, completion.whole())
-        finally:
-            completion.close()
-        return Response(status_code=_LEFT) if answer is None else JSONResponse(answer, headers=headers)
-
-
-class EventStream(StreamingResponse):
-    """Server-sent events; whoever leaves, and however, the sequences are freed."""
-
-    def __init__(self, completion: Completion, headers: dict[str, str]):
-        headers = headers | {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(completion.events(), headers=headers, media_type="text/event-stream")
-        self.completion = completion
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self.completion.close()
-
-
-def _parse(body: bytes) -> CompletionRequest:
-    try:
-        raw = json.loads(body, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise BadParameter("body", f"the body is not valid JSON: {error}", "invalid_json") from error
-    if not isinstance(raw, dict):
-        raise BadParameter("body", "the body must be a JSON object", "invalid_json")
-    try:
-        return CompletionRequest.model_validate(raw)
-    except ValidationError as error:
-        raise _bad_parameter(error.errors(include_url=False, include_input=False)) from error
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON value")
-
-
-def _bad_parameter(problems: Any) -> BadParameter:
-    param = ".".join(str(part) for part in problems[0]["loc"]) or "body"
-    # A union complains once for each of its types, under the type's name: the field's own name is enough.
-    param = param.removesuffix(".str").removesuffix(".list[str]")
-    return BadParameter(param, "; ".join(f"{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in problems[:8]))
-
-
-def _check_model(request: CompletionRequest, model: Model) -> None:
-    if request.model is not None and request.model != model.name:
-        raise UnknownModel(f"model {request.model!r} is not served here; {model.name!r} is")
+        return await answer(http, completion, ignored_header(request))
 
 
 def _check_draft(request: CompletionRequest, engine: Engine) -> None:
@@ -172,26 +100,6 @@ async def _encode(request: CompletionRequest, model: Model, max_choices: int) ->
     return encoded
 
 
-async def _unless_gone(receive: Callable[[], Awaitable[Any]], answer: Any) -> dict[str, Any] | None:
-    """The answer; None when the client left before it came."""
-    work, gone = asyncio.ensure_future(answer), asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return work.result() if work.done() else None
-    finally:
-        work.cancel()
-        gone.cancel()
-
-
-async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-def _header(names: list[str]) -> str:
-    return ", ".join(ascii(name)[1:-1][:64] for name in names[:16])
-
-
 # -- the state of the service ----------------------------------------------------------------------------------------
 
 
@@ -199,12 +107,12 @@ def _add_state(app: FastAPI, config: GatewayConfig, engine: Engine) -> None:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Exposition(engine.metrics, engine.gauges, config.vllm_metrics))
 
-    @app.get("/v1/models", responses={503: _ERRORS[503]})
+    @app.get("/v1/models", responses=refusals(503))
     async def models() -> dict[str, Any]:
         """The one model that is served."""
         return {"object": "list", "data": [_model_card(engine)]}
 
-    @app.get("/v1/models/{name:path}", responses={404: _ERRORS[404], 503: _ERRORS[503]})
+    @app.get("/v1/models/{name:path}", responses=refusals(404, 503))
     async def model(name: str) -> dict[str, Any]:
         card = _model_card(engine)
         if name != card["id"]:
@@ -216,7 +124,7 @@ def _add_state(app: FastAPI, config: GatewayConfig, engine: Engine) -> None:
         """Alive."""
         return {"status": "ok"}
 
-    @app.get("/ready", responses={503: _ERRORS[503]})
+    @app.get("/ready", responses=refusals(503))
     async def ready() -> dict[str, Any]:
         """Whether completions can be served, and whether they can be drafted."""
         model = engine.model
@@ -266,7 +174,7 @@ def _handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
-        return _error_response(_bad_parameter(error.errors()))
+        return _error_response(bad_parameter(error.errors()))
 
     @app.exception_handler(HTTPException)
     async def http(_: Request, error: HTTPException) -> Response:

@@ -45,6 +45,11 @@ class GatewayConfig(ServiceConfig):
     max_choices: int = Field(256, ge=1, description="most choices (prompts x n) of one request")
     max_body_bytes: int = Field(2 * 1024 * 1024, ge=1024, description="largest request body; beyond that 413")
 
+    cors_origins: list[str] = Field(
+        default_factory=list,
+        description="origins whose pages may call this gateway from a browser, '*' for all; without any, none may",
+    )
+
     propose_deadline: float = Field(
         0.25, gt=0, description="seconds a draft of its own may take before a round goes on without"
     )

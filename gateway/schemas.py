@@ -9,8 +9,9 @@ from __future__ import annotations
 import secrets
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
+from gateway.bodies import RequestBody
 from gateway.errors import BadParameter
 
 _PROMPT_SCHEMA = {
@@ -49,11 +50,7 @@ class Speculation(BaseModel):
     rule: Literal["rejection"] | None = None
 
 
-class CompletionRequest(BaseModel):
-    """`null` stands for a field's default."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
+class CompletionRequest(RequestBody):
     model: str | None = None
     prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
     max_tokens: int = Field(16, ge=0)
@@ -87,11 +84,6 @@ class CompletionRequest(BaseModel):
     add_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_default(cls, raw: Any) -> Any:
-        return {key: value for key, value in raw.items() if value is not None} if isinstance(raw, dict) else raw
-
     @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop
@@ -103,11 +95,6 @@ class CompletionRequest(BaseModel):
     @property
     def continuous_usage(self) -> bool:
         return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
-
-    @property
-    def ignored(self) -> list[str]:
-        """Names of fields that nobody here knows."""
-        return sorted(self.model_extra or {})
 
     def chosen_seed(self) -> int:
         """The caller's seed as 64 unsigned bits, or a fresh one."""
@@ -158,7 +145,7 @@ def _check_stops(stops: list[str]) -> None:
 def prompts_of(value: Any, max_context: int, vocab_size: int, max_prompts: int) -> list[Prompt]:
     """The prompts of a request: texts as they came, token ids checked against vocabulary and context."""
     if isinstance(value, str):
-        return [_text(value, "prompt")]
+        return [text_prompt(value, "prompt")]
     if not isinstance(value, list) or not value:
         raise BadParameter("prompt", "prompt must be a string, a list of strings, or one or more lists of token ids")
     if _is_token(value[0]):
@@ -170,13 +157,14 @@ def prompts_of(value: Any, max_context: int, vocab_size: int, max_prompts: int) 
 
 def _one_of_many(item: Any, first: Any, max_context: int, vocab_size: int, where: str) -> Prompt:
     if isinstance(first, str) and isinstance(item, str):
-        return _text(item, where)
+        return text_prompt(item, where)
     if isinstance(first, list) and isinstance(item, list):
         return _token_ids(item, max_context, vocab_size, where)
     raise BadParameter("prompt", f"{where} is {_kind(item)}: a prompt list holds only strings or only lists of ids")
 
 
-def _text(text: str, where: str) -> str:
+def text_prompt(text: str, where: str) -> str:
+    """The text itself. Raises BadParameter for none, and for what is no Unicode."""
     if not text:
         raise BadParameter("prompt", f"{where} is empty")
     try:

@@ -8,6 +8,7 @@ What is emitted depends on the tokens alone, never on how rounds happened to gro
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from tokenizers import Tokenizer
 
@@ -34,16 +35,17 @@ class TextCodec:
             raise MismatchError(f"the verifier's tokenizer.json cannot be read: {error}") from error
         self.longest_token = max((len(token) for token in self.tokenizer.get_vocab()), default=1)
 
-    async def encode(self, text: str, max_tokens: int) -> list[int]:
-        """Token ids with the start token in front. Raises PromptTooLong, cheaply when it is too long by far."""
+    async def encode(self, text: str, max_tokens: int, add_special_tokens: bool = True) -> list[int]:
+        """Token ids, with the start token in front if so wished. Raises PromptTooLong, cheaply, when that is plain."""
         if len(text) > max_tokens * self.longest_token:
             raise PromptTooLong(
                 f"the prompt has {len(text)} characters; the model's context is {max_tokens} tokens "
                 f"of at most {self.longest_token} characters"
             )
         if len(text) <= _INLINE_CHARACTERS:
-            return self.tokenizer.encode(text).ids
-        return (await asyncio.to_thread(self.tokenizer.encode, text)).ids
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        encode = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        return (await asyncio.to_thread(encode)).ids
 
     def decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)

@@ -1,0 +1,90 @@
+"""`POST /tokenize` and `POST /detokenize`: text to token ids and back, with the target's own tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, Field
+
+from gateway.bodies import RequestBody, body_of, check_model, ignored_header, parse, refusals
+from gateway.engine import Engine
+from gateway.errors import BadParameter
+from gateway.peers import Model
+from gateway.schemas import text_prompt
+from gateway.tokenizer import PromptTooLong
+
+
+class TokenizeRequest(RequestBody):
+    model: str | None = None
+    prompt: str = Field(min_length=1)
+    add_special_tokens: bool = Field(True, description="put the start token in front, as a completion's prompt has it")
+    return_token_strs: bool = False
+
+
+class TokenizeResponse(BaseModel):
+    tokens: list[int]
+    count: int
+    max_model_len: int
+    token_strs: list[str] | None = Field(None, description="the vocabulary's spelling of each token, if asked for")
+
+
+class DetokenizeRequest(RequestBody):
+    model: str | None = None
+    tokens: list[int]
+
+
+class DetokenizeResponse(BaseModel):
+    prompt: str = Field(description="the text, with special tokens spelled out")
+
+
+def add_tokenization(app: FastAPI, engine: Engine) -> None:
+    declared = refusals(400, 404, 408, 413, 500, 503)
+
+    @app.post(
+        "/tokenize",
+        response_model=TokenizeResponse,
+        responses=declared,
+        openapi_extra=body_of(TokenizeRequest),
+    )
+    async def tokenize(http: Request) -> Response:
+        """The token ids of a text, as a completion would have them."""
+        request = parse(await http.body(), TokenizeRequest)
+        model = engine.model
+        check_model(request.model, model)
+        tokens = await _tokens_of(request, model)
+        context = model.info.max_context
+        answer: dict[str, Any] = {"tokens": tokens, "count": len(tokens), "max_model_len": context}
+        if request.return_token_strs:
+            answer["token_strs"] = [model.codec.tokenizer.id_to_token(token) for token in tokens]
+        return JSONResponse(answer, headers=ignored_header(request))
+
+    @app.post(
+        "/detokenize",
+        response_model=DetokenizeResponse,
+        responses=declared,
+        openapi_extra=body_of(DetokenizeRequest),
+    )
+    async def detokenize(http: Request) -> Response:
+        """The text of token ids, special tokens spelled out."""
+        request = parse(await http.body(), DetokenizeRequest)
+        model = engine.model
+        check_model(request.model, model)
+        _check_ids(request.tokens, model.info.vocab_size)
+        text = await asyncio.to_thread(model.codec.tokenizer.decode, request.tokens, skip_special_tokens=False)
+        return JSONResponse({"prompt": text}, headers=ignored_header(request))
+
+
+async def _tokens_of(request: TokenizeRequest, model: Model) -> list[int]:
+    text = text_prompt(request.prompt, "prompt")
+    try:
+        return await model.codec.encode(text, model.info.max_context, request.add_special_tokens)
+    except PromptTooLong as error:
+        raise BadParameter("prompt", str(error), "context_length_exceeded") from error
+
+
+def _check_ids(tokens: list[int], vocab_size: int) -> None:
+    if wrong := next((token for token in tokens if not 0 <= token < vocab_size), None):
+        raise BadParameter("tokens", f"there is no token {wrong}; ids end at {vocab_size - 1}")
