@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 import grpc
 import structlog
 
+from gateway.chat_template import ChatTemplate
 from gateway.errors import PeerLost
 from gateway.tokenizer import TextCodec
 from spire.errors import MismatchError, SpireError
@@ -41,6 +42,7 @@ class Model:
 
     info: verifier_pb2.GetInfoResponse
     codec: TextCodec
+    chat_template: ChatTemplate
     seen_at: int
 
     @property
@@ -201,14 +203,15 @@ class VerifierPeer(Peer[verifier_pb2.VerifyBatchResult]):
         info = await self._stub.GetInfo(verifier_pb2.GetInfoRequest(), timeout=_CONTROL_DEADLINE)
         _same("protocol version", "this gateway", PROTOCOL_VERSION, "the verifier", info.protocol_version)
         before = self.model
-        if before is None or before.info.tokenizer_hash != info.tokenizer_hash:
+        if before is None or before.info.epoch != info.epoch:
             answer = await self._stub.GetTokenizer(verifier_pb2.GetTokenizerRequest(), timeout=_CONTROL_DEADLINE)
             codec = TextCodec(answer.tokenizer_json)
+            chat_template = ChatTemplate(answer.chat_template, dict(answer.special_tokens))
         else:
-            codec = before.codec
+            codec, chat_template = before.codec, before.chat_template
         same = before is not None and before.info.target_fingerprint == info.target_fingerprint
         seen_at = before.seen_at if before is not None and same else int(time.time())
-        self.model = Model(info, codec, seen_at)
+        self.model = Model(info, codec, chat_template, seen_at)
         self._on_connected(before, self.model)
 
     async def start(self, message: verifier_pb2.Start, deadline: float) -> None:

@@ -18,6 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from spire.errors import CheckpointError
 from spire.model.cache import TargetCache
+from spire.model.chat_template import read_chat_template
 from spire.model.checkpoint import load_target
 from spire.model.placement import choose_device, choose_dtype
 from spire.model.self_speculation import SparseAttention
@@ -48,7 +49,7 @@ def load(config: VerifierConfig) -> tuple[Engine, Hosted]:
     """The engine and what it tells about itself. Raises CheckpointError naming what cannot be served."""
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
-    tokenizer_json = _read_tokenizer(config.model)
+    tokenizer = _read_tokenizer(config.model)
     target, fingerprint = load_target(config.model, dtype)
     shape = target.config
     max_context = config.max_context or shape.max_position_embeddings
@@ -57,7 +58,7 @@ def load(config: VerifierConfig) -> tuple[Engine, Hosted]:
         protocol_version=PROTOCOL_VERSION,
         model_name=_model_name(config),
         target_fingerprint=fingerprint,
-        tokenizer_hash=hashlib.sha256(tokenizer_json).hexdigest()[:16],
+        tokenizer_hash=hashlib.sha256(tokenizer.tokenizer_json).hexdigest()[:16],
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         num_layers=shape.num_hidden_layers,
@@ -68,7 +69,7 @@ def load(config: VerifierConfig) -> tuple[Engine, Hosted]:
         dtype=str(dtype).removeprefix("torch."),
         max_speculation_depth=config.max_depth,
     )
-    return engine, Hosted(info, tokenizer_json)
+    return engine, Hosted(info, tokenizer)
 
 
 def _model_name(config: VerifierConfig) -> str:
@@ -77,13 +78,16 @@ def _model_name(config: VerifierConfig) -> str:
     return name if rate is None else f"{name} (LOSSY: synthetic acceptance {rate})"
 
 
-def _read_tokenizer(model: Path) -> bytes:
+def _read_tokenizer(model: Path) -> pb.GetTokenizerResponse:
     if not model.is_dir():
         raise CheckpointError(f"{model} does not exist: --model takes a directory in Hugging Face layout")
     file = model / "tokenizer.json"
     if not file.is_file():
         raise CheckpointError(f"{file} does not exist: the gateway needs the target's own tokenizer")
-    return file.read_bytes()
+    chat = read_chat_template(model)
+    return pb.GetTokenizerResponse(
+        tokenizer_json=file.read_bytes(), chat_template=chat.template, special_tokens=chat.special_tokens
+    )
 
 
 def _build_engine(

@@ -39,7 +39,7 @@ class Hosted:
     """What this verifier serves."""
 
     info: pb.GetInfoResponse
-    tokenizer_json: bytes
+    tokenizer: pb.GetTokenizerResponse
 
 
 class Leases:
@@ -156,7 +156,7 @@ class VerifierService(rpc.VerifierServicer):
     async def GetTokenizer(
         self, request: pb.GetTokenizerRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetTokenizerResponse:
-        return pb.GetTokenizerResponse(tokenizer_json=self._hosted.tokenizer_json)
+        return self._hosted.tokenizer
 
     async def Rounds(
         self, requests: AsyncIterator[pb.RoundsRequest], context: grpc.aio.ServicerContext
