@@ -23,13 +23,12 @@ from gateway.errors import RETRY_AFTER_SECONDS, BadParameter, UnknownModel, erro
 from gateway.front import Front
 from gateway.metrics import Exposition
 from gateway.peers import Model
-from gateway.schemas import CompletionRequest, check, over_context, prompts_of
+from gateway.prompts import encode_prompts
+from gateway.schemas import CompletionRequest, check, check_tokens
+from gateway.sequence import GREEDY
 from gateway.tokenization import DetokenizeRequest, TokenizeRequest, add_tokenization
-from gateway.tokenizer import PromptTooLong
 from spire import __version__
 from spire.errors import SpireError
-
-RULES = ["greedy", "rejection"]
 
 
 def create_app(config: GatewayConfig, engine: Engine) -> ASGIApp:
@@ -71,7 +70,11 @@ def _add_completions(app: FastAPI, config: GatewayConfig, engine: Engine) -> Non
         model = engine.model
         check_model(request.model, model)
         _check_draft(request, engine)
-        completion = Completion(engine, request, model, await _encode(request, model, config.max_choices))
+        _check_rule(request, config)
+        _check_grammar(request, model)
+        check_tokens(request, model.info.vocab_size)
+        prompts = await encode_prompts(request, model, config.max_choices // request.candidates)
+        completion = Completion(engine, request, model, prompts)
         return await answer(http, completion, ignored_header(request))
 
 
@@ -82,22 +85,14 @@ def _check_draft(request: CompletionRequest, engine: Engine) -> None:
         raise BadParameter("speculation.draft", f"no draft {wanted!r} is connected; known: {', '.join(known)}")
 
 
-async def _encode(request: CompletionRequest, model: Model, max_choices: int) -> list[list[int]]:
-    """Token ids of every prompt, with room for the output behind each."""
-    context = model.info.max_context
-    prompts = prompts_of(request.prompt, context, model.info.vocab_size, max_choices // request.n)
-    encoded = []
-    for prompt in prompts:
-        try:
-            tokens = await model.codec.encode(prompt, context) if isinstance(prompt, str) else prompt
-        except PromptTooLong as error:
-            raise BadParameter("prompt", str(error), "context_length_exceeded") from error
-        if not tokens:
-            raise BadParameter("prompt", "a prompt has no tokens")
-        if len(tokens) + request.max_tokens > context:
-            raise over_context(len(tokens), None if len(tokens) >= context else request.max_tokens, context)
-        encoded.append(tokens)
-    return encoded
+def _check_rule(request: CompletionRequest, config: GatewayConfig) -> None:
+    if (rule := request.speculation.rule) is not None and rule not in config.rules:
+        raise BadParameter("speculation.rule", f"rule {rule!r} is not on here; these are: {', '.join(config.rules)}")
+
+
+def _check_grammar(request: CompletionRequest, model: Model) -> None:
+    if request.grammars and model.info.no_grammars:
+        raise BadParameter(min(request.grammars), f"no grammar can be asked for: {model.info.no_grammars}")
 
 
 # -- the state of the service ----------------------------------------------------------------------------------------
@@ -153,7 +148,7 @@ def _model_card(engine: Engine) -> dict[str, Any]:
         "max_model_len": model.info.max_context,
         "fingerprint": model.info.target_fingerprint,
         "dtype": model.info.dtype,
-        "rules": RULES,
+        "rules": [GREEDY, *engine.config.rules],
         "draft": {
             "name": draft.model_name,
             "kind": draft.kind,

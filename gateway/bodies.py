@@ -92,7 +92,7 @@ def parse(body: bytes, schema: type[Schema]) -> Schema:
     try:
         return schema.model_validate(raw)
     except ValidationError as error:
-        raise bad_parameter(error.errors(include_url=False, include_input=False)) from error
+        raise bad_parameter(error.errors(include_url=False)) from error
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -103,8 +103,15 @@ def bad_parameter(problems: Any) -> BadParameter:
     """What pydantic found wrong, under the name of the first field concerned."""
     param = ".".join(str(part) for part in problems[0]["loc"]) or "body"
     # A union complains once for each of its types, under the type's name: the field's own name is enough.
-    param = param.removesuffix(".str").removesuffix(".list[str]")
-    return BadParameter(param, "; ".join(f"{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in problems[:8]))
+    param = param.removesuffix(".str").removesuffix(".list[str]").removesuffix(".dict[str,any]")
+    return BadParameter(param, "; ".join(map(_told, problems[:8])))
+
+
+def _told(problem: Any) -> str:
+    """What is wrong with a field, and its value if that is short."""
+    value = problem.get("input")
+    came = f", {value!r} came" if isinstance(value, int | float | str) and len(repr(value)) <= 40 else ""
+    return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}{came}"
 
 
 def check_model(wanted: str | None, model: Model) -> None:

@@ -9,17 +9,20 @@ import asyncio
 import json
 import time
 import uuid
+from bisect import bisect_left
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
+from gateway.adjustments import adjustments_of
 from gateway.engine import Engine
 from gateway.errors import rest_error
+from gateway.logprobs import Entry, arrays, mean
 from gateway.peers import Model
 from gateway.schemas import CompletionRequest
 from gateway.sequence import Sampling, Sequence
-from gateway.tokenizer import TextStream
+from gateway.tokenizer import TextCodec, TextStream
 
 _PING = b": ping\n\n"
 _DONE = b"data: [DONE]\n\n"
@@ -27,12 +30,27 @@ _DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one choice has grown by."""
+    """What one choice has grown by. Logprobs come with the text: those of held back tokens come later."""
 
     index: int
     text: str
     tokens: list[int]
+    origins: list[str]
+    entries: list[Entry]
     finish_reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt as the beginning of its choices' texts: its text, and where each of its tokens begins."""
+
+    text: str
+    offsets: list[int]
+
+    @classmethod
+    def of(cls, codec: TextCodec, prompt: list[int]) -> Echo:
+        stream = TextStream(codec, [], [], with_offsets=True)
+        return cls(stream.push(prompt) + stream.flush(), stream.offsets)
 
 
 class Choice:
@@ -41,7 +59,14 @@ class Choice:
     def __init__(self, index: int, sequence: Sequence, text: TextStream):
         self.index, self.sequence, self._text = index, sequence, text
         self.finish_reason: str | None = None
+        self._echo: Echo | None = None
         self._seen = 0
+        # Where the output begins in the choice's text, how far that was told, and how many tokens' logprobs.
+        self._begin = self._emitted = self._told = 0
+
+    def begin_with(self, echo: Echo) -> None:
+        """Have the prompt's text in front."""
+        self._echo, self._begin = echo, len(echo.text)
 
     @property
     def tokens(self) -> int:
@@ -55,6 +80,10 @@ class Choice:
     @property
     def rejected(self) -> int:
         return self.sequence.drafted - self.accepted
+
+    @property
+    def mean_logprob(self) -> float:
+        return mean(self.sequence.logprobs[: self.tokens])
 
     def pull(self) -> Piece | None:
         """What is new since the last pull; None when nothing is to be said."""
@@ -72,7 +101,31 @@ class Choice:
             self.finish_reason = sequence.finish_reason
         elif not new:
             return None
-        return Piece(self.index, text, new[: self._text.taken - taken], self.finish_reason)
+        self._emitted += len(text)
+        origins = ["draft" if drafted else "target" for drafted in sequence.from_draft[taken : self.tokens]]
+        prompt_text, entries = self._echoed()
+        entries += self._new_entries()
+        tokens = sequence.output[taken : self.tokens]
+        return Piece(self.index, prompt_text + text, tokens, origins, entries, self.finish_reason)
+
+    def _echoed(self) -> tuple[str, list[Entry]]:
+        """The prompt, once."""
+        echo, self._echo = self._echo, None
+        if echo is None:
+            return "", []
+        prompt, logprobs = self.sequence.prompt, self.sequence.prompt_logprobs
+        if logprobs is None:
+            return echo.text, []
+        return echo.text, [*map(Entry, prompt, [None, *logprobs], echo.offsets)]
+
+    def _new_entries(self) -> list[Entry]:
+        """Those of tokens whose text has been told, and at the end of all but what a stop string has cut off."""
+        whole = self.finish_reason is not None and not self._text.stopped
+        end = self.tokens if whole else bisect_left(self._text.offsets, self._emitted)
+        told, self._told = self._told, end
+        sequence, offsets = self.sequence, self._text.offsets[told:end]
+        places = [self._begin + offset for offset in offsets]
+        return [*map(Entry, sequence.output[told:end], sequence.logprobs[told:end], places)]
 
 
 class Completion:
@@ -84,15 +137,25 @@ class Completion:
         self.created = int(time.time())
         self._changed = asyncio.Event()
         self.choices = [
-            self._choice(at * request.n + choice, sequence)
+            self._choice(at * request.candidates + candidate, sequence)
             for at, prompt in enumerate(prompts)
-            for choice, sequence in enumerate(sequences_of(engine, request, model, prompt))
+            for candidate, sequence in enumerate(sequences_of(engine, request, model, prompt))
         ]
 
     def _choice(self, index: int, sequence: Sequence) -> Choice:
+        request = self.request
         sequence.listener = self._changed.set
-        sequence.hears_rounds = self.request.stream or bool(self.request.stops)
-        return Choice(index, sequence, TextStream(self.model.codec, sequence.prompt, self.request.stops))
+        sequence.hears_rounds = request.stream or bool(request.stops)
+        text = TextStream(
+            self.model.codec,
+            sequence.prompt,
+            request.stops,
+            keep_stop=request.include_stop_str_in_output,
+            min_tokens=request.min_tokens,
+            silent=frozenset() if request.include_stop_str_in_output else sequence.end_tokens,
+            with_offsets=request.logprobs is not None,
+        )
+        return Choice(index, sequence, text)
 
     def submit(self) -> None:
         """Raises OutOfCapacity or NoVerifier."""
@@ -103,16 +166,30 @@ class Completion:
 
     async def whole(self) -> dict[str, Any]:
         """The answer as one object. Raises what ended any of its choices early."""
-        texts = ["" for _ in self.choices]
+        pieces: list[list[Piece]] = [[] for _ in self.choices]
         async for piece in self._pieces():
             if piece is not None:
-                texts[piece.index] += piece.text
+                pieces[piece.index].append(piece)
         answer = self._head()
-        answer["choices"] = [self._choice_object(choice, texts[choice.index]) for choice in self.choices]
+        answer["choices"] = [
+            self._choice_object(index, choice, pieces[choice.index]) for index, choice in enumerate(self._chosen())
+        ]
         answer["usage"] = self._usage()
         if self.request.return_metrics:
             answer["metrics"] = self._metrics()
         return answer
+
+    def _chosen(self) -> list[Choice]:
+        """The n best candidates of each prompt, the best first; all in order if no more than n were generated."""
+        n, candidates = self.request.n, self.request.candidates
+        if n == candidates:
+            return self.choices
+        groups = [self.choices[at : at + candidates] for at in range(0, len(self.choices), candidates)]
+        return [
+            choice
+            for group in groups
+            for choice in sorted(group, key=lambda choice: choice.mean_logprob, reverse=True)[:n]
+        ]
 
     async def events(self) -> AsyncIterator[bytes]:
         """The answer as server-sent events. An error in mid-stream is an event too."""
@@ -120,7 +197,7 @@ class Completion:
             async for piece in self._pieces(ping=self.engine.config.idle_ping):
                 if piece is None:
                     yield _PING
-                elif piece.text or piece.finish_reason or (piece.tokens and self.request.return_token_ids):
+                elif piece.text or piece.finish_reason or (piece.tokens and self._tells_tokens):
                     yield _event(self._chunk(piece))
             if self.request.include_usage or self.request.return_metrics:
                 yield _event(self._last_chunk())
@@ -130,6 +207,8 @@ class Completion:
 
     async def _pieces(self, ping: float | None = None) -> AsyncIterator[Piece | None]:
         """What the choices grow by, as it comes; None when nothing came for `ping` seconds."""
+        if self.request.echo:
+            await self._echo_prompts()
         unfinished = self.choices
         while unfinished:
             try:
@@ -148,6 +227,16 @@ class Completion:
                     yield piece
             unfinished = [choice for choice in unfinished if choice.finish_reason is None]
 
+    async def _echo_prompts(self) -> None:
+        for at, prompt in enumerate(self.prompts):
+            echo = await asyncio.to_thread(Echo.of, self.model.codec, prompt)
+            for choice in self.choices[at * self.request.candidates :][: self.request.candidates]:
+                choice.begin_with(echo)
+
+    @property
+    def _tells_tokens(self) -> bool:
+        return self.request.return_token_ids or self.request.return_token_origins
+
     # -- objects of the answer ---------------------------------------------------------------------------------------
 
     def _head(self) -> dict[str, Any]:
@@ -159,18 +248,33 @@ class Completion:
             "system_fingerprint": f"spire-{self.model.info.target_fingerprint[:16]}",
         }
 
-    def _choice_object(self, choice: Choice, text: str) -> dict[str, Any]:
-        answer = {"index": choice.index, "text": text, "logprobs": None, "finish_reason": choice.finish_reason}
+    def _choice_object(self, index: int, choice: Choice, pieces: list[Piece]) -> dict[str, Any]:
+        whole = Piece(
+            index,
+            "".join(piece.text for piece in pieces),
+            [token for piece in pieces for token in piece.tokens],
+            [origin for piece in pieces for origin in piece.origins],
+            [entry for piece in pieces for entry in piece.entries],
+            choice.finish_reason,
+        )
+        answer = self._piece_object(whole)
         if self.request.return_token_ids:
             answer["prompt_token_ids"] = choice.sequence.prompt
-            answer["token_ids"] = choice.sequence.output[: choice.tokens]
+        return answer
+
+    def _piece_object(self, piece: Piece) -> dict[str, Any]:
+        request = self.request
+        top = request.logprobs
+        logprobs = None if top is None else arrays(piece.entries, self.model.codec, top)
+        answer = {"index": piece.index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
+        if request.return_token_ids:
+            answer["token_ids"] = piece.tokens
+        if request.return_token_origins:
+            answer["token_origins"] = piece.origins
         return answer
 
     def _chunk(self, piece: Piece) -> dict[str, Any]:
-        choice = {"index": piece.index, "text": piece.text, "logprobs": None, "finish_reason": piece.finish_reason}
-        if self.request.return_token_ids:
-            choice["token_ids"] = piece.tokens
-        chunk = self._head() | {"choices": [choice]}
+        chunk = self._head() | {"choices": [self._piece_object(piece)]}
         if self.request.include_usage:
             chunk["usage"] = self._usage() if self.request.continuous_usage else None
         return chunk
@@ -185,7 +289,7 @@ class Completion:
 
     def _cached_tokens(self) -> int:
         """Of each prompt once: its first choice is the one that may have computed the rest."""
-        first_choices = self.choices[:: len(self.choices) // len(self.prompts)]
+        first_choices = self.choices[:: self.request.candidates]
         return sum(choice.sequence.cached_tokens for choice in first_choices)
 
     def _usage(self) -> dict[str, Any]:
@@ -208,13 +312,13 @@ class Completion:
         first = min(sequence.moments.first_token for sequence in sequences)
         last = max(sequence.moments.last_token for sequence in sequences)
         gaps = sum(sequence.moments.last_token - sequence.moments.first_token for sequence in sequences)
-        later_tokens = sum(len(sequence.output) - 1 for sequence in sequences)
+        later_tokens = sum(max(0, len(sequence.output) - 1) for sequence in sequences)
         tokens = sum(choice.tokens for choice in self.choices)
         return {
             "time_to_first_token_ms": 1000 * (first - arrived),
             "mean_itl_ms": 1000 * gaps / later_tokens if later_tokens else None,
             "tokens_per_second": tokens / (last - arrived),
-            "speculative_decoding": speculation_figures(sequences),
+            "speculative_decoding": {"rule": sequences[0].sampling.rule_used, **speculation_figures(sequences)},
         }
 
 
@@ -240,21 +344,30 @@ def _sum(histograms: list[list[int]]) -> list[int]:
 
 
 def sequences_of(engine: Engine, request: CompletionRequest, model: Model, prompt: list[int]) -> list[Sequence]:
-    """The n choices of one prompt, as sequences."""
-    speculation, seed = request.speculation, request.chosen_seed()
-    k = 0 if speculation.draft == "off" else engine.config.k if speculation.k is None else speculation.k
-    end_tokens = frozenset() if request.ignore_eos else frozenset(model.info.end_tokens)
+    """The candidates for one prompt's choices, as sequences."""
+    speculation, seed, config = request.speculation, request.chosen_seed(), engine.config
+    k = 0 if speculation.draft == "off" else config.k if speculation.k is None else speculation.k
+    rule = config.rule_for(speculation.rule, request.seed is not None)
+    end_tokens = {*request.stop_token_ids}
+    if request.grammars or not request.ignore_eos:
+        end_tokens.update(model.info.end_tokens)
+    ranked = request.candidates > request.n
     return [
         Sequence(
             id=engine.new_id(),
             prompt=prompt,
-            sampling=Sampling(request.temperature, max(0, request.top_k), request.top_p, seed, choice),
+            sampling=Sampling(
+                request.temperature, max(0, request.top_k), request.top_p, seed, choice, request.min_p, rule
+            ),
             max_tokens=request.max_tokens,
             k=k or 0,
             automatic=k is None,
-            end_tokens=end_tokens,
+            end_tokens=frozenset(end_tokens),
+            adjustments=adjustments_of(request, model.info.end_tokens),
+            top_logprobs=0 if ranked and request.logprobs is None else request.logprobs,
+            wants_prompt_logprobs=request.echo and request.logprobs is not None,
         )
-        for choice in range(request.n)
+        for choice in range(request.candidates)
     ]
 
 

@@ -6,10 +6,12 @@ What a peer can tell (model, context, vocabulary, tokenizer) is asked at the han
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated, Any
 
-from pydantic import Field
-from pydantic_settings import SettingsConfigDict
+from pydantic import Field, field_validator, model_validator
+from pydantic_settings import NoDecode, SettingsConfigDict
 
+from gateway.sequence import Rule
 from spire.process import ServiceConfig
 
 
@@ -40,6 +42,14 @@ class GatewayConfig(ServiceConfig):
         description="draft tokens a round, unless a request says otherwise; without it every round's are chosen from "
         "what was measured, down to 0 where speculation loses",
     )
+    rule: Rule | None = Field(
+        None,
+        description="which draft tokens stand, unless a request says otherwise; without it, invariant for a request "
+        "with a seed and rejection for one without",
+    )
+    rules: Annotated[tuple[Rule, ...], NoDecode] = Field(
+        ("rejection", "block", "invariant"), min_length=1, description="the rules that may be used, comma-separated"
+    )
     max_batch: int = Field(64, ge=1, description="most sequences decoded together")
     max_waiting: int = Field(1024, ge=1, description="most sequences queued; beyond that requests get 429")
     max_choices: int = Field(256, ge=1, description="most choices (prompts x n) of one request")
@@ -61,3 +71,19 @@ class GatewayConfig(ServiceConfig):
     idle_ping: float = Field(15.0, gt=0, description="seconds of silence before a comment is sent on an event stream")
 
     vllm_metrics: bool = Field(True, description="also export the vllm:* names that existing dashboards read")
+
+    @field_validator("rules", mode="before")
+    @classmethod
+    def _separate(cls, value: Any) -> Any:
+        return value.split(",") if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _default_is_on(self) -> GatewayConfig:
+        if self.rule is not None and self.rule not in self.rules:
+            raise ValueError(f"rule {self.rule!r} is none of the rules that may be used: {', '.join(self.rules)}")
+        return self
+
+    def rule_for(self, wanted: Rule | None, seeded: bool) -> Rule:
+        """The rule of a request that wants one, or leaves it open."""
+        usual: Rule = "invariant" if seeded else "rejection"
+        return wanted or self.rule or (usual if usual in self.rules else self.rules[0])

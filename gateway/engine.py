@@ -17,12 +17,13 @@ import structlog
 
 from gateway.config import GatewayConfig
 from gateway.errors import NoVerifier, PeerLost
+from gateway.messages import logprobs_of, wire_start
 from gateway.metrics import Gauges, Metrics
 from gateway.peers import DraftPeer, Model, VerifierPeer
 from gateway.releases import Releases
 from gateway.scheduler import Scheduler
-from gateway.sequence import Sequence, State
-from gateway.speculation import Proposals, Speculation, wire_sampling
+from gateway.sequence import Logprob, Sequence, State
+from gateway.speculation import Proposals, Speculation
 from spire.errors import InvalidRequest, MismatchError, NotFinite
 from spire.rpc.errors import raise_for
 from spire.v1 import tensor_pb2, verifier_pb2
@@ -214,13 +215,7 @@ class Engine:
                 sequence.moments.admitted = time.monotonic()
                 self.metrics.queue_time.observe(sequence.moments.admitted - sequence.moments.arrived)
             sequence.draft_id = self.speculation.draft_for(sequence)
-            message = verifier_pb2.Start(
-                sequence_id=sequence.wire_id,
-                tokens=sequence.tokens,
-                sampling=wire_sampling(sequence.sampling),
-                draft_id=sequence.draft_id,
-            )
-            await self.verifier.start(message, self.config.verify_deadline)
+            await self.verifier.start(wire_start(sequence), self.config.verify_deadline)
 
     async def _verify(
         self, batch: list[Sequence], proposals: Proposals
@@ -252,9 +247,17 @@ class Engine:
                 self._commit_one(sequence, result, drafted, now)
 
     def _commit_one(self, sequence: Sequence, result: verifier_pb2.VerifyResult, drafted: int, now: float) -> None:
-        kept = self.scheduler.commit(sequence, list(result.tokens), drafted)
+        try:
+            logprobs = _logprobs_for(sequence, result.logprobs, len(result.tokens))
+        except MismatchError as error:
+            self._lose(sequence, str(error))
+            return
+        kept = self.scheduler.commit(sequence, list(result.tokens), drafted, logprobs)
         if drafted:
             self.metrics.drafted_block(drafted, result.accepted)
+        self._after_tokens(sequence, kept, now)
+
+    def _after_tokens(self, sequence: Sequence, kept: int, now: float) -> None:
         self.metrics.token_times(sequence, kept, now)
         if sequence.finished:
             self._after_end(sequence)
@@ -291,13 +294,20 @@ class Engine:
         elif message.base != len(waiting.tokens):
             self._lose(waiting, f"{len(waiting.tokens)} tokens were sent, the verifier committed {message.base}")
         else:
-            sequence = self.scheduler.started(message.sequence_id, message.token, message.cached_tokens)
-            assert sequence is not None
-            self.metrics.token_times(sequence, 1, now)
-            if sequence.finished:
-                self._after_end(sequence)
-            elif sequence.hears_rounds:
-                sequence.listener()
+            self._first_token(waiting, message, now)
+
+    def _first_token(self, sequence: Sequence, message: verifier_pb2.Started, now: float) -> None:
+        try:
+            logprobs = _logprobs_for(sequence, message.logprobs, 1)
+            if sequence.lacks_prompt_logprobs:
+                top = sequence.top_logprobs or 0
+                sequence.prompt_logprobs = logprobs_of(message.prompt_logprobs, len(sequence.prompt) - 1, top)
+        except MismatchError as error:
+            self._lose(sequence, str(error))
+            return
+        before = len(sequence.output)
+        self.scheduler.started(message.sequence_id, message.token, message.cached_tokens, logprobs)
+        self._after_tokens(sequence, len(sequence.output) - before, now)
 
     def _refused(self, sequence: Sequence, status: tensor_pb2.ItemStatus, drafted: int) -> None:
         """The verifier says no to one item."""
@@ -353,3 +363,8 @@ class Engine:
         given_up = self.scheduler.lose_all()
         self.finish(given_up, "error", PeerLost("the verifier was lost several times during this request"))
         self._wakeup.set()
+
+
+def _logprobs_for(sequence: Sequence, message: verifier_pb2.Logprobs, tokens: int) -> list[Logprob]:
+    """Those of new tokens; none if none are asked for. Raises MismatchError when others came."""
+    return [] if sequence.top_logprobs is None else logprobs_of(message, tokens, sequence.top_logprobs)

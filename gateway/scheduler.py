@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
-from gateway.sequence import Sequence, State
+from gateway.sequence import Logprob, Sequence, State
 from spire.errors import OutOfCapacity
 
 # A sequence lost this often without one new token in between is given up: it may be what kills the verifier.
@@ -61,7 +62,9 @@ class Scheduler:
             starts.append(sequence)
         return Schedule(starts, list(self.running.values()))
 
-    def started(self, wire_id: str, token: int, cached_tokens: int = 0) -> Sequence | None:
+    def started(
+        self, wire_id: str, token: int, cached_tokens: int = 0, logprobs: Iterable[Logprob] = ()
+    ) -> Sequence | None:
         """The first token of a life; None when that life is over. `cached_tokens` were copied, not computed."""
         sequence = self.starting.pop(wire_id, None)
         if sequence is None:
@@ -70,10 +73,10 @@ class Scheduler:
         self.running[wire_id] = sequence
         if not sequence.output:
             sequence.cached_tokens = cached_tokens
-        self._extend(sequence, [token])
+        self._extend(sequence, [token], logprobs)
         return sequence
 
-    def commit(self, sequence: Sequence, tokens: list[int], drafted: int) -> int:
+    def commit(self, sequence: Sequence, tokens: list[int], drafted: int, logprobs: Iterable[Logprob] = ()) -> int:
         """One round's tokens: the accepted ones and one more. Returns how many were kept."""
         accepted = len(tokens) - 1
         sequence.round += 1
@@ -82,7 +85,7 @@ class Scheduler:
         _count(sequence.accepted_histogram, accepted)
         if sequence.depth == sequence.k:
             _count(sequence.full_depth_histogram, accepted)
-        kept = self._extend(sequence, tokens)
+        kept = self._extend(sequence, tokens, logprobs)
         sequence.accepted += min(accepted, kept)
         return kept
 
@@ -127,19 +130,20 @@ class Scheduler:
             del holder[sequence.wire_id]
             self._ended.append(sequence.wire_id)
 
-    def _extend(self, sequence: Sequence, tokens: list[int]) -> int:
+    def _extend(self, sequence: Sequence, tokens: list[int], logprobs: Iterable[Logprob]) -> int:
+        """Keep tokens up to the end of the text. All but the last one were guessed by the draft."""
         sequence.fruitless_lives = 0
-        kept = 0
-        for token in tokens:
-            sequence.output.append(token)
-            kept += 1
-            if token in sequence.end_tokens:
-                self.finish(sequence, "stop")
-                break
-            if sequence.tokens_left == 0:
-                self.finish(sequence, "length")
-                break
-        return kept
+        room = tokens[: sequence.tokens_left]
+        end = next((at for at, token in enumerate(room) if token in sequence.end_tokens), None)
+        kept = room if end is None else room[: end + 1]
+        sequence.output += kept
+        sequence.from_draft += [at < len(tokens) - 1 for at in range(len(kept))]
+        sequence.logprobs += islice(logprobs, len(kept))
+        if end is not None:
+            self.finish(sequence, "stop")
+        elif sequence.tokens_left == 0:
+            self.finish(sequence, "length")
+        return len(kept)
 
 
 def _count(histogram: list[int], value: int) -> None:

@@ -1,11 +1,12 @@
 """What `POST /v1/completions` takes, and the checks that need no model.
 
-Fields of later stages are known here: a value that would change the output is refused, never ignored. Unknown fields
-are kept apart, so that the answer can name them.
+Nothing is ignored silently: what cannot be done is refused by name, and unknown fields are kept apart, so that the
+answer can name them.
 """
 
 from __future__ import annotations
 
+import json
 import secrets
 from typing import Annotated, Any, Literal
 
@@ -13,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from gateway.bodies import RequestBody
 from gateway.errors import BadParameter
+from gateway.prompts import check_unicode, kind_of
+from gateway.sequence import Rule
 
 _PROMPT_SCHEMA = {
     "anyOf": [
@@ -26,9 +29,16 @@ _PROMPT_SCHEMA = {
         },
     ]
 }
+_MOST_STOPS = 4
 _LONGEST_STOP = 1024
+_MOST_STOP_TOKENS = 64
+_MOST_BIASES = 1024
+_MOST_ALLOWED = 4096
+_MOST_CANDIDATES = 16
+_LARGEST_BIAS = 100.0
+_LARGEST_GRAMMAR = 64 * 1024
 
-Prompt = str | list[int]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 
 
 class StreamOptions(BaseModel):
@@ -47,46 +57,86 @@ class Speculation(BaseModel):
     k: int | None = Field(
         default=None, ge=0, le=64, description="draft tokens a round; by default the gateway's choice"
     )
-    rule: Literal["rejection"] | None = None
+    rule: Rule | None = Field(default=None, description="by default invariant with a seed, rejection without")
+
+
+class JsonSchema(BaseModel):
+    """What the official client calls a JSON schema: the schema itself beside a name for it."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    text: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
 
 
 class CompletionRequest(RequestBody):
     model: str | None = None
     prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
-    max_tokens: int = Field(16, ge=0)
+    max_tokens: int = Field(16, ge=0, description="0 only with echo")
     temperature: float = Field(1.0, ge=0, le=2, allow_inf_nan=False)
     top_p: float = Field(1.0, gt=0, le=1, allow_inf_nan=False)
     top_k: int = Field(0, ge=-1, lt=2**31, description="0 and -1 keep all tokens")
+    min_p: float = Field(0.0, ge=0, le=1, allow_inf_nan=False)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    n: int = Field(1, ge=1, le=16)
+    n: int = Field(1, ge=1, le=_MOST_CANDIDATES)
+    best_of: int | None = Field(None, ge=1, le=_MOST_CANDIDATES, description="not less than n; not in a stream")
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=20)
+    logit_bias: dict[str, float] = Field(default_factory=dict, description="by token id")
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: float = Field(1.0, gt=0, le=100, allow_inf_nan=False)
+    allowed_token_ids: list[int] | None = None
+    min_tokens: int = Field(0, ge=0)
     stop: str | list[str] = Field(default_factory=list)
+    stop_token_ids: list[int] = Field(default_factory=list)
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = Field(None, description="a context-free grammar in Lark's notation")
+    suffix: Annotated[str | None, WithJsonSchema({"type": "string", "maxLength": 0})] = None
+    add_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, description="-1 keeps what the context has room for")
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
     speculation: Speculation = Field(default_factory=Speculation)
     return_token_ids: bool = False
+    return_token_origins: bool = False
     return_metrics: bool = False
-
-    # Of later stages.
-    echo: bool = False
-    best_of: int | None = None
-    logprobs: int | None = None
-    logit_bias: dict[str, float] | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    min_p: float = 0.0
-    min_tokens: int = 0
-    suffix: str | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool = False
-    add_special_tokens: bool = True
-    truncate_prompt_tokens: int | None = None
 
     @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def candidates(self) -> int:
+        """How many texts are generated for each prompt: the best n of them are the answer."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def biases(self) -> dict[int, float]:
+        return {int(token): bias for token, bias in self.logit_bias.items()}
+
+    @property
+    def grammars(self) -> dict[str, str]:
+        """Grammars by the field that asks for one, as text. Of a request that `check` takes, at most one."""
+        shape = self.response_format
+        fields = {
+            "response_format": None if shape is None else _schema_of(shape),
+            "guided_json": json.dumps(self.guided_json) if isinstance(self.guided_json, dict) else self.guided_json,
+            "guided_regex": self.guided_regex,
+            "guided_grammar": self.guided_grammar,
+        }
+        return {name: text for name, text in fields.items() if text is not None}
 
     @property
     def include_usage(self) -> bool:
@@ -101,40 +151,45 @@ class CompletionRequest(RequestBody):
         return secrets.randbits(64) if self.seed is None else self.seed % 2**64
 
 
-_LATER_AND_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "echo": (False,),
-    "logprobs": (None,),
-    "logit_bias": (None, {}),
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "repetition_penalty": (1.0,),
-    "min_p": (0.0,),
-    "min_tokens": (0,),
-    "suffix": (None, ""),
-    "stop_token_ids": (None, []),
-    "include_stop_str_in_output": (False,),
-    "add_special_tokens": (True,),
-    "truncate_prompt_tokens": (None,),
-}
+def _schema_of(shape: ResponseFormat) -> str | None:
+    if shape.type == "json_schema" and shape.json_schema is not None:
+        return json.dumps(shape.json_schema.text)
+    return json.dumps({"type": "object"}) if shape.type == "json_object" else None
+
+
+# -- checks that need no model ---------------------------------------------------------------------------------------
 
 
 def check(request: CompletionRequest) -> None:
     """What pydantic's types cannot say. Raises BadParameter."""
-    for name, neutral in _LATER_AND_NEUTRAL.items():
-        if getattr(request, name) not in neutral:
-            raise BadParameter(name, f"{name} is not supported yet: leave it out", "unsupported_parameter")
-    if request.best_of not in (None, request.n):
-        raise BadParameter("best_of", "best_of other than n is not supported yet", "unsupported_parameter")
-    if request.max_tokens == 0:
-        raise BadParameter("max_tokens", "max_tokens of 0 needs echo, which is not supported yet: ask for at least 1")
+    if request.suffix:
+        raise BadParameter("suffix", "suffix is not supported: leave it out", "unsupported_parameter")
+    if request.max_tokens == 0 and not request.echo:
+        raise BadParameter("max_tokens", "max_tokens of 0 needs echo: ask for at least 1, or for the prompt's echo")
+    if request.min_tokens > request.max_tokens:
+        raise BadParameter(
+            "min_tokens", f"min_tokens of {request.min_tokens} is more than max_tokens of {request.max_tokens}"
+        )
     if request.stream_options is not None and not request.stream:
         raise BadParameter("stream_options", "stream_options is only allowed with stream: true")
+    if request.truncate_prompt_tokens == 0:
+        raise BadParameter("truncate_prompt_tokens", "truncate_prompt_tokens of 0 leaves no prompt: keep at least 1")
+    _check_best_of(request)
     _check_stops(request.stops)
+    _check_biases(request.logit_bias)
+    _check_grammars(request)
+
+
+def _check_best_of(request: CompletionRequest) -> None:
+    if request.candidates < request.n:
+        raise BadParameter("best_of", f"best_of of {request.best_of} is less than n of {request.n}")
+    if request.stream and request.candidates > request.n:
+        raise BadParameter("best_of", f"the best of {request.best_of} texts is known at their end: leave stream out")
 
 
 def _check_stops(stops: list[str]) -> None:
-    if len(stops) > 4:
-        raise BadParameter("stop", f"at most 4 stop strings are allowed, {len(stops)} came")
+    if len(stops) > _MOST_STOPS:
+        raise BadParameter("stop", f"at most {_MOST_STOPS} stop strings are allowed, {len(stops)} came")
     for stop in stops:
         if not stop:
             raise BadParameter("stop", "a stop string must not be empty")
@@ -142,61 +197,60 @@ def _check_stops(stops: list[str]) -> None:
             raise BadParameter("stop", f"a stop string may have {_LONGEST_STOP} characters, one has {len(stop)}")
 
 
-def prompts_of(value: Any, max_context: int, vocab_size: int, max_prompts: int) -> list[Prompt]:
-    """The prompts of a request: texts as they came, token ids checked against vocabulary and context."""
-    if isinstance(value, str):
-        return [text_prompt(value, "prompt")]
-    if not isinstance(value, list) or not value:
-        raise BadParameter("prompt", "prompt must be a string, a list of strings, or one or more lists of token ids")
-    if _is_token(value[0]):
-        return [_token_ids(value, max_context, vocab_size, "prompt")]
-    if len(value) > max_prompts:
-        raise BadParameter("prompt", f"prompt holds {len(value)} prompts; a request may hold {max_prompts} choices")
-    return [_one_of_many(item, value[0], max_context, vocab_size, f"prompt[{at}]") for at, item in enumerate(value)]
+def _check_biases(biases: dict[str, float]) -> None:
+    if len(biases) > _MOST_BIASES:
+        raise BadParameter("logit_bias", f"logit_bias may have {_MOST_BIASES} entries, {len(biases)} came")
+    for token, bias in biases.items():
+        if not (token.isascii() and token.isdigit() and len(token) <= 10):
+            raise BadParameter("logit_bias", f"logit_bias has the key {token[:40]!r}: keys are token ids, as text")
+        if not abs(bias) <= _LARGEST_BIAS:
+            raise BadParameter(
+                "logit_bias", f"logit_bias of token {token} is {bias:g}; it may be from {-_LARGEST_BIAS:g} to 100"
+            )
 
 
-def _one_of_many(item: Any, first: Any, max_context: int, vocab_size: int, where: str) -> Prompt:
-    if isinstance(first, str) and isinstance(item, str):
-        return text_prompt(item, where)
-    if isinstance(first, list) and isinstance(item, list):
-        return _token_ids(item, max_context, vocab_size, where)
-    raise BadParameter("prompt", f"{where} is {_kind(item)}: a prompt list holds only strings or only lists of ids")
+def _check_grammars(request: CompletionRequest) -> None:
+    shape = request.response_format
+    if shape is not None and (shape.type == "json_schema") != (shape.json_schema is not None):
+        raise BadParameter("response_format", "type json_schema needs a json_schema, no other type has one")
+    grammars = request.grammars
+    if len(grammars) > 1:
+        raise BadParameter(max(grammars), f"{' and '.join(grammars)} cannot be combined: leave all but one out")
+    for name, text in grammars.items():
+        if len(text) > _LARGEST_GRAMMAR:
+            raise BadParameter(name, f"{name} may have {_LARGEST_GRAMMAR} characters, it has {len(text)}")
+        if not text:
+            raise BadParameter(name, f"{name} is empty: leave it out to allow any text")
+        check_unicode(text, name)
+    if isinstance(request.guided_json, str):
+        _check_json_schema(request.guided_json)
 
 
-def text_prompt(text: str, where: str) -> str:
-    """The text itself. Raises BadParameter for none, and for what is no Unicode."""
-    if not text:
-        raise BadParameter("prompt", f"{where} is empty")
+def _check_json_schema(text: str) -> None:
     try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise BadParameter("prompt", f"{where} is no valid Unicode text: {error.reason}") from error
-    return text
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadParameter("guided_json", f"guided_json is not valid JSON: {error}") from error
+    if not isinstance(schema, dict):
+        raise BadParameter("guided_json", f"guided_json is {kind_of(schema)}: a JSON schema is an object")
 
 
-def _token_ids(ids: list[Any], max_context: int, vocab_size: int, where: str) -> list[int]:
-    if not ids:
-        raise BadParameter("prompt", f"{where} is empty")
-    if len(ids) >= max_context:
-        raise over_context(len(ids), None, max_context)
+# -- checks against the model ----------------------------------------------------------------------------------------
+
+
+def check_tokens(request: CompletionRequest, vocab_size: int) -> None:
+    """That every token id a request names is one of the model's. Raises BadParameter."""
+    _check_ids("stop_token_ids", request.stop_token_ids, _MOST_STOP_TOKENS, vocab_size)
+    _check_ids("logit_bias", list(request.biases), _MOST_BIASES, vocab_size)
+    if request.allowed_token_ids is not None:
+        _check_ids("allowed_token_ids", request.allowed_token_ids, _MOST_ALLOWED, vocab_size)
+        if not request.allowed_token_ids:
+            raise BadParameter("allowed_token_ids", "allowed_token_ids is empty: no token could come")
+
+
+def _check_ids(name: str, ids: list[int], most: int, vocab_size: int) -> None:
+    if len(ids) > most:
+        raise BadParameter(name, f"{name} may have {most} token ids, {len(ids)} came")
     for token in ids:
-        if not _is_token(token):
-            raise BadParameter("prompt", f"{where} holds {_kind(token)} among token ids")
         if not 0 <= token < vocab_size:
-            raise BadParameter("prompt", f"{where} holds token id {token}; ids end at {vocab_size - 1}")
-    return ids
-
-
-def _is_token(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _kind(value: Any) -> str:
-    names = {str: "a string", bool: "a boolean", int: "an integer", float: "a number", list: "a list"}
-    return names.get(type(value), "null or an object")
-
-
-def over_context(prompt_tokens: int, max_tokens: int | None, max_context: int) -> BadParameter:
-    wish = "" if max_tokens is None else f" and {max_tokens} of output are asked for"
-    message = f"the model's context is {max_context} tokens, but the prompt has {prompt_tokens}{wish}"
-    return BadParameter("prompt" if max_tokens is None else "max_tokens", message, "context_length_exceeded")
+            raise BadParameter(name, f"{name} holds token id {token}; ids are from 0 to {vocab_size - 1}")

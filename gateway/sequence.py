@@ -13,6 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Literal
+
+from spire.v1.verifier_pb2 import Adjustments
+
+Rule = Literal["rejection", "block", "invariant"]
+# What every rule is at temperature 0.
+GREEDY = "greedy"
 
 
 class State(Enum):
@@ -31,6 +38,20 @@ class Sampling:
     top_p: float = 1.0
     seed: int = 0
     choice: int = 0
+    min_p: float = 0.0
+    rule: Rule = "rejection"
+
+    @property
+    def rule_used(self) -> str:
+        return self.rule if self.temperature else GREEDY
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """The natural logarithm of a token's probability, and (token, logprob) of the likeliest ones at its position."""
+
+    token: float
+    top: list[tuple[int, float]]
 
 
 @dataclass(slots=True)
@@ -59,9 +80,19 @@ class Sequence:
     end_tokens: frozenset[int] = frozenset()
     # Whether k is chosen anew for every round.
     automatic: bool = False
+    adjustments: Adjustments | None = None
+    # How many of the likeliest tokens come with each token's logprob; None asks for no logprobs at all.
+    top_logprobs: int | None = None
+    wants_prompt_logprobs: bool = False
 
     state: State = State.WAITING
     output: list[int] = field(default_factory=list)
+    # Of each output token: whether the draft guessed it.
+    from_draft: list[bool] = field(default_factory=list)
+    # Of each output token, if they are asked for.
+    logprobs: list[Logprob] = field(default_factory=list)
+    # Of the prompt's tokens but the first; None until they have come.
+    prompt_logprobs: list[Logprob] | None = None
     finish_reason: str | None = None
     error: Exception | None = None
 
@@ -96,6 +127,11 @@ class Sequence:
     def base(self) -> int:
         """Positions whose cache is committed while it runs: all but the newest token."""
         return len(self.prompt) + len(self.output) - 1
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether the next Start asks for them: what came in an earlier life is kept."""
+        return self.wants_prompt_logprobs and self.prompt_logprobs is None
 
     @property
     def newest_token(self) -> int:

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import structlog
 
 from gateway.config import GatewayConfig
 from gateway.depth import DepthController, Load
 from gateway.errors import PeerLost
+from gateway.messages import wire_sampling
 from gateway.metrics import Metrics
 from gateway.peers import DraftPeer, PeerTooLate, VerifierPeer
-from gateway.sequence import Sampling, Sequence
+from gateway.sequence import Sequence
 from spire.v1 import draft_pb2, tensor_pb2, verifier_pb2
 
 # Share of a batch that must have had one depth for its time to be that depth's.
@@ -177,15 +177,3 @@ class Speculation:
         waited = proposals.waited_seconds if self._draft and self._draft.in_verifier else 0.0
         beside = verified.total_seconds - verified.forward_seconds - verified.sample_seconds if load.prefilling else 0.0
         return verified.queue_seconds + waited + max(0.0, beside)
-
-
-@lru_cache(4096)
-def wire_sampling(sampling: Sampling) -> tensor_pb2.Sampling:
-    """How a sequence is sampled, as a message; requests repeat in every round."""
-    return tensor_pb2.Sampling(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        seed=sampling.seed,
-        choice=sampling.choice,
-    )

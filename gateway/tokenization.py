@@ -13,7 +13,7 @@ from gateway.bodies import RequestBody, body_of, check_model, ignored_header, pa
 from gateway.engine import Engine
 from gateway.errors import BadParameter
 from gateway.peers import Model
-from gateway.schemas import text_prompt
+from gateway.prompts import text_prompt
 from gateway.tokenizer import PromptTooLong
 
 

@@ -8,7 +8,8 @@ What is emitted depends on the tokens alone, never on how rounds happened to gro
 from __future__ import annotations
 
 import asyncio
-from functools import partial
+import re
+from functools import cache, partial
 
 from tokenizers import Tokenizer
 
@@ -19,6 +20,7 @@ _INLINE_CHARACTERS = 2000
 # Tokens of the prompt that the first piece is decoded after: some tokenizers drop a leading space otherwise.
 _CONTEXT_TOKENS = 4
 _BROKEN = "\ufffd"
+_ONE_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class PromptTooLong(InvalidRequest):
@@ -33,6 +35,7 @@ class TextCodec:
             self.tokenizer = Tokenizer.from_buffer(tokenizer_json)
         except Exception as error:  # tokenizers raises bare Exception
             raise MismatchError(f"the verifier's tokenizer.json cannot be read: {error}") from error
+        self.token_text = cache(self._token_text)
         self.longest_token = max((len(token) for token in self.tokenizer.get_vocab()), default=1)
 
     async def encode(self, text: str, max_tokens: int, add_special_tokens: bool = True) -> list[int]:
@@ -49,6 +52,35 @@ class TextCodec:
 
     def decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def _token_text(self, token: int) -> str:
+        """One token as text to show: a special one by its name, one of no whole characters as `bytes:\\xe2`."""
+        # Alone, some tokenizers drop its leading space.
+        text = self.decode([token, token])[len(self.decode([token])) :]
+        name = self.tokenizer.id_to_token(token) or f"<{token}>"
+        if _BROKEN not in text:
+            return text or name
+        raw = _bytes_of(name)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(chr(byte) if 32 <= byte < 127 else f"\\x{byte:02x}" for byte in raw)
+
+
+def _bytes_of(name: str) -> bytes:
+    """The bytes of a token that has not only whole characters: `<0xE2>`, or in GPT-2's alphabet of bytes."""
+    if one := _ONE_BYTE.fullmatch(name):
+        return bytes.fromhex(one[1])
+    alphabet = _byte_alphabet()
+    return b"".join(bytes([alphabet[letter]]) if letter in alphabet else letter.encode() for letter in name)
+
+
+@cache
+def _byte_alphabet() -> dict[str, int]:
+    """The letter that stands for each byte: itself if it can be printed, else one of those after Latin-1."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
 
 
 class Detokenizer:
@@ -84,13 +116,13 @@ class Detokenizer:
 
 
 class StopFilter:
-    """Lets text through up to the first stop string, which it never emits.
+    """Lets text through up to the first stop string, which it emits only if it is told to keep it.
 
     The stop string that ends first wins, and of those ending together the one that begins first.
     """
 
-    def __init__(self, stops: list[str]):
-        self.stops = stops
+    def __init__(self, stops: list[str], keep: bool = False):
+        self.stops, self._keep = stops, keep
         self.stopped = False
         self._held = ""
 
@@ -111,7 +143,7 @@ class StopFilter:
 
     def _first_stop(self, text: str) -> int | None:
         found = [(at + len(stop), at) for stop in self.stops if (at := text.find(stop)) >= 0]
-        return min(found)[1] if found else None
+        return min(found)[0 if self._keep else 1] if found else None
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -128,27 +160,45 @@ class TextStream:
     """The text of one choice as it grows: detokenizer, then stop filter.
 
     `taken` counts the tokens that belong to the choice: all that were pushed, up to the one that ended a stop string.
+    Of these `offsets` says, if it is wanted, how many characters come before each. `silent` tokens have no text. Before
+    the choice has `min_tokens` tokens no stop string is looked for.
     """
 
-    def __init__(self, codec: TextCodec, prompt: list[int], stops: list[str]):
+    def __init__(
+        self,
+        codec: TextCodec,
+        prompt: list[int],
+        stops: list[str],
+        *,
+        keep_stop: bool = False,
+        min_tokens: int = 0,
+        silent: frozenset[int] = frozenset(),
+        with_offsets: bool = False,
+    ):
         self._detokenizer = Detokenizer(codec, prompt)
-        self._filter = StopFilter(stops)
+        self._filter = StopFilter(stops, keep_stop)
+        self._min_tokens, self._silent = min_tokens, silent
+        self._one_by_one = with_offsets or bool(stops)
+        self._characters = 0
         self.taken = 0
+        self.offsets: list[int] = []
 
     @property
     def stopped(self) -> bool:
         return self._filter.stopped
 
     def push(self, tokens: list[int]) -> str:
-        if not self._filter.stops:
-            self.taken += len(tokens)
-            return self._detokenizer.push(tokens)
-        text = ""
-        for token in tokens:
-            if not self.stopped:
-                self.taken += 1
-                text += self._filter.push(self._detokenizer.push([token]))
-        return text
+        if self._one_by_one:
+            return "".join(self._push_one(token) for token in tokens if not self.stopped)
+        self.taken += len(tokens)
+        return self._detokenizer.push([token for token in tokens if token not in self._silent])
+
+    def _push_one(self, token: int) -> str:
+        self.taken += 1
+        self.offsets.append(self._characters)
+        text = "" if token in self._silent else self._detokenizer.push([token])
+        self._characters += len(text)
+        return text if self.taken < self._min_tokens else self._filter.push(text)
 
     def flush(self) -> str:
         """The end of the choice: what was held back as half a character or as the beginning of a stop string."""

@@ -1,0 +1,37 @@
+"""What of a request changes the logits before they are sampled, as the verifier is told it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from gateway.schemas import CompletionRequest
+from spire.v1.verifier_pb2 import Adjustments, Grammar
+
+
+def adjustments_of(request: CompletionRequest, end_tokens: Iterable[int]) -> Adjustments | None:
+    """Those of every choice of a request; None when it changes nothing. `end_tokens` are the model's own."""
+    adjustments = Adjustments(
+        logit_bias=request.biases,
+        allowed_tokens=request.allowed_token_ids,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        grammar=_grammar_of(request),
+    )
+    if request.repetition_penalty != 1:
+        adjustments.repetition_penalty = request.repetition_penalty
+    if request.min_tokens:
+        adjustments.min_tokens = request.min_tokens
+        adjustments.end_tokens.extend(sorted({*end_tokens, *request.stop_token_ids}))
+    return adjustments if adjustments.ByteSize() else None
+
+
+def _grammar_of(request: CompletionRequest) -> Grammar | None:
+    for field, text in request.grammars.items():
+        match field:
+            case "guided_regex":
+                return Grammar(regex=text)
+            case "guided_grammar":
+                return Grammar(lark=text)
+            case _:
+                return Grammar(json_schema=text)
+    return None

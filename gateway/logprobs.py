@@ -1,0 +1,51 @@
+"""Logprobs as the completions API shows them: four parallel arrays, one place for each token."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.sequence import Logprob
+from gateway.tokenizer import TextCodec
+
+# What clients know as "could not come": JSON has no infinity.
+_IMPOSSIBLE = -9999.0
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A token, what is known of it (nothing of a text's first one), and where it begins in the choice's text."""
+
+    token: int
+    logprob: Logprob | None
+    offset: int
+
+
+def arrays(entries: list[Entry], codec: TextCodec, top: int) -> dict[str, list[Any]]:
+    """`tokens`, `token_logprobs`, `top_logprobs` and `text_offset` of entries, with `top` alternatives each."""
+    return {
+        "tokens": [codec.token_text(entry.token) for entry in entries],
+        "token_logprobs": [None if entry.logprob is None else _shown(entry.logprob.token) for entry in entries],
+        "top_logprobs": [_alternatives(entry, codec, top) for entry in entries],
+        "text_offset": [entry.offset for entry in entries],
+    }
+
+
+def _alternatives(entry: Entry, codec: TextCodec, top: int) -> dict[str, float] | None:
+    """The likeliest tokens by their text, the token itself among them; of two with one text the likelier."""
+    if entry.logprob is None:
+        return None
+    shown: dict[str, float] = {}
+    for token, logprob in [*entry.logprob.top[:top], (entry.token, entry.logprob.token)] if top else []:
+        shown.setdefault(codec.token_text(token), _shown(logprob))
+    return shown
+
+
+def _shown(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else _IMPOSSIBLE
+
+
+def mean(logprobs: list[Logprob]) -> float:
+    """The mean of tokens' logprobs; of no tokens, the worst."""
+    return sum(logprob.token for logprob in logprobs) / len(logprobs) if logprobs else -math.inf

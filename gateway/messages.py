@@ -1,0 +1,74 @@
+"""Sequences as the model services' messages, and what comes back with them."""
+
+from __future__ import annotations
+
+import math
+import struct
+from functools import lru_cache
+from typing import Any
+
+from gateway.sequence import Logprob, Rule, Sampling, Sequence
+from spire.errors import MismatchError
+from spire.v1 import tensor_pb2, verifier_pb2
+
+_RULES: dict[Rule, tensor_pb2.Rule] = {
+    "rejection": tensor_pb2.RULE_REJECTION,
+    "block": tensor_pb2.RULE_BLOCK,
+    "invariant": tensor_pb2.RULE_INVARIANT,
+}
+_FORMATS = {tensor_pb2.DTYPE_FLOAT32: "f", tensor_pb2.DTYPE_INT32: "i"}
+
+
+def wire_start(sequence: Sequence) -> verifier_pb2.Start:
+    """What begins a life of a sequence: its tokens so far and all that decides the next ones."""
+    message = verifier_pb2.Start(
+        sequence_id=sequence.wire_id,
+        tokens=sequence.tokens,
+        sampling=wire_sampling(sequence.sampling),
+        draft_id=sequence.draft_id,
+        prompt_tokens=len(sequence.prompt),
+        adjustments=sequence.adjustments,
+        prompt_logprobs=sequence.lacks_prompt_logprobs,
+    )
+    if sequence.top_logprobs is not None:
+        message.logprobs = sequence.top_logprobs
+    return message
+
+
+@lru_cache(4096)
+def wire_sampling(sampling: Sampling) -> tensor_pb2.Sampling:
+    """How a sequence is sampled, as a message; requests repeat in every round."""
+    return tensor_pb2.Sampling(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        seed=sampling.seed,
+        choice=sampling.choice,
+        min_p=sampling.min_p,
+        rule=_RULES[sampling.rule],
+    )
+
+
+def logprobs_of(message: verifier_pb2.Logprobs, tokens: int, top: int) -> list[Logprob]:
+    """Those of so many tokens, each with at most `top` others. Raises MismatchError when something else came."""
+    numbers = _values(message.tokens, tensor_pb2.DTYPE_FLOAT32)
+    if len(numbers) != tokens:
+        raise MismatchError(f"{tokens} tokens came with {len(numbers)} logprobs")
+    if not top or not tokens:
+        return [Logprob(number, []) for number in numbers]
+    ids = _values(message.top_ids, tensor_pb2.DTYPE_INT32)
+    others = _values(message.top, tensor_pb2.DTYPE_FLOAT32)
+    width = len(ids) // tokens
+    if not 0 < width <= top or len(ids) != width * tokens or len(others) != len(ids):
+        came = f"{len(ids)} ids and {len(others)} logprobs"
+        raise MismatchError(f"the {top} likeliest of {tokens} tokens were asked for, but {came} came")
+    pairs = list(zip(ids, others, strict=True))
+    return [Logprob(number, pairs[at * width : (at + 1) * width]) for at, number in enumerate(numbers)]
+
+
+def _values(tensor: tensor_pb2.Tensor, dtype: tensor_pb2.DType) -> tuple[Any, ...]:
+    """A tensor's numbers in row-major order; none of one that did not come."""
+    count = math.prod(tensor.shape) if tensor.shape else 0
+    if count and (tensor.dtype != dtype or len(tensor.data) != 4 * count):
+        raise MismatchError(f"{len(tensor.data)} bytes of dtype {tensor.dtype} came for shape {list(tensor.shape)}")
+    return struct.unpack(f"<{count}{_FORMATS[dtype]}", tensor.data[: 4 * count])

@@ -1,0 +1,112 @@
+"""The prompts of a request: texts and token ids, checked and encoded to fit the model's context."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from gateway.errors import BadParameter
+from gateway.peers import Model
+from gateway.tokenizer import PromptTooLong
+
+Prompt = str | list[int]
+
+# No body holds more tokens.
+_ANY_LENGTH = 2**31
+
+
+class Prompted(Protocol):
+    """What of a request decides how its prompts are encoded."""
+
+    prompt: Any
+    max_tokens: int
+    add_special_tokens: bool
+    truncate_prompt_tokens: int | None
+
+
+async def encode_prompts(request: Prompted, model: Model, max_prompts: int) -> list[list[int]]:
+    """Token ids of every prompt, with room for the output behind each. Raises BadParameter."""
+    context = model.info.max_context
+    longest = context if request.truncate_prompt_tokens is None else _ANY_LENGTH
+    prompts = prompts_of(request.prompt, longest, model.info.vocab_size, max_prompts)
+    return [await _encoded(prompt, request, model, longest) for prompt in prompts]
+
+
+async def _encoded(prompt: Prompt, request: Prompted, model: Model, longest: int) -> list[int]:
+    context = model.info.max_context
+    try:
+        special = request.add_special_tokens
+        tokens = await model.codec.encode(prompt, longest, special) if isinstance(prompt, str) else prompt
+    except PromptTooLong as error:
+        raise BadParameter("prompt", str(error), "context_length_exceeded") from error
+    if (kept := request.truncate_prompt_tokens) is not None:
+        tokens = tokens[-max(1, context - request.max_tokens if kept == -1 else kept) :]
+    if not tokens:
+        raise BadParameter("prompt", "a prompt has no tokens")
+    if len(tokens) + request.max_tokens > context:
+        raise over_context(len(tokens), None if len(tokens) >= context else request.max_tokens, context)
+    return tokens
+
+
+def prompts_of(value: Any, max_context: int, vocab_size: int, max_prompts: int) -> list[Prompt]:
+    """The prompts of a request: texts as they came, token ids checked against vocabulary and context."""
+    if isinstance(value, str):
+        return [text_prompt(value, "prompt")]
+    if not isinstance(value, list) or not value:
+        raise BadParameter("prompt", "prompt must be a string, a list of strings, or one or more lists of token ids")
+    if _is_token(value[0]):
+        return [_token_ids(value, max_context, vocab_size, "prompt")]
+    if len(value) > max_prompts:
+        raise BadParameter("prompt", f"prompt holds {len(value)} prompts; a request may hold {max_prompts} choices")
+    return [_one_of_many(item, value[0], max_context, vocab_size, f"prompt[{at}]") for at, item in enumerate(value)]
+
+
+def _one_of_many(item: Any, first: Any, max_context: int, vocab_size: int, where: str) -> Prompt:
+    if isinstance(first, str) and isinstance(item, str):
+        return text_prompt(item, where)
+    if isinstance(first, list) and isinstance(item, list):
+        return _token_ids(item, max_context, vocab_size, where)
+    raise BadParameter("prompt", f"{where} is {kind_of(item)}: a prompt list holds only strings or only lists of ids")
+
+
+def text_prompt(text: str, where: str) -> str:
+    """The text itself. Raises BadParameter for none, and for what is no Unicode."""
+    if not text:
+        raise BadParameter("prompt", f"{where} is empty")
+    check_unicode(text, "prompt", where)
+    return text
+
+
+def check_unicode(text: str, param: str, where: str = "") -> None:
+    """Raises BadParameter for a text with half a surrogate pair: no encoding holds it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadParameter(param, f"{where or param} is no valid Unicode text: {error.reason}") from error
+
+
+def _token_ids(ids: list[Any], max_context: int, vocab_size: int, where: str) -> list[int]:
+    if not ids:
+        raise BadParameter("prompt", f"{where} is empty")
+    if len(ids) > max_context:
+        raise over_context(len(ids), None, max_context)
+    for token in ids:
+        if not _is_token(token):
+            raise BadParameter("prompt", f"{where} holds {kind_of(token)} among token ids")
+        if not 0 <= token < vocab_size:
+            raise BadParameter("prompt", f"{where} holds token id {token}; ids end at {vocab_size - 1}")
+    return ids
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def kind_of(value: Any) -> str:
+    names = {str: "a string", bool: "a boolean", int: "an integer", float: "a number", list: "a list"}
+    return names.get(type(value), "null or an object")
+
+
+def over_context(prompt_tokens: int, max_tokens: int | None, max_context: int) -> BadParameter:
+    wish = "" if max_tokens is None else f" and {max_tokens} of output are asked for"
+    message = f"the model's context is {max_context} tokens, but the prompt has {prompt_tokens}{wish}"
+    return BadParameter("prompt" if max_tokens is None else "max_tokens", message, "context_length_exceeded")
