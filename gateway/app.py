@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from gateway.answers import answer
 from gateway.bodies import bad_parameter, body_of, check_model, declare, ignored_header, parse, refusals
+from gateway.chat import ChatCompletion, ChatRequest, chat_prompt
 from gateway.completion import Completion
 from gateway.config import GatewayConfig
 from gateway.engine import Engine
@@ -45,7 +46,7 @@ def create_app(config: GatewayConfig, engine: Engine) -> ASGIApp:
     _add_completions(app, config, engine)
     add_tokenization(app, engine)
     _add_state(app, config, engine)
-    paths = frozenset(declare(app, CompletionRequest, TokenizeRequest, DetokenizeRequest)["paths"])
+    paths = frozenset(declare(app, CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)["paths"])
     front = Front(app, engine.metrics, paths, config.max_body_bytes, config.body_deadline)
     return _for_browsers(front, config.cors_origins) if config.cors_origins else front
 
@@ -66,6 +67,20 @@ def _add_completions(app: FastAPI, config: GatewayConfig, engine: Engine) -> Non
     async def complete(http: Request) -> Response:
         """Complete one or more prompts, as one JSON object or as server-sent events."""
         request = parse(await http.body(), CompletionRequest)
+        return await _generate(http, request, Completion, ignored_header(request))
+
+    @app.post("/v1/chat/completions", responses=declared, openapi_extra=body_of(ChatRequest))
+    async def chat(http: Request) -> Response:
+        """Answer a conversation, by the chat template of the model's tokenizer."""
+        asked = parse(await http.body(), ChatRequest)
+        model = engine.model
+        check_model(asked.model, model)
+        request = asked.as_completion(await chat_prompt(asked.messages, model), model.info.max_context)
+        return await _generate(http, request, ChatCompletion, ignored_header(asked))
+
+    async def _generate(
+        http: Request, request: CompletionRequest, kind: type[Completion], headers: dict[str, str]
+    ) -> Response:
         check(request)
         model = engine.model
         check_model(request.model, model)
@@ -74,8 +89,7 @@ def _add_completions(app: FastAPI, config: GatewayConfig, engine: Engine) -> Non
         _check_grammar(request, model)
         check_tokens(request, model.info.vocab_size)
         prompts = await encode_prompts(request, model, config.max_choices // request.candidates)
-        completion = Completion(engine, request, model, prompts)
-        return await answer(http, completion, ignored_header(request))
+        return await answer(http, kind(engine, request, model, prompts), headers)
 
 
 def _check_draft(request: CompletionRequest, engine: Engine) -> None:

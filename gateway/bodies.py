@@ -16,6 +16,7 @@ from gateway.peers import Model
 Schema = TypeVar("Schema", bound=BaseModel)
 
 _COMPONENTS = "#/components/schemas/{model}"
+_NULL = {"type": "null"}
 _REFUSALS = {
     400: "The request is wrong",
     404: "No such model",
@@ -52,14 +53,17 @@ class RequestBody(BaseModel):
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         schema = handler(core)
         fields = handler.resolve_ref_schema(schema)
-        for name in fields["properties"].keys() - fields.get("required", []):
-            fields["properties"][name] = _nullable(fields["properties"][name])
+        either = {name for choice in fields.get("oneOf", []) for name in choice["required"]}
+        for name in fields["properties"].keys() - {*fields.get("required", [])}:
+            fields["properties"][name] = _nullable(fields["properties"][name], name not in either)
         return schema
 
 
-def _nullable(field: JsonSchemaValue) -> JsonSchemaValue:
-    null = {"type": "null"}
-    return field if null in field.get("anyOf", []) else {"anyOf": [field, null]}
+def _nullable(field: JsonSchemaValue, nullable: bool) -> JsonSchemaValue:
+    about = {name: field[name] for name in ("title", "description", "default") if name in field}
+    kinds = field.get("anyOf") or [{name: value for name, value in field.items() if name not in about}]
+    kinds = [kind for kind in kinds if kind != _NULL]
+    return about | {"anyOf": [*kinds, _NULL] if nullable else kinds}
 
 
 def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:

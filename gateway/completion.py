@@ -131,9 +131,12 @@ class Choice:
 class Completion:
     """Submits a request's sequences and turns them into the answer. `close` frees whatever is still running."""
 
+    id_prefix = "cmpl"
+    object = "text_completion"
+
     def __init__(self, engine: Engine, request: CompletionRequest, model: Model, prompts: list[list[int]]):
         self.engine, self.request, self.model, self.prompts = engine, request, model, prompts
-        self.id = f"cmpl-{uuid.uuid4().hex}"
+        self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self._changed = asyncio.Event()
         self.choices = [
@@ -242,7 +245,7 @@ class Completion:
     def _head(self) -> dict[str, Any]:
         return {
             "id": self.id,
-            "object": "text_completion",
+            "object": self.object,
             "created": self.created,
             "model": self.model.name,
             "system_fingerprint": f"spire-{self.model.info.target_fingerprint[:16]}",
@@ -264,14 +267,19 @@ class Completion:
 
     def _piece_object(self, piece: Piece) -> dict[str, Any]:
         request = self.request
-        top = request.logprobs
-        logprobs = None if top is None else arrays(piece.entries, self.model.codec, top)
-        answer = {"index": piece.index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
+        logprobs = None if request.logprobs is None else self._logprobs(piece.entries, request.logprobs)
+        answer = {"index": piece.index, **self._said(piece), "logprobs": logprobs, "finish_reason": piece.finish_reason}
         if request.return_token_ids:
             answer["token_ids"] = piece.tokens
         if request.return_token_origins:
             answer["token_origins"] = piece.origins
         return answer
+
+    def _said(self, piece: Piece) -> dict[str, Any]:
+        return {"text": piece.text}
+
+    def _logprobs(self, entries: list[Entry], top: int) -> dict[str, Any]:
+        return arrays(entries, self.model.codec, top)
 
     def _chunk(self, piece: Piece) -> dict[str, Any]:
         chunk = self._head() | {"choices": [self._piece_object(piece)]}

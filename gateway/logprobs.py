@@ -1,4 +1,4 @@
-"""Logprobs as the completions API shows them: four parallel arrays, one place for each token."""
+"""Logprobs as the completions API shows them, in four parallel arrays, and as the chat API does, token by token."""
 
 from __future__ import annotations
 
@@ -30,6 +30,20 @@ def arrays(entries: list[Entry], codec: TextCodec, top: int) -> dict[str, list[A
         "top_logprobs": [_alternatives(entry, codec, top) for entry in entries],
         "text_offset": [entry.offset for entry in entries],
     }
+
+
+def contents(entries: list[Entry], codec: TextCodec, top: int) -> list[dict[str, Any]]:
+    """The same as the chat API shows it: one object for each token that has a logprob."""
+    return [
+        _named(entry.token, entry.logprob.token, codec)
+        | {"top_logprobs": [_named(token, logprob, codec) for token, logprob in entry.logprob.top[:top]]}
+        for entry in entries
+        if entry.logprob is not None
+    ]
+
+
+def _named(token: int, logprob: float, codec: TextCodec) -> dict[str, Any]:
+    return {"token": codec.token_text(token), "logprob": _shown(logprob), "bytes": list(codec.token_bytes(token))}
 
 
 def _alternatives(entry: Entry, codec: TextCodec, top: int) -> dict[str, float] | None:

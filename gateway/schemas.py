@@ -29,6 +29,7 @@ _PROMPT_SCHEMA = {
         },
     ]
 }
+MOST_LOGPROBS = 20
 _MOST_STOPS = 4
 _LONGEST_STOP = 1024
 _MOST_STOP_TOKENS = 64
@@ -75,19 +76,16 @@ class ResponseFormat(BaseModel):
     json_schema: JsonSchema | None = None
 
 
-class CompletionRequest(RequestBody):
+class GenerationRequest(RequestBody):
+    """What completions and chats have in common."""
+
     model: str | None = None
-    prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
-    max_tokens: int = Field(16, ge=0, description="0 only with echo")
     temperature: float = Field(1.0, ge=0, le=2, allow_inf_nan=False)
     top_p: float = Field(1.0, gt=0, le=1, allow_inf_nan=False)
     top_k: int = Field(0, ge=-1, lt=2**31, description="0 and -1 keep all tokens")
     min_p: float = Field(0.0, ge=0, le=1, allow_inf_nan=False)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     n: int = Field(1, ge=1, le=_MOST_CANDIDATES)
-    best_of: int | None = Field(None, ge=1, le=_MOST_CANDIDATES, description="not less than n; not in a stream")
-    echo: bool = False
-    logprobs: int | None = Field(None, ge=0, le=20)
     logit_bias: dict[str, float] = Field(default_factory=dict, description="by token id")
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
@@ -102,9 +100,6 @@ class CompletionRequest(RequestBody):
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_grammar: str | None = Field(None, description="a context-free grammar in Lark's notation")
-    suffix: Annotated[str | None, WithJsonSchema({"type": "string", "maxLength": 0})] = None
-    add_special_tokens: bool = True
-    truncate_prompt_tokens: int | None = Field(None, ge=-1, description="-1 keeps what the context has room for")
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -112,6 +107,17 @@ class CompletionRequest(RequestBody):
     return_token_ids: bool = False
     return_token_origins: bool = False
     return_metrics: bool = False
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
+    max_tokens: int = Field(16, ge=0, description="0 only with echo")
+    best_of: int | None = Field(None, ge=1, le=_MOST_CANDIDATES, description="not less than n; not in a stream")
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    suffix: Annotated[str | None, WithJsonSchema({"type": "string", "maxLength": 0})] = None
+    add_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, description="-1 keeps what the context has room for")
 
     @property
     def stops(self) -> list[str]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from gateway.bodies import RequestBody, body_of, check_model, ignored_header, parse, refusals
+from gateway.chat import MOST_MESSAGES, Message, chat_prompt
 from gateway.engine import Engine
 from gateway.errors import BadParameter
 from gateway.peers import Model
@@ -18,9 +19,18 @@ from gateway.tokenizer import PromptTooLong
 
 
 class TokenizeRequest(RequestBody):
+    """A prompt, or messages of a chat."""
+
+    model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]})
+
     model: str | None = None
-    prompt: str = Field(min_length=1)
-    add_special_tokens: bool = Field(True, description="put the start token in front, as a completion's prompt has it")
+    prompt: Annotated[str | None, WithJsonSchema({"type": "string", "minLength": 1})] = None
+    messages: list[Message] | None = Field(None, min_length=1, max_length=MOST_MESSAGES)
+    add_generation_prompt: bool = Field(True, description="end a chat where the assistant's answer begins")
+    add_special_tokens: bool | None = Field(
+        None,
+        description="put the start token in front; by default before a prompt, and before a chat its template does",
+    )
     return_token_strs: bool = False
 
 
@@ -78,9 +88,14 @@ def add_tokenization(app: FastAPI, engine: Engine) -> None:
 
 
 async def _tokens_of(request: TokenizeRequest, model: Model) -> list[int]:
-    text = text_prompt(request.prompt, "prompt")
+    if (request.prompt is None) == (request.messages is None):
+        raise BadParameter("prompt", "either a prompt or messages must be given")
+    if request.messages is not None:
+        special = request.add_special_tokens is True
+        return await chat_prompt(request.messages, model, request.add_generation_prompt, special)
+    text, special = text_prompt(request.prompt or "", "prompt"), request.add_special_tokens is not False
     try:
-        return await model.codec.encode(text, model.info.max_context, request.add_special_tokens)
+        return await model.codec.encode(text, model.info.max_context, special)
     except PromptTooLong as error:
         raise BadParameter("prompt", str(error), "context_length_exceeded") from error
 

@@ -50,17 +50,19 @@ class TextCodec:
         encode = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
         return (await asyncio.to_thread(encode)).ids
 
+    def token_bytes(self, token: int) -> bytes:
+        """What one token adds to a text; of a special one, its name."""
+        # Alone, some tokenizers drop its leading space.
+        text = self.decode([token, token])[len(self.decode([token])) :]
+        name = self.tokenizer.id_to_token(token) or f"<{token}>"
+        return _bytes_of(name) if _BROKEN in text else (text or name).encode()
+
     def decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
     def _token_text(self, token: int) -> str:
         """One token as text to show: a special one by its name, one of no whole characters as `bytes:\\xe2`."""
-        # Alone, some tokenizers drop its leading space.
-        text = self.decode([token, token])[len(self.decode([token])) :]
-        name = self.tokenizer.id_to_token(token) or f"<{token}>"
-        if _BROKEN not in text:
-            return text or name
-        raw = _bytes_of(name)
+        raw = self.token_bytes(token)
         try:
             return raw.decode()
         except UnicodeDecodeError:

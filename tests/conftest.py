@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +31,28 @@ def stories_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("models") / "stories260K"
     source = FIXTURES / "stories260K"
     convert_llama2c(source / "stories260K.bin", source / "tok512.model", out)
+    return out
+
+
+# ChatML, as most tokenizers have it, in the few characters that stories260K knows.
+CHAT_TEMPLATE = """{{ bos_token }}{% for message in messages %}
+{% if message.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('no role ' + message.role) }}{% endif %}
+{{ message.role + ': ' + message.content + '\n' -}}
+{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"""
+
+
+@pytest.fixture(scope="session")
+def stories_chat_dir(stories_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """stories260K with the tokenizer configuration of a chat model."""
+    out = tmp_path_factory.mktemp("chat") / "stories260K"
+    shutil.copytree(stories_dir, out)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": {"content": "</s>"},
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (out / "tokenizer_config.json").write_text(json.dumps(config))
     return out
 
 

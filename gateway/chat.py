@@ -1,0 +1,136 @@
+"""`POST /v1/chat/completions`: a conversation made a prompt by the target's chat template, then a completion like any.
+
+Text only: tools and pictures are refused by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+
+from gateway.completion import Completion, Piece
+from gateway.engine import Engine
+from gateway.errors import BadParameter
+from gateway.logprobs import Entry, contents
+from gateway.peers import Model
+from gateway.prompts import check_unicode, kind_of, over_context
+from gateway.schemas import MOST_LOGPROBS, CompletionRequest, GenerationRequest
+from gateway.tokenizer import PromptTooLong
+
+MOST_MESSAGES = 4096
+_TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+_CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": _TEXT_PART}]}
+_ROLES = ["system", "developer", "user", "assistant"]
+_NO_TOOLS = {"type": "array", "maxItems": 0}
+
+
+class Message(BaseModel):
+    """One turn. What it holds beside role and content is the template's."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: Annotated[str, WithJsonSchema({"enum": _ROLES})]
+    content: Annotated[Any, WithJsonSchema(_CONTENT_SCHEMA)]
+
+
+class ChatRequest(GenerationRequest):
+    messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
+    max_tokens: int | None = Field(None, ge=1, description="by default as many as the context has room for")
+    max_completion_tokens: int | None = Field(None, ge=1, description="the same; it counts before max_tokens")
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MOST_LOGPROBS, description="only with logprobs")
+    tools: Annotated[list[Any], WithJsonSchema(_NO_TOOLS)] = Field(default_factory=list)
+    functions: Annotated[list[Any], WithJsonSchema(_NO_TOOLS)] = Field(default_factory=list)
+
+    def as_completion(self, prompt: list[int], max_context: int) -> CompletionRequest:
+        """The request for a completion that this one comes to. Raises BadParameter."""
+        for name in ("tools", "functions"):
+            if getattr(self, name):
+                raise BadParameter(name, f"{name} are not supported: leave them out", "unsupported_parameter")
+        if self.top_logprobs and not self.logprobs:
+            raise BadParameter("top_logprobs", "top_logprobs is only allowed with logprobs: true")
+        if len(prompt) >= max_context:
+            raise BadParameter("messages", str(over_context(len(prompt), None, max_context)), "context_length_exceeded")
+        return CompletionRequest(
+            **{name: getattr(self, name) for name in GenerationRequest.model_fields},
+            prompt=prompt,
+            max_tokens=self.max_completion_tokens or self.max_tokens or max_context - len(prompt),
+            logprobs=self.top_logprobs if self.logprobs else None,
+        )
+
+
+async def chat_prompt(
+    messages: list[Message], model: Model, add_generation_prompt: bool = True, add_special_tokens: bool = False
+) -> list[int]:
+    """The token ids that these messages make by the model's template. Raises BadParameter."""
+    context, codec = model.info.max_context, model.codec
+    plain = [_plain(message, f"messages[{at}]") for at, message in enumerate(messages)]
+    most = context * codec.longest_token
+    text = await asyncio.to_thread(model.chat_template.render, plain, most, add_generation_prompt)
+    check_unicode(text, "messages")
+    try:
+        tokens = await codec.encode(text, context, add_special_tokens)
+    except PromptTooLong as error:
+        raise BadParameter("messages", str(error), "context_length_exceeded") from error
+    if not tokens:
+        raise BadParameter("messages", "the messages make a prompt without tokens")
+    return tokens
+
+
+def _plain(message: Message, where: str) -> dict[str, Any]:
+    """A message as a template takes it: its content is one text."""
+    extras = {name: value for name, value in (message.model_extra or {}).items() if value is not None}
+    if message.role not in _ROLES:
+        known = ", ".join(_ROLES)
+        raise BadParameter(
+            f"{where}.role", f"role {message.role!r} is not supported (no tools are); these are: {known}"
+        )
+    if extras.get("tool_calls") or extras.get("function_call"):
+        raise BadParameter(where, f"{where} calls a tool: tools are not supported", "unsupported_parameter")
+    return extras | {"role": message.role, "content": _text_of(message.content, f"{where}.content")}
+
+
+def _text_of(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise BadParameter(where, f"{where} is {kind_of(content)}: it must be a string, or a list of text parts")
+    return "\n".join(_text_part(part, f"{where}[{at}]") for at, part in enumerate(content))
+
+
+def _text_part(part: Any, where: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else kind_of(part)
+    if kind != "text":
+        raise BadParameter(where, f"{where} is {kind}: only text is supported", "unsupported_parameter")
+    if not isinstance(text := part.get("text"), str):
+        raise BadParameter(f"{where}.text", f"{where}.text is {kind_of(text)}: it must be a string")
+    return text
+
+
+class ChatCompletion(Completion):
+    """The same answer in the shapes of the chat API."""
+
+    id_prefix = "chatcmpl"
+
+    def __init__(self, engine: Engine, request: CompletionRequest, model: Model, prompts: list[list[int]]):
+        super().__init__(engine, request, model, prompts)
+        self._begun: set[int] = set()
+
+    def _head(self) -> dict[str, Any]:
+        return super()._head() | {"object": "chat.completion.chunk" if self.request.stream else "chat.completion"}
+
+    def _said(self, piece: Piece) -> dict[str, Any]:
+        if not self.request.stream:
+            return {"message": {"role": "assistant", "content": piece.text, "refusal": None}}
+        first = piece.index not in self._begun
+        self._begun.add(piece.index)
+        return {"delta": ({"role": "assistant"} if first else {}) | {"content": piece.text}}
+
+    def _logprobs(self, entries: list[Entry], top: int) -> dict[str, Any]:
+        return {"content": contents(entries, self.model.codec, top), "refusal": None}
