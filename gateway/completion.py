@@ -48,7 +48,11 @@ class Echo:
     offsets: list[int]
 
     @classmethod
-    def of(cls, codec: TextCodec, prompt: list[int]) -> Echo:
+    def of_text(cls, codec: TextCodec, prompt: str, add_special_tokens: bool) -> Echo:
+        return cls(prompt, codec.offsets(prompt, add_special_tokens))
+
+    @classmethod
+    def of_tokens(cls, codec: TextCodec, prompt: list[int]) -> Echo:
         stream = TextStream(codec, [], [], with_offsets=True)
         return cls(stream.push(prompt) + stream.flush(), stream.offsets)
 
@@ -231,9 +235,14 @@ class Completion:
             unfinished = [choice for choice in unfinished if choice.finish_reason is None]
 
     async def _echo_prompts(self) -> None:
-        for at, prompt in enumerate(self.prompts):
-            echo = await asyncio.to_thread(Echo.of, self.model.codec, prompt)
-            for choice in self.choices[at * self.request.candidates :][: self.request.candidates]:
+        request, codec = self.request, self.model.codec
+        given = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+        for at, tokens in enumerate(self.prompts):
+            if isinstance(given[at], str) and request.truncate_prompt_tokens is None:
+                echo = await asyncio.to_thread(Echo.of_text, codec, given[at], request.add_special_tokens)
+            else:
+                echo = await asyncio.to_thread(Echo.of_tokens, codec, tokens)
+            for choice in self.choices[at * request.candidates :][: request.candidates]:
                 choice.begin_with(echo)
 
     @property

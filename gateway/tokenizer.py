@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 from functools import cache, partial
+from itertools import accumulate
 
 from tokenizers import Tokenizer
 
@@ -56,6 +57,11 @@ class TextCodec:
         text = self.decode([token, token])[len(self.decode([token])) :]
         name = self.tokenizer.id_to_token(token) or f"<{token}>"
         return _bytes_of(name) if _BROKEN in text else (text or name).encode()
+
+    def offsets(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """How many characters come before each token of an encoded text."""
+        encoding = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return [*accumulate((begin for begin, _ in encoding.offsets), max)]
 
     def decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -128,11 +134,11 @@ class StopFilter:
         self.stopped = False
         self._held = ""
 
-    def push(self, text: str) -> str:
+    def push(self, text: str, may_stop: bool = True) -> str:
         if self.stopped or not text:
             return ""
         text = self._held + text
-        if (cut := self._first_stop(text)) is not None:
+        if may_stop and (cut := self._first_stop(text)) is not None:
             self.stopped, self._held = True, ""
             return text[:cut]
         keep = len(text) - max((_overlap(text, stop) for stop in self.stops), default=0)
@@ -162,8 +168,8 @@ class TextStream:
     """The text of one choice as it grows: detokenizer, then stop filter.
 
     `taken` counts the tokens that belong to the choice: all that were pushed, up to the one that ended a stop string.
-    Of these `offsets` says, if it is wanted, how many characters come before each. `silent` tokens have no text. Before
-    the choice has `min_tokens` tokens no stop string is looked for.
+    Of these `offsets` says, if it is wanted, how many characters come before each. `silent` tokens have no text. No
+    stop string ends a choice of fewer than `min_tokens` tokens.
     """
 
     def __init__(
@@ -200,7 +206,7 @@ class TextStream:
         self.offsets.append(self._characters)
         text = "" if token in self._silent else self._detokenizer.push([token])
         self._characters += len(text)
-        return text if self.taken < self._min_tokens else self._filter.push(text)
+        return self._filter.push(text, may_stop=self.taken >= self._min_tokens)
 
     def flush(self) -> str:
         """The end of the choice: what was held back as half a character or as the beginning of a stop string."""

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from gateway.scheduler import MAX_FRUITLESS_LIVES, Scheduler
-from gateway.sequence import Sampling, Sequence, State
+from gateway.sequence import Logprob, Sampling, Sequence, State
 from spire.errors import OutOfCapacity
 
 END = 1
@@ -203,3 +203,31 @@ def test_drafting_stops_short_of_max_tokens() -> None:
     assert one.depth == 2
     scheduler.commit(one, [8, 9], drafted=2)
     assert one.depth == 0
+
+
+def test_of_a_rounds_tokens_all_but_the_last_are_the_drafts() -> None:
+    scheduler = Scheduler(capacity=1, max_waiting=3)
+    scheduler.add([sequence("a", max_tokens=7)])
+    (one,) = start_all(scheduler)
+    scheduler.commit(one, [8, 9, 10], drafted=4)
+    scheduler.commit(one, [11], drafted=4)
+    scheduler.commit(one, [12, 13, 14], drafted=2)
+    assert one.output == [7, 8, 9, 10, 11, 12, 13]
+    assert one.from_draft == [False, True, True, False, False, True, True]
+
+
+def test_logprobs_keep_in_step_with_the_tokens_that_are_kept() -> None:
+    scheduler = Scheduler(capacity=1, max_waiting=3)
+    scheduler.add([sequence("a")])
+    (one,) = scheduler.schedule().starts
+    scheduler.started(one.wire_id, 7, logprobs=[Logprob(-7, [])])
+    scheduler.commit(one, [8, END, 9], drafted=2, logprobs=[Logprob(-8, []), Logprob(-1, []), Logprob(-9, [])])
+    assert [logprob.token for logprob in one.logprobs] == [-token for token in one.output] == [-7, -8, -END]
+
+
+def test_a_sequence_without_output_ends_when_its_prompt_is_done() -> None:
+    scheduler = Scheduler(capacity=1, max_waiting=3)
+    scheduler.add([sequence("a", max_tokens=0)])
+    (one,) = start_all(scheduler)
+    assert (one.output, one.finish_reason) == ([], "length")
+    assert scheduler.take_ended() == [one.wire_id]

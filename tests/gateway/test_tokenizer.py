@@ -88,6 +88,40 @@ def test_half_a_character_at_the_end_is_shown_as_such(codec: TextCodec) -> None:
     assert stream.flush() == codec.decode(tokens)
 
 
+def test_a_stop_string_that_is_kept_ends_the_text_with_itself(codec: TextCodec) -> None:
+    stream = TextStream(codec, [], ["lo w", "w"], keep_stop=True)
+    assert streamed(stream, codec.tokenizer.encode("hello world").ids, []) == "hello w"
+    assert stream.stopped
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text("ab\u00e9\u2603", min_size=1, max_size=20), cuts=CUTS)
+def test_a_tokens_offset_is_where_its_first_character_is(codec: TextCodec, text: str, cuts: list[int]) -> None:
+    tokens = codec.tokenizer.encode(text).ids
+    stream = TextStream(codec, [], [], with_offsets=True)
+    assert streamed(stream, tokens, cuts) == text
+    assert stream.offsets == [at for at, character in enumerate(text) for _ in character.encode()]
+
+
+def test_silent_tokens_have_a_place_and_no_text(codec: TextCodec) -> None:
+    tokens = codec.tokenizer.encode("ab!c").ids
+    stream = TextStream(codec, [], [], silent=frozenset(tokens[2:3]), with_offsets=True)
+    assert streamed(stream, tokens, []) == "abc"
+    assert (stream.offsets, stream.taken) == ([0, 1, 2, 2], 4)
+
+
+def test_no_stop_string_is_seen_before_the_least_length(codec: TextCodec) -> None:
+    tokens = codec.tokenizer.encode("ababab").ids
+    assert streamed(TextStream(codec, [], ["ab"], min_tokens=4), tokens, [1, 3]) == "ab"
+    assert streamed(TextStream(codec, [], ["ab"], min_tokens=5), tokens, [1, 3]) == "abab"
+
+
+def test_tokens_of_no_whole_character_are_shown_as_bytes(codec: TextCodec) -> None:
+    shown = [codec.token_text(token) for token in codec.tokenizer.encode(" the \u2603a").ids]
+    assert shown == [" the", " ", "bytes:\\xe2", "bytes:\\x98", "bytes:\\x83", "a"]
+    assert codec.token_text(1) == "</s>"
+
+
 def test_the_beginning_of_a_stop_string_is_held_back_and_shown_at_the_end() -> None:
     stop = StopFilter(["\n\nQ:"])
     assert stop.push("yes\n\n") == "yes"
