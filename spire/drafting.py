@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from spire.errors import RequestError
-from spire.sampling import Purpose, SamplingRows, draw, probabilities, top_m
+from spire.randomness import Purpose
+from spire.sampling import SamplingRows, draw, probabilities, top_m, with_invariant
 
 # The deepest block that any draft of ours proposes.
 MAX_SPECULATION_DEPTH = 16
@@ -114,16 +115,18 @@ def draft_tokens(
     """k passes after the newest tokens, which stand at `base`.
 
     `next_logits` feeds the tokens [B] of the next position and gives the logits [B, V] of the one after it. Drawn from
-    and sent are the `candidates` most probable tokens, or with None the whole vocabulary rounded to bfloat16.
+    and sent are the `candidates` most probable tokens, or with None the whole vocabulary rounded to bfloat16; under the
+    invariant rule nothing of a distribution is sent, and tokens are picked from all of it.
     """
     tokens_B, tokens, ids, probs = newest_B, [], [], []
     positions_BK = base_B[:, None] + torch.arange(1, k + 1, device=base_B.device)
-    uniforms_KB = rows.uniform(positions_BK, Purpose.DRAFT).unbind(1)
-    for uniforms_B in uniforms_KB:
+    uniforms_BK = rows.uniform(positions_BK, Purpose.DRAFT, base_B)
+    for position_B, uniforms_B in zip(positions_BK.unbind(1), uniforms_BK.unbind(1), strict=True):
         probs_BV = probabilities(next_logits(tokens_B)[:, None], rows)[:, 0]
         ids_BM, probs_BM = (None, probs_BV.bfloat16()) if candidates is None else top_m(probs_BV, candidates)
         drawn_B = draw(probs_BM, uniforms_B)
-        tokens_B = drawn_B if ids_BM is None else ids_BM.gather(1, drawn_B[:, None])[:, 0]
+        drawn_B = drawn_B if ids_BM is None else ids_BM.gather(1, drawn_B[:, None])[:, 0]
+        tokens_B = with_invariant(drawn_B, probs_BV, rows, position_B)
         tokens.append(tokens_B)
         probs.append(probs_BM)
         ids += [] if ids_BM is None else [ids_BM]

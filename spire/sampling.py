@@ -1,10 +1,11 @@
-"""The sampling pipeline: logits to probabilities to tokens, with randomness that is a function and not a stream.
+"""The sampling pipeline: logits to probabilities to tokens.
 
-Every draw takes its uniform number from a hash of (seed, choice, absolute position, purpose). So a token depends on
-nothing that batching, retries or restarts could change. Draft, acceptance and sampling are different purposes:
-sharing a number between them biases the output.
+Logits are first adjusted (bias, penalties, masks: `verifier_service.pipeline`), then temperature, top_k, top_p, min_p.
+How a token is drawn depends on the sequence's rule: by inverse CDF, or, for the invariant rule, as the winner of noise
+that every token has at every position whatever its probability.
 
-Shapes: B sequences, T positions, V vocabulary, M candidates. What it does not know: penalties, masks, logprobs.
+Shapes: B sequences, T positions, N = rows of any kind, V vocabulary, M candidates kept of a draft's distribution.
+What it does not know: histories, logprobs, which draft tokens stand.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-# 64-bit constants of splitmix64, as the signed bit patterns that int64 tensors carry.
-_WEYL = 0x9E3779B97F4A7C15 - (1 << 64)
-_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
-_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+from spire.randomness import Purpose, gumbel, random_bits, uniform
+
+# Tokens that are worth a look one by one: at most 1024 a row are as probable.
+_WORTH_A_LOOK = 2.0**-10
 
 
-class Purpose(IntEnum):
-    """What a random number decides. Each has numbers of its own."""
+class Rule(IntEnum):
+    """Which draft tokens stand (`spire.verification`), and so what randomness depends on. Numbered as on the wire."""
 
-    DRAFT = 1
-    ACCEPT = 2
-    SAMPLE = 3
+    REJECTION = 1
+    BLOCK = 2
+    INVARIANT = 3
 
 
 @dataclass(frozen=True)
@@ -36,78 +37,197 @@ class SamplingRows:
     temperature_B: Tensor
     top_k_B: Tensor
     top_p_B: Tensor
+    min_p_B: Tensor
     seed_B: Tensor
     choice_B: Tensor
+    rule_B: Tensor
 
     @property
     def greedy_B(self) -> Tensor:
         return self.temperature_B == 0
 
+    @property
+    def invariant_B(self) -> Tensor:
+        return self.rule_B == Rule.INVARIANT
+
     def select(self, index: Tensor) -> SamplingRows:
         """The rows at `index`."""
         return SamplingRows(*(getattr(self, field.name)[index] for field in fields(self)))
 
-    def uniform(self, position: Tensor, purpose: Purpose) -> Tensor:
-        """Uniform numbers for absolute positions [B] or [B, T] of these sequences."""
+    def uniform(self, position: Tensor, purpose: Purpose, base_B: Tensor) -> Tensor:
+        """Uniform numbers for absolute positions [B] or [B, T] in a round that began at `base_B`.
+
+        Block verification looks ahead, so what a discarded position has seen is used up: its numbers depend on the
+        round's base too.
+        """
         extra = (1,) * (position.ndim - 1)
-        return uniform(self.seed_B.view(-1, *extra), self.choice_B.view(-1, *extra), position, purpose)
-
-
-def uniform(seed: Tensor, choice: Tensor, position: Tensor, purpose: Purpose) -> Tensor:
-    """A float64 number in [0, 1) for each (seed, choice, position), all int64 tensors that broadcast."""
-    hashed = _mix(seed + _WEYL)
-    hashed = _mix(hashed + (choice * len(Purpose) + int(purpose)) * _WEYL)
-    hashed = _mix(hashed + (position + 1) * _WEYL)
-    return _shift_right(hashed, 11).double() * 2.0**-53
-
-
-def _mix(x: Tensor) -> Tensor:
-    """splitmix64's finaliser: every bit of the input flips each output bit with probability 1/2."""
-    x = (x ^ _shift_right(x, 30)) * _MIX_1
-    x = (x ^ _shift_right(x, 27)) * _MIX_2
-    return x ^ _shift_right(x, 31)
-
-
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift: the sign bit of int64 is not copied down."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+        salt_B = torch.where(self.rule_B == Rule.BLOCK, base_B + 1, 0)
+        seed, choice, salt = (t.view(-1, *extra) for t in (self.seed_B, self.choice_B, salt_B))
+        return uniform(seed, choice, position, purpose, salt)
 
 
 def probabilities(logits_BTV: Tensor, rows: SamplingRows) -> Tensor:
-    """The distribution each token is really drawn from: temperature, then top_k, then top_p, renormalised each time.
+    """The distribution each token is really drawn from: temperature, then top_k, top_p and min_p.
 
-    Greedy rows are one-hot at the argmax, so that one rule serves every temperature.
+    top_p counts what top_k left, min_p is relative to the most probable token. Greedy rows are one-hot at the argmax,
+    so that one rule serves every temperature.
     """
-    if bool(rows.greedy_B.all()):
+    greedy_B = rows.greedy_B
+    if bool(greedy_B.all()):
         return _one_hot(logits_BTV)
-    # The maximum is subtracted first: a tiny temperature then gives -inf and never inf - inf.
-    shifted = logits_BTV - logits_BTV.amax(dim=-1, keepdim=True)
-    temperature_B = torch.where(rows.greedy_B, 1.0, rows.temperature_B)
-    probs_BTV = (shifted / temperature_B[:, None, None]).softmax(dim=-1)
-    truncated_B = ((rows.top_k_B > 0) | (rows.top_p_B < 1)) & ~rows.greedy_B
-    for row_B, change in ((truncated_B, _truncate), (rows.greedy_B, lambda probs, _: _one_hot(probs))):
+    probs_BTV = _softmax(logits_BTV, torch.where(greedy_B, 1.0, rows.temperature_B))
+    truncated_B = ((rows.top_k_B > 0) | (rows.top_p_B < 1) | (rows.min_p_B > 0)) & ~greedy_B
+    for row_B, change in ((truncated_B, _truncate), (greedy_B, lambda probs, _: _one_hot(probs))):
+        if bool(row_B.all()):
+            return change(probs_BTV, rows)
         if bool(row_B.any()):
             index = row_B.nonzero().squeeze(1)
             probs_BTV[index] = change(probs_BTV[index], rows.select(index))
     return probs_BTV
 
 
+def _softmax(logits_BTV: Tensor, temperature_B: Tensor) -> Tensor:
+    if bool((temperature_B < 1e-4).any()):
+        # With the maximum at zero a tiny temperature gives -inf and never inf - inf.
+        logits_BTV = logits_BTV - logits_BTV.amax(dim=-1, keepdim=True)
+    if bool((temperature_B != 1).any()):
+        logits_BTV = logits_BTV / temperature_B[:, None, None]
+    return logits_BTV.softmax(dim=-1)
+
+
 def _one_hot(scores_BTV: Tensor) -> Tensor:
     return torch.zeros_like(scores_BTV).scatter_(-1, scores_BTV.argmax(dim=-1, keepdim=True), 1.0)
 
 
+# -- truncation ------------------------------------------------------------------------------------------------------
+
+
 def _truncate(probs_BTV: Tensor, rows: SamplingRows) -> Tensor:
-    """Keep the top_k most probable tokens, then the fewest of those whose sum reaches top_p: always at least one."""
-    sorted_BTV, order_BTV = probs_BTV.sort(dim=-1, descending=True, stable=True)
-    rank_V = torch.arange(probs_BTV.shape[-1], device=probs_BTV.device)
-    top_k_B = torch.where(rows.top_k_B > 0, rows.top_k_B, len(rank_V))
-    sorted_BTV = sorted_BTV * (rank_V < top_k_B[:, None, None])
-    sorted_BTV = sorted_BTV / sorted_BTV.sum(dim=-1, keepdim=True)
-    before_BTV = sorted_BTV.cumsum(dim=-1) - sorted_BTV
-    kept_BTV = (before_BTV < rows.top_p_B[:, None, None]) | (rank_V == 0)
-    sorted_BTV = sorted_BTV * torch.where(rows.top_p_B[:, None, None] < 1, kept_BTV, True)
-    sorted_BTV = sorted_BTV / sorted_BTV.sum(dim=-1, keepdim=True)
-    return torch.zeros_like(probs_BTV).scatter_(-1, order_BTV, sorted_BTV)
+    """Keep the top_k most probable tokens; of those the fewest whose sum reaches top_p; of those what min_p keeps.
+
+    At least one stays. Of equally probable tokens the lower ids come first.
+    """
+    T, V = probs_BTV.shape[1:]
+    probs_NV = probs_BTV.reshape(-1, V)
+    top_k_N, top_p_N, min_p_N = (p.repeat_interleave(T) for p in (rows.top_k_B, rows.top_p_B, rows.min_p_B))
+    floor_N = min_p_N * probs_NV.amax(dim=-1)
+    top_k_N = torch.where((top_k_N > 0) & (top_k_N < V), top_k_N, V)
+    if bool(((top_k_N < V) | (top_p_N < 1)).any()):
+        probs_NV = _keep_ranked(probs_NV, top_k_N, top_p_N)
+    kept_NV = probs_NV.where(probs_NV >= floor_N[:, None], 0.0)
+    return (kept_NV / kept_NV.sum(dim=-1, keepdim=True)).view_as(probs_BTV)
+
+
+def _keep_ranked(probs_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor) -> Tensor:
+    """Zero but for the tokens whose rank is below top_k and before whose rank less than top_p was gathered.
+
+    Where to cut is seen in the most probable tokens of a row, sorted: as many as top_k asks for, or those worth a look
+    where they gather top_p, or else all. It depends on the row alone, and neither on its neighbours nor on how many
+    were sorted.
+    """
+    V = probs_NV.shape[1]
+    keep_N = torch.full_like(top_k_N, V)
+    least_N = torch.zeros_like(top_p_N)
+
+    def cut(index: Tensor, sorted_NC: Tensor) -> None:
+        keep = _ranks_kept(sorted_NC, top_k_N[index], top_p_N[index])
+        keep_N[index], least_N[index] = keep, sorted_NC.gather(1, keep[:, None] - 1)[:, 0]
+
+    by_k = (top_k_N < V).nonzero().squeeze(1)
+    if len(by_k):
+        cut(by_k, probs_NV[by_k].topk(int(top_k_N[by_k].max())).values)
+    by_p = ((top_k_N == V) & (top_p_N < 1)).nonzero().squeeze(1)
+    if len(by_p):
+        sorted_NC = _likely(probs_NV[by_p]).padded().sort(dim=-1, descending=True).values
+        enough = sorted_NC.cumsum(dim=-1)[:, -1] >= top_p_N[by_p]
+        cut(by_p[enough], sorted_NC[enough])
+        by_sorting = by_p[~enough]
+        cut(by_sorting, probs_NV[by_sorting].sort(dim=-1, descending=True).values)
+    kept_NV = probs_NV.where(probs_NV >= least_N[:, None], 0.0)
+    return _without_surplus(kept_NV, least_N, keep_N)
+
+
+def _ranks_kept(sorted_NC: Tensor, top_k_N: Tensor, top_p_N: Tensor) -> Tensor:
+    """How many of the most probable tokens stay, at least one."""
+    rank_C = torch.arange(sorted_NC.shape[-1], device=sorted_NC.device)
+    upto_NC = sorted_NC.cumsum(dim=-1)
+    # What top_p is a share of: what top_k left, or everything.
+    last_N = (top_k_N - 1).clamp(max=len(rank_C) - 1)
+    whole_N = torch.where(top_k_N <= len(rank_C), upto_NC.gather(1, last_N[:, None])[:, 0], 1.0)
+    gathered_NC = (upto_NC - sorted_NC >= (top_p_N * whole_N)[:, None]) & (top_p_N < 1)[:, None]
+    return (~gathered_NC & (rank_C < top_k_N[:, None]) | (rank_C == 0)).sum(dim=-1)
+
+
+def _without_surplus(kept_NV: Tensor, least_N: Tensor, keep_N: Tensor) -> Tensor:
+    """Drop of the tokens that are as probable as the last one kept those with the highest ids, until `keep_N` stay."""
+    surplus_N = kept_NV.count_nonzero(dim=-1) - keep_N
+    for row in (surplus_N > 0).nonzero().squeeze(1).tolist():
+        tied = (kept_NV[row] == least_N[row]).nonzero().squeeze(1)
+        kept_NV[row, tied[len(tied) - int(surplus_N[row]) :]] = 0
+    return kept_NV
+
+
+@dataclass(frozen=True)
+class _Likely:
+    """The tokens of N rows that are worth a look, row by row and by id: flat [C] lists."""
+
+    row_C: Tensor
+    id_C: Tensor
+    prob_C: Tensor
+    counts_N: Tensor
+
+    def padded(self) -> Tensor:
+        """Their probabilities, [N, C], zeros behind."""
+        width = max(1, int(self.counts_N.max()))
+        starts_N = self.counts_N.cumsum(0) - self.counts_N
+        column_C = torch.arange(len(self.row_C), device=self.row_C.device) - starts_N[self.row_C]
+        padded_NC = self.prob_C.new_zeros(len(self.counts_N), width)
+        return padded_NC.index_put_((self.row_C, column_C), self.prob_C)
+
+
+def _likely(probs_NV: Tensor) -> _Likely:
+    row_C, id_C = (probs_NV >= _WORTH_A_LOOK).nonzero(as_tuple=True)
+    counts_N = torch.bincount(row_C, minlength=len(probs_NV))
+    return _Likely(row_C, id_C, probs_NV[row_C, id_C], counts_N)
+
+
+# -- draws -----------------------------------------------------------------------------------------------------------
+
+
+def sample(probs_BV: Tensor, rows: SamplingRows, position_B: Tensor, base_B: Tensor) -> Tensor:
+    """The target's own token at `position_B` for each sequence, int64, as its rule draws it."""
+    ids_B = draw(probs_BV, rows.uniform(position_B, Purpose.SAMPLE, base_B))
+    return with_invariant(ids_B, probs_BV, rows, position_B)
+
+
+def with_invariant(ids_B: Tensor, probs_BV: Tensor, rows: SamplingRows, position_B: Tensor) -> Tensor:
+    """`ids_B`, but for sequences under the invariant rule what their noise picks."""
+    if not bool(rows.invariant_B.any()):
+        return ids_B
+    index = rows.invariant_B.nonzero().squeeze(1)
+    return ids_B.index_put((index,), pick(probs_BV[index], rows.select(index), position_B[index]))
+
+
+def pick(probs_NV: Tensor, rows: SamplingRows, position_N: Tensor) -> Tensor:
+    """argmax over x of log p(x) + g(seed, choice, position, x): a draw from p that every similar p comes to as well.
+
+    Only tokens that are worth a look have noise of their own. The others compete as one, with their summed probability,
+    and where they win, one of them is drawn: the largest of Gumbels is a Gumbel, and who it belongs to is independent.
+    """
+    likely = _likely(probs_NV)
+    bits_N = random_bits(rows.seed_B, rows.choice_B, position_N, Purpose.NOISE)
+    score_C = likely.prob_C.double().log() + gumbel(bits_N[likely.row_C], likely.id_C)
+    rest_NV = probs_NV.where(probs_NV < _WORTH_A_LOOK, 0.0)
+    # Behind the last token's key.
+    rest_N = rest_NV.sum(dim=-1).double().log() + gumbel(bits_N, torch.tensor(probs_NV.shape[-1]))
+    best_N = rest_N.scatter_reduce(0, likely.row_C, score_C, "amax")
+    wins_C = score_C == best_N[likely.row_C]
+    ids_N = likely.id_C.new_zeros(len(probs_NV)).index_put_((likely.row_C[wins_C],), likely.id_C[wins_C])
+    of_rest = (rest_N == best_N).nonzero().squeeze(1)
+    if len(of_rest):
+        u_N = uniform(rows.seed_B[of_rest], rows.choice_B[of_rest], position_N[of_rest], Purpose.TAIL)
+        ids_N[of_rest] = draw(rest_NV[of_rest], u_N)
+    return ids_N
 
 
 def draw(probs_V: Tensor, uniforms: Tensor) -> Tensor:

@@ -1,22 +1,28 @@
-"""Verification rules: which draft tokens stand, and which token comes after them.
+"""Verification rules: which draft tokens stand, and which token comes after them. All keep the target's distribution.
 
-Rejection (lossless): draft token x is accepted with probability min(1, p(x)/q(x)); at the first rejection the token is
-drawn from norm(max(0, p - q)), after k acceptances from p. Greedy is the same rule with p one-hot at the argmax and q
-one-hot at the draft token. p and q are those the tokens are really drawn from, after the sampling pipeline.
+Rejection: draft token x is accepted with probability min(1, p(x)/q(x)); at the first rejection the token is drawn from
+norm(max(0, p - q)), after k acceptances from p.
+Block (Sun et al., "Block verification accelerates speculative decoding"): a coin for each prefix says whether it
+stands; the longest one is accepted, and the token after it drawn from norm(max(0, P p - q)), P the prefix's weight.
+Invariant: the target draws every token with noise of its own position, and a draft token stands where it is the same.
+Greedy is each of them with p one-hot at the argmax and q one-hot at the draft token. p and q are those the tokens are
+really drawn from, after the sampling pipeline.
 
 Shapes: B sequences, K draft tokens at most (`counts_B` of them real, 0..K), T = K + 1 positions with a p, V vocabulary,
 M candidates of q. Draft token i (1-based) stands at absolute position base + i; p_BTV[:, i - 1] is its distribution.
-What it does not know: where p and q came from, block and invariant rules.
+What it does not know: where p and q came from.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from spire.sampling import Purpose, SamplingRows, draw
+from spire.randomness import Purpose
+from spire.sampling import Rule, SamplingRows, draw, pick
 
 # How far a row of q may be from summing to one: what rounding each term to bfloat16 can do at worst.
 Q_SUM_TOLERANCE = 4e-3
@@ -39,12 +45,16 @@ class SparseDistribution:
         return (self.probs_BKM * (self.ids_BKM == tokens_BK[..., None])).sum(dim=-1)
 
     def taken_from(self, p_BV: Tensor, at_B: Tensor) -> Tensor:
-        """max(0, p - q) with the q of draft token `at` in each row."""
+        """max(0, p - q) with the q of draft token `at` in each row. p need not sum to one."""
         row_B = torch.arange(len(p_BV), device=p_BV.device)
         probs_BM = self.probs_BKM[row_B, at_B].to(p_BV.dtype)
         if self.ids_BKM is None:
             return (p_BV - probs_BM).clamp_(min=0)
         return p_BV.scatter_add(1, self.ids_BKM[row_B, at_B], -probs_BM).clamp_(min=0)
+
+    def select(self, index: Tensor) -> SparseDistribution:
+        """The rows at `index`."""
+        return SparseDistribution(None if self.ids_BKM is None else self.ids_BKM[index], self.probs_BKM[index])
 
     def normalised(self) -> SparseDistribution:
         """Rows summing to one. The draft draws in proportion to what it sends, which may be rounded to bfloat16."""
@@ -80,23 +90,101 @@ def verify(
     rows: SamplingRows,
     base_B: Tensor,
 ) -> Verdict:
-    """Apply the rejection rule. `q` None is one-hot at the draft tokens; greedy rows are taken so whatever q says."""
-    K = draft_BK.shape[1]
-    if q is None or K == 0:
-        q = SparseDistribution.one_hot(draft_BK)
-    else:
-        q = q.normalised()
-        if bool(rows.greedy_B.any()):
-            q = _one_hot_where_greedy(q, draft_BK, rows.greedy_B)
-    offset_K = torch.arange(1, K + 1, device=draft_BK.device)
-    p_BK = p_BTV[:, :K].gather(-1, draft_BK[..., None]).squeeze(-1)
-    u_BK = rows.uniform(base_B[:, None] + offset_K, Purpose.ACCEPT)
+    """Apply to each row its rule. `q` None is one-hot at the draft tokens; greedy rows are taken so whatever q says."""
+    q = _drawn_from(q, draft_BK, rows)
+    present = [rule for rule in Rule if bool((rows.rule_B == rule).any())]
+    if len(present) == 1:
+        return _RULES[present[0]](p_BTV, draft_BK, counts_B, q, rows, base_B)
+    verdict = Verdict(torch.zeros_like(counts_B), draft_BK.new_zeros(p_BTV.shape[:2]))
+    for rule in present:
+        index = (rows.rule_B == rule).nonzero().squeeze(1)
+        arguments = (p_BTV[index], draft_BK[index], counts_B[index], q.select(index), rows.select(index), base_B[index])
+        part = _RULES[rule](*arguments)
+        verdict.accepted_B[index], verdict.tokens_BT[index] = part.accepted_B, part.tokens_BT
+    return verdict
+
+
+def _drawn_from(q: SparseDistribution | None, draft_BK: Tensor, rows: SamplingRows) -> SparseDistribution:
+    if q is None or draft_BK.shape[1] == 0:
+        return SparseDistribution.one_hot(draft_BK)
+    q = q.normalised()
+    return _one_hot_where_greedy(q, draft_BK, rows.greedy_B) if bool(rows.greedy_B.any()) else q
+
+
+def _reject(
+    p_BTV: Tensor, draft_BK: Tensor, counts_B: Tensor, q: SparseDistribution, rows: SamplingRows, base_B: Tensor
+) -> Verdict:
+    offset_K = torch.arange(1, draft_BK.shape[1] + 1, device=draft_BK.device)
+    u_BK = rows.uniform(base_B[:, None] + offset_K, Purpose.ACCEPT, base_B)
     # u < p/q without the division: a token that p excludes never passes, one that q calls impossible does.
-    stands_BK = (u_BK * q.of(draft_BK) < p_BK) & (offset_K <= counts_B[:, None])
+    stands_BK = (u_BK * q.of(draft_BK) < _of_draft(p_BTV, draft_BK)) & (offset_K <= counts_B[:, None])
     accepted_B = stands_BK.cumprod(dim=1).sum(dim=1)
-    final_BV = _final_distribution(p_BTV, q, accepted_B, counts_B)
-    final_B = draw(final_BV, rows.uniform(base_B + accepted_B + 1, Purpose.SAMPLE))
+    final_BV = _final_distribution(p_BTV, q, accepted_B, counts_B, torch.ones_like(p_BTV[:, 0, 0]))
+    final_B = draw(final_BV, rows.uniform(base_B + accepted_B + 1, Purpose.SAMPLE, base_B))
     return Verdict.of(draft_BK, accepted_B, final_B)
+
+
+def _reject_blocks(
+    p_BTV: Tensor, draft_BK: Tensor, counts_B: Tensor, q: SparseDistribution, rows: SamplingRows, base_B: Tensor
+) -> Verdict:
+    """P_i = min(1, P_(i-1) p/q) is the weight of the first i draft tokens. They stand with probability h_i: P_k at the
+    end, before it R_i / (R_i + 1 - P_i), R_i being what max(0, P_i p - q) sums to for the token after them."""
+    offset_K = torch.arange(1, draft_BK.shape[1] + 1, device=draft_BK.device)
+    ratio_BK = _of_draft(p_BTV, draft_BK) / q.of(draft_BK)
+    ratio_BK = ratio_BK.nan_to_num(nan=1.0)  # impossible by both
+    weights = [torch.ones_like(p_BTV[:, 0, 0])]
+    for ratio_B in ratio_BK.unbind(1):
+        weights.append((weights[-1] * ratio_B).clamp(max=1))
+    weight_BT = torch.stack(weights, dim=1)
+    left_BK = _sum_left(p_BTV, q, weight_BT)
+    stays_BK = left_BK / (left_BK + 1 - weight_BT[:, :-1])
+    # 0/0: the prefix has its full weight, and the next token has p and q alike.
+    stays_BK = torch.cat((stays_BK.nan_to_num(nan=1.0)[:, 1:], weight_BT[:, -1:]), dim=1)[:, : len(offset_K)]
+    stays_BK = torch.where(offset_K == counts_B[:, None], weight_BT[:, 1:], stays_BK)
+    u_BK = rows.uniform(base_B[:, None] + offset_K, Purpose.ACCEPT, base_B)
+    stands_BK = (u_BK < stays_BK) & (offset_K <= counts_B[:, None])
+    accepted_B = (stands_BK * offset_K).amax(dim=1) if len(offset_K) else torch.zeros_like(counts_B)
+    weight_B = weight_BT.gather(1, accepted_B[:, None])[:, 0]
+    final_BV = _final_distribution(p_BTV, q, accepted_B, counts_B, weight_B)
+    final_B = draw(final_BV, rows.uniform(base_B + accepted_B + 1, Purpose.SAMPLE, base_B))
+    return Verdict.of(draft_BK, accepted_B, final_B)
+
+
+def _match(
+    p_BTV: Tensor, draft_BK: Tensor, counts_B: Tensor, q: SparseDistribution, rows: SamplingRows, base_B: Tensor
+) -> Verdict:
+    """The target draws at every position, as it would without a draft."""
+    (B, T), K = p_BTV.shape[:2], draft_BK.shape[1]
+    row_N = torch.arange(B, device=draft_BK.device).repeat_interleave(T)
+    position_BT = base_B[:, None] + torch.arange(1, T + 1, device=draft_BK.device)
+    own_BT = pick(p_BTV.flatten(0, 1), rows.select(row_N), position_BT.flatten()).view(B, T)
+    offset_K = torch.arange(1, K + 1, device=draft_BK.device)
+    stands_BK = (own_BT[:, :K] == draft_BK) & (offset_K <= counts_B[:, None])
+    accepted_B = stands_BK.long().cumprod(dim=1).sum(dim=1)
+    return Verdict.of(draft_BK, accepted_B, own_BT.gather(1, accepted_B[:, None])[:, 0])
+
+
+VerificationRule = Callable[[Tensor, Tensor, Tensor, SparseDistribution, SamplingRows, Tensor], Verdict]
+_RULES: dict[Rule, VerificationRule] = {Rule.REJECTION: _reject, Rule.BLOCK: _reject_blocks, Rule.INVARIANT: _match}
+
+
+def _of_draft(p_BTV: Tensor, draft_BK: Tensor) -> Tensor:
+    """p of the draft tokens [B, K]."""
+    return p_BTV[:, : draft_BK.shape[1]].gather(-1, draft_BK[..., None]).squeeze(-1)
+
+
+def _sum_left(p_BTV: Tensor, q: SparseDistribution, weight_BT: Tensor) -> Tensor:
+    """What max(0, P_(i-1) p - q) sums to over the vocabulary for draft token i, [B, K].
+
+    Only q's candidates need a look: of all other tokens P p is left whole.
+    """
+    K = q.probs_BKM.shape[1]
+    p_BKV, weight_BK1 = p_BTV[:, :K], weight_BT[:, :K, None]
+    if q.ids_BKM is None:
+        return (weight_BK1 * p_BKV - q.probs_BKM).clamp(min=0).sum(dim=-1)
+    p_BKM = p_BKV.gather(-1, q.ids_BKM) * (q.probs_BKM > 0)
+    of_others_BK = weight_BK1[..., 0] * (p_BKV.sum(dim=-1) - p_BKM.sum(dim=-1)).clamp(min=0)
+    return of_others_BK + (weight_BK1 * p_BKM - q.probs_BKM).clamp(min=0).sum(dim=-1)
 
 
 def _one_hot_where_greedy(q: SparseDistribution, draft_BK: Tensor, greedy_B: Tensor) -> SparseDistribution:
@@ -109,14 +197,16 @@ def _one_hot_where_greedy(q: SparseDistribution, draft_BK: Tensor, greedy_B: Ten
     return SparseDistribution(ids_BKM, torch.where(greedy_B11, first_M.float(), q.probs_BKM))
 
 
-def _final_distribution(p_BTV: Tensor, q: SparseDistribution, accepted_B: Tensor, counts_B: Tensor) -> Tensor:
-    """max(0, p - q) at the first rejected token, p after the last accepted one or where that residual is empty."""
+def _final_distribution(
+    p_BTV: Tensor, q: SparseDistribution, accepted_B: Tensor, counts_B: Tensor, weight_B: Tensor
+) -> Tensor:
+    """max(0, P p - q) behind a prefix of weight P, p after the last draft token or where that residual is empty."""
     K = q.probs_BKM.shape[1]
     p_BV = p_BTV[torch.arange(len(p_BTV), device=p_BTV.device), accepted_B]
     if K == 0:
         return p_BV
     rejected_B1 = (accepted_B < counts_B)[:, None]
-    residual_BV = q.taken_from(p_BV, accepted_B.clamp(max=K - 1))
+    residual_BV = q.taken_from(weight_B[:, None] * p_BV, accepted_B.clamp(max=K - 1))
     return torch.where(rejected_B1 & (residual_BV.sum(dim=1, keepdim=True) > 0), residual_BV, p_BV)
 
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 import verifier_service.step
-from spire.sampling import Purpose, SamplingRows, draw
+from spire.randomness import Purpose
+from spire.sampling import SamplingRows, draw
 from spire.verification import SparseDistribution, Verdict
 from verifier_service.__main__ import main
 
@@ -20,7 +21,7 @@ def accept_everything(
     base_B: Tensor,
 ) -> Verdict:
     row_B = torch.arange(len(p_BTV))
-    last_B = draw(p_BTV[row_B, counts_B], rows.uniform(base_B + counts_B + 1, Purpose.SAMPLE))
+    last_B = draw(p_BTV[row_B, counts_B], rows.uniform(base_B + counts_B + 1, Purpose.SAMPLE, base_B))
     return Verdict.of(draft_BK, counts_B, last_B)
 
 

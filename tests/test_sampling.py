@@ -9,17 +9,22 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from spire.randomness import Purpose, uniform
 from spire.rpc.sampling import from_protos
-from spire.sampling import Purpose, SamplingRows, draw, probabilities, top_m, uniform
+from spire.sampling import SamplingRows, draw, pick, probabilities, top_m
 from spire.v1 import tensor_pb2 as pb
 
 # A test that is right fails once in a million runs; the numbers are fixed, so it fails always or never.
 ALPHA = 1e-6
 
 
-def rows(*parameters: tuple[float, int, float]) -> SamplingRows:
-    """(temperature, top_k, top_p) of each row."""
-    return from_protos([pb.Sampling(temperature=t, top_k=k, top_p=p, seed=n) for n, (t, k, p) in enumerate(parameters)])
+def rows(*parameters: tuple[float, ...]) -> SamplingRows:
+    """(temperature, top_k, top_p, min_p) of each row; what is not given keeps everything."""
+    messages = []
+    for seed, given in enumerate(parameters):
+        temperature, top_k, top_p, min_p = (*given, *(1, 0, 1, 0)[len(given) :])
+        messages.append(pb.Sampling(temperature=temperature, top_k=int(top_k), top_p=top_p, min_p=min_p, seed=seed))
+    return from_protos(messages)
 
 
 def numbers(count: int, *, seed: int = 1, choice: int = 0, purpose: Purpose = Purpose.SAMPLE) -> Tensor:
@@ -79,34 +84,60 @@ def test_greedy_is_one_hot_also_beside_sampled_rows() -> None:
         assert probs_BTV[0].count_nonzero() == 3
 
 
-def truncated_slowly(logits: list[float], temperature: float, top_k: int, top_p: float) -> dict[int, float]:
+def truncated_slowly(
+    logits: list[float], temperature: float, top_k: int = 0, top_p: float = 1, min_p: float = 0
+) -> dict[int, float]:
     """The pipeline by its definition, one token at a time."""
-    probs = torch.tensor(logits, dtype=torch.float64).div(temperature).softmax(-1).tolist()
+    probs = (torch.tensor(logits) / temperature).softmax(-1).double().tolist()
     order = sorted(range(len(probs)), key=lambda token: -probs[token])[: top_k or None]
     total = sum(probs[token] for token in order)
     kept, reached = {}, 0.0
     for token in order:
-        if reached >= top_p and top_p < 1:
+        if (reached >= top_p and top_p < 1) or probs[token] < min_p * max(probs) or not probs[token]:
             break
         kept[token] = probs[token] / total
         reached += kept[token]
     return {token: p / sum(kept.values()) for token, p in kept.items()}
 
 
-@pytest.mark.parametrize(
-    "parameters", [(1, 5, 1), (1, 0, 0.7), (0.7, 9, 0.5), (2, 1, 1), (1, 0, 1e-6), (1, 400, 0.999)]
-)
-def test_top_k_then_top_p(parameters: tuple[float, int, float]) -> None:
-    """Beside a row that asks for nothing, which must stay whole."""
-    logits_BTV = torch.randn(2, 2, 60, generator=torch.Generator().manual_seed(3)) * 2
-    probs_BTV = probabilities(logits_BTV, rows(parameters, (1, 0, 1)))
-    for position in range(2):
-        expected = truncated_slowly(logits_BTV[0, position].tolist(), *parameters)
-        found = probs_BTV[0, position]
-        assert set(found.nonzero().flatten().tolist()) == set(expected)
-        for token, p in expected.items():
-            assert float(found[token]) == pytest.approx(p, rel=1e-4)
-    torch.testing.assert_close(probs_BTV[1], logits_BTV[1].softmax(-1))
+def assert_truncated(logits_BTV: Tensor, *parameters: tuple[float, ...]) -> None:
+    """Each row by its own parameters, whatever its neighbours ask for."""
+    probs_BTV = probabilities(logits_BTV, rows(*parameters))
+    for row, of_row in enumerate(parameters):
+        for position, logits_V in enumerate(logits_BTV[row]):
+            expected = truncated_slowly(logits_V.tolist(), *of_row)  # type: ignore[arg-type]
+            found_V = probs_BTV[row, position]
+            assert set(found_V.nonzero().flatten().tolist()) == set(expected)
+            for token, p in expected.items():
+                assert float(found_V[token]) == pytest.approx(p, rel=1e-4)
+
+
+@pytest.mark.parametrize("scale", [0.1, 2, 20])
+@pytest.mark.parametrize("V", [60, 3000])
+def test_top_k_then_top_p_then_min_p(V: int, scale: float) -> None:
+    """Flat and peaked, so that the tokens worth a look hold everything, something, or nothing."""
+    parameters = [(1, 5), (1, 0, 0.7), (0.7, 9, 0.5), (2, 1), (1, 0, 1e-6), (1, 400, 0.999), (1.0,)]
+    parameters += [(1, 0, 1, 0.1), (1.5, 20, 0.9, 0.01), (1, 0, 0.95, 0.5), (1, 0, 1, 1)]
+    logits_BTV = torch.randn(len(parameters), 2, V, generator=torch.Generator().manual_seed(3)) * scale
+    assert_truncated(logits_BTV, *parameters)
+
+
+def test_of_equally_probable_tokens_the_lower_ids_stay() -> None:
+    """Logits in bfloat16 are often the same."""
+    flat_BTV = torch.zeros(4, 1, 2000)
+    probs_BTV = probabilities(flat_BTV, rows((1, 7), (1, 0, 0.0101), (1, 2000), (1, 0, 0.9, 1)))
+    assert [int(row.count_nonzero()) for row in probs_BTV] == [7, 21, 2000, 1800]
+    assert probs_BTV[0, 0, :7].count_nonzero() == 7
+    tied_BTV = torch.tensor([[[1.0, 2, 0, 2, 1, 1, 1, 0]]])
+    assert probabilities(tied_BTV, rows((1, 4)))[0, 0].nonzero().flatten().tolist() == [0, 1, 3, 4]
+
+
+def test_what_a_row_keeps_does_not_depend_on_the_other_rows() -> None:
+    parameters = [(1, 3), (1, 50, 0.9), (1, 0, 0.5), (1, 0, 0.999), (0,), (1, 0, 1, 0.2)]
+    logits_BTV = torch.randn(6, 3, 500, generator=torch.Generator().manual_seed(1)).bfloat16().float() * 3
+    together = probabilities(logits_BTV, rows(*parameters))
+    for row, of_row in enumerate(parameters):
+        assert torch.equal(probabilities(logits_BTV[row : row + 1], rows(of_row))[0], together[row])
 
 
 def test_a_tiny_temperature_is_greedy_and_not_nan() -> None:
@@ -141,3 +172,30 @@ def test_top_m_keeps_the_most_probable_and_renormalises() -> None:
     torch.testing.assert_close(kept_BM.sum(-1), torch.ones(3))
     torch.testing.assert_close(kept_BM * probs_BV.gather(1, ids_BM).sum(1, keepdim=True), probs_BV.gather(1, ids_BM))
     assert top_m(probs_BV, 100)[0].shape == (3, 40)
+
+
+def picks(probs_V: Tensor, count: int) -> Tensor:
+    """What the invariant rule draws for `count` seeds."""
+    samplings = from_protos([pb.Sampling(temperature=1, top_p=1, rule=pb.RULE_INVARIANT, seed=n) for n in range(count)])
+    return pick(probs_V.expand(count, -1), samplings, torch.full((count,), 9))
+
+
+@pytest.mark.parametrize("V", [5, 300, 2000])
+@pytest.mark.parametrize("scale", [0.0, 2.0])
+def test_picks_follow_the_distribution_of_likely_and_of_unlikely_tokens(V: int, scale: float) -> None:
+    probs_V = (torch.randn(V, generator=torch.Generator().manual_seed(V)) * scale).softmax(-1)
+    count = 10_000
+    found_V = picks(probs_V, count).bincount(minlength=V)
+    # Chi-square wants five of a kind: unlikely tokens are counted by the hundred.
+    groups_V = torch.where(probs_V * count >= 5, torch.arange(V), V + torch.arange(V) // 100)
+    expected = torch.zeros(2 * V).index_add(0, groups_V, probs_V * count)
+    found = torch.zeros(2 * V).index_add(0, groups_V, found_V.float())
+    real = expected > 0
+    expected, found = expected[real].double(), found[real].double()
+    assert stats.chisquare(found, expected * found.sum() / expected.sum()).pvalue > ALPHA
+
+
+def test_a_token_of_probability_zero_is_never_picked() -> None:
+    probs_V = torch.tensor([0.0, 1e-6, 0.0, 1 - 1e-6, 0.0])
+    assert set(picks(probs_V, 5000).tolist()) <= {1, 3}
+    assert set(picks(torch.tensor([0.0, 0.0, 1.0]), 100).tolist()) == {2}

@@ -1,4 +1,4 @@
-"""The rejection rule is lossless: what comes out is distributed as the target says, whatever the draft says.
+"""Every rule is lossless: what comes out is distributed as the target says, whatever the draft says.
 
 Each test of a distribution has a control: a rule that is not lossless fails it. Thresholds come from chi-square's
 distribution at a false alarm rate of one in a million; numbers are fixed, so a test fails always or never.
@@ -16,24 +16,28 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from spire.sampling import Purpose, SamplingRows, draw, top_m
+from spire.drafting import draft_tokens
+from spire.randomness import Purpose
+from spire.sampling import Rule, SamplingRows, draw, top_m
 from spire.verification import Q_PROBLEMS, SparseDistribution, Verdict, check_q, verify
 
 ALPHA = 1e-6
-Rule = Callable[[Tensor, Tensor, Tensor, SparseDistribution | None, SamplingRows, Tensor], Verdict]
+Verify = Callable[[Tensor, Tensor, Tensor, SparseDistribution | None, SamplingRows, Tensor], Verdict]
+every_rule = pytest.mark.parametrize("rule", list(Rule), ids=lambda rule: rule.name.lower())
 
 
-def sampled_rows(count: int, temperature: float = 1.0) -> SamplingRows:
+def sampled_rows(count: int, temperature: float = 1.0, rule: Rule = Rule.REJECTION) -> SamplingRows:
     """One sequence per row: its seed is its number."""
-    zeros = torch.zeros(count, dtype=torch.int64)
-    return SamplingRows(torch.full((count,), temperature), zeros, torch.ones(count), torch.arange(count), zeros)
+    zeros, ones = torch.zeros(count, dtype=torch.int64), torch.ones(count)
+    seeds, rules = torch.arange(count), torch.full((count,), int(rule))
+    return SamplingRows(ones * temperature, zeros, ones, ones * 0, seeds, zeros, rules)
 
 
 def accept_everything(
     p_BTV: Tensor, draft_BK: Tensor, counts_B: Tensor, q: SparseDistribution | None, rows: SamplingRows, base_B: Tensor
 ) -> Verdict:
     """The lossy rule that must fail."""
-    last_B = draw(p_BTV[:, -1], rows.uniform(base_B + counts_B + 1, Purpose.SAMPLE))
+    last_B = draw(p_BTV[:, -1], rows.uniform(base_B + counts_B + 1, Purpose.SAMPLE, base_B))
     return Verdict(counts_B, torch.cat((draft_BK, last_B[:, None]), dim=1))
 
 
@@ -45,31 +49,49 @@ def accept_typical(
     entropy_B = -(p_BV * p_BV.clamp(min=1e-30).log()).sum(-1)
     threshold_B = torch.minimum(torch.tensor(0.09), 0.3 * (-entropy_B).exp())
     accepted_B = (p_BV.gather(1, draft_BK[:, :1]).squeeze(1) > threshold_B).long()
-    drawn_B = draw(p_BV, rows.uniform(base_B + 1, Purpose.SAMPLE))
+    drawn_B = draw(p_BV, rows.uniform(base_B + 1, Purpose.SAMPLE, base_B))
     first_B = torch.where(accepted_B == 1, draft_BK[:, 0], drawn_B)
     return Verdict(accepted_B, torch.stack((first_B, drawn_B), dim=1))
 
 
-def tokens_of(rule: Rule, p_VV: Tensor, q_VV: Tensor, n: int, k: int, m: int = 16) -> Tensor:
-    """n independent sequences of a chain: the next token depends on the last one alone. Returns [n, k + 1], -1 unset.
+def generate(
+    p_VV: Tensor,
+    q_VV: Tensor,
+    n: int,
+    length: int,
+    k: int,
+    rule: Rule = Rule.REJECTION,
+    m: int | None = None,
+    check: Verify = verify,
+) -> Tensor:
+    """n sequences [n, length] of a chain, in which the next token depends on the last one alone, in rounds of k.
 
-    Each starts after token 0; the draft draws from the m most probable tokens of its own chain, as the service does.
+    Each starts after token 0 at position 5; the draft draws from the m most probable tokens of its own chain.
     """
-    rows, base_B = sampled_rows(n), torch.full((n,), 5)
-    last_B, draft, ids, probs = torch.zeros(n, dtype=torch.int64), [], [], []
-    for step in range(k):
-        ids_BM, probs_BM = top_m(q_VV[last_B], m)
-        at_B = draw(probs_BM, rows.uniform(base_B + step + 1, Purpose.DRAFT))
-        last_B = ids_BM.gather(1, at_B[:, None]).squeeze(1)
-        draft.append(last_B)
-        ids.append(ids_BM)
-        probs.append(probs_BM)
-    draft_BK = torch.stack(draft, dim=1)
-    fed_BT = torch.cat((torch.zeros(n, 1, dtype=torch.int64), draft_BK), dim=1)
-    q = SparseDistribution(torch.stack(ids, dim=1), torch.stack(probs, dim=1))
-    verdict = rule(p_VV[fed_BT], draft_BK, torch.full((n,), k), q, rows, base_B)
-    real = torch.arange(k + 1) <= verdict.accepted_B[:, None]
-    return torch.where(real, verdict.tokens_BT, -1)
+    rows = sampled_rows(n, rule=rule)
+    base_B, newest_B = torch.full((n,), 5), torch.zeros(n, dtype=torch.int64)
+    written_BL = torch.zeros(n, length + 5 + k + 2, dtype=torch.int64)
+    counts_B = torch.full((n,), k)
+    while int(base_B.min()) < 5 + length:
+        draft_BK, q = drafted(q_VV, newest_B, base_B, k, rows, m)
+        fed_BT = torch.cat((newest_B[:, None], draft_BK), dim=1)
+        verdict = check(p_VV[fed_BT], draft_BK, counts_B, q, rows, base_B)
+        for offset, token_B in enumerate(verdict.tokens_BT.unbind(1)):
+            going = (verdict.accepted_B >= offset) & (base_B + offset < 5 + length)
+            written_BL[going, (base_B + offset)[going]] = token_B[going]
+        newest_B = verdict.tokens_BT.gather(1, verdict.accepted_B[:, None])[:, 0]
+        base_B = torch.where(base_B < 5 + length, base_B + verdict.accepted_B + 1, base_B)
+    return written_BL[:, 5 : 5 + length]
+
+
+def drafted(
+    q_VV: Tensor, newest_B: Tensor, base_B: Tensor, k: int, rows: SamplingRows, m: int | None
+) -> tuple[Tensor, SparseDistribution | None]:
+    """As the draft service draws, and as it sends q."""
+    if k == 0:
+        return newest_B.new_zeros(len(newest_B), 0), None
+    answer = draft_tokens(lambda tokens_B: q_VV[tokens_B].log(), newest_B, base_B, k, rows, m)
+    return answer.tokens_BK, SparseDistribution(answer.ids_BKM, answer.probs_BKM.float())
 
 
 def p_value(tokens_N: Tensor, p_V: Tensor) -> float:
@@ -77,70 +99,126 @@ def p_value(tokens_N: Tensor, p_V: Tensor) -> float:
     return float(stats.chisquare(tokens_N.bincount(minlength=len(p_V)).numpy(), expected.numpy()).pvalue)
 
 
-def first_token_p_value(rule: Rule, p_VV: Tensor, q_VV: Tensor, n: int, m: int = 16) -> float:
-    return p_value(tokens_of(rule, p_VV, q_VV, n, k=1, m=m)[:, 0], p_VV[0])
+def first_token_p_value(check: Verify, p_VV: Tensor, q_VV: Tensor, n: int, rule: Rule = Rule.REJECTION) -> float:
+    return p_value(generate(p_VV, q_VV, n, 1, k=1, rule=rule, check=check)[:, 0], p_VV[0])
+
+
+def p_values(tokens_BL: Tensor, p_VV: Tensor) -> list[float]:
+    """Of each position, of all pairs of neighbours, and of the first three tokens together."""
+    V = len(p_VV)
+    marginals = [p_VV[0]]
+    for _ in range(tokens_BL.shape[1] - 1):
+        marginals.append(marginals[-1] @ p_VV)
+    values = [p_value(tokens_BL[:, at], marginal) for at, marginal in enumerate(marginals)]
+    pairs = [marginal[:, None] * p_VV for marginal in marginals[:-1]]
+    values += [p_value(tokens_BL[:, at] * V + tokens_BL[:, at + 1], pair.flatten()) for at, pair in enumerate(pairs)]
+    three_BL = tokens_BL[:, :3] * torch.tensor([V * V, V, 1])
+    return [*values, p_value(three_BL.sum(dim=1), (pairs[0][:, :, None] * p_VV).flatten())]
 
 
 def chain(seed: int, V: int = 16) -> Tensor:
     return (torch.randn(V, V, generator=torch.Generator().manual_seed(seed)) * 1.2).softmax(-1)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("m", [2, 16])
-def test_the_first_token_follows_p(seed: int, m: int) -> None:
-    """Also when q is truncated to a few tokens: it is still exactly what the draft drew from."""
-    assert first_token_p_value(verify, chain(seed), chain(seed + 100), 50_000, m) > ALPHA
+# The anti-correlated case: what the draft finds likely the target does not.
+RISING_VV = (torch.arange(1, 17) / 136).expand(16, 16)
 
 
-def test_an_anti_correlated_draft_does_not_bend_the_output() -> None:
-    """Vocabulary 16, the draft's distribution is the target's reversed: shared randomness would show here."""
-    p_V = torch.arange(1, 17) / 136
-    p_VV = p_V.expand(16, 16)
-    assert first_token_p_value(verify, p_VV, p_VV.flip(1), 200_000) > ALPHA
+@every_rule
+@pytest.mark.parametrize(("k", "m"), [(1, 6), (1, 2), (3, 6), (3, 3), (5, 2), (5, None)])
+def test_sequences_follow_the_target_over_many_rounds(rule: Rule, k: int, m: int | None) -> None:
+    p_VV, q_VV = chain(1, 6), chain(2, 6)
+    assert min(p_values(generate(p_VV, q_VV, 40_000, 6, k, rule, m), p_VV)) > ALPHA
+
+
+@every_rule
+def test_an_anti_correlated_draft_does_not_bend_the_output(rule: Rule) -> None:
+    assert first_token_p_value(verify, RISING_VV, RISING_VV.flip(1), 200_000, rule) > ALPHA
+
+
+@every_rule
+def test_a_draft_of_one_token_does_not_bend_the_output(rule: Rule) -> None:
+    p_VV, q_VV = chain(3, 6), chain(4, 6)
+    assert min(p_values(generate(p_VV, q_VV, 40_000, 4, 3, rule, m=1), p_VV)) > ALPHA
 
 
 @pytest.mark.parametrize("lossy", [accept_everything, accept_typical])
-def test_lossy_rules_fail_the_same_test(lossy: Rule) -> None:
-    p_VV = (torch.arange(1, 17) / 136).expand(16, 16)
-    assert first_token_p_value(lossy, p_VV, p_VV.flip(1), 200_000) < ALPHA
+def test_lossy_rules_fail_the_same_tests(lossy: Verify) -> None:
+    assert first_token_p_value(lossy, RISING_VV, RISING_VV.flip(1), 200_000) < ALPHA
     assert first_token_p_value(lossy, chain(0), chain(100), 50_000) < ALPHA
+    assert min(p_values(generate(chain(1, 6), chain(2, 6), 40_000, 6, 1, check=lossy), chain(1, 6))) < ALPHA
 
 
-def test_sharing_randomness_between_draft_and_verifier_fails_the_same_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    p_VV = (torch.arange(1, 17) / 136).expand(16, 16)
+@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.BLOCK])
+def test_sharing_randomness_between_draft_and_verifier_fails_the_same_test(
+    monkeypatch: pytest.MonkeyPatch, rule: Rule
+) -> None:
     plain = SamplingRows.uniform
-    monkeypatch.setattr(SamplingRows, "uniform", lambda rows, position, _: plain(rows, position, Purpose.DRAFT))
-    assert first_token_p_value(verify, p_VV, p_VV.flip(1), 200_000) < ALPHA
+    monkeypatch.setattr(SamplingRows, "uniform", lambda rows, at, _, base: plain(rows, at, Purpose.DRAFT, base))
+    assert first_token_p_value(verify, RISING_VV, RISING_VV.flip(1), 200_000, rule) < ALPHA
 
 
-def joint_p_value(rule: Rule, n: int) -> float:
-    """Pairs of the first two tokens, over sequences that run until they have two."""
-    p_VV, q_VV = chain(1, 6), chain(2, 6)
-    tokens_BT = tokens_of(rule, p_VV, q_VV, n, k=3, m=6)
-    second_B = torch.where(tokens_BT[:, 1] >= 0, tokens_BT[:, 1], _next_round(p_VV, tokens_BT[:, 0], n))
-    pairs_B = tokens_BT[:, 0] * 6 + second_B
-    return p_value(pairs_B, (p_VV[0][:, None] * p_VV).flatten())
+def test_block_verification_needs_new_numbers_for_positions_it_has_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """p = (0.3, 0.7), q = (0.6, 0.4), k = 3: numbers of discarded positions, used again, bend the third token."""
+    p_VV, q_VV = torch.tensor([0.3, 0.7]).expand(2, 2), torch.tensor([0.6, 0.4]).expand(2, 2)
+    assert min(p_values(generate(p_VV, q_VV, 100_000, 4, 3, Rule.BLOCK), p_VV)) > ALPHA
+    plain = SamplingRows.uniform
+    monkeypatch.setattr(SamplingRows, "uniform", lambda rows, at, why, base: plain(rows, at, why, base * 0))
+    third_B = generate(p_VV, q_VV, 100_000, 4, 3, Rule.BLOCK)[:, 2]
+    assert p_value(third_B, p_VV[0]) < ALPHA
 
 
-def _next_round(p_VV: Tensor, newest_B: Tensor, n: int) -> Tensor:
-    """One plain round after a round that gave a single token: k = 0 at base + 1."""
-    none_BK = torch.zeros(n, 0, dtype=torch.int64)
-    zeros_B = torch.zeros(n, dtype=torch.int64)
-    verdict = verify(p_VV[newest_B][:, None], none_BK, zeros_B, None, sampled_rows(n), torch.full((n,), 6))
-    return verdict.tokens_BT[:, 0]
+def accepted_share(rule: Rule, k: int, p_VV: Tensor, q_VV: Tensor, n: int = 50_000) -> float:
+    """Mean number of draft tokens accepted in a first round, over k."""
+    rows, base_B, newest_B = sampled_rows(n, rule=rule), torch.full((n,), 5), torch.zeros(n, dtype=torch.int64)
+    draft_BK, q = drafted(q_VV, newest_B, base_B, k, rows, None)
+    fed_BT = torch.cat((newest_B[:, None], draft_BK), dim=1)
+    verdict = verify(p_VV[fed_BT], draft_BK, torch.full((n,), k), q, rows, base_B)
+    return float(verdict.accepted_B.double().mean()) / k
 
 
-def test_two_tokens_jointly_follow_p_over_round_boundaries() -> None:
-    assert joint_p_value(verify, 100_000) > ALPHA
-    assert joint_p_value(accept_everything, 100_000) < ALPHA
-
-
-def test_acceptance_is_the_overlap_of_p_and_q() -> None:
-    """The mean of n indicators is within 5.5 standard deviations of its expectation, sum of min(p, q)."""
-    n, p_VV, q_VV = 50_000, chain(1), chain(2)
-    accepted = (tokens_of(verify, p_VV, q_VV, n, k=1)[:, 1] >= 0).double().mean()
+def test_rejection_accepts_the_overlap_of_p_and_q_and_the_invariant_rule_little_less() -> None:
+    """Means of n indicators, within 5.5 standard deviations: the overlap is 1 - TV, and the invariant rule accepts at
+    least (1 - TV) / (1 + TV)."""
+    p_VV, q_VV = chain(1), chain(2)
     overlap = float(torch.minimum(p_VV[0], q_VV[0]).sum())
-    assert abs(accepted - overlap) < 5.5 * (overlap * (1 - overlap) / n) ** 0.5
+    deviation = 5.5 * (overlap * (1 - overlap) / 50_000) ** 0.5
+    for rule in (Rule.REJECTION, Rule.BLOCK):
+        assert abs(accepted_share(rule, 1, p_VV, q_VV) - overlap) < deviation + 2.0**-9  # q travels in bfloat16
+    assert accepted_share(Rule.INVARIANT, 1, p_VV, q_VV) > overlap / (2 - overlap) - deviation
+
+
+def test_block_verification_accepts_more_than_rejection() -> None:
+    """Two independent means of numbers in 0..1: their difference has a standard deviation below sqrt(1/2n)."""
+    for seed in range(3):
+        p_VV, q_VV = chain(seed), chain(seed + 100)
+        gain = accepted_share(Rule.BLOCK, 4, p_VV, q_VV) - accepted_share(Rule.REJECTION, 4, p_VV, q_VV)
+        assert gain > 5.5 * (1 / 100_000) ** 0.5
+
+
+def test_under_the_invariant_rule_the_text_depends_on_the_seed_alone() -> None:
+    p_VV = chain(1, 40)
+    texts = [generate(p_VV, chain(k, 40), 200, 20, k, Rule.INVARIANT) for k in range(9)]
+    assert all(torch.equal(text, texts[0]) for text in texts)
+    assert len(texts[0].unique(dim=0)) == 200
+    others = [generate(p_VV, chain(2, 40), 200, 20, k, Rule.REJECTION) for k in (1, 2)]
+    assert not torch.equal(*others)
+
+
+def test_rows_of_different_rules_do_not_touch_each_other() -> None:
+    n, p_VV, q_VV = 60, chain(1), chain(2)
+    mixed = sampled_rows(n)
+    mixed = replace(mixed, rule_B=torch.arange(n) % 3 + 1)
+    newest_B, base_B, counts_B = torch.zeros(n, dtype=torch.int64), torch.full((n,), 5), torch.full((n,), 3)
+    draft_BK, q = drafted(q_VV, newest_B, base_B, 3, mixed, 8)
+    assert q is not None
+    fed_BT = torch.cat((newest_B[:, None], draft_BK), dim=1)
+    together = verify(p_VV[fed_BT], draft_BK, counts_B, q, mixed, base_B)
+    for rule in Rule:
+        of_rule = (mixed.rule_B == rule).nonzero().squeeze(1)
+        one = (p_VV[fed_BT][of_rule], draft_BK[of_rule], counts_B[of_rule], q.select(of_rule))
+        alone = verify(*one, mixed.select(of_rule), base_B[of_rule])
+        assert torch.equal(together.tokens_BT[of_rule], alone.tokens_BT)
 
 
 def test_rows_of_different_depth_do_not_touch_each_other() -> None:

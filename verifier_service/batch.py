@@ -75,7 +75,7 @@ def read_block(item: pb.VerifyItem, sequence: Sequence, base: int, limits: Limit
         raise InvalidRequest(f"positions up to {base + k} do not fit the context of {limits.max_context}")
     if k and (largest := max(item.draft_tokens)) >= limits.vocab_size:
         raise InvalidRequest(f"draft token {largest} is outside the vocabulary of {limits.vocab_size}")
-    if k == 0 or sequence.greedy:
+    if k == 0 or not sequence.needs_q:
         return Block(sequence, base, item.round, item.draft_tokens, None, None)
     ids_KM, probs_KM = _read_q(item, k, limits.vocab_size)
     return Block(sequence, base, item.round, item.draft_tokens, ids_KM, probs_KM)

@@ -32,6 +32,7 @@ from spire.v1 import verifier_pb2 as pb
 from verifier_service.activations import Advance, Deliver, Publisher, Taps
 from verifier_service.batch import Block, Limits, RaggedBatch, pad, q_problems, read_block
 from verifier_service.metrics import VerifierMetrics
+from verifier_service.pipeline import Scores
 from verifier_service.prefixes import Prefixes
 from verifier_service.sequence import Sequence, check_start
 from verifier_service.step import ModelSteps, Outcome, PromptChunk
@@ -166,6 +167,8 @@ class Engine:
 
     def _admit(self, task: StartTask) -> None:
         check_start(task.start, self.limits.vocab_size, self.limits.max_context)
+        if task.start.adjustments.HasField("grammar") and task.matcher is None:
+            raise InvalidRequest("grammars are not available at this verifier")
         slot = self.steps.cache.allocate()
         # The prompt and the first page that it grows into.
         while not self.steps.cache.reserve([slot], len(task.start.tokens) + self.limits.max_depth + 1):
@@ -175,7 +178,7 @@ class Engine:
         self.prefixes.begin(slot, task.start.tokens)
         prompt_L = torch.tensor(list(task.start.tokens))
         sequence = Sequence(task.start, slot, task.gateway, task.reply, prompt_L, task.received)
-        self.steps.sampling.assign(slot, task.start.sampling)
+        self.steps.pipeline.assign(slot, task.start, task.matcher)
         self.sequences[sequence.id] = sequence
         self._prefilling.append(sequence)
         self.publisher.join(sequence.id, sequence.draft_id, slot)
@@ -197,6 +200,7 @@ class Engine:
             sequence = self.sequences.pop(sequence_id)
             held = 0 if sequence.poisoned else self.steps.cache.lengths[sequence.slot]
             self.prefixes.end(sequence.slot, sequence.tokens[:held])
+            self.steps.pipeline.release(sequence.slot)
             self.steps.cache.free(sequence.slot, scrub=sequence.poisoned)
             if sequence.started is None:
                 self._prefilling.remove(sequence)
@@ -285,8 +289,10 @@ class Engine:
 
     def _publish_verified(self, entries: Rows[_Entry], outcome: Outcome) -> None:
         advances = [
-            _advance(entry.block.sequence, entry.block.base, accepted + 1 if sound else 0)
-            for entry, accepted, sound in zip(entries, outcome.accepted, outcome.finite, strict=True)
+            _advance(entry.block.sequence, entry.block.base, accepted + 1 if sound and not impossible else 0)
+            for entry, accepted, sound, impossible in zip(
+                entries, outcome.accepted, outcome.finite, outcome.impossible, strict=True
+            )
         ]
         self._publish(lambda: self.publisher.publish(advances, outcome.taps_BTND))
 
@@ -380,12 +386,16 @@ class Engine:
             sequence.poisoned = True
             self._refuse(entry.task, entry.index, _not_finite(sequence))
             return
+        if outcome.impossible[row]:
+            self._refuse(entry.task, entry.index, _impossible(sequence))
+            return
         answer = pb.VerifyResult(
             sequence_id=sequence.id,
             round=block.round,
             status=OK,
             accepted=outcome.accepted[row],
             tokens=outcome.tokens[row],
+            logprobs=outcome.logprobs[row],
         )
         sequence.advance(block.base, answer)
         entry.task.results[entry.index] = answer
@@ -409,7 +419,11 @@ class Engine:
         starts = [self.steps.cache.lengths[sequence.slot] for sequence in chosen]
         tokens = [s.prompt_L[at : at + length] for s, at in zip(chosen, starts, strict=True)]
         last = [len(s.prompt_L) == at + len(c) for s, at, c in zip(chosen, starts, tokens, strict=True)]
-        return chosen, PromptChunk([sequence.slot for sequence in chosen], tokens, last)
+        following = [
+            list(s.start.tokens[at + 1 : at + 1 + len(c)]) if s.start.prompt_logprobs else []
+            for s, at, c in zip(chosen, starts, tokens, strict=True)
+        ]
+        return chosen, PromptChunk([sequence.slot for sequence in chosen], tokens, last, following)
 
     def _share_chunk(self, room: int) -> tuple[list[Sequence], int]:
         """By slot, the prompts of the next chunk and its length.
@@ -434,13 +448,15 @@ class Engine:
         What a draft will be replayed, the activations of the sink and the window, is computed all the same.
         """
         sequence.compared = True
+        if sequence.start.prompt_logprobs:
+            return  # every position is needed
         sink, window = self.publisher.replayed(sequence.draft_id)
         prompt = sequence.start.tokens
         donor, length = self.prefixes.longest(prompt[: len(prompt) - 1 - window])
         if length <= sink:
             return
         if sink:
-            began, first = time.perf_counter(), PromptChunk([sequence.slot], [sequence.prompt_L[:sink]], [False])
+            began, first = time.perf_counter(), PromptChunk([sequence.slot], [sequence.prompt_L[:sink]], [False], [[]])
             _, prefilled = self._forward([], None, [sequence], first)
             if prefilled:
                 self._advance_prompts([sequence], first, prefilled, began)
@@ -464,10 +480,15 @@ class Engine:
             if not outcome.finite[row]:
                 sequence.poisoned = True
                 self._fail_start(sequence, _not_finite(sequence))
+                continue
+            if scores := outcome.scores[row]:
+                sequence.scores.append(scores)
+            if outcome.impossible[row]:
+                self._fail_start(sequence, _impossible(sequence))
             elif chunk.last[row]:
-                self._finish_start(sequence, outcome.tokens[row][0])
+                self._finish_start(sequence, outcome.tokens[row][0], outcome.logprobs[row])
 
-    def _finish_start(self, sequence: Sequence, token: int) -> None:
+    def _finish_start(self, sequence: Sequence, token: int, logprobs: pb.Logprobs | None) -> None:
         base = self.steps.cache.lengths[sequence.slot]
         sequence.tokens.append(token)
         sequence.started = pb.Started(
@@ -477,6 +498,8 @@ class Engine:
             token=token,
             timings=sequence.timings,
             cached_tokens=sequence.cached_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=Scores.join(sequence.scores).to_proto() if sequence.scores else None,
         )
         self._prefilling.remove(sequence)
         self.metrics.tokens.inc()
@@ -520,6 +543,13 @@ def _advance(sequence: Sequence, start: int, count: int) -> Advance:
 
 def _not_finite(sequence: Sequence) -> NotFinite:
     return NotFinite(f"the target's numbers for sequence {sequence.id} are not finite")
+
+
+def _impossible(sequence: Sequence) -> InvalidRequest:
+    return InvalidRequest(
+        f"sequence {sequence.id}: no token is possible at position {len(sequence.tokens)}; "
+        "allowed tokens, min_tokens and grammar exclude each other"
+    )
 
 
 def _timings(queued: float, forward: float, sample: float, total: float) -> pb.Timings:

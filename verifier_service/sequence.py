@@ -10,7 +10,9 @@ from torch import Tensor
 from spire.drafting import Guess
 from spire.errors import InvalidRequest, StaleBlock
 from spire.rpc.sampling import check_sampling
+from spire.v1 import tensor_pb2
 from spire.v1 import verifier_pb2 as pb
+from verifier_service.pipeline import MAX_LOGPROBS, Scores, check_adjustments
 
 Reply = Callable[[pb.RoundsResponse], None]
 
@@ -34,6 +36,8 @@ class Sequence:
     # Whether its prompt was compared with what others hold, and how much of it was copied from one of them.
     compared: bool = False
     cached_tokens: int = 0
+    # Of the prompt's tokens, chunk by chunk, if they are asked for.
+    scores: list[Scores] = field(default_factory=list)
     # By position: the prompt, then what was generated.
     tokens: list[int] = field(init=False)
 
@@ -53,8 +57,10 @@ class Sequence:
         return self.start.draft_id
 
     @property
-    def greedy(self) -> bool:
-        return self.start.sampling.temperature == 0
+    def needs_q(self) -> bool:
+        """Whether a block has to say what its tokens were drawn from."""
+        sampling = self.start.sampling
+        return sampling.temperature > 0 and sampling.rule != tensor_pb2.RULE_INVARIANT
 
     def stored_answer(self, item: pb.VerifyItem, base: int) -> pb.VerifyResult | None:
         """The answer of a repeated block, None when the block is the next one. Raises StaleBlock when neither."""
@@ -94,4 +100,9 @@ def check_start(start: pb.Start, vocab_size: int, max_context: int) -> None:
         raise InvalidRequest(f"{len(start.tokens)} tokens do not fit the context of {max_context}")
     if (largest := max(start.tokens)) >= vocab_size:
         raise InvalidRequest(f"token {largest} is outside the vocabulary of {vocab_size}")
+    if start.prompt_tokens > len(start.tokens):
+        raise InvalidRequest(f"prompt_tokens is {start.prompt_tokens}, but {len(start.tokens)} tokens came")
+    if start.logprobs > MAX_LOGPROBS:
+        raise InvalidRequest(f"logprobs is {start.logprobs}: at most {MAX_LOGPROBS} alternatives are reported")
     check_sampling(start.sampling)
+    check_adjustments(start.adjustments, vocab_size)

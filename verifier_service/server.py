@@ -32,9 +32,10 @@ from verifier_service.batch import Limits
 from verifier_service.config import VerifierConfig
 from verifier_service.engine import Engine
 from verifier_service.metrics import VerifierMetrics
+from verifier_service.pipeline import Pipeline
 from verifier_service.prefixes import Prefixes
 from verifier_service.service import Hosted, VerifierService, self_drafting
-from verifier_service.step import ModelSteps, SlotSampling
+from verifier_service.step import ModelSteps
 from verifier_service.synthetic import coin_flips
 
 log = structlog.get_logger("verifier_service")
@@ -104,7 +105,7 @@ def _build_engine(
         budget=_cache_budget(shape.kv_bytes_per_position // 2 * dtype.itemsize * max_context, config, device),
     )
     sparse = SparseAttention(config.self_sink, config.self_window)
-    steps = ModelSteps(target, cache, SlotSampling(slots, device), sparse, config.self_top_m)
+    steps = ModelSteps(target, cache, Pipeline(slots, target.config.vocab_size, device), sparse, config.self_top_m)
     if (rate := config.lossy_synthetic_acceptance) is not None:
         log.warning("LOSSY: what the target says of draft tokens is ignored", synthetic_acceptance=rate)
         steps.rule = coin_flips(rate)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,21 +19,28 @@ from spire.drafting import Drafted, draft_tokens
 from spire.model.cache import Stretches, TargetCache
 from spire.model.self_speculation import SelfSpeculation, SparseAttention
 from spire.model.target import Target, TargetOutput
-from spire.rpc.sampling import from_protos
-from spire.sampling import Purpose, SamplingRows, draw, probabilities
-from spire.v1 import tensor_pb2
+from spire.sampling import SamplingRows, sample
+from spire.v1 import verifier_pb2 as pb
 from spire.verification import verify
 from verifier_service.batch import RaggedBatch
-from verifier_service.synthetic import Rule
+from verifier_service.pipeline import Pipeline, Scores
+from verifier_service.synthetic import Verify
+
+# Positions whose logits are held at once while a prompt is scored.
+_SCORED_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
 class PromptChunk:
-    """The next tokens of B prompts, and whether they are the `last` of theirs."""
+    """The next tokens of B prompts, and whether they are the `last` of theirs.
+
+    `following`: of a prompt whose logprobs are asked for, the prompt's tokens behind each of these.
+    """
 
     slots: list[int]
     tokens: list[Tensor]
     last: list[bool]
+    following: list[list[int]]
 
     @property
     def counts(self) -> list[int]:
@@ -42,7 +49,8 @@ class PromptChunk:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Per row: whether its numbers are finite, how many draft tokens stand, and the tokens it gained.
+    """Per row: whether its numbers are finite, how many draft tokens stand, the tokens it gained, and their logprobs if
+    it asked for them. `impossible`: its adjustments left no token to come. `scores`: of the prompt's tokens.
 
     Where verification and prefill shared a forward, each is given its share of the seconds by positions.
     """
@@ -50,24 +58,12 @@ class Outcome:
     finite: list[bool]
     accepted: list[int]
     tokens: list[list[int]]
+    impossible: list[bool]
+    logprobs: list[pb.Logprobs | None]
+    scores: list[Scores | None]
     taps_BTND: Tensor | None
     forward_seconds: float
     sample_seconds: float
-
-
-class SlotSampling:
-    """Sampling parameters by slot, kept as tensors: a round selects its rows instead of building them."""
-
-    def __init__(self, slots: int, device: torch.device):
-        self._rows = from_protos([tensor_pb2.Sampling(top_p=1)] * slots, device)
-
-    def assign(self, slot: int, sampling: tensor_pb2.Sampling) -> None:
-        new = from_protos([sampling])
-        for field in fields(SamplingRows):
-            getattr(self._rows, field.name)[slot] = getattr(new, field.name)[0]
-
-    def of(self, slots: Tensor) -> SamplingRows:
-        return self._rows.select(slots)
 
 
 class ModelSteps:
@@ -76,12 +72,12 @@ class ModelSteps:
     It drafts for itself through `sparse`, keeping the `top_m` most probable tokens of a distribution.
     """
 
-    def __init__(self, target: Target, cache: TargetCache, sampling: SlotSampling, sparse: SparseAttention, top_m: int):
-        self.target, self.cache, self.sampling = target, cache, sampling
+    def __init__(self, target: Target, cache: TargetCache, pipeline: Pipeline, sparse: SparseAttention, top_m: int):
+        self.target, self.cache, self.pipeline = target, cache, pipeline
         self.device = cache.keys[0].device
         self.tapped_layers: tuple[int, ...] = ()
         # What decides which draft tokens stand.
-        self.rule: Rule = verify
+        self.rule: Verify = verify
         self._sparse, self._top_m = sparse, top_m if top_m < target.config.vocab_size else None
 
     def draft(self, slots: Rows[int], newest: Rows[int], k: int, rows: SamplingRows) -> Drafted:
@@ -127,13 +123,24 @@ class ModelSteps:
         finite = finite_BT.all(dim=1).tolist()
         forward_seconds += time.perf_counter() - began
         began = time.perf_counter()
-        rows = self.sampling.of(torch.tensor(batch.slots, device=self.device))
-        p_BTV = probabilities(logits_BTV, rows)
-        verdict = self.rule(p_BTV, batch.draft_BK, batch.counts_B, batch.q, rows, batch.base_B)
+        rows = self.pipeline.of(batch.slots)
+        drawn_from = self.pipeline.distributions(
+            batch.slots, rows, logits_BTV, batch.draft_BK, batch.counts, batch.base_B
+        )
+        verdict = self.rule(drawn_from.p_BTV, batch.draft_BK, batch.counts_B, batch.q, rows, batch.base_B)
         accepted = verdict.accepted_B.tolist()
         tokens = [row[: a + 1] for row, a in zip(verdict.tokens_BT.tolist(), accepted, strict=True)]
-        self._commit(batch.slots, [a + 1 for a in accepted], finite)
-        return Outcome(finite, accepted, tokens, output.taps_BTND, forward_seconds, time.perf_counter() - began)
+        impossible_BT = ~drawn_from.possible_BT & (position_T <= verdict.accepted_B[:, None])
+        impossible = impossible_BT.any(dim=1).tolist()
+        logprobs = self.pipeline.logprobs(batch.slots, rows, drawn_from, tokens)
+        sound = [row and not none_left for row, none_left in zip(finite, impossible, strict=True)]
+        self._commit(batch.slots, [a + 1 for a in accepted], sound)
+        self.pipeline.advance(batch.slots, [t if good else [] for t, good in zip(tokens, sound, strict=True)])
+        seconds = time.perf_counter() - began
+        scores: list[Scores | None] = [None] * len(tokens)
+        return Outcome(
+            finite, accepted, tokens, impossible, logprobs, scores, output.taps_BTND, forward_seconds, seconds
+        )
 
     def _prefilled(self, chunk: PromptChunk, output: TargetOutput, forward_seconds: float) -> Outcome:
         """Commit each chunk; draw the first token where it is the last of its prompt."""
@@ -143,22 +150,45 @@ class ModelSteps:
         hidden_BD = output.hidden_BTD[torch.arange(len(counts), device=self.device), at_B]
         finite = hidden_BD.sum(dim=-1).isfinite().tolist()
         self._commit(chunk.slots, counts, finite)
-        tokens = self._first_tokens(chunk.slots, hidden_BD, chunk.last)
-        accepted = [0] * len(counts)
-        return Outcome(finite, accepted, tokens, output.taps_BTND, forward_seconds, time.perf_counter() - began)
+        scores = [self._score(*row) for row in zip(chunk.slots, output.hidden_BTD, chunk.following, strict=True)]
+        tokens, impossible, logprobs = self._first_tokens(chunk, hidden_BD, finite)
+        seconds = time.perf_counter() - began
+        return Outcome(
+            finite, [0] * len(counts), tokens, impossible, logprobs, scores, output.taps_BTND, forward_seconds, seconds
+        )
 
-    def _commit(self, slots: Rows[int], counts: Rows[int], finite: Rows[bool]) -> None:
-        self.cache.commit(slots, [count if sound else 0 for count, sound in zip(counts, finite, strict=True)])
+    def _score(self, slot: int, hidden_TD: Tensor, following: Rows[int]) -> Scores | None:
+        """Logprobs of the prompt's tokens that follow these positions."""
+        parts = []
+        for at in range(0, len(following), _SCORED_AT_ONCE):
+            tokens = following[at : at + _SCORED_AT_ONCE]
+            logits_TV = self.target.unembed(hidden_TD[at : at + len(tokens)])
+            parts.append(self.pipeline.score(slot, logits_TV, tokens))
+        return Scores.join(parts) if parts else None
 
-    def _first_tokens(self, slots: Rows[int], hidden_BD: Tensor, last: Rows[bool]) -> list[list[int]]:
-        rows = [row for row, final in enumerate(last) if final]
-        tokens: list[list[int]] = [[] for _ in last]
-        if rows:
-            chosen = [slots[row] for row in rows]
-            sampling = self.sampling.of(torch.tensor(chosen, device=self.device))
-            probs_BV = probabilities(self.target.unembed(hidden_BD[rows])[:, None], sampling)[:, 0]
-            position_B = torch.tensor([self.cache.lengths[slot] for slot in chosen], device=self.device)
-            drawn = draw(probs_BV, sampling.uniform(position_B, Purpose.SAMPLE)).tolist()
-            for row, token in zip(rows, drawn, strict=True):
-                tokens[row] = [token]
-        return tokens
+    def _commit(self, slots: Rows[int], counts: Rows[int], sound: Rows[bool]) -> None:
+        self.cache.commit(slots, [count if good else 0 for count, good in zip(counts, sound, strict=True)])
+
+    def _first_tokens(
+        self, chunk: PromptChunk, hidden_BD: Tensor, finite: Rows[bool]
+    ) -> tuple[list[list[int]], list[bool], list[pb.Logprobs | None]]:
+        """Per prompt the token behind it, if this is its end, whether there can be none, and the token's logprobs."""
+        tokens: list[list[int]] = [[] for _ in chunk.slots]
+        impossible = [False] * len(tokens)
+        logprobs: list[pb.Logprobs | None] = [None] * len(tokens)
+        ending = [row for row, (last, sound) in enumerate(zip(chunk.last, finite, strict=True)) if last and sound]
+        if not ending:
+            return tokens, impossible, logprobs
+        slots = [chunk.slots[row] for row in ending]
+        rows, none_BK = self.pipeline.of(slots), torch.empty(len(slots), 0, dtype=torch.int64, device=self.device)
+        position_B = torch.tensor([self.cache.lengths[slot] for slot in slots], device=self.device)
+        logits_B1V = self.target.unembed(hidden_BD[ending])[:, None]
+        base_B = position_B - 1
+        drawn_from = self.pipeline.distributions(slots, rows, logits_B1V, none_BK, [0] * len(slots), base_B)
+        drawn = sample(drawn_from.p_BTV[:, 0], rows, position_B, base_B).tolist()
+        possible = drawn_from.possible_BT[:, 0].tolist()
+        found = self.pipeline.logprobs(slots, rows, drawn_from, [[token] for token in drawn])
+        self.pipeline.advance(slots, [[token] if can else [] for token, can in zip(drawn, possible, strict=True)])
+        for row, token, can, of_token in zip(ending, drawn, possible, found, strict=True):
+            tokens[row], impossible[row], logprobs[row] = [token], not can, of_token
+        return tokens, impossible, logprobs

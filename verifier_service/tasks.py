@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spire.v1 import verifier_pb2 as pb
+from verifier_service.pipeline import Matcher
 from verifier_service.sequence import Reply
 
 
@@ -17,6 +18,7 @@ class StartTask:
     start: pb.Start
     gateway: str
     reply: Reply
+    matcher: Matcher | None = None
     received: float = field(default_factory=time.perf_counter)
 
 

@@ -15,7 +15,7 @@ from spire.rpc.sampling import check_sampling, from_protos
 from spire.rpc.tensors import to_wire
 from spire.v1 import draft_pb2 as pb
 from spire.v1 import draft_pb2_grpc as rpc
-from spire.v1 import verifier_pb2
+from spire.v1 import tensor_pb2, verifier_pb2
 
 Propose = Callable[[ProposeTask], Awaitable[ProposeAnswer]]
 
@@ -96,7 +96,8 @@ def _proposals(items: list[pb.ProposeItem], answer: ProposeAnswer) -> list[pb.Pr
     tokens = answer.drafted.tokens_BK.tolist()
     for row, index in enumerate(answer.ready):
         item = items[index]
-        q = None if item.sampling.temperature == 0 or not item.k else _distribution(answer.drafted, row, item.k)
+        needs_q = item.k and item.sampling.temperature > 0 and item.sampling.rule != tensor_pb2.RULE_INVARIANT
+        q = _distribution(answer.drafted, row, item.k) if needs_q else None
         proposals.append(pb.Proposal(sequence_id=item.sequence_id, status=OK, tokens=tokens[row][: item.k], q=q))
     return proposals
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from spire.errors import InvalidRequest
-from spire.sampling import SamplingRows
+from spire.sampling import Rule, SamplingRows
 from spire.v1 import tensor_pb2 as pb
 
 
@@ -18,8 +18,10 @@ def from_protos(samplings: Sequence[pb.Sampling], device: torch.device | str = "
         temperature_B=torch.tensor([s.temperature for s in samplings], dtype=torch.float32, device=device),
         top_k_B=torch.tensor([s.top_k for s in samplings], dtype=torch.int64, device=device),
         top_p_B=torch.tensor([s.top_p for s in samplings], dtype=torch.float32, device=device),
+        min_p_B=torch.tensor([s.min_p for s in samplings], dtype=torch.float32, device=device),
         seed_B=torch.tensor([_as_signed(s.seed) for s in samplings], dtype=torch.int64, device=device),
         choice_B=torch.tensor([s.choice for s in samplings], dtype=torch.int64, device=device),
+        rule_B=torch.tensor([s.rule or Rule.REJECTION for s in samplings], dtype=torch.int64, device=device),
     )
 
 
@@ -29,6 +31,10 @@ def check_sampling(sampling: pb.Sampling) -> None:
         raise InvalidRequest(f"temperature is {sampling.temperature}: it must be finite and not negative")
     if not 0 < sampling.top_p <= 1:
         raise InvalidRequest(f"top_p is {sampling.top_p}: it must be above 0 and at most 1")
+    if not 0 <= sampling.min_p <= 1:
+        raise InvalidRequest(f"min_p is {sampling.min_p}: it must be between 0 and 1")
+    if sampling.rule and sampling.rule not in list(Rule):
+        raise InvalidRequest(f"rule is {sampling.rule}: known are {', '.join(f'{r} ({r.name.lower()})' for r in Rule)}")
 
 
 def _as_signed(seed: int) -> int:

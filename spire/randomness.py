@@ -1,0 +1,62 @@
+"""Randomness that is a function and not a stream.
+
+Every number comes from a hash of (seed, choice, absolute position, purpose). So a token depends on nothing that
+batching, retries or restarts could change. Draft, acceptance and sampling are different purposes: sharing a number
+between them biases the output.
+
+What it does not know: what the numbers are used for.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from torch import Tensor
+
+# 64-bit constants of splitmix64, as the signed bit patterns that int64 tensors carry.
+_WEYL = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+
+
+class Purpose(IntEnum):
+    """What a random number decides. Each has numbers of its own."""
+
+    DRAFT = 1
+    ACCEPT = 2
+    SAMPLE = 3
+    NOISE = 4
+    TAIL = 5
+
+
+def random_bits(seed: Tensor, choice: Tensor, position: Tensor, purpose: Purpose, salt: Tensor | int = 0) -> Tensor:
+    """64 bits in int64 for each (seed, choice, position, salt), all int64 tensors that broadcast.
+
+    Positions and salts are below 2^31.
+    """
+    hashed = _mix(seed + _WEYL)
+    hashed = _mix(hashed + (choice * len(Purpose) + int(purpose)) * _WEYL)
+    return _mix(hashed + (position + 1 + (salt << 32)) * _WEYL)
+
+
+def uniform(seed: Tensor, choice: Tensor, position: Tensor, purpose: Purpose, salt: Tensor | int = 0) -> Tensor:
+    """A float64 number in [0, 1) for each (seed, choice, position, salt)."""
+    return _shift_right(random_bits(seed, choice, position, purpose, salt), 11).double() * 2.0**-53
+
+
+def gumbel(bits: Tensor, key: Tensor) -> Tensor:
+    """Standard Gumbel noise in float64 for `random_bits` and non-negative keys, such as token ids, which broadcast."""
+    u = _shift_right(_mix(bits + (key + 1) * _WEYL), 11).double() * 2.0**-53 + 2.0**-54
+    return -(-u.log()).log()
+
+
+def _mix(x: Tensor) -> Tensor:
+    """splitmix64's finaliser: every bit of the input flips each output bit with probability 1/2."""
+    x = (x ^ _shift_right(x, 30)) * _MIX_1
+    x = (x ^ _shift_right(x, 27)) * _MIX_2
+    return x ^ _shift_right(x, 31)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical shift: the sign bit of int64 is not copied down."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
