@@ -1,0 +1,226 @@
+"""Grammars: which tokens may come next so that the whole output is what the request describes.
+
+A mask says what the grammar itself allows: every spelling in tokens of a text that it allows, not the tokenizer's own
+alone. Special tokens cannot be part of an output. Where a grammar leads to a place that no token continues, it ends.
+
+What it does not know: that a grammar may demand more than a model manages to write before it reaches max_tokens.
+
+Shapes: R rows of a batch, W words of 32 bits, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import torch
+from llguidance import LLExecutor, LLMatcher, LLTokenizer, regex_to_lark
+from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
+from tokenizers import AddedToken, Tokenizer
+from torch import Tensor
+
+from spire.errors import CheckpointError, InvalidRequest
+from spire.v1 import verifier_pb2 as pb
+from verifier_service import grammar_trial
+
+MAX_BYTES = 64 << 10
+# Enough to lay a document out, and an end to a model that would write blanks for ever. A schema can say otherwise.
+_LAYOUT = {"whitespace_pattern": r"[ \t\r\n]{1,20}"}
+# Else the library allows one token alone where the text is certain, and spends seconds on texts that are long.
+_OPTIONS = '\n%llguidance {"no_forcing": true}\n'
+_LARK_TOKEN = re.compile(
+    r'"(?:\\(?s:.)|[^"\\])*+(?:"|\Z)|(?://|#).*|(?P<special><[^<>\s]+>)|/(?:\\(?s:.)|[^/\\])*+(?:/|\Z)'
+)
+_TOO_COMPLEX = (
+    f"the grammar is too complex: to compile it takes more than {grammar_trial.CPU_SECONDS} s, "
+    f"{grammar_trial.MEMORY_BYTES >> 20} MiB of memory or {grammar_trial.STACK_BYTES >> 20} MiB of stack"
+)
+# Of the library's error messages, which quote what they complain of.
+_MAX_CHARACTERS = 600
+
+
+class Grammars:
+    """Compiles grammars for one model. Raises CheckpointError when its tokenizer cannot be used for that.
+
+    Any number of threads may compile at once.
+    """
+
+    def __init__(self, tokenizer_json: bytes, vocab_size: int, end_tokens: Sequence[int]):
+        self._tokenizer, self.end = _read_tokenizer(tokenizer_json, vocab_size)
+        self.ends_V = np.zeros(vocab_size, dtype=np.bool_)
+        self.ends_V[list(end_tokens)] = True
+        special = [self._tokenizer.is_special_token(token) for token in range(vocab_size)]
+        # Those that an output can be made of.
+        self.text_V = ~(np.array(special) | self.ends_V)
+        self._words = (self._tokenizer.vocab_size + 31) // 32
+        self._executor = LLExecutor()
+
+    def compile(self, grammar: pb.Grammar) -> Matcher:
+        """A matcher at the beginning of the output. Raises InvalidRequest in words for whoever wrote the grammar."""
+        if not self.ends_V.any():
+            raise InvalidRequest("this model has no end token: nothing could end an output that a grammar describes")
+        source = _source(grammar)
+        _try(source)
+        state = grammar_trial.start(self._tokenizer, source)
+        _check(state)
+        matcher = Matcher(self, state)
+        if not (matcher.masks([])[0].numpy() & self.text_V).any() and not state.is_accepting():
+            raise InvalidRequest("no token can begin what the grammar describes")
+        return matcher
+
+    def masks(self, asked: Sequence[tuple[Matcher, Sequence[int]]]) -> list[Tensor | InvalidRequest]:
+        """For each matcher and draft what `Matcher.masks` answers, or the error that it raises; all in parallel."""
+        drafts = [matcher.live(draft) for matcher, draft in asked]
+        states = [matcher.fork() if draft else matcher.state for (matcher, _), draft in zip(asked, drafts, strict=True)]
+        *firsts, count = accumulate((len(draft) + 1 for _, draft in asked), initial=0)
+        allowed_RV = self._rows(list(zip(states, firsts, drafts, strict=True)), count)
+        answers: list[Tensor | InvalidRequest] = []
+        for state, first, draft, (matcher, whole) in zip(states, firsts, drafts, asked, strict=True):
+            end = first + len(whole) + 1
+            allowed_RV[first + (0 if matcher.ended else len(draft) + 1) : end] = self.ends_V
+            try:
+                _check(state)
+                answers.append(torch.from_numpy(allowed_RV[first:end]))
+            except InvalidRequest as error:
+                answers.append(error)
+        return answers
+
+    def _rows(self, walks: list[tuple[LLMatcher, int, list[int]]], count: int) -> np.ndarray:
+        """What may come in each state and after each token of its draft: bool [R, V], its rows from the one named."""
+        bits_RW = np.full((count, self._words), -1, dtype=np.int32)
+        if here := [(state, first) for state, first, draft in walks if not draft]:
+            fill_next_token_bitmask_par(self._executor, here, bits_RW)
+        if ahead := [walk for walk in walks if walk[2]]:
+            fill_next_token_bitmask_par_with_draft_tokens(self._executor, ahead, bits_RW)
+        bits_RV = np.unpackbits(bits_RW.view(np.uint8), axis=1, bitorder="little").view(np.bool_)
+        allowed_RV = bits_RV[:, : len(self.text_V)] & self.text_V
+        allowed_RV[bits_RV[:, self.end] | ~allowed_RV.any(axis=1)] |= self.ends_V
+        return allowed_RV
+
+
+class Matcher:
+    """One sequence's place in its grammar: what its output is so far, and what may follow. For one thread at a time."""
+
+    def __init__(self, grammars: Grammars, state: LLMatcher):
+        self._grammars = grammars
+        self.state = state
+        self.ended = False
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Take over the output's next tokens. Raises InvalidRequest at one that cannot come, for good."""
+        for token in tokens:
+            if not self._take(token):
+                _check(self.state)
+                raise InvalidRequest(f"token {token} cannot come here: the grammar forbids it after what was generated")
+
+    def masks(self, draft: Sequence[int]) -> Tensor:
+        """Which tokens may come after the output and draft[:i]: row i of bool [len(draft) + 1, V].
+
+        Every row allows a token, and once the output has ended the end tokens alone. Rows behind a token that its own
+        row forbids mean nothing. The output stays as it is. Raises InvalidRequest when the grammar has become too
+        complex to follow.
+        """
+        (answer,) = self._grammars.masks([(self, draft)])
+        if isinstance(answer, InvalidRequest):
+            raise answer
+        return answer
+
+    def live(self, draft: Sequence[int]) -> list[int]:
+        """The draft up to its first token that ends the output or that no output has."""
+        if self.ended:
+            return []
+        text_V = self._grammars.text_V
+        return list(draft[: next((i for i, token in enumerate(draft) if not text_V[token]), len(draft))])
+
+    def fork(self) -> LLMatcher:
+        """A copy to try a draft on: the library's states do not survive a place that no token continues."""
+        return self.state.deep_copy()
+
+    def _take(self, token: int) -> bool:
+        if self._grammars.ends_V[token]:
+            self.ended = self.ended or bool(self.masks([])[0, token])
+            return self.ended
+        return bool(self.live([token])) and self.state.try_consume_tokens([token]) == 1
+
+
+def _read_tokenizer(tokenizer_json: bytes, vocab_size: int) -> tuple[LLTokenizer, int]:
+    """The library's tokenizer, and the token that stands for the end of an output in it.
+
+    That one is none of the model's: there may be several, and some tokenizers take them for text.
+    """
+    name = "<|end of what the grammar describes|>"
+    try:
+        tokenizer = Tokenizer.from_buffer(tokenizer_json)
+        tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False)])
+        end = tokenizer.get_vocab()[name]
+        return LLTokenizer(tokenizer.to_str(), n_vocab=max(vocab_size, end + 1), eos_token=end), end
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library's panics are no Exceptions
+        raise CheckpointError(f"grammars cannot be followed with this tokenizer.json: {error}") from error
+
+
+def _source(grammar: pb.Grammar) -> str:
+    """The grammar in the library's notation."""
+    kind = grammar.WhichOneof("kind")
+    if kind is None:
+        raise InvalidRequest("the grammar is empty: give it a json_schema, a regex or a lark")
+    text = getattr(grammar, kind)
+    if (size := len(text.encode())) > MAX_BYTES:
+        raise InvalidRequest(f"the {kind} has {size} bytes, at most {MAX_BYTES} are taken")
+    match kind:
+        case "regex":
+            source = f"start: /{regex_to_lark(text, use_ascii='')}/"
+        case "json_schema":
+            source = f"start: %json {_with_layout(text)}"
+        case _:
+            source = text
+            if found := next((match for match in _LARK_TOKEN.finditer(text) if match["special"]), None):
+                raise InvalidRequest(f"the lark asks for the token {found[0]}: outputs are text, and text is quoted")
+    return source + _OPTIONS
+
+
+def _with_layout(schema_json: str) -> str:
+    try:
+        schema = json.loads(schema_json)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"the json_schema is no JSON: {error}") from error
+    if not isinstance(schema, dict):
+        raise InvalidRequest(f"the json_schema is {schema_json[:20]}, an object is needed; {{}} allows any JSON")
+    own = schema.get("x-guidance")
+    return json.dumps(schema | {"x-guidance": _LAYOUT | (own if isinstance(own, dict) else {})})
+
+
+@lru_cache(maxsize=256)
+def _try(source: str) -> None:
+    """Raises InvalidRequest unless a process of its own survives compiling it."""
+    command = [sys.executable, "-P", str(Path(grammar_trial.__file__))]
+    try:
+        trial = subprocess.run(command, input=source, capture_output=True, encoding="utf-8", timeout=60)
+    except subprocess.TimeoutExpired:
+        raise InvalidRequest(_TOO_COMPLEX) from None
+    if trial.returncode < 0:
+        raise InvalidRequest(_TOO_COMPLEX)
+    if words := (trial.stdout + trial.stderr).strip():
+        _refuse(words)
+
+
+def _check(state: LLMatcher) -> None:
+    """Raises InvalidRequest if the library has given up."""
+    if words := grammar_trial.error(state):
+        _refuse(words)
+
+
+def _refuse(words: str) -> None:
+    """Raises InvalidRequest with the library's words, without what it quotes of a source that nobody wrote so."""
+    words = re.split(r"\n *\d+ \| |\n<", words)[0].removeprefix("at 1(8): ")
+    if len(words) > _MAX_CHARACTERS:
+        words = f"{words[: _MAX_CHARACTERS // 2]} … {words[-_MAX_CHARACTERS // 2 :]}"
+    raise InvalidRequest(f"the grammar cannot be followed: {words}")
