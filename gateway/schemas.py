@@ -38,6 +38,7 @@ _MOST_ALLOWED = 4096
 _MOST_CANDIDATES = 16
 _LARGEST_BIAS = 100.0
 _LARGEST_GRAMMAR = 64 * 1024
+_DEEPEST_SCHEMA = 64
 
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 
@@ -219,6 +220,8 @@ def _check_grammars(request: CompletionRequest) -> None:
     shape = request.response_format
     if shape is not None and (shape.type == "json_schema") != (shape.json_schema is not None):
         raise BadParameter("response_format", "type json_schema needs a json_schema, no other type has one")
+    _check_json_schema("response_format", shape.json_schema.text if shape and shape.json_schema else {})
+    _check_json_schema("guided_json", _read_json(request.guided_json))
     grammars = request.grammars
     if len(grammars) > 1:
         raise BadParameter(max(grammars), f"{' and '.join(grammars)} cannot be combined: leave all but one out")
@@ -228,17 +231,27 @@ def _check_grammars(request: CompletionRequest) -> None:
         if not text:
             raise BadParameter(name, f"{name} is empty: leave it out to allow any text")
         check_unicode(text, name)
-    if isinstance(request.guided_json, str):
-        _check_json_schema(request.guided_json)
 
 
-def _check_json_schema(text: str) -> None:
+def _read_json(schema: dict[str, Any] | str | None) -> Any:
+    if not isinstance(schema, str):
+        return schema or {}
     try:
-        schema = json.loads(text)
+        return json.loads(schema)
     except (ValueError, RecursionError) as error:
         raise BadParameter("guided_json", f"guided_json is not valid JSON: {error}") from error
+
+
+def _check_json_schema(name: str, schema: Any) -> None:
     if not isinstance(schema, dict):
-        raise BadParameter("guided_json", f"guided_json is {kind_of(schema)}: a JSON schema is an object")
+        raise BadParameter(name, f"{name} is {kind_of(schema)}: a JSON schema is an object")
+    if _deeper_than(_DEEPEST_SCHEMA, schema):
+        raise BadParameter(name, f"{name} is nested deeper than {_DEEPEST_SCHEMA} levels: give it fewer")
+
+
+def _deeper_than(levels: int, value: Any) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return levels < 0 or any(_deeper_than(levels - 1, item) for item in inner)
 
 
 # -- checks against the model ----------------------------------------------------------------------------------------
