@@ -13,13 +13,16 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from enum import IntEnum
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from spire.randomness import Purpose, gumbel, random_bits, uniform
 
-# Tokens that are worth a look one by one: at most 1024 a row are as probable.
-_WORTH_A_LOOK = 2.0**-10
+# Tokens that have noise of their own: at most 1024 a row are as probable.
+_LIKELY = 2.0**-10
+# Tokens among which top_p is looked for before all are sorted: mostly some hundreds.
+_NOT_RARE = 2.0**-14
 
 
 class Rule(IntEnum):
@@ -121,8 +124,8 @@ def _truncate(probs_BTV: Tensor, rows: SamplingRows) -> Tensor:
 def _keep_ranked(probs_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor) -> Tensor:
     """Zero but for the tokens whose rank is below top_k and before whose rank less than top_p was gathered.
 
-    Where to cut is seen in the most probable tokens of a row, sorted: as many as top_k asks for, or those worth a look
-    where they gather top_p, or else all. It depends on the row alone, and neither on its neighbours nor on how many
+    Where to cut is seen in the most probable tokens of a row, sorted: as many as top_k asks for, or those that are
+    not rare where they gather top_p, or else all. It depends on the row alone, not on its neighbours or on how many
     were sorted.
     """
     V = probs_NV.shape[1]
@@ -138,13 +141,19 @@ def _keep_ranked(probs_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor) -> Tensor:
         cut(by_k, probs_NV[by_k].topk(int(top_k_N[by_k].max())).values)
     by_p = ((top_k_N == V) & (top_p_N < 1)).nonzero().squeeze(1)
     if len(by_p):
-        sorted_NC = _likely(probs_NV[by_p]).padded().sort(dim=-1, descending=True).values
+        sorted_NC = _at_least(_NOT_RARE, probs_NV[by_p]).padded().sort(dim=-1, descending=True).values
         enough = sorted_NC.cumsum(dim=-1)[:, -1] >= top_p_N[by_p]
         cut(by_p[enough], sorted_NC[enough])
         by_sorting = by_p[~enough]
-        cut(by_sorting, probs_NV[by_sorting].sort(dim=-1, descending=True).values)
+        cut(by_sorting, _sorted_down(probs_NV[by_sorting]))
     kept_NV = probs_NV.where(probs_NV >= least_N[:, None], 0.0)
     return _without_surplus(kept_NV, least_N, keep_N)
+
+
+def _sorted_down(probs_NV: Tensor) -> Tensor:
+    if probs_NV.device.type == "cpu":
+        return -torch.from_numpy(np.sort(-probs_NV.numpy(), axis=-1))  # 25 times as fast as torch's
+    return probs_NV.sort(dim=-1, descending=True).values
 
 
 def _ranks_kept(sorted_NC: Tensor, top_k_N: Tensor, top_p_N: Tensor) -> Tensor:
@@ -168,8 +177,8 @@ def _without_surplus(kept_NV: Tensor, least_N: Tensor, keep_N: Tensor) -> Tensor
 
 
 @dataclass(frozen=True)
-class _Likely:
-    """The tokens of N rows that are worth a look, row by row and by id: flat [C] lists."""
+class _Chosen:
+    """Some tokens of N rows, row by row and by id: flat [C] lists."""
 
     row_C: Tensor
     id_C: Tensor
@@ -185,10 +194,10 @@ class _Likely:
         return padded_NC.index_put_((self.row_C, column_C), self.prob_C)
 
 
-def _likely(probs_NV: Tensor) -> _Likely:
-    row_C, id_C = (probs_NV >= _WORTH_A_LOOK).nonzero(as_tuple=True)
+def _at_least(floor: float, probs_NV: Tensor) -> _Chosen:
+    row_C, id_C = (probs_NV >= floor).nonzero(as_tuple=True)
     counts_N = torch.bincount(row_C, minlength=len(probs_NV))
-    return _Likely(row_C, id_C, probs_NV[row_C, id_C], counts_N)
+    return _Chosen(row_C, id_C, probs_NV[row_C, id_C], counts_N)
 
 
 # -- draws -----------------------------------------------------------------------------------------------------------
@@ -211,13 +220,13 @@ def with_invariant(ids_B: Tensor, probs_BV: Tensor, rows: SamplingRows, position
 def pick(probs_NV: Tensor, rows: SamplingRows, position_N: Tensor) -> Tensor:
     """argmax over x of log p(x) + g(seed, choice, position, x): a draw from p that every similar p comes to as well.
 
-    Only tokens that are worth a look have noise of their own. The others compete as one, with their summed probability,
-    and where they win, one of them is drawn: the largest of Gumbels is a Gumbel, and who it belongs to is independent.
+    Only likely tokens have noise of their own. The others compete as one, with their summed probability, and where they
+    win, one of them is drawn: the largest of Gumbels is a Gumbel, and who it belongs to is independent.
     """
-    likely = _likely(probs_NV)
+    likely = _at_least(_LIKELY, probs_NV)
     bits_N = random_bits(rows.seed_B, rows.choice_B, position_N, Purpose.NOISE)
     score_C = likely.prob_C.double().log() + gumbel(bits_N[likely.row_C], likely.id_C)
-    rest_NV = probs_NV.where(probs_NV < _WORTH_A_LOOK, 0.0)
+    rest_NV = probs_NV.where(probs_NV < _LIKELY, 0.0)
     # Behind the last token's key.
     rest_N = rest_NV.sum(dim=-1).double().log() + gumbel(bits_N, torch.tensor(probs_NV.shape[-1]))
     best_N = rest_N.scatter_reduce(0, likely.row_C, score_C, "amax")

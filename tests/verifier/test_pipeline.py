@@ -1,4 +1,4 @@
-"""What changes logits before temperature, each position with the history it would have if the drafts before it stood."""
+"""Logits are adjusted by the history that each position would have if the draft tokens before it stood."""
 
 from __future__ import annotations
 
