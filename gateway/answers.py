@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -14,17 +14,24 @@ from gateway.completion import Completion
 
 _LEFT = 499
 
+Answer = TypeVar("Answer")
+
 
 async def answer(http: Request, completion: Completion, headers: dict[str, str]) -> Response:
     """Submit the completion and answer it as its request asks. Raises OutOfCapacity or NoVerifier."""
     completion.submit()
-    if completion.request.stream:
-        return EventStream(completion, headers)
+    begun: EventStream | None = None
     try:
+        if completion.request.stream:
+            # What is refused at once has a status of its own instead of an event.
+            if await _unless_gone(http.receive, completion.begun()):
+                begun = EventStream(completion, headers)
+            return begun or Response(status_code=_LEFT)
         whole = await _unless_gone(http.receive, completion.whole())
+        return Response(status_code=_LEFT) if whole is None else JSONResponse(whole, headers=headers)
     finally:
-        completion.close()
-    return Response(status_code=_LEFT) if whole is None else JSONResponse(whole, headers=headers)
+        if begun is None:
+            completion.close()
 
 
 class EventStream(StreamingResponse):
@@ -42,7 +49,7 @@ class EventStream(StreamingResponse):
             self.completion.close()
 
 
-async def _unless_gone(receive: Callable[[], Awaitable[Any]], answer: Any) -> dict[str, Any] | None:
+async def _unless_gone(receive: Callable[[], Awaitable[Any]], answer: Coroutine[Any, Any, Answer]) -> Answer | None:
     """The answer; None when the client left before it came."""
     work, gone = asyncio.ensure_future(answer), asyncio.ensure_future(_disconnected(receive))
     try:

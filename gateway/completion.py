@@ -6,6 +6,7 @@ Tokens are read from the sequences, where the engine commits them; text is made 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 import uuid
@@ -170,6 +171,16 @@ class Completion:
 
     def close(self) -> None:
         self.engine.finish([choice.sequence for choice in self.choices], "abort")
+
+    async def begun(self) -> bool:
+        """Wait for the first token, or for as long as a stream may be silent. Raises what went wrong before it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.engine.config.idle_ping):
+                await self._changed.wait()
+        for choice in self.choices:
+            if choice.sequence.error is not None:
+                raise choice.sequence.error
+        return True
 
     async def whole(self) -> dict[str, Any]:
         """The answer as one object. Raises what ended any of its choices early."""

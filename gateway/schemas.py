@@ -139,7 +139,7 @@ class CompletionRequest(GenerationRequest):
         shape = self.response_format
         fields = {
             "response_format": None if shape is None else _schema_of(shape),
-            "guided_json": json.dumps(self.guided_json) if isinstance(self.guided_json, dict) else self.guided_json,
+            "guided_json": _as_text(self.guided_json) if isinstance(self.guided_json, dict) else self.guided_json,
             "guided_regex": self.guided_regex,
             "guided_grammar": self.guided_grammar,
         }
@@ -160,8 +160,12 @@ class CompletionRequest(GenerationRequest):
 
 def _schema_of(shape: ResponseFormat) -> str | None:
     if shape.type == "json_schema" and shape.json_schema is not None:
-        return json.dumps(shape.json_schema.text)
-    return json.dumps({"type": "object"}) if shape.type == "json_object" else None
+        return _as_text(shape.json_schema.text)
+    return _as_text({"type": "object"}) if shape.type == "json_object" else None
+
+
+def _as_text(schema: dict[str, Any]) -> str:
+    return json.dumps(schema, ensure_ascii=False)
 
 
 # -- checks that need no model ---------------------------------------------------------------------------------------
@@ -226,11 +230,11 @@ def _check_grammars(request: CompletionRequest) -> None:
     if len(grammars) > 1:
         raise BadParameter(max(grammars), f"{' and '.join(grammars)} cannot be combined: leave all but one out")
     for name, text in grammars.items():
-        if len(text) > _LARGEST_GRAMMAR:
-            raise BadParameter(name, f"{name} may have {_LARGEST_GRAMMAR} characters, it has {len(text)}")
         if not text:
             raise BadParameter(name, f"{name} is empty: leave it out to allow any text")
         check_unicode(text, name)
+        if (size := len(text.encode())) > _LARGEST_GRAMMAR:
+            raise BadParameter(name, f"{name} may have {_LARGEST_GRAMMAR} bytes, it has {size}")
 
 
 def _read_json(schema: dict[str, Any] | str | None) -> Any:

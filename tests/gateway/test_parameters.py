@@ -72,10 +72,11 @@ def test_no_stop_string_ends_a_text_before_its_least_length(api: Api) -> None:
 
 
 def test_max_tokens_of_zero_is_the_prompts_echo(api: Api) -> None:
-    answer = api.complete(PROMPT, max_tokens=0, echo=True)
+    answer = api.complete(PROMPT, max_tokens=0, echo=True, return_metrics=True)
     assert answer["choices"][0]["text"] == PROMPT
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["usage"]["completion_tokens"] == 0
+    assert answer["metrics"]["mean_itl_ms"] is None
     assert api.complete([5] * 512, max_tokens=0, echo=True)["usage"]["prompt_tokens"] == 512
 
 
