@@ -3,6 +3,7 @@ the other requests of the batch, and whatever dies meanwhile. Promised in fp32."
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -71,6 +72,38 @@ parameters = st.fixed_dictionaries(
 def test_whatever_is_asked_speculation_changes_no_token(api: Api, body: dict[str, Any], k: int) -> None:
     body |= {"max_tokens": 20}
     assert texts(api, [body], k=k) == texts(api, [body], draft="off")
+
+
+GRAMMARS: list[dict[str, Any]] = [
+    {"guided_regex": "[a-z]{3,8}( [a-z]{1,5}){2,4}\\."},
+    {"guided_regex": "(yes|no|maybe)"},
+    {"guided_grammar": 'start: "The " ("cat" | "dog") " is " /[a-z ]{4,20}/ "."'},
+    {
+        "guided_json": {
+            "type": "object",
+            "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
+            "required": ["name", "age"],
+            "additionalProperties": False,
+        }
+    },
+]
+plain_parameters = st.fixed_dictionaries(
+    {"prompt": st.sampled_from(PROMPTS), "seed": st.integers(0, 2**32), "temperature": st.floats(0, 1.5)},
+    optional={"min_p": st.floats(0, 0.2), "frequency_penalty": st.floats(-1, 1), "ignore_eos": st.booleans()},
+)
+
+
+@settings(max_examples=50, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+@given(body=plain_parameters, grammar=st.sampled_from(GRAMMARS), k=st.integers(1, 8))
+def test_under_a_grammar_speculation_changes_no_token(
+    api: Api, body: dict[str, Any], grammar: dict[str, Any], k: int
+) -> None:
+    body |= grammar | {"max_tokens": 40}
+    drafted = texts(api, [body], k=k)
+    assert drafted == texts(api, [body], draft="off")
+    ((_, text),) = drafted[0]
+    if pattern := grammar.get("guided_regex"):
+        assert re.fullmatch(pattern, text) or len(drafted[0][0][0]) == 40, text
 
 
 def test_neither_k_nor_the_batch_changes_a_token(api: Api) -> None:

@@ -289,9 +289,9 @@ class Engine:
 
     def _publish_verified(self, entries: Rows[_Entry], outcome: Outcome) -> None:
         advances = [
-            _advance(entry.block.sequence, entry.block.base, accepted + 1 if sound and not impossible else 0)
-            for entry, accepted, sound, impossible in zip(
-                entries, outcome.accepted, outcome.finite, outcome.impossible, strict=True
+            _advance(entry.block.sequence, entry.block.base, accepted + 1 if sound and not refusal else 0)
+            for entry, accepted, sound, refusal in zip(
+                entries, outcome.accepted, outcome.finite, outcome.refused, strict=True
             )
         ]
         self._publish(lambda: self.publisher.publish(advances, outcome.taps_BTND))
@@ -386,8 +386,8 @@ class Engine:
             sequence.poisoned = True
             self._refuse(entry.task, entry.index, _not_finite(sequence))
             return
-        if outcome.impossible[row]:
-            self._refuse(entry.task, entry.index, _impossible(sequence))
+        if refusal := outcome.refused[row]:
+            self._refuse(entry.task, entry.index, refusal)
             return
         answer = pb.VerifyResult(
             sequence_id=sequence.id,
@@ -483,8 +483,8 @@ class Engine:
                 continue
             if scores := outcome.scores[row]:
                 sequence.scores.append(scores)
-            if outcome.impossible[row]:
-                self._fail_start(sequence, _impossible(sequence))
+            if refusal := outcome.refused[row]:
+                self._fail_start(sequence, refusal)
             elif chunk.last[row]:
                 self._finish_start(sequence, outcome.tokens[row][0], outcome.logprobs[row])
 
@@ -543,13 +543,6 @@ def _advance(sequence: Sequence, start: int, count: int) -> Advance:
 
 def _not_finite(sequence: Sequence) -> NotFinite:
     return NotFinite(f"the target's numbers for sequence {sequence.id} are not finite")
-
-
-def _impossible(sequence: Sequence) -> InvalidRequest:
-    return InvalidRequest(
-        f"sequence {sequence.id}: no token is possible at position {len(sequence.tokens)}; "
-        "allowed tokens, min_tokens and grammar exclude each other"
-    )
 
 
 def _timings(queued: float, forward: float, sample: float, total: float) -> pb.Timings:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field, fields
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,36 +21,40 @@ from spire.rpc.tensors import to_wire
 from spire.sampling import SamplingRows, probabilities
 from spire.v1 import tensor_pb2
 from spire.v1 import verifier_pb2 as pb
+from verifier_service.grammar import Grammars, Matcher
 
 MAX_LOGPROBS = 20
-
-
-class Matcher(Protocol):
-    """A sequence's place in the grammar of its output."""
-
-    def advance(self, tokens: Rows[int]) -> None:
-        """Take over tokens of the output."""
-
-    def masks(self, draft: Rows[int]) -> Tensor:
-        """bool [len(draft) + 1, V]: what may come after the output and draft[:i]."""
+_STUCK = "no token is possible here: allowed tokens, min_tokens and grammar exclude each other"
 
 
 @dataclass(frozen=True)
 class Distributions:
-    """p and the adjusted logits [B, T, V]; `possible_BT` is false where adjustments left no token."""
+    """p and the adjusted logits [B, T, V]; `possible_BT` is false where adjustments left no token.
+
+    `problems`: rows whose grammar cannot be followed any more.
+    """
 
     p_BTV: Tensor
     logits_BTV: Tensor
     possible_BT: Tensor
+    problems: dict[int, InvalidRequest]
+
+    def refusals(self, accepted_B: Tensor) -> list[InvalidRequest | None]:
+        """Per row why it cannot go on, of its positions up to that of the first token that was not guessed."""
+        position_T = torch.arange(self.possible_BT.shape[1], device=accepted_B.device)
+        stuck = (~self.possible_BT & (position_T <= accepted_B[:, None])).any(dim=1).tolist()
+        return [self.problems.get(row) or (InvalidRequest(_STUCK) if none else None) for row, none in enumerate(stuck)]
 
 
 class Pipeline:
     """Sampling parameters, histories and grammars by slot. Parameters are tensors: a round selects its rows."""
 
-    def __init__(self, slots: int, vocab_size: int, device: torch.device):
+    def __init__(self, slots: int, vocab_size: int, device: torch.device, grammars: Grammars | None = None):
         self._rows = from_protos([tensor_pb2.Sampling(top_p=1)] * slots, device)
         self._histories = Histories(vocab_size, device)
-        self._matchers: dict[int, Matcher] = {}
+        self._grammars, self._matchers = grammars, dict[int, Matcher]()
+        # Why a grammar that was followed cannot be followed any more.
+        self._problems: dict[int, InvalidRequest] = {}
         # How many alternatives are reported beside each token.
         self._logprobs: dict[int, int] = {}
 
@@ -64,22 +67,29 @@ class Pipeline:
         if start.HasField("adjustments"):
             self._histories.assign(slot, start.adjustments, start.tokens, prompt_tokens)
         if matcher is not None:
-            matcher.advance(start.tokens[prompt_tokens:])
             self._matchers[slot] = matcher
+            self._follow(slot, start.tokens[prompt_tokens:])
         if start.HasField("logprobs"):
             self._logprobs[slot] = start.logprobs
 
     def release(self, slot: int) -> None:
         self._histories.release(slot)
         self._matchers.pop(slot, None)
+        self._problems.pop(slot, None)
         self._logprobs.pop(slot, None)
 
     def advance(self, slots: Rows[int], tokens: Rows[Rows[int]]) -> None:
         """These sequences have gained these tokens."""
         self._histories.advance(slots, tokens)
         for slot, gained in zip(slots, tokens, strict=True):
-            if gained and slot in self._matchers:
-                self._matchers[slot].advance(gained)
+            if slot in self._matchers:
+                self._follow(slot, gained)
+
+    def _follow(self, slot: int, tokens: Rows[int]) -> None:
+        try:
+            self._matchers[slot].advance(tokens)
+        except InvalidRequest as error:
+            self._problems[slot] = error
 
     def of(self, slots: Rows[int]) -> SamplingRows:
         return self._rows.select(torch.tensor(slots, device=self._rows.seed_B.device))
@@ -94,17 +104,30 @@ class Pipeline:
         base_B: Tensor,
     ) -> Distributions:
         """What the tokens behind `base` are drawn from. Takes over `logits_BTV` and changes it in place."""
-        possible_BT = torch.ones(logits_BTV.shape[:2], dtype=torch.bool, device=logits_BTV.device)
         adjusted = self._histories.adjust(slots, logits_BTV, draft_BK, base_B)
-        for row, slot in enumerate(slots):
-            if matcher := self._matchers.get(slot):
-                mask_TV = matcher.masks(draft_BK[row, : counts[row]].tolist()).to(logits_BTV.device)
-                logits_BTV[row, : len(mask_TV)].masked_fill_(~mask_TV, -torch.inf)
-                adjusted = True
-        if adjusted:
+        masked, problems = self._mask(slots, logits_BTV, draft_BK, counts)
+        possible_BT = torch.ones(logits_BTV.shape[:2], dtype=torch.bool, device=logits_BTV.device)
+        if adjusted or masked:
             possible_BT = logits_BTV.amax(dim=-1) > -torch.inf
             logits_BTV.masked_fill_(~possible_BT[..., None], 0.0)
-        return Distributions(probabilities(logits_BTV, rows), logits_BTV, possible_BT)
+        return Distributions(probabilities(logits_BTV, rows), logits_BTV, possible_BT, problems)
+
+    def _mask(
+        self, slots: Rows[int], logits_BTV: Tensor, draft_BK: Tensor, counts: Rows[int]
+    ) -> tuple[bool, dict[int, InvalidRequest]]:
+        """Leave what grammars allow, in place. Whether there are any, and the rows whose grammar has failed."""
+        problems = {row: self._problems[slot] for row, slot in enumerate(slots) if slot in self._problems}
+        rows = [row for row, slot in enumerate(slots) if slot in self._matchers and row not in problems]
+        if not rows or self._grammars is None:
+            return False, problems
+        drafts = [draft_BK[row, : counts[row]].tolist() for row in rows]
+        matchers = [self._matchers[slots[row]] for row in rows]
+        for row, mask in zip(rows, self._grammars.masks(list(zip(matchers, drafts, strict=True))), strict=True):
+            if isinstance(mask, InvalidRequest):
+                problems[row] = mask
+            else:
+                logits_BTV[row, : len(mask)].masked_fill_(~mask.to(logits_BTV.device), -torch.inf)
+        return True, problems
 
     def logprobs(
         self, slots: Rows[int], rows: SamplingRows, distributions: Distributions, tokens: Rows[Rows[int]]

@@ -20,6 +20,7 @@ from spire.errors import CheckpointError
 from spire.model.cache import TargetCache
 from spire.model.chat_template import read_chat_template
 from spire.model.checkpoint import load_target
+from spire.model.config import ModelConfig
 from spire.model.placement import choose_device, choose_dtype
 from spire.model.self_speculation import SparseAttention
 from spire.model.target import Target
@@ -31,6 +32,7 @@ from verifier_service.activations import Publisher
 from verifier_service.batch import Limits
 from verifier_service.config import VerifierConfig
 from verifier_service.engine import Engine
+from verifier_service.grammar import Grammars
 from verifier_service.metrics import VerifierMetrics
 from verifier_service.pipeline import Pipeline
 from verifier_service.prefixes import Prefixes
@@ -54,7 +56,8 @@ def load(config: VerifierConfig) -> tuple[Engine, Hosted]:
     target, fingerprint = load_target(config.model, dtype)
     shape = target.config
     max_context = config.max_context or shape.max_position_embeddings
-    engine = _build_engine(target.to(device), config, max_context, dtype, device)
+    grammars, no_grammars = _read_grammars(tokenizer.tokenizer_json, shape)
+    engine = _build_engine(target.to(device), config, max_context, dtype, device, grammars)
     info = pb.GetInfoResponse(
         protocol_version=PROTOCOL_VERSION,
         model_name=_model_name(config),
@@ -69,8 +72,18 @@ def load(config: VerifierConfig) -> tuple[Engine, Hosted]:
         epoch=uuid.uuid4().hex,
         dtype=str(dtype).removeprefix("torch."),
         max_speculation_depth=config.max_depth,
+        no_grammars=no_grammars,
     )
-    return engine, Hosted(info, tokenizer)
+    return engine, Hosted(info, tokenizer, grammars)
+
+
+def _read_grammars(tokenizer_json: bytes, shape: ModelConfig) -> tuple[Grammars | None, str]:
+    """What compiles grammars, or why there is none: a target is served all the same."""
+    try:
+        return Grammars(tokenizer_json, shape.vocab_size, shape.eos_token_ids), ""
+    except CheckpointError as error:
+        log.warning("no structured output", reason=str(error))
+        return None, str(error)
 
 
 def _model_name(config: VerifierConfig) -> str:
@@ -92,7 +105,12 @@ def _read_tokenizer(model: Path) -> pb.GetTokenizerResponse:
 
 
 def _build_engine(
-    target: Target, config: VerifierConfig, max_context: int, dtype: torch.dtype, device: torch.device
+    target: Target,
+    config: VerifierConfig,
+    max_context: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    grammars: Grammars | None,
 ) -> Engine:
     shape, slots = target.config, config.max_sequences
     cache = TargetCache(
@@ -105,7 +123,7 @@ def _build_engine(
         budget=_cache_budget(shape.kv_bytes_per_position // 2 * dtype.itemsize * max_context, config, device),
     )
     sparse = SparseAttention(config.self_sink, config.self_window)
-    steps = ModelSteps(target, cache, Pipeline(slots, target.config.vocab_size, device), sparse, config.self_top_m)
+    steps = ModelSteps(target, cache, Pipeline(slots, shape.vocab_size, device, grammars), sparse, config.self_top_m)
     if (rate := config.lossy_synthetic_acceptance) is not None:
         log.warning("LOSSY: what the target says of draft tokens is ignored", synthetic_acceptance=rate)
         steps.rule = coin_flips(rate)

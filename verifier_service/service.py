@@ -18,13 +18,14 @@ from spire.model.config import MAGICDEC
 from spire.rpc.carrier import Ring, host_id
 from spire.rpc.channel import GATEWAY_METADATA_KEY, PROTOCOL_VERSION
 from spire.rpc.drafting import DraftServicer
-from spire.rpc.errors import call_status
+from spire.rpc.errors import call_status, item_status
 from spire.v1 import draft_pb2
 from spire.v1 import verifier_pb2 as pb
 from spire.v1 import verifier_pb2_grpc as rpc
 from verifier_service.activations import Taps
 from verifier_service.config import VerifierConfig
 from verifier_service.engine import Engine
+from verifier_service.grammar import Grammars
 from verifier_service.subscriber import Subscriber
 from verifier_service.tasks import StartTask, VerifyTask
 
@@ -36,10 +37,11 @@ MAX_RING_BYTES = 60 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Hosted:
-    """What this verifier serves."""
+    """What this verifier serves. Without `grammars` it refuses them."""
 
     info: pb.GetInfoResponse
     tokenizer: pb.GetTokenizerResponse
+    grammars: Grammars | None
 
 
 class Leases:
@@ -73,8 +75,9 @@ class Leases:
 class RoundsStream:
     """One gateway's stream: requests go to the engine, answers come back as they are ready."""
 
-    def __init__(self, engine: Engine, gateway: str):
-        self._engine, self._gateway = engine, gateway
+    def __init__(self, engine: Engine, gateway: str, grammars: Grammars | None):
+        self._engine, self._gateway, self._grammars = engine, gateway, grammars
+        self._compiling: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         self._answers: asyncio.Queue[pb.RoundsResponse | SpireError | None] = asyncio.Queue()
         self._outstanding = 0
@@ -95,7 +98,7 @@ class RoundsStream:
         async for request in requests:
             match request.WhichOneof("body"):
                 case "start":
-                    self._engine.submit(StartTask(request.start, self._gateway, self._reply))
+                    self._start(request.start)
                 case "verify":
                     self._engine.submit(VerifyTask(request.verify, self._gateway, self._reply))
                 case None:
@@ -104,6 +107,24 @@ class RoundsStream:
             self._outstanding += 1
         self._closing = True
         self._end_if_answered()
+
+    def _start(self, start: pb.Start) -> None:
+        if start.adjustments.HasField("grammar") and self._grammars is not None:
+            task = asyncio.create_task(self._start_with_grammar(start, self._grammars))
+            self._compiling.add(task)
+            task.add_done_callback(self._compiling.discard)
+        else:
+            self._engine.submit(StartTask(start, self._gateway, self._reply))
+
+    async def _start_with_grammar(self, start: pb.Start, grammars: Grammars) -> None:
+        """Compiling takes its time: nobody else waits for it."""
+        try:
+            matcher = await asyncio.to_thread(grammars.compile, start.adjustments.grammar)
+        except InvalidRequest as error:
+            refused = pb.Started(sequence_id=start.sequence_id, status=item_status(error))
+            self._take(pb.RoundsResponse(started=refused))
+        else:
+            self._engine.submit(StartTask(start, self._gateway, self._reply, matcher))
 
     def _reply(self, response: pb.RoundsResponse) -> None:
         """Called by the engine's thread."""
@@ -167,7 +188,7 @@ class VerifierService(rpc.VerifierServicer):
         await context.send_initial_metadata(())
         with self._leases.held(gateway):
             try:
-                async for response in RoundsStream(self._engine, gateway).answers(requests):
+                async for response in RoundsStream(self._engine, gateway, self._hosted.grammars).answers(requests):
                     yield response
             except SpireError as error:
                 await context.abort(call_status(error), str(error))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from spire.drafting import Drafted, draft_tokens
+from spire.errors import InvalidRequest
 from spire.model.cache import Stretches, TargetCache
 from spire.model.self_speculation import SelfSpeculation, SparseAttention
 from spire.model.target import Target, TargetOutput
@@ -50,7 +51,7 @@ class PromptChunk:
 @dataclass(frozen=True)
 class Outcome:
     """Per row: whether its numbers are finite, how many draft tokens stand, the tokens it gained, and their logprobs if
-    it asked for them. `impossible`: its adjustments left no token to come. `scores`: of the prompt's tokens.
+    it asked for them. `refused`: why it cannot go on as it was asked for. `scores`: of the prompt's tokens.
 
     Where verification and prefill shared a forward, each is given its share of the seconds by positions.
     """
@@ -58,7 +59,7 @@ class Outcome:
     finite: list[bool]
     accepted: list[int]
     tokens: list[list[int]]
-    impossible: list[bool]
+    refused: list[InvalidRequest | None]
     logprobs: list[pb.Logprobs | None]
     scores: list[Scores | None]
     taps_BTND: Tensor | None
@@ -130,17 +131,14 @@ class ModelSteps:
         verdict = self.rule(drawn_from.p_BTV, batch.draft_BK, batch.counts_B, batch.q, rows, batch.base_B)
         accepted = verdict.accepted_B.tolist()
         tokens = [row[: a + 1] for row, a in zip(verdict.tokens_BT.tolist(), accepted, strict=True)]
-        impossible_BT = ~drawn_from.possible_BT & (position_T <= verdict.accepted_B[:, None])
-        impossible = impossible_BT.any(dim=1).tolist()
+        refused = drawn_from.refusals(verdict.accepted_B)
         logprobs = self.pipeline.logprobs(batch.slots, rows, drawn_from, tokens)
-        sound = [row and not none_left for row, none_left in zip(finite, impossible, strict=True)]
+        sound = [row and not refusal for row, refusal in zip(finite, refused, strict=True)]
         self._commit(batch.slots, [a + 1 for a in accepted], sound)
         self.pipeline.advance(batch.slots, [t if good else [] for t, good in zip(tokens, sound, strict=True)])
         seconds = time.perf_counter() - began
         scores: list[Scores | None] = [None] * len(tokens)
-        return Outcome(
-            finite, accepted, tokens, impossible, logprobs, scores, output.taps_BTND, forward_seconds, seconds
-        )
+        return Outcome(finite, accepted, tokens, refused, logprobs, scores, output.taps_BTND, forward_seconds, seconds)
 
     def _prefilled(self, chunk: PromptChunk, output: TargetOutput, forward_seconds: float) -> Outcome:
         """Commit each chunk; draw the first token where it is the last of its prompt."""
@@ -151,10 +149,10 @@ class ModelSteps:
         finite = hidden_BD.sum(dim=-1).isfinite().tolist()
         self._commit(chunk.slots, counts, finite)
         scores = [self._score(*row) for row in zip(chunk.slots, output.hidden_BTD, chunk.following, strict=True)]
-        tokens, impossible, logprobs = self._first_tokens(chunk, hidden_BD, finite)
+        tokens, refused, logprobs = self._first_tokens(chunk, hidden_BD, finite)
         seconds = time.perf_counter() - began
         return Outcome(
-            finite, [0] * len(counts), tokens, impossible, logprobs, scores, output.taps_BTND, forward_seconds, seconds
+            finite, [0] * len(counts), tokens, refused, logprobs, scores, output.taps_BTND, forward_seconds, seconds
         )
 
     def _score(self, slot: int, hidden_TD: Tensor, following: Rows[int]) -> Scores | None:
@@ -171,14 +169,14 @@ class ModelSteps:
 
     def _first_tokens(
         self, chunk: PromptChunk, hidden_BD: Tensor, finite: Rows[bool]
-    ) -> tuple[list[list[int]], list[bool], list[pb.Logprobs | None]]:
-        """Per prompt the token behind it, if this is its end, whether there can be none, and the token's logprobs."""
+    ) -> tuple[list[list[int]], list[InvalidRequest | None], list[pb.Logprobs | None]]:
+        """Per prompt the token behind it, if this is its end, why there can be none, and the token's logprobs."""
         tokens: list[list[int]] = [[] for _ in chunk.slots]
-        impossible = [False] * len(tokens)
+        refused: list[InvalidRequest | None] = [None] * len(tokens)
         logprobs: list[pb.Logprobs | None] = [None] * len(tokens)
         ending = [row for row, (last, sound) in enumerate(zip(chunk.last, finite, strict=True)) if last and sound]
         if not ending:
-            return tokens, impossible, logprobs
+            return tokens, refused, logprobs
         slots = [chunk.slots[row] for row in ending]
         rows, none_BK = self.pipeline.of(slots), torch.empty(len(slots), 0, dtype=torch.int64, device=self.device)
         position_B = torch.tensor([self.cache.lengths[slot] for slot in slots], device=self.device)
@@ -186,9 +184,9 @@ class ModelSteps:
         base_B = position_B - 1
         drawn_from = self.pipeline.distributions(slots, rows, logits_B1V, none_BK, [0] * len(slots), base_B)
         drawn = sample(drawn_from.p_BTV[:, 0], rows, position_B, base_B).tolist()
-        possible = drawn_from.possible_BT[:, 0].tolist()
+        refusals = drawn_from.refusals(torch.zeros_like(position_B))
         found = self.pipeline.logprobs(slots, rows, drawn_from, [[token] for token in drawn])
-        self.pipeline.advance(slots, [[token] if can else [] for token, can in zip(drawn, possible, strict=True)])
-        for row, token, can, of_token in zip(ending, drawn, possible, found, strict=True):
-            tokens[row], impossible[row], logprobs[row] = [token], not can, of_token
-        return tokens, impossible, logprobs
+        self.pipeline.advance(slots, [[] if no else [token] for token, no in zip(drawn, refusals, strict=True)])
+        for row, token, refusal, of_token in zip(ending, drawn, refusals, found, strict=True):
+            tokens[row], refused[row], logprobs[row] = [token], refusal, of_token
+        return tokens, refused, logprobs

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spire.v1 import verifier_pb2 as pb
-from verifier_service.pipeline import Matcher
+from verifier_service.grammar import Matcher
 from verifier_service.sequence import Reply
 
 
