@@ -40,6 +40,17 @@ _LARGEST_BIAS = 100.0
 _LARGEST_GRAMMAR = 64 * 1024
 _DEEPEST_SCHEMA = 64
 
+# What the types do not say of a field, but `check` does.
+_STOP_SCHEMA = {"type": "string", "minLength": 1, "maxLength": _LONGEST_STOP}
+_STOPS_SCHEMA = {"anyOf": [_STOP_SCHEMA, {"type": "array", "maxItems": _MOST_STOPS, "items": _STOP_SCHEMA}]}
+_TOKENS_SCHEMA: dict[str, Any] = {"items": {"type": "integer", "minimum": 0}}
+_BIASES_SCHEMA: dict[str, Any] = {
+    "maxProperties": _MOST_BIASES,
+    "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+    "additionalProperties": {"type": "number", "minimum": -_LARGEST_BIAS, "maximum": _LARGEST_BIAS},
+}
+_KEPT_SCHEMA = {"anyOf": [{"const": -1}, {"type": "integer", "minimum": 1}]}
+
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 
 
@@ -87,14 +98,21 @@ class GenerationRequest(RequestBody):
     min_p: float = Field(0.0, ge=0, le=1, allow_inf_nan=False)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     n: int = Field(1, ge=1, le=_MOST_CANDIDATES)
-    logit_bias: dict[str, float] = Field(default_factory=dict, description="by token id")
+    logit_bias: dict[str, float] = Field(
+        default_factory=dict, description="by token id", json_schema_extra=_BIASES_SCHEMA
+    )
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     repetition_penalty: float = Field(1.0, gt=0, le=100, allow_inf_nan=False)
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: Annotated[
+        list[int] | None,
+        WithJsonSchema({"type": "array", "minItems": 1, "maxItems": _MOST_ALLOWED, **_TOKENS_SCHEMA}),
+    ] = None
     min_tokens: int = Field(0, ge=0)
-    stop: str | list[str] = Field(default_factory=list)
-    stop_token_ids: list[int] = Field(default_factory=list)
+    stop: Annotated[str | list[str], WithJsonSchema(_STOPS_SCHEMA)] = Field(default_factory=list)
+    stop_token_ids: list[int] = Field(
+        default_factory=list, json_schema_extra={"maxItems": _MOST_STOP_TOKENS, **_TOKENS_SCHEMA}
+    )
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     response_format: ResponseFormat | None = None
@@ -118,7 +136,9 @@ class CompletionRequest(GenerationRequest):
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     suffix: Annotated[str | None, WithJsonSchema({"type": "string", "maxLength": 0})] = None
     add_special_tokens: bool = True
-    truncate_prompt_tokens: int | None = Field(None, ge=-1, description="-1 keeps what the context has room for")
+    truncate_prompt_tokens: Annotated[int | None, WithJsonSchema(_KEPT_SCHEMA)] = Field(
+        None, ge=-1, description="keep this many tokens of each prompt's end; -1 keeps what the context has room for"
+    )
 
     @property
     def stops(self) -> list[str]:
