@@ -1,0 +1,56 @@
+"""Output is what a schema, a regular expression or a grammar allows, drafted or not."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.gateway.conftest import Api
+
+PROMPT = "Once upon a time"
+PERSON = {
+    "type": "object",
+    "properties": {"age": {"type": "integer", "minimum": 1, "maximum": 99}, "kind": {"enum": ["cat", "dog"]}},
+    "required": ["age", "kind"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("k", [0, 4])
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}},
+        {"guided_json": PERSON},
+        {"guided_json": json.dumps(PERSON)},
+    ],
+    ids=["response_format", "guided_json", "guided_json as text"],
+)
+def test_a_json_schema_is_kept_and_its_end_ends_the_text(api: Api, wish: dict[str, Any], k: int) -> None:
+    answer = api.complete("The dog: ", max_tokens=200, seed=3, ignore_eos=True, **wish, speculation={"k": k})
+    person = json.loads(answer["choices"][0]["text"])
+    assert person["kind"] in ("cat", "dog")
+    assert 1 <= person["age"] <= 99
+    assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+def test_a_json_object_a_regex_and_a_grammar_are_kept(api: Api) -> None:
+    anything = api.text("The dog: ", max_tokens=300, seed=8, response_format={"type": "json_object"}, temperature=0.5)
+    assert anything.lstrip().startswith("{")
+    digits = api.text("Call ", max_tokens=60, seed=1, guided_regex=r"[0-9]{3}-[0-9]{4}")
+    assert len(digits) == 8
+    assert digits.replace("-", "").isdigit()
+    lark = 'start: "yes" | "no" | "may" "be"'
+    assert api.text("Is it? ", max_tokens=60, seed=1, guided_grammar=lark) in ("yes", "no", "maybe")
+    free = api.text(PROMPT, max_tokens=20, temperature=0)
+    assert api.text(PROMPT, max_tokens=20, temperature=0, response_format={"type": "text"}) == free
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("wish", [{"guided_regex": "("}, {"guided_grammar": "start: nothing"}])
+def test_what_is_no_grammar_is_refused_before_a_stream_begins(api: Api, wish: dict[str, str], streaming: bool) -> None:
+    response = api.post(prompt=PROMPT, stream=streaming, **wish)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"]
