@@ -15,7 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from gateway.answers import answer
-from gateway.bodies import bad_parameter, body_of, check_model, declare, ignored_header, parse, refusals
+from gateway.bodies import ModelName, bad_parameter, check_model, ignored_header, parse, refusals
 from gateway.chat import ChatCompletion, ChatRequest, chat_prompt
 from gateway.completion import Completion
 from gateway.config import GatewayConfig
@@ -23,8 +23,10 @@ from gateway.engine import Engine
 from gateway.errors import RETRY_AFTER_SECONDS, BadParameter, UnknownModel, error_body, rest_error
 from gateway.front import Front
 from gateway.metrics import Exposition
+from gateway.openapi import DocumentedApi, Limits, body_of, limits_of
 from gateway.peers import Model
 from gateway.prompts import encode_prompts
+from gateway.responses import ChatResponse, CompletionResponse, answers
 from gateway.schemas import CompletionRequest, check, check_tokens
 from gateway.sequence import GREEDY
 from gateway.tokenization import DetokenizeRequest, TokenizeRequest, add_tokenization
@@ -41,12 +43,13 @@ def create_app(config: GatewayConfig, engine: Engine) -> ASGIApp:
         yield
         await engine.close()
 
-    app = FastAPI(title="Spire", version=__version__, lifespan=lifespan)
+    bodies = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+    app = DocumentedApi(bodies, lambda: _limits(engine), title="Spire", version=__version__, lifespan=lifespan)
     _handle_errors(app)
     _add_completions(app, config, engine)
     add_tokenization(app, engine)
     _add_state(app, config, engine)
-    paths = frozenset(declare(app, CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)["paths"])
+    paths = frozenset(app.openapi()["paths"])
     front = Front(app, engine.metrics, paths, config.max_body_bytes, config.body_deadline)
     return _for_browsers(front, config.cors_origins) if config.cors_origins else front
 
@@ -57,19 +60,26 @@ def _for_browsers(app: ASGIApp, origins: list[str]) -> ASGIApp:
     return CORSMiddleware(app, origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=shown)
 
 
+def _limits(engine: Engine) -> Limits:
+    model = engine.verifier.model
+    return {"draft-name": {"enum": _drafts(engine)}} | (limits_of(model) if model else {})
+
+
 # -- completions -----------------------------------------------------------------------------------------------------
 
 
 def _add_completions(app: FastAPI, config: GatewayConfig, engine: Engine) -> None:
     declared = refusals(400, 404, 408, 413, 429, 500, 503)
 
-    @app.post("/v1/completions", responses=declared, openapi_extra=body_of(CompletionRequest))
+    @app.post(
+        "/v1/completions", responses=answers(CompletionResponse) | declared, openapi_extra=body_of(CompletionRequest)
+    )
     async def complete(http: Request) -> Response:
         """Complete one or more prompts, as one JSON object or as server-sent events."""
         request = parse(await http.body(), CompletionRequest)
         return await _generate(http, request, Completion, ignored_header(request))
 
-    @app.post("/v1/chat/completions", responses=declared, openapi_extra=body_of(ChatRequest))
+    @app.post("/v1/chat/completions", responses=answers(ChatResponse) | declared, openapi_extra=body_of(ChatRequest))
     async def chat(http: Request) -> Response:
         """Answer a conversation, by the chat template of the model's tokenizer."""
         asked = parse(await http.body(), ChatRequest)
@@ -93,10 +103,14 @@ def _add_completions(app: FastAPI, config: GatewayConfig, engine: Engine) -> Non
 
 
 def _check_draft(request: CompletionRequest, engine: Engine) -> None:
-    wanted, info = request.speculation.draft, engine.draft.info if engine.draft else None
-    known = ["off", "auto"] + ([info.model_name, info.kind] if info else [])
+    wanted, known = request.speculation.draft, _drafts(engine)
     if wanted not in known:
         raise BadParameter("speculation.draft", f"no draft {wanted!r} is connected; known: {', '.join(known)}")
+
+
+def _drafts(engine: Engine) -> list[str]:
+    info = engine.draft.info if engine.draft else None
+    return ["off", "auto"] + ([info.model_name, info.kind] if info else [])
 
 
 def _check_rule(request: CompletionRequest, config: GatewayConfig) -> None:
@@ -122,7 +136,7 @@ def _add_state(app: FastAPI, config: GatewayConfig, engine: Engine) -> None:
         return {"object": "list", "data": [_model_card(engine)]}
 
     @app.get("/v1/models/{name:path}", responses=refusals(404, 503))
-    async def model(name: str) -> dict[str, Any]:
+    async def model(name: ModelName) -> dict[str, Any]:
         card = _model_card(engine)
         if name != card["id"]:
             raise UnknownModel(f"model {name!r} is not served here; {card['id']!r} is")

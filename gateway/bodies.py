@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import Any, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
-from fastapi import FastAPI
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError, model_validator
-from pydantic.json_schema import JsonSchemaValue, models_json_schema
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationError, model_validator
+from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from gateway.errors import BadParameter, UnknownModel
@@ -15,7 +14,6 @@ from gateway.peers import Model
 
 Schema = TypeVar("Schema", bound=BaseModel)
 
-_COMPONENTS = "#/components/schemas/{model}"
 _NULL = {"type": "null"}
 _REFUSALS = {
     400: "The request is wrong",
@@ -60,10 +58,17 @@ class RequestBody(BaseModel):
 
 
 def _nullable(field: JsonSchemaValue, nullable: bool) -> JsonSchemaValue:
-    about = {name: field[name] for name in ("title", "description", "default") if name in field}
-    kinds = field.get("anyOf") or [{name: value for name, value in field.items() if name not in about}]
+    inside = set() if "anyOf" in field else field.keys() - {"title", "description", "default"}
+    about = {name: value for name, value in field.items() if name not in {*inside, "anyOf"}}
+    kinds = field.get("anyOf") or [{name: field[name] for name in sorted(inside)}]
     kinds = [kind for kind in kinds if kind != _NULL]
     return about | {"anyOf": [*kinds, _NULL] if nullable else kinds}
+
+
+# The schema's limits are the served model's: see `gateway/openapi.py`.
+ModelName = Annotated[str, Field(json_schema_extra={"format": "model-id"})]
+TokenCount = Annotated[int, Field(json_schema_extra={"format": "token-count"})]
+TokenId = Annotated[int, Field(json_schema_extra={"format": "token-id", "minimum": 0})]
 
 
 def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -71,24 +76,10 @@ def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": ErrorResponse, "description": _REFUSALS[status]} for status in statuses}
 
 
-def body_of(schema: type[BaseModel]) -> dict[str, Any]:
-    """What a route declares about its body; `declare` adds the schema itself."""
-    reference = {"$ref": _COMPONENTS.format(model=schema.__name__)}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}}
-
-
-def declare(app: FastAPI, *bodies: type[BaseModel]) -> dict[str, Any]:
-    """The application's OpenAPI document with the schemas of these bodies."""
-    document = app.openapi()
-    _, definitions = models_json_schema([(body, "validation") for body in bodies], ref_template=_COMPONENTS)
-    document["components"]["schemas"] |= definitions["$defs"]
-    return document
-
-
 def parse(body: bytes, schema: type[Schema]) -> Schema:
     """The body as an object of this schema. Raises BadParameter."""
     try:
-        raw = json.loads(body, parse_constant=_refuse_constant)
+        raw = json.loads(body, parse_float=_number, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise BadParameter("body", f"the body is not valid JSON: {error}", "invalid_json") from error
     if not isinstance(raw, dict):
@@ -97,6 +88,12 @@ def parse(body: bytes, schema: type[Schema]) -> Schema:
         return schema.model_validate(raw)
     except ValidationError as error:
         raise bad_parameter(error.errors(include_url=False)) from error
+
+
+def _number(text: str) -> float:
+    """JSON has one kind of number: 5.0 is an integer too."""
+    number = float(text)
+    return int(number) if number.is_integer() and abs(number) < 2**53 else number
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -127,4 +124,11 @@ def check_model(wanted: str | None, model: Model) -> None:
 def ignored_header(request: BaseModel) -> dict[str, str]:
     """A header that names the fields which nobody here knows; none when all are known."""
     names = sorted(request.model_extra or {})
-    return {"X-Spire-Ignored": ", ".join(ascii(name)[1:-1][:64] for name in names[:16])} if names else {}
+    return {"X-Spire-Ignored": ", ".join(map(_shown, names[:16]))} if names else {}
+
+
+def _shown(name: str) -> str:
+    """In quotes where a header could not end with it."""
+    quoted = ascii(name[:64])
+    bare = quoted[1:-1]
+    return bare if bare and bare == bare.strip() else quoted

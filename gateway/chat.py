@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
+from gateway.bodies import TokenCount
 from gateway.completion import Completion, Piece
 from gateway.engine import Engine
 from gateway.errors import BadParameter
@@ -19,7 +20,6 @@ from gateway.prompts import check_unicode, kind_of, over_context
 from gateway.schemas import MOST_LOGPROBS, CompletionRequest, GenerationRequest
 from gateway.tokenizer import PromptTooLong
 
-MOST_MESSAGES = 4096
 _TEXT_PART = {
     "type": "object",
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
@@ -40,9 +40,9 @@ class Message(BaseModel):
 
 
 class ChatRequest(GenerationRequest):
-    messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
-    max_tokens: int | None = Field(None, ge=1, description="by default as many as the context has room for")
-    max_completion_tokens: int | None = Field(None, ge=1, description="the same; it counts before max_tokens")
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: TokenCount | None = Field(None, ge=1, description="by default what the context has room for")
+    max_completion_tokens: TokenCount | None = Field(None, ge=1, description="the same; it counts before max_tokens")
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MOST_LOGPROBS, description="only with logprobs")
     tools: Annotated[list[Any], WithJsonSchema(_NO_TOOLS)] = Field(default_factory=list)

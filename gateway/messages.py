@@ -41,7 +41,8 @@ def wire_sampling(sampling: Sampling) -> tensor_pb2.Sampling:
     return tensor_pb2.Sampling(
         temperature=sampling.temperature,
         top_k=sampling.top_k,
-        top_p=sampling.top_p,
+        # As a float32 it must not become 0.
+        top_p=max(sampling.top_p, 1e-30),
         seed=sampling.seed,
         choice=sampling.choice,
         min_p=sampling.min_p,

@@ -10,23 +10,20 @@ import json
 import secrets
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, WithJsonSchema
 
-from gateway.bodies import RequestBody
+from gateway.bodies import ModelName, RequestBody, TokenCount, TokenId
 from gateway.errors import BadParameter
 from gateway.prompts import check_unicode, kind_of
 from gateway.sequence import Rule
 
+_TOKENS_SCHEMA = {"type": "array", "minItems": 1, "items": {"type": "integer", "format": "token-id", "minimum": 0}}
 _PROMPT_SCHEMA = {
     "anyOf": [
         {"type": "string", "minLength": 1},
         {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
-        {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
-        {
-            "type": "array",
-            "minItems": 1,
-            "items": {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
-        },
+        _TOKENS_SCHEMA,
+        {"type": "array", "minItems": 1, "items": _TOKENS_SCHEMA},
     ]
 }
 MOST_LOGPROBS = 20
@@ -43,13 +40,20 @@ _DEEPEST_SCHEMA = 64
 # What the types do not say of a field, but `check` does.
 _STOP_SCHEMA = {"type": "string", "minLength": 1, "maxLength": _LONGEST_STOP}
 _STOPS_SCHEMA = {"anyOf": [_STOP_SCHEMA, {"type": "array", "maxItems": _MOST_STOPS, "items": _STOP_SCHEMA}]}
-_TOKENS_SCHEMA: dict[str, Any] = {"items": {"type": "integer", "minimum": 0}}
-_BIASES_SCHEMA: dict[str, Any] = {
+_BIAS_SCHEMA = {
+    "type": "object",
+    "description": "by token id",
     "maxProperties": _MOST_BIASES,
-    "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+    "propertyNames": {"format": "token-id-text"},
     "additionalProperties": {"type": "number", "minimum": -_LARGEST_BIAS, "maximum": _LARGEST_BIAS},
 }
-_KEPT_SCHEMA = {"anyOf": [{"const": -1}, {"type": "integer", "minimum": 1}]}
+_TRUNCATION_SCHEMA = {"anyOf": [{"const": -1}, {"type": "integer", "minimum": 1}]}
+_GRAMMAR_SCHEMA: dict[str, JsonValue] = {"minLength": 1, "maxLength": _LARGEST_GRAMMAR}
+# stream_options only in a stream.
+_STREAM_SCHEMA: list[JsonValue] = [
+    {"properties": {"stream": {"const": True}}, "required": ["stream"]},
+    {"properties": {"stream_options": {"type": "null"}}},
+]
 
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 
@@ -66,7 +70,7 @@ class Speculation(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    draft: str = "auto"
+    draft: Annotated[str, Field(json_schema_extra={"format": "draft-name"})] = "auto"
     k: int | None = Field(
         default=None, ge=0, le=64, description="draft tokens a round; by default the gateway's choice"
     )
@@ -85,40 +89,37 @@ class ResponseFormat(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
+    json_schema: JsonSchema | None = Field(None, description="with type json_schema, and with no other")
 
 
 class GenerationRequest(RequestBody):
     """What completions and chats have in common."""
 
-    model: str | None = None
+    model_config = ConfigDict(json_schema_extra={"anyOf": _STREAM_SCHEMA})
+
+    model: ModelName | None = None
     temperature: float = Field(1.0, ge=0, le=2, allow_inf_nan=False)
     top_p: float = Field(1.0, gt=0, le=1, allow_inf_nan=False)
     top_k: int = Field(0, ge=-1, lt=2**31, description="0 and -1 keep all tokens")
     min_p: float = Field(0.0, ge=0, le=1, allow_inf_nan=False)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     n: int = Field(1, ge=1, le=_MOST_CANDIDATES)
-    logit_bias: dict[str, float] = Field(
-        default_factory=dict, description="by token id", json_schema_extra=_BIASES_SCHEMA
-    )
+    logit_bias: Annotated[dict[str, float], WithJsonSchema(_BIAS_SCHEMA)] = Field(default_factory=dict)
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    repetition_penalty: float = Field(1.0, gt=0, le=100, allow_inf_nan=False)
-    allowed_token_ids: Annotated[
-        list[int] | None,
-        WithJsonSchema({"type": "array", "minItems": 1, "maxItems": _MOST_ALLOWED, **_TOKENS_SCHEMA}),
-    ] = None
-    min_tokens: int = Field(0, ge=0)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100, allow_inf_nan=False)
+    allowed_token_ids: list[TokenId] | None = Field(None, json_schema_extra={"minItems": 1, "maxItems": _MOST_ALLOWED})
+    min_tokens: TokenCount = Field(0, ge=0, description="not more than max_tokens")
     stop: Annotated[str | list[str], WithJsonSchema(_STOPS_SCHEMA)] = Field(default_factory=list)
-    stop_token_ids: list[int] = Field(
-        default_factory=list, json_schema_extra={"maxItems": _MOST_STOP_TOKENS, **_TOKENS_SCHEMA}
-    )
+    stop_token_ids: list[TokenId] = Field(default_factory=list, json_schema_extra={"maxItems": _MOST_STOP_TOKENS})
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     response_format: ResponseFormat | None = None
     guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_grammar: str | None = Field(None, description="a context-free grammar in Lark's notation")
+    guided_regex: str | None = Field(None, json_schema_extra=_GRAMMAR_SCHEMA)
+    guided_grammar: str | None = Field(
+        None, description="a context-free grammar in Lark's notation", json_schema_extra=_GRAMMAR_SCHEMA
+    )
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -130,13 +131,13 @@ class GenerationRequest(RequestBody):
 
 class CompletionRequest(GenerationRequest):
     prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
-    max_tokens: int = Field(16, ge=0, description="0 only with echo")
+    max_tokens: TokenCount = Field(16, ge=0, description="0 only with echo")
     best_of: int | None = Field(None, ge=1, le=_MOST_CANDIDATES, description="not less than n; not in a stream")
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     suffix: Annotated[str | None, WithJsonSchema({"type": "string", "maxLength": 0})] = None
     add_special_tokens: bool = True
-    truncate_prompt_tokens: Annotated[int | None, WithJsonSchema(_KEPT_SCHEMA)] = Field(
+    truncate_prompt_tokens: Annotated[int | None, WithJsonSchema(_TRUNCATION_SCHEMA)] = Field(
         None, ge=-1, description="keep this many tokens of each prompt's end; -1 keeps what the context has room for"
     )
 

@@ -9,10 +9,11 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
-from gateway.bodies import RequestBody, body_of, check_model, ignored_header, parse, refusals
-from gateway.chat import MOST_MESSAGES, Message, chat_prompt
+from gateway.bodies import ModelName, RequestBody, TokenId, check_model, ignored_header, parse, refusals
+from gateway.chat import Message, chat_prompt
 from gateway.engine import Engine
 from gateway.errors import BadParameter
+from gateway.openapi import body_of
 from gateway.peers import Model
 from gateway.prompts import text_prompt
 from gateway.tokenizer import PromptTooLong
@@ -23,9 +24,9 @@ class TokenizeRequest(RequestBody):
 
     model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]})
 
-    model: str | None = None
+    model: ModelName | None = None
     prompt: Annotated[str | None, WithJsonSchema({"type": "string", "minLength": 1})] = None
-    messages: list[Message] | None = Field(None, min_length=1, max_length=MOST_MESSAGES)
+    messages: list[Message] | None = Field(None, min_length=1)
     add_generation_prompt: bool = Field(True, description="end a chat where the assistant's answer begins")
     add_special_tokens: bool | None = Field(
         None,
@@ -42,8 +43,8 @@ class TokenizeResponse(BaseModel):
 
 
 class DetokenizeRequest(RequestBody):
-    model: str | None = None
-    tokens: list[int]
+    model: ModelName | None = None
+    tokens: list[TokenId]
 
 
 class DetokenizeResponse(BaseModel):

@@ -108,7 +108,8 @@ def test_penalties_and_biases_are_understood(client: openai.OpenAI) -> None:
     (first,) = token.token_ids  # type: ignore[attr-defined]
     banned = text_of(client, max_tokens=1, temperature=0, logit_bias={str(first): -100})
     assert banned != token.text
-    assert text_of(client, temperature=0, presence_penalty=2, frequency_penalty=2) != text_of(client, temperature=0)
+    greedy: dict[str, Any] = {"max_tokens": 90, "temperature": 0}
+    assert text_of(client, **greedy, presence_penalty=2, frequency_penalty=2) != text_of(client, **greedy)
 
 
 # -- chats -----------------------------------------------------------------------------------------------------------

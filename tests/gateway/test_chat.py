@@ -132,7 +132,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools", "not supported"),
     ({"messages": MESSAGES, "functions": [{"name": "dig"}]}, "functions", "not supported"),
-    ({"messages": [{"role": "developer", "content": "x"}]}, "messages", "no role developer"),
+    ({"messages": [{"role": "user", "content": "x", "name": "Tom"}]}, "messages", "no names: Tom"),
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "no valid Unicode"),
     ({"messages": [{"role": "user", "content": "word " * 600}]}, "messages", "context is 512"),
     ({"messages": [{"role": "user", "content": "word " * 100_000}]}, "messages", "no context holds it"),

@@ -81,7 +81,8 @@ def test_a_large_body_is_refused(api: Api) -> None:
 
 def test_unknown_fields_are_named(api: Api) -> None:
     assert post(api, "/tokenize", prompt="x", wibble=1).headers["x-spire-ignored"] == "wibble"
-    assert post(api, "/detokenize", tokens=[5], wibble=1).headers["x-spire-ignored"] == "wibble"
+    blank: Any = {"": 1, " ": 2, "\n": 3, "x" * 63 + " y": 4}
+    assert post(api, "/detokenize", tokens=[5], **blank).headers["x-spire-ignored"] == f"'', \\n, ' ', '{'x' * 63} '"
 
 
 # -- browsers --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,75 @@
+"""The OpenAPI document: routes, every status they answer, and bodies within the limits of the model that is served.
+
+Bodies are parsed by the routes themselves (`gateway/bodies.py`), so FastAPI does not know them: they are added here.
+A schema says with a `format` that a limit is the model's: `token-id`, `token-id-text`, `token-count`, `model-id`,
+`draft-name`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from gateway.peers import Model
+
+Limits = dict[str, dict[str, Any]]
+
+_COMPONENTS = "#/components/schemas/{model}"
+
+
+def body_of(schema: type[BaseModel]) -> dict[str, Any]:
+    """What a route declares about its body; the application adds the schema itself."""
+    reference = {"$ref": _COMPONENTS.format(model=schema.__name__)}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}}
+
+
+class DocumentedApi(FastAPI):
+    """An application with the schemas of these bodies, and with what limits them by now: keywords for a `format`."""
+
+    def __init__(self, bodies: Sequence[type[BaseModel]], limits: Callable[[], Limits], **options: Any):
+        super().__init__(**options)
+        self._limits = limits
+        _, definitions = models_json_schema([(body, "validation") for body in bodies], ref_template=_COMPONENTS)
+        self._bodies = definitions["$defs"]
+
+    def openapi(self) -> dict[str, Any]:
+        document = super().openapi()
+        document["components"]["schemas"].update(self._bodies)
+        limited: dict[str, Any] = _limited(document, self._limits())
+        return limited
+
+
+def limits_of(model: Model) -> Limits:
+    """What the served model limits."""
+    largest_id = model.info.vocab_size - 1
+    return {
+        "token-id": {"maximum": largest_id},
+        "token-id-text": {"pattern": f"^({decimals_up_to(largest_id)})$"},
+        "token-count": {"maximum": model.info.max_context - 1},
+        "model-id": {"enum": [model.name]},
+    }
+
+
+def _limited(node: Any, limits: Limits) -> Any:
+    if isinstance(node, list):
+        return [_limited(item, limits) for item in node]
+    if not isinstance(node, dict):
+        return node
+    limit = limits.get(node["format"], {}) if isinstance(node.get("format"), str) else {}
+    return {name: _limited(value, limits) for name, value in node.items()} | limit
+
+
+def decimals_up_to(number: int) -> str:
+    """A regular expression for the decimals from 0 to this number, which has at least two digits."""
+    digits = str(number)
+    shorter = ["[0-9]", *(f"[1-9][0-9]{{{more}}}" for more in range(1, len(digits) - 1))]
+    below = [
+        f"{digits[:at]}[{lowest}-{int(digit) - 1}][0-9]{{{len(digits) - at - 1}}}"
+        for at, digit in enumerate(digits)
+        if int(digit) > (lowest := 0 if at else 1)
+    ]
+    return "|".join([*shorter, *below, digits])

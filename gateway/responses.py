@@ -1,0 +1,113 @@
+"""What completions and chats answer, as OpenAPI declares it. `gateway/completion.py` makes the answers themselves."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+FinishReason = Literal["stop", "length"]
+Origin = Literal["draft", "target"]
+
+
+class Declared(BaseModel):
+    """Every field is always there, unless it has to be asked for."""
+
+    model_config = ConfigDict(json_schema_serialization_defaults_required=False)
+
+
+class PromptTokensDetails(Declared):
+    cached_tokens: int
+
+
+class CompletionTokensDetails(Declared):
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+class Usage(Declared):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+class TextLogprobs(Declared):
+    """Parallel arrays, one place for each token; the first token of an echoed prompt has none."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class TextChoice(Declared):
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: FinishReason
+    prompt_token_ids: list[int] = Field([], description="with return_token_ids")
+    token_ids: list[int] = Field([], description="with return_token_ids")
+    token_origins: list[Origin] = Field([], description="with return_token_origins: who chose each token")
+
+
+class CompletionResponse(Declared):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[TextChoice]
+    usage: Usage
+    metrics: dict[str, Any] = Field({}, description="with return_metrics: times, and what speculation did")
+
+
+class NamedLogprob(Declared):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(NamedLogprob):
+    top_logprobs: list[NamedLogprob]
+
+
+class ChatLogprobs(Declared):
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class AnswerMessage(Declared):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(Declared):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    prompt_token_ids: list[int] = Field([], description="with return_token_ids")
+    token_ids: list[int] = Field([], description="with return_token_ids")
+    token_origins: list[Origin] = Field([], description="with return_token_origins: who chose each token")
+
+
+class ChatResponse(Declared):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+    metrics: dict[str, Any] = Field({}, description="with return_metrics: times, and what speculation did")
+
+
+def answers(schema: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """What a route declares about its answer: an object, or events whose data are pieces of one."""
+    data = {"type": "string", "description": "a piece of the answer as JSON, or [DONE]"}
+    event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
+    content = {"text/event-stream": {"schema": event}}
+    return {200: {"model": schema, "description": "The answer, whole or as events", "content": content}}
