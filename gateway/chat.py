@@ -11,7 +11,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from gateway.bodies import TokenCount
-from gateway.completion import Completion, Piece
+from gateway.choice import Piece
+from gateway.completion import Completion
 from gateway.engine import Engine
 from gateway.errors import BadParameter
 from gateway.logprobs import Entry, contents

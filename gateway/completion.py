@@ -1,7 +1,4 @@
-"""One completion on its way: its choices, the text pulled from them, and the answer as JSON or as events.
-
-Tokens are read from the sequences, where the engine commits them; text is made here, while the next round is under way.
-"""
+"""One completion on its way: its choices, and the answer made of them as JSON or as events."""
 
 from __future__ import annotations
 
@@ -10,127 +7,23 @@ import contextlib
 import json
 import time
 import uuid
-from bisect import bisect_left
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
 from gateway.adjustments import adjustments_of
+from gateway.choice import Choice, Echo, Piece
 from gateway.engine import Engine
 from gateway.errors import rest_error
-from gateway.logprobs import Entry, arrays, mean
+from gateway.logprobs import Entry, arrays
 from gateway.peers import Model
 from gateway.schemas import CompletionRequest
 from gateway.sequence import Sampling, Sequence
-from gateway.tokenizer import TextCodec, TextStream
+from gateway.tokenizer import TextStream
+from spire.v1.verifier_pb2 import Adjustments
 
 _PING = b": ping\n\n"
 _DONE = b"data: [DONE]\n\n"
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What one choice has grown by. Logprobs come with the text: those of held back tokens come later."""
-
-    index: int
-    text: str
-    tokens: list[int]
-    origins: list[str]
-    entries: list[Entry]
-    finish_reason: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Echo:
-    """A prompt as the beginning of its choices' texts: its text, and where each of its tokens begins."""
-
-    text: str
-    offsets: list[int]
-
-    @classmethod
-    def of_text(cls, codec: TextCodec, prompt: str, add_special_tokens: bool) -> Echo:
-        return cls(prompt, codec.offsets(prompt, add_special_tokens))
-
-    @classmethod
-    def of_tokens(cls, codec: TextCodec, prompt: list[int]) -> Echo:
-        stream = TextStream(codec, [], [], with_offsets=True)
-        return cls(stream.push(prompt) + stream.flush(), stream.offsets)
-
-
-class Choice:
-    """One sequence seen as text."""
-
-    def __init__(self, index: int, sequence: Sequence, text: TextStream):
-        self.index, self.sequence, self._text = index, sequence, text
-        self.finish_reason: str | None = None
-        self._echo: Echo | None = None
-        self._seen = 0
-        # Where the output begins in the choice's text, how far that was told, and how many tokens' logprobs.
-        self._begin = self._emitted = self._told = 0
-
-    def begin_with(self, echo: Echo) -> None:
-        """Have the prompt's text in front."""
-        self._echo, self._begin = echo, len(echo.text)
-
-    @property
-    def tokens(self) -> int:
-        """How many tokens belong to the text: none after a stop string."""
-        return self._text.taken
-
-    @property
-    def accepted(self) -> int:
-        return min(self.sequence.accepted, self.tokens)
-
-    @property
-    def rejected(self) -> int:
-        return self.sequence.drafted - self.accepted
-
-    @property
-    def mean_logprob(self) -> float:
-        return mean(self.sequence.logprobs[: self.tokens])
-
-    def pull(self) -> Piece | None:
-        """What is new since the last pull; None when nothing is to be said."""
-        if self.finish_reason is not None:
-            return None
-        sequence, taken = self.sequence, self._text.taken
-        new = sequence.output[self._seen :]
-        self._seen += len(new)
-        text = self._text.push(new)
-        if sequence.finished and not self._text.stopped:
-            text += self._text.flush()
-        if self._text.stopped:
-            self.finish_reason = "stop"
-        elif sequence.finished:
-            self.finish_reason = sequence.finish_reason
-        elif not new:
-            return None
-        self._emitted += len(text)
-        origins = ["draft" if drafted else "target" for drafted in sequence.from_draft[taken : self.tokens]]
-        prompt_text, entries = self._echoed()
-        entries += self._new_entries()
-        tokens = sequence.output[taken : self.tokens]
-        return Piece(self.index, prompt_text + text, tokens, origins, entries, self.finish_reason)
-
-    def _echoed(self) -> tuple[str, list[Entry]]:
-        """The prompt, once."""
-        echo, self._echo = self._echo, None
-        if echo is None:
-            return "", []
-        prompt, logprobs = self.sequence.prompt, self.sequence.prompt_logprobs
-        if logprobs is None:
-            return echo.text, []
-        return echo.text, [*map(Entry, prompt, [None, *logprobs], echo.offsets)]
-
-    def _new_entries(self) -> list[Entry]:
-        """Those of tokens whose text has been told, and at the end of all but what a stop string has cut off."""
-        whole = self.finish_reason is not None and not self._text.stopped
-        end = self.tokens if whole else bisect_left(self._text.offsets, self._emitted)
-        told, self._told = self._told, end
-        sequence, offsets = self.sequence, self._text.offsets[told:end]
-        places = [self._begin + offset for offset in offsets]
-        return [*map(Entry, sequence.output[told:end], sequence.logprobs[told:end], places)]
 
 
 class Completion:
@@ -144,11 +37,11 @@ class Completion:
         self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self._changed = asyncio.Event()
-        self.choices = [
-            self._choice(at * request.candidates + candidate, sequence)
-            for at, prompt in enumerate(prompts)
-            for candidate, sequence in enumerate(sequences_of(engine, request, model, prompt))
+        adjustments = adjustments_of(request, model.info.end_tokens)
+        sequences = [
+            sequence for prompt in prompts for sequence in sequences_of(engine, request, model, prompt, adjustments)
         ]
+        self.choices = [self._choice(index, sequence) for index, sequence in enumerate(sequences)]
 
     def _choice(self, index: int, sequence: Sequence) -> Choice:
         request = self.request
@@ -371,7 +264,9 @@ def _sum(histograms: list[list[int]]) -> list[int]:
     return [sum(times) for times in zip_longest(*histograms, fillvalue=0)]
 
 
-def sequences_of(engine: Engine, request: CompletionRequest, model: Model, prompt: list[int]) -> list[Sequence]:
+def sequences_of(
+    engine: Engine, request: CompletionRequest, model: Model, prompt: list[int], adjustments: Adjustments | None
+) -> list[Sequence]:
     """The candidates for one prompt's choices, as sequences."""
     speculation, seed, config = request.speculation, request.chosen_seed(), engine.config
     k = 0 if speculation.draft == "off" else config.k if speculation.k is None else speculation.k
@@ -391,7 +286,7 @@ def sequences_of(engine: Engine, request: CompletionRequest, model: Model, promp
             k=k or 0,
             automatic=k is None,
             end_tokens=frozenset(end_tokens),
-            adjustments=adjustments_of(request, model.info.end_tokens),
+            adjustments=adjustments,
             top_logprobs=0 if ranked and request.logprobs is None else request.logprobs,
             wants_prompt_logprobs=request.echo and request.logprobs is not None,
         )

@@ -1,4 +1,4 @@
-"""What `POST /v1/completions` takes, and the checks that need no model.
+"""What `POST /v1/completions` takes, and the checks that need nothing of the model but the size of its vocabulary.
 
 Nothing is ignored silently: what cannot be done is refused by name, and unknown fields are kept apart, so that the
 answer can name them.
