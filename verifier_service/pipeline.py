@@ -180,7 +180,7 @@ def scores_of(log_p_TV: Tensor, tokens: Rows[int], alternatives: int) -> Scores:
     """Of tokens at the first n of T positions."""
     log_p_nV = log_p_TV[: len(tokens)]
     of_tokens_n = log_p_nV.gather(1, torch.tensor(tokens, device=log_p_TV.device)[:, None])[:, 0]
-    top_nm, ids_nm = log_p_nV.topk(alternatives, dim=-1)
+    top_nm, ids_nm = log_p_nV.topk(min(alternatives, log_p_nV.shape[-1]), dim=-1)
     return Scores(of_tokens_n.cpu(), ids_nm.cpu(), top_nm.cpu())
 
 
