@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from spire.cli import app
-from spire.cli.complete import run_completion
+from spire.cli.gateway_client import run_completion
 from spire.errors import SpireError
 from tests.services import running
 

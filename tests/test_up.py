@@ -142,7 +142,7 @@ def test_complete_streams_the_same_text_as_it_prints_whole(running: Running) -> 
     whole = output("--no-stream")
     assert whole.strip() == running.text().strip()
     assert output() == whole
-    assert output("--speculation", "off") == whole
+    assert output("--draft", "off") == whole
     report = json.loads(output("--json"))
     assert report["tokens"] == 24
     assert report["tau"] >= 1

@@ -6,157 +6,160 @@ What it does not know: anything about models; it is a REST client like any other
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated, Any
 
-import httpx
 import typer
 from rich.console import Console
 
-from spire.errors import SpireError
+from spire.cli.gateway_client import Completion, GatewayError, run_completion, stream_completion
+from spire.cli.origins import ASKED, Origins, Painter
 
 _DEFAULT_URL = "http://127.0.0.1:8000"
-
-
-class GatewayError(SpireError):
-    """The gateway could not be reached, or refused; the message says which and what to do."""
-
-
-@dataclass
-class Completion:
-    """What came back, and how long the client waited for it, in seconds."""
-
-    prompt: str
-    text: str = ""
-    finish_reason: str | None = None
-    usage: dict[str, Any] = field(default_factory=dict)
-    metrics: dict[str, Any] = field(default_factory=dict)
-    seconds: float = 0.0
-
-    @property
-    def tokens(self) -> int:
-        return int(self.usage.get("completion_tokens", 0))
-
-    @property
-    def tau(self) -> float | None:
-        """Mean tokens a round, from the gateway's metrics; None when nothing was drafted."""
-        rounds = self.metrics.get("speculative_decoding") or {}
-        return rounds.get("mean_acceptance_length") if rounds.get("num_draft_tokens") else None
-
-    @property
-    def summary(self) -> str:
-        rate = f"{self.tokens / self.seconds:.1f} tokens/s" if self.seconds else ""
-        depth = f"τ {self.tau:.2f}" if self.tau is not None else "no speculation"
-        return f"{self.tokens} tokens · {depth} · {rate} · finish: {self.finish_reason}"
-
-    def as_json(self) -> str:
-        figures = {"tokens": self.tokens, "tau": self.tau, "seconds": round(self.seconds, 4)}
-        if self.seconds:
-            figures["tokens_per_second"] = round(self.tokens / self.seconds, 2)
-        body = {"prompt": self.prompt, "text": self.text, "finish_reason": self.finish_reason, "usage": self.usage}
-        return json.dumps(body | {"metrics": self.metrics, **figures}, ensure_ascii=False)
 
 
 def complete(
     prompt: Annotated[str, typer.Argument(help="Text to continue.")],
     url: Annotated[str, typer.Option(help="Where the gateway listens.")] = _DEFAULT_URL,
+    model: Annotated[str | None, typer.Option(help="Refuse any other model than this.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64,
+    min_tokens: Annotated[int | None, typer.Option(help="Do not end before so many.")] = None,
     temperature: Annotated[float, typer.Option(help="0 takes the most probable token.")] = 1.0,
     top_p: Annotated[float | None, typer.Option(help="Sample from the smallest set with this probability.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Sample from this many most probable tokens.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Drop tokens less probable than this share of the best.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
+    n: Annotated[int | None, typer.Option("-n", "--n", help="How many texts; several are not streamed.")] = None,
+    best_of: Annotated[int | None, typer.Option(help="Generate so many and answer the n most probable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; repeatable.")] = None,
+    stop_token: Annotated[list[int] | None, typer.Option(help="End at this token id; repeatable.")] = None,
+    include_stop: Annotated[bool, typer.Option("--include-stop", help="Keep what ended the text.")] = False,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end token.")] = False,
+    echo: Annotated[bool, typer.Option("--echo", help="Put the prompt in front.")] = False,
+    logprobs: Annotated[int | None, typer.Option(help="Tell each token's logprob, and of so many others.")] = None,
+    presence_penalty: Annotated[float | None, typer.Option(help="Against tokens that the text has.")] = None,
+    frequency_penalty: Annotated[float | None, typer.Option(help="The same, for each time.")] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="A factor against the prompt's tokens too.")] = None,
+    logit_bias: Annotated[list[str] | None, typer.Option(help="TOKEN_ID=BIAS, from -100 to 100; repeatable.")] = None,
+    allow_token: Annotated[list[int] | None, typer.Option(help="Take no other token ids than these.")] = None,
+    json_schema: Annotated[Path | None, typer.Option(help="A file: the text is JSON of this schema.")] = None,
+    regex: Annotated[str | None, typer.Option(help="The text matches this regular expression.")] = None,
+    grammar: Annotated[Path | None, typer.Option(help="A file: the text follows this Lark grammar.")] = None,
+    special_tokens: Annotated[bool, typer.Option(help="Put the start token in front of the prompt.")] = True,
+    truncate: Annotated[
+        int | None, typer.Option(help="Keep so many of the prompt's last tokens; -1: what fits.")
+    ] = None,
+    rule: Annotated[str | None, typer.Option(help="rejection, block, or invariant (the default with --seed).")] = None,
+    draft: Annotated[str | None, typer.Option(help="Who guesses, by name; 'off' decodes plainly.")] = None,
+    k: Annotated[int | None, typer.Option("-k", "--k", help="Draft tokens a round.")] = None,
     stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print text as it comes.")] = True,
-    speculation: Annotated[str | None, typer.Option(help="'off' decodes plainly.")] = None,
+    show_speculation: Annotated[
+        bool, typer.Option("--show-speculation", help="Mark what the draft guessed and what the target chose.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
 ) -> None:
     """Complete a prompt through a running gateway."""
-    sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
-    request: dict[str, Any] = {name: value for name, value in sampling.items() if value is not None}
-    if stop:
-        request["stop"] = stop
-    if speculation is not None:
-        request["speculation"] = {"draft": speculation}
-    if stream and not as_json:
-        result = Completion(prompt)
-        for piece in stream_completion(url, result, **request):
-            typer.echo(piece, nl=False)
-        typer.echo()
-    else:
-        result = run_completion(url, prompt, **request)
-        typer.echo(result.as_json() if as_json else result.text)
-    if not as_json:
-        Console(stderr=True, highlight=False).print(f"[dim]{result.summary}[/]")
-
-
-def run_completion(url: str, prompt: str, **request: Any) -> Completion:
-    """One completion in one answer. Raises GatewayError."""
-    began = time.perf_counter()
-    body = {"prompt": prompt, "return_metrics": True, **request}
-    with _explained(url), httpx.Client(timeout=None) as client:
-        response = client.post(f"{url}/v1/completions", json=body)
-    if response.status_code != httpx.codes.OK:
-        raise GatewayError(_refusal(response))
-    answer = response.json()
-    choice = answer["choices"][0]
-    return Completion(
-        prompt,
-        choice["text"],
-        choice["finish_reason"],
-        answer.get("usage") or {},
-        answer.get("metrics") or {},
-        time.perf_counter() - began,
+    request = _given(
+        model=model,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+        n=n,
+        best_of=best_of,
+        stop=stop,
+        stop_token_ids=stop_token,
+        include_stop_str_in_output=include_stop,
+        ignore_eos=ignore_eos,
+        echo=echo,
+        logprobs=logprobs,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        repetition_penalty=repetition_penalty,
+        logit_bias=_biases(logit_bias or []),
+        allowed_token_ids=allow_token,
+        guided_json=_read(json_schema),
+        guided_regex=regex,
+        guided_grammar=_read(grammar),
+        truncate_prompt_tokens=truncate,
+        speculation=_given(rule=rule, draft=draft, k=k),
     )
+    if not special_tokens:
+        request["add_special_tokens"] = False
+    if show_speculation:
+        if echo:
+            raise typer.BadParameter("--show-speculation marks what is generated: leave --echo out")
+        # Where in the text a token begins is told with its logprob.
+        request = {"logprobs": 0} | request | ASKED
+    several = (n or 1) > 1 or best_of is not None
+    result = Completion(prompt)
+    pieces: Iterable[dict[str, Any]] = stream_completion(url, result, **request)
+    if several or as_json or not stream:
+        result = run_completion(url, prompt, **request)
+        pieces = result.choices
+    if as_json:
+        typer.echo(result.as_json())
+        return
+    _print_text(pieces, Painter() if show_speculation else None, several)
+    for choice in result.choices if logprobs is not None else []:
+        _print_logprobs(choice)
+    Console(stderr=True, highlight=False).print(f"[dim]{result.summary}[/]")
 
 
-def stream_completion(url: str, result: Completion, **request: Any) -> Iterator[str]:
-    """Pieces of text as they come; `result` is filled on the way. Raises GatewayError, also in mid-stream."""
-    began = time.perf_counter()
-    options = {"stream": True, "stream_options": {"include_usage": True}, "return_metrics": True}
-    body = {"prompt": result.prompt, **options, **request}
-    with (
-        _explained(url),
-        httpx.Client(timeout=None) as client,
-        client.stream("POST", f"{url}/v1/completions", json=body) as response,
-    ):
-        if response.status_code != httpx.codes.OK:
-            response.read()
-            raise GatewayError(_refusal(response))
-        for event in _events(response.iter_lines()):
-            if error := event.get("error"):
-                raise GatewayError(f"the gateway broke off: {error.get('message')}")
-            result.usage = event.get("usage") or result.usage
-            result.metrics = event.get("metrics") or result.metrics
-            for choice in event.get("choices", []):
-                result.text += choice["text"]
-                result.finish_reason = choice["finish_reason"] or result.finish_reason
-                yield choice["text"]
-    result.seconds = time.perf_counter() - began
+def _given(**options: Any) -> dict[str, Any]:
+    """Those that were given: a gateway has defaults of its own."""
+    return {name: value for name, value in options.items() if value is not None and value is not False and value != {}}
 
 
-def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
-    for line in lines:
-        if line.startswith("data: ") and line != "data: [DONE]":
-            yield json.loads(line.removeprefix("data: "))
-
-
-@contextmanager
-def _explained(url: str) -> Iterator[None]:
-    """Turns what httpx raises into one sentence that says what to do."""
+def _read(file: Path | None) -> str | None:
     try:
-        yield
-    except httpx.ConnectError as error:
-        raise GatewayError(f"no gateway at {url}: start one with 'spire up', or name another with --url") from error
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise GatewayError(f"the connection to {url} failed: {error}") from error
+        return None if file is None else file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise GatewayError(f"{file} cannot be read: {error}") from error
 
 
-def _refusal(response: httpx.Response) -> str:
-    try:
-        message = response.json()["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        message = response.text[:500]
-    return f"the gateway refused ({response.status_code}): {message}"
+def _biases(given: list[str]) -> dict[str, float]:
+    biases = {}
+    for text in given:
+        token, _, bias = text.partition("=")
+        try:
+            biases[str(int(token))] = float(bias)
+        except ValueError:
+            raise typer.BadParameter(f"--logit-bias takes TOKEN_ID=BIAS, not {text!r}") from None
+    return biases
+
+
+def _print_text(pieces: Iterable[dict[str, Any]], painter: Painter | None, several: bool) -> None:
+    """Pieces of one choice, or several choices, each whole."""
+    if painter:
+        typer.echo(painter.legend, err=True)
+    origins = Origins()
+    for piece in pieces:
+        if several:
+            typer.echo(f"── {piece['index']}")
+            origins = Origins()
+        if painter is None:
+            typer.echo(piece["text"], nl=False)
+        else:
+            for text, origin in origins.runs(piece):
+                typer.echo(painter.paint(text, origin), nl=False)
+        if several:
+            typer.echo(painter.end() if painter else "")
+    if not several:
+        typer.echo(painter.end() if painter else "")
+
+
+def _print_logprobs(choice: dict[str, Any]) -> None:
+    """A line for each token: its logprob, itself, the likeliest others."""
+    told = choice["logprobs"]
+    for token, logprob, top in zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True):
+        others = "  ".join(
+            f"{json.dumps(other, ensure_ascii=False)} {value:.3f}" for other, value in (top or {}).items()
+        )
+        typer.echo(
+            f"{'' if logprob is None else f'{logprob:.3f}':>9}  {json.dumps(token, ensure_ascii=False):<16}  {others}"
+        )

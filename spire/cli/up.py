@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
 
-from spire.cli.complete import Completion, run_completion
+from spire.cli.gateway_client import Completion, run_completion
 from spire.cli.paths import Pair, choose_pair
 from spire.cli.service import Service
 from spire.errors import SpireError

@@ -1,0 +1,140 @@
+"""One completion from a running gateway, whole or as it comes. A REST client like any other."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from spire.errors import SpireError
+
+
+class GatewayError(SpireError):
+    """The gateway could not be reached, or refused; the message says which and what to do."""
+
+
+@dataclass
+class Completion:
+    """What came back, and how long the client waited for it, in seconds."""
+
+    prompt: str
+    # As the gateway answers them; of a stream, put together from its pieces.
+    choices: list[dict[str, Any]] = field(default_factory=list)
+    usage: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def text(self) -> str:
+        return "".join(choice["text"] for choice in self.choices[:1])
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.choices[0]["finish_reason"] if self.choices else None
+
+    @property
+    def tokens(self) -> int:
+        return int(self.usage.get("completion_tokens", 0))
+
+    @property
+    def tau(self) -> float | None:
+        """Mean tokens a round, from the gateway's metrics; None when nothing was drafted."""
+        rounds = self.metrics.get("speculative_decoding") or {}
+        return rounds.get("mean_acceptance_length") if rounds.get("num_draft_tokens") else None
+
+    @property
+    def summary(self) -> str:
+        rate = f"{self.tokens / self.seconds:.1f} tokens/s" if self.seconds else ""
+        depth = f"τ {self.tau:.2f}" if self.tau is not None else "no speculation"
+        ends = ", ".join(str(choice["finish_reason"]) for choice in self.choices)
+        return f"{self.tokens} tokens · {depth} · {rate} · finish: {ends}"
+
+    def as_json(self) -> str:
+        figures = {"tokens": self.tokens, "tau": self.tau, "seconds": round(self.seconds, 4)}
+        if self.seconds:
+            figures["tokens_per_second"] = round(self.tokens / self.seconds, 2)
+        body = {"prompt": self.prompt, "text": self.text, "finish_reason": self.finish_reason, "usage": self.usage}
+        return json.dumps(body | {"choices": self.choices, "metrics": self.metrics, **figures}, ensure_ascii=False)
+
+
+def run_completion(url: str, prompt: str, **request: Any) -> Completion:
+    """One completion in one answer. Raises GatewayError."""
+    began = time.perf_counter()
+    body = {"prompt": prompt, "return_metrics": True, **request}
+    with _explained(url), httpx.Client(timeout=None) as client:
+        response = client.post(f"{url}/v1/completions", json=body)
+    if response.status_code != httpx.codes.OK:
+        raise GatewayError(_refusal(response))
+    answer = response.json()
+    return Completion(
+        prompt,
+        answer["choices"],
+        answer.get("usage") or {},
+        answer.get("metrics") or {},
+        time.perf_counter() - began,
+    )
+
+
+def stream_completion(url: str, result: Completion, **request: Any) -> Iterator[dict[str, Any]]:
+    """Pieces of the one choice as they come; `result` is filled on the way. Raises GatewayError, also in mid-stream."""
+    began = time.perf_counter()
+    options = {"stream": True, "stream_options": {"include_usage": True}, "return_metrics": True}
+    body = {"prompt": result.prompt, **options, **request}
+    with (
+        _explained(url),
+        httpx.Client(timeout=None) as client,
+        client.stream("POST", f"{url}/v1/completions", json=body) as response,
+    ):
+        if response.status_code != httpx.codes.OK:
+            response.read()
+            raise GatewayError(_refusal(response))
+        for event in _events(response.iter_lines()):
+            if error := event.get("error"):
+                raise GatewayError(f"the gateway broke off: {error.get('message')}")
+            result.usage = event.get("usage") or result.usage
+            result.metrics = event.get("metrics") or result.metrics
+            for piece in event.get("choices", []):
+                result.choices = [joined(result.choices[0], piece) if result.choices else piece]
+                yield piece
+    result.seconds = time.perf_counter() - began
+
+
+def joined(begun: dict[str, Any], piece: dict[str, Any]) -> dict[str, Any]:
+    """A choice and what it grows by: texts and lists one after the other, and otherwise the newer value."""
+    whole = begun | piece
+    for name, value in begun.items():
+        if isinstance(value, dict):
+            whole[name] = joined(value, piece.get(name) or {})
+        elif name == "text" or isinstance(value, list):
+            whole[name] = value + (piece.get(name) or type(value)())
+    return whole
+
+
+def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        if line.startswith("data: ") and line != "data: [DONE]":
+            yield json.loads(line.removeprefix("data: "))
+
+
+@contextmanager
+def _explained(url: str) -> Iterator[None]:
+    """Turns what httpx raises into one sentence that says what to do."""
+    try:
+        yield
+    except httpx.ConnectError as error:
+        raise GatewayError(f"no gateway at {url}: start one with 'spire up', or name another with --url") from error
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise GatewayError(f"the connection to {url} failed: {error}") from error
+
+
+def _refusal(response: httpx.Response) -> str:
+    try:
+        message = response.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = response.text[:500]
+    return f"the gateway refused ({response.status_code}): {message}"

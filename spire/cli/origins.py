@@ -1,0 +1,65 @@
+"""Who chose which part of a text: the draft, whose guess was accepted, or the target.
+
+A gateway says it for each token (`return_token_origins`), and with logprobs where in the text each token begins.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from bisect import bisect_right
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any, Literal
+
+import click
+
+Origin = Literal["draft", "target"]
+
+ASKED = {"return_token_origins": True, "return_token_ids": True}
+
+
+class Origins:
+    """The text of one choice in runs of one origin, however its pieces come."""
+
+    def __init__(self) -> None:
+        self._told = 0
+        self._offsets: list[int] = []
+        self._origins: list[Origin] = []
+
+    def runs(self, piece: dict[str, Any]) -> Iterator[tuple[str, Origin]]:
+        """What a piece adds. Some of its tokens' text may come later; the offsets of what is there are there too."""
+        self._offsets += (piece["logprobs"] or {}).get("text_offset", [])
+        self._origins += piece["token_origins"]
+        begin, self._told = self._told, self._told + len(piece["text"])
+        letters = zip(piece["text"], range(begin, self._told), strict=True)
+        for origin, run in groupby(letters, lambda letter: self._at(letter[1])):
+            yield "".join(letter for letter, _ in run), origin
+
+    def _at(self, place: int) -> Origin:
+        return self._origins[bisect_right(self._offsets, place) - 1]
+
+
+class Painter:
+    """Marks the draft's runs: by colour on a terminal, else by brackets."""
+
+    def __init__(self, coloured: bool | None = None):
+        self.coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR") if coloured is None else coloured
+        self._open = False
+
+    @property
+    def legend(self) -> str:
+        mark = click.style("green", fg="green", underline=True) if self.coloured else "⟦brackets⟧"
+        return f"in {mark}: guessed by the draft and accepted; the rest: chosen by the target"
+
+    def paint(self, text: str, origin: Origin) -> str:
+        drafted = origin == "draft"
+        if self.coloured:
+            return click.style(text, fg="green", underline=True) if drafted else text
+        turned, self._open = drafted != self._open, drafted
+        return ("⟦" if drafted else "⟧") + text if turned else text
+
+    def end(self) -> str:
+        """What closes the last run."""
+        was_open, self._open = self._open, False
+        return "⟧" if was_open else ""
