@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from spire.bench.acceptance import acceptance, ratio_with_interval
 from spire.bench.client import BenchError, Client, Request
+from spire.bench.divergence import divergence
 from spire.bench.prompts import PromptSource
 from spire.cli import app
 from spire.errors import DataError
@@ -45,10 +46,11 @@ def test_the_interval_covers_the_true_ratio_as_often_as_it_says() -> None:
 def test_tau_is_what_the_answers_say(services: Services, source: PromptSource) -> None:
     async def run() -> list:
         async with Client(services.url, concurrency=4) as client:
-            return await client.complete_all(Request(max_tokens=33, k=3), source.cut(8, 50, seed=2))
+            return await client.complete_all(request, source.cut(8, 50, seed=2))
 
+    request = Request(max_tokens=33, k=3)
     completions = asyncio.run(run())
-    cell = acceptance(completions, context=50, k=3, temperature=1.0)
+    cell = acceptance(completions, 50, request)
     rounds = sum(c.metrics["speculative_decoding"]["num_spec_steps"] for c in completions)
     assert cell.rounds + cell.short_rounds == rounds
     assert cell.short_rounds < rounds / 4
@@ -63,6 +65,29 @@ def test_acceptance_is_printed_as_json_for_machines(services: Services, stories_
     evaluated = CliRunner().invoke(app, ["eval", "acceptance", "--contexts", "4", "--context", "20,30", *common])
     assert evaluated.exit_code == 0, evaluated.output
     assert [cell["context"] for cell in json.loads(evaluated.stdout)["acceptance"]] == [20, 30]
+
+
+def test_rules_are_measured_on_the_same_prompts(services: Services, stories_dir: Path, prose: list[Path]) -> None:
+    common = ["--url", services.url, "--model", str(stories_dir), "--data", str(prose[0]), "--generate", "8", "--json"]
+    options = ["--contexts", "4", "--context", "20", "--rule", "rejection,block,invariant"]
+    evaluated = CliRunner().invoke(app, ["eval", "acceptance", *options, *common])
+    assert evaluated.exit_code == 0, evaluated.output
+    cells = json.loads(evaluated.stdout)["acceptance"]
+    assert [cell["rule"] for cell in cells] == ["rejection", "block", "invariant"]
+    assert all(cell["tokens_per_second"] > 0 for cell in cells)
+
+
+def test_in_float32_texts_of_a_seed_never_part(services: Services, stories_dir: Path, prose: list[Path]) -> None:
+    common = ["--url", services.url, "--model", str(stories_dir), "--data", str(prose[0]), "--generate", "24", "--json"]
+    evaluated = CliRunner().invoke(app, ["eval", "divergence", "--contexts", "6", "--context", "20", *common])
+    assert evaluated.exit_code == 0, evaluated.output
+    for cell in json.loads(evaluated.stdout)["divergence"]:
+        assert (cell["texts"], cell["tokens"], cell["partings"]) == (6, 6 * 24, 0)
+
+
+def test_partings_are_counted_at_the_first_token_that_differs() -> None:
+    cell = divergence("two texts", [[1, 2, 3, 4], [1, 2, 3, 4]], [[1, 2, 9, 9], [1, 2, 3, 4]])
+    assert (cell.partings, cell.tokens) == (1, 3 + 4)
 
 
 def test_a_gateway_that_is_not_there_is_named(stories_dir: Path, prose: list[Path]) -> None:

@@ -1,8 +1,8 @@
 """Sampled output has the target's distribution: chi-square through the services, on a target whose p is exact.
 
 A cell is 6,300 continuations of 8 tokens, all from one start token: 50,400 draws, each from a known row. The cells
-combine rule, temperature, truncation or penalty, k and what q holds. 11 tests a cell at a false-alarm rate of 1e-5 each:
-1.5e-3 for all cells. Seeds are fixed. A verifier that accepts everything must fail by a wide margin.
+combine rule, temperature, truncation or penalty, k and what q holds. 11 tests a cell at a false-alarm rate of 1e-5
+each: 1.5e-3 for all cells. Seeds are fixed. A verifier that accepts everything must fail by a wide margin.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from spire.bench.client import Completed
+from spire.bench.client import Completed, Request
 from spire.errors import DataError
 
 # Kept in a draft's directory.
@@ -22,7 +22,10 @@ RECORD = "acceptance.json"
 
 @dataclass(frozen=True)
 class Acceptance:
-    """`prefix_acceptance[i]`: share of rounds whose first i + 1 draft tokens were all accepted."""
+    """`prefix_acceptance[i]`: share of rounds whose first i + 1 draft tokens were all accepted.
+
+    `tokens_per_second` is end to end, prompts included, with as many requests at once as the measurement had.
+    """
 
     contexts: int
     context: int
@@ -34,6 +37,8 @@ class Acceptance:
     tau: float
     tau_ci95: float
     prefix_acceptance: list[float]
+    rule: str = "rejection"
+    tokens_per_second: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -52,11 +57,13 @@ def read_record(file: Path) -> list[Acceptance]:
     return found
 
 
-def acceptance(completions: list[Completed], context: int, k: int, temperature: float) -> Acceptance:
+def acceptance(completions: list[Completed], context: int, request: Request) -> Acceptance:
     """Figures of one cell from its completions."""
+    k = request.k or 0
     histograms = [_histogram(c, k) for c in completions]
     total = [sum(histogram[a] for histogram in histograms) for a in range(k + 1)]
-    rounds = sum(total)
+    rounds, generated = sum(total), sum(c.tokens for c in completions)
+    seconds = max(c.answered for c in completions) - min(c.sent for c in completions)
     all_rounds = sum(c.metrics["speculative_decoding"]["num_spec_steps"] for c in completions)
     tau, half_width = ratio_with_interval(
         [sum((a + 1) * count for a, count in enumerate(h)) for h in histograms], [sum(h) for h in histograms]
@@ -65,13 +72,15 @@ def acceptance(completions: list[Completed], context: int, k: int, temperature: 
         contexts=len(completions),
         context=context,
         k=k,
-        temperature=temperature,
-        generated=sum(c.tokens for c in completions),
+        temperature=request.temperature,
+        generated=generated,
         rounds=rounds,
         short_rounds=all_rounds - rounds,
         tau=tau,
         tau_ci95=half_width,
         prefix_acceptance=[sum(total[a:]) / rounds for a in range(1, k + 1)],
+        rule=request.rule,
+        tokens_per_second=generated / seconds,
     )
 
 

@@ -19,8 +19,9 @@ class BenchError(SpireError):
 
 @dataclass(frozen=True)
 class Completed:
-    """One answered request: what it used, what the gateway measured of it, when it was sent and answered (seconds)."""
+    """One answered request: its tokens, what the gateway measured of it, when it was sent and answered (seconds)."""
 
+    token_ids: list[int]
     usage: dict[str, Any]
     metrics: dict[str, Any]
     sent: float
@@ -33,11 +34,15 @@ class Completed:
 
 @dataclass(frozen=True)
 class Request:
-    """What every request of a measurement shares. `k` 0 is plain decoding, None leaves it to the gateway."""
+    """What every request of a measurement shares. `k` 0 is plain decoding, None leaves it to the gateway.
+
+    `rule` is said always: with a seed the gateway's default would be the invariant one.
+    """
 
     max_tokens: int
     temperature: float = 1.0
     k: int | None = 4
+    rule: str = "rejection"
 
     def body(self, prompt: list[int], seed: int) -> dict[str, Any]:
         body = {
@@ -47,14 +52,14 @@ class Request:
             "seed": seed,
             "ignore_eos": True,
             "return_metrics": True,
+            "return_token_ids": True,
         }
-        if self.k is not None:
-            body["speculation"] = {"k": self.k} if self.k else {"draft": "off"}
-        return body
+        depth = {} if self.k is None else {"k": self.k} if self.k else {"draft": "off"}
+        return body | {"speculation": {"rule": self.rule} | depth}
 
     def streamed(self, prompt: list[int], seed: int) -> dict[str, Any]:
         """The same as events, each with the ids of its tokens."""
-        streaming = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
+        streaming = {"stream": True, "stream_options": {"include_usage": True}}
         return self.body(prompt, seed) | streaming
 
     def standard(self, prompt: list[int] | str, seed: int, model: str) -> dict[str, Any]:
@@ -100,4 +105,5 @@ class Client:
         if response.status_code != 200:
             raise BenchError(f"{self.url} answered {response.status_code}: {response.text[:500]}")
         answer = response.json()
-        return Completed(answer["usage"], answer["metrics"], sent, time.monotonic())
+        (choice,) = answer["choices"]
+        return Completed(choice["token_ids"], answer["usage"], answer["metrics"], sent, time.monotonic())
