@@ -34,6 +34,7 @@ from verifier_service.batch import Block, Limits, RaggedBatch, pad, q_problems, 
 from verifier_service.metrics import VerifierMetrics
 from verifier_service.pipeline import Scores
 from verifier_service.prefixes import Prefixes
+from verifier_service.prompts import Prompts
 from verifier_service.sequence import Sequence, check_start
 from verifier_service.step import ModelSteps, Outcome, PromptChunk
 from verifier_service.tasks import CallTask, StartTask, VerifyTask
@@ -65,8 +66,7 @@ class Engine:
         self.limits, self.metrics = limits, metrics
         # In order of admission.
         self.sequences: dict[str, Sequence] = {}
-        self._token_budget = token_budget
-        self._prefilling: list[Sequence] = []
+        self._prompts = Prompts(steps.cache, token_budget)
         self._drafting: deque[ProposeTask] = deque()
         self._verifying: deque[VerifyTask] = deque()
         self._inbox: queue.SimpleQueue[StartTask | ProposeTask | VerifyTask | CallTask | None] = queue.SimpleQueue()
@@ -120,7 +120,7 @@ class Engine:
 
     def _receive(self) -> None:
         """Take everything that has arrived; sleep only when there is nothing else to do."""
-        idle = not self._drafting and not self._verifying and not self._prefilling
+        idle = not self._drafting and not self._verifying and not self._prompts
         try:
             while not self._stopping:
                 self._accept(self._inbox.get(block=idle))
@@ -180,7 +180,7 @@ class Engine:
         sequence = Sequence(task.start, slot, task.gateway, task.reply, prompt_L, task.received)
         self.steps.pipeline.assign(slot, task.start, task.matcher)
         self.sequences[sequence.id] = sequence
-        self._prefilling.append(sequence)
+        self._prompts.add(sequence)
         self.publisher.join(sequence.id, sequence.draft_id, slot)
         self.metrics.slots_used.set(len(self.sequences))
         self.metrics.cache_held_bytes.set(self.steps.cache.held_bytes)
@@ -203,7 +203,7 @@ class Engine:
             self.steps.pipeline.release(sequence.slot)
             self.steps.cache.free(sequence.slot, scrub=sequence.poisoned)
             if sequence.started is None:
-                self._prefilling.remove(sequence)
+                self._prompts.remove(sequence)
         self.publisher.end(known)
         self.metrics.slots_used.set(len(self.sequences))
         self.metrics.cache_held_bytes.set(self.steps.cache.held_bytes)
@@ -243,20 +243,23 @@ class Engine:
 
     def _step(self) -> None:
         """One ragged forward for all batches that wait and a chunk of prompt; answer, publish."""
-        taken = time.perf_counter()
+        began = time.perf_counter()
         tasks = self._take_batches()
         entries, batch = self._with_sound_q(self._with_room(self._admissible(tasks)))
-        chosen, chunk = self._choose_chunk(batch.tokens_BT.numel() if batch else 0)
+        taken = batch.tokens_BT.numel() if batch else 0
+        for sequence in self._prompts.unseen(taken):
+            self._reuse_prefix(sequence)
+        chosen, chunk = self._prompts.next_chunk(taken)
         verified, prefilled = self._forward(entries, batch, chosen, chunk)
         for task in tasks:
             forward, sample = (verified.forward_seconds, verified.sample_seconds) if verified else (0.0, 0.0)
-            timings = _timings(taken - task.received, forward, sample, time.perf_counter() - taken)
+            timings = _timings(began - task.received, forward, sample, time.perf_counter() - began)
             result = pb.VerifyBatchResult(batch_id=task.batch.batch_id, results=task.results, timings=timings)
             task.reply(pb.RoundsResponse(verified=result))
         if verified:
             self._publish_verified(entries, verified)
         if chunk and prefilled:
-            self._advance_prompts(chosen, chunk, prefilled, taken)
+            self._advance_prompts(chosen, chunk, prefilled, began)
 
     def _forward(
         self, entries: Rows[_Entry], batch: RaggedBatch | None, chosen: Rows[Sequence], chunk: PromptChunk | None
@@ -407,41 +410,6 @@ class Engine:
 
     # --- prefill ------------------------------------------------------------------------------------------------
 
-    def _choose_chunk(self, taken: int) -> tuple[list[Sequence], PromptChunk | None]:
-        """As much prompt as fits beside the positions `taken` already; a little of it always, or it would starve."""
-        room = max(self._token_budget - taken, -(-self._token_budget // 4))
-        while new := [sequence for sequence in self._share_chunk(room)[0] if not sequence.compared]:
-            for sequence in new:
-                self._reuse_prefix(sequence)
-        chosen, length = self._share_chunk(room)
-        if not chosen:
-            return [], None
-        starts = [self.steps.cache.lengths[sequence.slot] for sequence in chosen]
-        tokens = [s.prompt_L[at : at + length] for s, at in zip(chosen, starts, strict=True)]
-        last = [len(s.prompt_L) == at + len(c) for s, at, c in zip(chosen, starts, tokens, strict=True)]
-        following = [
-            list(s.start.tokens[at + 1 : at + 1 + len(c)]) if s.start.prompt_logprobs else []
-            for s, at, c in zip(chosen, starts, tokens, strict=True)
-        ]
-        return chosen, PromptChunk([sequence.slot for sequence in chosen], tokens, last, following)
-
-    def _share_chunk(self, room: int) -> tuple[list[Sequence], int]:
-        """By slot, the prompts of the next chunk and its length.
-
-        The oldest takes what it needs of the room; others of about that length share the chunk.
-        """
-        if not self._prefilling:
-            return [], 0
-        oldest, *others = self._prefilling
-        length = min(self._remaining(oldest), room)
-        alike = [sequence for sequence in others if self._remaining(sequence) <= 2 * length]
-        chosen = sorted([oldest, *alike][: max(1, room // length)], key=lambda sequence: sequence.slot)
-        # Padding may need memory that nobody promised.
-        return (chosen if self.steps.cache.reserve([s.slot for s in chosen], length) else [oldest]), length
-
-    def _remaining(self, sequence: Sequence) -> int:
-        return len(sequence.prompt_L) - self.steps.cache.lengths[sequence.slot]
-
     def _reuse_prefix(self, sequence: Sequence) -> None:
         """Before its first chunk: copy what another sequence holds of its prompt.
 
@@ -501,7 +469,7 @@ class Engine:
             logprobs=logprobs,
             prompt_logprobs=Scores.join(sequence.scores).to_proto() if sequence.scores else None,
         )
-        self._prefilling.remove(sequence)
+        self._prompts.remove(sequence)
         self.metrics.tokens.inc()
         sequence.reply(pb.RoundsResponse(started=sequence.started))
         if sequence.draft_id:
