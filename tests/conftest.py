@@ -49,7 +49,7 @@ def stories_chat_dir(stories_dir: Path, tmp_path_factory: pytest.TempPathFactory
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<s>",
-        "eos_token": {"content": "</s>"},
+        "eos_token": {"__type": "AddedToken", "content": "</s>"},
         "chat_template": CHAT_TEMPLATE,
     }
     (out / "tokenizer_config.json").write_text(json.dumps(config))
