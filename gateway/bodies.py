@@ -51,18 +51,16 @@ class RequestBody(BaseModel):
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         schema = handler(core)
         fields = handler.resolve_ref_schema(schema)
-        either = {name for choice in fields.get("oneOf", []) for name in choice["required"]}
         for name in fields["properties"].keys() - {*fields.get("required", [])}:
-            fields["properties"][name] = _nullable(fields["properties"][name], name not in either)
+            fields["properties"][name] = _nullable(fields["properties"][name])
         return schema
 
 
-def _nullable(field: JsonSchemaValue, nullable: bool) -> JsonSchemaValue:
+def _nullable(field: JsonSchemaValue) -> JsonSchemaValue:
     inside = set() if "anyOf" in field else field.keys() - {"title", "description", "default"}
     about = {name: value for name, value in field.items() if name not in {*inside, "anyOf"}}
     kinds = field.get("anyOf") or [{name: field[name] for name in sorted(inside)}]
-    kinds = [kind for kind in kinds if kind != _NULL]
-    return about | {"anyOf": [*kinds, _NULL] if nullable else kinds}
+    return about | {"anyOf": [*(kind for kind in kinds if kind != _NULL), _NULL]}
 
 
 # The schema's limits are the served model's: see `gateway/openapi.py`.

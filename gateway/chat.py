@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, WithJsonSchema
 
 from gateway.bodies import TokenCount
 from gateway.choice import Piece
@@ -18,7 +18,7 @@ from gateway.errors import BadParameter
 from gateway.logprobs import Entry, contents
 from gateway.peers import Model
 from gateway.prompts import check_unicode, kind_of, over_context
-from gateway.schemas import MOST_LOGPROBS, CompletionRequest, GenerationRequest
+from gateway.schemas import MOST_LOGPROBS, STREAM_SCHEMA, CompletionRequest, GenerationRequest
 from gateway.tokenizer import PromptTooLong
 
 _TEXT_PART = {
@@ -29,6 +29,13 @@ _TEXT_PART = {
 _CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": _TEXT_PART}]}
 _ROLES = ["system", "developer", "user", "assistant"]
 _NO_TOOLS = {"type": "array", "maxItems": 0}
+# top_logprobs only with logprobs.
+_LOGPROBS_SCHEMA: dict[str, JsonValue] = {
+    "anyOf": [
+        {"properties": {"logprobs": {"const": True}}, "required": ["logprobs"]},
+        {"properties": {"top_logprobs": {"enum": [0, None]}}},
+    ]
+}
 
 
 class Message(BaseModel):
@@ -41,6 +48,8 @@ class Message(BaseModel):
 
 
 class ChatRequest(GenerationRequest):
+    model_config = ConfigDict(json_schema_extra={"allOf": [STREAM_SCHEMA, _LOGPROBS_SCHEMA]})
+
     messages: list[Message] = Field(min_length=1)
     max_tokens: TokenCount | None = Field(None, ge=1, description="by default what the context has room for")
     max_completion_tokens: TokenCount | None = Field(None, ge=1, description="the same; it counts before max_tokens")

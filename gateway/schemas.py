@@ -50,10 +50,12 @@ _BIAS_SCHEMA = {
 _TRUNCATION_SCHEMA = {"anyOf": [{"const": -1}, {"type": "integer", "minimum": 1}]}
 _GRAMMAR_SCHEMA: dict[str, JsonValue] = {"minLength": 1, "maxLength": _LARGEST_GRAMMAR}
 # stream_options only in a stream.
-_STREAM_SCHEMA: list[JsonValue] = [
-    {"properties": {"stream": {"const": True}}, "required": ["stream"]},
-    {"properties": {"stream_options": {"type": "null"}}},
-]
+STREAM_SCHEMA: dict[str, JsonValue] = {
+    "anyOf": [
+        {"properties": {"stream": {"const": True}}, "required": ["stream"]},
+        {"properties": {"stream_options": {"type": "null"}}},
+    ]
+}
 
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 
@@ -95,7 +97,7 @@ class ResponseFormat(BaseModel):
 class GenerationRequest(RequestBody):
     """What completions and chats have in common."""
 
-    model_config = ConfigDict(json_schema_extra={"anyOf": _STREAM_SCHEMA})
+    model_config = ConfigDict(json_schema_extra={"allOf": [STREAM_SCHEMA]})
 
     model: ModelName | None = None
     temperature: float = Field(1.0, ge=0, le=2, allow_inf_nan=False)

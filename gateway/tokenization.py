@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, WithJsonSchema
 
 from gateway.bodies import ModelName, RequestBody, TokenId, check_model, ignored_header, parse, refusals
 from gateway.chat import Message, chat_prompt
@@ -19,10 +19,17 @@ from gateway.prompts import text_prompt
 from gateway.tokenizer import PromptTooLong
 
 
+def _alone(given: str, absent: str) -> JsonValue:
+    return {
+        "required": [given],
+        "properties": {given: {"not": {"type": "null"}}, absent: {"type": "null"}},
+    }
+
+
 class TokenizeRequest(RequestBody):
     """A prompt, or messages of a chat."""
 
-    model_config = ConfigDict(json_schema_extra={"oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]})
+    model_config = ConfigDict(json_schema_extra={"anyOf": [_alone("prompt", "messages"), _alone("messages", "prompt")]})
 
     model: ModelName | None = None
     prompt: Annotated[str | None, WithJsonSchema({"type": "string", "minLength": 1})] = None
