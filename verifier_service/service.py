@@ -13,7 +13,7 @@ import grpc
 import structlog
 
 from spire.drafting import MAX_SPECULATION_DEPTH, ProposeAnswer, ProposeTask
-from spire.errors import InvalidRequest, SpireError
+from spire.errors import InvalidRequest, NotFinite, SpireError
 from spire.model.config import MAGICDEC
 from spire.rpc.carrier import Ring, host_id
 from spire.rpc.channel import GATEWAY_METADATA_KEY, PROTOCOL_VERSION
@@ -93,6 +93,8 @@ class RoundsStream:
                 yield answer
         finally:
             reader.cancel()
+            for start in self._compiling:
+                start.cancel()
 
     async def _read(self, requests: AsyncIterator[pb.RoundsRequest]) -> None:
         async for request in requests:
@@ -117,14 +119,22 @@ class RoundsStream:
             self._engine.submit(StartTask(start, self._gateway, self._reply))
 
     async def _start_with_grammar(self, start: pb.Start, grammars: Grammars) -> None:
-        """Compiling takes its time: nobody else waits for it."""
+        """Compiling takes its time: nobody else waits for it. It ends with the stream: a gateway that has come back
+        has released what it asked for on this one, and would not hear of it."""
         try:
             matcher = await asyncio.to_thread(grammars.compile, start.adjustments.grammar)
+        except asyncio.CancelledError:
+            raise
         except InvalidRequest as error:
-            refused = pb.Started(sequence_id=start.sequence_id, status=item_status(error))
-            self._take(pb.RoundsResponse(started=refused))
+            self._refuse(start, error)
+        except BaseException as error:  # the library's panics are no Exceptions
+            log.exception("a grammar could not be compiled")
+            self._refuse(start, NotFinite(f"the verifier could not compile the grammar: {error}"))
         else:
             self._engine.submit(StartTask(start, self._gateway, self._reply, matcher))
+
+    def _refuse(self, start: pb.Start, error: SpireError) -> None:
+        self._take(pb.RoundsResponse(started=pb.Started(sequence_id=start.sequence_id, status=item_status(error))))
 
     def _reply(self, response: pb.RoundsResponse) -> None:
         """Called by the engine's thread."""

@@ -68,8 +68,14 @@ class Client:
     async def send_start(
         self, sequence_id: str, tokens: list[int], sampling: tensor_pb2.Sampling = GREEDY, draft_id: str = ""
     ) -> None:
-        start = pb.Start(sequence_id=sequence_id, tokens=tokens, sampling=sampling, draft_id=draft_id)
-        await self._call.write(pb.RoundsRequest(start=start))
+        await self.send(
+            pb.RoundsRequest(
+                start=pb.Start(sequence_id=sequence_id, tokens=tokens, sampling=sampling, draft_id=draft_id)
+            )
+        )
+
+    async def send(self, request: pb.RoundsRequest) -> None:
+        await self._call.write(request)
 
     async def send_verify(self, *items: pb.VerifyItem) -> None:
         self._batches += 1
