@@ -108,7 +108,7 @@ class Completion:
             async for piece in self._pieces(ping=self.engine.config.idle_ping):
                 if piece is None:
                     yield _PING
-                elif piece.text or piece.finish_reason or (piece.tokens and self._tells_tokens):
+                elif piece.text or piece.entries or piece.finish_reason or (piece.tokens and self._tells_tokens):
                     yield _event(self._chunk(piece))
             if self.request.include_usage or self.request.return_metrics:
                 yield _event(self._last_chunk())

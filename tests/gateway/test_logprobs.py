@@ -164,6 +164,16 @@ def test_a_streams_chunks_carry_the_logprobs_of_the_whole_answer(api: Api, echo:
     assert len(pieces) > 1 or stop == "e"
 
 
+def test_a_stream_tells_the_logprobs_of_a_prompt_that_has_no_text(api: Api, reference: Reference) -> None:
+    """The start token alone, and behind it nothing that is a whole character."""
+    start, half = (reference.codec.tokenizer.token_to_id(name) for name in ("<s>", "<0xE2>"))
+    request: dict[str, Any] = {"max_tokens": 3, "logprobs": 0, "echo": True, "allowed_token_ids": [half]}
+    (whole,) = api.complete([start], **request)["choices"]
+    pieces = [event["choices"][0] for event in stream(api, [start], **request)]
+    assert whole["logprobs"]["tokens"][0] == "<s>"
+    assert [token for piece in pieces for token in piece["logprobs"]["tokens"]] == whole["logprobs"]["tokens"]
+
+
 def test_what_a_stop_string_cuts_off_has_no_logprobs(api: Api) -> None:
     request: dict[str, Any] = {"max_tokens": 40, "temperature": 0, "logprobs": 0, "return_token_ids": True}
     full = api.complete(PROMPT, **request)["choices"][0]
