@@ -50,6 +50,11 @@ class SamplingRows:
         return self.temperature_B == 0
 
     @property
+    def truncated_B(self) -> Tensor:
+        """Where top_k, top_p or min_p may exclude tokens."""
+        return ((self.top_k_B > 0) | (self.top_p_B < 1) | (self.min_p_B > 0)) & ~self.greedy_B
+
+    @property
     def invariant_B(self) -> Tensor:
         return self.rule_B == Rule.INVARIANT
 

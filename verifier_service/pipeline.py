@@ -150,9 +150,11 @@ class Pipeline:
 
 
 def _log_p(p_BTV: Tensor, logits_BTV: Tensor, rows: SamplingRows) -> Tensor:
-    """Logarithms of p; of a greedy sequence, whose p is one-hot, those at temperature 1."""
-    log_p_BTV = p_BTV.log()
-    return torch.where(rows.greedy_B[:, None, None], logits_BTV.log_softmax(dim=-1), log_p_BTV)
+    """Logarithms of p, also where p is too small for a float; of a greedy sequence those at temperature 1."""
+    temperature_B = torch.where(rows.greedy_B, 1.0, rows.temperature_B)
+    scaled_BTV = (logits_BTV - logits_BTV.amax(dim=-1, keepdim=True)) / temperature_B[:, None, None]
+    excluded_BTV = (p_BTV == 0) & rows.truncated_B[:, None, None]
+    return scaled_BTV.masked_fill_(excluded_BTV, -torch.inf).log_softmax(dim=-1)
 
 
 # -- logprobs --------------------------------------------------------------------------------------------------------
@@ -213,8 +215,7 @@ class Histories:
         row = self._row[slot] = self._free.pop()
         bias_V = self._bias_RV[row].fill_(-torch.inf if adjustments.allowed_tokens else 0.0)
         bias_V[list(adjustments.allowed_tokens)] = 0.0
-        for token, bias in adjustments.logit_bias.items():
-            bias_V[token] += bias
+        bias_V[list(adjustments.logit_bias)] += torch.tensor([*adjustments.logit_bias.values()], device=self.device)
         self._seen_RV[row] = False
         self._seen_RV[row, list(tokens)] = True
         self._ends_RV[row] = False

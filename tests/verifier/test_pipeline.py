@@ -144,6 +144,19 @@ def test_logprobs_are_those_the_token_was_drawn_with_and_at_temperature_1_when_g
         torch.testing.assert_close(got[2].view(2, 3)[position], top.values, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("top_k", "excluded"), [(0, False), (3, True)])
+def test_a_logprob_is_lowest_for_what_cannot_come_and_not_for_what_hardly_does(top_k: int, excluded: bool) -> None:
+    """At temperature 0.1 it takes little for a p that no float holds: of a prompt's tokens, or of one with a bias."""
+    logits_TV = torch.randn(2, V, generator=torch.Generator().manual_seed(1)) * 8
+    pipeline, least = Pipeline(1, V, CPU), logits_TV.argmin(dim=-1)
+    sampling = tensor_pb2.Sampling(temperature=0.1, top_p=1, top_k=top_k)
+    pipeline.assign(0, pb.Start(tokens=[1, 2, 3], sampling=sampling, logprobs=0), None)
+    expected_T = (logits_TV.double() / 0.1).log_softmax(-1)[torch.arange(2), least].float()
+    found_T = pipeline.score(0, logits_TV, least.tolist()).tokens_n
+    assert float(expected_T.max()) < -150
+    torch.testing.assert_close(found_T, torch.full((2,), -torch.inf) if excluded else expected_T, rtol=1e-5, atol=1e-3)
+
+
 def _tensors(message: pb.Logprobs) -> list[tuple[tensor_pb2.Tensor, torch.dtype]]:
     return [(message.tokens, torch.float32), (message.top_ids, torch.int32), (message.top, torch.float32)]
 
