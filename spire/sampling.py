@@ -84,8 +84,7 @@ def probabilities(logits_BTV: Tensor, rows: SamplingRows) -> Tensor:
     if bool(greedy_B.all()):
         return _one_hot(logits_BTV)
     probs_BTV = _softmax(logits_BTV, torch.where(greedy_B, 1.0, rows.temperature_B))
-    truncated_B = ((rows.top_k_B > 0) | (rows.top_p_B < 1) | (rows.min_p_B > 0)) & ~greedy_B
-    for row_B, change in ((truncated_B, _truncate), (greedy_B, lambda probs, _: _one_hot(probs))):
+    for row_B, change in ((rows.truncated_B, _truncate), (greedy_B, lambda probs, _: _one_hot(probs))):
         if bool(row_B.all()):
             return change(probs_BTV, rows)
         if bool(row_B.any()):
@@ -146,7 +145,9 @@ def _keep_ranked(probs_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor) -> Tensor:
         cut(by_k, probs_NV[by_k].topk(int(top_k_N[by_k].max())).values)
     by_p = ((top_k_N == V) & (top_p_N < 1)).nonzero().squeeze(1)
     if len(by_p):
-        sorted_NC = _at_least(_NOT_RARE, probs_NV[by_p]).padded().sort(dim=-1, descending=True).values
+        sorted_NC = (
+            _Chosen.of(probs_NV[by_p] >= _NOT_RARE, probs_NV[by_p]).padded().sort(dim=-1, descending=True).values
+        )
         enough = sorted_NC.cumsum(dim=-1)[:, -1] >= top_p_N[by_p]
         cut(by_p[enough], sorted_NC[enough])
         by_sorting = by_p[~enough]
@@ -175,9 +176,12 @@ def _ranks_kept(sorted_NC: Tensor, top_k_N: Tensor, top_p_N: Tensor) -> Tensor:
 def _without_surplus(kept_NV: Tensor, least_N: Tensor, keep_N: Tensor) -> Tensor:
     """Drop of the tokens that are as probable as the last one kept those with the highest ids, until `keep_N` stay."""
     surplus_N = kept_NV.count_nonzero(dim=-1) - keep_N
-    for row in (surplus_N > 0).nonzero().squeeze(1).tolist():
-        tied = (kept_NV[row] == least_N[row]).nonzero().squeeze(1)
-        kept_NV[row, tied[len(tied) - int(surplus_N[row]) :]] = 0
+    over = (surplus_N > 0).nonzero().squeeze(1)
+    if len(over):
+        tied = _Chosen.of(kept_NV[over] == least_N[over, None], kept_NV[over])
+        room_N = tied.counts_N - surplus_N[over]
+        gone_C = tied.column_C >= room_N[tied.row_C]
+        kept_NV[over[tied.row_C[gone_C]], tied.id_C[gone_C]] = 0
     return kept_NV
 
 
@@ -190,19 +194,21 @@ class _Chosen:
     prob_C: Tensor
     counts_N: Tensor
 
+    @classmethod
+    def of(cls, which_NV: Tensor, probs_NV: Tensor) -> _Chosen:
+        row_C, id_C = which_NV.nonzero(as_tuple=True)
+        return cls(row_C, id_C, probs_NV[row_C, id_C], torch.bincount(row_C, minlength=len(probs_NV)))
+
+    @property
+    def column_C(self) -> Tensor:
+        """How many of its row come before each."""
+        starts_N = self.counts_N.cumsum(0) - self.counts_N
+        return torch.arange(len(self.row_C), device=self.row_C.device) - starts_N[self.row_C]
+
     def padded(self) -> Tensor:
         """Their probabilities, [N, C], zeros behind."""
-        width = max(1, int(self.counts_N.max()))
-        starts_N = self.counts_N.cumsum(0) - self.counts_N
-        column_C = torch.arange(len(self.row_C), device=self.row_C.device) - starts_N[self.row_C]
-        padded_NC = self.prob_C.new_zeros(len(self.counts_N), width)
-        return padded_NC.index_put_((self.row_C, column_C), self.prob_C)
-
-
-def _at_least(floor: float, probs_NV: Tensor) -> _Chosen:
-    row_C, id_C = (probs_NV >= floor).nonzero(as_tuple=True)
-    counts_N = torch.bincount(row_C, minlength=len(probs_NV))
-    return _Chosen(row_C, id_C, probs_NV[row_C, id_C], counts_N)
+        padded_NC = self.prob_C.new_zeros(len(self.counts_N), max(1, int(self.counts_N.max())))
+        return padded_NC.index_put_((self.row_C, self.column_C), self.prob_C)
 
 
 # -- draws -----------------------------------------------------------------------------------------------------------
@@ -228,7 +234,7 @@ def pick(probs_NV: Tensor, rows: SamplingRows, position_N: Tensor) -> Tensor:
     Only likely tokens have noise of their own. The others compete as one, with their summed probability, and where they
     win, one of them is drawn: the largest of Gumbels is a Gumbel, and who it belongs to is independent.
     """
-    likely = _at_least(_LIKELY, probs_NV)
+    likely = _Chosen.of(probs_NV >= _LIKELY, probs_NV)
     bits_N = random_bits(rows.seed_B, rows.choice_B, position_N, Purpose.NOISE)
     score_C = likely.prob_C.double().log() + gumbel(bits_N[likely.row_C], likely.id_C)
     rest_NV = probs_NV.where(probs_NV < _LIKELY, 0.0)
