@@ -24,12 +24,12 @@ from spire.v1 import verifier_pb2 as pb
 from verifier_service.grammar import Grammars, Matcher
 
 MAX_LOGPROBS = 20
-_STUCK = "no token is possible here: allowed tokens, min_tokens and grammar exclude each other"
+_STUCK = "no token is possible here: allowed tokens, min_tokens and grammar exclude each other, or numbers overflow"
 
 
 @dataclass(frozen=True)
 class Distributions:
-    """p and the adjusted logits [B, T, V]; `possible_BT` is false where adjustments left no token.
+    """p and the adjusted logits [B, T, V]; `possible_BT` is false where adjustments left no token, or no number.
 
     `problems`: rows whose grammar cannot be followed any more.
     """
@@ -108,7 +108,7 @@ class Pipeline:
         masked, problems = self._mask(slots, logits_BTV, draft_BK, counts)
         possible_BT = torch.ones(logits_BTV.shape[:2], dtype=torch.bool, device=logits_BTV.device)
         if adjusted or masked:
-            possible_BT = logits_BTV.amax(dim=-1) > -torch.inf
+            possible_BT = logits_BTV.amax(dim=-1).isfinite()
             logits_BTV.masked_fill_(~possible_BT[..., None], 0.0)
         return Distributions(probabilities(logits_BTV, rows), logits_BTV, possible_BT, problems)
 

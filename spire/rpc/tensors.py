@@ -41,7 +41,9 @@ def from_wire(message: pb.Tensor, dtype: torch.dtype | None = None, data: memory
     size, came = math.prod(message.shape) * found.itemsize, len(message.data if data is None else data)
     if came != size:
         raise InvalidRequest(f"tensor of shape {list(message.shape)} and {found} needs {size} bytes, {came} came")
-    if size == 0:
-        return torch.empty(tuple(message.shape), dtype=found)
     raw = bytearray(message.data) if data is None else data
-    return torch.frombuffer(raw, dtype=found).view(tuple(message.shape))
+    flat = torch.frombuffer(raw, dtype=found) if size else torch.empty(0, dtype=found)
+    try:
+        return flat.view(tuple(message.shape))
+    except RuntimeError as error:  # sizes around a 0 may overflow
+        raise InvalidRequest(f"no tensor has the shape {list(message.shape)}: {error}") from error

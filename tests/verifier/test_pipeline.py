@@ -144,6 +144,14 @@ def test_logprobs_are_those_the_token_was_drawn_with_and_at_temperature_1_when_g
         torch.testing.assert_close(got[2].view(2, 3)[position], top.values, rtol=1e-4, atol=1e-4)
 
 
+def test_what_adjusting_makes_infinite_is_refused_and_not_drawn_from() -> None:
+    sound, wrong = pb.Adjustments(repetition_penalty=1.5), pb.Adjustments(repetition_penalty=1e-40)
+    batch = [Asked([1], [2], [3], sound), Asked([1], [2], [3], wrong)]
+    _, found = distributions_of(batch, torch.ones(2, 2, V))
+    assert [refusal is not None for refusal in found.refusals(torch.tensor([0, 0]))] == [False, True]
+    assert bool(found.p_BTV.isfinite().all())
+
+
 @pytest.mark.parametrize(("top_k", "excluded"), [(0, False), (3, True)])
 def test_a_logprob_is_lowest_for_what_cannot_come_and_not_for_what_hardly_does(top_k: int, excluded: bool) -> None:
     """At temperature 0.1 it takes little for a p that no float holds: of a prompt's tokens, or of one with a bias."""

@@ -130,6 +130,7 @@ def bad_items(base: int) -> dict[str, tuple[pb.VerifyItem, codes.Code]]:
     misshapen.ids.data = good.ids.data[:-1]
     wrong_dtype.CopyFrom(good)
     wrong_dtype.probabilities.dtype = codes.DTYPE_INT32
+    endless = pb.DraftDistribution(probabilities=codes.Tensor(dtype=codes.DTYPE_FLOAT32, shape=[2**32 - 1] * 3 + [0]))
     outside = ids.clone()
     outside[1, 7] = VOCAB
     nan = probs.clone()
@@ -142,6 +143,7 @@ def bad_items(base: int) -> dict[str, tuple[pb.VerifyItem, codes.Code]]:
         "no q": (with_q(None), invalid),
         "bytes and shape disagree": (with_q(misshapen), invalid),
         "wrong dtype": (with_q(wrong_dtype), invalid),
+        "a shape that no tensor has": (with_q(endless), invalid),
         "q of another depth": (with_q(good, [3]), invalid),
         "q id out of vocabulary": (with_q(distribution(outside, probs)), invalid),
         "negative q id": (with_q(distribution(ids - 1, probs)), invalid),
