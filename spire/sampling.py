@@ -19,9 +19,8 @@ from torch import Tensor
 
 from spire.randomness import Purpose, gumbel, random_bits, uniform
 
-# Tokens that have noise of their own: at most 1024 a row are as probable.
-_LIKELY = 2.0**-10
-# Tokens among which top_p is looked for before all are sorted: mostly some hundreds.
+# Tokens with noise of their own, and those among which top_p is looked for before all are sorted: mostly some hundreds.
+# With 2^-10 draft and target agreed on a third fewer tokens.
 _NOT_RARE = 2.0**-14
 
 
@@ -231,18 +230,18 @@ def with_invariant(ids_B: Tensor, probs_BV: Tensor, rows: SamplingRows, position
 def pick(probs_NV: Tensor, rows: SamplingRows, position_N: Tensor) -> Tensor:
     """argmax over x of log p(x) + g(seed, choice, position, x): a draw from p that every similar p comes to as well.
 
-    Only likely tokens have noise of their own. The others compete as one, with their summed probability, and where they
-    win, one of them is drawn: the largest of Gumbels is a Gumbel, and who it belongs to is independent.
+    Only tokens that are not rare have noise of their own. The others compete as one, with their summed probability, and
+    where they win, one of them is drawn: the largest of Gumbels is a Gumbel, and whose it is does not depend on it.
     """
-    likely = _Chosen.of(probs_NV >= _LIKELY, probs_NV)
+    common = _Chosen.of(probs_NV >= _NOT_RARE, probs_NV)
     bits_N = random_bits(rows.seed_B, rows.choice_B, position_N, Purpose.NOISE)
-    score_C = likely.prob_C.double().log() + gumbel(bits_N[likely.row_C], likely.id_C)
-    rest_NV = probs_NV.where(probs_NV < _LIKELY, 0.0)
+    score_C = common.prob_C.double().log() + gumbel(bits_N[common.row_C], common.id_C)
+    rest_NV = probs_NV.where(probs_NV < _NOT_RARE, 0.0)
     # Behind the last token's key.
     rest_N = rest_NV.sum(dim=-1).double().log() + gumbel(bits_N, torch.tensor(probs_NV.shape[-1]))
-    best_N = rest_N.scatter_reduce(0, likely.row_C, score_C, "amax")
-    wins_C = score_C == best_N[likely.row_C]
-    ids_N = likely.id_C.new_zeros(len(probs_NV)).index_put_((likely.row_C[wins_C],), likely.id_C[wins_C])
+    best_N = rest_N.scatter_reduce(0, common.row_C, score_C, "amax")
+    wins_C = score_C == best_N[common.row_C]
+    ids_N = common.id_C.new_zeros(len(probs_NV)).index_put_((common.row_C[wins_C],), common.id_C[wins_C])
     of_rest = (rest_N == best_N).nonzero().squeeze(1)
     if len(of_rest):
         u_N = uniform(rows.seed_B[of_rest], rows.choice_B[of_rest], position_N[of_rest], Purpose.TAIL)

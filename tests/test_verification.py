@@ -18,7 +18,7 @@ from torch import Tensor
 
 from spire.drafting import draft_tokens
 from spire.randomness import Purpose
-from spire.sampling import Rule, SamplingRows, draw, top_m
+from spire.sampling import Rule, SamplingRows, draw, pick, top_m
 from spire.verification import Q_PROBLEMS, SparseDistribution, Verdict, check_q, verify
 
 ALPHA = 1e-6
@@ -186,6 +186,17 @@ def test_rejection_accepts_the_overlap_of_p_and_q_and_the_invariant_rule_little_
     for rule in (Rule.REJECTION, Rule.BLOCK):
         assert abs(accepted_share(rule, 1, p_VV, q_VV) - overlap) < deviation + 2.0**-9  # q travels in bfloat16
     assert accepted_share(Rule.INVARIANT, 1, p_VV, q_VV) > overlap / (2 - overlap) - deviation
+
+
+def test_the_invariant_rule_agrees_about_tokens_that_are_unlikely_one_by_one() -> None:
+    """2,000 tokens, nearly as probable: still at least (1 - TV) / (1 + TV) of them."""
+    n, generator = 5_000, torch.Generator().manual_seed(0)
+    logits_V = torch.randn(2000, generator=generator) * 0.3
+    p_V, q_V = logits_V.softmax(-1), (logits_V + 0.1 * torch.randn(2000, generator=generator)).softmax(-1)
+    rows, position_B = sampled_rows(n, rule=Rule.INVARIANT), torch.full((n,), 6)
+    agree = (pick(p_V.expand(n, -1), rows, position_B) == pick(q_V.expand(n, -1), rows, position_B)).double().mean()
+    overlap = float(torch.minimum(p_V, q_V).sum())
+    assert agree > overlap / (2 - overlap) - 5.5 * (0.25 / n) ** 0.5
 
 
 def test_block_verification_accepts_more_than_rejection() -> None:
