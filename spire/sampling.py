@@ -144,9 +144,8 @@ def _keep_ranked(probs_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor) -> Tensor:
         cut(by_k, probs_NV[by_k].topk(int(top_k_N[by_k].max())).values)
     by_p = ((top_k_N == V) & (top_p_N < 1)).nonzero().squeeze(1)
     if len(by_p):
-        sorted_NC = (
-            _Chosen.of(probs_NV[by_p] >= _NOT_RARE, probs_NV[by_p]).padded().sort(dim=-1, descending=True).values
-        )
+        common = _Chosen.of(probs_NV[by_p] >= _NOT_RARE, probs_NV[by_p])
+        sorted_NC = common.padded().sort(dim=-1, descending=True).values
         enough = sorted_NC.cumsum(dim=-1)[:, -1] >= top_p_N[by_p]
         cut(by_p[enough], sorted_NC[enough])
         by_sorting = by_p[~enough]
