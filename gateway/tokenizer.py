@@ -36,7 +36,8 @@ class TextCodec:
             self.tokenizer = Tokenizer.from_buffer(tokenizer_json)
         except Exception as error:  # tokenizers raises bare Exception
             raise MismatchError(f"the verifier's tokenizer.json cannot be read: {error}") from error
-        self.token_text = cache(self._token_text)
+        # Asked for each of many alternatives at each position.
+        self.token_bytes, self.token_text = cache(self._token_bytes), cache(self._token_text)
         self.longest_token = max((len(token) for token in self.tokenizer.get_vocab()), default=1)
 
     async def encode(self, text: str, max_tokens: int, add_special_tokens: bool = True) -> list[int]:
@@ -51,7 +52,7 @@ class TextCodec:
         encode = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
         return (await asyncio.to_thread(encode)).ids
 
-    def token_bytes(self, token: int) -> bytes:
+    def _token_bytes(self, token: int) -> bytes:
         """What one token adds to a text; of a special one, its name."""
         # Alone, some tokenizers drop its leading space.
         text = self.decode([token, token])[len(self.decode([token])) :]

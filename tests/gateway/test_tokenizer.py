@@ -120,6 +120,8 @@ def test_tokens_of_no_whole_character_are_shown_as_bytes(codec: TextCodec) -> No
     shown = [codec.token_text(token) for token in codec.tokenizer.encode(" the \u2603a").ids]
     assert shown == [" the", " ", "bytes:\\xe2", "bytes:\\x98", "bytes:\\x83", "a"]
     assert codec.token_text(1) == "</s>"
+    the = codec.tokenizer.token_to_id("the")
+    assert codec.token_bytes(the) is codec.token_bytes(the), "looked up, not decoded again: a chat shows thousands"
 
 
 def test_the_beginning_of_a_stop_string_is_held_back_and_shown_at_the_end() -> None:
