@@ -64,7 +64,8 @@ class Pipeline:
         for parameter in fields(SamplingRows):
             getattr(self._rows, parameter.name)[slot] = getattr(new, parameter.name)[0]
         prompt_tokens = start.prompt_tokens or len(start.tokens)
-        if start.HasField("adjustments"):
+        # A grammar alone needs no history.
+        if any(wish.name != "grammar" for wish, _ in start.adjustments.ListFields()):
             self._histories.assign(slot, start.adjustments, start.tokens, prompt_tokens)
         if matcher is not None:
             self._matchers[slot] = matcher
