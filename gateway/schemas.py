@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, WithJsonSchema
@@ -156,7 +157,7 @@ class CompletionRequest(GenerationRequest):
     def biases(self) -> dict[int, float]:
         return {int(token): bias for token, bias in self.logit_bias.items()}
 
-    @property
+    @cached_property
     def grammars(self) -> dict[str, str]:
         """Grammars by the field that asks for one, as text. Of a request that `check` takes, at most one."""
         shape = self.response_format

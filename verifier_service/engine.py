@@ -469,6 +469,7 @@ class Engine:
             logprobs=logprobs,
             prompt_logprobs=Scores.join(sequence.scores).to_proto() if sequence.scores else None,
         )
+        sequence.scores.clear()
         self._prompts.remove(sequence)
         self.metrics.tokens.inc()
         sequence.reply(pb.RoundsResponse(started=sequence.started))

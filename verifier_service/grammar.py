@@ -39,7 +39,7 @@ _LARK_TOKEN = re.compile(
     r'"(?:\\(?s:.)|[^"\\])*+(?:"|\Z)|(?://|#).*|(?P<special><[^<>\s]+>)|/(?:\\(?s:.)|[^/\\])*+(?:/|\Z)'
 )
 _TOO_COMPLEX = (
-    f"the grammar is too complex: to compile it takes more than {grammar_trial.CPU_SECONDS} s, "
+    f"too complex: to compile it takes more than {grammar_trial.CPU_SECONDS} s, "
     f"{grammar_trial.MEMORY_BYTES >> 20} MiB of memory or {grammar_trial.STACK_BYTES >> 20} MiB of stack"
 )
 # Of the library's error messages, which quote what they complain of.
@@ -67,7 +67,8 @@ class Grammars:
         if not self.ends_V.any():
             raise InvalidRequest("this model has no end token: nothing could end an output that a grammar describes")
         source = _source(grammar)
-        _try(source)
+        if words := _complaint(source):
+            _refuse(words)
         state = grammar_trial.start(self._tokenizer, source)
         _check(state)
         matcher = Matcher(self, state)
@@ -199,17 +200,14 @@ def _with_layout(schema_json: str) -> str:
 
 
 @lru_cache(maxsize=256)
-def _try(source: str) -> None:
-    """Raises InvalidRequest unless a process of its own survives compiling it."""
+def _complaint(source: str) -> str:
+    """What a process of its own says against compiling it; empty if it survives that."""
     command = [sys.executable, "-P", str(Path(grammar_trial.__file__))]
     try:
         trial = subprocess.run(command, input=source, capture_output=True, encoding="utf-8", timeout=60)
     except subprocess.TimeoutExpired:
-        raise InvalidRequest(_TOO_COMPLEX) from None
-    if trial.returncode < 0:
-        raise InvalidRequest(_TOO_COMPLEX)
-    if words := (trial.stdout + trial.stderr).strip():
-        _refuse(words)
+        return _TOO_COMPLEX
+    return _TOO_COMPLEX if trial.returncode < 0 else (trial.stdout + trial.stderr).strip()
 
 
 def _check(state: LLMatcher) -> None:

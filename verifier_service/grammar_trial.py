@@ -20,7 +20,8 @@ STACK_BYTES = 1 << 20
 
 def start(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     """A matcher at the beginning of `grammar`, within the limits of every request; it may hold an error."""
-    limits = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+    # An ambiguous grammar grows with its output: a mask would take a second, and everybody waits for it.
+    limits = LLParserLimits(max_lexer_states=50_000, step_max_items=20_000, verbose_errors=False)
     return LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
 
 

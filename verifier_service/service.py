@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from spire.v1 import verifier_pb2_grpc as rpc
 from verifier_service.activations import Taps
 from verifier_service.config import VerifierConfig
 from verifier_service.engine import Engine
-from verifier_service.grammar import Grammars
+from verifier_service.grammar import Grammars, Matcher
 from verifier_service.subscriber import Subscriber
 from verifier_service.tasks import StartTask, VerifyTask
 
@@ -72,11 +73,14 @@ class Leases:
         self._engine.call(self._engine.release_gateway, gateway)
 
 
+Compile = Callable[[pb.Grammar], Awaitable[Matcher]]
+
+
 class RoundsStream:
     """One gateway's stream: requests go to the engine, answers come back as they are ready."""
 
-    def __init__(self, engine: Engine, gateway: str, grammars: Grammars | None):
-        self._engine, self._gateway, self._grammars = engine, gateway, grammars
+    def __init__(self, engine: Engine, gateway: str, compile_grammar: Compile | None):
+        self._engine, self._gateway, self._compile = engine, gateway, compile_grammar
         self._compiling: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         self._answers: asyncio.Queue[pb.RoundsResponse | SpireError | None] = asyncio.Queue()
@@ -111,18 +115,18 @@ class RoundsStream:
         self._end_if_answered()
 
     def _start(self, start: pb.Start) -> None:
-        if start.adjustments.HasField("grammar") and self._grammars is not None:
-            task = asyncio.create_task(self._start_with_grammar(start, self._grammars))
+        if start.adjustments.HasField("grammar") and self._compile is not None:
+            task = asyncio.create_task(self._start_with_grammar(start, self._compile))
             self._compiling.add(task)
             task.add_done_callback(self._compiling.discard)
         else:
             self._engine.submit(StartTask(start, self._gateway, self._reply))
 
-    async def _start_with_grammar(self, start: pb.Start, grammars: Grammars) -> None:
+    async def _start_with_grammar(self, start: pb.Start, compile_grammar: Compile) -> None:
         """Compiling takes its time: nobody else waits for it. It ends with the stream: a gateway that has come back
         has released what it asked for on this one, and would not hear of it."""
         try:
-            matcher = await asyncio.to_thread(grammars.compile, start.adjustments.grammar)
+            matcher = await compile_grammar(start.adjustments.grammar)
         except asyncio.CancelledError:
             raise
         except InvalidRequest as error:
@@ -180,6 +184,9 @@ class VerifierService(rpc.VerifierServicer):
         self._engine, self._hosted, self._shared_memory = engine, hosted, config.shared_memory
         self._leases = Leases(engine, config.lease_seconds)
         self._subscribers: dict[str, Subscriber] = {}
+        # One at a time: a grammar may take all that its limits allow, and decoding needs the other cores.
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._compile = self._compile_aside if hosted.grammars else None
 
     async def GetInfo(self, request: pb.GetInfoRequest, context: grpc.aio.ServicerContext) -> pb.GetInfoResponse:
         return self._hosted.info
@@ -188,6 +195,10 @@ class VerifierService(rpc.VerifierServicer):
         self, request: pb.GetTokenizerRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetTokenizerResponse:
         return self._hosted.tokenizer
+
+    async def _compile_aside(self, grammar: pb.Grammar) -> Matcher:
+        assert self._hosted.grammars is not None
+        return await asyncio.get_running_loop().run_in_executor(self._compiler, self._hosted.grammars.compile, grammar)
 
     async def Rounds(
         self, requests: AsyncIterator[pb.RoundsRequest], context: grpc.aio.ServicerContext
@@ -198,7 +209,7 @@ class VerifierService(rpc.VerifierServicer):
         await context.send_initial_metadata(())
         with self._leases.held(gateway):
             try:
-                async for response in RoundsStream(self._engine, gateway, self._hosted.grammars).answers(requests):
+                async for response in RoundsStream(self._engine, gateway, self._compile).answers(requests):
                     yield response
             except SpireError as error:
                 await context.abort(call_status(error), str(error))
