@@ -133,7 +133,7 @@ def plan() -> list[CellPlan]:
         again = (Measurement(contexts=HEADLINE),) if name in ("paper", BETTER) else ()
         cells.append(CellPlan(f"recipe-{name}", what, options, measurements=(Measurement(), *again)))
         cells += [
-            CellPlan(f"recipe-{name}-seed-{seed}", f"{what}, seed {seed}", options, seed=seed, measurements=again)
+            CellPlan(f"recipe-{name}-seed-{seed}", what, options, seed=seed, measurements=again)
             for seed in OTHER_SEEDS
             if again
         ]
