@@ -67,7 +67,8 @@ def exchanges(operation: Any, mode: GenerationMode) -> list[tuple[int, str]]:
         response = case.call(timeout=120)
         assert response.status_code < 500, response.text
         case.validate_response(response, checks=CONFORMING)
-        if not (isinstance(case.body, dict) and beyond_json_schema(case.body)):
+        too_long = "context_length_exceeded" in response.text  # in the tokenizer's tokens, of which no document tells
+        if not too_long and not (isinstance(case.body, dict) and beyond_json_schema(case.body)):
             seen.append((response.status_code, response.text))
 
     exchange()
