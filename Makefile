@@ -8,6 +8,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 # More for pip, e.g. PIP_FLAGS="--extra-index-url https://download.pytorch.org/whl/cpu" for the small CPU build of torch.
 PIP_FLAGS ?=
 ONCE ?=
+MINUTES ?= 30
 ARGS ?=
 
 # pip's progress on one line; what it complains about is kept in a file and printed when it fails.
@@ -15,7 +16,7 @@ ONE_LINE := awk -v shown="$$(test -t 2 && echo yes)" \
 	'shown && /^(Collecting|Installing)/ { printf "\r\033[K  %s", substr($$0, 1, 70); fflush() } END { if (shown) printf "\r\033[K" }'
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test lint format protos clean
+.PHONY: help serve test faults soak lint format protos clean
 
 help:  ## List what can be made.
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,6 +26,13 @@ serve: $(VENV)/.serve  ## Install, start the services, complete one prompt, serv
 
 test: lint  ## Everything CI runs: ruff, mypy, pytest.
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+faults: $(VENV)/.dev  ## All 25 faults of docs/faults.md, slow ones too (SPIRE_FAULTS_MINUTES of kills, 10 if not said); figures in build/faults.json.
+	@mkdir -p build
+	SPIRE_FAULTS_REPORT=build/faults.json $(VENV)/bin/python -m pytest -m fault $(ARGS)
+
+soak: $(VENV)/.dev  ## Mixed load with kills for MINUTES (30); ARGS="--trace azure_llm_2023_conv.csv.xz"; figures in build/soak.json.
+	$(VENV)/bin/python -m tests.faults.soak --minutes $(MINUTES) $(ARGS)
 
 lint: $(VENV)/.dev  ## ruff check, ruff format --check, mypy.
 	$(VENV)/bin/ruff check .
@@ -47,7 +55,7 @@ $(VENV)/bin/python:
 	@$(PYTHON) -m venv $(VENV)
 
 # A stamp for each set of packages, older than what names them: then pip is asked again, else it is not.
-$(VENV)/.serve: EXTRAS := gateway,model
+$(VENV)/.serve: EXTRAS := gateway,model,certs
 $(VENV)/.dev: EXTRAS := gateway,model,dev
 $(VENV)/.serve $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installing spire-serve[$(EXTRAS)] (a few minutes the first time)"

@@ -14,7 +14,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import start_http_server
 
 from draft_service.config import DraftServiceConfig
-from spire.process import announce, on_passing_thread, run, stop_signal
+from spire.process import announce, keep_announcing, on_passing_thread, run, stop_signal
+from spire.rpc.tls import Tls, in_words
 
 # isort: split
 from draft_service.activations import Follower, subscription
@@ -25,9 +26,14 @@ from draft_service.worker import Worker
 from spire.model.checkpoint import load_draft
 from spire.model.draft import Draft
 from spire.model.placement import choose_device, choose_dtype, draft_threads, keep_freed_memory, set_threads
-from spire.rpc.channel import connect, new_server
+from spire.rpc.channel import connect, listen, new_server
 from spire.rpc.drafting import DraftServicer
 from spire.v1 import draft_pb2, draft_pb2_grpc, verifier_pb2, verifier_pb2_grpc
+
+_HANDSHAKE_SECONDS, _RETRY_SECONDS = 5.0, 0.2
+
+# No batch takes that long.
+_STUCK_SECONDS = 30.0
 
 log = structlog.get_logger("draft_service")
 
@@ -38,13 +44,14 @@ def main() -> None:
 
 async def serve(config: DraftServiceConfig) -> None:
     """Run until SIGTERM or SIGINT. Raises SpireError when it cannot or must not serve."""
+    tls = Tls.read(config.tls)
     keep_freed_memory()
     draft = on_passing_thread(lambda: _load(config))
     server = new_server()
-    port = server.add_insecure_port(f"{config.host}:{config.port}")
-    async with connect(config.verifier) as channel:
+    port = listen(server, config.host, config.port, tls)
+    async with connect(config.verifier, tls) as channel:
         stub = verifier_pb2_grpc.VerifierStub(channel)
-        info = await stub.GetInfo(verifier_pb2.GetInfoRequest(), wait_for_ready=True)
+        info = await _meet(stub, config.verifier, tls)
         check_handshake(draft, info)
         drafter = on_passing_thread(lambda: Drafter(draft, config.max_sequences, config.top_m, info.max_context))
         draft_id = config.draft_id or stable_id(config, port)
@@ -65,9 +72,22 @@ async def serve(config: DraftServiceConfig) -> None:
         register(worker, follower)
         worker.start()
         try:
-            await _run(config, server, follower, lambda: _announce(config, port, worker))
+            await _run(config, server, follower, worker, lambda: _announce(config, port, worker))
         finally:
             worker.stop()
+
+
+async def _meet(stub: verifier_pb2_grpc.VerifierStub, address: str, tls: Tls | None) -> verifier_pb2.GetInfoResponse:
+    """What the verifier tells of itself, as soon as it can be reached. Why it cannot is said once."""
+    said = ""
+    while True:
+        try:
+            return await stub.GetInfo(verifier_pb2.GetInfoRequest(), timeout=_HANDSHAKE_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            if (reason := in_words(error.details(), tls)) != said:
+                said = reason
+                log.warning("unreachable", peer="verifier", address=address, reason=reason)
+            await asyncio.sleep(_RETRY_SECONDS)
 
 
 def _load(config: DraftServiceConfig) -> Draft:
@@ -78,7 +98,7 @@ def _load(config: DraftServiceConfig) -> Draft:
 
 
 async def _run(
-    config: DraftServiceConfig, server: grpc.aio.Server, follower: Follower, say: Callable[[], None]
+    config: DraftServiceConfig, server: grpc.aio.Server, follower: Follower, worker: Worker, say: Callable[[], None]
 ) -> None:
     """Serve and follow until told to stop. Raises MismatchError when the verifier changes its target."""
     healthy = health.aio.HealthServicer()
@@ -89,13 +109,14 @@ async def _run(
     await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
     following, stopping = asyncio.create_task(follower.run()), asyncio.create_task(stop_signal())
     say()
+    telling = asyncio.create_task(keep_announcing(config.ready_file, lambda: worker.seconds_in_turn() < _STUCK_SECONDS))
     try:
         await asyncio.wait({following, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if following.done():
             following.result()
     finally:
-        following.cancel()
-        stopping.cancel()
+        for task in (following, stopping, telling):
+            task.cancel()
         await healthy.enter_graceful_shutdown()
         await server.stop(grace=2)
 

@@ -72,6 +72,8 @@ class Follower:
         if not self._request.host:
             self._say_how()
         async for message in call:
+            if message is None:  # gRPC's way to say that the bytes were no such message
+                raise InvalidRequest("the verifier sent what cannot be read")
             if message.HasField("ring"):
                 await self._open(message.ring)
             if message.ended:

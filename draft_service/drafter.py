@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import structlog
 import torch
 from torch import Tensor
 
@@ -17,6 +18,8 @@ from spire.model.draft import Draft
 from spire.model.draft_memory import DraftMemory
 from spire.model.token_memory import TokenMemory
 from spire.sampling import SamplingRows
+
+log = structlog.get_logger("draft_service")
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class Drafter:
             if (slot := self.slots.pop(sequence_id, None)) is not None:
                 self._free.append(slot)
                 del self.absorbed[sequence_id]
+                log.debug("sequence ends", sequence=sequence_id)
 
     def absorb(self, verified: Verified) -> list[str]:
         """Take a message into memory. Returns the sequences that have a gap and need a replay."""
@@ -98,6 +102,7 @@ class Drafter:
         held = self.absorbed.get(span.sequence_id)
         if span.reset:
             if held is None:
+                log.debug("sequence begins", sequence=span.sequence_id, free_slots=len(self._free))
                 if not self._free:
                     return None
                 self.slots[span.sequence_id] = self._free.pop()

@@ -12,10 +12,13 @@ import threading
 import time
 from collections.abc import Callable
 
+import structlog
 import torch
 
 from draft_service.drafter import Drafter, Verified
 from spire.drafting import ProposeAnswer, ProposeTask, answer
+
+log = structlog.get_logger("draft_service")
 
 
 class Worker:
@@ -27,7 +30,13 @@ class Worker:
         self._wait, self._on_gap = wait_seconds, on_gap
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._pending: list[ProposeTask] = []
+        self._turn_began: float | None = None
         self._thread = threading.Thread(target=self._run, name="draft-model", daemon=True)
+
+    def seconds_in_turn(self) -> float:
+        """How long the thread has been busy, 0 when it waits: what a watchdog looks at."""
+        began = self._turn_began
+        return 0.0 if began is None else time.monotonic() - began
 
     def start(self) -> None:
         self._thread.start()
@@ -63,15 +72,23 @@ class Worker:
 
     def _take(self) -> bool:
         """Do everything that has arrived, waiting for something if nothing is pending. False: stop."""
+        self._turn_began = None
         try:
             action = self._inbox.get(timeout=self._patience())
+            self._turn_began = time.monotonic()
             while True:
                 if action is None:
                     return False
-                action()
+                self._do(action)
                 action = self._inbox.get_nowait()
         except queue.Empty:
             return True
+
+    def _do(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception:  # the thread lives on: a worse guess costs speed, none at all more
+            log.exception("something that arrived could not be taken")
 
     def _patience(self) -> float | None:
         if not self._pending:

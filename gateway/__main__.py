@@ -7,10 +7,11 @@ get 503 until a verifier comes, and plain decoding until a draft comes.
 from __future__ import annotations
 
 import asyncio
-import logging
+import contextlib
 import os
-import signal
 import socket
+from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 
 import structlog
@@ -18,41 +19,70 @@ import uvicorn
 
 from gateway.app import create_app
 from gateway.config import GatewayConfig
+from gateway.connections import Connection
 from gateway.engine import Engine
+from gateway.keys import Guard, Keys
 from gateway.metrics import Metrics
 from spire.errors import SpireError
-from spire.process import announce, run
+from spire.process import announce, keep_announcing, run, stop_signal
+from spire.rpc.tls import Tls, certificate_files
 
 log = structlog.get_logger("gateway")
 
 
 def main() -> None:
-    # uvicorn raises the signal again once it has shut down: that must not turn a clean end into a death by signal.
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    logging.basicConfig(level=logging.WARNING)
     run("gateway", GatewayConfig, serve)
 
 
 async def serve(config: GatewayConfig) -> None:
     """Serve HTTP until a signal. Raises MismatchError when the peers do not belong together."""
-    engine = Engine(config, Metrics())
-    await engine.handshake()
+    guard = Guard(Keys(config.keys) if config.keys else None)
+    certificate, key = certificate_files(config.https) if config.https else (None, None)
     listener = _bind(config.host, config.port)
     host, port = listener.getsockname()[:2]
-    server = uvicorn.Server(
+    if guard.open_paths is None and not config.without_keys:
+        _refuse_strangers(host)
+    engine = Engine(config, Metrics(), Tls.read(config.tls))
+    await engine.handshake()
+    server = _Server(
         uvicorn.Config(
-            create_app(config, engine),
-            http="h11",
+            create_app(config, engine, guard),
+            http=partial(Connection, config),  # type: ignore[arg-type]
             ws="none",
             log_config=None,
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=5,
+            ssl_certfile=certificate,
+            ssl_keyfile=key,
         )
     )
-    announcement = asyncio.create_task(_announce(server, f"{host}:{port}", config.ready_file))
+    beside = [
+        _announce(server, f"{host}:{port}", config.ready_file),
+        _stop(server, engine),
+        keep_announcing(config.ready_file),
+    ]
+    tasks = [asyncio.create_task(task) for task in beside]
     await server.serve(sockets=[listener])
-    announcement.cancel()
+    for task in tasks:
+        task.cancel()
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals alone: what is running gets its time before HTTP ends."""
+
+    def capture_signals(self) -> contextlib.nullcontext[None]:  # type: ignore[override]
+        return contextlib.nullcontext()
+
+
+async def _stop(server: uvicorn.Server, engine: Engine) -> None:
+    """On a signal drain, on a second one at once; then end."""
+    await stop_signal()
+    log.info("draining")
+    hurry = asyncio.create_task(stop_signal())
+    await engine.drain(hurry)
+    server.should_exit = True
+    await hurry  # nothing more hurries, but a signal must not kill
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -64,6 +94,15 @@ def _bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise SpireError(f"cannot listen on {host}:{port}: {error.strerror}. Choose another --port") from error
     return listener
+
+
+def _refuse_strangers(host: str) -> None:
+    """Raises SpireError where other machines can reach a gateway that asks nobody for a key."""
+    if not ip_address(host.split("%")[0]).is_loopback:
+        raise SpireError(
+            f"other machines can reach {host}, and no API keys are asked for: make one with "
+            "`spire key create NAME --file FILE` and start with --keys FILE, or serve everybody with --without-keys"
+        )
 
 
 async def _announce(server: uvicorn.Server, address: str, ready_file: Path | None) -> None:

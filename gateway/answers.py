@@ -18,7 +18,7 @@ Answer = TypeVar("Answer")
 
 
 async def answer(http: Request, completion: Completion, headers: dict[str, str]) -> Response:
-    """Submit the completion and answer it as its request asks. Raises OutOfCapacity or NoVerifier."""
+    """Submit the completion and answer it as its request asks. Raises QueueFull, InvalidRequest or NoVerifier."""
     completion.submit()
     begun: EventStream | None = None
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,14 +15,16 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from gateway.admission import Quotas, seconds_allowed
 from gateway.answers import answer
-from gateway.bodies import ModelName, bad_parameter, check_model, ignored_header, parse, refusals
+from gateway.bodies import ModelName, bad_parameter, check_model, ignored_header, parse, read_body, refusals
 from gateway.chat import ChatCompletion, ChatRequest, chat_prompt
 from gateway.completion import Completion
 from gateway.config import GatewayConfig
 from gateway.engine import Engine
-from gateway.errors import RETRY_AFTER_SECONDS, BadParameter, UnknownModel, error_body, rest_error
+from gateway.errors import BadParameter, UnknownModel, error_body, rest_error, retry_after
 from gateway.front import Front
+from gateway.keys import Guard
 from gateway.metrics import Exposition
 from gateway.openapi import DocumentedApi, Limits, body_of, limits_of
 from gateway.peers import Model
@@ -34,7 +37,7 @@ from spire import __version__
 from spire.errors import SpireError
 
 
-def create_app(config: GatewayConfig, engine: Engine) -> ASGIApp:
+def create_app(config: GatewayConfig, engine: Engine, guard: Guard) -> ASGIApp:
     """The whole HTTP application. Its lifespan opens and closes the engine."""
 
     @asynccontextmanager
@@ -44,13 +47,15 @@ def create_app(config: GatewayConfig, engine: Engine) -> ASGIApp:
         await engine.close()
 
     bodies = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
-    app = DocumentedApi(bodies, lambda: _limits(engine), title="Spire", version=__version__, lifespan=lifespan)
+    app = DocumentedApi(
+        bodies, lambda: _limits(engine), guard.open_paths, title="Spire", version=__version__, lifespan=lifespan
+    )
     _handle_errors(app)
     _add_completions(app, config, engine)
     add_tokenization(app, engine)
     _add_state(app, config, engine)
     paths = frozenset(app.openapi()["paths"])
-    front = Front(app, engine.metrics, paths, config.max_body_bytes, config.body_deadline)
+    front = Front(app, engine.metrics, guard, paths, config.max_body_bytes, config.body_deadline)
     return _for_browsers(front, config.cors_origins) if config.cors_origins else front
 
 
@@ -69,7 +74,8 @@ def _limits(engine: Engine) -> Limits:
 
 
 def _add_completions(app: FastAPI, config: GatewayConfig, engine: Engine) -> None:
-    declared = refusals(400, 404, 408, 413, 429, 500, 503)
+    quotas = Quotas(config.requests_per_minute, config.tokens_per_minute)
+    declared = refusals(400, 404, 408, 413, 429, 500, 503, 504)
 
     @app.post(
         "/v1/completions", responses=answers(CompletionResponse) | declared, openapi_extra=body_of(CompletionRequest)
@@ -82,9 +88,7 @@ def _add_completions(app: FastAPI, config: GatewayConfig, engine: Engine) -> Non
     @app.post("/v1/chat/completions", responses=answers(ChatResponse) | declared, openapi_extra=body_of(ChatRequest))
     async def chat(http: Request) -> Response:
         """Answer a conversation, by the chat template of the model's tokenizer."""
-        asked = parse(await http.body(), ChatRequest)
-        model = engine.model
-        check_model(asked.model, model)
+        asked, model = await read_body(http, ChatRequest, engine)
         request = asked.as_completion(await chat_prompt(asked.messages, model), model.info.max_context)
         return await _generate(http, request, ChatCompletion, ignored_header(asked))
 
@@ -98,8 +102,11 @@ def _add_completions(app: FastAPI, config: GatewayConfig, engine: Engine) -> Non
         _check_rule(request, config)
         _check_grammar(request, model)
         check_tokens(request, model.info.vocab_size)
+        seconds = seconds_allowed(http.headers, config.request_deadline)
         prompts = await encode_prompts(request, model, config.max_choices // request.candidates)
-        return await answer(http, kind(engine, request, model, prompts), headers)
+        completion = kind(engine, request, model, prompts, http.state.request_id, seconds)
+        completion.charge = quotas.charge(http.state.key_name, completion.most_tokens, time.monotonic())
+        return await answer(http, completion, headers)
 
 
 def _check_draft(request: CompletionRequest, engine: Engine) -> None:
@@ -211,5 +218,4 @@ def _handle_errors(app: FastAPI) -> None:
 
 def _error_response(error: Exception) -> Response:
     status, body = rest_error(error)
-    retry = RETRY_AFTER_SECONDS.get(status)
-    return JSONResponse(body, status, headers={"Retry-After": str(retry)} if retry else None)
+    return JSONResponse(body, status, headers=retry_after(error, status))

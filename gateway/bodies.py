@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, NoReturn, TypeVar
 
+from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationError, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
+from gateway.engine import Engine
 from gateway.errors import BadParameter, UnknownModel
 from gateway.peers import Model
 
@@ -23,7 +25,12 @@ _REFUSALS = {
     429: "The queue is full",
     500: "Internal error",
     503: "No verifier",
+    504: "The request took longer than it may",
 }
+
+
+# Whoever keeps errors shall not come to keep what they were about.
+_TEXTS = (("prompt",), ("messages",), ("suffix",), ("stop",))
 
 
 class ErrorDetail(BaseModel):
@@ -37,10 +44,18 @@ class ErrorResponse(BaseModel):
     error: ErrorDetail
 
 
+# The schema's limits are the served model's: see `gateway/openapi.py`.
+ModelName = Annotated[str, Field(json_schema_extra={"format": "model-id"})]
+TokenCount = Annotated[int, Field(json_schema_extra={"format": "token-count"})]
+TokenId = Annotated[int, Field(json_schema_extra={"format": "token-id", "minimum": 0})]
+
+
 class RequestBody(BaseModel):
     """A body as it comes: `null` stands for a field's default, and unknown fields are kept apart to be named."""
 
     model_config = ConfigDict(strict=True, extra="allow")
+
+    model: ModelName | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -63,10 +78,7 @@ def _nullable(field: JsonSchemaValue) -> JsonSchemaValue:
     return about | {"anyOf": [*(kind for kind in kinds if kind != _NULL), _NULL]}
 
 
-# The schema's limits are the served model's: see `gateway/openapi.py`.
-ModelName = Annotated[str, Field(json_schema_extra={"format": "model-id"})]
-TokenCount = Annotated[int, Field(json_schema_extra={"format": "token-count"})]
-TokenId = Annotated[int, Field(json_schema_extra={"format": "token-id", "minimum": 0})]
+Body = TypeVar("Body", bound=RequestBody)
 
 
 def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -88,6 +100,14 @@ def parse(body: bytes, schema: type[Schema]) -> Schema:
         raise bad_parameter(error.errors(include_url=False)) from error
 
 
+async def read_body(http: Request, schema: type[Body], engine: Engine) -> tuple[Body, Model]:
+    """The body and the model that it is for. Raises BadParameter, NoVerifier or UnknownModel."""
+    request = parse(await http.body(), schema)
+    model = engine.model
+    check_model(request.model, model)
+    return request, model
+
+
 def _number(text: str) -> float:
     """JSON has one kind of number: 5.0 is an integer too."""
     number = float(text)
@@ -107,9 +127,9 @@ def bad_parameter(problems: Any) -> BadParameter:
 
 
 def _told(problem: Any) -> str:
-    """What is wrong with a field, and its value if that is short."""
-    value = problem.get("input")
-    came = f", {value!r} came" if isinstance(value, int | float | str) and len(repr(value)) <= 40 else ""
+    """What is wrong with a field, and its value if that is short and no text to complete."""
+    value, told = problem.get("input"), problem["loc"][:1] not in _TEXTS
+    came = f", {value!r} came" if told and isinstance(value, int | float | str) and len(repr(value)) <= 40 else ""
     return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}{came}"
 
 

@@ -18,8 +18,9 @@ from gateway.errors import BadParameter
 from gateway.logprobs import Entry, contents
 from gateway.peers import Model
 from gateway.prompts import check_unicode, kind_of, over_context
-from gateway.schemas import MOST_LOGPROBS, STREAM_SCHEMA, CompletionRequest, GenerationRequest
+from gateway.schemas import STREAM_SCHEMA, CompletionRequest, GenerationRequest
 from gateway.tokenizer import PromptTooLong
+from spire.rpc.limits import MAX_LOGPROBS
 
 _TEXT_PART = {
     "type": "object",
@@ -54,7 +55,7 @@ class ChatRequest(GenerationRequest):
     max_tokens: TokenCount | None = Field(None, ge=1, description="by default what the context has room for")
     max_completion_tokens: TokenCount | None = Field(None, ge=1, description="the same; it counts before max_tokens")
     logprobs: bool = False
-    top_logprobs: int = Field(0, ge=0, le=MOST_LOGPROBS, description="only with logprobs")
+    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS, description="only with logprobs")
     tools: Annotated[list[Any], WithJsonSchema(_NO_TOOLS)] = Field(default_factory=list)
     functions: Annotated[list[Any], WithJsonSchema(_NO_TOOLS)] = Field(default_factory=list)
 
@@ -128,8 +129,16 @@ class ChatCompletion(Completion):
 
     id_prefix = "chatcmpl"
 
-    def __init__(self, engine: Engine, request: CompletionRequest, model: Model, prompts: list[list[int]]):
-        super().__init__(engine, request, model, prompts)
+    def __init__(
+        self,
+        engine: Engine,
+        request: CompletionRequest,
+        model: Model,
+        prompts: list[list[int]],
+        request_id: str,
+        seconds: float,
+    ):
+        super().__init__(engine, request, model, prompts, request_id, seconds)
         self._begun: set[int] = set()
 
     def _head(self) -> dict[str, Any]:

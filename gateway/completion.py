@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import time
 import uuid
@@ -11,16 +10,22 @@ from collections.abc import AsyncIterator
 from itertools import zip_longest
 from typing import Any
 
+import structlog
+
 from gateway.adjustments import adjustments_of
+from gateway.admission import Charge
 from gateway.choice import Choice, Echo, Piece
 from gateway.engine import Engine
-from gateway.errors import rest_error
+from gateway.errors import DeadlinePassed, rest_error
 from gateway.logprobs import Entry, arrays
 from gateway.peers import Model
 from gateway.schemas import CompletionRequest
 from gateway.sequence import Sampling, Sequence
 from gateway.tokenizer import TextStream
+from spire.errors import SpireError
 from spire.v1.verifier_pb2 import Adjustments
+
+log = structlog.get_logger("gateway")
 
 _PING = b": ping\n\n"
 _DONE = b"data: [DONE]\n\n"
@@ -32,15 +37,30 @@ class Completion:
     id_prefix = "cmpl"
     object = "text_completion"
 
-    def __init__(self, engine: Engine, request: CompletionRequest, model: Model, prompts: list[list[int]]):
+    def __init__(
+        self,
+        engine: Engine,
+        request: CompletionRequest,
+        model: Model,
+        prompts: list[list[int]],
+        request_id: str,
+        seconds: float,
+    ):
         self.engine, self.request, self.model, self.prompts = engine, request, model, prompts
+        self._seconds = seconds
+        self._deadline = asyncio.get_running_loop().time() + seconds
+        # What the API key was charged; settled when the completion is over.
+        self.charge = Charge(None, 0)
         self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self._changed = asyncio.Event()
         adjustments = adjustments_of(request, model.info.end_tokens)
         sequences = [
-            sequence for prompt in prompts for sequence in sequences_of(engine, request, model, prompt, adjustments)
+            sequence
+            for prompt in prompts
+            for sequence in sequences_of(engine, request, model, prompt, adjustments, request_id)
         ]
+        log.debug("completion begins", id=self.id, sequences=[sequence.id for sequence in sequences])
         self.choices = [self._choice(index, sequence) for index, sequence in enumerate(sequences)]
 
     def _choice(self, index: int, sequence: Sequence) -> Choice:
@@ -59,17 +79,32 @@ class Completion:
         return Choice(index, sequence, text)
 
     def submit(self) -> None:
-        """Raises OutOfCapacity or NoVerifier."""
-        self.engine.submit([choice.sequence for choice in self.choices])
+        """Raises QueueFull, InvalidRequest or NoVerifier."""
+        try:
+            self.engine.submit([choice.sequence for choice in self.choices])
+        except SpireError:
+            self.charge.settle(0)
+            raise
 
     def close(self) -> None:
         self.engine.finish([choice.sequence for choice in self.choices], "abort")
+        self.charge.settle(self._used_tokens())
+
+    @property
+    def most_tokens(self) -> int:
+        """What this request may come to: its prompts, and all that it lets be generated."""
+        prompts = sum(map(len, self.prompts))
+        return prompts + sum(choice.sequence.max_tokens for choice in self.choices)
+
+    def _used_tokens(self) -> int:
+        """What it came to: a prompt that was never looked at counts for nothing."""
+        first_choices = self.choices[:: self.request.candidates]
+        prompts = sum(len(choice.sequence.prompt) for choice in first_choices if choice.sequence.moments.admitted)
+        return prompts + sum(len(choice.sequence.output) for choice in self.choices)
 
     async def begun(self) -> bool:
         """Wait for the first token, or for as long as a stream may be silent. Raises what went wrong before it."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.engine.config.idle_ping):
-                await self._changed.wait()
+        await self._hear(self.engine.config.idle_ping)
         for choice in self.choices:
             if choice.sequence.error is not None:
                 raise choice.sequence.error
@@ -122,10 +157,7 @@ class Completion:
             await self._echo_prompts()
         unfinished = self.choices
         while unfinished:
-            try:
-                async with asyncio.timeout(ping):
-                    await self._changed.wait()
-            except TimeoutError:
+            if not await self._hear(ping):
                 yield None
                 continue
             self._changed.clear()
@@ -137,6 +169,20 @@ class Completion:
                         self.engine.finish([choice.sequence], piece.finish_reason)
                     yield piece
             unfinished = [choice for choice in unfinished if choice.finish_reason is None]
+
+    async def _hear(self, patience: float | None) -> bool:
+        """Whether any choice has grown within `patience` seconds. Raises DeadlinePassed."""
+        until = self._deadline
+        if patience is not None:
+            until = min(until, asyncio.get_running_loop().time() + patience)
+        try:
+            async with asyncio.timeout_at(until):
+                await self._changed.wait()
+        except TimeoutError:
+            if until == self._deadline:
+                raise DeadlinePassed(f"the request was not done within {self._seconds:g} s") from None
+            return False
+        return True
 
     async def _echo_prompts(self) -> None:
         request, codec = self.request, self.model.codec
@@ -265,7 +311,12 @@ def _sum(histograms: list[list[int]]) -> list[int]:
 
 
 def sequences_of(
-    engine: Engine, request: CompletionRequest, model: Model, prompt: list[int], adjustments: Adjustments | None
+    engine: Engine,
+    request: CompletionRequest,
+    model: Model,
+    prompt: list[int],
+    adjustments: Adjustments | None,
+    request_id: str,
 ) -> list[Sequence]:
     """The candidates for one prompt's choices, as sequences."""
     speculation, seed, config = request.speculation, request.chosen_seed(), engine.config
@@ -277,7 +328,7 @@ def sequences_of(
     ranked = request.candidates > request.n
     return [
         Sequence(
-            id=engine.new_id(),
+            id=engine.new_id(request_id),
             prompt=prompt,
             sampling=Sampling(
                 request.temperature, max(0, request.top_k), request.top_p, seed, choice, request.min_p, rule

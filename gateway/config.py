@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
-from pydantic_settings import NoDecode, SettingsConfigDict
+from pydantic_settings import CliImplicitFlag, NoDecode, SettingsConfigDict
 
 from gateway.sequence import Rule
 from spire.process import ServiceConfig
@@ -36,6 +36,16 @@ class GatewayConfig(ServiceConfig):
     port: int = Field(8000, ge=0, le=65535, description="port to serve HTTP on; 0 chooses a free one")
     ready_file: Path | None = Field(None, description="where to write HOST:PORT once HTTP is served")
 
+    keys: Path | None = Field(
+        None,
+        description="file of API keys, as `spire key create` makes it: every path but /health asks for one. It is read "
+        "again when it changes",
+    )
+    https: Path | None = Field(None, description="directory with tls.crt and tls.key: clients then speak HTTPS")
+    without_keys: CliImplicitFlag[bool] = Field(
+        False, description="serve whoever reaches the port, also where other machines do"
+    )
+
     k: int | None = Field(
         None,
         ge=0,
@@ -51,7 +61,27 @@ class GatewayConfig(ServiceConfig):
         ("rejection", "block", "invariant"), min_length=1, description="the rules that may be used, comma-separated"
     )
     max_batch: int = Field(64, ge=1, description="most sequences decoded together")
+    lanes: int = Field(
+        1,
+        ge=1,
+        le=2,
+        description="rounds under way at once, each of its share of the sequences: with 2, one half is drafted while "
+        "the other is verified",
+    )
     max_waiting: int = Field(1024, ge=1, description="most sequences queued; beyond that requests get 429")
+    max_queue_seconds: float | None = Field(
+        None,
+        gt=0,
+        description="refuse with 429 who would wait for longer than this, by the rate at which places got free",
+    )
+    requests_per_minute: int | None = Field(None, ge=1, description="requests that each API key may make a minute")
+    tokens_per_minute: int | None = Field(
+        None, ge=1, description="tokens that each API key may have a minute, of prompts and generated"
+    )
+    request_deadline: float = Field(
+        3600.0, gt=0, description="most seconds a request may take; X-Request-Timeout asks for fewer"
+    )
+    max_connections: int = Field(4096, ge=1, description="most connections of clients; more are closed at once")
     max_choices: int = Field(256, ge=1, description="most choices (prompts x n) of one request")
     max_body_bytes: int = Field(2 * 1024 * 1024, ge=1024, description="largest request body; beyond that 413")
 
@@ -67,7 +97,14 @@ class GatewayConfig(ServiceConfig):
     start_deadline: float = Field(120.0, gt=0, description="seconds without any progress of prefills before a reset")
     verifier_patience: float = Field(30.0, ge=0, description="seconds running requests outlast a lost verifier")
     startup_patience: float = Field(5.0, ge=0, description="seconds to wait for the peers' handshake before serving")
+    head_deadline: float = Field(10.0, gt=0, description="seconds a client may take to say what it wants")
+    reading_deadline: float = Field(
+        30.0, gt=0, description="seconds a client may leave unread what it is sent before the connection is cut"
+    )
     body_deadline: float = Field(30.0, gt=0, description="seconds a client may take to send its request body")
+    drain_seconds: float = Field(
+        10.0, ge=0, description="after SIGTERM, how long running requests may take to end; a second one ends at once"
+    )
     idle_ping: float = Field(15.0, gt=0, description="seconds of silence before a comment is sent on an event stream")
 
     vllm_metrics: bool = Field(True, description="also export the vllm:* names that existing dashboards read")
@@ -81,6 +118,14 @@ class GatewayConfig(ServiceConfig):
     def _default_is_on(self) -> GatewayConfig:
         if self.rule is not None and self.rule not in self.rules:
             raise ValueError(f"rule {self.rule!r} is none of the rules that may be used: {', '.join(self.rules)}")
+        return self
+
+    @model_validator(mode="after")
+    def _keys_or_none(self) -> GatewayConfig:
+        if self.keys and self.without_keys:
+            raise ValueError(
+                f"keys are in {self.keys}, and without_keys says that none are asked for: drop one of them"
+            )
         return self
 
     def rule_for(self, wanted: Rule | None, seeded: bool) -> Rule:

@@ -15,17 +15,19 @@ from collections.abc import Iterable
 import grpc
 import structlog
 
+from gateway.admission import DrainRate
 from gateway.config import GatewayConfig
-from gateway.errors import NoVerifier, PeerLost
+from gateway.errors import NoVerifier, PeerLost, QueueFull, ShuttingDown
 from gateway.messages import logprobs_of, wire_start
 from gateway.metrics import Gauges, Metrics
 from gateway.peers import DraftPeer, Model, VerifierPeer
 from gateway.releases import Releases
-from gateway.scheduler import Scheduler
+from gateway.scheduler import Schedule, Scheduler
 from gateway.sequence import Logprob, Sequence, State
 from gateway.speculation import Proposals, Speculation
-from spire.errors import InvalidRequest, MismatchError, NotFinite
+from spire.errors import InvalidRequest, MismatchError, NotFinite, OutOfCapacity
 from spire.rpc.errors import raise_for
+from spire.rpc.tls import Tls
 from spire.v1 import tensor_pb2, verifier_pb2
 
 # How long to leave a verifier alone that had no place for a sequence.
@@ -38,49 +40,68 @@ log = structlog.get_logger("gateway")
 
 
 class Engine:
-    def __init__(self, config: GatewayConfig, metrics: Metrics):
+    def __init__(self, config: GatewayConfig, metrics: Metrics, tls: Tls | None = None):
         self.config = config
         self.metrics = metrics
-        self.scheduler = Scheduler(config.max_batch, config.max_waiting)
+        self.scheduler = Scheduler(config.max_batch, config.max_waiting, config.lanes)
         gateway_id = uuid.uuid4().hex[:12]
         self.verifier = VerifierPeer(
-            config.verifier, gateway_id, self._on_started, self._on_verifier_lost, self._on_verifier
+            config.verifier, gateway_id, self._on_started, self._on_verifier_lost, self._on_verifier, tls
         )
-        self.draft = DraftPeer(config.draft, self.verifier) if config.draft else None
+        self.draft = DraftPeer(config.draft, self.verifier, config.propose_deadline, tls) if config.draft else None
         self.speculation = Speculation(self.draft, self.verifier, config, metrics)
+        self._draining = False
         self._id_prefix = gateway_id
         self._ids = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._wakeup = asyncio.Event()
         self._releases = Releases(self.verifier, self.scheduler)
+        self._freed = DrainRate()
         self._admit_from = 0.0
         self._met_verifier_at = 0.0
-        # When the verifier was lost, and when a prefill last made progress.
-        self._lost_at = time.monotonic()
+        # When a prefill last made progress.
         self._progress_at = time.monotonic()
 
     # -- what the rest of the gateway asks ---------------------------------------------------------------------------
 
     @property
     def model(self) -> Model:
-        """What is served. Raises NoVerifier when no verifier is connected."""
-        if self.verifier.model is None or not self.verifier.up:
+        """What is served. Raises NoVerifier when no verifier is connected, ShuttingDown when nothing more is."""
+        if self._draining:
+            raise ShuttingDown("this gateway is shutting down: ask another one, or try again later")
+        if self.verifier.model is None or not self.verifier.usable:
             raise NoVerifier(f"no verifier at {self.config.verifier}: try again later")
         return self.verifier.model
 
-    def new_id(self) -> str:
-        """A sequence id that no other gateway makes."""
+    def new_id(self, request_id: str) -> str:
+        """A sequence id that no other gateway makes. The request's is in it: so the model services' logs tell it."""
         self._ids += 1
-        return f"{self._id_prefix}-{self._ids}"
+        return f"{self._id_prefix}-{self._ids}-{request_id}"
 
     def submit(self, sequences: list[Sequence]) -> None:
-        """Queue the choices of a request, all or none. Raises NoVerifier or OutOfCapacity."""
+        """Queue the choices of a request, all or none. Raises NoVerifier, ShuttingDown, QueueFull or InvalidRequest."""
         _ = self.model
         now = time.monotonic()
-        self.scheduler.add(sequences)
+        self._refuse_long_wait()
+        try:
+            self.scheduler.add(sequences)
+        except OutOfCapacity as error:
+            raise QueueFull(str(error), self._freed.retry_after(len(sequences))) from error
         for sequence in sequences:
             sequence.moments.arrived = now
         self._wakeup.set()
+
+    def _refuse_long_wait(self) -> None:
+        """Raises QueueFull when whoever comes now would wait for longer than anybody shall."""
+        most, waiting = self.config.max_queue_seconds, len(self.scheduler.waiting)
+        if most is None or not waiting:
+            return
+        expected = self._freed.seconds_for(waiting)
+        if expected is not None and expected > most:
+            raise QueueFull(
+                f"{waiting} sequences wait already, which takes about {expected:.0f} s: try again later",
+                self._freed.retry_after(1),
+            )
 
     def finish(self, sequences: Iterable[Sequence], reason: str, error: Exception | None = None) -> None:
         """End sequences, wherever they stand, and free what they hold."""
@@ -96,6 +117,7 @@ class Engine:
             starting=len(self.scheduler.starting),
             waiting=len(self.scheduler.waiting),
             capacity=self.scheduler.capacity,
+            tasks=len(asyncio.all_tasks()),
             verifier_up=self.verifier.up,
             draft_up=self.draft is not None and self.draft.up,
             draft_kind=draft.kind if draft else "",
@@ -124,13 +146,24 @@ class Engine:
 
     def open(self) -> None:
         """Begin to serve."""
-        loops = [self._run(), self._releases.run(), self.verifier.maintain()]
+        loops = [*(self._run() for _ in range(self.config.lanes)), self._releases.run(), self.verifier.maintain()]
         loops += [self.draft.maintain()] if self.draft else []
         self._tasks = [asyncio.create_task(loop) for loop in loops]
 
-    async def close(self) -> None:
+    async def drain(self, hurry: asyncio.Task[None]) -> None:
+        """Take nothing more and let what there is end; what has not after a while, or when it hurries, is told so."""
+        self._draining = True
+        deadline = time.monotonic() + self.config.drain_seconds
+        while not self.scheduler.idle and not hurry.done() and time.monotonic() < deadline:  # noqa: ASYNC110 - plain data
+            await asyncio.sleep(0.02)
+        self._give_up()
+
+    def _give_up(self) -> None:
         everyone = [*self.scheduler.running.values(), *self.scheduler.starting.values(), *self.scheduler.waiting]
-        self.finish(everyone, "error", NoVerifier("the gateway is shutting down"))
+        self.finish(everyone, "error", ShuttingDown("the gateway was shut down before this request ended"))
+
+    async def close(self) -> None:
+        self._give_up()
         await self._releases.send()
         for task in self._tasks:
             task.cancel()
@@ -165,21 +198,23 @@ class Engine:
     def _has_work(self) -> bool:
         scheduler = self.scheduler
         startable = scheduler.waiting and scheduler.held < scheduler.capacity and self._may_admit()
-        return self.verifier.up and bool(scheduler.running or startable)
+        return self.verifier.up and bool(scheduler.has_free or startable)
 
     def _may_admit(self) -> bool:
         now = time.monotonic()
         draft_may_come = self.draft is not None and not self.draft.up and now < self._met_verifier_at + _DRAFT_PATIENCE
-        return now >= self._admit_from and not draft_may_come
+        return self.verifier.usable and now >= self._admit_from and not draft_may_come
 
     def _pause(self) -> float:
-        return min(_PATROL, max(0.01, self._admit_from - time.monotonic())) if not self._may_admit() else _PATROL
+        if self._may_admit() or not self.verifier.usable:
+            return _PATROL
+        return min(_PATROL, max(0.01, self._admit_from - time.monotonic()))
 
     def _patrol(self) -> None:
         """Nothing happened for a while although something should: see whether patience is over."""
         now = time.monotonic()
-        if not self.verifier.up:
-            if now - self._lost_at > self.config.verifier_patience:
+        if not self.verifier.usable:
+            if now - self.verifier.unusable_since > self.config.verifier_patience:
                 lost = NoVerifier(f"the verifier at {self.config.verifier} did not come back")
                 self.finish(list(self.scheduler.waiting), "error", lost)
         elif self.scheduler.starting and now - self._progress_at > self.config.start_deadline:
@@ -189,17 +224,24 @@ class Engine:
     # -- a round -----------------------------------------------------------------------------------------------------
 
     async def step(self) -> None:
-        """One round: schedule, propose, verify, commit, learn. Raises PeerLost when the verifier goes away in it."""
+        """A lane's round: schedule, propose, verify, commit, learn. Raises PeerLost when the verifier goes away."""
         began = time.monotonic()
         if not self.scheduler.starting:
             self._progress_at = began
-        schedule = self.scheduler.schedule(admit=self._may_admit())
-        await self._start(schedule.starts)
-        if not schedule.batch:
+        schedule = self.scheduler.schedule(self._may_admit())
+        try:
+            await self._start(schedule.starts)
+            await self._round(schedule, began)
+        finally:
+            self.scheduler.end_round(schedule)
+            self._wakeup.set()
+
+    async def _round(self, schedule: Schedule, began: float) -> None:
+        if not schedule.round:
             return
         load = self.speculation.choose(schedule.batch, bool(self.scheduler.starting))
         proposals = await self.speculation.propose(schedule.batch)
-        batch = [sequence for sequence in schedule.batch if sequence.state is State.RUNNING]
+        batch = self.scheduler.still(schedule)
         if not batch:
             return
         answer, asked_seconds = await self._verify(batch, proposals)
@@ -335,7 +377,10 @@ class Engine:
         self._releases.wake()
 
     def _after_end(self, sequence: Sequence) -> None:
-        self.metrics.sequence_finished(sequence, time.monotonic())
+        now = time.monotonic()
+        if sequence.moments.admitted and self.scheduler.waiting:
+            self._freed.freed(now)
+        self.metrics.sequence_finished(sequence, now)
         self._releases.wake()
         self._wakeup.set()
         sequence.listener()
@@ -358,7 +403,6 @@ class Engine:
         self._wakeup.set()
 
     def _on_verifier_lost(self) -> None:
-        self._lost_at = time.monotonic()
         self.metrics.replays += self.scheduler.held
         given_up = self.scheduler.lose_all()
         self.finish(given_up, "error", PeerLost("the verifier was lost several times during this request"))

@@ -19,12 +19,36 @@ class UnknownModel(RequestError):
     pass
 
 
+class Unauthorized(RequestError):
+    """No API key, or none that is known; `challenge` is what WWW-Authenticate says of it."""
+
+    def __init__(self, message: str, problem: str = ""):
+        super().__init__(message)
+        self.challenge = ", ".join(['Bearer realm="spire"', *filter(None, [problem])])
+
+
 class BodyTooLarge(RequestError):
     pass
 
 
 class BodyTooSlow(RequestError):
     pass
+
+
+class QueueFull(OutOfCapacity):
+    """Too many wait already; `retry_after` seconds from now there may be room."""
+
+    def __init__(self, message: str, retry_after: int):
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class OverQuota(QueueFull):
+    """An API key has had what it may have for now."""
+
+
+class DeadlinePassed(RequestError):
+    """The request took longer than it may."""
 
 
 class PeerLost(SpireError):
@@ -35,17 +59,25 @@ class NoVerifier(SpireError):
     """No verifier can be reached now."""
 
 
+class ShuttingDown(SpireError):
+    """This gateway takes nothing more."""
+
+
 _TABLE: list[tuple[type[SpireError], int, str, str]] = [
+    (Unauthorized, 401, "authentication_error", "invalid_api_key"),
     (UnknownModel, 404, "not_found_error", "model_not_found"),
     (BodyTooLarge, 413, "invalid_request_error", "body_too_large"),
     (BodyTooSlow, 408, "invalid_request_error", "body_too_slow"),
+    (OverQuota, 429, "rate_limit_error", "rate_limit_exceeded"),
     (OutOfCapacity, 429, "rate_limit_error", "queue_full"),
     (InvalidRequest, 400, "invalid_request_error", "invalid_value"),
     (NoVerifier, 503, "unavailable_error", "no_verifier"),
+    (ShuttingDown, 503, "unavailable_error", "shutting_down"),
     (PeerLost, 503, "unavailable_error", "verifier_lost"),
+    (DeadlinePassed, 504, "timeout_error", "deadline_passed"),
     (NotFinite, 500, "internal_error", "not_finite"),
 ]
-RETRY_AFTER_SECONDS = {429: 1, 503: 2}
+_RETRY_AFTER_SECONDS = {429: 1, 503: 2}
 
 
 def error_body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
@@ -60,3 +92,9 @@ def rest_error(error: Exception) -> tuple[int, dict[str, Any]]:
             return status, error_body(str(error), name, param, code)
     message = str(error) if isinstance(error, SpireError) else "internal error"
     return 500, error_body(message, "internal_error", None, "internal_error")
+
+
+def retry_after(error: Exception, status: int) -> dict[str, str]:
+    """The header that says when to ask again; none where asking again is of no use."""
+    seconds = getattr(error, "retry_after", _RETRY_AFTER_SECONDS.get(status))
+    return {} if seconds is None else {"Retry-After": str(seconds)}

@@ -1,4 +1,4 @@
-"""The first layer of every HTTP exchange: request id, a cap and a deadline on the body, the count of responses.
+"""The first layer of every HTTP exchange: request id, key, a cap and a deadline on the body, the count of responses.
 
 The body is read here whole, before anything parses it, so no handler ever holds more than the cap.
 """
@@ -6,14 +6,20 @@ The body is read here whole, before anything parses it, so no handler ever holds
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
-from gateway.errors import BodyTooLarge, BodyTooSlow, rest_error
+import structlog
+
+from gateway.errors import BodyTooLarge, BodyTooSlow, Unauthorized, rest_error
+from gateway.keys import Guard
 from gateway.metrics import Metrics
+
+log = structlog.get_logger("gateway")
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -21,45 +27,74 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 _REQUEST_ID = b"x-request-id"
-# Of a body over the cap this much is read and thrown away: who still sends when the connection is closed gets a reset
-# instead of the answer.
+# Of a body over the cap this much is read and thrown away.
 _MOST_DISCARDED = 64 * 1024 * 1024
 _ACCEPTABLE_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
 class Front:
-    """An ASGI application around another."""
+    """An ASGI application around another.
 
-    def __init__(self, app: App, metrics: Metrics, paths: frozenset[str], max_body_bytes: int, body_deadline: float):
-        self.app, self.metrics, self.paths = app, metrics, paths
+    What it finds out about a request is in its state: `request_id`, and `key_name`, None where no key is needed.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        metrics: Metrics,
+        guard: Guard,
+        paths: frozenset[str],
+        max_body_bytes: int,
+        body_deadline: float,
+    ):
+        self.app, self.metrics, self.guard, self.paths = app, metrics, guard, paths
         self.max_body_bytes, self.body_deadline = max_body_bytes, body_deadline
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
         headers = dict(scope["headers"])
         request_id = headers.get(_REQUEST_ID, b"")
         if not _ACCEPTABLE_ID.fullmatch(request_id):
             request_id = uuid.uuid4().hex.encode()
+        state = scope.setdefault("state", {})
+        state |= {"request_id": request_id.decode(), "key_name": None}
         path = scope["path"] if scope["path"] in self.paths else "other"
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", []), (_REQUEST_ID, request_id)]
                 self.metrics.response(path, message["status"])
+                log.debug(
+                    "answered",
+                    path=path,
+                    status=message["status"],
+                    request_id=state["request_id"],
+                    key=state["key_name"],
+                )
             await send(message)
 
         try:
-            body = await self._body(receive)
+            state["key_name"] = self.guard.admit(scope)
+            body = await self._body(receive, self.max_body_bytes)
+        except Unauthorized as error:
+            await self._discard(receive)
+            await _refuse(error, send_with_id, [(b"www-authenticate", error.challenge.encode())])
+            return
         except (BodyTooLarge, BodyTooSlow) as error:
             await _refuse(error, send_with_id)
             return
         if body is not None:
             await self.app(scope, _replay(body, receive), send_with_id)
 
-    async def _body(self, receive: Receive) -> bytes | None:
-        """The whole body; None when the client has left. Raises BodyTooLarge or BodyTooSlow."""
+    async def _discard(self, receive: Receive) -> None:
+        """Read a body away: whoever still sends when the connection is closed gets a reset instead of the answer."""
+        with contextlib.suppress(BodyTooLarge, BodyTooSlow):
+            await self._body(receive, most=0)
+
+    async def _body(self, receive: Receive, most: int) -> bytes | None:
+        """The body, whole; None when the client has left. Raises BodyTooLarge or BodyTooSlow."""
         chunks: list[bytes] = []
         size = 0
         try:
@@ -69,10 +104,10 @@ class Front:
                     if message["type"] == "http.disconnect":
                         return None
                     size += len(message.get("body", b""))
-                    if size <= self.max_body_bytes:
+                    if size <= most:
                         chunks.append(message.get("body", b""))
                     elif not message.get("more_body") or size > _MOST_DISCARDED:
-                        raise BodyTooLarge(f"the request body may have {self.max_body_bytes} bytes")
+                        raise BodyTooLarge(f"the request body may have {most} bytes")
                     if not message.get("more_body"):
                         return b"".join(chunks)
         except TimeoutError:
@@ -89,9 +124,9 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replayed
 
 
-async def _refuse(error: Exception, send: Send) -> None:
+async def _refuse(error: Exception, send: Send, more: Sequence[tuple[bytes, bytes]] = ()) -> None:
     status, answer = rest_error(error)
     # Closing tells the client to stop sending the rest.
-    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+    headers = [(b"content-type", b"application/json"), (b"connection", b"close"), *more]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": json.dumps(answer).encode()})

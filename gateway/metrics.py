@@ -65,6 +65,8 @@ class Gauges:
     starting: int = 0
     waiting: int = 0
     capacity: int = 0
+    # Of the event loop: what grows when something is not cleaned up.
+    tasks: int = 0
     verifier_up: bool = False
     draft_up: bool = False
     # Empty until a draft has been met.
@@ -178,6 +180,7 @@ class Exposition(Collector):
         for state in ("waiting", "starting", "running"):
             sequences.add_metric([state], getattr(now, state))
         yield sequences
+        yield GaugeMetricFamily("spire_tasks_now", "Tasks of the gateway's event loop.", value=now.tasks)
 
     def _speculation(self, now: Gauges) -> Iterator[Metric]:
         counts = self.metrics

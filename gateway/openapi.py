@@ -19,6 +19,11 @@ from gateway.peers import Model
 Limits = dict[str, dict[str, Any]]
 
 _COMPONENTS = "#/components/schemas/{model}"
+_UNAUTHORIZED = {
+    "description": "No API key, or none that is known",
+    "content": {"application/json": {"schema": {"$ref": _COMPONENTS.format(model="ErrorResponse")}}},
+    "headers": {"WWW-Authenticate": {"schema": {"type": "string"}}},
+}
 
 
 def body_of(schema: type[BaseModel]) -> dict[str, Any]:
@@ -28,19 +33,41 @@ def body_of(schema: type[BaseModel]) -> dict[str, Any]:
 
 
 class DocumentedApi(FastAPI):
-    """An application with the schemas of these bodies, and with what limits them by now: keywords for a `format`."""
+    """An application with the schemas of these bodies, and with what limits them by now: keywords for a `format`.
 
-    def __init__(self, bodies: Sequence[type[BaseModel]], limits: Callable[[], Limits], **options: Any):
+    All paths but the open ones need a key; `open_paths` None: none does.
+    """
+
+    def __init__(
+        self,
+        bodies: Sequence[type[BaseModel]],
+        limits: Callable[[], Limits],
+        open_paths: frozenset[str] | None = None,
+        **options: Any,
+    ):
         super().__init__(**options)
-        self._limits = limits
+        self._limits, self._open_paths = limits, open_paths
         _, definitions = models_json_schema([(body, "validation") for body in bodies], ref_template=_COMPONENTS)
         self._bodies = definitions["$defs"]
 
     def openapi(self) -> dict[str, Any]:
         document = super().openapi()
         document["components"]["schemas"].update(self._bodies)
+        if self._open_paths is not None:
+            _ask_for_keys(document, self._open_paths)
         limited: dict[str, Any] = _limited(document, self._limits())
         return limited
+
+
+def _ask_for_keys(document: dict[str, Any], open_paths: frozenset[str]) -> None:
+    document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    document["security"] = [{"key": []}]
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            if path in open_paths:
+                operation["security"] = []
+            else:
+                operation["responses"]["401"] = _UNAUTHORIZED
 
 
 def limits_of(model: Model) -> Limits:

@@ -1,7 +1,11 @@
 """The connections to the two model services: a handshake, then one long-lived stream, reopened whenever it breaks.
 
 A peer is `up` from a good handshake until its stream breaks, ends or is reset. Whoever waits for an answer then gets
-PeerLost. A peer that answers too late is reset too: a stuck stream cannot be told from a slow one.
+PeerLost. A peer that answers too late is reset too: a stuck stream cannot be told from a slow one. It is left alone for
+a while, twice as long each time, and forgiven by answers that come in time.
+
+One that says of itself that it does not serve, because it drains or its model is stuck, keeps its stream and is no more
+`usable`.
 """
 
 from __future__ import annotations
@@ -17,23 +21,44 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gateway.chat_template import ChatTemplate
 from gateway.errors import PeerLost
 from gateway.tokenizer import TextCodec
 from spire.errors import MismatchError, SpireError
 from spire.model.config import MAGICDEC
-from spire.rpc.channel import GATEWAY_METADATA_KEY, PROTOCOL_VERSION, connect
+from spire.rpc.channel import GATEWAY_METADATA_KEY, PROTOCOL_VERSION, STREAM_METADATA_KEY, connect
+from spire.rpc.tls import Tls, in_words
 from spire.v1 import draft_pb2, verifier_pb2
 from spire.v1.draft_pb2_grpc import DraftStub
 from spire.v1.verifier_pb2_grpc import VerifierStub
 
 _CONTROL_DEADLINE = 5.0
-_SHORTEST_RETRY = 0.2
+_HEALTH_SECONDS = 1.0
+# Between tries to reach a peer that is not there: nobody waits for them.
+_SHORTEST_RETRY, _LONGEST_RETRY = 0.2, 1.0
 
 log = structlog.get_logger("gateway")
 
 Answer = TypeVar("Answer", verifier_pb2.VerifyBatchResult, draft_pb2.ProposeBatchResult)
+
+
+class Circuit:
+    """How long to leave alone a peer whose lateness costs a round each time: closed at 0 seconds."""
+
+    SHORTEST, LONGEST = 0.2, 10.0
+    # With one late answer in 23 it stays as long as it is.
+    FORGIVING = 0.97
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def late(self) -> None:
+        self.seconds = min(max(self.SHORTEST, 2 * self.seconds), self.LONGEST)
+
+    def in_time(self) -> None:
+        self.seconds = self.seconds * self.FORGIVING if self.seconds > self.SHORTEST else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,28 +79,41 @@ class Peer(ABC, Generic[Answer]):
     """One model service: its address, its stream, the answers that are waited for."""
 
     name: str
-    longest_retry: float
 
-    def __init__(self, address: str):
+    def __init__(self, address: str, tls: Tls | None):
         self.address = address
         self.up = False
-        self._channel = connect(address)
+        self.serving = False
+        # Of the monotonic clock; while it is not usable.
+        self.unusable_since = time.monotonic()
+        self.circuit = Circuit()
+        self._channel, self._tls = connect(address, tls), tls
         self._call: grpc.aio.StreamStreamCall | None = None
         # Each answer with the time at which it was read from the stream.
         self._answers: dict[int, asyncio.Future[tuple[Answer, float]]] = {}
         self._batch_ids = count(1)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
         self._retry = _SHORTEST_RETRY
+        self._late = False
         self._hurry = asyncio.Event()
         self._complaint = ""
+
+    @property
+    def usable(self) -> bool:
+        """Whether new work may be given to it."""
+        return self.up and self.serving
 
     async def maintain(self) -> None:
         """Handshake, follow the stream until it breaks, try again; for ever."""
         while True:
             try:
+                await self._must_serve()
                 await self.handshake()
                 await self._follow()
             except (grpc.aio.AioRpcError, SpireError) as error:
                 self._complain(error)
+            except Exception:  # whatever it sent, it must be met again
+                log.exception("connection failed", peer=self.name, address=self.address)
             await self._pause()
 
     async def close(self) -> None:
@@ -84,7 +122,7 @@ class Peer(ABC, Generic[Answer]):
 
     def reset(self) -> None:
         """Drop the stream: `maintain` opens another one."""
-        self.up = False
+        self._is(up=False)
         if self._call is not None:
             self._call.cancel()
 
@@ -94,11 +132,41 @@ class Peer(ABC, Generic[Answer]):
         self._hurry.set()
 
     async def _pause(self) -> None:
+        pause = self.circuit.seconds if self._late else self._retry
+        self._late = False
         self._hurry.clear()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._retry):
+            async with asyncio.timeout(pause):
                 await self._hurry.wait()
-        self._retry = min(self._retry * 2, self.longest_retry)
+        self._retry = min(self._retry * 2, _LONGEST_RETRY)
+
+    def _is(self, up: bool, serving: bool = True) -> None:
+        if self.usable and not (up and serving):
+            self.unusable_since = time.monotonic()
+        self.up, self.serving = up, serving
+
+    async def _serves(self) -> bool:
+        """What it says of itself. Raises AioRpcError when nobody answers."""
+        answer = await self._health.Check(health_pb2.HealthCheckRequest(), timeout=_CONTROL_DEADLINE)
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    async def _must_serve(self) -> None:
+        if not await self._serves():
+            raise PeerLost(f"the {self.name} at {self.address} is there and does not serve: it drains or is stuck")
+
+    async def _watch(self) -> None:
+        """While the stream stands: a model that is stuck is told by nothing else, pings are answered all the same."""
+        while self.up:
+            await asyncio.sleep(_HEALTH_SECONDS)
+            try:
+                serving = await self._serves()
+            except grpc.aio.AioRpcError as error:
+                self._complain(error)
+                self.reset()
+                return
+            if serving != self.serving:
+                log.warning("serving" if serving else "not serving", peer=self.name, address=self.address)
+            self._is(self.up, serving)
 
     @abstractmethod
     async def handshake(self) -> None:
@@ -115,17 +183,21 @@ class Peer(ABC, Generic[Answer]):
 
     async def _follow(self) -> None:
         call = self._call = self._open()
-        self.up = True
+        self._is(up=True)
         log.info("connected", peer=self.name, address=self.address)
-        self._complaint = ""
+        self._complaint, self._retry = "", _SHORTEST_RETRY
+        watch = asyncio.create_task(self._watch())
         try:
             while (message := await call.read()) is not grpc.aio.EOF:
+                if message is None:  # gRPC's way to say that the bytes were no such message
+                    raise PeerLost(f"the {self.name} at {self.address} sent what cannot be read")
                 self._receive(message)
         except asyncio.CancelledError:
             if _cancelled():
                 raise
         finally:
-            self.up = False
+            self._is(up=False)
+            watch.cancel()
             call.cancel()
             for future in self._answers.values():
                 if not future.done():
@@ -156,14 +228,19 @@ class Peer(ABC, Generic[Answer]):
                 await self._write(message)
                 answer, read_at = await future
         except TimeoutError:
-            self.reset()
+            self._too_late()
             raise PeerTooLate(f"the {self.name} at {self.address} did not answer within {deadline:g} s") from None
         finally:
             del self._answers[batch_id]
             if not future.cancel() and not future.cancelled():
                 future.exception()  # seen: a stream that broke under the write has failed the future too
-        self._retry = _SHORTEST_RETRY
+        self.circuit.in_time()
         return answer, read_at - began
+
+    def _too_late(self) -> None:
+        self.circuit.late()
+        self._late = True
+        self.reset()
 
     def _answered(self, answer: Answer) -> None:
         future = self._answers.get(answer.batch_id)
@@ -171,7 +248,7 @@ class Peer(ABC, Generic[Answer]):
             future.set_result((answer, time.monotonic()))
 
     def _complain(self, error: Exception) -> None:
-        reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else error
+        reason = in_words(error.details(), self._tls) if isinstance(error, grpc.aio.AioRpcError) else error
         if (complaint := f"{reason}") != self._complaint:
             self._complaint = complaint
             log.warning("unreachable", peer=self.name, address=self.address, reason=complaint)
@@ -183,7 +260,6 @@ class PeerTooLate(PeerLost):
 
 class VerifierPeer(Peer[verifier_pb2.VerifyBatchResult]):
     name = "verifier"
-    longest_retry = 1.0
 
     def __init__(
         self,
@@ -192,12 +268,14 @@ class VerifierPeer(Peer[verifier_pb2.VerifyBatchResult]):
         on_started: Callable[[verifier_pb2.Started], None],
         on_lost: Callable[[], None],
         on_connected: Callable[[Model | None, Model], None],
+        tls: Tls | None = None,
     ):
-        super().__init__(address)
+        super().__init__(address, tls)
         self.model: Model | None = None
         self._gateway_id = gateway_id
         self._on_started, self._on_lost, self._on_connected = on_started, on_lost, on_connected
         self._stub = VerifierStub(self._channel)
+        self._streams = count()
 
     async def handshake(self) -> None:
         info = await self._stub.GetInfo(verifier_pb2.GetInfoRequest(), timeout=_CONTROL_DEADLINE)
@@ -220,7 +298,7 @@ class VerifierPeer(Peer[verifier_pb2.VerifyBatchResult]):
             async with asyncio.timeout(deadline):
                 await self._write(verifier_pb2.RoundsRequest(start=message))
         except TimeoutError:
-            self.reset()
+            self._too_late()
             raise PeerTooLate(f"the {self.name} at {self.address} takes no Start for {deadline:g} s") from None
 
     async def verify(
@@ -234,7 +312,8 @@ class VerifierPeer(Peer[verifier_pb2.VerifyBatchResult]):
         await self._stub.Release(verifier_pb2.ReleaseRequest(sequence_ids=sequence_ids), timeout=_CONTROL_DEADLINE)
 
     def _open(self) -> grpc.aio.StreamStreamCall:
-        return self._stub.Rounds(metadata=((GATEWAY_METADATA_KEY, self._gateway_id),))
+        number = str(next(self._streams))
+        return self._stub.Rounds(metadata=((GATEWAY_METADATA_KEY, self._gateway_id), (STREAM_METADATA_KEY, number)))
 
     def _receive(self, message: verifier_pb2.RoundsResponse) -> None:
         if message.HasField("verified"):
@@ -248,17 +327,18 @@ class VerifierPeer(Peer[verifier_pb2.VerifyBatchResult]):
 
 class DraftPeer(Peer[draft_pb2.ProposeBatchResult]):
     name = "draft"
-    longest_retry = 10.0
 
-    def __init__(self, address: str, verifier: VerifierPeer):
-        super().__init__(address)
+    def __init__(self, address: str, verifier: VerifierPeer, deadline: float, tls: Tls | None = None):
+        super().__init__(address, tls)
         self.info: draft_pb2.DraftGetInfoResponse | None = None
+        self._deadline = deadline
         self._verifier = verifier
         self._stub = DraftStub(self._channel)
 
     async def handshake(self) -> None:
         """Raises MismatchError for a draft of another target, PeerLost for one that does not follow it yet."""
-        info = await self._stub.GetInfo(draft_pb2.DraftGetInfoRequest(), timeout=_CONTROL_DEADLINE)
+        # Who takes longer than this to say who it is never proposes in time: trying costs no round.
+        info = await self._stub.GetInfo(draft_pb2.DraftGetInfoRequest(), timeout=self._deadline)
         model = self._verifier.model
         if model is None:
             raise PeerLost("the verifier has not told yet which target this draft must belong to")

@@ -42,25 +42,31 @@ class TextLogprobs(Declared):
     text_offset: list[int]
 
 
-class TextChoice(Declared):
+class AnyChoice(Declared):
     index: int
-    text: str
-    logprobs: TextLogprobs | None
     finish_reason: FinishReason
     prompt_token_ids: list[int] = Field([], description="with return_token_ids")
     token_ids: list[int] = Field([], description="with return_token_ids")
     token_origins: list[Origin] = Field([], description="with return_token_origins: who chose each token")
 
 
-class CompletionResponse(Declared):
+class AnyResponse(Declared):
     id: str
-    object: Literal["text_completion"]
     created: int
     model: str
     system_fingerprint: str
-    choices: list[TextChoice]
     usage: Usage
     metrics: dict[str, Any] = Field({}, description="with return_metrics: times, and what speculation did")
+
+
+class TextChoice(AnyChoice):
+    text: str
+    logprobs: TextLogprobs | None
+
+
+class CompletionResponse(AnyResponse):
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
 
 
 class NamedLogprob(Declared):
@@ -84,25 +90,14 @@ class AnswerMessage(Declared):
     refusal: None
 
 
-class ChatChoice(Declared):
-    index: int
+class ChatChoice(AnyChoice):
     message: AnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
-    prompt_token_ids: list[int] = Field([], description="with return_token_ids")
-    token_ids: list[int] = Field([], description="with return_token_ids")
-    token_origins: list[Origin] = Field([], description="with return_token_origins: who chose each token")
 
 
-class ChatResponse(Declared):
-    id: str
+class ChatResponse(AnyResponse):
     object: Literal["chat.completion"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChoice]
-    usage: Usage
-    metrics: dict[str, Any] = Field({}, description="with return_metrics: times, and what speculation did")
 
 
 def answers(schema: type[BaseModel]) -> dict[int | str, dict[str, Any]]:

@@ -9,9 +9,10 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
+from math import ceil
 
 from gateway.sequence import Logprob, Sequence, State
-from spire.errors import OutOfCapacity
+from spire.errors import InvalidRequest, OutOfCapacity
 
 # A sequence lost this often without one new token in between is given up: it may be what kills the verifier.
 MAX_FRUITLESS_LIVES = 4
@@ -19,19 +20,28 @@ MAX_FRUITLESS_LIVES = 4
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What to do now: sequences to Start, and those that form the next batch."""
+    """What to do now: sequences to Start, and those that form the next round's batch, by wire id."""
 
     starts: list[Sequence]
-    batch: list[Sequence]
+    round: dict[str, Sequence]
+
+    @property
+    def batch(self) -> list[Sequence]:
+        return list(self.round.values())
 
 
 class Scheduler:
-    def __init__(self, capacity: int, max_waiting: int):
+    """Up to `lanes` rounds may be under way at once, each of at least `least_lane` sequences."""
+
+    def __init__(self, capacity: int, max_waiting: int, lanes: int = 1, least_lane: int = 4):
         self.capacity = capacity
         self.max_waiting = max_waiting
+        self._lanes, self._least_lane = lanes, least_lane
         self.waiting: deque[Sequence] = deque()
         self.starting: dict[str, Sequence] = {}
         self.running: dict[str, Sequence] = {}
+        # Wire ids of the running sequences whose round is under way.
+        self._in_round: set[str] = set()
         self._ended: list[str] = []
 
     @property
@@ -39,19 +49,32 @@ class Scheduler:
         return not (self.waiting or self.starting or self.running)
 
     @property
+    def has_free(self) -> bool:
+        """Whether a sequence runs whose next round could begin."""
+        return any(wire_id not in self._in_round for wire_id in self.running)
+
+    @property
     def held(self) -> int:
         """Sequences that hold a place at the verifier."""
         return len(self.starting) + len(self.running)
 
     def add(self, sequences: Iterable[Sequence]) -> None:
-        """Queue the choices of one request, all or none. Raises OutOfCapacity when the queue is full."""
+        """Queue the choices of one request, all or none.
+
+        Raises OutOfCapacity when the queue is too full for them, InvalidRequest when they never fit.
+        """
         new = list(sequences)
+        if len(new) > self.max_waiting:
+            raise InvalidRequest(
+                f"{len(new)} choices are asked for at once, and the queue has {self.max_waiting} places"
+            )
         if len(self.waiting) + len(new) > self.max_waiting:
             raise OutOfCapacity(f"{len(self.waiting)} of {self.max_waiting} queue places are taken: try again later")
         self.waiting.extend(new)
 
     def schedule(self, admit: bool = True) -> Schedule:
-        """Admit what fits, in order of arrival, and batch everything that runs."""
+        """Admit what fits, in order of arrival, and batch a lane's share of what runs: what no other lane has in a
+        round. Tell `end_round` when the round is over."""
         starts = []
         while admit and self.waiting and self.held < self.capacity:
             sequence = self.waiting.popleft()
@@ -60,7 +83,18 @@ class Scheduler:
             sequence.round = 0
             self.starting[sequence.wire_id] = sequence
             starts.append(sequence)
-        return Schedule(starts, list(self.running.values()))
+        lanes = max(1, min(self._lanes, len(self.running) // self._least_lane))
+        free = ((wire_id, one) for wire_id, one in self.running.items() if wire_id not in self._in_round)
+        batch = dict(islice(free, ceil(len(self.running) / lanes)))
+        self._in_round.update(batch)
+        return Schedule(starts, batch)
+
+    def still(self, schedule: Schedule) -> list[Sequence]:
+        """Those of a round's batch that go on, in the same life."""
+        return [sequence for wire_id, sequence in schedule.round.items() if self.running.get(wire_id) is sequence]
+
+    def end_round(self, schedule: Schedule) -> None:
+        self._in_round.difference_update(schedule.round)
 
     def started(
         self, wire_id: str, token: int, cached_tokens: int = 0, logprobs: Iterable[Logprob] = ()

@@ -13,10 +13,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, WithJsonSchema
 
-from gateway.bodies import ModelName, RequestBody, TokenCount, TokenId
+from gateway.bodies import RequestBody, TokenCount, TokenId
 from gateway.errors import BadParameter
 from gateway.prompts import check_unicode, kind_of
 from gateway.sequence import Rule
+from spire.rpc.limits import MAX_GRAMMAR_BYTES, MAX_LOGPROBS
 
 _TOKENS_SCHEMA = {"type": "array", "minItems": 1, "items": {"type": "integer", "format": "token-id", "minimum": 0}}
 _PROMPT_SCHEMA = {
@@ -27,7 +28,6 @@ _PROMPT_SCHEMA = {
         {"type": "array", "minItems": 1, "items": _TOKENS_SCHEMA},
     ]
 }
-MOST_LOGPROBS = 20
 _MOST_STOPS = 4
 _LONGEST_STOP = 1024
 _MOST_STOP_TOKENS = 64
@@ -35,7 +35,6 @@ _MOST_BIASES = 1024
 _MOST_ALLOWED = 4096
 _MOST_CANDIDATES = 16
 _LARGEST_BIAS = 100.0
-_LARGEST_GRAMMAR = 64 * 1024
 _DEEPEST_SCHEMA = 64
 
 # What the types do not say of a field, but `check` does.
@@ -49,7 +48,7 @@ _BIAS_SCHEMA = {
     "additionalProperties": {"type": "number", "minimum": -_LARGEST_BIAS, "maximum": _LARGEST_BIAS},
 }
 _TRUNCATION_SCHEMA = {"anyOf": [{"const": -1}, {"type": "integer", "minimum": 1}]}
-_GRAMMAR_SCHEMA: dict[str, JsonValue] = {"minLength": 1, "maxLength": _LARGEST_GRAMMAR}
+_GRAMMAR_SCHEMA: dict[str, JsonValue] = {"minLength": 1, "maxLength": MAX_GRAMMAR_BYTES}
 # stream_options only in a stream.
 STREAM_SCHEMA: dict[str, JsonValue] = {
     "anyOf": [
@@ -100,7 +99,6 @@ class GenerationRequest(RequestBody):
 
     model_config = ConfigDict(json_schema_extra={"allOf": [STREAM_SCHEMA]})
 
-    model: ModelName | None = None
     temperature: float = Field(1.0, ge=0, le=2, allow_inf_nan=False)
     top_p: float = Field(1.0, gt=0, le=1, allow_inf_nan=False)
     top_k: int = Field(0, ge=-1, lt=2**31, description="0 and -1 keep all tokens")
@@ -137,7 +135,7 @@ class CompletionRequest(GenerationRequest):
     max_tokens: TokenCount = Field(16, ge=0, description="0 only with echo")
     best_of: int | None = Field(None, ge=1, le=_MOST_CANDIDATES, description="not less than n; not in a stream")
     echo: bool = False
-    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     suffix: Annotated[str | None, WithJsonSchema({"type": "string", "maxLength": 0})] = None
     add_special_tokens: bool = True
     truncate_prompt_tokens: Annotated[int | None, WithJsonSchema(_TRUNCATION_SCHEMA)] = Field(
@@ -257,8 +255,8 @@ def _check_grammars(request: CompletionRequest) -> None:
         if not text:
             raise BadParameter(name, f"{name} is empty: leave it out to allow any text")
         check_unicode(text, name)
-        if (size := len(text.encode())) > _LARGEST_GRAMMAR:
-            raise BadParameter(name, f"{name} may have {_LARGEST_GRAMMAR} bytes, it has {size}")
+        if (size := len(text.encode())) > MAX_GRAMMAR_BYTES:
+            raise BadParameter(name, f"{name} may have {MAX_GRAMMAR_BYTES} bytes, it has {size}")
 
 
 def _read_json(schema: dict[str, Any] | str | None) -> Any:

@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, WithJsonSchema
 
-from gateway.bodies import ModelName, RequestBody, TokenId, check_model, ignored_header, parse, refusals
+from gateway.bodies import RequestBody, TokenId, ignored_header, read_body, refusals
 from gateway.chat import Message, chat_prompt
 from gateway.engine import Engine
 from gateway.errors import BadParameter
@@ -31,7 +31,6 @@ class TokenizeRequest(RequestBody):
 
     model_config = ConfigDict(json_schema_extra={"anyOf": [_alone("prompt", "messages"), _alone("messages", "prompt")]})
 
-    model: ModelName | None = None
     prompt: Annotated[str | None, WithJsonSchema({"type": "string", "minLength": 1})] = None
     messages: list[Message] | None = Field(None, min_length=1)
     add_generation_prompt: bool = Field(True, description="end a chat where the assistant's answer begins")
@@ -50,7 +49,6 @@ class TokenizeResponse(BaseModel):
 
 
 class DetokenizeRequest(RequestBody):
-    model: ModelName | None = None
     tokens: list[TokenId]
 
 
@@ -69,9 +67,7 @@ def add_tokenization(app: FastAPI, engine: Engine) -> None:
     )
     async def tokenize(http: Request) -> Response:
         """The token ids of a text, as a completion would have them."""
-        request = parse(await http.body(), TokenizeRequest)
-        model = engine.model
-        check_model(request.model, model)
+        request, model = await read_body(http, TokenizeRequest, engine)
         tokens = await _tokens_of(request, model)
         context = model.info.max_context
         answer: dict[str, Any] = {"tokens": tokens, "count": len(tokens), "max_model_len": context}
@@ -87,9 +83,7 @@ def add_tokenization(app: FastAPI, engine: Engine) -> None:
     )
     async def detokenize(http: Request) -> Response:
         """The text of token ids, special tokens spelled out."""
-        request = parse(await http.body(), DetokenizeRequest)
-        model = engine.model
-        check_model(request.model, model)
+        request, model = await read_body(http, DetokenizeRequest, engine)
         _check_ids(request.tokens, model.info.vocab_size)
         text = await asyncio.to_thread(model.codec.tokenizer.decode, request.tokens, skip_special_tokens=False)
         return JSONResponse({"prompt": text}, headers=ignored_header(request))

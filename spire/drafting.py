@@ -17,7 +17,7 @@ from torch import Tensor
 
 from spire.errors import RequestError
 from spire.randomness import Purpose
-from spire.sampling import SamplingRows, draw, probabilities, top_m, with_invariant
+from spire.sampling import SamplingRows, draw, pick, probabilities, top_m, with_invariant
 
 # The deepest block that any draft of ours proposes.
 MAX_SPECULATION_DEPTH = 16
@@ -36,12 +36,12 @@ class Guess:
 class Drafted:
     """k tokens per sequence [B, k] and the distributions they were drawn from, [B, k, m].
 
-    Without ids m is the whole vocabulary.
+    Without ids m is the whole vocabulary. Where all sequences are under the invariant rule there are none: nobody asks.
     """
 
     tokens_BK: Tensor
     ids_BKM: Tensor | None
-    probs_BKM: Tensor
+    probs_BKM: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -121,13 +121,19 @@ def draft_tokens(
     tokens_B, tokens, ids, probs = newest_B, [], [], []
     positions_BK = base_B[:, None] + torch.arange(1, k + 1, device=base_B.device)
     uniforms_BK = rows.uniform(positions_BK, Purpose.DRAFT, base_B)
+    all_invariant = bool(rows.invariant_B.all())
     for position_B, uniforms_B in zip(positions_BK.unbind(1), uniforms_BK.unbind(1), strict=True):
         probs_BV = probabilities(next_logits(tokens_B)[:, None], rows)[:, 0]
-        ids_BM, probs_BM = (None, probs_BV.bfloat16()) if candidates is None else top_m(probs_BV, candidates)
-        drawn_B = draw(probs_BM, uniforms_B)
-        drawn_B = drawn_B if ids_BM is None else ids_BM.gather(1, drawn_B[:, None])[:, 0]
-        tokens_B = with_invariant(drawn_B, probs_BV, rows, position_B)
+        if all_invariant:
+            tokens_B = pick(probs_BV, rows, position_B)
+        else:
+            ids_BM, probs_BM = (None, probs_BV.bfloat16()) if candidates is None else top_m(probs_BV, candidates)
+            drawn_B = draw(probs_BM, uniforms_B)
+            drawn_B = drawn_B if ids_BM is None else ids_BM.gather(1, drawn_B[:, None])[:, 0]
+            tokens_B = with_invariant(drawn_B, probs_BV, rows, position_B)
+            probs.append(probs_BM)
+            ids += [] if ids_BM is None else [ids_BM]
         tokens.append(tokens_B)
-        probs.append(probs_BM)
-        ids += [] if ids_BM is None else [ids_BM]
-    return Drafted(torch.stack(tokens, 1), torch.stack(ids, 1) if ids else None, torch.stack(probs, 1))
+    return Drafted(
+        torch.stack(tokens, 1), torch.stack(ids, 1) if ids else None, torch.stack(probs, 1) if probs else None
+    )

@@ -7,7 +7,7 @@ SpireError
 └── RequestError       what one caller asked for cannot be done
     ├── InvalidRequest     wrong by itself: shapes, ranges, unknown values
     ├── UnknownSequence    the verifier or draft holds no such sequence: replay it
-    ├── StaleBlock         a block for a base or round that has passed
+    ├── StaleBlock         a block for a base, round or stream that has passed
     ├── NotFinite          the model's numbers for this sequence went bad
     └── OutOfCapacity      no slot or queue place is free now: try again later
 """

@@ -280,6 +280,7 @@ def verify_sampling_cost(vocabulary: int, bench: Bench) -> Cost:
         draft_BK, q = torch.empty(batch, 0, dtype=torch.int64, device=bench.device), None
         if k:
             drafted = _draft(vocabulary, batch, k, logits_BTV[:, 0], bench)
+            assert drafted.probs_BKM is not None  # these sequences are under the rejection rule
             draft_BK, q = drafted.tokens_BK, SparseDistribution(drafted.ids_BKM, drafted.probs_BKM)
 
         def sample() -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import logging
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +28,7 @@ import structlog
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, CliApp, PydanticBaseSettingsSource, SettingsError
 from pydantic_settings import PyprojectTomlConfigSettingsSource as TomlTable
+from structlog.typing import ExcInfo, Processor
 
 from spire.errors import SpireError
 from spire.options_file import options_file
@@ -44,6 +47,15 @@ class ServiceConfig(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return init_settings, env_settings, TomlTable(settings_cls, options_file())
+
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="debug tells of every request and sequence, by id."
+    )
+    tls: Path | None = Field(
+        None,
+        description="Directory with this service's tls.crt and tls.key, and ca.crt: services then talk by TLS, "
+        "and only to those with a certificate of that CA. Made by `spire certs`.",
+    )
 
 
 class ModelServiceConfig(ServiceConfig):
@@ -70,9 +82,9 @@ _CANNOT_START = 2
 def run(name: str, config: type[Config], serve: Callable[[Config], Awaitable[None]]) -> None:
     """Serve until `serve` returns. What cannot start says why in one line on stderr and exits with code 2."""
     faulthandler.register(signal.SIGUSR1)
-    _log_as_json()
     try:
         options = CliApp.run(config, cli_args=[_long_option(argument) for argument in sys.argv[1:]])
+        _log_as_json(options.log_level)
         with contextlib.suppress(KeyboardInterrupt):
             asyncio.run(_finish(serve(options)))
     except (SpireError, SettingsError) as error:
@@ -123,13 +135,40 @@ def announce(ready_file: Path | None, address: str) -> None:
         os.replace(unfinished, ready_file)
 
 
-def _log_as_json() -> None:
+async def keep_announcing(ready_file: Path | None, well: Callable[[], bool] = lambda: True) -> None:
+    """Touch the ready file every second while the service is well. Who supervises it restarts one that stops doing so:
+    frozen, or with a model thread that is stuck."""
+    while ready_file is not None:
+        await asyncio.sleep(1)
+        if well():
+            with contextlib.suppress(FileNotFoundError):  # the supervisor goes, too
+                os.utime(ready_file)
+
+
+def _log_as_json(level: str) -> None:
+    """Every line on stderr is one JSON object, also what libraries log."""
+    stamps: list[Processor] = [structlog.processors.add_log_level, structlog.processors.TimeStamper(fmt="iso")]
+    to_json = structlog.processors.JSONRenderer()
     structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso"),
-            structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(),
-        ],
+        processors=[*stamps, structlog.processors.format_exc_info, to_json],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
     )
+    foreign: list[Processor] = [
+        structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+        structlog.processors.ExceptionRenderer(_without_message),
+        to_json,
+    ]
+    formatter = structlog.stdlib.ProcessorFormatter(
+        processors=foreign, foreign_pre_chain=[*stamps, structlog.stdlib.add_logger_name]
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter)
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+
+
+def _without_message(exc_info: ExcInfo) -> str:
+    """Where an exception came from, and its type: a library's message may quote what a client sent."""
+    kind, _, trace = exc_info
+    return f"{''.join(traceback.format_tb(trace))}{kind.__name__}"

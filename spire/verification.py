@@ -92,7 +92,7 @@ def verify(
 ) -> Verdict:
     """Apply to each row its rule. `q` None is one-hot at the draft tokens; greedy rows are taken so whatever q says."""
     q = _drawn_from(q, draft_BK, rows)
-    present = [rule for rule in Rule if bool((rows.rule_B == rule).any())]
+    present = [Rule(number) for number in rows.rule_B.unique().tolist()]
     if len(present) == 1:
         return _RULES[present[0]](p_BTV, draft_BK, counts_B, q, rows, base_B)
     verdict = Verdict(torch.zeros_like(counts_B), draft_BK.new_zeros(p_BTV.shape[:2]))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -79,14 +79,17 @@ def test_the_check_for_torch_would_see_it() -> None:
 
 
 def test_help_takes_under_a_second() -> None:
+    """Of the processor: what else the machine does takes nothing away from it."""
     command = [sys.executable, "-m", "spire.cli", "--help"]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)  # writes the byte code
-    quickest = 9.0
-    for _ in range(3):
-        began = time.perf_counter()
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-        quickest = min(quickest, time.perf_counter() - began)
-    assert quickest < 1.0
+    assert min(_processor_seconds(command) for _ in range(3)) < 1.0
+
+
+def _processor_seconds(command: list[str]) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 @pytest.mark.parametrize("name", ["utils", "common", "helpers", "base", "misc"])

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from spire.cli import app
 from spire.cli.paths import choose_pair
+from spire.cli.service import Service
 from spire.model.checkpoint import load_draft, load_target, save_draft
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at processes through /proc")
@@ -158,6 +159,7 @@ def test_a_refusal_by_the_gateway_is_shown(running: Running) -> None:
 
 
 @pytest.mark.parametrize("module", ["verifier_service", "draft_service", "gateway"])
+@pytest.mark.fault(1, 4)
 def test_a_service_that_dies_is_restarted_where_it_was(module: str, running: Running) -> None:
     before = running.text()
     killed = services(running.process.pid)[module]
@@ -174,7 +176,34 @@ def test_a_service_that_dies_is_restarted_where_it_was(module: str, running: Run
     assert "was ended by SIGKILL; restarting" in running.printed
 
 
+@pytest.mark.fault(2)
+def test_a_service_that_is_frozen_is_restarted_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spire.cli.service._LOOKS_WITHOUT_A_SIGN", 60)
+    service = Service("gateway", ["--verifier", "127.0.0.1:9", "--startup-patience", "0"], tmp_path)
+    said: list[str] = []
+
+    def look() -> bool:
+        service.keep_alive(said.append)
+        time.sleep(0.05)
+        return service.restarts > 0
+
+    service.start()
+    try:
+        wait_until("it to serve", service.serves)
+        assert not any(look() for _ in range(90)), said
+        assert service.process is not None
+        service.process.send_signal(signal.SIGSTOP)
+        wait_until("another process", look)
+        wait_until("the same address", lambda: service.ready_file.exists())
+        assert service.ready_file.read_text() == service.address
+        assert "no sign of life" in said[0]
+    finally:
+        service.ask_to_stop()
+        service.stop()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.fault(20)
 def test_a_signal_ends_all_services_in_order(number: signal.Signals, running: Running) -> None:
     children = services(running.process.pid).values()
     assert len(children) == 3
@@ -190,6 +219,7 @@ def test_a_killed_spire_up_leaves_no_process_behind(running: Running) -> None:
     wait_until("the services to end with it", lambda: not any(alive(child) for child in children), 10)
 
 
+@pytest.mark.fault(21)
 def test_a_draft_of_another_target_is_refused_with_both_fingerprints(
     stories_dir: Path, stories_draft_dir: Path, tmp_path: Path
 ) -> None:

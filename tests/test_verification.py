@@ -91,7 +91,8 @@ def drafted(
     if k == 0:
         return newest_B.new_zeros(len(newest_B), 0), None
     answer = draft_tokens(lambda tokens_B: q_VV[tokens_B].log(), newest_B, base_B, k, rows, m)
-    return answer.tokens_BK, SparseDistribution(answer.ids_BKM, answer.probs_BKM.float())
+    q = None if answer.probs_BKM is None else SparseDistribution(answer.ids_BKM, answer.probs_BKM.float())
+    return answer.tokens_BK, q
 
 
 def p_value(tokens_N: Tensor, p_V: Tensor) -> float:

@@ -11,7 +11,8 @@ import contextlib
 import structlog
 from prometheus_client import start_http_server
 
-from spire.process import announce, on_passing_thread, run, stop_signal
+from spire.process import announce, keep_announcing, on_passing_thread, run, stop_signal
+from spire.rpc.tls import Tls
 from verifier_service.config import VerifierConfig
 
 # isort: split
@@ -27,12 +28,13 @@ def main() -> None:
 
 async def serve(config: VerifierConfig) -> None:
     """Run until SIGTERM or SIGINT. Raises SpireError when it cannot serve."""
+    tls = Tls.read(config.tls)
     keep_freed_memory()
     set_threads(config.threads)
     engine, hosted = on_passing_thread(lambda: load(config))
     if config.metrics_port:
         start_http_server(config.metrics_port, config.host, registry=engine.metrics.registry)
-    async with listening(engine, hosted, config) as address:
+    async with listening(engine, hosted, config, tls, config.drain_seconds) as address:
         log.info(
             "verifier service listens",
             address=address,
@@ -44,12 +46,16 @@ async def serve(config: VerifierConfig) -> None:
             cache_gb=round(engine.steps.cache.bytes / 1e9, 3),
         )
         announce(config.ready_file, address)
+        telling = asyncio.create_task(
+            keep_announcing(config.ready_file, lambda: engine.seconds_in_turn() < config.stuck_seconds)
+        )
         stopping = asyncio.create_task(stop_signal())
         ended = asyncio.wrap_future(engine.ended)
         await asyncio.wait([stopping, ended], return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await stopping
+    telling.cancel()
     await ended
 
 

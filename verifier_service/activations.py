@@ -281,9 +281,10 @@ class Publisher:
                 rows_RND = _committed_rows(taps_BTND, mine, chosen)
             if feed.taps.layers != layers:
                 rows_RND = rows_RND[:, [layers.index(layer) for layer in feed.taps.layers]]
-            feed.store(chosen, rows_RND)
+            # The draft waits for it; what a later replay needs can be kept while it reads.
             if announce and feed.deliver:
                 self._deliver(feed.deliver, feed.advance(chosen, rows_RND))
+            feed.store(chosen, rows_RND)
 
     def replay(self, draft_id: str, sequence_ids: Rows[str]) -> None:
         """Send sink and window of these sequences again, as far as they are held."""

@@ -47,3 +47,9 @@ class VerifierConfig(ModelServiceConfig):
         description="LOSSY, for benchmarks without trained weights: draft tokens stand so often.",
     )
     lease_seconds: float = Field(30.0, ge=0, description="A gateway whose stream stays closed this long is forgotten.")
+    stuck_seconds: float = Field(
+        30.0, gt=0, description="A step that takes longer has stuck: health says NOT_SERVING. None takes as long."
+    )
+    drain_seconds: float = Field(
+        10.0, ge=0, description="After SIGTERM, how long running sequences may take to end; a second one ends at once."
+    )

@@ -31,11 +31,12 @@ from spire.v1 import tensor_pb2
 from spire.v1 import verifier_pb2 as pb
 from verifier_service.activations import Advance, Deliver, Publisher, Taps
 from verifier_service.batch import Block, Limits, RaggedBatch, pad, q_problems, read_block
+from verifier_service.logprobs import Scores
 from verifier_service.metrics import VerifierMetrics
-from verifier_service.pipeline import Scores
 from verifier_service.prefixes import Prefixes
 from verifier_service.prompts import Prompts
-from verifier_service.sequence import Sequence, check_start
+from verifier_service.sequence import Sequence
+from verifier_service.slots import Slots
 from verifier_service.step import ModelSteps, Outcome, PromptChunk
 from verifier_service.tasks import CallTask, StartTask, VerifyTask
 
@@ -64,9 +65,9 @@ class Engine:
     ):
         self.steps, self.publisher, self.prefixes = steps, publisher, prefixes
         self.limits, self.metrics = limits, metrics
-        # In order of admission.
-        self.sequences: dict[str, Sequence] = {}
         self._prompts = Prompts(steps.cache, token_budget)
+        self.slots = Slots(steps, publisher, prefixes, self._prompts, limits, metrics)
+        self.sequences = self.slots.sequences
         self._drafting: deque[ProposeTask] = deque()
         self._verifying: deque[VerifyTask] = deque()
         self._inbox: queue.SimpleQueue[StartTask | ProposeTask | VerifyTask | CallTask | None] = queue.SimpleQueue()
@@ -155,7 +156,7 @@ class Engine:
         try:
             known = self.sequences.get(task.start.sequence_id)
             if known is None:
-                self._admit(task)
+                self.slots.admit(task)
             elif known.start != task.start:
                 raise InvalidRequest(f"sequence {known.id} is live with another Start")
             else:
@@ -165,61 +166,15 @@ class Engine:
         except RequestError as error:
             task.reply(pb.RoundsResponse(started=self._refused_start(task.start.sequence_id, error)))
 
-    def _admit(self, task: StartTask) -> None:
-        check_start(task.start, self.limits.vocab_size, self.limits.max_context)
-        if task.start.adjustments.HasField("grammar") and task.matcher is None:
-            raise InvalidRequest("grammars are not available at this verifier")
-        slot = self.steps.cache.allocate()
-        # The prompt and the first page that it grows into.
-        while not self.steps.cache.reserve([slot], len(task.start.tokens) + self.limits.max_depth + 1):
-            if not self.prefixes.shed():
-                self.steps.cache.free(slot)
-                raise OutOfCapacity(f"no memory is left for the cache of {len(task.start.tokens)} positions")
-        self.prefixes.begin(slot, task.start.tokens)
-        prompt_L = torch.tensor(list(task.start.tokens))
-        sequence = Sequence(task.start, slot, task.gateway, task.reply, prompt_L, task.received)
-        self.steps.pipeline.assign(slot, task.start, task.matcher)
-        self.sequences[sequence.id] = sequence
-        self._prompts.add(sequence)
-        self.publisher.join(sequence.id, sequence.draft_id, slot)
-        self.metrics.slots_used.set(len(self.sequences))
-        self.metrics.cache_held_bytes.set(self.steps.cache.held_bytes)
-
     def _refused_start(self, sequence_id: str, error: SpireError) -> pb.Started:
         status = item_status(error)
-        self._count_refusal(status)
+        self._count_refusal(sequence_id, status)
         return pb.Started(sequence_id=sequence_id, status=status)
 
-    def _count_refusal(self, status: tensor_pb2.ItemStatus) -> None:
-        self.metrics.refused.labels(tensor_pb2.Code.Name(status.code).removeprefix("CODE_").lower()).inc()
-
-    def release(self, sequence_ids: Rows[str]) -> int:
-        """Free these sequences; unknown ids are none of our business. Returns how many there were."""
-        known = [i for i in dict.fromkeys(sequence_ids) if i in self.sequences]
-        for sequence_id in known:
-            sequence = self.sequences.pop(sequence_id)
-            held = 0 if sequence.poisoned else self.steps.cache.lengths[sequence.slot]
-            self.prefixes.end(sequence.slot, sequence.tokens[:held])
-            self.steps.pipeline.release(sequence.slot)
-            self.steps.cache.free(sequence.slot, scrub=sequence.poisoned)
-            if sequence.started is None:
-                self._prompts.remove(sequence)
-        self.publisher.end(known)
-        self.metrics.slots_used.set(len(self.sequences))
-        self.metrics.cache_held_bytes.set(self.steps.cache.held_bytes)
-        return len(known)
-
-    def release_gateway(self, gateway: str) -> int:
-        """Free what a gateway left behind."""
-        count = self.release([s.id for s in self.sequences.values() if s.gateway == gateway])
-        self.metrics.expired.inc(count)
-        return count
-
-    def _held(self, sequence_id: str) -> Sequence:
-        sequence = self.sequences.get(sequence_id)
-        if sequence is None:
-            raise UnknownSequence(f"sequence {sequence_id} is not held here: start it again from its tokens")
-        return sequence
+    def _count_refusal(self, sequence_id: str, status: tensor_pb2.ItemStatus) -> None:
+        code = tensor_pb2.Code.Name(status.code).removeprefix("CODE_").lower()
+        self.metrics.refused.labels(code).inc()
+        log.debug("refused", sequence=sequence_id, code=code)
 
     # --- drafting (MagicDec) ------------------------------------------------------------------------------------
 
@@ -230,7 +185,7 @@ class Engine:
             self.metrics.busy_seconds.labels("draft").inc(seconds)
 
     def _check_guess(self, guess: Guess) -> None:
-        sequence = self._held(guess.sequence_id)
+        sequence = self.slots.held(guess.sequence_id)
         sequence.check_guess(guess, self.steps.cache.lengths[sequence.slot])
 
     def _propose(self, guesses: list[Guess], k: int, rows: SamplingRows) -> Drafted:
@@ -334,7 +289,7 @@ class Engine:
         return sorted(entries, key=lambda entry: entry.block.sequence.slot)
 
     def _read(self, item: pb.VerifyItem) -> Block | pb.VerifyResult:
-        sequence = self._held(item.sequence_id)
+        sequence = self.slots.held(item.sequence_id)
         base = self.steps.cache.lengths[sequence.slot]
         return sequence.stored_answer(item, base) or read_block(item, sequence, base, self.limits)
 
@@ -354,7 +309,7 @@ class Engine:
 
     def _refuse(self, task: VerifyTask, index: int, error: SpireError) -> None:
         item, status = task.batch.items[index], item_status(error)
-        self._count_refusal(status)
+        self._count_refusal(item.sequence_id, status)
         task.results[index] = pb.VerifyResult(sequence_id=item.sequence_id, round=item.round, status=status)
 
     def _with_room(self, entries: list[_Entry]) -> list[_Entry]:
@@ -375,12 +330,12 @@ class Engine:
 
     def _preempt_youngest(self) -> Sequence:
         """Let the sequence that was admitted last start again when there is memory."""
-        youngest = list(self.sequences.values())[-1]
+        youngest = self.slots.youngest
         self.metrics.preempted.inc()
         if youngest.started is None:
             self._fail_start(youngest, OutOfCapacity("no memory is left for its cache"))
         else:
-            self.release([youngest.id])
+            self.slots.release([youngest.id])
         return youngest
 
     def _conclude(self, entry: _Entry, outcome: Outcome, row: int) -> None:
@@ -477,7 +432,7 @@ class Engine:
             self._publish(lambda: self.publisher.replay(sequence.draft_id, [sequence.id]))
 
     def _fail_start(self, sequence: Sequence, error: SpireError) -> None:
-        self.release([sequence.id])
+        self.slots.release([sequence.id])
         sequence.reply(pb.RoundsResponse(started=self._refused_start(sequence.id, error)))
 
     # --- activations --------------------------------------------------------------------------------------------

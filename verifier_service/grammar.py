@@ -27,10 +27,10 @@ from tokenizers import AddedToken, Tokenizer
 from torch import Tensor
 
 from spire.errors import CheckpointError, InvalidRequest
+from spire.rpc.limits import MAX_GRAMMAR_BYTES
 from spire.v1 import verifier_pb2 as pb
 from verifier_service import grammar_trial
 
-MAX_BYTES = 64 << 10
 # Enough to lay a document out, and an end to a model that would write blanks for ever. A schema can say otherwise.
 _LAYOUT = {"whitespace_pattern": r"[ \t\r\n]{1,20}"}
 # Else the library allows one token alone where the text is certain, and spends seconds on texts that are long.
@@ -174,8 +174,8 @@ def _source(grammar: pb.Grammar) -> str:
     if kind is None:
         raise InvalidRequest("the grammar is empty: give it a json_schema, a regex or a lark")
     text = getattr(grammar, kind)
-    if (size := len(text.encode())) > MAX_BYTES:
-        raise InvalidRequest(f"the {kind} has {size} bytes, at most {MAX_BYTES} are taken")
+    if (size := len(text.encode())) > MAX_GRAMMAR_BYTES:
+        raise InvalidRequest(f"the {kind} has {size} bytes, at most {MAX_GRAMMAR_BYTES} are taken")
     match kind:
         case "regex":
             source = f"start: /{regex_to_lark(text, use_ascii='')}/"

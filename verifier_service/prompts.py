@@ -10,11 +10,14 @@ from verifier_service.step import PromptChunk
 
 
 class Prompts:
-    """Sequences that are not prefilled yet, the oldest first. A step takes at most `token_budget` positions."""
+    """Sequences that are not prefilled yet, by age. Gateways take turns, a step takes `token_budget` positions."""
 
     def __init__(self, cache: TargetCache, token_budget: int):
         self._cache, self._token_budget = cache, token_budget
         self._waiting: list[Sequence] = []
+        # Of the gateways with others waiting: when each had its last prompt done.
+        self._turns: dict[str, int] = {}
+        self._turn = 0
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -24,6 +27,9 @@ class Prompts:
 
     def remove(self, sequence: Sequence) -> None:
         self._waiting.remove(sequence)
+        self._turn += 1
+        self._turns[sequence.gateway] = self._turn
+        self._turns = {waiting.gateway: self._turns.get(waiting.gateway, 0) for waiting in self._waiting}
 
     def unseen(self, taken: int) -> Iterator[Sequence]:
         """Those of the next chunk that have never been in one, as long as there are any."""
@@ -51,11 +57,13 @@ class Prompts:
     def _share(self, room: int) -> tuple[list[Sequence], int]:
         """By slot, the prompts of the next chunk and its length.
 
-        The oldest takes what it needs of the room; others of about that length share the chunk.
+        The oldest of the gateway whose turn it is takes what it needs of the room; others of about that length share
+        the chunk.
         """
         if not self._waiting:
             return [], 0
-        oldest, *others = self._waiting
+        oldest = min(self._waiting, key=lambda sequence: self._turns.get(sequence.gateway, 0))
+        others = [sequence for sequence in self._waiting if sequence is not oldest]
         length = min(self._remaining(oldest), room)
         alike = [sequence for sequence in others if self._remaining(sequence) <= 2 * length]
         chosen = sorted([oldest, *alike][: max(1, room // length)], key=lambda sequence: sequence.slot)

@@ -9,10 +9,12 @@ from torch import Tensor
 
 from spire.drafting import Guess
 from spire.errors import InvalidRequest, StaleBlock
+from spire.rpc.limits import MAX_LOGPROBS, MAX_SEQUENCE_ID
 from spire.rpc.sampling import check_sampling
 from spire.v1 import tensor_pb2
 from spire.v1 import verifier_pb2 as pb
-from verifier_service.pipeline import MAX_LOGPROBS, Scores, check_adjustments
+from verifier_service.histories import check_adjustments
+from verifier_service.logprobs import Scores
 
 Reply = Callable[[pb.RoundsResponse], None]
 
@@ -94,6 +96,8 @@ def check_start(start: pb.Start, vocab_size: int, max_context: int) -> None:
     """Raises InvalidRequest when this Start can never be served."""
     if not start.sequence_id:
         raise InvalidRequest("sequence_id is empty")
+    if len(start.sequence_id) > MAX_SEQUENCE_ID:
+        raise InvalidRequest(f"sequence_id has {len(start.sequence_id)} characters, at most {MAX_SEQUENCE_ID} are kept")
     if not start.tokens:
         raise InvalidRequest(f"sequence {start.sequence_id} has no tokens: a prompt has at least the start token")
     if len(start.tokens) > max_context:

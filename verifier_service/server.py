@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -24,7 +25,9 @@ from spire.model.config import ModelConfig
 from spire.model.placement import choose_device, choose_dtype
 from spire.model.self_speculation import SparseAttention
 from spire.model.target import Target
-from spire.rpc.channel import PROTOCOL_VERSION, new_server
+from spire.process import stop_signal
+from spire.rpc.channel import PROTOCOL_VERSION, listen, new_server
+from spire.rpc.tls import Tls
 from spire.v1 import draft_pb2_grpc
 from spire.v1 import verifier_pb2 as pb
 from spire.v1 import verifier_pb2_grpc as rpc
@@ -33,6 +36,7 @@ from verifier_service.batch import Limits
 from verifier_service.config import VerifierConfig
 from verifier_service.engine import Engine
 from verifier_service.grammar import Grammars
+from verifier_service.leases import Leases
 from verifier_service.metrics import VerifierMetrics
 from verifier_service.pipeline import Pipeline
 from verifier_service.prefixes import Prefixes
@@ -42,8 +46,6 @@ from verifier_service.synthetic import coin_flips
 
 log = structlog.get_logger("verifier_service")
 
-# A turn that takes longer has stuck; the longest legitimate one is a prefill chunk.
-STUCK_SECONDS = 30.0
 # The rest is for weights' copies, activations and whoever else is on this machine.
 _SHARE_OF_FREE_MEMORY = 0.8
 
@@ -155,33 +157,45 @@ def _available_memory() -> int:
 
 
 @asynccontextmanager
-async def listening(engine: Engine, hosted: Hosted, config: VerifierConfig) -> AsyncIterator[str]:
+async def listening(
+    engine: Engine, hosted: Hosted, config: VerifierConfig, tls: Tls | None = None, drain_seconds: float = 0.0
+) -> AsyncIterator[str]:
     """Serve inside this block. Gives the bound address; leaving it drains and stops the engine."""
     server, healthy = new_server(), health.aio.HealthServicer()
-    rpc.add_VerifierServicer_to_server(VerifierService(engine, hosted, config), server)
+    service = VerifierService(engine, hosted, config)
+    rpc.add_VerifierServicer_to_server(service, server)
     draft_pb2_grpc.add_DraftServicer_to_server(self_drafting(engine, hosted), server)
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
-    try:
-        port = server.add_insecure_port(f"{config.host}:{config.port}")
-    except RuntimeError as error:
-        raise CheckpointError(f"cannot listen on {config.host}:{config.port}: is another service there?") from error
+    port = listen(server, config.host, config.port, tls)
     engine.start()
     await server.start()
     await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
-    watch = asyncio.create_task(_watch(engine, healthy))
+    watch = asyncio.create_task(_watch(engine, healthy, config.stuck_seconds))
     try:
         yield f"{config.host}:{port}"
     finally:
         watch.cancel()
         await healthy.enter_graceful_shutdown()
+        await _drained(engine, service.leases, drain_seconds)
         await server.stop(grace=2)
         engine.stop()
 
 
-async def _watch(engine: Engine, healthy: health.aio.HealthServicer) -> None:
+async def _drained(engine: Engine, leases: Leases, seconds: float) -> None:
+    """Until no gateway that is there has a sequence, `seconds` have passed, or another signal says that it hurries."""
+    hurry = asyncio.create_task(stop_signal())
+    deadline = time.monotonic() + seconds
+    while leases.any_open and engine.slots.sequences and not engine.ended.done():
+        if hurry.done() or time.monotonic() > deadline:
+            break
+        await asyncio.sleep(0.05)
+    hurry.cancel()
+
+
+async def _watch(engine: Engine, healthy: health.aio.HealthServicer, stuck_seconds: float) -> None:
     """A stuck engine still answers pings: health tells the truth about it."""
     status = health_pb2.HealthCheckResponse
     while True:
         await asyncio.sleep(1)
-        stuck = engine.seconds_in_turn() > STUCK_SECONDS
+        stuck = engine.seconds_in_turn() > stuck_seconds
         await healthy.set("", status.NOT_SERVING if stuck else status.SERVING)

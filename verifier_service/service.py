@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from spire.drafting import MAX_SPECULATION_DEPTH, ProposeAnswer, ProposeTask
 from spire.errors import InvalidRequest, NotFinite, SpireError
 from spire.model.config import MAGICDEC
 from spire.rpc.carrier import Ring, host_id
-from spire.rpc.channel import GATEWAY_METADATA_KEY, PROTOCOL_VERSION
+from spire.rpc.channel import GATEWAY_METADATA_KEY, PROTOCOL_VERSION, STREAM_METADATA_KEY
 from spire.rpc.drafting import DraftServicer
 from spire.rpc.errors import call_status, item_status
 from spire.v1 import draft_pb2
@@ -27,6 +26,7 @@ from verifier_service.activations import Taps
 from verifier_service.config import VerifierConfig
 from verifier_service.engine import Engine
 from verifier_service.grammar import Grammars, Matcher
+from verifier_service.leases import Leases
 from verifier_service.subscriber import Subscriber
 from verifier_service.tasks import StartTask, VerifyTask
 
@@ -45,34 +45,6 @@ class Hosted:
     grammars: Grammars | None
 
 
-class Leases:
-    """Frees the sequences of a gateway whose last stream has been closed for a while."""
-
-    def __init__(self, engine: Engine, seconds: float):
-        self._engine, self._seconds = engine, seconds
-        self._streams: dict[str, int] = {}
-        self._expiries: dict[str, asyncio.TimerHandle] = {}
-
-    @contextmanager
-    def held(self, gateway: str) -> Iterator[None]:
-        self._streams[gateway] = self._streams.get(gateway, 0) + 1
-        if expiry := self._expiries.pop(gateway, None):
-            expiry.cancel()
-        try:
-            yield
-        finally:
-            self._streams[gateway] -= 1
-            if not self._streams[gateway]:
-                del self._streams[gateway]
-                loop = asyncio.get_running_loop()
-                self._expiries[gateway] = loop.call_later(self._seconds, self._expire, gateway)
-
-    def _expire(self, gateway: str) -> None:
-        del self._expiries[gateway]
-        log.info("a gateway stayed away: its sequences are freed", gateway=gateway)
-        self._engine.call(self._engine.release_gateway, gateway)
-
-
 Compile = Callable[[pb.Grammar], Awaitable[Matcher]]
 
 
@@ -86,6 +58,12 @@ class RoundsStream:
         self._answers: asyncio.Queue[pb.RoundsResponse | SpireError | None] = asyncio.Queue()
         self._outstanding = 0
         self._closing = False
+        self._ended = False
+
+    def end(self, error: SpireError) -> None:
+        """Take nothing more, whatever still arrives, and fail the call."""
+        self._ended = True
+        self._answers.put_nowait(error)
 
     async def answers(self, requests: AsyncIterator[pb.RoundsRequest]) -> AsyncIterator[pb.RoundsResponse]:
         """Until the gateway has closed its side and everything it asked for is answered."""
@@ -101,7 +79,15 @@ class RoundsStream:
                 start.cancel()
 
     async def _read(self, requests: AsyncIterator[pb.RoundsRequest]) -> None:
+        try:
+            await self._take_all(requests)
+        except Exception as error:  # bytes that are no request, above all
+            self._answers.put_nowait(InvalidRequest(f"a request cannot be read: {error!r}"))
+
+    async def _take_all(self, requests: AsyncIterator[pb.RoundsRequest]) -> None:
         async for request in requests:
+            if self._ended:
+                return
             match request.WhichOneof("body"):
                 case "start":
                     self._start(request.start)
@@ -138,6 +124,7 @@ class RoundsStream:
             self._engine.submit(StartTask(start, self._gateway, self._reply, matcher))
 
     def _refuse(self, start: pb.Start, error: SpireError) -> None:
+        log.debug("refused", sequence=start.sequence_id, code=type(error).__name__)
         self._take(pb.RoundsResponse(started=pb.Started(sequence_id=start.sequence_id, status=item_status(error))))
 
     def _reply(self, response: pb.RoundsResponse) -> None:
@@ -182,7 +169,7 @@ class VerifierService(rpc.VerifierServicer):
 
     def __init__(self, engine: Engine, hosted: Hosted, config: VerifierConfig):
         self._engine, self._hosted, self._shared_memory = engine, hosted, config.shared_memory
-        self._leases = Leases(engine, config.lease_seconds)
+        self.leases = Leases(engine, config.lease_seconds)
         self._subscribers: dict[str, Subscriber] = {}
         # One at a time: a grammar may take all that its limits allow, and decoding needs the other cores.
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
@@ -205,14 +192,16 @@ class VerifierService(rpc.VerifierServicer):
     ) -> AsyncIterator[pb.RoundsResponse]:
         metadata = dict(context.invocation_metadata() or ())
         gateway = str(metadata.get(GATEWAY_METADATA_KEY) or uuid.uuid4().hex)
-        # The gateway learns from this that its stream stands, before it has asked for anything.
-        await context.send_initial_metadata(())
-        with self._leases.held(gateway):
-            try:
-                async for response in RoundsStream(self._engine, gateway, self._compile).answers(requests):
+        number = str(metadata.get(STREAM_METADATA_KEY, ""))
+        stream = RoundsStream(self._engine, gateway, self._compile)
+        try:
+            with self.leases.held(gateway, int(number) if number.isdecimal() else 0, stream.end):
+                # The gateway learns from this that its stream stands, before it has asked for anything.
+                await context.send_initial_metadata(())
+                async for response in stream.answers(requests):
                     yield response
-            except SpireError as error:
-                await context.abort(call_status(error), str(error))
+        except SpireError as error:
+            await context.abort(call_status(error), str(error))
 
     async def Activations(
         self, request: pb.ActivationsRequest, context: grpc.aio.ServicerContext
@@ -221,13 +210,15 @@ class VerifierService(rpc.VerifierServicer):
             taps = Taps.read(request, self._hosted.info.target_fingerprint, self._hosted.info.num_layers)
         except SpireError as error:
             await context.abort(call_status(error), str(error))
-        # The draft forgets everything when this arrives: what follows begins with a replay.
-        await context.send_initial_metadata(())
         ring = await asyncio.to_thread(self._share, taps) if request.host and request.host == host_id() else None
-        if request.host:
-            yield pb.ActivationsResponse(ring=ring.offer if ring else pb.Ring())
-        subscriber = self._subscribe(request.draft_id, taps, ring)
+        subscriber, subscribed = self._subscribe(request.draft_id, taps, ring)
         try:
+            # Sequences that start once the draft has seen this are followed. The draft forgets everything when it
+            # arrives: what comes then begins with a replay.
+            await asyncio.wrap_future(subscribed)
+            await context.send_initial_metadata(())
+            if request.host:
+                yield pb.ActivationsResponse(ring=ring.offer if ring else pb.Ring())
             async for message in subscriber.messages():
                 yield message
         finally:
@@ -242,8 +233,8 @@ class VerifierService(rpc.VerifierServicer):
             log.warning("no shared memory for a draft", directory=self._shared_memory, bytes=size, error=str(error))
             return None
 
-    def _subscribe(self, draft_id: str, taps: Taps, ring: Ring | None) -> Subscriber:
-        """One stream per draft: a newer one ends the older."""
+    def _subscribe(self, draft_id: str, taps: Taps, ring: Ring | None) -> tuple[Subscriber, Future[None]]:
+        """One stream per draft: a newer one ends the older. Returns also what is done once the draft is followed."""
         if former := self._subscribers.pop(draft_id, None):
             former.close()
         subscriber = Subscriber(
@@ -252,7 +243,7 @@ class VerifierService(rpc.VerifierServicer):
             ring,
         )
         self._subscribers[draft_id] = subscriber
-        self._engine.call(self._engine.subscribe, draft_id, taps, subscriber.deliver)
+        subscribed = self._engine.call(self._engine.subscribe, draft_id, taps, subscriber.deliver)
         log.info(
             "a draft follows",
             draft_id=draft_id,
@@ -261,7 +252,7 @@ class VerifierService(rpc.VerifierServicer):
             window=taps.window,
             carrier="shared memory" if ring else "inline bytes",
         )
-        return subscriber
+        return subscriber, subscribed
 
     def _unsubscribe(self, draft_id: str, subscriber: Subscriber) -> None:
         if self._subscribers.get(draft_id) is subscriber:
@@ -274,6 +265,6 @@ class VerifierService(rpc.VerifierServicer):
         return pb.ResyncResponse(unknown=unknown)
 
     async def Release(self, request: pb.ReleaseRequest, context: grpc.aio.ServicerContext) -> pb.ReleaseResponse:
-        done = self._engine.call(self._engine.release, list(request.sequence_ids))
+        done = self._engine.call(self._engine.slots.release, list(request.sequence_ids))
         released = await asyncio.wrap_future(done)
         return pb.ReleaseResponse(released=released)

@@ -24,7 +24,8 @@ from spire.sampling import SamplingRows, sample
 from spire.v1 import verifier_pb2 as pb
 from spire.verification import verify
 from verifier_service.batch import RaggedBatch
-from verifier_service.pipeline import Pipeline, Scores
+from verifier_service.logprobs import Scores
+from verifier_service.pipeline import Pipeline
 from verifier_service.synthetic import Verify
 
 # Positions whose logits are held at once while a prompt is scored.

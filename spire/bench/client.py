@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 from spire.errors import SpireError
+from spire.keys import authorization
 
 
 class BenchError(SpireError):
@@ -74,7 +75,7 @@ class Client:
     def __init__(self, url: str, concurrency: int):
         self.url, self.concurrency = url.rstrip("/"), concurrency
         limits = httpx.Limits(max_connections=concurrency + 2)
-        self._http = httpx.AsyncClient(base_url=self.url, timeout=600, limits=limits)
+        self._http = httpx.AsyncClient(base_url=self.url, timeout=600, limits=limits, headers=authorization())
 
     async def __aenter__(self) -> Client:
         return self

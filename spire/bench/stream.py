@@ -112,23 +112,25 @@ class _Recorder(asyncio.Protocol):
             self.over.set_result(None)
 
 
-async def stream_all(url: str, requests: list[Timed], listener: Listener | None = None) -> list[Streamed]:
+async def stream_all(
+    url: str, requests: list[Timed], headers: dict[str, str] | None = None, listener: Listener | None = None
+) -> list[Streamed]:
     """Send each request when it is due and read every answer to its end. Raises BenchError for a refusal."""
     listener = listener or Listener(len(requests))
     began = time.monotonic()
 
     async def one(request: Timed) -> _Recorder:
         await asyncio.sleep(began + request.at - time.monotonic())
-        return await _record(url, request.body, listener)
+        return await _record(url, request.body, headers or {}, listener)
 
     return [_read(url, recorder) for recorder in await asyncio.gather(*map(one, requests))]
 
 
-async def _record(url: str, body: dict[str, Any], listener: Listener) -> _Recorder:
+async def _record(url: str, body: dict[str, Any], more: dict[str, str], listener: Listener) -> _Recorder:
     parts = urlsplit(url)
     secure = ssl.create_default_context() if parts.scheme == "https" else None
     port = parts.port or (443 if secure else 80)
-    request = _request(parts.netloc, parts.path.rstrip("/") + "/v1/completions", json.dumps(body).encode())
+    request = _request(parts.netloc, parts.path.rstrip("/") + "/v1/completions", json.dumps(body).encode(), more)
     loop = asyncio.get_running_loop()
     try:
         transport, recorder = await loop.create_connection(
@@ -146,10 +148,10 @@ async def _record(url: str, body: dict[str, Any], listener: Listener) -> _Record
     return recorder
 
 
-def _request(host: str, path: str, body: bytes) -> bytes:
+def _request(host: str, path: str, body: bytes, more: dict[str, str]) -> bytes:
     headers = {"Host": host, "Content-Type": "application/json", "Content-Length": str(len(body))}
     # The server's closing is the end of the answer.
-    headers |= {"Accept": "text/event-stream", "Connection": "close"}
+    headers |= {"Accept": "text/event-stream", "Connection": "close"} | more
     http = h11.Connection(h11.CLIENT)
     events = (
         h11.Request(method="POST", target=path, headers=list(headers.items())),

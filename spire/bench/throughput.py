@@ -23,6 +23,7 @@ import httpx
 
 from spire.bench.stream import ROUND_CHUNK, Listener, Streamed, Timed, stream_all
 from spire.bench.system import Counters, Scrape, System
+from spire.keys import FOREIGN_KEY, authorization
 
 ROUND_SECONDS = "spire_round_seconds_total"
 ROUNDS = "spire_rounds_total"
@@ -105,8 +106,9 @@ async def measure(system: System, requests: list[Timed], together: bool = True) 
 
 async def measure_foreign(url: str, requests: list[Timed], together: bool = True) -> Figures:
     """The same load at any server that streams completions: no splits, and τ only if it is Spire."""
-    first = Pass(await stream_all(url, requests), None, together)
-    second = Pass(await stream_all(url, requests), None, together) if together and len(requests) > 1 else first
+    key = authorization(FOREIGN_KEY)
+    first = Pass(await stream_all(url, requests, key), None, together)
+    second = Pass(await stream_all(url, requests, key), None, together) if together and len(requests) > 1 else first
     return _figures(first, second, None)
 
 
@@ -117,14 +119,14 @@ def figures_of_steps(answers: list[Streamed], peak: int | None) -> Figures:
 
 
 async def _run(system: System, requests: list[Timed], together: bool) -> Pass:
-    listener = Listener(len(requests))
-    async with httpx.AsyncClient(timeout=60) as http:
+    listener, key = Listener(len(requests)), authorization()
+    async with httpx.AsyncClient(timeout=60, headers=key) as http:
         before = await system.scrape(http)
         meanwhile = asyncio.gather(
             _scrape_when(listener.all_decode, system, http), _scrape_when(listener.one_ended, system, http)
         )
         try:
-            answers = await stream_all(system.url, requests, listener)
+            answers = await stream_all(system.url, requests, key, listener)
             scrapes = await meanwhile
         finally:
             meanwhile.cancel()

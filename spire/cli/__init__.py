@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 import spire
-from spire.cli import bench, complete, convert, doctor, measure, perf_model, train, up
+from spire.cli import bench, certs, complete, convert, doctor, keys, measure, perf_model, train, up
 from spire.errors import SpireError
 from spire.options_file import read_options
 
@@ -29,6 +29,8 @@ app.command("complete")(complete.complete)
 app.command("doctor")(doctor.doctor)
 app.add_typer(convert.app, name="convert")
 app.add_typer(train.app, name="train")
+app.add_typer(keys.app, name="key")
+app.command("certs")(certs.certs)
 app.add_typer(measure.evaluate, name="eval")
 app.command("bench")(bench.bench)
 app.command("perf-model")(perf_model.perf_model)

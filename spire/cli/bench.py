@@ -44,6 +44,7 @@ from spire.cli.paths import OFF, Pair, choose_pair
 from spire.cli.serving import serving
 from spire.cli.up import ModelOptions
 from spire.errors import SpireError
+from spire.keys import FOREIGN_KEY
 from spire.model.config import MAGICDEC, load_model_config
 from spire.perf_model import LLAMA_3_8B, LLAMA_3_70B, SEQAX_67M, Shape
 
@@ -96,7 +97,10 @@ def bench(
     peers: Annotated[str | None, typer.Option(help="What else to measure at the same batches: transformers.")] = None,
     against: Annotated[
         str | None,
-        typer.Option(help="URL of any server of OpenAI's completions that gets the same load; alone unless --drafts."),
+        typer.Option(
+            help="URL of any server of OpenAI's completions that gets the same load; alone unless --drafts. "
+            f"It is sent the key in {FOREIGN_KEY}, if any."
+        ),
     ] = None,
     as_text: Annotated[
         bool, typer.Option("--as-text", help="It gets prompts as text: its tokenizer is another.")

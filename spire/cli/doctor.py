@@ -25,6 +25,7 @@ from spire.calibration import default_file
 from spire.cli.calibrate import measure_machine
 from spire.cli.paths import OFF, choose_pair
 from spire.errors import SpireError
+from spire.keys import GATEWAY_KEY, authorization
 from spire.model.config import MAGICDEC
 
 
@@ -151,12 +152,13 @@ def _fingerprint(directory: Path) -> Check:
 
 def _gateway(url: str) -> Iterator[Check]:
     try:
-        answer = httpx.get(f"{url}/ready", timeout=3)
+        answer = httpx.get(f"{url}/ready", timeout=3, headers=authorization())
     except (httpx.HTTPError, httpx.InvalidURL):
         yield _port(url)
         return
-    ready = answer.status_code == httpx.codes.OK
-    yield Check(f"gateway {url}", answer.text[:300], ready, "" if ready else "see the logs that 'spire up' names")
+    ready, admitted = answer.status_code == httpx.codes.OK, answer.status_code != httpx.codes.UNAUTHORIZED
+    advice = "see the logs that 'spire up' names" if admitted else f"set {GATEWAY_KEY} to a key that it knows"
+    yield Check(f"gateway {url}", answer.text[:300], ready, "" if ready else advice)
 
 
 def _port(url: str) -> Check:

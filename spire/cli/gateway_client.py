@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 
 from spire.errors import SpireError
+from spire.keys import GATEWAY_KEY, authorization
 
 
 class GatewayError(SpireError):
@@ -66,7 +67,7 @@ def run_completion(url: str, prompt: str, **request: Any) -> Completion:
     """One completion in one answer. Raises GatewayError."""
     began = time.perf_counter()
     body = {"prompt": prompt, "return_metrics": True, **request}
-    with _explained(url), httpx.Client(timeout=None) as client:
+    with _explained(url), _client() as client:
         response = client.post(f"{url}/v1/completions", json=body)
     if response.status_code != httpx.codes.OK:
         raise GatewayError(_refusal(response))
@@ -87,7 +88,7 @@ def stream_completion(url: str, result: Completion, **request: Any) -> Iterator[
     body = {"prompt": result.prompt, **options, **request}
     with (
         _explained(url),
-        httpx.Client(timeout=None) as client,
+        _client() as client,
         client.stream("POST", f"{url}/v1/completions", json=body) as response,
     ):
         if response.status_code != httpx.codes.OK:
@@ -102,6 +103,10 @@ def stream_completion(url: str, result: Completion, **request: Any) -> Iterator[
                 result.choices = [joined(result.choices[0], piece) if result.choices else piece]
                 yield piece
     result.seconds = time.perf_counter() - began
+
+
+def _client() -> httpx.Client:
+    return httpx.Client(timeout=None, headers=authorization())
 
 
 def joined(begun: dict[str, Any], piece: dict[str, Any]) -> dict[str, Any]:
@@ -137,4 +142,5 @@ def _refusal(response: httpx.Response) -> str:
         message = response.json()["error"]["message"]
     except (ValueError, KeyError, TypeError):
         message = response.text[:500]
-    return f"the gateway refused ({response.status_code}): {message}"
+    advice = f" ({GATEWAY_KEY} is where it is read from)" if response.status_code == httpx.codes.UNAUTHORIZED else ""
+    return f"the gateway refused ({response.status_code}): {message}{advice}"

@@ -1,7 +1,7 @@
 """One service as a child process: started, watched, restarted on the same port, and never left behind.
 
-The child binds a free port and writes its address into a ready file. On Linux the kernel ends it when this process
-dies, however that happens; elsewhere only an orderly end of this process does.
+The child binds a free port, writes its address into a ready file, and touches that every second while it is well. On
+Linux the kernel ends it when this process dies, however that happens; elsewhere only an orderly end of this one does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from spire.errors import SpireError
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 10.0
 _STEADY_SECONDS = 30.0
 _TAIL_LINES = 15
-_GRACE_SECONDS = 10.0
+# So many looks, ten a second, without a sign of life. Looks and not seconds: whoever looks may have been frozen too.
+_LOOKS_WITHOUT_A_SIGN = 300
+# More than a service takes to drain.
+_GRACE_SECONDS = 15.0
 
 
 class ServiceFailed(SpireError):
@@ -42,6 +45,8 @@ class Service:
     started_at: float = 0.0
     restart_at: float | None = None
     wait: float = _FIRST_WAIT / 2
+    sign: float = 0.0
+    looks: int = 0
 
     @property
     def name(self) -> str:
@@ -86,9 +91,11 @@ class Service:
         return None if self.process is None else self.process.poll()
 
     def keep_alive(self, say: Callable[[str], None]) -> None:
-        """Restart the process when it has died, waiting longer after each death that follows a short life."""
+        """Restart the process when it has died, waiting longer after each death that follows a short life. One that is
+        frozen or stuck is ended first."""
         code = self.exit_code()
         if code is None:
+            self._end_if_stuck(say)
             return
         now = time.monotonic()
         if self.restart_at is None:
@@ -98,6 +105,15 @@ class Service:
         elif now >= self.restart_at:
             self.restarts += 1
             self.start()
+
+    def _end_if_stuck(self, say: Callable[[str], None]) -> None:
+        sign = self.ready_file.stat().st_mtime if self.ready_file.exists() else 0.0
+        self.looks = self.looks + 1 if sign == self.sign and sign else 0
+        self.sign = sign
+        if self.looks > _LOOKS_WITHOUT_A_SIGN and self.process is not None:
+            say(f"the {self.name} service is stuck: no sign of life; ending it")
+            self.process.kill()
+            self.looks = 0
 
     def last_lines(self, count: int = _TAIL_LINES) -> str:
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []

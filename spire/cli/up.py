@@ -33,9 +33,11 @@ from spire.cli.gateway_client import Completion, run_completion
 from spire.cli.paths import Pair, choose_pair
 from spire.cli.service import Service
 from spire.errors import SpireError
+from spire.keys import GATEWAY_KEY, authorization
 
 console = Console(highlight=False, soft_wrap=True)
 
+_MODULES = ("verifier_service", "draft_service", "gateway")
 _POLL_SECONDS = 0.1
 _FIRST_PROMPT = "It was a cold and stormy night, and"
 
@@ -58,6 +60,19 @@ def up(
     ] = None,
     host: Annotated[str, typer.Option(help="Address that the gateway listens on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of the gateway; 0 takes a free one.", min=0, max=65535)] = 8000,
+    keys: Annotated[
+        Path | None,
+        typer.Option(help="File of API keys that requests must come with: see spire key.", envvar="SPIRE_GATEWAY_KEYS"),
+    ] = None,
+    without_keys: Annotated[
+        bool, typer.Option("--without-keys", help="Serve other machines too without asking for keys.")
+    ] = False,
+    tls: Annotated[
+        Path | None, typer.Option(help="Directory of spire certs: the services then talk by TLS to one another alone.")
+    ] = None,
+    log_level: Annotated[
+        str | None, typer.Option(help="debug, info, warning or error; debug tells of every request.")
+    ] = None,
     k: Annotated[
         int | None,
         typer.Option(help="Draft tokens a round. Default: chosen for every round from what is measured.", min=0),
@@ -77,11 +92,15 @@ def up(
     _refuse_taken_port(host, port)
     options = ModelOptions(dtype, device, threads)
     with tempfile.TemporaryDirectory(prefix="spire-") as directory, _signals():
-        stack = Stack(pair, options, host, port, k, Path(directory))
+        further = {module: [*_certified(module, tls), *_logging(log_level)] for module in _MODULES}
+        further["gateway"] += _admission(keys, without_keys)
+        stack = Stack(pair, options, host, port, k, Path(directory), further=further)
         try:
             stack.start()
             stack.announce()
-            if prompt:
+            if prompt and not once and not stack.admitted:
+                _warn(f"no completion: the gateway asks for an API key, and {GATEWAY_KEY} holds none that it knows")
+            elif prompt:
                 show_completion(run_completion(stack.url, prompt, max_tokens=64, temperature=0.8, seed=1))
             if not once:
                 console.print("\nServing. Ctrl-C stops.")
@@ -90,6 +109,19 @@ def up(
             console.print("\nStopping.")
         finally:
             stack.stop()
+
+
+def _certified(module: str, tls: Path | None) -> list[str]:
+    return ["--tls", str(tls / module.removesuffix("_service"))] if tls else []
+
+
+def _logging(level: str | None) -> list[str]:
+    return ["--log-level", level] if level else []
+
+
+def _admission(keys: Path | None, without_keys: bool) -> list[str]:
+    """Whom the gateway lets in, as its arguments."""
+    return [*(["--keys", str(keys)] if keys else []), *(["--without-keys"] if without_keys else [])]
 
 
 @dataclass(frozen=True)
@@ -118,6 +150,8 @@ class Stack:
     services: list[Service] = field(default_factory=list)
     # Further arguments of a service, by module.
     further: dict[str, list[str]] = field(default_factory=dict)
+    # Whether the gateway answers this process: without a key it may not.
+    admitted: bool = True
 
     @property
     def url(self) -> str:
@@ -181,11 +215,14 @@ class Stack:
             time.sleep(_POLL_SECONDS)
 
     def _gateway_is_ready(self) -> bool:
-        """Whether the gateway answers for the verifier and, where there is one, the draft."""
+        """Whether the gateway answers for the verifier and, where there is one, the draft; or will not tell."""
         try:
-            answer = httpx.get(f"{self.url}/ready", timeout=2)
+            answer = httpx.get(f"{self.url}/ready", timeout=2, headers=authorization())
         except httpx.HTTPError:
             return False
+        self.admitted = answer.status_code != httpx.codes.UNAUTHORIZED
+        if not self.admitted:
+            return True
         return answer.is_success and (not self.pair.speculates or answer.json().get("draft") == "connected")
 
 

@@ -6,12 +6,12 @@ It is `chat_template.jinja`, else `chat_template` in `tokenizer_config.json`: a 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from spire.errors import CheckpointError
+from spire.model.config import read_object
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,7 @@ def _text(file: Path) -> str:
 
 
 def _object(file: Path) -> dict[str, Any]:
-    try:
-        read = json.loads(_text(file) or "{}")
-    except ValueError as error:
-        raise CheckpointError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(read, dict):
-        raise CheckpointError(f"{file} must hold a JSON object")
-    return read
+    return read_object(file) if file.is_file() else {}
 
 
 def _default(template: Any) -> str:

@@ -21,6 +21,7 @@ from spire.model.draft import Draft
 from spire.model.target import Target
 
 _SAMPLED_ELEMENTS = 1024
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def load_target(directory: Path, dtype: torch.dtype = torch.float32) -> tuple[Target, str]:
@@ -86,13 +87,24 @@ def load_tensors(directory: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for file in _weight_files(directory):
         if not file.is_file():
-            raise CheckpointError(f"{file} does not exist: the checkpoint is incomplete")
+            raise CheckpointError(f"{file} does not exist: {_instead(file.parent)}")
         try:
             with safe_open(file, framework="pt") as shard:
                 tensors |= {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise CheckpointError(f"{file} cannot be read ({error}): truncated or not a safetensors file") from error
     return tensors
+
+
+def _instead(directory: Path) -> str:
+    """What a directory without safetensors lacks."""
+    pickles = sorted(file.name for file in directory.glob("*") if file.suffix in _PICKLES)
+    if not pickles:
+        return "the checkpoint is incomplete"
+    return (
+        f"{pickles[0]} is not opened, because a pickle can run any code. Save the model as safetensors, for example "
+        "with save_pretrained of transformers, where you trust it"
+    )
 
 
 def fill(module: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:

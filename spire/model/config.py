@@ -140,8 +140,15 @@ def read_config(directory: Path) -> dict[str, Any]:
     file = directory / "config.json"
     if not file.is_file():
         raise CheckpointError(f"{file} does not exist: --model and --draft take a directory in Hugging Face layout")
+    return read_object(file)
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """A file's JSON object. Raises CheckpointError that names the file."""
     try:
-        raw = json.loads(file.read_text())
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
     except ValueError as error:
         raise CheckpointError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(raw, dict):

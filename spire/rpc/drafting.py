@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 import grpc
+import structlog
 import torch
 
 from spire.drafting import MAX_SPECULATION_DEPTH, Drafted, Guess, ProposeAnswer, ProposeTask
@@ -16,6 +17,8 @@ from spire.rpc.tensors import to_wire
 from spire.v1 import draft_pb2 as pb
 from spire.v1 import draft_pb2_grpc as rpc
 from spire.v1 import tensor_pb2, verifier_pb2
+
+log = structlog.get_logger()
 
 Propose = Callable[[ProposeTask], Awaitable[ProposeAnswer]]
 
@@ -40,6 +43,7 @@ class DraftServicer(rpc.DraftServicer):
     async def Rounds(
         self, requests: AsyncIterator[pb.ProposeBatch], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.ProposeBatchResult]:
+        await context.send_initial_metadata(())  # the stream stands before anything is asked
         async for batch in requests:
             yield await self._propose(batch)
 
@@ -47,6 +51,7 @@ class DraftServicer(rpc.DraftServicer):
         began = time.monotonic()
         refused = self._refusals(batch)
         good = [item for item in batch.items if item.sequence_id not in refused]
+        _log_refusals(refused)
         result = pb.ProposeBatchResult(batch_id=batch.batch_id)
         if good:
             task = ProposeTask(
@@ -55,6 +60,7 @@ class DraftServicer(rpc.DraftServicer):
                 max(item.k for item in good),
             )
             answer = await self._hand_over(task)
+            _log_refusals({good[index].sequence_id: error for index, error in answer.refused.items()})
             result.proposals.extend(_proposals(good, answer))
             result.timings.queue_seconds = answer.queue_seconds
             result.timings.forward_seconds = answer.forward_seconds
@@ -85,6 +91,11 @@ class DraftServicer(rpc.DraftServicer):
         return refused
 
 
+def _log_refusals(refused: Mapping[str, RequestError]) -> None:
+    for sequence_id, error in refused.items():
+        log.debug("refused", sequence=sequence_id, code=type(error).__name__)
+
+
 def _proposals(items: list[pb.ProposeItem], answer: ProposeAnswer) -> list[pb.Proposal]:
     proposals = [
         pb.Proposal(sequence_id=items[index].sequence_id, status=item_status(error))
@@ -103,5 +114,6 @@ def _proposals(items: list[pb.ProposeItem], answer: ProposeAnswer) -> list[pb.Pr
 
 
 def _distribution(drafted: Drafted, row: int, k: int) -> verifier_pb2.DraftDistribution:
+    assert drafted.probs_BKM is not None  # there is a sequence that is not under the invariant rule
     ids = None if drafted.ids_BKM is None else to_wire(drafted.ids_BKM[row, :k].int())
     return verifier_pb2.DraftDistribution(ids=ids, probabilities=to_wire(drafted.probs_BKM[row, :k]))

@@ -29,7 +29,8 @@ class VerifierStub(object):
     """The verifier owns the target model and its cache. It is the authority on what is committed.
 
     The life of a sequence, as messages:
-    1. The gateway opens one Rounds stream, with its id in the metadata key `spire-gateway`.
+    1. The gateway opens one Rounds stream, with its id in the metadata key `spire-gateway` and in `spire-stream` how
+    many it opened before. The newest speaks for it: older ones are ended, and what still arrives on them is dropped.
     2. It sends Start. The verifier prefills between other steps and answers Started with the first token.
     The token at position `base` (counted from 0) is then the newest: sampled, not yet in the cache.
     3. The verifier sends the activations of the sink and the last window on the Activations stream of the draft
@@ -85,7 +86,8 @@ class VerifierServicer(object):
     """The verifier owns the target model and its cache. It is the authority on what is committed.
 
     The life of a sequence, as messages:
-    1. The gateway opens one Rounds stream, with its id in the metadata key `spire-gateway`.
+    1. The gateway opens one Rounds stream, with its id in the metadata key `spire-gateway` and in `spire-stream` how
+    many it opened before. The newest speaks for it: older ones are ended, and what still arrives on them is dropped.
     2. It sends Start. The verifier prefills between other steps and answers Started with the first token.
     The token at position `base` (counted from 0) is then the newest: sampled, not yet in the cache.
     3. The verifier sends the activations of the sink and the last window on the Activations stream of the draft
@@ -180,7 +182,8 @@ class Verifier(object):
     """The verifier owns the target model and its cache. It is the authority on what is committed.
 
     The life of a sequence, as messages:
-    1. The gateway opens one Rounds stream, with its id in the metadata key `spire-gateway`.
+    1. The gateway opens one Rounds stream, with its id in the metadata key `spire-gateway` and in `spire-stream` how
+    many it opened before. The newest speaks for it: older ones are ended, and what still arrives on them is dropped.
     2. It sends Start. The verifier prefills between other steps and answers Started with the first token.
     The token at position `base` (counted from 0) is then the newest: sampled, not yet in the cache.
     3. The verifier sends the activations of the sink and the last window on the Activations stream of the draft

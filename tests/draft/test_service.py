@@ -150,6 +150,7 @@ def test_state_bytes_are_the_same_at_context_100_and_200(services: Services) -> 
     assert seen[0] == seen[1] > 0
 
 
+@pytest.mark.fault(1)
 def test_a_restarted_draft_takes_up_running_sequences(pair: tuple[Path, Path]) -> None:
     with (
         running(*pair) as services,
@@ -239,6 +240,7 @@ async def test_a_restarted_draft_is_sent_the_whole_text_again(pair: tuple[Path, 
             assert await eventually(same_again)
 
 
+@pytest.mark.fault(21)
 def test_a_draft_of_another_target_refuses_to_start_and_names_both(
     services: Services, pair: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -318,8 +318,10 @@ def test_bad_parameters_are_refused_by_name_and_with_what_was_wrong(
 
 
 def test_limits_are_no_refusals(api: Api) -> None:
-    api.complete("x", max_tokens=1, logit_bias={str(token): 0.5 for token in range(512)}, stop_token_ids=[5] * 64)
-    api.complete("x", max_tokens=1, min_tokens=1, min_p=1, presence_penalty=-2, frequency_penalty=2)
+    most_ids = {"logit_bias": {str(token): 0.5 for token in range(512)}, "stop_token_ids": [5] * 64}
+    furthest = {"min_tokens": 1, "min_p": 1, "presence_penalty": -2, "frequency_penalty": 2}
+    for limits in (most_ids, furthest):
+        assert api.complete("x", max_tokens=1, **limits)["usage"]["completion_tokens"] == 1
 
 
 # -- single tokens as text -------------------------------------------------------------------------------------------

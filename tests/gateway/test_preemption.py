@@ -6,6 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.gateway.conftest import Api, eventually
 from tests.services import running
 
@@ -13,6 +15,7 @@ LONG: dict[str, Any] = {"max_tokens": 400, "temperature": 0, "ignore_eos": True,
 PROMPTS = ["Once upon a time" + " there" * index for index in range(6)]
 
 
+@pytest.mark.fault(19)
 def test_more_requests_than_memory_all_end_with_the_text_they_have_alone(
     stories_dir: Path, stories_draft_dir: Path
 ) -> None:

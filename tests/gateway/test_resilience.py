@@ -62,6 +62,7 @@ def revive(service: Service, directory: Path) -> Service:
     return start(command, directory)
 
 
+@pytest.mark.fault(1)
 def test_a_draft_that_dies_costs_speed_and_comes_back(fragile: tuple[Services, Api]) -> None:
     system, api = fragile
     expected = plain(api)
@@ -81,6 +82,7 @@ def test_a_draft_that_dies_costs_speed_and_comes_back(fragile: tuple[Services, A
     assert api.metric("spire_draft_tokens_total") > before
 
 
+@pytest.mark.fault(2)
 def test_a_frozen_draft_is_left_out_of_the_round(fragile: tuple[Services, Api]) -> None:
     system, api = fragile
     expected = plain(api)
@@ -94,6 +96,7 @@ def test_a_frozen_draft_is_left_out_of_the_round(fragile: tuple[Services, Api]) 
     eventually(lambda: api.ready()["status"] == "ready", within=20)
 
 
+@pytest.mark.fault(4)
 def test_a_verifier_that_dies_and_returns_costs_no_request(fragile: tuple[Services, Api]) -> None:
     system, api = fragile
     expected = plain(api)
@@ -108,6 +111,7 @@ def test_a_verifier_that_dies_and_returns_costs_no_request(fragile: tuple[Servic
             system.verifier.process.terminate()
 
 
+@pytest.mark.fault(4)
 def test_a_stream_in_progress_outlives_its_verifier_without_a_seam(fragile: tuple[Services, Api]) -> None:
     system, api = fragile
     expected = plain(api, requests=1)[0][0]["text"]
@@ -137,6 +141,7 @@ def test_without_a_verifier_requests_are_told_to_come_back_later(fragile: tuple[
     assert api.metric("spire_peer_up", peer="verifier") == 0
 
 
+@pytest.mark.fault(4)
 def test_requests_in_flight_fail_clearly_when_no_verifier_comes_back(stories_dir: Path) -> None:
     with running(stories_dir, gateway_options=["--verifier-patience", "0.5"]) as system:
         api = Api(system.url)
@@ -154,21 +159,25 @@ def test_requests_in_flight_fail_clearly_when_no_verifier_comes_back(stories_dir
     assert refused.status_code == 503
 
 
+@pytest.mark.fault(15)
 def test_a_full_queue_refuses_with_429_and_recovers(stories_dir: Path) -> None:
-    with running(stories_dir, gateway_options=["--max-batch", "1", "--max-waiting", "2"]) as system:
+    with running(stories_dir, gateway_options=["--max-batch", "1", "--max-waiting", "3"]) as system:
         api = Api(system.url)
         plainly = {"verifier": "connected", "draft": "off", "draft_kind": None}
         assert api.ready() == {"status": "degraded", "model": stories_dir.name} | plainly
-        with ThreadPoolExecutor(1) as pool:
+        with ThreadPoolExecutor(2) as pool:
             running_one = pool.submit(api.complete, PROMPT, max_tokens=480, ignore_eos=True)
             eventually(lambda: api.metric("spire_sequences_now", state="running") == 1)
-            refused = api.post(prompt="x", n=3)
+            pool.submit(api.complete, "x", n=2, max_tokens=1)
+            eventually(lambda: api.metric("spire_sequences_now", state="waiting") == 2)
+            refused = api.post(prompt="x", n=2)
             assert refused.status_code == 429
             assert refused.headers["retry-after"] == "1"
             assert running_one.result()["usage"]["completion_tokens"] == 480
         assert api.complete("x", n=2)["choices"]
 
 
+@pytest.mark.fault(22)
 def test_sequences_wait_for_a_place_at_a_verifier_that_others_fill(stories_dir: Path) -> None:
     with running(stories_dir, verifier_options=["--max-sequences", "2"]) as system:
         first = Api(system.url)
@@ -184,6 +193,7 @@ def test_sequences_wait_for_a_place_at_a_verifier_that_others_fill(stories_dir: 
             assert second_gateway.stop() == 0
 
 
+@pytest.mark.fault(21)
 def test_a_draft_of_another_target_stops_the_gateway_from_starting(
     fragile: tuple[Services, Api], stories_draft_dir: Path, tmp_path: Path
 ) -> None:
@@ -233,6 +243,7 @@ def test_importing_the_gateway_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
+@pytest.mark.fault(13)
 def test_who_leaves_gives_the_place_at_the_verifier_back(stories_dir: Path) -> None:
     with running(stories_dir, verifier_options=["--max-sequences", "1"]) as system:
         api = Api(system.url)

@@ -183,6 +183,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("request_body", "status", "param"), BAD, ids=[json.dumps(body)[:50] for body, _, _ in BAD])
+@pytest.mark.fault(16, 17)
 def test_bad_input_is_refused_by_name(api: Api, request_body: dict[str, Any], status: int, param: str | None) -> None:
     body = json.dumps(request_body).encode()
     response = api.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
@@ -207,12 +208,14 @@ def test_bad_input_is_refused_by_name(api: Api, request_body: dict[str, Any], st
     ],
     ids=repr,
 )
+@pytest.mark.fault(17)
 def test_what_is_no_json_object_is_refused(api: Api, body: bytes) -> None:
     response = api.http.post("/v1/completions", content=body)
     assert response.status_code == 400
     assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 
+@pytest.mark.fault(16)
 def test_an_over_long_request_names_the_numbers(api: Api) -> None:
     message = api.post(prompt="x", max_tokens=511).json()["error"]["message"]
     assert "512" in message
@@ -224,6 +227,7 @@ def test_bad_input_leaves_nothing_behind(api: Api) -> None:
     assert api.text(PROMPTS[0], max_tokens=4, temperature=0)
 
 
+@pytest.mark.fault(17)
 def test_a_large_body_is_refused_whether_it_is_announced_or_not(api: Api) -> None:
     piece = b"x" * 65536
 
@@ -250,6 +254,7 @@ def test_null_means_default(api: Api) -> None:
 
 
 @pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.fault(13)
 def test_a_client_that_leaves_frees_its_sequences_within_a_second(api: Api, streaming: bool) -> None:
     aborted = api.metric("spire_sequences_total", finished_reason="abort")
     body = {"prompt": PROMPTS[0], "max_tokens": 480, "n": 16, "stream": streaming, "ignore_eos": True}

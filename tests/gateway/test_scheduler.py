@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from gateway.scheduler import MAX_FRUITLESS_LIVES, Scheduler
+from gateway.scheduler import MAX_FRUITLESS_LIVES, Schedule, Scheduler
 from gateway.sequence import Logprob, Sampling, Sequence, State
 from spire.errors import OutOfCapacity
 
@@ -34,7 +34,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scheduler = Scheduler(capacity=3, max_waiting=5)
+        self.scheduler = Scheduler(capacity=3, max_waiting=5, lanes=2, least_lane=1)
+        self.rounds: list[Schedule] = []
         self.all: list[Sequence] = []
         self.admitted: list[str] = []
         self.ended: list[str] = []
@@ -57,11 +58,24 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(admit=st.booleans())
     def schedule(self, admit: bool) -> None:
         queue = list(self.scheduler.waiting)
+        if len(self.rounds) == 2:
+            return
         schedule = self.scheduler.schedule(admit)
         assert schedule.starts == queue[: len(schedule.starts)]
         assert admit or not schedule.starts
         assert schedule.batch == [s for s in schedule.batch if s.state is State.RUNNING]
+        assert not any(schedule.round.keys() & other.round.keys() for other in self.rounds)
+        self.rounds.append(schedule)
         self.admitted += [s.wire_id for s in schedule.starts]
+
+    @rule(at=st.integers(0, 1))
+    def end_round(self, at: int) -> None:
+        if at < len(self.rounds):
+            over = self.rounds.pop(at)
+            assert self.scheduler.still(over) == [
+                s for s in over.batch if s.state is State.RUNNING and s.wire_id in over.round
+            ]
+            self.scheduler.end_round(over)
 
     @rule(at=st.integers(0, 9), token=st.sampled_from([END, 7]))
     def started(self, at: int, token: int) -> None:
@@ -111,6 +125,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert {s for s in self.all if s.state is State.STARTING} == set(scheduler.starting.values())
         assert {s for s in self.all if s.state is State.RUNNING} == set(scheduler.running.values())
         assert all(s.finish_reason for s in self.all if s.finished)
+
+    @invariant()
+    def whatever_is_in_no_round_may_begin_one(self) -> None:
+        busy = {wire_id for schedule in self.rounds for wire_id in schedule.round}
+        assert self.scheduler.has_free == bool(self.scheduler.running.keys() - busy)
 
     @invariant()
     def no_more_are_held_than_there_are_places(self) -> None:
@@ -231,3 +250,27 @@ def test_a_sequence_without_output_ends_when_its_prompt_is_done() -> None:
     (one,) = start_all(scheduler)
     assert (one.output, one.finish_reason) == ([], "length")
     assert scheduler.take_ended() == [one.wire_id]
+
+
+@pytest.mark.parametrize(("running", "sizes"), [(3, [3, 0]), (7, [7, 0]), (8, [4, 4]), (13, [7, 6])])
+def test_two_lanes_share_what_runs_once_each_is_worth_having(running: int, sizes: list[int]) -> None:
+    scheduler = Scheduler(capacity=16, max_waiting=16, lanes=2)
+    scheduler.add([sequence(str(i)) for i in range(running)])
+    scheduler.end_round(first := scheduler.schedule())
+    for one in first.starts:
+        scheduler.started(one.wire_id, 7)
+    rounds = [scheduler.schedule(), scheduler.schedule()]
+    assert [len(schedule.batch) for schedule in rounds] == sizes
+    scheduler.end_round(rounds[0])
+    assert scheduler.schedule().round == rounds[0].round
+
+
+def test_whoever_starts_beside_two_lanes_joins_the_next_round() -> None:
+    scheduler = Scheduler(capacity=16, max_waiting=16, lanes=2)
+    scheduler.add([sequence(str(i)) for i in range(8)])
+    start_all(scheduler)
+    rounds = [scheduler.schedule(), scheduler.schedule()]
+    scheduler.add([sequence("new")])
+    (new,) = start_all(scheduler)
+    scheduler.end_round(rounds[0])
+    assert new in scheduler.schedule().batch

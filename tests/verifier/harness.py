@@ -6,11 +6,12 @@ import asyncio
 import socket
 from pathlib import Path
 
+import grpc
 import torch
 
 from spire.model.target import Target, WholeSequence
 from spire.rpc.carrier import RingReader, host_id
-from spire.rpc.channel import GATEWAY_METADATA_KEY, PROTOCOL_VERSION, connect
+from spire.rpc.channel import GATEWAY_METADATA_KEY, PROTOCOL_VERSION, STREAM_METADATA_KEY, connect
 from spire.rpc.tensors import from_wire, to_wire
 from spire.v1 import tensor_pb2
 from spire.v1 import verifier_pb2 as pb
@@ -53,10 +54,10 @@ def distribution(ids_KM: torch.Tensor, probs_KM: torch.Tensor) -> pb.DraftDistri
 class Client:
     """One gateway's stream. Answers are found by sequence id or batch id, in whatever order they come."""
 
-    def __init__(self, address: str, gateway: str = "test"):
+    def __init__(self, address: str, gateway: str = "test", stream: int = 0):
         self.channel = connect(address)
         self.stub = rpc.VerifierStub(self.channel)
-        self._call = self.stub.Rounds(metadata=((GATEWAY_METADATA_KEY, gateway),))
+        self._call = self.stub.Rounds(metadata=((GATEWAY_METADATA_KEY, gateway), (STREAM_METADATA_KEY, str(stream))))
         self._batches = 0
 
     async def start(
@@ -92,6 +93,10 @@ class Client:
         answer = await asyncio.wait_for(self._call.read(), 20)
         assert isinstance(answer, pb.RoundsResponse), "the stream has ended"
         return answer
+
+    async def code(self) -> grpc.StatusCode:
+        """How the stream ended."""
+        return await self._call.code()
 
     async def release(self, *sequence_ids: str) -> int:
         return (await self.stub.Release(pb.ReleaseRequest(sequence_ids=sequence_ids))).released
@@ -169,8 +174,8 @@ class Verifier:
         self.address, self.engine, self.info = address, engine, info
         self._opened: list[Client | Follower] = []
 
-    def client(self, gateway: str = "test") -> Client:
-        self._opened.append(client := Client(self.address, gateway))
+    def client(self, gateway: str = "test", stream: int = 0) -> Client:
+        self._opened.append(client := Client(self.address, gateway, stream))
         return client
 
     async def follower(

@@ -19,8 +19,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from tokenizers import Tokenizer
 
 from spire.errors import CheckpointError, InvalidRequest
+from spire.rpc.limits import MAX_GRAMMAR_BYTES
 from spire.v1 import verifier_pb2 as pb
-from verifier_service.grammar import MAX_BYTES, Grammars, Matcher
+from verifier_service.grammar import Grammars, Matcher
 
 ROOT = Path(__file__).parents[2]
 # More than the tokenizer's 4,096.
@@ -145,7 +146,8 @@ def test_threads_may_compile_at_once(byte_level: Language) -> None:
     with ThreadPoolExecutor(4) as threads:
         matchers = threads.map(lambda count: byte_level.compile(regex=f"a{{{count}}}"), range(1, 9))
     for count, matcher in enumerate(matchers, 1):
-        matcher.advance([*byte_level.tokens("a") * count, BYTE_LEVEL_END])
+        matcher.advance(byte_level.tokens("a") * count)
+        assert set(matcher.masks([])[0].nonzero().flatten().tolist()) == set(byte_level.ends)
 
 
 @settings(max_examples=25, deadline=None)
@@ -278,7 +280,7 @@ def test_a_batch_answers_as_each_of_its_matchers_and_one_that_fails_fails_alone(
         (pb.Grammar(lark='start: "a" missing'), 'unknown name: "missing"'),
         (pb.Grammar(lark='start: "a" </s> "b"'), "asks for the token </s>"),
         (pb.Grammar(lark="start: <[0-9]>"), r"asks for the token <\[0-9\]>"),
-        (pb.Grammar(regex="a" * (MAX_BYTES + 1)), f"{MAX_BYTES + 1} bytes, at most {MAX_BYTES}"),
+        (pb.Grammar(regex="a" * (MAX_GRAMMAR_BYTES + 1)), "65537 bytes, at most 65536"),
     ],
 )
 def test_a_wrong_grammar_is_refused_in_words(byte_level: Language, grammar: pb.Grammar, words: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 
+import grpc
+import pytest
 import torch
 
 from spire.model.target import Target
@@ -34,6 +36,7 @@ async def test_slots_run_out_and_release_frees_them(running: Running, target: Ta
         assert gone.status.code == codes.CODE_NOT_FOUND
 
 
+@pytest.mark.fault(13)
 async def test_release_while_prefilling_frees_the_slot(running: Running) -> None:
     async with running(token_budget=1, max_sequences=1) as verifier:
         client = verifier.client()
@@ -43,6 +46,7 @@ async def test_release_while_prefilling_frees_the_slot(running: Running) -> None
         assert (await client.start("b", prompt_of(3))).sequence_id == "b"
 
 
+@pytest.mark.fault(22)
 async def test_a_gateway_that_stays_away_loses_its_sequences(running: Running) -> None:
     async with running(lease_seconds=0.3) as verifier:
         gone, stays = verifier.client("gone"), verifier.client("stays")
@@ -65,6 +69,36 @@ async def test_a_gateway_that_returns_in_time_keeps_its_sequences(running: Runni
         assert result.status.code == codes.CODE_OK
 
 
+@pytest.mark.fault(9)
+async def test_a_block_repeated_over_another_connection_is_not_drawn_again(running: Running) -> None:
+    async with running(lease_seconds=5) as verifier:
+        sampling = codes.Sampling(temperature=1, top_p=1, seed=5)
+        first = verifier.client("gateway", stream=0)
+        started = await first.start("a", prompt_of(9), sampling)
+        block = pb.VerifyItem(sequence_id="a", round=1, base=started.base)
+        answer = await first.verify(block)
+        generated = verifier.engine.metrics.tokens._value.get()
+        await first.close()
+        assert await verifier.client("gateway", stream=1).verify(block) == answer
+        assert verifier.engine.metrics.tokens._value.get() == generated
+
+
+@pytest.mark.fault(7)
+async def test_an_older_stream_of_a_gateway_starts_nothing_more(verifier: Verifier) -> None:
+    """What a healed partition lets go late would take a slot that nobody ever releases."""
+    older, stranger = verifier.client("gateway", stream=3), verifier.client("another", stream=1)
+    await older.start("before", prompt_of(9))
+    newer = verifier.client("gateway", stream=4)
+    await newer.start("a", prompt_of(9))
+    for late in (older, verifier.client("gateway", stream=3)):
+        with pytest.raises((grpc.aio.AioRpcError, asyncio.InvalidStateError)):
+            await late.start("late", prompt_of(9))
+        assert await late.code() == grpc.StatusCode.FAILED_PRECONDITION
+    await stranger.start("b", prompt_of(9))
+    await newer.start("c", prompt_of(9))
+    assert set(verifier.engine.slots.sequences) == {"before", "a", "b", "c"}
+
+
 async def test_decoding_goes_on_between_the_chunks_of_a_long_prompt(running: Running) -> None:
     """With a budget of one token a prompt of 199 takes 199 chunks; rounds of another sequence pass in between."""
     async with running(token_budget=1) as verifier:
@@ -80,6 +114,7 @@ async def test_decoding_goes_on_between_the_chunks_of_a_long_prompt(running: Run
         assert (await other.read()).started.base == 199
 
 
+@pytest.mark.fault(11)
 async def test_numbers_that_are_not_finite_fail_their_sequence_only(verifier: Verifier, target: Target) -> None:
     """The cache of one sequence is damaged: its mates decode on, and its slot is clean for the next one."""
     client, prompt = verifier.client(), prompt_of(9)

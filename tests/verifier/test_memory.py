@@ -24,6 +24,7 @@ def gigabytes(pages: int) -> float:
     return pages * PAGE_BYTES / 1e9
 
 
+@pytest.mark.fault(19)
 async def test_the_youngest_is_preempted_and_starts_again_where_it_stood(running: Running, target: Target) -> None:
     async with running(cache_gb=gigabytes(13), max_depth=1) as verifier:
         client = verifier.client()
@@ -57,6 +58,7 @@ async def test_what_is_parked_makes_room_for_who_is_alive(running: Running, targ
         assert verifier.engine.steps.cache.held_bytes <= 14 * PAGE_BYTES
 
 
+@pytest.mark.fault(16)
 async def test_prompts_that_do_not_fit_together_are_sent_away_one_by_one(running: Running) -> None:
     async with running(cache_gb=gigabytes(14), max_depth=1) as verifier:
         client = verifier.client()
@@ -67,6 +69,7 @@ async def test_prompts_that_do_not_fit_together_are_sent_away_one_by_one(running
         assert (await client.start("c", prompt_of(20))).status.code == codes.CODE_OK
 
 
+@pytest.mark.fault(16)
 async def test_a_cache_too_small_for_one_sequence_is_refused_at_the_start(running: Running) -> None:
     with pytest.raises(SpireError, match="too little for one sequence of 200 positions"):
         async with running(cache_gb=gigabytes(3)):

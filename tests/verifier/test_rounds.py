@@ -22,6 +22,7 @@ def garbage(count: int, random_: random.Random) -> list[int]:
     return [random_.randrange(VOCAB) for _ in range(count)]
 
 
+@pytest.mark.fault(12)
 async def test_greedy_text_is_the_targets_own_whatever_is_drafted(verifier: Verifier, target: Target) -> None:
     """Five sequences of different lengths, drafts of mixed depth (0 too), some right, most wrong; mates prefilling."""
     client, random_ = verifier.client(), random.Random(0)
@@ -88,6 +89,7 @@ async def test_sampled_text_depends_on_the_seed_and_on_nothing_else(verifier: Ve
     assert await decode(client, "c", prompt, other_seed, [0, 3, 2, 0, 4]) != alone
 
 
+@pytest.mark.fault(8)
 async def test_a_repeated_round_returns_the_stored_answer(verifier: Verifier) -> None:
     client = verifier.client()
     sampling = codes.Sampling(temperature=1, top_p=1, seed=5)
@@ -99,6 +101,14 @@ async def test_a_repeated_round_returns_the_stored_answer(verifier: Verifier) ->
     assert following.status.code == codes.CODE_OK
 
 
+@pytest.mark.parametrize(("name", "says"), [("", "is empty"), ("x" * 257, "257 characters, at most 256")])
+async def test_a_sequence_has_a_name_and_not_a_long_one(verifier: Verifier, name: str, says: str) -> None:
+    refused = await verifier.client().start(name, prompt_of(3))
+    assert refused.status.code == codes.CODE_INVALID_ARGUMENT
+    assert says in refused.status.message
+
+
+@pytest.mark.fault(8)
 async def test_a_repeated_start_returns_the_stored_answer_and_another_one_is_refused(verifier: Verifier) -> None:
     client = verifier.client()
     started = await client.start("a", prompt_of(9))
@@ -107,6 +117,7 @@ async def test_a_repeated_start_returns_the_stored_answer_and_another_one_is_ref
     assert refused.status.code == codes.CODE_INVALID_ARGUMENT
 
 
+@pytest.mark.fault(8)
 async def test_stale_rounds_and_wrong_bases_are_refused(verifier: Verifier) -> None:
     client = verifier.client()
     started = await client.start("a", prompt_of(9))
@@ -156,6 +167,7 @@ def bad_items(base: int) -> dict[str, tuple[pb.VerifyItem, codes.Code]]:
 
 
 @pytest.mark.parametrize("case", sorted(bad_items(0)))
+@pytest.mark.fault(10)
 async def test_one_bad_item_never_fails_its_mates(verifier: Verifier, target: Target, case: str) -> None:
     client, prompt = verifier.client(), prompt_of(9)
     started = await client.start("a", prompt, codes.Sampling(temperature=1, top_p=1, seed=5))
@@ -181,6 +193,7 @@ async def test_one_bad_item_never_fails_its_mates(verifier: Verifier, target: Ta
         ([2], codes.Sampling(temperature=1, top_p=1.5)),
     ],
 )
+@pytest.mark.fault(17)
 async def test_a_wrong_start_is_refused_with_a_reason(
     verifier: Verifier, tokens: list[int], sampling: codes.Sampling
 ) -> None:
@@ -201,6 +214,7 @@ async def test_a_sequence_ends_at_the_context_and_not_before(verifier: Verifier,
     assert [started.token, *last.tokens] == plain_greedy(target, prompt, 1 + len(last.tokens))
 
 
+@pytest.mark.fault(22)
 async def test_batches_of_two_gateways_are_answered_on_their_own_streams(verifier: Verifier, target: Target) -> None:
     clients = [verifier.client(f"gateway {n}") for n in range(2)]
     prompts = [prompt_of(5 + n) for n in range(2)]

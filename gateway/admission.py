@@ -1,0 +1,116 @@
+"""Who may come in, and when whoever may not should ask again. Plain arithmetic: every `now` is seconds of one clock.
+
+Two things limit: the queue, which drains at a rate that is measured, and what each API key may have a minute.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from math import ceil, inf
+
+from gateway.errors import BadParameter, OverQuota
+from spire.errors import InvalidRequest
+
+TIMEOUT_HEADER = "X-Request-Timeout"
+# A client is told to come back neither at once nor in an hour, whatever was measured.
+_SHORTEST_RETRY, _LONGEST_RETRY = 1, 120
+# Ends that the rate is taken over.
+_REMEMBERED = 64
+
+
+class DrainRate:
+    """How fast the queue gets shorter: ends of sequences that made place for others."""
+
+    def __init__(self) -> None:
+        self._freed: deque[float] = deque(maxlen=_REMEMBERED)
+
+    def freed(self, now: float) -> None:
+        """A place has become free, and others waited for it."""
+        self._freed.append(now)
+
+    def seconds_for(self, places: int) -> float | None:
+        """Until so many places are free; None before anything was measured."""
+        if len(self._freed) < 2:
+            return None
+        return places * (self._freed[-1] - self._freed[0]) / (len(self._freed) - 1)
+
+    def retry_after(self, places: int) -> int:
+        """Whole seconds after which asking again for so many places is worth the trouble."""
+        return _retry(self.seconds_for(places) or 0.0)
+
+
+class Budget:
+    """So much a minute, refilled continuously: what was not used for a minute can be had at once."""
+
+    def __init__(self, per_minute: int, now: float):
+        self.per_minute = per_minute
+        self._left, self._seen = float(per_minute), now
+
+    def seconds_until(self, amount: float, now: float) -> float:
+        """0 when it can be had now."""
+        self._left = min(self.per_minute, self._left + (now - self._seen) * self.per_minute / 60)
+        self._seen = now
+        return max(0.0, (amount - self._left) * 60 / self.per_minute)
+
+    def take(self, amount: float) -> None:
+        """Or give back, when it is negative."""
+        self._left -= amount
+
+
+class Quotas:
+    """What each API key may have. Without keys, or without limits, everybody may have everything."""
+
+    def __init__(self, requests_per_minute: int | None, tokens_per_minute: int | None):
+        self._limits = {"requests": requests_per_minute, "tokens": tokens_per_minute}
+        self._budgets: dict[tuple[str, str], Budget] = {}
+
+    def charge(self, key: str | None, tokens: int, now: float) -> Charge:
+        """Take one request with at most so many tokens. Raises OverQuota, or InvalidRequest when it never can be."""
+        wanted = {} if key is None else {"requests": 1, "tokens": tokens}
+        budgets = {}
+        for what, amount in wanted.items():
+            if (limit := self._limits[what]) is None:
+                continue
+            if amount > limit:
+                raise InvalidRequest(
+                    f"up to {amount} {what} are asked for at once, and a key may have {limit} a minute"
+                )
+            budget = self._budgets.setdefault((str(key), what), Budget(limit, now))
+            if seconds := budget.seconds_until(amount, now):
+                raise OverQuota(f"this key may have {limit} {what} a minute: try again later", _retry(seconds))
+            budgets[what] = budget
+        for what, budget in budgets.items():
+            budget.take(wanted[what])
+        return Charge(budgets.get("tokens"), tokens)
+
+
+class Charge:
+    """Tokens that a request was promised."""
+
+    def __init__(self, budget: Budget | None, tokens: int):
+        self._budget, self._tokens = budget, tokens
+
+    def settle(self, used: int) -> None:
+        """It is over: what was promised and not used is given back, once."""
+        if self._budget is not None:
+            self._budget.take(used - self._tokens)
+            self._budget = None
+
+
+def seconds_allowed(headers: Mapping[str, str], most: float) -> float:
+    """What a request's X-Request-Timeout asks for, at most `most`. Raises BadParameter when it is no such number."""
+    asked = headers.get(TIMEOUT_HEADER, str(most))
+    try:
+        seconds = float(asked)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < inf:
+        raise BadParameter(
+            TIMEOUT_HEADER, f"{TIMEOUT_HEADER} is {asked[:40]!r}: it must be a number of seconds above 0"
+        )
+    return min(seconds, most)
+
+
+def _retry(seconds: float) -> int:
+    return max(_SHORTEST_RETRY, min(_LONGEST_RETRY, ceil(seconds)))

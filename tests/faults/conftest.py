@@ -1,0 +1,68 @@
+"""One system for all quick faults, and the figures that they report."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from tests.faults.history import bodies
+from tests.faults.system import Endured, System, system
+
+IMPATIENT = ["--k", "4", "--body-deadline", "2"]
+STUCK = ["--stuck-seconds", "3", "--lease-seconds", "3", "--drain-seconds", "60"]
+
+_endured: dict[str, list[Endured]] = defaultdict(list)
+Report = Callable[[str, Endured], None]
+
+
+@pytest.fixture(scope="session")
+def shared(stories_dir: Path, stories_draft_dir: Path) -> Iterator[System]:
+    with system(stories_dir, stories_draft_dir, gateway_options=IMPATIENT, verifier_options=STUCK) as whole:
+        whole.learn(bodies(4))
+        yield whole
+
+
+@pytest.fixture
+def whole(shared: System) -> Iterator[System]:
+    """The shared system, as it was before the last fault."""
+    yield shared
+    shared.heal()
+
+
+@pytest.fixture
+def report() -> Report:
+    return lambda fault, endured: _endured[fault].append(endured)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """One JSON line of figures, also written to the file that SPIRE_FAULTS_REPORT names."""
+    if not _endured:
+        return
+    text = json.dumps({fault: _figures(times) for fault, times in sorted(_endured.items())})
+    terminalreporter.write_line(text)
+    if file := os.environ.get("SPIRE_FAULTS_REPORT"):
+        Path(file).write_text(text + "\n")
+
+
+def _figures(times: list[Endured]) -> dict[str, object]:
+    """Every request was checked: what failed or differed would have failed the test."""
+
+    def spread(values: list[float]) -> dict[str, float]:
+        return {"p50": round(median(values), 4), "max": round(max(values), 4)}
+
+    return {
+        "times": len(times),
+        "requests": sum(endured.requests for endured in times),
+        "detection_seconds": spread([endured.detection for endured in times]),
+        "recovery_seconds": spread([endured.recovery for endured in times]),
+        "goodput": {
+            when: round(median(getattr(endured, f"goodput_{when}") for endured in times), 1)
+            for when in ("before", "during", "after")
+        },
+    }

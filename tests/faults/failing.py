@@ -1,0 +1,62 @@
+"""A model service with named failpoints: `python -m tests.faults.failing DIRECTORY verifier_service --model ...`.
+
+A failpoint is on while a file of its name exists in DIRECTORY. What a signal or the proxy can do has none.
+
+verifier_service   stuck    the model thread waits, the event loop answers
+                   nan      the numbers of every sequence with seed 13 go bad
+draft_service      lies     any tokens, whatever the draft thinks
+                   nonsense any tokens, of no distribution
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from spire.drafting import Drafted
+
+
+def break_verifier(on: Path) -> None:
+    from verifier_service.engine import Engine
+
+    whole_step = Engine._step
+
+    def step(self: Engine) -> None:
+        while (on / "stuck").exists():
+            time.sleep(0.01)
+        for sequence in self.slots.sequences.values():
+            if sequence.started and sequence.start.sampling.seed == 13 and (on / "nan").exists():
+                cache, slot = self.steps.cache, sequence.slot
+                cache.values[0][slot // cache.group, 0, slot % cache.group, :, 0] = float("nan")
+        whole_step(self)
+
+    Engine._step = step  # type: ignore[method-assign]
+
+
+def break_draft(on: Path) -> None:
+    from draft_service.drafter import Drafter
+
+    honest = Drafter.propose
+
+    def propose(self: Drafter, *args: object) -> Drafted:
+        drafted = honest(self, *args)  # type: ignore[arg-type]
+        if not ((on / "lies").exists() or (on / "nonsense").exists()):
+            return drafted
+        tokens_BK = torch.randint_like(drafted.tokens_BK, self.draft.config.vocab_size)
+        probs_BKM = torch.full_like(drafted.probs_BKM, float("nan"))
+        return replace(drafted, tokens_BK=tokens_BK, **({"probs_BKM": probs_BKM} if (on / "nonsense").exists() else {}))
+
+    Drafter.propose = propose  # type: ignore[method-assign,assignment]
+
+
+if __name__ == "__main__":
+    _, directory, service, *arguments = sys.argv
+    sys.argv = [service, *arguments]
+    entry = runpy.run_module(f"{service}.__main__")
+    {"verifier_service": break_verifier, "draft_service": break_draft}[service](Path(directory))
+    entry["main"]()

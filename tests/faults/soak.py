@@ -1,0 +1,308 @@
+"""`make soak`: hours in minutes. Mixed load with kills, clients that leave and requests that are wrong.
+
+In the first half services are killed; then nothing dies any more and memory may grow no further. Every answer is
+compared with that of the undisturbed run, so the invariant rule and float32 serve. Exit status 1 when a bound breaks.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import cycle, islice, pairwise
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import httpx
+import matplotlib.pyplot as plt
+import typer
+from rich.console import Console
+from rich.progress import track
+
+from spire.bench.load import Arrival, read_trace
+from spire.bench.prompts import BUNDLED_TEXT, PromptSource
+from tests.faults.history import Body, Load, Record, in_order, stream_into
+from tests.faults.system import System, system
+from tests.gateway.conftest import eventually
+
+MODELS = Path(__file__).parents[2] / "models"
+POOL = 24
+MOST_AT_ONCE = 32
+SAMPLE_SECONDS = 2.0
+# Shares of all requests.
+LEAVES_EARLY, IS_WRONG = 0.1, 0.1
+# Of the time: until then services die, and from then on memory counts.
+KILLS_UNTIL, WARM_FROM = 0.5, 0.6
+MOST_GROWTH = 0.02
+WRONG: list[tuple[Body | bytes, int]] = [
+    (b"{", 400),
+    (b"[" * 100_000, 400),
+    ({"prompt": "x", "max_tokens": -1}, 400),
+    ({"prompt": "x " * 5000}, 400),
+    ({"prompt": "x", "n": 10**9}, 400),
+    ({"prompt": "x", "temperature": "hot"}, 400),
+    ({"prompt": "x", "model": "another"}, 404),
+    ({"prompt": "x", "guided_regex": "("}, 400),
+    (b" " * 3_000_000, 413),
+]
+
+console = Console(stderr=True)
+
+
+@dataclass
+class Sample:
+    """What the system holds `at` seconds after the beginning; bytes by process, figures by name."""
+
+    at: float
+    tokens: int
+    resident: dict[str, int]
+    held: dict[str, float]
+    cache_bytes: float
+
+
+@dataclass
+class Soak:
+    """What is asked, what came, what was done to the system."""
+
+    whole: System
+    rng: random.Random
+    expected: list[Record]
+    began: float = field(default_factory=time.monotonic)
+    records: list[Record] = field(default_factory=list)
+    left: int = 0
+    wrong_answers: list[str] = field(default_factory=list)
+    kills: list[tuple[float, str]] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    clients: list[threading.Thread] = field(default_factory=list)
+
+    @property
+    def now(self) -> float:
+        return time.monotonic() - self.began
+
+    # -- clients -------------------------------------------------------------------------------------------------------
+
+    def arrive(self) -> None:
+        """One more client, unless there are too many."""
+        self.clients = [client for client in self.clients if client.is_alive()]
+        if len(self.clients) < MOST_AT_ONCE:
+            kind = self.rng.random()
+            what = self._leave if kind < LEAVES_EARLY else self._err if kind < LEAVES_EARLY + IS_WRONG else self._ask
+            self.clients.append(threading.Thread(target=what, args=(self.rng.randrange(1 << 30),), daemon=True))
+            self.clients[-1].start()
+
+    def _ask(self, chosen: int) -> None:
+        record = Record(self.expected[chosen % len(self.expected)].body)
+        stream_into(record, self.whole.url)
+        self.records.append(record)
+
+    def _leave(self, chosen: int) -> None:
+        body = self.expected[chosen % len(self.expected)].body | {"stream": True}
+        try:
+            with httpx.stream("POST", f"{self.whole.url}/v1/completions", json=body, timeout=60) as response:
+                for line, _ in zip(response.iter_lines(), range(1 + chosen % 20), strict=False):
+                    assert line is not None
+        except httpx.HTTPError:
+            pass  # whoever leaves does not mind
+        self.left += 1
+
+    def _err(self, chosen: int) -> None:
+        body, status = WRONG[chosen % len(WRONG)]
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        answer = httpx.post(f"{self.whole.url}/v1/completions", content=content, headers=headers, timeout=60)
+        # While no verifier is there nobody can say what its model is.
+        if answer.status_code not in (status, 503):
+            self.wrong_answers.append(f"{answer.status_code} instead of {status}: {answer.text[:200]}")
+
+    # -- what happens to it --------------------------------------------------------------------------------------------
+
+    def kill(self, name: str) -> None:
+        self.kills.append((self.now, name))
+        service = getattr(self.whole, name)
+        service.process.send_signal(signal.SIGKILL)
+        service.process.wait()
+        self.whole.revive(name)
+
+    def sample(self) -> None:
+        services = {"gateway": self.whole.gateway, "verifier": self.whole.verifier, "draft": self.whole.draft}
+        tokens = sum(count for record in list(self.records) for _, count in record.arrivals)
+        self.samples.append(
+            Sample(
+                self.now,
+                tokens,
+                {name: _resident(service.process.pid) for name, service in services.items()},
+                self.whole.held(),
+                self.whole.metric("verifier", "spire_verifier_cache_held_bytes"),
+            )
+        )
+
+    # -- what came of it -----------------------------------------------------------------------------------------------
+
+    def verdict(self, minutes: float) -> dict[str, Any]:
+        """The figures, and in `broken` every bound that did not hold."""
+        expected = {repr(record.body): record for record in self.expected}
+        failed = [record.error for record in self.records if record.error]
+        answered = [record for record in self.records if not record.error]
+        mismatches = [found for record in answered if (found := record.problems(expected[repr(record.body)]))]
+        growth = {name: _growth([s.resident[name] for s in self._warm(minutes)]) for name in self.samples[-1].resident}
+        after, before = self.whole.held(), self.whole.baseline
+        leaks = {name: [before[name], value] for name, value in after.items() if value > before[name]}
+        broken = {
+            "failed requests": failed,
+            "mismatches": mismatches,
+            "wrong answers": self.wrong_answers,
+            "growth": [f"{name} {share:.1%}" for name, share in growth.items() if share >= MOST_GROWTH],
+            "still held": leaks,
+        }
+        return {
+            "minutes": minutes,
+            "requests": len(self.records),
+            "left early": self.left,
+            "kills": self.kills,
+            "tokens per second": sum(len(record.tokens) for record in answered) / (60 * minutes),
+            "failed": len(failed),
+            "mismatches": len(mismatches),
+            "memory growth after warm-up": growth,
+            "broken": {what: found for what, found in broken.items() if found},
+            "samples": [asdict(sample) for sample in self.samples],
+        }
+
+    def _warm(self, minutes: float) -> list[Sample]:
+        return [sample for sample in self.samples if sample.at >= WARM_FROM * 60 * minutes]
+
+
+def _resident(pid: int) -> int:
+    """Resident bytes of a process."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * 4096
+
+
+def _growth(series: list[int]) -> float:
+    """From the first to the last fifth of a series, in medians: what comes and goes with the load is no growth."""
+    fifth = max(1, len(series) // 5)
+    return median(series[-fifth:]) / median(series[:fifth]) - 1
+
+
+def pool(source: PromptSource, rows: list[Arrival], rng: random.Random) -> list[Body]:
+    """Requests of the lengths of so many rows of a trace, greedy and sampled by turns."""
+    bodies: list[Body] = []
+    for number, row in enumerate(rng.sample(rows, POOL)):
+        (prompt,) = source.cut(1, row.context, number)
+        rule: Body = {"temperature": 0} if number % 2 else {"temperature": 1.0, "seed": number}
+        always = {"max_tokens": row.generated, "ignore_eos": True, "return_token_ids": True}
+        bodies.append({"prompt": prompt} | always | rule)
+    return bodies
+
+
+def undisturbed(whole: System, bodies: list[Body]) -> list[Record]:
+    """The right answers: what plain decoding says while nothing happens."""
+    plainly = [body | {"speculation": {"draft": "off"}} for body in bodies]
+    records: list[Record] = []
+    for at in range(0, len(plainly), 8):
+        with Load(whole.url, plainly[at : at + 8]) as load:
+            pass
+        records += in_order(load.records, plainly[at : at + 8])
+    assert not [record.error for record in records if record.error]
+    return [Record(body, one.tokens, one.text, usage=one.usage) for body, one in zip(bodies, records, strict=True)]
+
+
+def soak(
+    trace: Annotated[Path, typer.Option(help="CSV of arrivals and lengths, like the Azure LLM inference traces.")],
+    minutes: Annotated[float, typer.Option(help="How long.", min=1)] = 30,
+    rate: Annotated[float, typer.Option(help="Requests a second, on average.", min=0.1)] = 1.0,
+    context: Annotated[int, typer.Option(help="What the longest request of the trace is scaled to.", min=64)] = 1800,
+    kill_every: Annotated[float, typer.Option(help="Seconds between two kills; every third is the verifier's.")] = 15,
+    seed: Annotated[int, typer.Option(help="Decides who asks what.")] = 1,
+    out: Annotated[Path, typer.Option(help="Figures, as JSON; the plot goes beside them.")] = Path("build/soak.json"),
+) -> None:
+    """Load the system for a while with everything at once, and say what it cost."""
+    rng = random.Random(seed)
+    rows = read_trace(trace, context, float("inf"), 1.0)
+    times = _arrivals(rows, rng.randrange(len(rows)), rate, 60 * minutes)
+    with system(MODELS / "target", MODELS / "draft") as whole:
+        expected = undisturbed(whole, pool(PromptSource(MODELS / "target", [BUNDLED_TEXT]), rows, rng))
+        time.sleep(1)
+        whole.baseline = whole.held()
+        run = Soak(whole, rng, expected)
+        stop = threading.Event()
+        beside = [
+            threading.Thread(target=_every, args=(SAMPLE_SECONDS, stop, run.sample)),
+            threading.Thread(target=_kills, args=(run, kill_every, KILLS_UNTIL * 60 * minutes, stop)),
+        ]
+        for thread in beside:
+            thread.start()
+        for at in track(list(times), "soaking", console=console):
+            time.sleep(max(0.0, at - run.now))
+            run.arrive()
+        for client in run.clients:
+            client.join(120)
+        stop.set()
+        for thread in beside:
+            thread.join()
+        eventually(lambda: whole.metric("gateway", "spire_sequences_now") == 0, within=60)
+        time.sleep(5)
+        verdict = run.verdict(minutes)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(verdict, indent=1))
+    _plot(verdict, out.with_suffix(".png"))
+    console.print_json(json.dumps({name: value for name, value in verdict.items() if name != "samples"}))
+    raise typer.Exit(1 if verdict["broken"] else 0)
+
+
+def _arrivals(rows: list[Arrival], first: int, rate: float, seconds: float) -> Iterator[float]:
+    """The trace's arrivals from its row `first` on, at this mean rate, from the beginning again when it ends."""
+    gaps = [after.at - before.at for before, after in pairwise(rows)]
+    stretch, at = len(gaps) / sum(gaps) / rate, 0.0
+    for gap in islice(cycle(gaps), first, None):
+        at += gap * stretch
+        if at > seconds:
+            return
+        yield at
+
+
+def _every(seconds: float, stop: threading.Event, what: Any) -> None:
+    while not stop.wait(seconds):
+        try:
+            what()
+        except (httpx.HTTPError, OSError):
+            continue  # whoever is asked is dead just now
+
+
+def _kills(run: Soak, every: float, until: float, stop: threading.Event) -> None:
+    count = 0
+    while not stop.wait(every) and run.now < until:
+        count += 1
+        run.kill("draft" if count % 3 else "verifier")
+
+
+def _plot(verdict: dict[str, Any], file: Path) -> None:
+    samples = verdict["samples"]
+    at = [sample["at"] / 60 for sample in samples]
+    figure, (tokens, memory, held, cache) = plt.subplots(4, sharex=True, figsize=(9, 11), layout="constrained")
+    pairs = list(pairwise(samples))
+    tokens.plot(at[1:], [(b["tokens"] - a["tokens"]) / (b["at"] - a["at"]) for a, b in pairs])
+    tokens.set_ylabel("tokens a second\nof requests that ended")
+    for name in samples[-1]["resident"]:
+        memory.plot(at, [sample["resident"][name] / 2**20 for sample in samples], label=name)
+    memory.set_ylabel("resident MiB")
+    for name in samples[-1]["held"]:
+        held.plot(at, [sample["held"].get(name) for sample in samples], label=name)
+    held.set_ylabel("descriptors, threads,\ntasks, sequences")
+    cache.plot(at, [sample["cache_bytes"] / 2**20 for sample in samples])
+    cache.set_ylabel("cache, MiB")
+    cache.set_xlabel("minutes")
+    for axis in (tokens, memory, held, cache):
+        for moment, name in verdict["kills"]:
+            axis.axvline(moment / 60, color="C3" if name == "verifier" else "C1", linewidth=0.6, alpha=0.6)
+    for axis in (memory, held):
+        axis.legend(fontsize=7)
+    figure.savefig(file, dpi=110)
+
+
+if __name__ == "__main__":
+    typer.run(soak)

@@ -1,0 +1,131 @@
+"""Cases 1 to 4 for as long as they last outside: minutes of kills, half a minute of silence, a draft that lags.
+
+Only `make faults` runs these. The bundled pair serves, because an untrained draft has no speed to lose.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from tests.faults.conftest import Report
+from tests.faults.history import Body, Load, bodies
+from tests.faults.system import Endured, System, system
+from tests.faults.test_services_lost import draft_is_absent, is_unready
+from tests.gateway.conftest import eventually
+
+MODELS = Path(__file__).parents[2] / "models"
+MINUTES = float(os.environ.get("SPIRE_FAULTS_MINUTES", "10"))
+BETWEEN_KILLS = 10.0
+# Every third kill is the verifier's, too.
+DRAFT_KILLS_PER_VERIFIER_KILL = 3
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60 * MINUTES + 900)]
+
+
+@pytest.fixture(scope="module")
+def bundled() -> Iterator[System]:
+    """The bundled pair, k chosen for every round."""
+    with system(MODELS / "target", MODELS / "draft") as whole:
+        yield whole
+
+
+@pytest.mark.fault(2)
+def test_a_draft_frozen_for_half_a_minute_costs_two_rounds_at_most(whole: System, report: Report) -> None:
+    timeouts = whole.metric("gateway", "spire_fallbacks_total", reason="draft_timeout")
+    process = whole.draft.process
+
+    def thaw_late() -> None:
+        time.sleep(30)
+        process.send_signal(signal.SIGCONT)
+
+    freeze = lambda: process.send_signal(signal.SIGSTOP)  # noqa: E731
+    endured = whole.endure(freeze, lambda: draft_is_absent(whole), thaw_late, patience=60)
+    report("2 draft frozen for 30 s", endured)
+    of_four_streams = whole.metric("gateway", "spire_fallbacks_total", reason="draft_timeout") - timeouts
+    assert 1 <= of_four_streams <= 2 * 4
+
+
+@pytest.mark.fault(3)
+@pytest.mark.parametrize("milliseconds", [50, 200, 1000])
+def test_a_draft_that_lags_costs_no_more_than_a_twentieth_of_plain_decoding(bundled: System, milliseconds: int) -> None:
+    plainly: Body = {"speculation": {"draft": "off"}}
+    bundled.to_draft.latency = milliseconds / 2000
+    try:
+        for _ in range(3):
+            rate(bundled, {})
+        ratios = [rate(bundled, {}) / rate(bundled, plainly) for _ in range(5)]
+    finally:
+        bundled.to_draft.heal()
+        eventually(bundled.is_whole, within=30)
+    assert median(ratios) >= 0.95, ratios
+
+
+def rate(whole: System, more: Body) -> float:
+    """Tokens a second of eight streams."""
+    began = time.monotonic()
+    with Load(whole.url, [body | more for body in bodies(8) if body["temperature"] == 0]) as load:
+        pass
+    assert not [record.error for record in load.records if record.error]
+    return sum(len(record.tokens) for record in load.records) / (time.monotonic() - began)
+
+
+@pytest.mark.fault(1, 4)
+def test_minutes_of_kills_cost_no_request_no_token_and_no_speed_for_long(report: Report) -> None:
+    with system(MODELS / "target", MODELS / "draft", gateway_options=["--k", "4"]) as whole:
+        whole.learn(bodies(16))
+        returns: list[float] = []
+        with Load(whole.url, [record.body for record in whole.expected.values()], repeat=True) as load:
+            eventually(lambda: load.flowing, within=60)
+            usual = tau(whole, 10)
+            end = time.monotonic() + 60 * MINUTES
+            for number in range(1, 10**6):
+                began = time.monotonic()
+                if began > end:
+                    break
+                if number % DRAFT_KILLS_PER_VERIFIER_KILL == 0:
+                    report("4 verifier killed, for minutes", kill(whole, load, "verifier"))
+                report("1 draft killed, for minutes", kill(whole, load, "draft"))
+                back = time.monotonic()
+                while tau(whole, 1) < 0.95 * usual:
+                    assert time.monotonic() - back < 10, "τ does not return"
+                returns.append(time.monotonic() - back)
+                time.sleep(max(0.0, began + BETWEEN_KILLS - time.monotonic()))
+        whole.must_be_right(load.records)
+        whole.settle()
+        print(f"τ {usual:.2f}, back after at most {max(returns):.1f} s; {load.refusals} refusals while unready")
+
+
+def kill(whole: System, load: Load, name: str) -> Endured:
+    """Until it is connected again; its goodput is that of the seconds before, during and after."""
+    began = time.monotonic()
+    getattr(whole, name).kill()
+    eventually(lambda: is_unready(whole) if name == "verifier" else draft_is_absent(whole))
+    seen = time.monotonic()
+    whole.revive(name)
+    eventually(whole.is_whole, within=60)
+    over = time.monotonic()
+    time.sleep(1)
+    goodput = [load.goodput(began - 1, began), load.goodput(began, over), load.goodput(over, over + 1)]
+    return Endured(len(load.records), seen - began, over - began, *goodput)
+
+
+def tau(whole: System, seconds: float) -> float:
+    """Tokens that a sequence gets in a round, mean over the next seconds: also rounds without a draft count."""
+
+    def counts() -> tuple[float, float]:
+        return (
+            whole.metric("gateway", "spire_generated_tokens_total"),
+            whole.metric("gateway", "spire_round_sequences_sum"),
+        )
+
+    tokens, rounds = counts()
+    time.sleep(seconds)
+    more_tokens, more_rounds = counts()
+    return (more_tokens - tokens) / max(1.0, more_rounds - rounds)

@@ -1,0 +1,89 @@
+"""Cases 1, 2, 4, 5 and 10 to 12: a model service dies, freezes, gets stuck or lies, and no client notices.
+
+The slow ones have quick relatives in tests/gateway/test_resilience.py, without figures.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.faults.conftest import Report
+from tests.faults.history import Record, stream_into
+from tests.faults.system import System
+
+
+def draft_is_absent(whole: System) -> bool:
+    return whole.ready()["draft"] == "absent"
+
+
+def is_unready(whole: System) -> bool:
+    return whole.ready()["status"] == "503"
+
+
+@pytest.mark.fault(1)
+@pytest.mark.slow
+def test_a_killed_draft_is_seen_at_once_and_rejoins(whole: System, report: Report) -> None:
+    endured = whole.endure(whole.draft.kill, lambda: draft_is_absent(whole), lambda: whole.revive("draft"))
+    report("1 draft killed", endured)
+    assert endured.goodput_during > 0
+
+
+@pytest.mark.fault(2)
+@pytest.mark.slow
+def test_a_frozen_draft_costs_a_round_or_two_and_its_late_answer_counts_for_nothing(
+    whole: System, report: Report
+) -> None:
+    timeouts = whole.metric("gateway", "spire_fallbacks_total", reason="draft_timeout")
+    process = whole.draft.process
+    endured = whole.endure(
+        lambda: process.send_signal(signal.SIGSTOP),
+        lambda: draft_is_absent(whole),
+        lambda: process.send_signal(signal.SIGCONT),
+    )
+    report("2 draft frozen", endured)
+    of_four_streams = whole.metric("gateway", "spire_fallbacks_total", reason="draft_timeout") - timeouts
+    assert 1 <= of_four_streams <= 2 * 4
+
+
+@pytest.mark.fault(4)
+@pytest.mark.slow
+def test_streams_pause_while_the_verifier_is_dead_and_then_continue(whole: System, report: Report) -> None:
+    endured = whole.endure(whole.verifier.kill, lambda: is_unready(whole), lambda: whole.revive("verifier"))
+    report("4 verifier killed", endured)
+
+
+@pytest.mark.fault(5)
+def test_a_stuck_model_is_not_ready_although_it_answers_pings_and_goes_on_when_it_can(
+    whole: System, report: Report
+) -> None:
+    """The verifier of these tests calls a step of 3 s stuck."""
+    stuck = whole.failpoint("stuck")
+    endured = whole.endure(stuck.__enter__, lambda: is_unready(whole), lambda: stuck.__exit__(None, None, None))
+    report("5 model stuck", endured)
+    assert 3 <= endured.detection < 10
+
+
+@pytest.mark.fault(11)
+def test_numbers_gone_bad_fail_their_request_clearly_and_no_other(whole: System) -> None:
+    victim = Record({"prompt": "Once", "temperature": 1, "seed": 13, "max_tokens": 200, "return_token_ids": True})
+    with whole.failpoint("nan"), ThreadPoolExecutor(1) as pool:
+        others = pool.submit(whole.ask)
+        stream_into(victim, whole.url)
+        whole.must_be_right(others.result())
+    assert json.loads(victim.error)["code"] == "not_finite"
+    assert victim.ends == 1
+    assert whole.metric("verifier", "spire_verifier_refused_items_total", code="data_loss") > 0
+    whole.settle()
+
+
+@pytest.mark.fault(10, 12)
+@pytest.mark.parametrize("failpoint", ["lies", "nonsense"])
+def test_whatever_a_draft_says_no_token_changes(whole: System, failpoint: str) -> None:
+    with whole.failpoint(failpoint):
+        again = whole.ask()
+    whole.must_be_right(again)
+    whole.settle()

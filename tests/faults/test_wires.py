@@ -1,0 +1,79 @@
+"""Cases 3, 6, 7, 9 and 12: what lies between the services is slow, dead, half-open, cut or corrupt."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.faults.conftest import Report
+from tests.faults.proxy import Way
+from tests.faults.system import System
+from tests.faults.test_services_lost import draft_is_absent, is_unready
+
+
+def nothing() -> None:
+    pass
+
+
+def drafted(whole: System) -> float:
+    return whole.metric("gateway", "spire_draft_tokens_total")
+
+
+@pytest.mark.fault(3)
+def test_a_draft_too_slow_for_a_round_is_left_out_of_all_but_a_few(whole: System, report: Report) -> None:
+    timeouts = whole.metric("gateway", "spire_fallbacks_total", reason="draft_timeout")
+    endured = whole.endure(
+        lambda: setattr(whole.to_draft, "latency", 0.5), lambda: draft_is_absent(whole), whole.to_draft.heal
+    )
+    report("3 draft slow by 1 s", endured)
+    of_four_streams = whole.metric("gateway", "spire_fallbacks_total", reason="draft_timeout") - timeouts
+    assert of_four_streams <= 2 * 4
+
+
+@pytest.mark.fault(6)
+def test_a_verifier_that_vanished_without_a_word_is_missed_within_5_s(whole: System, report: Report) -> None:
+    endured = whole.endure(whole.to_verifier.half_open, lambda: is_unready(whole), nothing)
+    report("6 connection half-open", endured)
+    assert endured.detection < 5
+
+
+@pytest.mark.fault(7)
+def test_what_a_healed_partition_lets_go_late_changes_nothing(whole: System, report: Report) -> None:
+    endured = whole.endure(whole.to_verifier.hold, lambda: is_unready(whole), whole.to_verifier.heal)
+    report("7 partition heals", endured)
+
+
+@pytest.mark.fault(9)
+def test_a_round_whose_answer_is_lost_is_not_lost(whole: System, report: Report) -> None:
+    """The verifier has committed tokens that the gateway never hears of."""
+
+    def lost() -> float:
+        return whole.metric("verifier", "spire_verifier_tokens_total") - whole.metric(
+            "gateway", "spire_generated_tokens_total"
+        )
+
+    def lose_answers() -> None:
+        whole.to_verifier.half_open(Way.ANSWERED)
+        time.sleep(0.3)
+
+    before = lost()
+    endured = whole.endure(lose_answers, lambda: True, whole.to_verifier.reset)
+    report("9 answer lost", endured)
+    assert lost() > before
+
+
+@pytest.mark.fault(12)
+def test_bits_that_flip_on_the_way_to_and_from_the_draft_change_no_token(whole: System) -> None:
+    """The verifier's own wire needs TLS for that: nothing else tells a wrong token from a right one."""
+    replayed = whole.metric("draft", "spire_draft_subscriptions_total")
+
+    def corrupt() -> None:
+        for _ in range(10):
+            whole.activations.corrupt()
+            whole.to_draft.corrupt()
+            time.sleep(0.05)
+
+    whole.endure(corrupt, lambda: True, nothing)
+    assert drafted(whole) > 0
+    assert whole.metric("draft", "spire_draft_subscriptions_total") >= replayed

@@ -1,0 +1,423 @@
+"""API keys: who is let in, how the file changes under a running gateway, and what clients here send."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import Case
+from schemathesis.checks import CHECKS, load_all_checks
+from typer.testing import CliRunner
+
+from gateway.front import Front
+from gateway.keys import Guard, Keys
+from gateway.metrics import Metrics
+from spire.bench.against import Server
+from spire.bench.client import BenchError, Client, Request
+from spire.bench.stream import Timed, stream_all
+from spire.cli import app
+from spire.errors import SpireError
+from spire.keys import authorization, create_key, digest, read_keys, revoke_key
+from tests.gateway.conftest import eventually
+from tests.security.conftest import Guarded, refused_start
+from tests.services import start
+
+PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/ready", "/version", "/metrics"]
+PATHS += ["/openapi.json", "/docs", "/redoc", "/", "/nowhere"]
+
+
+def assert_unauthorized(answer: httpx.Response) -> None:
+    assert answer.status_code == 401, answer.text
+    assert answer.headers["www-authenticate"].startswith("Bearer")
+    assert answer.headers["x-request-id"]
+    error = answer.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+
+
+# -- who is let in ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault(23)
+def test_every_path_but_health_needs_a_known_key(guarded: Guarded) -> None:
+    wrong = create_key("mallory", guarded.file.with_name("another"))
+    with httpx.Client(base_url=guarded.url) as http:
+        for path in PATHS:
+            for method in ("GET", "POST", "HEAD", "OPTIONS"):
+                without = http.request(method, path)
+                assert without.status_code == 401
+                assert http.request(method, path, headers={"Authorization": f"Bearer {wrong}"}).status_code == 401
+                assert http.request(method, path, headers=guarded.headers).status_code != 401
+            assert_unauthorized(http.get(path))
+        assert http.get("/health").json() == {"status": "ok"}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "",
+        "Bearer",
+        "Bearer alice",
+        "Basic {key}",
+        "{key}",
+        "Bearer {key}x",
+        "Bearer {key} {key}",
+        "Bearer {digest}",
+        "Bearer spire-",
+    ],
+)
+def test_no_other_header_opens(value: str, guarded: Guarded) -> None:
+    filled = value.format(key=guarded.key, digest=digest(guarded.key.encode()).hex())
+    answer = httpx.get(f"{guarded.url}/ready", headers={"Authorization": filled})
+    assert_unauthorized(answer)
+    assert guarded.key not in answer.text
+
+
+def test_two_headers_of_which_one_is_right_do_not_open(guarded: Guarded) -> None:
+    two = [("Authorization", "Bearer wrong"), *guarded.headers.items()]
+    assert_unauthorized(httpx.get(f"{guarded.url}/ready", headers=two))
+    assert_unauthorized(httpx.get(f"{guarded.url}/ready", headers=two[::-1]))
+
+
+CRAFTED = [
+    "GET /ready HTTP/1.1\r\nHost: localhost/health?",
+    "GET /ready HTTP/1.1\r\nHost: x/health#",
+    "GET /ready HTTP/1.1\r\nHost: /health",
+    "GET /metrics HTTP/1.1\r\nHost: 127.0.0.1/health/../",
+    "GET /metrics HTTP/1.1\r\nHost: h\r\nX-Forwarded-Host: h/health\r\nX-Forwarded-Prefix: /health",
+    "GET /metrics HTTP/1.1\r\nHost: h\r\nX-Original-URL: /health\r\nX-Rewrite-URL: /health",
+    "GET http://h/health HTTP/1.1\r\nHost: h",
+    "GET http://h/metrics HTTP/1.1\r\nHost: h/health",
+    "GET //health HTTP/1.1\r\nHost: h",
+    "GET //h/metrics HTTP/1.1\r\nHost: h",
+    "GET /health/ HTTP/1.1\r\nHost: h",
+    "GET /health/../metrics HTTP/1.1\r\nHost: h",
+    "GET /health/%2e%2e/metrics HTTP/1.1\r\nHost: h",
+    "GET /health%2f..%2fmetrics HTTP/1.1\r\nHost: h",
+    "GET /health%3f/../metrics HTTP/1.1\r\nHost: h",
+    "GET /health%00 HTTP/1.1\r\nHost: h",
+    "GET /health;/metrics HTTP/1.1\r\nHost: h",
+    "GET /metrics?/health HTTP/1.1\r\nHost: h",
+    "GET /metrics#/health HTTP/1.1\r\nHost: h",
+    "GET /HEALTH HTTP/1.1\r\nHost: h",
+    "GET /ready HTTP/1.0",
+]
+
+
+def exchange(url: str, request: str) -> str:
+    """What comes back for these very bytes, until the other side closes."""
+    parts = urlsplit(url)
+    with socket.create_connection((parts.hostname, parts.port), timeout=10) as connection:
+        connection.sendall(f"{request}\r\nConnection: close\r\n\r\n".encode())
+        return b"".join(iter(lambda: connection.recv(65536), b"")).decode()
+
+
+@pytest.mark.parametrize("request_head", CRAFTED)
+@pytest.mark.fault(23)
+def test_a_crafted_host_or_path_does_not_open(request_head: str, guarded: Guarded) -> None:
+    answer = exchange(guarded.url, request_head)
+    assert answer.startswith("HTTP/1.1 401 "), answer
+    assert "invalid_api_key" in answer
+
+
+def test_health_is_open_however_its_host_is_called(guarded: Guarded) -> None:
+    for host in ("h", "h/metrics", "/metrics?"):
+        assert exchange(guarded.url, f"GET /health HTTP/1.1\r\nHost: {host}").startswith("HTTP/1.1 200 ")
+
+
+def test_who_sends_much_without_a_key_reads_why_not(guarded: Guarded) -> None:
+    for size in (10_000, 1_900_000, 5_000_000):
+        assert_unauthorized(httpx.post(f"{guarded.url}/v1/completions", content=b"x" * size))
+
+
+def test_a_browser_may_ask_what_it_may_send_and_no_more(tmp_path: Path) -> None:
+    create_key("alice", tmp_path / "keys")
+    options = ["--port", "0", "--keys", str(tmp_path / "keys"), "--cors-origins", "https://notes.example"]
+    gateway = start(["-m", "gateway", "--verifier", "127.0.0.1:9", "--startup-patience", "0", *options], tmp_path)
+    try:
+        origin = {"Origin": "https://notes.example", "Access-Control-Request-Method": "POST"}
+        url = f"http://{gateway.address}/v1/completions"
+        asked = httpx.options(url, headers=origin | {"Access-Control-Request-Headers": "authorization"})
+        assert asked.status_code == 200
+        assert "authorization" in asked.headers["access-control-allow-headers"]
+        refused = httpx.post(url, headers=origin)
+        assert_unauthorized(refused)
+        assert refused.headers["access-control-allow-origin"] == "https://notes.example"
+    finally:
+        gateway.stop()
+
+
+async def test_the_name_of_the_key_is_in_the_request_s_state(tmp_path: Path) -> None:
+    key, seen = create_key("alice", tmp_path / "keys"), []
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope["state"])
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Any) -> None:
+        raise AssertionError(message)
+
+    for keys, expected in ((Keys(tmp_path / "keys"), "alice"), (None, None)):
+        front = Front(application, Metrics(), Guard(keys), frozenset(), 1024, 1.0)
+        headers = [(b"authorization", f"Bearer {key}".encode()), (b"x-request-id", b"mine")]
+        await front({"type": "http", "path": "/ready", "method": "GET", "headers": headers}, receive, send)
+        assert seen.pop() == {"key_name": expected, "request_id": "mine"}
+
+
+def test_a_key_is_compared_with_every_known_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, *_ = (create_key(name, tmp_path / "keys") for name in ("a", "b", "c"))
+    keys, compared, real = Keys(tmp_path / "keys"), [], hmac.compare_digest
+
+    def counting(known: bytes, presented: bytes) -> bool:
+        compared.append(known)
+        return real(known, presented)
+
+    monkeypatch.setattr(hmac, "compare_digest", counting)
+    assert keys.name_of(first.encode()) == "a"
+    assert keys.name_of(b"nobody's") is None
+    assert len(compared) == 2 * 3
+
+
+# -- where it listens ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
+def test_a_gateway_without_keys_refuses_to_serve_other_machines(host: str) -> None:
+    message = refused_start("gateway", "--host", host, "--port", "0")
+    assert "spire key create NAME --file FILE" in message
+    assert "--keys FILE" in message
+    assert "--without-keys" in message
+
+
+@pytest.mark.parametrize("told", ["keys", "without"])
+def test_both_ways_out_of_that_refusal_lead_out(told: str, tmp_path: Path) -> None:
+    create_key("alice", tmp_path / "keys")
+    way = ["--keys", str(tmp_path / "keys")] if told == "keys" else ["--without-keys"]
+    options = ["--verifier", "127.0.0.1:9", "--startup-patience", "0", "--host", "0.0.0.0", "--port", "0", *way]
+    gateway = start(["-m", "gateway", *options], tmp_path)
+    try:
+        port = gateway.address.rpartition(":")[2]
+        answer = httpx.get(f"http://127.0.0.1:{port}/version")
+        assert answer.status_code == (401 if told == "keys" else 200)
+    finally:
+        gateway.stop()
+
+
+def test_a_file_that_is_no_file_of_keys_is_refused_at_the_start(tmp_path: Path) -> None:
+    absent, wrong = tmp_path / "absent", tmp_path / "wrong"
+    assert str(absent) in refused_start("gateway", "--keys", str(absent))
+    wrong.write_text("# ours\nalice secret-in-clear\n")
+    message = refused_start("gateway", "--keys", str(wrong))
+    assert f"{wrong}, line 2" in message
+    assert "secret-in-clear" not in message
+    assert "drop one of them" in refused_start("gateway", "--keys", str(wrong), "--without-keys")
+
+
+# -- the file under a running gateway --------------------------------------------------------------------------------
+
+
+def status(changing: Guarded, key: str) -> int:
+    return httpx.get(f"{changing.url}/version", headers={"Authorization": f"Bearer {key}"}).status_code
+
+
+def test_a_key_is_added_and_revoked_without_a_restart(changing: Guarded) -> None:
+    bob = create_key("bob", changing.file)
+    assert (status(changing, changing.key), status(changing, bob)) == (200, 200)
+    revoke_key("alice", changing.file)
+    assert (status(changing, changing.key), status(changing, bob)) == (401, 200)
+
+
+def test_a_file_that_is_lost_lets_nobody_in_until_it_is_back(changing: Guarded) -> None:
+    hidden = changing.file.rename(changing.file.with_name("hidden"))
+    assert status(changing, changing.key) == 401
+    hidden.rename(changing.file)
+    assert status(changing, changing.key) == 200
+
+
+def test_a_line_that_was_spoilt_costs_only_its_own_key(changing: Guarded) -> None:
+    bob = create_key("bob", changing.file)
+    changing.file.write_text(changing.file.read_text()[:-10])
+    assert (status(changing, changing.key), status(changing, bob)) == (200, 401)
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+def spire(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "spire.cli", *arguments], capture_output=True, text=True, timeout=60)
+
+
+def test_a_key_is_shown_once_and_kept_nowhere(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    key = spire("key", "create", "alice", "--file", str(file)).stdout.strip()
+    assert len(key) > 43
+    assert key not in file.read_text()
+    assert file.stat().st_mode & 0o077 == 0
+    assert Keys(file).name_of(key.encode()) == "alice"
+    assert spire("key", "list", "--file", str(file)).stdout == "alice\n"
+    again = spire("key", "create", "alice", "--file", str(file))
+    assert (again.returncode, again.stdout) == (1, "")
+    assert "revoke that one first" in again.stderr
+
+
+def test_revoking_leaves_the_others_and_the_file_s_mode(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    _, bob = (create_key(name, file) for name in ("alice", "bob"))
+    file.chmod(0o640)
+    file.write_text(f"# ours\n{file.read_text()}")
+    printed = CliRunner().invoke(app, ["key", "revoke", "alice", "--file", str(file)])
+    assert printed.exit_code == 0
+    assert file.read_text().startswith("# ours\nbob ")
+    assert file.stat().st_mode & 0o777 == 0o640
+    assert Keys(file).name_of(bob.encode()) == "bob"
+    with pytest.raises(SpireError, match="no key named 'alice'"):
+        revoke_key("alice", file)
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a\nb", "x" * 65, "-x", "é"])
+def test_a_name_that_could_spoil_a_line_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(SpireError, match="is no name for a key"):
+        create_key(name, tmp_path / "keys")
+    assert not (tmp_path / "keys").exists()
+
+
+def test_two_keys_are_never_alike(tmp_path: Path) -> None:
+    keys = [create_key(f"name-{number}", tmp_path / "keys") for number in range(20)]
+    assert len({*keys}) == len({known.digest for known in read_keys(tmp_path / "keys")[0]}) == 20
+
+
+# -- the document ----------------------------------------------------------------------------------------------------
+
+
+def test_the_document_declares_the_key_and_the_refusal_and_only_where_they_hold(
+    serving: Guarded, guarded: Guarded
+) -> None:
+    document = httpx.get(f"{serving.url}/openapi.json", headers=serving.headers).json()
+    assert document["components"]["securitySchemes"]["key"] == {"type": "http", "scheme": "bearer"}
+    assert document["security"] == [{"key": []}]
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            assert ("401" in operation["responses"]) == (path != "/health")
+            assert operation.get("security") == ([] if path == "/health" else None)
+    assert document["paths"]["/health"]["get"]["responses"].keys() == {"200"}
+
+
+load_all_checks()
+
+
+def test_schemathesis_finds_no_operation_that_ignores_the_key(serving: Guarded) -> None:
+    document = schemathesis.openapi.from_url(f"{serving.url}/openapi.json", headers=serving.headers)
+    checks = CHECKS.get_by_names(["ignored_auth", "status_code_conformance", "response_schema_conformance"])
+    seen = set()
+    for found in document.get_all_operations():
+        operation = found.ok()
+
+        @settings(
+            max_examples=3,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+            phases=[Phase.generate],
+        )
+        @given(case=operation.as_strategy())
+        def exchange(case: Case) -> None:
+            response = case.call(headers=serving.headers, timeout=120)
+            assert response.status_code != 401
+            case.validate_response(response, checks=checks, headers=serving.headers)
+            assert case.call(timeout=120).status_code == (200 if case.path == "/health" else 401)
+
+        exchange()
+        seen.add(operation.path)
+    assert "/v1/completions" in seen
+
+
+# -- clients ---------------------------------------------------------------------------------------------------------
+
+
+def test_spire_complete_sends_the_key_of_the_environment(serving: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ["complete", "Once upon a time", "--url", serving.url, "--temperature", "0", "--max-tokens", "8"]
+    refused = spire(*command)
+    assert refused.returncode == 1
+    assert "the gateway refused (401)" in refused.stderr
+    assert "SPIRE_API_KEY" in refused.stderr
+    monkeypatch.setenv("SPIRE_API_KEY", serving.key)
+    texts = {spire(*command, *more).stdout.strip() for more in ([], ["--no-stream"])}
+    assert len(texts) == 1
+    assert texts.pop()
+
+
+def test_doctor_says_where_it_looked_for_a_key(guarded: Guarded) -> None:
+    printed = CliRunner().invoke(app, ["doctor", "--json", "--url", guarded.url]).stdout
+    check = next(check for check in json.loads(printed)["checks"] if check["name"].startswith("gateway"))
+    assert not check["ok"]
+    assert "SPIRE_API_KEY" in check["advice"]
+
+
+def test_the_measurements_send_the_key_of_the_environment(serving: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = Request(8)
+
+    async def eval_s_client() -> int:
+        async with Client(serving.url, 2) as client:
+            return len(await client.complete_all(request, [[1, 5, 6]]))
+
+    with pytest.raises(BenchError, match="401"):
+        asyncio.run(eval_s_client())
+    with pytest.raises(BenchError, match="401"):
+        asyncio.run(stream_all(serving.url, [Timed(request.streamed([1, 5], 1))]))
+    monkeypatch.setenv("SPIRE_API_KEY", f"{serving.key}\n")
+    assert asyncio.run(eval_s_client()) == 1
+    (answer,) = asyncio.run(stream_all(serving.url, [Timed(request.streamed([1, 5], 1))], authorization()))
+    assert answer.tokens == 8
+
+
+def test_another_server_is_sent_its_own_key_and_never_the_gateway_s(
+    serving: Guarded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPIRE_API_KEY", serving.key)
+    with pytest.raises(BenchError, match="does not say what is served there"):
+        Server.meet(serving.url, None)
+    monkeypatch.setenv("SPIRE_AGAINST_API_KEY", serving.key)
+    assert Server.meet(serving.url, None).model == "stories260K"
+
+
+def test_a_key_that_no_header_can_hold_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPIRE_API_KEY", "spire-abc\ndef")
+    with pytest.raises(SpireError) as refusal:
+        authorization()
+    assert "SPIRE_API_KEY" in str(refusal.value)
+    assert "abc" not in str(refusal.value)
+
+
+def test_spire_up_serves_with_keys_though_it_has_none_itself(stories_dir: Path, tmp_path: Path) -> None:
+    key, log = create_key("alice", tmp_path / "keys"), tmp_path / "up.log"
+    command = ["up", "--model", str(stories_dir), "--draft", "off", "--port", "0", "--threads", "1"]
+    with log.open("wb") as output:
+        whole = [sys.executable, "-m", "spire.cli", *command, "--keys", str(tmp_path / "keys")]
+        up = subprocess.Popen(whole, stdout=output, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    try:
+        eventually(lambda: "Ctrl-C stops" in log.read_text() or up.poll() is not None, within=90)
+        assert "no completion: the gateway asks for an API key, and SPIRE_API_KEY" in log.read_text()
+        found = re.search(r"http://\S+/v1/completions", log.read_text())
+        assert found
+        body = {"prompt": "Once upon a time", "max_tokens": 4}
+        assert httpx.post(found[0], json=body, headers={"Authorization": f"Bearer {key}"}).status_code == 200
+        assert httpx.post(found[0], json=body).status_code == 401
+    finally:
+        up.terminate()
+        up.wait(30)

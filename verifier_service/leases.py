@@ -1,0 +1,70 @@
+"""Who speaks for a gateway, and when what it left behind is freed. Runs on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import structlog
+
+from spire.errors import SpireError, StaleBlock
+from verifier_service.engine import Engine
+
+log = structlog.get_logger("verifier_service")
+
+End = Callable[[SpireError], None]
+
+
+@dataclass
+class _Lease:
+    newest: int = 0
+    # The open streams: their number, and what ends one.
+    streams: list[tuple[int, End]] = field(default_factory=list)
+    expiry: asyncio.TimerHandle | None = None
+
+
+class Leases:
+    """A gateway numbers its streams, and the newest alone speaks for it: what a partition held back and lets go later
+    was said by an older one, and would start sequences that nobody ever releases. The sequences of a gateway whose last
+    stream has been closed for `seconds` are freed.
+    """
+
+    def __init__(self, engine: Engine, seconds: float):
+        self._engine, self._seconds = engine, seconds
+        self._leases: dict[str, _Lease] = {}
+
+    @property
+    def any_open(self) -> bool:
+        """Whether any gateway is there."""
+        return any(lease.streams for lease in self._leases.values())
+
+    @contextmanager
+    def held(self, gateway: str, number: int, end: End) -> Iterator[None]:
+        """While this stream is open. Ends the gateway's older ones; raises StaleBlock when there was a newer one."""
+        lease = self._leases.setdefault(gateway, _Lease())
+        _must_be_newest(number, lease.newest)
+        lease.newest = number
+        if lease.expiry:
+            lease.expiry.cancel()
+        for older, end_older in lease.streams:
+            if older < number:
+                end_older(StaleBlock(f"stream {older} of this gateway has ended: stream {number} speaks for it"))
+        lease.streams.append((number, end))
+        try:
+            yield
+        finally:
+            lease.streams.remove((number, end))
+            if not lease.streams:
+                lease.expiry = asyncio.get_running_loop().call_later(self._seconds, self._expire, gateway)
+
+    def _expire(self, gateway: str) -> None:
+        del self._leases[gateway]
+        log.info("a gateway stayed away: its sequences are freed", gateway=gateway)
+        self._engine.call(self._engine.slots.release_gateway, gateway)
+
+
+def _must_be_newest(number: int, newest: int) -> None:
+    if number < newest:
+        raise StaleBlock(f"stream {number} of this gateway came after stream {newest}: it is over")

@@ -1,0 +1,136 @@
+"""Who holds which slot: sequences from admission to release, and all that is kept for them by slot."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence as Rows
+
+import structlog
+import torch
+
+from spire.errors import InvalidRequest, OutOfCapacity, UnknownSequence
+from verifier_service.activations import Publisher
+from verifier_service.batch import Limits
+from verifier_service.metrics import VerifierMetrics
+from verifier_service.prefixes import Prefixes
+from verifier_service.prompts import Prompts
+from verifier_service.sequence import Sequence, check_start
+from verifier_service.step import ModelSteps
+from verifier_service.tasks import StartTask
+
+log = structlog.get_logger("verifier_service")
+# How long a gateway that was refused counts as one that waits: while it does, it asks again much sooner.
+_STILL_WAITING = 2.0
+
+
+class Shares:
+    """Fair shares of the slots between gateways: whoever has its share gives way to whoever waits and has less."""
+
+    def __init__(self, slots: int):
+        self._slots = slots
+        self._refused: dict[str, float] = {}
+
+    def check(self, gateway: str, held: Counter[str], now: float) -> None:
+        """Raises OutOfCapacity for a gateway that has to give way. `held`: slots by gateway."""
+        self._refused = {other: at for other, at in self._refused.items() if now - at < _STILL_WAITING}
+        waiting = self._refused.keys() - {gateway}
+        share = self._slots // (1 + len(waiting))
+        if held[gateway] >= share and any(held[other] < share for other in waiting):
+            self.refused(gateway, now)
+            raise OutOfCapacity(f"this gateway holds its share of {share} of {self._slots} slots, and others wait")
+
+    def refused(self, gateway: str, now: float) -> None:
+        self._refused[gateway] = now
+
+    def admitted(self, gateway: str) -> None:
+        self._refused.pop(gateway, None)
+
+
+class Slots:
+    """The sequences that are held, in order of admission."""
+
+    def __init__(
+        self,
+        steps: ModelSteps,
+        publisher: Publisher,
+        prefixes: Prefixes,
+        prompts: Prompts,
+        limits: Limits,
+        metrics: VerifierMetrics,
+    ):
+        self.sequences: dict[str, Sequence] = {}
+        self._cache, self._pipeline = steps.cache, steps.pipeline
+        self._publisher, self._prefixes, self._prompts = publisher, prefixes, prompts
+        self._limits, self._metrics = limits, metrics
+        self._shares = Shares(self._cache.slots)
+
+    @property
+    def youngest(self) -> Sequence:
+        """The sequence that was admitted last."""
+        return list(self.sequences.values())[-1]
+
+    def admit(self, task: StartTask) -> None:
+        """Begin a sequence. Raises InvalidRequest or OutOfCapacity."""
+        check_start(task.start, self._limits.vocab_size, self._limits.max_context)
+        if task.start.adjustments.HasField("grammar") and task.matcher is None:
+            raise InvalidRequest("grammars are not available at this verifier")
+        now = time.monotonic()
+        self._shares.check(task.gateway, Counter(s.gateway for s in self.sequences.values()), now)
+        try:
+            slot = self._slot_for(len(task.start.tokens))
+        except OutOfCapacity:
+            self._shares.refused(task.gateway, now)
+            raise
+        self._shares.admitted(task.gateway)
+        self._prefixes.begin(slot, task.start.tokens)
+        prompt_L = torch.tensor(list(task.start.tokens))
+        sequence = Sequence(task.start, slot, task.gateway, task.reply, prompt_L, task.received)
+        self._pipeline.assign(slot, task.start, task.matcher)
+        self.sequences[sequence.id] = sequence
+        self._prompts.add(sequence)
+        self._publisher.join(sequence.id, sequence.draft_id, slot)
+        self._measure()
+        log.debug("sequence begins", sequence=sequence.id, tokens=len(task.start.tokens), draft_id=sequence.draft_id)
+
+    def _slot_for(self, length: int) -> int:
+        """A slot with memory for a prompt and the first page that it grows into. Raises OutOfCapacity."""
+        slot = self._cache.allocate()
+        while not self._cache.reserve([slot], length + self._limits.max_depth + 1):
+            if not self._prefixes.shed():
+                self._cache.free(slot)
+                raise OutOfCapacity(f"no memory is left for the cache of {length} positions")
+        return slot
+
+    def release(self, sequence_ids: Rows[str]) -> int:
+        """Free these sequences; unknown ids are none of our business. Returns how many there were."""
+        known = [i for i in dict.fromkeys(sequence_ids) if i in self.sequences]
+        for sequence_id in known:
+            sequence = self.sequences.pop(sequence_id)
+            held = 0 if sequence.poisoned else self._cache.lengths[sequence.slot]
+            self._prefixes.end(sequence.slot, sequence.tokens[:held])
+            self._pipeline.release(sequence.slot)
+            self._cache.free(sequence.slot, scrub=sequence.poisoned)
+            if sequence.started is None:
+                self._prompts.remove(sequence)
+            log.debug("sequence ends", sequence=sequence_id, rounds=sequence.round)
+        self._publisher.end(known)
+        self._measure()
+        return len(known)
+
+    def release_gateway(self, gateway: str) -> int:
+        """Free what a gateway left behind."""
+        count = self.release([s.id for s in self.sequences.values() if s.gateway == gateway])
+        self._metrics.expired.inc(count)
+        return count
+
+    def held(self, sequence_id: str) -> Sequence:
+        """Raises UnknownSequence."""
+        sequence = self.sequences.get(sequence_id)
+        if sequence is None:
+            raise UnknownSequence(f"sequence {sequence_id} is not held here: start it again from its tokens")
+        return sequence
+
+    def _measure(self) -> None:
+        self._metrics.slots_used.set(len(self.sequences))
+        self._metrics.cache_held_bytes.set(self._cache.held_bytes)
