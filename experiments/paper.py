@@ -34,8 +34,8 @@ RUNS = ROOT / "runs" / "paper"
 TARGET = ROOT / "models" / "target"
 BUNDLED = ROOT / "models" / "draft"
 
-# 1,000 steps of 2,048 tokens: what every SPIRe draft that is compared has seen.
-STEPS = 1000
+# Steps of 2,048 tokens: what every SPIRe draft that is compared has seen, and those of a sweep over its shape.
+STEPS, SWEPT_STEPS = 1000, 500
 HEADLINE, SWEEP = 4096, 1024
 
 # The paper's recipe: last layers, MixedLoss(0.5), blocks of k = 4. It names no optimizer: AdamW 1e-3, and AdamW 3e-3
@@ -97,7 +97,7 @@ class CellPlan:
 
 
 CONTEXTS = tuple(Measurement(contexts=SWEEP, context=context) for context in (256, 960, 1900))
-DEPTHS = tuple(Measurement(k=k) for k in (1, 2, 3, 6, 8, 12, 16))
+DEPTHS = tuple(Measurement(k=k) for k in (1, 2, 8, 16, 3, 6, 12))
 TRUNCATIONS = tuple(Measurement(top_m=m) for m in (64, 256, 1024))
 
 
@@ -139,9 +139,9 @@ def plan() -> list[CellPlan]:
         ]
     swept = (Measurement(), *CONTEXTS, *DEPTHS, *TRUNCATIONS)
     cells += [CellPlan("bundled", "the bundled draft", None, measurements=swept, draft=str(BUNDLED))]
-    cells += [CellPlan(f"window-{w}", f"window {w}", {"window": w}) for w in (16, 32, 128, 256)]
-    cells += [CellPlan(f"sink-{s}", f"sink {s}", {"sink": s}) for s in (0, 2, 4)]
-    cells += [CellPlan(f"tokens-{s}", f"{s * 2048 / 1e6:.1f} M tokens", {}, steps=s) for s in (250, 500, 2000)]
+    cells += [CellPlan(f"tokens-{s}", f"{s * 2048 / 1e6:.1f} M tokens", {}, steps=s) for s in (SWEPT_STEPS, 250, 2000)]
+    cells += [CellPlan(f"window-{w}", f"window {w}", {"window": w}, steps=SWEPT_STEPS) for w in (16, 32, 128, 256)]
+    cells += [CellPlan(f"sink-{s}", f"sink {s}", {"sink": s}, steps=SWEPT_STEPS) for s in (0, 2, 4)]
     return cells
 
 

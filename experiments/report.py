@@ -6,7 +6,7 @@ import json
 from statistics import fmean, stdev
 from typing import Any
 
-from paper import BETTER, RESULTS, ROOT, STEPS, CellPlan, plan
+from paper import BETTER, RESULTS, ROOT, STEPS, SWEPT_STEPS, CellPlan, plan
 
 # Published τ at k = 4, temperature 1 (paper, Table 1 and Figure 5), ± 0.004.
 PUBLISHED = {
@@ -82,9 +82,12 @@ def page(results: dict[str, Cell], cells: list[CellPlan]) -> list[str]:
         *table(["k", "τ at 512"], _depth_rows(results.get("bundled"))),
         *table(["context", "τ"], _context_rows(results.get("bundled"))),
         *table(["kept of q (top-m)", "τ at 512"], _truncation_rows(results.get("bundled"))),
-        f"Trained otherwise, {STEPS * 2048 / 1e6:.1f} M tokens unless the row says another number:",
+        f"Another window or sink, each draft trained on {SWEPT_STEPS * 2048 / 1e6:.1f} M tokens:",
         "",
-        *table(["", "τ at 512"], _trained_sweep(results, names)),
+        *table(["cache", "τ at 512", "against window 64, sink 1"], _shape_rows(results, names)),
+        "More and fewer tokens:",
+        "",
+        *table(["training tokens", "τ at 512"], _token_rows(results)),
     ]
 
 
@@ -179,9 +182,20 @@ def _truncation_rows(result: Cell | None) -> list[list[str]]:
     return [["all 4,096" if m is None else f"{m:,}", shown(tau(result, top_m=m))] for m in (64, 256, 1024, None)]
 
 
-def _trained_sweep(results: dict[str, Cell], names: dict[str, str]) -> list[list[str]]:
-    swept = [name for name in names if name.startswith(("window-", "sink-", "tokens-"))]
-    return [[f"{names[name]}", shown(tau(results.get(name)))] for name in swept]
+def _shape_rows(results: dict[str, Cell], names: dict[str, str]) -> list[list[str]]:
+    base = tau(results.get(f"tokens-{SWEPT_STEPS}"))
+    swept = [name for name in names if name.startswith(("window-", "sink-"))]
+    rows = [[names[name], shown(tau(results.get(name))), ratio(tau(results.get(name)), base)] for name in swept]
+    return [["window 64, sink 1", shown(base), "1"], *rows]
+
+
+def _token_rows(results: dict[str, Cell]) -> list[list[str]]:
+    """The recipe of `spire` by what it has seen, and the bundled draft, which is half on-policy."""
+    trained = [results[name] for name in results if name.startswith("tokens-") or name == "spire"]
+    rows = [
+        [f"{cell['tokens'] / 1e6:.1f} M", shown(tau(cell))] for cell in sorted(trained, key=lambda c: int(c["tokens"]))
+    ]
+    return [*rows, ["8.2 M, half on-policy (bundled)", shown(tau(results.get("bundled")))]]
 
 
 if __name__ == "__main__":
