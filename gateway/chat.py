@@ -6,6 +6,7 @@ Text only: tools and pictures are refused by name.
 from __future__ import annotations
 
 import asyncio
+from functools import cached_property
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, WithJsonSchema
@@ -13,7 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, WithJsonSchema
 from gateway.bodies import TokenCount
 from gateway.choice import Piece
 from gateway.completion import Completion
-from gateway.engine import Engine
 from gateway.errors import BadParameter
 from gateway.logprobs import Entry, contents
 from gateway.peers import Model
@@ -129,17 +129,10 @@ class ChatCompletion(Completion):
 
     id_prefix = "chatcmpl"
 
-    def __init__(
-        self,
-        engine: Engine,
-        request: CompletionRequest,
-        model: Model,
-        prompts: list[list[int]],
-        request_id: str,
-        seconds: float,
-    ):
-        super().__init__(engine, request, model, prompts, request_id, seconds)
-        self._begun: set[int] = set()
+    @cached_property
+    def _begun(self) -> set[int]:
+        """The choices whose first piece has been sent."""
+        return set()
 
     def _head(self) -> dict[str, Any]:
         return super()._head() | {"object": "chat.completion.chunk" if self.request.stream else "chat.completion"}

@@ -282,9 +282,11 @@ class Publisher:
             if feed.taps.layers != layers:
                 rows_RND = rows_RND[:, [layers.index(layer) for layer in feed.taps.layers]]
             # The draft waits for it; what a later replay needs can be kept while it reads.
-            if announce and feed.deliver:
-                self._deliver(feed.deliver, feed.advance(chosen, rows_RND))
-            feed.store(chosen, rows_RND)
+            try:
+                if announce and feed.deliver:
+                    self._deliver(feed.deliver, feed.advance(chosen, rows_RND))
+            finally:
+                feed.store(chosen, rows_RND)
 
     def replay(self, draft_id: str, sequence_ids: Rows[str]) -> None:
         """Send sink and window of these sequences again, as far as they are held."""

@@ -150,14 +150,12 @@ class Soak:
         answered = [record for record in self.records if not record.error]
         mismatches = [found for record in answered if (found := record.problems(expected[repr(record.body)]))]
         growth = {name: _growth([s.resident[name] for s in self._warm(minutes)]) for name in self.samples[-1].resident}
-        after, before = self.whole.held(), self.whole.baseline
-        leaks = {name: [before[name], value] for name, value in after.items() if value > before[name]}
         broken = {
             "failed requests": failed,
             "mismatches": mismatches,
             "wrong answers": self.wrong_answers,
             "growth": [f"{name} {share:.1%}" for name, share in growth.items() if share >= MOST_GROWTH],
-            "still held": leaks,
+            "still held": self.whole.leaks(),
         }
         return {
             "minutes": minutes,
@@ -245,7 +243,6 @@ def soak(
         for thread in beside:
             thread.join()
         eventually(lambda: whole.metric("gateway", "spire_sequences_now") == 0, within=60)
-        time.sleep(5)
         verdict = run.verdict(minutes)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(verdict, indent=1))

@@ -61,7 +61,7 @@ def test_a_gateway_told_to_end_answers_what_it_has_begun_and_takes_nothing_more(
             assert refused.headers["retry-after"]
         assert service.process.wait(20) == 0
     assert (record.error, record.usage, record.finish_reasons, record.ends) == ("", 400, ["length"], 1)
-    whole.settle()
+    assert whole.leaks() == {}
 
 
 @pytest.mark.fault(20)
@@ -75,7 +75,7 @@ def test_a_second_signal_ends_it_now_and_tells_the_clients(whole: System) -> Non
     assert json.loads(record.error)["code"] == "shutting_down"
     assert record.ends == 1
     assert len(record.tokens) < 400
-    whole.settle()
+    assert whole.leaks() == {}
 
 
 @pytest.mark.fault(20)
@@ -84,7 +84,7 @@ def test_a_verifier_told_to_end_lets_what_runs_end_first(whole: System) -> None:
     with Load(whole.url, [expected.body for expected in whole.expected.values()]) as load:
         eventually(lambda: load.flowing)
         whole.verifier.process.send_signal(signal.SIGTERM)
-    whole.must_be_right(load.records)
+    assert whole.wrong(load.records) == {}
     assert whole.metric("gateway", "spire_replays_total") == replays
     assert whole.verifier.process.wait(20) == 0
     whole.revive("verifier")
@@ -98,10 +98,10 @@ def test_a_gateway_that_vanishes_without_a_word_leaves_only_its_own_sequences_to
         eventually(lambda: whole.metric("verifier", "spire_verifier_slots_used") == 1)
         wire.black_hole()
         gone.kill()
-        whole.must_be_right(whole.ask())
+        assert whole.wrong(whole.ask()) == {}
         expired = lambda: whole.metric("verifier", "spire_verifier_expired_sequences_total")  # noqa: E731
         eventually(lambda: expired() >= 1, within=15)
-    whole.settle()
+    assert whole.leaks() == {}
 
 
 @pytest.mark.fault(18)

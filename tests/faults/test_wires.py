@@ -42,6 +42,7 @@ def test_a_verifier_that_vanished_without_a_word_is_missed_within_5_s(whole: Sys
 def test_what_a_healed_partition_lets_go_late_changes_nothing(whole: System, report: Report) -> None:
     endured = whole.endure(whole.to_verifier.hold, lambda: is_unready(whole), whole.to_verifier.heal)
     report("7 partition heals", endured)
+    assert endured.goodput_after > 0
 
 
 @pytest.mark.fault(9)

@@ -74,8 +74,12 @@ def test_more_than_a_key_may_ever_have_is_no_matter_of_time() -> None:
 
 
 def test_where_no_keys_are_asked_for_nobody_is_limited() -> None:
-    for _ in range(10):
-        Quotas(1, 1).charge(None, 1000, 0.0)
+    quotas = Quotas(1, 1000)
+    charges = [quotas.charge(None, 1000, 0.0) for _ in range(10)]
+    assert len(charges) == 10
+    quotas.charge("alice", 1000, 0.0)
+    with pytest.raises(OverQuota):
+        quotas.charge("alice", 1000, 0.0)
 
 
 def test_the_queue_is_told_by_the_rate_at_which_places_got_free() -> None:

@@ -207,3 +207,4 @@ def engine(model_dir: Path) -> Iterator[Engine]:
 def test_the_sequence_protocol_holds_under_any_history(engine: Engine, target: Target) -> None:
     histories = settings(max_examples=40, stateful_step_count=50, deadline=None)
     run_state_machine_as_test(partial(Gateways, engine, target), settings=histories)
+    assert engine.sequences == {}
