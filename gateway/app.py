@@ -188,6 +188,7 @@ def _model_card(engine: Engine) -> dict[str, Any]:
             "name": draft.model_name,
             "kind": draft.kind,
             "k": "auto" if engine.config.k is None else engine.config.k,
+            "max_k": min(draft.max_speculation_depth, model.info.max_speculation_depth),
         }
         if draft
         else None,

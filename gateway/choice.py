@@ -6,10 +6,10 @@ Tokens are read from the sequence, where the engine commits them; text is made h
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gateway.logprobs import Entry, mean
-from gateway.sequence import Sequence
+from gateway.sequence import Round, Sequence
 from gateway.tokenizer import TextCodec, TextStream
 
 
@@ -21,6 +21,7 @@ class Piece:
     text: str
     tokens: list[int]
     origins: list[str]
+    rounds: list[Round]
     entries: list[Entry]
     finish_reason: str | None
 
@@ -52,6 +53,7 @@ class Choice:
         self._seen = 0
         # Where the output begins in the choice's text, how far that was told, and how many tokens' logprobs.
         self._begin = self._emitted = self._told = 0
+        self._told_rounds = 0
 
     def begin_with(self, echo: Echo) -> None:
         """Have the prompt's text in front."""
@@ -95,7 +97,7 @@ class Choice:
         prompt_text, entries = self._echoed()
         entries += self._new_entries()
         tokens = sequence.output[taken : self.tokens]
-        return Piece(self.index, prompt_text + text, tokens, origins, entries, self.finish_reason)
+        return Piece(self.index, prompt_text + text, tokens, origins, self._new_rounds(), entries, self.finish_reason)
 
     def _echoed(self) -> tuple[str, list[Entry]]:
         """The prompt, once."""
@@ -106,6 +108,16 @@ class Choice:
         if logprobs is None:
             return echo.text, []
         return echo.text, [*map(Entry, prompt, [None, *logprobs], echo.offsets)]
+
+    def _new_rounds(self) -> list[Round]:
+        """Those that gave tokens of the text: of what a stop string has cut off there are none."""
+        new = self.sequence.rounds[self._told_rounds :]
+        self._told_rounds += len(new)
+        return [
+            replace(round_, tokens=min(round_.tokens, self.tokens - round_.begin))
+            for round_ in new
+            if round_.begin < self.tokens
+        ]
 
     def _new_entries(self) -> list[Entry]:
         """Those of tokens whose text has been told, and at the end of all but what a stop string has cut off."""

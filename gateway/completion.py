@@ -7,6 +7,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from itertools import zip_longest
 from typing import Any
 
@@ -197,7 +198,7 @@ class Completion:
 
     @property
     def _tells_tokens(self) -> bool:
-        return self.request.return_token_ids or self.request.return_token_origins
+        return self.request.return_token_ids or self.request.return_token_origins or self.request.return_rounds
 
     # -- objects of the answer ---------------------------------------------------------------------------------------
 
@@ -216,6 +217,7 @@ class Completion:
             "".join(piece.text for piece in pieces),
             [token for piece in pieces for token in piece.tokens],
             [origin for piece in pieces for origin in piece.origins],
+            [round_ for piece in pieces for round_ in piece.rounds],
             [entry for piece in pieces for entry in piece.entries],
             choice.finish_reason,
         )
@@ -232,6 +234,8 @@ class Completion:
             answer["token_ids"] = piece.tokens
         if request.return_token_origins:
             answer["token_origins"] = piece.origins
+        if request.return_rounds:
+            answer["rounds"] = [asdict(round_) for round_ in piece.rounds]
         return answer
 
     def _said(self, piece: Piece) -> dict[str, Any]:
@@ -291,7 +295,7 @@ class Completion:
 
 def speculation_figures(sequences: list[Sequence]) -> dict[str, Any]:
     """What speculation did for these sequences; every round counts, whether it had draft tokens or not."""
-    rounds = sum(sequence.rounds for sequence in sequences)
+    rounds = sum(len(sequence.rounds) for sequence in sequences)
     drafted = sum(sequence.drafted for sequence in sequences)
     histogram = _sum([sequence.accepted_histogram for sequence in sequences])
     accepted = sum(number * times for number, times in enumerate(histogram))

@@ -42,12 +42,20 @@ class TextLogprobs(Declared):
     text_offset: list[int]
 
 
+class RoundOfChoice(Declared):
+    begin: int = Field(description="place in the output of the round's first token")
+    tokens: int = Field(description="how many tokens of the output it gave")
+    drafted: int
+    accepted: int = Field(description="of the drafted ones; the target adds one token of its own to these")
+
+
 class AnyChoice(Declared):
     index: int
     finish_reason: FinishReason
     prompt_token_ids: list[int] = Field([], description="with return_token_ids")
     token_ids: list[int] = Field([], description="with return_token_ids")
     token_origins: list[Origin] = Field([], description="with return_token_origins: who chose each token")
+    rounds: list[RoundOfChoice] = Field([], description="with return_rounds")
 
 
 class AnyResponse(Declared):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from math import ceil
 
-from gateway.sequence import Logprob, Sequence, State
+from gateway.sequence import Logprob, Round, Sequence, State
 from spire.errors import InvalidRequest, OutOfCapacity
 
 # A sequence lost this often without one new token in between is given up: it may be what kills the verifier.
@@ -114,12 +114,13 @@ class Scheduler:
         """One round's tokens: the accepted ones and one more. Returns how many were kept."""
         accepted = len(tokens) - 1
         sequence.round += 1
-        sequence.rounds += 1
         sequence.drafted += drafted
         _count(sequence.accepted_histogram, accepted)
         if sequence.depth == sequence.k:
             _count(sequence.full_depth_histogram, accepted)
+        begin = len(sequence.output)
         kept = self._extend(sequence, tokens, logprobs)
+        sequence.rounds.append(Round(begin, kept, drafted, accepted))
         sequence.accepted += min(accepted, kept)
         return kept
 

@@ -127,6 +127,7 @@ class GenerationRequest(RequestBody):
     speculation: Speculation = Field(default_factory=Speculation)
     return_token_ids: bool = False
     return_token_origins: bool = False
+    return_rounds: bool = False
     return_metrics: bool = False
 
 

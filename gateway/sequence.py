@@ -54,6 +54,20 @@ class Logprob:
     top: list[tuple[int, float]]
 
 
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What one round did for a sequence: it gave `tokens` of its output from place `begin` on.
+
+    Of `drafted` draft tokens the target accepted `accepted`; one more is its own. Where the output ends in the midst of
+    a round, `tokens` is less than accepted + 1.
+    """
+
+    begin: int
+    tokens: int
+    drafted: int
+    accepted: int
+
+
 @dataclass(slots=True)
 class Moments:
     """When things happened, in seconds of the gateway's own clock. Written by the engine, 0 until it happened."""
@@ -105,7 +119,7 @@ class Sequence:
     cached_tokens: int = 0
     # Lives since the last new token: one that makes no progress is given up.
     fruitless_lives: int = 0
-    rounds: int = 0
+    rounds: list[Round] = field(default_factory=list)
     drafted: int = 0
     accepted: int = 0
     # accepted_histogram[a] = rounds in which a draft tokens were accepted.

@@ -202,6 +202,29 @@ def test_origins_tell_the_drafts_tokens_from_the_targets(api: Api) -> None:
     assert "token_origins" not in api.complete(PROMPT, max_tokens=2)["choices"][0]
 
 
+@pytest.mark.parametrize("ending", [{"max_tokens": 60}, {"max_tokens": 200, "stop": [" the"]}, {"max_tokens": 1}])
+def test_rounds_tell_which_of_them_gave_each_token(ending: dict[str, Any], api: Api) -> None:
+    """In a stream and whole: they follow on one another, and their sums are those of the metrics."""
+    request = GREEDY | ending | {"return_rounds": True, "return_token_origins": True, "return_metrics": True}
+    answer = api.complete(PROMPT, **request)
+    choice, figures = answer["choices"][0], answer["metrics"]["speculative_decoding"]
+    rounds = choice["rounds"]
+    assert [round_["begin"] for round_ in rounds] == [1, *(r["begin"] + r["tokens"] for r in rounds)][: len(rounds)]
+    assert sum(round_["tokens"] for round_ in rounds) == len(choice["token_ids"]) - 1
+    for round_ in rounds:
+        own = choice["token_origins"][round_["begin"] :][: round_["tokens"]]
+        assert own == (["draft"] * round_["accepted"] + ["target"])[: round_["tokens"]]
+    if "stop" not in ending:  # what was under way when a stop string came counts, and gave no token
+        assert len(rounds) == figures["num_spec_steps"]
+        assert sum(round_["drafted"] for round_ in rounds) == figures["num_draft_tokens"]
+        assert sum(round_["accepted"] for round_ in rounds) == figures["num_accepted_draft_tokens"]
+    pieces = [event["choices"] for event in stream(api, PROMPT, **request)]
+    assert [round_ for choices in pieces for choice in choices for round_ in choice["rounds"]] == rounds
+    plain = api.complete(PROMPT, **request, speculation=OFF)["choices"][0]["rounds"]
+    assert {(round_["drafted"], round_["accepted"], round_["tokens"]) for round_ in plain} <= {(0, 0, 1)}
+    assert "rounds" not in api.complete(PROMPT, max_tokens=2)["choices"][0]
+
+
 @pytest.mark.parametrize(
     ("request_body", "rule"),
     [
