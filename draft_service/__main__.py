@@ -21,7 +21,7 @@ from spire.rpc.tls import Tls, in_words
 from draft_service.activations import Follower, subscription
 from draft_service.drafter import Drafter
 from draft_service.identity import check_handshake, describe, stable_id
-from draft_service.metrics import register
+from draft_service.metrics import registry_of
 from draft_service.worker import Worker
 from spire.model.checkpoint import load_draft
 from spire.model.draft import Draft
@@ -69,7 +69,6 @@ async def serve(config: DraftServiceConfig) -> None:
 
         servicer = DraftServicer(own_info, worker.propose, draft.config.vocab_size, drafter.device)
         draft_pb2_grpc.add_DraftServicer_to_server(servicer, server)
-        register(worker, follower)
         worker.start()
         try:
             await _run(config, server, follower, worker, lambda: _announce(config, port, worker))
@@ -104,7 +103,7 @@ async def _run(
     healthy = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     if config.metrics_port:
-        start_http_server(config.metrics_port, config.host)
+        start_http_server(config.metrics_port, config.host, registry=registry_of(worker, follower))
     await server.start()
     await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
     following, stopping = asyncio.create_task(follower.run()), asyncio.create_task(stop_signal())

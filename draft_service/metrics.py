@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import REGISTRY
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client.registry import Collector, CollectorRegistry
 
 from draft_service.activations import Follower
 from draft_service.worker import Worker
+from spire.process_metrics import register_process
 
 
 class DraftCollector(Collector):
@@ -41,5 +41,8 @@ class DraftCollector(Collector):
         )
 
 
-def register(worker: Worker, follower: Follower) -> None:
-    REGISTRY.register(DraftCollector(worker, follower))
+def registry_of(worker: Worker, follower: Follower) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    registry.register(DraftCollector(worker, follower))
+    register_process(registry)
+    return registry

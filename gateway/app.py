@@ -35,6 +35,7 @@ from gateway.sequence import GREEDY
 from gateway.tokenization import DetokenizeRequest, TokenizeRequest, add_tokenization
 from spire import __version__
 from spire.errors import SpireError
+from spire.process_metrics import register_process
 
 
 def create_app(config: GatewayConfig, engine: Engine, guard: Guard) -> ASGIApp:
@@ -136,6 +137,7 @@ def _check_grammar(request: CompletionRequest, model: Model) -> None:
 def _add_state(app: FastAPI, config: GatewayConfig, engine: Engine) -> None:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Exposition(engine.metrics, engine.gauges, config.vllm_metrics))
+    register_process(registry)
 
     @app.get("/v1/models", responses=refusals(503))
     async def models() -> dict[str, Any]:

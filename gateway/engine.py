@@ -119,7 +119,7 @@ class Engine:
             capacity=self.scheduler.capacity,
             tasks=len(asyncio.all_tasks()),
             verifier_up=self.verifier.up,
-            draft_up=self.draft is not None and self.draft.up,
+            draft_up=self.draft.up if self.draft else None,
             draft_kind=draft.kind if draft else "",
             draft_name=draft.model_name if draft else "",
             draft_state_bytes=draft.state_bytes_per_sequence if draft else 0,

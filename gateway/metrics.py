@@ -68,7 +68,8 @@ class Gauges:
     # Of the event loop: what grows when something is not cleaned up.
     tasks: int = 0
     verifier_up: bool = False
-    draft_up: bool = False
+    # None where no draft is configured.
+    draft_up: bool | None = None
     # Empty until a draft has been met.
     draft_kind: str = ""
     draft_name: str = ""
@@ -206,7 +207,8 @@ class Exposition(Collector):
     def _peers(self, now: Gauges) -> Iterator[Metric]:
         up = GaugeMetricFamily("spire_peer_up", "Whether a model service answers.", labels=["peer"])
         up.add_metric(["verifier"], float(now.verifier_up))
-        up.add_metric(["draft"], float(now.draft_up))
+        if now.draft_up is not None:
+            up.add_metric(["draft"], float(now.draft_up))
         yield up
         if now.draft_kind:
             who = {"kind": now.draft_kind, "name": now.draft_name}

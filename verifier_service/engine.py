@@ -25,7 +25,7 @@ import torch
 
 from spire.drafting import Drafted, Guess, ProposeTask, answer
 from spire.errors import InvalidRequest, NotFinite, OutOfCapacity, RequestError, SpireError, UnknownSequence
-from spire.rpc.errors import OK, item_status
+from spire.rpc.errors import OK, code_name, item_status
 from spire.sampling import SamplingRows
 from spire.v1 import tensor_pb2
 from spire.v1 import verifier_pb2 as pb
@@ -172,7 +172,7 @@ class Engine:
         return pb.Started(sequence_id=sequence_id, status=status)
 
     def _count_refusal(self, sequence_id: str, status: tensor_pb2.ItemStatus) -> None:
-        code = tensor_pb2.Code.Name(status.code).removeprefix("CODE_").lower()
+        code = code_name(status.code)
         self.metrics.refused.labels(code).inc()
         log.debug("refused", sequence=sequence_id, code=code)
 

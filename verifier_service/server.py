@@ -132,7 +132,7 @@ def _build_engine(
     publisher = Publisher(slots, shape.hidden_size, dtype, device)
     limits = Limits(shape.vocab_size, max_context, config.max_depth)
     prefixes = Prefixes(cache, config.prefix_cache)
-    return Engine(steps, publisher, prefixes, limits, VerifierMetrics(slots, cache.bytes), config.token_budget)
+    return Engine(steps, publisher, prefixes, limits, VerifierMetrics(slots, cache), config.token_budget)
 
 
 def _cache_budget(bytes_each: int, config: VerifierConfig, device: torch.device) -> int | None:

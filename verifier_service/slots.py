@@ -133,4 +133,3 @@ class Slots:
 
     def _measure(self) -> None:
         self._metrics.slots_used.set(len(self.sequences))
-        self._metrics.cache_held_bytes.set(self._cache.held_bytes)

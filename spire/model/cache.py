@@ -85,8 +85,14 @@ class TargetCache:
 
     @property
     def held_bytes(self) -> int:
-        """What is promised to the sequences there are."""
+        """What is promised to the sequences there are, and kept of those that were."""
         return sum(self._held) * self.page_bytes
+
+    @property
+    def live_bytes(self) -> int:
+        """What is promised to the sequences there are. Any thread may ask."""
+        free = set(self._free)
+        return sum(pages for slot, pages in enumerate(self._held[: self.slots]) if slot not in free) * self.page_bytes
 
     @property
     def free_slots(self) -> int:

@@ -33,6 +33,11 @@ def item_status(error: SpireError) -> pb.ItemStatus:
     return pb.ItemStatus(code=code, message=str(error))
 
 
+def code_name(code: pb.Code) -> str:
+    """As metrics and logs call it: `not_found`."""
+    return pb.Code.Name(code).removeprefix("CODE_").lower()
+
+
 def raise_for(status: pb.ItemStatus) -> None:
     """Raise what an item's status says, if it says anything."""
     if status.code != pb.CODE_OK:
