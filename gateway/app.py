@@ -27,6 +27,8 @@ from gateway.front import Front
 from gateway.keys import Guard
 from gateway.metrics import Exposition
 from gateway.openapi import DocumentedApi, Limits, body_of, limits_of
+from gateway.page import PATHS as PAGE_PATHS
+from gateway.page import add_page
 from gateway.peers import Model
 from gateway.prompts import encode_prompts
 from gateway.responses import ChatResponse, CompletionResponse, answers
@@ -55,7 +57,8 @@ def create_app(config: GatewayConfig, engine: Engine, guard: Guard) -> ASGIApp:
     _add_completions(app, config, engine)
     add_tokenization(app, engine)
     _add_state(app, config, engine)
-    paths = frozenset(app.openapi()["paths"])
+    add_page(app)
+    paths = frozenset(app.openapi()["paths"]) | PAGE_PATHS
     front = Front(app, engine.metrics, guard, paths, config.max_body_bytes, config.body_deadline)
     return _for_browsers(front, config.cors_origins) if config.cors_origins else front
 

@@ -38,8 +38,8 @@ class GatewayConfig(ServiceConfig):
 
     keys: Path | None = Field(
         None,
-        description="file of API keys, as `spire key create` makes it: every path but /health asks for one. It is read "
-        "again when it changes",
+        description="file of API keys, as `spire key create` makes it: every path but /health and the page at / asks "
+        "for one. It is read again when it changes",
     )
     https: Path | None = Field(None, description="directory with tls.crt and tls.key: clients then speak HTTPS")
     without_keys: CliImplicitFlag[bool] = Field(

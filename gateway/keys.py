@@ -16,10 +16,11 @@ from typing import Any
 import structlog
 
 from gateway.errors import Unauthorized
+from gateway.page import PATHS as PAGE_PATHS
 from spire.errors import DataError, SpireError
 from spire.keys import KnownKey, digest, read_keys
 
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = frozenset({"/health"}) | PAGE_PATHS
 
 log = structlog.get_logger("gateway")
 

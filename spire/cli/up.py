@@ -179,7 +179,8 @@ class Stack:
         for service in self.services:
             drafts = " (and drafts: MagicDec)" if self.pair.magicdec and service.module == "verifier_service" else ""
             console.print(f"  {service.name:9} {service.address}{drafts}")
-        console.print(f"\n  completions [bold]{self.url}/v1/completions[/]")
+        console.print(f"\n  page        [bold]{self.url}/[/]")
+        console.print(f"  completions [bold]{self.url}/v1/completions[/]")
         console.print(f"  health      {self.url}/ready")
         console.print(f"  metrics     {self.url}/metrics")
         console.print(f"  logs        {self.directory}\n")

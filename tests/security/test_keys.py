@@ -23,7 +23,7 @@ from schemathesis.checks import CHECKS, load_all_checks
 from typer.testing import CliRunner
 
 from gateway.front import Front
-from gateway.keys import Guard, Keys
+from gateway.keys import OPEN_PATHS, Guard, Keys
 from gateway.metrics import Metrics
 from spire.bench.against import Server
 from spire.bench.client import BenchError, Client, Request
@@ -35,8 +35,9 @@ from tests.gateway.conftest import eventually
 from tests.security.conftest import Guarded, refused_start
 from tests.services import start
 
+STATIC = Path(__file__).parents[2] / "gateway" / "static"
 PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/ready", "/version", "/metrics"]
-PATHS += ["/openapi.json", "/docs", "/redoc", "/", "/nowhere"]
+PATHS += ["/openapi.json", "/docs", "/redoc", "/nowhere", "/static", "/static/", "/index.html"]
 
 
 def assert_unauthorized(answer: httpx.Response) -> None:
@@ -52,7 +53,7 @@ def assert_unauthorized(answer: httpx.Response) -> None:
 
 
 @pytest.mark.fault(23)
-def test_every_path_but_health_needs_a_known_key(guarded: Guarded) -> None:
+def test_every_path_but_health_and_the_page_needs_a_known_key(guarded: Guarded) -> None:
     wrong = create_key("mallory", guarded.file.with_name("another"))
     with httpx.Client(base_url=guarded.url) as http:
         for path in PATHS:
@@ -63,6 +64,19 @@ def test_every_path_but_health_needs_a_known_key(guarded: Guarded) -> None:
                 assert http.request(method, path, headers=guarded.headers).status_code != 401
             assert_unauthorized(http.get(path))
         assert http.get("/health").json() == {"status": "ok"}
+
+
+def test_the_page_s_own_files_are_all_that_is_open_beside_health(guarded: Guarded) -> None:
+    files = {f"/static/{file.name}" for file in STATIC.iterdir()} - {"/static/index.html"}
+    assert len(files) > 3
+    assert {"/health", "/"} | files == OPEN_PATHS
+    with httpx.Client(base_url=guarded.url) as http:
+        for path in OPEN_PATHS:
+            assert http.get(path).status_code == 200
+            assert http.get(path, headers={"Authorization": "Bearer wrong"}).status_code == 200
+            assert_unauthorized(http.get(f"{path}x"))
+            assert_unauthorized(http.get(f"{path.rstrip('/')}/../metrics"))
+        assert http.post("/", content=b"{}").status_code == 405
 
 
 @pytest.mark.parametrize(
@@ -112,6 +126,11 @@ CRAFTED = [
     "GET /health;/metrics HTTP/1.1\r\nHost: h",
     "GET /metrics?/health HTTP/1.1\r\nHost: h",
     "GET /metrics#/health HTTP/1.1\r\nHost: h",
+    "GET /static/../metrics HTTP/1.1\r\nHost: h",
+    "GET /static/page.js/../../metrics HTTP/1.1\r\nHost: h",
+    "GET /static/%2e%2e/keys.py HTTP/1.1\r\nHost: h",
+    "GET /static/../keys.py HTTP/1.1\r\nHost: h/static/page.js",
+    "GET // HTTP/1.1\r\nHost: h",
     "GET /HEALTH HTTP/1.1\r\nHost: h",
     "GET /ready HTTP/1.0",
 ]
