@@ -10,19 +10,34 @@ PIP_FLAGS ?=
 ONCE ?=
 MINUTES ?= 30
 ARGS ?=
+COMPOSE := docker compose --file deploy/docker-compose.yml
 
 # pip's progress on one line; what it complains about is kept in a file and printed when it fails.
 ONE_LINE := awk -v shown="$$(test -t 2 && echo yes)" \
 	'shown && /^(Collecting|Installing)/ { printf "\r\033[K  %s", substr($$0, 1, 70); fflush() } END { if (shown) printf "\r\033[K" }'
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test faults soak lint format protos clean
+.PHONY: help serve compose-up compose-down test faults soak lint format protos clean
 
 help:  ## List what can be made.
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 serve: $(VENV)/.serve  ## Install, start the services, complete one prompt, serve until Ctrl-C (ONCE=1: stop after the completion).
 	@$(VENV)/bin/spire up $(if $(filter-out 0,$(ONCE)),--once) $(ARGS)
+
+compose-up: deploy/.env  ## The system in containers, by docker compose: keys and certificates, images, services (options: deploy/.env).
+	@mkdir -p deploy/secrets
+	$(COMPOSE) build $(ARGS)
+	$(COMPOSE) run --rm --user "$$(id -u):$$(id -g)" secrets
+	$(COMPOSE) up --detach --wait
+	@$(COMPOSE) ps --format 'table {{.Service}}\t{{.Status}}\t{{.Ports}}'
+	@echo "Your API key is in deploy/secrets/you/api_key, Grafana's password (admin) in deploy/secrets/grafana/admin_password."
+
+compose-down:  ## Stop it; what runs may end, volumes and secrets stay.
+	$(COMPOSE) down
+
+deploy/.env:
+	cp deploy/.env.example $@
 
 test: lint  ## Everything CI runs: ruff, mypy, pytest.
 	$(VENV)/bin/python -m pytest $(ARGS)
