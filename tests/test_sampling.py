@@ -180,11 +180,11 @@ def picks(probs_V: Tensor, count: int) -> Tensor:
     return pick(probs_V.expand(count, -1), samplings, torch.full((count,), 9))
 
 
-@pytest.mark.parametrize("V", [5, 300, 2000])
+@pytest.mark.parametrize("V", [5, 300, 2000, 20_001])
 @pytest.mark.parametrize("scale", [0.0, 2.0])
 def test_picks_follow_the_distribution_of_likely_and_of_unlikely_tokens(V: int, scale: float) -> None:
     probs_V = (torch.randn(V, generator=torch.Generator().manual_seed(V)) * scale).softmax(-1)
-    count = 10_000
+    count = min(10_000, 60_000_000 // V)
     found_V = picks(probs_V, count).bincount(minlength=V)
     # Chi-square wants five of a kind: unlikely tokens are counted by the hundred.
     groups_V = torch.where(probs_V * count >= 5, torch.arange(V), V + torch.arange(V) // 100)
@@ -193,6 +193,21 @@ def test_picks_follow_the_distribution_of_likely_and_of_unlikely_tokens(V: int, 
     real = expected > 0
     expected, found = expected[real].double(), found[real].double()
     assert stats.chisquare(found, expected * found.sum() / expected.sum()).pvalue > ALPHA
+
+
+def test_picks_change_no_more_than_the_distribution_does() -> None:
+    """Rounding may part two texts of a seed only as often as it changes probabilities: also among rare tokens."""
+    V, count, noise = 20_001, 600, 1e-3  # every token is rare
+    generator = torch.Generator().manual_seed(1)
+    probs_V = torch.full((V,), 1 / V)
+    moved_V = (probs_V * (1 + noise * torch.randn(V, generator=generator))).clamp(min=0)
+    distance = float((moved_V / moved_V.sum() - probs_V).abs().sum() / 2)
+    # Winners of noise part at most twice as often as distributions differ; there are two steps.
+    most = stats.poisson.isf(ALPHA, count * 4 * distance)
+    assert int((picks(probs_V, count) != picks(moved_V, count)).sum()) <= most
+    numbers_N = numbers(count)
+    by_cdf = draw(probs_V.expand(count, -1), numbers_N) != draw(moved_V.expand(count, -1), numbers_N)
+    assert int(by_cdf.sum()) > most, "a control: an inverse CDF fails this"
 
 
 def test_a_token_of_probability_zero_is_never_picked() -> None:

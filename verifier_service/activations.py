@@ -35,22 +35,32 @@ class Taps:
     tokens: bool = False
 
     @classmethod
-    def read(cls, request: pb.ActivationsRequest, fingerprint: str, num_layers: int) -> Taps:
-        """Check a subscription. Raises MismatchError naming both values, or InvalidRequest."""
+    def read(cls, request: pb.ActivationsRequest, target: pb.GetInfoResponse) -> Taps:
+        """Check a subscription to the activations of `target`. Raises MismatchError naming both values, or
+        InvalidRequest."""
         if request.protocol_version != PROTOCOL_VERSION:
             raise MismatchError(
                 f"the draft speaks protocol {request.protocol_version}, the verifier {PROTOCOL_VERSION}"
             )
-        if request.target_fingerprint != fingerprint:
+        if request.target_fingerprint != target.target_fingerprint:
             raise MismatchError(
-                f"the draft belongs to target {request.target_fingerprint}, the verifier serves {fingerprint}"
+                f"the draft belongs to target {request.target_fingerprint}, "
+                f"the verifier serves {target.target_fingerprint}"
             )
         if not request.draft_id or request.window == 0 or bool(request.tapped_layers) == request.tokens:
             raise InvalidRequest(
                 "a subscription needs a draft_id, a window of at least 1, and either tapped layers or tokens"
             )
-        if (highest := max(request.tapped_layers, default=0)) >= num_layers:
-            raise InvalidRequest(f"tapped layer {highest} does not exist: the target has {num_layers}")
+        if (highest := max(request.tapped_layers, default=0)) >= target.num_layers:
+            raise InvalidRequest(f"tapped layer {highest} does not exist: the target has {target.num_layers}")
+        if len(set(request.tapped_layers)) < len(request.tapped_layers):
+            raise InvalidRequest(f"a layer is tapped twice: {list(request.tapped_layers)}")
+        # A tail is kept of every sequence: memory, by whatever a draft asks for.
+        if max(request.sink, request.window) > target.max_context:
+            raise InvalidRequest(
+                f"sink {request.sink} and window {request.window} must be at most the {target.max_context} positions "
+                "of a sequence"
+            )
         return cls(tuple(request.tapped_layers), request.sink, request.window, request.tokens)
 
 

@@ -207,7 +207,7 @@ class VerifierService(rpc.VerifierServicer):
         self, request: pb.ActivationsRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.ActivationsResponse]:
         try:
-            taps = Taps.read(request, self._hosted.info.target_fingerprint, self._hosted.info.num_layers)
+            taps = Taps.read(request, self._hosted.info)
         except SpireError as error:
             await context.abort(call_status(error), str(error))
         ring = await asyncio.to_thread(self._share, taps) if request.host and request.host == host_id() else None

@@ -4,12 +4,14 @@ A failpoint is on while a file of its name exists in DIRECTORY. What a signal or
 
 verifier_service   stuck    the model thread waits, the event loop answers
                    nan      the numbers of every sequence with seed 13 go bad
+                   brittle  the process ends at a block of a sequence it does not hold
 draft_service      lies     any tokens, whatever the draft thinks
                    nonsense any tokens, of no distribution
 """
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 import time
@@ -23,6 +25,7 @@ from spire.drafting import Drafted
 
 def break_verifier(on: Path) -> None:
     from verifier_service.engine import Engine
+    from verifier_service.tasks import VerifyTask
 
     whole_step = Engine._step
 
@@ -35,7 +38,16 @@ def break_verifier(on: Path) -> None:
                 cache.values[0][slot // cache.group, 0, slot % cache.group, :, 0] = float("nan")
         whole_step(self)
 
+    submit = Engine.submit
+
+    def take(self: Engine, task: object) -> None:
+        items = task.batch.items if isinstance(task, VerifyTask) else []
+        if (on / "brittle").exists() and any(item.sequence_id not in self.sequences for item in items):
+            os._exit(1)
+        submit(self, task)  # type: ignore[arg-type]
+
     Engine._step = step  # type: ignore[method-assign]
+    Engine.submit = take  # type: ignore[method-assign,assignment]
 
 
 def break_draft(on: Path) -> None:
