@@ -70,7 +70,7 @@ class Engine:
         if self._draining:
             raise ShuttingDown("this gateway is shutting down: ask another one, or try again later")
         if self.verifier.model is None or not self.verifier.usable:
-            raise NoVerifier(f"no verifier at {self.config.verifier}: try again later")
+            raise NoVerifier("no verifier is connected: try again later")
         return self.verifier.model
 
     def new_id(self, request_id: str) -> str:
@@ -215,7 +215,7 @@ class Engine:
         now = time.monotonic()
         if not self.verifier.usable:
             if now - self.verifier.unusable_since > self.config.verifier_patience:
-                lost = NoVerifier(f"the verifier at {self.config.verifier} did not come back")
+                lost = NoVerifier(f"the verifier did not come back within {self.config.verifier_patience:g} s")
                 self.finish(list(self.scheduler.waiting), "error", lost)
         elif self.scheduler.starting and now - self._progress_at > self.config.start_deadline:
             log.warning("no prefill ends", seconds=self.config.start_deadline)

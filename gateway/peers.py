@@ -76,7 +76,10 @@ class Model:
 
 
 class Peer(ABC, Generic[Answer]):
-    """One model service: its address, its stream, the answers that are waited for."""
+    """One model service: its address, its stream, the answers that are waited for.
+
+    A client may read what it raises, so the address is in the log alone.
+    """
 
     name: str
 
@@ -152,7 +155,7 @@ class Peer(ABC, Generic[Answer]):
 
     async def _must_serve(self) -> None:
         if not await self._serves():
-            raise PeerLost(f"the {self.name} at {self.address} is there and does not serve: it drains or is stuck")
+            raise PeerLost(f"the {self.name} is there and does not serve: it drains or is stuck")
 
     async def _watch(self) -> None:
         """While the stream stands: a model that is stuck is told by nothing else, pings are answered all the same."""
@@ -190,7 +193,7 @@ class Peer(ABC, Generic[Answer]):
         try:
             while (message := await call.read()) is not grpc.aio.EOF:
                 if message is None:  # gRPC's way to say that the bytes were no such message
-                    raise PeerLost(f"the {self.name} at {self.address} sent what cannot be read")
+                    raise PeerLost(f"the {self.name} sent what cannot be read")
                 self._receive(message)
         except asyncio.CancelledError:
             if _cancelled():
@@ -201,22 +204,23 @@ class Peer(ABC, Generic[Answer]):
             call.cancel()
             for future in self._answers.values():
                 if not future.done():
-                    future.set_exception(PeerLost(f"the stream to the {self.name} at {self.address} broke"))
+                    future.set_exception(PeerLost(f"the stream to the {self.name} broke"))
             self._lost()
 
     async def _write(self, message: Any) -> None:
         call = self._call
         if call is None or not self.up:
-            raise PeerLost(f"the {self.name} at {self.address} is not connected")
+            raise PeerLost(f"the {self.name} is not connected")
         try:
             await call.write(message)
         except asyncio.CancelledError:
             if _cancelled():
                 raise
-            raise PeerLost(f"the stream to the {self.name} at {self.address} was reset") from None
+            raise PeerLost(f"the stream to the {self.name} was reset") from None
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            self._complain(error)
             self.reset()
-            raise PeerLost(f"the stream to the {self.name} at {self.address} broke: {error}") from error
+            raise PeerLost(f"the stream to the {self.name} broke") from error
 
     async def _ask(self, batch_id: int, message: Any, deadline: float) -> tuple[Answer, float]:
         """Send a batch; its answer and the seconds from sending to reading it. Raises PeerLost."""
@@ -229,7 +233,7 @@ class Peer(ABC, Generic[Answer]):
                 answer, read_at = await future
         except TimeoutError:
             self._too_late()
-            raise PeerTooLate(f"the {self.name} at {self.address} did not answer within {deadline:g} s") from None
+            raise PeerTooLate(f"the {self.name} did not answer within {deadline:g} s") from None
         finally:
             del self._answers[batch_id]
             if not future.cancel() and not future.cancelled():
@@ -299,7 +303,7 @@ class VerifierPeer(Peer[verifier_pb2.VerifyBatchResult]):
                 await self._write(verifier_pb2.RoundsRequest(start=message))
         except TimeoutError:
             self._too_late()
-            raise PeerTooLate(f"the {self.name} at {self.address} takes no Start for {deadline:g} s") from None
+            raise PeerTooLate(f"the {self.name} takes no Start for {deadline:g} s") from None
 
     async def verify(
         self, request: verifier_pb2.RoundsRequest, deadline: float

@@ -238,6 +238,8 @@ def test_no_log_metric_or_error_holds_a_prompt_a_key_or_a_client_s_address(watch
     assert len(errors) > 20
     assert any(MARKER in answer.text for answer in answers if answer.status_code == 200)
 
+    inside = [service.address for service in watched.services.values()]
+    assert not [text for text in errors if any(address in text for address in inside)]
     logs = watched.logs()
     for name in logs:
         eventually(lambda name=name: "sequence" in watched.logs()[name])
