@@ -3,7 +3,7 @@
 The client shares the processor with what it measures. So while the load runs it only keeps bytes and the moment they
 came, and HTTP and JSON are read when it is over. Any server that streams OpenAI's completions will do.
 
-What it does not know: retries. A refusal or a broken stream ends the measurement.
+What it does not know: retries. A broken stream ends the measurement, and so does a refusal where none is expected.
 """
 
 from __future__ import annotations
@@ -25,6 +25,14 @@ _PATIENCE_SECONDS = 1800
 _EVENT, _END = b"data: {", b'"finish_reason":"'
 # The first chunk is the end of a prefill; the second one comes from a round.
 ROUND_CHUNK = 2
+
+
+class Refusal(BenchError):
+    """A request was answered by a status of its own, so many seconds after it was sent."""
+
+    def __init__(self, message: str, status: int):
+        super().__init__(message)
+        self.status, self.seconds = status, 0.0
 
 
 @dataclass(frozen=True)
@@ -116,14 +124,26 @@ async def stream_all(
     url: str, requests: list[Timed], headers: dict[str, str] | None = None, listener: Listener | None = None
 ) -> list[Streamed]:
     """Send each request when it is due and read every answer to its end. Raises BenchError for a refusal."""
-    listener = listener or Listener(len(requests))
+    recorders = await _record_all(url, requests, headers or {}, listener or Listener(len(requests)))
+    return [_read(url, recorder) for recorder in recorders]
+
+
+async def stream_each(
+    url: str, requests: list[Timed], headers: dict[str, str] | None = None
+) -> list[Streamed | Refusal]:
+    """The same for a server that may refuse some of them."""
+    recorders = await _record_all(url, requests, headers or {}, Listener(len(requests)))
+    return [_outcome(url, recorder) for recorder in recorders]
+
+
+async def _record_all(url: str, requests: list[Timed], headers: dict[str, str], listener: Listener) -> list[_Recorder]:
     began = time.monotonic()
 
     async def one(request: Timed) -> _Recorder:
         await asyncio.sleep(began + request.at - time.monotonic())
-        return await _record(url, request.body, headers or {}, listener)
+        return await _record(url, request.body, headers, listener)
 
-    return [_read(url, recorder) for recorder in await asyncio.gather(*map(one, requests))]
+    return await asyncio.gather(*map(one, requests))
 
 
 async def _record(url: str, body: dict[str, Any], more: dict[str, str], listener: Listener) -> _Recorder:
@@ -183,6 +203,14 @@ def _read(url: str, recorder: _Recorder) -> Streamed:
     return answer
 
 
+def _outcome(url: str, recorder: _Recorder) -> Streamed | Refusal:
+    try:
+        return _read(url, recorder)
+    except Refusal as refusal:
+        refusal.seconds = recorder.pieces[-1][0] - recorder.sent
+        return refusal
+
+
 def _spread(url: str, answer: Streamed) -> None:
     total = answer.usage.get("completion_tokens")
     if total is None:
@@ -220,7 +248,8 @@ def _body(url: str, pieces: list[tuple[float, bytes]]) -> Iterator[tuple[float, 
         elif isinstance(event, h11.Data):
             yield moment, bytes(event.data)
     if refused:
-        raise BenchError(f"{url} answered {refused.status_code}: {message.decode(errors='replace')[:500]}")
+        said = message.decode(errors="replace")[:500]
+        raise Refusal(f"{url} answered {refused.status_code}: {said}", refused.status_code)
 
 
 def _http_events(url: str, http: h11.Connection, pieces: list[tuple[float, bytes]]) -> Iterator[tuple[float, Any]]:

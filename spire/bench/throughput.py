@@ -159,10 +159,10 @@ def _figures(first: Pass, second: Pass, peak: int | None) -> Figures:
         cached_tokens=sum(_cached(answer) for answer in second.answers),
         decode_tokens_per_second=_rate(stretches),
         end_to_end_tokens_per_second=tokens / (max(a.last for a in first.answers) - min(a.sent for a in first.answers)),
-        time_to_first_token_ms_p50=_percentile(waits, 0.5),
-        time_to_first_token_ms_p99=_percentile(waits, 0.99),
-        inter_token_ms_p50=_percentile(latencies, 0.5) if latencies else None,
-        inter_token_ms_p99=_percentile(latencies, 0.99) if latencies else None,
+        time_to_first_token_ms_p50=percentile(waits, 0.5),
+        time_to_first_token_ms_p99=percentile(waits, 0.99),
+        inter_token_ms_p50=percentile(latencies, 0.5) if latencies else None,
+        inter_token_ms_p99=percentile(latencies, 0.99) if latencies else None,
         tau=_mean_of_rounds(told, "num_accepted_draft_tokens", 1.0),
         mean_k=_mean_of_rounds(told, "num_draft_tokens", 0.0),
         round_ms=_round_ms(before.gateway.samples, counters) if before and alike else None,
@@ -236,7 +236,7 @@ def _grown(name: str, before: Counters, after: Counters) -> dict[str, float]:
     return {sample.split("=")[1].rstrip("}"): value - before.get(sample, 0.0) for sample, value in samples.items()}
 
 
-def _percentile(values: list[float], share: float) -> float:
+def percentile(values: list[float], share: float) -> float:
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 

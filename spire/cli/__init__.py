@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 import spire
-from spire.cli import bench, certs, complete, convert, doctor, keys, measure, perf_model, train, up
+from spire.cli import bench, capacity, certs, complete, convert, doctor, keys, measure, perf_model, train, up
 from spire.errors import SpireError
 from spire.options_file import read_options
 
@@ -33,6 +33,7 @@ app.add_typer(keys.app, name="key")
 app.command("certs")(certs.certs)
 app.add_typer(measure.evaluate, name="eval")
 app.command("bench")(bench.bench)
+app.command("capacity")(capacity.capacity)
 app.command("perf-model")(perf_model.perf_model)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,7 +18,11 @@ _SLOW_DRAFT_SECONDS = "25"
 
 @contextmanager
 def serving(
-    url: str | None, pair: Pair, options: ModelOptions, synthetic_acceptance: float | None = None
+    url: str | None,
+    pair: Pair,
+    options: ModelOptions,
+    synthetic_acceptance: float | None = None,
+    gateway_options: Sequence[str] = (),
 ) -> Iterator[System]:
     """The gateway at `url` if given, else services that live as long as this block.
 
@@ -29,9 +33,10 @@ def serving(
         return
     ports = {module: _free_port() for module in ("verifier_service", "draft_service")}
     further = {module: ["--metrics-port", str(port)] for module, port in ports.items()}
+    further["gateway"] = [*gateway_options]
     if synthetic_acceptance is not None:
         further["verifier_service"] += ["--lossy-synthetic-acceptance", str(synthetic_acceptance)]
-        further["gateway"] = ["--propose-deadline", _SLOW_DRAFT_SECONDS]
+        further["gateway"] += ["--propose-deadline", _SLOW_DRAFT_SECONDS]
     with tempfile.TemporaryDirectory(prefix="spire-") as directory:
         stack = Stack(pair, options, "127.0.0.1", 0, None, Path(directory), further=further)
         try:

@@ -1,0 +1,134 @@
+"""How many requests a second a system takes, and what it does with four times as many.
+
+*Capacity* is the highest rate of arrivals at which nobody is refused and the 99th percentile of the time to first token
+stays within a bound. Arrivals are a Poisson process: nobody waits for anybody before asking.
+
+What it does not know: clients that come back after a refusal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from spire.bench.client import Request
+from spire.bench.prompts import PromptSource
+from spire.bench.stream import Refusal, Streamed, Timed, stream_each
+from spire.bench.throughput import inter_token_ms, percentile
+from spire.keys import authorization
+
+# The search ends when the rates that hold and that do not are so close.
+_CLOSE = 1.15
+_SLOWEST, _FASTEST = 1 / 16, 4096.0
+OVERLOAD = 4
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """Requests of one kind: tokens of prompt and output, for how many seconds they arrive."""
+
+    source: PromptSource
+    context: int
+    request: Request
+    seconds: float
+
+    def at(self, rate: float, seed: int) -> list[Timed]:
+        """So many a second on average, at least two."""
+        rng, moments = random.Random(seed), [0.0]
+        while (moment := moments[-1] + rng.expovariate(rate)) < self.seconds or len(moments) < 2:
+            moments.append(moment)
+        prompts = self.source.cut(len(moments), self.context, seed)
+        return [Timed(self.request.streamed(prompt, seed + n), moments[n]) for n, prompt in enumerate(prompts)]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What clients saw at one rate. Milliseconds; None where nobody saw any."""
+
+    rate: float
+    requests: int
+    refused: dict[int, int]
+    time_to_first_token_ms_p99: float | None
+    inter_token_ms_p99: float | None
+    tokens_per_second: float
+    refusal_ms_p95: float | None
+
+    def holds(self, bound_ms: float) -> bool:
+        waited = self.time_to_first_token_ms_p99
+        return not self.refused and waited is not None and waited <= bound_ms
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Every trial of the search, the best of those that held, and the one at four times its rate."""
+
+    bound_ms: float
+    trials: list[Trial]
+    best: Trial | None
+    overload: Trial | None
+
+    @property
+    def stretch(self) -> float | None:
+        """Inter-token latency at the overload over that at capacity, 99th percentiles."""
+        if not self.best or not self.overload or not self.overload.inter_token_ms_p99:
+            return None
+        return self.overload.inter_token_ms_p99 / (self.best.inter_token_ms_p99 or float("inf"))
+
+
+def find(url: str, arriving: Arriving, bound_ms: float, seed: int, tell: Callable[[Trial], None]) -> Capacity:
+    """Search for the capacity of the gateway at `url`, then ask for four times as much."""
+    trials: list[Trial] = []
+
+    def holds(rate: float) -> bool:
+        trials.append(run(url, arriving, rate, seed + 100_000 * len(trials)))
+        tell(trials[-1])
+        return trials[-1].holds(bound_ms)
+
+    search(holds)
+    best = max((one for one in trials if one.holds(bound_ms)), key=lambda one: one.rate, default=None)
+    overload = None
+    if best:
+        overload = run(url, arriving, OVERLOAD * best.rate, seed + 100_000 * len(trials))
+        tell(overload)
+    return Capacity(bound_ms, trials, best, overload)
+
+
+def search(holds: Callable[[float], bool], first: float = 1.0) -> None:
+    """Ask whether rates hold: twice or half as many until one does and another does not, then between the two."""
+    good, bad = None, None
+    rate = first
+    while _SLOWEST <= rate <= _FASTEST:
+        if holds(rate):
+            good = rate
+        else:
+            bad = rate
+        if good is None:
+            rate /= 2
+        elif bad is None:
+            rate *= 2
+        elif bad / good <= _CLOSE:
+            return
+        else:
+            rate = (good * bad) ** 0.5
+
+
+def run(url: str, arriving: Arriving, rate: float, seed: int) -> Trial:
+    """One rate, until everything that was asked is answered. Raises BenchError for what is no refusal."""
+    outcomes = asyncio.run(stream_each(url, arriving.at(rate, seed), authorization()))
+    answers = [one for one in outcomes if isinstance(one, Streamed)]
+    refusals = [one for one in outcomes if isinstance(one, Refusal)]
+    waits = [1000 * (one.first - one.sent) for one in answers]
+    gaps = inter_token_ms(answers)
+    took = max(one.last for one in answers) - min(one.sent for one in answers) if answers else 1.0
+    return Trial(
+        rate,
+        len(outcomes),
+        dict(Counter(one.status for one in refusals)),
+        percentile(waits, 0.99) if waits else None,
+        percentile(gaps, 0.99) if gaps else None,
+        sum(one.tokens for one in answers) / took,
+        percentile([1000 * one.seconds for one in refusals], 0.95) if refusals else None,
+    )
