@@ -176,15 +176,13 @@ function begin(asked) {
   // Where the results are below the form, they would come unseen.
   if (part("results").getBoundingClientRect().top > 0.7 * innerHeight) part("results").scrollIntoView();
   running = new AbortController();
-  part("run").firstElementChild.textContent = "Stop";
-  part("run").lastElementChild.textContent = "Esc";
+  swap("run", "stop");
   form.setAttribute("aria-busy", "true");
 }
 
 function end() {
   running = null;
-  part("run").firstElementChild.textContent = "Complete";
-  part("run").lastElementChild.textContent = "Ctrl Enter";
+  swap("stop", "run");
   form.setAttribute("aria-busy", "false");
   followControls();
 }
@@ -259,15 +257,23 @@ function short(number) {
 
 // -- wiring -----------------------------------------------------------------------------------------------------------
 
-function startOrStop() {
-  if (running) running.abort();
-  else if (form.reportValidity()) run();
+function start() {
+  if (!running && form.reportValidity()) run();
+}
+
+/** Another button in the place of one, with its focus. */
+function swap(shown, other) {
+  const focused = document.activeElement === part(shown);
+  part(other).hidden = false;
+  part(shown).hidden = true;
+  if (focused) part(other).focus();
 }
 
 form.addEventListener("submit", (event) => {
   event.preventDefault();
-  startOrStop();
+  start();
 });
+part("stop").addEventListener("click", () => running?.abort());
 form.addEventListener("input", followControls);
 // What is wrong inside of closed details could not be shown.
 form.addEventListener("invalid", (event) => event.target.closest("details")?.setAttribute("open", ""), true);
@@ -277,8 +283,10 @@ part("key").addEventListener("change", () => {
   look();
 });
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && running) running.abort();
-  if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && !running) startOrStop();
+  if (event.key === "Escape") running?.abort();
+  if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey)) return;
+  event.preventDefault(); // in some fields it would send the form as well
+  start();
 });
 
 followControls();
