@@ -34,6 +34,7 @@ from spire.cli.paths import Pair, choose_pair
 from spire.cli.service import Service
 from spire.errors import SpireError
 from spire.keys import GATEWAY_KEY, authorization
+from spire.rpc.tls import AUTHORITY
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -70,6 +71,9 @@ def up(
     tls: Annotated[
         Path | None, typer.Option(help="Directory of spire certs: the services then talk by TLS to one another alone.")
     ] = None,
+    https: Annotated[
+        Path | None, typer.Option(help="Directory with tls.crt and tls.key: clients then speak HTTPS.")
+    ] = None,
     log_level: Annotated[
         str | None, typer.Option(help="debug, info, warning or error; debug tells of every request.")
     ] = None,
@@ -93,8 +97,8 @@ def up(
     options = ModelOptions(dtype, device, threads)
     with tempfile.TemporaryDirectory(prefix="spire-") as directory, _signals():
         further = {module: [*_certified(module, tls), *_logging(log_level)] for module in _MODULES}
-        further["gateway"] += _admission(keys, without_keys)
-        stack = Stack(pair, options, host, port, k, Path(directory), further=further)
+        further["gateway"] += [*_admission(keys, without_keys), *_encrypted(https)]
+        stack = Stack(pair, options, host, port, k, Path(directory), further=further, secure=https is not None)
         try:
             stack.start()
             stack.announce()
@@ -124,6 +128,15 @@ def _admission(keys: Path | None, without_keys: bool) -> list[str]:
     return [*(["--keys", str(keys)] if keys else []), *(["--without-keys"] if without_keys else [])]
 
 
+def _encrypted(https: Path | None) -> list[str]:
+    """How clients speak to the gateway, as its arguments. This process then trusts the authority in that directory."""
+    if https is None:
+        return []
+    if (authority := https / AUTHORITY).is_file():
+        os.environ["SSL_CERT_FILE"] = str(authority)
+    return ["--https", str(https)]
+
+
 @dataclass(frozen=True)
 class ModelOptions:
     """What both model services are told; None leaves it to them."""
@@ -150,13 +163,15 @@ class Stack:
     services: list[Service] = field(default_factory=list)
     # Further arguments of a service, by module.
     further: dict[str, list[str]] = field(default_factory=dict)
+    # Whether clients speak HTTPS.
+    secure: bool = False
     # Whether the gateway answers this process: without a key it may not.
     admitted: bool = True
 
     @property
     def url(self) -> str:
         host = "127.0.0.1" if self.host in ("0.0.0.0", "") else self.host
-        return f"http://{host}:{self.services[-1].port}"
+        return f"{'https' if self.secure else 'http'}://{host}:{self.services[-1].port}"
 
     def start(self) -> None:
         """Start each service once what it needs serves. Raises ServiceFailed with the last lines of one that ends."""
@@ -219,7 +234,12 @@ class Stack:
         """Whether the gateway answers for the verifier and, where there is one, the draft; or will not tell."""
         try:
             answer = httpx.get(f"{self.url}/ready", timeout=2, headers=authorization())
-        except httpx.HTTPError:
+        except httpx.HTTPError as error:
+            if "CERTIFICATE_VERIFY_FAILED" in str(error):
+                raise SpireError(
+                    f"{self.url} has a certificate that this machine does not trust ({error}): put the {AUTHORITY} of "
+                    "its authority beside it, or name it in SSL_CERT_FILE"
+                ) from error
             return False
         self.admitted = answer.status_code != httpx.codes.UNAUTHORIZED
         if not self.admitted:

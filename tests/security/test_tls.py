@@ -170,13 +170,17 @@ def test_a_gateway_with_unusable_files_does_not_start(option: str, tmp_path: Pat
     assert f"{tmp_path}: tls.crt and tls.key cannot be used" in message
 
 
-def test_spire_up_serves_with_tls_between_all_three(stories_dir: Path, stories_draft_dir: Path, tmp_path: Path) -> None:
+def test_spire_up_serves_with_tls_between_all_three_and_https_to_clients(
+    stories_dir: Path, stories_draft_dir: Path, tmp_path: Path
+) -> None:
     spire = [sys.executable, "-m", "spire.cli"]
     subprocess.run([*spire, "certs", str(tmp_path / "tls")], check=True, capture_output=True, timeout=60)
     command = [*spire, "up", "--model", str(stories_dir), "--draft", str(stories_draft_dir), "--port", "0", "--k", "4"]
     command += ["--threads", "1", "--once", "--prompt", "Once upon a time", "--tls", str(tmp_path / "tls")]
+    command += ["--https", str(tmp_path / "tls" / "gateway")]
     done = subprocess.run(command, capture_output=True, text=True, env=ONE_THREAD, timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "https://127.0.0.1:" in done.stdout
     assert re.search(r"64 tokens · τ \d\.\d\d", done.stdout), done.stdout
 
 
