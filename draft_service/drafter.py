@@ -119,6 +119,10 @@ class Drafter:
         """Whether verified positions up to the guess's base are still to come."""
         return self.absorbed.get(guess.sequence_id, -1) < guess.base
 
+    def staleness(self, guess: Guess) -> int:
+        """How many verified positions up to the guess's base are still to come: all, where nothing has arrived."""
+        return max(0, guess.base - self.absorbed.get(guess.sequence_id, 0))
+
     def check(self, guess: Guess) -> None:
         """Raises UnknownSequence or StaleBlock when no guess can be made from what is held now."""
         absorbed = self.absorbed.get(guess.sequence_id)

@@ -12,7 +12,9 @@ from draft_service.drafter import Drafter
 from spire.drafting import MAX_SPECULATION_DEPTH
 from spire.errors import MismatchError
 from spire.model.draft import Draft
+from spire.perf_model import Shape
 from spire.rpc.channel import PROTOCOL_VERSION
+from spire.rpc.shapes import shape_to_wire
 from spire.v1 import verifier_pb2
 
 
@@ -50,6 +52,9 @@ def describe(draft_id: str, directory: Path, drafter: Drafter, verifier_tokenize
         "max_speculation_depth": MAX_SPECULATION_DEPTH,
         "state_bytes_per_sequence": drafter.memory.bytes_per_sequence(),
         "max_sequences": drafter.memory.slots,
+        "shape": shape_to_wire(Shape.of(drafter.draft.config)),
+        "window": drafter.draft.draft.window,
+        "sink": drafter.draft.draft.sink,
     }
 
 

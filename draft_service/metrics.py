@@ -36,6 +36,9 @@ class DraftCollector(Collector):
         for carrier, count in self._follower.bytes_received.items():
             activations.add_metric([carrier], count)
         yield activations
+        yield self._worker.staleness.family(
+            "spire_draft_staleness_positions", "Verified positions that a guess was asked for before they had arrived."
+        )
         yield CounterMetricFamily(
             "spire_draft_subscriptions", "Subscriptions, each with a full replay.", value=self._follower.subscriptions
         )

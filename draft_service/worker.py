@@ -17,6 +17,9 @@ import torch
 
 from draft_service.drafter import Drafter, Verified
 from spire.drafting import ProposeAnswer, ProposeTask, answer
+from spire.histogram import Histogram
+
+STALENESS_BUCKETS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 256.0, 1024.0)
 
 log = structlog.get_logger("draft_service")
 
@@ -27,6 +30,8 @@ class Worker:
     def __init__(self, drafter: Drafter, wait_seconds: float, on_gap: Callable[[list[str]], object]):
         self.drafter = drafter
         self.busy_seconds = 0.0
+        # Verified positions that had not arrived when a guess was asked for.
+        self.staleness = Histogram(STALENESS_BUCKETS)
         self._wait, self._on_gap = wait_seconds, on_gap
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._pending: list[ProposeTask] = []
@@ -56,7 +61,7 @@ class Worker:
         self._inbox.put(lambda: self._absorb(verified, then))
 
     async def propose(self, task: ProposeTask) -> ProposeAnswer:
-        self._inbox.put(lambda: self._pending.append(task))
+        self._inbox.put(lambda: self._await_activations(task))
         return await asyncio.wrap_future(task.done)
 
     # --- on the model thread ------------------------------------------------------------------------------------
@@ -89,6 +94,11 @@ class Worker:
             action()
         except Exception:  # the thread lives on: a worse guess costs speed, none at all more
             log.exception("something that arrived could not be taken")
+
+    def _await_activations(self, task: ProposeTask) -> None:
+        for guess in task.guesses:
+            self.staleness.observe(self.drafter.staleness(guess))
+        self._pending.append(task)
 
     def _patience(self) -> float | None:
         if not self._pending:

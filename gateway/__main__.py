@@ -42,7 +42,7 @@ async def serve(config: GatewayConfig) -> None:
     host, port = listener.getsockname()[:2]
     if guard.open_paths is None and not config.without_keys:
         _refuse_strangers(host)
-    engine = Engine(config, Metrics(), Tls.read(config.tls))
+    engine = Engine(config, Metrics(config.lanes), Tls.read(config.tls))
     await engine.handshake()
     server = _Server(
         uvicorn.Config(

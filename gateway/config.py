@@ -107,12 +107,33 @@ class GatewayConfig(ServiceConfig):
     )
     idle_ping: float = Field(15.0, gt=0, description="seconds of silence before a comment is sent on an event stream")
 
+    plain_share: float = Field(
+        0.0,
+        ge=0,
+        le=0.5,
+        description="share of the rounds to be drafted that are decoded plainly instead, so that /metrics can compare: "
+        "it costs share x (multiplier - 1) / tau of the tokens a second, 0.3 % for 0.01 where speculation doubles them",
+    )
+    calibration: Path | None = Field(
+        None,
+        description="what `spire doctor --calibrate` measured on the model services' machine: /metrics then tells the "
+        "modelled multiplier too",
+    )
+    price: float | None = Field(
+        None, gt=0, description="price of an hour of the verifier's devices: what a million tokens cost follows"
+    )
+    draft_price: float = Field(0.0, ge=0, description="the same of the draft's devices, where it has any of its own")
     vllm_metrics: bool = Field(True, description="also export the vllm:* names that existing dashboards read")
 
     @field_validator("rules", mode="before")
     @classmethod
     def _separate(cls, value: Any) -> Any:
         return value.split(",") if isinstance(value, str) else value
+
+    @property
+    def prices(self) -> dict[str, float]:
+        """By service; none unless the verifier's is known."""
+        return {} if self.price is None else {"verifier": self.price, "draft": self.draft_price}
 
     @model_validator(mode="after")
     def _default_is_on(self) -> GatewayConfig:

@@ -111,21 +111,25 @@ class Engine:
                 self._after_end(sequence)
 
     def gauges(self) -> Gauges:
-        draft = self.draft.info if self.draft else None
+        draft, model = self.draft.info if self.draft else None, self.verifier.model
         return Gauges(
             running=len(self.scheduler.running),
             starting=len(self.scheduler.starting),
             waiting=len(self.scheduler.waiting),
             capacity=self.scheduler.capacity,
+            deepest=min(draft.max_speculation_depth, model.info.max_speculation_depth) if draft and model else 0,
             tasks=len(asyncio.all_tasks()),
-            verifier_up=self.verifier.up,
-            draft_up=self.draft.up if self.draft else None,
+            verifier_up=self.verifier.usable,
+            draft_up=self.draft.usable if self.draft else None,
             draft_kind=draft.kind if draft else "",
             draft_name=draft.model_name if draft else "",
             draft_state_bytes=draft.state_bytes_per_sequence if draft else 0,
+            circuits={peer.name: peer.circuit.seconds for peer in self._peers()},
             k=self.speculation.k,
             tau=self.speculation.tau,
             multiplier=self.speculation.multiplier,
+            multiplier_modelled=self.speculation.multiplier_modelled,
+            prices=self.config.prices,
         )
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -146,7 +150,7 @@ class Engine:
 
     def open(self) -> None:
         """Begin to serve."""
-        loops = [*(self._run() for _ in range(self.config.lanes)), self._releases.run(), self.verifier.maintain()]
+        loops = [*map(self._run, range(self.config.lanes)), self._releases.run(), self.verifier.maintain()]
         loops += [self.draft.maintain()] if self.draft else []
         self._tasks = [asyncio.create_task(loop) for loop in loops]
 
@@ -174,11 +178,11 @@ class Engine:
     def _peers(self) -> list[VerifierPeer | DraftPeer]:
         return [self.verifier, self.draft] if self.draft else [self.verifier]
 
-    async def _run(self) -> None:
+    async def _run(self, lane: int) -> None:
         while True:
             await self._until_work()
             try:
-                await self.step()
+                await self.step(lane)
             except PeerLost as error:
                 log.warning("round lost", reason=str(error))
             except Exception:  # a bug must not end everybody's rounds: these sequences fail, the next may not
@@ -223,7 +227,7 @@ class Engine:
 
     # -- a round -----------------------------------------------------------------------------------------------------
 
-    async def step(self) -> None:
+    async def step(self, lane: int) -> None:
         """A lane's round: schedule, propose, verify, commit, learn. Raises PeerLost when the verifier goes away."""
         began = time.monotonic()
         if not self.scheduler.starting:
@@ -231,12 +235,12 @@ class Engine:
         schedule = self.scheduler.schedule(self._may_admit())
         try:
             await self._start(schedule.starts)
-            await self._round(schedule, began)
+            await self._round(lane, schedule, began)
         finally:
             self.scheduler.end_round(schedule)
             self._wakeup.set()
 
-    async def _round(self, schedule: Schedule, began: float) -> None:
+    async def _round(self, lane: int, schedule: Schedule, began: float) -> None:
         if not schedule.round:
             return
         load = self.speculation.choose(schedule.batch, bool(self.scheduler.starting))
@@ -248,7 +252,7 @@ class Engine:
         shown = self.speculation.shown_by(batch, proposals, answer)
         self._commit(batch, answer, proposals)
         seconds = time.monotonic() - began
-        self._account(seconds, batch, proposals, answer.timings, asked_seconds)
+        self._account(lane, seconds, batch, proposals, answer, asked_seconds)
         self.speculation.learn(load, shown, seconds, proposals, answer.timings)
 
     async def _start(self, sequences: list[Sequence]) -> None:
@@ -308,20 +312,24 @@ class Engine:
 
     def _account(
         self,
+        lane: int,
         seconds: float,
         batch: list[Sequence],
         proposals: Proposals,
-        verified: verifier_pb2.Timings,
+        answer: verifier_pb2.VerifyBatchResult,
         asked_seconds: float,
     ) -> None:
         """Split a round: what the services took, by their own clocks; what else passed between asking and answer; the
         rest is the gateway's."""
+        verified = answer.timings
         models = (proposals.model_seconds, verified.forward_seconds, verified.sample_seconds)
         waits = (proposals.waited_seconds, verified.queue_seconds)
         told = sum(models) + sum(waits)
         asked = max(proposals.asked_seconds + asked_seconds, told)
         deepest = max(map(proposals.drafted, batch))
-        self.metrics.round((*models, *waits, asked - told, seconds - asked), len(batch), deepest)
+        self.metrics.round(lane, (*models, *waits, asked - told, seconds - asked), len(batch), deepest)
+        if proposals.decoding:
+            self.metrics.compared(proposals.decoding, sum(len(result.tokens) for result in answer.results), seconds)
 
     # -- what happens to sequences -----------------------------------------------------------------------------------
 

@@ -77,6 +77,8 @@ _TABLE: list[tuple[type[SpireError], int, str, str]] = [
     (DeadlinePassed, 504, "timeout_error", "deadline_passed"),
     (NotFinite, 500, "internal_error", "not_finite"),
 ]
+# Every status that is answered: 405 is the router's.
+STATUSES = sorted({200, 405} | {status for _, status, _, _ in _TABLE})
 _RETRY_AFTER_SECONDS = {429: 1, 503: 2}
 
 

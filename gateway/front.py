@@ -15,7 +15,7 @@ from typing import Any
 
 import structlog
 
-from gateway.errors import BodyTooLarge, BodyTooSlow, Unauthorized, rest_error
+from gateway.errors import STATUSES, BodyTooLarge, BodyTooSlow, Unauthorized, rest_error
 from gateway.keys import Guard
 from gateway.metrics import Metrics
 
@@ -25,6 +25,9 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+# Whatever is no path of the API, in the count of responses.
+OTHER_PATH = "other"
 
 _REQUEST_ID = b"x-request-id"
 # Of a body over the cap this much is read and thrown away.
@@ -49,6 +52,7 @@ class Front:
     ):
         self.app, self.metrics, self.guard, self.paths = app, metrics, guard, paths
         self.max_body_bytes, self.body_deadline = max_body_bytes, body_deadline
+        metrics.expect_responses([*paths, OTHER_PATH], STATUSES)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -60,7 +64,7 @@ class Front:
             request_id = uuid.uuid4().hex.encode()
         state = scope.setdefault("state", {})
         state |= {"request_id": request_id.decode(), "key_name": None}
-        path = scope["path"] if scope["path"] in self.paths else "other"
+        path = scope["path"] if scope["path"] in self.paths else OTHER_PATH
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

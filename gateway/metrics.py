@@ -8,16 +8,17 @@ What it does not know: what the model services measure of themselves (their own 
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import product
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from gateway.depth import DEEPEST
 from gateway.sequence import Sequence
+from spire.histogram import Histogram
 
 _MILLISECONDS = (2, 4, 6, 8, 10, 15, 20, 25, 30, 40, 60, 80, 100, 200, 400, 600, 800, 1000, 2000, 4000, 8000)
 INTER_TOKEN_BUCKETS = tuple(milliseconds / 1000 for milliseconds in _MILLISECONDS)
@@ -31,26 +32,8 @@ BATCH_BUCKETS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 ROUND_PARTS = ("propose", "verify_forward", "verify_sample", "draft_wait", "verify_queue", "wire", "gateway")
 FINISH_REASONS = ("stop", "length", "abort", "error")
 FALLBACKS = ("draft_absent", "draft_timeout", "draft_lost", "draft_behind", "draft_error")
-
-
-class Histogram:
-    """Cumulative counts by upper bound."""
-
-    def __init__(self, bounds: tuple[float, ...]):
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.sum += value * times
-
-    def buckets(self) -> list[tuple[str, float]]:
-        total, rows = 0, []
-        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
-            total += count
-            rows.append((bound, float(total)))
-        return rows
+# Of rounds that were to be drafted: those that were, whatever came of it, and the sampled ones that were not.
+DECODINGS = ("speculative", "plain")
 
 
 def _zeros(names: tuple[str, ...]) -> dict[str, float]:
@@ -65,6 +48,8 @@ class Gauges:
     starting: int = 0
     waiting: int = 0
     capacity: int = 0
+    # Most draft tokens of a block, by the handshakes: how many series there are.
+    deepest: int = 0
     # Of the event loop: what grows when something is not cleaned up.
     tasks: int = 0
     verifier_up: bool = False
@@ -74,18 +59,32 @@ class Gauges:
     draft_kind: str = ""
     draft_name: str = ""
     draft_state_bytes: int = 0
+    # By peer: for how long it is left alone after an answer that came too late.
+    circuits: dict[str, float] = field(default_factory=dict)
     # Of automatic rounds: what is chosen now, and what is expected of it.
     k: int = 0
     tau: float = 1.0
-    multiplier: float = 1.0
+    # None where no plain rounds are run to compare with.
+    multiplier: float | None = 1.0
+    # None without a calibrated machine.
+    multiplier_modelled: float | None = None
+    # By service; empty where none are configured.
+    prices: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
 class Metrics:
     """The gateway's counters. `now` of every method is seconds of one monotonic clock."""
 
+    # Rounds may be under way in so many lanes at once.
+    lanes: int = 1
     rounds: int = 0
-    round_seconds: dict[str, float] = field(default_factory=lambda: _zeros(ROUND_PARTS))
+    # By lane.
+    round_seconds: list[dict[str, float]] = field(init=False)
+    round_duration: Histogram = field(default_factory=lambda: Histogram(INTER_TOKEN_BUCKETS))
+    compared_rounds: dict[str, float] = field(default_factory=lambda: _zeros(DECODINGS))
+    compared_tokens: dict[str, float] = field(default_factory=lambda: _zeros(DECODINGS))
+    compared_seconds: dict[str, float] = field(default_factory=lambda: _zeros(DECODINGS))
     # Rounds by the draft tokens of their deepest block.
     rounds_at: list[int] = field(default_factory=lambda: [0] * (DEEPEST + 1))
     batch_size: Histogram = field(default_factory=lambda: Histogram(BATCH_BUCKETS))
@@ -106,14 +105,25 @@ class Metrics:
     queue_time: Histogram = field(default_factory=lambda: Histogram(REQUEST_BUCKETS))
     request_time: Histogram = field(default_factory=lambda: Histogram(REQUEST_BUCKETS))
 
-    def round(self, seconds: tuple[float, ...], sequences: int, k: int) -> None:
+    def __post_init__(self) -> None:
+        self.round_seconds = [_zeros(ROUND_PARTS) for _ in range(self.lanes)]
+
+    def round(self, lane: int, seconds: tuple[float, ...], sequences: int, k: int) -> None:
         """One round: its seconds in the order of ROUND_PARTS, the draft tokens of its deepest block."""
         self.rounds += 1
         self.rounds_at.extend([0] * (k + 1 - len(self.rounds_at)))
         self.rounds_at[k] += 1
+        by_part = self.round_seconds[lane]
         for part, spent in zip(ROUND_PARTS, seconds, strict=True):
-            self.round_seconds[part] += spent
+            by_part[part] += spent
+        self.round_duration.observe(sum(seconds))
         self.batch_size.observe(sequences)
+
+    def compared(self, decoding: str, tokens: int, seconds: float) -> None:
+        """A round that was to be drafted, and was or was not."""
+        self.compared_rounds[decoding] += 1
+        self.compared_tokens[decoding] += tokens
+        self.compared_seconds[decoding] += seconds
 
     def drafted_block(self, drafted: int, accepted: int) -> None:
         self.drafts += 1
@@ -144,6 +154,10 @@ class Metrics:
         if len(sequence.output) > 1:
             self.per_output_token.observe((moments.last_token - moments.first_token) / (len(sequence.output) - 1))
 
+    def expect_responses(self, paths: Iterable[str], statuses: Iterable[int]) -> None:
+        """Have a series for each from the beginning: one that comes with its first response hides it from `rate`."""
+        self.responses = {(path, str(status)): 0 for path, status in product(paths, statuses)}
+
     def response(self, path: str, status: int) -> None:
         key = (path, str(status))
         self.responses[key] = self.responses.get(key, 0) + 1
@@ -159,6 +173,7 @@ class Exposition(Collector):
         now = self.gauges()
         yield from self._requests(now)
         yield from self._speculation(now)
+        yield from self._comparison(now)
         yield from self._rounds()
         yield from self._peers(now)
         if self.vllm_names:
@@ -173,10 +188,10 @@ class Exposition(Collector):
         yield _labelled("spire_sequences", "Choices that ended, by how.", "finished_reason", counts.finished)
         yield _counter("spire_prompt_tokens", "Prompt tokens prefilled.", counts.prompt_tokens)
         yield _counter("spire_generated_tokens", "Tokens generated.", counts.generated_tokens)
-        yield _histogram("spire_time_to_first_token_seconds", "Arrival to first token.", counts.first_token)
-        yield _histogram("spire_inter_token_latency_seconds", "Seconds per token after the first.", counts.inter_token)
-        yield _histogram("spire_request_seconds", "Arrival to last token of a choice.", counts.request_time)
-        yield _histogram("spire_queue_seconds", "Arrival to admission.", counts.queue_time)
+        yield counts.first_token.family("spire_time_to_first_token_seconds", "Arrival to first token.")
+        yield counts.inter_token.family("spire_inter_token_latency_seconds", "Seconds per token after the first.")
+        yield counts.request_time.family("spire_request_seconds", "Arrival to last token of a choice.")
+        yield counts.queue_time.family("spire_queue_seconds", "Arrival to admission.")
         sequences = GaugeMetricFamily("spire_sequences_now", "Choices in the gateway, by state.", labels=["state"])
         for state in ("waiting", "starting", "running"):
             sequences.add_metric([state], getattr(now, state))
@@ -188,28 +203,57 @@ class Exposition(Collector):
         yield _counter("spire_drafts", "Blocks of draft tokens verified.", counts.drafts)
         yield _counter("spire_draft_tokens", "Draft tokens verified.", counts.drafted)
         yield _counter("spire_accepted_tokens", "Draft tokens accepted.", counts.accepted)
-        yield _positions("spire_accepted_tokens_at", "Blocks whose draft token at this position was accepted.", counts)
+        help_text = "Blocks whose draft token at this position was accepted."
+        yield _positions("spire_accepted_tokens_at", help_text, counts, now)
         yield _labelled("spire_fallbacks", "Blocks decoded plainly for want of a draft.", "reason", counts.fallbacks)
-        at = {str(k): float(rounds) for k, rounds in enumerate(counts.rounds_at)}
+        at = _numbered(counts.rounds_at, now.deepest + 1)
         yield _labelled("spire_rounds_at_depth", "Rounds, by the draft tokens of the deepest block.", "k", at)
         yield GaugeMetricFamily("spire_speculation_depth", "k chosen last for automatic requests.", value=now.k)
         yield GaugeMetricFamily("spire_tau", "Tokens of a round expected at that k.", value=now.tau)
-        help_text = "Tokens a second at that k over those of plain decoding, from rounds of both."
-        yield GaugeMetricFamily("spire_multiplier_measured", help_text, value=now.multiplier)
+        if now.multiplier is not None:
+            help_text = "Tokens a second at that k over those of plain decoding, from rounds of both."
+            yield GaugeMetricFamily("spire_multiplier_measured", help_text, value=now.multiplier)
+
+    def _comparison(self, now: Gauges) -> Iterator[Metric]:
+        """What speculation is worth: against rounds that were left plain, by the performance model, in money."""
+        counts, label = self.metrics, "decoding"
+        yield _labelled("spire_compared_rounds", "Rounds that were to be drafted.", label, counts.compared_rounds)
+        yield _labelled("spire_compared_tokens", "Tokens of those rounds.", label, counts.compared_tokens)
+        yield _labelled("spire_compared_seconds", "Seconds of those rounds.", label, counts.compared_seconds)
+        if now.multiplier_modelled is not None:
+            help_text = "What the performance model says of the rounds that are run, on the calibrated machine."
+            yield GaugeMetricFamily("spire_multiplier_modelled", help_text, value=now.multiplier_modelled)
+        if now.prices:
+            prices = GaugeMetricFamily("spire_price_per_hour", "As configured, of all its devices.", labels=["service"])
+            for service, price in now.prices.items():
+                prices.add_metric([service], price)
+            yield prices
 
     def _rounds(self) -> Iterator[Metric]:
         counts = self.metrics
         yield _counter("spire_rounds", "Rounds.", counts.rounds)
-        yield _labelled("spire_round_seconds", "Seconds of rounds, by part.", "part", counts.round_seconds)
-        yield _histogram("spire_round_sequences", "Sequences in a round.", counts.batch_size)
+        parts = CounterMetricFamily("spire_round_seconds", "Seconds of rounds, by part.", labels=["lane", "part"])
+        for lane, by_part in enumerate(counts.round_seconds):
+            for part, seconds in by_part.items():
+                parts.add_metric([str(lane), part], seconds)
+        yield parts
+        yield counts.round_duration.family("spire_round_duration_seconds", "Seconds of a round.")
+        yield counts.batch_size.family("spire_round_sequences", "Sequences in a round.")
         yield _counter("spire_replays", "Sequences started again after they were lost.", counts.replays)
 
     def _peers(self, now: Gauges) -> Iterator[Metric]:
-        up = GaugeMetricFamily("spire_peer_up", "Whether a model service answers.", labels=["peer"])
+        up = GaugeMetricFamily(
+            "spire_peer_up", "Whether a model service answers, and says that it serves.", labels=["peer"]
+        )
         up.add_metric(["verifier"], float(now.verifier_up))
         if now.draft_up is not None:
             up.add_metric(["draft"], float(now.draft_up))
         yield up
+        help_text = "How long a peer whose answer came too late is left alone; 0: it is not."
+        circuits = GaugeMetricFamily("spire_circuit_seconds", help_text, labels=["peer"])
+        for peer, seconds in now.circuits.items():
+            circuits.add_metric([peer], seconds)
+        yield circuits
         if now.draft_kind:
             who = {"kind": now.draft_kind, "name": now.draft_name}
             yield InfoMetricFamily("spire_draft", "The draft that was met last.", value=who)
@@ -225,15 +269,15 @@ class Exposition(Collector):
         yield _counter("vllm:prompt_tokens", "As vLLM.", counts.prompt_tokens)
         yield _counter("vllm:generation_tokens", "As vLLM.", counts.generated_tokens)
         yield _labelled("vllm:request_success", "As vLLM.", "finished_reason", counts.finished)
-        yield _histogram("vllm:time_to_first_token_seconds", "As vLLM.", counts.first_token)
-        yield _histogram("vllm:inter_token_latency_seconds", "As vLLM.", counts.inter_token)
-        yield _histogram("vllm:request_time_per_output_token_seconds", "As vLLM.", counts.per_output_token)
-        yield _histogram("vllm:e2e_request_latency_seconds", "As vLLM.", counts.request_time)
-        yield _histogram("vllm:request_queue_time_seconds", "As vLLM.", counts.queue_time)
+        yield counts.first_token.family("vllm:time_to_first_token_seconds", "As vLLM.")
+        yield counts.inter_token.family("vllm:inter_token_latency_seconds", "As vLLM.")
+        yield counts.per_output_token.family("vllm:request_time_per_output_token_seconds", "As vLLM.")
+        yield counts.request_time.family("vllm:e2e_request_latency_seconds", "As vLLM.")
+        yield counts.queue_time.family("vllm:request_queue_time_seconds", "As vLLM.")
         yield _counter("vllm:spec_decode_num_drafts", "As vLLM.", counts.drafts)
         yield _counter("vllm:spec_decode_num_draft_tokens", "As vLLM.", counts.drafted)
         yield _counter("vllm:spec_decode_num_accepted_tokens", "As vLLM.", counts.accepted)
-        yield _positions("vllm:spec_decode_num_accepted_tokens_per_pos", "As vLLM.", counts)
+        yield _positions("vllm:spec_decode_num_accepted_tokens_per_pos", "As vLLM.", counts, now)
 
 
 def _counter(name: str, help_text: str, value: float) -> Metric:
@@ -247,9 +291,10 @@ def _labelled(name: str, help_text: str, label: str, values: dict[str, float]) -
     return family
 
 
-def _positions(name: str, help_text: str, counts: Metrics) -> Metric:
-    return _labelled(name, help_text, "position", {str(at): n for at, n in enumerate(counts.accepted_at)})
+def _positions(name: str, help_text: str, counts: Metrics, now: Gauges) -> Metric:
+    return _labelled(name, help_text, "position", _numbered(counts.accepted_at, now.deepest))
 
 
-def _histogram(name: str, help_text: str, histogram: Histogram) -> Metric:
-    return HistogramMetricFamily(name, help_text, buckets=histogram.buckets(), sum_value=histogram.sum)
+def _numbered(counts: list[int], at_least: int) -> dict[str, float]:
+    """By place, as many as there may come to be: no request makes a series."""
+    return {str(at): float(n) for at, n in enumerate(counts + [0] * (at_least - len(counts)))}

@@ -15,6 +15,7 @@ from gateway.depth import DepthController, Load
 from gateway.errors import PeerLost
 from gateway.messages import wire_sampling
 from gateway.metrics import Metrics
+from gateway.modelled import RoundModel
 from gateway.peers import DraftPeer, PeerTooLate, VerifierPeer
 from gateway.sequence import Sequence
 from spire.v1 import draft_pb2, tensor_pb2, verifier_pb2
@@ -32,6 +33,8 @@ class Proposals:
     by_id: dict[str, draft_pb2.Proposal] = field(default_factory=dict)
     asked: dict[str, int] = field(default_factory=dict)
     lost: bool = False
+    # Of a round that was to be drafted: speculative, or plain because it was sampled for comparison.
+    decoding: str = ""
     model_seconds: float = 0.0
     waited_seconds: float = 0.0
     asked_seconds: float = 0.0
@@ -57,6 +60,11 @@ class Speculation:
         self._depths = DepthController()
         # Of the last round with a choice to make.
         self._load, self.k = Load(1, 1), 0
+        # Of the last drafted round that one depth explains: its load and that depth.
+        self._seen: tuple[Load, int] | None = None
+        self._model = RoundModel.of(config.calibration) if config.calibration else None
+        # Rounds, a fraction of one, that are still to be left plain.
+        self._plain_due = 0.0
 
     @property
     def tau(self) -> float:
@@ -64,9 +72,21 @@ class Speculation:
         return self._depths.acceptance.taus()[self.k]
 
     @property
-    def multiplier(self) -> float:
-        """Tokens a second at that depth over those of plain decoding, by what rounds have shown."""
-        return self._depths.multiplier(self._load, self.k)
+    def multiplier(self) -> float | None:
+        """Tokens a second at that depth over those of plain decoding, by what rounds have shown; None where k is fixed
+        and no round is left plain."""
+        if self._config.k is None:
+            return self._depths.multiplier(self._load, self.k)
+        return self._depths.multiplier(*self._seen) if self._seen and self._config.plain_share else None
+
+    @property
+    def multiplier_modelled(self) -> float | None:
+        """What the performance model says of the last drafted round, with the τ that rounds have shown."""
+        target, draft = self._verifier.model, self._draft.info if self._draft else None
+        if not (self._model and self._seen and target and draft and self._seen[1] <= self._depths.deepest):
+            return None
+        load, k = self._seen
+        return self._model.multiplier(target.info, draft, load, k, self._depths.acceptance.taus()[k])
 
     def draft_for(self, sequence: Sequence) -> str:
         """Whose activations to publish. A draft that is away for a moment is named all the same."""
@@ -91,6 +111,8 @@ class Speculation:
         if not self._draft.up:
             self._metrics.fallbacks["draft_absent"] += len(wanted)
             return Proposals(lost=True)
+        if self._left_plain():
+            return Proposals(decoding="plain")
         items = [
             draft_pb2.ProposeItem(
                 sequence_id=sequence.wire_id,
@@ -109,8 +131,16 @@ class Speculation:
             reason = "draft_timeout" if isinstance(error, PeerTooLate) else "draft_lost"
             self._metrics.fallbacks[reason] += len(wanted)
             log.warning("decoding plainly", reason=str(error))
-            return Proposals(lost=True, asked_seconds=time.monotonic() - began)
+            return Proposals(lost=True, decoding="speculative", asked_seconds=time.monotonic() - began)
         return self._usable(wanted, answer, seconds)
+
+    def _left_plain(self) -> bool:
+        """Whether this round is the one in so many that shows what plain decoding would take."""
+        self._plain_due += self._config.plain_share
+        if self._plain_due < 1:
+            return False
+        self._plain_due -= 1
+        return True
 
     def _depth(self, sequence: Sequence) -> int:
         """How many tokens to draft for it in this round."""
@@ -134,7 +164,8 @@ class Speculation:
     ) -> Proposals:
         model_seconds = answer.timings.forward_seconds + answer.timings.sample_seconds
         asked = {sequence.wire_id: depth for sequence, depth in wanted}
-        proposals = Proposals({}, asked, False, model_seconds, answer.timings.queue_seconds, seconds)
+        waited_seconds = answer.timings.queue_seconds
+        proposals = Proposals({}, asked, False, "speculative", model_seconds, waited_seconds, seconds)
         by_id = {proposal.sequence_id: proposal for proposal in answer.proposals}
         for sequence, depth in wanted:
             proposal = by_id.get(sequence.wire_id)
@@ -154,6 +185,8 @@ class Speculation:
         self, load: Load, shown: Shown, seconds: float, proposals: Proposals, verified: verifier_pb2.Timings
     ) -> None:
         """Take over what a round of `seconds` has shown."""
+        if shown.depth and proposals.decoding == "speculative":
+            self._seen = load, shown.depth
         own = seconds - self._of_others(load, proposals, verified)
         self._depths.observe(load, shown.depth, own, shown.blocks)
 

@@ -25,8 +25,10 @@ from spire.model.config import ModelConfig
 from spire.model.placement import choose_device, choose_dtype
 from spire.model.self_speculation import SparseAttention
 from spire.model.target import Target
+from spire.perf_model import Shape
 from spire.process import stop_signal
 from spire.rpc.channel import PROTOCOL_VERSION, listen, new_server
+from spire.rpc.shapes import shape_to_wire
 from spire.rpc.tls import Tls
 from spire.v1 import draft_pb2_grpc
 from spire.v1 import verifier_pb2 as pb
@@ -75,6 +77,7 @@ def load(config: VerifierConfig) -> tuple[Engine, Hosted]:
         dtype=str(dtype).removeprefix("torch."),
         max_speculation_depth=config.max_depth,
         no_grammars=no_grammars,
+        shape=shape_to_wire(Shape.of(shape)),
     )
     return engine, Hosted(info, tokenizer, grammars)
 
@@ -164,7 +167,7 @@ async def listening(
     server, healthy = new_server(), health.aio.HealthServicer()
     service = VerifierService(engine, hosted, config)
     rpc.add_VerifierServicer_to_server(service, server)
-    draft_pb2_grpc.add_DraftServicer_to_server(self_drafting(engine, hosted), server)
+    draft_pb2_grpc.add_DraftServicer_to_server(self_drafting(engine, hosted, config), server)
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     port = listen(server, config.host, config.port, tls)
     engine.start()

@@ -142,7 +142,7 @@ class RoundsStream:
             self._answers.put_nowait(None)
 
 
-def self_drafting(engine: Engine, hosted: Hosted) -> DraftServicer:
+def self_drafting(engine: Engine, hosted: Hosted, config: VerifierConfig) -> DraftServicer:
     """The draft service's protocol, answered by the target itself: it follows nobody and remembers nothing."""
     ours = draft_pb2.DraftGetInfoResponse(
         protocol_version=PROTOCOL_VERSION,
@@ -155,6 +155,9 @@ def self_drafting(engine: Engine, hosted: Hosted) -> DraftServicer:
         max_speculation_depth=min(MAX_SPECULATION_DEPTH, hosted.info.max_speculation_depth),
         max_sequences=hosted.info.max_sequences,
         following=True,
+        shape=hosted.info.shape,
+        window=config.self_window,
+        sink=config.self_sink,
     )
 
     async def propose(task: ProposeTask) -> ProposeAnswer:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import math
 import statistics
+from collections import defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -168,7 +169,7 @@ def _figures(first: Pass, second: Pass, peak: int | None) -> Figures:
         round_ms=_round_ms(before.gateway.samples, counters) if before and alike else None,
         round_ms_seen=_round_seen(stretches),
         busy=after.busy_since(before) or None if before and after and alike else None,
-        fallbacks=_grown(FALLBACKS, before.gateway.samples, counters) if before else None,
+        fallbacks=_grown(FALLBACKS, before.gateway.samples, counters, "reason") if before else None,
         peak_memory_bytes=peak,
         draft_state_bytes_per_sequence=int(counters.get("spire_draft_state_bytes_per_sequence", 0)) if after else None,
         exact_tokens=all(answer.exact for answer in (*first.answers, *second.answers)),
@@ -226,14 +227,18 @@ def _mean_of_rounds(told: list[dict[str, Any]], name: str, base: float) -> float
 
 def _round_ms(before: Counters, after: Counters) -> dict[str, float] | None:
     rounds = after[ROUNDS] - before[ROUNDS]
-    seconds = _grown(ROUND_SECONDS, before, after)
+    seconds = _grown(ROUND_SECONDS, before, after, "part")
     return {part: 1000 * spent / rounds for part, spent in seconds.items()} if rounds else None
 
 
-def _grown(name: str, before: Counters, after: Counters) -> dict[str, float]:
-    """What a counter with one label has grown by, by the label's value."""
-    samples = {sample: value for sample, value in after.items() if sample.startswith(name + "{")}
-    return {sample.split("=")[1].rstrip("}"): value - before.get(sample, 0.0) for sample, value in samples.items()}
+def _grown(name: str, before: Counters, after: Counters, label: str) -> dict[str, float]:
+    """What a counter has grown by, by the value of a label, whatever its other labels are."""
+    grown: dict[str, float] = defaultdict(float)
+    for sample, value in after.items():
+        if sample.startswith(name + "{"):
+            labels = dict(pair.split("=") for pair in sample[len(name) + 1 : -1].split(","))
+            grown[labels[label]] += value - before.get(sample, 0.0)
+    return dict(grown)
 
 
 def percentile(values: list[float], share: float) -> float:

@@ -13,7 +13,7 @@ class DraftGetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DraftGetInfoResponse(_message.Message):
-    __slots__ = ("protocol_version", "draft_id", "kind", "model_name", "target_fingerprint", "tokenizer_hash", "vocab_size", "max_speculation_depth", "state_bytes_per_sequence", "max_sequences", "following")
+    __slots__ = ("protocol_version", "draft_id", "kind", "model_name", "target_fingerprint", "tokenizer_hash", "vocab_size", "max_speculation_depth", "state_bytes_per_sequence", "max_sequences", "following", "shape", "window", "sink")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     DRAFT_ID_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -25,6 +25,9 @@ class DraftGetInfoResponse(_message.Message):
     STATE_BYTES_PER_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     FOLLOWING_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    SINK_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     draft_id: str
     kind: str
@@ -36,7 +39,10 @@ class DraftGetInfoResponse(_message.Message):
     state_bytes_per_sequence: int
     max_sequences: int
     following: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., draft_id: _Optional[str] = ..., kind: _Optional[str] = ..., model_name: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_speculation_depth: _Optional[int] = ..., state_bytes_per_sequence: _Optional[int] = ..., max_sequences: _Optional[int] = ..., following: bool = ...) -> None: ...
+    shape: _verifier_pb2.ModelShape
+    window: int
+    sink: int
+    def __init__(self, protocol_version: _Optional[int] = ..., draft_id: _Optional[str] = ..., kind: _Optional[str] = ..., model_name: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_speculation_depth: _Optional[int] = ..., state_bytes_per_sequence: _Optional[int] = ..., max_sequences: _Optional[int] = ..., following: bool = ..., shape: _Optional[_Union[_verifier_pb2.ModelShape, _Mapping]] = ..., window: _Optional[int] = ..., sink: _Optional[int] = ...) -> None: ...
 
 class ProposeBatch(_message.Message):
     __slots__ = ("batch_id", "items")

@@ -12,7 +12,7 @@ class GetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetInfoResponse(_message.Message):
-    __slots__ = ("protocol_version", "model_name", "target_fingerprint", "tokenizer_hash", "vocab_size", "hidden_size", "num_layers", "max_context", "max_sequences", "end_tokens", "epoch", "dtype", "max_speculation_depth", "no_grammars")
+    __slots__ = ("protocol_version", "model_name", "target_fingerprint", "tokenizer_hash", "vocab_size", "hidden_size", "num_layers", "max_context", "max_sequences", "end_tokens", "epoch", "dtype", "max_speculation_depth", "no_grammars", "shape")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     TARGET_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -27,6 +27,7 @@ class GetInfoResponse(_message.Message):
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     MAX_SPECULATION_DEPTH_FIELD_NUMBER: _ClassVar[int]
     NO_GRAMMARS_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     model_name: str
     target_fingerprint: str
@@ -41,7 +42,26 @@ class GetInfoResponse(_message.Message):
     dtype: str
     max_speculation_depth: int
     no_grammars: str
-    def __init__(self, protocol_version: _Optional[int] = ..., model_name: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., max_context: _Optional[int] = ..., max_sequences: _Optional[int] = ..., end_tokens: _Optional[_Iterable[int]] = ..., epoch: _Optional[str] = ..., dtype: _Optional[str] = ..., max_speculation_depth: _Optional[int] = ..., no_grammars: _Optional[str] = ...) -> None: ...
+    shape: ModelShape
+    def __init__(self, protocol_version: _Optional[int] = ..., model_name: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., max_context: _Optional[int] = ..., max_sequences: _Optional[int] = ..., end_tokens: _Optional[_Iterable[int]] = ..., epoch: _Optional[str] = ..., dtype: _Optional[str] = ..., max_speculation_depth: _Optional[int] = ..., no_grammars: _Optional[str] = ..., shape: _Optional[_Union[ModelShape, _Mapping]] = ...) -> None: ...
+
+class ModelShape(_message.Message):
+    __slots__ = ("layers", "hidden_size", "intermediate_size", "heads", "kv_heads", "head_dim", "vocab_size")
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
+    INTERMEDIATE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    HEADS_FIELD_NUMBER: _ClassVar[int]
+    KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    layers: int
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    def __init__(self, layers: _Optional[int] = ..., hidden_size: _Optional[int] = ..., intermediate_size: _Optional[int] = ..., heads: _Optional[int] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., vocab_size: _Optional[int] = ...) -> None: ...
 
 class GetTokenizerRequest(_message.Message):
     __slots__ = ()
