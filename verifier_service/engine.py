@@ -17,40 +17,30 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import structlog
 import torch
 
 from spire.drafting import Drafted, Guess, ProposeTask, answer
-from spire.errors import InvalidRequest, NotFinite, OutOfCapacity, RequestError, SpireError, UnknownSequence
-from spire.rpc.errors import OK, code_name, item_status
+from spire.errors import InvalidRequest, NotFinite, RequestError
+from spire.rpc.errors import OK
 from spire.sampling import SamplingRows
-from spire.v1 import tensor_pb2
 from spire.v1 import verifier_pb2 as pb
 from verifier_service.activations import Advance, Deliver, Publisher, Taps
-from verifier_service.batch import Block, Limits, RaggedBatch, pad, q_problems, read_block
+from verifier_service.batch import Limits
+from verifier_service.blocks import Blocks, Entry, Taken
 from verifier_service.logprobs import Scores
 from verifier_service.metrics import VerifierMetrics
 from verifier_service.prefixes import Prefixes
 from verifier_service.prompts import Prompts
-from verifier_service.sequence import Sequence
+from verifier_service.sequence import Sequence, not_finite
 from verifier_service.slots import Slots
 from verifier_service.step import ModelSteps, Outcome, PromptChunk
 from verifier_service.tasks import CallTask, StartTask, VerifyTask
 
 log = structlog.get_logger("verifier_service")
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """A block and where its result belongs."""
-
-    block: Block
-    task: VerifyTask
-    index: int
 
 
 class Engine:
@@ -68,8 +58,8 @@ class Engine:
         self._prompts = Prompts(steps.cache, token_budget)
         self.slots = Slots(steps, publisher, prefixes, self._prompts, limits, metrics)
         self.sequences = self.slots.sequences
+        self._blocks = Blocks(steps, self.slots, prefixes, limits, metrics)
         self._drafting: deque[ProposeTask] = deque()
-        self._verifying: deque[VerifyTask] = deque()
         self._inbox: queue.SimpleQueue[StartTask | ProposeTask | VerifyTask | CallTask | None] = queue.SimpleQueue()
         self._stopping = False
         # Done when the thread has ended; carries the error if it died.
@@ -121,7 +111,7 @@ class Engine:
 
     def _receive(self) -> None:
         """Take everything that has arrived; sleep only when there is nothing else to do."""
-        idle = not self._drafting and not self._verifying and not self._prompts
+        idle = not self._drafting and not self._blocks and not self._prompts
         try:
             while not self._stopping:
                 self._accept(self._inbox.get(block=idle))
@@ -138,7 +128,7 @@ class Engine:
             case ProposeTask():
                 self._drafting.append(task)
             case VerifyTask():
-                self._verifying.append(task)
+                self._blocks.add(task)
             case CallTask():
                 self._accept_call(task)
 
@@ -164,17 +154,7 @@ class Engine:
                 if known.started:
                     task.reply(pb.RoundsResponse(started=known.started))
         except RequestError as error:
-            task.reply(pb.RoundsResponse(started=self._refused_start(task.start.sequence_id, error)))
-
-    def _refused_start(self, sequence_id: str, error: SpireError) -> pb.Started:
-        status = item_status(error)
-        self._count_refusal(sequence_id, status)
-        return pb.Started(sequence_id=sequence_id, status=status)
-
-    def _count_refusal(self, sequence_id: str, status: tensor_pb2.ItemStatus) -> None:
-        code = code_name(status.code)
-        self.metrics.refused.labels(code).inc()
-        log.debug("refused", sequence=sequence_id, code=code)
+            self.slots.refuse(task.start.sequence_id, task.reply, error)
 
     # --- drafting (MagicDec) ------------------------------------------------------------------------------------
 
@@ -199,53 +179,38 @@ class Engine:
     def _step(self) -> None:
         """One ragged forward for all batches that wait and a chunk of prompt; answer, publish."""
         began = time.perf_counter()
-        tasks = self._take_batches()
-        entries, batch = self._with_sound_q(self._with_room(self._admissible(tasks)))
-        taken = batch.tokens_BT.numel() if batch else 0
-        for sequence in self._prompts.unseen(taken):
+        taken = self._blocks.take()
+        for sequence in self._prompts.unseen(taken.positions):
             self._reuse_prefix(sequence)
-        chosen, chunk = self._prompts.next_chunk(taken)
-        verified, prefilled = self._forward(entries, batch, chosen, chunk)
-        for task in tasks:
-            forward, sample = (verified.forward_seconds, verified.sample_seconds) if verified else (0.0, 0.0)
-            timings = _timings(began - task.received, forward, sample, time.perf_counter() - began)
-            result = pb.VerifyBatchResult(batch_id=task.batch.batch_id, results=task.results, timings=timings)
-            task.reply(pb.RoundsResponse(verified=result))
+        chosen, chunk = self._prompts.next_chunk(taken.positions)
+        verified, prefilled = self._forward(taken, chosen, chunk)
+        taken.answer(verified, began)
         if verified:
-            self._publish_verified(entries, verified)
+            self._publish_verified(taken.entries, verified)
         if chunk and prefilled:
             self._advance_prompts(chosen, chunk, prefilled, began)
 
     def _forward(
-        self, entries: Rows[_Entry], batch: RaggedBatch | None, chosen: Rows[Sequence], chunk: PromptChunk | None
+        self, taken: Taken, chosen: Rows[Sequence], chunk: PromptChunk | None
     ) -> tuple[Outcome | None, Outcome | None]:
-        """Run the forward and write each entry's result. A step that fails is answered and changes nothing."""
-        if not batch and not chunk:
+        """Run the forward and write each block's result. A step that fails is answered and changes nothing."""
+        if not taken.batch and not chunk:
             return None, None
         try:
-            verified, prefilled = self.steps.run(batch, chunk)
+            verified, prefilled = self.steps.run(taken.batch, chunk)
         except Exception as error:
-            log.exception("a step failed", blocks=len(entries), prompts=len(chosen))
-            for entry in entries:
-                self._refuse(entry.task, entry.index, NotFinite(f"the verifier could not run this step: {error}"))
+            log.exception("a step failed", blocks=len(taken.entries), prompts=len(chosen))
+            self._blocks.fail(taken, NotFinite(f"the verifier could not run this step: {error}"))
             for sequence in chosen:
-                self._fail_start(sequence, NotFinite(f"the verifier could not prefill this sequence: {error}"))
+                self.slots.fail_start(sequence, NotFinite(f"the verifier could not prefill this sequence: {error}"))
             return None, None
-        if batch and verified:
-            self._count_verified(entries, batch, verified)
+        if verified:
+            self._blocks.conclude(taken, verified)
         if chunk and prefilled:
-            self._count_step("prefill", prefilled, sum(chunk.counts))
+            self.metrics.step("prefill", sum(chunk.counts), prefilled.seconds)
         return verified, prefilled
 
-    def _count_verified(self, entries: Rows[_Entry], batch: RaggedBatch, outcome: Outcome) -> None:
-        for row, entry in enumerate(entries):
-            self._conclude(entry, outcome, row)
-        self._count_step("verify", outcome, sum(batch.counts) + len(batch.counts))
-        self.metrics.tokens.inc(sum(len(tokens) for tokens in outcome.tokens))
-        self.metrics.draft_tokens.inc(sum(batch.counts))
-        self.metrics.accepted_tokens.inc(sum(outcome.accepted))
-
-    def _publish_verified(self, entries: Rows[_Entry], outcome: Outcome) -> None:
+    def _publish_verified(self, entries: Rows[Entry], outcome: Outcome) -> None:
         advances = [
             _advance(entry.block.sequence, entry.block.base, accepted + 1 if sound and not refusal else 0)
             for entry, accepted, sound, refusal in zip(
@@ -253,115 +218,6 @@ class Engine:
             )
         ]
         self._publish(lambda: self.publisher.publish(advances, outcome.taps_BTND))
-
-    # --- verification -------------------------------------------------------------------------------------------
-
-    def _take_batches(self) -> list[VerifyTask]:
-        """All that wait, up to the first that names a sequence again: that one needs this step's outcome."""
-        tasks: list[VerifyTask] = []
-        seen: set[str] = set()
-        while self._verifying:
-            ids = {item.sequence_id for item in self._verifying[0].batch.items}
-            if ids & seen:
-                break
-            seen |= ids
-            tasks.append(self._verifying.popleft())
-        return tasks
-
-    def _admissible(self, tasks: Rows[VerifyTask]) -> list[_Entry]:
-        """The blocks to verify, by slot. Repeats get their stored answer, wrong items their error."""
-        entries: list[_Entry] = []
-        seen: set[str] = set()
-        for task in tasks:
-            task.results = [pb.VerifyResult() for _ in task.batch.items]
-            for index, item in enumerate(task.batch.items):
-                try:
-                    if item.sequence_id in seen:
-                        raise InvalidRequest(f"sequence {item.sequence_id} is in this batch twice")
-                    seen.add(item.sequence_id)
-                    block = self._read(item)
-                    if isinstance(block, Block):
-                        entries.append(_Entry(block, task, index))
-                    else:
-                        task.results[index] = block
-                except RequestError as error:
-                    self._refuse(task, index, error)
-        return sorted(entries, key=lambda entry: entry.block.sequence.slot)
-
-    def _read(self, item: pb.VerifyItem) -> Block | pb.VerifyResult:
-        sequence = self.slots.held(item.sequence_id)
-        base = self.steps.cache.lengths[sequence.slot]
-        return sequence.stored_answer(item, base) or read_block(item, sequence, base, self.limits)
-
-    def _with_sound_q(self, entries: list[_Entry]) -> tuple[list[_Entry], RaggedBatch | None]:
-        """The entries whose q can be used, and their batch; none when there are none."""
-        if not entries:
-            return [], None
-        batch = pad([entry.block for entry in entries], self.steps.device)
-        problems = q_problems(batch, self.limits.vocab_size)
-        if not any(problems):
-            return entries, batch
-        for entry, problem in zip(entries, problems, strict=True):
-            if problem:
-                self._refuse(entry.task, entry.index, InvalidRequest(problem))
-        sound = [entry for entry, problem in zip(entries, problems, strict=True) if not problem]
-        return sound, pad([entry.block for entry in sound], self.steps.device) if sound else None
-
-    def _refuse(self, task: VerifyTask, index: int, error: SpireError) -> None:
-        item, status = task.batch.items[index], item_status(error)
-        self._count_refusal(item.sequence_id, status)
-        task.results[index] = pb.VerifyResult(sequence_id=item.sequence_id, round=item.round, status=status)
-
-    def _with_room(self, entries: list[_Entry]) -> list[_Entry]:
-        """The entries for whose new positions there is memory, after whatever had to give way."""
-        while entries:
-            slots = [entry.block.sequence.slot for entry in entries]
-            new_tokens = 1 + max(entry.block.k for entry in entries)
-            if self.steps.cache.reserve(slots, new_tokens):
-                break
-            if self.prefixes.shed():
-                continue
-            victim = self._preempt_youngest()
-            for entry in entries:
-                if entry.block.sequence is victim:
-                    self._refuse(entry.task, entry.index, UnknownSequence(f"sequence {victim.id} was preempted"))
-            entries = [entry for entry in entries if entry.block.sequence is not victim]
-        return entries
-
-    def _preempt_youngest(self) -> Sequence:
-        """Let the sequence that was admitted last start again when there is memory."""
-        youngest = self.slots.youngest
-        self.metrics.preempted.inc()
-        if youngest.started is None:
-            self._fail_start(youngest, OutOfCapacity("no memory is left for its cache"))
-        else:
-            self.slots.release([youngest.id])
-        return youngest
-
-    def _conclude(self, entry: _Entry, outcome: Outcome, row: int) -> None:
-        sequence, block = entry.block.sequence, entry.block
-        if not outcome.finite[row]:
-            sequence.poisoned = True
-            self._refuse(entry.task, entry.index, _not_finite(sequence))
-            return
-        if refusal := outcome.refused[row]:
-            self._refuse(entry.task, entry.index, refusal)
-            return
-        answer = pb.VerifyResult(
-            sequence_id=sequence.id,
-            round=block.round,
-            status=OK,
-            accepted=outcome.accepted[row],
-            tokens=outcome.tokens[row],
-            logprobs=outcome.logprobs[row],
-        )
-        sequence.advance(block.base, answer)
-        entry.task.results[entry.index] = answer
-
-    def _count_step(self, kind: str, outcome: Outcome, positions: int) -> None:
-        self.metrics.steps.labels(kind).inc()
-        self.metrics.positions.labels(kind).inc(positions)
-        self.metrics.busy_seconds.labels(kind).inc(outcome.forward_seconds + outcome.sample_seconds)
 
     # --- prefill ------------------------------------------------------------------------------------------------
 
@@ -380,7 +236,7 @@ class Engine:
             return
         if sink:
             began, first = time.perf_counter(), PromptChunk([sequence.slot], [sequence.prompt_L[:sink]], [False], [[]])
-            _, prefilled = self._forward([], None, [sequence], first)
+            _, prefilled = self._forward(Taken(), [sequence], first)
             if prefilled:
                 self._advance_prompts([sequence], first, prefilled, began)
             if sequence.id not in self.sequences:
@@ -402,12 +258,12 @@ class Engine:
             _add_work(sequence, began, outcome)
             if not outcome.finite[row]:
                 sequence.poisoned = True
-                self._fail_start(sequence, _not_finite(sequence))
+                self.slots.fail_start(sequence, not_finite(sequence))
                 continue
             if scores := outcome.scores[row]:
                 sequence.scores.append(scores)
             if refusal := outcome.refused[row]:
-                self._fail_start(sequence, refusal)
+                self.slots.fail_start(sequence, refusal)
             elif chunk.last[row]:
                 self._finish_start(sequence, outcome.tokens[row][0], outcome.logprobs[row])
 
@@ -430,10 +286,6 @@ class Engine:
         sequence.reply(pb.RoundsResponse(started=sequence.started))
         if sequence.draft_id:
             self._publish(lambda: self.publisher.replay(sequence.draft_id, [sequence.id]))
-
-    def _fail_start(self, sequence: Sequence, error: SpireError) -> None:
-        self.slots.release([sequence.id])
-        sequence.reply(pb.RoundsResponse(started=self._refused_start(sequence.id, error)))
 
     # --- activations --------------------------------------------------------------------------------------------
 
@@ -463,14 +315,6 @@ class Engine:
 def _advance(sequence: Sequence, start: int, count: int) -> Advance:
     tokens = sequence.tokens[start : start + count]
     return Advance(sequence.id, sequence.draft_id, sequence.slot, start, tokens)
-
-
-def _not_finite(sequence: Sequence) -> NotFinite:
-    return NotFinite(f"the target's numbers for sequence {sequence.id} are not finite")
-
-
-def _timings(queued: float, forward: float, sample: float, total: float) -> pb.Timings:
-    return pb.Timings(queue_seconds=queued, forward_seconds=forward, sample_seconds=sample, total_seconds=total)
 
 
 def _add_work(sequence: Sequence, began: float, outcome: Outcome) -> None:

@@ -46,6 +46,12 @@ class VerifierMetrics:
         live = self._gauge("cache_live_bytes", "Bytes of the cache that live sequences have: the rest gives way.")
         live.set_function(lambda: cache.live_bytes)
 
+    def step(self, kind: str, positions: int, seconds: float) -> None:
+        """One forward, or one kind's share of it."""
+        self.steps.labels(kind).inc()
+        self.positions.labels(kind).inc(positions)
+        self.busy_seconds.labels(kind).inc(seconds)
+
     def _counter(self, name: str, text: str, label: str = "", values: Iterable[str] = ()) -> Counter:
         counter = Counter(f"spire_verifier_{name}", text, [label] if label else [], registry=self.registry)
         for value in values:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from spire.drafting import Guess
-from spire.errors import InvalidRequest, StaleBlock
+from spire.errors import InvalidRequest, NotFinite, StaleBlock
 from spire.rpc.limits import MAX_LOGPROBS, MAX_SEQUENCE_ID
 from spire.rpc.sampling import check_sampling
 from spire.v1 import tensor_pb2
@@ -110,3 +110,8 @@ def check_start(start: pb.Start, vocab_size: int, max_context: int) -> None:
         raise InvalidRequest(f"logprobs is {start.logprobs}: at most {MAX_LOGPROBS} alternatives are reported")
     check_sampling(start.sampling)
     check_adjustments(start.adjustments, vocab_size)
+
+
+def not_finite(sequence: Sequence) -> NotFinite:
+    """What is said when a forward gave numbers that are none."""
+    return NotFinite(f"the target's numbers for sequence {sequence.id} are not finite")

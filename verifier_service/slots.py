@@ -9,13 +9,16 @@ from collections.abc import Sequence as Rows
 import structlog
 import torch
 
-from spire.errors import InvalidRequest, OutOfCapacity, UnknownSequence
+from spire.errors import InvalidRequest, OutOfCapacity, SpireError, UnknownSequence
+from spire.rpc.errors import code_name, item_status
+from spire.v1 import tensor_pb2
+from spire.v1 import verifier_pb2 as pb
 from verifier_service.activations import Publisher
 from verifier_service.batch import Limits
 from verifier_service.metrics import VerifierMetrics
 from verifier_service.prefixes import Prefixes
 from verifier_service.prompts import Prompts
-from verifier_service.sequence import Sequence, check_start
+from verifier_service.sequence import Reply, Sequence, check_start
 from verifier_service.step import ModelSteps
 from verifier_service.tasks import StartTask
 
@@ -65,11 +68,6 @@ class Slots:
         self._limits, self._metrics = limits, metrics
         self._shares = Shares(self._cache.slots)
 
-    @property
-    def youngest(self) -> Sequence:
-        """The sequence that was admitted last."""
-        return list(self.sequences.values())[-1]
-
     def admit(self, task: StartTask) -> None:
         """Begin a sequence. Raises InvalidRequest or OutOfCapacity."""
         check_start(task.start, self._limits.vocab_size, self._limits.max_context)
@@ -117,6 +115,34 @@ class Slots:
         self._publisher.end(known)
         self._measure()
         return len(known)
+
+    def refusal(self, sequence_id: str, error: SpireError) -> tensor_pb2.ItemStatus:
+        """What is answered to an item that cannot be served; counted and logged."""
+        status = item_status(error)
+        code = code_name(status.code)
+        self._metrics.refused.labels(code).inc()
+        log.debug("refused", sequence=sequence_id, code=code)
+        return status
+
+    def refuse(self, sequence_id: str, reply: Reply, error: SpireError) -> None:
+        """Answer a Start that comes to nothing."""
+        status = self.refusal(sequence_id, error)
+        reply(pb.RoundsResponse(started=pb.Started(sequence_id=sequence_id, status=status)))
+
+    def fail_start(self, sequence: Sequence, error: SpireError) -> None:
+        """The same of a sequence that was admitted already."""
+        self.release([sequence.id])
+        self.refuse(sequence.id, sequence.reply, error)
+
+    def preempt_youngest(self) -> Sequence:
+        """Let the sequence that was admitted last start again when there is memory."""
+        youngest = list(self.sequences.values())[-1]
+        self._metrics.preempted.inc()
+        if youngest.started is None:
+            self.fail_start(youngest, OutOfCapacity("no memory is left for its cache"))
+        else:
+            self.release([youngest.id])
+        return youngest
 
     def release_gateway(self, gateway: str) -> int:
         """Free what a gateway left behind."""

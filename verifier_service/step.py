@@ -67,6 +67,10 @@ class Outcome:
     forward_seconds: float
     sample_seconds: float
 
+    @property
+    def seconds(self) -> float:
+        return self.forward_seconds + self.sample_seconds
+
 
 class ModelSteps:
     """The target and its cache. Called by one thread only, in inference mode.

@@ -1,0 +1,183 @@
+"""Blocks that wait to be verified: which of them a step takes, and what becomes of each.
+
+Every item of every batch gets an answer: a result, the stored one of a repeat, or its error.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+from spire.errors import InvalidRequest, RequestError, SpireError, UnknownSequence
+from spire.rpc.errors import OK
+from spire.v1 import verifier_pb2 as pb
+from verifier_service.batch import Block, Limits, RaggedBatch, pad, q_problems, read_block
+from verifier_service.metrics import VerifierMetrics
+from verifier_service.prefixes import Prefixes
+from verifier_service.sequence import not_finite
+from verifier_service.slots import Slots
+from verifier_service.step import ModelSteps, Outcome
+from verifier_service.tasks import VerifyTask
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A block and where its result belongs."""
+
+    block: Block
+    task: VerifyTask
+    index: int
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The batches that a step answers, and of their blocks those that it runs, by slot."""
+
+    tasks: Rows[VerifyTask] = ()
+    entries: Rows[Entry] = ()
+    batch: RaggedBatch | None = None
+
+    @property
+    def positions(self) -> int:
+        """Of the forward, padding counted."""
+        return self.batch.tokens_BT.numel() if self.batch else 0
+
+    def answer(self, outcome: Outcome | None, began: float) -> None:
+        """Send what became of every item. `began`: of the step, as `time.perf_counter` has it."""
+        for task in self.tasks:
+            timings = pb.Timings(queue_seconds=began - task.received, total_seconds=time.perf_counter() - began)
+            if outcome:
+                timings.forward_seconds, timings.sample_seconds = outcome.forward_seconds, outcome.sample_seconds
+            result = pb.VerifyBatchResult(batch_id=task.batch.batch_id, results=task.results, timings=timings)
+            task.reply(pb.RoundsResponse(verified=result))
+
+
+class Blocks:
+    def __init__(self, steps: ModelSteps, slots: Slots, prefixes: Prefixes, limits: Limits, metrics: VerifierMetrics):
+        self._steps, self._slots, self._prefixes = steps, slots, prefixes
+        self._limits, self._metrics = limits, metrics
+        self._waiting: deque[VerifyTask] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, task: VerifyTask) -> None:
+        self._waiting.append(task)
+
+    # --- before the step ------------------------------------------------------------------------------------------
+
+    def take(self) -> Taken:
+        """What the next step runs. What cannot be run has its answer already."""
+        tasks = self._batches()
+        return Taken(tasks, *self._with_sound_q(self._with_room(self._admissible(tasks))))
+
+    def _batches(self) -> list[VerifyTask]:
+        """All that wait, up to the first that names a sequence again: that one needs this step's outcome."""
+        tasks: list[VerifyTask] = []
+        seen: set[str] = set()
+        while self._waiting:
+            ids = {item.sequence_id for item in self._waiting[0].batch.items}
+            if ids & seen:
+                break
+            seen |= ids
+            tasks.append(self._waiting.popleft())
+        return tasks
+
+    def _admissible(self, tasks: Rows[VerifyTask]) -> list[Entry]:
+        """The blocks to verify, by slot. Repeats get their stored answer, wrong items their error."""
+        entries: list[Entry] = []
+        seen: set[str] = set()
+        for task in tasks:
+            task.results = [pb.VerifyResult() for _ in task.batch.items]
+            for index, item in enumerate(task.batch.items):
+                try:
+                    if item.sequence_id in seen:
+                        raise InvalidRequest(f"sequence {item.sequence_id} is in this batch twice")
+                    seen.add(item.sequence_id)
+                    block = self._read(item)
+                    if isinstance(block, Block):
+                        entries.append(Entry(block, task, index))
+                    else:
+                        task.results[index] = block
+                except RequestError as error:
+                    self._refuse(task, index, error)
+        return sorted(entries, key=lambda entry: entry.block.sequence.slot)
+
+    def _read(self, item: pb.VerifyItem) -> Block | pb.VerifyResult:
+        sequence = self._slots.held(item.sequence_id)
+        base = self._steps.cache.lengths[sequence.slot]
+        return sequence.stored_answer(item, base) or read_block(item, sequence, base, self._limits)
+
+    def _with_room(self, entries: list[Entry]) -> list[Entry]:
+        """The entries for whose new positions there is memory, after whatever had to give way."""
+        while entries:
+            slots = [entry.block.sequence.slot for entry in entries]
+            new_tokens = 1 + max(entry.block.k for entry in entries)
+            if self._steps.cache.reserve(slots, new_tokens):
+                break
+            if self._prefixes.shed():
+                continue
+            victim = self._slots.preempt_youngest()
+            for entry in entries:
+                if entry.block.sequence is victim:
+                    self._refuse(entry.task, entry.index, UnknownSequence(f"sequence {victim.id} was preempted"))
+            entries = [entry for entry in entries if entry.block.sequence is not victim]
+        return entries
+
+    def _with_sound_q(self, entries: list[Entry]) -> tuple[list[Entry], RaggedBatch | None]:
+        """The entries whose q can be used, and their batch; none when there are none."""
+        if not entries:
+            return [], None
+        batch = pad([entry.block for entry in entries], self._steps.device)
+        problems = q_problems(batch, self._limits.vocab_size)
+        if not any(problems):
+            return entries, batch
+        for entry, problem in zip(entries, problems, strict=True):
+            if problem:
+                self._refuse(entry.task, entry.index, InvalidRequest(problem))
+        sound = [entry for entry, problem in zip(entries, problems, strict=True) if not problem]
+        return sound, pad([entry.block for entry in sound], self._steps.device) if sound else None
+
+    def _refuse(self, task: VerifyTask, index: int, error: SpireError) -> None:
+        item, status = task.batch.items[index], self._slots.refusal(task.batch.items[index].sequence_id, error)
+        task.results[index] = pb.VerifyResult(sequence_id=item.sequence_id, round=item.round, status=status)
+
+    # --- after it -------------------------------------------------------------------------------------------------
+
+    def conclude(self, taken: Taken, outcome: Outcome) -> None:
+        """Advance every sequence whose block was verified, and keep its answer."""
+        for row, entry in enumerate(taken.entries):
+            self._conclude(entry, outcome, row)
+        if taken.batch:
+            drafted = sum(taken.batch.counts)
+            self._metrics.step("verify", drafted + len(taken.batch.counts), outcome.seconds)
+            self._metrics.tokens.inc(sum(len(tokens) for tokens in outcome.tokens))
+            self._metrics.draft_tokens.inc(drafted)
+            self._metrics.accepted_tokens.inc(sum(outcome.accepted))
+
+    def fail(self, taken: Taken, error: SpireError) -> None:
+        """The step came to nothing for any of them."""
+        for entry in taken.entries:
+            self._refuse(entry.task, entry.index, error)
+
+    def _conclude(self, entry: Entry, outcome: Outcome, row: int) -> None:
+        sequence, block = entry.block.sequence, entry.block
+        if not outcome.finite[row]:
+            sequence.poisoned = True
+            self._refuse(entry.task, entry.index, not_finite(sequence))
+            return
+        if refusal := outcome.refused[row]:
+            self._refuse(entry.task, entry.index, refusal)
+            return
+        answer = pb.VerifyResult(
+            sequence_id=sequence.id,
+            round=block.round,
+            status=OK,
+            accepted=outcome.accepted[row],
+            tokens=outcome.tokens[row],
+            logprobs=outcome.logprobs[row],
+        )
+        sequence.advance(block.base, answer)
+        entry.task.results[entry.index] = answer
