@@ -11,9 +11,9 @@ export function useKey(value) {
 
 /** What the gateway said against a request; `code` is the API's, "unreachable" or "cut". */
 export class ApiError extends Error {
-  constructor(message, { code = null, param = null, status = 0, retryAfter = null } = {}) {
+  constructor(message, { code = null, retryAfter = null } = {}) {
     super(message);
-    Object.assign(this, { code, param, status, retryAfter });
+    Object.assign(this, { code, retryAfter });
   }
 }
 
@@ -45,8 +45,10 @@ async function ask(path, options = {}) {
   if (key) headers.Authorization = `Bearer ${key}`;
   const response = await answered(fetch(path, { ...options, headers, cache: "no-store" }), UNREACHABLE, "unreachable");
   if (response.ok) return response;
-  const error = (await response.json().catch(() => ({}))).error ?? { message: `${response.status} ${response.statusText}` };
-  throw new ApiError(error.message, { ...error, status: response.status, retryAfter: response.headers.get("Retry-After") });
+  const { status, statusText } = response;
+  const told = await response.json().catch(() => ({}));
+  const error = told.error ?? { message: `${status} ${statusText}` };
+  throw new ApiError(error.message, { ...error, retryAfter: response.headers.get("Retry-After") });
 }
 
 /** What is awaited; what goes wrong on the way is an ApiError of this code. Who aborts gets the AbortError. */

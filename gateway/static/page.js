@@ -98,7 +98,8 @@ function meet(model) {
 async function look() {
   try {
     const ready = await getJson("ready");
-    if (card?.id !== ready.model || (card.draft?.kind ?? null) !== ready.draft_kind) meet((await getJson("v1/models")).data[0]);
+    const known = card?.id === ready.model && (card.draft?.kind ?? null) === ready.draft_kind;
+    if (!known) meet((await getJson("v1/models")).data[0]);
     const draft = { connected: "ready", absent: "ready, the draft is away", off: "ready, without a draft" };
     say(draft[ready.draft], ready.draft === "absent" ? "degraded" : "ready");
     if (["no_verifier", "unreachable"].includes(part("error").dataset.code)) hideError();
@@ -167,7 +168,9 @@ async function run() {
 }
 
 function begin(asked) {
-  for (const figure of ["tau", "rate", "gain"]) part(figure).textContent = "–";
+  for (const figure of ["tau", "rate"]) part(figure).textContent = "–";
+  const alone = asked.depth && asked.lanes.length === 1;
+  showGain(null, `multiplier${alone ? ": side by side measures it" : " over plain decoding"}`);
   for (const name of Object.keys(lanes)) {
     lanes[name].section.hidden = !asked.lanes.includes(name);
     lanes[name].clear(asked.body.prompt, asked.lanes[0] === name ? "" : "waits for its turn");
@@ -266,7 +269,7 @@ function swap(shown, other) {
   const focused = document.activeElement === part(shown);
   part(other).hidden = false;
   part(shown).hidden = true;
-  if (focused) part(other).focus();
+  if (focused) part(other).focus({ preventScroll: true });
 }
 
 form.addEventListener("submit", (event) => {
