@@ -31,7 +31,7 @@ class Page:
 
     @property
     def samples(self) -> Counters:
-        """Every sample by its name, `name{label=value,...}` where it has labels."""
+        """Every sample by its name, `name{label=value}{label=value}...` where it has labels, which are in order."""
         return {
             sample.name + "".join(f"{{{k}={v}}}" for k, v in sorted(sample.labels.items())): sample.value
             for family in text_string_to_metric_families(self.text)

@@ -236,7 +236,7 @@ def _grown(name: str, before: Counters, after: Counters, label: str) -> dict[str
     grown: dict[str, float] = defaultdict(float)
     for sample, value in after.items():
         if sample.startswith(name + "{"):
-            labels = dict(pair.split("=") for pair in sample[len(name) + 1 : -1].split(","))
+            labels = dict(pair.split("=", 1) for pair in sample[len(name) + 1 : -1].split("}{"))
             grown[labels[label]] += value - before.get(sample, 0.0)
     return dict(grown)
 
