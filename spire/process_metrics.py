@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from prometheus_client import ProcessCollector
+from prometheus_client import ProcessCollector, disable_created_metrics
 from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
@@ -28,6 +28,8 @@ class _Limits(Collector):
 
 
 def register_process(registry: CollectorRegistry) -> None:
+    # When each counter was made: twice the series, and nobody asks.
+    disable_created_metrics()
     ProcessCollector(registry=registry)
     registry.register(_Limits())
 

@@ -130,6 +130,20 @@ def test_promtool_finds_nothing_wrong_with_the_metrics(promtool: str, loaded: Sy
     assert (checked.returncode, checked.stderr) == (0, "")
 
 
+def test_every_metric_is_explained(loaded: System) -> None:
+    document = (ROOT / "docs" / "observability.md").read_text()
+    for target in targets_of(loaded).values():
+        text = httpx.get(f"http://{target}/metrics", timeout=10).text
+        names = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE") and "process_" not in line}
+        assert len(names) > 5
+        assert not [name for name in names if f"`{name}" not in document]
+
+
+def test_every_panel_is_in_the_list() -> None:
+    document = (ROOT / "docs" / "observability.md").read_text()
+    assert not [name for name in PANELS if name.split(": ", 1)[1] not in document]
+
+
 def test_promtool_would_find_a_metric_that_breaks_the_rules(promtool: str) -> None:
     wrong = "# HELP spire_rounds Rounds.\n# TYPE spire_rounds counter\nspire_rounds 1\n"
     checked = subprocess.run([promtool, "check", "metrics"], input=wrong, capture_output=True, text=True, timeout=60)
