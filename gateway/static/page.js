@@ -1,6 +1,6 @@
 // The page: what is asked for, the state of the gateway, one or two completions on their way, and their figures.
 
-import { complete, getJson, metric, useKey } from "./api.js";
+import { ApiError, complete, getJson, metric, useKey } from "./api.js";
 import { ASKED, Choice, parting } from "./choice.js";
 import { Lane } from "./lane.js";
 
@@ -27,7 +27,6 @@ const HINTS = {
   no_verifier: "Start it again: this page notices when it is back.",
   verifier_lost: "Complete again once it is back.",
   shutting_down: "Ask another gateway, or try again later.",
-  invalid_api_key: "Enter one that this gateway knows.",
   unreachable: "Start it again: this page notices when it is back.",
 };
 
@@ -52,7 +51,7 @@ function read() {
       temperature: part("temperature").valueAsNumber,
       seed: part("seed").valueAsNumber,
     },
-    rule: part("rule").value,
+    rule: part("rule").value || undefined, // none is known before the model is
     depth,
     lanes: part("beside").checked ? ["drafted", "plain"] : [speculation ? "drafted" : "plain"],
   };
@@ -68,7 +67,7 @@ function followControls() {
   speculation.disabled = beside.checked || !card?.draft;
   if (beside.checked) speculation.checked = true;
   depth.disabled = !speculation.checked || !card?.draft;
-  part("depth-value").textContent = depth.valueAsNumber ? depth.value : "auto";
+  part("depth-value").textContent = depth.valueAsNumber || (card?.draft?.k ?? "auto");
   depth.setAttribute("aria-valuetext", depth.valueAsNumber ? `${depth.value} tokens` : "chosen by the gateway");
   part("temperature-value").textContent = part("temperature").value;
   if (beside.checked && !rule.disabled) [ruleBefore, rule.value] = [rule.value, "invariant"];
@@ -106,7 +105,8 @@ async function look() {
   } catch (error) {
     if (error.code === "invalid_api_key") askForKey(error);
     const away = running && error.code === "no_verifier" ? ": what runs waits for it" : "";
-    say((HEADINGS[error.code] ?? error.message).toLowerCase() + away, "down");
+    const heading = HEADINGS[error.code] ?? error.message;
+    say(heading[0].toLowerCase() + heading.slice(1) + away, "down");
   }
 }
 
@@ -127,7 +127,7 @@ async function watch() {
 function askForKey(error) {
   const first = part("key-field").hidden;
   part("key-field").hidden = false;
-  showError(error);
+  showError(part("key").value ? error : new ApiError("Enter one that this gateway knows.", error));
   if (first) part("key").focus();
 }
 
@@ -169,7 +169,7 @@ async function run() {
 
 function begin(asked) {
   for (const figure of ["tau", "rate"]) part(figure).textContent = "–";
-  const alone = asked.depth && asked.lanes.length === 1;
+  const alone = asked.lanes[0] === "drafted" && asked.lanes.length === 1;
   showGain(null, `multiplier${alone ? ": side by side measures it" : " over plain decoding"}`);
   for (const name of Object.keys(lanes)) {
     lanes[name].section.hidden = !asked.lanes.includes(name);
@@ -192,7 +192,7 @@ function end() {
 
 async function decode(name, asked, choices) {
   const choice = (choices[name] = new Choice()), lane = lanes[name];
-  const estimates = asked.lanes.length === 1 && name === "drafted" && !asked.depth ? followEstimate() : null;
+  const estimates = asked.lanes.length === 1 && name === "drafted" && !asked.depth ? followEstimate(choice) : null;
   try {
     for await (const chunk of complete(bodyFor(name, asked), running.signal)) {
       choice.add(chunk, performance.now());
@@ -229,8 +229,9 @@ function showGain(gain, name) {
 }
 
 /** Show what the gateway has found out about the multiplier at the depth that it chooses, until stopped. */
-function followEstimate() {
+function followEstimate(choice) {
   const tell = async () => {
+    if (!choice.rounds.length) return;
     const gain = await metric("spire_multiplier_measured").catch(() => null);
     if (gain !== null) showGain(gain, "multiplier, by the gateway’s rounds");
   };

@@ -87,6 +87,7 @@ def test_the_figures_are_those_of_the_api(page: Page) -> None:
 
 def test_a_multiplier_is_shown_while_the_gateway_chooses_k(page: Page, services: Services) -> None:
     page.complete(PROMPT, k=0)
+    assert page.text("#depth-value") == "auto"
     assert "by the gateway’s rounds" in page.text("#gain-name")
     shown = float(page.text("#gain").removesuffix(" ×"))
     assert shown == pytest.approx(Api(services.url).metric("spire_multiplier_measured"), abs=0.006)
@@ -188,6 +189,7 @@ def restarted(services: Services) -> Service:
 def test_a_killed_verifier_is_told_of_and_noticed_when_it_is_back(driver: Any, mortal: Services) -> None:
     page = opened(driver, mortal.url)
     page.load_ready()
+    assert page.text("#depth-value") == "4", "this gateway's depth is fixed"
     page.ask(PROMPT, tokens=480, k=1)
     eventually(lambda: len(page.tokens("drafted")) > 3, PATIENCE)
     mortal.verifier.kill()
@@ -211,6 +213,21 @@ def test_a_killed_verifier_is_told_of_and_noticed_when_it_is_back(driver: Any, m
         back.stop()
     noises = [line for line in page.complaints() if "Failed to load resource" not in line]
     assert noises == []
+
+
+def test_a_page_that_has_never_met_a_verifier_says_that_there_is_none(driver: Any, tmp_path: Any) -> None:
+    peers = ["--verifier", "127.0.0.1:9", "--startup-patience", "0"]
+    gateway = start(["-m", "gateway", *peers, "--port", "0"], tmp_path)
+    try:
+        page = opened(driver, f"http://{gateway.address}")
+        page.load()
+        eventually(lambda: page.state == "the verifier is down", PATIENCE)
+        page.find("#run").click()
+        eventually(lambda: page.find("#error").is_displayed(), PATIENCE)
+        assert page.text("#error h2") == "The verifier is down"
+        assert [page.text(f"#{figure}") for figure in ("tau", "rate", "gain")] == ["–"] * 3
+    finally:
+        gateway.stop()
 
 
 def test_a_gateway_that_is_gone_is_told_of(driver: Any, stories_dir: Any) -> None:
@@ -260,6 +277,7 @@ def test_a_key_is_asked_for_and_kept_nowhere_but_in_the_page(
         eventually(lambda: page.find("#key").is_displayed(), PATIENCE)
         assert page.run("return document.activeElement.id") == "key"
         assert page.text("#error h2") == "An API key is needed"
+        assert page.state == "an API key is needed"
         page.find("#key").send_keys("wrong\ue004")
         eventually(lambda: "not known here" in page.text("#error"), PATIENCE)
         page.fill("#key", key + "\ue004")
