@@ -108,16 +108,29 @@ async def _run(
     await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
     following, stopping = asyncio.create_task(follower.run()), asyncio.create_task(stop_signal())
     say()
-    telling = asyncio.create_task(keep_announcing(config.ready_file, lambda: worker.seconds_in_turn() < _STUCK_SECONDS))
+
+    def well() -> bool:
+        return worker.seconds_in_turn() < _STUCK_SECONDS
+
+    telling = asyncio.create_task(keep_announcing(config.ready_file, well))
+    watching = asyncio.create_task(watch(healthy, well))
     try:
         await asyncio.wait({following, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if following.done():
             following.result()
     finally:
-        for task in (following, stopping, telling):
+        for task in (following, stopping, telling, watching):
             task.cancel()
         await healthy.enter_graceful_shutdown()
         await server.stop(grace=2)
+
+
+async def watch(healthy: health.aio.HealthServicer, well: Callable[[], bool]) -> None:
+    """A stuck model still answers pings: health tells the truth about it, and whoever supervises starts it again."""
+    status = health_pb2.HealthCheckResponse
+    while True:
+        await asyncio.sleep(1)
+        await healthy.set("", status.SERVING if well() else status.NOT_SERVING)
 
 
 def _announce(config: DraftServiceConfig, port: int, worker: Worker) -> None:

@@ -104,7 +104,9 @@ def _started(
 ) -> Running:
     own = {f"SPIRE_{name.upper()}_PORT": str(ports[name]), f"SPIRE_{name.upper()}_METRICS_PORT": str(free_port())}
     environment = {
-        variable: own.get(variable) or _here(value, ports) for variable, value in service["environment"].items()
+        variable: own.get(variable) or _here(value, ports)
+        for variable, value in service["environment"].items()
+        if value is not None
     }
     options = [part for variable, value in environment.items() for part in ("--env", f"{variable}={value}")]
     for volume in service["volumes"]:

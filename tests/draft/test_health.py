@@ -1,0 +1,26 @@
+"""What a draft says of itself to whoever supervises it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from grpc_health.v1 import health, health_pb2
+
+from draft_service.__main__ import watch
+
+
+async def test_a_draft_whose_model_is_stuck_says_that_it_does_not_serve_until_it_goes_on() -> None:
+    healthy, well = health.aio.HealthServicer(), True
+    watching = asyncio.create_task(watch(healthy, lambda: well))
+
+    async def says() -> str:
+        await asyncio.sleep(1.5)
+        answer = await healthy.Check(health_pb2.HealthCheckRequest(), None)
+        return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+
+    assert await says() == "SERVING"
+    well = False
+    assert await says() == "NOT_SERVING"
+    well = True
+    assert await says() == "SERVING"
+    watching.cancel()
