@@ -254,7 +254,7 @@ SERVICES = [
         {"{{part}}": f"avg by (part) (sum by (instance, part) (spire:round_seconds:mean1m{G}))"},
         stacked=True,
     ),
-    Panel("Round time", "Seconds of a round.", "s", quantiles("spire_round_duration_seconds"), bad_above(0.25, 0.5)),
+    Panel("Round time", "Seconds of a round.", "s", quantiles("spire_round_duration_seconds"), bad_above(0.5, 1)),
     Panel(
         "Sequences in a round",
         "Mean size of a batch. Small ones with a queue: --max-batch, or places at the verifier (--max-sequences).",
