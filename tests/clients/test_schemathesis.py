@@ -42,9 +42,13 @@ def operations(url: str) -> dict[str, Any]:
     return {operation.label: operation for operation in (found.ok() for found in document.get_all_operations())}
 
 
-def beyond_json_schema(body: dict[str, Any]) -> bool:
-    """Whether it takes more than the document to say that a request is valid: a grammar's language, or a comparison of
-    two fields, which their descriptions tell to people."""
+def beyond_json_schema(body: Any, answer: str) -> bool:
+    """Whether it takes more than the document to say that a request is valid: a grammar's language, a comparison of
+    two fields, which their descriptions tell to people, or the length of a prompt in the tokenizer's tokens."""
+    if "context_length_exceeded" in answer:
+        return True
+    if not isinstance(body, dict):
+        return False
     tokens, most = body.get("min_tokens") or 0, body.get("max_completion_tokens") or body.get("max_tokens") or 16
     best_in_a_stream = body.get("best_of") and body.get("stream")
     return any(body.get(name) for name in GRAMMARS) or tokens > most or bool(best_in_a_stream)
@@ -67,8 +71,7 @@ def exchanges(operation: Any, mode: GenerationMode) -> list[tuple[int, str]]:
         response = case.call(timeout=120)
         assert response.status_code < 500, response.text
         case.validate_response(response, checks=CONFORMING)
-        too_long = "context_length_exceeded" in response.text  # in the tokenizer's tokens, of which no document tells
-        if not too_long and not (isinstance(case.body, dict) and beyond_json_schema(case.body)):
+        if mode is GenerationMode.NEGATIVE or not beyond_json_schema(case.body, response.text):
             seen.append((response.status_code, response.text))
 
     exchange()
