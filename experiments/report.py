@@ -87,7 +87,7 @@ def page(results: dict[str, Cell], cells: list[CellPlan]) -> list[str]:
         *table(["cache", "τ at 512", "against window 64, sink 1"], _shape_rows(results, names)),
         "More and fewer tokens:",
         "",
-        *table(["training tokens", "τ at 512"], _token_rows(results)),
+        *table(["training tokens", "τ at 512"], _token_rows(results, names)),
     ]
 
 
@@ -189,13 +189,13 @@ def _shape_rows(results: dict[str, Cell], names: dict[str, str]) -> list[list[st
     return [["window 64, sink 1", shown(base), "1"], *rows]
 
 
-def _token_rows(results: dict[str, Cell]) -> list[list[str]]:
+def _token_rows(results: dict[str, Cell], names: dict[str, str]) -> list[list[str]]:
     """The recipe of `spire` by what it has seen, and the bundled draft, which is half on-policy."""
-    trained = [results[name] for name in results if name.startswith("tokens-") or name == "spire"]
-    rows = [
-        [f"{cell['tokens'] / 1e6:.1f} M", shown(tau(cell))] for cell in sorted(trained, key=lambda c: int(c["tokens"]))
-    ]
-    return [*rows, ["8.2 M, half on-policy (bundled)", shown(tau(results.get("bundled")))]]
+    swept = [name for name in names if name.startswith("tokens-")]
+    rows = [[names[name], shown(tau(results.get(name)))] for name in swept]
+    rows.append([f"{STEPS * 2048 / 1e6:.1f} M tokens", shown(tau(results.get("spire")))])
+    bundled = ["8.2 M tokens, half on-policy (bundled)", shown(tau(results.get("bundled")))]
+    return [*sorted(rows, key=lambda row: float(row[0].split()[0])), bundled]
 
 
 if __name__ == "__main__":

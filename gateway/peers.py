@@ -92,6 +92,8 @@ class Peer(ABC, Generic[Answer]):
         self.circuit = Circuit()
         self._channel, self._tls = connect(address, tls), tls
         self._call: grpc.aio.StreamStreamCall | None = None
+        # gRPC breaks a stream that two write to at once: lanes do.
+        self._writing = asyncio.Lock()
         # Each answer with the time at which it was read from the stream.
         self._answers: dict[int, asyncio.Future[tuple[Answer, float]]] = {}
         self._batch_ids = count(1)
@@ -212,7 +214,8 @@ class Peer(ABC, Generic[Answer]):
         if call is None or not self.up:
             raise PeerLost(f"the {self.name} is not connected")
         try:
-            await call.write(message)
+            async with self._writing:
+                await call.write(message)
         except asyncio.CancelledError:
             if _cancelled():
                 raise

@@ -60,7 +60,8 @@ RENAMED = {
     "speculation": "rule",
     "return_token_origins": "show_speculation",
 }
-NO_OPTION = {"response_format", "suffix", "user", "stream_options", "return_token_ids", "return_metrics"}
+NO_OPTION = {"response_format", "suffix", "user", "stream_options"}
+NO_OPTION |= {"return_token_ids", "return_metrics", "return_rounds"}
 
 
 def test_every_parameter_of_a_completion_is_an_option() -> None:

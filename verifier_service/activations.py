@@ -55,13 +55,9 @@ class Taps:
             raise InvalidRequest(f"tapped layer {highest} does not exist: the target has {target.num_layers}")
         if len(set(request.tapped_layers)) < len(request.tapped_layers):
             raise InvalidRequest(f"a layer is tapped twice: {list(request.tapped_layers)}")
-        # A tail is kept of every sequence: memory, by whatever a draft asks for.
-        if max(request.sink, request.window) > target.max_context:
-            raise InvalidRequest(
-                f"sink {request.sink} and window {request.window} must be at most the {target.max_context} positions "
-                "of a sequence"
-            )
-        return cls(tuple(request.tapped_layers), request.sink, request.window, request.tokens)
+        # Memory for so many positions is held of every sequence, and none has more than the context.
+        sink, window = (min(count, target.max_context) for count in (request.sink, request.window))
+        return cls(tuple(request.tapped_layers), sink, window, request.tokens)
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def test_the_message_says_what_the_share_is() -> None:
 
 @pytest.mark.fault(22)
 async def test_a_prompt_does_not_wait_for_all_of_another_gateways(running: Running) -> None:
-    async with running(token_budget=16) as verifier:
+    async with running(token_budget=8) as verifier:
         flood, other = verifier.client("flood"), verifier.client("other")
         for number in range(6):
             await flood.send_start(f"f{number}", prompt_of(100))
