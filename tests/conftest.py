@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from spire.bench.prompts import PromptSource
-from tests.services import Services, running
+from tests.services import Service, Services, running, start
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -89,3 +89,22 @@ def services(stories_dir: Path, stories_draft_dir: Path) -> Iterator[Services]:
 def source(stories_dir: Path, prose: list[Path]) -> PromptSource:
     """Prompts cut from the texts of the fixtures."""
     return PromptSource(stories_dir, prose)
+
+
+@pytest.fixture(scope="session")
+def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `spire certs` makes: a CA, and a directory for each service."""
+    from spire.certificates import make_certificates
+
+    directory = tmp_path_factory.mktemp("certs")
+    make_certificates(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def tls_verifier(certs: Path, stories_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A verifier that talks only to holders of a certificate."""
+    options = ["--model", str(stories_dir), "--port", "0", "--dtype", "float32", "--tls", str(certs / "verifier")]
+    service = start(["-m", "verifier_service", *options], tmp_path_factory.mktemp("verifier"))
+    yield service
+    service.stop()

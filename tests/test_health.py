@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from spire.certificates import make_certificates
 from tests.services import Service, start
 
 
@@ -23,41 +22,26 @@ def asked(*arguments: str) -> tuple[int, str]:
 
 
 @pytest.fixture(scope="module")
-def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("certs")
-    make_certificates(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def verifier(certs: Path, stories_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    options = ["--model", str(stories_dir), "--port", "0", "--dtype", "float32", "--tls", str(certs / "verifier")]
-    service = start(["-m", "verifier_service", *options], tmp_path_factory.mktemp("verifier"))
-    yield service
-    service.stop()
-
-
-@pytest.fixture(scope="module")
-def gateway(certs: Path, verifier: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    peers = ["--verifier", verifier.address, "--tls", str(certs / "gateway")]
+def gateway(certs: Path, tls_verifier: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    peers = ["--verifier", tls_verifier.address, "--tls", str(certs / "gateway")]
     service = start(["-m", "gateway", *peers, "--port", "0"], tmp_path_factory.mktemp("gateway"))
     yield service
     service.stop()
 
 
-def test_a_verifier_behind_tls_serves(certs: Path, verifier: Service) -> None:
-    assert asked(verifier.address, "--tls", str(certs / "verifier")) == (0, "")
+def test_a_verifier_behind_tls_serves(certs: Path, tls_verifier: Service) -> None:
+    assert asked(tls_verifier.address, "--tls", str(certs / "verifier")) == (0, "")
 
 
-def test_who_has_no_certificate_reads_why(verifier: Service) -> None:
-    code, said = asked(verifier.address)
+def test_who_has_no_certificate_reads_why(tls_verifier: Service) -> None:
+    code, said = asked(tls_verifier.address)
     assert code == 1
-    assert said.startswith(f"{verifier.address}: UNAVAILABLE")
+    assert said.startswith(f"{tls_verifier.address}: UNAVAILABLE")
     assert "--tls" in said
 
 
-def test_certificates_that_cannot_be_read_are_named(verifier: Service, tmp_path: Path) -> None:
-    code, said = asked(verifier.address, "--tls", str(tmp_path))
+def test_certificates_that_cannot_be_read_are_named(tls_verifier: Service, tmp_path: Path) -> None:
+    code, said = asked(tls_verifier.address, "--tls", str(tmp_path))
     assert code == 1
     assert str(tmp_path) in said
 

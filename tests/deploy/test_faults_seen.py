@@ -162,21 +162,22 @@ def seen(server: Prometheus, fault: Fault) -> list[str]:
     return [colour(panel, value) for value in values]
 
 
-def until(true: Callable[[], bool], within: float, what: str) -> None:
+def comes_true(what: Callable[[], bool], within: float) -> bool:
+    """Whether it does, in so many seconds."""
     deadline = time.monotonic() + within
-    while not true():
-        assert time.monotonic() < deadline, f"{what}: not within {within:g} s"
+    while not (true := what()) and time.monotonic() < deadline:
         time.sleep(0.5)
+    return true
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", TABLE.values(), ids=TABLE)
 def test_a_fault_is_seen_in_its_panel_within_30_s(watched: tuple[System, Prometheus], fault: Fault) -> None:
     whole, server = watched
-    until(lambda: set(seen(server, fault)) == {"green"}, 120, f"{fault.panel} is green before")
+    assert comes_true(lambda: set(seen(server, fault)) == {"green"}, 120), "it is not green before"
     try:
         with fault.inject(whole):
-            until(lambda: set(seen(server, fault)) > set() and "green" not in seen(server, fault), SEEN_WITHIN, "seen")
+            assert comes_true(lambda: bool(colours := seen(server, fault)) and "green" not in colours, SEEN_WITHIN)
     finally:
         whole.heal()
 

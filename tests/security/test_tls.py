@@ -9,7 +9,6 @@ import shutil
 import ssl
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -29,21 +28,6 @@ from tests.services import Service, start
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
-@pytest.fixture(scope="module")
-def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("certs")
-    make_certificates(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def verifier(certs: Path, stories_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    options = ["--model", str(stories_dir), "--port", "0", "--dtype", "float32", "--tls", str(certs / "verifier")]
-    service = start(["-m", "verifier_service", *options], tmp_path_factory.mktemp("verifier"))
-    yield service
-    service.stop()
-
-
 async def met(address: str, tls: Tls | None) -> str:
     """The name of the model at the address, or why it is not told."""
     async with connect(address, tls) as channel:
@@ -53,9 +37,9 @@ async def met(address: str, tls: Tls | None) -> str:
             return f"{error.code().name}: {error.details()}"
 
 
-async def test_a_certificate_of_the_ca_is_let_in(certs: Path, verifier: Service) -> None:
+async def test_a_certificate_of_the_ca_is_let_in(certs: Path, tls_verifier: Service) -> None:
     for service in ("gateway", "draft", "verifier"):
-        assert await met(verifier.address, Tls.read(certs / service)) == "stories260K"
+        assert await met(tls_verifier.address, Tls.read(certs / service)) == "stories260K"
 
 
 @pytest.mark.parametrize(
@@ -68,13 +52,13 @@ async def test_a_certificate_of_the_ca_is_let_in(certs: Path, verifier: Service)
     ],
 )
 async def test_any_other_peer_is_refused_and_the_log_says_why(
-    peer: str, logged: str, certs: Path, verifier: Service, tmp_path: Path
+    peer: str, logged: str, certs: Path, tls_verifier: Service, tmp_path: Path
 ) -> None:
     if peer == "plain":
-        assert (await met(verifier.address, None)).startswith("UNAVAILABLE")
+        assert (await met(tls_verifier.address, None)).startswith("UNAVAILABLE")
     elif peer == "none":
         authority = grpc.ssl_channel_credentials((certs / "ca.crt").read_bytes())
-        async with grpc.aio.secure_channel(verifier.address, authority) as channel:
+        async with grpc.aio.secure_channel(tls_verifier.address, authority) as channel:
             with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
                 await rpc.VerifierStub(channel).GetInfo(pb.GetInfoRequest(), timeout=5)
     else:
@@ -84,17 +68,17 @@ async def test_any_other_peer_is_refused_and_the_log_says_why(
         else:
             make_certificates(tmp_path)
         shutil.copy(certs / "ca.crt", tmp_path / "gateway")
-        assert (await met(verifier.address, Tls.read(tmp_path / "gateway"))).startswith("UNAVAILABLE")
-    eventually(lambda: logged in verifier.log.read_text())
+        assert (await met(tls_verifier.address, Tls.read(tmp_path / "gateway"))).startswith("UNAVAILABLE")
+    eventually(lambda: logged in tls_verifier.log.read_text())
 
 
 @pytest.mark.parametrize("module", ["gateway", "draft_service"])
 def test_a_service_without_a_certificate_says_what_it_lacks(
-    module: str, verifier: Service, stories_draft_dir: Path, tmp_path: Path
+    module: str, tls_verifier: Service, stories_draft_dir: Path, tmp_path: Path
 ) -> None:
     own = ["--startup-patience", "0"] if module == "gateway" else ["--draft", str(stories_draft_dir)]
     log = tmp_path / "log"
-    command = [sys.executable, "-m", module, "--verifier", verifier.address, "--port", "0", *own]
+    command = [sys.executable, "-m", module, "--verifier", tls_verifier.address, "--port", "0", *own]
     with subprocess.Popen(command, stderr=log.open("wb"), env=ONE_THREAD) as process:
         eventually(lambda: "unreachable" in log.read_text() or process.poll() is not None, within=60)
         process.kill()
