@@ -81,8 +81,8 @@ class System:
         """What may leak: sequences (and with them their cache; what is kept for later prompts is bounded by itself),
         tasks, and each process' descriptors and threads."""
         of_processes = {
-            f"{service.command[-1]} {what}": float(len(os.listdir(f"/proc/{service.process.pid}/{what}")))
-            for service in (self.verifier, self.draft, self.gateway)
+            f"{name} {what}": float(len(os.listdir(f"/proc/{service.process.pid}/{what}")))
+            for name, service in (("verifier", self.verifier), ("draft", self.draft), ("gateway", self.gateway))
             for what in ("fd", "task")
         }
         return of_processes | {
