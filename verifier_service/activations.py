@@ -168,6 +168,15 @@ class Feed:
         return [*range(min(self.taps.sink, first)), *range(first, length)]
 
 
+@dataclass(frozen=True)
+class Share:
+    """What of a forward's outcome concerns one feed: R positions."""
+
+    feed: Feed
+    advances: Rows[Advance]
+    rows_RND: Tensor
+
+
 def _spans(sequence_id: str, positions: list[int]) -> list[pb.ActivationSpan]:
     """One span per stretch of consecutive positions."""
     starts = [positions[0], *(b for a, b in pairwise(positions) if b != a + 1)] if positions else []
@@ -266,12 +275,10 @@ class Publisher:
         if (feed := self.feeds.get(draft_id)) and sequence_id in feed.members:
             feed.skip(sequence_id, tokens)
 
-    def publish(self, advances: Rows[Advance], taps_BTND: Tensor | None, announce: bool = True) -> None:
-        """Store and, unless these positions belong to a prompt not yet whole, deliver what a forward committed.
-
-        `advances` has one entry per row of `taps`, with count 0 where nothing was committed.
-        """
-        layers = self.layers
+    def shares(self, advances: Rows[Advance], taps_BTND: Tensor | None) -> list[Share]:
+        """What of a forward's outcome concerns each feed. `advances` has one entry per row of `taps`, with count 0
+        where nothing was committed."""
+        layers, shares = self.layers, []
         for draft_id, feed in self.feeds.items():
             mine = [
                 row
@@ -287,12 +294,19 @@ class Publisher:
                 rows_RND = _committed_rows(taps_BTND, mine, chosen)
             if feed.taps.layers != layers:
                 rows_RND = rows_RND[:, [layers.index(layer) for layer in feed.taps.layers]]
-            # The draft waits for it; what a later replay needs can be kept while it reads.
-            try:
-                if announce and feed.deliver:
-                    self._deliver(feed.deliver, feed.advance(chosen, rows_RND))
-            finally:
-                feed.store(chosen, rows_RND)
+            shares.append(Share(feed, chosen, rows_RND))
+        return shares
+
+    def announce(self, shares: Rows[Share]) -> None:
+        """Tell the drafts, which wait for it."""
+        for share in shares:
+            if share.feed.deliver:
+                self._deliver(share.feed.deliver, share.feed.advance(share.advances, share.rows_RND))
+
+    def store(self, shares: Rows[Share]) -> None:
+        """Keep what a later replay needs: while the drafts read."""
+        for share in shares:
+            share.feed.store(share.advances, share.rows_RND)
 
     def replay(self, draft_id: str, sequence_ids: Rows[str]) -> None:
         """Send sink and window of these sequences again, as far as they are held."""

@@ -44,6 +44,11 @@ class Taken:
         """Of the forward, padding counted."""
         return self.batch.tokens_BT.numel() if self.batch else 0
 
+    @property
+    def drafted(self) -> bool:
+        """Whether any block came from a draft."""
+        return any(entry.block.k for entry in self.entries)
+
     def answer(self, outcome: Outcome | None, began: float) -> None:
         """Send what became of every item. `began`: of the step, as `time.perf_counter` has it."""
         for task in self.tasks:

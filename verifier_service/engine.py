@@ -27,7 +27,7 @@ from spire.errors import InvalidRequest, NotFinite, RequestError
 from spire.rpc.errors import OK
 from spire.sampling import SamplingRows
 from spire.v1 import verifier_pb2 as pb
-from verifier_service.activations import Advance, Deliver, Publisher, Taps
+from verifier_service.activations import Advance, Deliver, Publisher, Share, Taps
 from verifier_service.batch import Limits
 from verifier_service.blocks import Blocks, Entry, Taken
 from verifier_service.logprobs import Scores
@@ -184,9 +184,14 @@ class Engine:
             self._reuse_prefix(sequence)
         chosen, chunk = self._prompts.next_chunk(taken.positions)
         verified, prefilled = self._forward(taken, chosen, chunk)
+        shares = self._shares(taken.entries, verified)
+        # Who drafts waits longer for the activations than for the gateway to ask; else only the gateway waits.
+        if taken.drafted:
+            self._publish(lambda: self.publisher.announce(shares))
         taken.answer(verified, began)
-        if verified:
-            self._publish_verified(taken.entries, verified)
+        if not taken.drafted:
+            self._publish(lambda: self.publisher.announce(shares))
+        self._publish(lambda: self.publisher.store(shares))
         if chunk and prefilled:
             self._advance_prompts(chosen, chunk, prefilled, began)
 
@@ -210,14 +215,16 @@ class Engine:
             self.metrics.step("prefill", sum(chunk.counts), prefilled.seconds)
         return verified, prefilled
 
-    def _publish_verified(self, entries: Rows[Entry], outcome: Outcome) -> None:
+    def _shares(self, entries: Rows[Entry], outcome: Outcome | None) -> list[Share]:
+        if outcome is None:
+            return []
         advances = [
             _advance(entry.block.sequence, entry.block.base, accepted + 1 if sound and not refusal else 0)
             for entry, accepted, sound, refusal in zip(
                 entries, outcome.accepted, outcome.finite, outcome.refused, strict=True
             )
         ]
-        self._publish(lambda: self.publisher.publish(advances, outcome.taps_BTND))
+        return self.publisher.shares(advances, outcome.taps_BTND)
 
     # --- prefill ------------------------------------------------------------------------------------------------
 
@@ -253,7 +260,7 @@ class Engine:
             _advance(sequence, end - count, count) if sound else _advance(sequence, end, 0)
             for sequence, end, count, sound in zip(chosen, ends, chunk.counts, outcome.finite, strict=True)
         ]
-        self._publish(lambda: self.publisher.publish(advances, outcome.taps_BTND, announce=False))
+        self._publish(lambda: self.publisher.store(self.publisher.shares(advances, outcome.taps_BTND)))
         for row, sequence in enumerate(chosen):
             _add_work(sequence, began, outcome)
             if not outcome.finite[row]:

@@ -41,6 +41,11 @@ class Memory(Protocol):
 class FeedbackMemory(Memory, Protocol):
     """What a draft with feedback needs besides."""
 
+    @property
+    def passes_follow(self) -> bool:
+        """Whether this pass is not the last of its round: nobody would look at what the last one remembers."""
+        ...
+
     def replace(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> None:
         """Let feedback memory take the place of the own input for the passes that follow in this round."""
         ...
@@ -74,10 +79,10 @@ class Draft(nn.Module):
         for index, layer in enumerate(cast(Iterable[Layer], self.layers)):
             hidden_BTD = layer(hidden_BTD, rope, partial(memory.attend, index))
             passed.append(hidden_BTD)
-        if self.draft.feedback:
+        if self.draft.feedback and (feeding := cast(FeedbackMemory, memory)).passes_follow:
             feedback_NBTD = self.feedback(torch.stack(passed))
             for index, layer in enumerate(cast(Iterable[Layer], self.layers)):
-                cast(FeedbackMemory, memory).replace(index, *layer.keys_values(feedback_NBTD[index], rope))
+                feeding.replace(index, *layer.keys_values(feedback_NBTD[index], rope))
         return self.norm(hidden_BTD)
 
     def feedback(self, passed_LBTD: Tensor) -> Tensor:
@@ -210,6 +215,10 @@ class BlockRollouts:
         drafted = visible(now_T[None], fed[None], self.draft) & same_block
         self.mask = additive(torch.cat((verified, drafted), dim=-1), torch.float32)
         return now_T
+
+    @property
+    def passes_follow(self) -> bool:
+        return self.passed + 1 < self.passes
 
     def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
         self.stored[layer].append((keys_BGTK, values_BGTK))
