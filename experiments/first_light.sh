@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The figures of the bundled pair, measured on this machine with nothing else running:
 #   bash experiments/first_light.sh HELD_OUT_TEXT_DIR
-# What the machine can do, the target's loss on held-out text, τ through the services at contexts 512 and 1,900, and the
-# benchmark's whole grid with transformers beside it (pip install 'spire-serve[peers]'). JSON goes to
+# What the machine can do, the target's loss on held-out text, τ through the services at contexts 512 and 1,900, the
+# benchmark's whole grid, and transformers beside it (pip install 'spire-serve[peers]'). JSON goes to
 # experiments/results/; acceptance to models/draft/, where the performance model looks for it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -14,5 +14,7 @@ spire=${SPIRE_COMMAND:-.venv/bin/spire}
 "$spire" eval target --data "$text" --windows 200 --json | tee "$out/target.json"
 "$spire" eval acceptance --data "$text" --contexts 512 --context 512,1900 --json | tee "$out/acceptance.part"
 mv "$out/acceptance.part" models/draft/acceptance.json
-"$spire" bench --drafts off,magicdec,spire --batch 1,4,16,64 --context 128,512,1900 --k 4,auto --generate 128 \
-  --data "$text" --hardware "$out/calibration.json" --peers transformers --json | tee "$out/bench.json"
+"$spire" bench --drafts spire --batch 1,4,16,64 --context 128,512,1900 --k 2,4,8,auto --generate 128 \
+  --data "$text" --hardware "$out/calibration.json" --json | tee "$out/bench.json"
+"$spire" bench --drafts spire,magicdec --batch 1,4,16 --context 1900 --k auto --generate 128 \
+  --data "$text" --hardware "$out/calibration.json" --peers transformers --json | tee "$out/peers.json"

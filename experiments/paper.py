@@ -45,6 +45,9 @@ PAPER = {"optimizer": "adamw", "adamw-rate": 1e-3, "scale-input": False}
 # The recipe that is compared with the paper's over three seeds: the cells' own, and these.
 BETTER, OTHER_SEEDS = "on-policy", (1, 3)
 
+# Two ablations, by name, whose order is not the paper's: both again on fewer tokens, over three seeds.
+SWAPPED, FOLLOW_UP_SEEDS = ("hard", "activations"), (1, 2, 3)
+
 console = Console(stderr=True)
 
 
@@ -114,6 +117,12 @@ def plan() -> list[CellPlan]:
         CellPlan("ablation-feedback", "no feedback memory", {"feedback": False}),
         CellPlan("ablation-activations", "neither feedback nor activations", {"feedback": False, "activations": False}),
         CellPlan("ablation-dense", "dense cache", {"window": 2048}),
+    ]
+    swapped = {cell.name: cell for cell in cells if cell.name.removeprefix("ablation-") in SWAPPED}
+    cells += [
+        CellPlan(name.replace("ablation", "follow-up") + f"-seed-{seed}", cell.what, cell.train, SWEPT_STEPS, seed)
+        for seed in FOLLOW_UP_SEEDS
+        for name, cell in swapped.items()
     ]
     recipes: dict[str, tuple[str, dict[str, Any]]] = {
         "paper": ("the paper's, AdamW 1e-3", PAPER),

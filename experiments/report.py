@@ -6,7 +6,7 @@ import json
 from statistics import fmean, stdev
 from typing import Any
 
-from paper import BETTER, RESULTS, ROOT, STEPS, SWEPT_STEPS, CellPlan, plan
+from paper import BETTER, FOLLOW_UP_SEEDS, RESULTS, ROOT, STEPS, SWAPPED, SWEPT_STEPS, CellPlan, plan
 
 # Published τ at k = 4, temperature 1 (paper, Table 1 and Figure 5), ± 0.004.
 PUBLISHED = {
@@ -62,6 +62,12 @@ def page(results: dict[str, Cell], cells: list[CellPlan]) -> list[str]:
             ["draft", "paper", "paper, against full", "ours", "ours, against full"],
             [_ablation_row(name, names[name], results) for name in ("spire", *ablations)],
         ),
+        "### Follow-up: hard targets",
+        "",
+        "The paper puts hard targets above the draft that has neither feedback nor activations, ours lie below it.",
+        "Both again on half the tokens, over three seeds: whether that is chance, and what more tokens do to it.",
+        "",
+        *table(["tokens", "seed", "hard targets", "neither", "hard / neither"], _follow_up_rows(results)),
         "## Recipes",
         "",
         "One change each from the recipe of `spire`: Muon, scaled input, self-key, MixedLoss(0.5), last 2 layers.",
@@ -145,6 +151,22 @@ def _ablation_row(name: str, what: str, results: dict[str, Cell]) -> list[str]:
     return [what, *paper, shown(mine), ratio(mine, full)]
 
 
+def _follow_up_rows(results: dict[str, Cell]) -> list[list[str]]:
+    rows, ratios = [["paper's", "", "3.069", "2.959", f"{3.069 / 2.959:.3f}"]], []
+    for seed in FOLLOW_UP_SEEDS:
+        hard, neither = (tau(results.get(f"follow-up-{name}-seed-{seed}")) for name in SWAPPED)
+        rows.append([f"{SWEPT_STEPS * 2048 / 1e6:.1f} M", str(seed), shown(hard), shown(neither), ratio(hard, neither)])
+        ratios += [hard["tau"] / neither["tau"]] if hard and neither else []
+    hard, neither = (tau(results.get(f"ablation-{name}")) for name in SWAPPED)
+    whole = [f"{STEPS * 2048 / 1e6:.1f} M", "2", shown(hard), shown(neither), ratio(hard, neither)]
+    return [*rows, [f"{SWEPT_STEPS * 2048 / 1e6:.1f} M", "mean", "", "", _mean(ratios)], whole]
+
+
+def _mean(ratios: list[float]) -> str:
+    """Of three seeds, with what they vary by (Student's t, two degrees of freedom)."""
+    return f"{fmean(ratios):.3f} ± {4.303 * stdev(ratios) / 3**0.5:.3f}" if len(ratios) == 3 else MISSING
+
+
 def _recipe_row(name: str, what: str, results: dict[str, Cell]) -> list[str]:
     result = results.get(name)
     if result is None:
@@ -160,14 +182,13 @@ def _recipe_row(name: str, what: str, results: dict[str, Cell]) -> list[str]:
 
 
 def _seed_rows(results: dict[str, Cell]) -> list[list[str]]:
-    """Each seed's ratio, and the mean of them with what they vary by (Student's t, two degrees of freedom)."""
+    """Each seed's ratio, and the mean of them."""
     rows, gains = [], []
     for suffix, seed in (("-seed-1", 1), ("", 2), ("-seed-3", 3)):
         paper, better = (tau(results.get(f"recipe-{name}{suffix}")) for name in ("paper", BETTER))
         rows.append([str(seed), shown(paper), shown(better), ratio(better, paper)])
         gains += [better["tau"] / paper["tau"]] if better and paper else []
-    mean = f"{fmean(gains):.3f} ± {4.303 * stdev(gains) / 3**0.5:.3f}" if len(gains) == 3 else MISSING
-    return [*rows, ["mean", "", "", mean]]
+    return [*rows, ["mean", "", "", _mean(gains)]]
 
 
 def _depth_rows(result: Cell | None) -> list[list[str]]:

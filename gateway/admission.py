@@ -29,6 +29,10 @@ class DrainRate:
         """A place has become free, and others waited for it."""
         self._freed.append(now)
 
+    def emptied(self) -> None:
+        """Nobody waits any more: what drains later is measured from then on, not over the idle time between."""
+        self._freed.clear()
+
     def seconds_for(self, places: int) -> float | None:
         """Until so many places are free; None before anything was measured."""
         if len(self._freed) < 2:

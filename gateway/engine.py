@@ -94,7 +94,7 @@ class Engine:
     def _refuse_long_wait(self) -> None:
         """Raises QueueFull when whoever comes now would wait for longer than anybody shall."""
         most, waiting = self.config.max_queue_seconds, len(self.scheduler.waiting)
-        if most is None or not waiting:
+        if most is None or self.scheduler.held + waiting < self.scheduler.capacity:
             return
         expected = self._freed.seconds_for(waiting)
         if expected is not None and expected > most:
@@ -386,7 +386,9 @@ class Engine:
 
     def _after_end(self, sequence: Sequence) -> None:
         now = time.monotonic()
-        if sequence.moments.admitted and self.scheduler.waiting:
+        if not self.scheduler.waiting:
+            self._freed.emptied()
+        elif sequence.moments.admitted:
             self._freed.freed(now)
         self.metrics.sequence_finished(sequence, now)
         self._releases.wake()

@@ -92,10 +92,11 @@ def _read_q(item: pb.VerifyItem, k: int, vocab_size: int) -> tuple[Tensor | None
             raise InvalidRequest(f"q without ids has shape {list(probs_KM.shape)}, expected [{k}, {vocab_size}]")
         return None, probs_KM
     ids_KM = from_wire(item.q.ids, torch.int32)
-    if ids_KM.shape != probs_KM.shape or ids_KM.ndim != 2 or len(ids_KM) != k or ids_KM.shape[1] == 0:
+    fits = ids_KM.ndim == 2 and len(ids_KM) == k and 0 < ids_KM.shape[1] <= vocab_size
+    if ids_KM.shape != probs_KM.shape or not fits:
         raise InvalidRequest(
             f"q has ids of shape {list(ids_KM.shape)} and probabilities of shape {list(probs_KM.shape)}, "
-            f"expected [{k}, m] for both"
+            f"expected [{k}, m] for both, m at most {vocab_size}"
         )
     return ids_KM, probs_KM
 

@@ -91,6 +91,8 @@ def test_the_queue_is_told_by_the_rate_at_which_places_got_free() -> None:
     assert rate.seconds_for(3) == 6.0
     assert rate.retry_after(3) == 6
     assert rate.retry_after(1000) == 120
+    rate.emptied()
+    assert rate.seconds_for(3) is None, "idle time is no slowness"
 
 
 @pytest.mark.parametrize(("asked", "seconds"), [("2.5", 2.5), ("1e9", 60.0), (" 7 ", 7.0)])

@@ -181,6 +181,16 @@ async def test_one_bad_item_never_fails_its_mates(verifier: Verifier, target: Ta
     assert after.status.code == codes.CODE_OK, "a refused block changes nothing"
 
 
+async def test_a_q_wider_than_the_vocabulary_is_refused_before_its_mates_are_padded_to_it(verifier: Verifier) -> None:
+    client = verifier.client()
+    started = await client.start("a", prompt_of(9), codes.Sampling(temperature=1, top_p=1, seed=5))
+    width = 100 * VOCAB
+    q = distribution(torch.arange(width)[None], torch.full((1, width), 1 / width))
+    block = pb.VerifyItem(sequence_id="a", round=1, base=started.base, draft_tokens=[3], q=q)
+    (refused,) = await client.verify(block)
+    assert f"m at most {VOCAB}" in refused.status.message
+
+
 @pytest.mark.parametrize(
     ("tokens", "sampling"),
     [
