@@ -14,24 +14,56 @@ Cell = dict[str, Any]
 
 def main() -> None:
     tau = read(ROOT / "models" / "draft" / "acceptance.json", "acceptance")
-    cells = read(RESULTS / "bench.json", "bench")
+    cells, beside = (read(RESULTS / f"{name}.json", "bench") for name in ("bench", "peers"))
     print(table(["context", "contexts", "τ, 95 %", "prefix of 1 · 2 · 3 · 4 accepted"], [tau_row(c) for c in tau]))
-    headings = [
-        "system",
-        "context",
-        "requests",
-        "k",
-        "decode",
-        "gain",
-        "modelled",
-        "end to end",
-        "first token, ms",
-        "τ",
-    ]
-    print(table(headings, [throughput_row(cell) for cell in cells]))
+    gains = ["gain", "modelled", "best fixed k", "its gain", "end to end", "τ"]
+    print(table(["context", "requests", "plain", "auto", *gains], [load_row(same) for same in loads(cells)]))
     parts = ["draft", "verify", "sample", "waits", "wire", "gateway", "sum of seen", "overhead"]
-    split = [split_row(cell) for cell in cells if cell["batch"] == 16 and cell["round_ms"]]
-    print(table(["draft", "context", "k", *parts], split))
+    split = [c for c in cells if c["batch"] == 16 and c["k"] in (0, 4, 8) and c["round_ms"]]
+    print(table(["context", "k", *parts], [split_row(cell) for cell in split]))
+    batches = sorted({cell["batch"] for cell in beside})
+    rows = {name_of(cell): None for cell in beside}
+    print(table(["system", *(f"{batch} at once" for batch in batches)], [peer_row(n, batches, beside) for n in rows]))
+
+
+def loads(cells: list[Cell]) -> list[list[Cell]]:
+    """The cells of each context and batch."""
+    keys = dict.fromkeys((cell["context"], cell["batch"]) for cell in cells)
+    return [[cell for cell in cells if (cell["context"], cell["batch"]) == key] for key in keys]
+
+
+def load_row(same: list[Cell]) -> list[str]:
+    """Plain decoding, the gateway's own choice of k, and the best k of those that were fixed."""
+    by_k = {cell["k"]: cell for cell in same}
+    plain, auto = by_k[0], by_k["auto"]
+    best = max((c for c in same if c["k"] != "auto"), key=lambda c: c["decode_tokens_per_second"] or 0.0)
+    end_to_end = auto["end_to_end_tokens_per_second"] / plain["end_to_end_tokens_per_second"]
+    return [
+        f"{plain['context']:,}",
+        str(plain["batch"]),
+        *(shown(cell["decode_tokens_per_second"], "{:,.0f}") for cell in (plain, auto)),
+        *(shown(auto[name], "{:.2f} ×") for name in ("multiplier_measured", "multiplier_modelled")),
+        str(best["k"]) if best["multiplier_measured"] else "",
+        shown(best["multiplier_measured"], "{:.2f} ×"),
+        f"{end_to_end:.2f} ×",
+        shown(auto["tau"], "{:.2f}"),
+    ]
+
+
+def name_of(cell: Cell) -> tuple[str, str]:
+    if cell["draft"] is None:
+        return cell["system"], ""
+    return ("plain", "") if cell["k"] == 0 else (cell["draft"], "auto")
+
+
+def peer_row(name: tuple[str, str], batches: list[int], cells: list[Cell]) -> list[str]:
+    """Tokens a second while all decode, by batch. Plain decoding is measured beside each draft: the first is shown."""
+    by_batch: dict[int, Cell] = {}
+    for cell in cells:
+        if name_of(cell) == name:
+            by_batch.setdefault(cell["batch"], cell)
+    rates = (by_batch[b]["decode_tokens_per_second"] if b in by_batch else None for b in batches)
+    return [" ".join(name).strip(), *(shown(rate, "{:,.0f}") for rate in rates)]
 
 
 def read(file: Path, key: str) -> list[Cell]:
@@ -44,19 +76,11 @@ def tau_row(cell: Cell) -> list[str]:
     return [f"{cell['context']:,}", str(cell["contexts"]), f"{cell['tau']:.3f} ± {cell['tau_ci95']:.3f}", prefix]
 
 
-def throughput_row(cell: Cell) -> list[str]:
-    gains = [shown(cell[name], "{:.2f} ×") for name in ("multiplier_measured", "multiplier_modelled")]
-    rates = [shown(cell[f"{name}_tokens_per_second"], "{:,.0f}") for name in ("decode", "end_to_end")]
-    what = [cell["draft"] or cell["system"], shown(cell["context"], "{:,}"), str(cell["batch"]), shown(cell["k"], "{}")]
-    first = shown(cell["time_to_first_token_ms_p50"], "{:,.0f}")
-    return [*what, rates[0], *gains, rates[1], first, shown(cell["tau"], "{:.2f}")]
-
-
 def split_row(cell: Cell) -> list[str]:
     split = cell["round_ms"]
     waits = split["draft_wait"] + split["verify_queue"]
     parts = [split["propose"], split["verify_forward"], split["verify_sample"], waits, split["wire"], split["gateway"]]
-    what = [cell["draft"], f"{cell['context']:,}", str(cell["k"])]
+    what = [f"{cell['context']:,}", str(cell["k"])]
     return [
         *what,
         *(f"{ms:.1f}" for ms in parts),
