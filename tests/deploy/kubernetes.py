@@ -219,6 +219,38 @@ def _selected(peer: Manifest) -> str:
     return str(peer.get("podSelector", {}).get("matchLabels", {}).get("app.kubernetes.io/name", "anybody"))
 
 
+def names_are_asked_of_the_cluster(manifests: list[Manifest]) -> Iterator[str]:
+    """Its DNS has one label of its own and none of Spire's."""
+    policies = of_kind(manifests, "NetworkPolicy")
+    for name in ("gateway", "draft"):
+        egress = policies.get(name, {}).get("spec", {}).get("egress", [])
+        asks = [rule for rule in egress if 53 in [port["port"] for port in rule.get("ports", [])]]
+        selected = [peer["podSelector"]["matchLabels"] for rule in asks for peer in rule["to"]]
+        if selected != [{"k8s-app": "kube-dns"}]:
+            yield f"{name} asks {selected} for addresses"
+
+
+def every_selector_matches_pods(manifests: list[Manifest]) -> Iterator[str]:
+    """But for those of other namespaces, whose pods are not known here."""
+    labels = [_labels(manifests, name) for name in of_kind(manifests, "Deployment")]
+    for manifest in manifests:
+        for wanted in _selectors(manifest):
+            if not any(wanted.items() <= of_pod.items() for of_pod in labels):
+                yield f"{manifest['kind']} {manifest['metadata']['name']} selects {wanted}, which no pod is"
+
+
+def _selectors(part: Any) -> Iterator[dict[str, str]]:
+    if isinstance(part, list):
+        for each in part:
+            yield from _selectors(each)
+    elif isinstance(part, dict) and "namespaceSelector" not in part:
+        for key, value in part.items():
+            if key in ("selector", "podSelector", "labelSelector"):
+                yield value.get("matchLabels", value)
+            else:
+                yield from _selectors(value)
+
+
 def images_are_pinned(manifests: list[Manifest]) -> Iterator[str]:
     for name, pod in pods(manifests).items():
         if not re.search(r":\d+\.\d+\.\d+", container(pod)["image"]):
@@ -244,6 +276,8 @@ RULES: tuple[Rule, ...] = (
     every_option_is_one_of_its_service,
     secrets_come_from_generators_and_are_where_services_look,
     only_who_needs_to_can_talk,
+    names_are_asked_of_the_cluster,
+    every_selector_matches_pods,
     images_are_pinned,
     a_gpu_is_asked_for_where_one_is_used,
 )

@@ -71,6 +71,13 @@ def deployment(manifests: list[Manifest], name: str) -> Manifest:
     return found
 
 
+def dns(manifests: list[Manifest], name: str) -> dict[str, str]:
+    """The labels by which it knows the cluster's DNS."""
+    egress = of_kind(manifests, "NetworkPolicy")[name]["spec"]["egress"]
+    found: dict[str, str] = egress[-1]["to"][0]["podSelector"]["matchLabels"]
+    return found
+
+
 Break = Callable[[list[Manifest]], object]
 
 BREAKS: list[tuple[Rule, str, Break]] = [
@@ -150,6 +157,28 @@ BREAKS: list[tuple[Rule, str, Break]] = [
         rules.only_who_needs_to_can_talk,
         "a verifier for all",
         lambda m: of_kind(m, "NetworkPolicy")["verifier"]["spec"]["ingress"][0].pop("from"),
+    ),
+    (
+        rules.names_are_asked_of_the_cluster,
+        "a label of ours on the cluster's DNS",
+        lambda m: dns(m, "draft").update({"app.kubernetes.io/part-of": "spire"}),
+    ),
+    (
+        rules.names_are_asked_of_the_cluster,
+        "no DNS",
+        lambda m: of_kind(m, "NetworkPolicy")["gateway"]["spec"]["egress"].pop(),
+    ),
+    (
+        rules.every_selector_matches_pods,
+        "a label that no pod has",
+        lambda m: of_kind(m, "Service")["draft"]["spec"]["selector"].update(tier="draft"),
+    ),
+    (
+        rules.every_selector_matches_pods,
+        "a peer that is no pod",
+        lambda m: of_kind(m, "NetworkPolicy")["gateway"]["spec"]["egress"][0].update(
+            to=[{"podSelector": {"matchLabels": {"app.kubernetes.io/name": "verifiers"}}}]
+        ),
     ),
     (rules.images_are_pinned, "latest", lambda m: own(m, "gateway").update(image="spire-gateway:latest")),
     (
