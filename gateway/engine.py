@@ -250,9 +250,11 @@ class Engine:
             return
         answer, asked_seconds = await self._verify(batch, proposals)
         shown = self.speculation.shown_by(batch, proposals, answer)
-        self._commit(batch, answer, proposals)
+        kept = self._commit(batch, answer, proposals)
         seconds = time.monotonic() - began
-        self._account(lane, seconds, batch, proposals, answer, asked_seconds)
+        self._account(lane, seconds, batch, proposals, answer.timings, asked_seconds)
+        if proposals.decoding:
+            self.metrics.compared(proposals.decoding, kept, seconds)
         self.speculation.learn(load, shown, seconds, proposals, answer.timings)
 
     async def _start(self, sequences: list[Sequence]) -> None:
@@ -276,8 +278,9 @@ class Engine:
                     item.q.CopyFrom(proposal.q)
         return await self.verifier.verify(request, self.config.verify_deadline)
 
-    def _commit(self, batch: list[Sequence], answer: verifier_pb2.VerifyBatchResult, proposals: Proposals) -> None:
-        now = time.monotonic()
+    def _commit(self, batch: list[Sequence], answer: verifier_pb2.VerifyBatchResult, proposals: Proposals) -> int:
+        """Returns how many tokens were kept of all that came."""
+        now, kept = time.monotonic(), 0
         results = {result.sequence_id: result for result in answer.results}
         for sequence in batch:
             if sequence.state is not State.RUNNING:
@@ -290,18 +293,20 @@ class Engine:
             elif len(result.tokens) != result.accepted + 1 or result.accepted > drafted:
                 self._lose(sequence, f"{result.accepted} of {drafted} accepted, but {len(result.tokens)} tokens came")
             else:
-                self._commit_one(sequence, result, drafted, now)
+                kept += self._commit_one(sequence, result, drafted, now)
+        return kept
 
-    def _commit_one(self, sequence: Sequence, result: verifier_pb2.VerifyResult, drafted: int, now: float) -> None:
+    def _commit_one(self, sequence: Sequence, result: verifier_pb2.VerifyResult, drafted: int, now: float) -> int:
         try:
             logprobs = _logprobs_for(sequence, result.logprobs, len(result.tokens))
         except MismatchError as error:
             self._lose(sequence, str(error))
-            return
+            return 0
         kept = self.scheduler.commit(sequence, list(result.tokens), drafted, logprobs)
         if drafted:
             self.metrics.drafted_block(drafted, result.accepted)
         self._after_tokens(sequence, kept, now)
+        return kept
 
     def _after_tokens(self, sequence: Sequence, kept: int, now: float) -> None:
         self.metrics.token_times(sequence, kept, now)
@@ -316,20 +321,17 @@ class Engine:
         seconds: float,
         batch: list[Sequence],
         proposals: Proposals,
-        answer: verifier_pb2.VerifyBatchResult,
+        verified: verifier_pb2.Timings,
         asked_seconds: float,
     ) -> None:
         """Split a round: what the services took, by their own clocks; what else passed between asking and answer; the
         rest is the gateway's."""
-        verified = answer.timings
         models = (proposals.model_seconds, verified.forward_seconds, verified.sample_seconds)
         waits = (proposals.waited_seconds, verified.queue_seconds)
         told = sum(models) + sum(waits)
         asked = max(proposals.asked_seconds + asked_seconds, told)
         deepest = max(map(proposals.drafted, batch))
         self.metrics.round(lane, (*models, *waits, asked - told, seconds - asked), len(batch), deepest)
-        if proposals.decoding:
-            self.metrics.compared(proposals.decoding, sum(len(result.tokens) for result in answer.results), seconds)
 
     # -- what happens to sequences -----------------------------------------------------------------------------------
 

@@ -120,7 +120,7 @@ class Metrics:
         self.batch_size.observe(sequences)
 
     def compared(self, decoding: str, tokens: int, seconds: float) -> None:
-        """A round that was to be drafted, and was or was not."""
+        """A round that was to be drafted, and was or was not; `tokens` are those that became output."""
         self.compared_rounds[decoding] += 1
         self.compared_tokens[decoding] += tokens
         self.compared_seconds[decoding] += seconds
@@ -218,7 +218,7 @@ class Exposition(Collector):
         """What speculation is worth: against rounds that were left plain, by the performance model, in money."""
         counts, label = self.metrics, "decoding"
         yield _labelled("spire_compared_rounds", "Rounds that were to be drafted.", label, counts.compared_rounds)
-        yield _labelled("spire_compared_tokens", "Tokens of those rounds.", label, counts.compared_tokens)
+        yield _labelled("spire_compared_tokens", "Tokens that those rounds gave.", label, counts.compared_tokens)
         yield _labelled("spire_compared_seconds", "Seconds of those rounds.", label, counts.compared_seconds)
         if now.multiplier_modelled is not None:
             help_text = "What the performance model says of the rounds that are run, on the calibrated machine."

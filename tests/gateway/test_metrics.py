@@ -92,6 +92,24 @@ def test_a_sampled_share_of_the_rounds_is_left_plain_and_changes_no_text(measuri
     assert measuring.metric("spire_multiplier_measured") > 0
 
 
+def test_tokens_behind_the_end_of_a_text_are_not_counted_as_given(stories_dir: Path) -> None:
+    """The target drafts for itself, so that whole blocks are accepted; the text ends within the second one."""
+    request = LONG | {"temperature": 0, "speculation": {"k": 7}, "return_rounds": True, "return_token_ids": True}
+    with running(stories_dir, "magicdec", verifier_options=["--self-window", "200"]) as services:
+        api = Api(services.url)
+        eventually(lambda: api.ready().get("draft") == "connected")
+        whole = api.complete(PROMPTS[0], **request)["choices"][0]
+        begin = whole["rounds"][1]["begin"]
+        end = next(one for one in whole["token_ids"][begin : begin + 6] if one not in whole["token_ids"][:begin])
+        before = samples(api)
+        rounds = api.complete(PROMPTS[0], **request, stop_token_ids=[end])["choices"][0]["rounds"]
+        grown = samples(api) - before
+    assert [round_["drafted"] for round_ in rounds] == [7, 7]
+    assert rounds[-1]["tokens"] < rounds[-1]["accepted"]
+    given = sum(round_["tokens"] for round_ in rounds)
+    assert grown["spire_compared_tokens_total[('decoding', 'speculative')]"] == given
+
+
 def test_by_default_no_round_is_left_plain_and_nothing_unmeasured_is_told(api: Api) -> None:
     api.complete(PROMPTS[0], **LONG)
     counted = samples(api)
