@@ -11,8 +11,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from gateway.completion import Completion
-
-_LEFT = 499
+from gateway.errors import CLIENT_LEFT
 
 Answer = TypeVar("Answer")
 
@@ -26,9 +25,9 @@ async def answer(http: Request, completion: Completion, headers: dict[str, str])
             # What is refused at once has a status of its own instead of an event.
             if await _unless_gone(http.receive, completion.begun()):
                 begun = EventStream(completion, headers)
-            return begun or Response(status_code=_LEFT)
+            return begun or Response(status_code=CLIENT_LEFT)
         whole = await _unless_gone(http.receive, completion.whole())
-        return Response(status_code=_LEFT) if whole is None else JSONResponse(whole, headers=headers)
+        return Response(status_code=CLIENT_LEFT) if whole is None else JSONResponse(whole, headers=headers)
     finally:
         if begun is None:
             completion.close()

@@ -77,8 +77,10 @@ _TABLE: list[tuple[type[SpireError], int, str, str]] = [
     (DeadlinePassed, 504, "timeout_error", "deadline_passed"),
     (NotFinite, 500, "internal_error", "not_finite"),
 ]
-# Every status that is answered: 405 is the router's.
-STATUSES = sorted({200, 405} | {status for _, status, _, _ in _TABLE})
+# Of a client that left before it was answered.
+CLIENT_LEFT = 499
+# Every status that is answered: 307 and 405 are the router's.
+STATUSES = sorted({200, 307, 405, CLIENT_LEFT} | {status for _, status, _, _ in _TABLE})
 _RETRY_AFTER_SECONDS = {429: 1, 503: 2}
 
 

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -148,6 +149,7 @@ def test_no_request_makes_a_series(measuring: Api) -> None:
         hostile = f'x{attempt}"\n{{}}'
         measuring.http.get(f"/nowhere/{attempt}", headers={"X-Request-Id": f"id{attempt}"})
         measuring.http.get(f"/v1/models/model{attempt}")
+        measuring.http.post("/v1/completions/", json={"prompt": "x"})
         measuring.http.request(f"METHOD{attempt}", "/health")
         measuring.http.put("/v1/completions", content=b"x")
         measuring.post(prompt="x", model=hostile, user=hostile)
@@ -155,6 +157,9 @@ def test_no_request_makes_a_series(measuring: Api) -> None:
         measuring.post(prompt="x", speculation={"rule": hostile})
         measuring.post(prompt="x" * 5000)
         measuring.post(prompt="x", max_tokens=20, ignore_eos=True, speculation={"k": attempt}, **{hostile: hostile})
+    with pytest.raises(httpx.ReadTimeout):
+        measuring.http.post("/v1/completions", json=LONG | {"prompt": "x", "max_tokens": 400}, timeout=0.05)
+    eventually(lambda: measuring.metric("spire_http_responses_total", path="/v1/completions", status="499") > 0)
     assert set(samples(measuring)) == before
     assert len(before) < 1000
 
