@@ -304,7 +304,7 @@ class Engine:
             return 0
         kept = self.scheduler.commit(sequence, list(result.tokens), drafted, logprobs)
         if drafted:
-            self.metrics.drafted_block(drafted, result.accepted)
+            self.metrics.drafted_block(drafted, result.accepted, kept)
         self._after_tokens(sequence, kept, now)
         return kept
 

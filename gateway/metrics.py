@@ -92,6 +92,8 @@ class Metrics:
     drafts: int = 0
     drafted: int = 0
     accepted: int = 0
+    # Of those, what became output: not what lay behind the end of a text.
+    drafted_output: int = 0
     accepted_at: list[int] = field(default_factory=list)
     fallbacks: dict[str, float] = field(default_factory=lambda: _zeros(FALLBACKS))
     replays: int = 0
@@ -125,10 +127,12 @@ class Metrics:
         self.compared_tokens[decoding] += tokens
         self.compared_seconds[decoding] += seconds
 
-    def drafted_block(self, drafted: int, accepted: int) -> None:
+    def drafted_block(self, drafted: int, accepted: int, kept: int) -> None:
+        """`kept`: how many of the block's tokens became output, of the accepted ones and the target's own."""
         self.drafts += 1
         self.drafted += drafted
         self.accepted += accepted
+        self.drafted_output += min(accepted, kept)
         if drafted > len(self.accepted_at):
             self.accepted_at.extend([0] * (drafted - len(self.accepted_at)))
         for position in range(accepted):
@@ -203,6 +207,7 @@ class Exposition(Collector):
         yield _counter("spire_drafts", "Blocks of draft tokens verified.", counts.drafts)
         yield _counter("spire_draft_tokens", "Draft tokens verified.", counts.drafted)
         yield _counter("spire_accepted_tokens", "Draft tokens accepted.", counts.accepted)
+        yield _counter("spire_drafted_output_tokens", "Draft tokens that became output.", counts.drafted_output)
         help_text = "Blocks whose draft token at this position was accepted."
         yield _positions("spire_accepted_tokens_at", help_text, counts, now)
         yield _labelled("spire_fallbacks", "Blocks decoded plainly for want of a draft.", "reason", counts.fallbacks)

@@ -109,6 +109,8 @@ def test_tokens_behind_the_end_of_a_text_are_not_counted_as_given(stories_dir: P
     assert rounds[-1]["tokens"] < rounds[-1]["accepted"]
     given = sum(round_["tokens"] for round_ in rounds)
     assert grown["spire_compared_tokens_total[('decoding', 'speculative')]"] == given
+    drafted = sum(min(round_["tokens"], round_["accepted"]) for round_ in rounds)
+    assert grown["spire_drafted_output_tokens_total[]"] == drafted < grown["spire_accepted_tokens_total[]"]
 
 
 def test_by_default_no_round_is_left_plain_and_nothing_unmeasured_is_told(api: Api) -> None:
@@ -179,7 +181,7 @@ def cost_of_a_round(sequences: int, k: int = 4, accepted: int = 3) -> float:
 
     def gateway() -> None:
         for sequence in batch:
-            metrics.drafted_block(k, accepted)
+            metrics.drafted_block(k, accepted, accepted + 1)
             metrics.token_times(sequence, accepted + 1, 1.0)
         metrics.round(0, (0.001,) * len(ROUND_PARTS), sequences, k)
         metrics.compared("speculative", (accepted + 1) * sequences, 0.01)
