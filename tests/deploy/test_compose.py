@@ -174,6 +174,16 @@ def test_what_is_passed_on_reaches_the_gateway_where_it_is_set() -> None:
     assert config["services"]["gateway"]["environment"]["SPIRE_GATEWAY_PRICE"] == "2.5"
 
 
+def test_a_calibration_is_where_the_gateway_looks_for_it_and_cannot_be_written(tmp_path: Path) -> None:
+    assert composed("cpu")["services"]["gateway"]["environment"]["SPIRE_GATEWAY_CALIBRATION"] is None
+    file = tmp_path / "calibration.json"
+    told = {"SPIRE_CALIBRATION_FILE": str(file), "SPIRE_GATEWAY_CALIBRATION": "/run/calibration.json"}
+    gateway = composed("cpu", environment=told)["services"]["gateway"]
+    (mounted,) = [volume for volume in gateway["volumes"] if volume["source"] == str(file)]
+    assert mounted["target"] == gateway["environment"]["SPIRE_GATEWAY_CALIBRATION"]
+    assert mounted["read_only"]
+
+
 def test_the_example_tells_every_option_and_its_default() -> None:
     file, example = (DEPLOY / "docker-compose.yml").read_text(), (DEPLOY / ".env.example").read_text()
     used = dict(re.findall(r"\$\{(SPIRE_\w+):?-([^}]*)\}", file))
