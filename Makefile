@@ -17,7 +17,7 @@ ONE_LINE := awk -v shown="$$(test -t 2 && echo yes)" \
 	'shown && /^(Collecting|Installing)/ { printf "\r\033[K  %s", substr($$0, 1, 70); fflush() } END { if (shown) printf "\r\033[K" }'
 
 .DEFAULT_GOAL := help
-.PHONY: help serve compose-up compose-down images-test test faults fuzz soak lint format protos clean
+.PHONY: help serve compose-up compose-down images-test test faults faults-seen fuzz soak lint format protos clean
 
 help:  ## List what can be made.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ test: lint  ## Everything CI runs: ruff, mypy, pytest.
 faults: $(VENV)/.dev  ## All 25 faults of docs/faults.md, slow ones too (SPIRE_FAULTS_MINUTES of kills, 10 if not said); figures in build/faults.json.
 	@mkdir -p build
 	SPIRE_FAULTS_REPORT=build/faults.json $(VENV)/bin/python -m pytest -m fault $(ARGS)
+
+faults-seen: $(VENV)/.dev  ## Faults and the panel that each colours within 30 s, in a real Prometheus (ten minutes; needs prometheus).
+	$(VENV)/bin/python -m pytest -m slow tests/deploy/test_faults_seen.py $(ARGS)
 
 fuzz: $(VENV)/.dev  ## 100,000 wrong messages to verifier and draft while clients stream; ARGS="--messages N --seed S"; figures in build/fuzz.json.
 	$(VENV)/bin/python -m tests.faults.fuzz $(ARGS)

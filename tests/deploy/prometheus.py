@@ -1,4 +1,4 @@
-"""A real Prometheus with the committed configuration, but for targets and intervals, beside live services."""
+"""A real Prometheus with the committed configuration, but for targets and short intervals, beside live services."""
 
 from __future__ import annotations
 
@@ -49,6 +49,8 @@ def prometheus(targets: dict[str, str], directory: Path) -> Iterator[Prometheus]
         {"job_name": job, "static_configs": [{"targets": [target]}]} for job, target in targets.items()
     ]
     file.write_text(yaml.safe_dump(content))
+    rules = configured / "rules.yml"
+    rules.write_text(rules.read_text().replace("[1m]", f"[{RATE_INTERVAL}]"))
     port = free_port()
     command = ["prometheus", f"--config.file={file}", f"--storage.tsdb.path={directory / 'data'}"]
     log = directory / "prometheus.log"

@@ -43,7 +43,7 @@ class Record:
     @property
     def refused(self) -> bool:
         """Told at once to come back later, by a status of its own."""
-        return self.error.startswith("503 ")
+        return self.error.startswith(("429 ", "503 "))
 
     def event(self, line: str) -> None:
         if line == "data: [DONE]":
