@@ -37,6 +37,7 @@ const lanes = { drafted: new Lane(part("drafted")), plain: new Lane(part("plain"
 let card = null; // of the model, once the gateway has told it
 let running = null; // the AbortController of what runs
 let ruleBefore = null; // the rule to go back to after side by side
+let plainBefore = null; // the last plain run: its rate, and of what
 
 // -- what is asked for ------------------------------------------------------------------------------------------------
 
@@ -60,6 +61,16 @@ function read() {
 function bodyFor(name, asked) {
   const speculation = name === "plain" ? { draft: "off" } : asked.depth ? { k: asked.depth } : {};
   return { ...asked.body, speculation: { ...speculation, rule: asked.rule } };
+}
+
+/** Whether speculation runs with nothing beside it to compare with. */
+function alone({ lanes }) {
+  return lanes.length === 1 && lanes[0] === "drafted";
+}
+
+/** What a rate must have in common with another to be compared: the same work for the target. */
+function work({ body, rule }) {
+  return JSON.stringify([card?.id, card?.fingerprint, body.temperature, rule]);
 }
 
 function followControls() {
@@ -169,8 +180,7 @@ async function run() {
 
 function begin(asked) {
   for (const figure of ["tau", "rate"]) part(figure).textContent = "–";
-  const alone = asked.lanes[0] === "drafted" && asked.lanes.length === 1;
-  showGain(null, `multiplier${alone ? ": side by side measures it" : " over plain decoding"}`);
+  showGain(null, `multiplier${alone(asked) ? ": side by side measures it" : " over plain decoding"}`);
   for (const name of Object.keys(lanes)) {
     lanes[name].section.hidden = !asked.lanes.includes(name);
     lanes[name].clear(asked.body.prompt, asked.lanes[0] === name ? "" : "waits for its turn");
@@ -192,14 +202,15 @@ function end() {
 
 async function decode(name, asked, choices) {
   const choice = (choices[name] = new Choice()), lane = lanes[name];
-  const estimates = asked.lanes.length === 1 && name === "drafted" && !asked.depth ? followEstimate(choice) : null;
+  const estimates = alone(asked) && !asked.depth ? followEstimate(choice) : null;
   try {
     for await (const chunk of complete(bodyFor(name, asked), running.signal)) {
       choice.add(chunk, performance.now());
       lane.show(choice);
       lane.say(facts(choice));
-      showFigures(choices);
+      showFigures(asked, choices);
     }
+    if (name === "plain" && choice.rate) plainBefore = { rate: choice.rate, of: work(asked) };
   } finally {
     await estimates?.stop();
   }
@@ -215,12 +226,14 @@ function facts(choice) {
 
 // -- figures ----------------------------------------------------------------------------------------------------------
 
-function showFigures({ drafted, plain }) {
+function showFigures(asked, { drafted, plain }) {
   const shown = drafted ?? plain;
   part("tau").textContent = shown.tau?.toFixed(2) ?? "–";
   part("rate").textContent = shown.rate ? short(shown.rate) : "–";
   if (drafted?.rate && plain?.rate) showGain(drafted.rate / plain.rate, "multiplier, measured here");
   else if (!drafted) showGain(1, "multiplier: this is plain decoding");
+  else if (alone(asked) && asked.depth && drafted.rate && plainBefore?.of === work(asked))
+    showGain(drafted.rate / plainBefore.rate, "multiplier over the last plain run");
 }
 
 function showGain(gain, name) {

@@ -93,6 +93,21 @@ def test_a_multiplier_is_shown_while_the_gateway_chooses_k(page: Page, services:
     assert shown == pytest.approx(Api(services.url).metric("spire_multiplier_measured"), abs=0.006)
 
 
+def test_with_a_fixed_k_the_multiplier_is_over_the_last_plain_run_of_the_same_sampling(page: Page) -> None:
+    page.complete(PROMPT, k=4)
+    assert page.text("#gain") == "–"
+    page.find("#speculation").click()
+    page.complete(PROMPT)
+    page.find("#speculation").click()
+    page.complete(PROMPT, k=4)
+    assert page.text("#gain-name") == "multiplier over the last plain run"
+    _, plain, drafted = (choice["metrics"]["mean_itl_ms"] for choice in page.heard)
+    assert float(page.text("#gain").removesuffix(" ×")) == pytest.approx(plain / drafted, abs=0.006)
+    page.slide("#temperature", 0)
+    page.complete(PROMPT, k=4)
+    assert page.text("#gain") == "–"
+
+
 def test_pointing_at_a_round_marks_the_tokens_it_gave(page: Page) -> None:
     page.complete(PROMPT)
     rounds = page.heard[0]["rounds"]
