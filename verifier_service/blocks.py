@@ -10,7 +10,9 @@ from collections import deque
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
-from spire.errors import InvalidRequest, RequestError, SpireError, UnknownSequence
+import structlog
+
+from spire.errors import InvalidRequest, NotFinite, RequestError, SpireError, UnknownSequence
 from spire.rpc.errors import OK
 from spire.v1 import verifier_pb2 as pb
 from verifier_service.batch import Block, Limits, RaggedBatch, pad, q_problems, read_block
@@ -20,6 +22,8 @@ from verifier_service.sequence import not_finite
 from verifier_service.slots import Slots
 from verifier_service.step import ModelSteps, Outcome
 from verifier_service.tasks import VerifyTask
+
+log = structlog.get_logger("verifier_service")
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,12 @@ class Blocks:
     def take(self) -> Taken:
         """What the next step runs. What cannot be run has its answer already."""
         tasks = self._batches()
-        return Taken(tasks, *self._with_sound_q(self._with_room(self._admissible(tasks))))
+        try:
+            return Taken(tasks, *self._with_sound_q(self._with_room(self._admissible(tasks))))
+        except Exception:
+            log.exception("batches could not be taken", batches=len(tasks))
+            self._refuse_rest(tasks, NotFinite("the verifier could not take this batch"))
+            return Taken(tasks)
 
     def _batches(self) -> list[VerifyTask]:
         """All that wait, up to the first that names a sequence again: that one needs this step's outcome."""
@@ -144,6 +153,14 @@ class Blocks:
                 self._refuse(entry.task, entry.index, InvalidRequest(problem))
         sound = [entry for entry, problem in zip(entries, problems, strict=True) if not problem]
         return sound, pad([entry.block for entry in sound], self._steps.device) if sound else None
+
+    def _refuse_rest(self, tasks: Rows[VerifyTask], error: SpireError) -> None:
+        """Every item that has no answer yet."""
+        for task in tasks:
+            task.results += [pb.VerifyResult() for _ in task.batch.items[len(task.results) :]]
+            for index, result in enumerate(task.results):
+                if not result.HasField("status"):
+                    self._refuse(task, index, error)
 
     def _refuse(self, task: VerifyTask, index: int, error: SpireError) -> None:
         item, status = task.batch.items[index], self._slots.refusal(task.batch.items[index].sequence_id, error)

@@ -10,6 +10,7 @@ starts it again from its tokens, as after any loss.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -41,6 +42,10 @@ from verifier_service.tasks import CallTask, StartTask, VerifyTask
 
 log = structlog.get_logger("verifier_service")
 Result = TypeVar("Result")
+Task = StartTask | ProposeTask | VerifyTask | CallTask
+
+# What one turn takes at most: however much arrives, steps go on.
+MOST_TAKEN = 256
 
 
 class Engine:
@@ -60,7 +65,7 @@ class Engine:
         self.sequences = self.slots.sequences
         self._blocks = Blocks(steps, self.slots, prefixes, limits, metrics)
         self._drafting: deque[ProposeTask] = deque()
-        self._inbox: queue.SimpleQueue[StartTask | ProposeTask | VerifyTask | CallTask | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._stopping = False
         # Done when the thread has ended; carries the error if it died.
         self.ended: Future[None] = Future()
@@ -103,23 +108,24 @@ class Engine:
             self.ended.set_exception(error)
 
     def _turn(self) -> None:
-        self._receive()
+        arrived = self._arrived()
         self._turn_began = time.perf_counter()
+        for task in arrived:
+            self._accept(task)
         self._draft_waiting()
         self._step()
         self._turn_began = None
 
-    def _receive(self) -> None:
-        """Take everything that has arrived; sleep only when there is nothing else to do."""
+    def _arrived(self) -> list[Task | None]:
+        """What has arrived, the first of it; sleeps only when there is nothing else to do."""
         idle = not self._drafting and not self._blocks and not self._prompts
-        try:
-            while not self._stopping:
-                self._accept(self._inbox.get(block=idle))
-                idle = False
-        except queue.Empty:
-            return
+        tasks: list[Task | None] = []
+        with contextlib.suppress(queue.Empty):
+            while len(tasks) < MOST_TAKEN:
+                tasks.append(self._inbox.get(block=idle and not tasks))
+        return tasks
 
-    def _accept(self, task: StartTask | ProposeTask | VerifyTask | CallTask | None) -> None:
+    def _accept(self, task: Task | None) -> None:
         match task:
             case None:
                 self._stopping = True

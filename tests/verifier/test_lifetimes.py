@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 
 import grpc
@@ -143,6 +144,49 @@ async def test_a_failing_step_is_answered_and_the_engine_lives_on(verifier: Veri
     head.weight = kept
     (recovered,) = await client.verify(block)
     assert recovered.status.code == codes.CODE_OK
+
+
+async def test_a_batch_that_cannot_be_taken_is_answered_and_the_engine_lives_on(
+    verifier: Verifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(slots: object, new_tokens: object) -> bool:
+        raise RuntimeError("out of memory")
+
+    client = verifier.client()
+    started = await client.start("a", prompt_of(9))
+    block, unknown = (pb.VerifyItem(sequence_id=name, round=1, base=started.base) for name in ("a", "nobody"))
+    with monkeypatch.context() as patch:
+        patch.setattr(verifier.engine.steps.cache, "reserve", refuse)
+        failed, refused = await client.verify(block, unknown)
+    assert (failed.status.code, refused.status.code) == (codes.CODE_DATA_LOSS, codes.CODE_NOT_FOUND)
+    (recovered,) = await client.verify(block)
+    assert recovered.status.code == codes.CODE_OK
+
+
+@pytest.mark.fault(5)
+async def test_the_watchdog_sees_what_is_done_between_two_steps(verifier: Verifier) -> None:
+    go_on = threading.Event()
+    done = verifier.engine.call(go_on.wait, 10)
+    await until(lambda: verifier.engine.seconds_in_turn() > 0.1)
+    go_on.set()
+    assert await asyncio.wrap_future(done)
+    await until(lambda: verifier.engine.seconds_in_turn() == 0)
+
+
+async def test_calls_without_end_keep_no_step_from_running(verifier: Verifier) -> None:
+    client, enough = verifier.client(), threading.Event()
+    started = await client.start("a", prompt_of(9))
+
+    def again() -> None:
+        if not enough.is_set():
+            verifier.engine.call(again)
+
+    verifier.engine.call(again)
+    try:
+        (result,) = await client.verify(pb.VerifyItem(sequence_id="a", round=1, base=started.base))
+    finally:
+        enough.set()
+    assert result.status.code == codes.CODE_OK
 
 
 async def test_an_idle_engine_sleeps(verifier: Verifier) -> None:
