@@ -1,12 +1,14 @@
 """`python -m verifier_service --model DIR`: serve a target until SIGTERM.
 
-Options: `verifier_service/config.py`. Exit code 2 with one line on stderr when it cannot start.
+Options: `verifier_service/config.py`. Exit code 2 with one line on stderr when it cannot start, 3 when its model was
+stuck at the end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 
 import structlog
 from prometheus_client import start_http_server
@@ -18,6 +20,8 @@ from verifier_service.config import VerifierConfig
 # isort: split
 from spire.model.placement import keep_freed_memory, set_threads
 from verifier_service.server import listening, load
+
+_STUCK = 3
 
 log = structlog.get_logger("verifier_service")
 
@@ -56,6 +60,8 @@ async def serve(config: VerifierConfig) -> None:
         with contextlib.suppress(asyncio.CancelledError):
             await stopping
     telling.cancel()
+    if not engine.ended.done():
+        os._exit(_STUCK)  # no thread can be ended from outside, and none in a model outlives its interpreter
     await ended
 
 

@@ -78,8 +78,8 @@ class Engine:
         self._thread.start()
 
     def stop(self) -> None:
+        """Tell the thread to end after its turn; `ended` says when it has."""
         self._inbox.put(None)
-        self._thread.join(timeout=10)
 
     def submit(self, task: StartTask | ProposeTask | VerifyTask) -> None:
         self._inbox.put(task)

@@ -51,6 +51,9 @@ log = structlog.get_logger("verifier_service")
 # The rest is for weights' copies, activations and whoever else is on this machine.
 _SHARE_OF_FREE_MEMORY = 0.8
 
+# Seconds for the turn that is under way when everything else has ended, and when it hurries.
+_LAST_TURN, _LAST_TURN_HURRIED = 10.0, 1.0
+
 
 def load(config: VerifierConfig) -> tuple[Engine, Hosted]:
     """The engine and what it tells about itself. Raises CheckpointError naming what cannot be served."""
@@ -163,7 +166,10 @@ def _available_memory() -> int:
 async def listening(
     engine: Engine, hosted: Hosted, config: VerifierConfig, tls: Tls | None = None, drain_seconds: float = 0.0
 ) -> AsyncIterator[str]:
-    """Serve inside this block. Gives the bound address; leaving it drains and stops the engine."""
+    """Serve inside this block. Gives the bound address; leaving it drains and stops the engine.
+
+    One whose model is stuck cannot be stopped: then `engine.ended` is not done afterwards.
+    """
     server, healthy = new_server(), health.aio.HealthServicer()
     service = VerifierService(engine, hosted, config)
     rpc.add_VerifierServicer_to_server(service, server)
@@ -177,22 +183,33 @@ async def listening(
     try:
         yield f"{config.host}:{port}"
     finally:
+        hurry = asyncio.create_task(stop_signal())
         watch.cancel()
         await healthy.enter_graceful_shutdown()
-        await _drained(engine, service.leases, drain_seconds)
+        await _drained(engine, service.leases, drain_seconds, hurry)
         await server.stop(grace=2)
-        engine.stop()
+        await _ended(engine, hurry)
+        hurry.cancel()
 
 
-async def _drained(engine: Engine, leases: Leases, seconds: float) -> None:
+async def _drained(engine: Engine, leases: Leases, seconds: float, hurry: asyncio.Task[None]) -> None:
     """Until no gateway that is there has a sequence, `seconds` have passed, or another signal says that it hurries."""
-    hurry = asyncio.create_task(stop_signal())
     deadline = time.monotonic() + seconds
     while leases.any_open and engine.slots.sequences and not engine.ended.done():
         if hurry.done() or time.monotonic() > deadline:
             break
         await asyncio.sleep(0.05)
-    hurry.cancel()
+
+
+async def _ended(engine: Engine, hurry: asyncio.Task[None]) -> None:
+    """Until the engine's thread has ended, or it is clear that it does not: after another signal that is soon clear."""
+    engine.stop()
+    began = time.monotonic()
+    while not engine.ended.done():
+        if time.monotonic() - began > (_LAST_TURN_HURRIED if hurry.done() else _LAST_TURN):
+            log.error("the model is stuck and does not end")
+            break
+        await asyncio.sleep(0.01)
 
 
 async def _watch(engine: Engine, healthy: health.aio.HealthServicer, stuck_seconds: float) -> None:

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from tests.faults.conftest import Report
 from tests.faults.history import Record, stream_into
 from tests.faults.system import System
+from tests.services import start
 
 
 def draft_is_absent(whole: System) -> bool:
@@ -66,6 +69,22 @@ def test_a_stuck_model_is_not_ready_although_it_answers_pings_and_goes_on_when_i
     endured = whole.endure(stuck.__enter__, lambda: is_unready(whole), lambda: stuck.__exit__(None, None, None))
     report("5 model stuck", endured)
     assert 3 <= endured.detection < 10
+
+
+@pytest.mark.fault(5, 20)
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_stuck_model_does_not_keep_its_verifier_from_ending(stories_dir: Path, tmp_path: Path, signals: int) -> None:
+    """By itself within seconds, and at once when it is told again."""
+    failing = ["-m", "tests.faults.failing", str(tmp_path), "verifier_service", "--model", str(stories_dir)]
+    verifier = start([*failing, "--port", "0", "--dtype", "float32"], tmp_path)
+    (tmp_path / "stuck").touch()
+    began = time.monotonic()
+    for _ in range(signals):
+        verifier.process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+    assert verifier.process.wait(20) == 3
+    assert (time.monotonic() - began < 8) == (signals > 1)
+    assert "the model is stuck" in verifier.log.read_text()
 
 
 @pytest.mark.fault(11)

@@ -202,6 +202,7 @@ def engine(model_dir: Path) -> Iterator[Engine]:
     loaded.start()
     yield loaded
     loaded.stop()
+    loaded.ended.result(20)
 
 
 def test_the_sequence_protocol_holds_under_any_history(engine: Engine, target: Target) -> None:
