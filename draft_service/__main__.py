@@ -52,7 +52,7 @@ async def serve(config: DraftServiceConfig) -> None:
     async with connect(config.verifier, tls) as channel:
         stub = verifier_pb2_grpc.VerifierStub(channel)
         info = await _meet(stub, config.verifier, tls)
-        check_handshake(draft, info)
+        check_handshake(draft, config.draft, info)
         drafter = on_passing_thread(lambda: Drafter(draft, config.max_sequences, config.top_m, info.max_context))
         draft_id = config.draft_id or stable_id(config, port)
         loop = asyncio.get_running_loop()
@@ -62,7 +62,7 @@ async def serve(config: DraftServiceConfig) -> None:
             lambda ids: asyncio.run_coroutine_threadsafe(follower.resync(ids), loop),
         )
         follower = Follower(stub, subscription(draft_id, draft.draft), worker, config.shared_memory)
-        described = describe(draft_id, config.draft, drafter, info.tokenizer_hash)
+        described = describe(draft_id, config.draft, drafter)
 
         def own_info() -> draft_pb2.DraftGetInfoResponse:
             return draft_pb2.DraftGetInfoResponse(following=follower.following, **described)

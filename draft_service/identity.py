@@ -18,11 +18,12 @@ from spire.rpc.shapes import shape_to_wire
 from spire.v1 import verifier_pb2
 
 
-def check_handshake(draft: Draft, info: verifier_pb2.GetInfoResponse) -> None:
+def check_handshake(draft: Draft, directory: Path, info: verifier_pb2.GetInfoResponse) -> None:
     """Raises MismatchError, naming both values, unless this draft belongs to what the verifier hosts."""
     for what, ours, theirs in (
         ("protocol version", PROTOCOL_VERSION, info.protocol_version),
         ("target fingerprint", draft.draft.target_fingerprint, info.target_fingerprint),
+        ("tokenizer", _tokenizer_hash(directory) or info.tokenizer_hash, info.tokenizer_hash),
         ("vocabulary", draft.config.vocab_size, info.vocab_size),
         ("width", draft.config.hidden_size if draft.draft.tapped_layers else info.hidden_size, info.hidden_size),
     ):
@@ -39,7 +40,7 @@ def stable_id(config: DraftServiceConfig, port: int) -> str:
     return hashlib.sha256(name.encode()).hexdigest()[:16]
 
 
-def describe(draft_id: str, directory: Path, drafter: Drafter, verifier_tokenizer_hash: str) -> dict[str, Any]:
+def describe(draft_id: str, directory: Path, drafter: Drafter) -> dict[str, Any]:
     """The fields of GetInfo that never change while this process lives."""
     return {
         "protocol_version": PROTOCOL_VERSION,
@@ -47,7 +48,7 @@ def describe(draft_id: str, directory: Path, drafter: Drafter, verifier_tokenize
         "kind": drafter.draft.draft.kind,
         "model_name": directory.resolve().name,
         "target_fingerprint": drafter.draft.draft.target_fingerprint,
-        "tokenizer_hash": _tokenizer_hash(directory, verifier_tokenizer_hash),
+        "tokenizer_hash": _tokenizer_hash(directory),
         "vocab_size": drafter.draft.config.vocab_size,
         "max_speculation_depth": MAX_SPECULATION_DEPTH,
         "state_bytes_per_sequence": drafter.memory.bytes_per_sequence(),
@@ -58,7 +59,7 @@ def describe(draft_id: str, directory: Path, drafter: Drafter, verifier_tokenize
     }
 
 
-def _tokenizer_hash(directory: Path, verifier_tokenizer_hash: str) -> str:
-    """Of the draft's own tokenizer if it brings one; it works on token ids and needs none."""
+def _tokenizer_hash(directory: Path) -> str:
+    """Of the draft's own tokenizer, empty if it brings none: it works on token ids and needs none."""
     file = directory / "tokenizer.json"
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else verifier_tokenizer_hash
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else ""

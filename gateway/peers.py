@@ -352,6 +352,8 @@ class DraftPeer(Peer[draft_pb2.ProposeBatchResult]):
         draft, target = f"the draft at {self.address}", f"the target at {self._verifier.address}"
         _same("protocol version", draft, info.protocol_version, "this gateway", PROTOCOL_VERSION)
         _same("target fingerprint", draft, info.target_fingerprint, target, model.info.target_fingerprint)
+        if info.tokenizer_hash:
+            _same("tokenizer", draft, info.tokenizer_hash, target, model.info.tokenizer_hash)
         _same("vocabulary size", draft, info.vocab_size, target, model.info.vocab_size)
         if not info.following:
             raise PeerLost(f"{draft} does not hear the verifier's activations yet")

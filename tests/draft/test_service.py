@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import shutil
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -13,10 +15,12 @@ import httpx
 import pytest
 import torch
 
+from draft_service.identity import check_handshake
+from spire.errors import MismatchError
 from spire.model.checkpoint import load_draft, load_target, save_draft
 from spire.model.config import DraftConfig
 from spire.model.draft import prune
-from spire.rpc.channel import connect
+from spire.rpc.channel import PROTOCOL_VERSION, connect
 from spire.rpc.tensors import from_wire
 from spire.v1 import draft_pb2 as pb
 from spire.v1 import draft_pb2_grpc, tensor_pb2, verifier_pb2, verifier_pb2_grpc
@@ -253,6 +257,52 @@ def test_a_draft_of_another_target_refuses_to_start_and_names_both(
         start(["-m", "draft_service", *options], tmp_path)
     assert theirs in str(failure.value)
     assert "Traceback" not in str(failure.value)
+
+
+@pytest.mark.fault(21)
+def test_a_draft_with_another_tokenizer_refuses_to_start_and_names_both(
+    services: Services, pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    stranger = shutil.copytree(pair[1], tmp_path / "stranger")
+    (stranger / "tokenizer.json").write_text("{}")
+    options = ["--draft", str(stranger), "--verifier", services.verifier.address, "--port", "0"]
+    with pytest.raises(RuntimeError, match="tokenizer: this draft was made for ") as failure:
+        start(["-m", "draft_service", *options], tmp_path)
+    assert all(hash_of(text) in str(failure.value) for text in (b"{}", (pair[0] / "tokenizer.json").read_bytes()))
+
+
+@pytest.mark.fault(21)
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            {"protocol_version": 99},
+            f"protocol version: this draft was made for {PROTOCOL_VERSION}, the verifier has 99",
+        ),
+        ({"tokenizer_hash": "theirs"}, "tokenizer: this draft was made for .*, the verifier has theirs"),
+        ({"target_fingerprint": "theirs"}, "target fingerprint: this draft was made for .*, the verifier has theirs"),
+    ],
+)
+def test_a_draft_meets_only_a_verifier_of_its_own(
+    pair: tuple[Path, Path], tmp_path: Path, change: dict, says: str
+) -> None:
+    draft, directory = load_draft(pair[1]), shutil.copytree(pair[1], tmp_path / "draft")
+    shutil.copy(pair[0] / "tokenizer.json", directory)
+    right = verifier_pb2.GetInfoResponse(
+        protocol_version=PROTOCOL_VERSION,
+        target_fingerprint=draft.draft.target_fingerprint,
+        tokenizer_hash=hash_of((pair[0] / "tokenizer.json").read_bytes()),
+        vocab_size=draft.config.vocab_size,
+        hidden_size=draft.config.hidden_size,
+    )
+    check_handshake(draft, directory, right)
+    right.MergeFrom(verifier_pb2.GetInfoResponse(**change))
+    with pytest.raises(MismatchError, match=says):
+        check_handshake(draft, directory, right)
+
+
+def hash_of(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def complete(url: str, body: dict) -> dict:
