@@ -52,7 +52,7 @@ faults-seen: $(VENV)/.dev  ## Faults and the panel that each colours within 30 s
 fuzz: $(VENV)/.dev  ## 100,000 wrong messages to verifier and draft while clients stream; ARGS="--messages N --seed S"; figures in build/fuzz.json.
 	$(VENV)/bin/python -m tests.faults.fuzz $(ARGS)
 
-soak: $(VENV)/.dev  ## Mixed load with kills for MINUTES (30); ARGS="--trace azure_llm_2023_conv.csv.xz"; figures in build/soak.json.
+soak: $(VENV)/.dev  ## Mixed load with kills for MINUTES (30); ARGS="--trace FILE" for another load than Poisson's; figures in build/soak.json.
 	$(VENV)/bin/python -m tests.faults.soak --minutes $(MINUTES) $(ARGS)
 
 images-test: $(VENV)/.dev  ## Build the images by buildah, run the system from them (as root, without an engine; minutes, 4 GB while it runs).

@@ -7,13 +7,14 @@ compared with that of the undisturbed run, so the invariant rule and float32 ser
 from __future__ import annotations
 
 import json
+import math
 import random
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from itertools import cycle, islice, pairwise
+from itertools import accumulate, cycle, islice, pairwise
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -74,6 +75,7 @@ class Soak:
     expected: list[Record]
     began: float = field(default_factory=time.monotonic)
     records: list[Record] = field(default_factory=list)
+    refusals: int = 0
     left: int = 0
     wrong_answers: list[str] = field(default_factory=list)
     kills: list[tuple[float, str]] = field(default_factory=list)
@@ -96,8 +98,13 @@ class Soak:
             self.clients[-1].start()
 
     def _ask(self, chosen: int) -> None:
-        record = Record(self.expected[chosen % len(self.expected)].body)
-        stream_into(record, self.whole.url)
+        while True:
+            record = Record(self.expected[chosen % len(self.expected)].body)
+            stream_into(record, self.whole.url)
+            if not record.refused:
+                break
+            self.refusals += 1  # no verifier is there: asked again, as any client does that is told to come back
+            time.sleep(0.2)
         self.records.append(record)
 
     def _leave(self, chosen: int) -> None:
@@ -143,7 +150,7 @@ class Soak:
 
     # -- what came of it -----------------------------------------------------------------------------------------------
 
-    def verdict(self, minutes: float) -> dict[str, Any]:
+    def verdict(self, minutes: float, load: str) -> dict[str, Any]:
         """The figures, and in `broken` every bound that did not hold."""
         expected = {repr(record.body): record for record in self.expected}
         failed = [record.error for record in self.records if record.error]
@@ -159,7 +166,9 @@ class Soak:
         }
         return {
             "minutes": minutes,
+            "load": load,
             "requests": len(self.records),
+            "told to come back": self.refusals,
             "left early": self.left,
             "kills": self.kills,
             "tokens per second": sum(len(record.tokens) for record in answered) / (60 * minutes),
@@ -186,6 +195,16 @@ def _growth(series: list[int]) -> float:
     return median(series[-fifth:]) / median(series[:fifth]) - 1
 
 
+def poisson(context: int, rng: random.Random) -> list[Arrival]:
+    """Requests that come independently of each other, one a second on average; lengths of all orders of magnitude."""
+    moments = accumulate(rng.expovariate(1) for _ in range(1000))
+    return [Arrival(at, _length(rng, 3 * context // 4), _length(rng, context // 8)) for at in moments]
+
+
+def _length(rng: random.Random, most: int) -> int:
+    return round(math.exp(rng.uniform(math.log(8), math.log(most))))
+
+
 def pool(source: PromptSource, rows: list[Arrival], rng: random.Random) -> list[Body]:
     """Requests of the lengths of so many rows of a trace, greedy and sampled by turns."""
     bodies: list[Body] = []
@@ -210,20 +229,24 @@ def undisturbed(whole: System, bodies: list[Body]) -> list[Record]:
 
 
 def soak(
-    trace: Annotated[Path, typer.Option(help="CSV of arrivals and lengths, like the Azure LLM inference traces.")],
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="CSV of arrivals and lengths, like the Azure LLM inference traces; else a Poisson process."),
+    ] = None,
     minutes: Annotated[float, typer.Option(help="How long.", min=1)] = 30,
     rate: Annotated[float, typer.Option(help="Requests a second, on average.", min=0.1)] = 1.0,
-    context: Annotated[int, typer.Option(help="What the longest request of the trace is scaled to.", min=64)] = 1800,
+    context: Annotated[int, typer.Option(help="The longest request's tokens.", min=128)] = 1800,
     kill_every: Annotated[float, typer.Option(help="Seconds between two kills; every third is the verifier's.")] = 15,
     seed: Annotated[int, typer.Option(help="Decides who asks what.")] = 1,
     out: Annotated[Path, typer.Option(help="Figures, as JSON; the plot goes beside them.")] = Path("build/soak.json"),
 ) -> None:
     """Load the system for a while with everything at once, and say what it cost."""
     rng = random.Random(seed)
-    rows = read_trace(trace, context, float("inf"), 1.0)
+    rows = read_trace(trace, context, float("inf"), 1.0) if trace else poisson(context, rng)
     times = _arrivals(rows, rng.randrange(len(rows)), rate, 60 * minutes)
     with system(MODELS / "target", MODELS / "draft") as whole:
         expected = undisturbed(whole, pool(PromptSource(MODELS / "target", [BUNDLED_TEXT]), rows, rng))
+        whole.prime()
         time.sleep(1)
         whole.baseline = whole.held()
         run = Soak(whole, rng, expected)
@@ -243,7 +266,7 @@ def soak(
         for thread in beside:
             thread.join()
         eventually(lambda: whole.metric("gateway", "spire_sequences_now") == 0, within=60)
-        verdict = run.verdict(minutes)
+        verdict = run.verdict(minutes, trace.name if trace else f"Poisson process, seed {seed}")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(verdict, indent=1))
     _plot(verdict, out.with_suffix(".png"))
