@@ -40,6 +40,8 @@ class Proxy:
         self.target = target
         # Seconds by which every byte is late, each way.
         self.latency = 0.0
+        # Chunks of bytes that arrived with a wrong bit.
+        self.flipped = 0
         self._links: set[Link] = set()
         self._swallow_new = False
         self._flowing = asyncio.Event()
@@ -120,6 +122,7 @@ class Proxy:
                 await asyncio.sleep(max(0.0, arrived + self.latency - time.monotonic()))
                 await self._flowing.wait()
                 if way not in link.swallowed:
+                    self.flipped += link.corrupt
                     writer.write(_flip(chunk) if link.corrupt else chunk)
                     link.corrupt = False
                     await writer.drain()
