@@ -9,6 +9,7 @@ import structlog
 
 from gateway.peers import VerifierPeer
 from gateway.scheduler import Scheduler
+from spire.rpc.limits import MAX_NAMED
 
 _RETRY_SECONDS = 0.25
 
@@ -47,16 +48,14 @@ class Releases:
     async def send(self) -> bool:
         """Free at the verifier what has ended; what cannot be told now stays for the next time."""
         self._pending += self._scheduler.take_ended()
-        ids = self._pending
-        if not ids:
-            return True
-        if not self._verifier.up:
-            return False
-        self._pending = []
-        try:
-            await self._verifier.release(ids)
-        except grpc.aio.AioRpcError as error:
-            log.warning("release failed", sequences=len(ids), reason=error.details())
-            self._pending = ids + self._pending
-            return False
+        while ids := self._pending[:MAX_NAMED]:
+            if not self._verifier.up:
+                return False
+            self._pending = self._pending[MAX_NAMED:]
+            try:
+                await self._verifier.release(ids)
+            except grpc.aio.AioRpcError as error:
+                log.warning("release failed", sequences=len(ids), reason=error.details())
+                self._pending = ids + self._pending
+                return False
         return True

@@ -17,7 +17,7 @@ from gateway.bodies import RequestBody, TokenCount, TokenId
 from gateway.errors import BadParameter
 from gateway.prompts import check_unicode, kind_of
 from gateway.sequence import Rule
-from spire.rpc.limits import MAX_GRAMMAR_BYTES, MAX_LOGPROBS
+from spire.rpc.limits import MAX_ALLOWED_TOKENS, MAX_GRAMMAR_BYTES, MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_STOP_TOKENS
 
 _TOKENS_SCHEMA = {"type": "array", "minItems": 1, "items": {"type": "integer", "format": "token-id", "minimum": 0}}
 _PROMPT_SCHEMA = {
@@ -30,9 +30,6 @@ _PROMPT_SCHEMA = {
 }
 _MOST_STOPS = 4
 _LONGEST_STOP = 1024
-_MOST_STOP_TOKENS = 64
-_MOST_BIASES = 1024
-_MOST_ALLOWED = 4096
 _MOST_CANDIDATES = 16
 _LARGEST_BIAS = 100.0
 _DEEPEST_SCHEMA = 64
@@ -43,7 +40,7 @@ _STOPS_SCHEMA = {"anyOf": [_STOP_SCHEMA, {"type": "array", "maxItems": _MOST_STO
 _BIAS_SCHEMA = {
     "type": "object",
     "description": "by token id",
-    "maxProperties": _MOST_BIASES,
+    "maxProperties": MAX_LOGIT_BIASES,
     "propertyNames": {"format": "token-id-text"},
     "additionalProperties": {"type": "number", "minimum": -_LARGEST_BIAS, "maximum": _LARGEST_BIAS},
 }
@@ -109,10 +106,12 @@ class GenerationRequest(RequestBody):
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     repetition_penalty: float = Field(1.0, ge=0.01, le=100, allow_inf_nan=False)
-    allowed_token_ids: list[TokenId] | None = Field(None, json_schema_extra={"minItems": 1, "maxItems": _MOST_ALLOWED})
+    allowed_token_ids: list[TokenId] | None = Field(
+        None, json_schema_extra={"minItems": 1, "maxItems": MAX_ALLOWED_TOKENS}
+    )
     min_tokens: TokenCount = Field(0, ge=0, description="not more than max_tokens")
     stop: Annotated[str | list[str], WithJsonSchema(_STOPS_SCHEMA)] = Field(default_factory=list)
-    stop_token_ids: list[TokenId] = Field(default_factory=list, json_schema_extra={"maxItems": _MOST_STOP_TOKENS})
+    stop_token_ids: list[TokenId] = Field(default_factory=list, json_schema_extra={"maxItems": MAX_STOP_TOKENS})
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     response_format: ResponseFormat | None = None
@@ -232,8 +231,8 @@ def _check_stops(stops: list[str]) -> None:
 
 
 def _check_biases(biases: dict[str, float]) -> None:
-    if len(biases) > _MOST_BIASES:
-        raise BadParameter("logit_bias", f"logit_bias may have {_MOST_BIASES} entries, {len(biases)} came")
+    if len(biases) > MAX_LOGIT_BIASES:
+        raise BadParameter("logit_bias", f"logit_bias may have {MAX_LOGIT_BIASES} entries, {len(biases)} came")
     for token, bias in biases.items():
         if not (token.isascii() and token.isdigit() and len(token) <= 10):
             raise BadParameter("logit_bias", f"logit_bias has the key {token[:40]!r}: keys are token ids, as text")
@@ -286,10 +285,10 @@ def _deeper_than(levels: int, value: Any) -> bool:
 
 def check_tokens(request: CompletionRequest, vocab_size: int) -> None:
     """That every token id a request names is one of the model's. Raises BadParameter."""
-    _check_ids("stop_token_ids", request.stop_token_ids, _MOST_STOP_TOKENS, vocab_size)
-    _check_ids("logit_bias", list(request.biases), _MOST_BIASES, vocab_size)
+    _check_ids("stop_token_ids", request.stop_token_ids, MAX_STOP_TOKENS, vocab_size)
+    _check_ids("logit_bias", list(request.biases), MAX_LOGIT_BIASES, vocab_size)
     if request.allowed_token_ids is not None:
-        _check_ids("allowed_token_ids", request.allowed_token_ids, _MOST_ALLOWED, vocab_size)
+        _check_ids("allowed_token_ids", request.allowed_token_ids, MAX_ALLOWED_TOKENS, vocab_size)
         if not request.allowed_token_ids:
             raise BadParameter("allowed_token_ids", "allowed_token_ids is empty: no token could come")
 

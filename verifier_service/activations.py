@@ -256,7 +256,9 @@ class Publisher:
             feed.deliver = None
 
     def _drop_idle_feeds(self) -> None:
-        idle = [draft_id for draft_id, feed in self.feeds.items() if feed.deliver is None and not feed.members]
+        """Those whose sequences would be missed go last."""
+        idle = [draft_id for draft_id, feed in self.feeds.items() if feed.deliver is None]
+        idle.sort(key=lambda draft_id: bool(self.feeds[draft_id].members))
         for draft_id in idle[: -self.MAX_IDLE_FEEDS or None]:
             del self.feeds[draft_id]
 

@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 
 from spire.errors import InvalidRequest
+from spire.rpc.limits import MAX_ALLOWED_TOKENS, MAX_END_TOKENS, MAX_LOGIT_BIASES
 from spire.v1 import verifier_pb2 as pb
+
+_MOST = {"logit_bias": MAX_LOGIT_BIASES, "allowed_tokens": MAX_ALLOWED_TOKENS, "end_tokens": MAX_END_TOKENS}
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,9 @@ def _penalised(logits: Tensor, seen: Tensor, counts: Tensor, penalties_A3: Tenso
 
 def check_adjustments(adjustments: pb.Adjustments, vocab_size: int) -> None:
     """Raises InvalidRequest naming what cannot be used."""
-    for name in ("logit_bias", "allowed_tokens", "end_tokens"):
+    for name, most in _MOST.items():
+        if (count := len(getattr(adjustments, name))) > most:
+            raise InvalidRequest(f"{name} has {count} entries, at most {most} are taken")
         for token in getattr(adjustments, name):
             if token >= vocab_size:
                 raise InvalidRequest(f"{name} has token {token}; ids end at {vocab_size - 1}")

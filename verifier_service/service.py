@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +15,13 @@ import grpc
 import structlog
 
 from spire.drafting import MAX_SPECULATION_DEPTH, ProposeAnswer, ProposeTask
-from spire.errors import InvalidRequest, NotFinite, SpireError
+from spire.errors import InvalidRequest, NotFinite, OutOfCapacity, SpireError
 from spire.model.config import MAGICDEC
 from spire.rpc.carrier import Ring, host_id
 from spire.rpc.channel import GATEWAY_METADATA_KEY, PROTOCOL_VERSION, STREAM_METADATA_KEY
 from spire.rpc.drafting import DraftServicer
 from spire.rpc.errors import call_status, item_status
+from spire.rpc.limits import MAX_FOLLOWERS, check_named
 from spire.v1 import draft_pb2
 from spire.v1 import verifier_pb2 as pb
 from spire.v1 import verifier_pb2_grpc as rpc
@@ -81,6 +84,8 @@ class RoundsStream:
     async def _read(self, requests: AsyncIterator[pb.RoundsRequest]) -> None:
         try:
             await self._take_all(requests)
+        except InvalidRequest as error:
+            self._answers.put_nowait(error)
         except Exception as error:  # bytes that are no request, above all
             self._answers.put_nowait(InvalidRequest(f"a request cannot be read: {error!r}"))
 
@@ -92,6 +97,7 @@ class RoundsStream:
                 case "start":
                     self._start(request.start)
                 case "verify":
+                    check_named("a VerifyBatch", len(request.verify.items))
                     self._engine.submit(VerifyTask(request.verify, self._gateway, self._reply))
                 case None:
                     self._answers.put_nowait(InvalidRequest("a RoundsRequest came without a body"))
@@ -174,6 +180,8 @@ class VerifierService(rpc.VerifierServicer):
         self._engine, self._hosted, self._shared_memory = engine, hosted, config.shared_memory
         self.leases = Leases(engine, config.lease_seconds)
         self._subscribers: dict[str, Subscriber] = {}
+        # Subscriptions by draft: a newer one may begin before the older has ended.
+        self._following: Counter[str] = Counter()
         # One at a time: a grammar may take all that its limits allow, and decoding needs the other cores.
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._compile = self._compile_aside if hosted.grammars else None
@@ -211,8 +219,24 @@ class VerifierService(rpc.VerifierServicer):
     ) -> AsyncIterator[pb.ActivationsResponse]:
         try:
             taps = Taps.read(request, self._hosted.info)
+            self._check_room_for(request.draft_id)
         except SpireError as error:
             await context.abort(call_status(error), str(error))
+        self._following += Counter([request.draft_id])
+        try:
+            async with contextlib.aclosing(self._followed(request, taps, context)) as messages:
+                async for message in messages:
+                    yield message
+        finally:
+            self._following -= Counter([request.draft_id])
+
+    def _check_room_for(self, draft_id: str) -> None:
+        if draft_id not in self._following and len(self._following) >= MAX_FOLLOWERS:
+            raise OutOfCapacity(f"{MAX_FOLLOWERS} drafts follow this verifier already: that is the most it takes")
+
+    async def _followed(
+        self, request: pb.ActivationsRequest, taps: Taps, context: grpc.aio.ServicerContext
+    ) -> AsyncGenerator[pb.ActivationsResponse]:
         ring = await asyncio.to_thread(self._share, taps) if request.host and request.host == host_id() else None
         subscriber, subscribed = self._subscribe(request.draft_id, taps, ring)
         try:
@@ -263,11 +287,21 @@ class VerifierService(rpc.VerifierServicer):
         self._engine.call(self._engine.publisher.unsubscribe, draft_id, subscriber.deliver)
 
     async def Resync(self, request: pb.ResyncRequest, context: grpc.aio.ServicerContext) -> pb.ResyncResponse:
+        await _check_named("a ResyncRequest", request.sequence_ids, context)
         done = self._engine.call(self._engine.replay, request.draft_id, list(request.sequence_ids))
         unknown = await asyncio.wrap_future(done)
         return pb.ResyncResponse(unknown=unknown)
 
     async def Release(self, request: pb.ReleaseRequest, context: grpc.aio.ServicerContext) -> pb.ReleaseResponse:
+        await _check_named("a ReleaseRequest", request.sequence_ids, context)
         done = self._engine.call(self._engine.slots.release, list(request.sequence_ids))
         released = await asyncio.wrap_future(done)
         return pb.ReleaseResponse(released=released)
+
+
+async def _check_named(what: str, sequence_ids: Sequence[str], context: grpc.aio.ServicerContext) -> None:
+    """Ends the call when it names too many sequences."""
+    try:
+        check_named(what, len(sequence_ids))
+    except InvalidRequest as error:
+        await context.abort(call_status(error), str(error))

@@ -11,7 +11,8 @@ import torch
 
 from spire.drafting import MAX_SPECULATION_DEPTH, Drafted, Guess, ProposeAnswer, ProposeTask
 from spire.errors import InvalidRequest, RequestError
-from spire.rpc.errors import OK, item_status
+from spire.rpc.errors import OK, call_status, item_status
+from spire.rpc.limits import check_named
 from spire.rpc.sampling import check_sampling, from_protos
 from spire.rpc.tensors import to_wire
 from spire.v1 import draft_pb2 as pb
@@ -45,6 +46,10 @@ class DraftServicer(rpc.DraftServicer):
     ) -> AsyncIterator[pb.ProposeBatchResult]:
         await context.send_initial_metadata(())  # the stream stands before anything is asked
         async for batch in requests:
+            try:
+                check_named("a ProposeBatch", len(batch.items))
+            except InvalidRequest as error:
+                await context.abort(call_status(error), str(error))
             yield await self._propose(batch)
 
     async def _propose(self, batch: pb.ProposeBatch) -> pb.ProposeBatchResult:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from spire.errors import InvalidRequest
+
 # Alternatives that are reported beside a token.
 MAX_LOGPROBS = 20
 
@@ -9,3 +11,21 @@ MAX_LOGPROBS = 20
 MAX_SEQUENCE_ID = 256
 
 MAX_GRAMMAR_BYTES = 64 << 10
+
+# Of one request's adjustments. The model's own end tokens come on top of those that a request names.
+MAX_LOGIT_BIASES = 1024
+MAX_ALLOWED_TOKENS = 4096
+MAX_STOP_TOKENS = 64
+MAX_END_TOKENS = 2 * MAX_STOP_TOKENS
+
+# Sequences that one message names: a verifier holds no more of them.
+MAX_NAMED = 4096
+
+# Drafts that follow a verifier at once. It keeps activations of every slot for each.
+MAX_FOLLOWERS = 16
+
+
+def check_named(what: str, count: int) -> None:
+    """Raises InvalidRequest when a message names too many sequences."""
+    if count > MAX_NAMED:
+        raise InvalidRequest(f"{what} names {count} sequences, at most {MAX_NAMED} are taken at once")
