@@ -24,7 +24,7 @@ import structlog
 import torch
 
 from spire.drafting import Drafted, Guess, ProposeTask, answer
-from spire.errors import InvalidRequest, NotFinite, RequestError
+from spire.errors import InvalidRequest, NotFinite, RequestError, StaleBlock
 from spire.rpc.errors import OK
 from spire.sampling import SamplingRows
 from spire.v1 import verifier_pb2 as pb
@@ -156,6 +156,9 @@ class Engine:
             elif known.start != task.start:
                 raise InvalidRequest(f"sequence {known.id} is live with another Start")
             else:
+                if known.started is None:
+                    again = StaleBlock(f"the Start of sequence {known.id} came again: that one will be answered")
+                    self.slots.refuse(known.id, known.reply, again)
                 known.gateway, known.reply = task.gateway, task.reply
                 if known.started:
                     task.reply(pb.RoundsResponse(started=known.started))

@@ -102,19 +102,26 @@ class Slots:
 
     def release(self, sequence_ids: Rows[str]) -> int:
         """Free these sequences; unknown ids are none of our business. Returns how many there were."""
+        freed = self._free(sequence_ids)
+        for sequence in freed:
+            if sequence.started is None:
+                self.refuse(sequence.id, sequence.reply, UnknownSequence(f"sequence {sequence.id} has been released"))
+        return len(freed)
+
+    def _free(self, sequence_ids: Rows[str]) -> list[Sequence]:
         known = [i for i in dict.fromkeys(sequence_ids) if i in self.sequences]
-        for sequence_id in known:
-            sequence = self.sequences.pop(sequence_id)
+        freed = [self.sequences.pop(sequence_id) for sequence_id in known]
+        for sequence in freed:
             held = 0 if sequence.poisoned else self._cache.lengths[sequence.slot]
             self._prefixes.end(sequence.slot, sequence.tokens[:held])
             self._pipeline.release(sequence.slot)
             self._cache.free(sequence.slot, scrub=sequence.poisoned)
             if sequence.started is None:
                 self._prompts.remove(sequence)
-            log.debug("sequence ends", sequence=sequence_id, rounds=sequence.round)
+            log.debug("sequence ends", sequence=sequence.id, rounds=sequence.round)
         self._publisher.end(known)
         self._measure()
-        return len(known)
+        return freed
 
     def refusal(self, sequence_id: str, error: SpireError) -> tensor_pb2.ItemStatus:
         """What is answered to an item that cannot be served; counted and logged."""
@@ -131,7 +138,7 @@ class Slots:
 
     def fail_start(self, sequence: Sequence, error: SpireError) -> None:
         """The same of a sequence that was admitted already."""
-        self.release([sequence.id])
+        self._free([sequence.id])
         self.refuse(sequence.id, sequence.reply, error)
 
     def preempt_youngest(self) -> Sequence:

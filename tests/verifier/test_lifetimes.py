@@ -44,7 +44,19 @@ async def test_release_while_prefilling_frees_the_slot(running: Running) -> None
         await client.send_start("a", prompt_of(199))
         await until(lambda: verifier.engine.sequences)
         assert await client.release("a") == 1
+        released = (await client.read()).started
+        assert (released.sequence_id, released.status.code) == ("a", codes.CODE_NOT_FOUND)
         assert (await client.start("b", prompt_of(3))).sequence_id == "b"
+
+
+async def test_a_start_that_comes_again_while_prefilling_is_answered_as_often(running: Running) -> None:
+    async with running(token_budget=1) as verifier:
+        client = verifier.client()
+        for _ in range(2):
+            await client.send_start("a", prompt_of(199))
+        first, second = [(await client.read()).started for _ in range(2)]
+        assert (first.status.code, second.status.code) == (codes.CODE_FAILED_PRECONDITION, codes.CODE_OK)
+        assert second.base == 199
 
 
 @pytest.mark.fault(22)
