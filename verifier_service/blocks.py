@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import structlog
 
-from spire.errors import InvalidRequest, NotFinite, RequestError, SpireError, UnknownSequence
+from spire.errors import InvalidRequest, RequestError, SpireError, UnknownSequence
 from spire.rpc.errors import OK
 from spire.v1 import verifier_pb2 as pb
 from verifier_service.batch import Block, Limits, RaggedBatch, pad, q_problems, read_block
 from verifier_service.metrics import VerifierMetrics
 from verifier_service.prefixes import Prefixes
-from verifier_service.sequence import not_finite
+from verifier_service.sequence import not_finite, step_failed
 from verifier_service.slots import Slots
 from verifier_service.step import ModelSteps, Outcome
 from verifier_service.tasks import VerifyTask
@@ -84,7 +84,7 @@ class Blocks:
             return Taken(tasks, *self._with_sound_q(self._with_room(self._admissible(tasks))))
         except Exception:
             log.exception("batches could not be taken", batches=len(tasks))
-            self._refuse_rest(tasks, NotFinite("the verifier could not take this batch"))
+            self._give_up_rest(tasks)
             return Taken(tasks)
 
     def _batches(self) -> list[VerifyTask]:
@@ -154,13 +154,19 @@ class Blocks:
         sound = [entry for entry, problem in zip(entries, problems, strict=True) if not problem]
         return sound, pad([entry.block for entry in sound], self._steps.device) if sound else None
 
-    def _refuse_rest(self, tasks: Rows[VerifyTask], error: SpireError) -> None:
+    def _give_up_rest(self, tasks: Rows[VerifyTask]) -> None:
         """Every item that has no answer yet."""
         for task in tasks:
             task.results += [pb.VerifyResult() for _ in task.batch.items[len(task.results) :]]
             for index, result in enumerate(task.results):
                 if not result.HasField("status"):
-                    self._refuse(task, index, error)
+                    self._give_up(task, index)
+
+    def _give_up(self, task: VerifyTask, index: int) -> None:
+        """Of a sequence with which a step failed nothing is certain: it is let go, to be started again."""
+        sequence_id = task.batch.items[index].sequence_id
+        self._refuse(task, index, step_failed(sequence_id))
+        self._slots.release([sequence_id])
 
     def _refuse(self, task: VerifyTask, index: int, error: SpireError) -> None:
         item, status = task.batch.items[index], self._slots.refusal(task.batch.items[index].sequence_id, error)
@@ -179,10 +185,10 @@ class Blocks:
             self._metrics.draft_tokens.inc(drafted)
             self._metrics.accepted_tokens.inc(sum(outcome.accepted))
 
-    def fail(self, taken: Taken, error: SpireError) -> None:
+    def fail(self, taken: Taken) -> None:
         """The step came to nothing for any of them."""
         for entry in taken.entries:
-            self._refuse(entry.task, entry.index, error)
+            self._give_up(entry.task, entry.index)
 
     def _conclude(self, entry: Entry, outcome: Outcome, row: int) -> None:
         sequence, block = entry.block.sequence, entry.block

@@ -24,7 +24,7 @@ import structlog
 import torch
 
 from spire.drafting import Drafted, Guess, ProposeTask, answer
-from spire.errors import InvalidRequest, NotFinite, RequestError, StaleBlock
+from spire.errors import InvalidRequest, RequestError, StaleBlock
 from spire.rpc.errors import OK
 from spire.sampling import SamplingRows
 from spire.v1 import verifier_pb2 as pb
@@ -35,7 +35,7 @@ from verifier_service.logprobs import Scores
 from verifier_service.metrics import VerifierMetrics
 from verifier_service.prefixes import Prefixes
 from verifier_service.prompts import Prompts
-from verifier_service.sequence import Sequence, not_finite
+from verifier_service.sequence import Sequence, not_finite, step_failed
 from verifier_service.slots import Slots
 from verifier_service.step import ModelSteps, Outcome, PromptChunk
 from verifier_service.tasks import CallTask, StartTask, VerifyTask
@@ -207,16 +207,16 @@ class Engine:
     def _forward(
         self, taken: Taken, chosen: Rows[Sequence], chunk: PromptChunk | None
     ) -> tuple[Outcome | None, Outcome | None]:
-        """Run the forward and write each block's result. A step that fails is answered and changes nothing."""
+        """Run the forward and write each block's result. A step that fails is answered; its sequences are let go."""
         if not taken.batch and not chunk:
             return None, None
         try:
             verified, prefilled = self.steps.run(taken.batch, chunk)
-        except Exception as error:
+        except Exception:
             log.exception("a step failed", blocks=len(taken.entries), prompts=len(chosen))
-            self._blocks.fail(taken, NotFinite(f"the verifier could not run this step: {error}"))
+            self._blocks.fail(taken)
             for sequence in chosen:
-                self.slots.fail_start(sequence, NotFinite(f"the verifier could not prefill this sequence: {error}"))
+                self.slots.fail_start(sequence, step_failed(sequence.id))
             return None, None
         if verified:
             self._blocks.conclude(taken, verified)

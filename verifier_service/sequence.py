@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from spire.drafting import Guess
-from spire.errors import InvalidRequest, NotFinite, StaleBlock
+from spire.errors import InvalidRequest, NotFinite, StaleBlock, UnknownSequence
 from spire.rpc.limits import MAX_LOGPROBS, MAX_SEQUENCE_ID
 from spire.rpc.sampling import check_sampling
 from spire.v1 import tensor_pb2
@@ -110,6 +110,11 @@ def check_start(start: pb.Start, vocab_size: int, max_context: int) -> None:
         raise InvalidRequest(f"logprobs is {start.logprobs}: at most {MAX_LOGPROBS} alternatives are reported")
     check_sampling(start.sampling)
     check_adjustments(start.adjustments, vocab_size)
+
+
+def step_failed(sequence_id: str) -> UnknownSequence:
+    """What is said when a step came to nothing. Why is for the log alone: a library's words may quote anything."""
+    return UnknownSequence(f"a step with sequence {sequence_id} failed: start it again from its tokens")
 
 
 def not_finite(sequence: Sequence) -> NotFinite:

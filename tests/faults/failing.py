@@ -4,6 +4,8 @@ A failpoint is on while a file of its name exists in DIRECTORY. What a signal or
 
 verifier_service   stuck    the model thread waits, the event loop answers
                    nan      the numbers of every sequence with seed 13 go bad
+                   falters  one step fails
+                   broken   every step fails
                    brittle  the process ends at a block of a sequence it does not hold
 draft_service      lies     any tokens, whatever the draft thinks
                    nonsense any tokens, of no distribution
@@ -25,6 +27,7 @@ from spire.drafting import Drafted
 
 def break_verifier(on: Path) -> None:
     from verifier_service.engine import Engine
+    from verifier_service.step import ModelSteps
     from verifier_service.tasks import VerifyTask
 
     whole_step = Engine._step
@@ -46,6 +49,15 @@ def break_verifier(on: Path) -> None:
             os._exit(1)
         submit(self, task)  # type: ignore[arg-type]
 
+    whole_run = ModelSteps.run
+
+    def run(self: ModelSteps, *args: object) -> object:
+        if (on / "falters").exists() or (on / "broken").exists():
+            (on / "falters").unlink(missing_ok=True)
+            raise RuntimeError("the words of a library")
+        return whole_run(self, *args)  # type: ignore[arg-type]
+
+    ModelSteps.run = run  # type: ignore[method-assign,assignment]
     Engine._step = step  # type: ignore[method-assign]
     Engine.submit = take  # type: ignore[method-assign,assignment]
 

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.faults.conftest import Report
-from tests.faults.history import Record, stream_into
+from tests.faults.history import Load, Record, stream_into
 from tests.faults.system import System
+from tests.gateway.conftest import eventually
 from tests.services import start
 
 
@@ -97,6 +98,26 @@ def test_numbers_gone_bad_fail_their_request_clearly_and_no_other(whole: System)
     assert json.loads(victim.error)["code"] == "not_finite"
     assert victim.ends == 1
     assert whole.metric("verifier", "spire_verifier_refused_items_total", code="data_loss") > 0
+    assert whole.leaks() == {}
+
+
+def test_a_step_that_fails_is_computed_again_and_no_client_notices(whole: System) -> None:
+    replays = whole.metric("gateway", "spire_replays_total")
+    with Load(whole.url, [record.body for record in whole.expected.values()]) as load:
+        eventually(lambda: load.flowing)
+        (whole.directory / "falters").touch()
+    assert whole.wrong(load.records) == {}
+    assert whole.metric("gateway", "spire_replays_total") > replays
+    assert whole.leaks() == {}
+
+
+def test_when_every_step_fails_a_request_is_given_up_without_the_words_of_a_library(whole: System) -> None:
+    victim = Record({"prompt": "Once", "max_tokens": 200, "return_token_ids": True})
+    with whole.failpoint("broken"):
+        stream_into(victim, whole.url)
+    assert "verifier_lost" in victim.error
+    assert "words of a library" not in victim.error
+    assert whole.wrong(whole.ask()) == {}
     assert whole.leaks() == {}
 
 
