@@ -127,16 +127,17 @@ def test_the_modelled_multiplier_is_the_performance_model_s(measuring: Api) -> N
     from spire import calibration
     from spire.perf_model import Draft, Shape, multiplier
 
-    told = [measuring.complete(prompt, **LONG)["metrics"]["speculative_decoding"] for prompt in PROMPTS]
+    for prompt in PROMPTS:
+        measuring.complete(prompt, **LONG)
     target = Shape(5, 64, 172, heads=8, kv_heads=4, head_dim=8, vocab_size=512)
     draft = Draft("spire", Shape(2, 64, 172, heads=8, kv_heads=4, head_dim=8, vocab_size=512), window=16)
     hardware = calibration.load(ROOT / "experiments/results/calibration.json").hardware
-    slowest = multiplier(target, draft, 1, 100, 4, 1.0, hardware)
-    assert (
-        0.9 * slowest
-        < measuring.metric("spire_multiplier_modelled")
-        < slowest * max(2.0, *(one["mean_acceptance_length"] for one in told))
+    # The last round of a request may be shallower than the others.
+    none, all_accepted = (
+        [multiplier(target, draft, 1, 100, k, tau, hardware) for k, tau in enumerate(taus, start=1)]
+        for taus in ((1.0, 1.0, 1.0, 1.0), (2.0, 3.0, 4.0, 5.0))
     )
+    assert 0.9 * min(none) < measuring.metric("spire_multiplier_modelled") < 1.1 * max(all_accepted)
 
 
 def test_prices_are_told_as_configured(measuring: Api) -> None:
