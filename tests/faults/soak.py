@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate, cycle, islice, pairwise
 from pathlib import Path
@@ -246,7 +247,7 @@ def soak(
     times = _arrivals(rows, rng.randrange(len(rows)), rate, 60 * minutes)
     with system(MODELS / "target", MODELS / "draft") as whole:
         expected = undisturbed(whole, pool(PromptSource(MODELS / "target", [BUNDLED_TEXT]), rows, rng))
-        whole.prime()
+        _prime(whole)
         time.sleep(1)
         whole.baseline = whole.held()
         run = Soak(whole, rng, expected)
@@ -272,6 +273,14 @@ def soak(
     _plot(verdict, out.with_suffix(".png"))
     console.print_json(json.dumps({name: value for name, value in verdict.items() if name != "samples"}))
     raise typer.Exit(1 if verdict["broken"] else 0)
+
+
+def _prime(whole: System) -> None:
+    """Do at once what leaves something behind for good: a grammar, and as many long prompts as there are threads."""
+    whole.prime()
+    with ThreadPoolExecutor(MOST_AT_ONCE) as clients:
+        for _ in range(4 * MOST_AT_ONCE):
+            clients.submit(httpx.post, f"{whole.url}/v1/completions", json={"prompt": "x " * 5000}, timeout=60)
 
 
 def _arrivals(rows: list[Arrival], first: int, rate: float, seconds: float) -> Iterator[float]:
