@@ -2,6 +2,7 @@
 
 In the first half services are killed; then nothing dies any more and memory may grow no further. Every answer is
 compared with that of the undisturbed run, so the invariant rule and float32 serve. Exit status 1 when a bound breaks.
+What it does not know: whether memory that grows within minutes of a service's start would stop growing.
 """
 
 from __future__ import annotations
