@@ -15,7 +15,7 @@ import structlog
 
 from draft_service.drafter import Span, Verified
 from draft_service.worker import Worker
-from spire.errors import InvalidRequest, MismatchError
+from spire.errors import InvalidRequest, MismatchError, OutOfCapacity
 from spire.model.config import DraftConfig
 from spire.rpc.carrier import RingReader, host_id
 from spire.rpc.channel import PROTOCOL_VERSION
@@ -60,10 +60,15 @@ class Follower:
             except (OSError, InvalidRequest) as error:
                 log.warning("activations cannot be taken up: asking for inline bytes", error=str(error))
                 shares = False
+            except OutOfCapacity as error:
+                log.warning("too far behind the verifier: beginning anew", reason=str(error))
+                self._worker.forget_all()
             finally:
                 self.following, self._ring = False, None
                 call.cancel()
             await asyncio.sleep(_RETRY_SECONDS)
+            while self._worker.behind:  # noqa: ASYNC110 - a replay now would only be dropped again
+                await asyncio.sleep(_RETRY_SECONDS)
 
     async def _subscribed(self, call: grpc.aio.UnaryStreamCall) -> None:
         await call.initial_metadata()

@@ -17,7 +17,11 @@ import torch
 
 from draft_service.drafter import Drafter, Verified
 from spire.drafting import ProposeAnswer, ProposeTask, answer
+from spire.errors import OutOfCapacity
 from spire.histogram import Histogram
+
+# Messages that wait to be absorbed at most: a whole replay, and some seconds of rounds.
+MAX_QUEUED = 1024
 
 STALENESS_BUCKETS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 256.0, 1024.0)
 
@@ -34,6 +38,7 @@ class Worker:
         self.staleness = Histogram(STALENESS_BUCKETS)
         self._wait, self._on_gap = wait_seconds, on_gap
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._subscription = 0
         self._pending: list[ProposeTask] = []
         self._turn_began: float | None = None
         self._thread = threading.Thread(target=self._run, name="draft-model", daemon=True)
@@ -50,15 +55,28 @@ class Worker:
         self._inbox.put(None)
         self._thread.join(timeout=5)
 
+    @property
+    def behind(self) -> bool:
+        """Whether so much waits that nothing more is taken."""
+        return self._inbox.qsize() >= MAX_QUEUED
+
     def forget_all(self) -> None:
+        """Also what waits to be absorbed: it was of an earlier subscription."""
+        self._subscription += 1
         self._inbox.put(self.drafter.forget_all)
 
     def end(self, sequence_ids: list[str]) -> None:
         self._inbox.put(lambda: self.drafter.end(sequence_ids))
 
     def absorb(self, verified: Verified, then: Callable[[], object]) -> None:
-        """Take a message. `then` is called when its rows have been read and are needed no more."""
-        self._inbox.put(lambda: self._absorb(verified, then))
+        """Take a message. `then` is called when its rows have been read and are needed no more.
+
+        Raises OutOfCapacity when too many wait: the draft has to begin anew.
+        """
+        if self.behind:
+            raise OutOfCapacity(f"{MAX_QUEUED} messages wait to be absorbed")
+        subscription = self._subscription
+        self._inbox.put(lambda: self._absorb(verified, then, subscription))
 
     async def propose(self, task: ProposeTask) -> ProposeAnswer:
         self._inbox.put(lambda: self._await_activations(task))
@@ -109,7 +127,10 @@ class Worker:
         late = time.monotonic() >= task.arrived + self._wait
         return late or not any(self.drafter.behind(guess) for guess in task.guesses)
 
-    def _absorb(self, verified: Verified, then: Callable[[], object]) -> None:
+    def _absorb(self, verified: Verified, then: Callable[[], object], subscription: int) -> None:
+        if subscription != self._subscription:
+            then()
+            return
         began = time.monotonic()
         gaps = self.drafter.absorb(verified)
         then()

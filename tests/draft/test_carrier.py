@@ -153,6 +153,8 @@ class LyingVerifier(rpc.VerifierServicer):
 class Absorbed:
     """In the place of the draft's worker: keeps what it is told to absorb."""
 
+    behind = False
+
     def __init__(self) -> None:
         self.messages: list[Verified] = []
 

@@ -1,0 +1,106 @@
+"""The model thread's inbox: what is too much for it is dropped, and followed anew."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any, cast
+
+import pytest
+import torch
+
+from draft_service import worker as module
+from draft_service.activations import Follower
+from draft_service.drafter import Drafter, Verified
+from draft_service.worker import Worker
+from spire.errors import OutOfCapacity
+from spire.rpc.tensors import to_wire
+from spire.v1 import verifier_pb2 as pb
+from tests.gateway.conftest import eventually
+
+MOST = 5
+NOTHING = Verified([], torch.empty(0, 1, 1), [])
+
+
+class Slow:
+    """A drafter that absorbs when it may."""
+
+    def __init__(self) -> None:
+        self.absorbed, self.forgotten, self.may = 0, 0, threading.Event()
+
+    def absorb(self, verified: Verified) -> list[str]:
+        self.absorbed += 1
+        assert self.may.wait(20)
+        return []
+
+    def forget_all(self) -> None:
+        self.forgotten += 1
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Slow, Worker]]:
+    monkeypatch.setattr(module, "MAX_QUEUED", MOST)
+    drafter = Slow()
+    worker = Worker(cast(Drafter, drafter), 0.0, lambda ids: None)
+    worker.start()
+    yield drafter, worker
+    drafter.may.set()
+    worker.stop()
+
+
+def test_messages_that_wait_are_bounded_and_dropped_when_a_draft_begins_anew(slow: tuple[Slow, Worker]) -> None:
+    drafter, worker = slow
+    read: list[int] = []
+    worker.absorb(NOTHING, lambda: read.append(0))
+    eventually(lambda: drafter.absorbed == 1)
+    for number in range(MOST):
+        worker.absorb(NOTHING, lambda number=number: read.append(1 + number))
+    with pytest.raises(OutOfCapacity, match=f"{MOST} messages"):
+        worker.absorb(NOTHING, lambda: None)
+    worker.forget_all()
+    drafter.may.set()
+    eventually(lambda: drafter.forgotten == 1)
+    assert (drafter.absorbed, read) == (1, list(range(1 + MOST)))
+    worker.absorb(NOTHING, lambda: None)
+    eventually(lambda: drafter.absorbed == 2)
+
+
+class Endless:
+    """Subscriptions that bring as much as is read."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def Activations(self, request: object) -> Any:
+        self.calls += 1
+        return self
+
+    async def initial_metadata(self) -> None:
+        pass
+
+    def cancel(self) -> None:
+        pass
+
+    async def __aiter__(self) -> Any:
+        span = pb.ActivationSpan(sequence_id="a", start=0, count=1)
+        while True:
+            yield pb.ActivationsResponse(spans=[span], rows=to_wire(torch.zeros(1, 1, 1)))
+            await asyncio.sleep(0.001)
+
+
+async def test_a_draft_that_is_too_slow_subscribes_again_once_it_has_caught_up(slow: tuple[Slow, Worker]) -> None:
+    drafter, worker = slow
+    verifier = Endless()
+    following = asyncio.create_task(Follower(cast(Any, verifier), pb.ActivationsRequest(), worker, "").run())
+    await asyncio.sleep(1)
+    assert (verifier.calls, worker.behind) == (1, True)
+    drafter.may.set()
+    async with asyncio.timeout(10):
+        while verifier.calls < 2:  # noqa: ASYNC110 - plain data
+            await asyncio.sleep(0.05)
+    assert drafter.absorbed >= 1
+    following.cancel()
+    with suppress(asyncio.CancelledError):
+        await following
