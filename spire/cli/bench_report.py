@@ -72,7 +72,7 @@ def _tables(name: str, cells: list[Cell]) -> Iterator[Table]:
 def _table(title: str, columns: Columns, cells: list[Cell]) -> Table:
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in columns:
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", overflow="fold")
     for cell in cells:
         table.add_row(*(column(cell) for column in columns.values()))
     return table
@@ -113,7 +113,7 @@ def _depth(cell: Cell) -> str:
 
 def _spread(cell: Cell) -> str:
     runs = cell.decode_runs
-    return f"{min(runs):,.0f}–{max(runs):,.0f}" if runs else _UNKNOWN
+    return f"{min(runs):.0f}–{max(runs):.0f}" if runs else _UNKNOWN
 
 
 def _part(*names: str) -> Callable[[Cell], str]:
