@@ -233,7 +233,9 @@ class Engine:
                 entries, outcome.accepted, outcome.finite, outcome.refused, strict=True
             )
         ]
-        return self.publisher.shares(advances, outcome.taps_BTND)
+        shares: list[Share] = []
+        self._publish(lambda: shares.extend(self.publisher.shares(advances, outcome.taps_BTND)))
+        return shares
 
     # --- prefill ------------------------------------------------------------------------------------------------
 
