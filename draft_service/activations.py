@@ -24,6 +24,9 @@ from spire.v1 import verifier_pb2 as pb
 from spire.v1 import verifier_pb2_grpc as rpc
 
 _RETRY_SECONDS = 0.2
+# How long proposals may wait for activations in vain before the stream counts as stuck: a flipped bit can make a
+# message so long that it never ends, while pings are answered.
+_STARVED_SECONDS = 3.0
 
 INLINE, SHARED_MEMORY = "inline", "shared_memory"
 
@@ -57,12 +60,12 @@ class Follower:
                     raise MismatchError(error.details()) from error
                 if self.following:
                     log.warning("the verifier's activations stopped", code=error.code().name)
+            except (OutOfCapacity, TimeoutError) as error:
+                log.warning("too far behind the verifier: beginning anew", reason=str(error))
+                self._worker.forget_all()
             except (OSError, InvalidRequest) as error:
                 log.warning("activations cannot be taken up: asking for inline bytes", error=str(error))
                 shares = False
-            except OutOfCapacity as error:
-                log.warning("too far behind the verifier: beginning anew", reason=str(error))
-                self._worker.forget_all()
             finally:
                 self.following, self._ring = False, None
                 call.cancel()
@@ -76,6 +79,22 @@ class Follower:
         self.following, self.subscriptions = True, self.subscriptions + 1
         if not self._request.host:
             self._say_how()
+        taking, starving = asyncio.create_task(self._take_all(call)), asyncio.create_task(self._starved())
+        try:
+            done, _ = await asyncio.wait({taking, starving}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            taking.cancel()
+            starving.cancel()
+
+    async def _starved(self) -> None:
+        """Raises TimeoutError when nothing has come for too long that proposals wait for."""
+        while self._worker.seconds_starved() < _STARVED_SECONDS:  # noqa: ASYNC110 - plain data
+            await asyncio.sleep(_STARVED_SECONDS / 10)
+        raise TimeoutError(f"no activations came in {_STARVED_SECONDS:g} s in which proposals waited for them")
+
+    async def _take_all(self, call: grpc.aio.UnaryStreamCall) -> None:
         async for message in call:
             if message is None:  # gRPC's way to say that the bytes were no such message
                 raise InvalidRequest("the verifier sent what cannot be read")

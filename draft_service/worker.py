@@ -41,12 +41,19 @@ class Worker:
         self._subscription = 0
         self._pending: list[ProposeTask] = []
         self._turn_began: float | None = None
+        # Since when proposals have found their sequences behind without anything arriving.
+        self._starved_since: float | None = None
         self._thread = threading.Thread(target=self._run, name="draft-model", daemon=True)
 
     def seconds_in_turn(self) -> float:
         """How long the thread has been busy, 0 when it waits: what a watchdog looks at."""
         began = self._turn_began
         return 0.0 if began is None else time.monotonic() - began
+
+    def seconds_starved(self) -> float:
+        """How long proposals have waited in vain and nothing has arrived, 0 when none has: a stream may be stuck."""
+        since = self._starved_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def start(self) -> None:
         self._thread.start()
@@ -63,6 +70,7 @@ class Worker:
     def forget_all(self) -> None:
         """Also what waits to be absorbed: it was of an earlier subscription."""
         self._subscription += 1
+        self._starved_since = None
         self._inbox.put(self.drafter.forget_all)
 
     def end(self, sequence_ids: list[str]) -> None:
@@ -91,6 +99,7 @@ class Worker:
                 due = [task for task in self._pending if self._due(task)]
                 self._pending = waiting
                 for task in due:
+                    self._notice(task)
                     self.busy_seconds += answer(task, self.drafter.check, self.drafter.propose)
 
     def _take(self) -> bool:
@@ -127,11 +136,16 @@ class Worker:
         late = time.monotonic() >= task.arrived + self._wait
         return late or not any(self.drafter.behind(guess) for guess in task.guesses)
 
+    def _notice(self, task: ProposeTask) -> None:
+        if self._starved_since is None and any(self.drafter.behind(guess) for guess in task.guesses):
+            self._starved_since = time.monotonic()
+
     def _absorb(self, verified: Verified, then: Callable[[], object], subscription: int) -> None:
         if subscription != self._subscription:
             then()
             return
         began = time.monotonic()
+        self._starved_since = None
         gaps = self.drafter.absorb(verified)
         then()
         self.busy_seconds += time.monotonic() - began

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, cast
@@ -11,12 +12,15 @@ from typing import Any, cast
 import pytest
 import torch
 
+from draft_service import activations
 from draft_service import worker as module
 from draft_service.activations import Follower
 from draft_service.drafter import Drafter, Verified
 from draft_service.worker import Worker
-from spire.errors import OutOfCapacity
+from spire.drafting import Guess, ProposeTask
+from spire.errors import OutOfCapacity, UnknownSequence
 from spire.rpc.tensors import to_wire
+from spire.sampling import SamplingRows
 from spire.v1 import verifier_pb2 as pb
 from tests.gateway.conftest import eventually
 
@@ -101,6 +105,61 @@ async def test_a_draft_that_is_too_slow_subscribes_again_once_it_has_caught_up(s
         while verifier.calls < 2:  # noqa: ASYNC110 - plain data
             await asyncio.sleep(0.05)
     assert drafter.absorbed >= 1
+    following.cancel()
+    with suppress(asyncio.CancelledError):
+        await following
+
+
+class Starving:
+    """A drafter whose sequences are all behind."""
+
+    forgotten = 0
+
+    def forget_all(self) -> None:
+        self.forgotten += 1
+
+    def staleness(self, guess: Guess) -> int:
+        return guess.base
+
+    def behind(self, guess: Guess) -> bool:
+        return True
+
+    def check(self, guess: Guess) -> None:
+        raise UnknownSequence("nothing of it has arrived")
+
+    def propose(self) -> None:
+        raise AssertionError("nothing can be drafted")
+
+
+class Stuck(Endless):
+    """Subscriptions that stand and bring nothing."""
+
+    async def __aiter__(self) -> Any:
+        await asyncio.sleep(60)
+        yield pb.ActivationsResponse()
+
+
+@pytest.fixture
+def starving(monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
+    monkeypatch.setattr(activations, "_STARVED_SECONDS", 0.3)
+    worker = Worker(cast(Drafter, Starving()), 0.0, lambda ids: None)
+    worker.start()
+    yield worker
+    worker.stop()
+
+
+@pytest.mark.parametrize(("asked", "again"), [(True, True), (False, False)], ids=["proposals wait", "nobody asks"])
+async def test_a_stream_that_brings_nothing_is_given_up_if_proposals_wait_for_it(
+    starving: Worker, asked: bool, again: bool
+) -> None:
+    verifier = Stuck()
+    following = asyncio.create_task(Follower(cast(Any, verifier), pb.ActivationsRequest(), starving, "").run())
+    until = time.monotonic() + 1.5
+    while time.monotonic() < until and verifier.calls < 2:
+        if asked:
+            await starving.propose(ProposeTask([Guess("a", 3, 5)], cast(SamplingRows, None), 0))
+        await asyncio.sleep(0.05)
+    assert (verifier.calls == 2) == again
     following.cancel()
     with suppress(asyncio.CancelledError):
         await following

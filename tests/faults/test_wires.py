@@ -10,6 +10,7 @@ from tests.faults.conftest import Report
 from tests.faults.proxy import Way
 from tests.faults.system import System
 from tests.faults.test_services_lost import draft_is_absent, is_unready
+from tests.gateway.conftest import eventually
 
 
 def nothing() -> None:
@@ -79,3 +80,10 @@ def test_bits_that_flip_on_the_way_to_and_from_the_draft_change_no_token(whole: 
     whole.endure(corrupt, lambda: True, nothing)
     assert all(wire.flipped > before for wire, before in zip(wires, flipped, strict=True))
     assert whole.wrong(whole.ask()) == {}
+    eventually(lambda: is_drafted(whole), within=30)
+
+
+def is_drafted(whole: System) -> bool:
+    before = drafted(whole)
+    whole.ask()
+    return drafted(whole) > before
