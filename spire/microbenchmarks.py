@@ -36,6 +36,7 @@ from spire.model.config import DraftConfig, ModelConfig
 from spire.model.draft import Draft
 from spire.model.draft_memory import DraftMemory
 from spire.model.layers import Layer, Rope, attend
+from spire.model.linears import pack
 from spire.model.placement import choose_device, choose_dtype, draft_threads
 from spire.model.target import Target
 from spire.perf_model import Shape
@@ -160,18 +161,22 @@ def calibrate(
 
 
 def products(config: ModelConfig, bench: Bench) -> tuple[tuple[int, float], ...]:
-    """FLOP/s of one layer's seven products by rows. Weights of a small layer stay in the processor's cache."""
+    """FLOP/s of one layer's seven products, packed as they are served, by rows. Weights of a small layer stay in the
+    processor's cache."""
     layer = Layer(config).to(bench.device, bench.dtype)
-    linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
-    flops_per_row = sum(2 * linear.weight.numel() for linear in linears)
+    flops_per_row = sum(2 * module.weight.numel() for module in layer.modules() if isinstance(module, nn.Linear))
+    heads, inner = layer.self_attn.o_proj.in_features, layer.mlp.down_proj.in_features
+    attention, mlp = pack(layer).self_attn, layer.mlp
 
-    def multiply(inputs: dict[int, Tensor]) -> None:
-        for linear in linears:
-            linear(inputs[linear.in_features])
+    def multiply(x_D: Tensor, of_heads: Tensor, inside: Tensor) -> None:
+        attention.project(x_D, "q_proj", "k_proj", "v_proj")
+        attention.project(of_heads, "o_proj")
+        mlp.project(x_D, "gate_proj", "up_proj")
+        mlp.project(inside, "down_proj")
 
     def speed(rows: int) -> float:
-        inputs = {width: bench.randn(rows, width) for width in {linear.in_features for linear in linears}}
-        return flops_per_row * rows / bench.seconds(partial(multiply, inputs))
+        inputs = [bench.randn(rows, width) for width in (config.hidden_size, heads, inner)]
+        return flops_per_row * rows / bench.seconds(partial(multiply, *inputs))
 
     return tuple((rows, speed(rows)) for rows in _ROWS)
 

@@ -67,12 +67,12 @@ def test_ragged_appends_equal_the_whole_sequence(target: Target, new_cache: type
     """Any subset of the slots, in any order, any number of tokens of which only some are committed, up to the brim."""
     random_ = random.Random(seed)
     torch.manual_seed(seed)
-    cache = new_cache(target.config, slots=5, capacity=CAPACITY)
-    slots = [cache.allocate() for _ in range(5)]
-    tokens_NL = torch.randint(V, (5, CAPACITY + 40))
+    cache = new_cache(target.config, slots=10, capacity=CAPACITY)
+    slots = [cache.allocate() for _ in range(10)]
+    tokens_NL = torch.randint(V, (10, CAPACITY + 40))
     expected = [whole_logits(target, tokens_L[:CAPACITY]) for tokens_L in tokens_NL]
     while any(length < CAPACITY for length in cache.lengths):
-        chosen = random_.choice([slots, slots[1:4], random_.sample(slots, random_.randint(1, 5))])
+        chosen = random_.choice([slots, slots[1:7], random_.sample(slots, random_.randint(1, 10))])
         T = random_.choice([1, 2, 5, 17, 40])
         tokens_BT = torch.stack([tokens_NL[s, cache.lengths[s] : cache.lengths[s] + T] for s in chosen])
         real = [min(T, CAPACITY - cache.lengths[s]) for s in chosen]

@@ -253,7 +253,10 @@ class Engine:
         if length <= sink:
             return
         if sink:
-            began, first = time.perf_counter(), PromptChunk([sequence.slot], [sequence.prompt_L[:sink]], [False], [[]])
+            began, first = (
+                time.perf_counter(),
+                PromptChunk([sequence.slot], [sequence.prompt_L[:sink]], [False], [[]], [1]),
+            )
             _, prefilled = self._forward(Taken(), [sequence], first)
             if prefilled:
                 self._advance_prompts([sequence], first, prefilled, began)

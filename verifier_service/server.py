@@ -22,6 +22,7 @@ from spire.model.cache import TargetCache
 from spire.model.chat_template import read_chat_template
 from spire.model.checkpoint import load_target
 from spire.model.config import ModelConfig
+from spire.model.linears import pack
 from spire.model.placement import choose_device, choose_dtype
 from spire.model.self_speculation import SparseAttention
 from spire.model.target import Target
@@ -64,7 +65,7 @@ def load(config: VerifierConfig) -> tuple[Engine, Hosted]:
     shape = target.config
     max_context = config.max_context or shape.max_position_embeddings
     grammars, no_grammars = _read_grammars(tokenizer.tokenizer_json, shape)
-    engine = _build_engine(target.to(device), config, max_context, dtype, device, grammars)
+    engine = _build_engine(pack(target.to(device)), config, max_context, dtype, device, grammars)
     info = pb.GetInfoResponse(
         protocol_version=PROTOCOL_VERSION,
         model_name=_model_name(config),

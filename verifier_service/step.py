@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -36,13 +37,23 @@ _SCORED_AT_ONCE = 64
 class PromptChunk:
     """The next tokens of B prompts, and whether they are the `last` of theirs.
 
-    `following`: of a prompt whose logprobs are asked for, the prompt's tokens behind each of these.
+    `following`: of a prompt whose logprobs are asked for, the prompt's tokens behind each of these. `parts`: how many
+    neighbouring rows, of about the same length, are padded and computed together.
     """
 
     slots: list[int]
     tokens: list[Tensor]
     last: list[bool]
     following: list[list[int]]
+    parts: list[int]
+
+    def rectangles(self) -> list[tuple[list[int], Tensor]]:
+        """Slots and padded tokens [B, T] of each part."""
+        bounds = pairwise(accumulate(self.parts, initial=0))
+        return [
+            (self.slots[at:end], torch.nn.utils.rnn.pad_sequence(self.tokens[at:end], batch_first=True))
+            for at, end in bounds
+        ]
 
     @property
     def counts(self) -> list[int]:
@@ -96,16 +107,13 @@ class ModelSteps:
     def run(self, batch: RaggedBatch | None, chunk: PromptChunk | None) -> tuple[Outcome | None, Outcome | None]:
         """One forward for blocks to verify and prompts to prefill, and what becomes of each."""
         began = time.perf_counter()
-        appended = []
-        if batch:
-            appended.append((batch.slots, batch.tokens_BT))
-        if chunk:
-            appended.append((chunk.slots, torch.nn.utils.rnn.pad_sequence(chunk.tokens, batch_first=True)))
-        outputs = self._append(appended)
-        positions = [tokens_BT.numel() for _, tokens_BT in appended]
-        forward = (time.perf_counter() - began) / sum(positions)
-        verified = self._conclude(batch, outputs.pop(0), forward * positions.pop(0)) if batch else None
-        prefilled = self._prefilled(chunk, outputs.pop(), forward * positions.pop()) if chunk else None
+        blocks = [(batch.slots, batch.tokens_BT)] if batch else []
+        outputs = self._append([*blocks, *(chunk.rectangles() if chunk else ())])
+        forward = time.perf_counter() - began
+        of_blocks, of_prompts = outputs[: len(blocks)], outputs[len(blocks) :]
+        share = sum(map(_positions, of_blocks)) / sum(map(_positions, outputs))
+        verified = self._conclude(batch, of_blocks[0], forward * share) if batch else None
+        prefilled = self._prefilled(chunk, _joined(of_prompts), forward * (1 - share)) if chunk else None
         return verified, prefilled
 
     def _append(self, stretches: list[tuple[list[int], Tensor]]) -> list[TargetOutput]:
@@ -195,3 +203,16 @@ class ModelSteps:
         for row, token, refusal, of_token in zip(ending, drawn, refusals, found, strict=True):
             tokens[row], refused[row], logprobs[row] = [token], refusal, of_token
         return tokens, refused, logprobs
+
+
+def _positions(output: TargetOutput) -> int:
+    return output.hidden_BTD.shape[0] * output.hidden_BTD.shape[1]
+
+
+def _joined(parts: list[TargetOutput]) -> TargetOutput:
+    """The rows of all parts as one, padded to the longest."""
+    if len(parts) == 1:
+        return parts[0]
+    hidden = torch.nn.utils.rnn.pad_sequence([row for part in parts for row in part.hidden_BTD], batch_first=True)
+    taps = [row for part in parts if part.taps_BTND is not None for row in part.taps_BTND]
+    return TargetOutput(hidden, torch.nn.utils.rnn.pad_sequence(taps, batch_first=True) if taps else None)

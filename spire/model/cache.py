@@ -33,6 +33,9 @@ from spire.model.layers import additive, attend
 # Positions per page and slots per group on a CPU. On a GPU one page and one group hold everything: kernels there read
 # a stretch without copying it.
 _PAGE, _GROUP = 128, 4
+# From which share of its pages on a group is read whole together with its neighbours: what a product costs to begin is
+# more than reading the rest.
+_NEARLY_FULL = 0.85
 
 
 class TargetCache:
@@ -239,7 +242,7 @@ class BatchView:
         needed = [min(length + new_tokens, last_column + 1) for length in lengths]
         self._reads, rows = _plan_reads(slots, needed, cache)
         self._rows_B = torch.tensor(rows, device=device)
-        self._size = sum(read.size for read in self._reads)
+        self._size = self._reads[-1].rows.stop
         self._whole = rows == list(range(self._size))
         columns = max(read.pages for read in self._reads) * cache.page if cache.paged else max(needed)
         self.columns_1S = torch.arange(columns, device=device)[None]
@@ -280,18 +283,20 @@ class BatchView:
         scores = queries.new_empty(B, G, H // G * T, self.columns_1S.shape[1])
         for read in self._reads:
             pages_QCK = read.of(keys).reshape(-1, C, K)
-            found = read.repeated(queries).bmm(pages_QCK.mT).view(read.pages, read.size, G, -1, C)
+            found = read.repeated(queries).bmm(pages_QCK.mT).view(read.groups, read.pages, read.size, G, -1, C)
             mine = scores[read.rows]
-            mine[..., : read.pages * C].unflatten(-1, (-1, C)).copy_(found.permute(1, 2, 3, 0, 4))
-            mine[..., read.pages * C :] = torch.finfo(scores.dtype).min
+            by_page = mine[..., : read.pages * C].unflatten(-1, (-1, C)).unflatten(0, (-1, read.size))
+            by_page.copy_(found.permute(0, 2, 3, 4, 1, 5))
+            if mine.shape[-1] > read.pages * C:
+                mine[..., read.pages * C :] = torch.finfo(scores.dtype).min
         scores.view(B, G, H // G, T, -1)[..., -self._mask.shape[-1] :].add_(self._mask[:, :, None])
         weights = scores.softmax(dim=-1)
         attended = []
         for read in self._reads:
-            mine = weights[read.rows, ..., : read.pages * C].unflatten(-1, (-1, C)).permute(3, 0, 1, 2, 4)
-            found = mine.reshape(read.pages * read.size * G, -1, C).bmm(read.of(values).reshape(-1, C, K))
-            attended.append(found.view(read.pages, -1).sum(dim=0).view(read.size, H, T, K))
-        return torch.cat(attended)
+            mine = weights[read.rows, ..., : read.pages * C].unflatten(-1, (-1, C)).unflatten(0, (-1, read.size))
+            found = mine.permute(0, 4, 1, 2, 3, 5).reshape(-1, H // G * T, C).bmm(read.of(values).reshape(-1, C, K))
+            attended.append(found.view(read.groups, read.pages, -1).sum(dim=1).view(-1, H, T, K))
+        return attended[0] if len(attended) == 1 else torch.cat(attended)
 
     def _placed(self, x_B: Tensor) -> Tensor:
         """Rows of the batch where they are read; what else is read attends for nothing."""
@@ -302,42 +307,56 @@ class BatchView:
 
 @dataclass(frozen=True)
 class _Read:
-    """`size` slots of one group from `first` on, as far as their longest sequence reaches: they fill these `rows`."""
+    """`size` slots from `first` on of each of some neighbouring `groups`, which fill these `rows`, as far as their
+    longest sequence reaches. Several groups are read to the end of their pages, where they touch."""
 
     group: int
+    groups: int
     first: int
     size: int
     pages: int
     rows: slice
 
     def of(self, pool: Tensor) -> Tensor:
-        return pool[self.group, : self.pages, self.first : self.first + self.size]
+        return pool[self.group : self.group + self.groups, : self.pages, self.first : self.first + self.size]
 
     def repeated(self, queries_BGRK: Tensor) -> Tensor:
-        """The queries of these rows for each page, [P · size · G, R, K]."""
-        mine = queries_BGRK[self.rows].flatten(0, 1)
-        return mine.expand(self.pages, *mine.shape).reshape(-1, *mine.shape[1:])
+        """The queries of these rows for each page, [groups · P · size · G, R, K]."""
+        by_group = queries_BGRK[self.rows].reshape(self.groups, 1, -1, *queries_BGRK.shape[2:])
+        return by_group.expand(-1, self.pages, -1, -1, -1).reshape(-1, *queries_BGRK.shape[2:])
 
 
 def _plan_reads(slots: Sequence[int], needed: Sequence[int], cache: TargetCache) -> tuple[list[_Read], list[int]]:
     """What to read for these slots, and the row of each slot in it.
 
-    A group is contiguous and read whole, unless it is for one slot: then a copy of that one is cheaper.
+    A group is contiguous and read whole, unless it is for one slot: then a copy of that one is cheaper. Neighbours that
+    are nearly full are one read.
     """
     if not cache.paged:
-        return [_Read(0, 0, len(slots), 1, slice(0, len(slots)))], list(slots)
+        return [_Read(0, 1, 0, len(slots), 1, slice(0, len(slots)))], list(slots)
     members: dict[int, list[int]] = {}
     for row, slot in enumerate(slots):
         members.setdefault(slot // cache.group, []).append(row)
-    reads, rows, end = [], [0] * len(slots), 0
+    reads: list[_Read] = []
+    rows, end = [0] * len(slots), 0
     for group, mine in sorted(members.items()):
         first, size = (0, cache.group) if len(mine) > 1 else (slots[mine[0]] % cache.group, 1)
         pages = -(-max(needed[row] for row in mine) // cache.page)
-        reads.append(_Read(group, first, size, pages, slice(end, end + size)))
+        read = _Read(group, 1, first, size, pages, slice(end, end + size))
+        reads = [*reads[:-1], *_joined(reads[-1], read, cache)] if reads else [read]
         for row in mine:
             rows[row] = end + slots[row] % cache.group - first
         end += size
     return reads, rows
+
+
+def _joined(one: _Read, next_: _Read, cache: TargetCache) -> list[_Read]:
+    """Both as one read if they touch and little is read in vain, else as they are."""
+    touch = one.group + one.groups == next_.group and one.size == next_.size == cache.group
+    if not touch or min(one.pages, next_.pages) < cache.pages * _NEARLY_FULL:
+        return [one, next_]
+    rows = slice(one.rows.start, next_.rows.stop)
+    return [_Read(one.group, one.groups + 1, 0, cache.group, cache.pages, rows)]
 
 
 class Stretches:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from spire.errors import DataError
 from spire.model.config import DraftConfig, ModelConfig
 from spire.model.layers import Layer, Rope, additive, attend
+from spire.model.linears import Linears
 from spire.model.target import Target, WholeSequence
 
 _OWN_INPUT_SHARE = 0.9
@@ -51,8 +52,10 @@ class FeedbackMemory(Memory, Protocol):
         ...
 
 
-class Draft(nn.Module):
+class Draft(Linears):
     """Token ids and a memory in, hidden states out; the memory gains these positions."""
+
+    together = (("lm_head",),)
 
     def __init__(self, config: ModelConfig, draft: DraftConfig):
         super().__init__()
@@ -100,7 +103,7 @@ class Draft(nn.Module):
 
     def unembed(self, hidden_D: Tensor) -> Tensor:
         """Logits in fp32 for any selection of hidden states [..., D]."""
-        return self.lm_head(hidden_D).float()
+        return self.project(hidden_D, "lm_head")[0].float()
 
 
 def _near_own_input(layers: int) -> Tensor:

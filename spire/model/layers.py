@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spire.model.config import ModelConfig, RopeConfig
+from spire.model.linears import Linears
 
 # From queries [B, H, T, K] and the keys and values [B, G, T, K] of the same new positions to what was attended,
 # [B, H, T, K]. What else is attended, and what is remembered, is the business of whoever keeps the keys.
@@ -87,8 +88,10 @@ def additive(visible_BTS: Tensor, dtype: torch.dtype) -> Tensor:
     ]
 
 
-class Attention(nn.Module):
+class Attention(Linears):
     """The four projections, of inputs that are normalised already."""
+
+    together = (("q_proj", "k_proj", "v_proj"), ("k_proj", "v_proj"), ("o_proj",))
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -100,20 +103,28 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(D, kv_heads * K, bias=config.attention_bias)
         self.o_proj = nn.Linear(heads * K, D, bias=config.attention_bias)
 
-    def queries(self, x_BTD: Tensor, rope: Rotation) -> Tensor:
-        """Rotated, [B, H, T, K]."""
-        return rotate(self._split_heads(self.q_proj(x_BTD)), rope)
+    def queries_keys_values(self, x_BTD: Tensor, rope: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, H, T, K] and keys, both rotated, and values [B, G, T, K]."""
+        queries, keys, values = map(self._split_heads, self.project(x_BTD, "q_proj", "k_proj", "v_proj"))
+        return rotate(queries, rope), rotate(keys, rope), values
 
     def keys_values(self, x_BTD: Tensor, rope: Rotation) -> tuple[Tensor, Tensor]:
         """Keys, rotated, and values [B, G, T, K]."""
-        return rotate(self._split_heads(self.k_proj(x_BTD)), rope), self._split_heads(self.v_proj(x_BTD))
+        keys, values = map(self._split_heads, self.project(x_BTD, "k_proj", "v_proj"))
+        return rotate(keys, rope), values
+
+    def output(self, attended_BHTK: Tensor) -> Tensor:
+        """What was attended, as a summand of the residual stream."""
+        return self.project(attended_BHTK.transpose(1, 2).flatten(2), "o_proj")[0]
 
     def _split_heads(self, x_BTE: Tensor) -> Tensor:
         return x_BTE.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
-class MLP(nn.Module):
+class MLP(Linears):
     """SwiGLU."""
+
+    together = (("gate_proj", "up_proj"), ("down_proj",))
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -123,7 +134,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(F_, D, bias=config.mlp_bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
+        gate, up = self.project(x_BTD, "gate_proj", "up_proj")
+        return self.project(F.silu(gate) * up, "down_proj")[0]
 
 
 class Layer(nn.Module):
@@ -142,8 +154,6 @@ class Layer(nn.Module):
 
     def forward(self, input_BTD: Tensor, rope: Rotation, attend: Attend) -> Tensor:
         """The layer's output [B, T, D] for `input`."""
-        attention, normalised_BTD = self.self_attn, self.input_layernorm(input_BTD)
-        queries_BHTK = attention.queries(normalised_BTD, rope)
-        attended_BHTK = attend(queries_BHTK, *attention.keys_values(normalised_BTD, rope))
-        hidden_BTD = input_BTD + attention.o_proj(attended_BHTK.transpose(1, 2).flatten(2))
+        pairs = self.self_attn.queries_keys_values(self.input_layernorm(input_BTD), rope)
+        hidden_BTD = input_BTD + self.self_attn.output(attend(*pairs))
         return hidden_BTD + self.mlp(self.post_attention_layernorm(hidden_BTD))

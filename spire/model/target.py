@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from spire.model.config import ModelConfig
 from spire.model.layers import Layer, Rope, attend
+from spire.model.linears import Linears
 
 
 class KeyValues(Protocol):
@@ -45,8 +46,10 @@ class TargetOutput(NamedTuple):
     taps_BTND: Tensor | None
 
 
-class Target(nn.Module):
+class Target(Linears):
     """Token ids in, hidden states and tapped activations out. Parameter names are Hugging Face's under `model.`."""
+
+    together = (("lm_head",),)
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -75,4 +78,4 @@ class Target(nn.Module):
 
     def unembed(self, hidden_D: Tensor) -> Tensor:
         """Logits in fp32 for any selection of hidden states [..., D]."""
-        return self.lm_head(hidden_D).float()
+        return self.project(hidden_D, "lm_head")[0].float()

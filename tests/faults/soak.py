@@ -42,6 +42,8 @@ LEAVES_EARLY, IS_WRONG = 0.1, 0.1
 # Of the time: until then services die, and from then on memory counts.
 KILLS_UNTIL, WARM_FROM = 0.5, 0.6
 MOST_GROWTH = 0.02
+# Little, so that the cache has come to its bound before memory counts: what is kept of prompts fills it by and by.
+CACHE_GB = 0.2
 WRONG: list[tuple[Body | bytes, int]] = [
     (b"{", 400),
     (b"[" * 100_000, 400),
@@ -246,7 +248,7 @@ def soak(
     rng = random.Random(seed)
     rows = read_trace(trace, context, float("inf"), 1.0) if trace else poisson(context, rng)
     times = _arrivals(rows, rng.randrange(len(rows)), rate, 60 * minutes)
-    with system(MODELS / "target", MODELS / "draft") as whole:
+    with system(MODELS / "target", MODELS / "draft", verifier_options=["--cache-gb", str(CACHE_GB)]) as whole:
         expected = undisturbed(whole, pool(PromptSource(MODELS / "target", [BUNDLED_TEXT]), rows, rng))
         _prime(whole)
         time.sleep(1)
