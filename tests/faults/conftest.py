@@ -1,10 +1,10 @@
-"""One system for all quick faults, and the figures that they report."""
+"""One system for all quick faults, and the figures that they report: of each case its tests, and what they measured."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
@@ -18,6 +18,8 @@ IMPATIENT = ["--k", "4", "--body-deadline", "2"]
 STUCK = ["--stuck-seconds", "3", "--lease-seconds", "3", "--drain-seconds", "60"]
 
 _endured: dict[str, list[Endured]] = defaultdict(list)
+# By test, the numbers of its cases.
+_cases: dict[str, list[int]] = {}
 Report = Callable[[str, Endured], None]
 
 
@@ -40,14 +42,30 @@ def report() -> Report:
     return lambda fault, endured: _endured[fault].append(endured)
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    for item in session.items:
+        _cases[item.nodeid] = [case for mark in item.iter_markers("fault") for case in mark.args]
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """One JSON line of figures, also written to the file that SPIRE_FAULTS_REPORT names."""
     if not _endured:
         return
-    text = json.dumps({fault: _figures(times) for fault, times in sorted(_endured.items())})
+    figures = {fault: _figures(times) for fault, times in sorted(_endured.items())}
+    text = json.dumps({"cases": _tests_of_cases(terminalreporter), "figures": figures})
     terminalreporter.write_line(text)
     if file := os.environ.get("SPIRE_FAULTS_REPORT"):
         Path(file).write_text(text + "\n")
+
+
+def _tests_of_cases(terminalreporter: pytest.TerminalReporter) -> dict[int, dict[str, int]]:
+    """By case, how many of its tests passed, failed or were skipped."""
+    tests: dict[int, Counter[str]] = defaultdict(Counter)
+    for outcome in ("passed", "failed", "error", "skipped"):
+        for report in terminalreporter.stats.get(outcome, []):
+            for case in _cases.get(report.nodeid, []):
+                tests[case][outcome] += 1
+    return {case: dict(counts) for case, counts in sorted(tests.items())}
 
 
 def _figures(times: list[Endured]) -> dict[str, object]:

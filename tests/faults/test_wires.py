@@ -66,7 +66,7 @@ def test_a_round_whose_answer_is_lost_is_not_lost(whole: System, report: Report)
 
 
 @pytest.mark.fault(12)
-def test_bits_that_flip_on_the_way_to_and_from_the_draft_change_no_token(whole: System) -> None:
+def test_bits_that_flip_on_the_way_to_and_from_the_draft_change_no_token(whole: System, report: Report) -> None:
     """The verifier's own wire needs TLS for that: nothing else tells a wrong token from a right one."""
     wires = (whole.activations, whole.to_draft)
     flipped = [wire.flipped for wire in wires]
@@ -77,7 +77,7 @@ def test_bits_that_flip_on_the_way_to_and_from_the_draft_change_no_token(whole: 
                 wire.corrupt()
             time.sleep(0.05)
 
-    whole.endure(corrupt, lambda: True, nothing)
+    report("12 bits flip", whole.endure(corrupt, lambda: True, nothing))
     assert all(wire.flipped > before for wire, before in zip(wires, flipped, strict=True))
     assert whole.wrong(whole.ask()) == {}
     eventually(lambda: is_drafted(whole), within=30)
