@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from itertools import compress
 
 import structlog
 import torch
@@ -95,10 +96,11 @@ class Worker:
     def _run(self) -> None:
         with torch.inference_mode():
             while self._take():
-                waiting = [task for task in self._pending if not self._due(task)]
-                due = [task for task in self._pending if self._due(task)]
-                self._pending = waiting
-                for task in due:
+                # Asked once of each: a moment later another one may be due.
+                due = [self._due(task) for task in self._pending]
+                answered = list(compress(self._pending, due))
+                self._pending = [task for task, now in zip(self._pending, due, strict=True) if not now]
+                for task in answered:
                     self._notice(task)
                     self.busy_seconds += answer(task, self.drafter.check, self.drafter.propose)
 

@@ -163,3 +163,24 @@ async def test_a_stream_that_brings_nothing_is_given_up_if_proposals_wait_for_it
     following.cancel()
     with suppress(asyncio.CancelledError):
         await following
+
+
+class Flickering(Starving):
+    """A drafter whose sequences are behind each second time that one asks."""
+
+    asked = 0
+
+    def behind(self, guess: Guess) -> bool:
+        self.asked += 1
+        return self.asked % 2 == 1
+
+
+async def test_a_proposal_that_becomes_due_while_others_are_looked_at_is_answered_once() -> None:
+    worker = Worker(cast(Drafter, Flickering()), 0.1, lambda ids: None)
+    worker.start()
+    try:
+        for _ in range(2):  # answering twice would be the thread's end
+            async with asyncio.timeout(10):
+                await worker.propose(ProposeTask([Guess("a", 3, 5)], cast(SamplingRows, None), 0))
+    finally:
+        worker.stop()
