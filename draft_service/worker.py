@@ -11,7 +11,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from itertools import compress
 
 import structlog
 import torch
@@ -96,13 +95,14 @@ class Worker:
     def _run(self) -> None:
         with torch.inference_mode():
             while self._take():
-                # Asked once of each: a moment later another one may be due.
-                due = [self._due(task) for task in self._pending]
-                answered = list(compress(self._pending, due))
-                self._pending = [task for task, now in zip(self._pending, due, strict=True) if not now]
-                for task in answered:
-                    self._notice(task)
-                    self.busy_seconds += answer(task, self.drafter.check, self.drafter.propose)
+                # Each is looked at once: a moment later another answer may be due.
+                looked_at, self._pending = self._pending, []
+                for task in looked_at:
+                    if self._due(task):
+                        self._notice(task)
+                        self.busy_seconds += answer(task, self.drafter.check, self.drafter.propose)
+                    else:
+                        self._pending.append(task)
 
     def _take(self) -> bool:
         """Do everything that has arrived, waiting for something if nothing is pending. False: stop."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from itertools import repeat
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 import grpc
 import structlog
@@ -15,7 +14,7 @@ from spire.errors import InvalidRequest, RequestError
 from spire.rpc.errors import OK, call_status, item_status
 from spire.rpc.limits import check_named
 from spire.rpc.sampling import check_sampling, from_protos
-from spire.rpc.tensors import rows_to_wire
+from spire.rpc.tensors import to_wire
 from spire.v1 import draft_pb2 as pb
 from spire.v1 import draft_pb2_grpc as rpc
 from spire.v1 import tensor_pb2, verifier_pb2
@@ -110,25 +109,16 @@ def _proposals(items: list[pb.ProposeItem], answer: ProposeAnswer) -> list[pb.Pr
     if answer.drafted is None:
         ready = [pb.Proposal(sequence_id=items[index].sequence_id, status=OK) for index in answer.ready]
         return proposals + ready
-    drafted, mine = answer.drafted, [items[index] for index in answer.ready]
-    # Empty where no distribution is asked for.
-    counts = [item.k if _needs_q(item) else 0 for item in mine]
-    for item, tokens, q in zip(mine, drafted.tokens_BK.tolist(), _distributions(drafted, counts), strict=True):
-        proposals.append(pb.Proposal(sequence_id=item.sequence_id, status=OK, tokens=tokens[: item.k], q=q))
+    tokens = answer.drafted.tokens_BK.tolist()
+    for row, index in enumerate(answer.ready):
+        item = items[index]
+        needs_q = item.k and item.sampling.temperature > 0 and item.sampling.rule != tensor_pb2.RULE_INVARIANT
+        q = _distribution(answer.drafted, row, item.k) if needs_q else None
+        proposals.append(pb.Proposal(sequence_id=item.sequence_id, status=OK, tokens=tokens[row][: item.k], q=q))
     return proposals
 
 
-def _needs_q(item: pb.ProposeItem) -> bool:
-    return item.sampling.temperature > 0 and item.sampling.rule != tensor_pb2.RULE_INVARIANT
-
-
-def _distributions(drafted: Drafted, counts: list[int]) -> Iterator[verifier_pb2.DraftDistribution | None]:
-    """Of each row's first draft tokens, as many as are asked for."""
-    if drafted.probs_BKM is None:  # all sequences are under the invariant rule
-        return repeat(None, len(counts))
-    probabilities = rows_to_wire(drafted.probs_BKM, counts)
-    ids = repeat(None) if drafted.ids_BKM is None else rows_to_wire(drafted.ids_BKM.int(), counts)
-    return (
-        verifier_pb2.DraftDistribution(ids=of_ids, probabilities=of_probabilities) if count else None
-        for of_ids, of_probabilities, count in zip(ids, probabilities, counts, strict=False)
-    )
+def _distribution(drafted: Drafted, row: int, k: int) -> verifier_pb2.DraftDistribution:
+    assert drafted.probs_BKM is not None  # there is a sequence that is not under the invariant rule
+    ids = None if drafted.ids_BKM is None else to_wire(drafted.ids_BKM[row, :k].int())
+    return verifier_pb2.DraftDistribution(ids=ids, probabilities=to_wire(drafted.probs_BKM[row, :k]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -23,14 +22,6 @@ def to_wire(tensor: Tensor) -> pb.Tensor:
     """Encode float32, bfloat16 or int32. bfloat16 travels through a view of its bytes."""
     raw = tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes()
     return pb.Tensor(dtype=_TO_WIRE[tensor.dtype], shape=tensor.shape, data=raw)
-
-
-def rows_to_wire(tensor_BX: Tensor, counts: Sequence[int]) -> Iterator[pb.Tensor]:
-    """The first counts[b] entries of each row b, encoded apart; what is not asked for (0) is an empty message."""
-    raw_BX = tensor_BX.detach().contiguous().cpu().view(torch.uint8).numpy()
-    dtype, inner = _TO_WIRE[tensor_BX.dtype], tensor_BX.shape[2:]
-    for raw_X, count in zip(raw_BX, counts, strict=True):
-        yield pb.Tensor(dtype=dtype, shape=(count, *inner), data=raw_X[:count].tobytes()) if count else pb.Tensor()
 
 
 def without_data(tensor: Tensor) -> pb.Tensor:

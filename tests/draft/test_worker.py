@@ -181,6 +181,7 @@ async def test_a_proposal_that_becomes_due_while_others_are_looked_at_is_answere
     try:
         for _ in range(2):  # answering twice would be the thread's end
             async with asyncio.timeout(10):
-                await worker.propose(ProposeTask([Guess("a", 3, 5)], cast(SamplingRows, None), 0))
+                answer = await worker.propose(ProposeTask([Guess("a", 3, 5)], cast(SamplingRows, None), 0))
+            assert list(answer.refused) == [0]
     finally:
         worker.stop()

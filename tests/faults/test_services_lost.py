@@ -129,4 +129,7 @@ def test_when_every_step_fails_a_request_is_given_up_without_the_words_of_a_libr
 )
 def test_whatever_a_draft_says_no_token_changes(whole: System, report: Report, failpoint: str, fault: str) -> None:
     switch = whole.directory / failpoint
-    report(fault, whole.endure(switch.touch, lambda: True, lambda: (time.sleep(1), switch.unlink())))
+    endured = whole.endure(switch.touch, lambda: True, lambda: (time.sleep(1), switch.unlink()))
+    report(fault, endured)
+    assert endured.requests >= len(whole.expected)
+    assert endured.goodput_during > 0

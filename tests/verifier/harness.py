@@ -9,6 +9,7 @@ from pathlib import Path
 import grpc
 import torch
 
+from spire.model.config import ModelConfig
 from spire.model.target import Target, WholeSequence
 from spire.rpc.carrier import RingReader, host_id
 from spire.rpc.channel import GATEWAY_METADATA_KEY, PROTOCOL_VERSION, STREAM_METADATA_KEY, connect
@@ -20,6 +21,18 @@ from verifier_service.engine import Engine
 
 VOCAB = 300
 GREEDY = tensor_pb2.Sampling(temperature=0, top_p=1, seed=1)
+
+
+# A shape for caches whose numbers do not matter.
+TINY = ModelConfig(
+    vocab_size=10,
+    hidden_size=8,
+    intermediate_size=8,
+    num_hidden_layers=1,
+    num_attention_heads=1,
+    num_key_value_heads=1,
+    head_dim=8,
+)
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

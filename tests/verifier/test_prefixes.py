@@ -9,22 +9,11 @@ import pytest
 from hypothesis import strategies as st
 
 from spire.model.cache import TargetCache
-from spire.model.config import ModelConfig
 from spire.model.target import Target
 from spire.v1 import verifier_pb2 as pb
 from tests.verifier.conftest import Running
-from tests.verifier.harness import Follower, plain_greedy, prompt_of, whole_taps
+from tests.verifier.harness import TINY, Follower, plain_greedy, prompt_of, whole_taps
 from verifier_service.prefixes import SHORTEST, Prefixes
-
-TINY = ModelConfig(
-    vocab_size=10,
-    hidden_size=8,
-    intermediate_size=8,
-    num_hidden_layers=1,
-    num_attention_heads=1,
-    num_key_value_heads=1,
-    head_dim=8,
-)
 
 
 def assert_window(follower: Follower, target: Target, name: str, tokens: list[int], window: int = 8) -> None:

@@ -10,24 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spire.model.cache import TargetCache
-from spire.model.config import ModelConfig
+from tests.verifier.harness import TINY
 from verifier_service.prompts import _PADDING, Prompts
 from verifier_service.sequence import Sequence
 
-CONFIG = ModelConfig(
-    vocab_size=8,
-    hidden_size=8,
-    intermediate_size=8,
-    num_hidden_layers=1,
-    num_attention_heads=1,
-    num_key_value_heads=1,
-    head_dim=8,
-)
 LONGEST = 400
 
 
 def waiting(gateways_and_lengths: list[tuple[str, int]], budget: int) -> tuple[Prompts, list[Sequence]]:
-    cache = TargetCache(CONFIG, len(gateways_and_lengths), LONGEST + _PADDING)
+    cache = TargetCache(TINY, len(gateways_and_lengths), LONGEST + _PADDING)
     prompts = Prompts(cache, budget)
     sequences = []
     for gateway, length in gateways_and_lengths:
