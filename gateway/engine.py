@@ -272,6 +272,7 @@ class Engine:
         request = verifier_pb2.RoundsRequest()
         for sequence in batch:
             item = request.verify.items.add(sequence_id=sequence.wire_id, round=sequence.round + 1, base=sequence.base)
+            item.quiet = self.speculation.hush(sequence)
             if proposal := proposals.by_id.get(sequence.wire_id):
                 item.draft_tokens.extend(proposal.tokens)
                 if proposal.HasField("q"):

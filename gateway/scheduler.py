@@ -81,6 +81,7 @@ class Scheduler:
             sequence.state = State.STARTING
             sequence.life += 1
             sequence.round = 0
+            sequence.quiet = False
             self.starting[sequence.wire_id] = sequence
             starts.append(sequence)
         lanes = max(1, min(self._lanes, len(self.running) // self._least_lane))

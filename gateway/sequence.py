@@ -94,6 +94,8 @@ class Sequence:
     end_tokens: frozenset[int] = frozenset()
     # Whether k is chosen anew for every round.
     automatic: bool = False
+    # Whether the draft was not told what its last round gave.
+    quiet: bool = False
     adjustments: Adjustments | None = None
     # How many of the likeliest tokens come with each token's logprob; None asks for no logprobs at all.
     top_logprobs: int | None = None

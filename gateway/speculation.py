@@ -20,6 +20,9 @@ from gateway.peers import DraftPeer, PeerTooLate, VerifierPeer
 from gateway.sequence import Sequence
 from spire.v1 import draft_pb2, tensor_pb2, verifier_pb2
 
+# Plain rounds in a row after which the draft is told of no more, because following is work, and how many rounds it has
+# to catch up before it is asked again.
+_PLAIN_ROUNDS, _CATCHING_UP = 8, 2
 # Share of a batch that must have had one depth for its time to be that depth's.
 _MOST_OF_A_BATCH = 0.75
 
@@ -63,6 +66,8 @@ class Speculation:
         # Of the last drafted round that one depth explains: its load and that depth.
         self._seen: tuple[Load, int] | None = None
         self._model = RoundModel.of(config.calibration) if config.calibration else None
+        # How many rounds in a row k was 0; k of the round for which the draft catches up, and how many are before it.
+        self._plain_rounds, self._postponed, self._catching_up = 0, 0, 0
         # Rounds, a fraction of one, that are still to be left plain.
         self._plain_due = 0.0
 
@@ -99,10 +104,33 @@ class Speculation:
         automatic = [sequence for sequence in batch if sequence.automatic]
         rooms = [self._most(sequence) for sequence in automatic]
         if any(rooms):
-            self._load, self.k = load, self._depths.choose(load, rooms)
+            self._load, self.k = load, self._next_k(load, rooms)
             for sequence in automatic:
                 sequence.k = self.k
         return load
+
+    def _next_k(self, load: Load, rooms: list[int]) -> int:
+        """What the controller chooses, once the draft knows what it needs for it."""
+        if self._catching_up:
+            self._catching_up -= 1
+            return 0 if self._catching_up else self._postponed
+        k = self._depths.choose(load, rooms)
+        if k and self._dozing:
+            self._postponed, self._catching_up, self._plain_rounds = k, _CATCHING_UP, 0
+            return 0
+        self._plain_rounds = 0 if k else self._plain_rounds + 1
+        return k
+
+    @property
+    def _dozing(self) -> bool:
+        """Whether nobody has been drafted for long enough to leave the draft alone. The verifier follows nobody."""
+        return self._plain_rounds >= _PLAIN_ROUNDS and not (self._draft and self._draft.in_verifier)
+
+    def hush(self, sequence: Sequence) -> bool:
+        """Whether the draft need not be told what this round gives: it will not be asked in the next one."""
+        away = self._draft is None or not self._draft.up
+        sequence.quiet = away or (sequence.automatic and self._dozing)
+        return sequence.quiet
 
     async def propose(self, batch: list[Sequence]) -> Proposals:
         wanted = [(sequence, depth) for sequence in batch if (depth := self._depth(sequence))]
@@ -144,7 +172,7 @@ class Speculation:
 
     def _depth(self, sequence: Sequence) -> int:
         """How many tokens to draft for it in this round."""
-        return min(sequence.k, self._most(sequence))
+        return 0 if sequence.quiet else min(sequence.k, self._most(sequence))
 
     def _most(self, sequence: Sequence) -> int:
         """How many tokens could be drafted for it: no more than both services take, none without its draft."""

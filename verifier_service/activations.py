@@ -62,13 +62,17 @@ class Taps:
 
 @dataclass(frozen=True)
 class Advance:
-    """Positions start .. start + count - 1 of one sequence have been committed, and these tokens stand there."""
+    """Positions start .. start + count - 1 of one sequence have been committed, and these tokens stand there.
+
+    Of a `quiet` one the draft need not hear yet.
+    """
 
     sequence_id: str
     draft_id: str
     slot: int
     start: int
     tokens: list[int]
+    quiet: bool = False
 
     @property
     def count(self) -> int:
@@ -102,6 +106,8 @@ class Feed:
         self.members: dict[str, tuple[int, int]] = {}
         # sequence id -> every committed token, where the draft wants them
         self._tokens: dict[str, list[int]] = {}
+        # sequence id -> the first position that the draft has not been sent, because it was quiet
+        self._unsent: dict[str, int] = {}
         self._tails = torch.zeros(slots, taps.sink + taps.window, len(taps.layers), width, dtype=dtype, device=device)
 
     def join(self, sequence_id: str, slot: int) -> None:
@@ -111,6 +117,7 @@ class Feed:
     def leave(self, sequence_id: str) -> bool:
         """Forget a sequence; False when it was none of this feed's."""
         self._tokens.pop(sequence_id, None)
+        self._unsent.pop(sequence_id, None)
         return self.members.pop(sequence_id, None) is not None
 
     def store(self, advances: Rows[Advance], rows_RND: Tensor) -> None:
@@ -142,23 +149,41 @@ class Feed:
         return self._tails.new_zeros(count, *self._tails.shape[2:])
 
     def advance(self, advances: Rows[Advance], rows_RND: Tensor) -> Delivery:
-        """What has been committed."""
-        spans = [pb.ActivationSpan(sequence_id=a.sequence_id, start=a.start, count=a.count) for a in advances]
-        tokens = [token for a in advances for token in a.tokens] if self.taps.tokens else []
+        """What has been committed, but for sequences that are quiet or still have to catch up."""
+        for a in advances:
+            if a.quiet:
+                self._unsent.setdefault(a.sequence_id, a.start)
+        told = [a for a in advances if a.sequence_id not in self._unsent]
+        if len(told) < len(advances):
+            told_S = torch.tensor([a.sequence_id not in self._unsent for a in advances])
+            rows_RND = rows_RND[told_S.repeat_interleave(torch.tensor([a.count for a in advances]))]
+        spans = [pb.ActivationSpan(sequence_id=a.sequence_id, start=a.start, count=a.count) for a in told]
+        tokens = [token for a in told for token in a.tokens] if self.taps.tokens else []
         return Delivery(spans, rows_RND, tokens)
+
+    def catch_up(self, advances: Rows[Advance]) -> Delivery:
+        """What sequences that are quiet no more have gained meanwhile; a replay where that is more than is kept."""
+        woken = [a.sequence_id for a in advances if not a.quiet and a.sequence_id in self._unsent]
+        return self._kept([(sequence_id, self._unsent[sequence_id]) for sequence_id in woken])
 
     def replay(self, sequence_ids: Rows[str], whole: bool = False) -> Delivery:
         """What is kept of these sequences; the first span of each resets what the draft held."""
+        return self._kept([(sequence_id, 0) for sequence_id in sequence_ids], whole)
+
+    def _kept(self, wanted: Rows[tuple[str, int]], whole: bool = False) -> Delivery:
+        """Of each sequence the positions from one on, or all that is kept where some of them are not."""
         spans: list[pb.ActivationSpan] = []
         rows: list[Tensor] = []
         tokens: list[int] = []
-        for sequence_id in sequence_ids:
+        sink, window = self.taps.sink, self.taps.window
+        for sequence_id, start in wanted:
             slot, length = self.members[sequence_id]
-            positions = self._kept_positions(length)
-            spans += _spans(sequence_id, positions)
-            sink, window = self.taps.sink, self.taps.window
+            reset = not start or start < length - (length if self.taps.tokens else window)
+            positions = self._kept_positions(length) if reset else list(range(start, length))
+            spans += _spans(sequence_id, positions, reset)
             rows.append(self._tails[slot, [p if p < sink else sink + p % window for p in positions]])
-            tokens += self._tokens[sequence_id]
+            tokens += [self._tokens[sequence_id][p] for p in positions] if self.taps.tokens else []
+            self._unsent.pop(sequence_id, None)
         return Delivery(spans, torch.cat(rows) if rows else _NO_ROWS, tokens, whole_replay=whole)
 
     def _kept_positions(self, length: int) -> list[int]:
@@ -177,12 +202,12 @@ class Share:
     rows_RND: Tensor
 
 
-def _spans(sequence_id: str, positions: list[int]) -> list[pb.ActivationSpan]:
-    """One span per stretch of consecutive positions."""
+def _spans(sequence_id: str, positions: list[int], reset: bool) -> list[pb.ActivationSpan]:
+    """One span per stretch of consecutive positions; the first may reset what was held."""
     starts = [positions[0], *(b for a, b in pairwise(positions) if b != a + 1)] if positions else []
     bounds = [*(positions.index(start) for start in starts), len(positions)]
     return [
-        pb.ActivationSpan(sequence_id=sequence_id, start=positions[a], count=b - a, reset=a == 0)
+        pb.ActivationSpan(sequence_id=sequence_id, start=positions[a], count=b - a, reset=reset and a == 0)
         for a, b in pairwise(bounds)
     ]
 
@@ -306,9 +331,11 @@ class Publisher:
                 self._deliver(share.feed.deliver, share.feed.advance(share.advances, share.rows_RND))
 
     def store(self, shares: Rows[Share]) -> None:
-        """Keep what a later replay needs: while the drafts read."""
+        """Keep what a later replay needs, while the drafts read; then tell of who is quiet no more."""
         for share in shares:
             share.feed.store(share.advances, share.rows_RND)
+            if share.feed.deliver:
+                self._deliver(share.feed.deliver, share.feed.catch_up(share.advances))
 
     def replay(self, draft_id: str, sequence_ids: Rows[str]) -> None:
         """Send sink and window of these sequences again, as far as they are held."""
@@ -341,8 +368,9 @@ class Publisher:
                 self._deliver(feed.deliver, Delivery(ended=ended))
 
     def _deliver(self, deliver: Deliver, delivery: Delivery) -> None:
-        self.bytes_published += delivery.rows_RND.nbytes
-        deliver(delivery)
+        if delivery.spans or delivery.ended or delivery.whole_replay:
+            self.bytes_published += delivery.rows_RND.nbytes
+            deliver(delivery)
 
 
 def _committed_rows(taps_BTND: Tensor, rows: list[int], advances: Rows[Advance]) -> Tensor:

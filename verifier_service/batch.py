@@ -39,6 +39,7 @@ class Block:
     # Without ids a q is over the whole vocabulary.
     q_ids_KM: Tensor | None
     q_probs_KM: Tensor | None
+    quiet: bool = False
 
     @property
     def k(self) -> int:
@@ -76,9 +77,9 @@ def read_block(item: pb.VerifyItem, sequence: Sequence, base: int, limits: Limit
     if k and (largest := max(item.draft_tokens)) >= limits.vocab_size:
         raise InvalidRequest(f"draft token {largest} is outside the vocabulary of {limits.vocab_size}")
     if k == 0 or not sequence.needs_q:
-        return Block(sequence, base, item.round, item.draft_tokens, None, None)
+        return Block(sequence, base, item.round, item.draft_tokens, None, None, item.quiet)
     ids_KM, probs_KM = _read_q(item, k, limits.vocab_size)
-    return Block(sequence, base, item.round, item.draft_tokens, ids_KM, probs_KM)
+    return Block(sequence, base, item.round, item.draft_tokens, ids_KM, probs_KM, item.quiet)
 
 
 def _read_q(item: pb.VerifyItem, k: int, vocab_size: int) -> tuple[Tensor | None, Tensor]:

@@ -228,7 +228,12 @@ class Engine:
         if outcome is None:
             return []
         advances = [
-            _advance(entry.block.sequence, entry.block.base, accepted + 1 if sound and not refusal else 0)
+            _advance(
+                entry.block.sequence,
+                entry.block.base,
+                accepted + 1 if sound and not refusal else 0,
+                entry.block.quiet,
+            )
             for entry, accepted, sound, refusal in zip(
                 entries, outcome.accepted, outcome.finite, outcome.refused, strict=True
             )
@@ -333,9 +338,9 @@ class Engine:
         self.metrics.activation_bytes.inc(self.publisher.bytes_published - published)
 
 
-def _advance(sequence: Sequence, start: int, count: int) -> Advance:
+def _advance(sequence: Sequence, start: int, count: int, quiet: bool = False) -> Advance:
     tokens = sequence.tokens[start : start + count]
-    return Advance(sequence.id, sequence.draft_id, sequence.slot, start, tokens)
+    return Advance(sequence.id, sequence.draft_id, sequence.slot, start, tokens, quiet)
 
 
 def _add_work(sequence: Sequence, began: float, outcome: Outcome) -> None:

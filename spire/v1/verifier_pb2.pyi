@@ -196,18 +196,20 @@ class VerifyBatch(_message.Message):
     def __init__(self, batch_id: _Optional[int] = ..., items: _Optional[_Iterable[_Union[VerifyItem, _Mapping]]] = ...) -> None: ...
 
 class VerifyItem(_message.Message):
-    __slots__ = ("sequence_id", "round", "base", "draft_tokens", "q")
+    __slots__ = ("sequence_id", "round", "base", "draft_tokens", "q", "quiet")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     Q_FIELD_NUMBER: _ClassVar[int]
+    QUIET_FIELD_NUMBER: _ClassVar[int]
     sequence_id: str
     round: int
     base: int
     draft_tokens: _containers.RepeatedScalarFieldContainer[int]
     q: DraftDistribution
-    def __init__(self, sequence_id: _Optional[str] = ..., round: _Optional[int] = ..., base: _Optional[int] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., q: _Optional[_Union[DraftDistribution, _Mapping]] = ...) -> None: ...
+    quiet: bool
+    def __init__(self, sequence_id: _Optional[str] = ..., round: _Optional[int] = ..., base: _Optional[int] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., q: _Optional[_Union[DraftDistribution, _Mapping]] = ..., quiet: bool = ...) -> None: ...
 
 class DraftDistribution(_message.Message):
     __slots__ = ("ids", "probabilities")

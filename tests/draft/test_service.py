@@ -41,10 +41,17 @@ class Peers:
         """The first token of a new sequence."""
         info = await self.draft.GetInfo(pb.DraftGetInfoRequest())
         message = verifier_pb2.Start(sequence_id=sequence_id, tokens=tokens, sampling=sampling, draft_id=info.draft_id)
+        return (await self._round(verifier_pb2.RoundsRequest(start=message))).started.token
+
+    async def verify(self, *items: verifier_pb2.VerifyItem) -> list[verifier_pb2.VerifyResult]:
+        batch = verifier_pb2.VerifyBatch(batch_id=1, items=items)
+        return list((await self._round(verifier_pb2.RoundsRequest(verify=batch))).verified.results)
+
+    async def _round(self, request: verifier_pb2.RoundsRequest) -> verifier_pb2.RoundsResponse:
         call = self.verifier.Rounds(metadata=(("spire-gateway", "test"),))
         try:
-            await call.write(verifier_pb2.RoundsRequest(start=message))
-            return (await call.read()).started.token
+            await call.write(request)
+            return await call.read()
         finally:
             call.cancel()
 
@@ -113,6 +120,23 @@ async def test_a_draft_that_is_behind_proposes_nothing_after_a_bounded_wait(peer
     assert not mate.tokens
     assert late.status.code == tensor_pb2.CODE_FAILED_PRECONDITION
     assert mate.status.code == tensor_pb2.CODE_NOT_FOUND
+
+
+@pytest.mark.parametrize("rounds", [3, 12])
+async def test_who_was_quiet_is_drafted_as_if_the_draft_had_heard_of_every_round(peers: Peers, rounds: int) -> None:
+    """The window holds four positions: more than that comes as a replay."""
+    names = {f"quiet-{rounds}": True, f"loud-{rounds}": False}
+    newest = {name: await peers.start(name, [1, 2, 3], GREEDY) for name in names}
+    for number in range(1, rounds + 1):
+        blocks = [
+            verifier_pb2.VerifyItem(sequence_id=name, round=number, base=2 + number, quiet=quiet and number < rounds)
+            for name, quiet in names.items()
+        ]
+        results = await peers.verify(*blocks)
+        newest = {result.sequence_id: result.tokens[-1] for result in results}
+    quiet, loud = await peers.propose(*(item(name, 3 + rounds, newest[name]) for name in names))
+    assert len(quiet.tokens) == 4
+    assert (quiet.tokens, quiet.q) == (loud.tokens, loud.q)
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,16 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.draft.test_carrier import activation_bytes
 from tests.gateway.conftest import Api, eventually
 from tests.gateway.test_resilience import revive
 from tests.services import Services, running
+from tests.verifier.harness import free_port
 
 CROWDED = str(Path(__file__).parents[1] / "crowded_verifier.py")
 PROMPT = "Once upon a time"
+# Two tapped layers of stories260K in float32.
+BYTES_OF_A_POSITION = 2 * 64 * 4
 LONG: dict[str, Any] = {"max_tokens": 100, "ignore_eos": True, "return_metrics": True}
 
 
@@ -102,12 +106,19 @@ def test_the_option_fixes_k(stories_dir: Path, stories_draft_dir: Path, k: int) 
         assert card["draft"]["k"] == k
 
 
-def test_a_draft_that_guesses_badly_is_soon_asked_no_more(stories_dir: Path, stories_draft_dir: Path) -> None:
-    with running(stories_dir, stories_draft_dir, k=None) as services:
+def test_a_draft_that_guesses_badly_is_soon_asked_no_more_and_told_of_little(
+    stories_dir: Path, stories_draft_dir: Path
+) -> None:
+    port = free_port()
+    with running(stories_dir, stories_draft_dir, k=None, draft_options=["--metrics-port", str(port)]) as services:
         api = connected(services)
         rounds_of(api, 4)
+        told = sum(activation_bytes(port).values())
         rounds = rounds_of(api, 4)
+        told = sum(activation_bytes(port).values()) - told
         assert rounds[0] > 0.75 * sum(rounds.values())
+        print(told / 512)
+        assert told < 0.75 * 4 * LONG["max_tokens"] * BYTES_OF_A_POSITION
         (card,) = api.http.get("/v1/models").json()["data"]
         assert card["draft"]["k"] == "auto"
 

@@ -56,6 +56,46 @@ def kept(length: int) -> set[int]:
     return {*range(min(SINK, length)), *range(max(0, length - WINDOW), length)}
 
 
+async def plain_rounds(client: Client, sequences: list[str], number: int, base: int, quiet: list[bool]) -> None:
+    """A plain round of each, whose `base` is common."""
+    pairs = zip(sequences, quiet, strict=True)
+    items = [pb.VerifyItem(sequence_id=name, round=number, base=base, quiet=hushed) for name, hushed in pairs]
+    assert all(len(result.tokens) == 1 for result in await client.verify(*items))
+
+
+@pytest.mark.parametrize(("quiet", "resets"), [(1, False), (WINDOW - 1, False), (WINDOW, True), (30, True)])
+async def test_what_was_quiet_is_sent_with_the_first_block_that_is_not(
+    verifier: Verifier, target: Target, quiet: int, resets: bool
+) -> None:
+    follower, client = await verifier.follower(), verifier.client()
+    await begin(client, "a", 20)
+    await begin(client, "mate", 20)
+    for number in range(1, quiet + 2):
+        await plain_rounds(client, ["a", "mate"], number, 19 + number, [number <= quiet, False])
+    end = 20 + quiet + 1
+    tokens = [*prompt_of(20), *plain_greedy(target, prompt_of(20), end - 20)]
+    while end - 1 not in follower.rows.get("a", {}):
+        await follower.read()
+    assert set(follower.rows["mate"]) == kept(20) | {*range(20, end)}, "nobody else is held back"
+    spans = [span for message in follower.messages for span in message.spans if span.sequence_id == "a"]
+    replays_of_prompt = 1
+    assert sum(span.reset for span in spans) == replays_of_prompt + resets
+    await assert_holds(follower, target, "a", tokens[:end], kept(end) if resets else kept(20) | {*range(20, end)})
+
+
+async def test_a_draft_that_comes_back_while_all_is_quiet_is_sent_everything_once(
+    verifier: Verifier, target: Target
+) -> None:
+    client = verifier.client()
+    await verifier.follower()
+    await begin(client, "a", 20)
+    await plain_rounds(client, ["a"], 1, 20, [True])
+    follower = await verifier.follower()
+    await plain_rounds(client, ["a"], 2, 21, [False])
+    tokens = [*prompt_of(20), *plain_greedy(target, prompt_of(20), 2)]
+    await assert_holds(follower, target, "a", tokens, kept(21) | {21})
+
+
 @pytest.mark.parametrize("length", [1, 2, 8, 9, 10, 60])
 async def test_the_first_frame_is_the_sink_and_the_window(verifier: Verifier, target: Target, length: int) -> None:
     follower, client = await verifier.follower(), verifier.client()
