@@ -22,6 +22,8 @@ from tests.gateway.conftest import eventually
 
 MODELS = Path(__file__).parents[2] / "models"
 MINUTES = float(os.environ.get("SPIRE_FAULTS_MINUTES", "10"))
+# Whose median is taken: on a machine that others share, single ones differ by a tenth.
+PAIRS = 10
 BETWEEN_KILLS = 10.0
 # Every third kill is the verifier's, too.
 DRAFT_KILLS_PER_VERIFIER_KILL = 3
@@ -59,16 +61,26 @@ def test_a_draft_frozen_for_half_a_minute_costs_two_rounds_at_most(whole: System
 @pytest.mark.fault(3)
 @pytest.mark.parametrize("milliseconds", [50, 200, 1000])
 def test_a_draft_that_lags_costs_no_more_than_a_twentieth_of_plain_decoding(bundled: System, milliseconds: int) -> None:
-    plainly: Body = {"speculation": {"draft": "off"}}
     bundled.to_draft.latency = milliseconds / 2000
     try:
         for _ in range(3):
             rate(bundled, {})
-        ratios = [rate(bundled, {}) / rate(bundled, plainly) for _ in range(5)]
+        ratios = [of_plain(bundled, first=pair % 2 == 0) for pair in range(PAIRS)]
     finally:
         bundled.to_draft.heal()
         eventually(bundled.is_whole, within=30)
+    print(f"a draft {milliseconds} ms late: {median(ratios):.3f} of plain decoding, of", *(f"{r:.2f}" for r in ratios))
     assert median(ratios) >= 0.95, ratios
+
+
+def of_plain(whole: System, first: bool) -> float:
+    """Tokens a second over those of plain decoding. Who goes first changes: machines become slower and faster."""
+    plainly: Body = {"speculation": {"draft": "off"}}
+    if first:
+        speculating = rate(whole, {})
+        return speculating / rate(whole, plainly)
+    plain = rate(whole, plainly)
+    return rate(whole, {}) / plain
 
 
 def rate(whole: System, more: Body) -> float:
