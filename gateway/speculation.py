@@ -139,6 +139,10 @@ class Speculation:
         if not self._draft.up:
             self._metrics.fallbacks["draft_absent"] += len(wanted)
             return Proposals(lost=True)
+        # Who was quiet catches up first.
+        wanted = [(sequence, depth) for sequence, depth in wanted if not sequence.quiet]
+        if not wanted:
+            return Proposals()
         if self._left_plain():
             return Proposals(decoding="plain")
         items = [
@@ -172,7 +176,7 @@ class Speculation:
 
     def _depth(self, sequence: Sequence) -> int:
         """How many tokens to draft for it in this round."""
-        return 0 if sequence.quiet else min(sequence.k, self._most(sequence))
+        return min(sequence.k, self._most(sequence))
 
     def _most(self, sequence: Sequence) -> int:
         """How many tokens could be drafted for it: no more than both services take, none without its draft."""
