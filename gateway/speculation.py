@@ -127,7 +127,7 @@ class Speculation:
         return self._plain_rounds >= _PLAIN_ROUNDS and not (self._draft and self._draft.in_verifier)
 
     def hush(self, sequence: Sequence) -> bool:
-        """Whether the draft need not be told what this round gives: it will not be asked in the next one."""
+        """Settle whether the draft need not be told what this round gives, because it will not be asked in the next."""
         away = self._draft is None or not self._draft.up
         sequence.quiet = away or (sequence.automatic and self._dozing)
         return sequence.quiet

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import compress, pairwise
 
 import torch
 from torch import Tensor
@@ -153,12 +153,14 @@ class Feed:
         for a in advances:
             if a.quiet:
                 self._unsent.setdefault(a.sequence_id, a.start)
-        told = [a for a in advances if a.sequence_id not in self._unsent]
-        if len(told) < len(advances):
-            told_S = torch.tensor([a.sequence_id not in self._unsent for a in advances])
-            rows_RND = rows_RND[told_S.repeat_interleave(torch.tensor([a.count for a in advances]))]
-        spans = [pb.ActivationSpan(sequence_id=a.sequence_id, start=a.start, count=a.count) for a in told]
-        tokens = [token for a in told for token in a.tokens] if self.taps.tokens else []
+        told = [a.sequence_id not in self._unsent for a in advances]
+        if not any(told):
+            return Delivery()
+        if not all(told):
+            rows_RND = torch.cat(list(compress(rows_RND.split([a.count for a in advances]), told)))
+            advances = list(compress(advances, told))
+        spans = [pb.ActivationSpan(sequence_id=a.sequence_id, start=a.start, count=a.count) for a in advances]
+        tokens = [token for a in advances for token in a.tokens] if self.taps.tokens else []
         return Delivery(spans, rows_RND, tokens)
 
     def catch_up(self, advances: Rows[Advance]) -> Delivery:
@@ -178,7 +180,8 @@ class Feed:
         sink, window = self.taps.sink, self.taps.window
         for sequence_id, start in wanted:
             slot, length = self.members[sequence_id]
-            reset = not start or start < length - (length if self.taps.tokens else window)
+            oldest = 0 if self.taps.tokens else length - window
+            reset = not start or start < oldest
             positions = self._kept_positions(length) if reset else list(range(start, length))
             spans += _spans(sequence_id, positions, reset)
             rows.append(self._tails[slot, [p if p < sink else sink + p % window for p in positions]])

@@ -228,14 +228,9 @@ class Engine:
         if outcome is None:
             return []
         advances = [
-            _advance(
-                entry.block.sequence,
-                entry.block.base,
-                accepted + 1 if sound and not refusal else 0,
-                entry.block.quiet,
-            )
-            for entry, accepted, sound, refusal in zip(
-                entries, outcome.accepted, outcome.finite, outcome.refused, strict=True
+            _advance(block.sequence, block.base, accepted + 1 if sound and not refusal else 0, block.quiet)
+            for block, accepted, sound, refusal in zip(
+                (entry.block for entry in entries), outcome.accepted, outcome.finite, outcome.refused, strict=True
             )
         ]
         shares: list[Share] = []
