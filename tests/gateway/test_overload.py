@@ -41,13 +41,15 @@ def connection(api: Api) -> Iterator[socket.socket]:
 def test_a_full_queue_tells_when_to_ask_again_by_the_measured_rate(strict: tuple[Services, Api]) -> None:
     _, api = strict
     with ThreadPoolExecutor(6) as pool:
-        work = [pool.submit(api.complete, PROMPT, max_tokens=120, ignore_eos=True) for _ in range(3)]
+        work = [pool.submit(api.complete, PROMPT, **LONG)]
+        eventually(lambda: api.metric("spire_sequences_now", state="running") == 1)
+        work += [pool.submit(api.complete, PROMPT, **LONG) for _ in range(2)]
         eventually(lambda: api.metric("spire_sequences_now", state="waiting") == 2)
         refused = api.post(prompt=PROMPT)
         assert refused.status_code == 429
         assert refused.json()["error"]["code"] == "queue_full"
         assert 1 <= int(refused.headers["retry-after"]) <= 120
-        assert all(one.result()["usage"]["completion_tokens"] == 120 for one in work)
+        assert all(one.result()["usage"]["completion_tokens"] == LONG["max_tokens"] for one in work)
 
 
 def test_more_choices_than_the_queue_ever_holds_are_refused_for_good(strict: tuple[Services, Api]) -> None:
