@@ -23,6 +23,11 @@ DEEPEST = 8
 # Share of the time that may be spent on rounds at a depth that is not the best one known, and how much may be saved up.
 PROBE_SHARE = 0.01
 _MOST_CREDIT_ROUNDS = 4.0
+# Where drafting loses, a look at it that takes so many times as long as was thought puts off the next one until a plain
+# round has been saved up, because a single one may be an outlier; a second one in a row, until it is paid for itself.
+_SURPRISE = 3.0
+# Rounds after which a cell learns from its own alone.
+_FEW = 8
 # For how many rounds a finding is expected to be of use.
 _HORIZON = 2000.0
 # One look often shows too little to be worth its price where several would be.
@@ -131,10 +136,14 @@ class RoundTimes:
         self._jump = 0.0
         self.rounds, self._check_at = 0, 8
 
+    def worth(self, distance: float) -> int:
+        """As how many rounds of its own a cell so far away may take these."""
+        return int(self.rounds / (2 + 2 * distance))
+
     def of_neighbour(self, other: RoundTimes, distance: float) -> None:
         """Begin where a cell `distance` factors of two away stands, with less confidence."""
         self.mean = list(other.mean)
-        self.rounds = int(other.rounds / (2 + 2 * distance))
+        self.rounds = other.worth(distance)
         self._check_at = max(self._check_at, 2 * self.rounds)
         for row, known, prior in zip(self.covariance, other.covariance, self.shape, strict=True):
             row[:] = [self._LEVEL + c + 0.15 * distance * p for c, p in zip(known, prior, strict=True)]
@@ -148,7 +157,8 @@ class RoundTimes:
         residual = math.log(max(seconds, 1e-9)) - self.mean[k]
         usual, unusual = column[k] + noise, column[k] + self._OUTLIER
         odds = _density(residual, unusual) * self._OUTLIERS, _density(residual, usual) * (1 - self._OUTLIERS)
-        outlier = odds[0] / (sum(odds) or 1.0)
+        # No reason of its own makes a round several times as fast.
+        outlier = odds[0] / (sum(odds) or 1.0) if residual > -self._OUTLIER else 0.0
         # Both explanations, weighed: the moments of a mixture of two Gaussians.
         gain = (1 - outlier) / usual + outlier / unusual
         apart = outlier * (1 - outlier) * ((1 / usual - 1 / unusual) * residual) ** 2
@@ -181,6 +191,15 @@ class RoundTimes:
 # -- k ---------------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A drafted round where none is known to be best, and the seconds that are expected of it and of a plain one."""
+
+    k: int
+    seconds: float
+    usual_seconds: float
+
+
 class DepthController:
     """Picks k for the sequences of a round that leave it to the gateway."""
 
@@ -192,6 +211,9 @@ class DepthController:
         self.noise = 0.1**2
         # Seconds that probes may still cost; None until the first round was measured.
         self._credit: float | None = None
+        self._probing: Probe | None = None
+        # Whether the last one took far longer than was thought, and the seconds until the next.
+        self._surprised, self._pause = False, 0.0
 
     def choose(self, load: Load, rooms: Iterable[int]) -> int:
         """The depth of the next round. `rooms`: how many tokens each automatic sequence could draft at most."""
@@ -211,12 +233,26 @@ class DepthController:
         `blocks` are the (draft tokens, accepted ones) of its sequences that were to be drafted.
         """
         self.acceptance.observe(blocks)
+        self._settle(k, seconds, bool(blocks))
         if k is None or k > self.deepest:
             return
         shown = self._times(load).observe(load, k, seconds, self.noise)
         self.noise = min(0.5**2, max(0.01**2, self.noise + 0.02 * (shown - self.noise)))
         credit = 2 * seconds if self._credit is None else self._credit + PROBE_SHARE * seconds
         self._credit = min(credit, _MOST_CREDIT_ROUNDS * seconds)
+        self._pause = max(0.0, self._pause - seconds)
+
+    def _settle(self, k: int | None, seconds: float, guessed: bool) -> None:
+        """See whether a look at drafting took what was thought; one that no guess came of did not."""
+        probe, lost = self._probing, k is None and not guessed
+        if probe is None or not (lost or k == probe.k):
+            return
+        self._probing = None
+        if lost or seconds > _SURPRISE * probe.seconds:
+            self._pause = (seconds if self._surprised else probe.usual_seconds) / PROBE_SHARE
+            self._surprised = True
+        else:
+            self._surprised = False
 
     def multiplier(self, load: Load, k: int) -> float:
         """Tokens a second at k over those of plain decoding, by what is known of this load."""
@@ -225,17 +261,23 @@ class DepthController:
 
     def _times(self, load: Load) -> RoundTimes:
         cell = load.cell
-        if cell not in self.times:
-            fresh = RoundTimes(self.deepest)
-            if seen := [other for other, times in self.times.items() if times.last]:
-                nearest = min(seen, key=lambda other: _distance(cell, other))
-                fresh.of_neighbour(self.times[nearest], _distance(cell, nearest))
-            self.times[cell] = fresh
-        return self.times[cell]
+        known = self.times.get(cell)
+        if known and known.rounds >= _FEW:
+            return known
+        seen = {other: _distance(cell, other) for other, times in self.times.items() if times.last and other != cell}
+        if known:
+            # Who came here before anything was known begins again where a neighbour knows more by now.
+            seen = {o: d for o, d in seen.items() if d <= 1 and self.times[o].worth(d) > known.rounds}
+        if seen or not known:
+            known = self.times[cell] = RoundTimes(self.deepest)
+            if seen:
+                nearest = min(seen, key=lambda o: (seen[o], -self.times[o].rounds))
+                known.of_neighbour(self.times[nearest], seen[nearest])
+        return known
 
     def _probe(self, load: Load, times: RoundTimes, taus: list[float], worth: list[float], best: int) -> int:
         """The best depth, or another one when looking at it promises more than it costs."""
-        if self._credit is None:
+        if self._credit is None or (best == 0 and self._pause):
             return best
         level = math.exp(times.mean[best])
         costs = [math.exp(m) * (1 - math.exp(w - worth[best])) for m, w in zip(times.mean, worth, strict=False)]
@@ -252,7 +294,9 @@ class DepthController:
             if other in affordable:
                 times.checked()
                 chosen = other
-        self._credit -= costs[chosen]
+        if chosen != best:
+            self._credit -= costs[chosen]
+            self._probing = None if best else Probe(chosen, math.exp(times.mean[chosen]), level)
         return chosen
 
     def _expected_gain(

@@ -22,6 +22,8 @@ from spire.rpc.channel import PROTOCOL_VERSION
 from spire.v1 import verifier_pb2 as pb
 
 _TOKEN_BYTES = 5  # of a varint, at most
+# Positions that wait to be written where a replay looks: together they take hardly longer than a few do.
+_MOST_PENDING = 256
 _NO_ROWS = torch.empty(0, 0, 0)
 
 
@@ -108,6 +110,9 @@ class Feed:
         self._tokens: dict[str, list[int]] = {}
         # sequence id -> the first position that the draft has not been sent, because it was quiet
         self._unsent: dict[str, int] = {}
+        # What is not among the tails yet.
+        self._pending: list[tuple[Rows[Advance], Tensor]] = []
+        self._pending_rows = 0
         self._tails = torch.zeros(slots, taps.sink + taps.window, len(taps.layers), width, dtype=dtype, device=device)
 
     def join(self, sequence_id: str, slot: int) -> None:
@@ -116,15 +121,37 @@ class Feed:
 
     def leave(self, sequence_id: str) -> bool:
         """Forget a sequence; False when it was none of this feed's."""
+        if sequence_id not in self.members:
+            return False
+        self._write_tails()
         self._tokens.pop(sequence_id, None)
         self._unsent.pop(sequence_id, None)
-        return self.members.pop(sequence_id, None) is not None
+        del self.members[sequence_id]
+        return True
 
     def store(self, advances: Rows[Advance], rows_RND: Tensor) -> None:
-        """Keep what a replay will need. Sink positions have entries of their own, the window is a ring."""
+        """Keep what a replay will need."""
+        for a in advances:
+            self.members[a.sequence_id] = (a.slot, a.start + a.count)
+            if self.taps.tokens:
+                self._tokens[a.sequence_id] += a.tokens
+        self._pending.append((advances, rows_RND))
+        self._pending_rows += len(rows_RND)
+        if self._pending_rows > _MOST_PENDING:
+            self._write_tails()
+
+    def _write_tails(self) -> None:
+        """Sink positions have entries of their own, the window is a ring."""
+        advances = [a for stored, _ in self._pending for a in stored]
+        if not advances:
+            return
+        rows_RND = torch.cat([rows for _, rows in self._pending])
+        self._pending, self._pending_rows = [], 0
         device = rows_RND.device
+        # What is no more in the window, because the sequence has gone on, must not overwrite what is.
+        ends = [self.members[a.sequence_id][1] for a in advances]
         counts = torch.tensor([a.count for a in advances], device=device)
-        ends_R = torch.tensor([a.start + a.count for a in advances], device=device).repeat_interleave(counts)
+        ends_R = torch.tensor(ends, device=device).repeat_interleave(counts)
         slots_R = torch.tensor([a.slot for a in advances], device=device).repeat_interleave(counts)
         positions_R = torch.cat([torch.arange(a.start, a.start + a.count, device=device) for a in advances])
         sink, window = self.taps.sink, self.taps.window
@@ -133,10 +160,6 @@ class Feed:
             (positions_R >= ends_R - window, sink + positions_R % window),
         ):
             self._tails[slots_R[kept_R], entry_R[kept_R]] = rows_RND[kept_R]
-        for a in advances:
-            self.members[a.sequence_id] = (a.slot, a.start + a.count)
-            if self.taps.tokens:
-                self._tokens[a.sequence_id] += a.tokens
 
     def skip(self, sequence_id: str, tokens: list[int]) -> None:
         slot, length = self.members[sequence_id]
@@ -174,6 +197,8 @@ class Feed:
 
     def _kept(self, wanted: Rows[tuple[str, int]], whole: bool = False) -> Delivery:
         """Of each sequence the positions from one on, or all that is kept where some of them are not."""
+        if wanted:
+            self._write_tails()
         spans: list[pb.ActivationSpan] = []
         rows: list[Tensor] = []
         tokens: list[int] = []
@@ -379,6 +404,8 @@ class Publisher:
 def _committed_rows(taps_BTND: Tensor, rows: list[int], advances: Rows[Advance]) -> Tensor:
     """The committed positions of the chosen rows, one after the other."""
     T, device = taps_BTND.shape[1], taps_BTND.device
+    if sum(a.count for a in advances) == taps_BTND.shape[0] * T:
+        return taps_BTND.flatten(0, 1)
     counts_B = torch.zeros(len(taps_BTND), dtype=torch.int64, device=device)
     counts_B[rows] = torch.tensor([a.count for a in advances], device=device)
     return taps_BTND[torch.arange(T, device=device) < counts_B[:, None]]

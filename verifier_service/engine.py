@@ -193,13 +193,13 @@ class Engine:
             self._reuse_prefix(sequence)
         chosen, chunk = self._prompts.next_chunk(taken.positions)
         verified, prefilled = self._forward(taken, chosen, chunk)
-        shares = self._shares(taken.entries, verified)
         # Who drafts waits longer for the activations than for the gateway to ask; else only the gateway waits.
-        if taken.drafted:
-            self._publish(lambda: self.publisher.announce(shares))
-        taken.answer(verified, began)
         if not taken.drafted:
-            self._publish(lambda: self.publisher.announce(shares))
+            taken.answer(verified, began)
+        shares = self._shares(taken.entries, verified)
+        self._publish(lambda: self.publisher.announce(shares))
+        if taken.drafted:
+            taken.answer(verified, began)
         self._publish(lambda: self.publisher.store(shares))
         if chunk and prefilled:
             self._advance_prompts(chosen, chunk, prefilled, began)

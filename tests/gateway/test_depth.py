@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from statistics import fmean
 
 import pytest
 from hypothesis import given, settings
@@ -167,6 +168,34 @@ def test_a_workload_that_becomes_hard_and_easy_again_is_followed() -> None:
     run(easy, HEAVY, controller, rounds=200)
     assert share_of_best(hard, HEAVY, run(hard, HEAVY, controller, rounds=300)[100:]) >= 0.95
     assert share_of_best(easy, HEAVY, run(easy, HEAVY, controller, rounds=600)[300:]) >= 0.95
+
+
+def of_plain(choose: Callable[[Load, list[int]], int] | DepthController, system: System, seed: int) -> list[float]:
+    """Tokens a second over those of plain decoding, of four texts of 200 tokens each time, which grow from nothing."""
+    rng, ratios = random.Random(seed), []
+    for _ in range(8):
+        context, seconds, plainly = 20.0, 0.0, 0.0
+        while context < 220:
+            now = Load(4, context)
+            k = choose.choose(now, [64] * 4) if isinstance(choose, DepthController) else choose(now, [64] * 4)
+            took, blocks = system.round(k, now, rng)
+            if isinstance(choose, DepthController):
+                choose.observe(now, k, took, blocks)
+            gained = 1 + sum(accepted for _, accepted in blocks) / 4
+            context += gained
+            seconds += system.seconds(k, now)
+            plainly += gained * system.seconds(0, now)
+        ratios.append(plainly / seconds)
+    return ratios
+
+
+@pytest.mark.parametrize("weights", [8.0, 30.0])
+@pytest.mark.parametrize("milliseconds", [50.0, 200.0, 240.0])
+def test_a_draft_that_answers_late_costs_no_more_than_a_twentieth(milliseconds: float, weights: float) -> None:
+    late = System(weights=weights, hop=milliseconds)
+    assert fmean(ratio for seed in range(6) for ratio in of_plain(DepthController(), late, seed)[2:]) >= 0.95
+    if milliseconds > 50:
+        assert fmean(of_plain(lambda now, rooms: 4, late, seed=0)) < 0.8
 
 
 def test_a_machine_that_becomes_slower_as_a_whole_changes_no_choice() -> None:
