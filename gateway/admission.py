@@ -15,33 +15,37 @@ from spire.errors import InvalidRequest
 TIMEOUT_HEADER = "X-Request-Timeout"
 # A client is told to come back neither at once nor in an hour, whatever was measured.
 _SHORTEST_RETRY, _LONGEST_RETRY = 1, 120
-# Ends that the rate is taken over.
+# First tokens that the rate is taken over.
 _REMEMBERED = 64
 
 
 class DrainRate:
-    """How fast the queue gets shorter: ends of sequences that made place for others."""
+    """How fast the queue gets shorter: first tokens that came while others waited for theirs.
+
+    Whether they wait here for a place or at the verifier for their prompt to be read is all the same to them.
+    """
 
     def __init__(self) -> None:
-        self._freed: deque[float] = deque(maxlen=_REMEMBERED)
+        self._started: deque[float] = deque(maxlen=_REMEMBERED)
 
-    def freed(self, now: float) -> None:
-        """A place has become free, and others waited for it."""
-        self._freed.append(now)
+    def started(self, now: float) -> None:
+        """One has its first token, and others wait for theirs."""
+        self._started.append(now)
 
     def emptied(self) -> None:
         """Nobody waits any more: what drains later is measured from then on, not over the idle time between."""
-        self._freed.clear()
+        self._started.clear()
 
-    def seconds_for(self, places: int) -> float | None:
-        """Until so many places are free; None before anything was measured."""
-        if len(self._freed) < 2:
+    def seconds_for(self, waiting: int, now: float) -> float | None:
+        """Until so many have their first token; None before anything was measured. Silence counts as slowness."""
+        if len(self._started) < 2:
             return None
-        return places * (self._freed[-1] - self._freed[0]) / (len(self._freed) - 1)
+        first, last, count = self._started[0], self._started[-1], len(self._started)
+        return waiting * max((last - first) / (count - 1), (now - first) / count)
 
-    def retry_after(self, places: int) -> int:
-        """Whole seconds after which asking again for so many places is worth the trouble."""
-        return _retry(self.seconds_for(places) or 0.0)
+    def retry_after(self, waiting: int, now: float) -> int:
+        """Whole seconds after which asking again for so many is worth the trouble."""
+        return _retry(self.seconds_for(waiting, now) or 0.0)
 
 
 class Budget:

@@ -72,7 +72,7 @@ class GatewayConfig(ServiceConfig):
     max_queue_seconds: float | None = Field(
         None,
         gt=0,
-        description="refuse with 429 who would wait for longer than this, by the rate at which places got free",
+        description="refuse with 429 who would wait longer for a first token, by the rate at which others got theirs",
     )
     requests_per_minute: int | None = Field(None, ge=1, description="requests that each API key may make a minute")
     tokens_per_minute: int | None = Field(

@@ -56,7 +56,7 @@ class Engine:
         self._tasks: list[asyncio.Task[None]] = []
         self._wakeup = asyncio.Event()
         self._releases = Releases(self.verifier, self.scheduler)
-        self._freed = DrainRate()
+        self._drain = DrainRate()
         self._admit_from = 0.0
         self._met_verifier_at = 0.0
         # When a prefill last made progress.
@@ -82,25 +82,23 @@ class Engine:
         """Queue the choices of a request, all or none. Raises NoVerifier, ShuttingDown, QueueFull or InvalidRequest."""
         _ = self.model
         now = time.monotonic()
-        self._refuse_long_wait()
+        self._refuse_long_wait(now)
         try:
             self.scheduler.add(sequences)
         except OutOfCapacity as error:
-            raise QueueFull(str(error), self._freed.retry_after(len(sequences))) from error
+            raise QueueFull(str(error), self._drain.retry_after(len(sequences), now)) from error
         for sequence in sequences:
             sequence.moments.arrived = now
         self._wakeup.set()
 
-    def _refuse_long_wait(self) -> None:
+    def _refuse_long_wait(self, now: float) -> None:
         """Raises QueueFull when whoever comes now would wait for longer than anybody shall."""
-        most, waiting = self.config.max_queue_seconds, len(self.scheduler.waiting)
-        if most is None or self.scheduler.held + waiting < self.scheduler.capacity:
-            return
-        expected = self._freed.seconds_for(waiting)
-        if expected is not None and expected > most:
+        most, waiting = self.config.max_queue_seconds, self.scheduler.unstarted
+        expected = self._drain.seconds_for(waiting, now)
+        if most is not None and expected is not None and expected > most:
             raise QueueFull(
-                f"{waiting} sequences wait already, which takes about {expected:.0f} s: try again later",
-                self._freed.retry_after(1),
+                f"{waiting} sequences wait for their first token, which takes about {expected:.0f} s: try again later",
+                self._drain.retry_after(1, now),
             )
 
     def finish(self, sequences: Iterable[Sequence], reason: str, error: Exception | None = None) -> None:
@@ -360,6 +358,10 @@ class Engine:
             return
         before = len(sequence.output)
         self.scheduler.started(message.sequence_id, message.token, message.cached_tokens, logprobs)
+        if self.scheduler.unstarted:
+            self._drain.started(now)
+        else:
+            self._drain.emptied()
         self._after_tokens(sequence, len(sequence.output) - before, now)
 
     def _refused(self, sequence: Sequence, status: tensor_pb2.ItemStatus, drafted: int) -> None:
@@ -389,10 +391,8 @@ class Engine:
 
     def _after_end(self, sequence: Sequence) -> None:
         now = time.monotonic()
-        if not self.scheduler.waiting:
-            self._freed.emptied()
-        elif sequence.moments.admitted:
-            self._freed.freed(now)
+        if not self.scheduler.unstarted:
+            self._drain.emptied()
         self.metrics.sequence_finished(sequence, now)
         self._releases.wake()
         self._wakeup.set()

@@ -58,6 +58,11 @@ class Scheduler:
         """Sequences that hold a place at the verifier."""
         return len(self.starting) + len(self.running)
 
+    @property
+    def unstarted(self) -> int:
+        """Sequences that wait for a place, or for the first token of a life."""
+        return len(self.waiting) + len(self.starting)
+
     def add(self, sequences: Iterable[Sequence]) -> None:
         """Queue the choices of one request, all or none.
 

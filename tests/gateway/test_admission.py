@@ -82,17 +82,18 @@ def test_where_no_keys_are_asked_for_nobody_is_limited() -> None:
         quotas.charge("alice", 1000, 0.0)
 
 
-def test_the_queue_is_told_by_the_rate_at_which_places_got_free() -> None:
+def test_the_queue_is_told_by_the_rate_at_which_others_got_their_first_token() -> None:
     rate = DrainRate()
-    assert rate.seconds_for(3) is None
-    assert rate.retry_after(3) == 1
+    assert rate.seconds_for(3, now=0.0) is None
+    assert rate.retry_after(3, now=0.0) == 1
     for moment in range(11):
-        rate.freed(2.0 * moment)
-    assert rate.seconds_for(3) == 6.0
-    assert rate.retry_after(3) == 6
-    assert rate.retry_after(1000) == 120
+        rate.started(2.0 * moment)
+    assert rate.seconds_for(3, now=20.0) == 6.0
+    assert rate.retry_after(3, now=20.0) == 6
+    assert rate.retry_after(1000, now=20.0) == 120
+    assert rate.seconds_for(3, now=44.0) == 12.0, "nobody has got any for long"
     rate.emptied()
-    assert rate.seconds_for(3) is None, "idle time is no slowness"
+    assert rate.seconds_for(3, now=44.0) is None, "idle time is no slowness"
 
 
 @pytest.mark.parametrize(("asked", "seconds"), [("2.5", 2.5), ("1e9", 60.0), (" 7 ", 7.0)])

@@ -52,6 +52,25 @@ def test_a_full_queue_tells_when_to_ask_again_by_the_measured_rate(strict: tuple
         assert all(one.result()["usage"]["completion_tokens"] == LONG["max_tokens"] for one in work)
 
 
+@pytest.mark.fault(15)
+def test_who_would_wait_long_while_the_verifier_reads_others_prompts_is_refused(stories_dir: Path) -> None:
+    """They have their places already, so it is no queue for a place."""
+    gateway_options, verifier_options = ["--max-queue-seconds", "0.2"], ["--token-budget", "8"]
+    with running(stories_dir, gateway_options=gateway_options, verifier_options=verifier_options) as services:
+        api = Api(services.url)
+        prompts = [[20 + n, *range(300, 500)] for n in range(40)]
+        with ThreadPoolExecutor(1) as pool:
+            work = pool.submit(api.complete, prompts, max_tokens=1)
+            eventually(lambda: api.metric("spire_time_to_first_token_seconds_count") >= 3)
+            refused = api.post(prompt="x", max_tokens=1)
+            assert refused.status_code == 429
+            assert api.metric("spire_sequences_now", state="waiting") == 0
+            assert "wait for their first token" in refused.json()["error"]["message"]
+            assert 1 <= int(refused.headers["retry-after"]) <= 120
+            assert len(work.result()["choices"]) == 40
+        assert api.complete("x", max_tokens=1)["choices"]
+
+
 def test_more_choices_than_the_queue_ever_holds_are_refused_for_good(strict: tuple[Services, Api]) -> None:
     _, api = strict
     refused = api.post(prompt=PROMPT, n=3)
