@@ -33,7 +33,7 @@ from spire.v1 import tensor_pb2, verifier_pb2
 # How long to leave a verifier alone that had no place for a sequence.
 _FULL_PAUSE = 0.05
 # How long a new verifier's first sequences wait for the draft to follow it: what starts before then is never drafted.
-_DRAFT_PATIENCE = 1.0
+_DRAFT_PATIENCE = 2.0
 _PATROL = 0.25
 
 log = structlog.get_logger("gateway")
@@ -114,7 +114,7 @@ class Engine:
             running=len(self.scheduler.running),
             starting=len(self.scheduler.starting),
             waiting=len(self.scheduler.waiting),
-            capacity=self.scheduler.capacity,
+            cache_usage=self.verifier.cache_usage,
             deepest=min(draft.max_speculation_depth, model.info.max_speculation_depth) if draft and model else 0,
             tasks=len(asyncio.all_tasks()),
             verifier_up=self.verifier.usable,

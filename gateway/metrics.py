@@ -47,7 +47,8 @@ class Gauges:
     running: int = 0
     starting: int = 0
     waiting: int = 0
-    capacity: int = 0
+    # Share of the verifier's cache.
+    cache_usage: float = 0.0
     # Most draft tokens of a block, by the handshakes: how many series there are.
     deepest: int = 0
     # Of the event loop: what grows when something is not cleaned up.
@@ -269,8 +270,8 @@ class Exposition(Collector):
         counts = self.metrics
         yield GaugeMetricFamily("vllm:num_requests_running", "As vLLM.", value=now.running + now.starting)
         yield GaugeMetricFamily("vllm:num_requests_waiting", "As vLLM.", value=now.waiting)
-        usage = (now.running + now.starting) / now.capacity if now.capacity else 0.0
-        yield GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of the verifier's places taken.", value=usage)
+        help_text = "Share of the verifier's cache that live sequences have, as it said last."
+        yield GaugeMetricFamily("vllm:kv_cache_usage_perc", help_text, value=now.cache_usage)
         yield _counter("vllm:prompt_tokens", "As vLLM.", counts.prompt_tokens)
         yield _counter("vllm:generation_tokens", "As vLLM.", counts.generated_tokens)
         yield _labelled("vllm:request_success", "As vLLM.", "finished_reason", counts.finished)

@@ -279,6 +279,8 @@ class VerifierPeer(Peer[verifier_pb2.VerifyBatchResult]):
     ):
         super().__init__(address, tls)
         self.model: Model | None = None
+        # Share of its cache that live sequences have, as it said last.
+        self.cache_usage = 0.0
         self._gateway_id = gateway_id
         self._on_started, self._on_lost, self._on_connected = on_started, on_lost, on_connected
         self._stub = VerifierStub(self._channel)
@@ -292,6 +294,7 @@ class VerifierPeer(Peer[verifier_pb2.VerifyBatchResult]):
             answer = await self._stub.GetTokenizer(verifier_pb2.GetTokenizerRequest(), timeout=_CONTROL_DEADLINE)
             codec = TextCodec(answer.tokenizer_json)
             chat_template = ChatTemplate(answer.chat_template, dict(answer.special_tokens))
+            self.cache_usage = 0.0
         else:
             codec, chat_template = before.codec, before.chat_template
         same = before is not None and before.info.target_fingerprint == info.target_fingerprint
@@ -316,7 +319,8 @@ class VerifierPeer(Peer[verifier_pb2.VerifyBatchResult]):
         return await self._ask(request.verify.batch_id, request, deadline)
 
     async def release(self, sequence_ids: list[str]) -> None:
-        await self._stub.Release(verifier_pb2.ReleaseRequest(sequence_ids=sequence_ids), timeout=_CONTROL_DEADLINE)
+        request = verifier_pb2.ReleaseRequest(sequence_ids=sequence_ids)
+        self.cache_usage = (await self._stub.Release(request, timeout=_CONTROL_DEADLINE)).cache_usage
 
     def _open(self) -> grpc.aio.StreamStreamCall:
         number = str(next(self._streams))
@@ -324,6 +328,7 @@ class VerifierPeer(Peer[verifier_pb2.VerifyBatchResult]):
 
     def _receive(self, message: verifier_pb2.RoundsResponse) -> None:
         if message.HasField("verified"):
+            self.cache_usage = message.verified.cache_usage
             self._answered(message.verified)
         elif message.HasField("started"):
             self._on_started(message.started)

@@ -53,13 +53,15 @@ class Taken:
         """Whether any block came from a draft."""
         return any(entry.block.k for entry in self.entries)
 
-    def answer(self, outcome: Outcome | None, began: float) -> None:
+    def answer(self, outcome: Outcome | None, began: float, cache_usage: float) -> None:
         """Send what became of every item. `began`: of the step, as `time.perf_counter` has it."""
         for task in self.tasks:
             timings = pb.Timings(queue_seconds=began - task.received, total_seconds=time.perf_counter() - began)
             if outcome:
                 timings.forward_seconds, timings.sample_seconds = outcome.forward_seconds, outcome.sample_seconds
-            result = pb.VerifyBatchResult(batch_id=task.batch.batch_id, results=task.results, timings=timings)
+            result = pb.VerifyBatchResult(
+                batch_id=task.batch.batch_id, results=task.results, timings=timings, cache_usage=cache_usage
+            )
             task.reply(pb.RoundsResponse(verified=result))
 
 

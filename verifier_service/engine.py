@@ -195,11 +195,11 @@ class Engine:
         verified, prefilled = self._forward(taken, chosen, chunk)
         # Who drafts waits longer for the activations than for the gateway to ask; else only the gateway waits.
         if not taken.drafted:
-            taken.answer(verified, began)
+            taken.answer(verified, began, self.steps.cache.usage)
         shares = self._shares(taken.entries, verified)
         self._publish(lambda: self.publisher.announce(shares))
         if taken.drafted:
-            taken.answer(verified, began)
+            taken.answer(verified, began, self.steps.cache.usage)
         self._publish(lambda: self.publisher.store(shares))
         if chunk and prefilled:
             self._advance_prompts(chosen, chunk, prefilled, began)

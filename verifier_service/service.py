@@ -296,7 +296,7 @@ class VerifierService(rpc.VerifierServicer):
         await _check_named("a ReleaseRequest", request.sequence_ids, context)
         done = self._engine.call(self._engine.slots.release, list(request.sequence_ids))
         released = await asyncio.wrap_future(done)
-        return pb.ReleaseResponse(released=released)
+        return pb.ReleaseResponse(released=released, cache_usage=self._engine.steps.cache.usage)
 
 
 async def _check_named(what: str, sequence_ids: Sequence[str], context: grpc.aio.ServicerContext) -> None:

@@ -98,6 +98,11 @@ class TargetCache:
         return sum(pages for slot, pages in enumerate(self._held[: self.slots]) if slot not in free) * self.page_bytes
 
     @property
+    def usage(self) -> float:
+        """Share of it, in [0, 1], that the sequences there are have been promised. Any thread may ask."""
+        return self.live_bytes / self.bytes
+
+    @property
     def free_slots(self) -> int:
         return len(self._free)
 

@@ -220,14 +220,16 @@ class DraftDistribution(_message.Message):
     def __init__(self, ids: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., probabilities: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class VerifyBatchResult(_message.Message):
-    __slots__ = ("batch_id", "results", "timings")
+    __slots__ = ("batch_id", "results", "timings", "cache_usage")
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     RESULTS_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_USAGE_FIELD_NUMBER: _ClassVar[int]
     batch_id: int
     results: _containers.RepeatedCompositeFieldContainer[VerifyResult]
     timings: Timings
-    def __init__(self, batch_id: _Optional[int] = ..., results: _Optional[_Iterable[_Union[VerifyResult, _Mapping]]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ...) -> None: ...
+    cache_usage: float
+    def __init__(self, batch_id: _Optional[int] = ..., results: _Optional[_Iterable[_Union[VerifyResult, _Mapping]]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., cache_usage: _Optional[float] = ...) -> None: ...
 
 class VerifyResult(_message.Message):
     __slots__ = ("sequence_id", "round", "status", "accepted", "tokens", "logprobs")
@@ -342,7 +344,9 @@ class ReleaseRequest(_message.Message):
     def __init__(self, sequence_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ReleaseResponse(_message.Message):
-    __slots__ = ("released",)
+    __slots__ = ("released", "cache_usage")
     RELEASED_FIELD_NUMBER: _ClassVar[int]
+    CACHE_USAGE_FIELD_NUMBER: _ClassVar[int]
     released: int
-    def __init__(self, released: _Optional[int] = ...) -> None: ...
+    cache_usage: float
+    def __init__(self, released: _Optional[int] = ..., cache_usage: _Optional[float] = ...) -> None: ...

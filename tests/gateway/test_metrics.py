@@ -17,6 +17,7 @@ from gateway.metrics import DECODINGS, ROUND_PARTS, Metrics
 from gateway.sequence import Sampling, Sequence
 from tests.gateway.conftest import Api, eventually
 from tests.services import running
+from tests.verifier.harness import free_port
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = ["Once upon a time" + " there" * index for index in range(4)]
@@ -68,6 +69,23 @@ def test_acceptance_by_vllm_s_names_is_that_of_the_responses(api: Api) -> None:
     assert vllm(grown, "drafts") == len([round_ for round_ in rounds if round_["drafted"]])
     spire = {name: grown[f"spire_{name}_total[]"] for name in ("drafts", "draft_tokens", "accepted_tokens")}
     assert spire == {name: vllm(grown, name) for name in spire}
+
+
+def test_cache_usage_is_the_verifier_s_own(stories_dir: Path) -> None:
+    port = free_port()
+    with running(stories_dir, verifier_options=["--metrics-port", str(port)]) as services:
+        api, verifier = Api(services.url), Api(f"http://127.0.0.1:{port}")
+
+        def usage() -> float:
+            return verifier.metric("spire_verifier_cache_live_bytes") / verifier.metric("spire_verifier_cache_bytes")
+
+        with ThreadPoolExecutor(1) as pool:
+            work = pool.submit(api.complete, PROMPTS, **LONG)
+            eventually(lambda: usage() > 0)
+            eventually(lambda: api.metric("vllm:kv_cache_usage_perc") == pytest.approx(usage(), rel=0.3))
+            assert len(work.result()["choices"]) == len(PROMPTS)
+        eventually(lambda: api.metric("vllm:kv_cache_usage_perc") == 0)
+        assert usage() == 0
 
 
 def test_one_switch_takes_the_other_names_away(stories_dir: Path) -> None:
