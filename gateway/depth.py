@@ -193,7 +193,7 @@ class RoundTimes:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A drafted round where none is known to be best, and the seconds that are expected of it and of a plain one."""
+    """A look at drafting at depth k where plain rounds are best, and the seconds that each is thought to take."""
 
     k: int
     seconds: float
@@ -243,7 +243,7 @@ class DepthController:
         self._pause = max(0.0, self._pause - seconds)
 
     def _settle(self, k: int | None, seconds: float, guessed: bool) -> None:
-        """See whether a look at drafting took what was thought; one that no guess came of did not."""
+        """See whether a look at drafting took what was thought: one that no guess came of did not."""
         probe, lost = self._probing, k is None and not guessed
         if probe is None or not (lost or k == probe.k):
             return
@@ -260,20 +260,28 @@ class DepthController:
         return self.acceptance.taus()[k] * math.exp(times.mean[0] - times.mean[k])
 
     def _times(self, load: Load) -> RoundTimes:
-        cell = load.cell
-        known = self.times.get(cell)
-        if known and known.rounds >= _FEW:
-            return known
-        seen = {other: _distance(cell, other) for other, times in self.times.items() if times.last and other != cell}
-        if known:
-            # Who came here before anything was known begins again where a neighbour knows more by now.
-            seen = {o: d for o, d in seen.items() if d <= 1 and self.times[o].worth(d) > known.rounds}
-        if seen or not known:
-            known = self.times[cell] = RoundTimes(self.deepest)
-            if seen:
-                nearest = min(seen, key=lambda o: (seen[o], -self.times[o].rounds))
-                known.of_neighbour(self.times[nearest], seen[nearest])
+        """What is known of this load's cell."""
+        known = self.times.get(load.cell)
+        if known is None or known.rounds < _FEW:
+            known = self.times[load.cell] = self._begun(load.cell, known)
         return known
+
+    def _begun(self, cell: tuple[int, int, bool], known: RoundTimes | None) -> RoundTimes:
+        """A new cell begins where the nearest one stands; one that was met before anything was known begins again where
+        one beside it knows more by now."""
+        teachers = [
+            (distance, times)
+            for other, times in self.times.items()
+            if times.last and other != cell
+            for distance in [_distance(cell, other)]
+            if known is None or (distance <= 1 and times.worth(distance) > known.rounds)
+        ]
+        if not teachers:
+            return known or RoundTimes(self.deepest)
+        distance, teacher = min(teachers, key=lambda one: (one[0], -one[1].rounds))
+        fresh = RoundTimes(self.deepest)
+        fresh.of_neighbour(teacher, distance)
+        return fresh
 
     def _probe(self, load: Load, times: RoundTimes, taus: list[float], worth: list[float], best: int) -> int:
         """The best depth, or another one when looking at it promises more than it costs."""

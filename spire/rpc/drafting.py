@@ -14,7 +14,7 @@ from spire.errors import InvalidRequest, RequestError
 from spire.rpc.errors import OK, call_status, item_status
 from spire.rpc.limits import check_named
 from spire.rpc.sampling import check_sampling, from_protos
-from spire.rpc.tensors import to_wire
+from spire.rpc.tensors import put
 from spire.v1 import draft_pb2 as pb
 from spire.v1 import draft_pb2_grpc as rpc
 from spire.v1 import tensor_pb2, verifier_pb2
@@ -66,7 +66,7 @@ class DraftServicer(rpc.DraftServicer):
             )
             answer = await self._hand_over(task)
             _log_refusals({good[index].sequence_id: error for index, error in answer.refused.items()})
-            result.proposals.extend(_proposals(good, answer))
+            _add_proposals(result, good, answer)
             result.timings.queue_seconds = answer.queue_seconds
             result.timings.forward_seconds = answer.forward_seconds
         result.proposals.extend(
@@ -101,24 +101,22 @@ def _log_refusals(refused: Mapping[str, RequestError]) -> None:
         log.debug("refused", sequence=sequence_id, code=type(error).__name__)
 
 
-def _proposals(items: list[pb.ProposeItem], answer: ProposeAnswer) -> list[pb.Proposal]:
-    proposals = [
-        pb.Proposal(sequence_id=items[index].sequence_id, status=item_status(error))
-        for index, error in answer.refused.items()
-    ]
-    if answer.drafted is None:
-        ready = [pb.Proposal(sequence_id=items[index].sequence_id, status=OK) for index in answer.ready]
-        return proposals + ready
-    tokens = answer.drafted.tokens_BK.tolist()
+def _add_proposals(result: pb.ProposeBatchResult, items: list[pb.ProposeItem], answer: ProposeAnswer) -> None:
+    """Filled in place: q is the bulk of it."""
+    for index, error in answer.refused.items():
+        result.proposals.add(sequence_id=items[index].sequence_id, status=item_status(error))
+    tokens = answer.drafted.tokens_BK.tolist() if answer.drafted else []
     for row, index in enumerate(answer.ready):
         item = items[index]
-        needs_q = item.k and item.sampling.temperature > 0 and item.sampling.rule != tensor_pb2.RULE_INVARIANT
-        q = _distribution(answer.drafted, row, item.k) if needs_q else None
-        proposals.append(pb.Proposal(sequence_id=item.sequence_id, status=OK, tokens=tokens[row][: item.k], q=q))
-    return proposals
+        proposal = result.proposals.add(sequence_id=item.sequence_id, status=OK)
+        if answer.drafted:
+            proposal.tokens.extend(tokens[row][: item.k])
+            if item.k and item.sampling.temperature > 0 and item.sampling.rule != tensor_pb2.RULE_INVARIANT:
+                _put_q(proposal.q, answer.drafted, row, item.k)
 
 
-def _distribution(drafted: Drafted, row: int, k: int) -> verifier_pb2.DraftDistribution:
+def _put_q(q: verifier_pb2.DraftDistribution, drafted: Drafted, row: int, k: int) -> None:
     assert drafted.probs_BKM is not None  # there is a sequence that is not under the invariant rule
-    ids = None if drafted.ids_BKM is None else to_wire(drafted.ids_BKM[row, :k].int())
-    return verifier_pb2.DraftDistribution(ids=ids, probabilities=to_wire(drafted.probs_BKM[row, :k]))
+    if drafted.ids_BKM is not None:
+        put(q.ids, drafted.ids_BKM[row, :k].int())
+    put(q.probabilities, drafted.probs_BKM[row, :k])

@@ -20,8 +20,20 @@ _FROM_WIRE = {wire: dtype for dtype, wire in _TO_WIRE.items()}
 
 def to_wire(tensor: Tensor) -> pb.Tensor:
     """Encode float32, bfloat16 or int32. bfloat16 travels through a view of its bytes."""
-    raw = tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes()
-    return pb.Tensor(dtype=_TO_WIRE[tensor.dtype], shape=tensor.shape, data=raw)
+    message = without_data(tensor)
+    message.data = _raw(tensor)
+    return message
+
+
+def put(message: pb.Tensor, tensor: Tensor) -> None:
+    """Encode into a message's empty field, because a message that is built from messages copies their bytes again."""
+    message.dtype = _TO_WIRE[tensor.dtype]
+    message.shape.extend(tensor.shape)
+    message.data = _raw(tensor)
+
+
+def _raw(tensor: Tensor) -> bytes:
+    return tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def without_data(tensor: Tensor) -> pb.Tensor:
@@ -38,10 +50,10 @@ def from_wire(message: pb.Tensor, dtype: torch.dtype | None = None, data: memory
     if found is None or (dtype is not None and found != dtype):
         expected = dtype or "float32, bfloat16 or int32"
         raise InvalidRequest(f"tensor has dtype {found or message.dtype}, expected {expected}")
-    size, came = math.prod(message.shape) * found.itemsize, len(message.data if data is None else data)
+    raw = bytearray(message.data) if data is None else data
+    size, came = math.prod(message.shape) * found.itemsize, len(raw)
     if came != size:
         raise InvalidRequest(f"tensor of shape {list(message.shape)} and {found} needs {size} bytes, {came} came")
-    raw = bytearray(message.data) if data is None else data
     flat = torch.frombuffer(raw, dtype=found) if size else torch.empty(0, dtype=found)
     try:
         return flat.view(tuple(message.shape))
