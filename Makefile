@@ -17,7 +17,7 @@ ONE_LINE := awk -v shown="$$(test -t 2 && echo yes)" \
 	'shown && /^(Collecting|Installing)/ { printf "\r\033[K  %s", substr($$0, 1, 70); fflush() } END { if (shown) printf "\r\033[K" }'
 
 .DEFAULT_GOAL := help
-.PHONY: help serve compose-up compose-down images-test test faults faults-seen fuzz soak lint format protos clean
+.PHONY: help serve compose-up compose-down images-test test faults faults-seen fuzz soak pictures lint format protos clean
 
 help:  ## List what can be made.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,6 +57,9 @@ soak: $(VENV)/.dev  ## Mixed load with kills for MINUTES (30); ARGS="--trace FIL
 
 images-test: $(VENV)/.dev  ## Build the images by buildah, run the system from them (as root, without an engine; minutes, 4 GB while it runs).
 	SPIRE_TEST_IMAGES=1 $(VENV)/bin/python -m pytest tests/deploy/test_images.py $(ARGS)
+
+pictures: $(VENV)/.dev  ## Take docs/page.png and docs/page-dark.png anew (needs chromium and chromedriver).
+	$(VENV)/bin/python -m tests.page.pictures
 
 lint: $(VENV)/.dev  ## ruff check, ruff format --check, mypy.
 	$(VENV)/bin/ruff check .

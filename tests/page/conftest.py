@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -166,23 +167,31 @@ class Page:
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
 
-@pytest.fixture(scope="session")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    browser, bridge = shutil.which("chromium"), shutil.which("chromedriver")
-    if browser is None or bridge is None:
+@contextmanager
+def browser(profile: Path) -> Iterator[Any]:
+    """Chromium's driver. Skips where there is none."""
+    binary, bridge = shutil.which("chromium"), shutil.which("chromedriver")
+    if binary is None or bridge is None:
         pytest.skip("needs chromium and chromedriver: apt-get install chromium chromium-driver")
     webdriver = pytest.importorskip("selenium.webdriver")
     from selenium.webdriver.chrome.service import Service
 
     options = webdriver.ChromeOptions()
-    options.binary_location = browser
-    profile: Path = tmp_path_factory.mktemp("chromium")
+    options.binary_location = binary
     for flag in [*_FLAGS, f"--user-data-dir={profile}"]:
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options=options, service=Service(bridge))
-    yield driver
-    driver.quit()
+    try:
+        yield driver
+    finally:
+        driver.quit()
+
+
+@pytest.fixture(scope="session")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with browser(tmp_path_factory.mktemp("chromium")) as driver:
+        yield driver
 
 
 def opened(driver: Any, url: str) -> Page:

@@ -1,0 +1,37 @@
+"""`make pictures`: those of the page in docs/, taken anew of the bundled pair on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tests.page.conftest import browser, opened
+from tests.services import running
+
+ROOT = Path(__file__).parents[2]
+PICTURES = {"light": "page.png", "dark": "page-dark.png"}
+PROMPT = "The old man looked at the sea and"
+
+
+def take() -> None:
+    models = ROOT / "models"
+    with (
+        TemporaryDirectory() as profile,
+        browser(Path(profile)) as driver,
+        running(models / "target", models / "draft", dtype="auto", k=None) as services,
+    ):
+        page = opened(driver, services.url)
+        for scheme, name in PICTURES.items():
+            page.resize(1200, 780)
+            page.prefer(prefers_color_scheme=scheme)
+            page.load_ready()
+            page.find("#beside").click()
+            page.complete(PROMPT, tokens=64, seed=1, k=4)
+            page.find("summary").click()
+            page.run("window.scrollTo(0, 0); document.activeElement.blur()")
+            driver.save_screenshot(str(ROOT / "docs" / name))
+            print(ROOT / "docs" / name, page.text("#rate"), "tokens/s,", page.text("#gain"))
+
+
+if __name__ == "__main__":
+    take()
