@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate, cycle, islice, pairwise
 from pathlib import Path
-from statistics import median
+from statistics import quantiles
 from typing import Annotated, Any
 
 import httpx
@@ -160,7 +160,7 @@ class Soak:
         failed = [record.error for record in self.records if record.error]
         answered = [record for record in self.records if not record.error]
         mismatches = [found for record in answered if (found := record.problems(expected[repr(record.body)]))]
-        growth = {name: _growth([s.resident[name] for s in self._warm(minutes)]) for name in self.samples[-1].resident}
+        growth = {name: grown([s.resident[name] for s in self._warm(minutes)]) for name in self.samples[-1].resident}
         broken = {
             "failed requests": failed,
             "mismatches": mismatches,
@@ -193,10 +193,13 @@ def _resident(pid: int) -> int:
     return pages * 4096
 
 
-def _growth(series: list[int]) -> float:
-    """From the first to the last fifth of a series, in medians: what comes and goes with the load is no growth."""
-    fifth = max(1, len(series) // 5)
-    return median(series[-fifth:]) / median(series[:fifth]) - 1
+def grown(series: list[int]) -> float:
+    """From the first to the last fifth of a series, by the quartile that grew least. A leak lifts each of them; what comes
+    and goes with the load does not.
+    """
+    fifth = max(2, len(series) // 5)
+    early, late = quantiles(series[:fifth], n=4), quantiles(series[-fifth:], n=4)
+    return min(after / before for before, after in zip(early, late, strict=True)) - 1
 
 
 def poisson(context: int, rng: random.Random) -> list[Arrival]:
