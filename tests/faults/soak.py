@@ -194,8 +194,9 @@ def _resident(pid: int) -> int:
 
 
 def grown(series: list[int]) -> float:
-    """From the first to the last fifth of a series, by the quartile that grew least. A leak lifts each of them; what comes
-    and goes with the load does not.
+    """From the first to the last fifth of a series, by the quartile that grew least.
+
+    A leak lifts each of them; what comes and goes with the load does not.
     """
     fifth = max(2, len(series) // 5)
     early, late = quantiles(series[:fifth], n=4), quantiles(series[-fifth:], n=4)
