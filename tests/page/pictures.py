@@ -22,7 +22,7 @@ def take() -> None:
     ):
         page = opened(driver, services.url)
         for scheme, name in PICTURES.items():
-            page.resize(1200, 780)
+            page.resize(1200, 900)
             page.prefer(prefers_color_scheme=scheme)
             page.load_ready()
             page.find("#beside").click()
