@@ -269,16 +269,12 @@ class DepthController:
     def _begun(self, cell: tuple[int, int, bool], known: RoundTimes | None) -> RoundTimes:
         """A new cell begins where the nearest one stands; one that was met before anything was known begins again where
         one beside it knows more by now."""
-        teachers = [
-            (distance, times)
-            for other, times in self.times.items()
-            if times.last and other != cell
-            for distance in [_distance(cell, other)]
-            if known is None or (distance <= 1 and times.worth(distance) > known.rounds)
-        ]
-        if not teachers:
+        others = [(_distance(cell, at), times) for at, times in self.times.items() if times.last and at != cell]
+        if known:
+            others = [(distance, it) for distance, it in others if distance <= 1 and it.worth(distance) > known.rounds]
+        if not others:
             return known or RoundTimes(self.deepest)
-        distance, teacher = min(teachers, key=lambda one: (one[0], -one[1].rounds))
+        distance, teacher = min(others, key=lambda one: (one[0], -one[1].rounds))
         fresh = RoundTimes(self.deepest)
         fresh.of_neighbour(teacher, distance)
         return fresh

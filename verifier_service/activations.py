@@ -197,7 +197,7 @@ class Feed:
 
     def _kept(self, wanted: Rows[tuple[str, int]], whole: bool = False) -> Delivery:
         """Of each sequence the positions from one on, or all that is kept where some of them are not."""
-        if wanted:
+        if wanted:  # nobody is, in most rounds
             self._write_tails()
         spans: list[pb.ActivationSpan] = []
         rows: list[Tensor] = []

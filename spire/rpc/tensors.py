@@ -20,8 +20,8 @@ _FROM_WIRE = {wire: dtype for dtype, wire in _TO_WIRE.items()}
 
 def to_wire(tensor: Tensor) -> pb.Tensor:
     """Encode float32, bfloat16 or int32. bfloat16 travels through a view of its bytes."""
-    message = without_data(tensor)
-    message.data = _raw(tensor)
+    message = pb.Tensor()
+    put(message, tensor)
     return message
 
 
@@ -29,11 +29,7 @@ def put(message: pb.Tensor, tensor: Tensor) -> None:
     """Encode into a message's empty field, because a message that is built from messages copies their bytes again."""
     message.dtype = _TO_WIRE[tensor.dtype]
     message.shape.extend(tensor.shape)
-    message.data = _raw(tensor)
-
-
-def _raw(tensor: Tensor) -> bytes:
-    return tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes()
+    message.data = tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def without_data(tensor: Tensor) -> pb.Tensor:
