@@ -417,6 +417,7 @@ class Engine:
 
     def _on_verifier_lost(self) -> None:
         self.metrics.replays += self.scheduler.held
+        self._drain.emptied()
         given_up = self.scheduler.lose_all()
         self.finish(given_up, "error", PeerLost("the verifier was lost several times during this request"))
         self._wakeup.set()
