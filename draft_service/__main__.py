@@ -68,7 +68,9 @@ async def serve(config: DraftServiceConfig) -> None:
         def own_info() -> draft_pb2.DraftGetInfoResponse:
             return draft_pb2.DraftGetInfoResponse(following=follower.following, **described)
 
-        servicer = DraftServicer(own_info, worker.propose, draft.config.vocab_size, drafter.device)
+        servicer = DraftServicer(
+            own_info, worker.propose, draft.config.vocab_size, drafter.device, lambda: follower.q_ring
+        )
         draft_pb2_grpc.add_DraftServicer_to_server(servicer, server)
         worker.start()
         try:

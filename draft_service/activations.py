@@ -1,6 +1,7 @@
 """Following the verifier: one server stream brings the activations of all sequences of this draft.
 
-On one host it brings places in a ring of shared memory instead of bytes, if that can be opened here.
+On one host it brings places in a ring of shared memory instead of bytes, if that can be opened here, and offers another
+ring for q.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from draft_service.drafter import Span, Verified
 from draft_service.worker import Worker
 from spire.errors import InvalidRequest, MismatchError, OutOfCapacity
 from spire.model.config import DraftConfig
-from spire.rpc.carrier import RingReader, host_id
+from spire.rpc.carrier import OverwritingRing, RingReader, host_id
 from spire.rpc.channel import PROTOCOL_VERSION
 from spire.rpc.tensors import from_wire
 from spire.v1 import verifier_pb2 as pb
@@ -41,6 +42,8 @@ class Follower:
         self._shared_memory = Path(shared_memory)
         self._host = host_id() if shared_memory else ""
         self._ring: RingReader | None = None
+        # Where the verifier that is followed now reads q from.
+        self.q_ring: OverwritingRing | None = None
         self.following = False
         self.bytes_received = {INLINE: 0, SHARED_MEMORY: 0}
         self.subscriptions = 0
@@ -67,7 +70,7 @@ class Follower:
                 log.warning("activations cannot be taken up: asking for inline bytes", error=str(error))
                 shares = False
             finally:
-                self.following, self._ring = False, None
+                self.following, self._ring, self.q_ring = False, None, None
                 call.cancel()
             await asyncio.sleep(_RETRY_SECONDS)
             while self._worker.behind:  # noqa: ASYNC110 - a replay now would only be dropped again
@@ -99,16 +102,18 @@ class Follower:
             if message is None:  # gRPC's way to say that the bytes were no such message
                 raise InvalidRequest("the verifier sent what cannot be read")
             if message.HasField("ring"):
-                await self._open(message.ring)
+                await self._open(message)
             if message.ended:
                 self._worker.end(list(message.ended))
             if message.spans:
                 self._take(message)
 
-    async def _open(self, offer: pb.Ring) -> None:
+    async def _open(self, offers: pb.ActivationsResponse) -> None:
         """Map the verifier's memory, if it offers any. Not on the event loop: it is touched page by page."""
-        if offer.name:
-            self._ring = await asyncio.to_thread(RingReader, self._shared_memory, offer)
+        if offers.ring.name:
+            self._ring = await asyncio.to_thread(RingReader, self._shared_memory, offers.ring)
+        if offers.q_ring.name:
+            self.q_ring = await asyncio.to_thread(OverwritingRing, self._shared_memory, offers.q_ring)
         self._say_how()
 
     def _say_how(self) -> None:

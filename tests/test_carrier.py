@@ -1,4 +1,4 @@
-"""The ring between two processes: rows come out as they went in, whatever the reader does, and no name stays behind."""
+"""Rings between two processes: what comes out is what went in, or is missed, and no name stays behind."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections import deque
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spire.errors import InvalidRequest
-from spire.rpc.carrier import Ring, RingReader
+from spire.rpc import carrier
+from spire.rpc.carrier import OverwritingRing, OverwritingRingReader, Ring, RingReader
 from spire.rpc.tensors import to_wire, without_data
 from spire.v1 import verifier_pb2 as pb
 
@@ -160,11 +162,69 @@ def test_the_name_of_a_killed_maker_goes_with_the_next_ring_and_that_of_a_living
     assert {file.name for file in tmp_path.iterdir()} == {alive.offer.name, newest.offer.name}
 
 
-@pytest.mark.parametrize("carrier", ["inline", "shared_memory"])
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 30)), max_size=40))
+def test_an_overwriting_ring_gives_what_was_put_or_says_that_it_is_gone(steps: list[tuple[int, int]]) -> None:
+    """Each step puts so many rows of 192 bytes into a ring of 4,096 and reads what was put so many steps before."""
+    with tempfile.TemporaryDirectory() as name:
+        reader = OverwritingRingReader(Path(name), PAGE)
+        ring = OverwritingRing(Path(name), reader.offer)
+        put: list[tuple[Tensor, pb.RingSlice]] = []
+        for seed, (count, back) in enumerate(steps):
+            rows = rows_of(count, seed)
+            place = ring.put(rows)
+            assert bool(place.length) == (0 < rows.nbytes <= PAGE // 4)
+            put.append((rows, place))
+            rows, place = put[-1 - back % len(put)]
+            if place.length:
+                found = reader.copy(without_data(rows), place)
+                newest = max(later.position + later.length for _, later in put)
+                assert (found is None) == (place.position < newest - PAGE)
+                assert found is None or torch.equal(found, rows)
+
+
+def test_what_is_written_over_while_it_is_read_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = OverwritingRingReader(tmp_path, PAGE)
+    ring = OverwritingRing(tmp_path, reader.offer)
+    rows = rows_of(5, 0)
+    place = ring.put(rows)
+    view = carrier._view
+
+    def slowly(*args: Any, **kwargs: Any) -> memoryview:
+        for seed in range(4):
+            ring.put(rows_of(5, seed))
+        return view(*args, **kwargs)
+
+    monkeypatch.setattr(carrier, "_view", slowly)
+    assert reader.copy(without_data(rows), place) is None
+
+
+def test_a_place_in_another_overwriting_ring_is_none_in_this_one(tmp_path: Path) -> None:
+    readers = [OverwritingRingReader(tmp_path, PAGE) for _ in range(2)]
+    rings = [OverwritingRing(tmp_path, reader.offer) for reader in readers]
+    rows = rows_of(5, 0)
+    places = [ring.put(rows) for ring in rings]
+    assert readers[0].copy(without_data(rows), places[0]) is not None
+    assert readers[0].copy(without_data(rows), places[1]) is None
+    assert readers[1].copy(without_data(rows), places[0]) is None
+    nowhere = pb.RingSlice(position=places[0].position + 64 * 1024, length=rows.nbytes)
+    assert readers[0].copy(without_data(rows), nowhere) is None, "nothing was written there yet"
+
+
+def test_a_place_around_the_end_of_an_overwriting_ring_is_refused(tmp_path: Path) -> None:
+    reader = OverwritingRingReader(tmp_path, PAGE)
+    ring = OverwritingRing(tmp_path, reader.offer)
+    last = [ring.put(rows_of(5, seed)) for seed in range(5)][-1]
+    around = pb.RingSlice(position=last.position - 192, length=384)
+    with pytest.raises(InvalidRequest, match="do not lie in a ring"):
+        reader.copy(without_data(rows_of(2, 0)), around)
+
+
+@pytest.mark.parametrize("way", ["inline", "shared_memory"])
 def test_the_benchmark_sends_every_byte_by_the_carrier_it_names(
-    carrier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "experiments")
     script = importlib.import_module("carrier")
-    found = script.measure(script.SHAPES[-1], carrier, 3, tmp_path, 1)
+    found = script.measure(script.SHAPES[-1], way, 3, tmp_path, 1)
     assert 0 < found["copy_ms"]["p50"] < found["ms"]["p50"] <= found["ms"]["p99"]

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from spire.errors import InvalidRequest
+from spire.rpc.carrier import OverwritingRingReader
 from spire.rpc.tensors import from_wire
+from spire.v1 import tensor_pb2
 from spire.v1 import verifier_pb2 as pb
 from spire.verification import Q_PROBLEMS, SparseDistribution, check_q
 from verifier_service.sequence import Sequence
@@ -67,8 +69,13 @@ class RaggedBatch:
         return self.tokens_BT[:, 1:]
 
 
-def read_block(item: pb.VerifyItem, sequence: Sequence, base: int, limits: Limits) -> Block:
-    """Check one item against its sequence. Raises InvalidRequest that says what is wrong."""
+def read_block(
+    item: pb.VerifyItem, sequence: Sequence, base: int, limits: Limits, q_ring: OverwritingRingReader | None
+) -> Block:
+    """Check one item against its sequence. Raises InvalidRequest that says what is wrong.
+
+    Draft tokens whose q is no more in its draft's `q_ring` count for nothing: the block is an empty one.
+    """
     k = len(item.draft_tokens)
     if k > limits.max_depth:
         raise InvalidRequest(f"{k} draft tokens came, at most {limits.max_depth} are taken")
@@ -78,21 +85,30 @@ def read_block(item: pb.VerifyItem, sequence: Sequence, base: int, limits: Limit
         raise InvalidRequest(f"draft token {largest} is outside the vocabulary of {limits.vocab_size}")
     if k == 0 or not sequence.needs_q:
         return Block(sequence, base, item.round, item.draft_tokens, None, None, item.quiet)
-    ids_KM, probs_KM = _read_q(item, k, limits.vocab_size)
-    return Block(sequence, base, item.round, item.draft_tokens, ids_KM, probs_KM, item.quiet)
+    q = _read_q(item, k, limits.vocab_size, q_ring)
+    if q is None:
+        return Block(sequence, base, item.round, [], None, None, item.quiet)
+    return Block(sequence, base, item.round, item.draft_tokens, *q, item.quiet)
 
 
-def _read_q(item: pb.VerifyItem, k: int, vocab_size: int) -> tuple[Tensor | None, Tensor]:
+def _read_q(
+    item: pb.VerifyItem, k: int, vocab_size: int, ring: OverwritingRingReader | None
+) -> tuple[Tensor | None, Tensor] | None:
+    """Ids, if there are any, and probabilities; None when they have been overwritten."""
     if not item.HasField("q"):
         raise InvalidRequest("q is missing: a sampled sequence needs what its draft tokens were drawn from")
-    probs_KM = from_wire(item.q.probabilities)
+    probs_KM = _read_tensor(item.q.probabilities, item.q.probabilities_slice, ring)
+    if probs_KM is None:
+        return None
     if not probs_KM.is_floating_point():
         raise InvalidRequest("q has probabilities that are no floating-point numbers")
     if not item.q.HasField("ids"):
         if list(probs_KM.shape) != [k, vocab_size]:
             raise InvalidRequest(f"q without ids has shape {list(probs_KM.shape)}, expected [{k}, {vocab_size}]")
         return None, probs_KM
-    ids_KM = from_wire(item.q.ids, torch.int32)
+    ids_KM = _read_tensor(item.q.ids, item.q.ids_slice, ring, torch.int32)
+    if ids_KM is None:
+        return None
     fits = ids_KM.ndim == 2 and len(ids_KM) == k and 0 < ids_KM.shape[1] <= vocab_size
     if ids_KM.shape != probs_KM.shape or not fits:
         raise InvalidRequest(
@@ -100,6 +116,17 @@ def _read_q(item: pb.VerifyItem, k: int, vocab_size: int) -> tuple[Tensor | None
             f"expected [{k}, m] for both, m at most {vocab_size}"
         )
     return ids_KM, probs_KM
+
+
+def _read_tensor(
+    message: tensor_pb2.Tensor,
+    place: pb.RingSlice,
+    ring: OverwritingRingReader | None,
+    dtype: torch.dtype | None = None,
+) -> Tensor | None:
+    if not place.length:
+        return from_wire(message, dtype)
+    return ring.copy(message, place, dtype) if ring else None
 
 
 def pad(blocks: Rows[Block], device: torch.device) -> RaggedBatch:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
 import structlog
 
 from spire.errors import InvalidRequest, RequestError, SpireError, UnknownSequence
+from spire.rpc.carrier import OverwritingRingReader
 from spire.rpc.errors import OK
 from spire.v1 import verifier_pb2 as pb
 from verifier_service.batch import Block, Limits, RaggedBatch, pad, q_problems, read_block
@@ -66,8 +68,18 @@ class Taken:
 
 
 class Blocks:
-    def __init__(self, steps: ModelSteps, slots: Slots, prefixes: Prefixes, limits: Limits, metrics: VerifierMetrics):
-        self._steps, self._slots, self._prefixes = steps, slots, prefixes
+    """`q_rings`: where drafts on this host write q, by draft id."""
+
+    def __init__(
+        self,
+        steps: ModelSteps,
+        slots: Slots,
+        prefixes: Prefixes,
+        limits: Limits,
+        metrics: VerifierMetrics,
+        q_rings: Mapping[str, OverwritingRingReader],
+    ):
+        self._steps, self._slots, self._prefixes, self._q_rings = steps, slots, prefixes, q_rings
         self._limits, self._metrics = limits, metrics
         self._waiting: deque[VerifyTask] = deque()
 
@@ -124,7 +136,9 @@ class Blocks:
     def _read(self, item: pb.VerifyItem) -> Block | pb.VerifyResult:
         sequence = self._slots.held(item.sequence_id)
         base = self._steps.cache.lengths[sequence.slot]
-        return sequence.stored_answer(item, base) or read_block(item, sequence, base, self._limits)
+        if stored := sequence.stored_answer(item, base):
+            return stored
+        return read_block(item, sequence, base, self._limits, self._q_rings.get(sequence.draft_id))
 
     def _with_room(self, entries: list[Entry]) -> list[Entry]:
         """The entries for whose new positions there is memory, after whatever had to give way."""

@@ -25,6 +25,7 @@ import torch
 
 from spire.drafting import Drafted, Guess, ProposeTask, answer
 from spire.errors import InvalidRequest, RequestError, StaleBlock
+from spire.rpc.carrier import OverwritingRingReader
 from spire.rpc.errors import OK
 from spire.sampling import SamplingRows
 from spire.v1 import verifier_pb2 as pb
@@ -63,7 +64,9 @@ class Engine:
         self._prompts = Prompts(steps.cache, token_budget)
         self.slots = Slots(steps, publisher, prefixes, self._prompts, limits, metrics)
         self.sequences = self.slots.sequences
-        self._blocks = Blocks(steps, self.slots, prefixes, limits, metrics)
+        # By draft id. Whoever meets a draft sets it, from another thread.
+        self.q_rings: dict[str, OverwritingRingReader] = {}
+        self._blocks = Blocks(steps, self.slots, prefixes, limits, metrics, self.q_rings)
         self._drafting: deque[ProposeTask] = deque()
         self._inbox: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._stopping = False

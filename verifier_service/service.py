@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import grpc
 import structlog
@@ -17,7 +18,7 @@ import structlog
 from spire.drafting import MAX_SPECULATION_DEPTH, ProposeAnswer, ProposeTask
 from spire.errors import InvalidRequest, NotFinite, OutOfCapacity, SpireError
 from spire.model.config import MAGICDEC
-from spire.rpc.carrier import Ring, host_id
+from spire.rpc.carrier import OverwritingRingReader, Ring, host_id
 from spire.rpc.channel import GATEWAY_METADATA_KEY, PROTOCOL_VERSION, STREAM_METADATA_KEY
 from spire.rpc.drafting import DraftServicer
 from spire.rpc.errors import call_status, item_status
@@ -35,8 +36,9 @@ from verifier_service.tasks import StartTask, VerifyTask
 
 log = structlog.get_logger("verifier_service")
 
-# A ring holds a whole replay, or four rounds of an 8B target at 64 sequences. A container has 64 MiB if not told more.
-MAX_RING_BYTES = 60 * 1024 * 1024
+# The ring holds a whole replay, or three rounds of an 8B target at 64 sequences; that of q six rounds of 64 sequences
+# at a vocabulary of 4,096. A container has 64 MiB for both if not told more.
+MAX_RING_BYTES, Q_RING_BYTES = 48 * 1024 * 1024, 12 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Hosted:
 
 
 Compile = Callable[[pb.Grammar], Awaitable[Matcher]]
+Made = TypeVar("Made", Ring, OverwritingRingReader)
 
 
 class RoundsStream:
@@ -237,25 +240,36 @@ class VerifierService(rpc.VerifierServicer):
     async def _followed(
         self, request: pb.ActivationsRequest, taps: Taps, context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[pb.ActivationsResponse]:
-        ring = await asyncio.to_thread(self._share, taps) if request.host and request.host == host_id() else None
+        near = bool(request.host) and request.host == host_id()
+        ring = await asyncio.to_thread(self._share, taps) if near else None
+        q_ring = await asyncio.to_thread(self._made, OverwritingRingReader, Q_RING_BYTES) if near else None
         subscriber, subscribed = self._subscribe(request.draft_id, taps, ring)
+        if q_ring:
+            self._engine.q_rings[request.draft_id] = q_ring
         try:
             # Sequences that start once the draft has seen this are followed. The draft forgets everything when it
             # arrives: what comes then begins with a replay.
             await asyncio.wrap_future(subscribed)
             await context.send_initial_metadata(())
             if request.host:
-                yield pb.ActivationsResponse(ring=ring.offer if ring else pb.Ring())
+                yield pb.ActivationsResponse(
+                    ring=ring.offer if ring else pb.Ring(), q_ring=q_ring.offer if q_ring else pb.Ring()
+                )
             async for message in subscriber.messages():
                 yield message
         finally:
             self._unsubscribe(request.draft_id, subscriber)
+            if self._engine.q_rings.get(request.draft_id) is q_ring:
+                self._engine.q_rings.pop(request.draft_id, None)
 
     def _share(self, taps: Taps) -> Ring | None:
         """Memory for a draft on this host, if it is sent any rows. It is allocated here: not on the event loop."""
         size = min(MAX_RING_BYTES, self._engine.publisher.replay_bytes(taps))
+        return self._made(Ring, size) if size else None
+
+    def _made(self, kind: Callable[[Path, int], Made], size: int) -> Made | None:
         try:
-            return Ring(Path(self._shared_memory), size) if size and self._shared_memory else None
+            return kind(Path(self._shared_memory), size) if self._shared_memory else None
         except OSError as error:
             log.warning("no shared memory for a draft", directory=self._shared_memory, bytes=size, error=str(error))
             return None

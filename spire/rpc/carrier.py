@@ -1,16 +1,20 @@
-"""How rows of activations travel between two processes of one host: a ring in shared memory, beside inline bytes.
+"""How numbers in bulk travel between two processes of one host: through rings in shared memory, beside inline bytes.
 
-The verifier makes a `Ring`, names it in the first response of a subscription, and copies rows into it once, straight
-from the tensor. The draft opens it as a `RingReader`: rows are a view of the memory, released when they have been
-absorbed. gRPC carries position and length only (`Ring` and `RingSlice` in verifier.proto). A full ring blocks nobody:
-these rows then travel inline.
+The verifier makes the rings and names them in the first response of a subscription; the draft opens them. Each is
+written once, straight from the tensor, and gRPC carries position and length only (`Ring` and `RingSlice` in
+verifier.proto).
 
-Nothing is left behind when either process is killed: the reader removes the file's name as soon as it has opened it,
-and a name whose maker died before that is removed by the next who makes a ring in the directory.
+- Activations, from the verifier to the draft: a `Ring` and its `RingReader`. Every row counts, so the reader says how
+  far it has read, and a full ring blocks nobody: these rows then travel inline.
+- q, from the draft to the verifier, past the gateway: an `OverwritingRing` and its reader. A proposal may never be
+  verified, so nobody waits for anybody: the newest overwrites the oldest, and the reader sees when that has happened.
+
+Nothing is left behind when either process is killed: the draft removes a file's name as soon as it has opened it, and a
+name whose maker died before that is removed by the next who makes a ring in the directory.
 
 What is not there: CUDA IPC. Rows of a GPU are copied to the ring in the host's memory, and a draft on a GPU copies them
-from there. Device memory that both processes map would be another pair of these two classes. Nor other systems than
-Linux: without a boot id `host_id` is empty, and a draft without a host is sent inline bytes.
+from there. Device memory that both processes map would be more of these classes. Nor other systems than Linux: without
+a boot id `host_id` is empty, and a draft without a host is sent inline bytes.
 """
 
 from __future__ import annotations
@@ -28,15 +32,23 @@ from torch import Tensor
 
 from spire.errors import InvalidRequest
 from spire.rpc.tensors import from_wire
+from spire.v1 import tensor_pb2
 from spire.v1 import verifier_pb2 as pb
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _HEADER_BYTES = 4096
 _TOKEN_BYTES = 16
-# Of the header seen as 64-bit integers: everything before this position has been read.
-_READ = 8
+# Of the header seen as 64-bit integers: everything before this position has been read; everything before that one may
+# have been written, or is being written now.
+_READ, _WRITTEN = 8, 16
 _ALIGNMENT = 64
 _NAMES = "spire-*.ring"
+# No position gets there: it would take centuries.
+_NO_POSITION = 2**63
+# What one tensor may take of an overwriting ring: by the time it is overwritten, as many of others have come.
+_LARGEST_PART = 4
+# An overwriting ring begins at a random multiple of its size.
+_FIRST_BITS = 32
 
 
 def host_id() -> str:
@@ -47,8 +59,8 @@ def host_id() -> str:
         return ""
 
 
-class Ring:
-    """The writing end. Its memory is allocated and faulted in at once: the first touch of a page takes microseconds.
+class _Made:
+    """The end that makes the memory. It is allocated and faulted in at once: a page's first touch takes microseconds.
 
     Raises OSError when the directory cannot be written or has not `size` bytes left.
     """
@@ -67,33 +79,11 @@ class Ring:
             os.posix_fallocate(descriptor, 0, _HEADER_BYTES + self.size)
             memory = mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         memory[:_TOKEN_BYTES] = self.offer.token
-        self._header = memoryview(memory)[:_HEADER_BYTES].cast("Q")
-        self._bytes_S = torch.frombuffer(memory, dtype=torch.uint8, offset=_HEADER_BYTES)
-        # Positions: where the next row goes, and where the unread begin whatever the reader says.
-        self._head = self._floor = 0
-
-    def put(self, rows: Tensor) -> pb.RingSlice:
-        """Copy a tensor of any device into the ring. The slice's length is 0 when it does not fit now."""
-        position = self._place(rows.nbytes)
-        if position is None or not rows.nbytes:
-            return pb.RingSlice(position=self._head)
-        place, self._head = position % self.size, position + rows.nbytes
-        self._bytes_S[place : place + rows.nbytes].view(rows.dtype).view(rows.shape).copy_(rows)
-        return pb.RingSlice(position=position, length=rows.nbytes)
-
-    def _place(self, length: int) -> int | None:
-        read = max(self._floor, min(self._header[_READ], self._head))
-        if read == self._head:
-            # All has been read: begin at the front again, so that whatever the ring can hold fits.
-            read = self._floor = self._head = _round_up(self._head, self.size)
-        position = _round_up(self._head, _ALIGNMENT)
-        if position % self.size + length > self.size:
-            position = _round_up(position, self.size)
-        return position if position + length <= read + self.size else None
+        self._header, self._bytes = _parts(memory)
 
 
-class RingReader:
-    """The reading end. Opening it removes the file's name, so it can be opened once.
+class _Opened:
+    """The end that opens it, which removes the file's name: it can be opened once.
 
     Raises OSError when there is no such file, and InvalidRequest when it is not the offered one.
     """
@@ -105,29 +95,118 @@ class RingReader:
         with file.open("r+b", buffering=0) as opened:
             if opened.read(_TOKEN_BYTES) != offer.token or os.fstat(opened.fileno()).st_size <= _HEADER_BYTES:
                 raise InvalidRequest(f"{file} is not the ring that the verifier offered: is its directory shared?")
-            self._memory = memoryview(
-                mmap.mmap(opened.fileno(), 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)  # faults come now, not later
-            )
+            # Faults come now, not later.
+            memory = mmap.mmap(opened.fileno(), 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
             file.unlink()
-        self._header = self._memory[:_HEADER_BYTES].cast("Q")
-        self._bytes = self._memory[_HEADER_BYTES:]
+        self._header, self._bytes = _parts(memory)
+        self.size = len(self._bytes)
+
+
+class Ring(_Made):
+    """The writing end for activations."""
+
+    def __init__(self, directory: Path, size: int):
+        super().__init__(directory, size)
+        # Positions: where the next row goes, and where the unread begin whatever the reader says.
+        self._head = self._floor = 0
+
+    def put(self, rows: Tensor) -> pb.RingSlice:
+        """Copy a tensor of any device into the ring. The slice's length is 0 when it does not fit now."""
+        position = self._place(rows.nbytes)
+        if position is None or not rows.nbytes:
+            return pb.RingSlice(position=self._head)
+        self._head = position + rows.nbytes
+        _write(rows, self._bytes, position % self.size)
+        return pb.RingSlice(position=position, length=rows.nbytes)
+
+    def _place(self, length: int) -> int | None:
+        read = max(self._floor, min(self._header[_READ], self._head))
+        if read == self._head:
+            # All has been read: begin at the front again, so that whatever the ring can hold fits.
+            read = self._floor = self._head = _round_up(self._head, self.size)
+        position = _next_place(self._head, length, self.size)
+        return position if position + length <= read + self.size else None
+
+
+class RingReader(_Opened):
+    """The reading end for activations."""
 
     def rows(self, message: pb.ActivationsResponse) -> Tensor:
         """A message's rows: a view of the ring, good until the slice is released, or a copy of what came inline.
 
         Raises InvalidRequest for a slice outside the ring, and when length, shape and dtype disagree.
         """
-        position, length = message.slice.position, message.slice.length
-        place = position % len(self._bytes)
-        if position >= 2**63 or (length and (place % _ALIGNMENT or place + length > len(self._bytes))):
-            raise InvalidRequest(
-                f"rows at position {position}, {length} bytes long, do not lie in a ring of {len(self._bytes)} bytes"
-            )
-        return from_wire(message.rows, data=self._bytes[place : place + length]) if length else from_wire(message.rows)
+        if not message.slice.length and message.slice.position < _NO_POSITION:
+            return from_wire(message.rows)
+        return from_wire(message.rows, data=_view(self._bytes, message.slice, _ALIGNMENT))
 
     def release(self, taken: pb.RingSlice) -> None:
         """The rows of this slice, and of all before it, have been read: the writer may use their memory again."""
         self._header[_READ] = taken.position + taken.length
+
+
+class OverwritingRing(_Opened):
+    """The writing end for q."""
+
+    def __init__(self, directory: Path, offer: pb.Ring):
+        super().__init__(directory, offer)
+        self._head = self._header[_WRITTEN]
+
+    def put(self, numbers: Tensor) -> pb.RingSlice:
+        """Copy a tensor of any device over what is oldest. The slice's length is 0 when it is too large."""
+        length = numbers.nbytes
+        if not length or length > self.size // _LARGEST_PART:
+            return pb.RingSlice()
+        position = _next_place(self._head, length, self.size)
+        # Before the first byte, so that whoever reads what was there cannot miss it.
+        self._head = self._header[_WRITTEN] = position + length
+        _write(numbers, self._bytes, position % self.size)
+        return pb.RingSlice(position=position, length=length)
+
+
+class OverwritingRingReader(_Made):
+    """The reading end for q. Its positions begin anywhere: those of another ring are none of this one's."""
+
+    def __init__(self, directory: Path, size: int):
+        super().__init__(directory, size)
+        self._first = self._header[_WRITTEN] = secrets.randbits(_FIRST_BITS) * self.size
+
+    def copy(self, message: tensor_pb2.Tensor, place: pb.RingSlice, dtype: torch.dtype | None = None) -> Tensor | None:
+        """The tensor whose data were put there; None when something newer lies there, or nothing of this ring.
+
+        Raises InvalidRequest for a slice that reaches around the ring's end, and as `from_wire` does.
+        """
+        if place.position < self._first or place.position + place.length > self._header[_WRITTEN]:
+            return None
+        copied = bytearray(_view(self._bytes, place, alignment=1))
+        overwritten = self._header[_WRITTEN] > place.position + self.size
+        return None if overwritten else from_wire(message, dtype, copied)
+
+
+def _parts(memory: mmap.mmap) -> tuple[memoryview, memoryview]:
+    """The header as 64-bit integers, and the ring's bytes."""
+    return memoryview(memory)[:_HEADER_BYTES].cast("Q"), memoryview(memory)[_HEADER_BYTES:]
+
+
+def _next_place(head: int, length: int, size: int) -> int:
+    """The first position from `head` on where so many bytes do not go around the ring's end."""
+    position = _round_up(head, _ALIGNMENT)
+    return _round_up(position, size) if position % size + length > size else position
+
+
+def _write(tensor: Tensor, memory: memoryview, place: int) -> None:
+    there = torch.frombuffer(memory, dtype=torch.uint8, count=tensor.nbytes, offset=place)
+    there.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+def _view(memory: memoryview, taken: pb.RingSlice, alignment: int) -> memoryview:
+    """A slice's bytes. Raises InvalidRequest when they do not lie in the ring."""
+    place = taken.position % len(memory)
+    if taken.position >= _NO_POSITION or place % alignment or place + taken.length > len(memory):
+        raise InvalidRequest(
+            f"{taken.length} bytes at position {taken.position} do not lie in a ring of {len(memory)} bytes"
+        )
+    return memory[place : place + taken.length]
 
 
 def _remove_abandoned(directory: Path) -> None:

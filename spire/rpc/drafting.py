@@ -8,13 +8,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 import grpc
 import structlog
 import torch
+from torch import Tensor
 
 from spire.drafting import MAX_SPECULATION_DEPTH, Drafted, Guess, ProposeAnswer, ProposeTask
 from spire.errors import InvalidRequest, RequestError
+from spire.rpc.carrier import OverwritingRing
 from spire.rpc.errors import OK, call_status, item_status
 from spire.rpc.limits import check_named
 from spire.rpc.sampling import check_sampling, from_protos
-from spire.rpc.tensors import put
+from spire.rpc.tensors import put, put_without_data
 from spire.v1 import draft_pb2 as pb
 from spire.v1 import draft_pb2_grpc as rpc
 from spire.v1 import tensor_pb2, verifier_pb2
@@ -25,7 +27,8 @@ Propose = Callable[[ProposeTask], Awaitable[ProposeAnswer]]
 
 
 class DraftServicer(rpc.DraftServicer):
-    """Serves `spire.v1.Draft`. `propose` hands a task to the thread that owns the model."""
+    """Serves `spire.v1.Draft`. `propose` hands a task to the thread that owns the model; `q_ring` is where the verifier
+    reads q, if that is on this host."""
 
     def __init__(
         self,
@@ -33,8 +36,10 @@ class DraftServicer(rpc.DraftServicer):
         propose: Propose,
         vocab_size: int,
         device: torch.device | str = "cpu",
+        q_ring: Callable[[], OverwritingRing | None] = lambda: None,
     ):
         self._info, self._hand_over, self._vocab_size, self._device = info, propose, vocab_size, device
+        self._q_ring = q_ring
 
     async def GetInfo(
         self, request: pb.DraftGetInfoRequest, context: grpc.aio.ServicerContext
@@ -66,7 +71,7 @@ class DraftServicer(rpc.DraftServicer):
             )
             answer = await self._hand_over(task)
             _log_refusals({good[index].sequence_id: error for index, error in answer.refused.items()})
-            _add_proposals(result, good, answer)
+            _add_proposals(result, good, answer, self._q_ring())
             result.timings.queue_seconds = answer.queue_seconds
             result.timings.forward_seconds = answer.forward_seconds
         result.proposals.extend(
@@ -101,22 +106,60 @@ def _log_refusals(refused: Mapping[str, RequestError]) -> None:
         log.debug("refused", sequence=sequence_id, code=type(error).__name__)
 
 
-def _add_proposals(result: pb.ProposeBatchResult, items: list[pb.ProposeItem], answer: ProposeAnswer) -> None:
-    """Filled in place: q is the bulk of it."""
+def _add_proposals(
+    result: pb.ProposeBatchResult, items: list[pb.ProposeItem], answer: ProposeAnswer, ring: OverwritingRing | None
+) -> None:
+    """Filled in place: q is the bulk of it, where it does not lie in the ring."""
     for index, error in answer.refused.items():
         result.proposals.add(sequence_id=items[index].sequence_id, status=item_status(error))
-    tokens = answer.drafted.tokens_BK.tolist() if answer.drafted else []
-    for row, index in enumerate(answer.ready):
-        item = items[index]
-        proposal = result.proposals.add(sequence_id=item.sequence_id, status=OK)
-        if answer.drafted:
-            proposal.tokens.extend(tokens[row][: item.k])
-            if item.k and item.sampling.temperature > 0 and item.sampling.rule != tensor_pb2.RULE_INVARIANT:
-                _put_q(proposal.q, answer.drafted, row, item.k)
+    ready = [items[index] for index in answer.ready]
+    added = [result.proposals.add(sequence_id=item.sequence_id, status=OK) for item in ready]
+    if answer.drafted is None:
+        return
+    for proposal, item, tokens in zip(added, ready, answer.drafted.tokens_BK.tolist(), strict=True):
+        proposal.tokens.extend(tokens[: item.k])
+    sampled = [row for row, item in enumerate(ready) if _needs_q(item)]
+    if sampled:
+        q = _Q(answer.drafted, ring)
+        for row in sampled:
+            q.put(added[row].q, row, ready[row].k)
 
 
-def _put_q(q: verifier_pb2.DraftDistribution, drafted: Drafted, row: int, k: int) -> None:
-    assert drafted.probs_BKM is not None  # there is a sequence that is not under the invariant rule
-    if drafted.ids_BKM is not None:
-        put(q.ids, drafted.ids_BKM[row, :k].int())
-    put(q.probabilities, drafted.probs_BKM[row, :k])
+def _needs_q(item: pb.ProposeItem) -> bool:
+    sampling = item.sampling
+    return item.k > 0 and sampling.temperature > 0 and sampling.rule != tensor_pb2.RULE_INVARIANT
+
+
+class _Q:
+    """What a batch was drawn from: in the ring, all of it at once, or else in each message."""
+
+    def __init__(self, drafted: Drafted, ring: OverwritingRing | None):
+        assert drafted.probs_BKM is not None  # there is a sequence that is not under the invariant rule
+        nowhere = verifier_pb2.RingSlice()
+        self._probs_BKM, self._ids_BKM = drafted.probs_BKM, None
+        self._probs_place = ring.put(self._probs_BKM) if ring else nowhere
+        if drafted.ids_BKM is not None:
+            self._ids_BKM = drafted.ids_BKM.int()
+            self._ids_place = ring.put(self._ids_BKM) if ring else nowhere
+
+    def put(self, message: verifier_pb2.DraftDistribution, row: int, k: int) -> None:
+        if self._ids_BKM is not None:
+            _put(message.ids, message.ids_slice, self._ids_BKM, self._ids_place, row, k)
+        _put(message.probabilities, message.probabilities_slice, self._probs_BKM, self._probs_place, row, k)
+
+
+def _put(
+    message: tensor_pb2.Tensor,
+    place: verifier_pb2.RingSlice,
+    numbers_BKM: Tensor,
+    batch: verifier_pb2.RingSlice,
+    row: int,
+    k: int,
+) -> None:
+    """The first k of a row's distributions; `batch` is where all of them lie."""
+    numbers_KM = numbers_BKM[row, :k]
+    if batch.length:
+        put_without_data(message, numbers_KM)
+        place.position, place.length = batch.position + row * numbers_BKM[0].nbytes, numbers_KM.nbytes
+    else:
+        put(message, numbers_KM)

@@ -27,17 +27,25 @@ def to_wire(tensor: Tensor) -> pb.Tensor:
 
 def put(message: pb.Tensor, tensor: Tensor) -> None:
     """Encode into a message's empty field, because a message that is built from messages copies their bytes again."""
-    message.dtype = _TO_WIRE[tensor.dtype]
-    message.shape.extend(tensor.shape)
+    put_without_data(message, tensor)
     message.data = tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def without_data(tensor: Tensor) -> pb.Tensor:
     """Dtype and shape alone, for a tensor whose bytes travel otherwise."""
-    return pb.Tensor(dtype=_TO_WIRE[tensor.dtype], shape=tensor.shape)
+    message = pb.Tensor()
+    put_without_data(message, tensor)
+    return message
 
 
-def from_wire(message: pb.Tensor, dtype: torch.dtype | None = None, data: memoryview | None = None) -> Tensor:
+def put_without_data(message: pb.Tensor, tensor: Tensor) -> None:
+    message.dtype = _TO_WIRE[tensor.dtype]
+    message.shape.extend(tensor.shape)
+
+
+def from_wire(
+    message: pb.Tensor, dtype: torch.dtype | None = None, data: memoryview | bytearray | None = None
+) -> Tensor:
     """Decode a copy of the message's bytes, or a view of the writable `data` that came otherwise.
 
     Raises InvalidRequest when bytes, shape and dtype disagree, or when `dtype` is not what came.

@@ -212,12 +212,16 @@ class VerifyItem(_message.Message):
     def __init__(self, sequence_id: _Optional[str] = ..., round: _Optional[int] = ..., base: _Optional[int] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., q: _Optional[_Union[DraftDistribution, _Mapping]] = ..., quiet: bool = ...) -> None: ...
 
 class DraftDistribution(_message.Message):
-    __slots__ = ("ids", "probabilities")
+    __slots__ = ("ids", "probabilities", "ids_slice", "probabilities_slice")
     IDS_FIELD_NUMBER: _ClassVar[int]
     PROBABILITIES_FIELD_NUMBER: _ClassVar[int]
+    IDS_SLICE_FIELD_NUMBER: _ClassVar[int]
+    PROBABILITIES_SLICE_FIELD_NUMBER: _ClassVar[int]
     ids: _tensor_pb2.Tensor
     probabilities: _tensor_pb2.Tensor
-    def __init__(self, ids: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., probabilities: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
+    ids_slice: RingSlice
+    probabilities_slice: RingSlice
+    def __init__(self, ids: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., probabilities: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ids_slice: _Optional[_Union[RingSlice, _Mapping]] = ..., probabilities_slice: _Optional[_Union[RingSlice, _Mapping]] = ...) -> None: ...
 
 class VerifyBatchResult(_message.Message):
     __slots__ = ("batch_id", "results", "timings", "cache_usage")
@@ -280,20 +284,22 @@ class ActivationsRequest(_message.Message):
     def __init__(self, draft_id: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., protocol_version: _Optional[int] = ..., tapped_layers: _Optional[_Iterable[int]] = ..., sink: _Optional[int] = ..., window: _Optional[int] = ..., tokens: bool = ..., host: _Optional[str] = ...) -> None: ...
 
 class ActivationsResponse(_message.Message):
-    __slots__ = ("spans", "rows", "ended", "tokens", "ring", "slice")
+    __slots__ = ("spans", "rows", "ended", "tokens", "ring", "slice", "q_ring")
     SPANS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     RING_FIELD_NUMBER: _ClassVar[int]
     SLICE_FIELD_NUMBER: _ClassVar[int]
+    Q_RING_FIELD_NUMBER: _ClassVar[int]
     spans: _containers.RepeatedCompositeFieldContainer[ActivationSpan]
     rows: _tensor_pb2.Tensor
     ended: _containers.RepeatedScalarFieldContainer[str]
     tokens: _containers.RepeatedScalarFieldContainer[int]
     ring: Ring
     slice: RingSlice
-    def __init__(self, spans: _Optional[_Iterable[_Union[ActivationSpan, _Mapping]]] = ..., rows: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ended: _Optional[_Iterable[str]] = ..., tokens: _Optional[_Iterable[int]] = ..., ring: _Optional[_Union[Ring, _Mapping]] = ..., slice: _Optional[_Union[RingSlice, _Mapping]] = ...) -> None: ...
+    q_ring: Ring
+    def __init__(self, spans: _Optional[_Iterable[_Union[ActivationSpan, _Mapping]]] = ..., rows: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ended: _Optional[_Iterable[str]] = ..., tokens: _Optional[_Iterable[int]] = ..., ring: _Optional[_Union[Ring, _Mapping]] = ..., slice: _Optional[_Union[RingSlice, _Mapping]] = ..., q_ring: _Optional[_Union[Ring, _Mapping]] = ...) -> None: ...
 
 class Ring(_message.Message):
     __slots__ = ("name", "token")

@@ -10,6 +10,9 @@ import pytest
 from tests.markov import write_markov_pair
 from tests.services import Services, running
 
+# q in the proposals themselves, where a test can read it.
+INLINE = ("--shared-memory", "")
+
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
@@ -18,5 +21,5 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def services(pair: tuple[Path, Path]) -> Iterator[Services]:
-    with running(*pair, draft_options=["--top-m", "6"]) as services:
+    with running(*pair, draft_options=["--top-m", "6", *INLINE]) as services:
         yield services

@@ -26,6 +26,8 @@ from tests.services import Service, Services, running
 from tests.verifier.harness import free_port
 
 LONG = {"prompt": [1, 2, 3], "max_tokens": 60, "temperature": 0}
+# Which draft tokens stand depends on every bit of q.
+SAMPLED = LONG | {"temperature": 1, "seed": 7, "rule": "block"}
 
 
 def carriers(draft: Service | None) -> list[str]:
@@ -54,22 +56,23 @@ async def guess(services: Services) -> draft_pb2.Proposal:
         return (await peers.propose(item("guess", 7, token)))[0]
 
 
-async def test_on_one_host_rows_go_through_shared_memory_and_the_text_is_that_of_inline_bytes(
+async def test_on_one_host_rows_and_q_go_through_shared_memory_and_the_text_is_that_of_inline_bytes(
     pair: tuple[Path, Path],
 ) -> None:
     texts, guesses = [], []
     for options, carrier in (([], SHARED_MEMORY), (["--shared-memory", ""], INLINE)):
         port = free_port()
         with running(*pair, draft_options=["--metrics-port", str(port), *options]) as services:
-            answer = complete(services.url, LONG)
-            assert accepted_tokens(answer) > 0
-            texts.append(answer["choices"][0]["text"])
+            answers = [complete(services.url, body) for body in (LONG, SAMPLED)]
+            texts.append([(answer["choices"][0]["text"], accepted_tokens(answer)) for answer in answers])
+            assert all(accepted for _, accepted in texts[-1])
             guesses.append(await guess(services))
+            assert bool(guesses[-1].q.probabilities.data) == (carrier == INLINE)
             assert carriers(services.draft) == [carrier]
             counted = activation_bytes(port)
             assert {name for name, count in counted.items() if count} == {carrier}, counted
     assert texts[0] == texts[1]
-    assert guesses[0] == guesses[1], "tokens and q are equal to the last bit"
+    assert guesses[0].tokens == guesses[1].tokens
 
 
 def test_a_draft_that_does_not_see_the_verifiers_memory_asks_for_inline_bytes(
@@ -99,7 +102,7 @@ def test_nothing_is_left_behind_by_a_killed_draft_and_a_new_one_goes_on(
         for _ in range(2):
             assert wait_until(lambda: carriers(services.draft) == [SHARED_MEMORY])
             assert wait_until(lambda: accepted_tokens(complete(services.url, LONG)) > 0)
-            assert wait_until(lambda: rings_mapped(services.verifier.process.pid) == 1)
+            assert wait_until(lambda: rings_mapped(services.verifier.process.pid) == 2)
             services.draft.kill()
             assert not list(tmp_path.iterdir())
             assert wait_until(lambda: rings_mapped(services.verifier.process.pid) == 0), "its memory is free again"

@@ -24,6 +24,7 @@ from spire.rpc.channel import PROTOCOL_VERSION, connect
 from spire.rpc.tensors import from_wire
 from spire.v1 import draft_pb2 as pb
 from spire.v1 import draft_pb2_grpc, tensor_pb2, verifier_pb2, verifier_pb2_grpc
+from tests.draft.conftest import INLINE
 from tests.services import Services, running, start
 
 SAMPLED = tensor_pb2.Sampling(temperature=1, top_p=1, seed=5)
@@ -198,7 +199,7 @@ def test_a_restarted_draft_takes_up_running_sequences(pair: tuple[Path, Path]) -
 
 
 async def test_a_restarted_draft_drafts_the_same_for_sequences_that_were_running(pair: tuple[Path, Path]) -> None:
-    with running(*pair) as services:
+    with running(*pair, draft_options=INLINE) as services:
         async with connected(services) as peers:
             token = await peers.start("running", [1, 2, 3, 4, 5, 6, 7])
             (before,) = await peers.propose(item("running", 7, token))
@@ -251,7 +252,7 @@ def test_a_draft_that_is_sent_tokens_knows_all_that_the_target_knows(pair: tuple
 
 
 async def test_a_restarted_draft_is_sent_the_whole_text_again(pair: tuple[Path, Path], twin: Path) -> None:
-    with running(pair[0], twin) as services:
+    with running(pair[0], twin, draft_options=INLINE) as services:
         async with connected(services) as peers:
             token = await peers.start("running", [*range(1, 12)] * 9)
             (before,) = await peers.propose(item("running", 99, token))

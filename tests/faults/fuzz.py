@@ -164,6 +164,8 @@ def verify(rng: random.Random) -> verifier_pb2.RoundsRequest:
         ids=tensor_pb2.Tensor(dtype=tensor_pb2.DTYPE_INT32, shape=[k, 1], data=b"\x05\x00\x00\x00" * k),
         probabilities=tensor_pb2.Tensor(dtype=tensor_pb2.DTYPE_FLOAT32, shape=[k, 1], data=b"\x00\x00\x80\x3f" * k),
     )
+    if rng.random() < 0.2:
+        q.probabilities_slice.CopyFrom(verifier_pb2.RingSlice(position=rng.randrange(2**64), length=4 * k))
     items = [
         verifier_pb2.VerifyItem(
             sequence_id=name, round=rng.randrange(1, 4), base=rng.randrange(2, 40), draft_tokens=[5] * k, q=q

@@ -11,7 +11,7 @@ import torch
 
 from spire.model.config import ModelConfig
 from spire.model.target import Target, WholeSequence
-from spire.rpc.carrier import RingReader, host_id
+from spire.rpc.carrier import OverwritingRing, RingReader, host_id
 from spire.rpc.channel import GATEWAY_METADATA_KEY, PROTOCOL_VERSION, STREAM_METADATA_KEY, connect
 from spire.rpc.tensors import from_wire, to_wire
 from spire.v1 import tensor_pb2
@@ -133,6 +133,7 @@ class Follower:
     ):
         self.shared_memory = shared_memory
         self.ring: RingReader | None = None
+        self.q_ring: OverwritingRing | None = None
         self.channel = connect(address)
         self.layers = (1, 2)
         self.rows: dict[str, dict[int, torch.Tensor]] = {}
@@ -160,6 +161,7 @@ class Follower:
         if message.ring.name:
             assert self.shared_memory is not None
             self.ring = RingReader(self.shared_memory, message.ring)
+            self.q_ring = OverwritingRing(self.shared_memory, message.q_ring)
         rows_RND = self._rows(message) if message.spans else torch.empty(0)
         first = 0
         for span in message.spans:
