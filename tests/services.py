@@ -111,8 +111,10 @@ def running(
             gateway = start(gateway_command, directory)
             services.append(gateway)
             system = Services(f"http://{gateway.address}", target, gateway, follower, directory)
-            yield system
-            services.append(system.draft or gateway)
+            try:
+                yield system
+            finally:
+                services.append(system.draft or gateway)  # it may be another draft by now
         finally:
             for service in services:
                 if service.process.poll() is None:
