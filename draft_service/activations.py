@@ -110,11 +110,14 @@ class Follower:
 
     async def _open(self, offers: pb.ActivationsResponse) -> None:
         """Map the verifier's memory, if it offers any. Not on the event loop: it is touched page by page."""
-        if offers.ring.name:
-            self._ring = await asyncio.to_thread(RingReader, self._shared_memory, offers.ring)
-        if offers.q_ring.name:
-            self.q_ring = await asyncio.to_thread(OverwritingRing, self._shared_memory, offers.q_ring)
+        self._ring, self.q_ring = await asyncio.to_thread(self._opened, offers)
         self._say_how()
+
+    def _opened(self, offers: pb.ActivationsResponse) -> tuple[RingReader | None, OverwritingRing | None]:
+        return (
+            RingReader(self._shared_memory, offers.ring) if offers.ring.name else None,
+            OverwritingRing(self._shared_memory, offers.q_ring) if offers.q_ring.name else None,
+        )
 
     def _say_how(self) -> None:
         carrier = SHARED_MEMORY if self._ring else INLINE

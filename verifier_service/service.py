@@ -241,8 +241,7 @@ class VerifierService(rpc.VerifierServicer):
         self, request: pb.ActivationsRequest, taps: Taps, context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[pb.ActivationsResponse]:
         near = bool(request.host) and request.host == host_id()
-        ring = await asyncio.to_thread(self._share, taps) if near else None
-        q_ring = await asyncio.to_thread(self._made, OverwritingRingReader, Q_RING_BYTES) if near else None
+        ring, q_ring = await asyncio.to_thread(self._share, taps) if near else (None, None)
         subscriber, subscribed = self._subscribe(request.draft_id, taps, ring)
         if q_ring:
             self._engine.q_rings[request.draft_id] = q_ring
@@ -262,10 +261,10 @@ class VerifierService(rpc.VerifierServicer):
             if self._engine.q_rings.get(request.draft_id) is q_ring:
                 self._engine.q_rings.pop(request.draft_id, None)
 
-    def _share(self, taps: Taps) -> Ring | None:
-        """Memory for a draft on this host, if it is sent any rows. It is allocated here: not on the event loop."""
+    def _share(self, taps: Taps) -> tuple[Ring | None, OverwritingRingReader | None]:
+        """Memory for a draft on this host: for rows, if it is sent any, and for q. Allocated off the event loop."""
         size = min(MAX_RING_BYTES, self._engine.publisher.replay_bytes(taps))
-        return self._made(Ring, size) if size else None
+        return self._made(Ring, size) if size else None, self._made(OverwritingRingReader, Q_RING_BYTES)
 
     def _made(self, kind: Callable[[Path, int], Made], size: int) -> Made | None:
         try:

@@ -185,7 +185,8 @@ class System:
         ended = max(when for record in load.records for when, _ in record.arrivals)
         first = min(when for record in load.records for when, _ in record.arrivals)
         assert self.wrong(load.records) == {}
-        assert self.leaks() == {}
+        left = self.leaks()
+        assert left == {}, f"still held, as (at the beginning, now): {left}"
         return Endured(
             len(load.records),
             detection,
