@@ -118,11 +118,9 @@ def _add_proposals(
         return
     for proposal, item, tokens in zip(added, ready, answer.drafted.tokens_BK.tolist(), strict=True):
         proposal.tokens.extend(tokens[: item.k])
-    sampled = [row for row, item in enumerate(ready) if _needs_q(item)]
+    sampled = [(row, added[row].q, item.k) for row, item in enumerate(ready) if _needs_q(item)]
     if sampled:
-        q = _Q(answer.drafted, ring)
-        for row in sampled:
-            q.put(added[row].q, row, ready[row].k)
+        _add_q(sampled, answer.drafted, ring)
 
 
 def _needs_q(item: pb.ProposeItem) -> bool:
@@ -130,22 +128,20 @@ def _needs_q(item: pb.ProposeItem) -> bool:
     return item.k > 0 and sampling.temperature > 0 and sampling.rule != tensor_pb2.RULE_INVARIANT
 
 
-class _Q:
-    """What a batch was drawn from: in the ring, all of it at once, or else in each message."""
-
-    def __init__(self, drafted: Drafted, ring: OverwritingRing | None):
-        assert drafted.probs_BKM is not None  # there is a sequence that is not under the invariant rule
-        nowhere = verifier_pb2.RingSlice()
-        self._probs_BKM, self._ids_BKM = drafted.probs_BKM, None
-        self._probs_place = ring.put(self._probs_BKM) if ring else nowhere
-        if drafted.ids_BKM is not None:
-            self._ids_BKM = drafted.ids_BKM.int()
-            self._ids_place = ring.put(self._ids_BKM) if ring else nowhere
-
-    def put(self, message: verifier_pb2.DraftDistribution, row: int, k: int) -> None:
-        if self._ids_BKM is not None:
-            _put(message.ids, message.ids_slice, self._ids_BKM, self._ids_place, row, k)
-        _put(message.probabilities, message.probabilities_slice, self._probs_BKM, self._probs_place, row, k)
+def _add_q(
+    sampled: list[tuple[int, verifier_pb2.DraftDistribution, int]], drafted: Drafted, ring: OverwritingRing | None
+) -> None:
+    """To rows of a batch, the first k of what their tokens were drawn from: (row, message, k)."""
+    assert drafted.probs_BKM is not None  # there is a sequence that is not under the invariant rule
+    in_ring = ring.put if ring else lambda _: verifier_pb2.RingSlice()
+    if drafted.ids_BKM is not None:
+        ids_BKM = drafted.ids_BKM.int()
+        place = in_ring(ids_BKM)
+        for row, q, k in sampled:
+            _put(q.ids, q.ids_slice, ids_BKM, place, row, k)
+    place = in_ring(drafted.probs_BKM)
+    for row, q, k in sampled:
+        _put(q.probabilities, q.probabilities_slice, drafted.probs_BKM, place, row, k)
 
 
 def _put(
