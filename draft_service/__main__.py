@@ -110,6 +110,7 @@ async def _run(
     await server.start()
     await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
     following, stopping = asyncio.create_task(follower.run()), asyncio.create_task(stop_signal())
+    await asyncio.sleep(0)  # it listens before anybody knows whom to stop
     say()
 
     def well() -> bool:

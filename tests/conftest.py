@@ -8,11 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from spire.bench.prompts import PromptSource
 from tests.services import Service, Services, running, start
 
 FIXTURES = Path(__file__).parent / "fixtures"
+
+# How long an example takes says something of the machine, nothing of the code.
+settings.register_profile("spire", deadline=None)
+settings.load_profile("spire")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -49,11 +49,12 @@ async def serve(config: VerifierConfig) -> None:
             max_sequences=hosted.info.max_sequences,
             cache_gb=round(engine.steps.cache.bytes / 1e9, 3),
         )
+        stopping = asyncio.create_task(stop_signal())
+        await asyncio.sleep(0)  # it listens before anybody knows whom to stop
         announce(config.ready_file, address)
         telling = asyncio.create_task(
             keep_announcing(config.ready_file, lambda: engine.seconds_in_turn() < config.stuck_seconds)
         )
-        stopping = asyncio.create_task(stop_signal())
         ended = asyncio.wrap_future(engine.ended)
         await asyncio.wait([stopping, ended], return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()

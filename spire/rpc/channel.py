@@ -22,7 +22,7 @@ STREAM_METADATA_KEY = "spire-stream"
 
 # A peer that is gone without a word is noticed within their sum.
 _KEEPALIVE = [
-    ("grpc.keepalive_time_ms", 2500),
+    ("grpc.keepalive_time_ms", 2000),
     ("grpc.keepalive_timeout_ms", 2000),
     ("grpc.http2.ping_timeout_ms", 2000),
 ]

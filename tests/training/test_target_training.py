@@ -25,7 +25,7 @@ from tests.conftest import FIXTURES
 TEXT = FIXTURES / "text" / "jowett_charmides.txt"
 
 TINY = TargetRecipe(
-    steps=320,
+    steps=399,
     tokens_per_step=64,
     short_length=16,
     long_length=32,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
 import socket
+import time
 from pathlib import Path
 
 import grpc
@@ -17,7 +20,9 @@ from spire.rpc.tensors import from_wire, to_wire
 from spire.v1 import tensor_pb2
 from spire.v1 import verifier_pb2 as pb
 from spire.v1 import verifier_pb2_grpc as rpc
+from verifier_service.batch import RaggedBatch
 from verifier_service.engine import Engine
+from verifier_service.step import Outcome, PromptChunk
 
 VOCAB = 300
 GREEDY = tensor_pb2.Sampling(temperature=0, top_p=1, seed=1)
@@ -205,7 +210,25 @@ class Verifier:
             await opened.close()
 
 
+# Below what the kernel gives to whoever asks for any port: nobody takes one between two uses of it.
+_PORTS = iter(random.sample(range(20_000, 32_000), 12_000))
+
+
+def slow_steps(verifier: Verifier) -> None:
+    """Let steps take no less than 10 ms, so that a prompt in many chunks is under way for a while on any machine."""
+    run = verifier.engine.steps.run
+
+    def slowly(batch: RaggedBatch | None, chunk: PromptChunk | None) -> tuple[Outcome | None, Outcome | None]:
+        time.sleep(0.01)
+        return run(batch, chunk)
+
+    verifier.engine.steps.run = slowly  # type: ignore[method-assign]
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """One that nobody listens at; no other call gives it again."""
+    for port in _PORTS:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no port from 20000 to 31999 is free")

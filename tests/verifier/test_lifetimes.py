@@ -14,7 +14,7 @@ from spire.model.target import Target
 from spire.v1 import tensor_pb2 as codes
 from spire.v1 import verifier_pb2 as pb
 from tests.verifier.conftest import Running
-from tests.verifier.harness import Verifier, plain_greedy, prompt_of
+from tests.verifier.harness import Verifier, plain_greedy, prompt_of, slow_steps
 
 
 async def until(condition: object, seconds: float = 10) -> None:
@@ -40,6 +40,7 @@ async def test_slots_run_out_and_release_frees_them(running: Running, target: Ta
 @pytest.mark.fault(13)
 async def test_release_while_prefilling_frees_the_slot(running: Running) -> None:
     async with running(token_budget=1, max_sequences=1) as verifier:
+        slow_steps(verifier)
         client = verifier.client()
         await client.send_start("a", prompt_of(199))
         await until(lambda: verifier.engine.sequences)
@@ -51,6 +52,7 @@ async def test_release_while_prefilling_frees_the_slot(running: Running) -> None
 
 async def test_a_start_that_comes_again_while_prefilling_is_answered_as_often(running: Running) -> None:
     async with running(token_budget=1) as verifier:
+        slow_steps(verifier)
         client = verifier.client()
         for _ in range(2):
             await client.send_start("a", prompt_of(199))
@@ -67,17 +69,17 @@ async def test_a_gateway_that_stays_away_loses_its_sequences(running: Running) -
         await stays.start("b", prompt_of(9))
         await gone.close()
         await until(lambda: set(verifier.engine.sequences) == {"b"})
-        assert verifier.engine.steps.cache.free_slots == 7
+        await until(lambda: verifier.engine.steps.cache.free_slots == 7)
 
 
 async def test_a_gateway_that_returns_in_time_keeps_its_sequences(running: Running) -> None:
-    async with running(lease_seconds=0.4) as verifier:
+    async with running(lease_seconds=3) as verifier:
         first = verifier.client("gateway")
         started = await first.start("a", prompt_of(9))
         await first.close()
         second = verifier.client("gateway")
         assert await second.start("a", prompt_of(9)) == started
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(3.5)
         (result,) = await second.verify(pb.VerifyItem(sequence_id="a", round=1, base=9))
         assert result.status.code == codes.CODE_OK
 
@@ -115,6 +117,7 @@ async def test_an_older_stream_of_a_gateway_starts_nothing_more(verifier: Verifi
 async def test_decoding_goes_on_between_the_chunks_of_a_long_prompt(running: Running) -> None:
     """With a budget of one token a prompt of 199 takes 199 chunks; rounds of another sequence pass in between."""
     async with running(token_budget=1) as verifier:
+        slow_steps(verifier)
         client, other = verifier.client(), verifier.client("other")
         started = await client.start("a", prompt_of(2))
         await other.send_start("long", prompt_of(199))

@@ -16,7 +16,7 @@ from spire.v1 import draft_pb2_grpc as rpc
 from spire.v1 import tensor_pb2 as codes
 from spire.v1 import verifier_pb2
 from tests.verifier.conftest import Running
-from tests.verifier.harness import GREEDY, Client, Verifier, plain_greedy, prompt_of
+from tests.verifier.harness import GREEDY, Client, Verifier, plain_greedy, prompt_of, slow_steps
 from tests.verifier.test_lifetimes import until
 
 SAMPLED = codes.Sampling(temperature=1, top_p=1, seed=5)
@@ -96,6 +96,7 @@ async def test_only_what_follows_the_newest_token_is_guessed(verifier: Verifier)
 
 async def test_a_sequence_that_is_still_prefilling_is_not_guessed_for(running: Running) -> None:
     async with running(token_budget=1) as verifier:
+        slow_steps(verifier)
         client = verifier.client()
         await client.send_start("a", prompt_of(199))
         await until(lambda: verifier.engine.sequences)
@@ -106,6 +107,7 @@ async def test_a_sequence_that_is_still_prefilling_is_not_guessed_for(running: R
 
 async def test_guesses_do_not_wait_for_a_long_prompt(running: Running) -> None:
     async with running(token_budget=1) as verifier:
+        slow_steps(verifier)
         client = verifier.client()
         token = (await client.start("a", prompt_of(9))).token
         await client.send_start("long", prompt_of(199))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from spire.errors import OutOfCapacity
 from tests.verifier.conftest import Running
-from tests.verifier.harness import prompt_of
+from tests.verifier.harness import prompt_of, slow_steps
 from verifier_service.slots import Shares
 
 
@@ -91,6 +91,7 @@ def test_the_message_says_what_the_share_is() -> None:
 @pytest.mark.fault(22)
 async def test_a_prompt_does_not_wait_for_all_of_another_gateways(running: Running) -> None:
     async with running(token_budget=4) as verifier:
+        slow_steps(verifier)
         flood, other = verifier.client("flood"), verifier.client("other")
         for number in range(6):  # no two begin alike: that would be copied
             await flood.send_start(f"f{number}", prompt_of(150, seed=number))
