@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from typing import Literal
 
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 _PATIENCE_SECONDS = 90
+_WAITS, _IS_WAITED_FOR = ("--wait-ms", "2000"), ("--propose-deadline", "20")
 
 
 @dataclass
@@ -55,6 +57,17 @@ class Services:
         self.draft = start(command, self.directory)
 
 
+def _wait_until_connected(gateway: Service, peers: set[str]) -> None:
+    """A gateway listens before it has met the others. Its log tells, also where `/ready` wants a key."""
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        lines = [json.loads(line) for line in gateway.log.read_text().splitlines() if line[:1] + line[-1:] == "{}"]
+        if peers <= {line["peer"] for line in lines if line.get("event") == "connected"}:
+            return
+        assert time.monotonic() < deadline, f"the gateway has not met both of {peers}: {lines}"
+        time.sleep(0.02)
+
+
 def start(command: Sequence[str], directory: Path) -> Service:
     """Run `python <command>` and wait until it says where it listens. Raises RuntimeError with its log if it dies."""
     ready = Path(tempfile.mktemp(dir=directory, suffix=".ready"))
@@ -86,11 +99,15 @@ def running(
     verifier_options: Sequence[str] = (),
     draft_options: Sequence[str] = (),
     gateway_options: Sequence[str] = (),
+    patient: bool = True,
 ) -> Iterator[Services]:
     """Verifier, draft if one is given, and gateway, ready to answer. With `magicdec` the verifier is the draft.
 
-    Without `k` the gateway chooses it.
+    Without `k` the gateway chooses it. `patient`: however the machine stutters, the draft waits for its activations and
+    the gateway for the draft.
     """
+    if patient:
+        draft_options, gateway_options = [*_WAITS, *draft_options], [*_IS_WAITED_FOR, *gateway_options]
     services: list[Service] = []
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
@@ -111,6 +128,7 @@ def running(
             gateway = start(gateway_command, directory)
             services.append(gateway)
             system = Services(f"http://{gateway.address}", target, gateway, follower, directory)
+            _wait_until_connected(gateway, {"verifier"} if draft is None else {"verifier", "draft"})
             try:
                 yield system
             finally:

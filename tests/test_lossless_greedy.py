@@ -20,6 +20,9 @@ from spire.model.checkpoint import load_target
 from spire.model.target import Target, WholeSequence
 from tests.services import Services, running
 
+# Thousands of tokens, on whatever machine.
+pytestmark = pytest.mark.timeout(1200)
+
 LENGTHS, PER_LENGTH, GENERATED = (5, 33, 64, 130, 257, 400, 700, 1000), 8, 128
 MODEL = spire.cli.paths.BUNDLED / "target"
 DRAFT = spire.cli.paths.BUNDLED / "draft"
@@ -50,7 +53,7 @@ def complete(url: str, prompts: list[list[int]], **extra: object) -> tuple[list[
 
     async def everything() -> list[dict]:
         limits = httpx.Limits(max_connections=len(prompts))
-        async with httpx.AsyncClient(base_url=url, timeout=280, limits=limits) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=1000, limits=limits) as client:
             return await asyncio.gather(*(one(client, prompt) for prompt in prompts))
 
     answers = asyncio.run(everything())

@@ -21,6 +21,9 @@ from scipy.stats import chi2, chisquare
 from tests.markov import VOCABULARY, logits_after_each_token, write_markov_pair
 from tests.services import Services, running
 
+# Thousands of tokens, on whatever machine.
+pytestmark = pytest.mark.timeout(1200)
+
 CHOICES, REQUESTS, LENGTH, START = 15, 420, 8, 3
 FALSE_ALARM = 1e-5
 LOSSY = str(Path(__file__).parent / "lossy_verifier.py")

@@ -78,11 +78,22 @@ def test_the_check_for_torch_would_see_it() -> None:
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=120).returncode == 42
 
 
-def test_help_takes_under_a_second() -> None:
-    """Of the processor: what else the machine does takes nothing away from it."""
-    command = [sys.executable, "-m", "spire.cli", "--help"]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)  # writes the byte code
-    assert min(_processor_seconds(command) for _ in range(3)) < 1.0
+def test_help_takes_hardly_longer_than_the_libraries_it_is_made_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the processor, and beside one another: a slow machine is slow with both. That is 0.3 s on a usual one."""
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path))
+    spire_help = [sys.executable, "-m", "spire.cli", "--help"]
+    libraries = [
+        sys.executable,
+        "-c",
+        "import grpc, httpx, pydantic_settings, rich.markdown, structlog, tokenizers, typer",
+    ]
+    for command in (spire_help, libraries):
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)  # writes the byte code
+    pairs = [(_processor_seconds(spire_help), _processor_seconds(libraries)) for _ in range(5)]
+    assert min(ours for ours, _ in pairs) < 1.6 * min(theirs for _, theirs in pairs), pairs
 
 
 def _processor_seconds(command: list[str]) -> float:

@@ -37,7 +37,7 @@ def up(model: Path, draft: Path, *more: str) -> list[str]:
     return spire("up", "--model", str(model), "--draft", str(draft), *shape, *more)
 
 
-def wait_until(what: str, done: Callable[[], bool], seconds: float = 60) -> None:
+def wait_until(what: str, done: Callable[[], bool], seconds: float = 180) -> None:
     deadline = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < deadline, f"waited {seconds} s in vain for {what}"

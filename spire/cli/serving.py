@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from spire.bench.system import System
@@ -31,7 +31,7 @@ def serving(
     if url is not None:
         yield System(url.rstrip("/"))
         return
-    ports = {module: _free_port() for module in ("verifier_service", "draft_service")}
+    ports = dict(zip(("verifier_service", "draft_service"), _free_ports(2), strict=True))
     further = {module: ["--metrics-port", str(port)] for module, port in ports.items()}
     further["gateway"] = [*gateway_options]
     if synthetic_acceptance is not None:
@@ -56,8 +56,10 @@ def _system(stack: Stack, ports: dict[str, int]) -> System:
     )
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def _free_ports(count: int) -> list[int]:
+    """As many that nobody listens at, all different."""
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]

@@ -21,8 +21,7 @@ from spire.rpc.tensors import to_wire, without_data
 from spire.v1 import draft_pb2
 from spire.v1 import verifier_pb2 as pb
 from spire.v1 import verifier_pb2_grpc as rpc
-from tests.draft.conftest import PATIENT_DRAFT, PATIENT_GATEWAY
-from tests.draft.test_service import accepted_tokens, complete, connected, drafting, eventually, item, wait_until
+from tests.draft.test_service import accepted_tokens, complete, connected, eventually, item, wait_until
 from tests.services import Service, Services, running
 from tests.verifier.harness import free_port
 
@@ -63,9 +62,7 @@ async def test_on_one_host_rows_and_q_go_through_shared_memory_and_the_text_is_t
     texts, guesses = [], []
     for options, carrier in (([], SHARED_MEMORY), (["--shared-memory", ""], INLINE)):
         port = free_port()
-        draft_options = ["--metrics-port", str(port), *PATIENT_DRAFT, *options]
-        with running(*pair, draft_options=draft_options, gateway_options=PATIENT_GATEWAY) as services:
-            drafting(services)
+        with running(*pair, draft_options=["--metrics-port", str(port), *options]) as services:
             answers = [complete(services.url, body) for body in (LONG, SAMPLED)]
             texts.append([(answer["choices"][0]["text"], accepted_tokens(answer)) for answer in answers])
             assert all(accepted for _, accepted in texts[-1])

@@ -24,9 +24,7 @@ from spire.rpc.channel import PROTOCOL_VERSION, connect
 from spire.rpc.tensors import from_wire
 from spire.v1 import draft_pb2 as pb
 from spire.v1 import draft_pb2_grpc, tensor_pb2, verifier_pb2, verifier_pb2_grpc
-from tests.draft.conftest import INLINE, PATIENT_DRAFT, PATIENT_GATEWAY
-from tests.gateway.conftest import Api
-from tests.gateway.conftest import eventually as eventually_true
+from tests.draft.conftest import INLINE
 from tests.services import Services, running, start
 
 SAMPLED = tensor_pb2.Sampling(temperature=1, top_p=1, seed=5)
@@ -201,7 +199,7 @@ def test_a_restarted_draft_takes_up_running_sequences(pair: tuple[Path, Path]) -
 
 
 async def test_a_restarted_draft_drafts_the_same_for_sequences_that_were_running(pair: tuple[Path, Path]) -> None:
-    with running(*pair, draft_options=[*PATIENT_DRAFT, *INLINE]) as services:
+    with running(*pair, draft_options=INLINE) as services:
         async with connected(services) as peers:
             token = await peers.start("running", [1, 2, 3, 4, 5, 6, 7])
             (before,) = await peers.propose(item("running", 7, token))
@@ -241,8 +239,7 @@ def twin(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> P
 
 def test_a_draft_that_is_sent_tokens_knows_all_that_the_target_knows(pair: tuple[Path, Path], twin: Path) -> None:
     """Also after it was killed in the middle of a text, and for prompts of several lengths at once."""
-    with running(pair[0], twin, draft_options=PATIENT_DRAFT, gateway_options=PATIENT_GATEWAY) as services:
-        drafting(services)
+    with running(pair[0], twin) as services:
         for prompt in ([1], [3, 1, 4, 1, 5], [2] * 60):
             answer = complete(services.url, {"prompt": prompt, "max_tokens": 41, "temperature": 0})
             details = answer["usage"]["completion_tokens_details"]
@@ -255,7 +252,7 @@ def test_a_draft_that_is_sent_tokens_knows_all_that_the_target_knows(pair: tuple
 
 
 async def test_a_restarted_draft_is_sent_the_whole_text_again(pair: tuple[Path, Path], twin: Path) -> None:
-    with running(pair[0], twin, draft_options=[*PATIENT_DRAFT, *INLINE]) as services:
+    with running(pair[0], twin, draft_options=INLINE) as services:
         async with connected(services) as peers:
             token = await peers.start("running", [*range(1, 12)] * 9)
             (before,) = await peers.propose(item("running", 99, token))
@@ -337,12 +334,6 @@ def complete(url: str, body: dict) -> dict:
     response = httpx.post(f"{url}/v1/completions", json=body | {"ignore_eos": True}, timeout=60)
     assert response.status_code == 200, response.text
     return response.json()
-
-
-def drafting(services: Services) -> None:
-    """Wait until the gateway knows of the draft."""
-    api = Api(services.url)
-    eventually_true(lambda: api.ready().get("draft") == "connected")
 
 
 def accepted_tokens(answer: dict) -> int:

@@ -19,7 +19,7 @@ class Api:
 
     def __init__(self, url: str):
         self.url = url
-        self.http = httpx.Client(base_url=url, timeout=60)
+        self.http = httpx.Client(base_url=url, timeout=240)
 
     def post(self, **request: Any) -> httpx.Response:
         return self.http.post("/v1/completions", json=request)
@@ -50,7 +50,7 @@ class Api:
         return answer
 
 
-def eventually(true: Callable[[], bool], within: float = 10.0) -> float:
+def eventually(true: Callable[[], bool], within: float = 60.0) -> float:
     """Seconds until it became true; fails when it does not."""
     began = time.monotonic()
     while not true():

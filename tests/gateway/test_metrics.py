@@ -80,7 +80,7 @@ def test_cache_usage_is_the_verifier_s_own(stories_dir: Path) -> None:
             return verifier.metric("spire_verifier_cache_live_bytes") / verifier.metric("spire_verifier_cache_bytes")
 
         with ThreadPoolExecutor(1) as pool:
-            work = pool.submit(api.complete, PROMPTS, **LONG)
+            work = pool.submit(api.complete, PROMPTS, **LONG | {"max_tokens": 400})
             eventually(lambda: usage() > 0)
             eventually(lambda: api.metric("vllm:kv_cache_usage_perc") == pytest.approx(usage(), rel=0.3))
             assert len(work.result()["choices"]) == len(PROMPTS)

@@ -206,9 +206,7 @@ def opened(driver: Any, url: str) -> Page:
 
 @pytest.fixture(scope="session")
 def services(stories_dir: Path, stories_draft_dir: Path) -> Iterator[Services]:
-    """A draft that may take its time: on a busy machine others would be passed over in some rounds."""
-    patient = {"gateway_options": ["--propose-deadline", "20"], "draft_options": ["--wait-ms", "10000"]}
-    with running(stories_dir, stories_draft_dir, k=None, **patient) as services:
+    with running(stories_dir, stories_draft_dir, k=None) as services:
         yield services
 
 
