@@ -78,10 +78,11 @@ def test_the_check_for_torch_would_see_it() -> None:
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=120).returncode == 42
 
 
-def test_help_takes_hardly_longer_than_the_libraries_it_is_made_of(
+def test_help_takes_little_longer_than_the_libraries_it_is_made_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the processor, and beside one another: a slow machine is slow with both. That is 0.3 s on a usual one."""
+    """Of the processor, and beside one another: a slow machine is slow with both. Half as long again is usual; with
+    torch it would be five times as long."""
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path))
     spire_help = [sys.executable, "-m", "spire.cli", "--help"]
@@ -93,7 +94,7 @@ def test_help_takes_hardly_longer_than_the_libraries_it_is_made_of(
     for command in (spire_help, libraries):
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True)  # writes the byte code
     pairs = [(_processor_seconds(spire_help), _processor_seconds(libraries)) for _ in range(5)]
-    assert min(ours for ours, _ in pairs) < 1.6 * min(theirs for _, theirs in pairs), pairs
+    assert min(ours for ours, _ in pairs) < 2.5 * min(theirs for _, theirs in pairs), pairs
 
 
 def _processor_seconds(command: list[str]) -> float:
