@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.gateway.conftest import Api, eventually
-from tests.services import Services, running, start
+from tests.services import running, start
 
 # Thousands of tokens, on whatever machine.
 pytestmark = pytest.mark.timeout(1200)
@@ -23,16 +23,10 @@ PROMPTS = ["Once upon a time", "The little dog", "One day, Lily and Tom"]
 VOCABULARY = 512
 
 
-def connected(services: Services) -> Api:
-    api = Api(services.url)
-    eventually(lambda: api.ready().get("draft") == "connected")
-    return api
-
-
 @pytest.fixture(scope="module")
 def api(stories_dir: Path, stories_draft_dir: Path) -> Iterator[Api]:
     with running(stories_dir, stories_draft_dir) as services:
-        yield connected(services)
+        yield Api(services.url)
 
 
 def texts(api: Api, requests: list[dict[str, Any]], **speculation: Any) -> list[list[Any]]:
@@ -126,7 +120,7 @@ def test_the_texts_of_a_rule_that_is_not_invariant_do_differ(api: Api) -> None:
 def test_another_draft_changes_no_token(api: Api, stories_dir: Path) -> None:
     expected = texts(api, seeded(4), draft="off")
     with running(stories_dir, "magicdec") as services:
-        other = connected(services)
+        other = Api(services.url)
         assert texts(other, seeded(4), k=5) == expected
         assert other.metric("spire_accepted_tokens_total") > 0
 
@@ -134,7 +128,7 @@ def test_another_draft_changes_no_token(api: Api, stories_dir: Path) -> None:
 def test_two_lanes_change_no_token(api: Api, stories_dir: Path, stories_draft_dir: Path) -> None:
     expected = texts(api, seeded(9), draft="off")
     with running(stories_dir, stories_draft_dir, gateway_options=["--lanes", "2"]) as services:
-        other = connected(services)
+        other = Api(services.url)
         assert texts(other, seeded(9), k=4) == expected
         assert other.metric("spire_accepted_tokens_total") > 0
 
@@ -144,7 +138,7 @@ def test_a_death_in_the_midst_of_a_text_changes_no_token(
     stories_dir: Path, stories_draft_dir: Path, lanes: int
 ) -> None:
     with running(stories_dir, stories_draft_dir, gateway_options=["--lanes", str(lanes)]) as services:
-        api = connected(services)
+        api = Api(services.url)
         bodies = seeded(4 * lanes, max_tokens=400, frequency_penalty=0.3)
         expected = texts(api, bodies, draft="off")
         with ThreadPoolExecutor(1) as pool:

@@ -91,7 +91,7 @@ def test_a_second_signal_ends_it_now_and_tells_the_clients(whole: System) -> Non
 def test_a_verifier_told_to_end_lets_what_runs_end_first(whole: System) -> None:
     replays = whole.metric("gateway", "spire_replays_total")
     with Load(whole.url, [expected.body for expected in whole.expected.values()]) as load:
-        eventually(lambda: load.flowing, within=60)
+        eventually(lambda: load.flowing)
         whole.verifier.process.send_signal(signal.SIGTERM)
     assert whole.wrong(load.records) == {}
     assert whole.metric("gateway", "spire_replays_total") == replays

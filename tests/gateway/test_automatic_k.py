@@ -24,18 +24,12 @@ BYTES_OF_A_POSITION = 2 * 64 * 4
 LONG: dict[str, Any] = {"max_tokens": 100, "ignore_eos": True, "return_metrics": True}
 
 
-def connected(services: Services) -> Api:
-    api = Api(services.url)
-    eventually(lambda: api.ready().get("draft") == "connected")
-    return api
-
-
 @pytest.fixture(scope="module")
 def crowded(stories_dir: Path) -> Iterator[tuple[Services, Api]]:
     """A target that drafts well for itself, on a machine where that pays for few sequences only."""
     options = {"verifier": [CROWDED], "verifier_options": ["--self-window", "200"]}
     with running(stories_dir, "magicdec", k=None, **options) as services:
-        yield services, connected(services)
+        yield services, Api(services.url)
 
 
 def complete_together(api: Api, requests: int, **more: Any) -> list[dict[str, Any]]:
@@ -112,7 +106,7 @@ def test_a_request_without_a_draft_stays_plain(crowded: tuple[Services, Api]) ->
 @pytest.mark.parametrize("k", [0, 3])
 def test_the_option_fixes_k(stories_dir: Path, stories_draft_dir: Path, k: int) -> None:
     with running(stories_dir, stories_draft_dir, k=k) as services:
-        api = connected(services)
+        api = Api(services.url)
         rounds = rounds_of(api, 2)
         assert max(rounds) == k
         assert rounds[k] > 0.9 * sum(rounds.values())
@@ -125,7 +119,7 @@ def test_a_draft_that_guesses_badly_is_soon_asked_no_more_and_told_of_little(
 ) -> None:
     port = free_port()
     with running(stories_dir, stories_draft_dir, k=None, draft_options=["--metrics-port", str(port)]) as services:
-        api = connected(services)
+        api = Api(services.url)
         rounds_of(api, 4)
         told = sum(activation_bytes(port).values())
         rounds = rounds_of(api, 4, max_tokens=400)
@@ -140,7 +134,7 @@ def test_a_draft_that_dies_and_returns_leaves_the_choice_as_it_was(stories_dir: 
     """With the target itself as a vanilla draft, so that guesses are good."""
     draft = self_draft(stories_dir, tmp_path)
     with running(stories_dir, draft, k=None, verifier=[CROWDED]) as services:
-        api = connected(services)
+        api = Api(services.url)
         rounds_of(api, 1)
         before = rounds_of(api, 1)
         assert mean_depth(before) > 2

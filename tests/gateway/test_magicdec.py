@@ -25,9 +25,7 @@ def services(stories_dir: Path) -> Iterator[Services]:
 
 @pytest.fixture(scope="module")
 def api(services: Services) -> Api:
-    api = Api(services.url)
-    eventually(lambda: api.ready()["draft"] == "connected")
-    return api
+    return Api(services.url)
 
 
 def test_greedy_text_is_the_targets_own_whether_guesses_are_right_or_wrong(api: Api) -> None:

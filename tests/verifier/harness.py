@@ -210,10 +210,6 @@ class Verifier:
             await opened.close()
 
 
-# Below what the kernel gives to whoever asks for any port: nobody takes one between two uses of it.
-_PORTS = iter(random.sample(range(20_000, 32_000), 12_000))
-
-
 def slow_steps(verifier: Verifier) -> None:
     """Let steps take no less than 10 ms, so that a prompt in many chunks is under way for a while on any machine."""
     run = verifier.engine.steps.run
@@ -223,6 +219,10 @@ def slow_steps(verifier: Verifier) -> None:
         return run(batch, chunk)
 
     verifier.engine.steps.run = slowly  # type: ignore[method-assign]
+
+
+# Below what the kernel gives to whoever asks for any port: nobody takes one between two uses of it.
+_PORTS = iter(random.sample(range(20_000, 32_000), 12_000))
 
 
 def free_port() -> int:
