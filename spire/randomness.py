@@ -10,13 +10,19 @@ What it does not know: what the numbers are used for.
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
-# 64-bit constants of splitmix64, as the signed bit patterns that int64 tensors carry.
-_WEYL = 0x9E3779B97F4A7C15 - (1 << 64)
-_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
-_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+# 64-bit constants of splitmix64.
+_WEYL = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+
+# Numbers of 64 bits: an int64 tensor, or numpy's unsigned integers, of which a few are combined in a tenth of the time.
+_Bits = Any
 
 
 class Purpose(IntEnum):
@@ -34,9 +40,13 @@ def random_bits(seed: Tensor, choice: Tensor, position: Tensor, purpose: Purpose
 
     Positions and salts are below 2^31.
     """
-    hashed = _mix(seed + _WEYL)
-    hashed = _mix(hashed + (choice * len(Purpose) + int(purpose)) * _WEYL)
-    return _mix(hashed + (position + 1 + (salt << 32)) * _WEYL)
+    numbers = (seed, choice, position, torch.as_tensor(salt, device=seed.device))
+    if seed.device.type != "cpu":
+        bits: Tensor = _hash(purpose, *numbers)
+        return bits
+    with np.errstate(over="ignore"):
+        hashed = _hash(purpose, *(number.numpy().view(np.uint64) for number in numbers))
+    return torch.from_numpy(np.asarray(hashed).view(np.int64))
 
 
 def uniform(seed: Tensor, choice: Tensor, position: Tensor, purpose: Purpose, salt: Tensor | int = 0) -> Tensor:
@@ -46,17 +56,32 @@ def uniform(seed: Tensor, choice: Tensor, position: Tensor, purpose: Purpose, sa
 
 def gumbel(bits: Tensor, key: Tensor) -> Tensor:
     """Standard Gumbel noise in float64 for `random_bits` and non-negative keys, such as token ids, which broadcast."""
-    u = _shift_right(_mix(bits + (key + 1) * _WEYL), 11).double() * 2.0**-53 + 2.0**-54
+    u = _shift_right(_mix(bits + _times(key + 1, _WEYL)), 11).double() * 2.0**-53 + 2.0**-54
     return -(-u.log()).log()
 
 
-def _mix(x: Tensor) -> Tensor:
+def _hash(purpose: Purpose, seed: _Bits, choice: _Bits, position: _Bits, salt: _Bits) -> _Bits:
+    hashed = _mix(seed + _constant(seed, _WEYL))
+    hashed = _mix(hashed + _times(choice * len(Purpose) + int(purpose), _WEYL))
+    return _mix(hashed + _times(position + 1 + (salt << 32), _WEYL))
+
+
+def _mix(x: _Bits) -> _Bits:
     """splitmix64's finaliser: every bit of the input flips each output bit with probability 1/2."""
-    x = (x ^ _shift_right(x, 30)) * _MIX_1
-    x = (x ^ _shift_right(x, 27)) * _MIX_2
+    x = _times(x ^ _shift_right(x, 30), _MIX_1)
+    x = _times(x ^ _shift_right(x, 27), _MIX_2)
     return x ^ _shift_right(x, 31)
 
 
-def _shift_right(x: Tensor, bits: int) -> Tensor:
+def _times(x: _Bits, constant: int) -> _Bits:
+    return x * _constant(x, constant)
+
+
+def _constant(x: _Bits, constant: int) -> int:
+    """As the type of `x` takes it: a tensor carries signed bit patterns."""
+    return constant - (1 << 64) if isinstance(x, Tensor) else constant
+
+
+def _shift_right(x: _Bits, bits: int) -> _Bits:
     """Logical shift: the sign bit of int64 is not copied down."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    return (x >> bits) & ((1 << (64 - bits)) - 1) if isinstance(x, Tensor) else x >> bits

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from spire.randomness import Purpose
-from spire.sampling import Rule, SamplingRows, draw, pick
+from spire.sampling import Rule, SamplingRows, draw, pick, sample
 
 # How far a row of q may be from summing to one: what rounding each term to bfloat16 can do at worst.
 Q_SUM_TOLERANCE = 4e-3
@@ -91,6 +91,8 @@ def verify(
     base_B: Tensor,
 ) -> Verdict:
     """Apply to each row its rule. `q` None is one-hot at the draft tokens; greedy rows are taken so whatever q says."""
+    if draft_BK.shape[1] == 0:
+        return Verdict.of(draft_BK, torch.zeros_like(counts_B), sample(p_BTV[:, 0], rows, base_B + 1, base_B))
     q = _drawn_from(q, draft_BK, rows)
     present = [Rule(number) for number in rows.rule_B.unique().tolist()]
     if len(present) == 1:
@@ -105,7 +107,7 @@ def verify(
 
 
 def _drawn_from(q: SparseDistribution | None, draft_BK: Tensor, rows: SamplingRows) -> SparseDistribution:
-    if q is None or draft_BK.shape[1] == 0:
+    if q is None:
         return SparseDistribution.one_hot(draft_BK)
     q = q.normalised()
     return _one_hot_where_greedy(q, draft_BK, rows.greedy_B) if bool(rows.greedy_B.any()) else q
@@ -143,7 +145,7 @@ def _reject_blocks(
     stays_BK = torch.where(offset_K == counts_B[:, None], weight_BT[:, 1:], stays_BK)
     u_BK = rows.uniform(base_B[:, None] + offset_K, Purpose.ACCEPT, base_B)
     stands_BK = (u_BK < stays_BK) & (offset_K <= counts_B[:, None])
-    accepted_B = (stands_BK * offset_K).amax(dim=1) if len(offset_K) else torch.zeros_like(counts_B)
+    accepted_B = (stands_BK * offset_K).amax(dim=1)
     weight_B = weight_BT.gather(1, accepted_B[:, None])[:, 0]
     final_BV = _final_distribution(p_BTV, q, accepted_B, counts_B, weight_B)
     final_B = draw(final_BV, rows.uniform(base_B + accepted_B + 1, Purpose.SAMPLE, base_B))
@@ -203,8 +205,6 @@ def _final_distribution(
     """max(0, P p - q) behind a prefix of weight P, p after the last draft token or where that residual is empty."""
     K = q.probs_BKM.shape[1]
     p_BV = p_BTV[torch.arange(len(p_BTV), device=p_BTV.device), accepted_B]
-    if K == 0:
-        return p_BV
     rejected_B1 = (accepted_B < counts_B)[:, None]
     residual_BV = q.taken_from(weight_B[:, None] * p_BV, accepted_B.clamp(max=K - 1))
     return torch.where(rejected_B1 & (residual_BV.sum(dim=1, keepdim=True) > 0), residual_BV, p_BV)

@@ -1,4 +1,4 @@
-"""Packed weights: the same numbers bit for bit, and nothing else is packed."""
+"""Packed weights: the same numbers, in bfloat16 bit for bit."""
 
 from __future__ import annotations
 
@@ -49,8 +49,18 @@ def test_a_packed_draft_remembers_the_same() -> None:
         assert torch.equal(now, was)
 
 
+@pytest.mark.parametrize("rows", [1, 5, 20, 80])
+@pytest.mark.parametrize("changes", [{}, {"attention_bias": True, "mlp_bias": True}, {"tie_word_embeddings": True}])
 @torch.no_grad()
-def test_weights_of_float32_stay_as_they_are() -> None:
-    target = pack(target_of(torch.float32))
+def test_a_packed_targets_logits_in_float32_are_the_same_up_to_rounding(rows: int, changes: dict[str, bool]) -> None:
+    target, tokens_BT = target_of(torch.float32, **changes), torch.arange(rows)[None] % 96
+    before = logits(target, tokens_BT)
+    torch.testing.assert_close(logits(pack(target), tokens_BT), before)
+    assert all(module.weight is None for module in target.modules() if isinstance(module, nn.Linear))
+
+
+@torch.no_grad()
+def test_weights_of_other_types_stay_as_they_are() -> None:
+    target = pack(target_of(torch.float64))
     assert all(module.weight is not None for module in target.modules() if isinstance(module, nn.Linear))
     assert logits(target, torch.arange(5)[None]).isfinite().all()

@@ -36,9 +36,9 @@ from verifier_service.tasks import StartTask, VerifyTask
 
 log = structlog.get_logger("verifier_service")
 
-# The ring holds a whole replay, or three rounds of an 8B target at 64 sequences; that of q six rounds of 64 sequences
-# at a vocabulary of 4,096. A container has 64 MiB for both if not told more.
-MAX_RING_BYTES, Q_RING_BYTES = 48 * 1024 * 1024, 12 * 1024 * 1024
+# The ring holds a whole replay, or three rounds of an 8B target at 64 sequences; that of q four rounds of 64 sequences
+# at k = 8 and a vocabulary of 4,096. A container has 64 MiB for both if not told more.
+MAX_RING_BYTES, Q_RING_BYTES = 44 * 1024 * 1024, 18 * 1024 * 1024
 
 
 @dataclass(frozen=True)

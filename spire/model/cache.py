@@ -37,6 +37,8 @@ _PAGE, _GROUP = 128, 4
 # more than reading the rest.
 _NEARLY_FULL = 0.85
 
+_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
 
 class TargetCache:
     """Keys and values of `slots` sequences of up to `capacity` committed positions each, in `budget` bytes at most.
@@ -61,6 +63,8 @@ class TargetCache:
         self.paged = self._has_pages(torch.device(device))
         self.pages, self.page = (pages, _PAGE) if self.paged else (1, pages * _PAGE)
         self.group = _GROUP if self.paged else len(self.lengths)
+        # In other types this kernel takes longer than a copy that can be multiplied at once.
+        self.attends_alone = self.paged and dtype == torch.float32
         groups = -(-len(self.lengths) // self.group)
         shape = (groups, self.pages, self.group, config.num_key_value_heads, self.page, config.head_dim)
         pools = [_Pool(shape, dtype, device) for _ in range(2 * config.num_hidden_layers)]
@@ -245,11 +249,12 @@ class BatchView:
         columns_BT = self.positions_BT.clamp(max=last_column)
         self._places_R = cache.places(slots_B1, columns_BT).flatten()
         needed = [min(length + new_tokens, last_column + 1) for length in lengths]
-        self._reads, rows = _plan_reads(slots, needed, cache)
+        self._together, self._alone, rows = _plan_reads(slots, needed, cache)
+        reads = self._together + self._alone
         self._rows_B = torch.tensor(rows, device=device)
-        self._size = self._reads[-1].rows.stop
+        self._size = reads[-1].rows.stop
         self._whole = rows == list(range(self._size))
-        columns = max(read.pages for read in self._reads) * cache.page if cache.paged else max(needed)
+        columns = max(read.pages for read in reads) * cache.page if cache.paged else max(needed)
         self.columns_1S = torch.arange(columns, device=device)[None]
         # Whole pages that everybody sees need no mask.
         first = min(lengths) // cache.page * cache.page
@@ -258,6 +263,7 @@ class BatchView:
     def see(self, visible_BTS: Tensor) -> None:
         """Let each new position attend to these of the last columns, and to all before them."""
         self._mask = self._placed(additive(visible_BTS, self._cache.keys[0].dtype))
+        self._page_masks = [self._by_page(read) for read in self._alone]
 
     def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
         """Store the new positions of one layer; what its queries find in all positions up to their own."""
@@ -277,31 +283,47 @@ class BatchView:
             pool.view(-1, pool.shape[-1]).index_copy_(0, self._places_R, new_RK)
 
     def _attend_pages(self, queries_BHTK: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Queries of one group of heads become rows of its products: each key and value byte is read once."""
+        B, H, T, K = queries_BHTK.shape
+        queries_BGRK = queries_BHTK.reshape(B, keys.shape[-3], -1, K)
+        attended = self._attend_together(queries_BGRK, keys, values) if self._together else []
+        for read, mask in zip(self._alone, self._page_masks, strict=True):
+            attended.append(_attend_alone(queries_BGRK[read.rows], read, mask, keys, values))
+        return (attended[0] if len(attended) == 1 else torch.cat(attended)).view(B, H, T, K)
+
+    def _attend_together(self, queries_BGRK: Tensor, keys: Tensor, values: Tensor) -> list[Tensor]:
         """Two products for each stretch that is read, over all its pages at once, and one softmax for all.
 
-        A product costs as much to begin as to read some hundred keys. Queries of one group of heads become its rows,
-        so that each key and value byte is read once.
+        A product costs as much to begin as to read some hundred keys.
         """
-        B, H, T, K = queries_BHTK.shape
-        G, C = keys.shape[-3:-1]
-        queries = (queries_BHTK * K**-0.5).reshape(B, G, H // G * T, K)
-        scores = queries.new_empty(B, G, H // G * T, self.columns_1S.shape[1])
-        for read in self._reads:
+        G, R, K = queries_BGRK.shape[1:]
+        C = keys.shape[-2]
+        queries_BGRK = queries_BGRK[: self._together[-1].rows.stop] * K**-0.5
+        scores = queries_BGRK.new_empty(*queries_BGRK.shape[:3], self.columns_1S.shape[1])
+        for read in self._together:
             pages_QCK = read.of(keys).reshape(-1, C, K)
-            found = read.repeated(queries).bmm(pages_QCK.mT).view(read.groups, read.pages, read.size, G, -1, C)
+            found = read.repeated(queries_BGRK).bmm(pages_QCK.mT).view(read.groups, read.pages, read.size, G, -1, C)
             mine = scores[read.rows]
             by_page = mine[..., : read.pages * C].unflatten(-1, (-1, C)).unflatten(0, (-1, read.size))
             by_page.copy_(found.permute(0, 2, 3, 4, 1, 5))
             if mine.shape[-1] > read.pages * C:
                 mine[..., read.pages * C :] = torch.finfo(scores.dtype).min
-        scores.view(B, G, H // G, T, -1)[..., -self._mask.shape[-1] :].add_(self._mask[:, :, None])
+        mask_B1TS = self._mask[: len(scores)]
+        scores.unflatten(2, (-1, mask_B1TS.shape[2]))[..., -mask_B1TS.shape[-1] :].add_(mask_B1TS[:, :, None])
         weights = scores.softmax(dim=-1)
         attended = []
-        for read in self._reads:
+        for read in self._together:
             mine = weights[read.rows, ..., : read.pages * C].unflatten(-1, (-1, C)).unflatten(0, (-1, read.size))
-            found = mine.permute(0, 4, 1, 2, 3, 5).reshape(-1, H // G * T, C).bmm(read.of(values).reshape(-1, C, K))
-            attended.append(found.view(read.groups, read.pages, -1).sum(dim=1).view(-1, H, T, K))
-        return attended[0] if len(attended) == 1 else torch.cat(attended)
+            found = mine.permute(0, 4, 1, 2, 3, 5).reshape(-1, R, C).bmm(read.of(values).reshape(-1, C, K))
+            attended.append(found.view(read.groups, read.pages, -1).sum(dim=1).view(-1, G, R, K))
+        return attended
+
+    def _by_page(self, read: _Read) -> Tensor:
+        """The mask of a read of one slot, [P, 1, T, C]."""
+        mask_TS = self._mask[read.rows.start, 0]
+        columns = self.columns_1S.shape[1]
+        mask_TS = torch.nn.functional.pad(mask_TS, (columns - mask_TS.shape[1], 0))[:, : read.pages * self._cache.page]
+        return mask_TS.unflatten(1, (read.pages, -1)).transpose(0, 1)[:, None]
 
     def _placed(self, x_B: Tensor) -> Tensor:
         """Rows of the batch where they are read; what else is read attends for nothing."""
@@ -331,28 +353,53 @@ class _Read:
         return by_group.expand(-1, self.pages, -1, -1, -1).reshape(-1, *queries_BGRK.shape[2:])
 
 
-def _plan_reads(slots: Sequence[int], needed: Sequence[int], cache: TargetCache) -> tuple[list[_Read], list[int]]:
-    """What to read for these slots, and the row of each slot in it.
+def _attend_alone(queries_1GRK: Tensor, read: _Read, mask_P1TC: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """One slot's, [1, G, R, K]: each of its pages is attended where it lies, and weighs what its scores sum to."""
+    keys_PGCK, values_PGCK = (pool[read.group, : read.pages, read.first] for pool in (keys, values))
+    P, _, T, C = mask_P1TC.shape
+    R = queries_1GRK.shape[2]
+    found_PGRK, log_sums_PGR = _flash_attention(
+        queries_1GRK.expand(P, -1, -1, -1),
+        keys_PGCK,
+        values_PGCK,
+        attn_mask=mask_P1TC[:, :, None].expand(-1, -1, R // T, -1, -1).reshape(P, 1, R, C),
+    )
+    return (found_PGRK * log_sums_PGR.softmax(dim=0)[..., None]).sum(dim=0, keepdim=True)
 
-    A group is contiguous and read whole, unless it is for one slot: then a copy of that one is cheaper. Neighbours that
-    are nearly full are one read.
+
+def _plan_reads(
+    slots: Sequence[int], needed: Sequence[int], cache: TargetCache
+) -> tuple[list[_Read], list[_Read], list[int]]:
+    """What to read for these slots: groups, then single slots that are attended alone; and the row of each slot in it.
+
+    A group is contiguous and read whole. What is attended alone need not be; elsewhere one slot is cheaper to copy than
+    to read its group. Neighbours that are nearly full are one read.
     """
     if not cache.paged:
-        return [_Read(0, 1, 0, len(slots), 1, slice(0, len(slots)))], list(slots)
+        return [_Read(0, 1, 0, len(slots), 1, slice(0, len(slots)))], [], list(slots)
+    pages = [-(-positions // cache.page) for positions in needed]
     members: dict[int, list[int]] = {}
     for row, slot in enumerate(slots):
         members.setdefault(slot // cache.group, []).append(row)
-    reads: list[_Read] = []
+    together: list[_Read] = []
+    single: list[int] = []
     rows, end = [0] * len(slots), 0
     for group, mine in sorted(members.items()):
+        if cache.attends_alone and len(mine) < cache.group:
+            single += mine
+            continue
         first, size = (0, cache.group) if len(mine) > 1 else (slots[mine[0]] % cache.group, 1)
-        pages = -(-max(needed[row] for row in mine) // cache.page)
-        read = _Read(group, 1, first, size, pages, slice(end, end + size))
-        reads = [*reads[:-1], *_joined(reads[-1], read, cache)] if reads else [read]
+        read = _Read(group, 1, first, size, max(pages[row] for row in mine), slice(end, end + size))
+        together = [*together[:-1], *_joined(together[-1], read, cache)] if together else [read]
         for row in mine:
             rows[row] = end + slots[row] % cache.group - first
         end += size
-    return reads, rows
+    alone: list[_Read] = []
+    for place, row in enumerate(single, start=end):
+        rows[row] = place
+        group, first = divmod(slots[row], cache.group)
+        alone.append(_Read(group, 1, first, 1, pages[row], slice(place, place + 1)))
+    return together, alone, rows
 
 
 def _joined(one: _Read, next_: _Read, cache: TargetCache) -> list[_Read]:
