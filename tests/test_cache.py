@@ -27,10 +27,21 @@ class OnePage(TargetCache):
         return False
 
 
-@pytest.fixture(autouse=True, params=["small pages", "one page", "as on a GPU"])
+class AtOnce(TargetCache):
+    """Read as in bfloat16: all pages at once."""
+
+    @staticmethod
+    def _attends_in_place(dtype: torch.dtype) -> bool:
+        return False
+
+
+_CACHES = {"small pages": TargetCache, "one page": TargetCache, "as in bfloat16": AtOnce, "as on a GPU": OnePage}
+
+
+@pytest.fixture(autouse=True, params=_CACHES)
 def new_cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[TargetCache]:
-    monkeypatch.setattr("spire.model.cache._PAGE", 16 if request.param == "small pages" else 256)
-    return OnePage if request.param == "as on a GPU" else TargetCache
+    monkeypatch.setattr("spire.model.cache._PAGE", 256 if request.param == "one page" else 16)
+    return _CACHES[request.param]
 
 
 @pytest.fixture(scope="module", params=[1, 2, 4], ids=lambda heads: f"{heads} key heads")

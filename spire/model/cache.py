@@ -1,9 +1,10 @@
 """The target's cache: a block table whose blocks, on a CPU, are pages of four neighbouring slots.
 
 A page holds C positions of each slot of its group, and the pages of a group follow one another: what four neighbours
-hold up to any page is contiguous, so it takes one matrix product, reads as many pages as the longest of the four
-needs, and nothing is gathered or copied. A slot has room for the longest sequence, but only as address space: memory
-comes when a page is first written and goes when its sequence does, so what is held is what sequences fill, and a
+hold up to any page is contiguous, so it takes one matrix product, reads as many pages as the longest of the four needs,
+and nothing is gathered or copied. In float32 slots without all their neighbours, and many queries of a slot, are
+attended page by page where they lie instead. A slot has room for the longest sequence, but only as address space:
+memory comes when a page is first written and goes when its sequence does, so what is held is what sequences fill, and a
 `budget` bounds it (as vAttention does on a GPU).
 `attend` writes behind the committed length; `commit` alone moves that length on, and `rewind` back. So a rejected token
 is simply never committed, and the next append overwrites it. A batch is ragged: short rows are padded, their padding
@@ -36,6 +37,8 @@ _PAGE, _GROUP = 128, 4
 # From which share of its pages on a group is read whole together with its neighbours: what a product costs to begin is
 # more than reading the rest.
 _NEARLY_FULL = 0.85
+# From how many queries of a head on a group's pages are attended one by one, too.
+_MANY_QUERIES = 8
 
 _flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -63,8 +66,8 @@ class TargetCache:
         self.paged = self._has_pages(torch.device(device))
         self.pages, self.page = (pages, _PAGE) if self.paged else (1, pages * _PAGE)
         self.group = _GROUP if self.paged else len(self.lengths)
-        # In other types this kernel takes longer than a copy that can be multiplied at once.
-        self.attends_alone = self.paged and dtype == torch.float32
+        self.queries_per_key = config.num_attention_heads // config.num_key_value_heads
+        self.attends_in_place = self.paged and self._attends_in_place(dtype)
         groups = -(-len(self.lengths) // self.group)
         shape = (groups, self.pages, self.group, config.num_key_value_heads, self.page, config.head_dim)
         pools = [_Pool(shape, dtype, device) for _ in range(2 * config.num_hidden_layers)]
@@ -84,6 +87,10 @@ class TargetCache:
     @staticmethod
     def _has_pages(device: torch.device) -> bool:
         return device.type == "cpu"
+
+    @staticmethod
+    def _attends_in_place(dtype: torch.dtype) -> bool:
+        return dtype == torch.float32  # in bfloat16 that takes longer than a copy and products of all pages
 
     @property
     def bytes(self) -> int:
@@ -249,8 +256,8 @@ class BatchView:
         columns_BT = self.positions_BT.clamp(max=last_column)
         self._places_R = cache.places(slots_B1, columns_BT).flatten()
         needed = [min(length + new_tokens, last_column + 1) for length in lengths]
-        self._together, self._alone, rows = _plan_reads(slots, needed, cache)
-        reads = self._together + self._alone
+        self._at_once, self._in_place, rows = _plan_reads(slots, needed, cache, new_tokens)
+        reads = self._at_once + self._in_place
         self._rows_B = torch.tensor(rows, device=device)
         self._size = reads[-1].rows.stop
         self._whole = rows == list(range(self._size))
@@ -263,7 +270,7 @@ class BatchView:
     def see(self, visible_BTS: Tensor) -> None:
         """Let each new position attend to these of the last columns, and to all before them."""
         self._mask = self._placed(additive(visible_BTS, self._cache.keys[0].dtype))
-        self._page_masks = [self._by_page(read) for read in self._alone]
+        self._page_masks = [self._by_page(read) for read in self._in_place]
 
     def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
         """Store the new positions of one layer; what its queries find in all positions up to their own."""
@@ -286,21 +293,21 @@ class BatchView:
         """Queries of one group of heads become rows of its products: each key and value byte is read once."""
         B, H, T, K = queries_BHTK.shape
         queries_BGRK = queries_BHTK.reshape(B, keys.shape[-3], -1, K)
-        attended = self._attend_together(queries_BGRK, keys, values) if self._together else []
-        for read, mask in zip(self._alone, self._page_masks, strict=True):
-            attended.append(_attend_alone(queries_BGRK[read.rows], read, mask, keys, values))
+        attended = self._attend_at_once(queries_BGRK, keys, values) if self._at_once else []
+        for read, mask_QTC in zip(self._in_place, self._page_masks, strict=True):
+            attended.append(_attend_in_place(queries_BGRK, read, mask_QTC, keys, values))
         return (attended[0] if len(attended) == 1 else torch.cat(attended)).view(B, H, T, K)
 
-    def _attend_together(self, queries_BGRK: Tensor, keys: Tensor, values: Tensor) -> list[Tensor]:
+    def _attend_at_once(self, queries_BGRK: Tensor, keys: Tensor, values: Tensor) -> list[Tensor]:
         """Two products for each stretch that is read, over all its pages at once, and one softmax for all.
 
         A product costs as much to begin as to read some hundred keys.
         """
         G, R, K = queries_BGRK.shape[1:]
         C = keys.shape[-2]
-        queries_BGRK = queries_BGRK[: self._together[-1].rows.stop] * K**-0.5
+        queries_BGRK = queries_BGRK[: self._at_once[-1].rows.stop] * K**-0.5
         scores = queries_BGRK.new_empty(*queries_BGRK.shape[:3], self.columns_1S.shape[1])
-        for read in self._together:
+        for read in self._at_once:
             pages_QCK = read.of(keys).reshape(-1, C, K)
             found = read.repeated(queries_BGRK).bmm(pages_QCK.mT).view(read.groups, read.pages, read.size, G, -1, C)
             mine = scores[read.rows]
@@ -312,18 +319,18 @@ class BatchView:
         scores.unflatten(2, (-1, mask_B1TS.shape[2]))[..., -mask_B1TS.shape[-1] :].add_(mask_B1TS[:, :, None])
         weights = scores.softmax(dim=-1)
         attended = []
-        for read in self._together:
+        for read in self._at_once:
             mine = weights[read.rows, ..., : read.pages * C].unflatten(-1, (-1, C)).unflatten(0, (-1, read.size))
             found = mine.permute(0, 4, 1, 2, 3, 5).reshape(-1, R, C).bmm(read.of(values).reshape(-1, C, K))
             attended.append(found.view(read.groups, read.pages, -1).sum(dim=1).view(-1, G, R, K))
         return attended
 
     def _by_page(self, read: _Read) -> Tensor:
-        """The mask of a read of one slot, [P, 1, T, C]."""
-        mask_TS = self._mask[read.rows.start, 0]
-        columns = self.columns_1S.shape[1]
-        mask_TS = torch.nn.functional.pad(mask_TS, (columns - mask_TS.shape[1], 0))[:, : read.pages * self._cache.page]
-        return mask_TS.unflatten(1, (read.pages, -1)).transpose(0, 1)[:, None]
+        """The mask of each page of a read in a group, [Q, T, C]."""
+        mask_XTS = self._mask[read.rows, 0]
+        seen_by_all = self.columns_1S.shape[1] - mask_XTS.shape[2]
+        mask_XTS = torch.nn.functional.pad(mask_XTS, (seen_by_all, 0))[..., : read.pages * self._cache.page]
+        return mask_XTS.unflatten(2, (read.pages, -1)).permute(2, 0, 1, 3).flatten(0, 1)
 
     def _placed(self, x_B: Tensor) -> Tensor:
         """Rows of the batch where they are read; what else is read attends for nothing."""
@@ -353,27 +360,26 @@ class _Read:
         return by_group.expand(-1, self.pages, -1, -1, -1).reshape(-1, *queries_BGRK.shape[2:])
 
 
-def _attend_alone(queries_1GRK: Tensor, read: _Read, mask_P1TC: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """One slot's, [1, G, R, K]: each of its pages is attended where it lies, and weighs what its scores sum to."""
-    keys_PGCK, values_PGCK = (pool[read.group, : read.pages, read.first] for pool in (keys, values))
-    P, _, T, C = mask_P1TC.shape
-    R = queries_1GRK.shape[2]
-    found_PGRK, log_sums_PGR = _flash_attention(
-        queries_1GRK.expand(P, -1, -1, -1),
-        keys_PGCK,
-        values_PGCK,
-        attn_mask=mask_P1TC[:, :, None].expand(-1, -1, R // T, -1, -1).reshape(P, 1, R, C),
+def _attend_in_place(queries_BGRK: Tensor, read: _Read, mask_QTC: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """The rows of a read in one group: each page is attended where it lies, and weighs what its scores sum to."""
+    R = queries_BGRK.shape[2]
+    Q, T, C = mask_QTC.shape
+    found_QGRK, log_sums_QGR = _flash_attention(
+        queries_BGRK[read.rows].expand(read.pages, -1, -1, -1, -1).flatten(0, 1),
+        *(read.of(pool).flatten(0, 2) for pool in (keys, values)),
+        attn_mask=mask_QTC[:, None, None].expand(-1, -1, R // T, -1, -1).reshape(Q, 1, R, C),
     )
-    return (found_PGRK * log_sums_PGR.softmax(dim=0)[..., None]).sum(dim=0, keepdim=True)
+    weights_PXGR = log_sums_QGR.unflatten(0, (read.pages, -1)).softmax(dim=0)
+    return (found_QGRK.unflatten(0, (read.pages, -1)) * weights_PXGR[..., None]).sum(dim=0)
 
 
 def _plan_reads(
-    slots: Sequence[int], needed: Sequence[int], cache: TargetCache
+    slots: Sequence[int], needed: Sequence[int], cache: TargetCache, new_tokens: int
 ) -> tuple[list[_Read], list[_Read], list[int]]:
-    """What to read for these slots: groups, then single slots that are attended alone; and the row of each slot in it.
+    """What to read for these slots: what is attended at once, what in place; and the row of each slot in it.
 
-    A group is contiguous and read whole. What is attended alone need not be; elsewhere one slot is cheaper to copy than
-    to read its group. Neighbours that are nearly full are one read.
+    A group is contiguous and read whole. In place a part of it need not be, else one slot is cheaper to copy than to
+    read its group. Neighbours that are nearly full are one read.
     """
     if not cache.paged:
         return [_Read(0, 1, 0, len(slots), 1, slice(0, len(slots)))], [], list(slots)
@@ -381,25 +387,25 @@ def _plan_reads(
     members: dict[int, list[int]] = {}
     for row, slot in enumerate(slots):
         members.setdefault(slot // cache.group, []).append(row)
-    together: list[_Read] = []
-    single: list[int] = []
-    rows, end = [0] * len(slots), 0
+    parts: list[tuple[int, int, int, list[int]]] = []
     for group, mine in sorted(members.items()):
-        if cache.attends_alone and len(mine) < cache.group:
-            single += mine
-            continue
-        first, size = (0, cache.group) if len(mine) > 1 else (slots[mine[0]] % cache.group, 1)
-        read = _Read(group, 1, first, size, max(pages[row] for row in mine), slice(end, end + size))
-        together = [*together[:-1], *_joined(together[-1], read, cache)] if together else [read]
+        if len(mine) == cache.group or (len(mine) > 1 and not cache.attends_in_place):
+            parts.append((group, 0, cache.group, mine))
+        else:
+            parts += [(group, slots[row] % cache.group, 1, [row]) for row in mine]
+    reads: list[_Read] = []
+    rows, end = [0] * len(slots), 0
+    for group, first, size, mine in sorted(parts, key=lambda part: part[2] == 1):
+        reads.append(_Read(group, 1, first, size, max(pages[row] for row in mine), slice(end, end + size)))
         for row in mine:
             rows[row] = end + slots[row] % cache.group - first
         end += size
-    alone: list[_Read] = []
-    for place, row in enumerate(single, start=end):
-        rows[row] = place
-        group, first = divmod(slots[row], cache.group)
-        alone.append(_Read(group, 1, first, 1, pages[row], slice(place, place + 1)))
-    return together, alone, rows
+    many = new_tokens * cache.queries_per_key >= _MANY_QUERIES
+    in_place = [read for read in reads if cache.attends_in_place and (many or read.size == 1)]
+    at_once: list[_Read] = []
+    for read in reads[: len(reads) - len(in_place)]:
+        at_once = [*at_once[:-1], *_joined(at_once[-1], read, cache)] if at_once else [read]
+    return at_once, in_place, rows
 
 
 def _joined(one: _Read, next_: _Read, cache: TargetCache) -> list[_Read]:

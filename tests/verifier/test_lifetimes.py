@@ -152,11 +152,11 @@ async def test_a_failing_step_is_answered_and_its_sequences_can_start_again(veri
     client, prompt = verifier.client(), prompt_of(9)
     started = await client.start("a", prompt)
     await client.start("bystander", prompt)
-    head = verifier.engine.steps.target.lm_head
-    kept, head.weight = head.weight, torch.nn.Parameter(torch.zeros(3, 3), requires_grad=False)
+    norm = verifier.engine.steps.target.norm
+    kept, norm.weight = norm.weight, torch.nn.Parameter(torch.zeros(3), requires_grad=False)
     (failed,) = await client.verify(pb.VerifyItem(sequence_id="a", round=1, base=started.base))
     unstarted = await client.start("b", prompt)
-    head.weight = kept
+    norm.weight = kept
     assert failed.status.code == unstarted.status.code == codes.CODE_NOT_FOUND
     assert "shape" not in failed.status.message + unstarted.status.message, "torch's own words"
     assert set(verifier.engine.sequences) == {"bystander"}
