@@ -2,9 +2,10 @@
 
     python experiments/attention.py --model models/target --batch 16 --context 1900
 
-Both read the same number of keys and values, all layers of them, so that no cache holds them: the service's attention
-through its paged cache (storing the new positions, mask and softmax included), and the bare products over contiguous
-keys and values. They alternate, so that a noisy machine is noisy to both.
+In the dtype that services choose here, or another. Both read the same number of keys and values, all layers of them, so
+that no cache holds them: the service's attention through its paged cache (storing the new positions, mask and softmax
+included), and the bare products over contiguous keys and values. They alternate, so that a noisy machine is noisy to
+both.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from rich.table import Table
 
 from spire.model.cache import TargetCache
 from spire.model.config import load_model_config
+from spire.model.placement import choose_dtype
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -35,12 +37,14 @@ def main(
     context: Annotated[int, typer.Option(min=1)] = 1900,
     queries: Annotated[str, typer.Option(help="New positions per sequence; several with commas.")] = "1,5",
     repeats: Annotated[int, typer.Option(min=3)] = 15,
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16 or float32.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Compare them."""
-    cells = [measure(model, batch, context, int(count), repeats) for count in queries.split(",")]
+    chosen = choose_dtype(dtype, torch.device("cpu"))
+    cells = [measure(model, batch, context, int(count), repeats, chosen) for count in queries.split(",")]
     if as_json:
-        print(json.dumps({"attention": cells}))
+        print(json.dumps({"dtype": str(chosen), "attention": cells}))
         return
     table = Table("queries", "attention ms", "bare products ms", "ratio", title=f"{batch} sequences of {context}")
     for cell in cells:
@@ -50,14 +54,14 @@ def main(
 
 
 @torch.inference_mode()
-def measure(model: Path, batch: int, context: int, queries: int, repeats: int) -> dict[str, float]:
+def measure(model: Path, batch: int, context: int, queries: int, repeats: int, dtype: torch.dtype) -> dict[str, float]:
     """Medians over alternating runs, milliseconds for all layers."""
-    config, dtype = load_model_config(model), torch.bfloat16
+    config = load_model_config(model)
     G, H, K, layers = config.num_key_value_heads, config.num_attention_heads, config.head_dim, config.num_hidden_layers
     cache = TargetCache(config, batch, context + queries, dtype)
     slots = [cache.allocate() for _ in range(batch)]
     for pool in (*cache.keys, *cache.values):
-        pool.normal_()  # untouched zeros would all be one page of memory
+        pool.tensor.normal_()  # untouched zeros would all be one page of memory
     assert cache.reserve(slots, context + queries)
     cache.commit(slots, [context] * batch)
     query, new = (torch.randn(batch, heads, queries, K, dtype=dtype) for heads in (H, G))

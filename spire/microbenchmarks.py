@@ -196,7 +196,7 @@ def kv_read_cost(config: ModelConfig, bench: Bench) -> Cost:
         config.model_copy(update={"num_hidden_layers": layers}), sequences, positions - 1, bench.dtype, bench.device
     )
     for tensor in (*cache.keys, *cache.values):
-        tensor.normal_()  # untouched zeros are one page of memory, always in cache
+        tensor.tensor.normal_()  # untouched zeros are one page of memory, always in cache
     slots = [cache.allocate() for _ in range(sequences)]
     cache.commit(slots, [positions - _MANY[1] - 1] * sequences)
 

@@ -31,7 +31,7 @@ class AtOnce(TargetCache):
     """Read as in bfloat16: all pages at once."""
 
     @staticmethod
-    def _attends_in_place(dtype: torch.dtype) -> bool:
+    def _in_place(dtype: torch.dtype) -> bool:
         return False
 
 
@@ -133,8 +133,8 @@ def test_a_new_sequence_sees_nothing_of_the_slots_former_one(target: Target, new
 def test_a_scrubbed_slot_forgets_numbers_that_are_not_finite(target: Target, new_cache: type[TargetCache]) -> None:
     cache = new_cache(target.config, slots=1, capacity=CAPACITY)
     cache.allocate()
-    for tensor in (*cache.keys, *cache.values):
-        tensor.fill_(float("nan"))
+    for pool in (*cache.keys, *cache.values):
+        pool.tensor.fill_(float("nan"))
     cache.free(0, scrub=True)
     cache.allocate()
     assert target(torch.tensor([[1, 2, 3]]), cache.view([0], 3)).hidden_BTD.isfinite().all()
@@ -188,8 +188,8 @@ def test_a_copy_goes_on_as_the_original_would(target: Target, new_cache: type[Ta
     target(tokens_L[None, :70], cache.view([0], 70))
     cache.commit([0], [70])
     cache.copy(0, 2, 65)
-    for tensor in (*cache.keys, *cache.values):
-        tensor[0, :, 0].fill_(7.0)
+    for pool in (*cache.keys, *cache.values):
+        pool.of(0).fill_(7.0)
     logits = target.unembed(target(tokens_L[None, 65:], cache.view([2], 15)).hidden_BTD[0])
     torch.testing.assert_close(logits, whole_logits(target, tokens_L)[65:], atol=1e-4, rtol=1e-4)
 
@@ -223,7 +223,7 @@ def test_memory_comes_with_what_is_written_and_goes_with_it(target: Target) -> N
     slot = cache.allocate()
     assert cache.reserve([slot], 8000)
     for pool in (*cache.keys, *cache.values):
-        pool[0, :, slot] = 1.0
+        pool.of(slot).fill_(1.0)
     assert _resident() - before == pytest.approx(cache.held_bytes, rel=0.1)
     cache.empty(slot)
     assert _resident() - before < 0.1 * cache.page_bytes * cache.pages

@@ -91,7 +91,7 @@ class ModelSteps:
 
     def __init__(self, target: Target, cache: TargetCache, pipeline: Pipeline, sparse: SparseAttention, top_m: int):
         self.target, self.cache, self.pipeline = target, cache, pipeline
-        self.device = cache.keys[0].device
+        self.device = cache.device
         self.tapped_layers: tuple[int, ...] = ()
         # What decides which draft tokens stand.
         self.rule: Verify = verify

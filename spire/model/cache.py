@@ -1,11 +1,11 @@
 """The target's cache: a block table whose blocks, on a CPU, are pages of four neighbouring slots.
 
-A page holds C positions of each slot of its group, and the pages of a group follow one another: what four neighbours
-hold up to any page is contiguous, so it takes one matrix product, reads as many pages as the longest of the four needs,
-and nothing is gathered or copied. In float32 slots without all their neighbours, and many queries of a slot, are
-attended page by page where they lie instead. A slot has room for the longest sequence, but only as address space:
-memory comes when a page is first written and goes when its sequence does, so what is held is what sequences fill, and a
-`budget` bounds it (as vAttention does on a GPU).
+A page holds C positions of each slot of its group, head by head, and the pages of a group follow one another: what four
+neighbours hold up to any page is contiguous, so it takes one matrix product, reads as many pages as the longest of the
+four needs, and nothing is gathered or copied. What one of them holds is evenly spread: in float32 that is multiplied
+where it lies, too. A slot has room for the longest sequence, but only as address space: memory comes when a page is
+first written and goes when its sequence does, so what is held is what sequences fill, and a `budget` bounds it (as
+vAttention does on a GPU).
 `attend` writes behind the committed length; `commit` alone moves that length on, and `rewind` back. So a rejected token
 is simply never committed, and the next append overwrites it. A batch is ragged: short rows are padded, their padding
 likewise.
@@ -37,10 +37,6 @@ _PAGE, _GROUP = 128, 4
 # From which share of its pages on a group is read whole together with its neighbours: what a product costs to begin is
 # more than reading the rest.
 _NEARLY_FULL = 0.85
-# From how many queries of a head on a group's pages are attended one by one, too.
-_MANY_QUERIES = 8
-
-_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 class TargetCache:
@@ -59,21 +55,20 @@ class TargetCache:
         parking: int = 0,
         budget: int | None = None,
     ):
-        self.slots, self.capacity = slots, capacity
+        self.slots, self.capacity, self.device = slots, capacity, torch.device(device)
         self.lengths = [0] * (slots + parking)
         # At least one column more than can be committed: there the padding of full rows goes.
         pages = capacity // _PAGE + 1
-        self.paged = self._has_pages(torch.device(device))
+        self.paged = self._has_pages(self.device)
         self.pages, self.page = (pages, _PAGE) if self.paged else (1, pages * _PAGE)
-        self.group = _GROUP if self.paged else len(self.lengths)
-        self.queries_per_key = config.num_attention_heads // config.num_key_value_heads
-        self.attends_in_place = self.paged and self._attends_in_place(dtype)
+        self.group = _GROUP if self.paged else 1
+        self.in_place = self.paged and self._in_place(dtype)
         groups = -(-len(self.lengths) // self.group)
-        shape = (groups, self.pages, self.group, config.num_key_value_heads, self.page, config.head_dim)
-        pools = [_Pool(shape, dtype, device) for _ in range(2 * config.num_hidden_layers)]
-        self._pools = pools
-        self.keys, self.values = [pool.tensor for pool in pools[::2]], [pool.tensor for pool in pools[1::2]]
-        self.page_bytes = sum(pool.row_bytes for pool in pools)
+        shape = (groups, self.pages, config.num_key_value_heads, self.group, self.page, config.head_dim)
+        layers = range(config.num_hidden_layers)
+        self.keys = [_Pool(shape, dtype, device, transposed=self.in_place) for _ in layers]
+        self.values = [_Pool(shape, dtype, device) for _ in layers]
+        self.page_bytes = sum(pool.page_bytes for pool in self._pools)
         self._budget = self.pages * slots if budget is None else budget // self.page_bytes
         if self._budget < self.pages:
             raise OutOfCapacity(
@@ -89,8 +84,13 @@ class TargetCache:
         return device.type == "cpu"
 
     @staticmethod
-    def _attends_in_place(dtype: torch.dtype) -> bool:
-        return dtype == torch.float32  # in bfloat16 that takes longer than a copy and products of all pages
+    def _in_place(dtype: torch.dtype) -> bool:
+        """Whether keys are transposed, one slot is read without a copy, and pages' weights are left unnormalised."""
+        return dtype == torch.float32  # in bfloat16 scores are too coarse for it, and products of copies faster
+
+    @property
+    def _pools(self) -> list[_Pool]:
+        return [*self.keys, *self.values]
 
     @property
     def bytes(self) -> int:
@@ -183,24 +183,23 @@ class TargetCache:
 
     def gather(self, slots: Sequence[int], positions_BS: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of all N layers' keys and values at chosen committed positions of these slots, [N, B, G, S, K]."""
-        K = self.keys[0].shape[-1]
         slots_B1 = torch.tensor(slots, device=positions_BS.device)[:, None]
-        rows_BGS = self.places(slots_B1, positions_BS).transpose(1, 2).contiguous()
+        places_BGS = self.places(slots_B1, positions_BS).transpose(1, 2).contiguous()
         gathered = []
         for pools in (self.keys, self.values):
-            copies_NBGSK = pools[0].new_empty(len(pools), *rows_BGS.shape, K)
+            copies_NBGSK = pools[0].tensor.new_empty(len(pools), *places_BGS.shape, pools[0].tensor.shape[-1])
             for pool, copy in zip(pools, copies_NBGSK, strict=True):
-                torch.index_select(pool.view(-1, K), 0, rows_BGS.flatten(), out=copy.view(-1, K))
+                pool.read(places_BGS, copy)
             gathered.append(copies_NBGSK)
         return gathered[0], gathered[1]
 
     def places(self, slots_B1: Tensor, positions_BT: Tensor) -> Tensor:
         """Where the keys of these positions stand, [B, T, G], in a pool seen as a list of single keys."""
-        _, P, X, G, C, _ = self.keys[0].shape
+        _, P, G, X, C, _ = self.keys[0].tensor.shape
         slots_BT1, positions_BT1 = slots_B1[..., None], positions_BT[..., None]
         pages_BT1 = slots_BT1 // X * P + positions_BT1 // C
         heads_G = torch.arange(G, device=positions_BT.device)
-        return ((pages_BT1 * X + slots_BT1 % X) * G + heads_G) * C + positions_BT1 % C
+        return ((pages_BT1 * G + heads_G) * X + slots_BT1 % X) * C + positions_BT1 % C
 
     def commit(self, slots: Sequence[int], counts: Sequence[int]) -> None:
         """Make the first counts[i] appended positions of each slot part of its sequence."""
@@ -211,33 +210,64 @@ class TargetCache:
 
 
 class _Pool:
-    """One layer's keys or values, [N, P, X, G, C, K] of zeros. On a CPU nothing is backed before it is written."""
+    """One layer's keys or values, [N, P, G, X, C, K] of zeros. On a CPU nothing is backed before it is written.
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str):
-        self.row_bytes = math.prod(shape[3:]) * dtype.itemsize
-        _, self._pages, self._group, *_ = shape
+    `transposed` in memory, [N, P, G, X, K, C]: few float32 queries are multiplied with such keys half again as fast.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str, transposed: bool = False
+    ):
+        self._row_bytes = math.prod(shape[4:]) * dtype.itemsize
+        _, self._pages, self._heads, self._group, *_ = shape
+        self.page_bytes = self._heads * self._row_bytes
+        self._transposed = transposed
+        in_memory = (*shape[:4], shape[5], shape[4]) if transposed else shape
         self._memory: mmap.mmap | None = None
         if torch.device(device).type != "cpu" or not hasattr(mmap, "MAP_ANONYMOUS"):
             # Zeros, not empty: attention weighs masked columns with 0, and 0 times a stray NaN is NaN.
-            self.tensor = torch.zeros(shape, dtype=dtype, device=device)
-            return
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self._memory = mmap.mmap(-1, math.prod(shape[:3]) * self.row_bytes, flags=flags)
-        self.tensor = torch.frombuffer(self._memory, dtype=dtype).view(shape)
+            memory = torch.zeros(in_memory, dtype=dtype, device=device)
+        else:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            self._memory = mmap.mmap(-1, math.prod(shape[:4]) * self._row_bytes, flags=flags)
+            memory = torch.frombuffer(self._memory, dtype=dtype).view(in_memory)
+        self.tensor = memory.mT if transposed else memory
 
     def of(self, slot: int) -> Tensor:
         """All there is of one slot, [P, G, C, K]."""
-        return self.tensor[slot // self._group, :, slot % self._group]
+        return self.tensor[slot // self._group, :, :, slot % self._group]
+
+    def read(self, places_BGS: Tensor, copy_BGSK: Tensor) -> None:
+        """Copy what stands at these places."""
+        if self._transposed:
+            copy_BGSK.copy_(self._one_by_one[self._blocks_and_columns(places_BGS)])
+        else:
+            K = copy_BGSK.shape[-1]
+            torch.index_select(self.tensor.view(-1, K), 0, places_BGS.flatten(), out=copy_BGSK.view(-1, K))
+
+    def write(self, places_R: Tensor, new_RK: Tensor) -> None:
+        """Put these at their places."""
+        if self._transposed:
+            self._one_by_one[self._blocks_and_columns(places_R)] = new_RK
+        else:
+            self.tensor.view(-1, new_RK.shape[-1]).index_copy_(0, places_R, new_RK)
+
+    @property
+    def _one_by_one(self) -> Tensor:
+        return self.tensor.flatten(0, 3)
+
+    def _blocks_and_columns(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        return places // self.tensor.shape[4], places % self.tensor.shape[4]
 
     def release(self, slot: int, pages: int) -> None:
         """Give the memory of a slot's first pages back; they are zeros again, but for the ends of odd sizes."""
         if self._memory is None or not hasattr(mmap, "MADV_DONTNEED"):
             return
-        for page in range(pages):
-            before = slot // self._group * self._pages + page
-            start = (before * self._group + slot % self._group) * self.row_bytes
+        before = slot // self._group * self._pages * self._heads
+        for row in range(before, before + pages * self._heads):
+            start = (row * self._group + slot % self._group) * self._row_bytes
             first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-            length = (start + self.row_bytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
+            length = (start + self._row_bytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
             if length > 0:
                 self._memory.madvise(mmap.MADV_DONTNEED, first, length)
 
@@ -249,19 +279,18 @@ class BatchView:
         self._cache = cache
         lengths = [cache.lengths[slot] for slot in slots]
         last_column = cache.pages * cache.page - 1
-        device = cache.keys[0].device
+        device = cache.device
         slots_B1 = torch.tensor(slots, device=device)[:, None]
         self.positions_BT = torch.tensor(lengths, device=device)[:, None] + torch.arange(new_tokens, device=device)
         # Padding of a row that is nearly full piles up in the last column, which is never committed.
         columns_BT = self.positions_BT.clamp(max=last_column)
         self._places_R = cache.places(slots_B1, columns_BT).flatten()
         needed = [min(length + new_tokens, last_column + 1) for length in lengths]
-        self._at_once, self._in_place, rows = _plan_reads(slots, needed, cache, new_tokens)
-        reads = self._at_once + self._in_place
+        self._reads, rows = _plan_reads(slots, needed, cache)
         self._rows_B = torch.tensor(rows, device=device)
-        self._size = reads[-1].rows.stop
+        self._size = self._reads[-1].rows.stop
         self._whole = rows == list(range(self._size))
-        columns = max(read.pages for read in reads) * cache.page if cache.paged else max(needed)
+        columns = max(read.pages for read in self._reads) * cache.page if cache.paged else max(needed)
         self.columns_1S = torch.arange(columns, device=device)[None]
         # Whole pages that everybody sees need no mask.
         first = min(lengths) // cache.page * cache.page
@@ -269,74 +298,93 @@ class BatchView:
 
     def see(self, visible_BTS: Tensor) -> None:
         """Let each new position attend to these of the last columns, and to all before them."""
-        self._mask = self._placed(additive(visible_BTS, self._cache.keys[0].dtype))
-        self._page_masks = [self._by_page(read) for read in self._in_place]
+        self._mask_B1TS = self._placed(additive(visible_BTS, self._cache.keys[0].tensor.dtype))
+        self._masks = [self._by_page(read) for read in self._reads] if self._cache.in_place else []
 
     def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
         """Store the new positions of one layer; what its queries find in all positions up to their own."""
         self.store(layer, keys_BGTK, values_BGTK)
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        keys, values = self._cache.keys[layer].tensor, self._cache.values[layer].tensor
         if not self._cache.paged:
             columns = self.columns_1S.shape[1]
-            keys, values = (pool[0, 0].index_select(0, self._rows_B)[:, :, :columns] for pool in (keys, values))
-            return attend(queries_BHTK, keys, values, self._mask)
+            keys, values = (pool[:, 0, :, 0].index_select(0, self._rows_B)[:, :, :columns] for pool in (keys, values))
+            return attend(queries_BHTK, keys, values, self._mask_B1TS)
         attended = self._attend_pages(self._placed(queries_BHTK), keys, values)
         return attended if self._whole else attended[self._rows_B]
 
     def store(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> None:
         """Write the new positions of one layer behind what is committed."""
         for pool, new_BGTK in ((self._cache.keys[layer], keys_BGTK), (self._cache.values[layer], values_BGTK)):
-            new_RK = new_BGTK.transpose(1, 2).reshape(-1, pool.shape[-1])
-            pool.view(-1, pool.shape[-1]).index_copy_(0, self._places_R, new_RK)
+            pool.write(self._places_R, new_BGTK.transpose(1, 2).reshape(-1, new_BGTK.shape[-1]))
 
     def _attend_pages(self, queries_BHTK: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Queries of one group of heads become rows of its products: each key and value byte is read once."""
         B, H, T, K = queries_BHTK.shape
-        queries_BGRK = queries_BHTK.reshape(B, keys.shape[-3], -1, K)
-        attended = self._attend_at_once(queries_BGRK, keys, values) if self._at_once else []
-        for read, mask_QTC in zip(self._in_place, self._page_masks, strict=True):
-            attended.append(_attend_in_place(queries_BGRK, read, mask_QTC, keys, values))
-        return (attended[0] if len(attended) == 1 else torch.cat(attended)).view(B, H, T, K)
+        queries_BGRK = queries_BHTK.reshape(B, keys.shape[2], -1, K) * K**-0.5
+        if self._cache.in_place:
+            attended = self._attend_in_place(queries_BGRK, keys, values)
+        else:
+            attended = self._attend_at_once(queries_BGRK, keys, values)
+        return (attended[0] if len(attended) == 1 else torch.cat(attended)).reshape(B, H, T, K)
+
+    def _attend_in_place(self, queries_BGRK: Tensor, keys: Tensor, values: Tensor) -> list[Tensor]:
+        """Scores become weights where the first product left them, and the second product takes them from there."""
+        queries_BGRK = queries_BGRK * math.log2(math.e)  # exp2 is as fast for what is masked; exp is not
+        attended = []
+        for read, mask_NPGXHTC in zip(self._reads, self._masks, strict=True):
+            queries_NPGXRK = read.repeated(queries_BGRK)
+            scores = _product(queries_NPGXRK, read.of(keys).mT)
+            last, T = mask_NPGXHTC.shape[1], mask_NPGXHTC.shape[-2]
+            scores.unflatten(4, (-1, T))[:, read.pages - last :].add_(mask_NPGXHTC)
+            weights = scores.sub_(scores.amax((1, 5), keepdim=True)).exp2_()
+            found_NGXRK = _product(weights, read.of(values)).sum(1) / weights.sum((1, 5))[..., None]
+            attended.append(found_NGXRK.transpose(1, 2).flatten(0, 1))
+        return attended
 
     def _attend_at_once(self, queries_BGRK: Tensor, keys: Tensor, values: Tensor) -> list[Tensor]:
         """Two products for each stretch that is read, over all its pages at once, and one softmax for all.
 
         A product costs as much to begin as to read some hundred keys.
         """
-        G, R, K = queries_BGRK.shape[1:]
-        C = keys.shape[-2]
-        queries_BGRK = queries_BGRK[: self._at_once[-1].rows.stop] * K**-0.5
+        C = self._cache.page
         scores = queries_BGRK.new_empty(*queries_BGRK.shape[:3], self.columns_1S.shape[1])
-        for read in self._at_once:
-            pages_QCK = read.of(keys).reshape(-1, C, K)
-            found = read.repeated(queries_BGRK).bmm(pages_QCK.mT).view(read.groups, read.pages, read.size, G, -1, C)
-            mine = scores[read.rows]
-            by_page = mine[..., : read.pages * C].unflatten(-1, (-1, C)).unflatten(0, (-1, read.size))
-            by_page.copy_(found.permute(0, 2, 3, 4, 1, 5))
-            if mine.shape[-1] > read.pages * C:
-                mine[..., read.pages * C :] = torch.finfo(scores.dtype).min
-        mask_B1TS = self._mask[: len(scores)]
+        by_read = []
+        for read in self._reads:
+            mine = scores[read.rows].unflatten(0, (-1, read.size)).unflatten(-1, (-1, C))
+            by_page = mine.permute(0, 4, 2, 1, 3, 5)  # as in memory: [N, P, G, X, R, C]
+            by_page[:, : read.pages] = _product(read.repeated(queries_BGRK), read.of(keys).contiguous().mT)
+            by_page[:, read.pages :] = torch.finfo(scores.dtype).min
+            by_read.append(by_page[:, : read.pages])
+        mask_B1TS = self._mask_B1TS
         scores.unflatten(2, (-1, mask_B1TS.shape[2]))[..., -mask_B1TS.shape[-1] :].add_(mask_B1TS[:, :, None])
         weights = scores.softmax(dim=-1)
         attended = []
-        for read in self._at_once:
-            mine = weights[read.rows, ..., : read.pages * C].unflatten(-1, (-1, C)).unflatten(0, (-1, read.size))
-            found = mine.permute(0, 4, 1, 2, 3, 5).reshape(-1, R, C).bmm(read.of(values).reshape(-1, C, K))
-            attended.append(found.view(read.groups, read.pages, -1).sum(dim=1).view(-1, G, R, K))
+        for read in self._reads:
+            mine = weights[read.rows].unflatten(0, (-1, read.size)).unflatten(-1, (-1, C))
+            by_page = mine.permute(0, 4, 2, 1, 3, 5)[:, : read.pages]
+            found_NGXRK = _product(by_page, read.of(values).contiguous()).sum(1)
+            attended.append(found_NGXRK.transpose(1, 2).flatten(0, 1))
         return attended
 
     def _by_page(self, read: _Read) -> Tensor:
-        """The mask of each page of a read in a group, [Q, T, C]."""
-        mask_XTS = self._mask[read.rows, 0]
-        seen_by_all = self.columns_1S.shape[1] - mask_XTS.shape[2]
-        mask_XTS = torch.nn.functional.pad(mask_XTS, (seen_by_all, 0))[..., : read.pages * self._cache.page]
-        return mask_XTS.unflatten(2, (read.pages, -1)).permute(2, 0, 1, 3).flatten(0, 1)
+        """The mask of a read's last pages, as it is added to scores [N, P, G, X, H / G, T, C]."""
+        C = self._cache.page
+        mask_NXTS = self._mask_B1TS[read.rows, 0].unflatten(0, (-1, read.size))
+        seen_by_all = self.columns_1S.shape[1] - mask_NXTS.shape[3]
+        mask_NXTS = torch.nn.functional.pad(mask_NXTS, (seen_by_all % C, 0)).unflatten(3, (-1, C))
+        mask_NXTPC = mask_NXTS[..., : max(0, read.pages - seen_by_all // C), :]
+        return mask_NXTPC.permute(0, 3, 1, 2, 4)[:, :, None, :, None]
 
     def _placed(self, x_B: Tensor) -> Tensor:
         """Rows of the batch where they are read; what else is read attends for nothing."""
         if self._whole or not self._cache.paged:
             return x_B
         return x_B.new_zeros(self._size, *x_B.shape[1:]).index_copy_(0, self._rows_B, x_B)
+
+
+def _product(x: Tensor, y: Tensor) -> Tensor:
+    """Of all matrices of one [N, P, G, X, ...] with those of the other."""
+    return x.flatten(0, 3).bmm(y.flatten(0, 3)).view(*x.shape[:5], y.shape[-1])
 
 
 @dataclass(frozen=True)
@@ -352,60 +400,41 @@ class _Read:
     rows: slice
 
     def of(self, pool: Tensor) -> Tensor:
-        return pool[self.group : self.group + self.groups, : self.pages, self.first : self.first + self.size]
+        return pool[self.group : self.group + self.groups, : self.pages, :, self.first : self.first + self.size]
 
     def repeated(self, queries_BGRK: Tensor) -> Tensor:
-        """The queries of these rows for each page, [groups · P · size · G, R, K]."""
-        by_group = queries_BGRK[self.rows].reshape(self.groups, 1, -1, *queries_BGRK.shape[2:])
-        return by_group.expand(-1, self.pages, -1, -1, -1).reshape(-1, *queries_BGRK.shape[2:])
+        """The queries of these rows for each page, [N, P, G, X, R, K]."""
+        queries_NXGRK = queries_BGRK[self.rows].unflatten(0, (-1, self.size))
+        return queries_NXGRK.transpose(1, 2)[:, None].expand(-1, self.pages, -1, -1, -1, -1)
 
 
-def _attend_in_place(queries_BGRK: Tensor, read: _Read, mask_QTC: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """The rows of a read in one group: each page is attended where it lies, and weighs what its scores sum to."""
-    R = queries_BGRK.shape[2]
-    Q, T, C = mask_QTC.shape
-    found_QGRK, log_sums_QGR = _flash_attention(
-        queries_BGRK[read.rows].expand(read.pages, -1, -1, -1, -1).flatten(0, 1),
-        *(read.of(pool).flatten(0, 2) for pool in (keys, values)),
-        attn_mask=mask_QTC[:, None, None].expand(-1, -1, R // T, -1, -1).reshape(Q, 1, R, C),
-    )
-    weights_PXGR = log_sums_QGR.unflatten(0, (read.pages, -1)).softmax(dim=0)
-    return (found_QGRK.unflatten(0, (read.pages, -1)) * weights_PXGR[..., None]).sum(dim=0)
-
-
-def _plan_reads(
-    slots: Sequence[int], needed: Sequence[int], cache: TargetCache, new_tokens: int
-) -> tuple[list[_Read], list[_Read], list[int]]:
-    """What to read for these slots: what is attended at once, what in place; and the row of each slot in it.
+def _plan_reads(slots: Sequence[int], needed: Sequence[int], cache: TargetCache) -> tuple[list[_Read], list[int]]:
+    """What to read for these slots, and the row of each slot in it.
 
     A group is contiguous and read whole. In place a part of it need not be, else one slot is cheaper to copy than to
     read its group. Neighbours that are nearly full are one read.
     """
     if not cache.paged:
-        return [_Read(0, 1, 0, len(slots), 1, slice(0, len(slots)))], [], list(slots)
+        return [_Read(0, 1, 0, len(slots), 1, slice(0, len(slots)))], list(slots)
     pages = [-(-positions // cache.page) for positions in needed]
     members: dict[int, list[int]] = {}
     for row, slot in enumerate(slots):
         members.setdefault(slot // cache.group, []).append(row)
     parts: list[tuple[int, int, int, list[int]]] = []
     for group, mine in sorted(members.items()):
-        if len(mine) == cache.group or (len(mine) > 1 and not cache.attends_in_place):
+        if len(mine) == cache.group or (len(mine) > 1 and not cache.in_place):
             parts.append((group, 0, cache.group, mine))
         else:
             parts += [(group, slots[row] % cache.group, 1, [row]) for row in mine]
     reads: list[_Read] = []
     rows, end = [0] * len(slots), 0
     for group, first, size, mine in sorted(parts, key=lambda part: part[2] == 1):
-        reads.append(_Read(group, 1, first, size, max(pages[row] for row in mine), slice(end, end + size)))
+        read = _Read(group, 1, first, size, max(pages[row] for row in mine), slice(end, end + size))
         for row in mine:
             rows[row] = end + slots[row] % cache.group - first
+        reads = [*reads[:-1], *_joined(reads[-1], read, cache)] if reads else [read]
         end += size
-    many = new_tokens * cache.queries_per_key >= _MANY_QUERIES
-    in_place = [read for read in reads if cache.attends_in_place and (many or read.size == 1)]
-    at_once: list[_Read] = []
-    for read in reads[: len(reads) - len(in_place)]:
-        at_once = [*at_once[:-1], *_joined(at_once[-1], read, cache)] if at_once else [read]
-    return at_once, in_place, rows
+    return reads, rows
 
 
 def _joined(one: _Read, next_: _Read, cache: TargetCache) -> list[_Read]:

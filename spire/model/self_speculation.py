@@ -40,7 +40,7 @@ class SelfSpeculation:
     positions_BT: Tensor
 
     def __init__(self, target: Target, cache: TargetCache, slots: Sequence[int], k: int, sparse: SparseAttention):
-        device = cache.keys[0].device
+        device = cache.device
         base_B1 = torch.tensor([cache.lengths[slot] for slot in slots], device=device)[:, None]
         self._target, self._sparse = target, sparse
         self._positions_BK = base_B1 + torch.arange(k, device=device)

@@ -48,7 +48,7 @@ class TokenMemory:
         # A round feeds the last verified position together with the newest token.
         while len(fed) < len(verified) - 1:
             chunk = verified[len(fed) : min(len(fed) + _CHUNK, len(verified) - 1)]
-            self._append([slot], [len(fed)], torch.tensor([chunk], device=self.cache.keys[0].device))
+            self._append([slot], [len(fed)], torch.tensor([chunk], device=self.cache.device))
             fed += chunk
 
     def round(self, slots: Sequence[int], bases: Sequence[int], k: int) -> TokenRound:
@@ -70,7 +70,7 @@ class TokenRound:
 
     def __init__(self, memory: TokenMemory, slots: Sequence[int], bases: Sequence[int]):
         self._memory = memory
-        self._device = memory.cache.keys[0].device
+        self._device = memory.cache.device
         order = sorted(range(len(slots)), key=lambda row: slots[row])
         self._slots = [slots[row] for row in order]
         self._starts = [bases[row] - 1 for row in order]
