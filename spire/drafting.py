@@ -17,7 +17,7 @@ from torch import Tensor
 
 from spire.errors import RequestError
 from spire.randomness import Purpose
-from spire.sampling import SamplingRows, draw, pick, probabilities, top_m, with_invariant
+from spire.sampling import SamplingRows, Share, draw, pick, probabilities, top_m, with_invariant
 
 # The deepest block that any draft of ours proposes.
 MAX_SPECULATION_DEPTH = 16
@@ -121,7 +121,7 @@ def draft_tokens(
     tokens_B, tokens, ids, probs = newest_B, [], [], []
     positions_BK = base_B[:, None] + torch.arange(1, k + 1, device=base_B.device)
     uniforms_BK = rows.uniform(positions_BK, Purpose.DRAFT, base_B)
-    all_invariant = bool(rows.invariant_B.all())
+    all_invariant = rows.invariant is Share.ALL
     for position_B, uniforms_B in zip(positions_BK.unbind(1), uniforms_BK.unbind(1), strict=True):
         probs_BV = probabilities(next_logits(tokens_B)[:, None], rows)[:, 0]
         if all_invariant:

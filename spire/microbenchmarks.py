@@ -36,7 +36,7 @@ from spire.model.config import DraftConfig, ModelConfig
 from spire.model.draft import Draft
 from spire.model.draft_memory import DraftMemory
 from spire.model.layers import Layer, Rope, attend
-from spire.model.linears import pack
+from spire.model.linears import Linears, Product, pack
 from spire.model.placement import choose_device, choose_dtype, draft_threads
 from spire.model.target import Target
 from spire.perf_model import Shape
@@ -195,8 +195,8 @@ def kv_read_cost(config: ModelConfig, bench: Bench) -> Cost:
     cache = TargetCache(
         config.model_copy(update={"num_hidden_layers": layers}), sequences, positions - 1, bench.dtype, bench.device
     )
-    for tensor in (*cache.keys, *cache.values):
-        tensor.tensor.normal_()  # untouched zeros are one page of memory, always in cache
+    for pool in (*cache.keys, *cache.values):
+        pool.tensor.normal_()  # untouched zeros are one page of memory, always in cache
     slots = [cache.allocate() for _ in range(sequences)]
     cache.commit(slots, [positions - _MANY[1] - 1] * sequences)
 
@@ -301,17 +301,10 @@ def verify_sampling_cost(vocabulary: int, bench: Bench) -> Cost:
 # --- parts ------------------------------------------------------------------------------------------------------------
 
 
-class _Given(nn.Module):
+def _given(features: int, rows: int, bench: Bench) -> Product:
     """Stands where a matrix product was: its output is there already."""
-
-    output: Tensor
-
-    def __init__(self, features: int, rows: int):
-        super().__init__()
-        self.register_buffer("output", torch.empty(rows, features, device="meta"))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.output[: x.numel() // x.shape[-1]].view(*x.shape[:-1], -1)
+    output_RE = bench.randn(rows, features)
+    return lambda x: output_RE[: x.numel() // x.shape[-1]].view(*x.shape[:-1], -1)
 
 
 class _Unread:
@@ -329,10 +322,9 @@ class _Unread:
 
 def _without_products(model: Model, rows: int, bench: Bench) -> Model:
     """The same code and widths without the weights of any product, so that a model of any size fits."""
-    for parent in list(model.modules()):
-        for name, child in parent.named_children():
-            if isinstance(child, nn.Linear):
-                setattr(parent, name, _Given(child.out_features, rows))
+    for module in list(model.modules()):
+        if isinstance(module, Linears):
+            module.pack(lambda linears: _given(sum(linear.out_features for linear in linears), rows, bench))
     model = model.to(bench.dtype).to_empty(device=bench.device).requires_grad_(False)
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.normal_()

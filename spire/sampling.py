@@ -11,7 +11,8 @@ What it does not know: histories, logprobs, which draft tokens stand.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from enum import IntEnum
+from enum import Enum, IntEnum
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -35,6 +36,19 @@ class Rule(IntEnum):
     INVARIANT = 3
 
 
+class Share(Enum):
+    """How many of a batch's sequences something is true of."""
+
+    NONE = 0
+    SOME = 1
+    ALL = 2
+
+    @classmethod
+    def of(cls, true_B: Tensor) -> Share:
+        true, of_all = int(true_B.sum()), len(true_B)
+        return cls.ALL if true == of_all else cls.SOME if true else cls.NONE
+
+
 @dataclass(frozen=True)
 class SamplingRows:
     """How each of B sequences is sampled: one tensor per parameter. `seed_B` holds uint64 bit patterns in int64."""
@@ -47,18 +61,41 @@ class SamplingRows:
     choice_B: Tensor
     rule_B: Tensor
 
-    @property
+    @cached_property
     def greedy_B(self) -> Tensor:
         return self.temperature_B == 0
 
-    @property
+    @cached_property
+    def greedy(self) -> Share:
+        return Share.of(self.greedy_B)
+
+    @cached_property
     def truncated_B(self) -> Tensor:
         """Where top_k, top_p or min_p may exclude tokens."""
         return ((self.top_k_B > 0) | (self.top_p_B < 1) | (self.min_p_B > 0)) & ~self.greedy_B
 
-    @property
+    @cached_property
+    def truncated(self) -> Share:
+        return Share.of(self.truncated_B)
+
+    @cached_property
     def invariant_B(self) -> Tensor:
         return self.rule_B == Rule.INVARIANT
+
+    @cached_property
+    def invariant(self) -> Share:
+        return Share.of(self.invariant_B)
+
+    @cached_property
+    def divisor_B11(self) -> Tensor | None:
+        """What logits are divided by, None where that is 1 for all."""
+        divisor_B = torch.where(self.greedy_B, 1.0, self.temperature_B)
+        return None if bool((divisor_B == 1).all()) else divisor_B[:, None, None]
+
+    @cached_property
+    def nearly_greedy(self) -> bool:
+        """Whether some temperature is so low that logits divided by it might be infinite."""
+        return bool(((self.temperature_B > 0) & (self.temperature_B < 1e-4)).any())
 
     def select(self, index: Tensor) -> SamplingRows:
         """The rows at `index`."""
@@ -82,25 +119,26 @@ def probabilities(logits_BTV: Tensor, rows: SamplingRows) -> Tensor:
     top_p counts what top_k left, min_p is relative to the most probable token. Greedy rows are one-hot at the argmax,
     so that one rule serves every temperature.
     """
-    greedy_B = rows.greedy_B
-    if bool(greedy_B.all()):
+    if rows.greedy is Share.ALL:
         return _one_hot(logits_BTV)
-    probs_BTV = _softmax(logits_BTV, torch.where(greedy_B, 1.0, rows.temperature_B))
-    for row_B, change in ((rows.truncated_B, _truncate), (greedy_B, lambda probs, _: _one_hot(probs))):
-        if bool(row_B.all()):
-            return change(probs_BTV, rows)
-        if bool(row_B.any()):
-            index = row_B.nonzero().squeeze(1)
-            probs_BTV[index] = change(probs_BTV[index], rows.select(index))
+    probs_BTV = _softmax(logits_BTV, rows)
+    if rows.truncated is Share.ALL:
+        return _truncate(probs_BTV, rows)
+    if rows.truncated is Share.SOME:
+        index = rows.truncated_B.nonzero().squeeze(1)
+        probs_BTV[index] = _truncate(probs_BTV[index], rows.select(index))
+    if rows.greedy is Share.SOME:
+        index = rows.greedy_B.nonzero().squeeze(1)
+        probs_BTV[index] = _one_hot(probs_BTV[index])
     return probs_BTV
 
 
-def _softmax(logits_BTV: Tensor, temperature_B: Tensor) -> Tensor:
-    if bool((temperature_B < 1e-4).any()):
+def _softmax(logits_BTV: Tensor, rows: SamplingRows) -> Tensor:
+    if rows.nearly_greedy:
         # With the maximum at zero a tiny temperature gives -inf and never inf - inf.
         logits_BTV = logits_BTV - logits_BTV.amax(dim=-1, keepdim=True)
-    if bool((temperature_B != 1).any()):
-        logits_BTV = logits_BTV / temperature_B[:, None, None]
+    if rows.divisor_B11 is not None:
+        logits_BTV = logits_BTV / rows.divisor_B11
     return logits_BTV.softmax(dim=-1)
 
 
@@ -223,7 +261,7 @@ def sample(probs_BV: Tensor, rows: SamplingRows, position_B: Tensor, base_B: Ten
 
 def with_invariant(ids_B: Tensor, probs_BV: Tensor, rows: SamplingRows, position_B: Tensor) -> Tensor:
     """`ids_B`, but for sequences under the invariant rule what their noise picks."""
-    if not bool(rows.invariant_B.any()):
+    if rows.invariant is Share.NONE:
         return ids_B
     index = rows.invariant_B.nonzero().squeeze(1)
     return ids_B.index_put((index,), pick(probs_BV[index], rows.select(index), position_B[index]))

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from spire.randomness import Purpose
-from spire.sampling import Rule, SamplingRows, draw, pick, sample
+from spire.sampling import Rule, SamplingRows, Share, draw, pick, sample
 
 # How far a row of q may be from summing to one: what rounding each term to bfloat16 can do at worst.
 Q_SUM_TOLERANCE = 4e-3
@@ -110,7 +110,7 @@ def _drawn_from(q: SparseDistribution | None, draft_BK: Tensor, rows: SamplingRo
     if q is None:
         return SparseDistribution.one_hot(draft_BK)
     q = q.normalised()
-    return _one_hot_where_greedy(q, draft_BK, rows.greedy_B) if bool(rows.greedy_B.any()) else q
+    return _one_hot_where_greedy(q, draft_BK, rows.greedy_B) if rows.greedy is not Share.NONE else q
 
 
 def _reject(

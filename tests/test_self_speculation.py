@@ -194,20 +194,21 @@ def test_in_bfloat16_guesses_are_those_of_fp32_up_to_rounding() -> None:
 
 def test_drafting_leaves_the_cache_as_it_was() -> None:
     some = filled(new_target(), [3, 60])
-    before = [pool.clone() for pool in (*some.cache.keys, *some.cache.values)]
+    before = [pool.tensor.clone() for pool in (*some.cache.keys, *some.cache.values)]
     lengths = list(some.cache.lengths)
     some.guessed(SparseAttention(1, 8))
     assert some.cache.lengths == lengths
-    assert all(torch.equal(pool, was) for pool, was in zip((*some.cache.keys, *some.cache.values), before, strict=True))
+    after = [pool.tensor for pool in (*some.cache.keys, *some.cache.values)]
+    assert all(map(torch.equal, after, before))
 
 
 def test_what_a_poisoned_neighbour_left_behind_is_not_seen() -> None:
     some, sparse = filled(new_target(), [2, 30]), SparseAttention(1, 8)
     expected = some.guessed(sparse)
     for pool in (*some.cache.keys, *some.cache.values):
-        pool[0, :, 0] = float("nan")
+        pool.of(0).fill_(float("nan"))
         for slot in some.slots:
-            pool[0, :, slot, :, some.cache.lengths[slot] :] = float("nan")
+            pool.of(slot)[:, :, some.cache.lengths[slot] :] = float("nan")
     assert torch.equal(some.guessed(sparse), expected)
 
 

@@ -58,16 +58,15 @@ class DraftMemory:
 
 
 class RoundMemory:
-    """Sink, window and scratch [N, B, G, sink + window + k, K] of the sequences of one round."""
+    """Sink, window and scratch, N times [B, G, sink + window + k, K], of the sequences of one round."""
 
     def __init__(self, memory: DraftMemory, slots_B: Tensor, base_B: Tensor, k: int):
         self.draft, self.places = memory.draft, memory.places
         self.positions_BK = base_B[:, None] + torch.arange(k, device=base_B.device)
         held_BS = torch.cat((memory.positions_XS[slots_B], self.positions_BK), dim=1)
-        # Eight times as fast as indexing behind a slice.
-        self.keys_NBGSK = _with_scratch(memory.keys_NXGSK.index_select(1, slots_B), k)
-        self.values_NBGSK = _with_scratch(memory.values_NXGSK.index_select(1, slots_B), k)
-        self.masks_B1KS = additive(visible(self.positions_BK, held_BS, memory.draft.draft), self.keys_NBGSK.dtype)
+        self.keys = _with_scratch(memory.keys_NXGSK, slots_B, k)
+        self.values = _with_scratch(memory.values_NXGSK, slots_B, k)
+        self.masks_B1KS = additive(visible(self.positions_BK, held_BS, memory.draft.draft), self.keys[0].dtype)
         self.mask: Tensor | None = None
         self.passes = -1
 
@@ -84,14 +83,18 @@ class RoundMemory:
 
     def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
         self.replace(layer, keys_BGTK, values_BGTK)
-        return attend(queries_BHTK, self.keys_NBGSK[layer], self.values_NBGSK[layer], self.mask)
+        return attend(queries_BHTK, self.keys[layer], self.values[layer], self.mask)
 
     def replace(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> None:
         place = self.places + self.passes
-        self.keys_NBGSK[layer][:, :, place : place + 1] = keys_BGTK
-        self.values_NBGSK[layer][:, :, place : place + 1] = values_BGTK
+        self.keys[layer].narrow(2, place, 1).copy_(keys_BGTK)
+        self.values[layer].narrow(2, place, 1).copy_(values_BGTK)
 
 
-def _with_scratch(pairs_NBGSK: Tensor, k: int) -> Tensor:
-    N, B, G, _, K = pairs_NBGSK.shape
-    return torch.cat((pairs_NBGSK, pairs_NBGSK.new_zeros(N, B, G, k, K)), dim=3)
+def _with_scratch(pool_NXGSK: Tensor, slots_B: Tensor, k: int) -> tuple[Tensor, ...]:
+    """A working copy for each layer. Selecting is eight times as fast as indexing behind a slice."""
+    N, _, G, S, K = pool_NXGSK.shape
+    pairs_NBGSK = pool_NXGSK.new_empty(N, len(slots_B), G, S + k, K)
+    torch.index_select(pool_NXGSK, 1, slots_B, out=pairs_NBGSK[:, :, :, :S])
+    pairs_NBGSK[:, :, :, S:] = 0  # masked, but a stray NaN would still spread
+    return pairs_NBGSK.unbind()

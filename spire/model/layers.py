@@ -21,6 +21,7 @@ from spire.model.linears import Linears
 # From queries [B, H, T, K] and the keys and values [B, G, T, K] of the same new positions to what was attended,
 # [B, H, T, K]. What else is attended, and what is remembered, is the business of whoever keeps the keys.
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+# Cosines, and sines with those of the first half negated.
 Rotation = tuple[Tensor, Tensor]
 
 
@@ -33,12 +34,12 @@ class Rope(nn.Module):
         self.inverse_frequencies = _inverse_frequencies(head_dim, config)
 
     def forward(self, positions_BT: Tensor, dtype: torch.dtype) -> Rotation:
-        """Cosines and sines, each [B, 1, T, K], computed in fp32."""
+        """Cosines and signed sines, each [B, 1, T, K], computed in fp32."""
         if self.inverse_frequencies.device != positions_BT.device:
             self.inverse_frequencies = self.inverse_frequencies.to(positions_BT.device)
         angles_BTK = positions_BT[:, None, :, None].float() * self.inverse_frequencies
-        angles_BTK = torch.cat((angles_BTK, angles_BTK), dim=-1)
-        return angles_BTK.cos().to(dtype), angles_BTK.sin().to(dtype)
+        cosine, sine = angles_BTK.cos(), angles_BTK.sin()
+        return torch.cat((cosine, cosine), dim=-1).to(dtype), torch.cat((-sine, sine), dim=-1).to(dtype)
 
 
 def _inverse_frequencies(head_dim: int, config: RopeConfig) -> Tensor:
@@ -55,9 +56,8 @@ def _inverse_frequencies(head_dim: int, config: RopeConfig) -> Tensor:
 
 def rotate(x_BHTK: Tensor, rope: Rotation) -> Tensor:
     """Rotate queries or keys to their positions."""
-    cosine, sine = rope
-    first, second = x_BHTK.chunk(2, dim=-1)
-    return x_BHTK * cosine + torch.cat((-second, first), dim=-1) * sine
+    cosine, signed_sine = rope
+    return x_BHTK * cosine + x_BHTK.roll(x_BHTK.shape[-1] // 2, dims=-1) * signed_sine
 
 
 def attend(queries_BHTK: Tensor, keys_BGSK: Tensor, values_BGSK: Tensor, mask_B1TS: Tensor | None) -> Tensor:
@@ -97,7 +97,7 @@ class Attention(Linears):
         super().__init__()
         D, K = config.hidden_size, config.head_dim
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.head_dim = K
+        self.head_dim, self.kv_heads = K, kv_heads
         self.q_proj = nn.Linear(D, heads * K, bias=config.attention_bias)
         self.k_proj = nn.Linear(D, kv_heads * K, bias=config.attention_bias)
         self.v_proj = nn.Linear(D, kv_heads * K, bias=config.attention_bias)
@@ -105,20 +105,23 @@ class Attention(Linears):
 
     def queries_keys_values(self, x_BTD: Tensor, rope: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, H, T, K] and keys, both rotated, and values [B, G, T, K]."""
-        queries, keys, values = map(self._split_heads, self.project(x_BTD, "q_proj", "k_proj", "v_proj"))
-        return rotate(queries, rope), rotate(keys, rope), values
+        rotated, values = self._rotated(self.project(x_BTD, "q_proj", "k_proj", "v_proj"), rope)
+        queries, keys = rotated.split((rotated.shape[1] - self.kv_heads, self.kv_heads), dim=1)
+        return queries, keys, values
 
     def keys_values(self, x_BTD: Tensor, rope: Rotation) -> tuple[Tensor, Tensor]:
         """Keys, rotated, and values [B, G, T, K]."""
-        keys, values = map(self._split_heads, self.project(x_BTD, "k_proj", "v_proj"))
-        return rotate(keys, rope), values
+        return self._rotated(self.project(x_BTD, "k_proj", "v_proj"), rope)
 
     def output(self, attended_BHTK: Tensor) -> Tensor:
         """What was attended, as a summand of the residual stream."""
-        return self.project(attended_BHTK.transpose(1, 2).flatten(2), "o_proj")[0]
+        return self.project(attended_BHTK.transpose(1, 2).flatten(2), "o_proj")
 
-    def _split_heads(self, x_BTE: Tensor) -> Tensor:
-        return x_BTE.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+    def _rotated(self, projected_BTE: Tensor, rope: Rotation) -> tuple[Tensor, Tensor]:
+        """All heads but those of values, rotated at once, and values."""
+        heads_BHTK = projected_BTE.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        to_rotate, values = heads_BHTK.split((heads_BHTK.shape[1] - self.kv_heads, self.kv_heads), dim=1)
+        return rotate(to_rotate, rope), values
 
 
 class MLP(Linears):
@@ -134,8 +137,8 @@ class MLP(Linears):
         self.down_proj = nn.Linear(F_, D, bias=config.mlp_bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        gate, up = self.project(x_BTD, "gate_proj", "up_proj")
-        return self.project(F.silu(gate) * up, "down_proj")[0]
+        gate, up = self.project(x_BTD, "gate_proj", "up_proj").chunk(2, dim=-1)
+        return self.project(F.silu(gate) * up, "down_proj")
 
 
 class Layer(nn.Module):

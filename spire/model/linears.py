@@ -4,18 +4,19 @@
 oneDNN's own layout, float32 transposed. With the few rows of a decoding step a product takes half as long; in bfloat16
 its numbers are the same bit for bit. What was packed can no longer be trained or saved.
 
-Shapes: D the width of the input, E of an output.
+Shapes: D the width of the input, E of all outputs together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 Model = TypeVar("Model", bound=nn.Module)
+Product = Callable[[Tensor], Tensor]
 
 
 class Linears(nn.Module):
@@ -26,23 +27,25 @@ class Linears(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self._packed: dict[tuple[str, ...], _Packed] = {}
+        self._packed: dict[tuple[str, ...], Product] = {}
 
-    def project(self, x_D: Tensor, *names: str) -> Sequence[Tensor]:
-        """What each of these makes of [..., D]: [..., E]."""
-        packed = self._packed.get(names)
-        return packed(x_D) if packed else [getattr(self, name)(x_D) for name in names]
+    def project(self, x_D: Tensor, *names: str) -> Tensor:
+        """What these make of [..., D], side by side: [..., E]."""
+        if packed := self._packed.get(names):
+            return packed(x_D)
+        made = [getattr(self, name)(x_D) for name in names]
+        return made[0] if len(made) == 1 else torch.cat(made, dim=-1)
 
-    def pack(self) -> None:
+    def pack(self, product_of: Callable[[Sequence[nn.Linear]], Product] | None = None) -> None:
+        """Let products, each of all that are packed together, take the place of the linear maps."""
         for names in self.together:
-            self._packed[names] = _Packed([getattr(self, name) for name in names])
+            self._packed[names] = (product_of or _Packed)([getattr(self, name) for name in names])
         for name in {name for names in self.together for name in names}:
             getattr(self, name).weight = None  # of tied weights the embedding keeps its own
 
 
 class _Packed:
     def __init__(self, linears: Sequence[nn.Linear]):
-        self._sizes = [linear.out_features for linear in linears]
         weight_ED = torch.cat([linear.weight.detach() for linear in linears])
         self._in_layout = weight_ED.dtype == torch.bfloat16
         if self._in_layout:
@@ -53,11 +56,7 @@ class _Packed:
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
         self._bias = torch.cat(biases) if biases else None
 
-    def __call__(self, x_D: Tensor) -> Sequence[Tensor]:
-        out_E = self._product(x_D)
-        return out_E.split(self._sizes, dim=-1) if len(self._sizes) > 1 else (out_E,)
-
-    def _product(self, x_D: Tensor) -> Tensor:
+    def __call__(self, x_D: Tensor) -> Tensor:
         if self._in_layout:
             product: Tensor = torch.ops.mkldnn._linear_pointwise(x_D, self._weight, self._bias, "none", [], "")
             return product

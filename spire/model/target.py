@@ -78,4 +78,4 @@ class Target(Linears):
 
     def unembed(self, hidden_D: Tensor) -> Tensor:
         """Logits in fp32 for any selection of hidden states [..., D]."""
-        return self.project(hidden_D, "lm_head")[0].float()
+        return self.project(hidden_D, "lm_head").float()
