@@ -1,10 +1,16 @@
-"""Print the README's figures as Markdown from the recorded JSON: `python experiments/tables.py`."""
+"""Print the figures of README and docs/speed.md as Markdown from the recorded JSON.
+
+python experiments/tables.py
+python experiments/tables.py experiments/results/bfloat16
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "experiments" / "results"
@@ -12,9 +18,10 @@ RESULTS = ROOT / "experiments" / "results"
 Cell = dict[str, Any]
 
 
-def main() -> None:
+def main(results: Annotated[Path, typer.Argument(help="Where bench.json and peers.json are.")] = RESULTS) -> None:
+    """τ of the bundled draft, gains by load, where a round goes, and peers."""
     tau = read(ROOT / "models" / "draft" / "acceptance.json", "acceptance")
-    cells, beside = (read(RESULTS / f"{name}.json", "bench") for name in ("bench", "peers"))
+    cells, beside = (read(results / f"{name}.json", "bench") for name in ("bench", "peers"))
     print(table(["context", "contexts", "τ, 95 %", "prefix of 1 · 2 · 3 · 4 accepted"], [tau_row(c) for c in tau]))
     gains = ["gain", "modelled", "best fixed k", "its gain", "end to end", "τ"]
     print(table(["context", "requests", "plain", "auto", *gains], [load_row(same) for same in loads(cells)]))
@@ -43,8 +50,7 @@ def load_row(same: list[Cell]) -> list[str]:
         str(plain["batch"]),
         *(shown(cell["decode_tokens_per_second"], "{:,.0f}") for cell in (plain, auto)),
         *(shown(auto[name], "{:.2f} ×") for name in ("multiplier_measured", "multiplier_modelled")),
-        str(best["k"]) if best["multiplier_measured"] else "",
-        shown(best["multiplier_measured"], "{:.2f} ×"),
+        *((str(best["k"]), f"{best['multiplier_measured']:.2f} ×") if auto["multiplier_measured"] else ("", "")),
         f"{end_to_end:.2f} ×",
         shown(auto["tau"], "{:.2f}"),
     ]
@@ -53,7 +59,8 @@ def load_row(same: list[Cell]) -> list[str]:
 def name_of(cell: Cell) -> tuple[str, str]:
     if cell["draft"] is None:
         return cell["system"], ""
-    return ("plain", "") if cell["k"] == 0 else (cell["draft"], "auto")
+    depth = "auto" if cell["k"] == "auto" else f"k = {cell['k']}"
+    return ("plain", "") if cell["k"] == 0 else (cell["draft"], depth)
 
 
 def peer_row(name: tuple[str, str], batches: list[int], cells: list[Cell]) -> list[str]:
@@ -99,4 +106,4 @@ def table(headings: list[str], rows: list[list[str]]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)
