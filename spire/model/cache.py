@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import heapq
 import math
-import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -30,6 +29,7 @@ from torch import Tensor
 from spire.errors import OutOfCapacity
 from spire.model.config import ModelConfig
 from spire.model.layers import additive, attend
+from spire.model.pool import Pool
 
 # Positions per page and slots per group on a CPU. On a GPU one page and one group hold everything: kernels there read
 # a stretch without copying it.
@@ -66,8 +66,8 @@ class TargetCache:
         groups = -(-len(self.lengths) // self.group)
         shape = (groups, self.pages, config.num_key_value_heads, self.group, self.page, config.head_dim)
         layers = range(config.num_hidden_layers)
-        self.keys = [_Pool(shape, dtype, device, transposed=self.in_place) for _ in layers]
-        self.values = [_Pool(shape, dtype, device) for _ in layers]
+        self.keys = [Pool(shape, dtype, device, transposed=self.in_place) for _ in layers]
+        self.values = [Pool(shape, dtype, device) for _ in layers]
         self.page_bytes = sum(pool.page_bytes for pool in self._pools)
         self._budget = self.pages * slots if budget is None else budget // self.page_bytes
         if self._budget < self.pages:
@@ -89,7 +89,7 @@ class TargetCache:
         return dtype == torch.float32  # in bfloat16 scores are too coarse for it, and products of copies faster
 
     @property
-    def _pools(self) -> list[_Pool]:
+    def _pools(self) -> list[Pool]:
         return [*self.keys, *self.values]
 
     @property
@@ -207,69 +207,6 @@ class TargetCache:
             if self.lengths[slot] + count > self.capacity:
                 raise OutOfCapacity(f"slot {slot} holds {self.lengths[slot]} positions, {count} more do not fit")
             self.lengths[slot] += count
-
-
-class _Pool:
-    """One layer's keys or values, [N, P, G, X, C, K] of zeros. On a CPU nothing is backed before it is written.
-
-    `transposed` in memory, [N, P, G, X, K, C]: few float32 queries are multiplied with such keys half again as fast.
-    """
-
-    def __init__(
-        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str, transposed: bool = False
-    ):
-        self._row_bytes = math.prod(shape[4:]) * dtype.itemsize
-        _, self._pages, self._heads, self._group, *_ = shape
-        self.page_bytes = self._heads * self._row_bytes
-        self._transposed = transposed
-        in_memory = (*shape[:4], shape[5], shape[4]) if transposed else shape
-        self._memory: mmap.mmap | None = None
-        if torch.device(device).type != "cpu" or not hasattr(mmap, "MAP_ANONYMOUS"):
-            # Zeros, not empty: attention weighs masked columns with 0, and 0 times a stray NaN is NaN.
-            memory = torch.zeros(in_memory, dtype=dtype, device=device)
-        else:
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            self._memory = mmap.mmap(-1, math.prod(shape[:4]) * self._row_bytes, flags=flags)
-            memory = torch.frombuffer(self._memory, dtype=dtype).view(in_memory)
-        self.tensor = memory.mT if transposed else memory
-
-    def of(self, slot: int) -> Tensor:
-        """All there is of one slot, [P, G, C, K]."""
-        return self.tensor[slot // self._group, :, :, slot % self._group]
-
-    def read(self, places_BGS: Tensor, copy_BGSK: Tensor) -> None:
-        """Copy what stands at these places."""
-        if self._transposed:
-            copy_BGSK.copy_(self._one_by_one[self._blocks_and_columns(places_BGS)])
-        else:
-            K = copy_BGSK.shape[-1]
-            torch.index_select(self.tensor.view(-1, K), 0, places_BGS.flatten(), out=copy_BGSK.view(-1, K))
-
-    def write(self, places_R: Tensor, new_RK: Tensor) -> None:
-        """Put these at their places."""
-        if self._transposed:
-            self._one_by_one[self._blocks_and_columns(places_R)] = new_RK
-        else:
-            self.tensor.view(-1, new_RK.shape[-1]).index_copy_(0, places_R, new_RK)
-
-    @property
-    def _one_by_one(self) -> Tensor:
-        return self.tensor.flatten(0, 3)
-
-    def _blocks_and_columns(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        return places // self.tensor.shape[4], places % self.tensor.shape[4]
-
-    def release(self, slot: int, pages: int) -> None:
-        """Give the memory of a slot's first pages back; they are zeros again, but for the ends of odd sizes."""
-        if self._memory is None or not hasattr(mmap, "MADV_DONTNEED"):
-            return
-        before = slot // self._group * self._pages * self._heads
-        for row in range(before, before + pages * self._heads):
-            start = (row * self._group + slot % self._group) * self._row_bytes
-            first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-            length = (start + self._row_bytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
-            if length > 0:
-                self._memory.madvise(mmap.MADV_DONTNEED, first, length)
 
 
 class BatchView:
