@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 # Two services share the cores, so a thread that waits must soon sleep; but a step is hundreds of small parallel
-# regions, and sleeping between them costs more than they compute. A spin of some 30 µs bridges them: at 16 sequences of
-# 600 positions a verification takes 14 ms with it and 21 ms without. OpenMP reads this when torch is imported.
+# regions, and sleeping between them costs more than they compute. A spin of some 30 to 100 µs bridges them: at 16
+# sequences of 600 positions a verification takes 14 ms with it and 21 ms without, and plain decoding of 4 sequences
+# 9.2 ms with three times the 10,000 turns that were enough for slower cores, 10.2 with those. OpenMP reads this when
+# torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+os.environ.setdefault("GOMP_SPINCOUNT", "30000")
 
 import structlog
 from pydantic import Field, ValidationError

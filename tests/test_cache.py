@@ -27,20 +27,17 @@ class OnePage(TargetCache):
         return False
 
 
-class AtOnce(TargetCache):
-    """Read as in bfloat16: all pages at once."""
-
-    @staticmethod
-    def _in_place(dtype: torch.dtype) -> bool:
-        return False
-
-
-_CACHES = {"small pages": TargetCache, "one page": TargetCache, "as in bfloat16": AtOnce, "as on a GPU": OnePage}
+_CACHES = {"small pages": TargetCache, "one page": TargetCache, "as in bfloat16": TargetCache, "as on a GPU": OnePage}
 
 
 @pytest.fixture(autouse=True, params=_CACHES)
 def new_cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[TargetCache]:
     monkeypatch.setattr("spire.model.cache._PAGE", 256 if request.param == "one page" else 16)
+    if request.param == "as in bfloat16":
+        # Keys are plain: multiplied from the left, or read by the flash kernel.
+        for module in ("cache", "paged_attention"):
+            monkeypatch.setattr(f"spire.model.{module}.has_transposed_keys", lambda dtype: False)
+        monkeypatch.setattr("spire.model.paged_attention._MANY", 16)
     return _CACHES[request.param]
 
 

@@ -2,10 +2,9 @@
 
 A page holds C positions of each slot of its group, head by head, and the pages of a group follow one another: what four
 neighbours hold up to any page is contiguous, so it takes one matrix product, reads as many pages as the longest of the
-four needs, and nothing is gathered or copied. What one of them holds is evenly spread: in float32 that is multiplied
-where it lies, too. A slot has room for the longest sequence, but only as address space: memory comes when a page is
-first written and goes when its sequence does, so what is held is what sequences fill, and a `budget` bounds it (as
-vAttention does on a GPU).
+four needs, and nothing is gathered or copied. A slot has room for the longest sequence, but only as address space:
+memory comes when a page is first written and goes when its sequence does, so what is held is what sequences fill, and a
+`budget` bounds it (as vAttention does on a GPU).
 `attend` writes behind the committed length; `commit` alone moves that length on, and `rewind` back. So a rejected token
 is simply never committed, and the next append overwrites it. A batch is ragged: short rows are padded, their padding
 likewise.
@@ -18,9 +17,7 @@ What it does not know: pages on a GPU, where a slot is one page and all of it is
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
@@ -29,14 +26,12 @@ from torch import Tensor
 from spire.errors import OutOfCapacity
 from spire.model.config import ModelConfig
 from spire.model.layers import additive, attend
+from spire.model.paged_attention import PagedAttention, has_transposed_keys
 from spire.model.pool import Pool
 
 # Positions per page and slots per group on a CPU. On a GPU one page and one group hold everything: kernels there read
 # a stretch without copying it.
 _PAGE, _GROUP = 128, 4
-# From which share of its pages on a group is read whole together with its neighbours: what a product costs to begin is
-# more than reading the rest.
-_NEARLY_FULL = 0.85
 
 
 class TargetCache:
@@ -62,11 +57,11 @@ class TargetCache:
         self.paged = self._has_pages(self.device)
         self.pages, self.page = (pages, _PAGE) if self.paged else (1, pages * _PAGE)
         self.group = _GROUP if self.paged else 1
-        self.in_place = self.paged and self._in_place(dtype)
+        self.queries_per_key = config.num_attention_heads // config.num_key_value_heads
         groups = -(-len(self.lengths) // self.group)
         shape = (groups, self.pages, config.num_key_value_heads, self.group, self.page, config.head_dim)
         layers = range(config.num_hidden_layers)
-        self.keys = [Pool(shape, dtype, device, transposed=self.in_place) for _ in layers]
+        self.keys = [Pool(shape, dtype, device, self.paged and has_transposed_keys(dtype)) for _ in layers]
         self.values = [Pool(shape, dtype, device) for _ in layers]
         self.page_bytes = sum(pool.page_bytes for pool in self._pools)
         self._budget = self.pages * slots if budget is None else budget // self.page_bytes
@@ -82,11 +77,6 @@ class TargetCache:
     @staticmethod
     def _has_pages(device: torch.device) -> bool:
         return device.type == "cpu"
-
-    @staticmethod
-    def _in_place(dtype: torch.dtype) -> bool:
-        """Whether keys are transposed, one slot is read without a copy, and pages' weights are left unnormalised."""
-        return dtype == torch.float32  # in bfloat16 scores are too coarse for it, and products of copies faster
 
     @property
     def _pools(self) -> list[Pool]:
@@ -223,11 +213,12 @@ class BatchView:
         columns_BT = self.positions_BT.clamp(max=last_column)
         self._places_R = cache.places(slots_B1, columns_BT).flatten()
         needed = [min(length + new_tokens, last_column + 1) for length in lengths]
-        self._reads, rows = _plan_reads(slots, needed, cache)
-        self._rows_B = torch.tensor(rows, device=device)
-        self._size = self._reads[-1].rows.stop
-        self._whole = rows == list(range(self._size))
-        columns = max(read.pages for read in self._reads) * cache.page if cache.paged else max(needed)
+        self._slots_B = slots_B1[:, 0]
+        self._paged: PagedAttention | None = None
+        if cache.paged:
+            pool = cache.keys[0].tensor
+            self._paged = PagedAttention(slots, needed, new_tokens, cache.queries_per_key, pool)
+        columns = self._paged.columns if self._paged else max(needed)
         self.columns_1S = torch.arange(columns, device=device)[None]
         # Whole pages that everybody sees need no mask.
         first = min(lengths) // cache.page * cache.page
@@ -235,152 +226,24 @@ class BatchView:
 
     def see(self, visible_BTS: Tensor) -> None:
         """Let each new position attend to these of the last columns, and to all before them."""
-        self._mask_B1TS = self._placed(additive(visible_BTS, self._cache.keys[0].tensor.dtype))
-        self._masks = [self._by_page(read) for read in self._reads] if self._cache.in_place else []
+        self._mask_B1TS = additive(visible_BTS, self._cache.keys[0].tensor.dtype)
+        if self._paged:
+            self._paged.see(self._mask_B1TS[:, 0])
 
     def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
         """Store the new positions of one layer; what its queries find in all positions up to their own."""
         self.store(layer, keys_BGTK, values_BGTK)
         keys, values = self._cache.keys[layer].tensor, self._cache.values[layer].tensor
-        if not self._cache.paged:
-            columns = self.columns_1S.shape[1]
-            keys, values = (pool[:, 0, :, 0].index_select(0, self._rows_B)[:, :, :columns] for pool in (keys, values))
-            return attend(queries_BHTK, keys, values, self._mask_B1TS)
-        attended = self._attend_pages(self._placed(queries_BHTK), keys, values)
-        return attended if self._whole else attended[self._rows_B]
+        if self._paged:
+            return self._paged.attend(queries_BHTK, keys, values)
+        columns = self.columns_1S.shape[1]
+        keys, values = (pool[:, 0, :, 0].index_select(0, self._slots_B)[:, :, :columns] for pool in (keys, values))
+        return attend(queries_BHTK, keys, values, self._mask_B1TS)
 
     def store(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> None:
         """Write the new positions of one layer behind what is committed."""
         for pool, new_BGTK in ((self._cache.keys[layer], keys_BGTK), (self._cache.values[layer], values_BGTK)):
             pool.write(self._places_R, new_BGTK.transpose(1, 2).reshape(-1, new_BGTK.shape[-1]))
-
-    def _attend_pages(self, queries_BHTK: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Queries of one group of heads become rows of its products: each key and value byte is read once."""
-        B, H, T, K = queries_BHTK.shape
-        queries_BGRK = queries_BHTK.reshape(B, keys.shape[2], -1, K) * K**-0.5
-        if self._cache.in_place:
-            attended = self._attend_in_place(queries_BGRK, keys, values)
-        else:
-            attended = self._attend_at_once(queries_BGRK, keys, values)
-        return (attended[0] if len(attended) == 1 else torch.cat(attended)).reshape(B, H, T, K)
-
-    def _attend_in_place(self, queries_BGRK: Tensor, keys: Tensor, values: Tensor) -> list[Tensor]:
-        """Scores become weights where the first product left them, and the second product takes them from there."""
-        queries_BGRK = queries_BGRK * math.log2(math.e)  # exp2 is as fast for what is masked; exp is not
-        attended = []
-        for read, mask_NPGXHTC in zip(self._reads, self._masks, strict=True):
-            queries_NPGXRK = read.repeated(queries_BGRK)
-            scores = _product(queries_NPGXRK, read.of(keys).mT)
-            last, T = mask_NPGXHTC.shape[1], mask_NPGXHTC.shape[-2]
-            scores.unflatten(4, (-1, T))[:, read.pages - last :].add_(mask_NPGXHTC)
-            weights = scores.sub_(scores.amax((1, 5), keepdim=True)).exp2_()
-            found_NGXRK = _product(weights, read.of(values)).sum(1) / weights.sum((1, 5))[..., None]
-            attended.append(found_NGXRK.transpose(1, 2).flatten(0, 1))
-        return attended
-
-    def _attend_at_once(self, queries_BGRK: Tensor, keys: Tensor, values: Tensor) -> list[Tensor]:
-        """Two products for each stretch that is read, over all its pages at once, and one softmax for all.
-
-        A product costs as much to begin as to read some hundred keys.
-        """
-        C = self._cache.page
-        scores = queries_BGRK.new_empty(*queries_BGRK.shape[:3], self.columns_1S.shape[1])
-        by_read = []
-        for read in self._reads:
-            mine = scores[read.rows].unflatten(0, (-1, read.size)).unflatten(-1, (-1, C))
-            by_page = mine.permute(0, 4, 2, 1, 3, 5)  # as in memory: [N, P, G, X, R, C]
-            by_page[:, : read.pages] = _product(read.repeated(queries_BGRK), read.of(keys).contiguous().mT)
-            by_page[:, read.pages :] = torch.finfo(scores.dtype).min
-            by_read.append(by_page[:, : read.pages])
-        mask_B1TS = self._mask_B1TS
-        scores.unflatten(2, (-1, mask_B1TS.shape[2]))[..., -mask_B1TS.shape[-1] :].add_(mask_B1TS[:, :, None])
-        weights = scores.softmax(dim=-1)
-        attended = []
-        for read in self._reads:
-            mine = weights[read.rows].unflatten(0, (-1, read.size)).unflatten(-1, (-1, C))
-            by_page = mine.permute(0, 4, 2, 1, 3, 5)[:, : read.pages]
-            found_NGXRK = _product(by_page, read.of(values).contiguous()).sum(1)
-            attended.append(found_NGXRK.transpose(1, 2).flatten(0, 1))
-        return attended
-
-    def _by_page(self, read: _Read) -> Tensor:
-        """The mask of a read's last pages, as it is added to scores [N, P, G, X, H / G, T, C]."""
-        C = self._cache.page
-        mask_NXTS = self._mask_B1TS[read.rows, 0].unflatten(0, (-1, read.size))
-        seen_by_all = self.columns_1S.shape[1] - mask_NXTS.shape[3]
-        mask_NXTS = torch.nn.functional.pad(mask_NXTS, (seen_by_all % C, 0)).unflatten(3, (-1, C))
-        mask_NXTPC = mask_NXTS[..., : max(0, read.pages - seen_by_all // C), :]
-        return mask_NXTPC.permute(0, 3, 1, 2, 4)[:, :, None, :, None]
-
-    def _placed(self, x_B: Tensor) -> Tensor:
-        """Rows of the batch where they are read; what else is read attends for nothing."""
-        if self._whole or not self._cache.paged:
-            return x_B
-        return x_B.new_zeros(self._size, *x_B.shape[1:]).index_copy_(0, self._rows_B, x_B)
-
-
-def _product(x: Tensor, y: Tensor) -> Tensor:
-    """Of all matrices of one [N, P, G, X, ...] with those of the other."""
-    return x.flatten(0, 3).bmm(y.flatten(0, 3)).view(*x.shape[:5], y.shape[-1])
-
-
-@dataclass(frozen=True)
-class _Read:
-    """`size` slots from `first` on of each of some neighbouring `groups`, which fill these `rows`, as far as their
-    longest sequence reaches. Several groups are read to the end of their pages, where they touch."""
-
-    group: int
-    groups: int
-    first: int
-    size: int
-    pages: int
-    rows: slice
-
-    def of(self, pool: Tensor) -> Tensor:
-        return pool[self.group : self.group + self.groups, : self.pages, :, self.first : self.first + self.size]
-
-    def repeated(self, queries_BGRK: Tensor) -> Tensor:
-        """The queries of these rows for each page, [N, P, G, X, R, K]."""
-        queries_NXGRK = queries_BGRK[self.rows].unflatten(0, (-1, self.size))
-        return queries_NXGRK.transpose(1, 2)[:, None].expand(-1, self.pages, -1, -1, -1, -1)
-
-
-def _plan_reads(slots: Sequence[int], needed: Sequence[int], cache: TargetCache) -> tuple[list[_Read], list[int]]:
-    """What to read for these slots, and the row of each slot in it.
-
-    A group is contiguous and read whole. In place a part of it need not be, else one slot is cheaper to copy than to
-    read its group. Neighbours that are nearly full are one read.
-    """
-    if not cache.paged:
-        return [_Read(0, 1, 0, len(slots), 1, slice(0, len(slots)))], list(slots)
-    pages = [-(-positions // cache.page) for positions in needed]
-    members: dict[int, list[int]] = {}
-    for row, slot in enumerate(slots):
-        members.setdefault(slot // cache.group, []).append(row)
-    parts: list[tuple[int, int, int, list[int]]] = []
-    for group, mine in sorted(members.items()):
-        if len(mine) == cache.group or (len(mine) > 1 and not cache.in_place):
-            parts.append((group, 0, cache.group, mine))
-        else:
-            parts += [(group, slots[row] % cache.group, 1, [row]) for row in mine]
-    reads: list[_Read] = []
-    rows, end = [0] * len(slots), 0
-    for group, first, size, mine in sorted(parts, key=lambda part: part[2] == 1):
-        read = _Read(group, 1, first, size, max(pages[row] for row in mine), slice(end, end + size))
-        for row in mine:
-            rows[row] = end + slots[row] % cache.group - first
-        reads = [*reads[:-1], *_joined(reads[-1], read, cache)] if reads else [read]
-        end += size
-    return reads, rows
-
-
-def _joined(one: _Read, next_: _Read, cache: TargetCache) -> list[_Read]:
-    """Both as one read if they touch and little is read in vain, else as they are."""
-    touch = one.group + one.groups == next_.group and one.size == next_.size == cache.group
-    if not touch or min(one.pages, next_.pages) < cache.pages * _NEARLY_FULL:
-        return [one, next_]
-    rows = slice(one.rows.start, next_.rows.stop)
-    return [_Read(one.group, one.groups + 1, 0, cache.group, cache.pages, rows)]
 
 
 class Stretches:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from spire.errors import DataError
 from spire.model.config import DraftConfig, ModelConfig
-from spire.model.layers import Layer, Rope, additive, attend
+from spire.model.layers import Layer, RMSNorm, Rope, additive, attend
 from spire.model.linears import Linears
 from spire.model.target import Target, WholeSequence
 
@@ -63,7 +63,7 @@ class Draft(Linears):
         self.config, self.draft = config, draft
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config) for _ in range(N))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight

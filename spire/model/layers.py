@@ -68,7 +68,9 @@ def attend(queries_BHTK: Tensor, keys_BGSK: Tensor, values_BGSK: Tensor, mask_B1
     grouped = keys_BGSK.shape[1] != queries_BHTK.shape[1]
     if mask_B1TS is None:
         return F.scaled_dot_product_attention(queries_BHTK, keys_BGSK, values_BGSK, is_causal=True, enable_gqa=grouped)
-    if torch.is_grad_enabled():
+    # Of single queries the CPU's own kernel makes a third of the time of two products.
+    alone = queries_BHTK.shape[2] == 1 and queries_BHTK.device.type == "cpu" and not grouped
+    if alone or torch.is_grad_enabled():
         return F.scaled_dot_product_attention(
             queries_BHTK, keys_BGSK, values_BGSK, attn_mask=mask_B1TS, enable_gqa=grouped
         )
@@ -86,6 +88,21 @@ def additive(visible_BTS: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(visible_BTS.shape, dtype=dtype, device=visible_BTS.device).masked_fill(~visible_BTS, hidden)[
         :, None
     ]
+
+
+class RMSNorm(nn.RMSNorm):
+    """Root mean square normalisation.
+
+    On a CPU it is nine operations. Of x and -x side by side the mean is 0 and the variance x's mean square, so
+    LayerNorm, which is one, gives the same numbers.
+    """
+
+    def forward(self, x_D: Tensor) -> Tensor:
+        if x_D.device.type != "cpu" or torch.is_grad_enabled():
+            return super().forward(x_D)
+        D = x_D.shape[-1]
+        both, weights = torch.cat((x_D, -x_D), dim=-1), torch.cat((self.weight, self.weight))
+        return F.layer_norm(both, (2 * D,), weights, None, self.eps or torch.finfo(x_D.dtype).eps)[..., :D]
 
 
 class Attention(Linears):
@@ -146,9 +163,9 @@ class Layer(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = Attention(config)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = MLP(config)
 
     def keys_values(self, memory_BTD: Tensor, rope: Rotation) -> tuple[Tensor, Tensor]:

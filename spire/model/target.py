@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from spire.model.config import ModelConfig
-from spire.model.layers import Layer, Rope, attend
+from spire.model.layers import Layer, RMSNorm, Rope, attend
 from spire.model.linears import Linears
 
 
@@ -56,7 +56,7 @@ class Target(Linears):
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
