@@ -102,7 +102,7 @@ class RMSNorm(nn.RMSNorm):
             return super().forward(x_D)
         D = x_D.shape[-1]
         both, weights = torch.cat((x_D, -x_D), dim=-1), torch.cat((self.weight, self.weight))
-        return F.layer_norm(both, (2 * D,), weights, None, self.eps or torch.finfo(x_D.dtype).eps)[..., :D]
+        return F.layer_norm(both, (2 * D,), weights, None, self.eps or torch.finfo(x_D.dtype).eps)[..., :D].contiguous()
 
 
 class Attention(Linears):
