@@ -19,25 +19,28 @@ from spire.model.target import Target, WholeSequence
 V, CAPACITY = 40, 100
 
 
-class OnePage(TargetCache):
-    """Read as on a GPU: a stretch of one page that holds everything."""
+class AsOnGpu(TargetCache):
+    """Read by gathering."""
 
     @staticmethod
-    def _has_pages(device: torch.device) -> bool:
+    def _is_cpu(device: torch.device) -> bool:
         return False
 
 
-_CACHES = {"small pages": TargetCache, "one page": TargetCache, "as in bfloat16": TargetCache, "as on a GPU": OnePage}
+class AsInBfloat16(TargetCache):
+    """Slots are contiguous each, and read by the flash kernel."""
+
+    @staticmethod
+    def _by_products(dtype: torch.dtype) -> bool:
+        return False
+
+
+_CACHES = {"small pages": TargetCache, "one page": TargetCache, "as in bfloat16": AsInBfloat16, "as on a GPU": AsOnGpu}
 
 
 @pytest.fixture(autouse=True, params=_CACHES)
 def new_cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[TargetCache]:
     monkeypatch.setattr("spire.model.cache._PAGE", 256 if request.param == "one page" else 16)
-    if request.param == "as in bfloat16":
-        # Keys are plain: multiplied from the left, or read by the flash kernel.
-        for module in ("cache", "paged_attention"):
-            monkeypatch.setattr(f"spire.model.{module}.has_transposed_keys", lambda dtype: False)
-        monkeypatch.setattr("spire.model.paged_attention._MANY", 16)
     return _CACHES[request.param]
 
 

@@ -17,7 +17,7 @@ from spire.model.self_speculation import SelfSpeculation, SparseAttention
 from spire.model.target import Target
 from spire.rpc.sampling import from_protos
 from spire.v1 import tensor_pb2
-from tests.test_cache import OnePage
+from tests.test_cache import AsOnGpu
 
 V, K = 40, 4
 KINDS: dict[str, dict[str, Any]] = {
@@ -77,7 +77,7 @@ class Filled:
 
 
 def filled(target: Target, lengths: list[int], dtype: torch.dtype = torch.float32, paged: bool = True) -> Filled:
-    cache = (TargetCache if paged else OnePage)(target.config, slots=len(lengths) + 1, capacity=400, dtype=dtype)
+    cache = (TargetCache if paged else AsOnGpu)(target.config, slots=len(lengths) + 1, capacity=400, dtype=dtype)
     cache.allocate()
     slots = [cache.allocate() for _ in lengths][::-1]
     texts = [torch.randint(V, (length + 20,), generator=torch.Generator().manual_seed(length)) for length in lengths]

@@ -1,17 +1,15 @@
-"""The target's cache: a block table whose blocks, on a CPU, are pages of four neighbouring slots.
+"""The target's cache: keys and values of all slots, and which positions of them are committed.
 
-A page holds C positions of each slot of its group, head by head, and the pages of a group follow one another: what four
-neighbours hold up to any page is contiguous, so it takes one matrix product, reads as many pages as the longest of the
-four needs, and nothing is gathered or copied. A slot has room for the longest sequence, but only as address space:
-memory comes when a page is first written and goes when its sequence does, so what is held is what sequences fill, and a
-`budget` bounds it (as vAttention does on a GPU).
+A slot has room for the longest sequence, but on a CPU only as address space: memory comes when a page is first written
+and goes when its sequence does, so what is held is what sequences fill, and a `budget` bounds it (as vAttention does on
+a GPU). What a slot holds is contiguous, but in float32 on a CPU: there neighbours share pages, for products.
 `attend` writes behind the committed length; `commit` alone moves that length on, and `rewind` back. So a rejected token
 is simply never committed, and the next append overwrites it. A batch is ragged: short rows are padded, their padding
 likewise.
 
 Shapes: N groups of X slots, P pages of C positions, B sequences, T new positions, S attended positions, G key/value
 heads, K head width, R rows of a forward over several views.
-What it does not know: pages on a GPU, where a slot is one page and all of it is allocated from the start.
+What it does not know: pages on a GPU, where all of a slot is allocated from the start.
 """
 
 from __future__ import annotations
@@ -25,12 +23,12 @@ from torch import Tensor
 
 from spire.errors import OutOfCapacity
 from spire.model.config import ModelConfig
+from spire.model.contiguous_attention import ContiguousAttention
 from spire.model.layers import additive, attend
-from spire.model.paged_attention import PagedAttention, has_transposed_keys
+from spire.model.paged_attention import PagedAttention
 from spire.model.pool import Pool
 
-# Positions per page and slots per group on a CPU. On a GPU one page and one group hold everything: kernels there read
-# a stretch without copying it.
+# Positions that are promised, held and given back at once on a CPU; slots that share pages of them for products.
 _PAGE, _GROUP = 128, 4
 
 
@@ -54,16 +52,19 @@ class TargetCache:
         self.lengths = [0] * (slots + parking)
         # At least one column more than can be committed: there the padding of full rows goes.
         pages = capacity // _PAGE + 1
-        self.paged = self._has_pages(self.device)
-        self.pages, self.page = (pages, _PAGE) if self.paged else (1, pages * _PAGE)
-        self.group = _GROUP if self.paged else 1
+        on_cpu = self._is_cpu(self.device)
+        self.pages, self.page = (pages, _PAGE) if on_cpu else (1, pages * _PAGE)
+        self.by_products = on_cpu and self._by_products(dtype)
+        self.by_flash = on_cpu and not self.by_products
         self.queries_per_key = config.num_attention_heads // config.num_key_value_heads
-        groups = -(-len(self.lengths) // self.group)
-        shape = (groups, self.pages, config.num_key_value_heads, self.group, self.page, config.head_dim)
+        group = _GROUP if self.by_products else 1
+        together = (self.pages, self.page) if self.by_products else (1, pages * _PAGE)
+        heads, width = config.num_key_value_heads, config.head_dim
+        shape = (-(-len(self.lengths) // group), together[0], heads, group, together[1], width)
         layers = range(config.num_hidden_layers)
-        self.keys = [Pool(shape, dtype, device, self.paged and has_transposed_keys(dtype)) for _ in layers]
+        self.keys = [Pool(shape, dtype, device, transposed=self.by_products) for _ in layers]
         self.values = [Pool(shape, dtype, device) for _ in layers]
-        self.page_bytes = sum(pool.page_bytes for pool in self._pools)
+        self.page_bytes = len(self._pools) * heads * self.page * width * dtype.itemsize
         self._budget = self.pages * slots if budget is None else budget // self.page_bytes
         if self._budget < self.pages:
             raise OutOfCapacity(
@@ -75,8 +76,13 @@ class TargetCache:
         self._free = list(range(slots))
 
     @staticmethod
-    def _has_pages(device: torch.device) -> bool:
+    def _is_cpu(device: torch.device) -> bool:
         return device.type == "cpu"
+
+    @staticmethod
+    def _by_products(dtype: torch.dtype) -> bool:
+        """Whether a CPU attends by products of pages, or else by its flash kernel, which is faster in bfloat16."""
+        return dtype == torch.float32
 
     @property
     def _pools(self) -> list[Pool]:
@@ -129,7 +135,7 @@ class TargetCache:
     def empty(self, slot: int) -> None:
         """Forget what a slot holds and give its memory back."""
         for pool in self._pools:
-            pool.release(slot, self._held[slot])
+            pool.release(slot, self._held[slot] * self.page)
         self.lengths[slot] = self._held[slot] = 0
 
     def reserve(self, slots: Sequence[int], new_tokens: int) -> bool:
@@ -150,7 +156,8 @@ class TargetCache:
         self.lengths[target] = 0
         if not self.reserve([target], length):
             raise OutOfCapacity(f"no memory for a copy of {length} positions")
-        pages, columns = -(-length // self.page), min(length, self.page)
+        _, P, _, _, C, _ = self.keys[0].tensor.shape
+        pages, columns = min(P, -(-length // C)), min(length, C)
         for pool in self._pools:
             pool.of(target)[:pages, :, :columns] = pool.of(source)[:pages, :, :columns]
         self.lengths[target] = length
@@ -214,11 +221,12 @@ class BatchView:
         self._places_R = cache.places(slots_B1, columns_BT).flatten()
         needed = [min(length + new_tokens, last_column + 1) for length in lengths]
         self._slots_B = slots_B1[:, 0]
-        self._paged: PagedAttention | None = None
-        if cache.paged:
-            pool = cache.keys[0].tensor
-            self._paged = PagedAttention(slots, needed, new_tokens, cache.queries_per_key, pool)
-        columns = self._paged.columns if self._paged else max(needed)
+        self._attention: PagedAttention | ContiguousAttention | None = None
+        if cache.by_products:
+            self._attention = PagedAttention(slots, needed, cache.queries_per_key, cache.keys[0].tensor)
+        elif cache.by_flash:
+            self._attention = ContiguousAttention(slots, needed, new_tokens, cache.queries_per_key)
+        columns = self._attention.columns if self._attention else max(needed)
         self.columns_1S = torch.arange(columns, device=device)[None]
         # Whole pages that everybody sees need no mask.
         first = min(lengths) // cache.page * cache.page
@@ -227,17 +235,20 @@ class BatchView:
     def see(self, visible_BTS: Tensor) -> None:
         """Let each new position attend to these of the last columns, and to all before them."""
         self._mask_B1TS = additive(visible_BTS, self._cache.keys[0].tensor.dtype)
-        if self._paged:
-            self._paged.see(self._mask_B1TS[:, 0])
+        if self._attention:
+            self._attention.see(self._mask_B1TS[:, 0])
 
     def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
         """Store the new positions of one layer; what its queries find in all positions up to their own."""
         self.store(layer, keys_BGTK, values_BGTK)
         keys, values = self._cache.keys[layer].tensor, self._cache.values[layer].tensor
-        if self._paged:
-            return self._paged.attend(queries_BHTK, keys, values)
+        if isinstance(self._attention, PagedAttention):
+            return self._attention.attend(queries_BHTK, keys, values)
+        keys, values = keys[:, 0, :, 0], values[:, 0, :, 0]
+        if self._attention:
+            return self._attention.attend(queries_BHTK, keys, values)
         columns = self.columns_1S.shape[1]
-        keys, values = (pool[:, 0, :, 0].index_select(0, self._slots_B)[:, :, :columns] for pool in (keys, values))
+        keys, values = (pool.index_select(0, self._slots_B)[:, :, :columns] for pool in (keys, values))
         return attend(queries_BHTK, keys, values, self._mask_B1TS)
 
     def store(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> None:

@@ -22,8 +22,7 @@ class Pool:
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str, transposed: bool = False
     ):
         self._row_bytes = math.prod(shape[4:]) * dtype.itemsize
-        _, self._pages, self._heads, self._group, *_ = shape
-        self.page_bytes = self._heads * self._row_bytes
+        _, self._pages, self._heads, self._group, self._columns, _ = shape
         self._transposed = transposed
         in_memory = (*shape[:4], shape[5], shape[4]) if transposed else shape
         self._memory: mmap.mmap | None = None
@@ -62,14 +61,17 @@ class Pool:
     def _blocks_and_columns(self, places: Tensor) -> tuple[Tensor, Tensor]:
         return places // self.tensor.shape[4], places % self.tensor.shape[4]
 
-    def release(self, slot: int, pages: int) -> None:
-        """Give the memory of a slot's first pages back; they are zeros again, but for the ends of odd sizes."""
+    def release(self, slot: int, positions: int) -> None:
+        """Give the memory of a slot's first positions back, of a page all or none; they are zeros again, but for the
+        ends of odd sizes."""
         if self._memory is None or not hasattr(mmap, "MADV_DONTNEED"):
             return
+        pages, columns = -(-positions // self._columns), min(positions, self._columns)
+        bytes_ = self._row_bytes // self._columns * columns
         before = slot // self._group * self._pages * self._heads
         for row in range(before, before + pages * self._heads):
             start = (row * self._group + slot % self._group) * self._row_bytes
             first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-            length = (start + self._row_bytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
+            length = (start + bytes_ - first) // mmap.PAGESIZE * mmap.PAGESIZE
             if length > 0:
                 self._memory.madvise(mmap.MADV_DONTNEED, first, length)
