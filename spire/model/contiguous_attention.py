@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-# Scores, of one head, that take as long as a call takes to begin: as many may be computed in vain to save one.
-_CALL = 768
+# Positions that may be read in vain to save a call, which takes as long to begin as to read so many; and how many
+# queries times positions where there are many queries.
+_CALL, _MOST = 256, 4096
 
 
 class ContiguousAttention:
@@ -27,7 +28,7 @@ class ContiguousAttention:
         self._order = sorted(range(len(slots)), key=slots.__getitem__)
         self._in_order = self._order == sorted(self._order)
         self._back = sorted(range(len(slots)), key=self._order.__getitem__)
-        self._runs = _runs([(slots[row], needed[row]) for row in self._order], _CALL // new_tokens)
+        self._runs = _runs([(slots[row], needed[row]) for row in self._order], min(_CALL, _MOST // new_tokens))
         self._queries_per_key = queries_per_key
         self.columns = max(needed)
 
