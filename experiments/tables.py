@@ -1,7 +1,7 @@
 """Print the figures of README and docs/speed.md as Markdown from the recorded JSON.
 
 python experiments/tables.py
-python experiments/tables.py experiments/results/bfloat16
+python experiments/tables.py experiments/results/float32
 """
 
 from __future__ import annotations
