@@ -225,7 +225,8 @@ class BatchView:
         if cache.by_products:
             self._attention = PagedAttention(slots, needed, cache.queries_per_key, cache.keys[0].tensor)
         elif cache.by_flash:
-            self._attention = ContiguousAttention(slots, needed, new_tokens, cache.queries_per_key)
+            longest = cache.pages * cache.page
+            self._attention = ContiguousAttention(slots, needed, longest, new_tokens, cache.queries_per_key)
         columns = self._attention.columns if self._attention else max(needed)
         self.columns_1S = torch.arange(columns, device=device)[None]
         # Whole pages that everybody sees need no mask.

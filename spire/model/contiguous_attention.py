@@ -19,18 +19,24 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 # Positions that may be read in vain to save a call, which takes as long to begin as to read so many; and how many
 # queries times positions where there are many queries.
 _CALL, _MOST = 256, 4096
+# Positions are read by so many: sums then come in an order that does not depend on how far a neighbour reaches.
+_STEP = 64
 
 
 class ContiguousAttention:
     """What new positions of some slots find in the first `needed` positions of theirs."""
 
-    def __init__(self, slots: Sequence[int], needed: Sequence[int], new_tokens: int, queries_per_key: int):
+    def __init__(
+        self, slots: Sequence[int], needed: Sequence[int], longest: int, new_tokens: int, queries_per_key: int
+    ):
+        """`longest`: positions of a slot."""
         self._order = sorted(range(len(slots)), key=slots.__getitem__)
         self._in_order = self._order == sorted(self._order)
         self._back = sorted(range(len(slots)), key=self._order.__getitem__)
-        self._runs = _runs([(slots[row], needed[row]) for row in self._order], min(_CALL, _MOST // new_tokens))
+        read = [min(longest, -(-positions // _STEP) * _STEP) for positions in needed]
+        self._runs = _runs([(slots[row], read[row]) for row in self._order], min(_CALL, _MOST // new_tokens))
         self._queries_per_key = queries_per_key
-        self.columns = max(needed)
+        self.columns = max(read)
 
     def see(self, mask_BTS: Tensor) -> None:
         """Add this to scores of the last S columns; all see those before."""
