@@ -223,10 +223,12 @@ class BatchView:
         self._slots_B = slots_B1[:, 0]
         self._attention: PagedAttention | ContiguousAttention | None = None
         if cache.by_products:
-            self._attention = PagedAttention(slots, needed, cache.queries_per_key, cache.keys[0].tensor)
+            self._attention = PagedAttention(slots, needed, cache.keys[0].tensor)
         elif cache.by_flash:
-            longest = cache.pages * cache.page
-            self._attention = ContiguousAttention(slots, needed, longest, new_tokens, cache.queries_per_key)
+            self._attention = ContiguousAttention(slots, needed, cache.pages * cache.page, new_tokens)
+        order = self._attention.order if self._attention else list(range(len(slots)))
+        self._in_order = order == sorted(order)
+        self._order_B = torch.tensor(order, device=device)
         columns = self._attention.columns if self._attention else max(needed)
         self.columns_1S = torch.arange(columns, device=device)[None]
         # Whole pages that everybody sees need no mask.
@@ -237,20 +239,25 @@ class BatchView:
         """Let each new position attend to these of the last columns, and to all before them."""
         self._mask_B1TS = additive(visible_BTS, self._cache.keys[0].tensor.dtype)
         if self._attention:
-            self._attention.see(self._mask_B1TS[:, 0])
+            self._attention.see(self._in_their_order(self._mask_B1TS[:, 0]).repeat(1, self._cache.queries_per_key, 1))
 
     def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
         """Store the new positions of one layer; what its queries find in all positions up to their own."""
         self.store(layer, keys_BGTK, values_BGTK)
         keys, values = self._cache.keys[layer].tensor, self._cache.values[layer].tensor
-        if isinstance(self._attention, PagedAttention):
-            return self._attention.attend(queries_BHTK, keys, values)
-        keys, values = keys[:, 0, :, 0], values[:, 0, :, 0]
-        if self._attention:
-            return self._attention.attend(queries_BHTK, keys, values)
-        columns = self.columns_1S.shape[1]
-        keys, values = (pool.index_select(0, self._slots_B)[:, :, :columns] for pool in (keys, values))
-        return attend(queries_BHTK, keys, values, self._mask_B1TS)
+        if self._attention is None:
+            columns = self.columns_1S.shape[1]
+            keys, values = (pool[:, 0, :, 0].index_select(0, self._slots_B)[:, :, :columns] for pool in (keys, values))
+            return attend(queries_BHTK, keys, values, self._mask_B1TS)
+        # Queries of one key are rows of one product, so that each key and value byte is read once.
+        queries_BGRK = self._in_their_order(queries_BHTK).unflatten(1, (keys_BGTK.shape[1], -1)).flatten(2, 3)
+        parts = self._attention.attend(queries_BGRK, keys, values)
+        found_BHTK = (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(queries_BHTK.shape)
+        return found_BHTK if self._in_order else torch.empty_like(found_BHTK).index_copy_(0, self._order_B, found_BHTK)
+
+    def _in_their_order(self, x_B: Tensor) -> Tensor:
+        """Rows of the batch as they are read."""
+        return x_B if self._in_order else x_B.index_select(0, self._order_B)
 
     def store(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> None:
         """Write the new positions of one layer behind what is committed."""

@@ -3,8 +3,7 @@
 Neighbours of about the same length are one call, which reads each of them as far as the longest reaches. Nothing is
 gathered or copied, and each key and value byte is read once.
 
-Shapes: B sequences, H query heads, T new positions, G key/value heads, K head width, L positions of a slot, S columns
-of a mask, R = H / G * T queries of each key.
+Shapes: B sequences, G key/value heads, K head width, L positions of a slot, S columns of a mask, R queries of each key.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
@@ -24,37 +22,28 @@ _STEP = 64
 
 
 class ContiguousAttention:
-    """What new positions of some slots find in the first `needed` positions of theirs."""
+    """What new positions of some slots find in the first `needed` positions of theirs, of which there are `longest`.
 
-    def __init__(
-        self, slots: Sequence[int], needed: Sequence[int], longest: int, new_tokens: int, queries_per_key: int
-    ):
-        """`longest`: positions of a slot."""
-        self._order = sorted(range(len(slots)), key=slots.__getitem__)
-        self._in_order = self._order == sorted(self._order)
-        self._back = sorted(range(len(slots)), key=self._order.__getitem__)
+    Rows come and go in `order`, by which slots ascend.
+    """
+
+    def __init__(self, slots: Sequence[int], needed: Sequence[int], longest: int, new_tokens: int):
+        self.order = sorted(range(len(slots)), key=slots.__getitem__)
         read = [min(longest, -(-positions // _STEP) * _STEP) for positions in needed]
-        self._runs = _runs([(slots[row], read[row]) for row in self._order], min(_CALL, _MOST // new_tokens))
-        self._queries_per_key = queries_per_key
+        self._runs = _runs([(slots[row], read[row]) for row in self.order], min(_CALL, _MOST // new_tokens))
         self.columns = max(read)
 
-    def see(self, mask_BTS: Tensor) -> None:
+    def see(self, mask_BRS: Tensor) -> None:
         """Add this to scores of the last S columns; all see those before."""
-        mask_BTS = mask_BTS if self._in_order else mask_BTS[self._order]
-        mask_BRS = pad(mask_BTS, (self.columns - mask_BTS.shape[2], 0)).repeat(1, self._queries_per_key, 1)
+        mask_BRS = pad(mask_BRS, (self.columns - mask_BRS.shape[2], 0))
         self._masks = [mask_BRS[run.rows, None, :, : run.positions] for run in self._runs]
 
-    def attend(self, queries_BHTK: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """What was found in these pools [slots, G, L, K]: [B, H, T, K]."""
-        queries_BHTK = queries_BHTK if self._in_order else queries_BHTK[self._order]
-        queries_BGRK = queries_BHTK.unflatten(1, (keys.shape[1], -1)).flatten(2, 3)
-        found = [
+    def attend(self, queries_BGRK: Tensor, keys: Tensor, values: Tensor) -> list[Tensor]:
+        """What was found in these pools, [slots, 1, G, 1, L, K], as parts of [B, G, R, K]."""
+        return [
             scaled_dot_product_attention(queries_BGRK[run.rows], run.of(keys), run.of(values), mask)
             for run, mask in zip(self._runs, self._masks, strict=True)
         ]
-        found_BGRK = found[0] if len(found) == 1 else torch.cat(found)
-        found_BHTK = found_BGRK.reshape(queries_BHTK.shape)
-        return found_BHTK if self._in_order else found_BHTK[self._back]
 
 
 @dataclass(frozen=True)
@@ -66,7 +55,8 @@ class _Run:
     rows: slice
 
     def of(self, pool: Tensor) -> Tensor:
-        return pool[self.first : self.first + self.rows.stop - self.rows.start, :, : self.positions]
+        """[slots, G, positions, K]."""
+        return pool[self.first : self.first + self.rows.stop - self.rows.start, 0, :, 0, : self.positions]
 
 
 def _runs(needs: Sequence[tuple[int, int]], in_vain: int) -> list[_Run]:

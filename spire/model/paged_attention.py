@@ -4,8 +4,8 @@ Keys are [K, C] in memory: few queries are multiplied with such keys half again 
 to any page is contiguous, so it takes one matrix product, and nothing is gathered or copied; what one of them holds is
 evenly spread, and multiplied where it lies, too. Each key and value byte is read once.
 
-Shapes: N groups of X slots, P pages of C positions, G key/value heads, K head width, B sequences, H query heads, T new
-positions, S columns of a mask, R = H / G * T queries of each key.
+Shapes: N groups of X slots, P pages of C positions, G key/value heads, K head width, B sequences, S columns of a mask,
+R queries of each key.
 """
 
 from __future__ import annotations
@@ -20,34 +20,28 @@ from torch.nn.functional import pad
 
 
 class PagedAttention:
-    """What new positions of some slots find in the first `needed` positions of theirs."""
+    """What new positions of some slots find in the first `needed` positions of theirs.
 
-    def __init__(self, slots: Sequence[int], needed: Sequence[int], queries_per_key: int, pool: Tensor):
+    Rows come and go in `order`: those of whole groups first.
+    """
+
+    def __init__(self, slots: Sequence[int], needed: Sequence[int], pool: Tensor):
         """`pool`: any layer's keys, [N, P, G, X, C, K]."""
-        group, page = pool.shape[3:5]
-        pages = [-(-positions // page) for positions in needed]
-        self._reads, self._order = _plan(slots, pages, group)
-        self._in_order = self._order == sorted(self._order)
-        self._back = sorted(range(len(slots)), key=self._order.__getitem__)
-        self._queries_per_key, self._page = queries_per_key, page
-        self.columns = max(pages) * page
+        group, self._page = pool.shape[3:5]
+        pages = [-(-positions // self._page) for positions in needed]
+        self._reads, self.order = _plan(slots, pages, group)
+        self.columns = max(pages) * self._page
 
-    def see(self, mask_BTS: Tensor) -> None:
+    def see(self, mask_BRS: Tensor) -> None:
         """Add this to scores of the last S columns; all see those before."""
-        mask_BTS = mask_BTS if self._in_order else mask_BTS[self._order]
-        first_page, hidden = divmod(self.columns - mask_BTS.shape[2], self._page)
-        mask_BRPC = pad(mask_BTS, (hidden, 0)).repeat(1, self._queries_per_key, 1).unflatten(2, (-1, self._page))
+        first_page, hidden = divmod(self.columns - mask_BRS.shape[2], self._page)
+        mask_BRPC = pad(mask_BRS, (hidden, 0)).unflatten(2, (-1, self._page))
         sizes = sorted({read.size for read in self._reads}, reverse=True)
         self._stacks = [_Stack([r for r in self._reads if r.size == size], mask_BRPC, first_page) for size in sizes]
 
-    def attend(self, queries_BHTK: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """What was found in these pools, [B, H, T, K]."""
-        queries_BHTK = queries_BHTK if self._in_order else queries_BHTK[self._order]
-        queries_BGRK = queries_BHTK.unflatten(1, (keys.shape[2], -1)).flatten(2, 3)
-        found = [stack.attend(queries_BGRK[stack.rows], keys, values) for stack in self._stacks]
-        found_BGRK = found[0] if len(found) == 1 else torch.cat(found)
-        found_BHTK = found_BGRK.reshape(queries_BHTK.shape)
-        return found_BHTK if self._in_order else found_BHTK[self._back]
+    def attend(self, queries_BGRK: Tensor, keys: Tensor, values: Tensor) -> list[Tensor]:
+        """What was found in these pools, as parts of [B, G, R, K]."""
+        return [stack.attend(queries_BGRK[stack.rows], keys, values) for stack in self._stacks]
 
 
 @dataclass(frozen=True)
