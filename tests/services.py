@@ -57,7 +57,7 @@ class Services:
         self.draft = start(command, self.directory)
 
 
-def _wait_until_connected(gateway: Service, peers: set[str]) -> None:
+def wait_until_connected(gateway: Service, peers: set[str]) -> None:
     """A gateway listens before it has met the others. Its log tells, also where `/ready` wants a key."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
@@ -128,7 +128,7 @@ def running(
             gateway = start(gateway_command, directory)
             services.append(gateway)
             system = Services(f"http://{gateway.address}", target, gateway, follower, directory)
-            _wait_until_connected(gateway, {"verifier"} if draft is None else {"verifier", "draft"})
+            wait_until_connected(gateway, {"verifier"} if draft is None else {"verifier", "draft"})
             try:
                 yield system
             finally:

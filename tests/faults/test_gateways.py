@@ -16,7 +16,7 @@ from tests.faults.history import Load, Record, stream_into
 from tests.faults.proxy import proxied
 from tests.faults.system import System
 from tests.gateway.conftest import eventually
-from tests.services import Service, start
+from tests.services import Service, start, wait_until_connected
 
 LONG = {"prompt": "Once", "temperature": 0, "max_tokens": 400, "ignore_eos": True, "return_token_ids": True}
 
@@ -27,6 +27,7 @@ def gateway(whole: System, *options: str, verifier: str = "") -> Iterator[Servic
     command = ["-m", "gateway", "--verifier", verifier or whole.verifier.address, "--port", "0", *options]
     service = start(command, whole.directory)
     try:
+        wait_until_connected(service, {"verifier"})
         yield service
     finally:
         service.kill()
@@ -51,7 +52,8 @@ def streaming(service: Service) -> Iterator[Record]:
     record = Record(LONG)
     thread = Thread(target=stream_into, args=(record, f"http://{service.address}"))
     thread.start()
-    eventually(lambda: len(record.tokens) > 20)
+    eventually(lambda: len(record.tokens) > 20 or record.error)
+    assert not record.error
     yield record
     thread.join(120)
     assert not thread.is_alive()
