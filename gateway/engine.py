@@ -1,8 +1,9 @@
 """The rounds: which sequences, what the draft guesses, what the verifier accepts, who hears of it.
 
-`step` is the system in four lines. Everything else is what may go wrong between them: a draft that is gone, slow or
+`_round` is the system in a few lines. Everything else is what may go wrong between them: a draft that is gone, slow or
 behind costs speed and never a request; a verifier that forgets a sequence or vanishes makes it start again from its
-tokens. What it does not know: text. Listeners read `sequence.output` while the next round is under way.
+tokens. A plain round needs nothing of the one before it, so it is sent while that one is under way, where the verifier
+says that this pays. What it does not know: text. Listeners read `sequence.output` while the next round is under way.
 """
 
 from __future__ import annotations
@@ -11,18 +12,20 @@ import asyncio
 import time
 import uuid
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import grpc
 import structlog
 
 from gateway.admission import DrainRate
 from gateway.config import GatewayConfig
+from gateway.depth import Load
 from gateway.errors import NoVerifier, PeerLost, QueueFull, ShuttingDown
 from gateway.messages import logprobs_of, wire_start
 from gateway.metrics import Gauges, Metrics
 from gateway.peers import DraftPeer, Model, VerifierPeer
 from gateway.releases import Releases
-from gateway.scheduler import Schedule, Scheduler
+from gateway.scheduler import Batch, Scheduler
 from gateway.sequence import Logprob, Sequence, State
 from gateway.speculation import Proposals, Speculation
 from spire.errors import InvalidRequest, MismatchError, NotFinite, OutOfCapacity
@@ -37,6 +40,19 @@ _DRAFT_PATIENCE = 2.0
 _PATROL = 0.25
 
 log = structlog.get_logger("gateway")
+
+
+@dataclass(slots=True)
+class Round:
+    """A batch and the k that was chosen for it; `answer` once the verifier has been asked about those in `sent`."""
+
+    batch: Batch
+    load: Load
+    plain: bool
+    proposals: Proposals = field(default_factory=Proposals)
+    sent: list[Sequence] = field(default_factory=list)
+    sent_at: float = 0.0
+    answer: asyncio.Task[tuple[verifier_pb2.VerifyBatchResult, float]] | None = None
 
 
 class Engine:
@@ -54,6 +70,8 @@ class Engine:
         self._id_prefix = gateway_id
         self._ids = 0
         self._tasks: list[asyncio.Task[None]] = []
+        # By lane: the round after the one under way, where that one is plain.
+        self._next: dict[int, Round] = {}
         self._wakeup = asyncio.Event()
         self._releases = Releases(self.verifier, self.scheduler)
         self._drain = DrainRate()
@@ -178,7 +196,7 @@ class Engine:
 
     async def _run(self, lane: int) -> None:
         while True:
-            await self._until_work()
+            await self._until_work(lane)
             try:
                 await self.step(lane)
             except PeerLost as error:
@@ -188,8 +206,8 @@ class Engine:
                 self.finish(list(self.scheduler.running.values()), "error", RuntimeError("the round failed"))
                 self.verifier.reset()
 
-    async def _until_work(self) -> None:
-        while not self._has_work():
+    async def _until_work(self, lane: int) -> None:
+        while not self._has_work(lane):
             self._wakeup.clear()
             try:
                 async with asyncio.timeout(None if self.scheduler.idle else self._pause()):
@@ -197,10 +215,10 @@ class Engine:
             except TimeoutError:
                 self._patrol()
 
-    def _has_work(self) -> bool:
+    def _has_work(self, lane: int) -> bool:
         scheduler = self.scheduler
         startable = scheduler.waiting and scheduler.held < scheduler.capacity and self._may_admit()
-        return self.verifier.up and bool(scheduler.has_free or startable)
+        return self.verifier.up and bool(lane in self._next or scheduler.has_free or startable)
 
     def _may_admit(self) -> bool:
         now = time.monotonic()
@@ -226,34 +244,78 @@ class Engine:
     # -- a round -----------------------------------------------------------------------------------------------------
 
     async def step(self, lane: int) -> None:
-        """A lane's round: schedule, propose, verify, commit, learn. Raises PeerLost when the verifier goes away."""
+        """Start what there is place for, and a lane's round. Raises PeerLost when the verifier goes away."""
         began = time.monotonic()
         if not self.scheduler.starting:
             self._progress_at = began
-        schedule = self.scheduler.schedule(self._may_admit())
+        await self._start(self.scheduler.admit() if self._may_admit() else [])
+        current = self._next.pop(lane, None) or self._planned(self.scheduler.batch())
+        if current is None:
+            return
         try:
-            await self._start(schedule.starts)
-            await self._round(lane, schedule, began)
+            await self._round(lane, current, began)
+        except BaseException:
+            self._forget_next(lane)
+            raise
         finally:
-            self.scheduler.end_round(schedule)
+            self.scheduler.end_round(current.batch)
             self._wakeup.set()
 
-    async def _round(self, lane: int, schedule: Schedule, began: float) -> None:
-        if not schedule.round:
+    async def _round(self, lane: int, current: Round, began: float) -> None:
+        """Propose, verify, commit, learn; `began` when the round before it was over."""
+        if current.answer is None:
+            await self._send(current)
+        if current.plain and self._sends_ahead:
+            await self._look_ahead(lane, current)
+        if current.answer is None:
             return
-        load = self.speculation.choose(schedule.batch, bool(self.scheduler.starting))
-        proposals = await self.speculation.propose(schedule.batch)
-        batch = self.scheduler.still(schedule)
-        if not batch:
-            return
-        answer, asked_seconds = await self._verify(batch, proposals)
+        answer, asked_seconds = await current.answer
+        # While it waited behind the round before it, that one's time passed.
+        early = max(0.0, began - current.sent_at)
+        answer.timings.queue_seconds = max(0.0, answer.timings.queue_seconds - early)
+        batch, proposals = current.sent, current.proposals
         shown = self.speculation.shown_by(batch, proposals, answer)
-        kept = self._commit(batch, answer, proposals)
+        kept = self._commit(self.scheduler.still(current.batch), answer, proposals)
         seconds = time.monotonic() - began
-        self._account(lane, seconds, batch, proposals, answer.timings, asked_seconds)
+        self._account(lane, seconds, batch, proposals, answer.timings, asked_seconds - early)
         if proposals.decoding:
             self.metrics.compared(proposals.decoding, kept, seconds)
-        self.speculation.learn(load, shown, seconds, proposals, answer.timings)
+        self.speculation.learn(current.load, shown, seconds, proposals, answer.timings)
+
+    @property
+    def _sends_ahead(self) -> bool:
+        return self.verifier.model is not None and self.verifier.model.info.takes_rounds_ahead
+
+    def _planned(self, batch: Batch) -> Round | None:
+        """A round of these with the k that is chosen for them; None where there are none."""
+        if not batch:
+            return None
+        sequences = list(batch.values())
+        load = self.speculation.choose(sequences, bool(self.scheduler.starting))
+        return Round(batch, load, not any(map(self.speculation.depth, sequences)))
+
+    async def _send(self, planned: Round) -> None:
+        """Ask the draft, if it is to be drafted, and the verifier, if anybody in it goes on."""
+        planned.proposals = await self.speculation.propose(self.scheduler.still(planned.batch))
+        planned.sent = self.scheduler.still(planned.batch)
+        if planned.sent:
+            request = self._request(planned.sent, planned.proposals)
+            planned.sent_at = time.monotonic()
+            planned.answer = asyncio.create_task(self.verifier.verify(request, self.config.verify_deadline))
+            planned.answer.add_done_callback(_seen)
+
+    async def _look_ahead(self, lane: int, current: Round) -> None:
+        """Plan the round after a plain one, and send it if it is plain too."""
+        if following := self._planned(self.scheduler.batch(after=current.batch)):
+            self._next[lane] = following
+            if following.plain:
+                await self._send(following)
+
+    def _forget_next(self, lane: int) -> None:
+        if following := self._next.pop(lane, None):
+            self.scheduler.end_round(following.batch)
+            if following.answer:
+                following.answer.cancel()
 
     async def _start(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
@@ -263,19 +325,19 @@ class Engine:
             sequence.draft_id = self.speculation.draft_for(sequence)
             await self.verifier.start(wire_start(sequence), self.config.verify_deadline)
 
-    async def _verify(
-        self, batch: list[Sequence], proposals: Proposals
-    ) -> tuple[verifier_pb2.VerifyBatchResult, float]:
+    def _request(self, batch: list[Sequence], proposals: Proposals) -> verifier_pb2.RoundsRequest:
         # Filled in place: q is the bulk of a round, and each message built from messages copies it again.
         request = verifier_pb2.RoundsRequest()
         for sequence in batch:
-            item = request.verify.items.add(sequence_id=sequence.wire_id, round=sequence.round + 1, base=sequence.base)
+            before = sequence.under_way - 1  # rounds still to be answered, of a token each
+            item = request.verify.items.add(sequence_id=sequence.wire_id)
+            item.round, item.base = sequence.round + before + 1, sequence.base + before
             item.quiet = self.speculation.hush(sequence)
             if proposal := proposals.by_id.get(sequence.wire_id):
                 item.draft_tokens.extend(proposal.tokens)
                 if proposal.HasField("q"):
                     item.q.CopyFrom(proposal.q)
-        return await self.verifier.verify(request, self.config.verify_deadline)
+        return request
 
     def _commit(self, batch: list[Sequence], answer: verifier_pb2.VerifyBatchResult, proposals: Proposals) -> int:
         """Returns how many tokens were kept of all that came."""
@@ -426,3 +488,9 @@ class Engine:
 def _logprobs_for(sequence: Sequence, message: verifier_pb2.Logprobs, tokens: int) -> list[Logprob]:
     """Those of new tokens; none if none are asked for. Raises MismatchError when others came."""
     return [] if sequence.top_logprobs is None else logprobs_of(message, tokens, sequence.top_logprobs)
+
+
+def _seen(answer: asyncio.Task[tuple[verifier_pb2.VerifyBatchResult, float]]) -> None:
+    """Whoever asked may have given up on it."""
+    if not answer.cancelled():
+        answer.exception()

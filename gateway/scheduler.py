@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import islice
 from math import ceil
 
@@ -18,16 +17,8 @@ from spire.errors import InvalidRequest, OutOfCapacity
 MAX_FRUITLESS_LIVES = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """What to do now: sequences to Start, and those that form the next round's batch, by wire id."""
-
-    starts: list[Sequence]
-    round: dict[str, Sequence]
-
-    @property
-    def batch(self) -> list[Sequence]:
-        return list(self.round.values())
+# The sequences of a round, by wire id.
+Batch = dict[str, Sequence]
 
 
 class Scheduler:
@@ -40,8 +31,6 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.starting: dict[str, Sequence] = {}
         self.running: dict[str, Sequence] = {}
-        # Wire ids of the running sequences whose round is under way.
-        self._in_round: set[str] = set()
         self._ended: list[str] = []
 
     @property
@@ -51,7 +40,7 @@ class Scheduler:
     @property
     def has_free(self) -> bool:
         """Whether a sequence runs whose next round could begin."""
-        return any(wire_id not in self._in_round for wire_id in self.running)
+        return any(not sequence.under_way for sequence in self.running.values())
 
     @property
     def held(self) -> int:
@@ -77,30 +66,41 @@ class Scheduler:
             raise OutOfCapacity(f"{len(self.waiting)} of {self.max_waiting} queue places are taken: try again later")
         self.waiting.extend(new)
 
-    def schedule(self, admit: bool = True) -> Schedule:
-        """Admit what fits, in order of arrival, and batch a lane's share of what runs: what no other lane has in a
-        round. Tell `end_round` when the round is over."""
+    def admit(self) -> list[Sequence]:
+        """The sequences to start now: what fits, in order of arrival."""
         starts = []
-        while admit and self.waiting and self.held < self.capacity:
+        while self.waiting and self.held < self.capacity:
             sequence = self.waiting.popleft()
             sequence.state = State.STARTING
             sequence.life += 1
-            sequence.round = 0
+            sequence.round = sequence.under_way = 0
             sequence.quiet = False
             self.starting[sequence.wire_id] = sequence
             starts.append(sequence)
+        return starts
+
+    def batch(self, after: Batch | None = None) -> Batch:
+        """A lane's share of what runs, for a round: whoever is in no other, and of the batch that it comes right
+        `after`, whose plain round is still under way, whoever that one does not end. Tell `end_round` when it is over.
+        """
         lanes = max(1, min(self._lanes, len(self.running) // self._least_lane))
-        free = ((wire_id, one) for wire_id, one in self.running.items() if wire_id not in self._in_round)
+        free = (
+            (wire_id, one)
+            for wire_id, one in self.running.items()
+            if not one.under_way or (after and wire_id in after and one.tokens_left > one.under_way)
+        )
         batch = dict(islice(free, ceil(len(self.running) / lanes)))
-        self._in_round.update(batch)
-        return Schedule(starts, batch)
+        for sequence in batch.values():
+            sequence.under_way += 1
+        return batch
 
-    def still(self, schedule: Schedule) -> list[Sequence]:
+    def still(self, batch: Batch) -> list[Sequence]:
         """Those of a round's batch that go on, in the same life."""
-        return [sequence for wire_id, sequence in schedule.round.items() if self.running.get(wire_id) is sequence]
+        return [sequence for wire_id, sequence in batch.items() if self.running.get(wire_id) is sequence]
 
-    def end_round(self, schedule: Schedule) -> None:
-        self._in_round.difference_update(schedule.round)
+    def end_round(self, batch: Batch) -> None:
+        for sequence in self.still(batch):
+            sequence.under_way -= 1
 
     def started(
         self, wire_id: str, token: int, cached_tokens: int = 0, logprobs: Iterable[Logprob] = ()

@@ -115,6 +115,8 @@ class Sequence:
     # The life under the current wire id.
     life: int = 0
     round: int = 0
+    # Its rounds that are under way. Where they are two, each gives one token.
+    under_way: int = 0
     draft_id: str = ""
 
     # Of the prompt, copied from what the verifier held already.

@@ -133,7 +133,7 @@ class Speculation:
         return sequence.quiet
 
     async def propose(self, batch: list[Sequence]) -> Proposals:
-        wanted = [(sequence, depth) for sequence in batch if (depth := self._depth(sequence))]
+        wanted = [(sequence, depth) for sequence in batch if (depth := self.depth(sequence))]
         if not wanted or self._draft is None:
             return Proposals(lost=self._draft is None or not self._draft.up)
         if not self._draft.up:
@@ -174,8 +174,8 @@ class Speculation:
         self._plain_due -= 1
         return True
 
-    def _depth(self, sequence: Sequence) -> int:
-        """How many tokens to draft for it in this round."""
+    def depth(self, sequence: Sequence) -> int:
+        """How many tokens to draft for it in the round that was chosen for."""
         return min(sequence.k, self._most(sequence))
 
     def _most(self, sequence: Sequence) -> int:

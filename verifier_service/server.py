@@ -23,7 +23,7 @@ from spire.model.chat_template import read_chat_template
 from spire.model.checkpoint import load_target
 from spire.model.config import ModelConfig
 from spire.model.linears import pack
-from spire.model.placement import choose_device, choose_dtype
+from spire.model.placement import choose_device, choose_dtype, leaves_cores
 from spire.model.self_speculation import SparseAttention
 from spire.model.target import Target
 from spire.perf_model import Shape
@@ -82,6 +82,7 @@ def load(config: VerifierConfig) -> tuple[Engine, Hosted]:
         max_speculation_depth=config.max_depth,
         no_grammars=no_grammars,
         shape=shape_to_wire(Shape.of(shape)),
+        takes_rounds_ahead=leaves_cores(device),
     )
     return engine, Hosted(info, tokenizer, grammars)
 

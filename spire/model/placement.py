@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 
 import torch
 
@@ -41,6 +42,12 @@ def set_threads(threads: int) -> None:
     """
     if threads and threads != torch.get_num_threads():
         torch.set_num_threads(threads)
+
+
+def leaves_cores(device: torch.device) -> bool:
+    """Whether a model that computes there leaves a core of this host to other processes."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return device.type != "cpu" or torch.get_num_threads() < cores
 
 
 def keep_freed_memory() -> None:

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from gateway.scheduler import MAX_FRUITLESS_LIVES, Schedule, Scheduler
+from gateway.scheduler import MAX_FRUITLESS_LIVES, Batch, Scheduler
 from gateway.sequence import Logprob, Sampling, Sequence, State
 from spire.errors import OutOfCapacity
 
@@ -23,7 +23,7 @@ def names(sequences: object) -> list[str]:
 
 
 def start_all(scheduler: Scheduler) -> list[Sequence]:
-    starts = scheduler.schedule().starts
+    starts = scheduler.admit()
     for one in starts:
         scheduler.started(one.wire_id, 7)
     return starts
@@ -35,7 +35,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.scheduler = Scheduler(capacity=3, max_waiting=5, lanes=2, least_lane=1)
-        self.rounds: list[Schedule] = []
+        # Rounds under way, of two lanes or, the second one sent ahead, of one.
+        self.rounds: list[Batch] = []
+        self.ahead = False
         self.all: list[Sequence] = []
         self.admitted: list[str] = []
         self.ended: list[str] = []
@@ -55,25 +57,42 @@ class SchedulerMachine(RuleBasedStateMachine):
         except OutOfCapacity:
             assert choices > room
 
-    @rule(admit=st.booleans())
-    def schedule(self, admit: bool) -> None:
+    @rule()
+    def admit(self) -> None:
         queue = list(self.scheduler.waiting)
+        starts = self.scheduler.admit()
+        assert starts == queue[: len(starts)]
+        self.admitted += [s.wire_id for s in starts]
+
+    @rule()
+    def begin_round(self) -> None:
         if len(self.rounds) == 2:
             return
-        schedule = self.scheduler.schedule(admit)
-        assert schedule.starts == queue[: len(schedule.starts)]
-        assert admit or not schedule.starts
-        assert schedule.batch == [s for s in schedule.batch if s.state is State.RUNNING]
-        assert not any(schedule.round.keys() & other.round.keys() for other in self.rounds)
-        self.rounds.append(schedule)
-        self.admitted += [s.wire_id for s in schedule.starts]
+        batch = self.scheduler.batch()
+        assert all(s.state is State.RUNNING for s in batch.values())
+        assert not any(batch.keys() & other.keys() for other in self.rounds)
+        self.rounds.append(batch)
+        self.ahead = False
+
+    @rule()
+    def begin_round_ahead(self) -> None:
+        if len(self.rounds) != 1:
+            return
+        (before,) = self.rounds
+        batch = self.scheduler.batch(after=before)
+        for wire_id, one in batch.items():
+            assert one.state is State.RUNNING
+            assert one.under_way == 1 + (wire_id in before)
+            assert one.tokens_left >= one.under_way
+        self.rounds.append(batch)
+        self.ahead = True
 
     @rule(at=st.integers(0, 1))
     def end_round(self, at: int) -> None:
         if at < len(self.rounds):
-            over = self.rounds.pop(at)
+            over = self.rounds.pop(0 if self.ahead else at)
             assert self.scheduler.still(over) == [
-                s for s in over.batch if s.state is State.RUNNING and s.wire_id in over.round
+                s for wire_id, s in over.items() if s.state is State.RUNNING and s.wire_id == wire_id
             ]
             self.scheduler.end_round(over)
 
@@ -128,7 +147,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def whatever_is_in_no_round_may_begin_one(self) -> None:
-        busy = {wire_id for schedule in self.rounds for wire_id in schedule.round}
+        for wire_id, one in self.scheduler.running.items():
+            assert one.under_way == sum(wire_id in batch for batch in self.rounds)
+        busy = {wire_id for batch in self.rounds for wire_id in batch}
         assert self.scheduler.has_free == bool(self.scheduler.running.keys() - busy)
 
     @invariant()
@@ -169,7 +190,7 @@ def test_a_lost_sequence_starts_again_from_all_its_tokens_under_another_name() -
     scheduler.commit(one, [8, 9], drafted=1)
     first_name = one.wire_id
     assert scheduler.lose(one)
-    (again,) = scheduler.schedule().starts
+    (again,) = scheduler.admit()
     assert again is one
     assert one.tokens == [2, 3, 4, 7, 8, 9]
     assert one.wire_id != first_name
@@ -183,7 +204,7 @@ def test_a_sequence_that_is_lost_again_and_again_without_a_token_is_given_up() -
     scheduler.add([sequence("a")])
     lives = 0
     while scheduler.waiting:
-        (one,) = scheduler.schedule().starts
+        (one,) = scheduler.admit()
         lives += 1
         if not scheduler.lose(one):
             scheduler.finish(one, "error")
@@ -194,7 +215,7 @@ def test_a_sequence_put_back_for_want_of_room_is_not_blamed() -> None:
     scheduler = Scheduler(capacity=1, max_waiting=9)
     scheduler.add([sequence("a")])
     for _ in range(3 * MAX_FRUITLESS_LIVES):
-        (one,) = scheduler.schedule().starts
+        (one,) = scheduler.admit()
         scheduler.put_back(one)
     assert one.fruitless_lives == 0
 
@@ -238,7 +259,7 @@ def test_of_a_rounds_tokens_all_but_the_last_are_the_drafts() -> None:
 def test_logprobs_keep_in_step_with_the_tokens_that_are_kept() -> None:
     scheduler = Scheduler(capacity=1, max_waiting=3)
     scheduler.add([sequence("a")])
-    (one,) = scheduler.schedule().starts
+    (one,) = scheduler.admit()
     scheduler.started(one.wire_id, 7, logprobs=[Logprob(-7, [])])
     scheduler.commit(one, [8, END, 9], drafted=2, logprobs=[Logprob(-8, []), Logprob(-1, []), Logprob(-9, [])])
     assert [logprob.token for logprob in one.logprobs] == [-token for token in one.output] == [-7, -8, -END]
@@ -256,21 +277,35 @@ def test_a_sequence_without_output_ends_when_its_prompt_is_done() -> None:
 def test_two_lanes_share_what_runs_once_each_is_worth_having(running: int, sizes: list[int]) -> None:
     scheduler = Scheduler(capacity=16, max_waiting=16, lanes=2)
     scheduler.add([sequence(str(i)) for i in range(running)])
-    scheduler.end_round(first := scheduler.schedule())
-    for one in first.starts:
-        scheduler.started(one.wire_id, 7)
-    rounds = [scheduler.schedule(), scheduler.schedule()]
-    assert [len(schedule.batch) for schedule in rounds] == sizes
+    start_all(scheduler)
+    rounds = [scheduler.batch(), scheduler.batch()]
+    assert [len(batch) for batch in rounds] == sizes
     scheduler.end_round(rounds[0])
-    assert scheduler.schedule().round == rounds[0].round
+    assert scheduler.batch() == rounds[0]
 
 
 def test_whoever_starts_beside_two_lanes_joins_the_next_round() -> None:
     scheduler = Scheduler(capacity=16, max_waiting=16, lanes=2)
     scheduler.add([sequence(str(i)) for i in range(8)])
     start_all(scheduler)
-    rounds = [scheduler.schedule(), scheduler.schedule()]
+    rounds = [scheduler.batch(), scheduler.batch()]
     scheduler.add([sequence("new")])
     (new,) = start_all(scheduler)
     scheduler.end_round(rounds[0])
-    assert new in scheduler.schedule().batch
+    assert new in scheduler.batch().values()
+
+
+def test_a_round_sent_ahead_is_of_those_who_need_another_one_and_of_whoever_has_started() -> None:
+    scheduler = Scheduler(capacity=16, max_waiting=16)
+    scheduler.add([sequence("goes on", max_tokens=3), sequence("ends", max_tokens=2)])
+    start_all(scheduler)
+    current = scheduler.batch()
+    scheduler.add([sequence("new")])
+    start_all(scheduler)
+    following = scheduler.batch(after=current)
+    assert names(following.values()) == ["goes on", "new"]
+    for one in current.values():
+        scheduler.commit(one, [7], drafted=0)
+    scheduler.end_round(current)
+    assert not scheduler.batch()
+    assert names(scheduler.batch(after=following).values()) == ["new"]

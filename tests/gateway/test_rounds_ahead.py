@@ -1,0 +1,72 @@
+"""Plain rounds are sent before the one before them is answered, where that pays, and change no text."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.proxy import proxied
+from tests.gateway.conftest import Api
+from tests.services import Service, Services, running, start, wait_until_connected
+
+LATENCY = 0.02
+CORES = len(os.sched_getaffinity(0))
+OFF: dict[str, Any] = {"speculation": {"draft": "off"}, "return_token_ids": True}
+
+
+@pytest.fixture(scope="module")
+def filling(stories_dir: Path) -> Iterator[Services]:
+    """A system whose verifier computes on every core, so that nothing is sent ahead."""
+    with running(stories_dir, verifier_options=["--threads", str(CORES)]) as system:
+        yield system
+
+
+def seconds_of(verifier: Service, directory: Path, tokens: int) -> float:
+    """Of so many tokens through a wire on which a round trip takes two latencies."""
+    with proxied(verifier.address) as wire:
+        command = ["-m", "gateway", "--verifier", wire.address, "--port", "0"]
+        gateway = start(command, directory)
+        try:
+            wait_until_connected(gateway, {"verifier"})
+            api = Api(f"http://{gateway.address}")
+            api.complete("Once", max_tokens=2)
+            wire.latency = LATENCY
+            began = time.monotonic()
+            api.complete("Once", max_tokens=tokens, temperature=0, ignore_eos=True)
+            return time.monotonic() - began
+        finally:
+            gateway.kill()
+
+
+@pytest.mark.skipif(CORES < 2, reason="one thread fills one core")
+def test_two_plain_rounds_share_a_round_trip_where_the_verifier_leaves_a_core(
+    services: Services, tmp_path: Path
+) -> None:
+    assert seconds_of(services.verifier, tmp_path, tokens=60) < 0.75 * 60 * 2 * LATENCY
+
+
+def test_every_round_waits_for_its_answer_where_the_verifier_fills_the_cores(filling: Services, tmp_path: Path) -> None:
+    assert seconds_of(filling.verifier, tmp_path, tokens=30) >= 29 * 2 * LATENCY
+
+
+def texts(api: Api) -> list[list[int]]:
+    """Requests of all lengths at once: some end at a token of their own choosing, some by a stop sequence."""
+    bodies = [
+        {"max_tokens": length, "seed": seed, "temperature": 1.0, **({"stop": ["the"]} if seed % 3 == 0 else {})}
+        for seed, length in enumerate((1, 2, 3, 5, 8, 13, 40, 41, 90, 91, 120, 121))
+    ]
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        work = [pool.submit(api.complete, "Once upon a time", **body, **OFF) for body in bodies]
+        return [future.result()["choices"][0]["token_ids"] for future in work]
+
+
+def test_the_text_is_the_same_whether_or_not_rounds_are_sent_ahead(services: Services, filling: Services) -> None:
+    ahead, one_by_one = (texts(Api(system.url)) for system in (services, filling))
+    assert ahead == one_by_one
+    assert [len(tokens) for tokens in ahead][:3] == [1, 2, 3]
