@@ -189,6 +189,21 @@ def calibrated(
     return file, json.loads(result.stdout)
 
 
+def test_a_shape_without_a_model_is_calibrated_into_a_file_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(microbenchmarks, "calibrate", partial(microbenchmarks.calibrate, least_seconds=0.002))
+    file = tmp_path / "shape.json"
+    shape = ["doctor", "--calibrate", "--shape", "seqax-67m", "--layers", "2"]
+    result = CliRunner().invoke(app, [*shape, "--out", str(file), "--json"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    target = json.loads(file.read_text())["target"]
+    assert (target["layers"], target["vocab_size"]) == (2, 32768)
+    refused = CliRunner().invoke(app, shape)
+    assert refused.exit_code == 2
+    assert "--out" in refused.output
+
+
 def predicted(file: Path, target: Path, *arguments: str) -> dict[str, Any]:
     command = ["perf-model", "--target", str(target), "--hardware", str(file), "--tau", "3", *arguments, "--json"]
     result = CliRunner().invoke(app, command, catch_exceptions=False)

@@ -23,7 +23,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,19 +42,15 @@ from spire.cli import bench_report
 from spire.cli.comparison import Chosen, Run, progress_bar
 from spire.cli.paths import OFF, Pair, choose_pair
 from spire.cli.serving import serving
+from spire.cli.shapes import SHAPES, random_pair
 from spire.cli.up import ModelOptions
 from spire.errors import SpireError
 from spire.keys import FOREIGN_KEY
 from spire.model.config import MAGICDEC, load_model_config
-from spire.perf_model import LLAMA_3_8B, LLAMA_3_70B, SEQAX_67M, Shape
+from spire.perf_model import Shape
 
 _DEEPEST = 16
 # The paper names no vocabulary for its 67M target.
-SHAPES = {
-    "seqax-67m": replace(SEQAX_67M, vocab_size=32768),
-    "llama-3-8b": LLAMA_3_8B,
-    "llama-3-70b": LLAMA_3_70B,
-}
 
 
 @dataclass(frozen=True)
@@ -235,23 +231,8 @@ def _serve(
         raise SpireError("--accept-rate and --shape belong together: random weights accept nothing by themselves")
     if model is not None:
         raise SpireError("--model and --shape exclude each other: one names weights, the other has none")
-    chosen, title = _shape(shape, layers)
-    with tempfile.TemporaryDirectory(prefix="SYNTHETIC-") as directory:
-        from spire.bench.synthetic import write_pair
-
-        target, draft = write_pair(Path(directory), chosen, longest)
-        yield Served(Pair(target, draft), f"{title}, random weights, SYNTHETIC acceptance {rate:g}")
-
-
-def _shape(name: str, layers: int | None) -> tuple[Shape, str]:
-    if name not in SHAPES:
-        raise SpireError(f"--shape {name} is not known: there is {', '.join(SHAPES)}")
-    whole = SHAPES[name]
-    if layers is None:
-        return whole, name
-    if layers > whole.layers:
-        raise SpireError(f"--layers {layers}: {name} has {whole.layers} layers")
-    return replace(whole, layers=layers), f"{name}, {layers} of {whole.layers} layers"
+    with random_pair(shape, layers, longest) as (pair, title):
+        yield Served(pair, f"{title}, random weights, SYNTHETIC acceptance {rate:g}")
 
 
 def _depths(text: str) -> list[Depth]:

@@ -24,9 +24,13 @@ from rich.table import Table
 from spire.calibration import default_file
 from spire.cli.calibrate import measure_machine
 from spire.cli.paths import OFF, choose_pair
+from spire.cli.shapes import SHAPES, random_pair
 from spire.errors import SpireError
 from spire.keys import GATEWAY_KEY, authorization
 from spire.model.config import MAGICDEC
+
+# Longest sequence of a shape without a model.
+_SHAPE_POSITIONS = 2048
 
 
 class Check(NamedTuple):
@@ -50,12 +54,19 @@ def doctor(
     out: Annotated[
         Path | None, typer.Option(help="Where to write the calibration. Default: the user's cache directory.")
     ] = None,
+    shape: Annotated[
+        str | None, typer.Option(help=f"With --calibrate, in place of a model: {', '.join(SHAPES)}, random weights.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="Only so many layers of that shape.", min=2)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Check this machine, the models and the running services. Exit code 1 when something must be mended.
 
     With --calibrate, measure what spire perf-model --hardware calibrated predicts from, while nothing else runs.
     """
+    if shape:
+        _calibrate_shape(shape, layers, calibrate, out, as_json)
+        return
     if calibrate:
         measure_machine(choose_pair(model, draft), out or default_file(), as_json)
         return
@@ -66,6 +77,13 @@ def doctor(
     else:
         _print(checks)
     raise typer.Exit(0 if good else 1)
+
+
+def _calibrate_shape(shape: str, layers: int | None, calibrate: bool, out: Path | None, as_json: bool) -> None:
+    if not calibrate or out is None:
+        raise typer.BadParameter("--shape is for --calibrate, and needs --out: the default file is a model's")
+    with random_pair(shape, layers, _SHAPE_POSITIONS) as (pair, _):
+        measure_machine(pair, out, as_json)
 
 
 def _print(checks: list[Check]) -> None:

@@ -1,0 +1,97 @@
+"""What drafting takes behind short contexts and behind long ones, with nothing else at work.
+
+    python experiments/draft_time.py --draft models/draft --contexts 128,1900
+
+The draft service's own memory and passes, in the dtype and with the threads that it chooses here: activations of the
+verified positions are absorbed, then rounds of k passes are drafted for both contexts by turns, so that a noisy machine
+is noisy to both. Beside a working verifier the same is in every cell of `spire bench`: `ms_draft`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+import time
+from pathlib import Path
+from typing import Annotated
+
+import spire.process  # noqa: F401  # isort: skip  # before torch: the OpenMP settings of the services
+
+import structlog
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from draft_service.drafter import Drafter, Span, Verified
+from spire.drafting import Guess
+from spire.model.checkpoint import load_draft
+from spire.model.linears import pack
+from spire.model.placement import choose_dtype, draft_threads, keep_freed_memory, set_threads
+from spire.rpc.sampling import from_protos
+from spire.v1 import tensor_pb2 as pb
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main(
+    draft: Annotated[Path, typer.Option(help="Checkpoint of a SPIRe draft.")] = ROOT / "models" / "draft",
+    batch: Annotated[int, typer.Option(min=1)] = 16,
+    contexts: Annotated[str, typer.Option(help="Verified positions of each sequence; two with a comma.")] = "128,1900",
+    k: Annotated[int, typer.Option(min=1, max=16)] = 4,
+    repeats: Annotated[int, typer.Option(min=3)] = 200,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Compare them."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    short, long = (int(context) for context in contexts.split(","))
+    figures = measure(draft, batch, short, long, k, repeats)
+    if as_json:
+        print(json.dumps(figures))
+        return
+    table = Table(*figures, title=f"{batch} sequences, {k} passes")
+    table.add_row(*(f"{figure:,.3f}" if isinstance(figure, float) else f"{figure:,}" for figure in figures.values()))
+    Console().print(table)
+
+
+@torch.inference_mode()
+def measure(path: Path, batch: int, short: int, long: int, k: int, repeats: int) -> dict[str, float | int]:
+    """Medians of a round's milliseconds at both contexts, their ratio, and what a sequence takes of memory."""
+    keep_freed_memory()
+    model = load_draft(path, choose_dtype("auto", torch.device("cpu")))
+    set_threads(draft_threads(model))
+    drafter = Drafter(pack(model), 2 * batch, model.config.vocab_size, long + k)
+    rows = from_protos([pb.Sampling(temperature=1.0, top_p=1.0, seed=seed) for seed in range(batch)])
+    guesses = {context: _absorbed(drafter, batch, context) for context in (short, long)}
+    seconds: dict[int, list[float]] = {short: [], long: []}
+    for _ in range(repeats):
+        for context, asked in guesses.items():
+            began = time.perf_counter()
+            drafter.propose(asked, k, rows)
+            seconds[context].append(time.perf_counter() - began)
+    ms = {context: 1000 * statistics.median(times[repeats // 10 :]) for context, times in seconds.items()}
+    return {
+        f"ms at {short}": ms[short],
+        f"ms at {long}": ms[long],
+        "ratio": ms[long] / ms[short],
+        "bytes per sequence": drafter.memory.bytes_per_sequence(),
+    }
+
+
+def _absorbed(drafter: Drafter, batch: int, context: int) -> list[Guess]:
+    """Sequences of so many verified positions: the sink and the window that a replay would bring."""
+    draft = drafter.draft
+    sink, window = draft.draft.sink, draft.draft.window
+    guesses = []
+    for number in range(batch):
+        name = f"{number} of {context}"
+        spans = [Span(name, 0, sink, True), Span(name, context - window, window, False)]
+        taps_RND = torch.randn(sink + window, len(draft.draft.tapped_layers), draft.config.hidden_size)
+        drafter.absorb(Verified(spans, taps_RND, []))
+        guesses.append(Guess(name, context, number))
+    return guesses
+
+
+if __name__ == "__main__":
+    typer.run(main)
