@@ -27,6 +27,7 @@ from spire.model.contiguous_attention import ContiguousAttention
 from spire.model.layers import additive, attend
 from spire.model.paged_attention import PagedAttention
 from spire.model.pool import Pool
+from spire.model.tile_attention import MOST_QUERIES, TileAttention, has_tiles
 
 # Positions that are promised, held and given back at once on a CPU; slots that share pages of them for products.
 _PAGE, _GROUP = 128, 4
@@ -35,7 +36,8 @@ _PAGE, _GROUP = 128, 4
 class TargetCache:
     """Keys and values of `slots` sequences of up to `capacity` committed positions each, in `budget` bytes at most.
 
-    `parking` more slots follow: they are never allocated, only copied to and from.
+    `parking` more slots follow: they are never allocated, only copied to and from. `causal`: no view will be told what
+    else than all before it a position sees.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class TargetCache:
         device: torch.device | str = "cpu",
         parking: int = 0,
         budget: int | None = None,
+        causal: bool = True,
     ):
         self.slots, self.capacity, self.device = slots, capacity, torch.device(device)
         self.lengths = [0] * (slots + parking)
@@ -56,6 +59,7 @@ class TargetCache:
         self.pages, self.page = (pages, _PAGE) if on_cpu else (1, pages * _PAGE)
         self.by_products = on_cpu and self._by_products(dtype)
         self.by_flash = on_cpu and not self.by_products
+        self.by_tiles = self.by_flash and causal and dtype == torch.bfloat16 and has_tiles(config)
         self.queries_per_key = config.num_attention_heads // config.num_key_value_heads
         group = _GROUP if self.by_products else 1
         together = (self.pages, self.page) if self.by_products else (1, pages * _PAGE)
@@ -221,14 +225,18 @@ class BatchView:
         self._places_R = cache.places(slots_B1, columns_BT).flatten()
         needed = [min(length + new_tokens, last_column + 1) for length in lengths]
         self._slots_B = slots_B1[:, 0]
-        self._attention: PagedAttention | ContiguousAttention | None = None
-        if cache.by_products:
+        self._attention: PagedAttention | ContiguousAttention | TileAttention | None = None
+        if cache.by_tiles and new_tokens * cache.queries_per_key <= MOST_QUERIES:
+            self._attention = TileAttention(slots, lengths, new_tokens)
+        elif cache.by_products:
             self._attention = PagedAttention(slots, needed, cache.keys[0].tensor)
         elif cache.by_flash:
             self._attention = ContiguousAttention(slots, needed, cache.pages * cache.page, new_tokens)
         order = self._attention.order if self._attention else list(range(len(slots)))
         self._in_order = order == sorted(order)
         self._order_B = torch.tensor(order, device=device)
+        if isinstance(self._attention, TileAttention):
+            return  # it needs no mask
         columns = self._attention.columns if self._attention else max(needed)
         self.columns_1S = torch.arange(columns, device=device)[None]
         # Whole pages that everybody sees need no mask.
@@ -237,6 +245,7 @@ class BatchView:
 
     def see(self, visible_BTS: Tensor) -> None:
         """Let each new position attend to these of the last columns, and to all before them."""
+        assert not isinstance(self._attention, TileAttention)
         self._mask_B1TS = additive(visible_BTS, self._cache.keys[0].tensor.dtype)
         if self._attention:
             self._attention.see(self._in_their_order(self._mask_B1TS[:, 0]).repeat(1, self._cache.queries_per_key, 1))
