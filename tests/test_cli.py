@@ -125,7 +125,9 @@ def test_convert_writes_a_directory_that_doctor_finds_good(
     code, printed = run(["doctor", *arguments], capsys, monkeypatch)
     report = json.loads(printed)
     assert (code, report["ok"]) == (0, True)
-    assert {"python", "torch", "device", "bfloat16", "target"} <= {check["name"] for check in report["checks"]}
+    checks = {check["name"]: check["value"] for check in report["checks"]}
+    assert {"python", "torch", "device", "bfloat16", "target"} <= checks.keys()
+    assert ("attention" in checks) == ("amx_bf16" in checks["bfloat16"])
 
 
 def test_doctor_fails_and_names_a_truncated_checkpoint(

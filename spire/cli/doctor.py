@@ -126,6 +126,16 @@ def _torch() -> Iterator[Check]:
     yield Check(
         "bfloat16", ", ".join(fast) or "no instructions for it", advice="" if fast else "float32 is faster here"
     )
+    if "amx_bf16" in fast:
+        yield _attention()
+
+
+def _attention() -> Check:
+    from spire.model.tile_attention import COMPILED
+
+    if COMPILED:
+        return Check("attention", "by matrix tiles")
+    return Check("attention", "torch's own", advice="install again where there is a C compiler: verifying gets faster")
 
 
 def _processor_flags() -> set[str]:

@@ -21,6 +21,7 @@ try:
 except ImportError:  # it was installed where there is no compiler
     _tiles = None  # type: ignore[assignment]
 
+COMPILED = _tiles is not None
 # With more queries of each key than this the flash kernel is faster.
 MOST_QUERIES = 32
 
