@@ -108,7 +108,7 @@ class ModelSteps:
         """One forward for blocks to verify and prompts to prefill, and what becomes of each."""
         began = time.perf_counter()
         blocks = [(batch.slots, batch.tokens_BT)] if batch else []
-        outputs = self._append([*blocks, *(chunk.rectangles() if chunk else ())])
+        outputs = self._append(blocks, chunk.rectangles() if chunk else [])
         forward = time.perf_counter() - began
         of_blocks, of_prompts = outputs[: len(blocks)], outputs[len(blocks) :]
         share = sum(map(_positions, of_blocks)) / sum(map(_positions, outputs))
@@ -116,10 +116,15 @@ class ModelSteps:
         prefilled = self._prefilled(chunk, _joined(of_prompts), forward * (1 - share)) if chunk else None
         return verified, prefilled
 
-    def _append(self, stretches: list[tuple[list[int], Tensor]]) -> list[TargetOutput]:
-        """One forward over slots and tokens [B, T] of each stretch."""
-        stretches = [(slots, tokens_BT.to(self.device)) for slots, tokens_BT in stretches]
-        views = [self.cache.view(slots, tokens_BT.shape[1]) for slots, tokens_BT in stretches]
+    def _append(
+        self, blocks: list[tuple[list[int], Tensor]], prompts: list[tuple[list[int], Tensor]]
+    ) -> list[TargetOutput]:
+        """One forward over slots and tokens [B, T] of each stretch: of what is decoded, and of prompts."""
+        stretches = [(slots, tokens_BT.to(self.device)) for slots, tokens_BT in [*blocks, *prompts]]
+        views = [
+            self.cache.view(slots, tokens_BT.shape[1], prefill=at >= len(blocks))
+            for at, (slots, tokens_BT) in enumerate(stretches)
+        ]
         if len(views) == 1:
             return [self.target(stretches[0][1], views[0], self.tapped_layers)]
         together = Stretches(views)

@@ -173,14 +173,16 @@ class TargetCache:
                 raise OutOfCapacity(f"slot {slot} holds {self.lengths[slot]} positions, not the {length} to go back to")
             self.lengths[slot] = length
 
-    def view(self, slots: Sequence[int], new_tokens: int) -> BatchView:
+    def view(self, slots: Sequence[int], new_tokens: int, prefill: bool = False) -> BatchView:
         """What one forward needs to append `new_tokens` positions to each of these slots.
 
+        Chunks of a prompt are attended by one kernel, however long: its numbers shall not depend on where chunks end.
         Raises OutOfCapacity when there is no memory for them.
         """
         if not self.reserve(slots, new_tokens):
             raise OutOfCapacity(f"no memory for {new_tokens} more positions of {len(slots)} sequences")
-        return BatchView(self, slots, new_tokens)
+        few = not prefill and new_tokens * self.queries_per_key <= MOST_QUERIES
+        return BatchView(self, slots, new_tokens, tiles=few and self.by_tiles)
 
     def gather(self, slots: Sequence[int], positions_BS: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of all N layers' keys and values at chosen committed positions of these slots, [N, B, G, S, K]."""
@@ -213,7 +215,7 @@ class TargetCache:
 class BatchView:
     """The cache during one forward over some slots, T new positions each: implements the target's KeyValues."""
 
-    def __init__(self, cache: TargetCache, slots: Sequence[int], new_tokens: int):
+    def __init__(self, cache: TargetCache, slots: Sequence[int], new_tokens: int, tiles: bool = False):
         self._cache = cache
         lengths = [cache.lengths[slot] for slot in slots]
         last_column = cache.pages * cache.page - 1
@@ -226,7 +228,7 @@ class BatchView:
         needed = [min(length + new_tokens, last_column + 1) for length in lengths]
         self._slots_B = slots_B1[:, 0]
         self._attention: PagedAttention | ContiguousAttention | TileAttention | None = None
-        if cache.by_tiles and new_tokens * cache.queries_per_key <= MOST_QUERIES:
+        if tiles:
             self._attention = TileAttention(slots, lengths, new_tokens)
         elif cache.by_products:
             self._attention = PagedAttention(slots, needed, cache.keys[0].tensor)
