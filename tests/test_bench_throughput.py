@@ -126,7 +126,7 @@ def test_every_draft_is_compared_with_plain_decoding_in_its_own_services(
     stories_dir: Path, stories_draft_dir: Path, prose: list[Path]
 ) -> None:
     drafts = f"off,mine={stories_draft_dir},magicdec"
-    shape = ["--dtype", "float32", "--batch", "2", "--context", "20", "--generate", "48", "--repeats", "2"]
+    shape = ["--dtype", "float32", "--batch", "2", "--context", "20", "--generate", "128", "--repeats", "2"]
     pair = ["--model", str(stories_dir), "--drafts", drafts, "--data", str(prose[0]), "--k", "2,auto"]
     cells = json.loads(bench(*pair, *shape, "--json", OMP_NUM_THREADS="1"))["bench"]
     depths = (0, 2, "auto")
@@ -136,7 +136,7 @@ def test_every_draft_is_compared_with_plain_decoding_in_its_own_services(
     for cell in cells:
         assert cell["system"] == "spire"
         assert cell["synthetic"] is False
-        assert cell["generated"] == 48 * cell["batch"]
+        assert cell["generated"] == 128 * cell["batch"]
         assert len(cell["decode_tokens_per_second_runs"]) == 2
         assert cell["multiplier_measured"] > 0
         assert cell["multiplier_modelled"] is None  # nobody has calibrated this machine
