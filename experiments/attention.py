@@ -71,7 +71,7 @@ def measure(model: Path, batch: int, context: int, queries: int, repeats: int, d
     weights = weights.to(dtype)
 
     def attention() -> None:
-        view = cache.view(slots, queries)
+        view = cache.view(slots, queries, decoding=True)
         for layer in range(layers):
             view.attend(layer, query, new, new)
 

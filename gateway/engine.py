@@ -2,8 +2,7 @@
 
 `_round` is the system in a few lines. Everything else is what may go wrong between them: a draft that is gone, slow or
 behind costs speed and never a request; a verifier that forgets a sequence or vanishes makes it start again from its
-tokens. A plain round needs nothing of the one before it, so it is sent while that one is under way, where the verifier
-says that this pays. What it does not know: text. Listeners read `sequence.output` while the next round is under way.
+tokens. What it does not know: text. Listeners read `sequence.output` while the next round is under way.
 """
 
 from __future__ import annotations
@@ -12,20 +11,19 @@ import asyncio
 import time
 import uuid
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import grpc
 import structlog
 
 from gateway.admission import DrainRate
 from gateway.config import GatewayConfig
-from gateway.depth import Load
 from gateway.errors import NoVerifier, PeerLost, QueueFull, ShuttingDown
 from gateway.messages import logprobs_of, wire_start
 from gateway.metrics import Gauges, Metrics
 from gateway.peers import DraftPeer, Model, VerifierPeer
 from gateway.releases import Releases
-from gateway.scheduler import Batch, Scheduler
+from gateway.rounds import Round, Rounds
+from gateway.scheduler import Scheduler
 from gateway.sequence import Logprob, Sequence, State
 from gateway.speculation import Proposals, Speculation
 from spire.errors import InvalidRequest, MismatchError, NotFinite, OutOfCapacity
@@ -42,19 +40,6 @@ _PATROL = 0.25
 log = structlog.get_logger("gateway")
 
 
-@dataclass(slots=True)
-class Round:
-    """A batch and the k that was chosen for it; `answer` once the verifier has been asked about those in `sent`."""
-
-    batch: Batch
-    load: Load
-    plain: bool
-    proposals: Proposals = field(default_factory=Proposals)
-    sent: list[Sequence] = field(default_factory=list)
-    sent_at: float = 0.0
-    answer: asyncio.Task[tuple[verifier_pb2.VerifyBatchResult, float]] | None = None
-
-
 class Engine:
     def __init__(self, config: GatewayConfig, metrics: Metrics, tls: Tls | None = None):
         self.config = config
@@ -66,12 +51,11 @@ class Engine:
         )
         self.draft = DraftPeer(config.draft, self.verifier, config.propose_deadline, tls) if config.draft else None
         self.speculation = Speculation(self.draft, self.verifier, config, metrics)
+        self._rounds = Rounds(self.scheduler, self.speculation, self.verifier, config.verify_deadline)
         self._draining = False
         self._id_prefix = gateway_id
         self._ids = 0
         self._tasks: list[asyncio.Task[None]] = []
-        # By lane: the round after the one under way, where that one is plain.
-        self._next: dict[int, Round] = {}
         self._wakeup = asyncio.Event()
         self._releases = Releases(self.verifier, self.scheduler)
         self._drain = DrainRate()
@@ -218,7 +202,7 @@ class Engine:
     def _has_work(self, lane: int) -> bool:
         scheduler = self.scheduler
         startable = scheduler.waiting and scheduler.held < scheduler.capacity and self._may_admit()
-        return self.verifier.up and bool(lane in self._next or scheduler.has_free or startable)
+        return self.verifier.up and bool(self._rounds.has_next(lane) or scheduler.has_free or startable)
 
     def _may_admit(self) -> bool:
         now = time.monotonic()
@@ -249,13 +233,13 @@ class Engine:
         if not self.scheduler.starting:
             self._progress_at = began
         await self._start(self.scheduler.admit() if self._may_admit() else [])
-        current = self._next.pop(lane, None) or self._planned(self.scheduler.batch())
+        current = self._rounds.take(lane)
         if current is None:
             return
         try:
             await self._round(lane, current, began)
         except BaseException:
-            self._forget_next(lane)
+            self._rounds.forget_next(lane)
             raise
         finally:
             self.scheduler.end_round(current.batch)
@@ -263,10 +247,7 @@ class Engine:
 
     async def _round(self, lane: int, current: Round, began: float) -> None:
         """Propose, verify, commit, learn; `began` when the round before it was over."""
-        if current.answer is None:
-            await self._send(current)
-        if current.plain and self._sends_ahead:
-            await self._look_ahead(lane, current)
+        await self._rounds.send(lane, current)
         if current.answer is None:
             return
         answer, asked_seconds = await current.answer
@@ -282,41 +263,6 @@ class Engine:
             self.metrics.compared(proposals.decoding, kept, seconds)
         self.speculation.learn(current.load, shown, seconds, proposals, answer.timings)
 
-    @property
-    def _sends_ahead(self) -> bool:
-        return self.verifier.model is not None and self.verifier.model.info.takes_rounds_ahead
-
-    def _planned(self, batch: Batch) -> Round | None:
-        """A round of these with the k that is chosen for them; None where there are none."""
-        if not batch:
-            return None
-        sequences = list(batch.values())
-        load = self.speculation.choose(sequences, bool(self.scheduler.starting))
-        return Round(batch, load, not any(map(self.speculation.depth, sequences)))
-
-    async def _send(self, planned: Round) -> None:
-        """Ask the draft, if it is to be drafted, and the verifier, if anybody in it goes on."""
-        planned.proposals = await self.speculation.propose(self.scheduler.still(planned.batch))
-        planned.sent = self.scheduler.still(planned.batch)
-        if planned.sent:
-            request = self._request(planned.sent, planned.proposals)
-            planned.sent_at = time.monotonic()
-            planned.answer = asyncio.create_task(self.verifier.verify(request, self.config.verify_deadline))
-            planned.answer.add_done_callback(_seen)
-
-    async def _look_ahead(self, lane: int, current: Round) -> None:
-        """Plan the round after a plain one, and send it if it is plain too."""
-        if following := self._planned(self.scheduler.batch(after=current.batch)):
-            self._next[lane] = following
-            if following.plain:
-                await self._send(following)
-
-    def _forget_next(self, lane: int) -> None:
-        if following := self._next.pop(lane, None):
-            self.scheduler.end_round(following.batch)
-            if following.answer:
-                following.answer.cancel()
-
     async def _start(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
             if not sequence.moments.admitted:
@@ -324,20 +270,6 @@ class Engine:
                 self.metrics.queue_time.observe(sequence.moments.admitted - sequence.moments.arrived)
             sequence.draft_id = self.speculation.draft_for(sequence)
             await self.verifier.start(wire_start(sequence), self.config.verify_deadline)
-
-    def _request(self, batch: list[Sequence], proposals: Proposals) -> verifier_pb2.RoundsRequest:
-        # Filled in place: q is the bulk of a round, and each message built from messages copies it again.
-        request = verifier_pb2.RoundsRequest()
-        for sequence in batch:
-            before = sequence.under_way - 1  # rounds still to be answered, of a token each
-            item = request.verify.items.add(sequence_id=sequence.wire_id)
-            item.round, item.base = sequence.round + before + 1, sequence.base + before
-            item.quiet = self.speculation.hush(sequence)
-            if proposal := proposals.by_id.get(sequence.wire_id):
-                item.draft_tokens.extend(proposal.tokens)
-                if proposal.HasField("q"):
-                    item.q.CopyFrom(proposal.q)
-        return request
 
     def _commit(self, batch: list[Sequence], answer: verifier_pb2.VerifyBatchResult, proposals: Proposals) -> int:
         """Returns how many tokens were kept of all that came."""
@@ -488,9 +420,3 @@ class Engine:
 def _logprobs_for(sequence: Sequence, message: verifier_pb2.Logprobs, tokens: int) -> list[Logprob]:
     """Those of new tokens; none if none are asked for. Raises MismatchError when others came."""
     return [] if sequence.top_logprobs is None else logprobs_of(message, tokens, sequence.top_logprobs)
-
-
-def _seen(answer: asyncio.Task[tuple[verifier_pb2.VerifyBatchResult, float]]) -> None:
-    """Whoever asked may have given up on it."""
-    if not answer.cancelled():
-        answer.exception()

@@ -205,7 +205,7 @@ def kv_read_cost(config: ModelConfig, bench: Bench) -> Cost:
         new = bench.randn(sequences, config.num_key_value_heads, tokens, config.head_dim)
 
         def read() -> None:
-            view = cache.view(slots, tokens)
+            view = cache.view(slots, tokens, decoding=True)
             for layer in range(layers):
                 view.attend(layer, queries, new, new)
 
@@ -227,7 +227,9 @@ def target_layer_cost(config: ModelConfig, bench: Bench) -> Cost:
 
     def seconds(batch: int, tokens: int) -> float:
         tokens_BT = torch.ones(batch, tokens, dtype=torch.int64, device=bench.device)
-        return bench.seconds(lambda: model(tokens_BT, _Unread(cache.view(slots[:batch], tokens), bench), tapped))
+        return bench.seconds(
+            lambda: model(tokens_BT, _Unread(cache.view(slots[:batch], tokens, decoding=True), bench), tapped)
+        )
 
     return _line((_rows(_FEW), seconds(*_FEW)), (_rows(_MANY), seconds(*_MANY)), layers)
 

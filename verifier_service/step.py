@@ -122,7 +122,7 @@ class ModelSteps:
         """One forward over slots and tokens [B, T] of each stretch: of what is decoded, and of prompts."""
         stretches = [(slots, tokens_BT.to(self.device)) for slots, tokens_BT in [*blocks, *prompts]]
         views = [
-            self.cache.view(slots, tokens_BT.shape[1], prefill=at >= len(blocks))
+            self.cache.view(slots, tokens_BT.shape[1], decoding=at < len(blocks))
             for at, (slots, tokens_BT) in enumerate(stretches)
         ]
         if len(views) == 1:

@@ -50,7 +50,6 @@ from spire.model.config import MAGICDEC, load_model_config
 from spire.perf_model import Shape
 
 _DEEPEST = 16
-# The paper names no vocabulary for its 67M target.
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from spire.cli.paths import Pair
 from spire.errors import SpireError
 from spire.perf_model import LLAMA_3_8B, LLAMA_3_70B, SEQAX_67M, Shape
 
+# The paper names no vocabulary for its 67M target.
 SHAPES = {
     "seqax-67m": replace(SEQAX_67M, vocab_size=32768),
     "llama-3-8b": LLAMA_3_8B,

@@ -36,8 +36,7 @@ _PAGE, _GROUP = 128, 4
 class TargetCache:
     """Keys and values of `slots` sequences of up to `capacity` committed positions each, in `budget` bytes at most.
 
-    `parking` more slots follow: they are never allocated, only copied to and from. `causal`: no view will be told what
-    else than all before it a position sees.
+    `parking` more slots follow: they are never allocated, only copied to and from.
     """
 
     def __init__(
@@ -49,7 +48,6 @@ class TargetCache:
         device: torch.device | str = "cpu",
         parking: int = 0,
         budget: int | None = None,
-        causal: bool = True,
     ):
         self.slots, self.capacity, self.device = slots, capacity, torch.device(device)
         self.lengths = [0] * (slots + parking)
@@ -59,7 +57,7 @@ class TargetCache:
         self.pages, self.page = (pages, _PAGE) if on_cpu else (1, pages * _PAGE)
         self.by_products = on_cpu and self._by_products(dtype)
         self.by_flash = on_cpu and not self.by_products
-        self.by_tiles = self.by_flash and causal and dtype == torch.bfloat16 and has_tiles(config)
+        self.by_tiles = self.by_flash and dtype == torch.bfloat16 and has_tiles(config)
         self.queries_per_key = config.num_attention_heads // config.num_key_value_heads
         group = _GROUP if self.by_products else 1
         together = (self.pages, self.page) if self.by_products else (1, pages * _PAGE)
@@ -173,16 +171,17 @@ class TargetCache:
                 raise OutOfCapacity(f"slot {slot} holds {self.lengths[slot]} positions, not the {length} to go back to")
             self.lengths[slot] = length
 
-    def view(self, slots: Sequence[int], new_tokens: int, prefill: bool = False) -> BatchView:
+    def view(self, slots: Sequence[int], new_tokens: int, decoding: bool = False) -> BatchView:
         """What one forward needs to append `new_tokens` positions to each of these slots.
 
-        Chunks of a prompt are attended by one kernel, however long: its numbers shall not depend on where chunks end.
+        `decoding`: tiles may attend for them, if they are few. Not for prompts: their numbers shall not depend on where
+        chunks end, so chunks of any length are attended by one kernel. And tiles know the causal mask alone.
         Raises OutOfCapacity when there is no memory for them.
         """
         if not self.reserve(slots, new_tokens):
             raise OutOfCapacity(f"no memory for {new_tokens} more positions of {len(slots)} sequences")
-        few = not prefill and new_tokens * self.queries_per_key <= MOST_QUERIES
-        return BatchView(self, slots, new_tokens, tiles=few and self.by_tiles)
+        few = new_tokens * self.queries_per_key <= MOST_QUERIES
+        return BatchView(self, slots, new_tokens, tiles=self.by_tiles and decoding and few)
 
     def gather(self, slots: Sequence[int], positions_BS: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of all N layers' keys and values at chosen committed positions of these slots, [N, B, G, S, K]."""

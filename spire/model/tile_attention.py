@@ -8,7 +8,6 @@ Shapes: B sequences, T new positions, R queries of each key, G key/value heads, 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import torch
@@ -23,12 +22,12 @@ except ImportError:  # it was installed where there is no compiler
 
 COMPILED = _tiles is not None
 # With more queries of each key than this the flash kernel is faster.
-MOST_QUERIES = 32
+MOST_QUERIES = _tiles.MOST_QUERIES if COMPILED else 0
 
 
 def has_tiles(config: ModelConfig) -> bool:
     """Whether tiles can attend for such a model here."""
-    if _tiles is None or sys.byteorder != "little" or not _tiles.available():
+    if _tiles is None or not _tiles.available():
         return False
     return config.head_dim % 64 == 0 and config.head_dim <= _tiles.MOST_WIDTH
 

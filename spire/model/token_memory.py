@@ -27,9 +27,7 @@ class TokenMemory:
     def __init__(self, draft: Draft, slots: int, capacity: int):
         weight = draft.embed_tokens.weight
         self.draft, self.slots = draft, slots
-        self.cache = TargetCache(
-            draft.config, slots, capacity + MAX_SPECULATION_DEPTH, weight.dtype, weight.device, causal=False
-        )
+        self.cache = TargetCache(draft.config, slots, capacity + MAX_SPECULATION_DEPTH, weight.dtype, weight.device)
         self.verified: list[list[int]] = [[] for _ in range(slots)]
         self.fed: list[list[int]] = [[] for _ in range(slots)]
 

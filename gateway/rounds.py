@@ -1,0 +1,110 @@
+"""Rounds as they are planned and sent, each lane's one ahead of the answer where that pays.
+
+A plain round needs nothing of the one before it: its sequences' places are known before that one is answered. What this
+does not know: what an answer means.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from gateway.depth import Load
+from gateway.peers import VerifierPeer
+from gateway.scheduler import Batch, Scheduler
+from gateway.sequence import Sequence
+from gateway.speculation import Proposals, Speculation
+from spire.v1 import verifier_pb2
+
+
+@dataclass(slots=True)
+class Round:
+    """A batch and the k that was chosen for it; `answer` once the verifier has been asked about those in `sent`."""
+
+    batch: Batch
+    load: Load
+    plain: bool
+    proposals: Proposals = field(default_factory=Proposals)
+    sent: list[Sequence] = field(default_factory=list)
+    sent_at: float = 0.0
+    answer: asyncio.Task[tuple[verifier_pb2.VerifyBatchResult, float]] | None = None
+
+
+class Rounds:
+    """Of every lane at most the round under way, which its engine holds, and the one after it."""
+
+    def __init__(self, scheduler: Scheduler, speculation: Speculation, verifier: VerifierPeer, deadline: float):
+        self._scheduler, self._speculation, self._verifier = scheduler, speculation, verifier
+        self._deadline = deadline
+        # By lane: the round after the one under way, where that one is plain.
+        self._next: dict[int, Round] = {}
+
+    def has_next(self, lane: int) -> bool:
+        return lane in self._next
+
+    def take(self, lane: int) -> Round | None:
+        """The lane's next round; None where nobody is free for one."""
+        return self._next.pop(lane, None) or self._planned(self._scheduler.batch())
+
+    async def send(self, lane: int, current: Round) -> None:
+        """Ask about it, if that was not done ahead, and about the round after it where both are plain."""
+        if current.answer is None:
+            await self._ask(current)
+        if current.plain and self._ahead_pays:
+            await self._look_ahead(lane, current)
+
+    def forget_next(self, lane: int) -> None:
+        if following := self._next.pop(lane, None):
+            self._scheduler.end_round(following.batch)
+            if following.answer:
+                following.answer.cancel()
+
+    @property
+    def _ahead_pays(self) -> bool:
+        return self._verifier.model is not None and self._verifier.model.info.takes_rounds_ahead
+
+    def _planned(self, batch: Batch) -> Round | None:
+        """A round of these with the k that is chosen for them; None where there are none."""
+        if not batch:
+            return None
+        sequences = list(batch.values())
+        load = self._speculation.choose(sequences, bool(self._scheduler.starting))
+        return Round(batch, load, not any(map(self._speculation.depth, sequences)))
+
+    async def _look_ahead(self, lane: int, current: Round) -> None:
+        """Plan the round after a plain one, and send it if it is plain too."""
+        if following := self._planned(self._scheduler.batch(after=current.batch)):
+            self._next[lane] = following
+            if following.plain:
+                await self._ask(following)
+
+    async def _ask(self, planned: Round) -> None:
+        """Ask the draft, if it is to be drafted, and the verifier, if anybody in it goes on."""
+        planned.proposals = await self._speculation.propose(self._scheduler.still(planned.batch))
+        planned.sent = self._scheduler.still(planned.batch)
+        if planned.sent:
+            request = self._request(planned.sent, planned.proposals)
+            planned.sent_at = time.monotonic()
+            planned.answer = asyncio.create_task(self._verifier.verify(request, self._deadline))
+            planned.answer.add_done_callback(_seen)
+
+    def _request(self, batch: list[Sequence], proposals: Proposals) -> verifier_pb2.RoundsRequest:
+        # Filled in place: q is the bulk of a round, and each message built from messages copies it again.
+        request = verifier_pb2.RoundsRequest()
+        for sequence in batch:
+            before = sequence.under_way - 1  # rounds still to be answered, of a token each
+            item = request.verify.items.add(sequence_id=sequence.wire_id)
+            item.round, item.base = sequence.round + before + 1, sequence.base + before
+            item.quiet = self._speculation.hush(sequence)
+            if proposal := proposals.by_id.get(sequence.wire_id):
+                item.draft_tokens.extend(proposal.tokens)
+                if proposal.HasField("q"):
+                    item.q.CopyFrom(proposal.q)
+        return request
+
+
+def _seen(answer: asyncio.Task[tuple[verifier_pb2.VerifyBatchResult, float]]) -> None:
+    """Whoever asked may have given up on it."""
+    if not answer.cancelled():
+        answer.exception()
