@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Generic, TypeVar
@@ -59,6 +59,15 @@ class Circuit:
 
     def in_time(self) -> None:
         self.seconds = self.seconds * self.FORGIVING if self.seconds > self.SHORTEST else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Asked(Generic[Answer]):
+    """A batch that was sent: what its answer is read into with the time of it, when it was sent, for how long to wait."""
+
+    answer: asyncio.Future[tuple[Answer, float]]
+    at: float
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,24 +234,40 @@ class Peer(ABC, Generic[Answer]):
             self.reset()
             raise PeerLost(f"the stream to the {self.name} broke") from error
 
-    async def _ask(self, batch_id: int, message: Any, deadline: float) -> tuple[Answer, float]:
-        """Send a batch; its answer and the seconds from sending to reading it. Raises PeerLost."""
-        future: asyncio.Future[tuple[Answer, float]] = asyncio.get_running_loop().create_future()
-        self._answers[batch_id] = future
-        began = time.monotonic()
+    async def _send(self, batch_id: int, message: Any, seconds: float) -> Asked[Answer]:
+        """Send a batch, to be answered within `seconds`. Raises PeerLost."""
+        loop = asyncio.get_running_loop()
+        asked: Asked[Answer] = Asked(loop.create_future(), loop.time(), seconds)
+        self._answers[batch_id] = asked.answer
+        asked.answer.add_done_callback(lambda answer: self._forget(batch_id, answer))
         try:
-            async with asyncio.timeout(deadline):
+            async with self._in_time(asked):
                 await self._write(message)
-                answer, read_at = await future
+        except BaseException:
+            asked.answer.cancel()
+            raise
+        return asked
+
+    async def _answer(self, asked: Asked[Answer]) -> tuple[Answer, float]:
+        """The answer and the seconds from sending to reading it. Raises PeerLost."""
+        async with self._in_time(asked):
+            answer, read_at = await asked.answer
+        self.circuit.in_time()
+        return answer, read_at - asked.at
+
+    @contextlib.asynccontextmanager
+    async def _in_time(self, asked: Asked[Answer]) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout_at(asked.at + asked.seconds):
+                yield
         except TimeoutError:
             self._too_late()
-            raise PeerTooLate(f"the {self.name} did not answer within {deadline:g} s") from None
-        finally:
-            del self._answers[batch_id]
-            if not future.cancel() and not future.cancelled():
-                future.exception()  # seen: a stream that broke under the write has failed the future too
-        self.circuit.in_time()
-        return answer, read_at - began
+            raise PeerTooLate(f"the {self.name} did not answer within {asked.seconds:g} s") from None
+
+    def _forget(self, batch_id: int, answer: asyncio.Future[tuple[Answer, float]]) -> None:
+        del self._answers[batch_id]
+        if not answer.cancelled():
+            answer.exception()  # seen: a stream that broke under the write has failed the answer too
 
     def _too_late(self) -> None:
         self.circuit.late()
@@ -252,7 +277,7 @@ class Peer(ABC, Generic[Answer]):
     def _answered(self, answer: Answer) -> None:
         future = self._answers.get(answer.batch_id)
         if future is not None and not future.done():
-            future.set_result((answer, time.monotonic()))
+            future.set_result((answer, asyncio.get_running_loop().time()))
 
     def _complain(self, error: Exception) -> None:
         reason = in_words(error.details(), self._tls) if isinstance(error, grpc.aio.AioRpcError) else error
@@ -311,12 +336,16 @@ class VerifierPeer(Peer[verifier_pb2.VerifyBatchResult]):
             self._too_late()
             raise PeerTooLate(f"the {self.name} takes no Start for {deadline:g} s") from None
 
-    async def verify(
-        self, request: verifier_pb2.RoundsRequest, deadline: float
-    ) -> tuple[verifier_pb2.VerifyBatchResult, float]:
-        """Send a request whose `verify` has its items; the answer and the seconds it took. Raises PeerLost."""
+    async def ask(self, request: verifier_pb2.RoundsRequest, seconds: float) -> Asked[verifier_pb2.VerifyBatchResult]:
+        """Send a request whose `verify` has its items, and wait for nothing. Raises PeerLost."""
         request.verify.batch_id = next(self._batch_ids)
-        return await self._ask(request.verify.batch_id, request, deadline)
+        return await self._send(request.verify.batch_id, request, seconds)
+
+    async def answer(
+        self, asked: Asked[verifier_pb2.VerifyBatchResult]
+    ) -> tuple[verifier_pb2.VerifyBatchResult, float]:
+        """The answer and the seconds it took. Raises PeerLost."""
+        return await self._answer(asked)
 
     async def release(self, sequence_ids: list[str]) -> None:
         request = verifier_pb2.ReleaseRequest(sequence_ids=sequence_ids)
@@ -373,7 +402,7 @@ class DraftPeer(Peer[draft_pb2.ProposeBatchResult]):
         self, items: list[draft_pb2.ProposeItem], deadline: float
     ) -> tuple[draft_pb2.ProposeBatchResult, float]:
         batch = draft_pb2.ProposeBatch(batch_id=next(self._batch_ids), items=items)
-        return await self._ask(batch.batch_id, batch, deadline)
+        return await self._answer(await self._send(batch.batch_id, batch, deadline))
 
     def _open(self) -> grpc.aio.StreamStreamCall:
         return self._stub.Rounds()

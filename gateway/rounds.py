@@ -86,7 +86,9 @@ class Rounds:
         if planned.sent:
             request = self._request(planned.sent, planned.proposals)
             planned.sent_at = time.monotonic()
-            planned.answer = asyncio.create_task(self._verifier.verify(request, self._deadline))
+            # Sent before anything else may run: whoever has heard of the round before it has text to write now.
+            asked = await self._verifier.ask(request, self._deadline)
+            planned.answer = asyncio.create_task(self._verifier.answer(asked))
             planned.answer.add_done_callback(_seen)
 
     def _request(self, batch: list[Sequence], proposals: Proposals) -> verifier_pb2.RoundsRequest:
