@@ -25,7 +25,7 @@ from draft_service.metrics import registry_of
 from draft_service.worker import Worker
 from spire.model.checkpoint import load_draft
 from spire.model.draft import Draft
-from spire.model.linears import pack
+from spire.model.packing import pack
 from spire.model.placement import choose_device, choose_dtype, draft_threads, keep_freed_memory, set_threads
 from spire.rpc.channel import connect, listen, new_server
 from spire.rpc.drafting import DraftServicer

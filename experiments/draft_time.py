@@ -27,7 +27,7 @@ from rich.table import Table
 from draft_service.drafter import Drafter, Span, Verified
 from spire.drafting import Guess
 from spire.model.checkpoint import load_draft
-from spire.model.linears import pack
+from spire.model.packing import pack
 from spire.model.placement import choose_dtype, draft_threads, keep_freed_memory, set_threads
 from spire.rpc.sampling import from_protos
 from spire.v1 import tensor_pb2 as pb

@@ -63,7 +63,7 @@ class Circuit:
 
 @dataclass(frozen=True, slots=True)
 class Asked(Generic[Answer]):
-    """A batch that was sent: what its answer is read into with the time of it, when it was sent, for how long to wait."""
+    """A batch that was sent: where its answer comes with the time of it, when it was sent, how long to wait for it."""
 
     answer: asyncio.Future[tuple[Answer, float]]
     at: float

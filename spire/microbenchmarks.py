@@ -1,8 +1,8 @@
 """Microbenchmarks of this machine for the performance model. Nothing here runs a whole model or fits one to a run.
 
 `calibrate(...)` measures each part of a step alone, at the widths of a given pair and on the threads that serve it:
-matrix products by rows, plain reads, attention over a cache far larger than the processor's, a layer with its products
-taken out, sampling, a stream to another process. By hand: `spire doctor --calibrate`.
+a layer but for its attention by rows, plain reads, attention over a cache far larger than the processor's, a model but
+for these, sampling, a stream to another process. By hand: `spire doctor --calibrate`.
 
 Shapes: B sequences, T new positions, N draft layers, D width, V vocabulary.
 What it does not know: how parts slow each other down, and on a GPU how far launches hide behind work.
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 # Sets how OpenMP waits, as the services do: before torch.
 import spire.process  # noqa: F401
@@ -35,8 +35,9 @@ from spire.model.cache import BatchView, TargetCache
 from spire.model.config import DraftConfig, ModelConfig
 from spire.model.draft import Draft
 from spire.model.draft_memory import DraftMemory
-from spire.model.layers import Layer, Rope, attend
-from spire.model.linears import Linears, Product, pack
+from spire.model.layers import Layer, Rope, Rotation, attend
+from spire.model.linears import Product
+from spire.model.packing import pack
 from spire.model.placement import choose_device, choose_dtype, draft_threads
 from spire.model.target import Target
 from spire.perf_model import Shape
@@ -47,14 +48,14 @@ from spire.v1.tensor_pb2 import Sampling
 from spire.verification import SparseDistribution, verify
 
 STEPS = (
-    "matrix products",
-    "matrix products, other type",
+    "layers",
+    "layers, other type",
     "reading memory",
     "reading keys and values",
-    "target layers",
+    "target without layers",
     "verification's sampling",
-    "draft's products",
-    "draft layers",
+    "draft's layers",
+    "draft without layers",
     "draft's sampling",
     "wire",
 )
@@ -161,22 +162,25 @@ def calibrate(
 
 
 def products(config: ModelConfig, bench: Bench) -> tuple[tuple[int, float], ...]:
-    """FLOP/s of one layer's seven products, packed as they are served, by rows. Weights of a small layer stay in the
-    processor's cache."""
-    layer = Layer(config).to(bench.device, bench.dtype)
-    flops_per_row = sum(2 * module.weight.numel() for module in layer.modules() if isinstance(module, nn.Linear))
-    heads, inner = layer.self_attn.o_proj.in_features, layer.mlp.down_proj.in_features
-    attention, mlp = pack(layer).self_attn, layer.mlp
+    """FLOP/s of one layer's seven products, packed as they are served and with what is computed between them, by rows.
 
-    def multiply(x_D: Tensor, of_heads: Tensor, inside: Tensor) -> None:
-        attention.project(x_D, "q_proj", "k_proj", "v_proj")
-        attention.project(of_heads, "o_proj")
-        mlp.project(x_D, "gate_proj", "up_proj")
-        mlp.project(inside, "down_proj")
+    Weights of a small layer stay in the processor's cache.
+    """
+    alone = config.model_copy(update={"num_hidden_layers": 1, "vocab_size": _SKELETON_VOCABULARY})
+    model = Target(alone).to(bench.device, bench.dtype).requires_grad_(False)
+    flops_per_row = sum(2 * one.weight.numel() for one in model.layers.modules() if isinstance(one, nn.Linear))
+    model = pack(model)
+    layer = cast(Layer, model.layers[0])
+
+    def compute(input_1RD: Tensor, attended_1HRK: Tensor, rope: Rotation) -> None:
+        layer.queries_keys_values(input_1RD, rope)
+        layer.behind(input_1RD, attended_1HRK)
 
     def speed(rows: int) -> float:
-        inputs = [bench.randn(rows, width) for width in (config.hidden_size, heads, inner)]
-        return flops_per_row * rows / bench.seconds(partial(multiply, *inputs))
+        rope = model.rope(torch.arange(rows, device=bench.device)[None], bench.dtype)
+        input_1RD = bench.randn(1, rows, config.hidden_size)
+        attended_1HRK = bench.randn(1, config.num_attention_heads, rows, config.head_dim)
+        return flops_per_row * rows / bench.seconds(partial(compute, input_1RD, attended_1HRK, rope))
 
     return tuple((rows, speed(rows)) for rows in _ROWS)
 
@@ -215,12 +219,12 @@ def kv_read_cost(config: ModelConfig, bench: Bench) -> Cost:
 
 
 def target_layer_cost(config: ModelConfig, bench: Bench) -> Cost:
-    """A target's forward with its products taken out and nothing remembered: seconds a layer, by rows."""
+    """A target's forward with nothing in its layers but attention to nothing remembered: seconds a layer, by rows."""
     layers = min(config.num_hidden_layers, _SKELETON_LAYERS)
     small = config.model_copy(update={"num_hidden_layers": layers, "vocab_size": _SKELETON_VOCABULARY})
     with torch.device("meta"):
         model = Target(small)
-    model = _without_products(model, _rows(_MANY), bench)
+    model = _without_layers(model, _rows(_MANY), bench)
     cache = TargetCache(small, _MANY[0], _MANY[1], bench.dtype, bench.device)
     slots = [cache.allocate() for _ in range(_MANY[0])]
     tapped = tuple(range(layers - 1, layers))
@@ -235,14 +239,15 @@ def target_layer_cost(config: ModelConfig, bench: Bench) -> Cost:
 
 
 def draft_costs(config: ModelConfig, draft: DraftConfig, bench: Bench) -> tuple[Cost, Cost]:
-    """A SPIRe draft with its products taken out: seconds of a layer's pass by rows, and of a round's own by sequences.
+    """A SPIRe draft with nothing in its layers but attention: seconds of a layer's pass by rows, and of a round's own
+    by sequences.
 
     Its memory is whole and read in each pass.
     """
     layers = len(draft.tapped_layers)
     with torch.device("meta"):
         model = _draft_shell(config, draft, _SKELETON_VOCABULARY)
-    model = _without_products(model, _rows(_MANY), bench)
+    model = _without_layers(model, _rows(_MANY), bench)
     memory = DraftMemory(model, _MANY[0])
 
     def seconds(batch: int, passes: int) -> float:
@@ -322,11 +327,34 @@ class _Unread:
         return attend(queries_BHTK, keys_BGTK, values_BGTK, self._mask)
 
 
-def _without_products(model: Model, rows: int, bench: Bench) -> Model:
+class _GivenLayer(Layer):
+    """Stands where a layer was: what it makes of up to `rows` rows is there already, but for attention."""
+
+    def __init__(self, config: ModelConfig, rows: int, bench: Bench):
+        nn.Module.__init__(self)
+        heads = config.num_attention_heads + 2 * config.num_key_value_heads
+        self._kv_heads = config.num_key_value_heads
+        self._projected = bench.randn(rows, heads, config.head_dim)
+        self._out = bench.randn(rows, config.hidden_size)
+
+    def queries_keys_values(self, input_BTD: Tensor, rope: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        B, T, _ = input_BTD.shape
+        heads = self._projected[: B * T].unflatten(0, (B, T)).transpose(1, 2)
+        queries = heads.shape[1] - 2 * self._kv_heads
+        return heads[:, :queries], heads[:, queries : -self._kv_heads], heads[:, -self._kv_heads :]
+
+    def keys_values(self, memory_BTD: Tensor, rope: Rotation) -> tuple[Tensor, Tensor]:
+        return self.queries_keys_values(memory_BTD, rope)[1:]
+
+    def behind(self, input_BTD: Tensor, attended_BHTK: Tensor) -> Tensor:
+        B, T, D = input_BTD.shape
+        return self._out[: B * T].view(B, T, D)
+
+
+def _without_layers(model: Model, rows: int, bench: Bench) -> Model:
     """The same code and widths without the weights of any product, so that a model of any size fits."""
-    for module in list(model.modules()):
-        if isinstance(module, Linears):
-            module.pack(lambda linears: _given(sum(linear.out_features for linear in linears), rows, bench))
+    model.layers = nn.ModuleList(_GivenLayer(model.config, rows, bench) for _ in model.layers)
+    model.pack(lambda linears: _given(sum(linear.out_features for linear in linears), rows, bench))
     model = model.to(bench.dtype).to_empty(device=bench.device).requires_grad_(False)
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.normal_()

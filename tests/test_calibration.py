@@ -106,10 +106,10 @@ def test_noise_never_makes_more_work_cheaper() -> None:
     assert cost.at(1) == cost.at(80) == pytest.approx(0.1)
 
 
-def test_a_model_without_its_products_holds_no_matrix_but_the_embedding() -> None:
+def test_a_model_without_its_layers_holds_no_matrix_but_the_embedding() -> None:
     with torch.device("meta"):
         model = Target(CONFIG)
-    model = microbenchmarks._without_products(model, 8, Bench(torch.device("cpu"), torch.bfloat16))
+    model = microbenchmarks._without_layers(model, 8, Bench(torch.device("cpu"), torch.bfloat16))
     assert not [m for m in model.modules() if isinstance(m, nn.Linear) and m.weight is not None]
     assert {name for name, weight in model.named_parameters() if weight.ndim == 2} == {"embed_tokens.weight"}
     assert all(tensor.isfinite().all() for tensor in model.state_dict().values())

@@ -8,7 +8,7 @@ from torch import nn
 
 from spire.model.config import DraftConfig, ModelConfig
 from spire.model.draft import Draft, prune
-from spire.model.linears import pack
+from spire.model.packing import pack
 from spire.model.target import Target, WholeSequence
 
 packable = pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="no bfloat16 in this processor")

@@ -22,7 +22,7 @@ from spire.model.cache import TargetCache
 from spire.model.chat_template import read_chat_template
 from spire.model.checkpoint import load_target
 from spire.model.config import ModelConfig
-from spire.model.linears import pack
+from spire.model.packing import pack
 from spire.model.placement import choose_device, choose_dtype, leaves_cores
 from spire.model.self_speculation import SparseAttention
 from spire.model.target import Target

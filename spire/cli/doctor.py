@@ -131,7 +131,7 @@ def _torch() -> Iterator[Check]:
 
 
 def _attention() -> Check:
-    from spire.model.tile_attention import COMPILED
+    from spire.model.tiles import COMPILED
 
     if COMPILED:
         return Check("attention", "by matrix tiles")

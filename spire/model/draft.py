@@ -91,7 +91,7 @@ class Draft(Linears):
     def feedback(self, passed_LBTD: Tensor) -> Tensor:
         """m^i = Σ_l softmax(w_i)_l · x^l over l = 0..N (paper section 3.3), [N, B, T, D]."""
         weights_NL = self.memory_weights.softmax(dim=-1).to(passed_LBTD.dtype)
-        return torch.einsum("nl,lbtd->nbtd", weights_NL, passed_LBTD)
+        return (weights_NL @ passed_LBTD.flatten(1)).unflatten(1, passed_LBTD.shape[1:])
 
     def remembered(self, taps_BTND: Tensor, positions_BT: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Each layer's keys and values [B, G, T, K] of the target's activations at verified positions."""

@@ -168,12 +168,19 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = MLP(config)
 
+    def queries_keys_values(self, input_BTD: Tensor, rope: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """What attention is asked with: queries [B, H, T, K], keys and values [B, G, T, K]."""
+        return self.self_attn.queries_keys_values(self.input_layernorm(input_BTD), rope)
+
     def keys_values(self, memory_BTD: Tensor, rope: Rotation) -> tuple[Tensor, Tensor]:
         """Keys and values [B, G, T, K] of memory vectors that stand where the layer's own input would."""
         return self.self_attn.keys_values(self.input_layernorm(memory_BTD), rope)
 
+    def behind(self, input_BTD: Tensor, attended_BHTK: Tensor) -> Tensor:
+        """The layer's output [B, T, D] for `input` and what its queries found."""
+        hidden_BTD = input_BTD + self.self_attn.output(attended_BHTK)
+        return hidden_BTD + self.mlp(self.post_attention_layernorm(hidden_BTD))
+
     def forward(self, input_BTD: Tensor, rope: Rotation, attend: Attend) -> Tensor:
         """The layer's output [B, T, D] for `input`."""
-        pairs = self.self_attn.queries_keys_values(self.input_layernorm(input_BTD), rope)
-        hidden_BTD = input_BTD + self.self_attn.output(attend(*pairs))
-        return hidden_BTD + self.mlp(self.post_attention_layernorm(hidden_BTD))
+        return self.behind(input_BTD, attend(*self.queries_keys_values(input_BTD, rope)))

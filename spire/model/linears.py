@@ -1,8 +1,8 @@
 """Linear maps that read the same input, as one product where that is faster.
 
-`pack` makes a model's weights what a CPU multiplies fastest: side by side where they read the same input, bfloat16 in
+Packed, weights are what torch multiplies fastest on a CPU: side by side where they read the same input, bfloat16 in
 oneDNN's own layout, float32 transposed. With the few rows of a decoding step a product takes half as long; in bfloat16
-its numbers are the same bit for bit. What was packed can no longer be trained or saved.
+its numbers are the same bit for bit.
 
 Shapes: D the width of the input, E of all outputs together.
 """
@@ -10,12 +10,11 @@ Shapes: D the width of the input, E of all outputs together.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-Model = TypeVar("Model", bound=nn.Module)
 Product = Callable[[Tensor], Tensor]
 
 
@@ -61,16 +60,3 @@ class _Packed:
             product: Tensor = torch.ops.mkldnn._linear_pointwise(x_D, self._weight, self._bias, "none", [], "")
             return product
         return nn.functional.linear(x_D, self._weight, self._bias)
-
-
-def pack(model: Model) -> Model:
-    """Pack all there is on a CPU, of bfloat16 where it multiplies that, and leave the rest; in inference mode only."""
-    weight = next(model.parameters())
-    packs = weight.dtype == torch.float32 or (
-        weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
-    if weight.device.type == "cpu" and packs:
-        for module in model.modules():
-            if isinstance(module, Linears):
-                module.pack()
-    return model

@@ -1,0 +1,164 @@
+/* Attention of a few new positions over keys and values in bfloat16, by the matrix tiles (AMX) of x86 processors.
+
+   What torch's flash kernel does for one query at the speed of memory takes it twice as long for two or more, because
+   its products repack all keys and values. Here a tile of 16 keys is multiplied as it lies in memory with up to 16
+   queries at once, and each key and value byte is read once. Scores, weights and sums stay in fp32. */
+
+#include "_tiles.h"
+
+#ifdef HAVE_TILES
+WITH_TILES
+
+/* Positions between which the softmax is rescaled: their keys and values fit the second cache. */
+#define BLOCK 128
+
+/* sums[r] += sum of weights[i][r] * values[i] over n positions, for N queries and 64 of the K columns. */
+#define WEIGH(N)                                                                                                       \
+  static void weigh##N(const float *weights, const uint16_t *values, int n, int K, float *sums) {                     \
+    __m512 sum[N][4];                                                                                                  \
+    for (int r = 0; r < N; r++)                                                                                        \
+      for (int j = 0; j < 4; j++) sum[r][j] = _mm512_loadu_ps(sums + r * K + j * 16);                                  \
+    for (int i = 0; i < n; i++, values += K, weights += 16) {                                                          \
+      _mm_prefetch((const char *)(values + 24 * K), _MM_HINT_T0);                                                      \
+      _mm_prefetch((const char *)(values + 24 * K + 32), _MM_HINT_T0);                                                 \
+      __m512 value[4];                                                                                                 \
+      for (int j = 0; j < 4; j++) value[j] = load16(values + j * 16);                                                  \
+      for (int r = 0; r < N; r++) {                                                                                    \
+        __m512 weight = _mm512_set1_ps(weights[r]);                                                                    \
+        for (int j = 0; j < 4; j++) sum[r][j] = _mm512_fmadd_ps(weight, value[j], sum[r][j]);                          \
+      }                                                                                                                \
+    }                                                                                                                  \
+    for (int r = 0; r < N; r++)                                                                                        \
+      for (int j = 0; j < 4; j++) _mm512_storeu_ps(sums + r * K + j * 16, sum[r][j]);                                  \
+  }
+WEIGH(1)
+WEIGH(2)
+WEIGH(3)
+WEIGH(4)
+WEIGH(5)
+WEIGH(6)
+static void (*const WEIGHS[])(const float *, const uint16_t *, int, int, float *) = {weigh1, weigh2, weigh3,
+                                                                                    weigh4, weigh5, weigh6};
+
+/* As many queries at once as registers hold, in parts of about one size. */
+static void weigh(const float *weights, const uint16_t *values, int n, int K, float *sums, int queries) {
+  int parts = (queries + 5) / 6;
+  for (int part = 0, r = 0; part < parts; part++) {
+    int count = (queries - r) / (parts - part);
+    for (int column = 0; column < K; column += 64)
+      WEIGHS[count - 1](weights + r, values + column, n, K, sums + r * K + column);
+    r += count;
+  }
+}
+
+/* scores[i][r] of n positions, a multiple of 32, and 16 queries, which lie as tiles: [K / 32][16 pairs][16][2]. */
+static void score(const uint16_t *keys, const uint32_t *queries, int n, int K, float (*scores)[16]) {
+  for (int i = 0; i < n; i += 32, keys += 32 * K) {
+    for (int row = 32; row < 64; row++)
+      for (int column = 0; column < K; column += 32)
+        _mm_prefetch((const char *)(keys + row * K + column), _MM_HINT_T0);
+    _tile_zero(0);
+    _tile_zero(1);
+    for (int part = 0; part < K / 32; part++) {
+      _tile_loadd(4, queries + part * 256, 64);
+      _tile_loadd(2, keys + part * 32, 2 * K);
+      _tile_loadd(3, keys + 16 * K + part * 32, 2 * K);
+      _tile_dpbf16ps(0, 2, 4);
+      _tile_dpbf16ps(1, 3, 4);
+    }
+    _tile_stored(0, scores[i], 64);
+    _tile_stored(1, scores[i + 16], 64);
+  }
+}
+
+typedef struct {
+  __m512 largest, sum;
+} Softmax;
+
+/* Scores of n positions become weights; what was summed before is made to fit the largest score so far. */
+static void weights_of(float (*scores)[16], int n, int first, __m512i last_seen, __m512 scale, Softmax *softmax,
+                       float *sums, int queries, int K) {
+  if (first + n - 1 > _mm512_reduce_min_epi32(last_seen))
+    for (int i = 0; i < n; i++) {
+      __mmask16 hidden = _mm512_cmplt_epi32_mask(last_seen, _mm512_set1_epi32(first + i));
+      _mm512_mask_storeu_ps(scores[i], hidden, _mm512_set1_ps(-1e30f));
+    }
+  __m512 largest = softmax->largest;
+  for (int i = 0; i < n; i++) largest = _mm512_max_ps(largest, _mm512_loadu_ps(scores[i]));
+  __m512 shrink = exponential(_mm512_mul_ps(_mm512_sub_ps(softmax->largest, largest), scale));
+  float shrinks[16];
+  _mm512_storeu_ps(shrinks, shrink);
+  if (first)
+    for (int r = 0; r < queries; r++)
+      for (int k = 0; k < K; k += 16)
+        _mm512_storeu_ps(sums + r * K + k,
+                         _mm512_mul_ps(_mm512_loadu_ps(sums + r * K + k), _mm512_set1_ps(shrinks[r])));
+  __m512 sum = _mm512_mul_ps(softmax->sum, shrink);
+  for (int i = 0; i < n; i++) {
+    __m512 weight = exponential(_mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(scores[i]), largest), scale));
+    sum = _mm512_add_ps(sum, weight);
+    _mm512_storeu_ps(scores[i], weight);
+  }
+  softmax->largest = largest, softmax->sum = sum;
+}
+
+/* One head of one sequence. */
+static void attend_head(const Work *work, int b, int g) {
+  const int K = work->K, R = work->R, groups = (R + 15) / 16;
+  const int64_t place = work->slots[b] * work->slot_stride + g * work->head_stride;
+  const uint16_t *keys = work->keys + place, *values = work->values + place;
+  const int64_t row = ((int64_t)b * work->G + g) * R * K;
+  const int base = (int)work->bases[b], columns = work->columns;
+  const int total = base + work->T < columns ? base + work->T : columns;
+  const float width = (float)K;
+  const __m512 scale = _mm512_set1_ps(1.0f / _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(width))));
+  uint32_t tiles[MOST_QUERIES / 16][MOST_WIDTH / 32][16][16] __attribute__((aligned(64)));
+  float scores[BLOCK][16] __attribute__((aligned(64)));
+  float sums[MOST_QUERIES * MOST_WIDTH] __attribute__((aligned(64)));
+  Softmax softmax[MOST_QUERIES / 16];
+  int32_t last_seen[MOST_QUERIES / 16][16];
+  for (int group = 0; group < groups; group++) {
+    memset(tiles[group], 0, sizeof tiles[group]);
+    softmax[group].largest = _mm512_set1_ps(-1e30f), softmax[group].sum = _mm512_setzero_ps();
+    for (int lane = 0; lane < 16; lane++) {
+      int r = group * 16 + lane;
+      last_seen[group][lane] = base + r % work->T;
+      if (r < R)
+        for (int pair = 0; pair < K / 2; pair++)
+          memcpy(&tiles[group][pair / 16][pair % 16][lane], work->queries + row + r * K + 2 * pair, 4);
+    }
+  }
+  memset(sums, 0, sizeof(float) * R * K);
+  for (int first = 0; first < total; first += BLOCK) {
+    int n = total - first < BLOCK ? total - first : BLOCK;
+    for (int group = 0; group < groups; group++) {
+      int queries = R - group * 16 < 16 ? R - group * 16 : 16;
+      float *group_sums = sums + group * 16 * K;
+      /* May read up to 31 positions more of the slot, whose scores nobody looks at. */
+      score(keys + (int64_t)first * K, &tiles[group][0][0][0], (n + 31) / 32 * 32, K, scores);
+      weights_of(scores, n, first, _mm512_loadu_si512(last_seen[group]), scale, &softmax[group], group_sums, queries, K);
+      weigh(&scores[0][0], values + (int64_t)first * K, n, K, group_sums, queries);
+    }
+  }
+  for (int r = 0; r < R; r++) {
+    float all[16];
+    _mm512_storeu_ps(all, softmax[r / 16].sum);
+    __m512 share = _mm512_set1_ps(1.0f / all[r % 16]);
+    for (int k = 0; k < K; k += 16)
+      store16(work->found + row + r * K + k, _mm512_mul_ps(_mm512_loadu_ps(sums + r * K + k), share));
+  }
+}
+
+void attend_all(const Work *work, int threads) {
+#pragma omp parallel num_threads(threads)
+  {
+    TileConfig config = {.palette = 1};
+    for (int tile = 0; tile < 5; tile++) config.row_bytes[tile] = 64, config.rows[tile] = 16;
+    _tile_loadconfig(&config);
+#pragma omp for schedule(dynamic, 1)
+    for (int head = 0; head < work->B * work->G; head++) attend_head(work, head / work->G, head % work->G);
+    _tile_release();
+  }
+}
+WITHOUT_TILES
+#endif

@@ -1,0 +1,79 @@
+/* What code for the matrix tiles (AMX) of x86 processors shares, where the compiler knows them: HAVE_TILES.
+
+   Code that uses it stands between WITH_TILES and WITHOUT_TILES; it may run where `available` has said so. */
+
+#ifndef SPIRE_TILES_H
+#define SPIRE_TILES_H
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
+#define HAVE_TILES 1
+#define WITH_TILES \
+  _Pragma("GCC push_options") \
+  _Pragma("GCC target(\"avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,fma,amx-tile,amx-bf16\")")
+#define WITHOUT_TILES _Pragma("GCC pop_options")
+
+WITH_TILES
+#include <immintrin.h>
+
+/* What `_tile_loadconfig` reads: of each tile the bytes of a row and the rows. */
+typedef struct {
+  uint8_t palette, start_row, reserved[14];
+  uint16_t row_bytes[16];
+  uint8_t rows[16];
+} TileConfig;
+
+static inline __m512 load16(const uint16_t *values) {
+  __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)values));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+
+static inline void store16(uint16_t *to, __m512 x) {
+  _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(x));
+}
+
+/* e^x to 3e-7, for x < 0 no less than e^-87; NaN stays NaN, so that numbers that are none are found. */
+static inline __m512 exponential(__m512 x) {
+  __m512 y = _mm512_mul_ps(_mm512_max_ps(_mm512_set1_ps(-87.0f), x), _mm512_set1_ps(1.44269504f));
+  __m512 whole = _mm512_roundscale_ps(y, 0x08), part = _mm512_sub_ps(y, whole);
+  __m512 p = _mm512_set1_ps(1.8775767e-3f);
+  p = _mm512_fmadd_ps(p, part, _mm512_set1_ps(8.9893397e-3f));
+  p = _mm512_fmadd_ps(p, part, _mm512_set1_ps(5.5826318e-2f));
+  p = _mm512_fmadd_ps(p, part, _mm512_set1_ps(2.4015361e-1f));
+  p = _mm512_fmadd_ps(p, part, _mm512_set1_ps(6.9315308e-1f));
+  p = _mm512_fmadd_ps(p, part, _mm512_set1_ps(9.9999994e-1f));
+  return _mm512_scalef_ps(p, whole);
+}
+WITHOUT_TILES
+#endif
+
+#define MOST_QUERIES 32
+#define MOST_WIDTH 256
+
+/* Attention of a few new positions: `_tile_attention.c`.
+
+   B sequences, G key/value heads, R queries of each key (T new positions of each of R / T heads), K head width. For
+   position t of T, query r = h * T + t sees the positions up to base + t. */
+typedef struct {
+  const uint16_t *queries, *keys, *values; /* [B, G, R, K]; pools */
+  uint16_t *found;                         /* [B, G, R, K] */
+  const int64_t *slots, *bases;            /* [B] */
+  int B, G, R, T, K, columns;
+  int64_t slot_stride, head_stride; /* of a pool, in elements; a head's positions are contiguous */
+} Work;
+void attend_all(const Work *work, int threads);
+
+/* A layer but for its attention: `_tile_layer.c`.
+
+   R rows, D width, E outputs. Weights are what `tiles_of` makes of [E, D]. */
+void project_normed(const uint16_t *x, const uint16_t *norm, float eps, const uint16_t *weight, int R, int D, int E,
+                    const uint16_t *cosine, const uint16_t *sine, int heads, int K, uint16_t *normed, uint16_t *out,
+                    int threads);
+void behind_attention(const uint16_t *x, const uint16_t *attended, const uint16_t *output, const uint16_t *norm,
+                      float eps, const uint16_t *gate_up, const uint16_t *down, int R, int D, int E, int F,
+                      uint16_t *hidden, uint16_t *normed, uint16_t *inside, uint16_t *out, int threads);
+void project(const uint16_t *x, const uint16_t *weight, int R, int D, int E, float *out, int threads);
+
+#endif

@@ -1,0 +1,114 @@
+"""Layers in bfloat16 by matrix tiles: `_tile_layer.c`.
+
+A row's numbers do not depend on the other rows, nor on how many there are. So with attention by tiles what a position
+computes is the same bit for bit whether it is decoded, verified, or alone.
+
+Shapes: B sequences, T positions, R = B * T rows, D width, E outputs, H query heads, G key/value heads, K head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from spire.model.config import ModelConfig
+from spire.model.layers import Layer, RMSNorm, Rotation
+from spire.model.tiles import available, kernels
+
+# Inputs and outputs of a product are multiples of this, and those of gates of half of it.
+_BLOCK, _TILE = 32, 16
+
+
+def by_tiles(config: ModelConfig, weight: Tensor) -> bool:
+    """Whether tiles can compute the layers and logits of such a model here, whose weights are like this one."""
+    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not available():
+        return False
+    biased = config.attention_bias or config.mlp_bias
+    widths = (config.hidden_size, config.intermediate_size, config.head_dim, config.vocab_size)
+    return not biased and all(width % _BLOCK == 0 for width in widths)
+
+
+class TileLayer(Layer):
+    """What a layer was, with weights laid out for tiles. It can no longer be trained or saved."""
+
+    def __init__(self, layer: Layer):
+        nn.Module.__init__(self)
+        attention, mlp = layer.self_attn, layer.mlp
+        self.head_dim, self.kv_heads = attention.head_dim, attention.kv_heads
+        self._norms = [_Norm(norm) for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+        self._keys_from = attention.q_proj.out_features
+        self._queries_keys_values = tiled(torch.cat(_weights(attention.q_proj, attention.k_proj, attention.v_proj)))
+        self._output, self._down = (tiled(*_weights(linear)) for linear in (attention.o_proj, mlp.down_proj))
+        self._inner = mlp.down_proj.in_features
+        gate_and_up = [weight.unflatten(0, (-1, _TILE)) for weight in _weights(mlp.gate_proj, mlp.up_proj)]
+        self._gate_and_up = tiled(torch.stack(gate_and_up, dim=1).flatten(0, 2))
+
+    def queries_keys_values(self, input_BTD: Tensor, rope: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        projected = self._projected(input_BTD, rope, self._queries_keys_values)
+        queries = projected.shape[1] - 2 * self.kv_heads
+        return projected[:, :queries], projected[:, queries : -self.kv_heads], projected[:, -self.kv_heads :]
+
+    def keys_values(self, memory_BTD: Tensor, rope: Rotation) -> tuple[Tensor, Tensor]:
+        keys, values = self._projected(memory_BTD, rope, self._queries_keys_values[self._keys_from // _BLOCK :]).chunk(
+            2, dim=1
+        )
+        return keys, values
+
+    def behind(self, input_BTD: Tensor, attended_BHTK: Tensor) -> Tensor:
+        B, T, D = input_BTD.shape
+        given, attended_BTE = input_BTD.contiguous(), attended_BHTK.transpose(1, 2).contiguous()
+        hidden, normed, out_BTD = torch.empty(3, B * T, D, dtype=torch.bfloat16).unbind()
+        inside = torch.empty(B * T, self._inner, dtype=torch.bfloat16)
+        norm = self._norms[1]
+        weights = (self._output, norm.weight, self._gate_and_up, self._down)
+        addresses = (x.data_ptr() for x in (given, attended_BTE, *weights, hidden, normed, inside, out_BTD))
+        E = attended_BHTK.shape[1] * self.head_dim
+        kernels.behind_attention(*addresses, norm.eps, B * T, D, E, self._inner, torch.get_num_threads())
+        return out_BTD.view(B, T, D)
+
+    def _projected(self, input_BTD: Tensor, rope: Rotation, weight: Tensor) -> Tensor:
+        """All heads that a part of the weights makes of normalised inputs, [B, heads, T, K], rotated but for values."""
+        B, T, D = input_BTD.shape
+        E = len(weight) * _BLOCK
+        given, normed = input_BTD.contiguous(), torch.empty(B * T, D, dtype=torch.bfloat16)
+        projected_RE = torch.empty(B * T, E, dtype=torch.bfloat16)
+        norm, heads = self._norms[0], E // self.head_dim
+        tensors = (given, norm.weight, weight, *rope, normed, projected_RE)
+        shape = (B * T, D, E, heads - self.kv_heads, self.head_dim)
+        kernels.project_normed(*(x.data_ptr() for x in tensors), norm.eps, *shape, torch.get_num_threads())
+        return projected_RE.view(B, T, heads, self.head_dim).transpose(1, 2)
+
+
+class TileProduct:
+    """One linear map, in fp32 as it was summed."""
+
+    def __init__(self, linears: Sequence[nn.Linear]):
+        self._weight = tiled(torch.cat(_weights(*linears)))
+
+    def __call__(self, x_D: Tensor) -> Tensor:
+        given = x_D.contiguous()
+        D, E = x_D.shape[-1], len(self._weight) * _BLOCK
+        out = torch.empty(*x_D.shape[:-1], E)
+        rows = x_D.numel() // D
+        addresses = (x.data_ptr() for x in (given, self._weight, out))
+        kernels.project(*addresses, rows, D, E, torch.get_num_threads())
+        return out
+
+
+class _Norm:
+    def __init__(self, norm: RMSNorm):
+        self.weight = norm.weight.detach().contiguous()
+        self.eps = norm.eps or torch.finfo(self.weight.dtype).eps
+
+
+def _weights(*linears: nn.Linear) -> list[Tensor]:
+    return [linear.weight.detach() for linear in linears]
+
+
+def tiled(weight_ED: Tensor) -> Tensor:
+    """A weight as tiles read it: [E / 32, D / 32, 2 tiles, 16 pairs of inputs, 16 outputs, 2]."""
+    E, D = weight_ED.shape
+    parts = weight_ED.view(E // _BLOCK, 2, _TILE, D // _BLOCK, _TILE, 2)
+    return parts.permute(0, 3, 1, 4, 2, 5).contiguous()
