@@ -15,10 +15,10 @@ ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     /opt/spire/bin/pip install --no-cache-dir --disable-pip-version-check -c constraints.txt \
     ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} torch
-# Attention by a CPU's matrix tiles is compiled. Where no compiler can be had, torch's own kernel serves.
+# Kernels for a CPU's matrix tiles are compiled. Where no compiler can be had, torch's own serve.
 # hadolint ignore=DL3008,DL3009
 RUN apt-get update -qq && apt-get install -qq -y --no-install-recommends gcc libc6-dev \
-    || echo "no C compiler: attention will be torch's own"
+    || echo "no C compiler: kernels will be torch's own"
 COPY pyproject.toml README.md LICENSE ./
 COPY spire spire
 COPY verifier_service verifier_service

@@ -40,7 +40,9 @@ from spire.model.linears import Product
 from spire.model.packing import pack
 from spire.model.placement import choose_device, choose_dtype, draft_threads
 from spire.model.target import Target
-from spire.perf_model import Shape
+from spire.model.tile_layer import by_tiles
+from spire.perf_model import Draft as DraftCosts
+from spire.perf_model import Shape, draft_seconds
 from spire.rpc.loopback import wire_cost
 from spire.rpc.sampling import from_protos
 from spire.sampling import SamplingRows, probabilities
@@ -132,6 +134,8 @@ def calibrate(
     try:
         draft_matmul = step(partial(products, target, bench))
         draft_layer, draft_round = step(partial(draft_costs, target, draft, bench))
+        if by_tiles(target, bench.randn(0)):
+            draft_layer = tile_draft_layer_cost(target, draft, draft_matmul, bandwidth, bench)
         draft_sampling = step(partial(draft_sampling_cost, target.vocab_size, bench))
     finally:
         torch.set_num_threads(threads)
@@ -272,6 +276,32 @@ def draft_costs(config: ModelConfig, draft: DraftConfig, bench: Bench) -> tuple[
     return layer, _line((few, once[few]), (many, once[many]))
 
 
+def tile_draft_layer_cost(
+    config: ModelConfig, draft: DraftConfig, matmul: tuple[tuple[int, float], ...], bandwidth: float, bench: Bench
+) -> Cost:
+    """Of a draft whose pass is one kernel: seconds of a layer beyond what its products are predicted to take."""
+    model = _draft_shell(config, draft, _SKELETON_VOCABULARY).to(bench.device, bench.dtype).requires_grad_(False)
+    shape = Shape.of(model.config)
+    model = pack(model)
+    memory, base = DraftMemory(model, _MANY[0]), draft.sink + draft.window
+    alone = Hardware("", 1.0, bandwidth, bench.dtype.itemsize, measured=_only_products(matmul))
+
+    def rest(batch: int) -> float:
+        tokens_B = torch.ones(batch, dtype=torch.int64)
+
+        def passes() -> None:
+            scratch = memory.round(list(range(batch)), [base] * batch, _DEPTH)
+            for _ in range(_DEPTH):
+                scratch.next_logits(tokens_B)
+
+        layout = bench.seconds(lambda: memory.round(list(range(batch)), [base] * batch, _DEPTH))
+        seconds = (bench.seconds(passes) - layout) / _DEPTH
+        return max(0.0, seconds - draft_seconds(DraftCosts("spire", shape), batch, 0, 1, alone))
+
+    few, many = _FEW[0], _MANY[0]
+    return _line((few, rest(few)), (many, rest(many)), shape.layers)
+
+
 def draft_sampling_cost(vocabulary: int, bench: Bench) -> Cost:
     """From a draft's logits to its tokens: seconds by logits."""
 
@@ -315,7 +345,7 @@ def _given(features: int, rows: int, bench: Bench) -> Product:
 
 
 class _Unread:
-    """A cache that is written to and of which nothing but the new positions is read."""
+    """A cache of which nothing but the new positions is read. They are written where that is work of its own."""
 
     def __init__(self, view: BatchView, bench: Bench):
         self._view, self.positions_BT = view, view.positions_BT
@@ -378,6 +408,11 @@ def _draft(vocabulary: int, batch: int, k: int, logits_BV: Tensor, bench: Bench)
     candidates = None if vocabulary <= _WHOLE_Q else _WHOLE_Q
     rows = _sampling_rows(batch, bench)
     return draft_tokens(lambda _: logits_BV[:batch].float(), newest_B, newest_B, k, rows, candidates)
+
+
+def _only_products(matmul: tuple[tuple[int, float], ...]) -> Measured:
+    costs = ModelCosts(matmul, Cost(), Cost())
+    return Measured(target=costs, draft=costs, kv_read=Cost(), draft_round=Cost(), wire=Cost())
 
 
 def _sampling_rows(batch: int, bench: Bench) -> SamplingRows:

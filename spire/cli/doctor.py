@@ -127,15 +127,15 @@ def _torch() -> Iterator[Check]:
         "bfloat16", ", ".join(fast) or "no instructions for it", advice="" if fast else "float32 is faster here"
     )
     if "amx_bf16" in fast:
-        yield _attention()
+        yield _kernels()
 
 
-def _attention() -> Check:
+def _kernels() -> Check:
     from spire.model.tiles import COMPILED
 
     if COMPILED:
-        return Check("attention", "by matrix tiles")
-    return Check("attention", "torch's own", advice="install again where there is a C compiler: verifying gets faster")
+        return Check("kernels", "matrix tiles")
+    return Check("kernels", "torch's own", advice="install again where there is a C compiler: all models get faster")
 
 
 def _processor_flags() -> set[str]:

@@ -102,12 +102,25 @@ static void weights_of(float (*scores)[16], int n, int first, __m512i last_seen,
   softmax->largest = largest, softmax->sum = sum;
 }
 
+static inline const uint16_t *of(const Heads *heads, int b, int head, int t) {
+  return heads->first + b * heads->row + head * heads->head + t * heads->position;
+}
+
+/* Store what is new of one head. What does not fit piles up in the last column, which is padding. */
+static void store_new(const Work *work, int b, int g, int base, uint16_t *keys, uint16_t *values) {
+  const int64_t K = work->K, last = work->columns - 1;
+  for (int t = 0; t < work->T; t++) {
+    int64_t column = base + t < last ? base + t : last;
+    memcpy(keys + column * K, of(&work->new_keys, b, g, t), sizeof(uint16_t) * K);
+    memcpy(values + column * K, of(&work->new_values, b, g, t), sizeof(uint16_t) * K);
+  }
+}
+
 /* One head of one sequence. */
 static void attend_head(const Work *work, int b, int g) {
-  const int K = work->K, R = work->R, groups = (R + 15) / 16;
+  const int K = work->K, T = work->T, heads = work->H / work->G, R = heads * T, groups = (R + 15) / 16;
   const int64_t place = work->slots[b] * work->slot_stride + g * work->head_stride;
-  const uint16_t *keys = work->keys + place, *values = work->values + place;
-  const int64_t row = ((int64_t)b * work->G + g) * R * K;
+  uint16_t *keys = work->keys + place, *values = work->values + place;
   const int base = (int)work->bases[b], columns = work->columns;
   const int total = base + work->T < columns ? base + work->T : columns;
   const float width = (float)K;
@@ -117,15 +130,17 @@ static void attend_head(const Work *work, int b, int g) {
   float sums[MOST_QUERIES * MOST_WIDTH] __attribute__((aligned(64)));
   Softmax softmax[MOST_QUERIES / 16];
   int32_t last_seen[MOST_QUERIES / 16][16];
+  store_new(work, b, g, base, keys, values);
   for (int group = 0; group < groups; group++) {
     memset(tiles[group], 0, sizeof tiles[group]);
     softmax[group].largest = _mm512_set1_ps(-1e30f), softmax[group].sum = _mm512_setzero_ps();
     for (int lane = 0; lane < 16; lane++) {
       int r = group * 16 + lane;
-      last_seen[group][lane] = base + r % work->T;
-      if (r < R)
-        for (int pair = 0; pair < K / 2; pair++)
-          memcpy(&tiles[group][pair / 16][pair % 16][lane], work->queries + row + r * K + 2 * pair, 4);
+      last_seen[group][lane] = base + r % T;
+      if (r >= R) continue;
+      const uint16_t *query = of(&work->queries, b, g * heads + r / T, r % T);
+      for (int pair = 0; pair < K / 2; pair++)
+        memcpy(&tiles[group][pair / 16][pair % 16][lane], query + 2 * pair, 4);
     }
   }
   memset(sums, 0, sizeof(float) * R * K);
@@ -144,8 +159,8 @@ static void attend_head(const Work *work, int b, int g) {
     float all[16];
     _mm512_storeu_ps(all, softmax[r / 16].sum);
     __m512 share = _mm512_set1_ps(1.0f / all[r % 16]);
-    for (int k = 0; k < K; k += 16)
-      store16(work->found + row + r * K + k, _mm512_mul_ps(_mm512_loadu_ps(sums + r * K + k), share));
+    uint16_t *found = work->found + (((int64_t)b * T + r % T) * work->H + g * heads + r / T) * K;
+    for (int k = 0; k < K; k += 16) store16(found + k, _mm512_mul_ps(_mm512_loadu_ps(sums + r * K + k), share));
   }
 }
 

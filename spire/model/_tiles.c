@@ -23,20 +23,22 @@ typedef unsigned long long Address;
 #define AT(address) ((uint16_t *)(uintptr_t)(address))
 
 static PyObject *py_attend(PyObject *self, PyObject *arguments) {
-  Address queries, keys, values, found, slots, bases;
-  long long slot_stride, head_stride;
+  Address queries, new_keys, new_values, keys, values, found, slots, bases;
   Work work;
+  Heads *q = &work.queries, *k = &work.new_keys, *v = &work.new_values;
   int threads;
-  if (!PyArg_ParseTuple(arguments, "KKKKKKiiiiiiLLi", &queries, &keys, &values, &found, &slots, &bases, &work.B,
-                        &work.G, &work.R, &work.T, &work.K, &work.columns, &slot_stride, &head_stride, &threads))
+  if (!PyArg_ParseTuple(arguments, "KLLLKLLLKLLLKKKKKiiiiiiLLi", &queries, &q->row, &q->head, &q->position, &new_keys,
+                        &k->row, &k->head, &k->position, &new_values, &v->row, &v->head, &v->position, &keys, &values,
+                        &found, &slots, &bases, &work.B, &work.T, &work.H, &work.G, &work.K, &work.columns,
+                        &work.slot_stride, &work.head_stride, &threads))
     return NULL;
-  if (work.R > MOST_QUERIES || work.K % 64 || work.K > MOST_WIDTH) {
+  if (work.H / work.G * work.T > MOST_QUERIES || work.K % 64 || work.K > MOST_WIDTH) {
     PyErr_SetString(PyExc_ValueError, "more queries or another width than tiles are made for");
     return NULL;
   }
-  work.queries = AT(queries), work.keys = AT(keys), work.values = AT(values), work.found = AT(found);
+  q->first = AT(queries), k->first = AT(new_keys), v->first = AT(new_values);
+  work.keys = AT(keys), work.values = AT(values), work.found = AT(found);
   work.slots = (const int64_t *)(uintptr_t)slots, work.bases = (const int64_t *)(uintptr_t)bases;
-  work.slot_stride = slot_stride, work.head_stride = head_stride;
   Py_BEGIN_ALLOW_THREADS;
   attend_all(&work, threads);
   Py_END_ALLOW_THREADS;
@@ -80,6 +82,25 @@ static PyObject *py_project(PyObject *self, PyObject *arguments) {
   Py_END_ALLOW_THREADS;
   Py_RETURN_NONE;
 }
+static PyObject *py_draft_pass(PyObject *self, PyObject *arguments) {
+  Address layers, embedding, norm, unembedding, feedback, tokens, cosine, sine, seen, scratch, logits;
+  double eps;
+  DraftPass pass;
+  int threads;
+  if (!PyArg_ParseTuple(arguments, "KKKKKKKKKKKdiiiiiiiiiii", &layers, &embedding, &norm, &unembedding, &feedback, &tokens,
+                        &cosine, &sine, &seen, &scratch, &logits, &eps, &pass.B, &pass.N, &pass.D, &pass.H, &pass.G,
+                        &pass.K, &pass.F, &pass.V, &pass.S, &pass.place, &threads))
+    return NULL;
+  pass.layers = (const DraftLayer *)(uintptr_t)layers, pass.feedback = (const float *)(uintptr_t)feedback;
+  pass.embedding = AT(embedding), pass.norm = AT(norm), pass.unembedding = AT(unembedding);
+  pass.tokens = (const int64_t *)(uintptr_t)tokens, pass.seen = (const uint8_t *)(uintptr_t)seen;
+  pass.cosine = AT(cosine), pass.sine = AT(sine), pass.scratch = AT(scratch);
+  pass.logits = (float *)(uintptr_t)logits, pass.eps = (float)eps;
+  Py_BEGIN_ALLOW_THREADS;
+  draft_pass(&pass, threads);
+  Py_END_ALLOW_THREADS;
+  Py_RETURN_NONE;
+}
 #else
 static int available(void) { return 0; }
 
@@ -91,6 +112,7 @@ static PyObject *none(PyObject *self, PyObject *arguments) {
 #define py_project_normed none
 #define py_behind_attention none
 #define py_project none
+#define py_draft_pass none
 #endif
 
 static PyObject *py_available(PyObject *self, PyObject *none) { return PyBool_FromLong(available()); }
@@ -100,6 +122,7 @@ static PyMethodDef METHODS[] = {
     {"project_normed", py_project_normed, METH_VARARGS, "A layer up to its attention: see spire.model.tile_layer."},
     {"behind_attention", py_behind_attention, METH_VARARGS, "A layer behind it: see spire.model.tile_layer."},
     {"project", py_project, METH_VARARGS, "One product: see spire.model.tile_layer."},
+    {"draft_pass", py_draft_pass, METH_VARARGS, "A pass of a SPIRe draft: see spire.model.draft_memory."},
     {"available", py_available, METH_NOARGS, "Whether this processor has tiles, and the kernel lets us use them."},
     {NULL, NULL, 0, NULL},
 };

@@ -52,16 +52,21 @@ WITHOUT_TILES
 #define MOST_QUERIES 32
 #define MOST_WIDTH 256
 
-/* Attention of a few new positions: `_tile_attention.c`.
+/* Attention of a few new positions, whose keys and values are stored first: `_tile_attention.c`.
 
-   B sequences, G key/value heads, R queries of each key (T new positions of each of R / T heads), K head width. For
-   position t of T, query r = h * T + t sees the positions up to base + t. */
+   B sequences, T new positions, H query heads, G key/value heads, K head width, R = H / G * T queries of each key. For
+   position t of T, query r = h * T + t sees the positions up to base + t. Strides are in elements. */
 typedef struct {
-  const uint16_t *queries, *keys, *values; /* [B, G, R, K]; pools */
-  uint16_t *found;                         /* [B, G, R, K] */
-  const int64_t *slots, *bases;            /* [B] */
-  int B, G, R, T, K, columns;
-  int64_t slot_stride, head_stride; /* of a pool, in elements; a head's positions are contiguous */
+  const uint16_t *first;          /* [B, heads, T, K], widths are contiguous */
+  long long row, head, position; /* strides of the first three */
+} Heads;
+
+typedef struct {
+  Heads queries, new_keys, new_values;
+  uint16_t *keys, *values, *found; /* pools; [B, T, H, K] */
+  const int64_t *slots, *bases;    /* [B] */
+  int B, T, H, G, K, columns;
+  long long slot_stride, head_stride; /* of a pool; a head's positions are contiguous */
 } Work;
 void attend_all(const Work *work, int threads);
 
@@ -75,5 +80,28 @@ void behind_attention(const uint16_t *x, const uint16_t *attended, const uint16_
                       float eps, const uint16_t *gate_up, const uint16_t *down, int R, int D, int E, int F,
                       uint16_t *hidden, uint16_t *normed, uint16_t *inside, uint16_t *out, int threads);
 void project(const uint16_t *x, const uint16_t *weight, int R, int D, int E, float *out, int threads);
+
+/* One pass of a SPIRe draft over its memory: `_tile_layer.c`.
+
+   B sequences, N layers, D width, H query heads, G key/value heads, K head width, F inner width, V vocabulary, S places
+   of memory, in the order of the text but for the ring. */
+typedef struct {
+  const uint16_t *norm, *queries_keys_values, *output, *norm_inside, *gate_up, *down;
+  uint16_t *keys, *values; /* [B, G, S, K] */
+} DraftLayer;
+
+typedef struct {
+  const DraftLayer *layers;                          /* [N] */
+  const uint16_t *embedding, *norm, *unembedding;    /* [V, D]; [D]; as tiles */
+  const float *feedback;                             /* [N, N + 1]; NULL where the pass is the last one, or has none */
+  const int64_t *tokens;                             /* [B] */
+  const uint16_t *cosine, *sine;                     /* [B, K] */
+  const uint8_t *seen;                               /* [B, S]: whether a place is attended */
+  uint16_t *scratch;                                 /* B * (D * (N + 3) + K * (2 * H + 2 * G) + F) */
+  float *logits;                                     /* [B, V] */
+  int B, N, D, H, G, K, F, V, S, place;              /* place: where this pass is remembered */
+  float eps;
+} DraftPass;
+void draft_pass(const DraftPass *pass, int threads);
 
 #endif

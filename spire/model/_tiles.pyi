@@ -3,8 +3,8 @@ MOST_WIDTH: int
 
 def available() -> bool: ...
 def attend(*work: int) -> None:
-    """Addresses of queries, keys, values, what is found, slots and lengths; B, G, R, T, K, positions of a slot; strides
-    of a slot and a head in elements; threads."""
+    """Of queries, new keys and new values the address and strides by row, head and position; addresses of keys, values,
+    what is found, slots and lengths; B, T, H, G, K, positions of a slot; strides of a slot and a head; threads."""
 
 def project_normed(*work: float) -> None:
     """Addresses of x, norm, weight, cosines, sines, what is normed and what is projected; eps; R, D, E, heads to
@@ -16,3 +16,7 @@ def behind_attention(*work: float) -> None:
 
 def project(*work: int) -> None:
     """Addresses of x, weight and the result in fp32; R, D, E; threads."""
+
+def draft_pass(*work: float) -> None:
+    """Addresses of layers, embedding, norm, unembedding, feedback's weights, tokens, cosines, sines, places that are
+    seen, scratch and logits; eps; B, N, D, H, G, K, F, V, S, place; threads."""

@@ -221,23 +221,22 @@ class BatchView:
         device = cache.device
         slots_B1 = torch.tensor(slots, device=device)[:, None]
         self.positions_BT = torch.tensor(lengths, device=device)[:, None] + torch.arange(new_tokens, device=device)
+        self._tiles = TileAttention(slots, lengths, new_tokens) if tiles else None
+        if tiles:
+            return  # they need no mask, and know the places
         # Padding of a row that is nearly full piles up in the last column, which is never committed.
         columns_BT = self.positions_BT.clamp(max=last_column)
         self._places_R = cache.places(slots_B1, columns_BT).flatten()
         needed = [min(length + new_tokens, last_column + 1) for length in lengths]
         self._slots_B = slots_B1[:, 0]
-        self._attention: PagedAttention | ContiguousAttention | TileAttention | None = None
-        if tiles:
-            self._attention = TileAttention(slots, lengths, new_tokens)
-        elif cache.by_products:
+        self._attention: PagedAttention | ContiguousAttention | None = None
+        if cache.by_products:
             self._attention = PagedAttention(slots, needed, cache.keys[0].tensor)
         elif cache.by_flash:
             self._attention = ContiguousAttention(slots, needed, cache.pages * cache.page, new_tokens)
         order = self._attention.order if self._attention else list(range(len(slots)))
         self._in_order = order == sorted(order)
         self._order_B = torch.tensor(order, device=device)
-        if isinstance(self._attention, TileAttention):
-            return  # it needs no mask
         columns = self._attention.columns if self._attention else max(needed)
         self.columns_1S = torch.arange(columns, device=device)[None]
         # Whole pages that everybody sees need no mask.
@@ -246,15 +245,17 @@ class BatchView:
 
     def see(self, visible_BTS: Tensor) -> None:
         """Let each new position attend to these of the last columns, and to all before them."""
-        assert not isinstance(self._attention, TileAttention)
+        assert not self._tiles
         self._mask_B1TS = additive(visible_BTS, self._cache.keys[0].tensor.dtype)
         if self._attention:
             self._attention.see(self._in_their_order(self._mask_B1TS[:, 0]).repeat(1, self._cache.queries_per_key, 1))
 
     def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
         """Store the new positions of one layer; what its queries find in all positions up to their own."""
-        self.store(layer, keys_BGTK, values_BGTK)
         keys, values = self._cache.keys[layer].tensor, self._cache.values[layer].tensor
+        if self._tiles:
+            return self._tiles.attend(queries_BHTK, keys_BGTK, values_BGTK, keys, values)
+        self.store(layer, keys_BGTK, values_BGTK)
         if self._attention is None:
             columns = self.columns_1S.shape[1]
             keys, values = (pool[:, 0, :, 0].index_select(0, self._slots_B)[:, :, :columns] for pool in (keys, values))
@@ -270,7 +271,9 @@ class BatchView:
         return x_B if self._in_order else x_B.index_select(0, self._order_B)
 
     def store(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> None:
-        """Write the new positions of one layer behind what is committed."""
+        """Write the new positions of one layer behind what is committed. Tiles do so as they attend."""
+        if self._tiles:
+            return
         for pool, new_BGTK in ((self._cache.keys[layer], keys_BGTK), (self._cache.values[layer], values_BGTK)):
             pool.write(self._places_R, new_BGTK.transpose(1, 2).reshape(-1, new_BGTK.shape[-1]))
 

@@ -10,12 +10,13 @@ Shapes: D the width of the input, E of all outputs together.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 Product = Callable[[Tensor], Tensor]
+Kind = TypeVar("Kind")
 
 
 class Linears(nn.Module):
@@ -34,6 +35,12 @@ class Linears(nn.Module):
             return packed(x_D)
         made = [getattr(self, name)(x_D) for name in names]
         return made[0] if len(made) == 1 else torch.cat(made, dim=-1)
+
+    def packed(self, kind: type[Kind], *names: str) -> Kind:
+        """The product of this kind that these were packed into."""
+        product = self._packed[names]
+        assert isinstance(product, kind)
+        return product
 
     def pack(self, product_of: Callable[[Sequence[nn.Linear]], Product] | None = None) -> None:
         """Let products, each of all that are packed together, take the place of the linear maps."""

@@ -2,7 +2,7 @@
 
 A query's sums do not depend on how many others there are: not on the batch, nor on how many tokens are verified.
 
-Shapes: B sequences, T new positions, R queries of each key, G key/value heads, K head width, L positions of a slot.
+Shapes: B sequences, T new positions, H query heads, G key/value heads, K head width, L positions of a slot.
 """
 
 from __future__ import annotations
@@ -28,17 +28,24 @@ class TileAttention:
     """What T new positions of some slots find in what is committed there and in one another."""
 
     def __init__(self, slots: Sequence[int], lengths: Sequence[int], new_tokens: int):
-        self.order = list(range(len(slots)))
         self._slots_B = torch.tensor(slots)
         self._lengths_B = torch.tensor(lengths)
         self._new_tokens = new_tokens
 
-    def attend(self, queries_BGRK: Tensor, keys: Tensor, values: Tensor) -> list[Tensor]:
-        """What was found in these pools, [slots, 1, G, 1, L, K], as the one part of [B, G, R, K]."""
-        queries = queries_BGRK.contiguous()
-        found = torch.empty_like(queries)
-        B, G, R, K = queries.shape
-        addresses = (x.data_ptr() for x in (queries, keys, values, found, self._slots_B, self._lengths_B))
-        shape = (B, G, R, self._new_tokens, K, keys.shape[4])
-        kernels.attend(*addresses, *shape, keys.stride(0), keys.stride(2), torch.get_num_threads())
-        return [found]
+    def attend(
+        self, queries_BHTK: Tensor, new_keys_BGTK: Tensor, new_values_BGTK: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """Store new keys and values in their pools, [slots, 1, G, 1, L, K]; what queries find there, [B, H, T, K]."""
+        B, H, T, K = queries_BHTK.shape
+        found_BTHK = torch.empty(B, T, H, K, dtype=keys.dtype)
+        new = [_rows(x) for x in (queries_BHTK, new_keys_BGTK, new_values_BGTK)]
+        addresses = (x.data_ptr() for x in (keys, values, found_BTHK, self._slots_B, self._lengths_B))
+        shape = (B, T, H, keys.shape[2], K, keys.shape[4])
+        strides = [part for x in new for part in (x.data_ptr(), *x.stride()[:3])]
+        kernels.attend(*strides, *addresses, *shape, keys.stride(0), keys.stride(2), torch.get_num_threads())
+        return found_BTHK.transpose(1, 2)
+
+
+def _rows(x_BHTK: Tensor) -> Tensor:
+    """The same with contiguous rows [K]."""
+    return x_BHTK if x_BHTK.stride(-1) == 1 else x_BHTK.contiguous()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from spire.model.config import ModelConfig
-from spire.model.layers import Layer, RMSNorm, Rotation
+from spire.model.layers import Layer, Rotation
 from spire.model.tiles import available, kernels
 
 # Inputs and outputs of a product are multiples of this, and those of gates of half of it.
@@ -37,35 +37,40 @@ class TileLayer(Layer):
         nn.Module.__init__(self)
         attention, mlp = layer.self_attn, layer.mlp
         self.head_dim, self.kv_heads = attention.head_dim, attention.kv_heads
-        self._norms = [_Norm(norm) for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
-        self._keys_from = attention.q_proj.out_features
+        self.heads, self.inner = attention.q_proj.out_features // self.head_dim, mlp.down_proj.in_features
+        norms = (layer.input_layernorm, layer.post_attention_layernorm)
+        self.eps = norms[0].eps or torch.finfo(torch.bfloat16).eps
+        self._norm, self._norm_inside = (norm.weight.detach().contiguous() for norm in norms)
         self._queries_keys_values = tiled(torch.cat(_weights(attention.q_proj, attention.k_proj, attention.v_proj)))
+        self._keys_values = self._queries_keys_values[self.heads * self.head_dim // _BLOCK :]
         self._output, self._down = (tiled(*_weights(linear)) for linear in (attention.o_proj, mlp.down_proj))
-        self._inner = mlp.down_proj.in_features
         gate_and_up = [weight.unflatten(0, (-1, _TILE)) for weight in _weights(mlp.gate_proj, mlp.up_proj)]
         self._gate_and_up = tiled(torch.stack(gate_and_up, dim=1).flatten(0, 2))
 
+    @property
+    def addresses(self) -> list[int]:
+        """Of its weights, as kernels read them; good while it lives."""
+        weights = (self._norm, self._queries_keys_values, self._output)
+        return [x.data_ptr() for x in (*weights, self._norm_inside, self._gate_and_up, self._down)]
+
     def queries_keys_values(self, input_BTD: Tensor, rope: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         projected = self._projected(input_BTD, rope, self._queries_keys_values)
-        queries = projected.shape[1] - 2 * self.kv_heads
-        return projected[:, :queries], projected[:, queries : -self.kv_heads], projected[:, -self.kv_heads :]
+        kv = self.kv_heads
+        return projected[:, : self.heads], projected[:, self.heads : -kv], projected[:, -kv:]
 
     def keys_values(self, memory_BTD: Tensor, rope: Rotation) -> tuple[Tensor, Tensor]:
-        keys, values = self._projected(memory_BTD, rope, self._queries_keys_values[self._keys_from // _BLOCK :]).chunk(
-            2, dim=1
-        )
-        return keys, values
+        projected = self._projected(memory_BTD, rope, self._keys_values)
+        return projected[:, : self.kv_heads], projected[:, self.kv_heads :]
 
     def behind(self, input_BTD: Tensor, attended_BHTK: Tensor) -> Tensor:
         B, T, D = input_BTD.shape
         given, attended_BTE = input_BTD.contiguous(), attended_BHTK.transpose(1, 2).contiguous()
         hidden, normed, out_BTD = torch.empty(3, B * T, D, dtype=torch.bfloat16).unbind()
-        inside = torch.empty(B * T, self._inner, dtype=torch.bfloat16)
-        norm = self._norms[1]
-        weights = (self._output, norm.weight, self._gate_and_up, self._down)
+        inside = torch.empty(B * T, self.inner, dtype=torch.bfloat16)
+        weights = (self._output, self._norm_inside, self._gate_and_up, self._down)
         addresses = (x.data_ptr() for x in (given, attended_BTE, *weights, hidden, normed, inside, out_BTD))
-        E = attended_BHTK.shape[1] * self.head_dim
-        kernels.behind_attention(*addresses, norm.eps, B * T, D, E, self._inner, torch.get_num_threads())
+        shape = (B * T, D, self.heads * self.head_dim, self.inner)
+        kernels.behind_attention(*addresses, self.eps, *shape, torch.get_num_threads())
         return out_BTD.view(B, T, D)
 
     def _projected(self, input_BTD: Tensor, rope: Rotation, weight: Tensor) -> Tensor:
@@ -73,11 +78,10 @@ class TileLayer(Layer):
         B, T, D = input_BTD.shape
         E = len(weight) * _BLOCK
         given, normed = input_BTD.contiguous(), torch.empty(B * T, D, dtype=torch.bfloat16)
-        projected_RE = torch.empty(B * T, E, dtype=torch.bfloat16)
-        norm, heads = self._norms[0], E // self.head_dim
-        tensors = (given, norm.weight, weight, *rope, normed, projected_RE)
+        projected_RE, heads = torch.empty(B * T, E, dtype=torch.bfloat16), E // self.head_dim
+        addresses = (x.data_ptr() for x in (given, self._norm, weight, *rope, normed, projected_RE))
         shape = (B * T, D, E, heads - self.kv_heads, self.head_dim)
-        kernels.project_normed(*(x.data_ptr() for x in tensors), norm.eps, *shape, torch.get_num_threads())
+        kernels.project_normed(*addresses, self.eps, *shape, torch.get_num_threads())
         return projected_RE.view(B, T, heads, self.head_dim).transpose(1, 2)
 
 
@@ -85,22 +89,15 @@ class TileProduct:
     """One linear map, in fp32 as it was summed."""
 
     def __init__(self, linears: Sequence[nn.Linear]):
-        self._weight = tiled(torch.cat(_weights(*linears)))
+        self.weight = tiled(torch.cat(_weights(*linears)))
 
     def __call__(self, x_D: Tensor) -> Tensor:
         given = x_D.contiguous()
-        D, E = x_D.shape[-1], len(self._weight) * _BLOCK
-        out = torch.empty(*x_D.shape[:-1], E)
-        rows = x_D.numel() // D
-        addresses = (x.data_ptr() for x in (given, self._weight, out))
-        kernels.project(*addresses, rows, D, E, torch.get_num_threads())
-        return out
-
-
-class _Norm:
-    def __init__(self, norm: RMSNorm):
-        self.weight = norm.weight.detach().contiguous()
-        self.eps = norm.eps or torch.finfo(self.weight.dtype).eps
+        D, E = x_D.shape[-1], len(self.weight) * _BLOCK
+        out_E = torch.empty(*x_D.shape[:-1], E)
+        addresses = (x.data_ptr() for x in (given, self.weight, out_E))
+        kernels.project(*addresses, x_D.numel() // D, D, E, torch.get_num_threads())
+        return out_E
 
 
 def _weights(*linears: nn.Linear) -> list[Tensor]:
