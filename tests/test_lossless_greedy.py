@@ -1,7 +1,7 @@
 """Greedy text through REST with speculation is the target's own: 64 prompts of mixed lengths, 128 tokens each, batched.
 
 fp32 must agree token for token with plain decoding and with `transformers` on the same checkpoint. In bf16 two orders
-of summation may part where two tokens are as good as equal, and only there.
+of summation may part where two tokens are as good as equal, and only there; matrix tiles have one order for all.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import spire.cli.paths
 from spire.bench.prompts import BUNDLED_TEXT, PromptSource
 from spire.model.checkpoint import load_target
 from spire.model.target import Target, WholeSequence
+from spire.model.tiles import available
 from tests.services import Services, running
 
 # Thousands of tokens, on whatever machine.
@@ -94,16 +95,31 @@ def by_transformers(prompts: list[list[int]]) -> list[list[int]]:
     return [continuations[index] for index in range(len(prompts))]
 
 
-def test_in_bfloat16_texts_part_only_where_two_tokens_are_as_good_as_equal(
-    prompts: list[list[int]], plain: list[list[int]]
-) -> None:
+@pytest.fixture(scope="module")
+def in_bfloat16(prompts: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
+    """With speculation and without."""
     with running(MODEL, DRAFT, dtype="bfloat16") as services:
-        speculated, _ = complete(services.url, prompts)
-        rounded, _ = complete(services.url, prompts, speculation={"draft": "off"})
+        speculated, guessed = complete(services.url, prompts)
+        assert guessed
+        return speculated, complete(services.url, prompts, speculation={"draft": "off"})[0]
+
+
+def test_in_bfloat16_texts_part_only_where_two_tokens_are_as_good_as_equal(
+    prompts: list[list[int]], plain: list[list[int]], in_bfloat16: tuple[list[list[int]], list[list[int]]]
+) -> None:
+    speculated, rounded = in_bfloat16
     for other, name in ((rounded, "plain decoding in bf16"), (plain, "plain decoding in fp32")):
         partings, tokens = first_partings(prompts, speculated, other)
         print(f"speculation in bf16 against {name}: {1000 * len(partings) / tokens:.2f} partings per 1,000 tokens")
         assert all(gap <= 2 * error for gap, error in partings), partings
+
+
+@pytest.mark.skipif(not available(), reason="no compiler at installation, or no tiles")
+def test_with_matrix_tiles_speculation_changes_no_greedy_token_in_bfloat16_either(
+    in_bfloat16: tuple[list[list[int]], list[list[int]]],
+) -> None:
+    speculated, rounded = in_bfloat16
+    assert speculated == rounded
 
 
 def first_partings(

@@ -87,6 +87,17 @@ def test_a_query_finds_the_same_bits_whoever_else_asks() -> None:
             assert torch.equal(found[0, :, 0], together[row, :, t])
 
 
+def test_a_block_of_which_a_query_sees_nothing_changes_none_of_its_bits() -> None:
+    """The kernel's blocks are of 128 positions. Of 400,000 numbers a factor of 1 - 2^-24 would turn some."""
+    keys, values = pools(16, 256, seed=0)
+    slots = list(range(SLOTS))
+    for _ in range(20):
+        given = new(SLOTS, 16, 16, 2, 256)
+        together = TileAttention(slots, [127] * SLOTS, 2).attend(*given, keys, values)
+        alone = TileAttention(slots, [127] * SLOTS, 1).attend(*(x[:, :, :1] for x in given), keys, values)
+        assert torch.equal(alone, together[:, :, :1])
+
+
 @pytest.mark.parametrize("of", ["keys", "values", "queries"])
 def test_numbers_that_are_none_are_found(of: str) -> None:
     keys, values = pools(1, 64, seed=0)

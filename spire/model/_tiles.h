@@ -34,17 +34,18 @@ static inline void store16(uint16_t *to, __m512 x) {
   _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(x));
 }
 
-/* e^x to 3e-7, for x < 0 no less than e^-87; NaN stays NaN, so that numbers that are none are found. */
+/* e^x to 3e-7: 1 at 0, and 0 below -87, so that what is hidden changes no bit of a sum. NaN stays NaN. */
 static inline __m512 exponential(__m512 x) {
-  __m512 y = _mm512_mul_ps(_mm512_max_ps(_mm512_set1_ps(-87.0f), x), _mm512_set1_ps(1.44269504f));
+  __mmask16 counts = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
+  __m512 y = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
   __m512 whole = _mm512_roundscale_ps(y, 0x08), part = _mm512_sub_ps(y, whole);
   __m512 p = _mm512_set1_ps(1.8775767e-3f);
   p = _mm512_fmadd_ps(p, part, _mm512_set1_ps(8.9893397e-3f));
   p = _mm512_fmadd_ps(p, part, _mm512_set1_ps(5.5826318e-2f));
   p = _mm512_fmadd_ps(p, part, _mm512_set1_ps(2.4015361e-1f));
   p = _mm512_fmadd_ps(p, part, _mm512_set1_ps(6.9315308e-1f));
-  p = _mm512_fmadd_ps(p, part, _mm512_set1_ps(9.9999994e-1f));
-  return _mm512_scalef_ps(p, whole);
+  p = _mm512_fmadd_ps(p, part, _mm512_set1_ps(1.0f));
+  return _mm512_maskz_scalef_ps(counts, p, whole);
 }
 WITHOUT_TILES
 #endif

@@ -216,16 +216,15 @@ class BatchView:
 
     def __init__(self, cache: TargetCache, slots: Sequence[int], new_tokens: int, tiles: bool = False):
         self._cache = cache
-        lengths = [cache.lengths[slot] for slot in slots]
-        last_column = cache.pages * cache.page - 1
-        device = cache.device
-        slots_B1 = torch.tensor(slots, device=device)[:, None]
+        lengths, device = [cache.lengths[slot] for slot in slots], cache.device
         self.positions_BT = torch.tensor(lengths, device=device)[:, None] + torch.arange(new_tokens, device=device)
         self._tiles = TileAttention(slots, lengths, new_tokens) if tiles else None
         if tiles:
             return  # they need no mask, and know the places
         # Padding of a row that is nearly full piles up in the last column, which is never committed.
+        last_column = cache.pages * cache.page - 1
         columns_BT = self.positions_BT.clamp(max=last_column)
+        slots_B1 = torch.tensor(slots, device=device)[:, None]
         self._places_R = cache.places(slots_B1, columns_BT).flatten()
         needed = [min(length + new_tokens, last_column + 1) for length in lengths]
         self._slots_B = slots_B1[:, 0]

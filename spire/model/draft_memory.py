@@ -105,7 +105,7 @@ class TileRound(RoundMemory):
         H, G, K = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         D, F = config.hidden_size, config.intermediate_size
         self._seen_KBS = (self.masks_B1KS[:, 0] == 0).transpose(0, 1).contiguous()
-        self._rope_K1BK = draft.rope(self.positions_BK.T, torch.bfloat16)
+        self._rope_K1BK = draft.rope(self.positions_BK.T.contiguous(), torch.bfloat16)
         pairs = zip(layers, self.keys, self.values, strict=True)
         table = [[*layer.addresses, keys.data_ptr(), values.data_ptr()] for layer, keys, values in pairs]
         self._layers = torch.tensor(table, dtype=torch.int64)

@@ -79,9 +79,9 @@ class TileLayer(Layer):
         E = len(weight) * _BLOCK
         given, normed = input_BTD.contiguous(), torch.empty(B * T, D, dtype=torch.bfloat16)
         projected_RE, heads = torch.empty(B * T, E, dtype=torch.bfloat16), E // self.head_dim
-        addresses = (x.data_ptr() for x in (given, self._norm, weight, *rope, normed, projected_RE))
+        tensors = (given, self._norm, weight, *(part.contiguous() for part in rope), normed, projected_RE)
         shape = (B * T, D, E, heads - self.kv_heads, self.head_dim)
-        kernels.project_normed(*addresses, self.eps, *shape, torch.get_num_threads())
+        kernels.project_normed(*(x.data_ptr() for x in tensors), self.eps, *shape, torch.get_num_threads())
         return projected_RE.view(B, T, heads, self.head_dim).transpose(1, 2)
 
 
