@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -26,28 +27,44 @@ from spire.sampling import Rule, SamplingRows, Share, draw, pick, sample
 
 # How far a row of q may be from summing to one: what rounding each term to bfloat16 can do at worst.
 Q_SUM_TOLERANCE = 4e-3
+# Padding sums to zero, and is divided by its sum as the rest is.
+_LEAST_SUM = 1e-30
 
 
 @dataclass(frozen=True)
 class SparseDistribution:
     """q as it travels: M candidates per draft token; without `ids`, the whole vocabulary in order.
 
-    Padding has probability zero and any id in the vocabulary.
+    Its rows need not sum to one: the draft draws in proportion to what it sends, which may be rounded to bfloat16. Of
+    most of it only the sums are ever asked for, so it is divided by them where it is used. Padding has probability zero
+    and any id in the vocabulary.
     """
 
     ids_BKM: Tensor | None
     probs_BKM: Tensor
 
+    @cached_property
+    def sum_BK(self) -> Tensor:
+        """What each row sums to."""
+        return self.probs_BKM.sum(dim=-1)
+
+    @cached_property
+    def normal_BKM(self) -> Tensor:
+        """Every row summing to one."""
+        return self.probs_BKM / self.sum_BK.clamp(min=_LEAST_SUM)[..., None]
+
     def of(self, tokens_BK: Tensor) -> Tensor:
         """q of the given tokens, zero where they are no candidates."""
         if self.ids_BKM is None:
-            return self.probs_BKM.gather(-1, tokens_BK[..., None]).squeeze(-1)
-        return (self.probs_BKM * (self.ids_BKM == tokens_BK[..., None])).sum(dim=-1)
+            of_tokens_BK = self.probs_BKM.gather(-1, tokens_BK[..., None]).squeeze(-1)
+        else:
+            of_tokens_BK = (self.probs_BKM * (self.ids_BKM == tokens_BK[..., None])).sum(dim=-1)
+        return of_tokens_BK / self.sum_BK.clamp(min=_LEAST_SUM)
 
     def taken_from(self, p_BV: Tensor, at_B: Tensor) -> Tensor:
         """max(0, p - q) with the q of draft token `at` in each row. p need not sum to one."""
         row_B = torch.arange(len(p_BV), device=p_BV.device)
-        probs_BM = self.probs_BKM[row_B, at_B].to(p_BV.dtype)
+        probs_BM = self.probs_BKM[row_B, at_B] / self.sum_BK[row_B, at_B].clamp(min=_LEAST_SUM)[:, None]
         if self.ids_BKM is None:
             return (p_BV - probs_BM).clamp_(min=0)
         return p_BV.scatter_add(1, self.ids_BKM[row_B, at_B], -probs_BM).clamp_(min=0)
@@ -55,10 +72,6 @@ class SparseDistribution:
     def select(self, index: Tensor) -> SparseDistribution:
         """The rows at `index`."""
         return SparseDistribution(None if self.ids_BKM is None else self.ids_BKM[index], self.probs_BKM[index])
-
-    def normalised(self) -> SparseDistribution:
-        """Rows summing to one. The draft draws in proportion to what it sends, which may be rounded to bfloat16."""
-        return replace(self, probs_BKM=self.probs_BKM / self.probs_BKM.sum(dim=-1, keepdim=True).clamp(min=1e-30))
 
     @classmethod
     def one_hot(cls, tokens_BK: Tensor) -> SparseDistribution:
@@ -109,7 +122,6 @@ def verify(
 def _drawn_from(q: SparseDistribution | None, draft_BK: Tensor, rows: SamplingRows) -> SparseDistribution:
     if q is None:
         return SparseDistribution.one_hot(draft_BK)
-    q = q.normalised()
     return _one_hot_where_greedy(q, draft_BK, rows.greedy_B) if rows.greedy is not Share.NONE else q
 
 
@@ -183,10 +195,10 @@ def _sum_left(p_BTV: Tensor, q: SparseDistribution, weight_BT: Tensor) -> Tensor
     K = q.probs_BKM.shape[1]
     p_BKV, weight_BK1 = p_BTV[:, :K], weight_BT[:, :K, None]
     if q.ids_BKM is None:
-        return (weight_BK1 * p_BKV - q.probs_BKM).clamp(min=0).sum(dim=-1)
+        return (weight_BK1 * p_BKV - q.normal_BKM).clamp(min=0).sum(dim=-1)
     p_BKM = p_BKV.gather(-1, q.ids_BKM) * (q.probs_BKM > 0)
     of_others_BK = weight_BK1[..., 0] * (p_BKV.sum(dim=-1) - p_BKM.sum(dim=-1)).clamp(min=0)
-    return of_others_BK + (weight_BK1 * p_BKM - q.probs_BKM).clamp(min=0).sum(dim=-1)
+    return of_others_BK + (weight_BK1 * p_BKM - q.normal_BKM).clamp(min=0).sum(dim=-1)
 
 
 def _one_hot_where_greedy(q: SparseDistribution, draft_BK: Tensor, greedy_B: Tensor) -> SparseDistribution:
@@ -196,7 +208,7 @@ def _one_hot_where_greedy(q: SparseDistribution, draft_BK: Tensor, greedy_B: Ten
         return replace(q, probs_BKM=torch.where(greedy_B11, one_hot_BKM, q.probs_BKM))
     first_M = torch.arange(q.ids_BKM.shape[-1], device=draft_BK.device) == 0
     ids_BKM = torch.where(greedy_B11, draft_BK[..., None], q.ids_BKM)
-    return SparseDistribution(ids_BKM, torch.where(greedy_B11, first_M.float(), q.probs_BKM))
+    return SparseDistribution(ids_BKM, torch.where(greedy_B11, first_M.to(q.probs_BKM.dtype), q.probs_BKM))
 
 
 def _final_distribution(
@@ -229,27 +241,29 @@ def check_q(q: SparseDistribution, draft_BK: Tensor, counts_B: Tensor, widths_B:
     """
     K = q.probs_BKM.shape[1]
     real_BK = torch.arange(K, device=draft_BK.device) < counts_B[:, None]
-    outside_B, twice_B, ids_BKM, probs_BKM = _check_ids(q, real_BK, widths_B, vocab_size)
+    ids_fit_B, ids_differ_B, real = _check_ids(q, real_BK, widths_B, vocab_size)
     # A sum is finite only if every term is, and no term is negative if the least one is not.
-    sum_BK, least_BK = probs_BKM.sum(dim=-1), probs_BKM.amin(dim=-1)
-    bad_number_B = (real_BK & ~((least_BK >= 0) & sum_BK.isfinite())).any(dim=1)
-    unnormalised_B = (real_BK & ~((sum_BK - 1).abs() <= Q_SUM_TOLERANCE)).any(dim=1)
-    impossible_B = (real_BK & ~(SparseDistribution(ids_BKM, probs_BKM).of(draft_BK) > 0)).any(dim=1)
-    problems = torch.stack((outside_B, twice_B, bad_number_B, unnormalised_B, impossible_B), dim=1)
-    return torch.where(problems.any(dim=1), problems.int().argmax(dim=1) + 1, 0)
+    positive_BK, sum_BK, possible_BK = real.probs_BKM.amin(dim=-1) >= 0, real.sum_BK, real.of(draft_BK) > 0
+    normalised_BK = (sum_BK - 1).abs() <= Q_SUM_TOLERANCE
+    sound_B = (positive_BK & normalised_BK & possible_BK | ~real_BK).all(dim=1) & ids_fit_B & ids_differ_B
+    if sound_B.all():
+        return torch.zeros_like(counts_B)
+    wrong_BK = torch.stack((positive_BK & sum_BK.isfinite(), normalised_BK, possible_BK)).logical_not_() & real_BK
+    problems = torch.stack((~ids_fit_B, ~ids_differ_B, *wrong_BK.any(dim=-1)), dim=1)
+    return torch.where(sound_B, 0, problems.int().argmax(dim=1) + 1)
 
 
 def _check_ids(
     q: SparseDistribution, real_BK: Tensor, widths_B: Tensor, vocab_size: int
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Rows with an id outside the vocabulary, rows that name one twice, and q with its padding out of the way."""
+) -> tuple[Tensor, Tensor, SparseDistribution]:
+    """Which rows have no id outside the vocabulary, which name none twice, and q with its padding out of the way."""
     if q.ids_BKM is None:
-        sound_B = torch.zeros(len(real_BK), dtype=torch.bool, device=real_BK.device)
-        return sound_B, sound_B, None, q.probs_BKM
+        sound_B = torch.ones(len(real_BK), dtype=torch.bool, device=real_BK.device)
+        return sound_B, sound_B, q
     column_M = torch.arange(q.ids_BKM.shape[-1], device=real_BK.device)
     real_BKM = real_BK[..., None] & (column_M < widths_B[:, None, None])
     ids_BKM = torch.where(real_BKM, q.ids_BKM, vocab_size + column_M)
-    outside_B = (real_BKM & ((ids_BKM < 0) | (ids_BKM >= vocab_size))).flatten(1).any(dim=1)
+    ids_fit_B = ((ids_BKM >= 0) & (ids_BKM < vocab_size) | ~real_BKM).flatten(1).all(dim=1)
     sorted_BKM = ids_BKM.sort(dim=-1).values
-    twice_B = (sorted_BKM[..., 1:] == sorted_BKM[..., :-1]).flatten(1).any(dim=1)
-    return outside_B, twice_B, ids_BKM, torch.where(real_BKM, q.probs_BKM, 0.0)
+    ids_differ_B = (sorted_BKM[..., 1:] != sorted_BKM[..., :-1]).flatten(1).all(dim=1)
+    return ids_fit_B, ids_differ_B, SparseDistribution(ids_BKM, torch.where(real_BKM, q.probs_BKM, 0.0))

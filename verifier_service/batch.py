@@ -149,10 +149,14 @@ def pad(blocks: Rows[Block], device: torch.device) -> RaggedBatch:
 
 
 def _pad_q(blocks: Rows[Block], K: int, device: torch.device) -> SparseDistribution | None:
-    M = max(block.width for block in blocks)
-    if M == 0:
+    """In float32, whatever came."""
+    carried = [block.q_probs_KM for block in blocks if block.q_probs_KM is not None]
+    if not carried:
         return None
+    M = max(probs_KM.shape[1] for probs_KM in carried)
     dense = all(block.q_ids_KM is None for block in blocks)
+    if dense and len(carried) == len(blocks) and len({(probs_KM.shape, probs_KM.dtype) for probs_KM in carried}) == 1:
+        return SparseDistribution(None, torch.stack(carried).to(device).float())  # nothing to pad
     probs_BKM = torch.zeros(len(blocks), K, M)
     ids_BKM = None if dense else torch.zeros(len(blocks), K, M, dtype=torch.int64)
     for row, block in enumerate(blocks):
