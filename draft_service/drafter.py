@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import structlog
 import torch
 from torch import Tensor
 
-from spire.drafting import Drafted, Guess, draft_tokens
+from spire.drafting import Drafted, Guess, draft_tokens, draft_uniforms
 from spire.errors import StaleBlock, UnknownSequence
 from spire.model.draft import Draft
 from spire.model.draft_memory import DraftMemory
+from spire.model.tile_draft import TileRound
 from spire.model.token_memory import TokenMemory
 from spire.sampling import SamplingRows
 
@@ -81,14 +83,20 @@ class Drafter:
         return [sequence_id for sequence_id in unused if sequence_id in self.slots]
 
     def _absorb_activations(self, memory: DraftMemory, verified: Verified, slots: list[int | None]) -> None:
-        spans = verified.spans
-        counts_S = torch.tensor([span.count for span in spans])
-        slots_R = torch.tensor([-1 if slot is None else slot for slot in slots]).repeat_interleave(counts_S)
-        positions_R = torch.cat([torch.arange(span.start, span.start + span.count) for span in spans])
-        ends_R = torch.tensor([span.start + span.count for span in spans]).repeat_interleave(counts_S)
-        used_R = slots_R >= 0
-        used = (slots_R[used_R], positions_R[used_R], ends_R[used_R], verified.rows_RND[used_R].to(self.dtype))
-        memory.absorb(*(tensor.to(self.device) for tensor in used))
+        spans, rows_RND = verified.spans, verified.rows_RND
+        # A few numbers for each row: numpy is done with them before torch has begun.
+        counts_S = np.array([span.count for span in spans])
+        ends_S = np.array([span.start + span.count for span in spans])
+        slots_R = np.repeat([-1 if slot is None else slot for slot in slots], counts_S)
+        ends_R = np.repeat(ends_S, counts_S)
+        # The last row of each span stands before its end.
+        positions_R = np.arange(len(rows_RND)) - np.repeat(counts_S.cumsum(), counts_S) + ends_R
+        numbers = [torch.from_numpy(numbers_R) for numbers_R in (slots_R, positions_R, ends_R)]
+        if None in slots:
+            used_R = numbers[0] >= 0
+            numbers, rows_RND = [numbers_R[used_R] for numbers_R in numbers], rows_RND[used_R]
+        of_slots_R, at_R, until_R = (numbers_R.to(self.device) for numbers_R in numbers)
+        memory.absorb(of_slots_R, at_R, until_R, rows_RND.to(self.device, self.dtype))
 
     def _absorb_tokens(self, memory: TokenMemory, verified: Verified, slots: list[int | None]) -> None:
         first = 0
@@ -137,4 +145,8 @@ class Drafter:
         memory = self.memory.round([self.slots[guess.sequence_id] for guess in guesses], bases, k)
         newest_B = torch.tensor([guess.newest_token for guess in guesses], device=self.device)
         base_B = torch.tensor(bases, device=self.device)
+        if isinstance(memory, TileRound) and self.top_m is None and rows.of_softmax_alone:
+            uniforms_BK = draft_uniforms(base_B, k, rows)
+            tokens_BK, probs_BKV = memory.drawn(newest_B, rows.temperature_B, uniforms_BK)
+            return Drafted(tokens_BK, None, probs_BKV)
         return draft_tokens(memory.next_logits, newest_B, base_B, k, rows, self.top_m)

@@ -34,12 +34,13 @@ from spire.hardware import Cost, Hardware, Measured, ModelCosts
 from spire.model.cache import BatchView, TargetCache
 from spire.model.config import DraftConfig, ModelConfig
 from spire.model.draft import Draft
-from spire.model.draft_memory import DraftMemory
+from spire.model.draft_memory import DraftMemory, RoundMemory
 from spire.model.layers import Layer, Rope, Rotation, attend
 from spire.model.linears import Product
 from spire.model.packing import pack
 from spire.model.placement import choose_device, choose_dtype, draft_threads
 from spire.model.target import Target
+from spire.model.tile_draft import TileRound, draw
 from spire.model.tile_layer import by_tiles
 from spire.perf_model import Draft as DraftCosts
 from spire.perf_model import Shape, draft_seconds
@@ -133,10 +134,11 @@ def calibrate(
     torch.set_num_threads(threads_for_draft)
     try:
         draft_matmul = step(partial(products, target, bench))
-        draft_layer, draft_round = step(partial(draft_costs, target, draft, bench))
         if by_tiles(target, bench.randn(0)):
-            draft_layer = tile_draft_layer_cost(target, draft, draft_matmul, bandwidth, bench)
-        draft_sampling = step(partial(draft_sampling_cost, target.vocab_size, bench))
+            draft_layer, draft_round = step(partial(tile_draft_costs, target, draft, draft_matmul, bandwidth, bench))
+        else:
+            draft_layer, draft_round = step(partial(draft_costs, target, draft, bench))
+        draft_sampling = step(partial(draft_sampling_cost, target, bench))
     finally:
         torch.set_num_threads(threads)
     measured = Measured(
@@ -255,17 +257,12 @@ def draft_costs(config: ModelConfig, draft: DraftConfig, bench: Bench) -> tuple[
     memory = DraftMemory(model, _MANY[0])
 
     def seconds(batch: int, passes: int) -> float:
-        slots, base = list(range(batch)), draft.sink + draft.window
         tokens_B = torch.ones(batch, dtype=torch.int64, device=bench.device)
-        slots_R = torch.arange(batch, device=bench.device).repeat_interleave(_DEPTH)
-        positions_R = torch.arange(base - _DEPTH, base, device=bench.device).repeat(batch)
-        taps_RND = bench.randn(batch * _DEPTH, layers, config.hidden_size)
 
         def draft_round() -> None:
-            memory.absorb(slots_R, positions_R, torch.full_like(positions_R, base), taps_RND)
-            scratch = memory.round(slots, [base] * batch, _DEPTH)
+            round_ = _begin_round(memory, batch, bench)
             for _ in range(passes):
-                scratch.next_logits(tokens_B)
+                round_.next_logits(tokens_B)
 
         return bench.seconds(draft_round)
 
@@ -276,36 +273,42 @@ def draft_costs(config: ModelConfig, draft: DraftConfig, bench: Bench) -> tuple[
     return layer, _line((few, once[few]), (many, once[many]))
 
 
-def tile_draft_layer_cost(
+def tile_draft_costs(
     config: ModelConfig, draft: DraftConfig, matmul: tuple[tuple[int, float], ...], bandwidth: float, bench: Bench
-) -> Cost:
-    """Of a draft whose pass is one kernel: seconds of a layer beyond what its products are predicted to take."""
+) -> tuple[Cost, Cost]:
+    """The same of a draft whose pass is one kernel. Its products stay in it: a layer's seconds are those beyond what
+    they are predicted to take."""
     model = _draft_shell(config, draft, _SKELETON_VOCABULARY).to(bench.device, bench.dtype).requires_grad_(False)
     shape = Shape.of(model.config)
-    model = pack(model)
-    memory, base = DraftMemory(model, _MANY[0]), draft.sink + draft.window
+    memory = DraftMemory(pack(model), _MANY[0])
     alone = Hardware("", 1.0, bandwidth, bench.dtype.itemsize, measured=_only_products(matmul))
+
+    def once(batch: int) -> float:
+        return bench.seconds(partial(_begin_round, memory, batch, bench))
 
     def rest(batch: int) -> float:
         tokens_B = torch.ones(batch, dtype=torch.int64)
 
         def passes() -> None:
-            scratch = memory.round(list(range(batch)), [base] * batch, _DEPTH)
+            round_ = _begin_round(memory, batch, bench)
             for _ in range(_DEPTH):
-                scratch.next_logits(tokens_B)
+                round_.next_logits(tokens_B)
 
-        layout = bench.seconds(lambda: memory.round(list(range(batch)), [base] * batch, _DEPTH))
-        seconds = (bench.seconds(passes) - layout) / _DEPTH
+        seconds = (bench.seconds(passes) - once(batch)) / _DEPTH
         return max(0.0, seconds - draft_seconds(DraftCosts("spire", shape), batch, 0, 1, alone))
 
     few, many = _FEW[0], _MANY[0]
-    return _line((few, rest(few)), (many, rest(many)), shape.layers)
+    layer = _line((few, rest(few)), (many, rest(many)), shape.layers)
+    return layer, _line((few, once(few)), (many, once(many)))
 
 
-def draft_sampling_cost(vocabulary: int, bench: Bench) -> Cost:
+def draft_sampling_cost(config: ModelConfig, bench: Bench) -> Cost:
     """From a draft's logits to its tokens: seconds by logits."""
+    vocabulary, tiles = config.vocab_size, by_tiles(config, bench.randn(0)) and config.vocab_size <= _WHOLE_Q
 
     def seconds(batch: int) -> float:
+        if tiles:
+            return bench.seconds(_drawing(logits[:batch].float(), bench))
         return bench.seconds(lambda: _draft(vocabulary, batch, _DEPTH, logits, bench)) / _DEPTH
 
     logits = bench.randn(_MANY[0], vocabulary)
@@ -401,6 +404,26 @@ def _threads_of(config: ModelConfig, draft: DraftConfig) -> int:
     """The threads that a draft of this size is served with."""
     with torch.device("meta"):
         return draft_threads(_draft_shell(config, draft, config.vocab_size)) or torch.get_num_threads()
+
+
+def _begin_round(memory: DraftMemory, batch: int, bench: Bench) -> RoundMemory | TileRound:
+    """What a round costs beside its passes: as many positions absorbed as it has passes, and its own memory."""
+    draft, layers = memory.draft.draft, memory.draft.config.num_hidden_layers
+    slots, base = list(range(batch)), draft.sink + draft.window
+    slots_R = torch.arange(batch, device=bench.device).repeat_interleave(_DEPTH)
+    positions_R = torch.arange(base - _DEPTH, base, device=bench.device).repeat(batch)
+    taps_RND = torch.zeros(
+        batch * _DEPTH, layers, memory.draft.config.hidden_size, dtype=bench.dtype, device=bench.device
+    )
+    memory.absorb(slots_R, positions_R, torch.full_like(positions_R, base), taps_RND)
+    return memory.round(slots, [base] * batch, _DEPTH)
+
+
+def _drawing(logits_BV: Tensor, bench: Bench) -> Callable[[], None]:
+    """Drawing a token for each row by one kernel, over and over from what the last time has left there."""
+    rows, tokens_B = _sampling_rows(len(logits_BV), bench), torch.zeros(len(logits_BV), dtype=torch.int64)
+    probs_BV, uniforms_B = torch.empty_like(logits_BV, dtype=torch.bfloat16), torch.rand(len(logits_BV)).double()
+    return lambda: draw(logits_BV, rows.temperature_B, uniforms_B, tokens_B, probs_BV)
 
 
 def _draft(vocabulary: int, batch: int, k: int, logits_BV: Tensor, bench: Bench) -> Drafted:

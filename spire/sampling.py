@@ -97,6 +97,11 @@ class SamplingRows:
         """Whether some temperature is so low that logits divided by it might be infinite."""
         return bool(((self.temperature_B > 0) & (self.temperature_B < 1e-4)).any())
 
+    @cached_property
+    def of_softmax_alone(self) -> bool:
+        """Whether all rows draw from the whole softmax of their logits, or are greedy."""
+        return self.truncated is Share.NONE and self.invariant is Share.NONE and not self.nearly_greedy
+
     def select(self, index: Tensor) -> SamplingRows:
         """The rows at `index`."""
         return SamplingRows(*(getattr(self, field.name)[index] for field in fields(self)))

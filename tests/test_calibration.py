@@ -97,7 +97,8 @@ def test_sampling_is_counted_by_logits(vocabulary: int) -> None:
     """5,000 tokens are more than q carries whole."""
     cost = microbenchmarks.verify_sampling_cost(vocabulary, told(0.1, 0.4))
     assert (cost.at(vocabulary), cost.at(80 * vocabulary)) == pytest.approx((0.1, 0.4))
-    cost = microbenchmarks.draft_sampling_cost(vocabulary, told(0.4, 0.8))
+    config = CONFIG.model_copy(update={"vocab_size": vocabulary})
+    cost = microbenchmarks.draft_sampling_cost(config, told(0.4, 0.8))
     assert (cost.at(vocabulary), cost.at(16 * vocabulary)) == pytest.approx((0.1, 0.2))
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,9 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from spire.model.cache import TargetCache
-from spire.model.config import DraftConfig, ModelConfig
-from spire.model.draft import Draft, prune
-from spire.model.draft_memory import DraftMemory, RoundMemory, TileRound
+from spire.model.config import ModelConfig
 from spire.model.layers import Layer, Rope
 from spire.model.packing import pack
 from spire.model.target import Target
@@ -141,59 +137,3 @@ def test_shapes_that_tiles_do_not_fit_are_left_to_torch(changes: dict[str, objec
     target = pack(randomised(Target(config_of(**changes))))
     assert isinstance(target, Target)
     assert not isinstance(target.layers[0], TileLayer)
-
-
-# --- a draft's pass ---------------------------------------------------------------------------------------------------
-
-
-def served_draft(**changes: object) -> Draft:
-    """The last two layers of a target, as they are served."""
-    values = {"target_fingerprint": "", "tapped_layers": (1, 2), "window": 6, "sink": 1, **changes}
-    target = randomised(Target(config_of(4, 2)))
-    assert isinstance(target, Target)
-    draft = prune(target, DraftConfig.model_validate(values), (1, 2))
-    return pack(draft.bfloat16().requires_grad_(False))
-
-
-def memory_of(draft: Draft, contexts: Sequence[int]) -> DraftMemory:
-    """A slot for each, after so many positions of its own."""
-    memory = DraftMemory(draft, len(contexts))
-    for slot, context in enumerate(contexts):
-        taps_RND = torch.randn(context, 2, 128, generator=torch.Generator().manual_seed(context)).bfloat16()
-        memory.absorb(torch.full((context,), slot), torch.arange(context), torch.full((context,), context), taps_RND)
-    return memory
-
-
-def guessed(kind: type[RoundMemory], memory: DraftMemory, slots: list[int], bases: list[int]) -> Tensor:
-    """Logits [B, k, V] of a round that is fed the same tokens whoever guesses."""
-    round_ = kind(memory, torch.tensor(slots), torch.tensor(bases), 4)
-    fed = torch.tensor([7, 11, 13, 17])
-    return torch.stack([round_.next_logits(fed[step].expand(len(slots))) for step in range(4)], dim=1)
-
-
-@pytest.mark.parametrize("changes", [{}, {"feedback": False}, {"attends_self": False}, {"window": 64}, {"sink": 3}])
-@torch.inference_mode()
-def test_a_draft_s_pass_by_one_kernel_guesses_what_its_layers_do(changes: dict[str, object]) -> None:
-    draft, contexts = served_draft(**changes), [2, 30, 9]
-    memory = memory_of(draft, contexts)
-    assert isinstance(memory.round([0], [2], 4), TileRound)
-    found, expected = (guessed(kind, memory, [0, 1, 2], contexts) for kind in (TileRound, RoundMemory))
-    assert far_apart(found, expected) < ROUNDING
-
-
-@torch.inference_mode()
-def test_what_a_draft_guesses_for_a_sequence_does_not_depend_on_the_others() -> None:
-    draft, contexts = served_draft(), list(range(5, 45))
-    memory = memory_of(draft, contexts)
-    together = guessed(TileRound, memory, list(range(40)), contexts)
-    for slot in (0, 15, 16, 39):
-        assert torch.equal(guessed(TileRound, memory, [slot], [contexts[slot]])[0], together[slot])
-
-
-@torch.inference_mode()
-def test_a_draft_s_numbers_that_are_none_stay_with_their_sequence() -> None:
-    memory = memory_of(served_draft(), [9, 9])
-    memory.values_NXGSK[0, 1, :, 2, 5] = float("nan")
-    logits_BKV = guessed(TileRound, memory, [0, 1], [9, 9])
-    assert logits_BKV[0].isfinite().all()
-    assert not logits_BKV[1].isfinite().any()

@@ -73,7 +73,7 @@ static inline void finish(const float *sums, Kind kind, const uint16_t *summand,
   }
 }
 
-/* Of [R, D] with [E, D]. Called by all threads of a team, which part the outputs and wait for one another at the end. */
+/* Of [R, D] with [E, D], by all threads of a team, which wait for one another at the end. */
 static void product(const uint16_t *x, const uint16_t *weight, int R, int D, int E, Kind kind, const uint16_t *summand,
                     void *out) {
   float sums[32][32] __attribute__((aligned(64)));
@@ -90,8 +90,7 @@ static void product(const uint16_t *x, const uint16_t *weight, int R, int D, int
 #pragma omp barrier
 }
 
-/* Root mean square normalisation of each row. */
-static void normalise(const uint16_t *x, const uint16_t *weight, float eps, int R, int D, uint16_t *out) {
+void normalise(const uint16_t *x, const uint16_t *weight, float eps, int R, int D, uint16_t *out) {
 #pragma omp for schedule(static)
   for (int r = 0; r < R; r++) {
     const int64_t row = (int64_t)r * D;
@@ -124,18 +123,16 @@ static void rotate(uint16_t *x, const uint16_t *cosine, const uint16_t *sine, in
     }
 }
 
-/* The two halves of a layer, called by all threads of a team. */
-static void before_attention(const uint16_t *x, const uint16_t *norm, float eps, const uint16_t *weight, int R, int D,
-                             int E, const uint16_t *cosine, const uint16_t *sine, int heads, int K, uint16_t *normed,
-                             uint16_t *out) {
+void before_attention(const uint16_t *x, const uint16_t *norm, float eps, const uint16_t *weight, int R, int D, int E,
+                      const uint16_t *cosine, const uint16_t *sine, int heads, int K, uint16_t *normed, uint16_t *out) {
   normalise(x, norm, eps, R, D, normed);
   product(normed, weight, R, D, E, NARROW, NULL, out);
   rotate(out, cosine, sine, R, E, heads, K);
 }
 
-static void after_attention(const uint16_t *x, const uint16_t *attended, const uint16_t *output, const uint16_t *norm,
-                            float eps, const uint16_t *gate_up, const uint16_t *down, int R, int D, int E, int F,
-                            uint16_t *hidden, uint16_t *normed, uint16_t *inside, uint16_t *out) {
+void after_attention(const uint16_t *x, const uint16_t *attended, const uint16_t *output, const uint16_t *norm,
+                     float eps, const uint16_t *gate_up, const uint16_t *down, int R, int D, int E, int F,
+                     uint16_t *hidden, uint16_t *normed, uint16_t *inside, uint16_t *out) {
   product(attended, output, R, E, D, ADDED, x, hidden);
   normalise(hidden, norm, eps, R, D, normed);
   product(normed, gate_up, R, D, 2 * F, GATED, NULL, inside);
@@ -156,98 +153,13 @@ void behind_attention(const uint16_t *x, const uint16_t *attended, const uint16_
   after_attention(x, attended, output, norm, eps, gate_up, down, R, D, E, F, hidden, normed, inside, out);
 }
 
-void project(const uint16_t *x, const uint16_t *weight, int R, int D, int E, float *out, int threads) {
-#pragma omp parallel num_threads(threads)
+void wide_product(const uint16_t *x, const uint16_t *weight, int R, int D, int E, float *out) {
   product(x, weight, R, D, E, WIDE, NULL, out);
 }
 
-/* --- a pass of the draft ------------------------------------------------------------------------------------------ */
-
-/* One position's keys or values, a row of G heads, to its place in [G, S, K]. */
-static void remember(const uint16_t *row, uint16_t *memory, const DraftPass *pass) {
-  for (int g = 0; g < pass->G; g++)
-    memcpy(memory + ((int64_t)g * pass->S + pass->place) * pass->K, row + g * pass->K, sizeof(uint16_t) * pass->K);
-}
-
-/* What one query [K] finds in the seen ones of S keys and values. */
-static void attend_places(const uint16_t *query, const uint16_t *keys, const uint16_t *values, const uint8_t *seen,
-                          int S, int K, uint16_t *found) {
-  float weights[S], sums[K], largest = -INFINITY, total = 0;
-  for (int s = 0; s < S; s++) {
-    if (!seen[s]) continue;
-    __m512 products = _mm512_setzero_ps();
-    for (int k = 0; k < K; k += 16)
-      products = _mm512_fmadd_ps(load16(query + k), load16(keys + (int64_t)s * K + k), products);
-    weights[s] = _mm512_reduce_add_ps(products) / sqrtf((float)K);
-    if (!(weights[s] <= largest)) largest = weights[s];
-  }
-  memset(sums, 0, sizeof sums);
-  for (int s = 0; s < S; s++) {
-    if (!seen[s]) continue;
-    __m512 weight = exponential(_mm512_set1_ps(weights[s] - largest));
-    total += _mm512_cvtss_f32(weight);
-    for (int k = 0; k < K; k += 16)
-      _mm512_storeu_ps(sums + k,
-                       _mm512_fmadd_ps(weight, load16(values + (int64_t)s * K + k), _mm512_loadu_ps(sums + k)));
-  }
-  __m512 share = _mm512_set1_ps(1.0f / total);
-  for (int k = 0; k < K; k += 16) store16(found + k, _mm512_mul_ps(_mm512_loadu_ps(sums + k), share));
-}
-
-/* m = sum of w_l x^l over what entered the layers and left the last one (paper section 3.3). */
-static void mix(const uint16_t *passed, const float *weights, int N, int64_t numbers, uint16_t *out) {
-#pragma omp for schedule(static)
-  for (int64_t at = 0; at < numbers; at += 16) {
-    __m512 sum = _mm512_setzero_ps();
-    for (int l = 0; l <= N; l++)
-      sum = _mm512_fmadd_ps(_mm512_set1_ps(weights[l]), load16(passed + l * numbers + at), sum);
-    store16(out + at, sum);
-  }
-}
-
-void draft_pass(const DraftPass *pass, int threads) {
-  const int B = pass->B, N = pass->N, D = pass->D, H = pass->H, G = pass->G, K = pass->K, F = pass->F, S = pass->S;
-  const int64_t row = (H + 2 * G) * K, places = (int64_t)G * S * K;
-  uint16_t *passed = pass->scratch, *hidden = passed + (int64_t)B * D * (N + 1), *normed = hidden + B * D;
-  uint16_t *projected = normed + B * D, *attended = projected + B * row, *inside = attended + B * H * K;
+void project(const uint16_t *x, const uint16_t *weight, int R, int D, int E, float *out, int threads) {
 #pragma omp parallel num_threads(threads)
-  {
-#pragma omp for schedule(static)
-    for (int b = 0; b < B; b++)
-      memcpy(passed + b * D, pass->embedding + pass->tokens[b] * D, sizeof(uint16_t) * D);
-    for (int i = 0; i < N; i++) {
-      const DraftLayer *layer = &pass->layers[i];
-      const uint16_t *x = passed + (int64_t)i * B * D;
-      before_attention(x, layer->norm, pass->eps, layer->queries_keys_values, B, D, row, pass->cosine, pass->sine, H + G,
-                       K, normed, projected);
-#pragma omp for schedule(static)
-      for (int b = 0; b < B; b++) {
-        const uint16_t *own = projected + b * row;
-        uint16_t *keys = layer->keys + b * places, *values = layer->values + b * places;
-        remember(own + H * K, keys, pass);
-        remember(own + (H + G) * K, values, pass);
-        for (int h = 0; h < H; h++) {
-          int64_t head = (int64_t)(h / (H / G)) * S * K;
-          attend_places(own + h * K, keys + head, values + head, pass->seen + b * S, S, K, attended + (b * H + h) * K);
-        }
-      }
-      after_attention(x, attended, layer->output, layer->norm_inside, pass->eps, layer->gate_up, layer->down, B, D,
-                      H * K, F, hidden, normed, inside, passed + (int64_t)(i + 1) * B * D);
-    }
-    for (int i = 0; pass->feedback && i < N; i++) {
-      const DraftLayer *layer = &pass->layers[i];
-      mix(passed, pass->feedback + i * (N + 1), N, (int64_t)B * D, hidden);
-      before_attention(hidden, layer->norm, pass->eps, layer->queries_keys_values + (int64_t)H * K * D, B, D, 2 * G * K,
-                       pass->cosine, pass->sine, G, K, normed, projected);
-#pragma omp for schedule(static)
-      for (int b = 0; b < B; b++) {
-        remember(projected + b * 2 * G * K, layer->keys + b * places, pass);
-        remember(projected + (b * 2 + 1) * G * K, layer->values + b * places, pass);
-      }
-    }
-    normalise(passed + (int64_t)N * B * D, pass->norm, pass->eps, B, D, normed);
-    product(normed, pass->unembedding, B, D, pass->V, WIDE, NULL, pass->logits);
-  }
+  wide_product(x, weight, R, D, E, out);
 }
 WITHOUT_TILES
 #endif

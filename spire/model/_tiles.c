@@ -21,6 +21,7 @@ static int available(void) {
 
 typedef unsigned long long Address;
 #define AT(address) ((uint16_t *)(uintptr_t)(address))
+#define INTEGERS(address) ((const int64_t *)(uintptr_t)(address))
 
 static PyObject *py_attend(PyObject *self, PyObject *arguments) {
   Address queries, new_keys, new_values, keys, values, found, slots, bases;
@@ -38,7 +39,7 @@ static PyObject *py_attend(PyObject *self, PyObject *arguments) {
   }
   q->first = AT(queries), k->first = AT(new_keys), v->first = AT(new_values);
   work.keys = AT(keys), work.values = AT(values), work.found = AT(found);
-  work.slots = (const int64_t *)(uintptr_t)slots, work.bases = (const int64_t *)(uintptr_t)bases;
+  work.slots = INTEGERS(slots), work.bases = INTEGERS(bases);
   Py_BEGIN_ALLOW_THREADS;
   attend_all(&work, threads);
   Py_END_ALLOW_THREADS;
@@ -82,22 +83,56 @@ static PyObject *py_project(PyObject *self, PyObject *arguments) {
   Py_END_ALLOW_THREADS;
   Py_RETURN_NONE;
 }
-static PyObject *py_draft_pass(PyObject *self, PyObject *arguments) {
-  Address layers, embedding, norm, unembedding, feedback, tokens, cosine, sine, seen, scratch, logits;
+
+static PyObject *py_absorb(PyObject *self, PyObject *arguments) {
+  Address layers, taps, slots, places, cosine, sine, scratch;
   double eps;
-  DraftPass pass;
+  Absorbed work;
   int threads;
-  if (!PyArg_ParseTuple(arguments, "KKKKKKKKKKKdiiiiiiiiiii", &layers, &embedding, &norm, &unembedding, &feedback, &tokens,
-                        &cosine, &sine, &seen, &scratch, &logits, &eps, &pass.B, &pass.N, &pass.D, &pass.H, &pass.G,
-                        &pass.K, &pass.F, &pass.V, &pass.S, &pass.place, &threads))
+  if (!PyArg_ParseTuple(arguments, "KKKKKKKdiiiiiiii", &layers, &taps, &slots, &places, &cosine, &sine, &scratch, &eps,
+                        &work.R, &work.N, &work.D, &work.H, &work.G, &work.K, &work.S, &threads))
     return NULL;
-  pass.layers = (const DraftLayer *)(uintptr_t)layers, pass.feedback = (const float *)(uintptr_t)feedback;
-  pass.embedding = AT(embedding), pass.norm = AT(norm), pass.unembedding = AT(unembedding);
-  pass.tokens = (const int64_t *)(uintptr_t)tokens, pass.seen = (const uint8_t *)(uintptr_t)seen;
-  pass.cosine = AT(cosine), pass.sine = AT(sine), pass.scratch = AT(scratch);
-  pass.logits = (float *)(uintptr_t)logits, pass.eps = (float)eps;
+  work.layers = (const DraftLayer *)(uintptr_t)layers, work.taps = AT(taps), work.slots = INTEGERS(slots);
+  work.places = INTEGERS(places), work.cosine = AT(cosine), work.sine = AT(sine), work.scratch = AT(scratch);
+  work.eps = (float)eps;
   Py_BEGIN_ALLOW_THREADS;
-  draft_pass(&pass, threads);
+  absorb(&work, threads);
+  Py_END_ALLOW_THREADS;
+  Py_RETURN_NONE;
+}
+
+static PyObject *py_draft_pass(PyObject *self, PyObject *arguments) {
+  Address layers, embedding, norm, unembedding, feedback, positions, slots, bases, cosine, sine, own, scratch, logits;
+  Address tokens;
+  double eps;
+  DraftRound round;
+  int pass, threads;
+  if (!PyArg_ParseTuple(arguments, "(KKKKKKKKKKKKKdiiiiiiiiiiiii)iKi", &layers, &embedding, &norm, &unembedding,
+                        &feedback, &positions, &slots, &bases, &cosine, &sine, &own, &scratch, &logits, &eps, &round.B,
+                        &round.k, &round.N, &round.D, &round.H, &round.G, &round.K, &round.F, &round.V, &round.S,
+                        &round.window, &round.sink, &round.attends_self, &pass, &tokens, &threads))
+    return NULL;
+  round.layers = (const DraftLayer *)(uintptr_t)layers, round.feedback = (const float *)(uintptr_t)feedback;
+  round.embedding = AT(embedding), round.norm = AT(norm), round.unembedding = AT(unembedding);
+  round.positions = INTEGERS(positions), round.slots = INTEGERS(slots), round.bases = INTEGERS(bases);
+  round.cosine = AT(cosine), round.sine = AT(sine), round.own = AT(own), round.scratch = AT(scratch);
+  round.logits = (float *)(uintptr_t)logits, round.eps = (float)eps;
+  Py_BEGIN_ALLOW_THREADS;
+  draft_pass(&round, pass, INTEGERS(tokens), threads);
+  Py_END_ALLOW_THREADS;
+  Py_RETURN_NONE;
+}
+
+static PyObject *py_draw(PyObject *self, PyObject *arguments) {
+  Address logits, temperatures, uniforms, tokens, q;
+  long long q_row;
+  int B, V, threads;
+  if (!PyArg_ParseTuple(arguments, "KKKKKLiii", &logits, &temperatures, &uniforms, &tokens, &q, &q_row, &B, &V,
+                        &threads))
+    return NULL;
+  Py_BEGIN_ALLOW_THREADS;
+  draw((float *)(uintptr_t)logits, (const float *)(uintptr_t)temperatures, (const double *)(uintptr_t)uniforms, B, V,
+       (int64_t *)(uintptr_t)tokens, AT(q), q_row, threads);
   Py_END_ALLOW_THREADS;
   Py_RETURN_NONE;
 }
@@ -112,7 +147,9 @@ static PyObject *none(PyObject *self, PyObject *arguments) {
 #define py_project_normed none
 #define py_behind_attention none
 #define py_project none
+#define py_absorb none
 #define py_draft_pass none
+#define py_draw none
 #endif
 
 static PyObject *py_available(PyObject *self, PyObject *none) { return PyBool_FromLong(available()); }
@@ -122,7 +159,9 @@ static PyMethodDef METHODS[] = {
     {"project_normed", py_project_normed, METH_VARARGS, "A layer up to its attention: see spire.model.tile_layer."},
     {"behind_attention", py_behind_attention, METH_VARARGS, "A layer behind it: see spire.model.tile_layer."},
     {"project", py_project, METH_VARARGS, "One product: see spire.model.tile_layer."},
-    {"draft_pass", py_draft_pass, METH_VARARGS, "A pass of a SPIRe draft: see spire.model.draft_memory."},
+    {"absorb", py_absorb, METH_VARARGS, "What a SPIRe draft remembers of its target: see spire.model.tile_draft."},
+    {"draft_pass", py_draft_pass, METH_VARARGS, "A pass of a SPIRe draft: see spire.model.tile_draft."},
+    {"draw", py_draw, METH_VARARGS, "Tokens and what they were drawn from: see spire.model.tile_draft."},
     {"available", py_available, METH_NOARGS, "Whether this processor has tiles, and the kernel lets us use them."},
     {NULL, NULL, 0, NULL},
 };

@@ -82,27 +82,51 @@ void behind_attention(const uint16_t *x, const uint16_t *attended, const uint16_
                       uint16_t *hidden, uint16_t *normed, uint16_t *inside, uint16_t *out, int threads);
 void project(const uint16_t *x, const uint16_t *weight, int R, int D, int E, float *out, int threads);
 
-/* One pass of a SPIRe draft over its memory: `_tile_layer.c`.
+/* The same, and root mean square normalisation of each row, called by all threads of a team. */
+void before_attention(const uint16_t *x, const uint16_t *norm, float eps, const uint16_t *weight, int R, int D, int E,
+                      const uint16_t *cosine, const uint16_t *sine, int heads, int K, uint16_t *normed, uint16_t *out);
+void after_attention(const uint16_t *x, const uint16_t *attended, const uint16_t *output, const uint16_t *norm,
+                     float eps, const uint16_t *gate_up, const uint16_t *down, int R, int D, int E, int F,
+                     uint16_t *hidden, uint16_t *normed, uint16_t *inside, uint16_t *out);
+void wide_product(const uint16_t *x, const uint16_t *weight, int R, int D, int E, float *out);
+void normalise(const uint16_t *x, const uint16_t *weight, float eps, int R, int D, uint16_t *out);
 
-   B sequences, N layers, D width, H query heads, G key/value heads, K head width, F inner width, V vocabulary, S places
-   of memory, in the order of the text but for the ring. */
+/* A SPIRe draft, its memory, and what it draws: `_tile_draft.c`.
+
+   B sequences, k passes, N layers, D width, H query heads, G key/value heads, K head width, F inner width, V vocabulary,
+   S places of a slot. */
 typedef struct {
   const uint16_t *norm, *queries_keys_values, *output, *norm_inside, *gate_up, *down;
-  uint16_t *keys, *values; /* [B, G, S, K] */
+  uint16_t *keys, *values; /* [slots, G, S, K] */
 } DraftLayer;
 
 typedef struct {
-  const DraftLayer *layers;                          /* [N] */
-  const uint16_t *embedding, *norm, *unembedding;    /* [V, D]; [D]; as tiles */
-  const float *feedback;                             /* [N, N + 1]; NULL where the pass is the last one, or has none */
-  const int64_t *tokens;                             /* [B] */
-  const uint16_t *cosine, *sine;                     /* [B, K] */
-  const uint8_t *seen;                               /* [B, S]: whether a place is attended */
-  uint16_t *scratch;                                 /* B * (D * (N + 3) + K * (2 * H + 2 * G) + F) */
-  float *logits;                                     /* [B, V] */
-  int B, N, D, H, G, K, F, V, S, place;              /* place: where this pass is remembered */
+  const DraftLayer *layers;                       /* [N] */
+  const uint16_t *embedding, *norm, *unembedding; /* [V, D]; [D]; as tiles */
+  const float *feedback;                          /* [N, N + 1]; NULL where a layer remembers its own input */
+  const int64_t *positions;                       /* [slots, S]: of the text, -1 in empty places */
+  const int64_t *slots, *bases;                   /* [B] */
+  const uint16_t *cosine, *sine;                  /* [k, B, K] */
+  uint16_t *own, *scratch;                        /* [N, 2, B, G, k, K]; B * (D * (N + 3) + K * (2 * H + 2 * G) + F) */
+  float *logits;                                  /* [B, V] */
+  int B, k, N, D, H, G, K, F, V, S, window, sink, attends_self;
   float eps;
-} DraftPass;
-void draft_pass(const DraftPass *pass, int threads);
+} DraftRound;
+void draft_pass(const DraftRound *round, int pass, const int64_t *tokens, int threads);
+
+typedef struct {
+  const DraftLayer *layers;       /* [N] */
+  const uint16_t *taps;           /* [R, N, D] */
+  const int64_t *slots, *places;  /* [R] */
+  const uint16_t *cosine, *sine;  /* [R, K] */
+  uint16_t *scratch;              /* R * 2 * (D + G * K) */
+  int R, N, D, H, G, K, S;
+  float eps;
+} Absorbed;
+void absorb(const Absorbed *absorbed, int threads);
+
+/* logits become e^((x - largest) / temperature); q what they are of their sum, or nothing in greedy rows; [B, V]. */
+void draw(float *logits, const float *temperatures, const double *uniforms, int B, int V, int64_t *tokens, uint16_t *q,
+          long long q_row, int threads);
 
 #endif

@@ -17,6 +17,14 @@ def behind_attention(*work: float) -> None:
 def project(*work: int) -> None:
     """Addresses of x, weight and the result in fp32; R, D, E; threads."""
 
-def draft_pass(*work: float) -> None:
-    """Addresses of layers, embedding, norm, unembedding, feedback's weights, tokens, cosines, sines, places that are
-    seen, scratch and logits; eps; B, N, D, H, G, K, F, V, S, place; threads."""
+def absorb(*work: float) -> None:
+    """Addresses of layers, taps, slots, places, cosines, sines and scratch; eps; R, N, D, H, G, K, S; threads."""
+
+def draft_pass(round: tuple[float, ...], number: int, tokens: int, threads: int) -> None:
+    """Of the round addresses of layers, embedding, norm, unembedding, feedback's weights, positions, slots, bases,
+    cosines, sines, its own keys and values, scratch and logits; eps; B, k, N, D, H, G, K, F, V, S, window, sink, and
+    whether a position attends itself. Then which pass it is, the address of its tokens, and threads."""
+
+def draw(*work: int) -> None:
+    """Addresses of logits, which are overwritten, temperatures, uniform numbers, tokens and q; the stride of q's rows;
+    B, V; threads."""

@@ -8,15 +8,14 @@ and no rollback exists.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from spire.model.draft import Draft, visible
 from spire.model.layers import additive, attend
-from spire.model.tile_layer import TileLayer, TileProduct
-from spire.model.tiles import kernels
+from spire.model.tile_draft import TileDraft, TileRound
+from spire.model.tile_layer import TileLayer
 
 
 class DraftMemory:
@@ -31,6 +30,9 @@ class DraftMemory:
         self.keys_NXGSK = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
         self.values_NXGSK = torch.zeros_like(self.keys_NXGSK)
         self.positions_XS = torch.full((slots, places), -1, dtype=torch.int64, device=weight.device)
+        self._tiles: TileDraft | None = None
+        if isinstance(draft.layers[0], TileLayer):
+            self._tiles = TileDraft(draft, self.keys_NXGSK, self.values_NXGSK, self.positions_XS)
 
     def bytes_per_sequence(self) -> int:
         """Bytes of one slot: a constant of the configuration."""
@@ -47,18 +49,24 @@ class DraftMemory:
         """
         sink, window = self.draft.draft.sink, self.draft.draft.window
         keep_R = (positions_R < sink) | (positions_R >= ends_R - window)
-        slots_R, positions_R, taps_RND = slots_R[keep_R], positions_R[keep_R], taps_RND[keep_R]
+        if not keep_R.all():
+            slots_R, positions_R, taps_RND = slots_R[keep_R], positions_R[keep_R], taps_RND[keep_R]
         places_R = torch.where(positions_R < sink, positions_R, sink + (positions_R - sink) % window)
         self.positions_XS[slots_R, places_R] = positions_R
+        if self._tiles:
+            self._tiles.absorb(slots_R, places_R, positions_R, taps_RND)
+            return
         for layer, (keys, values) in enumerate(self.draft.remembered(taps_RND[None], positions_R[None])):
             self.keys_NXGSK[layer][slots_R, :, places_R] = keys[0].transpose(0, 1)
             self.values_NXGSK[layer][slots_R, :, places_R] = values[0].transpose(0, 1)
 
-    def round(self, slots: Sequence[int], bases: Sequence[int], k: int) -> RoundMemory:
-        """The working copy for a round of k passes over these slots, the newest tokens standing at `bases`."""
+    def round(self, slots: Sequence[int], bases: Sequence[int], k: int) -> RoundMemory | TileRound:
+        """A round of k passes over these slots, the newest tokens standing at `bases`."""
         device = self.positions_XS.device
-        kind = TileRound if isinstance(self.draft.layers[0], TileLayer) else RoundMemory
-        return kind(self, torch.tensor(slots, device=device), torch.tensor(bases, device=device), k)
+        slots_B, base_B = torch.tensor(slots, device=device), torch.tensor(bases, device=device)
+        if self._tiles:
+            return TileRound(self._tiles, slots_B, base_B, k)
+        return RoundMemory(self, slots_B, base_B, k)
 
 
 class RoundMemory:
@@ -93,41 +101,6 @@ class RoundMemory:
         place = self.places + self.passes
         self.keys[layer].narrow(2, place, 1).copy_(keys_BGTK)
         self.values[layer].narrow(2, place, 1).copy_(values_BGTK)
-
-
-class TileRound(RoundMemory):
-    """The same round, each pass by one kernel: a draft is so small that its passes are mostly dispatch to torch."""
-
-    def __init__(self, memory: DraftMemory, slots_B: Tensor, base_B: Tensor, k: int):
-        super().__init__(memory, slots_B, base_B, k)
-        draft, config = memory.draft, memory.draft.config
-        B, N, layers = len(slots_B), config.num_hidden_layers, cast(Sequence[TileLayer], draft.layers)
-        H, G, K = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        D, F = config.hidden_size, config.intermediate_size
-        self._seen_KBS = (self.masks_B1KS[:, 0] == 0).transpose(0, 1).contiguous()
-        self._rope_K1BK = draft.rope(self.positions_BK.T.contiguous(), torch.bfloat16)
-        pairs = zip(layers, self.keys, self.values, strict=True)
-        table = [[*layer.addresses, keys.data_ptr(), values.data_ptr()] for layer, keys, values in pairs]
-        self._layers = torch.tensor(table, dtype=torch.int64)
-        self._feedback = draft.memory_weights.softmax(dim=-1).float() if draft.draft.feedback else None
-        self._scratch = torch.empty(B * (D * (N + 3) + K * (2 * H + 2 * G) + F), dtype=torch.bfloat16)
-        self._unembedding = draft.packed(TileProduct, "lm_head").weight
-        self._shape = (B, N, D, H, G, K, F, config.vocab_size, self.places + k)
-
-    def next_logits(self, tokens_B: Tensor) -> Tensor:
-        self.passes += 1
-        draft, given = self.draft, tokens_B.contiguous()
-        logits_BV = torch.empty(len(tokens_B), draft.config.vocab_size)
-        feedback = self._feedback if self.passes_follow else None
-        rotation = (part[self.passes] for part in self._rope_K1BK)
-        weights = (self._layers, draft.embed_tokens.weight, draft.norm.weight, self._unembedding)
-        addresses = [x.data_ptr() for x in weights]
-        addresses += [0 if feedback is None else feedback.data_ptr()]
-        given_to = (given, *rotation, self._seen_KBS[self.passes], self._scratch, logits_BV)
-        addresses += [x.data_ptr() for x in given_to]
-        place = self.places + self.passes
-        kernels.draft_pass(*addresses, draft.config.rms_norm_eps, *self._shape, place, torch.get_num_threads())
-        return logits_BV
 
 
 def _with_scratch(pool_NXGSK: Tensor, slots_B: Tensor, k: int) -> tuple[Tensor, ...]:

@@ -1,0 +1,95 @@
+"""A SPIRe draft by matrix tiles: its memory, its passes, and what it draws, each by a kernel of `_tile_draft.c`.
+
+A draft is so small that its passes are mostly dispatch where torch computes them. Keys and values of a round's own
+positions lie beside the memory's, which is read where it is.
+
+Shapes: B sequences, k passes, R verified positions, N layers, S places of a slot, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from spire.model.draft import Draft
+from spire.model.tile_layer import TileLayer, TileProduct
+from spire.model.tiles import kernels
+
+
+class TileDraft:
+    """A packed draft and the memory of its slots, by address: both must outlive it."""
+
+    def __init__(self, draft: Draft, keys_NXGSK: Tensor, values_NXGSK: Tensor, positions_XS: Tensor):
+        self.draft, self.positions_XS = draft, positions_XS
+        layers = cast(Sequence[TileLayer], draft.layers)
+        memories = zip(layers, keys_NXGSK, values_NXGSK, strict=True)
+        table = [[*layer.addresses, keys.data_ptr(), values.data_ptr()] for layer, keys, values in memories]
+        self.layers = torch.tensor(table, dtype=torch.int64)
+        self.feedback = draft.memory_weights.softmax(dim=-1).float() if draft.draft.feedback else None
+        self.unembedding = draft.packed(TileProduct, "lm_head").weight
+
+    def absorb(self, slots_R: Tensor, places_R: Tensor, positions_R: Tensor, taps_RND: Tensor) -> None:
+        """Project the target's activations of verified positions and store them at places of slots."""
+        draft, config = self.draft, self.draft.config
+        R, N, D = taps_RND.shape
+        G, K = config.num_key_value_heads, config.head_dim
+        rope = draft.rope(positions_R[None], torch.bfloat16)
+        scratch = torch.empty(R * 2 * (D + G * K), dtype=torch.bfloat16)
+        tensors = (self.layers, taps_RND.contiguous(), slots_R.contiguous(), places_R.contiguous(), *rope, scratch)
+        shape = (R, N, D, config.num_attention_heads, G, K, self.positions_XS.shape[1])
+        kernels.absorb(*_addresses(tensors), config.rms_norm_eps, *shape, torch.get_num_threads())
+
+
+class TileRound:
+    """A round of k passes over these slots, the newest tokens standing at `base`."""
+
+    def __init__(self, tiles: TileDraft, slots_B: Tensor, base_B: Tensor, k: int):
+        draft, config, spire = tiles.draft, tiles.draft.config, tiles.draft.draft
+        B, N, S = len(slots_B), config.num_hidden_layers, tiles.positions_XS.shape[1]
+        H, G, K = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        D, F = config.hidden_size, config.intermediate_size
+        self._k, self._passes = k, 0
+        positions_KB = base_B + torch.arange(k)[:, None]
+        rope_K1BK = draft.rope(positions_KB, torch.bfloat16)
+        own = torch.empty(N * 2 * B * G * k * K, dtype=torch.bfloat16)
+        scratch = torch.empty(B * (D * (N + 3) + K * (2 * H + 2 * G) + F), dtype=torch.bfloat16)
+        self._logits_BV = torch.empty(B, config.vocab_size)
+        weights = (tiles.layers, draft.embed_tokens.weight, draft.norm.weight, tiles.unembedding, tiles.feedback)
+        place = (tiles.positions_XS, slots_B.contiguous(), base_B.contiguous(), *rope_K1BK)
+        # Kept for as long as their addresses are used.
+        self._tensors = (*weights, *place, own, scratch, self._logits_BV)
+        shape = (B, k, N, D, H, G, K, F, config.vocab_size, S, spire.window, spire.sink, spire.attends_self)
+        self._round = (*_addresses(self._tensors), config.rms_norm_eps, *shape)
+
+    def next_logits(self, tokens_B: Tensor) -> Tensor:
+        """Feed the next position of every sequence: logits [B, V] of the one after it, good until the next pass."""
+        given = tokens_B.contiguous()
+        kernels.draft_pass(self._round, self._passes, given.data_ptr(), torch.get_num_threads())
+        self._passes += 1
+        return self._logits_BV
+
+    def drawn(self, newest_B: Tensor, temperature_B: Tensor, uniforms_BK: Tensor) -> tuple[Tensor, Tensor]:
+        """All passes: tokens [B, k], and in bfloat16 the softmax [B, k, V] that each was drawn from.
+
+        A greedy row has the likeliest tokens, and none of its distributions is written.
+        """
+        uniforms_KB, tokens_KB = uniforms_BK.T.contiguous(), newest_B.new_empty(self._k, len(newest_B))
+        probs_BKV = torch.empty(len(newest_B), self._k, self._logits_BV.shape[1], dtype=torch.bfloat16)
+        tokens_B = newest_B
+        for step in range(self._k):
+            draw(self.next_logits(tokens_B), temperature_B, uniforms_KB[step], tokens_KB[step], probs_BKV[:, step])
+            tokens_B = tokens_KB[step]
+        return tokens_KB.T, probs_BKV
+
+
+def draw(logits_BV: Tensor, temperature_B: Tensor, uniforms_B: Tensor, tokens_B: Tensor, probs_BV: Tensor) -> None:
+    """Write tokens, and in rows that are not greedy what they were drawn from. The logits are used up."""
+    tensors = (logits_BV, temperature_B, uniforms_B, tokens_B, probs_BV)
+    kernels.draw(*_addresses(tensors), probs_BV.stride(0), *logits_BV.shape, torch.get_num_threads())
+
+
+def _addresses(tensors: Sequence[Tensor | None]) -> list[int]:
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
