@@ -34,11 +34,12 @@ static inline void store16(uint16_t *to, __m512 x) {
   _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(x));
 }
 
-/* e^x to 3e-7: 1 at 0, and 0 below -87, so that what is hidden changes no bit of a sum. NaN stays NaN. */
+/* e^x to 3e-7 and the rounding of x: 1 at 0, and 0 below -87, so that what is hidden changes no bit of a sum. NaN
+   stays NaN. The polynomial is that of 2^x from 0 to 1. */
 static inline __m512 exponential(__m512 x) {
   __mmask16 counts = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
   __m512 y = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
-  __m512 whole = _mm512_roundscale_ps(y, 0x08), part = _mm512_sub_ps(y, whole);
+  __m512 whole = _mm512_roundscale_ps(y, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC), part = _mm512_sub_ps(y, whole);
   __m512 p = _mm512_set1_ps(1.8775767e-3f);
   p = _mm512_fmadd_ps(p, part, _mm512_set1_ps(8.9893397e-3f));
   p = _mm512_fmadd_ps(p, part, _mm512_set1_ps(5.5826318e-2f));
