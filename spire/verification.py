@@ -15,13 +15,14 @@ What it does not know: where p and q came from.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from spire.model.tiles import widen, widens
 from spire.randomness import Purpose
 from spire.sampling import Rule, SamplingRows, Share, draw, pick, sample
 
@@ -42,11 +43,26 @@ class SparseDistribution:
 
     ids_BKM: Tensor | None
     probs_BKM: Tensor
+    # Of each row, if that is known.
+    sums_BK: Tensor | None = None
+    leasts_BK: Tensor | None = None
+
+    @classmethod
+    def whole(cls, probs_KV: Sequence[Tensor], device: torch.device) -> SparseDistribution:
+        """Over the whole vocabulary, of B tensors alike, in float32."""
+        if device.type == "cpu" and all(map(widens, probs_KV)):
+            return cls(None, *widen(probs_KV))
+        return cls(None, torch.stack(list(probs_KV)).to(device).float())
 
     @cached_property
     def sum_BK(self) -> Tensor:
         """What each row sums to."""
-        return self.probs_BKM.sum(dim=-1)
+        return self.probs_BKM.sum(dim=-1) if self.sums_BK is None else self.sums_BK
+
+    @property
+    def least_BK(self) -> Tensor:
+        """The smallest number of each row."""
+        return self.probs_BKM.amin(dim=-1) if self.leasts_BK is None else self.leasts_BK
 
     @cached_property
     def normal_BKM(self) -> Tensor:
@@ -205,7 +221,7 @@ def _one_hot_where_greedy(q: SparseDistribution, draft_BK: Tensor, greedy_B: Ten
     greedy_B11 = greedy_B[:, None, None]
     if q.ids_BKM is None:
         one_hot_BKM = torch.zeros_like(q.probs_BKM).scatter_(-1, draft_BK[..., None], 1.0)
-        return replace(q, probs_BKM=torch.where(greedy_B11, one_hot_BKM, q.probs_BKM))
+        return SparseDistribution(None, torch.where(greedy_B11, one_hot_BKM, q.probs_BKM))
     first_M = torch.arange(q.ids_BKM.shape[-1], device=draft_BK.device) == 0
     ids_BKM = torch.where(greedy_B11, draft_BK[..., None], q.ids_BKM)
     return SparseDistribution(ids_BKM, torch.where(greedy_B11, first_M.to(q.probs_BKM.dtype), q.probs_BKM))
@@ -243,7 +259,7 @@ def check_q(q: SparseDistribution, draft_BK: Tensor, counts_B: Tensor, widths_B:
     real_BK = torch.arange(K, device=draft_BK.device) < counts_B[:, None]
     ids_fit_B, ids_differ_B, real = _check_ids(q, real_BK, widths_B, vocab_size)
     # A sum is finite only if every term is, and no term is negative if the least one is not.
-    positive_BK, sum_BK, possible_BK = real.probs_BKM.amin(dim=-1) >= 0, real.sum_BK, real.of(draft_BK) > 0
+    positive_BK, sum_BK, possible_BK = real.least_BK >= 0, real.sum_BK, real.of(draft_BK) > 0
     normalised_BK = (sum_BK - 1).abs() <= Q_SUM_TOLERANCE
     sound_B = (positive_BK & normalised_BK & possible_BK | ~real_BK).all(dim=1) & ids_fit_B & ids_differ_B
     if sound_B.all():

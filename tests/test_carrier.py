@@ -8,7 +8,6 @@ import sys
 import tempfile
 from collections import deque
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spire.errors import InvalidRequest
-from spire.rpc import carrier
 from spire.rpc.carrier import OverwritingRing, OverwritingRingReader, Ring, RingReader
 from spire.rpc.tensors import to_wire, without_data
 from spire.v1 import verifier_pb2 as pb
@@ -177,26 +175,25 @@ def test_an_overwriting_ring_gives_what_was_put_or_says_that_it_is_gone(steps: l
             put.append((rows, place))
             rows, place = put[-1 - back % len(put)]
             if place.length:
-                found = reader.copy(without_data(rows), place)
+                found = reader.view(without_data(rows), place)
                 newest = max(later.position + later.length for _, later in put)
                 assert (found is None) == (place.position < newest - PAGE)
                 assert found is None or torch.equal(found, rows)
 
 
-def test_what_is_written_over_while_it_is_read_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_written_over_while_it_was_read_is_gone(tmp_path: Path) -> None:
     reader = OverwritingRingReader(tmp_path, PAGE)
     ring = OverwritingRing(tmp_path, reader.offer)
     rows = rows_of(5, 0)
     place = ring.put(rows)
-    view = carrier._view
-
-    def slowly(*args: Any, **kwargs: Any) -> memoryview:
-        for seed in range(4):
-            ring.put(rows_of(5, seed))
-        return view(*args, **kwargs)
-
-    monkeypatch.setattr(carrier, "_view", slowly)
-    assert reader.copy(without_data(rows), place) is None
+    found = reader.view(without_data(rows), place)
+    assert found is not None
+    assert torch.equal(found, rows)
+    assert reader.holds(place)
+    for seed in range(4):
+        ring.put(rows_of(5, seed))
+    assert not reader.holds(place)
+    assert reader.view(without_data(rows), place) is None
 
 
 def test_a_place_in_another_overwriting_ring_is_none_in_this_one(tmp_path: Path) -> None:
@@ -204,11 +201,11 @@ def test_a_place_in_another_overwriting_ring_is_none_in_this_one(tmp_path: Path)
     rings = [OverwritingRing(tmp_path, reader.offer) for reader in readers]
     rows = rows_of(5, 0)
     places = [ring.put(rows) for ring in rings]
-    assert readers[0].copy(without_data(rows), places[0]) is not None
-    assert readers[0].copy(without_data(rows), places[1]) is None
-    assert readers[1].copy(without_data(rows), places[0]) is None
+    assert readers[0].view(without_data(rows), places[0]) is not None
+    assert readers[0].view(without_data(rows), places[1]) is None
+    assert readers[1].view(without_data(rows), places[0]) is None
     nowhere = pb.RingSlice(position=places[0].position + 64 * 1024, length=rows.nbytes)
-    assert readers[0].copy(without_data(rows), nowhere) is None, "nothing was written there yet"
+    assert readers[0].view(without_data(rows), nowhere) is None, "nothing was written there yet"
 
 
 def test_a_place_around_the_end_of_an_overwriting_ring_is_refused(tmp_path: Path) -> None:
@@ -217,7 +214,7 @@ def test_a_place_around_the_end_of_an_overwriting_ring_is_refused(tmp_path: Path
     last = [ring.put(rows_of(5, seed)) for seed in range(5)][-1]
     around = pb.RingSlice(position=last.position - 192, length=384)
     with pytest.raises(InvalidRequest, match="do not lie in a ring"):
-        reader.copy(without_data(rows_of(2, 0)), around)
+        reader.view(without_data(rows_of(2, 0)), around)
 
 
 @pytest.mark.parametrize("way", ["inline", "shared_memory"])

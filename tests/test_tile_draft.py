@@ -18,6 +18,7 @@ from spire.model.packing import pack
 from spire.model.target import Target
 from spire.model.tile_draft import TileRound, draw
 from spire.model.tiles import available
+from spire.verification import Q_PROBLEMS, SparseDistribution, check_q
 from tests.test_tile_layer import ROUNDING, config_of, far_apart, randomised
 
 pytestmark = pytest.mark.skipif(not available(), reason="no compiler at installation, or no tiles")
@@ -178,3 +179,29 @@ def test_a_whole_round_draws_what_its_passes_do() -> None:
         fed_B, probs_BV = drawn(step_by_step.next_logits(fed_B), torch.ones(2), uniforms_BK[:, step].contiguous())
         assert torch.equal(fed_B, tokens_BK[:, step])
         assert torch.equal(probs_BV, probs_BKV[:, step])
+
+
+# --- what is read -----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(B=st.integers(1, 9), K=st.integers(1, 5), V=st.sampled_from([16, 48, 4096]))
+def test_q_is_widened_with_its_sums_and_least_numbers(B: int, K: int, V: int) -> None:
+    rows_KV = [torch.randn(K, V).bfloat16() for _ in range(B)]
+    q = SparseDistribution.whole(rows_KV, torch.device("cpu"))
+    assert torch.equal(q.probs_BKM, torch.stack(rows_KV).float())
+    torch.testing.assert_close(q.sum_BK, q.probs_BKM.sum(dim=-1), rtol=1e-5, atol=1e-4)
+    assert torch.equal(q.least_BK, q.probs_BKM.amin(dim=-1))
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"), [(float("nan"), "not finite"), (float("inf"), "not finite"), (-0.25, "negative")]
+)
+def test_a_wrong_number_of_a_widened_q_is_found_in_its_row_only(value: float, problem: str) -> None:
+    rows_KV = [torch.full((2, 16), 1 / 16).bfloat16() for _ in range(3)]
+    rows_KV[1][1, 5] = value
+    q = SparseDistribution.whole(rows_KV, torch.device("cpu"))
+    draft_BK, counts_B, widths_B = torch.zeros(3, 2, dtype=torch.int64), torch.full((3,), 2), torch.full((3,), 16)
+    found = [Q_PROBLEMS[number] for number in check_q(q, draft_BK, counts_B, widths_B, 16).tolist()]
+    assert problem in found[1]
+    assert (found[0], found[2]) == ("", "")

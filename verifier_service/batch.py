@@ -6,7 +6,7 @@ Shapes: B sequences, K draft tokens at most, T = K + 1 (the newest token and the
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -32,7 +32,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Block:
-    """One item that passed its checks: draft tokens after a sequence's newest one, and what they were drawn from."""
+    """One item that passed its checks: draft tokens after a sequence's newest one, and what they were drawn from.
+
+    q may lie in a ring, where it can be overwritten until it has been read: at `places` of it.
+    """
 
     sequence: Sequence
     base: int
@@ -42,6 +45,17 @@ class Block:
     q_ids_KM: Tensor | None
     q_probs_KM: Tensor | None
     quiet: bool = False
+    ring: OverwritingRingReader | None = None
+    places: tuple[pb.RingSlice, ...] = ()
+
+    @property
+    def has_its_q(self) -> bool:
+        """Whether what was read of q is what was drawn from."""
+        return all(self.ring is not None and self.ring.holds(place) for place in self.places)
+
+    def without_tokens(self) -> Block:
+        """The empty block that stands for one whose q is gone."""
+        return replace(self, tokens=[], q_ids_KM=None, q_probs_KM=None, places=())
 
     @property
     def k(self) -> int:
@@ -88,7 +102,8 @@ def read_block(
     q = _read_q(item, k, limits.vocab_size, q_ring)
     if q is None:
         return Block(sequence, base, item.round, [], None, None, item.quiet)
-    return Block(sequence, base, item.round, item.draft_tokens, *q, item.quiet)
+    places = tuple(place for place in (item.q.ids_slice, item.q.probabilities_slice) if place.length)
+    return Block(sequence, base, item.round, item.draft_tokens, *q, item.quiet, q_ring, places)
 
 
 def _read_q(
@@ -126,7 +141,7 @@ def _read_tensor(
 ) -> Tensor | None:
     if not place.length:
         return from_wire(message, dtype)
-    return ring.copy(message, place, dtype) if ring else None
+    return ring.view(message, place, dtype) if ring else None
 
 
 def pad(blocks: Rows[Block], device: torch.device) -> RaggedBatch:
@@ -156,7 +171,7 @@ def _pad_q(blocks: Rows[Block], K: int, device: torch.device) -> SparseDistribut
     M = max(probs_KM.shape[1] for probs_KM in carried)
     dense = all(block.q_ids_KM is None for block in blocks)
     if dense and len(carried) == len(blocks) and len({(probs_KM.shape, probs_KM.dtype) for probs_KM in carried}) == 1:
-        return SparseDistribution(None, torch.stack(carried).to(device).float())  # nothing to pad
+        return SparseDistribution.whole(carried, device)  # nothing to pad
     probs_BKM = torch.zeros(len(blocks), K, M)
     ids_BKM = None if dense else torch.zeros(len(blocks), K, M, dtype=torch.int64)
     for row, block in enumerate(blocks):

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -161,14 +161,16 @@ class Blocks:
         if not entries:
             return [], None
         batch = pad([entry.block for entry in entries], self._steps.device)
+        if not all(entry.block.has_its_q for entry in entries):
+            entries = [e if e.block.has_its_q else replace(e, block=e.block.without_tokens()) for e in entries]
+            return self._with_sound_q(entries)
         problems = q_problems(batch, self._limits.vocab_size)
         if not any(problems):
             return entries, batch
         for entry, problem in zip(entries, problems, strict=True):
             if problem:
                 self._refuse(entry.task, entry.index, InvalidRequest(problem))
-        sound = [entry for entry, problem in zip(entries, problems, strict=True) if not problem]
-        return sound, pad([entry.block for entry in sound], self._steps.device) if sound else None
+        return self._with_sound_q([entry for entry, problem in zip(entries, problems, strict=True) if not problem])
 
     def _give_up_rest(self, tasks: Rows[VerifyTask]) -> None:
         """Every item that has no answer yet."""

@@ -209,5 +209,22 @@ void draw(float *logits, const float *temperatures, const double *uniforms, int 
     }
   }
 }
+
+void widen(const int64_t *rows, int B, int K, int V, float *wide, float *sums, float *leasts, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (int row = 0; row < B * K; row++) {
+    const uint16_t *narrow = (const uint16_t *)(uintptr_t)rows[row / K] + (int64_t)(row % K) * V;
+    float *to = wide + (int64_t)row * V;
+    __m512 sum = _mm512_setzero_ps(), least = _mm512_set1_ps(INFINITY);
+    for (int v = 0; v < V; v += 16) {
+      __m512 values = load16(narrow + v);
+      _mm512_storeu_ps(to + v, values);
+      sum = _mm512_add_ps(sum, values);
+      least = _mm512_min_ps(values, least);
+    }
+    sums[row] = _mm512_reduce_add_ps(sum);
+    leasts[row] = _mm512_reduce_min_ps(least);
+  }
+}
 WITHOUT_TILES
 #endif

@@ -136,6 +136,17 @@ static PyObject *py_draw(PyObject *self, PyObject *arguments) {
   Py_END_ALLOW_THREADS;
   Py_RETURN_NONE;
 }
+
+static PyObject *py_widen(PyObject *self, PyObject *arguments) {
+  Address rows, wide, sums, leasts;
+  int B, K, V, threads;
+  if (!PyArg_ParseTuple(arguments, "KKKKiiii", &rows, &wide, &sums, &leasts, &B, &K, &V, &threads)) return NULL;
+  Py_BEGIN_ALLOW_THREADS;
+  widen(INTEGERS(rows), B, K, V, (float *)(uintptr_t)wide, (float *)(uintptr_t)sums, (float *)(uintptr_t)leasts,
+        threads);
+  Py_END_ALLOW_THREADS;
+  Py_RETURN_NONE;
+}
 #else
 static int available(void) { return 0; }
 
@@ -150,6 +161,7 @@ static PyObject *none(PyObject *self, PyObject *arguments) {
 #define py_absorb none
 #define py_draft_pass none
 #define py_draw none
+#define py_widen none
 #endif
 
 static PyObject *py_available(PyObject *self, PyObject *none) { return PyBool_FromLong(available()); }
@@ -162,6 +174,7 @@ static PyMethodDef METHODS[] = {
     {"absorb", py_absorb, METH_VARARGS, "What a SPIRe draft remembers of its target: see spire.model.tile_draft."},
     {"draft_pass", py_draft_pass, METH_VARARGS, "A pass of a SPIRe draft: see spire.model.tile_draft."},
     {"draw", py_draw, METH_VARARGS, "Tokens and what they were drawn from: see spire.model.tile_draft."},
+    {"widen", py_widen, METH_VARARGS, "bfloat16 to fp32 with sums: see spire.model.tiles."},
     {"available", py_available, METH_NOARGS, "Whether this processor has tiles, and the kernel lets us use them."},
     {NULL, NULL, 0, NULL},
 };

@@ -130,4 +130,7 @@ void absorb(const Absorbed *absorbed, int threads);
 void draw(float *logits, const float *temperatures, const double *uniforms, int B, int V, int64_t *tokens, uint16_t *q,
           long long q_row, int threads);
 
+/* B addresses of [K, V] in bfloat16 to [B, K, V] in fp32, and of each row, [B, K], its sum and its least number. */
+void widen(const int64_t *rows, int B, int K, int V, float *wide, float *sums, float *leasts, int threads);
+
 #endif

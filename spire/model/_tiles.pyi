@@ -28,3 +28,6 @@ def draft_pass(round: tuple[float, ...], number: int, tokens: int, threads: int)
 def draw(*work: int) -> None:
     """Addresses of logits, which are overwritten, temperatures, uniform numbers, tokens and q; the stride of q's rows;
     B, V; threads."""
+
+def widen(*work: int) -> None:
+    """Addresses of addresses of rows, of the wide numbers, sums and least numbers; B, K, V; threads."""

@@ -171,16 +171,20 @@ class OverwritingRingReader(_Made):
         super().__init__(directory, size)
         self._first = self._header[_WRITTEN] = secrets.randbits(_FIRST_BITS) * self.size
 
-    def copy(self, message: tensor_pb2.Tensor, place: pb.RingSlice, dtype: torch.dtype | None = None) -> Tensor | None:
-        """The tensor whose data were put there; None when something newer lies there, or nothing of this ring.
+    def view(self, message: tensor_pb2.Tensor, place: pb.RingSlice, dtype: torch.dtype | None = None) -> Tensor | None:
+        """The tensor whose data were put there, where they lie; None if something newer does, or nothing of this ring.
 
-        Raises InvalidRequest for a slice that reaches around the ring's end, and as `from_wire` does.
+        What is read of it is good if `holds` says so afterwards. Raises InvalidRequest for a slice that reaches around
+        the ring's end, and as `from_wire` does.
         """
-        if place.position < self._first or place.position + place.length > self._header[_WRITTEN]:
+        if not self.holds(place):
             return None
-        copied = bytearray(_view(self._bytes, place, alignment=1))
-        overwritten = self._header[_WRITTEN] > place.position + self.size
-        return None if overwritten else from_wire(message, dtype, copied)
+        return from_wire(message, dtype, _view(self._bytes, place, alignment=1))
+
+    def holds(self, place: pb.RingSlice) -> bool:
+        """Whether nothing newer lies where these data were put, and they were put here."""
+        written = self._header[_WRITTEN]
+        return self._first <= place.position and written - self.size <= place.position <= written - place.length
 
 
 def _parts(memory: mmap.mmap) -> tuple[memoryview, memoryview]:

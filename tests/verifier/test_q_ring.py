@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -13,6 +15,8 @@ from spire.v1 import tensor_pb2 as codes
 from spire.v1 import verifier_pb2 as pb
 from tests.verifier.conftest import Running
 from tests.verifier.harness import Client, Follower, distribution, prompt_of
+from verifier_service import blocks
+from verifier_service.batch import RaggedBatch, pad
 
 # Of a sequence whose draft tokens stand or fall by q.
 SAMPLED = codes.Sampling(temperature=1, top_p=1, seed=5, rule=codes.RULE_BLOCK)
@@ -84,6 +88,23 @@ async def test_a_block_whose_q_is_gone_is_verified_as_an_empty_one(running: Runn
         assert outcome(await verified(client, "earlier", q)) == plain
         await second.close()
         assert outcome(await verified(client, "left", q)) == plain
+
+
+async def test_a_block_whose_q_is_overwritten_while_it_is_read_is_verified_as_an_empty_one(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(shared_memory=str(tmp_path)) as verifier:
+        ring, client = await followed(await verifier.follower(shared_memory=tmp_path)), verifier.client()
+        plain = outcome(await verified(client, "plain", None))
+
+        def pad_slowly(*arguments: Any) -> RaggedBatch:
+            batch = pad(*arguments)
+            for _ in range(8):
+                ring.put(torch.zeros(ring.size // 4, dtype=torch.uint8))
+            return batch
+
+        monkeypatch.setattr(blocks, "pad", pad_slowly)
+        assert outcome(await verified(client, "overwritten", placed(ring))) == plain
 
 
 async def test_a_place_of_another_size_than_its_numbers_is_refused(running: Running, tmp_path: Path) -> None:
