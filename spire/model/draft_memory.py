@@ -1,8 +1,8 @@
 """A SPIRe draft's memory while serving: a constant number of key/value pairs per sequence, whatever its context.
 
-A slot holds the sink and a ring over the last `window` verified positions. The k positions of a round live in a
-scratch beside a working copy that is dropped when the round ends: a rejected token can never evict a committed one,
-and no rollback exists.
+A slot holds the sink and a ring over the last `window` verified positions. The k positions of a round live beside a
+working copy, or by tiles beside the slots themselves (`tile_draft`), and are dropped when the round ends: a rejected
+token can never evict a committed one, and no rollback exists.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ except ImportError:  # it was installed where there is no compiler
 
 COMPILED = kernels is not None
 # Numbers that one thread is done with before another has woken.
-_SHARED = 2**17
+_SHARED = 2**19
 
 
 @cache
