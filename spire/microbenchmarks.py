@@ -34,13 +34,13 @@ from spire.hardware import Cost, Hardware, Measured, ModelCosts
 from spire.model.cache import BatchView, TargetCache
 from spire.model.config import DraftConfig, ModelConfig
 from spire.model.draft import Draft
-from spire.model.draft_memory import DraftMemory, RoundMemory
+from spire.model.draft_memory import DraftMemory
 from spire.model.layers import Layer, Rope, Rotation, attend
 from spire.model.linears import Product
 from spire.model.packing import pack
 from spire.model.placement import choose_device, choose_dtype, draft_threads
 from spire.model.target import Target
-from spire.model.tile_draft import TileRound, draw
+from spire.model.tile_draft import draw
 from spire.model.tile_layer import by_tiles
 from spire.perf_model import Draft as DraftCosts
 from spire.perf_model import Shape, draft_seconds
@@ -250,27 +250,10 @@ def draft_costs(config: ModelConfig, draft: DraftConfig, bench: Bench) -> tuple[
 
     Its memory is whole and read in each pass.
     """
-    layers = len(draft.tapped_layers)
     with torch.device("meta"):
         model = _draft_shell(config, draft, _SKELETON_VOCABULARY)
-    model = _without_layers(model, _rows(_MANY), bench)
-    memory = DraftMemory(model, _MANY[0])
-
-    def seconds(batch: int, passes: int) -> float:
-        tokens_B = torch.ones(batch, dtype=torch.int64, device=bench.device)
-
-        def draft_round() -> None:
-            round_ = _begin_round(memory, batch, bench)
-            for _ in range(passes):
-                round_.next_logits(tokens_B)
-
-        return bench.seconds(draft_round)
-
-    few, many = _FEW[0], _MANY[0]
-    once = {batch: seconds(batch, 0) for batch in (few, many)}
-    passes = {batch: max(0.0, seconds(batch, _DEPTH) - once[batch]) for batch in (few, many)}
-    layer = _line((few, passes[few]), (many, passes[many]), _DEPTH * layers)
-    return layer, _line((few, once[few]), (many, once[many]))
+    memory = DraftMemory(_without_layers(model, _rows(_MANY), bench), _MANY[0])
+    return _of_layer_and_round(memory, bench, lambda batch: 0.0)
 
 
 def tile_draft_costs(
@@ -279,27 +262,10 @@ def tile_draft_costs(
     """The same of a draft whose pass is one kernel. Its products stay in it: a layer's seconds are those beyond what
     they are predicted to take."""
     model = _draft_shell(config, draft, _SKELETON_VOCABULARY).to(bench.device, bench.dtype).requires_grad_(False)
-    shape = Shape.of(model.config)
-    memory = DraftMemory(pack(model), _MANY[0])
+    costs = DraftCosts("spire", Shape.of(model.config))
     alone = Hardware("", 1.0, bandwidth, bench.dtype.itemsize, measured=_only_products(matmul))
-
-    def once(batch: int) -> float:
-        return bench.seconds(partial(_begin_round, memory, batch, bench))
-
-    def rest(batch: int) -> float:
-        tokens_B = torch.ones(batch, dtype=torch.int64)
-
-        def passes() -> None:
-            round_ = _begin_round(memory, batch, bench)
-            for _ in range(_DEPTH):
-                round_.next_logits(tokens_B)
-
-        seconds = (bench.seconds(passes) - once(batch)) / _DEPTH
-        return max(0.0, seconds - draft_seconds(DraftCosts("spire", shape), batch, 0, 1, alone))
-
-    few, many = _FEW[0], _MANY[0]
-    layer = _line((few, rest(few)), (many, rest(many)), shape.layers)
-    return layer, _line((few, once(few)), (many, once(many)))
+    memory = DraftMemory(pack(model), _MANY[0])
+    return _of_layer_and_round(memory, bench, lambda batch: draft_seconds(costs, batch, 0, 1, alone))
 
 
 def draft_sampling_cost(config: ModelConfig, bench: Bench) -> Cost:
@@ -406,17 +372,35 @@ def _threads_of(config: ModelConfig, draft: DraftConfig) -> int:
         return draft_threads(_draft_shell(config, draft, config.vocab_size)) or torch.get_num_threads()
 
 
-def _begin_round(memory: DraftMemory, batch: int, bench: Bench) -> RoundMemory | TileRound:
-    """What a round costs beside its passes: as many positions absorbed as it has passes, and its own memory."""
-    draft, layers = memory.draft.draft, memory.draft.config.num_hidden_layers
+def _of_layer_and_round(memory: DraftMemory, bench: Bench, products: Callable[[int], float]) -> tuple[Cost, Cost]:
+    """A layer's pass but for the seconds that `products` take by sequences, and what a round costs beside passes."""
+    few, many = _FEW[0], _MANY[0]
+    once = {batch: bench.seconds(_draft_round(memory, batch, 0, bench)) for batch in (few, many)}
+
+    def one_pass(batch: int) -> float:
+        passes = bench.seconds(_draft_round(memory, batch, _DEPTH, bench)) - once[batch]
+        return max(0.0, passes / _DEPTH - products(batch))
+
+    layer = _line((few, one_pass(few)), (many, one_pass(many)), memory.draft.config.num_hidden_layers)
+    return layer, _line((few, once[few]), (many, once[many]))
+
+
+def _draft_round(memory: DraftMemory, batch: int, passes: int, bench: Bench) -> Callable[[], None]:
+    """As many positions absorbed as a round has passes, its own memory, and so many of its passes."""
+    draft, config = memory.draft.draft, memory.draft.config
     slots, base = list(range(batch)), draft.sink + draft.window
+    tokens_B = torch.ones(batch, dtype=torch.int64, device=bench.device)
     slots_R = torch.arange(batch, device=bench.device).repeat_interleave(_DEPTH)
     positions_R = torch.arange(base - _DEPTH, base, device=bench.device).repeat(batch)
-    taps_RND = torch.zeros(
-        batch * _DEPTH, layers, memory.draft.config.hidden_size, dtype=bench.dtype, device=bench.device
-    )
-    memory.absorb(slots_R, positions_R, torch.full_like(positions_R, base), taps_RND)
-    return memory.round(slots, [base] * batch, _DEPTH)
+    taps_RND = bench.randn(batch * _DEPTH, config.num_hidden_layers, config.hidden_size)
+
+    def run() -> None:
+        memory.absorb(slots_R, positions_R, torch.full_like(positions_R, base), taps_RND)
+        round_ = memory.round(slots, [base] * batch, _DEPTH)
+        for _ in range(passes):
+            round_.next_logits(tokens_B)
+
+    return run
 
 
 def _drawing(logits_BV: Tensor, bench: Bench) -> Callable[[], None]:
