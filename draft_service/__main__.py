@@ -22,6 +22,7 @@ from draft_service.activations import Follower, subscription
 from draft_service.drafter import Drafter
 from draft_service.identity import check_handshake, describe, stable_id
 from draft_service.metrics import registry_of
+from draft_service.orders import Orders
 from draft_service.worker import Worker
 from spire.model.checkpoint import load_draft
 from spire.model.draft import Draft
@@ -62,19 +63,20 @@ async def serve(config: DraftServiceConfig) -> None:
             config.wait_ms / 1000,
             lambda ids: asyncio.run_coroutine_threadsafe(follower.resync(ids), loop),
         )
-        follower = Follower(stub, subscription(draft_id, draft.draft), worker, config.shared_memory)
         described = describe(draft_id, config.draft, drafter)
 
         def own_info() -> draft_pb2.DraftGetInfoResponse:
-            return draft_pb2.DraftGetInfoResponse(following=follower.following, **described)
+            return draft_pb2.DraftGetInfoResponse(following=follower.following and orders.connected, **described)
 
         servicer = DraftServicer(
             own_info, worker.propose, draft.config.vocab_size, drafter.device, lambda: follower.q_ring
         )
+        orders = Orders(draft_pb2_grpc.DraftingStub(channel), draft_id, servicer, worker)
+        follower = Follower(stub, subscription(draft_id, draft.draft), worker, config.shared_memory, orders)
         draft_pb2_grpc.add_DraftServicer_to_server(servicer, server)
         worker.start()
         try:
-            await _run(config, server, follower, worker, lambda: _announce(config, port, worker))
+            await _run(config, server, follower, orders, worker, lambda: _announce(config, port, worker))
         finally:
             worker.stop()
 
@@ -100,7 +102,12 @@ def _load(config: DraftServiceConfig) -> Draft:
 
 
 async def _run(
-    config: DraftServiceConfig, server: grpc.aio.Server, follower: Follower, worker: Worker, say: Callable[[], None]
+    config: DraftServiceConfig,
+    server: grpc.aio.Server,
+    follower: Follower,
+    orders: Orders,
+    worker: Worker,
+    say: Callable[[], None],
 ) -> None:
     """Serve and follow until told to stop. Raises MismatchError when the verifier changes its target."""
     healthy = health.aio.HealthServicer()
@@ -117,13 +124,13 @@ async def _run(
         return worker.seconds_in_turn() < _STUCK_SECONDS
 
     telling = asyncio.create_task(keep_announcing(config.ready_file, well))
-    watching = asyncio.create_task(watch(healthy, well))
+    watching, asked = asyncio.create_task(watch(healthy, well)), asyncio.create_task(orders.run())
     try:
         await asyncio.wait({following, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if following.done():
             following.result()
     finally:
-        for task in (following, stopping, telling, watching):
+        for task in (following, stopping, telling, watching, asked):
             task.cancel()
         await healthy.enter_graceful_shutdown()
         await server.stop(grace=2)

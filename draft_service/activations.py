@@ -1,26 +1,31 @@
 """Following the verifier: one server stream brings the activations of all sequences of this draft.
 
 On one host it brings places in a ring of shared memory instead of bytes, if that can be opened here, and offers another
-ring for q.
+ring for q, and a line by which the smaller messages come sooner.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import grpc
 import structlog
 
 from draft_service.drafter import Span, Verified
+from draft_service.orders import Orders
 from draft_service.worker import Worker
 from spire.errors import InvalidRequest, MismatchError, OutOfCapacity
 from spire.model.config import DraftConfig
 from spire.rpc.carrier import OverwritingRing, RingReader, host_id
 from spire.rpc.channel import PROTOCOL_VERSION
+from spire.rpc.line import Line, open_line
 from spire.rpc.tensors import from_wire
+from spire.v1 import draft_pb2
 from spire.v1 import verifier_pb2 as pb
 from spire.v1 import verifier_pb2_grpc as rpc
 
@@ -37,11 +42,20 @@ log = structlog.get_logger()
 class Follower:
     """Subscribes, absorbs, and subscribes again when the verifier was lost. Every subscription begins with a replay."""
 
-    def __init__(self, stub: rpc.VerifierStub, request: pb.ActivationsRequest, worker: Worker, shared_memory: str):
-        self._stub, self._request, self._worker = stub, request, worker
+    def __init__(
+        self,
+        stub: rpc.VerifierStub,
+        request: pb.ActivationsRequest,
+        worker: Worker,
+        shared_memory: str,
+        orders: Orders | None = None,
+    ):
+        self._stub, self._request, self._worker, self._orders = stub, request, worker, orders
         self._shared_memory = Path(shared_memory)
         self._host = host_id() if shared_memory else ""
         self._ring: RingReader | None = None
+        # By which the verifier that is followed now says what is small and due at once.
+        self.line: Line | None = None
         # Where the verifier that is followed now reads q from.
         self.q_ring: OverwritingRing | None = None
         self.following = False
@@ -71,6 +85,7 @@ class Follower:
                 shares = False
             finally:
                 self.following, self._ring, self.q_ring = False, None, None
+                self._hang_up()
                 call.cancel()
             await asyncio.sleep(_RETRY_SECONDS)
             while self._worker.behind:  # noqa: ASYNC110 - a replay now would only be dropped again
@@ -106,11 +121,14 @@ class Follower:
             if message.ended:
                 self._worker.end(list(message.ended))
             if message.spans:
-                self._take(message)
+                self._worker.absorb(*self._taken(message))
 
     async def _open(self, offers: pb.ActivationsResponse) -> None:
         """Map the verifier's memory, if it offers any. Not on the event loop: it is touched page by page."""
         self._ring, self.q_ring = await asyncio.to_thread(self._opened, offers)
+        if self._orders and offers.line.name:
+            self.line = open_line(self._shared_memory, offers.line)
+            threading.Thread(target=self._listen, args=(self.line, self._orders), name="line", daemon=True).start()
         self._say_how()
 
     def _opened(self, offers: pb.ActivationsResponse) -> tuple[RingReader | None, OverwritingRing | None]:
@@ -119,11 +137,35 @@ class Follower:
             OverwritingRing(self._shared_memory, offers.q_ring) if offers.q_ring.name else None,
         )
 
+    def _hang_up(self) -> None:
+        if self.line:
+            self.line.close()
+        self.line = None
+
+    def _listen(self, line: Line, orders: Orders) -> None:
+        """On a thread of its own, which hands on what comes as it is: the model's never waits for it."""
+        for packet in line.packets():
+            if self._worker.behind:
+                line.close()  # what comes by the stream says so
+                break
+            self._worker.do(partial(self._hear, line, orders, packet))
+
+    def _hear(self, line: Line, orders: Orders, packet: bytes) -> None:
+        """On the model's thread."""
+        if line is not self.line:
+            return  # of an earlier subscription
+        told = draft_pb2.Told.FromString(packet)
+        if told.HasField("activations"):
+            self._worker.absorb_now(*self._taken(told.activations))
+        if told.HasField("order"):
+            orders.take(told.order, line)
+
     def _say_how(self) -> None:
         carrier = SHARED_MEMORY if self._ring else INLINE
         log.info("following the verifier's activations", subscription=self.subscriptions, carrier=carrier)
 
-    def _take(self, message: pb.ActivationsResponse) -> None:
+    def _taken(self, message: pb.ActivationsResponse) -> tuple[Verified, Callable[[], None]]:
+        """What a message says, and what to do once it is absorbed. Raises InvalidRequest."""
         spans = [Span(s.sequence_id, s.start, s.count, s.reset) for s in message.spans]
         rows = self._ring.rows(message) if self._ring else from_wire(message.rows)
         count = sum(span.count for span in spans)
@@ -132,7 +174,7 @@ class Follower:
                 f"activations of shape {list(rows.shape)} and {len(message.tokens)} tokens do not fit {count} positions"
             )
         self.bytes_received[SHARED_MEMORY if message.slice.length else INLINE] += rows.nbytes
-        self._worker.absorb(Verified(spans, rows, list(message.tokens)), self._release(message.slice))
+        return Verified(spans, rows, list(message.tokens)), self._release(message.slice)
 
     def _release(self, taken: pb.RingSlice) -> Callable[[], None]:
         ring = self._ring

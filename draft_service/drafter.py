@@ -21,6 +21,9 @@ from spire.model.tile_draft import TileRound
 from spire.model.token_memory import TokenMemory
 from spire.sampling import SamplingRows
 
+# More than can end while a round of theirs is under way.
+_ENDED_KEPT = 4096
+
 log = structlog.get_logger("draft_service")
 
 
@@ -58,14 +61,22 @@ class Drafter:
         self.slots: dict[str, int] = {}
         self.absorbed: dict[str, int] = {}
         self._free = list(range(max_sequences))[::-1]
+        # Those that ended last: nobody needs to wait for what is still to come of them.
+        self._ended: dict[str, None] = {}
 
     # --- what the verifier says ---------------------------------------------------------------------------------
 
     def forget_all(self) -> None:
         """A new subscription begins: whatever is still alive will be replayed."""
-        self.end(list(self.slots))
+        self._drop(list(self.slots))
 
     def end(self, sequence_ids: list[str]) -> None:
+        self._drop(sequence_ids)
+        self._ended |= dict.fromkeys(sequence_ids)
+        while len(self._ended) > _ENDED_KEPT:
+            del self._ended[next(iter(self._ended))]
+
+    def _drop(self, sequence_ids: list[str]) -> None:
         for sequence_id in sequence_ids:
             if (slot := self.slots.pop(sequence_id, None)) is not None:
                 self._free.append(slot)
@@ -124,8 +135,9 @@ class Drafter:
     # --- what the gateway asks ------------------------------------------------------------------------------------
 
     def behind(self, guess: Guess) -> bool:
-        """Whether verified positions up to the guess's base are still to come."""
-        return self.absorbed.get(guess.sequence_id, -1) < guess.base
+        """Whether verified positions up to the guess's base are still to come: of a sequence that has ended none is."""
+        held = self.absorbed.get(guess.sequence_id)
+        return guess.sequence_id not in self._ended if held is None else held < guess.base
 
     def staleness(self, guess: Guess) -> int:
         """How many verified positions up to the guess's base are still to come: all, where nothing has arrived."""

@@ -84,11 +84,15 @@ class Worker:
         if self.behind:
             raise OutOfCapacity(f"{MAX_QUEUED} messages wait to be absorbed")
         subscription = self._subscription
-        self._inbox.put(lambda: self._absorb(verified, then, subscription))
+        self._inbox.put(lambda: self._absorb_of(subscription, verified, then))
 
     async def propose(self, task: ProposeTask) -> ProposeAnswer:
-        self._inbox.put(lambda: self._await_activations(task))
+        self._inbox.put(lambda: self.await_activations(task))
         return await asyncio.wrap_future(task.done)
+
+    def do(self, action: Callable[[], None]) -> None:
+        """Have the model's thread do something, in its turn."""
+        self._inbox.put(action)
 
     # --- on the model thread ------------------------------------------------------------------------------------
 
@@ -124,7 +128,8 @@ class Worker:
         except Exception:  # the thread lives on: a worse guess costs speed, none at all more
             log.exception("something that arrived could not be taken")
 
-    def _await_activations(self, task: ProposeTask) -> None:
+    def await_activations(self, task: ProposeTask) -> None:
+        """Draft as soon as can be."""
         for guess in task.guesses:
             self.staleness.observe(self.drafter.staleness(guess))
         self._pending.append(task)
@@ -142,10 +147,14 @@ class Worker:
         if self._starved_since is None and any(self.drafter.behind(guess) for guess in task.guesses):
             self._starved_since = time.monotonic()
 
-    def _absorb(self, verified: Verified, then: Callable[[], object], subscription: int) -> None:
-        if subscription != self._subscription:
+    def _absorb_of(self, subscription: int, verified: Verified, then: Callable[[], object]) -> None:
+        if subscription == self._subscription:
+            self.absorb_now(verified, then)
+        else:
             then()
-            return
+
+    def absorb_now(self, verified: Verified, then: Callable[[], object]) -> None:
+        """As `absorb`, at once."""
         began = time.monotonic()
         self._starved_since = None
         gaps = self.drafter.absorb(verified)

@@ -51,7 +51,7 @@ class Engine:
         )
         self.draft = DraftPeer(config.draft, self.verifier, config.propose_deadline, tls) if config.draft else None
         self.speculation = Speculation(self.draft, self.verifier, config, metrics)
-        self._rounds = Rounds(self.scheduler, self.speculation, self.verifier, config.verify_deadline)
+        self._rounds = Rounds(self.scheduler, self.speculation, self.verifier, config)
         self._draining = False
         self._id_prefix = gateway_id
         self._ids = 0
@@ -255,6 +255,7 @@ class Engine:
         early = max(0.0, began - current.sent_at)
         answer.timings.queue_seconds = max(0.0, answer.timings.queue_seconds - early)
         batch, proposals = current.sent, current.proposals
+        self.speculation.settle(proposals, answer)
         shown = self.speculation.shown_by(batch, proposals, answer)
         kept = self._commit(self.scheduler.still(current.batch), answer, proposals)
         seconds = time.monotonic() - began

@@ -398,6 +398,13 @@ class DraftPeer(Peer[draft_pb2.ProposeBatchResult]):
         """Whether the verifier drafts: then a guess takes its turn among its other work, as a verification does."""
         return self.info is not None and self.info.kind == MAGICDEC
 
+    def missed(self, late: bool) -> None:
+        """It did not guess what the verifier asked of it: leave it alone for a while."""
+        if late:
+            self._too_late()
+        else:
+            self.reset()
+
     async def propose(
         self, items: list[draft_pb2.ProposeItem], deadline: float
     ) -> tuple[draft_pb2.ProposeBatchResult, float]:

@@ -1,7 +1,8 @@
 """Rounds as they are planned and sent, each lane's one ahead of the answer where that pays.
 
-A plain round needs nothing of the one before it: its sequences' places are known before that one is answered. What this
-does not know: what an answer means.
+A round needs nothing of the one before it but its order: the verifier knows where that one ends, and asks the draft
+itself. Only what a verifier drafts with its own target is asked for here, and waits. What this does not know: what an
+answer means.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
+from gateway.config import GatewayConfig
 from gateway.depth import Load
 from gateway.peers import VerifierPeer
 from gateway.scheduler import Batch, Scheduler
@@ -34,10 +36,10 @@ class Round:
 class Rounds:
     """Of every lane at most the round under way, which its engine holds, and the one after it."""
 
-    def __init__(self, scheduler: Scheduler, speculation: Speculation, verifier: VerifierPeer, deadline: float):
+    def __init__(self, scheduler: Scheduler, speculation: Speculation, verifier: VerifierPeer, config: GatewayConfig):
         self._scheduler, self._speculation, self._verifier = scheduler, speculation, verifier
-        self._deadline = deadline
-        # By lane: the round after the one under way, where that one is plain.
+        self._deadline, self._patience = config.verify_deadline, config.propose_deadline
+        # By lane: the round after the one under way.
         self._next: dict[int, Round] = {}
 
     def has_next(self, lane: int) -> bool:
@@ -48,10 +50,10 @@ class Rounds:
         return self._next.pop(lane, None) or self._planned(self._scheduler.batch())
 
     async def send(self, lane: int, current: Round) -> None:
-        """Ask about it, if that was not done ahead, and about the round after it where both are plain."""
+        """Ask about it, if that was not done ahead, and about the round after it where that pays."""
         if current.answer is None:
             await self._ask(current)
-        if current.plain and self._ahead_pays:
+        if current.proposals.ordered or (current.plain and self._ahead_pays):
             await self._look_ahead(lane, current)
 
     def forget_next(self, lane: int) -> None:
@@ -73,10 +75,10 @@ class Rounds:
         return Round(batch, load, not any(map(self._speculation.depth, sequences)))
 
     async def _look_ahead(self, lane: int, current: Round) -> None:
-        """Plan the round after a plain one, and send it if it is plain too."""
+        """Plan the round after one, and send it if nothing of it waits for this gateway."""
         if following := self._planned(self._scheduler.batch(after=current.batch)):
             self._next[lane] = following
-            if following.plain:
+            if following.plain or self._speculation.ordered:
                 await self._ask(following)
 
     async def _ask(self, planned: Round) -> None:
@@ -94,10 +96,13 @@ class Rounds:
     def _request(self, batch: list[Sequence], proposals: Proposals) -> verifier_pb2.RoundsRequest:
         # Filled in place: q is the bulk of a round, and each message built from messages copies it again.
         request = verifier_pb2.RoundsRequest()
+        request.verify.patience_seconds = self._patience
         for sequence in batch:
-            before = sequence.under_way - 1  # rounds still to be answered, of a token each
+            before = sequence.under_way - 1  # rounds still to be answered
             item = request.verify.items.add(sequence_id=sequence.wire_id)
-            item.round, item.base = sequence.round + before + 1, sequence.base + before
+            item.round, item.base = sequence.round + before + 1, 0 if before else sequence.base
+            if proposals.ordered:
+                item.k = proposals.asked.get(sequence.wire_id, 0)
             item.quiet = self._speculation.hush(sequence)
             if proposal := proposals.by_id.get(sequence.wire_id):
                 item.draft_tokens.extend(proposal.tokens)

@@ -26,15 +26,33 @@ _PLAIN_ROUNDS, _CATCHING_UP = 8, 2
 # Share of a batch that must have had one depth for its time to be that depth's.
 _MOST_OF_A_BATCH = 0.75
 
+_FALLBACKS = {
+    verifier_pb2.UNDRAFTED_LOST: "draft_lost",
+    verifier_pb2.UNDRAFTED_LATE: "draft_timeout",
+    verifier_pb2.UNDRAFTED_BEHIND: "draft_behind",
+    verifier_pb2.UNDRAFTED_ERROR: "draft_error",
+    verifier_pb2.UNDRAFTED_OWING: "draft_absent",
+}
+_MISSED = {
+    verifier_pb2.UNDRAFTED_LOST: "the verifier has no connection of the draft",
+    verifier_pb2.UNDRAFTED_LATE: "the draft did not answer the verifier in time",
+    verifier_pb2.UNDRAFTED_OWING: "the draft still owes the verifier an answer",
+}
+
 log = structlog.get_logger("gateway")
 
 
 @dataclass(slots=True)
 class Proposals:
-    """What the draft guessed, by wire id, and what it took. `asked`: depths by wire id, if the draft answered."""
+    """What the draft guessed, by wire id, and what it took. `asked`: depths by wire id, unless the draft was lost.
+
+    Of an `ordered` round the verifier asks the draft: `counts`, how many tokens it guessed, come with the answer.
+    """
 
     by_id: dict[str, draft_pb2.Proposal] = field(default_factory=dict)
     asked: dict[str, int] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    ordered: bool = False
     lost: bool = False
     # Of a round that was to be drafted: speculative, or plain because it was sampled for comparison.
     decoding: str = ""
@@ -43,8 +61,7 @@ class Proposals:
     asked_seconds: float = 0.0
 
     def drafted(self, sequence: Sequence) -> int:
-        proposal = self.by_id.get(sequence.wire_id)
-        return len(proposal.tokens) if proposal else 0
+        return self.counts.get(sequence.wire_id, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +109,11 @@ class Speculation:
             return None
         load, k = self._seen
         return self._model.multiplier(target.info, draft, load, k, self._depths.acceptance.taus()[k])
+
+    @property
+    def ordered(self) -> bool:
+        """Whether the verifier asks the draft, which follows it."""
+        return self._draft is not None and not self._draft.in_verifier
 
     def draft_for(self, sequence: Sequence) -> str:
         """Whose activations to publish. A draft that is away for a moment is named all the same."""
@@ -145,6 +167,9 @@ class Speculation:
             return Proposals()
         if self._left_plain():
             return Proposals(decoding="plain")
+        if not self._draft.in_verifier:
+            asked = {sequence.wire_id: depth for sequence, depth in wanted}
+            return Proposals(asked=asked, decoding="speculative", ordered=True)
         items = [
             draft_pb2.ProposeItem(
                 sequence_id=sequence.wire_id,
@@ -197,7 +222,13 @@ class Speculation:
         model_seconds = answer.timings.forward_seconds + answer.timings.sample_seconds
         asked = {sequence.wire_id: depth for sequence, depth in wanted}
         waited_seconds = answer.timings.queue_seconds
-        proposals = Proposals({}, asked, False, "speculative", model_seconds, waited_seconds, seconds)
+        proposals = Proposals(
+            asked=asked,
+            decoding="speculative",
+            model_seconds=model_seconds,
+            waited_seconds=waited_seconds,
+            asked_seconds=seconds,
+        )
         by_id = {proposal.sequence_id: proposal for proposal in answer.proposals}
         for sequence, depth in wanted:
             proposal = by_id.get(sequence.wire_id)
@@ -207,7 +238,30 @@ class Speculation:
                 self._metrics.fallbacks["draft_behind"] += 1
             else:
                 proposals.by_id[sequence.wire_id] = proposal
+                proposals.counts[sequence.wire_id] = len(proposal.tokens)
         return proposals
+
+    def settle(self, proposals: Proposals, answer: verifier_pb2.VerifyBatchResult) -> None:
+        """Take over what an ordered round tells of its draft."""
+        if not proposals.ordered or self._draft is None:
+            return
+        found: set[verifier_pb2.Undrafted] = set()
+        for result in answer.results:
+            if result.undrafted:
+                self._metrics.fallbacks[_FALLBACKS.get(result.undrafted, "draft_error")] += 1
+                found.add(result.undrafted)
+            elif result.status.code == tensor_pb2.CODE_OK:
+                proposals.counts[result.sequence_id] = result.drafted
+            else:  # what the draft guessed may be why
+                proposals.counts[result.sequence_id] = proposals.asked.get(result.sequence_id, 0)
+        proposals.model_seconds = answer.drafting.forward_seconds + answer.drafting.sample_seconds
+        proposals.waited_seconds = answer.drafting.queue_seconds
+        if missed := found & _MISSED.keys():
+            proposals.lost, proposals.asked = True, {}
+            log.warning("decoding plainly", reason=_MISSED[min(missed)])
+            self._draft.missed(late=verifier_pb2.UNDRAFTED_LOST not in missed)
+        else:
+            self._draft.circuit.in_time()
 
     def shown_by(self, batch: list[Sequence], proposals: Proposals, answer: verifier_pb2.VerifyBatchResult) -> Shown:
         """Ask before the round is committed: what is committed may no longer follow the draft."""

@@ -6,7 +6,6 @@ Every item of every batch gets an answer: a result, the stored one of a repeat, 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from spire.rpc.errors import OK
 from spire.v1 import verifier_pb2 as pb
 from verifier_service.batch import Block, Limits, RaggedBatch, pad, q_problems, read_block
 from verifier_service.metrics import VerifierMetrics
+from verifier_service.orders import Orders
 from verifier_service.prefixes import Prefixes
 from verifier_service.sequence import not_finite, step_failed
 from verifier_service.slots import Slots
@@ -58,12 +58,17 @@ class Taken:
     def answer(self, outcome: Outcome | None, began: float, cache_usage: float) -> None:
         """Send what became of every item. `began`: of the step, as `time.perf_counter` has it."""
         for task in self.tasks:
-            timings = pb.Timings(queue_seconds=began - task.received, total_seconds=time.perf_counter() - began)
+            waited = began - task.received - task.drafting_seconds
+            timings = pb.Timings(queue_seconds=waited, total_seconds=time.perf_counter() - began)
             if outcome:
                 timings.forward_seconds, timings.sample_seconds = outcome.forward_seconds, outcome.sample_seconds
             result = pb.VerifyBatchResult(
                 batch_id=task.batch.batch_id, results=task.results, timings=timings, cache_usage=cache_usage
             )
+            if task.drafting_seconds:
+                result.drafting.CopyFrom(task.drafting)
+            for answered in result.results if task.undrafted else ():
+                answered.undrafted = task.undrafted.get(answered.sequence_id, pb.UNDRAFTED_UNSPECIFIED)
             task.reply(pb.RoundsResponse(verified=result))
 
 
@@ -78,16 +83,29 @@ class Blocks:
         limits: Limits,
         metrics: VerifierMetrics,
         q_rings: Mapping[str, OverwritingRingReader],
+        orders: Orders,
     ):
         self._steps, self._slots, self._prefixes, self._q_rings = steps, slots, prefixes, q_rings
         self._limits, self._metrics = limits, metrics
-        self._waiting: deque[VerifyTask] = deque()
+        self._orders = orders
+        self._waiting: list[VerifyTask] = []
 
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
+    @property
+    def ready(self) -> bool:
+        """Whether a step could run."""
+        return any(task.asked and not task.orders for task in self._waiting)
 
     def add(self, task: VerifyTask) -> None:
         self._waiting.append(task)
+
+    def ask(self) -> None:
+        """Have drafts guess for the batches whose turn has come: behind each sequence's last block."""
+        seen: set[str] = set()
+        for task in self._waiting:
+            if not task.asked and seen.isdisjoint(task.sequence_ids):
+                task.asked = True
+                self._orders.place(task)
+            seen |= task.sequence_ids
 
     # --- before the step ------------------------------------------------------------------------------------------
 
@@ -102,15 +120,15 @@ class Blocks:
             return Taken(tasks)
 
     def _batches(self) -> list[VerifyTask]:
-        """All that wait, up to the first that names a sequence again: that one needs this step's outcome."""
+        """All that are drafted, or need not be; not those that name a sequence again: they need this step's outcome."""
         tasks: list[VerifyTask] = []
+        later: list[VerifyTask] = []
         seen: set[str] = set()
-        while self._waiting:
-            ids = {item.sequence_id for item in self._waiting[0].batch.items}
-            if ids & seen:
-                break
-            seen |= ids
-            tasks.append(self._waiting.popleft())
+        for task in self._waiting:
+            free = task.asked and not task.orders and seen.isdisjoint(task.sequence_ids)
+            (tasks if free else later).append(task)
+            seen |= task.sequence_ids
+        self._waiting = later
         return tasks
 
     def _admissible(self, tasks: Rows[VerifyTask]) -> list[Entry]:
@@ -124,7 +142,7 @@ class Blocks:
                     if item.sequence_id in seen:
                         raise InvalidRequest(f"sequence {item.sequence_id} is in this batch twice")
                     seen.add(item.sequence_id)
-                    block = self._read(item)
+                    block = self._read(item, task)
                     if isinstance(block, Block):
                         entries.append(Entry(block, task, index))
                     else:
@@ -133,12 +151,21 @@ class Blocks:
                     self._refuse(task, index, error)
         return sorted(entries, key=lambda entry: entry.block.sequence.slot)
 
-    def _read(self, item: pb.VerifyItem) -> Block | pb.VerifyResult:
+    def _read(self, item: pb.VerifyItem, task: VerifyTask) -> Block | pb.VerifyResult:
         sequence = self._slots.held(item.sequence_id)
         base = self._steps.cache.lengths[sequence.slot]
         if stored := sequence.stored_answer(item, base):
             return stored
-        return read_block(item, sequence, base, self._limits, self._q_rings.get(sequence.draft_id))
+        q_ring = self._q_rings.get(sequence.draft_id)
+        try:
+            return read_block(item, sequence, base, self._limits, q_ring)
+        except InvalidRequest:
+            if not item.k:
+                raise
+            # The draft's doing, not the gateway's.
+            task.undrafted[item.sequence_id] = pb.UNDRAFTED_ERROR
+            del item.draft_tokens[:]
+            return read_block(item, sequence, base, self._limits, q_ring)
 
     def _with_room(self, entries: list[Entry]) -> list[Entry]:
         """The entries for whose new positions there is memory, after whatever had to give way."""
@@ -167,10 +194,17 @@ class Blocks:
         problems = q_problems(batch, self._limits.vocab_size)
         if not any(problems):
             return entries, batch
-        for entry, problem in zip(entries, problems, strict=True):
-            if problem:
-                self._refuse(entry.task, entry.index, InvalidRequest(problem))
-        return self._with_sound_q([entry for entry, problem in zip(entries, problems, strict=True) if not problem])
+        sound = [self._without_bad_q(*pair) if pair[1] else pair[0] for pair in zip(entries, problems, strict=True)]
+        return self._with_sound_q([entry for entry in sound if entry])
+
+    def _without_bad_q(self, entry: Entry, problem: str) -> Entry | None:
+        """An empty block instead of one that a draft has spoilt; a gateway's own is refused."""
+        item = entry.task.batch.items[entry.index]
+        if not item.k:
+            self._refuse(entry.task, entry.index, InvalidRequest(problem))
+            return None
+        entry.task.undrafted[item.sequence_id] = pb.UNDRAFTED_ERROR
+        return replace(entry, block=entry.block.without_tokens())
 
     def _give_up_rest(self, tasks: Rows[VerifyTask]) -> None:
         """Every item that has no answer yet."""
@@ -196,6 +230,9 @@ class Blocks:
         """Advance every sequence whose block was verified, and keep its answer."""
         for row, entry in enumerate(taken.entries):
             self._conclude(entry, outcome, row)
+
+    def count(self, taken: Taken, outcome: Outcome) -> None:
+        """Tell the metrics of it, once nobody waits any more."""
         if taken.batch:
             drafted = sum(taken.batch.counts)
             self._metrics.step("verify", drafted + len(taken.batch.counts), outcome.seconds)
@@ -222,6 +259,7 @@ class Blocks:
             round=block.round,
             status=OK,
             accepted=outcome.accepted[row],
+            drafted=block.k,
             tokens=outcome.tokens[row],
             logprobs=outcome.logprobs[row],
         )

@@ -15,18 +15,20 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import structlog
 import torch
+from google.protobuf.message import DecodeError
 
 from spire.drafting import Drafted, Guess, ProposeTask, answer
 from spire.errors import InvalidRequest, RequestError, StaleBlock
 from spire.rpc.carrier import OverwritingRingReader
 from spire.rpc.errors import OK
+from spire.rpc.line import Line
 from spire.sampling import SamplingRows
 from spire.v1 import verifier_pb2 as pb
 from verifier_service.activations import Advance, Deliver, Publisher, Share, Taps
@@ -34,16 +36,17 @@ from verifier_service.batch import Limits
 from verifier_service.blocks import Blocks, Entry, Taken
 from verifier_service.logprobs import Scores
 from verifier_service.metrics import VerifierMetrics
+from verifier_service.orders import Orders
 from verifier_service.prefixes import Prefixes
 from verifier_service.prompts import Prompts
 from verifier_service.sequence import Sequence, not_finite, step_failed
 from verifier_service.slots import Slots
 from verifier_service.step import ModelSteps, Outcome, PromptChunk
-from verifier_service.tasks import CallTask, StartTask, VerifyTask
+from verifier_service.tasks import CallTask, GuessTask, StartTask, VerifyTask
 
 log = structlog.get_logger("verifier_service")
 Result = TypeVar("Result")
-Task = StartTask | ProposeTask | VerifyTask | CallTask
+Task = StartTask | ProposeTask | VerifyTask | GuessTask | CallTask
 
 # What one turn takes at most: however much arrives, steps go on.
 MOST_TAKEN = 256
@@ -64,9 +67,11 @@ class Engine:
         self._prompts = Prompts(steps.cache, token_budget)
         self.slots = Slots(steps, publisher, prefixes, self._prompts, limits, metrics)
         self.sequences = self.slots.sequences
-        # By draft id. Whoever meets a draft sets it, from another thread.
+        # By draft id. Whoever meets a draft sets them, from another thread.
         self.q_rings: dict[str, OverwritingRingReader] = {}
-        self._blocks = Blocks(steps, self.slots, prefixes, limits, metrics, self.q_rings)
+        self.lines: dict[str, Line] = {}
+        self.orders = Orders(self.sequences, limits)
+        self._blocks = Blocks(steps, self.slots, prefixes, limits, metrics, self.q_rings, self.orders)
         self._drafting: deque[ProposeTask] = deque()
         self._inbox: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._stopping = False
@@ -84,7 +89,7 @@ class Engine:
         """Tell the thread to end after its turn; `ended` says when it has."""
         self._inbox.put(None)
 
-    def submit(self, task: StartTask | ProposeTask | VerifyTask) -> None:
+    def submit(self, task: StartTask | ProposeTask | VerifyTask | GuessTask) -> None:
         self._inbox.put(task)
 
     def call(self, function: Callable[..., Result], *args: Any) -> Future[Result]:
@@ -111,21 +116,24 @@ class Engine:
             self.ended.set_exception(error)
 
     def _turn(self) -> None:
+        self._blocks.ask()
         arrived = self._arrived()
         self._turn_began = time.perf_counter()
         for task in arrived:
             self._accept(task)
+        self.orders.give_up_late()
+        self._blocks.ask()
         self._draft_waiting()
         self._step()
         self._turn_began = None
 
     def _arrived(self) -> list[Task | None]:
         """What has arrived, the first of it; sleeps only when there is nothing else to do."""
-        idle = not self._drafting and not self._blocks and not self._prompts
+        idle = not self._drafting and not self._blocks.ready and not self._prompts
         tasks: list[Task | None] = []
         with contextlib.suppress(queue.Empty):
             while len(tasks) < MOST_TAKEN:
-                tasks.append(self._inbox.get(block=idle and not tasks))
+                tasks.append(self._inbox.get(block=idle and not tasks, timeout=self.orders.patience))
         return tasks
 
     def _accept(self, task: Task | None) -> None:
@@ -138,8 +146,16 @@ class Engine:
                 self._drafting.append(task)
             case VerifyTask():
                 self._blocks.add(task)
+            case GuessTask():
+                self._accept_guess(task)
             case CallTask():
                 self._accept_call(task)
+
+    def _accept_guess(self, task: GuessTask) -> None:
+        try:
+            self.orders.take(task.draft_id, task.read())
+        except DecodeError as error:
+            log.warning("a guess cannot be read", draft_id=task.draft_id, error=str(error))
 
     def _accept_call(self, task: CallTask) -> None:
         if not task.done.set_running_or_notify_cancel():
@@ -200,12 +216,38 @@ class Engine:
         if not taken.drafted:
             taken.answer(verified, began, self.steps.cache.usage)
         shares = self._shares(taken.entries, verified)
-        self._publish(lambda: self.publisher.announce(shares))
+        with self._one_packet():
+            self._publish(lambda: self.publisher.announce(shares))
+            if taken.drafted:
+                self._ask_ahead()
         if taken.drafted:
             taken.answer(verified, began, self.steps.cache.usage)
         self._publish(lambda: self.publisher.store(shares))
+        if verified:
+            self._blocks.count(taken, verified)
         if chunk and prefilled:
             self._advance_prompts(chosen, chunk, prefilled, began)
+
+    @contextlib.contextmanager
+    def _one_packet(self) -> Iterator[None]:
+        """What drafts are told in this block goes by their lines when all of it is there: sending lets another thread
+        have the interpreter, which then keeps it for half a millisecond."""
+        lines = list(self.lines.values())
+        for line in lines:
+            line.hold()
+        try:
+            yield
+        finally:
+            for line in lines:
+                if not line.let_go():
+                    line.close()  # the draft follows anew
+
+    def _ask_ahead(self) -> None:
+        """Ask drafts for the round that was sent ahead, before anything else is done."""
+        with contextlib.suppress(queue.Empty):
+            for _ in range(MOST_TAKEN):
+                self._accept(self._inbox.get_nowait())
+        self._blocks.ask()
 
     def _forward(
         self, taken: Taken, chosen: Rows[Sequence], chunk: PromptChunk | None
@@ -332,8 +374,10 @@ class Engine:
             publish()
         except Exception:
             log.exception("activations could not be published")
-        self.metrics.replays.inc(self.publisher.replays - replays)
-        self.metrics.activation_bytes.inc(self.publisher.bytes_published - published)
+        if self.publisher.replays > replays:
+            self.metrics.replays.inc(self.publisher.replays - replays)
+        if self.publisher.bytes_published > published:
+            self.metrics.activation_bytes.inc(self.publisher.bytes_published - published)
 
 
 def _advance(sequence: Sequence, start: int, count: int, quiet: bool = False) -> Advance:

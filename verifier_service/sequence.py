@@ -68,11 +68,11 @@ class Sequence:
         """The answer of a repeated block, None when the block is the next one. Raises StaleBlock when neither."""
         if self.started is None:
             raise StaleBlock(f"sequence {self.id} is still prefilling")
-        if self.last_answer is not None and item.round == self.round and item.base == self.last_base:
+        if self.last_answer is not None and item.round == self.round and item.base in (0, self.last_base):
             return self.last_answer
         if item.round != self.round + 1:
             raise StaleBlock(f"sequence {self.id}: round {item.round} came, round {self.round + 1} is next")
-        if item.base != base:
+        if item.base not in (0, base):
             raise StaleBlock(f"sequence {self.id}: base {item.base} came, {base} positions are committed")
         return None
 

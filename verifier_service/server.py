@@ -37,6 +37,7 @@ from spire.v1 import verifier_pb2_grpc as rpc
 from verifier_service.activations import Publisher
 from verifier_service.batch import Limits
 from verifier_service.config import VerifierConfig
+from verifier_service.drafting import Drafting
 from verifier_service.engine import Engine
 from verifier_service.grammar import Grammars
 from verifier_service.leases import Leases
@@ -173,8 +174,10 @@ async def listening(
     One whose model is stuck cannot be stopped: then `engine.ended` is not done afterwards.
     """
     server, healthy = new_server(), health.aio.HealthServicer()
-    service = VerifierService(engine, hosted, config)
+    drafting = Drafting(engine)
+    service = VerifierService(engine, hosted, config, drafting)
     rpc.add_VerifierServicer_to_server(service, server)
+    draft_pb2_grpc.add_DraftingServicer_to_server(drafting, server)
     draft_pb2_grpc.add_DraftServicer_to_server(self_drafting(engine, hosted, config), server)
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     port = listen(server, config.host, config.port, tls)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
@@ -28,6 +29,7 @@ from spire.v1 import verifier_pb2 as pb
 from spire.v1 import verifier_pb2_grpc as rpc
 from verifier_service.activations import Taps
 from verifier_service.config import VerifierConfig
+from verifier_service.drafting import Drafting
 from verifier_service.engine import Engine
 from verifier_service.grammar import Grammars, Matcher
 from verifier_service.leases import Leases
@@ -179,8 +181,9 @@ def self_drafting(engine: Engine, hosted: Hosted, config: VerifierConfig) -> Dra
 class VerifierService(rpc.VerifierServicer):
     """Serves `spire.v1.Verifier`. State lives in the engine."""
 
-    def __init__(self, engine: Engine, hosted: Hosted, config: VerifierConfig):
+    def __init__(self, engine: Engine, hosted: Hosted, config: VerifierConfig, drafting: Drafting):
         self._engine, self._hosted, self._shared_memory = engine, hosted, config.shared_memory
+        self._drafting = drafting
         self.leases = Leases(engine, config.lease_seconds)
         self._subscribers: dict[str, Subscriber] = {}
         # Subscriptions by draft: a newer one may begin before the older has ended.
@@ -243,6 +246,10 @@ class VerifierService(rpc.VerifierServicer):
         near = bool(request.host) and request.host == host_id()
         ring, q_ring = await asyncio.to_thread(self._share, taps) if near else (None, None)
         subscriber, subscribed = self._subscribe(request.draft_id, taps, ring)
+        line = self._drafting.line_for(Path(self._shared_memory)) if near and self._shared_memory else None
+        if line:
+            serve = (line, request.draft_id, subscriber)
+            threading.Thread(target=self._drafting.serve_line, args=serve, name="line", daemon=True).start()
         if q_ring:
             self._engine.q_rings[request.draft_id] = q_ring
         try:
@@ -252,12 +259,18 @@ class VerifierService(rpc.VerifierServicer):
             await context.send_initial_metadata(())
             if request.host:
                 yield pb.ActivationsResponse(
-                    ring=ring.offer if ring else pb.Ring(), q_ring=q_ring.offer if q_ring else pb.Ring()
+                    ring=ring.offer if ring else pb.Ring(),
+                    q_ring=q_ring.offer if q_ring else pb.Ring(),
+                    line=line.offer if line else pb.Ring(),
                 )
             async for message in subscriber.messages():
                 yield message
         finally:
             self._unsubscribe(request.draft_id, subscriber)
+            if line:
+                line.close()
+            if subscriber.line:
+                subscriber.line.close()
             if self._engine.q_rings.get(request.draft_id) is q_ring:
                 self._engine.q_rings.pop(request.draft_id, None)
 

@@ -1,6 +1,7 @@
 """One draft's end of the activations: a bounded queue between the model thread and a gRPC stream.
 
-Rows lie in the ring of shared memory where the draft has opened one, and where it is full, travel inline. A slow
+Rows lie in the ring of shared memory where the draft has opened one, and where it is full, travel inline. By the line
+they get there without passing an event loop. A slow
 subscriber never blocks a step. When its queue is over the limit everything queued is dropped, and once the stream has
 caught up it asks for a replay, which makes up for all that was lost.
 """
@@ -13,7 +14,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from collections.abc import Sequence as Rows
 
 from spire.rpc.carrier import Ring
+from spire.rpc.line import Line
 from spire.rpc.tensors import to_wire, without_data
+from spire.v1 import draft_pb2
 from spire.v1 import verifier_pb2 as pb
 from verifier_service.activations import Deliver, Delivery, frames
 
@@ -42,11 +45,28 @@ class Subscriber:
         self._ended: list[str] = []
         self._closed = False
         self._something = asyncio.Event()
+        # Where the draft has opened one. Set by another thread.
+        self.line: Line | None = None
 
     def deliver(self, delivery: Delivery) -> None:
         """Called by the model thread: the rows are copied here, once. Never blocks, never fails."""
-        if not self._closed and not self._loop.is_closed():
+        if self._closed or self._loop.is_closed():
+            return
+        if not (self.line and self._sent_by(self.line, delivery)):
             self._loop.call_soon_threadsafe(self._take, list(self._encode(delivery)), delivery.whole_replay)
+
+    def _sent_by(self, line: Line, delivery: Delivery) -> bool:
+        """Whether it went by the line: new rows alone do, where none are still on their way by gRPC. The ring tells."""
+        ring, rows_RND = self._ring, delivery.rows_RND
+        if ring is None or not ring.all_read or delivery.whole_replay or delivery.ended or not rows_RND.nbytes:
+            return False
+        place = ring.put(rows_RND) if rows_RND.nbytes <= ring.size // _RING_PART else pb.RingSlice()
+        told = draft_pb2.Told()
+        told.activations.spans.extend(delivery.spans)
+        told.activations.rows.CopyFrom(without_data(rows_RND))
+        told.activations.slice.CopyFrom(place)
+        told.activations.tokens.extend(delivery.tokens)
+        return bool(place.length) and line.send(told.SerializeToString())
 
     def _encode(self, delivery: Delivery) -> Iterator[pb.ActivationsResponse]:
         if delivery.ended:

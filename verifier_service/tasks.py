@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from spire.v1 import draft_pb2
 from spire.v1 import verifier_pb2 as pb
 from verifier_service.grammar import Matcher
 from verifier_service.sequence import Reply
@@ -31,6 +32,25 @@ class VerifyTask:
     reply: Reply
     received: float = field(default_factory=time.perf_counter)
     results: list[pb.VerifyResult] = field(default_factory=list)
+    # Whether drafts have been asked for what its items want of them, how many of these orders are under way, what was
+    # decoded plainly for want of a guess, and what the draft that took longest told of its work.
+    asked: bool = False
+    orders: int = 0
+    undrafted: dict[str, pb.Undrafted] = field(default_factory=dict)
+    drafting: pb.Timings = field(default_factory=pb.Timings)
+    # From asking to the last answer.
+    drafting_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.sequence_ids = frozenset(item.sequence_id for item in self.batch.items)
+
+
+@dataclass(frozen=True)
+class GuessTask:
+    """What a draft answered to an order. `read` raises DecodeError where that are no sound bytes."""
+
+    draft_id: str
+    read: Callable[[], draft_pb2.ProposeBatchResult]
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,13 @@ static void remember(const uint16_t *row, int G, int K, int64_t places, int64_t 
   for (int g = 0; g < G; g++) memcpy(memory + (g * places + place) * K, row + g * K, sizeof(uint16_t) * K);
 }
 
+/* Where a position is held: the sink has places of its own, the window is a ring. -1 where it is in neither. */
+static int64_t place_of(const Absorbed *work, int r) {
+  const int64_t position = work->positions[r], sink = work->sink;
+  if (position < sink) return position;
+  return position >= work->ends[r] - work->window ? sink + (position - sink) % work->window : -1;
+}
+
 void absorb(const Absorbed *work, int threads) {
   const int R = work->R, N = work->N, D = work->D, H = work->H, G = work->G, K = work->K, S = work->S;
   uint16_t *input = work->scratch, *normed = input + (int64_t)R * D, *projected = normed + (int64_t)R * D;
@@ -33,9 +40,11 @@ void absorb(const Absorbed *work, int threads) {
 #pragma omp for schedule(static)
     for (int r = 0; r < R; r++) {
       const uint16_t *row = projected + (int64_t)r * 2 * G * K;
-      const int64_t slot = work->slots[r] * G * S * K;
-      remember(row, G, K, S, work->places[r], layer->keys + slot);
-      remember(row + G * K, G, K, S, work->places[r], layer->values + slot);
+      const int64_t place = place_of(work, r), slot = work->slots[r] * G * S * K;
+      if (place < 0) continue;
+      if (i == 0) work->held[work->slots[r] * S + place] = work->positions[r];
+      remember(row, G, K, S, place, layer->keys + slot);
+      remember(row + G * K, G, K, S, place, layer->values + slot);
     }
   }
 }

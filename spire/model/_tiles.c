@@ -85,16 +85,17 @@ static PyObject *py_project(PyObject *self, PyObject *arguments) {
 }
 
 static PyObject *py_absorb(PyObject *self, PyObject *arguments) {
-  Address layers, taps, slots, places, cosine, sine, scratch;
+  Address layers, taps, positions, ends, slots, cosine, sine, held, scratch;
   double eps;
   Absorbed work;
   int threads;
-  if (!PyArg_ParseTuple(arguments, "KKKKKKKdiiiiiiii", &layers, &taps, &slots, &places, &cosine, &sine, &scratch, &eps,
-                        &work.R, &work.N, &work.D, &work.H, &work.G, &work.K, &work.S, &threads))
+  if (!PyArg_ParseTuple(arguments, "KKKKKKKKKdiiiiiiiiii", &layers, &taps, &positions, &ends, &slots, &cosine, &sine,
+                        &held, &scratch, &eps, &work.R, &work.N, &work.D, &work.H, &work.G, &work.K, &work.S,
+                        &work.window, &work.sink, &threads))
     return NULL;
-  work.layers = (const DraftLayer *)(uintptr_t)layers, work.taps = AT(taps), work.slots = INTEGERS(slots);
-  work.places = INTEGERS(places), work.cosine = AT(cosine), work.sine = AT(sine), work.scratch = AT(scratch);
-  work.eps = (float)eps;
+  work.layers = (const DraftLayer *)(uintptr_t)layers, work.taps = AT(taps), work.positions = INTEGERS(positions);
+  work.ends = INTEGERS(ends), work.slots = INTEGERS(slots), work.cosine = AT(cosine), work.sine = AT(sine);
+  work.held = (int64_t *)(uintptr_t)held, work.scratch = AT(scratch), work.eps = (float)eps;
   Py_BEGIN_ALLOW_THREADS;
   absorb(&work, threads);
   Py_END_ALLOW_THREADS;

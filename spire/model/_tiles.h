@@ -118,10 +118,12 @@ void draft_pass(const DraftRound *round, int pass, const int64_t *tokens, int th
 typedef struct {
   const DraftLayer *layers;       /* [N] */
   const uint16_t *taps;           /* [R, N, D] */
-  const int64_t *slots, *places;  /* [R] */
+  /* [R]: of the text; the position behind the last of the sequence's; which slot. */
+  const int64_t *positions, *ends, *slots;
   const uint16_t *cosine, *sine;  /* [R, K] */
+  int64_t *held;                  /* [slots, S]: of the text, at each place */
   uint16_t *scratch;              /* R * 2 * (D + G * K) */
-  int R, N, D, H, G, K, S;
+  int R, N, D, H, G, K, S, window, sink;
   float eps;
 } Absorbed;
 void absorb(const Absorbed *absorbed, int threads);

@@ -47,15 +47,15 @@ class DraftMemory:
 
         Rows of the message that reached up to `ends` are passed over when neither sink nor window will hold them.
         """
+        if self._tiles:
+            self._tiles.absorb(slots_R, positions_R, ends_R, taps_RND)
+            return
         sink, window = self.draft.draft.sink, self.draft.draft.window
         keep_R = (positions_R < sink) | (positions_R >= ends_R - window)
         if not keep_R.all():
             slots_R, positions_R, taps_RND = slots_R[keep_R], positions_R[keep_R], taps_RND[keep_R]
         places_R = torch.where(positions_R < sink, positions_R, sink + (positions_R - sink) % window)
         self.positions_XS[slots_R, places_R] = positions_R
-        if self._tiles:
-            self._tiles.absorb(slots_R, places_R, positions_R, taps_RND)
-            return
         for layer, (keys, values) in enumerate(self.draft.remembered(taps_RND[None], positions_R[None])):
             self.keys_NXGSK[layer][slots_R, :, places_R] = keys[0].transpose(0, 1)
             self.values_NXGSK[layer][slots_R, :, places_R] = values[0].transpose(0, 1)
@@ -65,7 +65,7 @@ class DraftMemory:
         device = self.positions_XS.device
         slots_B, base_B = torch.tensor(slots, device=device), torch.tensor(bases, device=device)
         if self._tiles:
-            return TileRound(self._tiles, slots_B, base_B, k)
+            return TileRound(self._tiles, slots_B, base_B, k, max(bases) + k)
         return RoundMemory(self, slots_B, base_B, k)
 
 

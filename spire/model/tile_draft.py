@@ -18,6 +18,9 @@ from spire.model.draft import Draft
 from spire.model.tile_layer import TileLayer, TileProduct
 from spire.model.tiles import kernels
 
+# Of positions that are kept: more than a context has, and no more memory than a slot of a target's cache.
+_MOST_ROTATIONS = 2**16
+
 
 class TileDraft:
     """A packed draft and the memory of its slots, by address: both must outlive it."""
@@ -30,35 +33,49 @@ class TileDraft:
         self.layers = torch.tensor(table, dtype=torch.int64)
         self.feedback = draft.memory_weights.softmax(dim=-1).float() if draft.draft.feedback else None
         self.unembedding = draft.packed(TileProduct, "lm_head").weight
+        # Cosines and signed sines of the first positions: computing them anew takes ten operations.
+        self._rope_PK: tuple[Tensor, ...] = (torch.empty(0), torch.empty(0))
 
-    def absorb(self, slots_R: Tensor, places_R: Tensor, positions_R: Tensor, taps_RND: Tensor) -> None:
-        """Project the target's activations of verified positions and store them at places of slots."""
-        draft, config = self.draft, self.draft.config
+    def rope(self, positions: Tensor, end: int) -> list[Tensor]:
+        """The rotation of positions before `end`, each [positions, K]."""
+        if end > _MOST_ROTATIONS:
+            return [found[0, 0] for found in self.draft.rope(positions[None], torch.bfloat16)]
+        if end > len(self._rope_PK[0]):
+            up_to = torch.arange(1 << max(10, (end - 1).bit_length()))
+            self._rope_PK = tuple(table[0, 0] for table in self.draft.rope(up_to[None], torch.bfloat16))
+        return [table_PK.index_select(0, positions) for table_PK in self._rope_PK]
+
+    def absorb(self, slots_R: Tensor, positions_R: Tensor, ends_R: Tensor, taps_RND: Tensor) -> None:
+        """Project the target's activations of verified positions and store them at their places of slots, but for
+        those that neither sink nor window holds once a sequence has reached its end."""
+        config, spire = self.draft.config, self.draft.draft
         R, N, D = taps_RND.shape
+        if not R:
+            return
         G, K = config.num_key_value_heads, config.head_dim
-        rope = draft.rope(positions_R[None], torch.bfloat16)
+        rope = self.rope(positions_R, int(ends_R.max()))
         scratch = torch.empty(R * 2 * (D + G * K), dtype=torch.bfloat16)
-        tensors = (self.layers, taps_RND.contiguous(), slots_R.contiguous(), places_R.contiguous(), *rope, scratch)
-        shape = (R, N, D, config.num_attention_heads, G, K, self.positions_XS.shape[1])
+        numbers = (x.contiguous() for x in (taps_RND, positions_R, ends_R, slots_R))
+        tensors = (self.layers, *numbers, *rope, self.positions_XS, scratch)
+        shape = (R, N, D, config.num_attention_heads, G, K, self.positions_XS.shape[1], spire.window, spire.sink)
         kernels.absorb(*_addresses(tensors), config.rms_norm_eps, *shape, torch.get_num_threads())
 
 
 class TileRound:
-    """A round of k passes over these slots, the newest tokens standing at `base`."""
+    """A round of k passes over these slots, the newest tokens standing at `base`, none reaching `end`."""
 
-    def __init__(self, tiles: TileDraft, slots_B: Tensor, base_B: Tensor, k: int):
+    def __init__(self, tiles: TileDraft, slots_B: Tensor, base_B: Tensor, k: int, end: int):
         draft, config, spire = tiles.draft, tiles.draft.config, tiles.draft.draft
         B, N, S = len(slots_B), config.num_hidden_layers, tiles.positions_XS.shape[1]
         H, G, K = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         D, F = config.hidden_size, config.intermediate_size
         self._k, self._passes = k, 0
-        positions_KB = base_B + torch.arange(k)[:, None]
-        rope_K1BK = draft.rope(positions_KB, torch.bfloat16)
+        rope = tiles.rope((base_B + torch.arange(k)[:, None]).flatten(), end)
         own = torch.empty(N * 2 * B * G * k * K, dtype=torch.bfloat16)
         scratch = torch.empty(B * (D * (N + 3) + K * (2 * H + 2 * G) + F), dtype=torch.bfloat16)
         self._logits_BV = torch.empty(B, config.vocab_size)
         weights = (tiles.layers, draft.embed_tokens.weight, draft.norm.weight, tiles.unembedding, tiles.feedback)
-        place = (tiles.positions_XS, slots_B.contiguous(), base_B.contiguous(), *rope_K1BK)
+        place = (tiles.positions_XS, slots_B.contiguous(), base_B.contiguous(), *rope)
         # Kept for as long as their addresses are used.
         self._tensors = (*weights, *place, own, scratch, self._logits_BV)
         shape = (B, k, N, D, H, G, K, F, config.vocab_size, S, spire.window, spire.sink, spire.attends_self)

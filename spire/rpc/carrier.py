@@ -110,6 +110,11 @@ class Ring(_Made):
         # Positions: where the next row goes, and where the unread begin whatever the reader says.
         self._head = self._floor = 0
 
+    @property
+    def all_read(self) -> bool:
+        """Whether the reader has read everything that was put here."""
+        return max(self._floor, self._header[_READ]) >= self._head
+
     def put(self, rows: Tensor) -> pb.RingSlice:
         """Copy a tensor of any device into the ring. The slice's length is 0 when it does not fit now."""
         position = self._place(rows.nbytes)

@@ -12,10 +12,12 @@ from spire.errors import SpireError
 from spire.rpc.tls import Tls
 
 # A peer of another version would leave out what it does not know of: rules, adjustments, logprobs.
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 
+# In the metadata of a draft's Orders: who it is.
+DRAFT_METADATA_KEY = "spire-draft"
 # In the metadata of a gateway's Rounds: who it is, and how many streams it opened before.
 GATEWAY_METADATA_KEY = "spire-gateway"
 STREAM_METADATA_KEY = "spire-stream"

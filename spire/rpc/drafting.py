@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
 
 import grpc
 import structlog
@@ -16,7 +17,7 @@ from spire.rpc.carrier import OverwritingRing
 from spire.rpc.errors import OK, call_status, item_status
 from spire.rpc.limits import check_named
 from spire.rpc.sampling import check_sampling, from_protos
-from spire.rpc.tensors import put, put_without_data
+from spire.rpc.tensors import put, put_shape
 from spire.v1 import draft_pb2 as pb
 from spire.v1 import draft_pb2_grpc as rpc
 from spire.v1 import tensor_pb2, verifier_pb2
@@ -24,6 +25,17 @@ from spire.v1 import tensor_pb2, verifier_pb2
 log = structlog.get_logger()
 
 Propose = Callable[[ProposeTask], Awaitable[ProposeAnswer]]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A batch as it was asked for: its sound items, those refused, and what the model has to do for it, if anything."""
+
+    batch_id: int
+    began: float
+    items: list[pb.ProposeItem]
+    refused: dict[str, RequestError]
+    task: ProposeTask | None
 
 
 class DraftServicer(rpc.DraftServicer):
@@ -55,21 +67,32 @@ class DraftServicer(rpc.DraftServicer):
                 check_named("a ProposeBatch", len(batch.items))
             except InvalidRequest as error:
                 await context.abort(call_status(error), str(error))
-            yield await self._propose(batch)
+            yield await self.answer(batch)
 
-    async def _propose(self, batch: pb.ProposeBatch) -> pb.ProposeBatchResult:
+    async def answer(self, batch: pb.ProposeBatch) -> pb.ProposeBatchResult:
+        asked = self.asked(batch)
+        return self.answered(asked, await self._hand_over(asked.task) if asked.task else None)
+
+    def asked(self, batch: pb.ProposeBatch) -> Asked:
+        """What a batch asks of the model."""
         began = time.monotonic()
         refused = self._refusals(batch)
         good = [item for item in batch.items if item.sequence_id not in refused]
         _log_refusals(refused)
-        result = pb.ProposeBatchResult(batch_id=batch.batch_id)
+        task = None
         if good:
             task = ProposeTask(
                 [Guess(item.sequence_id, item.base, item.newest_token) for item in good],
                 from_protos([item.sampling for item in good], self._device),
                 max(item.k for item in good),
             )
-            answer = await self._hand_over(task)
+        return Asked(batch.batch_id, began, good, refused, task)
+
+    def answered(self, asked: Asked, answer: ProposeAnswer | None) -> pb.ProposeBatchResult:
+        """What is said to whoever asked."""
+        result = pb.ProposeBatchResult(batch_id=asked.batch_id)
+        good, refused = asked.items, asked.refused
+        if answer:
             _log_refusals({good[index].sequence_id: error for index, error in answer.refused.items()})
             _add_proposals(result, good, answer, self._q_ring())
             result.timings.queue_seconds = answer.queue_seconds
@@ -77,7 +100,7 @@ class DraftServicer(rpc.DraftServicer):
         result.proposals.extend(
             pb.Proposal(sequence_id=sequence_id, status=item_status(error)) for sequence_id, error in refused.items()
         )
-        result.timings.total_seconds = time.monotonic() - began - result.timings.queue_seconds
+        result.timings.total_seconds = time.monotonic() - asked.began - result.timings.queue_seconds
         return result
 
     def _refusals(self, batch: pb.ProposeBatch) -> dict[str, RequestError]:
@@ -153,9 +176,10 @@ def _put(
     k: int,
 ) -> None:
     """The first k of a row's distributions; `batch` is where all of them lie."""
-    numbers_KM = numbers_BKM[row, :k]
-    if batch.length:
-        put_without_data(message, numbers_KM)
-        place.position, place.length = batch.position + row * numbers_BKM[0].nbytes, numbers_KM.nbytes
-    else:
-        put(message, numbers_KM)
+    if not batch.length:
+        put(message, numbers_BKM[row, :k])
+        return
+    B, K, M = numbers_BKM.shape
+    put_shape(message, numbers_BKM.dtype, (k, M))
+    of_row = batch.length // B
+    place.position, place.length = batch.position + row * of_row, of_row // K * k

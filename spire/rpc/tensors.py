@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -27,20 +28,20 @@ def to_wire(tensor: Tensor) -> pb.Tensor:
 
 def put(message: pb.Tensor, tensor: Tensor) -> None:
     """Encode into a message's empty field, because a message that is built from messages copies their bytes again."""
-    put_without_data(message, tensor)
+    put_shape(message, tensor.dtype, tensor.shape)
     message.data = tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def without_data(tensor: Tensor) -> pb.Tensor:
     """Dtype and shape alone, for a tensor whose bytes travel otherwise."""
     message = pb.Tensor()
-    put_without_data(message, tensor)
+    put_shape(message, tensor.dtype, tensor.shape)
     return message
 
 
-def put_without_data(message: pb.Tensor, tensor: Tensor) -> None:
-    message.dtype = _TO_WIRE[tensor.dtype]
-    message.shape.extend(tensor.shape)
+def put_shape(message: pb.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> None:
+    message.dtype = _TO_WIRE[dtype]
+    message.shape.extend(shape)
 
 
 def from_wire(

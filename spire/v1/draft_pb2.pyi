@@ -8,6 +8,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Told(_message.Message):
+    __slots__ = ("activations", "order")
+    ACTIVATIONS_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    activations: _verifier_pb2.ActivationsResponse
+    order: ProposeBatch
+    def __init__(self, activations: _Optional[_Union[_verifier_pb2.ActivationsResponse, _Mapping]] = ..., order: _Optional[_Union[ProposeBatch, _Mapping]] = ...) -> None: ...
+
 class DraftGetInfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -1,11 +1,27 @@
 from spire.v1 import tensor_pb2 as _tensor_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class Undrafted(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    UNDRAFTED_UNSPECIFIED: _ClassVar[Undrafted]
+    UNDRAFTED_LOST: _ClassVar[Undrafted]
+    UNDRAFTED_LATE: _ClassVar[Undrafted]
+    UNDRAFTED_BEHIND: _ClassVar[Undrafted]
+    UNDRAFTED_ERROR: _ClassVar[Undrafted]
+    UNDRAFTED_OWING: _ClassVar[Undrafted]
+UNDRAFTED_UNSPECIFIED: Undrafted
+UNDRAFTED_LOST: Undrafted
+UNDRAFTED_LATE: Undrafted
+UNDRAFTED_BEHIND: Undrafted
+UNDRAFTED_ERROR: Undrafted
+UNDRAFTED_OWING: Undrafted
 
 class GetInfoRequest(_message.Message):
     __slots__ = ()
@@ -190,28 +206,32 @@ class Logprobs(_message.Message):
     def __init__(self, tokens: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., top_ids: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., top: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class VerifyBatch(_message.Message):
-    __slots__ = ("batch_id", "items")
+    __slots__ = ("batch_id", "items", "patience_seconds")
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     ITEMS_FIELD_NUMBER: _ClassVar[int]
+    PATIENCE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     batch_id: int
     items: _containers.RepeatedCompositeFieldContainer[VerifyItem]
-    def __init__(self, batch_id: _Optional[int] = ..., items: _Optional[_Iterable[_Union[VerifyItem, _Mapping]]] = ...) -> None: ...
+    patience_seconds: float
+    def __init__(self, batch_id: _Optional[int] = ..., items: _Optional[_Iterable[_Union[VerifyItem, _Mapping]]] = ..., patience_seconds: _Optional[float] = ...) -> None: ...
 
 class VerifyItem(_message.Message):
-    __slots__ = ("sequence_id", "round", "base", "draft_tokens", "q", "quiet")
+    __slots__ = ("sequence_id", "round", "base", "draft_tokens", "q", "quiet", "k")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     Q_FIELD_NUMBER: _ClassVar[int]
     QUIET_FIELD_NUMBER: _ClassVar[int]
+    K_FIELD_NUMBER: _ClassVar[int]
     sequence_id: str
     round: int
     base: int
     draft_tokens: _containers.RepeatedScalarFieldContainer[int]
     q: DraftDistribution
     quiet: bool
-    def __init__(self, sequence_id: _Optional[str] = ..., round: _Optional[int] = ..., base: _Optional[int] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., q: _Optional[_Union[DraftDistribution, _Mapping]] = ..., quiet: bool = ...) -> None: ...
+    k: int
+    def __init__(self, sequence_id: _Optional[str] = ..., round: _Optional[int] = ..., base: _Optional[int] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., q: _Optional[_Union[DraftDistribution, _Mapping]] = ..., quiet: bool = ..., k: _Optional[int] = ...) -> None: ...
 
 class DraftDistribution(_message.Message):
     __slots__ = ("ids", "probabilities", "ids_slice", "probabilities_slice")
@@ -226,32 +246,38 @@ class DraftDistribution(_message.Message):
     def __init__(self, ids: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., probabilities: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ids_slice: _Optional[_Union[RingSlice, _Mapping]] = ..., probabilities_slice: _Optional[_Union[RingSlice, _Mapping]] = ...) -> None: ...
 
 class VerifyBatchResult(_message.Message):
-    __slots__ = ("batch_id", "results", "timings", "cache_usage")
+    __slots__ = ("batch_id", "results", "timings", "cache_usage", "drafting")
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     RESULTS_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     CACHE_USAGE_FIELD_NUMBER: _ClassVar[int]
+    DRAFTING_FIELD_NUMBER: _ClassVar[int]
     batch_id: int
     results: _containers.RepeatedCompositeFieldContainer[VerifyResult]
     timings: Timings
     cache_usage: float
-    def __init__(self, batch_id: _Optional[int] = ..., results: _Optional[_Iterable[_Union[VerifyResult, _Mapping]]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., cache_usage: _Optional[float] = ...) -> None: ...
+    drafting: Timings
+    def __init__(self, batch_id: _Optional[int] = ..., results: _Optional[_Iterable[_Union[VerifyResult, _Mapping]]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., cache_usage: _Optional[float] = ..., drafting: _Optional[_Union[Timings, _Mapping]] = ...) -> None: ...
 
 class VerifyResult(_message.Message):
-    __slots__ = ("sequence_id", "round", "status", "accepted", "tokens", "logprobs")
+    __slots__ = ("sequence_id", "round", "status", "accepted", "tokens", "logprobs", "drafted", "undrafted")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_FIELD_NUMBER: _ClassVar[int]
+    UNDRAFTED_FIELD_NUMBER: _ClassVar[int]
     sequence_id: str
     round: int
     status: _tensor_pb2.ItemStatus
     accepted: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
     logprobs: Logprobs
-    def __init__(self, sequence_id: _Optional[str] = ..., round: _Optional[int] = ..., status: _Optional[_Union[_tensor_pb2.ItemStatus, _Mapping]] = ..., accepted: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ...) -> None: ...
+    drafted: int
+    undrafted: Undrafted
+    def __init__(self, sequence_id: _Optional[str] = ..., round: _Optional[int] = ..., status: _Optional[_Union[_tensor_pb2.ItemStatus, _Mapping]] = ..., accepted: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., drafted: _Optional[int] = ..., undrafted: _Optional[_Union[Undrafted, str]] = ...) -> None: ...
 
 class Timings(_message.Message):
     __slots__ = ("queue_seconds", "forward_seconds", "sample_seconds", "total_seconds")
@@ -286,7 +312,7 @@ class ActivationsRequest(_message.Message):
     def __init__(self, draft_id: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., protocol_version: _Optional[int] = ..., tapped_layers: _Optional[_Iterable[int]] = ..., sink: _Optional[int] = ..., window: _Optional[int] = ..., tokens: bool = ..., host: _Optional[str] = ...) -> None: ...
 
 class ActivationsResponse(_message.Message):
-    __slots__ = ("spans", "rows", "ended", "tokens", "ring", "slice", "q_ring")
+    __slots__ = ("spans", "rows", "ended", "tokens", "ring", "slice", "q_ring", "line")
     SPANS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
@@ -294,6 +320,7 @@ class ActivationsResponse(_message.Message):
     RING_FIELD_NUMBER: _ClassVar[int]
     SLICE_FIELD_NUMBER: _ClassVar[int]
     Q_RING_FIELD_NUMBER: _ClassVar[int]
+    LINE_FIELD_NUMBER: _ClassVar[int]
     spans: _containers.RepeatedCompositeFieldContainer[ActivationSpan]
     rows: _tensor_pb2.Tensor
     ended: _containers.RepeatedScalarFieldContainer[str]
@@ -301,7 +328,8 @@ class ActivationsResponse(_message.Message):
     ring: Ring
     slice: RingSlice
     q_ring: Ring
-    def __init__(self, spans: _Optional[_Iterable[_Union[ActivationSpan, _Mapping]]] = ..., rows: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ended: _Optional[_Iterable[str]] = ..., tokens: _Optional[_Iterable[int]] = ..., ring: _Optional[_Union[Ring, _Mapping]] = ..., slice: _Optional[_Union[RingSlice, _Mapping]] = ..., q_ring: _Optional[_Union[Ring, _Mapping]] = ...) -> None: ...
+    line: Ring
+    def __init__(self, spans: _Optional[_Iterable[_Union[ActivationSpan, _Mapping]]] = ..., rows: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ended: _Optional[_Iterable[str]] = ..., tokens: _Optional[_Iterable[int]] = ..., ring: _Optional[_Union[Ring, _Mapping]] = ..., slice: _Optional[_Union[RingSlice, _Mapping]] = ..., q_ring: _Optional[_Union[Ring, _Mapping]] = ..., line: _Optional[_Union[Ring, _Mapping]] = ...) -> None: ...
 
 class Ring(_message.Message):
     __slots__ = ("name", "token")

@@ -35,8 +35,9 @@ class VerifierStub(object):
     The token at position `base` (counted from 0) is then the newest: sampled, not yet in the cache.
     3. The verifier sends the activations of the sink and the last window on the Activations stream of the draft
     that Start names.
-    4. The gateway sends VerifyBatch: per sequence the draft's tokens after the newest one (none is plain decoding).
-    5. The verifier runs one forward, applies the rule, commits, answers VerifyBatchResult, and publishes the
+    4. The gateway sends VerifyBatch: per sequence how many tokens its draft shall guess after the newest one (none is
+    plain decoding), or tokens that were guessed. It may send the next one before this one is answered.
+    5. The verifier has the draft guess (Drafting in draft.proto), runs one forward, applies the rule, commits, answers VerifyBatchResult, and publishes the
     activations of the newly committed positions. base grows by accepted + 1.
     6. Release ends it. A gateway whose stream stays closed for the lease loses its sequences.
 
@@ -92,8 +93,9 @@ class VerifierServicer(object):
     The token at position `base` (counted from 0) is then the newest: sampled, not yet in the cache.
     3. The verifier sends the activations of the sink and the last window on the Activations stream of the draft
     that Start names.
-    4. The gateway sends VerifyBatch: per sequence the draft's tokens after the newest one (none is plain decoding).
-    5. The verifier runs one forward, applies the rule, commits, answers VerifyBatchResult, and publishes the
+    4. The gateway sends VerifyBatch: per sequence how many tokens its draft shall guess after the newest one (none is
+    plain decoding), or tokens that were guessed. It may send the next one before this one is answered.
+    5. The verifier has the draft guess (Drafting in draft.proto), runs one forward, applies the rule, commits, answers VerifyBatchResult, and publishes the
     activations of the newly committed positions. base grows by accepted + 1.
     6. Release ends it. A gateway whose stream stays closed for the lease loses its sequences.
 
@@ -188,8 +190,9 @@ class Verifier(object):
     The token at position `base` (counted from 0) is then the newest: sampled, not yet in the cache.
     3. The verifier sends the activations of the sink and the last window on the Activations stream of the draft
     that Start names.
-    4. The gateway sends VerifyBatch: per sequence the draft's tokens after the newest one (none is plain decoding).
-    5. The verifier runs one forward, applies the rule, commits, answers VerifyBatchResult, and publishes the
+    4. The gateway sends VerifyBatch: per sequence how many tokens its draft shall guess after the newest one (none is
+    plain decoding), or tokens that were guessed. It may send the next one before this one is answered.
+    5. The verifier has the draft guess (Drafting in draft.proto), runs one forward, applies the rule, commits, answers VerifyBatchResult, and publishes the
     activations of the newly committed positions. base grows by accepted + 1.
     6. Release ends it. A gateway whose stream stays closed for the lease loses its sequences.
 

@@ -114,7 +114,7 @@ class Fault:
 TABLE = {
     "a draft is killed": Fault("overview: Services", "", "'draft'", lambda whole: killed(whole, "draft")),
     "a draft is frozen": Fault("services: Circuit", "", "'draft'", lambda whole: frozen(whole, "draft")),
-    "a draft answers too late": Fault("services: Fallbacks", "", "", lambda whole: late(whole, "to_draft", 1.5)),
+    "a draft answers too late": Fault("services: Fallbacks", "", "", lambda whole: late(whole, "activations", 1.5)),
     "activations come too late": Fault("services: Draft staleness", "p95", "", activations_come_too_late),
     "a draft guesses at random": Fault(
         "speculation: Acceptance by position", "", "'position': '0'", lambda whole: whole.failpoint("lies")
@@ -145,7 +145,9 @@ def watched(stories_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         pytest.skip("prometheus is not installed: apt-get install prometheus")
     draft = self_draft(stories_dir, tmp_path_factory.mktemp("draft"))
     with (
-        system(stories_dir, draft, gateway_options=GATEWAY, verifier_options=VERIFIER, draft_options=DRAFT) as whole,
+        system(
+            stories_dir, draft, gateway_options=GATEWAY, verifier_options=VERIFIER, draft_options=DRAFT, apart=True
+        ) as whole,
         Load(whole.url, bodies(2, max_tokens=110), repeat=True) as load,
     ):
         eventually(lambda: any(record.ends for record in load.records), within=90)

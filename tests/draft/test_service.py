@@ -123,6 +123,21 @@ async def test_a_draft_that_is_behind_proposes_nothing_after_a_bounded_wait(peer
     assert mate.status.code == tensor_pb2.CODE_NOT_FOUND
 
 
+async def test_nobody_waits_for_a_sequence_that_has_ended(peers: Peers) -> None:
+    """As of a round that was ordered before the gateway knew that its text was whole."""
+    token = await peers.start("over", [1, 2, 3])
+    await peers.verifier.Release(verifier_pb2.ReleaseRequest(sequence_ids=["over"]))
+
+    async def heard() -> bool:
+        return (await peers.propose(item("over", 3, token)))[0].status.code == tensor_pb2.CODE_NOT_FOUND
+
+    assert await eventually(heard)
+    began = time.monotonic()
+    (ended,) = await peers.propose(item("over", 9, token))
+    assert ended.status.code == tensor_pb2.CODE_NOT_FOUND
+    assert time.monotonic() - began < 1, "an unknown one is waited for, for two seconds here"
+
+
 @pytest.mark.parametrize("rounds", [3, 12])
 async def test_who_was_quiet_is_drafted_as_if_the_draft_had_heard_of_every_round(peers: Peers, rounds: int) -> None:
     """The window holds four positions: more than that comes as a replay."""

@@ -37,6 +37,20 @@ def whole(shared: System) -> Iterator[System]:
     shared.heal()
 
 
+@pytest.fixture(scope="session")
+def shared_apart(stories_dir: Path, stories_draft_dir: Path) -> Iterator[System]:
+    with system(stories_dir, stories_draft_dir, gateway_options=IMPATIENT, verifier_options=STUCK, apart=True) as whole:
+        whole.learn(bodies(4))
+        yield whole
+
+
+@pytest.fixture
+def apart(shared_apart: System) -> Iterator[System]:
+    """The shared system whose draft is on another host, as it was before the last fault."""
+    yield shared_apart
+    shared_apart.heal()
+
+
 @pytest.fixture
 def report() -> Report:
     return lambda fault, endured: _endured[fault].append(endured)

@@ -1,6 +1,6 @@
 """Verifier, draft and gateway as processes, a breakable wire between any two, and what of them must return to baseline.
 
-gateway ── to_verifier ──► verifier ◄── activations ── draft ◄── to_draft ── gateway
+gateway ── to_verifier ──► verifier ◄── activations, orders ── draft ◄── to_draft: who are you? ── gateway
 """
 
 from __future__ import annotations
@@ -213,8 +213,9 @@ def system(
     gateway_options: Sequence[str] = (),
     verifier_options: Sequence[str] = (),
     draft_options: Sequence[str] = (),
+    apart: bool = False,
 ) -> Iterator[System]:
-    """All three, whole and ready."""
+    """All three, whole and ready. `apart`: the draft is as on another host, and all that it says passes the wires."""
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         services: list[Service] = []
@@ -234,6 +235,7 @@ def system(
         verifier = run(*failing, *target)
         to_verifier, activations = wire(verifier), wire(verifier)
         follow = ["--draft", str(draft), "--verifier", activations.address, *common, str(ports["draft"])]
+        follow += ["--shared-memory", ""] if apart else []
         follower = run(*failing, "draft_service", *follow, *draft_options)
         to_draft = wire(follower)
         peers = ["--verifier", to_verifier.address, "--draft", to_draft.address, "--port", "0"]

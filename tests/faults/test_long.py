@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(60 * MINUTES + 900)]
 @pytest.fixture(scope="module")
 def bundled() -> Iterator[System]:
     """The bundled pair, k chosen for every round."""
-    with system(MODELS / "target", MODELS / "draft") as whole:
+    with system(MODELS / "target", MODELS / "draft", apart=True) as whole:
         yield whole
 
 
@@ -62,13 +62,13 @@ def test_a_draft_frozen_for_half_a_minute_costs_two_rounds_at_most(whole: System
 @pytest.mark.fault(3)
 @pytest.mark.parametrize("milliseconds", [50, 200, 1000])
 def test_a_draft_that_lags_costs_no_more_than_a_twentieth_of_plain_decoding(bundled: System, milliseconds: int) -> None:
-    bundled.to_draft.latency = milliseconds / 2000
+    bundled.activations.latency = milliseconds / 2000
     try:
         for _ in range(3):
             rate(bundled, {})
         ratios = [of_plain(bundled, first=pair % 2 == 0) for pair in range(PAIRS)]
     finally:
-        bundled.to_draft.heal()
+        bundled.activations.heal()
         eventually(bundled.is_whole, within=30)
     print(f"a draft {milliseconds} ms late: {median(ratios):.3f} of plain decoding, of", *(f"{r:.2f}" for r in ratios))
     assert median(ratios) >= 0.95, ratios

@@ -22,19 +22,19 @@ def drafted(whole: System) -> float:
 
 
 @pytest.mark.fault(3)
-def test_a_draft_too_slow_for_a_round_is_left_out_of_all_but_a_few(whole: System, report: Report) -> None:
+def test_a_draft_too_slow_for_a_round_is_left_out_of_all_but_a_few(apart: System, report: Report) -> None:
     timeouts: list[float] = []
 
     def slow_down() -> None:
-        timeouts.append(draft_timeouts(whole))
-        whole.to_draft.latency = 0.5
+        timeouts.append(draft_timeouts(apart))
+        apart.activations.latency = 0.5
 
     def heal() -> None:
         time.sleep(2)
-        timeouts.append(draft_timeouts(whole))
-        whole.to_draft.heal()
+        timeouts.append(draft_timeouts(apart))
+        apart.activations.heal()
 
-    report("3 draft slow by 1 s", whole.endure(slow_down, lambda: draft_is_absent(whole), heal))
+    report("3 draft slow by 1 s", apart.endure(slow_down, lambda: draft_is_absent(apart), heal))
     of_four_streams = timeouts[1] - timeouts[0]
     assert 1 <= of_four_streams <= 2 * 4
 
@@ -73,21 +73,19 @@ def test_a_round_whose_answer_is_lost_is_not_lost(whole: System, report: Report)
 
 
 @pytest.mark.fault(12)
-def test_bits_that_flip_on_the_way_to_and_from_the_draft_change_no_token(whole: System, report: Report) -> None:
-    """The verifier's own wire needs TLS for that: nothing else tells a wrong token from a right one."""
-    wires = (whole.activations, whole.to_draft)
-    flipped = [wire.flipped for wire in wires]
+def test_bits_that_flip_on_the_way_to_and_from_the_draft_change_no_token(apart: System, report: Report) -> None:
+    """The gateway's wire to the verifier needs TLS for that: nothing else tells a wrong token from a right one."""
+    flipped = apart.activations.flipped
 
     def corrupt() -> None:
         for _ in range(10):
-            for wire in wires:
-                wire.corrupt()
+            apart.activations.corrupt()
             time.sleep(0.05)
 
-    report("12 bits flip", whole.endure(corrupt, lambda: True, nothing))
-    assert all(wire.flipped > before for wire, before in zip(wires, flipped, strict=True))
-    assert whole.wrong(whole.ask()) == {}
-    eventually(lambda: is_drafted(whole), within=30)
+    report("12 bits flip", apart.endure(corrupt, lambda: True, nothing))
+    assert apart.activations.flipped > flipped
+    assert apart.wrong(apart.ask()) == {}
+    eventually(lambda: is_drafted(apart), within=30)
 
 
 def is_drafted(whole: System) -> bool:

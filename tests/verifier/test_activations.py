@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from spire.model.target import Target
+from spire.rpc.line import open_line
 from spire.v1 import tensor_pb2 as codes
 from spire.v1 import verifier_pb2 as pb
 from spire.v1 import verifier_pb2_grpc as rpc
+from spire.v1.draft_pb2 import Told
 from tests.verifier.conftest import Running
 from tests.verifier.harness import Client, Follower, Verifier, plain_greedy, prompt_of, whole_taps
 from verifier_service.activations import Deliver, Delivery, frames
@@ -216,6 +218,43 @@ async def test_rows_that_find_the_ring_full_come_inline_and_none_is_missing(
         await begin(client, "d", 9)
         await assert_holds(follower, target, "d", prompt_of(9), kept(9))
         assert follower.messages[-1].slice.length
+
+
+async def test_rows_go_by_the_line_where_none_are_on_their_way_by_grpc(
+    running: Running, target: Target, tmp_path: Path
+) -> None:
+    """Nothing overtakes: as long as the draft has not read what came by gRPC, more of it goes there."""
+    async with running(shared_memory=str(tmp_path)) as verifier:
+        follower, client = await verifier.follower(shared_memory=tmp_path), verifier.client()
+        line = open_line(tmp_path, (await follower.read()).line)
+        packets = line.packets()
+
+        async def told() -> pb.ActivationsResponse:
+            return Told.FromString(await asyncio.to_thread(next, packets)).activations
+
+        await _let_in(verifier)
+        assert follower.ring is not None
+        await begin(client, "a", 20)
+        await rounds(client, target, "a", 20, [(1, 0)])
+        first = await told()
+        assert [(span.sequence_id, span.start) for span in first.spans] == [("a", 0), ("a", 12)]
+        assert len(follower.ring.rows(first)) == 9
+        second = await follower.read()
+        assert [(span.start, span.count) for span in second.spans] == [(20, 2)]
+        follower.ring.release(second.slice)
+        await begin(client, "b", 9)
+        assert [span.sequence_id for span in (await told()).spans] == ["b"]
+        line.close()
+
+
+async def _let_in(verifier: Verifier) -> None:
+    """Until the verifier has accepted the draft's line."""
+    deliver = verifier.engine.publisher.feeds["draft"].deliver
+    subscriber = getattr(deliver, "__self__", None)
+    assert isinstance(subscriber, Subscriber)
+    async with asyncio.timeout(5):
+        while subscriber.line is None:  # noqa: ASYNC110 - set by a thread
+            await asyncio.sleep(0.01)
 
 
 async def test_a_draft_of_another_host_is_offered_no_memory(running: Running, tmp_path: Path) -> None:

@@ -1,0 +1,137 @@
+"""The shortest way between threads of two processes of one host: a Unix socket that they write and read themselves.
+
+gRPC is the way that always works. What is small and due at once goes by the line where there is one, and by gRPC where
+the line is not open, is full or has broken: nobody waits for it, and nothing is lost with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+from spire.errors import InvalidRequest
+from spire.v1 import verifier_pb2 as pb
+
+_NAMES = "spire-*.line"
+_TOKEN_BYTES = 16
+# Of a packet: the socket's buffer holds some of them.
+_MOST_BYTES = 64 * 1024
+# Whoever connects says at once who it is.
+_PATIENCE_SECONDS = 1.0
+
+
+class Line:
+    """One end of a line. `send` may be called by several threads, `packets` by one."""
+
+    def __init__(self, connected: socket.socket):
+        self._socket = connected
+        # While it is held: what is to go in one packet.
+        self._held: list[bytes] | None = None
+
+    def hold(self) -> None:
+        """Keep what is sent from now on, by the thread that calls, until `let_go`."""
+        self._held = []
+
+    def let_go(self) -> bool:
+        """Send what was kept as one packet. Protocol messages of one type are one message if they follow each other."""
+        held, self._held = self._held or [], None
+        return not held or self.send(b"".join(held))
+
+    def send(self, packet: bytes) -> bool:
+        """Send it whole and at once, or not at all: then False."""
+        if not packet or len(packet) > _MOST_BYTES:
+            return False
+        if self._held is not None:
+            self._held.append(packet)
+            return True
+        try:
+            return self._socket.send(packet, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL) == len(packet)
+        except OSError:
+            return False
+
+    def packets(self) -> Iterator[bytes]:
+        """What the other end sends, until either end closes."""
+        with contextlib.suppress(OSError):
+            while packet := self._socket.recv(_MOST_BYTES):
+                yield packet
+
+    def close(self) -> None:
+        """Also while another thread reads: it has read the last packet."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+class LineListener:
+    """The end that is offered in a directory that both see. Raises OSError where no socket can be made there."""
+
+    def __init__(self, directory: Path):
+        _remove_abandoned(directory)
+        self.offer = pb.Ring(name=_NAMES.replace("*", secrets.token_hex(16)), token=secrets.token_bytes(_TOKEN_BYTES))
+        file = directory / self.offer.name
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._socket.bind(str(file))
+            file.chmod(0o600)
+            self._socket.listen(1)
+        except OSError:
+            self._socket.close()
+            raise
+        weakref.finalize(self, file.unlink, missing_ok=True)
+
+    def accept(self) -> Line | None:
+        """Wait for whoever has the token; None when it is closed before."""
+        with contextlib.suppress(OSError):
+            while True:
+                connected, _ = self._socket.accept()
+                if _introduced(connected, self.offer.token):
+                    return Line(connected)
+                connected.close()
+        return None
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def _introduced(connected: socket.socket, token: bytes) -> bool:
+    connected.settimeout(_PATIENCE_SECONDS)
+    try:
+        return secrets.compare_digest(connected.recv(len(token)), token)
+    except OSError:
+        return False
+    finally:
+        connected.settimeout(None)
+
+
+def open_line(directory: Path, offer: pb.Ring) -> Line:
+    """The end that connects. Raises OSError when nobody listens, InvalidRequest for what is no file's name."""
+    if Path(offer.name).name != offer.name:
+        raise InvalidRequest(f"a line's name is a file name, {offer.name!r} is none")
+    file = directory / offer.name
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connected.connect(str(file))
+        connected.send(offer.token)
+        file.unlink()
+    except OSError:
+        connected.close()
+        raise
+    return Line(connected)
+
+
+def _remove_abandoned(directory: Path) -> None:
+    """Remove the names that nobody listens behind any more."""
+    for file in directory.glob(_NAMES):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking:
+            try:
+                asking.connect(str(file))
+            except ConnectionRefusedError:
+                file.unlink(missing_ok=True)
+            except OSError:
+                pass

@@ -1,0 +1,155 @@
+"""The line between two processes of one host: whole packets in order, or a no at once; and no name stays behind."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spire.errors import InvalidRequest
+from spire.rpc.line import Line, LineListener, open_line
+from spire.v1 import verifier_pb2 as pb
+
+
+@contextmanager
+def lines(directory: Path) -> Iterator[tuple[Line, Line]]:
+    """The end that was offered and the one that opened it."""
+    listener = LineListener(directory)
+    accepted: list[Line | None] = []
+    accepting = threading.Thread(target=lambda: accepted.append(listener.accept()))
+    accepting.start()
+    opened = open_line(directory, listener.offer)
+    accepting.join(5)
+    (offered,) = accepted
+    assert offered is not None
+    try:
+        yield offered, opened
+    finally:
+        for end in (offered, opened, listener):
+            end.close()
+
+
+@settings(max_examples=50, deadline=None)
+@given(packets=st.lists(st.binary(min_size=1, max_size=3000), max_size=20))
+def test_packets_arrive_whole_and_in_order_both_ways(
+    packets: list[bytes], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with lines(tmp_path_factory.mktemp("line")) as (offered, opened):
+        for one, other in ((offered, opened), (opened, offered)):
+            came = other.packets()
+            for packet in packets:
+                assert one.send(packet)
+                assert next(came) == packet
+
+
+def test_a_line_that_nobody_reads_says_no_at_once_and_loses_nothing_it_took(tmp_path: Path) -> None:
+    with lines(tmp_path) as (offered, opened):
+        sent = [number.to_bytes(4, "little") * 1000 for number in range(10_000)]
+        taken = next(at for at, packet in enumerate(sent) if not offered.send(packet))
+        assert taken > 3, "some rounds fit"
+        came = opened.packets()
+        assert [next(came) for _ in range(taken)] == sent[:taken]
+        assert offered.send(b"again")
+        assert next(came) == b"again"
+
+
+def test_what_is_sent_while_a_line_is_held_is_one_packet(tmp_path: Path) -> None:
+    with lines(tmp_path) as (offered, opened):
+        offered.hold()
+        assert offered.let_go(), "nothing is to be sent"
+        offered.hold()
+        assert all(offered.send(part) for part in (b"what was verified, ", b"what to guess"))
+        assert offered.let_go()
+        assert offered.send(b"later")
+        came = opened.packets()
+        assert [next(came), next(came)] == [b"what was verified, what to guess", b"later"]
+        offered.hold()
+        assert all(offered.send(b"x" * 40_000) for _ in range(2))
+        assert not offered.let_go(), "together they are too large"
+
+
+def test_what_is_too_large_for_a_packet_is_not_sent(tmp_path: Path) -> None:
+    with lines(tmp_path) as (offered, opened):
+        assert not offered.send(b"x" * 100_000)
+        assert not offered.send(b""), "it would read as the end"
+        assert offered.send(b"small")
+        assert next(opened.packets()) == b"small"
+
+
+def test_closing_an_end_ends_the_other_and_whoever_reads_its_own(tmp_path: Path) -> None:
+    with lines(tmp_path) as (offered, opened):
+        reading = threading.Thread(target=lambda: list(offered.packets()))
+        reading.start()
+        offered.close()
+        reading.join(5)
+        assert not reading.is_alive()
+        assert list(opened.packets()) == []
+        assert not opened.send(b"nobody is there")
+
+
+def test_only_who_has_the_token_is_let_in(tmp_path: Path) -> None:
+    listener = LineListener(tmp_path)
+    accepted: list[Line | None] = []
+    accepting = threading.Thread(target=lambda: accepted.append(listener.accept()))
+    accepting.start()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger, silent(listener, tmp_path):
+        stranger.connect(str(tmp_path / listener.offer.name))
+        stranger.send(b"0" * 16)
+        assert stranger.recv(10) == b""
+    line = open_line(tmp_path, listener.offer)
+    accepting.join(5)
+    (offered,) = accepted
+    assert offered is not None
+    assert line.send(b"let in")
+    assert next(offered.packets()) == b"let in"
+    for end in (line, offered, listener):
+        end.close()
+
+
+@contextmanager
+def silent(listener: LineListener, directory: Path) -> Iterator[None]:
+    """Somebody who connects first and says nothing."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as nobody:
+        nobody.connect(str(directory / listener.offer.name))
+        yield
+
+
+def test_a_listener_that_is_closed_waits_for_nobody(tmp_path: Path) -> None:
+    listener = LineListener(tmp_path)
+    accepted: list[Line | None] = []
+    accepting = threading.Thread(target=lambda: accepted.append(listener.accept()))
+    accepting.start()
+    listener.close()
+    accepting.join(5)
+    assert accepted == [None]
+    with pytest.raises(ConnectionRefusedError):
+        open_line(tmp_path, listener.offer)
+
+
+def test_no_name_stays_behind(tmp_path: Path) -> None:
+    """Of a line that is open, of a listener that has gone, and of a process that was killed."""
+    with lines(tmp_path):
+        assert not list(tmp_path.iterdir())
+    listener = LineListener(tmp_path)
+    listener.close()
+    del listener
+    assert not list(tmp_path.iterdir())
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as killed:
+        killed.bind(str(tmp_path / "spire-killed.line"))
+        killed.listen(1)
+    living = LineListener(tmp_path)
+    next_one = LineListener(tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == {living.offer.name, next_one.offer.name}
+    for listener in (living, next_one):
+        listener.close()
+
+
+def test_a_name_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="file name"):
+        open_line(tmp_path, pb.Ring(name="../spire-0.line", token=b"0" * 16))
