@@ -1,4 +1,4 @@
-"""Plain rounds are sent before the one before them is answered, where that pays, and change no text."""
+"""Rounds are sent before the one before them is answered, where that pays, and change no text."""
 
 from __future__ import annotations
 
@@ -29,17 +29,21 @@ def filling(stories_dir: Path) -> Iterator[Services]:
 
 def seconds_of(verifier: Service, directory: Path, tokens: int) -> float:
     """Of so many tokens through a wire on which a round trip takes two latencies."""
+    return far_away(verifier, directory, tokens)[0]
+
+
+def far_away(verifier: Service, directory: Path, tokens: int, *options: str) -> tuple[float, dict[str, Any]]:
+    """Seconds and answer of a request to a gateway with these options, so far from the verifier."""
     with proxied(verifier.address) as wire:
-        command = ["-m", "gateway", "--verifier", wire.address, "--port", "0"]
-        gateway = start(command, directory)
+        gateway = start(["-m", "gateway", "--verifier", wire.address, "--port", "0", *options], directory)
         try:
-            wait_until_connected(gateway, {"verifier"})
+            wait_until_connected(gateway, {"verifier", "draft"} if "--draft" in options else {"verifier"})
             api = Api(f"http://{gateway.address}")
             api.complete("Once", max_tokens=2)
             wire.latency = LATENCY
             began = time.monotonic()
-            api.complete("Once", max_tokens=tokens, temperature=0, ignore_eos=True)
-            return time.monotonic() - began
+            answer = api.complete("Once", max_tokens=tokens, temperature=0, ignore_eos=True, return_rounds=True)
+            return time.monotonic() - began, answer
         finally:
             gateway.kill()
 
@@ -53,6 +57,38 @@ def test_two_plain_rounds_share_a_round_trip_where_the_verifier_leaves_a_core(
 
 def test_every_round_waits_for_its_answer_where_the_verifier_fills_the_cores(filling: Services, tmp_path: Path) -> None:
     assert seconds_of(filling.verifier, tmp_path, tokens=30) >= 29 * 2 * LATENCY
+
+
+def test_two_drafted_rounds_share_a_round_trip(services: Services, tmp_path: Path) -> None:
+    """The verifier asks the draft: the gateway's distance lies between none of the steps."""
+    assert services.draft is not None
+    options = ("--draft", services.draft.address, "--k", "4", "--propose-deadline", "20")
+    seconds, answer = far_away(services.verifier, tmp_path, 100, *options)
+    rounds = answer["choices"][0]["rounds"]
+    assert sum(round_["drafted"] > 0 for round_ in rounds) > 0.8 * len(rounds)
+    assert seconds < 0.75 * len(rounds) * 2 * LATENCY
+
+
+def drafted_texts(api: Api) -> list[list[int]]:
+    """As `texts`, with guesses of all depths."""
+    bodies = [
+        {
+            "max_tokens": length,
+            "seed": seed,
+            "temperature": 1.0,
+            "speculation": {"k": seed % 6, "rule": "invariant"},
+            **({"stop": ["the"]} if seed % 3 == 0 else {}),
+        }
+        for seed, length in enumerate((1, 2, 3, 5, 8, 13, 40, 41, 90, 91, 120, 121))
+    ]
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        work = [pool.submit(api.complete, "Once upon a time", **body, return_token_ids=True) for body in bodies]
+        return [future.result()["choices"][0]["token_ids"] for future in work]
+
+
+def test_what_was_ordered_beyond_a_text_s_end_is_no_part_of_it(services: Services) -> None:
+    api = Api(services.url)
+    assert drafted_texts(api) == texts(api)
 
 
 def texts(api: Api) -> list[list[int]]:
