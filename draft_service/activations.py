@@ -127,8 +127,7 @@ class Follower:
         """Map the verifier's memory, if it offers any. Not on the event loop: it is touched page by page."""
         self._ring, self.q_ring = await asyncio.to_thread(self._opened, offers)
         if self._orders and offers.line.name:
-            self.line = open_line(self._shared_memory, offers.line)
-            threading.Thread(target=self._listen, args=(self.line, self._orders), name="line", daemon=True).start()
+            self._dial(offers.line, self._orders)
         self._say_how()
 
     def _opened(self, offers: pb.ActivationsResponse) -> tuple[RingReader | None, OverwritingRing | None]:
@@ -136,6 +135,14 @@ class Follower:
             RingReader(self._shared_memory, offers.ring) if offers.ring.name else None,
             OverwritingRing(self._shared_memory, offers.q_ring) if offers.q_ring.name else None,
         )
+
+    def _dial(self, offer: pb.Ring, orders: Orders) -> None:
+        try:
+            self.line = open_line(self._shared_memory, offer)
+        except OSError as error:
+            log.warning("no line to the verifier: all goes by gRPC", error=str(error))
+        else:
+            threading.Thread(target=self._listen, args=(self.line, orders), name="line", daemon=True).start()
 
     def _hang_up(self) -> None:
         if self.line:

@@ -74,6 +74,8 @@ class Engine:
         self._blocks = Blocks(steps, self.slots, prefixes, limits, metrics, self.q_rings, self.orders)
         self._drafting: deque[ProposeTask] = deque()
         self._inbox: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        # What arrived while a step was under way, and was looked through for orders.
+        self._put_off: list[Task | None] = []
         self._stopping = False
         # Done when the thread has ended; carries the error if it died.
         self.ended: Future[None] = Future()
@@ -129,8 +131,8 @@ class Engine:
 
     def _arrived(self) -> list[Task | None]:
         """What has arrived, the first of it; sleeps only when there is nothing else to do."""
-        idle = not self._drafting and not self._blocks.ready and not self._prompts
-        tasks: list[Task | None] = []
+        tasks, self._put_off = self._put_off, []
+        idle = not tasks and not self._drafting and not self._blocks.ready and not self._prompts
         with contextlib.suppress(queue.Empty):
             while len(tasks) < MOST_TAKEN:
                 tasks.append(self._inbox.get(block=idle and not tasks, timeout=self.orders.patience))
@@ -243,10 +245,17 @@ class Engine:
                     line.close()  # the draft follows anew
 
     def _ask_ahead(self) -> None:
-        """Ask drafts for the round that was sent ahead, before anything else is done."""
+        """Ask drafts for the round that was sent ahead, before anything else is done.
+
+        In the midst of a step no sequence may come or go: what else has arrived waits for the next turn.
+        """
         with contextlib.suppress(queue.Empty):
             for _ in range(MOST_TAKEN):
-                self._accept(self._inbox.get_nowait())
+                task = self._inbox.get_nowait()
+                if isinstance(task, VerifyTask):
+                    self._blocks.add(task)
+                else:
+                    self._put_off.append(task)
         self._blocks.ask()
 
     def _forward(

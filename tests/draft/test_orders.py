@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from draft_service import activations
 from draft_service.activations import Follower, subscription
 from draft_service.drafter import Drafter
 from draft_service.orders import Orders
@@ -100,6 +101,20 @@ async def test_what_goes_by_the_line_is_what_would_go_by_grpc(
     assert texts(by_line) == texts(by_grpc)
     assert {result.drafted for result in by_line} == {DEPTH}
     assert sum(result.accepted for result in by_line) > 0
+
+
+async def test_where_no_line_can_be_opened_rows_still_go_through_shared_memory(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> lines.Line:
+        raise ConnectionRefusedError("nobody listens")
+
+    monkeypatch.setattr(activations, "open_line", refused)
+    async with following(pair, tmp_path) as both:
+        assert {result.drafted for result in await both.decode(3)} == {DEPTH}
+        assert both.by_grpc() == 3
+        assert both.follower.bytes_received[activations.SHARED_MEMORY] > 0
+        assert both.follower.bytes_received[activations.INLINE] == 0
 
 
 async def test_when_a_line_breaks_the_next_rounds_are_drafted_by_grpc(pair: tuple[Path, Path], tmp_path: Path) -> None:

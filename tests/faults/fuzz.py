@@ -28,7 +28,7 @@ from google.protobuf.message import Message
 from rich.console import Console
 from rich.progress import Progress
 
-from spire.rpc.channel import GATEWAY_METADATA_KEY, PROTOCOL_VERSION, STREAM_METADATA_KEY, connect
+from spire.rpc.channel import DRAFT_METADATA_KEY, GATEWAY_METADATA_KEY, PROTOCOL_VERSION, STREAM_METADATA_KEY, connect
 from spire.v1 import draft_pb2, tensor_pb2, verifier_pb2
 from tests.faults.history import Load, bodies
 from tests.faults.system import System, system
@@ -170,6 +170,8 @@ def verify(rng: random.Random) -> verifier_pb2.RoundsRequest:
         verifier_pb2.VerifyItem(
             sequence_id=name, round=rng.randrange(1, 4), base=rng.randrange(2, 40), draft_tokens=[5] * k, q=q
         )
+        if rng.random() < 0.7
+        else verifier_pb2.VerifyItem(sequence_id=name, round=rng.randrange(1, 4), k=k)
         for name in rng.sample(IDS[:4], rng.randrange(1, 4))
     ]
     return verifier_pb2.RoundsRequest(verify=verifier_pb2.VerifyBatch(batch_id=rng.randrange(9), items=items))
@@ -181,6 +183,14 @@ def propose(rng: random.Random) -> draft_pb2.ProposeBatch:
         for name in rng.sample(IDS[:4], 2)
     ]
     return draft_pb2.ProposeBatch(batch_id=rng.randrange(9), items=items)
+
+
+def guess(rng: random.Random) -> draft_pb2.ProposeBatchResult:
+    proposals = [
+        draft_pb2.Proposal(sequence_id=name, status=tensor_pb2.ItemStatus(code=tensor_pb2.CODE_OK), tokens=[5, 6, 7])
+        for name in rng.sample(IDS[:4], 2)
+    ]
+    return draft_pb2.ProposeBatchResult(batch_id=rng.randrange(9), proposals=proposals)
 
 
 @dataclass
@@ -217,7 +227,7 @@ class Fuzz:
     async def group(self) -> None:
         """One stream or a few calls of wrong messages; waits until all has been answered."""
         number = self.sent.messages
-        kinds = [self._rounds, self._rounds, self._propose, self._calls, self._follow]
+        kinds = [self._rounds, self._rounds, self._propose, self._guess, self._calls, self._follow]
         chosen = self.rng.choice(kinds)
         try:
             await asyncio.wait_for(chosen(), PATIENCE)
@@ -238,6 +248,12 @@ class Fuzz:
         wires = self.hostile.stream(lambda: propose(self.rng))
         self.sent.messages += GROUP
         await self._stream(self.draft.stream_stream("/spire.v1.Draft/Rounds")(), wires)
+
+    async def _guess(self) -> None:
+        wires = self.hostile.stream(lambda: guess(self.rng))
+        self.sent.messages += GROUP
+        metadata = ((DRAFT_METADATA_KEY, self.rng.choice(("d1", "d2", ""))),)
+        await self._stream(self.verifier.stream_stream("/spire.v1.Drafting/Orders")(metadata=metadata), wires)
 
     async def _calls(self) -> None:
         resync = lambda: verifier_pb2.ResyncRequest(draft_id="nobody", sequence_ids=self.rng.sample(IDS, 3))  # noqa: E731

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,6 +17,9 @@ from spire.rpc.channel import DRAFT_METADATA_KEY, connect
 from spire.v1 import draft_pb2, draft_pb2_grpc, tensor_pb2
 from spire.v1 import verifier_pb2 as pb
 from tests.verifier.harness import GREEDY, VOCAB, Client, Verifier, distribution, plain_greedy, prompt_of
+from tests.verifier.test_lifetimes import until
+from verifier_service.batch import RaggedBatch
+from verifier_service.step import Outcome, PromptChunk
 
 SAMPLED = tensor_pb2.Sampling(temperature=1, top_p=1, seed=5)
 OK = tensor_pb2.ItemStatus(code=tensor_pb2.CODE_OK)
@@ -278,6 +282,47 @@ async def test_a_sequence_that_ends_while_its_draft_is_asked_costs_its_mates_not
         ended, mate = (await client.read()).verified.results
     assert ended.status.code == tensor_pb2.CODE_NOT_FOUND
     assert (mate.status.code, mate.drafted) == (tensor_pb2.CODE_OK, 1)
+
+
+async def test_who_leaves_in_the_midst_of_a_drafted_step_leaves_after_it(verifier: Verifier) -> None:
+    """The step looks for the order of the next round before it ends."""
+    client, other, reached, go_on = verifier.client(), verifier.client("other"), threading.Event(), threading.Event()
+    run = verifier.engine.steps.run
+
+    def held(batch: RaggedBatch | None, chunk: PromptChunk | None) -> tuple[Outcome | None, Outcome | None]:
+        reached.set()
+        assert go_on.wait(20)
+        go_on.clear()
+        return run(batch, chunk)
+
+    async def stopped() -> None:
+        assert await asyncio.to_thread(reached.wait, 20)
+        reached.clear()
+
+    async with drafting(verifier) as draft:
+        await client.start("a", prompt_of(9), GREEDY, "draft")
+        await other.start("c", prompt_of(6))
+        await order(client, block("a", 1, k=1))
+        asked = await draft.asked()
+        verifier.engine.steps.run = held  # type: ignore[method-assign]
+        await other.send_verify(pb.VerifyItem(sequence_id="c", round=1, base=6))
+        await stopped()  # while this one is under way, a guess and a prompt arrive: they share the next
+        await draft.guess(asked, proposal("a", [5]))
+        await other.send_start("b", prompt_of(5))
+        await until(lambda: verifier.engine._inbox.qsize() == 2)
+        go_on.set()
+        await stopped()
+        releasing = asyncio.create_task(other.release("b"))
+        await until(lambda: verifier.engine._inbox.qsize() == 1)
+        go_on.set()
+        assert (await result(client)).drafted == 1
+        assert await releasing == 1
+        assert (await other.read()).verified.results[0].status.code == tensor_pb2.CODE_OK
+        assert (await other.read()).started.status.code == tensor_pb2.CODE_OK
+        verifier.engine.steps.run = run  # type: ignore[method-assign]
+        go_on.set()
+        await order(client, block("a", 2, k=0))
+        assert (await result(client)).status.code == tensor_pb2.CODE_OK
 
 
 async def test_a_draft_that_does_not_say_who_it_is_is_refused(verifier: Verifier) -> None:
