@@ -155,7 +155,7 @@ class Engine:
 
     def _accept_guess(self, task: GuessTask) -> None:
         try:
-            self.orders.take(task.draft_id, task.read())
+            self.orders.take(task.draft_id, task.read(), task.received)
         except DecodeError as error:
             log.warning("a guess cannot be read", draft_id=task.draft_id, error=str(error))
 

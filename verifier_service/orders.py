@@ -92,8 +92,8 @@ class Orders:
             )
         return batch
 
-    def take(self, draft_id: str, result: draft_pb2.ProposeBatchResult) -> None:
-        """What a draft guessed. What was given up meanwhile is nothing to anybody."""
+    def take(self, draft_id: str, result: draft_pb2.ProposeBatchResult, received: float) -> None:
+        """What a draft guessed, and when it came. What was given up meanwhile is nothing to anybody."""
         if self._owed.get(draft_id) == result.batch_id:
             del self._owed[draft_id]
         order = self._under_way.get(result.batch_id)
@@ -106,7 +106,7 @@ class Orders:
                 order.task.undrafted[item.sequence_id] = why
         task = order.task
         task.orders -= 1
-        task.drafting_seconds = max(task.drafting_seconds, time.perf_counter() - order.at)
+        task.drafting_seconds = max(task.drafting_seconds, received - order.at)
         if result.timings.forward_seconds >= task.drafting.forward_seconds:
             task.drafting.CopyFrom(result.timings)
 

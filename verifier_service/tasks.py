@@ -51,6 +51,7 @@ class GuessTask:
 
     draft_id: str
     read: Callable[[], draft_pb2.ProposeBatchResult]
+    received: float = field(default_factory=time.perf_counter)
 
 
 @dataclass(frozen=True)

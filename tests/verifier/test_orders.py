@@ -100,6 +100,30 @@ async def test_a_draft_is_asked_behind_the_newest_token_and_what_it_guesses_is_v
         assert answer.timings.queue_seconds < 5, "waiting for the draft is no queue"
 
 
+async def test_a_guess_that_waits_for_another_s_step_waits_in_the_queue(verifier: Verifier) -> None:
+    """Of the three clocks of a round none counts it twice: the draft's, the wire's, and the queue's."""
+    client, other, run = verifier.client(), verifier.client("other"), verifier.engine.steps.run
+    began = threading.Event()
+
+    def slow(batch: RaggedBatch | None, chunk: PromptChunk | None) -> tuple[Outcome | None, Outcome | None]:
+        began.set()
+        time.sleep(0.5)
+        return run(batch, chunk)
+
+    async with drafting(verifier) as draft:
+        await client.start("a", prompt_of(9), GREEDY, "draft")
+        await other.start("c", prompt_of(6))
+        await order(client, block("a", 1, k=1))
+        asked = await draft.asked()
+        verifier.engine.steps.run = slow  # type: ignore[method-assign]
+        await other.send_verify(pb.VerifyItem(sequence_id="c", round=1, base=6))
+        assert await asyncio.to_thread(began.wait, 10)
+        verifier.engine.steps.run = run  # type: ignore[method-assign]
+        await draft.guess(asked, proposal("a", [5]))
+        timings = (await client.read()).verified.timings
+        assert 0.4 < timings.queue_seconds < 5
+
+
 async def test_rounds_that_were_sent_ahead_are_asked_for_where_the_one_before_them_ended(
     verifier: Verifier, target: Target
 ) -> None:
