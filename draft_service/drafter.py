@@ -125,6 +125,7 @@ class Drafter:
                 if not self._free:
                     return None
                 self.slots[span.sequence_id] = self._free.pop()
+                self._ended.pop(span.sequence_id, None)
             self.memory.forget(self.slots[span.sequence_id])
         elif held is None or self.draft.draft.sink < held < span.start:
             # Only the window of a replay, which follows the sink, may begin further on.

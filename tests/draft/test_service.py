@@ -165,14 +165,15 @@ async def test_who_was_quiet_is_drafted_as_if_the_draft_had_heard_of_every_round
     ],
 )
 async def test_a_bad_item_is_refused_and_its_mate_is_served(peers: Peers, change: dict, says: str) -> None:
-    token = await peers.start("good", [1, 2, 3])
+    good = f"beside a bad {says}"  # an id that has ended is never used again
+    token = await peers.start(good, [1, 2, 3])
     bad = item("bad", 3, 1)
     bad.MergeFrom(pb.ProposeItem(**change))
-    proposals = {p.sequence_id: p for p in await peers.propose(bad, item("good", 3, token))}
+    proposals = {p.sequence_id: p for p in await peers.propose(bad, item(good, 3, token))}
     assert proposals["bad"].status.code == tensor_pb2.CODE_INVALID_ARGUMENT
     assert says in proposals["bad"].status.message
-    assert len(proposals["good"].tokens) == 4
-    await peers.verifier.Release(verifier_pb2.ReleaseRequest(sequence_ids=["good"]))
+    assert len(proposals[good].tokens) == 4
+    await peers.verifier.Release(verifier_pb2.ReleaseRequest(sequence_ids=[good]))
 
 
 async def test_memory_of_a_sequence_ends_with_it_at_the_verifier(peers: Peers) -> None:
