@@ -319,13 +319,16 @@ class Engine:
         asked_seconds: float,
     ) -> None:
         """Split a round: what the services took, by their own clocks; what else passed between asking and answer; the
-        rest is the gateway's."""
+        rest is the gateway's. Of what is told to have been waited for, some was in the round before, where this one was
+        sent ahead."""
         models = (proposals.model_seconds, verified.forward_seconds, verified.sample_seconds)
-        waits = (proposals.waited_seconds, verified.queue_seconds)
-        told = sum(models) + sum(waits)
-        asked = max(proposals.asked_seconds + asked_seconds, told)
-        deepest = max(map(proposals.drafted, batch))
-        self.metrics.round(lane, (*models, *waits, asked - told, seconds - asked), len(batch), deepest)
+        left = max(0.0, seconds - sum(models))
+        waited = min(proposals.waited_seconds, left)
+        queued = min(verified.queue_seconds, left - waited)
+        told = sum(models) + waited + queued
+        asked = max(min(proposals.asked_seconds + asked_seconds, seconds), told)
+        parts = (*models, waited, queued, asked - told, max(0.0, seconds - asked))
+        self.metrics.round(lane, parts, len(batch), max(map(proposals.drafted, batch)))
 
     # -- what happens to sequences -----------------------------------------------------------------------------------
 

@@ -232,7 +232,7 @@ class Blocks:
             self._conclude(entry, outcome, row)
 
     def count(self, taken: Taken, outcome: Outcome) -> None:
-        """Tell the metrics of it, once nobody waits any more."""
+        """Tell the metrics of it: no draft waits any more."""
         if taken.batch:
             drafted = sum(taken.batch.counts)
             self._metrics.step("verify", drafted + len(taken.batch.counts), outcome.seconds)

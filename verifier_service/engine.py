@@ -216,19 +216,22 @@ class Engine:
         verified, prefilled = self._forward(taken, chosen, chunk)
         # Who drafts waits longer for the activations than for the gateway to ask; else only the gateway waits.
         if not taken.drafted:
-            taken.answer(verified, began, self.steps.cache.usage)
+            self._answer(taken, verified, began)
         shares = self._shares(taken.entries, verified)
         with self._one_packet():
             self._publish(lambda: self.publisher.announce(shares))
             if taken.drafted:
                 self._ask_ahead()
         if taken.drafted:
-            taken.answer(verified, began, self.steps.cache.usage)
+            self._answer(taken, verified, began)
         self._publish(lambda: self.publisher.store(shares))
-        if verified:
-            self._blocks.count(taken, verified)
         if chunk and prefilled:
             self._advance_prompts(chosen, chunk, prefilled, began)
+
+    def _answer(self, taken: Taken, verified: Outcome | None, began: float) -> None:
+        if verified:
+            self._blocks.count(taken, verified)
+        taken.answer(verified, began, self.steps.cache.usage)
 
     @contextlib.contextmanager
     def _one_packet(self) -> Iterator[None]:

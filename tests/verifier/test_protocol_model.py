@@ -139,8 +139,8 @@ class Gateways(RuleBasedStateMachine):
         item = wrong.item(1, 0)
         item.round, item.base = max(0, item.round + rounds), max(0, item.base + positions)
         repeated = wrong.last is not None and (item.round, item.base) == (wrong.last[0].round, wrong.last[0].base)
-        if repeated or (item.round, item.base) == (wrong.round + 1, wrong.base):
-            return
+        if repeated or (item.round, item.base) == (wrong.round + 1, wrong.base) or not item.base:
+            return  # base 0 is wherever the round before ended
         others = [live for live in self.live.values() if live is not wrong and mates and live.done + 5 < LONGEST]
         items = [live.item(0, 0) for live in others]
         refused, *fine = self._verify(item, *items)
