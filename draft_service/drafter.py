@@ -17,7 +17,7 @@ from spire.drafting import Drafted, Guess, draft_tokens, draft_uniforms
 from spire.errors import StaleBlock, UnknownSequence
 from spire.model.draft import Draft
 from spire.model.draft_memory import DraftMemory
-from spire.model.tile_draft import TileRound
+from spire.model.fused_draft import FusedRound
 from spire.model.token_memory import TokenMemory
 from spire.sampling import SamplingRows
 
@@ -158,7 +158,7 @@ class Drafter:
         memory = self.memory.round([self.slots[guess.sequence_id] for guess in guesses], bases, k)
         newest_B = torch.tensor([guess.newest_token for guess in guesses], device=self.device)
         base_B = torch.tensor(bases, device=self.device)
-        if isinstance(memory, TileRound) and self.top_m is None and rows.of_softmax_alone:
+        if isinstance(memory, FusedRound) and self.top_m is None and rows.of_softmax_alone:
             uniforms_BK = draft_uniforms(base_B, k, rows)
             tokens_BK, probs_BKV = memory.drawn(newest_B, rows.temperature_B, uniforms_BK)
             return Drafted(tokens_BK, None, probs_BKV)

@@ -31,17 +31,18 @@ from torch import Tensor, nn
 from spire.calibration import Calibration, Machine
 from spire.drafting import Drafted, draft_tokens
 from spire.hardware import Cost, Hardware, Measured, ModelCosts
+from spire.kernels import Kernels
 from spire.model.cache import BatchView, TargetCache
 from spire.model.config import DraftConfig, ModelConfig
 from spire.model.draft import Draft
 from spire.model.draft_memory import DraftMemory
+from spire.model.fused_draft import draw
+from spire.model.fused_layer import kernels_of
 from spire.model.layers import Layer, Rope, Rotation, attend
 from spire.model.linears import Product
 from spire.model.packing import pack
 from spire.model.placement import choose_device, choose_dtype, draft_threads
 from spire.model.target import Target
-from spire.model.tile_draft import draw
-from spire.model.tile_layer import by_tiles
 from spire.perf_model import Draft as DraftCosts
 from spire.perf_model import Shape, draft_seconds
 from spire.rpc.loopback import wire_cost
@@ -134,8 +135,8 @@ def calibrate(
     torch.set_num_threads(threads_for_draft)
     try:
         draft_matmul = step(partial(products, target, bench))
-        if by_tiles(target, bench.randn(0)):
-            draft_layer, draft_round = step(partial(tile_draft_costs, target, draft, draft_matmul, bandwidth, bench))
+        if kernels_of(target, bench.randn(0)):
+            draft_layer, draft_round = step(partial(fused_draft_costs, target, draft, draft_matmul, bandwidth, bench))
         else:
             draft_layer, draft_round = step(partial(draft_costs, target, draft, bench))
         draft_sampling = step(partial(draft_sampling_cost, target, bench))
@@ -256,7 +257,7 @@ def draft_costs(config: ModelConfig, draft: DraftConfig, bench: Bench) -> tuple[
     return _of_layer_and_round(memory, bench, lambda batch: 0.0)
 
 
-def tile_draft_costs(
+def fused_draft_costs(
     config: ModelConfig, draft: DraftConfig, matmul: tuple[tuple[int, float], ...], bandwidth: float, bench: Bench
 ) -> tuple[Cost, Cost]:
     """The same of a draft whose pass is one kernel. Its products stay in it: a layer's seconds are those beyond what
@@ -270,11 +271,11 @@ def tile_draft_costs(
 
 def draft_sampling_cost(config: ModelConfig, bench: Bench) -> Cost:
     """From a draft's logits to its tokens: seconds by logits."""
-    vocabulary, tiles = config.vocab_size, by_tiles(config, bench.randn(0)) and config.vocab_size <= _WHOLE_Q
+    vocabulary, kernels = config.vocab_size, kernels_of(config, bench.randn(0))
 
     def seconds(batch: int) -> float:
-        if tiles:
-            return bench.seconds(_drawing(logits[:batch].float(), bench))
+        if kernels and vocabulary <= _WHOLE_Q:
+            return bench.seconds(_drawing(kernels, logits[:batch].float(), bench))
         return bench.seconds(lambda: _draft(vocabulary, batch, _DEPTH, logits, bench)) / _DEPTH
 
     logits = bench.randn(_MANY[0], vocabulary)
@@ -403,11 +404,11 @@ def _draft_round(memory: DraftMemory, batch: int, passes: int, bench: Bench) -> 
     return run
 
 
-def _drawing(logits_BV: Tensor, bench: Bench) -> Callable[[], None]:
+def _drawing(kernels: Kernels, logits_BV: Tensor, bench: Bench) -> Callable[[], None]:
     """Drawing a token for each row by one kernel, over and over from what the last time has left there."""
     rows, tokens_B = _sampling_rows(len(logits_BV), bench), torch.zeros(len(logits_BV), dtype=torch.int64)
     probs_BV, uniforms_B = torch.empty_like(logits_BV, dtype=torch.bfloat16), torch.rand(len(logits_BV)).double()
-    return lambda: draw(logits_BV, rows.temperature_B, uniforms_B, tokens_B, probs_BV)
+    return lambda: draw(kernels, logits_BV, rows.temperature_B, uniforms_B, tokens_B, probs_BV)
 
 
 def _draft(vocabulary: int, batch: int, k: int, logits_BV: Tensor, bench: Bench) -> Drafted:

@@ -22,7 +22,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from spire.model.tiles import widen, widens
+from spire.kernels import widen, widens
 from spire.randomness import Purpose
 from spire.sampling import Rule, SamplingRows, Share, draw, pick, sample
 

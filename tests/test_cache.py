@@ -27,15 +27,20 @@ class AsOnGpu(TargetCache):
         return False
 
 
-class AsInBfloat16(TargetCache):
-    """Slots are contiguous each, and read by the flash kernel."""
+class WithoutKernels(TargetCache):
+    """Read by torch's flash kernel."""
 
     @staticmethod
-    def _by_products(dtype: torch.dtype) -> bool:
-        return False
+    def _kernels(config: ModelConfig, dtype: torch.dtype) -> None:
+        return None
 
 
-_CACHES = {"small pages": TargetCache, "one page": TargetCache, "as in bfloat16": AsInBfloat16, "as on a GPU": AsOnGpu}
+_CACHES = {
+    "small pages": TargetCache,
+    "one page": TargetCache,
+    "without kernels": WithoutKernels,
+    "as on a GPU": AsOnGpu,
+}
 
 
 @pytest.fixture(autouse=True, params=_CACHES)
@@ -54,7 +59,7 @@ def target(request: pytest.FixtureRequest) -> Target:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=request.param,
-        head_dim=8,
+        head_dim=64,
     )
     target = Target(config).requires_grad_(False)
     for parameter in target.parameters():
@@ -189,7 +194,7 @@ def test_a_copy_goes_on_as_the_original_would(target: Target, new_cache: type[Ta
     cache.commit([0], [70])
     cache.copy(0, 2, 65)
     for pool in (*cache.keys, *cache.values):
-        pool.of(0).fill_(7.0)
+        pool.tensor[0].fill_(7.0)
     logits = target.unembed(target(tokens_L[None, 65:], cache.view([2], 15)).hidden_BTD[0])
     torch.testing.assert_close(logits, whole_logits(target, tokens_L)[65:], atol=1e-4, rtol=1e-4)
 
@@ -223,7 +228,7 @@ def test_memory_comes_with_what_is_written_and_goes_with_it(target: Target) -> N
     slot = cache.allocate()
     assert cache.reserve([slot], 8000)
     for pool in (*cache.keys, *cache.values):
-        pool.of(slot).fill_(1.0)
+        pool.tensor[slot].fill_(1.0)
     assert _resident() - before == pytest.approx(cache.held_bytes, rel=0.1)
     cache.empty(slot)
     assert _resident() - before < 0.1 * cache.page_bytes * cache.pages

@@ -16,9 +16,9 @@ from torch import Tensor
 
 import spire.cli.paths
 from spire.bench.prompts import BUNDLED_TEXT, PromptSource
+from spire.kernels import kernels_for
 from spire.model.checkpoint import load_target
 from spire.model.target import Target, WholeSequence
-from spire.model.tiles import available
 from tests.services import Services, running
 
 # Thousands of tokens, on whatever machine.
@@ -114,7 +114,7 @@ def test_in_bfloat16_texts_part_only_where_two_tokens_are_as_good_as_equal(
         assert all(gap <= 2 * error for gap, error in partings), partings
 
 
-@pytest.mark.skipif(not available(), reason="no compiler at installation, or no tiles")
+@pytest.mark.skipif(not kernels_for(torch.bfloat16), reason="no compiler at installation, or no tiles")
 def test_with_matrix_tiles_speculation_changes_no_greedy_token_in_bfloat16_either(
     in_bfloat16: tuple[list[list[int]], list[list[int]]],
 ) -> None:

@@ -206,9 +206,9 @@ def test_what_a_poisoned_neighbour_left_behind_is_not_seen() -> None:
     some, sparse = filled(new_target(), [2, 30]), SparseAttention(1, 8)
     expected = some.guessed(sparse)
     for pool in (*some.cache.keys, *some.cache.values):
-        pool.of(0).fill_(float("nan"))
+        pool.tensor[0].fill_(float("nan"))
         for slot in some.slots:
-            pool.of(slot)[:, :, some.cache.lengths[slot] :] = float("nan")
+            pool.tensor[slot, :, some.cache.lengths[slot] :] = float("nan")
     assert torch.equal(some.guessed(sparse), expected)
 
 

@@ -126,16 +126,20 @@ def _torch() -> Iterator[Check]:
     yield Check(
         "bfloat16", ", ".join(fast) or "no instructions for it", advice="" if fast else "float32 is faster here"
     )
-    if "amx_bf16" in fast:
-        yield _kernels()
+    yield _kernels()
 
 
 def _kernels() -> Check:
-    from spire.model.tiles import COMPILED
+    import torch
 
-    if COMPILED:
-        return Check("kernels", "matrix tiles")
-    return Check("kernels", "torch's own", advice="install again where there is a C compiler: all models get faster")
+    from spire.kernels import COMPILED, kernels_for
+    from spire.model.placement import choose_dtype
+
+    kernels = kernels_for(choose_dtype("auto", torch.device("cpu")))
+    if kernels:
+        return Check("kernels", kernels.name)
+    compile_them = "install again where there is a C compiler: models may get faster"
+    return Check("kernels", "torch's own", advice="" if COMPILED else compile_them)
 
 
 def _processor_flags() -> set[str]:

@@ -2,13 +2,13 @@
 
 A slot has room for the longest sequence, but on a CPU only as address space: memory comes when a page is first written
 and goes when its sequence does, so what is held is what sequences fill, and a `budget` bounds it (as vAttention does on
-a GPU). What a slot holds is contiguous, but in float32 on a CPU: there neighbours share pages, for products.
+a GPU). What a slot holds is contiguous.
 `attend` writes behind the committed length; `commit` alone moves that length on, and `rewind` back. So a rejected token
 is simply never committed, and the next append overwrites it. A batch is ragged: short rows are padded, their padding
 likewise.
 
-Shapes: N groups of X slots, P pages of C positions, B sequences, T new positions, S attended positions, G key/value
-heads, K head width, R rows of a forward over several views.
+Shapes: N layers, B sequences, T new positions, S attended positions, L positions of a slot, G key/value heads, K head
+width, R rows of a forward over several views.
 What it does not know: pages on a GPU, where all of a slot is allocated from the start.
 """
 
@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 
 from spire.errors import OutOfCapacity
+from spire.kernels import Kernels, kernels_for
 from spire.model.config import ModelConfig
 from spire.model.contiguous_attention import ContiguousAttention
+from spire.model.fused_attention import FusedAttention
 from spire.model.layers import additive, attend
-from spire.model.paged_attention import PagedAttention
 from spire.model.pool import Pool
-from spire.model.tile_attention import MOST_QUERIES, TileAttention, has_tiles
 
-# Positions that are promised, held and given back at once on a CPU; slots that share pages of them for products.
-_PAGE, _GROUP = 128, 4
+# Positions that are promised, held and given back at once on a CPU.
+_PAGE = 128
 
 
 class TargetCache:
@@ -53,18 +53,14 @@ class TargetCache:
         self.lengths = [0] * (slots + parking)
         # At least one column more than can be committed: there the padding of full rows goes.
         pages = capacity // _PAGE + 1
-        on_cpu = self._is_cpu(self.device)
-        self.pages, self.page = (pages, _PAGE) if on_cpu else (1, pages * _PAGE)
-        self.by_products = on_cpu and self._by_products(dtype)
-        self.by_flash = on_cpu and not self.by_products
-        self.by_tiles = self.by_flash and dtype == torch.bfloat16 and has_tiles(config)
+        self.on_cpu = self._is_cpu(self.device)
+        self.pages, self.page = (pages, _PAGE) if self.on_cpu else (1, pages * _PAGE)
+        self.kernels = self._kernels(config, dtype) if self.on_cpu else None
         self.queries_per_key = config.num_attention_heads // config.num_key_value_heads
-        group = _GROUP if self.by_products else 1
-        together = (self.pages, self.page) if self.by_products else (1, pages * _PAGE)
         heads, width = config.num_key_value_heads, config.head_dim
-        shape = (-(-len(self.lengths) // group), together[0], heads, group, together[1], width)
+        shape = (len(self.lengths), heads, pages * _PAGE, width)
         layers = range(config.num_hidden_layers)
-        self.keys = [Pool(shape, dtype, device, transposed=self.by_products) for _ in layers]
+        self.keys = [Pool(shape, dtype, device) for _ in layers]
         self.values = [Pool(shape, dtype, device) for _ in layers]
         self.page_bytes = len(self._pools) * heads * self.page * width * dtype.itemsize
         self._budget = self.pages * slots if budget is None else budget // self.page_bytes
@@ -82,9 +78,10 @@ class TargetCache:
         return device.type == "cpu"
 
     @staticmethod
-    def _by_products(dtype: torch.dtype) -> bool:
-        """Whether a CPU attends by products of pages, or else by its flash kernel, which is faster in bfloat16."""
-        return dtype == torch.float32
+    def _kernels(config: ModelConfig, dtype: torch.dtype) -> Kernels | None:
+        """Those of ours that can attend for such a model, or else a CPU's flash kernel does."""
+        kernels = kernels_for(dtype)
+        return kernels if kernels and kernels.attends(config.head_dim) else None
 
     @property
     def _pools(self) -> list[Pool]:
@@ -130,7 +127,7 @@ class TargetCache:
         """
         if scrub:
             for pool in self._pools:
-                pool.of(slot).zero_()
+                pool.tensor[slot].zero_()
         self.lengths[slot] = 0
         heapq.heappush(self._free, slot)
 
@@ -158,10 +155,8 @@ class TargetCache:
         self.lengths[target] = 0
         if not self.reserve([target], length):
             raise OutOfCapacity(f"no memory for a copy of {length} positions")
-        _, P, _, _, C, _ = self.keys[0].tensor.shape
-        pages, columns = min(P, -(-length // C)), min(length, C)
         for pool in self._pools:
-            pool.of(target)[:pages, :, :columns] = pool.of(source)[:pages, :, :columns]
+            pool.tensor[target, :, :length] = pool.tensor[source, :, :length]
         self.lengths[target] = length
 
     def rewind(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
@@ -171,17 +166,21 @@ class TargetCache:
                 raise OutOfCapacity(f"slot {slot} holds {self.lengths[slot]} positions, not the {length} to go back to")
             self.lengths[slot] = length
 
-    def view(self, slots: Sequence[int], new_tokens: int, decoding: bool = False) -> BatchView:
+    def view(self, slots: Sequence[int], new_tokens: int, decoding: bool = False, causal: bool = True) -> BatchView:
         """What one forward needs to append `new_tokens` positions to each of these slots.
 
-        `decoding`: tiles may attend for them, if they are few. Not for prompts: their numbers shall not depend on where
-        chunks end, so chunks of any length are attended by one kernel. And tiles know the causal mask alone.
+        `decoding`: they are no part of a prompt. Kernels that are made for few queries attend for these alone: numbers
+        of a prompt shall not depend on where chunks end, so chunks of any length are attended by one kernel. Unless it
+        is `causal` the view must be told what each position may `see`.
         Raises OutOfCapacity when there is no memory for them.
         """
         if not self.reserve(slots, new_tokens):
             raise OutOfCapacity(f"no memory for {new_tokens} more positions of {len(slots)} sequences")
-        few = new_tokens * self.queries_per_key <= MOST_QUERIES
-        return BatchView(self, slots, new_tokens, tiles=self.by_tiles and decoding and few)
+        kernels = self.kernels if causal else None
+        if kernels and kernels.most_queries is not None:
+            few = decoding and new_tokens * self.queries_per_key <= kernels.most_queries
+            kernels = kernels if few else None
+        return BatchView(self, slots, new_tokens, kernels)
 
     def gather(self, slots: Sequence[int], positions_BS: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of all N layers' keys and values at chosen committed positions of these slots, [N, B, G, S, K]."""
@@ -197,11 +196,9 @@ class TargetCache:
 
     def places(self, slots_B1: Tensor, positions_BT: Tensor) -> Tensor:
         """Where the keys of these positions stand, [B, T, G], in a pool seen as a list of single keys."""
-        _, P, G, X, C, _ = self.keys[0].tensor.shape
-        slots_BT1, positions_BT1 = slots_B1[..., None], positions_BT[..., None]
-        pages_BT1 = slots_BT1 // X * P + positions_BT1 // C
+        _, G, L, _ = self.keys[0].tensor.shape
         heads_G = torch.arange(G, device=positions_BT.device)
-        return ((pages_BT1 * G + heads_G) * X + slots_BT1 % X) * C + positions_BT1 % C
+        return (slots_B1[..., None] * G + heads_G) * L + positions_BT[..., None]
 
     def commit(self, slots: Sequence[int], counts: Sequence[int]) -> None:
         """Make the first counts[i] appended positions of each slot part of its sequence."""
@@ -214,12 +211,12 @@ class TargetCache:
 class BatchView:
     """The cache during one forward over some slots, T new positions each: implements the target's KeyValues."""
 
-    def __init__(self, cache: TargetCache, slots: Sequence[int], new_tokens: int, tiles: bool = False):
+    def __init__(self, cache: TargetCache, slots: Sequence[int], new_tokens: int, kernels: Kernels | None):
         self._cache = cache
         lengths, device = [cache.lengths[slot] for slot in slots], cache.device
         self.positions_BT = torch.tensor(lengths, device=device)[:, None] + torch.arange(new_tokens, device=device)
-        self._tiles = TileAttention(slots, lengths, new_tokens) if tiles else None
-        if tiles:
+        self._fused = FusedAttention(kernels, slots, lengths) if kernels else None
+        if kernels:
             return  # they need no mask, and know the places
         # Padding of a row that is nearly full piles up in the last column, which is never committed.
         last_column = cache.pages * cache.page - 1
@@ -228,10 +225,8 @@ class BatchView:
         self._places_R = cache.places(slots_B1, columns_BT).flatten()
         needed = [min(length + new_tokens, last_column + 1) for length in lengths]
         self._slots_B = slots_B1[:, 0]
-        self._attention: PagedAttention | ContiguousAttention | None = None
-        if cache.by_products:
-            self._attention = PagedAttention(slots, needed, cache.keys[0].tensor)
-        elif cache.by_flash:
+        self._attention: ContiguousAttention | None = None
+        if cache.on_cpu:
             self._attention = ContiguousAttention(slots, needed, cache.pages * cache.page, new_tokens)
         order = self._attention.order if self._attention else list(range(len(slots)))
         self._in_order = order == sorted(order)
@@ -244,7 +239,7 @@ class BatchView:
 
     def see(self, visible_BTS: Tensor) -> None:
         """Let each new position attend to these of the last columns, and to all before them."""
-        assert not self._tiles
+        assert not self._fused
         self._mask_B1TS = additive(visible_BTS, self._cache.keys[0].tensor.dtype)
         if self._attention:
             self._attention.see(self._in_their_order(self._mask_B1TS[:, 0]).repeat(1, self._cache.queries_per_key, 1))
@@ -252,12 +247,12 @@ class BatchView:
     def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
         """Store the new positions of one layer; what its queries find in all positions up to their own."""
         keys, values = self._cache.keys[layer].tensor, self._cache.values[layer].tensor
-        if self._tiles:
-            return self._tiles.attend(queries_BHTK, keys_BGTK, values_BGTK, keys, values)
+        if self._fused:
+            return self._fused.attend(queries_BHTK, keys_BGTK, values_BGTK, keys, values)
         self.store(layer, keys_BGTK, values_BGTK)
         if self._attention is None:
             columns = self.columns_1S.shape[1]
-            keys, values = (pool[:, 0, :, 0].index_select(0, self._slots_B)[:, :, :columns] for pool in (keys, values))
+            keys, values = (pool.index_select(0, self._slots_B)[:, :, :columns] for pool in (keys, values))
             return attend(queries_BHTK, keys, values, self._mask_B1TS)
         # Queries of one key are rows of one product, so that each key and value byte is read once.
         queries_BGRK = self._in_their_order(queries_BHTK).unflatten(1, (keys_BGTK.shape[1], -1)).flatten(2, 3)
@@ -270,8 +265,8 @@ class BatchView:
         return x_B if self._in_order else x_B.index_select(0, self._order_B)
 
     def store(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> None:
-        """Write the new positions of one layer behind what is committed. Tiles do so as they attend."""
-        if self._tiles:
+        """Write the new positions of one layer behind what is committed. Kernels of ours do so as they attend."""
+        if self._fused:
             return
         for pool, new_BGTK in ((self._cache.keys[layer], keys_BGTK), (self._cache.values[layer], values_BGTK)):
             pool.write(self._places_R, new_BGTK.transpose(1, 2).reshape(-1, new_BGTK.shape[-1]))

@@ -1,4 +1,4 @@
-"""Attention over slots that are contiguous each, by the CPU's flash kernel: bfloat16 on a CPU.
+"""Attention over slots that are contiguous each, by torch's flash kernel for CPUs.
 
 Neighbours of about the same length are one call, which reads each of them as far as the longest reaches. Nothing is
 gathered or copied, and each key and value byte is read once.
@@ -39,7 +39,7 @@ class ContiguousAttention:
         self._masks = [mask_BRS[run.rows, None, :, : run.positions] for run in self._runs]
 
     def attend(self, queries_BGRK: Tensor, keys: Tensor, values: Tensor) -> list[Tensor]:
-        """What was found in these pools, [slots, 1, G, 1, L, K], as parts of [B, G, R, K]."""
+        """What was found in these pools, [slots, G, L, K], as parts of [B, G, R, K]."""
         return [
             scaled_dot_product_attention(queries_BGRK[run.rows], run.of(keys), run.of(values), mask)
             for run, mask in zip(self._runs, self._masks, strict=True)
@@ -56,7 +56,7 @@ class _Run:
 
     def of(self, pool: Tensor) -> Tensor:
         """[slots, G, positions, K]."""
-        return pool[self.first : self.first + self.rows.stop - self.rows.start, 0, :, 0, : self.positions]
+        return pool[self.first : self.first + self.rows.stop - self.rows.start, :, : self.positions]
 
 
 def _runs(needs: Sequence[tuple[int, int]], in_vain: int) -> list[_Run]:

@@ -1,8 +1,8 @@
 """A SPIRe draft's memory while serving: a constant number of key/value pairs per sequence, whatever its context.
 
 A slot holds the sink and a ring over the last `window` verified positions. The k positions of a round live beside a
-working copy, or by tiles beside the slots themselves (`tile_draft`), and are dropped when the round ends: a rejected
-token can never evict a committed one, and no rollback exists.
+working copy, or where kernels of ours draft (`fused_draft`) beside the slots themselves, and are dropped when the round
+ends: a rejected token can never evict a committed one, and no rollback exists.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from spire.model.draft import Draft, visible
+from spire.model.fused_draft import FusedDraft, FusedRound
+from spire.model.fused_layer import FusedLayer, kernels_of
 from spire.model.layers import additive, attend
-from spire.model.tile_draft import TileDraft, TileRound
-from spire.model.tile_layer import TileLayer
 
 
 class DraftMemory:
@@ -30,9 +30,9 @@ class DraftMemory:
         self.keys_NXGSK = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
         self.values_NXGSK = torch.zeros_like(self.keys_NXGSK)
         self.positions_XS = torch.full((slots, places), -1, dtype=torch.int64, device=weight.device)
-        self._tiles: TileDraft | None = None
-        if isinstance(draft.layers[0], TileLayer):
-            self._tiles = TileDraft(draft, self.keys_NXGSK, self.values_NXGSK, self.positions_XS)
+        self._fused: FusedDraft | None = None
+        if isinstance(draft.layers[0], FusedLayer) and (kernels := kernels_of(config, weight)):
+            self._fused = FusedDraft(draft, kernels, self.keys_NXGSK, self.values_NXGSK, self.positions_XS)
 
     def bytes_per_sequence(self) -> int:
         """Bytes of one slot: a constant of the configuration."""
@@ -47,8 +47,8 @@ class DraftMemory:
 
         Rows of the message that reached up to `ends` are passed over when neither sink nor window will hold them.
         """
-        if self._tiles:
-            self._tiles.absorb(slots_R, positions_R, ends_R, taps_RND)
+        if self._fused:
+            self._fused.absorb(slots_R, positions_R, ends_R, taps_RND)
             return
         sink, window = self.draft.draft.sink, self.draft.draft.window
         keep_R = (positions_R < sink) | (positions_R >= ends_R - window)
@@ -60,12 +60,12 @@ class DraftMemory:
             self.keys_NXGSK[layer][slots_R, :, places_R] = keys[0].transpose(0, 1)
             self.values_NXGSK[layer][slots_R, :, places_R] = values[0].transpose(0, 1)
 
-    def round(self, slots: Sequence[int], bases: Sequence[int], k: int) -> RoundMemory | TileRound:
+    def round(self, slots: Sequence[int], bases: Sequence[int], k: int) -> RoundMemory | FusedRound:
         """A round of k passes over these slots, the newest tokens standing at `bases`."""
         device = self.positions_XS.device
         slots_B, base_B = torch.tensor(slots, device=device), torch.tensor(bases, device=device)
-        if self._tiles:
-            return TileRound(self._tiles, slots_B, base_B, k, max(bases) + k)
+        if self._fused:
+            return FusedRound(self._fused, slots_B, base_B, k, max(bases) + k)
         return RoundMemory(self, slots_B, base_B, k)
 
 

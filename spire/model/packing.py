@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import TypeVar, cast
 
 import torch
 from torch import nn
 
 from spire.model.draft import Draft
+from spire.model.fused_layer import FusedLayer, FusedProduct, kernels_of
 from spire.model.layers import Layer
 from spire.model.linears import Linears
 from spire.model.target import Target
-from spire.model.tile_layer import TileLayer, TileProduct, by_tiles
 
 Model = TypeVar("Model", Target, Draft)
 
@@ -23,9 +24,9 @@ def pack(model: Model) -> Model:
     packs = weight.dtype == torch.float32 or (
         weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )
-    if by_tiles(model.config, weight):
-        model.layers = nn.ModuleList(TileLayer(layer) for layer in cast(Iterable[Layer], model.layers))
-        model.pack(TileProduct)
+    if kernels := kernels_of(model.config, weight):
+        model.layers = nn.ModuleList(FusedLayer(layer, kernels) for layer in cast(Iterable[Layer], model.layers))
+        model.pack(partial(FusedProduct, kernels=kernels))
     elif weight.device.type == "cpu" and packs:
         for module in model.modules():
             if isinstance(module, Linears):

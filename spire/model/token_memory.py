@@ -58,7 +58,7 @@ class TokenMemory:
     def _append(self, slots: Sequence[int], starts: Sequence[int], tokens_BT: Tensor) -> Tensor:
         """Feed T tokens per slot at positions starts..; hidden states [B, T, D]. Ascending slots are faster."""
         self.cache.rewind(slots, starts)
-        view = self.cache.view(slots, tokens_BT.shape[1])
+        view = self.cache.view(slots, tokens_BT.shape[1], causal=False)
         view.see(visible(view.positions_BT, view.columns_1S, self.draft.draft))
         hidden_BTD = self.draft(tokens_BT, view)
         self.cache.commit(slots, [tokens_BT.shape[1]] * len(slots))

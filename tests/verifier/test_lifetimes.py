@@ -137,7 +137,7 @@ async def test_numbers_that_are_not_finite_fail_their_sequence_only(verifier: Ve
     damaged = await client.start("damaged", prompt)
     await client.start("mate", prompt)
     slot = verifier.engine.sequences["damaged"].slot
-    verifier.engine.steps.cache.values[0].of(slot)[0, :, 0] = float("nan")
+    verifier.engine.steps.cache.values[0].tensor[slot, :, 0] = float("nan")
     items = [pb.VerifyItem(sequence_id=name, round=1, base=damaged.base) for name in ("damaged", "mate")]
     bad, good = await client.verify(*items)
     assert (bad.status.code, good.status.code) == (codes.CODE_DATA_LOSS, codes.CODE_OK)

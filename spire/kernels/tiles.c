@@ -1,16 +1,98 @@
-/* Attention of a few new positions over keys and values in bfloat16, by the matrix tiles (AMX) of x86 processors.
+/* Models in bfloat16 by the matrix tiles (AMX) of x86 processors.
 
-   What torch's flash kernel does for one query at the speed of memory takes it twice as long for two or more, because
-   its products repack all keys and values. Here a tile of 16 keys is multiplied as it lies in memory with up to 16
-   queries at once, and each key and value byte is read once. Scores, weights and sums stay in fp32. */
+   Attention of a few new positions: what torch's flash kernel does for one query at the speed of memory takes it twice
+   as long for two or more, because its products repack all keys and values. Here a tile of 16 keys is multiplied as it
+   lies in memory with up to 16 queries at once, and each key and value byte is read once. Scores, weights and sums stay
+   in fp32. Weights of layers [E, D] lie as [E / 32][D / 32][2 tiles of 16 outputs][16 pairs of inputs][16 outputs][2]. */
 
-#include "_tiles.h"
+#define number uint16_t
+#include "kernels.h"
 
-#ifdef HAVE_TILES
-WITH_TILES
+#ifdef HAVE_KERNELS
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,fma,amx-tile,amx-bf16")
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "lanes16.h"
+
+static inline lanes load(const uint16_t *x) { return load_narrow(x); }
+
+static inline void store(uint16_t *to, lanes x) { store_narrow(to, x); }
+
+#define BLOCK 32
+#include "layer.h"
+
+#include "draft.h"
+
+/* What `_tile_loadconfig` reads: of each tile the bytes of a row and the rows. */
+typedef struct {
+  uint8_t palette, start_row, reserved[14];
+  uint16_t row_bytes[16];
+  uint8_t rows[16];
+} TileConfig;
+
+/* --- products ----------------------------------------------------------------------------------------------------- */
+
+/* Tiles 0 to 3 are sums, 4 and 5 the inputs' rows, up to 16 in each, 6 and 7 weights. */
+static void configure(int first, int second) {
+  TileConfig config = {.palette = 1};
+  for (int tile = 0; tile < 8; tile++) config.row_bytes[tile] = 64, config.rows[tile] = 16;
+  config.rows[0] = config.rows[1] = config.rows[4] = first;
+  config.rows[2] = config.rows[3] = config.rows[5] = second > 0 ? second : 1;
+  _tile_loadconfig(&config);
+}
+
+/* sums[row][column] of 32 outputs and the rows that the tiles are configured for, more than 16 of them if `two`. */
+static inline void multiply(const uint16_t *x, const uint16_t *weight, int D, int two, float (*sums)[32]) {
+  _tile_zero(0);
+  _tile_zero(1);
+  if (two) {
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int d = 0; d < D; d += 32, weight += 1024) {
+    _tile_loadd(4, x + d, 2 * D);
+    _tile_loadd(6, weight, 64);
+    _tile_loadd(7, weight + 512, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    if (two) {
+      _tile_loadd(5, x + 16 * D + d, 2 * D);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, sums[0], 128);
+  _tile_stored(1, sums[0] + 16, 128);
+  if (two) {
+    _tile_stored(2, sums[16], 128);
+    _tile_stored(3, sums[16] + 16, 128);
+  }
+}
+
+static void product(const number *x, const number *weight, int R, int D, int E, Kind kind, const number *summand,
+                    void *out) {
+  float sums[32][32] __attribute__((aligned(64)));
+  for (int r = 0; r < R; r += 32) {
+    int rows = R - r < 32 ? R - r : 32, two = rows > 16;
+    if (r == 0 || rows < 32) configure(two ? 16 : rows, rows - 16);
+#pragma omp for schedule(static) nowait
+    for (int e = 0; e < E; e += 32) {
+      multiply(x + (int64_t)r * D, weight + (int64_t)e * D, D, two, sums);
+      for (int i = 0; i < rows; i++)
+        finish(load_wide(sums[i]), load_wide(sums[i] + 16), kind, summand, out, r + i, e, E);
+    }
+  }
+  _tile_release();
+#pragma omp barrier
+}
+
+/* --- attention ---------------------------------------------------------------------------------------------------- */
 
 /* Positions between which the softmax is rescaled: their keys and values fit the second cache. */
-#define BLOCK 128
+#define POSITIONS 128
+#define MOST_QUERIES 32
 
 /* sums[r] += sum of weights[i][r] * values[i] over n positions, for N queries and 64 of the K columns. */
 #define WEIGH(N)                                                                                                       \
@@ -22,7 +104,7 @@ WITH_TILES
       _mm_prefetch((const char *)(values + 24 * K), _MM_HINT_T0);                                                      \
       _mm_prefetch((const char *)(values + 24 * K + 32), _MM_HINT_T0);                                                 \
       __m512 value[4];                                                                                                 \
-      for (int j = 0; j < 4; j++) value[j] = load16(values + j * 16);                                                  \
+      for (int j = 0; j < 4; j++) value[j] = load(values + j * 16);                                                  \
       for (int r = 0; r < N; r++) {                                                                                    \
         __m512 weight = _mm512_set1_ps(weights[r]);                                                                    \
         for (int j = 0; j < 4; j++) sum[r][j] = _mm512_fmadd_ps(weight, value[j], sum[r][j]);                          \
@@ -107,7 +189,7 @@ static inline const uint16_t *of(const Heads *heads, int b, int head, int t) {
 }
 
 /* Store what is new of one head. What does not fit piles up in the last column, which is padding. */
-static void store_new(const Work *work, int b, int g, int base, uint16_t *keys, uint16_t *values) {
+static void store_new(const Attention *work, int b, int g, int base, uint16_t *keys, uint16_t *values) {
   const int64_t K = work->K, last = work->columns - 1;
   for (int t = 0; t < work->T; t++) {
     int64_t column = base + t < last ? base + t : last;
@@ -117,7 +199,7 @@ static void store_new(const Work *work, int b, int g, int base, uint16_t *keys, 
 }
 
 /* One head of one sequence. */
-static void attend_head(const Work *work, int b, int g) {
+static void attend_head(const Attention *work, int b, int g) {
   const int K = work->K, T = work->T, heads = work->H / work->G, R = heads * T, groups = (R + 15) / 16;
   const int64_t place = work->slots[b] * work->slot_stride + g * work->head_stride;
   uint16_t *keys = work->keys + place, *values = work->values + place;
@@ -126,7 +208,7 @@ static void attend_head(const Work *work, int b, int g) {
   const float width = (float)K;
   const __m512 scale = _mm512_set1_ps(1.0f / _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(width))));
   uint32_t tiles[MOST_QUERIES / 16][MOST_WIDTH / 32][16][16] __attribute__((aligned(64)));
-  float scores[BLOCK][16] __attribute__((aligned(64)));
+  float scores[POSITIONS][16] __attribute__((aligned(64)));
   float sums[MOST_QUERIES * MOST_WIDTH] __attribute__((aligned(64)));
   Softmax softmax[MOST_QUERIES / 16];
   int32_t last_seen[MOST_QUERIES / 16][16];
@@ -144,8 +226,8 @@ static void attend_head(const Work *work, int b, int g) {
     }
   }
   memset(sums, 0, sizeof(float) * R * K);
-  for (int first = 0; first < total; first += BLOCK) {
-    int n = total - first < BLOCK ? total - first : BLOCK;
+  for (int first = 0; first < total; first += POSITIONS) {
+    int n = total - first < POSITIONS ? total - first : POSITIONS;
     for (int group = 0; group < groups; group++) {
       int queries = R - group * 16 < 16 ? R - group * 16 : 16;
       float *group_sums = sums + group * 16 * K;
@@ -160,11 +242,11 @@ static void attend_head(const Work *work, int b, int g) {
     _mm512_storeu_ps(all, softmax[r / 16].sum);
     __m512 share = _mm512_set1_ps(1.0f / all[r % 16]);
     uint16_t *found = work->found + (((int64_t)b * T + r % T) * work->H + g * heads + r / T) * K;
-    for (int k = 0; k < K; k += 16) store16(found + k, _mm512_mul_ps(_mm512_loadu_ps(sums + r * K + k), share));
+    for (int k = 0; k < K; k += 16) store(found + k, _mm512_mul_ps(_mm512_loadu_ps(sums + r * K + k), share));
   }
 }
 
-void attend_all(const Work *work, int threads) {
+static void attend(const Attention *work, int threads) {
 #pragma omp parallel num_threads(threads)
   {
     TileConfig config = {.palette = 1};
@@ -175,5 +257,12 @@ void attend_all(const Work *work, int threads) {
     _tile_release();
   }
 }
-WITHOUT_TILES
+
+static int available(void) {
+  return processor() & HAS_TILES && syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18) == 0;
+}
+
+const Kernels tiles = {"matrix tiles", 1, BLOCK, 64, MOST_QUERIES, available, attend, before_attention, behind_attention,
+                       project, absorb, draft_pass, draw, widen};
+#pragma GCC pop_options
 #endif

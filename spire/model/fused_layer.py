@@ -1,6 +1,6 @@
-"""Layers in bfloat16 by matrix tiles: `_tile_layer.c`.
+"""Layers of two operations each, up to attention and behind it: `spire/kernels/layer.h`.
 
-A row's numbers do not depend on the other rows, nor on how many there are. So with attention by tiles what a position
+A row's numbers do not depend on the other rows, nor on how many there are. So with `fused_attention` what a position
 computes is the same bit for bit whether it is decoded, verified, or alone.
 
 Shapes: B sequences, T positions, R = B * T rows, D width, E outputs, H query heads, G key/value heads, K head width.
@@ -13,39 +13,43 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from spire.kernels import Kernels, kernels_for
 from spire.model.config import ModelConfig
 from spire.model.layers import Layer, Rotation
-from spire.model.tiles import available, kernels
 
-# Inputs and outputs of a product are multiples of this, and those of gates of half of it.
-_BLOCK, _TILE = 32, 16
+# Inputs and outputs of a product are multiples of this.
+_MULTIPLE = 32
 
 
-def by_tiles(config: ModelConfig, weight: Tensor) -> bool:
-    """Whether tiles can compute the layers and logits of such a model here, whose weights are like this one."""
-    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not available():
-        return False
+def kernels_of(config: ModelConfig, weight: Tensor) -> Kernels | None:
+    """Those that can compute the layers and logits of such a model here, whose weights are like this one."""
     biased = config.attention_bias or config.mlp_bias
     widths = (config.hidden_size, config.intermediate_size, config.head_dim, config.vocab_size)
-    return not biased and all(width % _BLOCK == 0 for width in widths)
+    if weight.device.type != "cpu" or biased or any(width % _MULTIPLE for width in widths):
+        return None
+    return kernels_for(weight.dtype)
 
 
-class TileLayer(Layer):
-    """What a layer was, with weights laid out for tiles. It can no longer be trained or saved."""
+class FusedLayer(Layer):
+    """What a layer was, with weights laid out for kernels. It can no longer be trained or saved."""
 
-    def __init__(self, layer: Layer):
+    def __init__(self, layer: Layer, kernels: Kernels):
         nn.Module.__init__(self)
+        self._kernels = kernels
         attention, mlp = layer.self_attn, layer.mlp
         self.head_dim, self.kv_heads = attention.head_dim, attention.kv_heads
         self.heads, self.inner = attention.q_proj.out_features // self.head_dim, mlp.down_proj.in_features
         norms = (layer.input_layernorm, layer.post_attention_layernorm)
-        self.eps = norms[0].eps or torch.finfo(torch.bfloat16).eps
+        self.eps = norms[0].eps or torch.finfo(kernels.dtype).eps
         self._norm, self._norm_inside = (norm.weight.detach().contiguous() for norm in norms)
-        self._queries_keys_values = tiled(torch.cat(_weights(attention.q_proj, attention.k_proj, attention.v_proj)))
-        self._keys_values = self._queries_keys_values[self.heads * self.head_dim // _BLOCK :]
-        self._output, self._down = (tiled(*_weights(linear)) for linear in (attention.o_proj, mlp.down_proj))
-        gate_and_up = [weight.unflatten(0, (-1, _TILE)) for weight in _weights(mlp.gate_proj, mlp.up_proj)]
-        self._gate_and_up = tiled(torch.stack(gate_and_up, dim=1).flatten(0, 2))
+        self._queries_keys_values = blocked(
+            torch.cat(_weights(attention.q_proj, attention.k_proj, attention.v_proj)), kernels
+        )
+        self._keys_values = self._queries_keys_values[self.heads * self.head_dim // kernels.block :]
+        self._output, self._down = (blocked(weight, kernels) for weight in _weights(attention.o_proj, mlp.down_proj))
+        # Each block has half of its outputs from either.
+        halves = [weight.unflatten(0, (-1, kernels.block // 2)) for weight in _weights(mlp.gate_proj, mlp.up_proj)]
+        self._gate_and_up = blocked(torch.stack(halves, dim=1).flatten(0, 2), kernels)
 
     @property
     def addresses(self) -> list[int]:
@@ -65,38 +69,39 @@ class TileLayer(Layer):
     def behind(self, input_BTD: Tensor, attended_BHTK: Tensor) -> Tensor:
         B, T, D = input_BTD.shape
         given, attended_BTE = input_BTD.contiguous(), attended_BHTK.transpose(1, 2).contiguous()
-        hidden, normed, out_BTD = torch.empty(3, B * T, D, dtype=torch.bfloat16).unbind()
-        inside = torch.empty(B * T, self.inner, dtype=torch.bfloat16)
+        hidden, normed, out_BTD = torch.empty(3, B * T, D, dtype=self._kernels.dtype).unbind()
+        inside = torch.empty(B * T, self.inner, dtype=self._kernels.dtype)
         weights = (self._output, self._norm_inside, self._gate_and_up, self._down)
         addresses = (x.data_ptr() for x in (given, attended_BTE, *weights, hidden, normed, inside, out_BTD))
         shape = (B * T, D, self.heads * self.head_dim, self.inner)
-        kernels.behind_attention(*addresses, self.eps, *shape, torch.get_num_threads())
+        self._kernels.behind_attention(*addresses, self.eps, *shape, torch.get_num_threads())
         return out_BTD.view(B, T, D)
 
     def _projected(self, input_BTD: Tensor, rope: Rotation, weight: Tensor) -> Tensor:
         """All heads that a part of the weights makes of normalised inputs, [B, heads, T, K], rotated but for values."""
         B, T, D = input_BTD.shape
-        E = len(weight) * _BLOCK
-        given, normed = input_BTD.contiguous(), torch.empty(B * T, D, dtype=torch.bfloat16)
-        projected_RE, heads = torch.empty(B * T, E, dtype=torch.bfloat16), E // self.head_dim
+        E = len(weight) * self._kernels.block
+        given, normed = input_BTD.contiguous(), torch.empty(B * T, D, dtype=self._kernels.dtype)
+        projected_RE, heads = torch.empty(B * T, E, dtype=self._kernels.dtype), E // self.head_dim
         tensors = (given, self._norm, weight, *(part.contiguous() for part in rope), normed, projected_RE)
         shape = (B * T, D, E, heads - self.kv_heads, self.head_dim)
-        kernels.project_normed(*(x.data_ptr() for x in tensors), self.eps, *shape, torch.get_num_threads())
+        self._kernels.before_attention(*(x.data_ptr() for x in tensors), self.eps, *shape, torch.get_num_threads())
         return projected_RE.view(B, T, heads, self.head_dim).transpose(1, 2)
 
 
-class TileProduct:
+class FusedProduct:
     """One linear map, in fp32 as it was summed."""
 
-    def __init__(self, linears: Sequence[nn.Linear]):
-        self.weight = tiled(torch.cat(_weights(*linears)))
+    def __init__(self, linears: Sequence[nn.Linear], kernels: Kernels):
+        self._kernels = kernels
+        self.weight = blocked(torch.cat(_weights(*linears)), kernels)
 
     def __call__(self, x_D: Tensor) -> Tensor:
         given = x_D.contiguous()
-        D, E = x_D.shape[-1], len(self.weight) * _BLOCK
+        D, E = x_D.shape[-1], len(self.weight) * self._kernels.block
         out_E = torch.empty(*x_D.shape[:-1], E)
         addresses = (x.data_ptr() for x in (given, self.weight, out_E))
-        kernels.project(*addresses, x_D.numel() // D, D, E, torch.get_num_threads())
+        self._kernels.project(*addresses, x_D.numel() // D, D, E, torch.get_num_threads())
         return out_E
 
 
@@ -104,8 +109,11 @@ def _weights(*linears: nn.Linear) -> list[Tensor]:
     return [linear.weight.detach() for linear in linears]
 
 
-def tiled(weight_ED: Tensor) -> Tensor:
-    """A weight as tiles read it: [E / 32, D / 32, 2 tiles, 16 pairs of inputs, 16 outputs, 2]."""
+def blocked(weight_ED: Tensor, kernels: Kernels) -> Tensor:
+    """A weight as kernels read it, block by block of outputs: [E / 16, D, 16] for vectors of 8, and for matrix tiles
+    [E / 32, D / 32, 2 tiles, 16 pairs of inputs, 16 outputs, 2]."""
     E, D = weight_ED.shape
-    parts = weight_ED.view(E // _BLOCK, 2, _TILE, D // _BLOCK, _TILE, 2)
+    if kernels.dtype == torch.float32:
+        return weight_ED.view(E // kernels.block, kernels.block, D).mT.contiguous()
+    parts = weight_ED.view(E // kernels.block, 2, kernels.block // 2, D // 32, 16, 2)
     return parts.permute(0, 3, 1, 4, 2, 5).contiguous()

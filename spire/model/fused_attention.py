@@ -1,4 +1,4 @@
-"""Attention over slots that are contiguous each, by matrix tiles: `_tile_attention.c`.
+"""Attention over slots that are contiguous each, by kernels of ours: `spire/kernels/vectors.h`, `tiles.c`.
 
 A query's sums do not depend on how many others there are: not on the batch, nor on how many tokens are verified.
 
@@ -12,37 +12,28 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from spire.model.config import ModelConfig
-from spire.model.tiles import COMPILED, available, kernels
-
-# With more queries of each key than this the flash kernel is faster.
-MOST_QUERIES = kernels.MOST_QUERIES if COMPILED else 0
+from spire.kernels import Kernels
 
 
-def has_tiles(config: ModelConfig) -> bool:
-    """Whether tiles can attend for such a model here."""
-    return available() and config.head_dim % 64 == 0 and config.head_dim <= kernels.MOST_WIDTH
-
-
-class TileAttention:
+class FusedAttention:
     """What T new positions of some slots find in what is committed there and in one another."""
 
-    def __init__(self, slots: Sequence[int], lengths: Sequence[int], new_tokens: int):
+    def __init__(self, kernels: Kernels, slots: Sequence[int], lengths: Sequence[int]):
+        self._kernels = kernels
         self._slots_B = torch.tensor(slots)
         self._lengths_B = torch.tensor(lengths)
-        self._new_tokens = new_tokens
 
     def attend(
         self, queries_BHTK: Tensor, new_keys_BGTK: Tensor, new_values_BGTK: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
-        """Store new keys and values in their pools, [slots, 1, G, 1, L, K]; what queries find there, [B, H, T, K]."""
+        """Store new keys and values in their pools, [slots, G, L, K]; what queries find there, [B, H, T, K]."""
         B, H, T, K = queries_BHTK.shape
         found_BTHK = torch.empty(B, T, H, K, dtype=keys.dtype)
         new = [_rows(x) for x in (queries_BHTK, new_keys_BGTK, new_values_BGTK)]
         addresses = (x.data_ptr() for x in (keys, values, found_BTHK, self._slots_B, self._lengths_B))
-        shape = (B, T, H, keys.shape[2], K, keys.shape[4])
+        shape = (B, T, H, keys.shape[1], K, keys.shape[2])
         strides = [part for x in new for part in (x.data_ptr(), *x.stride()[:3])]
-        kernels.attend(*strides, *addresses, *shape, keys.stride(0), keys.stride(2), torch.get_num_threads())
+        self._kernels.attend(*strides, *addresses, *shape, keys.stride(0), keys.stride(1), torch.get_num_threads())
         return found_BTHK.transpose(1, 2)
 
 

@@ -1,4 +1,4 @@
-"""A SPIRe draft by matrix tiles: its memory, its passes, and what it draws, each by a kernel of `_tile_draft.c`.
+"""A SPIRe draft whose memory, passes and draws are a kernel each: `spire/kernels/draft.h`.
 
 A draft is so small that its passes are mostly dispatch where torch computes them. Keys and values of a round's own
 positions lie beside the memory's, which is read where it is.
@@ -14,35 +14,35 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from spire.kernels import Kernels
 from spire.model.draft import Draft
-from spire.model.tile_layer import TileLayer, TileProduct
-from spire.model.tiles import kernels
+from spire.model.fused_layer import FusedLayer, FusedProduct
 
 # Of positions that are kept: more than a context has, and no more memory than a slot of a target's cache.
 _MOST_ROTATIONS = 2**16
 
 
-class TileDraft:
+class FusedDraft:
     """A packed draft and the memory of its slots, by address: both must outlive it."""
 
-    def __init__(self, draft: Draft, keys_NXGSK: Tensor, values_NXGSK: Tensor, positions_XS: Tensor):
-        self.draft, self.positions_XS = draft, positions_XS
-        layers = cast(Sequence[TileLayer], draft.layers)
+    def __init__(self, draft: Draft, kernels: Kernels, keys_NXGSK: Tensor, values_NXGSK: Tensor, positions_XS: Tensor):
+        self.draft, self.kernels, self.positions_XS = draft, kernels, positions_XS
+        layers = cast(Sequence[FusedLayer], draft.layers)
         memories = zip(layers, keys_NXGSK, values_NXGSK, strict=True)
         table = [[*layer.addresses, keys.data_ptr(), values.data_ptr()] for layer, keys, values in memories]
         self.layers = torch.tensor(table, dtype=torch.int64)
         self.feedback = draft.memory_weights.softmax(dim=-1).float() if draft.draft.feedback else None
-        self.unembedding = draft.packed(TileProduct, "lm_head").weight
+        self.unembedding = draft.packed(FusedProduct, "lm_head").weight
         # Cosines and signed sines of the first positions: computing them anew takes ten operations.
         self._rope_PK: tuple[Tensor, ...] = (torch.empty(0), torch.empty(0))
 
     def rope(self, positions: Tensor, end: int) -> list[Tensor]:
         """The rotation of positions before `end`, each [positions, K]."""
         if end > _MOST_ROTATIONS:
-            return [found[0, 0] for found in self.draft.rope(positions[None], torch.bfloat16)]
+            return [found[0, 0] for found in self.draft.rope(positions[None], self.kernels.dtype)]
         if end > len(self._rope_PK[0]):
             up_to = torch.arange(1 << max(10, (end - 1).bit_length()))
-            self._rope_PK = tuple(table[0, 0] for table in self.draft.rope(up_to[None], torch.bfloat16))
+            self._rope_PK = tuple(table[0, 0] for table in self.draft.rope(up_to[None], self.kernels.dtype))
         return [table_PK.index_select(0, positions) for table_PK in self._rope_PK]
 
     def absorb(self, slots_R: Tensor, positions_R: Tensor, ends_R: Tensor, taps_RND: Tensor) -> None:
@@ -54,28 +54,28 @@ class TileDraft:
             return
         G, K = config.num_key_value_heads, config.head_dim
         rope = self.rope(positions_R, int(ends_R.max()))
-        scratch = torch.empty(R * 2 * (D + G * K), dtype=torch.bfloat16)
+        scratch = torch.empty(R * 2 * (D + G * K), dtype=self.kernels.dtype)
         numbers = (x.contiguous() for x in (taps_RND, positions_R, ends_R, slots_R))
         tensors = (self.layers, *numbers, *rope, self.positions_XS, scratch)
         shape = (R, N, D, config.num_attention_heads, G, K, self.positions_XS.shape[1], spire.window, spire.sink)
-        kernels.absorb(*_addresses(tensors), config.rms_norm_eps, *shape, torch.get_num_threads())
+        self.kernels.absorb(*_addresses(tensors), config.rms_norm_eps, *shape, torch.get_num_threads())
 
 
-class TileRound:
+class FusedRound:
     """A round of k passes over these slots, the newest tokens standing at `base`, none reaching `end`."""
 
-    def __init__(self, tiles: TileDraft, slots_B: Tensor, base_B: Tensor, k: int, end: int):
-        draft, config, spire = tiles.draft, tiles.draft.config, tiles.draft.draft
-        B, N, S = len(slots_B), config.num_hidden_layers, tiles.positions_XS.shape[1]
+    def __init__(self, fused: FusedDraft, slots_B: Tensor, base_B: Tensor, k: int, end: int):
+        draft, config, spire = fused.draft, fused.draft.config, fused.draft.draft
+        B, N, S = len(slots_B), config.num_hidden_layers, fused.positions_XS.shape[1]
         H, G, K = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         D, F = config.hidden_size, config.intermediate_size
-        self._k, self._passes = k, 0
-        rope = tiles.rope((base_B + torch.arange(k)[:, None]).flatten(), end)
-        own = torch.empty(N * 2 * B * G * k * K, dtype=torch.bfloat16)
-        scratch = torch.empty(B * (D * (N + 3) + K * (2 * H + 2 * G) + F), dtype=torch.bfloat16)
+        self._kernels, self._k, self._passes = fused.kernels, k, 0
+        rope = fused.rope((base_B + torch.arange(k)[:, None]).flatten(), end)
+        own = torch.empty(N * 2 * B * G * k * K, dtype=fused.kernels.dtype)
+        scratch = torch.empty(B * (D * (N + 3) + K * (2 * H + 2 * G) + F), dtype=fused.kernels.dtype)
         self._logits_BV = torch.empty(B, config.vocab_size)
-        weights = (tiles.layers, draft.embed_tokens.weight, draft.norm.weight, tiles.unembedding, tiles.feedback)
-        place = (tiles.positions_XS, slots_B.contiguous(), base_B.contiguous(), *rope)
+        weights = (fused.layers, draft.embed_tokens.weight, draft.norm.weight, fused.unembedding, fused.feedback)
+        place = (fused.positions_XS, slots_B.contiguous(), base_B.contiguous(), *rope)
         # Kept for as long as their addresses are used.
         self._tensors = (*weights, *place, own, scratch, self._logits_BV)
         shape = (B, k, N, D, H, G, K, F, config.vocab_size, S, spire.window, spire.sink, spire.attends_self)
@@ -84,7 +84,7 @@ class TileRound:
     def next_logits(self, tokens_B: Tensor) -> Tensor:
         """Feed the next position of every sequence: logits [B, V] of the one after it, good until the next pass."""
         given = tokens_B.contiguous()
-        kernels.draft_pass(self._round, self._passes, given.data_ptr(), torch.get_num_threads())
+        self._kernels.draft_pass(self._round, self._passes, given.data_ptr(), torch.get_num_threads())
         self._passes += 1
         return self._logits_BV
 
@@ -97,12 +97,15 @@ class TileRound:
         probs_BKV = torch.empty(len(newest_B), self._k, self._logits_BV.shape[1], dtype=torch.bfloat16)
         tokens_B = newest_B
         for step in range(self._k):
-            draw(self.next_logits(tokens_B), temperature_B, uniforms_KB[step], tokens_KB[step], probs_BKV[:, step])
+            logits_BV, q_BV = self.next_logits(tokens_B), probs_BKV[:, step]
+            draw(self._kernels, logits_BV, temperature_B, uniforms_KB[step], tokens_KB[step], q_BV)
             tokens_B = tokens_KB[step]
         return tokens_KB.T, probs_BKV
 
 
-def draw(logits_BV: Tensor, temperature_B: Tensor, uniforms_B: Tensor, tokens_B: Tensor, probs_BV: Tensor) -> None:
+def draw(
+    kernels: Kernels, logits_BV: Tensor, temperature_B: Tensor, uniforms_B: Tensor, tokens_B: Tensor, probs_BV: Tensor
+) -> None:
     """Write tokens, and in rows that are not greedy what they were drawn from. The logits are used up."""
     tensors = (logits_BV, temperature_B, uniforms_B, tokens_B, probs_BV)
     kernels.draw(*_addresses(tensors), probs_BV.stride(0), *logits_BV.shape, torch.get_num_threads())

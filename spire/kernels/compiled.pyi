@@ -1,33 +1,38 @@
-MOST_QUERIES: int
 MOST_WIDTH: int
 
-def available() -> bool: ...
-def attend(*work: int) -> None:
+def available() -> list[tuple[int, str, bool, int, int, int]]:
+    """Of the kernels that this processor can run, the fastest first: index, name, whether they are for bfloat16,
+    outputs of a weight that lie together, what heads' width is a multiple of, most queries of a key (0 is any)."""
+
+# What follows takes the index of the kernels first.
+
+def attend(kernels: int, *work: int) -> None:
     """Of queries, new keys and new values the address and strides by row, head and position; addresses of keys, values,
     what is found, slots and lengths; B, T, H, G, K, positions of a slot; strides of a slot and a head; threads."""
 
-def project_normed(*work: float) -> None:
+def before_attention(kernels: int, *work: float) -> None:
     """Addresses of x, norm, weight, cosines, sines, what is normed and what is projected; eps; R, D, E, heads to
     rotate, K; threads."""
 
-def behind_attention(*work: float) -> None:
+def behind_attention(kernels: int, *work: float) -> None:
     """Addresses of x, what was attended, the weights of output, norm, gates with ups and down, the hidden state
     between, what is normed, what is inside and the result; eps; R, D, width of what was attended, F; threads."""
 
-def project(*work: int) -> None:
+def project(kernels: int, *work: int) -> None:
     """Addresses of x, weight and the result in fp32; R, D, E; threads."""
 
-def absorb(*work: float) -> None:
-    """Addresses of layers, taps, slots, places, cosines, sines and scratch; eps; R, N, D, H, G, K, S; threads."""
+def absorb(kernels: int, *work: float) -> None:
+    """Addresses of layers, taps, positions, ends, slots, cosines, sines, places and scratch; eps; R, N, D, H, G, K, S,
+    window, sink; threads."""
 
-def draft_pass(round: tuple[float, ...], number: int, tokens: int, threads: int) -> None:
+def draft_pass(kernels: int, round: tuple[float, ...], number: int, tokens: int, threads: int) -> None:
     """Of the round addresses of layers, embedding, norm, unembedding, feedback's weights, positions, slots, bases,
     cosines, sines, its own keys and values, scratch and logits; eps; B, k, N, D, H, G, K, F, V, S, window, sink, and
     whether a position attends itself. Then which pass it is, the address of its tokens, and threads."""
 
-def draw(*work: int) -> None:
+def draw(kernels: int, *work: int) -> None:
     """Addresses of logits, which are overwritten, temperatures, uniform numbers, tokens and q; the stride of q's rows;
     B, V; threads."""
 
-def widen(*work: int) -> None:
+def widen(kernels: int, *work: int) -> None:
     """Addresses of addresses of rows, of the wide numbers, sums and least numbers; B, K, V; threads."""

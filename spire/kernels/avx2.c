@@ -1,0 +1,20 @@
+/* Models in float32 by the vectors of x86 processors since 2013 (AVX2). */
+
+#define number float
+#include "kernels.h"
+
+#ifdef HAVE_KERNELS
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#include "lanes8.h"
+
+#define MOST_ROWS 6
+#define MOST_AT_ONCE 3
+#include "vectors.h"
+
+static int available(void) { return processor() & HAS_AVX2; }
+
+const Kernels avx2 = {"AVX2", 0, BLOCK, 4 * LANES, 0, available, attend, before_attention, behind_attention,
+                      project, absorb, draft_pass, draw, widen};
+#pragma GCC pop_options
+#endif

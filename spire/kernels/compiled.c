@@ -1,0 +1,211 @@
+/* The kernels for Python: numbers by the addresses of tensors, see `compiled.pyi`. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "kernels.h"
+
+#ifdef HAVE_KERNELS
+#include <cpuid.h>
+
+extern const Kernels tiles, avx512, avx2;
+static const Kernels *const KERNELS[] = {&tiles, &avx512, &avx2};
+#define COUNT 3
+
+int processor(void) {
+  unsigned a, b, c, d, b7, d7, saved, high;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & 1u << 27) || !(c & 1u << 12)) return 0; /* OSXSAVE, FMA */
+  __asm__("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
+  if ((saved & 6) != 6 || !__get_cpuid_count(7, 0, &a, &b7, &c, &d7)) return 0;
+  int has = b7 & 1u << 5 ? HAS_AVX2 : 0;
+  const unsigned wide = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31, amx = 1u << 22 | 1u << 24; /* F DQ BW VL, BF16 TILE */
+  if ((saved & 0xe6) != 0xe6 || (b7 & wide) != wide) return has;
+  has |= HAS_AVX512;
+  /* AVX512-BF16 */
+  if (__get_cpuid_count(7, 1, &a, &b, &c, &d) && a & 1u << 5 && (d7 & amx) == amx) has |= HAS_TILES;
+  return has;
+}
+#else
+#define COUNT 0
+static const Kernels *const KERNELS[1];
+#endif
+
+/* Which of them this processor can run, once somebody has asked. */
+static int runs[COUNT + 1];
+
+typedef unsigned long long Address;
+#define AT(address) ((void *)(uintptr_t)(address))
+
+/* The kernels that the first argument names; the others are for `format`. */
+static const Kernels *parse(PyObject *arguments, const char *format, ...) {
+  va_list others;
+  PyObject *rest = PyTuple_GetSlice(arguments, 1, PyTuple_GET_SIZE(arguments));
+  if (!rest) return NULL;
+  va_start(others, format);
+  int parsed = PyArg_VaParse(rest, format, others);
+  va_end(others);
+  Py_DECREF(rest);
+  if (!parsed) return NULL;
+  long index = PyTuple_GET_SIZE(arguments) ? PyLong_AsLong(PyTuple_GET_ITEM(arguments, 0)) : -1;
+  if (PyErr_Occurred()) return NULL;
+  if (index < 0 || index >= COUNT || !runs[index]) {
+    PyErr_Format(PyExc_NotImplementedError, "no kernels %ld on this processor, or nobody has asked for them", index);
+    return NULL;
+  }
+  return KERNELS[index];
+}
+
+#define COMPUTE(call)      \
+  Py_BEGIN_ALLOW_THREADS;  \
+  call;                    \
+  Py_END_ALLOW_THREADS;    \
+  Py_RETURN_NONE
+
+static PyObject *py_attend(PyObject *self, PyObject *arguments) {
+  Address queries, new_keys, new_values, keys, values, found, slots, bases;
+  Attention work;
+  Heads *q = &work.queries, *k = &work.new_keys, *v = &work.new_values;
+  int threads;
+  const Kernels *kernels = parse(arguments, "KLLLKLLLKLLLKKKKKiiiiiiLLi", &queries, &q->row, &q->head, &q->position,
+                                 &new_keys, &k->row, &k->head, &k->position, &new_values, &v->row, &v->head,
+                                 &v->position, &keys, &values, &found, &slots, &bases, &work.B, &work.T, &work.H,
+                                 &work.G, &work.K, &work.columns, &work.slot_stride, &work.head_stride, &threads);
+  if (!kernels) return NULL;
+  const int few = !kernels->most_queries || work.H / work.G * work.T <= kernels->most_queries;
+  if (!few || work.K % kernels->head_multiple || work.K > MOST_WIDTH) {
+    PyErr_SetString(PyExc_ValueError, "more queries or another width than these kernels are made for");
+    return NULL;
+  }
+  q->first = AT(queries), k->first = AT(new_keys), v->first = AT(new_values);
+  work.keys = AT(keys), work.values = AT(values), work.found = AT(found), work.slots = AT(slots), work.bases = AT(bases);
+  COMPUTE(kernels->attend(&work, threads));
+}
+
+static PyObject *py_before_attention(PyObject *self, PyObject *arguments) {
+  Address x, norm, weight, cosine, sine, normed, out;
+  double eps;
+  Before work;
+  int threads;
+  const Kernels *kernels = parse(arguments, "KKKKKKKdiiiiii", &x, &norm, &weight, &cosine, &sine, &normed, &out, &eps,
+                                 &work.R, &work.D, &work.E, &work.heads, &work.K, &threads);
+  if (!kernels) return NULL;
+  work.x = AT(x), work.norm = AT(norm), work.weight = AT(weight), work.cosine = AT(cosine), work.sine = AT(sine);
+  work.normed = AT(normed), work.out = AT(out), work.eps = (float)eps;
+  COMPUTE(kernels->before_attention(&work, threads));
+}
+
+static PyObject *py_behind_attention(PyObject *self, PyObject *arguments) {
+  Address x, attended, output, norm, gate_up, down, hidden, normed, inside, out;
+  double eps;
+  Behind work;
+  int threads;
+  const Kernels *kernels = parse(arguments, "KKKKKKKKKKdiiiii", &x, &attended, &output, &norm, &gate_up, &down, &hidden,
+                                 &normed, &inside, &out, &eps, &work.R, &work.D, &work.A, &work.F, &threads);
+  if (!kernels) return NULL;
+  work.x = AT(x), work.attended = AT(attended), work.output = AT(output), work.norm = AT(norm);
+  work.gate_up = AT(gate_up), work.down = AT(down), work.hidden = AT(hidden), work.normed = AT(normed);
+  work.inside = AT(inside), work.out = AT(out), work.eps = (float)eps;
+  COMPUTE(kernels->behind_attention(&work, threads));
+}
+
+static PyObject *py_project(PyObject *self, PyObject *arguments) {
+  Address x, weight, out;
+  int R, D, E, threads;
+  const Kernels *kernels = parse(arguments, "KKKiiii", &x, &weight, &out, &R, &D, &E, &threads);
+  if (!kernels) return NULL;
+  COMPUTE(kernels->project(AT(x), AT(weight), R, D, E, AT(out), threads));
+}
+
+static PyObject *py_absorb(PyObject *self, PyObject *arguments) {
+  Address layers, taps, positions, ends, slots, cosine, sine, held, scratch;
+  double eps;
+  Absorbed work;
+  int threads;
+  const Kernels *kernels = parse(arguments, "KKKKKKKKKdiiiiiiiiii", &layers, &taps, &positions, &ends, &slots, &cosine,
+                                 &sine, &held, &scratch, &eps, &work.R, &work.N, &work.D, &work.H, &work.G, &work.K,
+                                 &work.S, &work.window, &work.sink, &threads);
+  if (!kernels) return NULL;
+  work.layers = AT(layers), work.taps = AT(taps), work.positions = AT(positions), work.ends = AT(ends);
+  work.slots = AT(slots), work.cosine = AT(cosine), work.sine = AT(sine), work.held = AT(held);
+  work.scratch = AT(scratch), work.eps = (float)eps;
+  COMPUTE(kernels->absorb(&work, threads));
+}
+
+static PyObject *py_draft_pass(PyObject *self, PyObject *arguments) {
+  Address layers, embedding, norm, unembedding, feedback, positions, slots, bases, cosine, sine, own, scratch, logits;
+  Address tokens;
+  double eps;
+  DraftRound round;
+  int pass, threads;
+  const Kernels *kernels = parse(
+      arguments, "(KKKKKKKKKKKKKdiiiiiiiiiiiii)iKi", &layers, &embedding, &norm, &unembedding, &feedback, &positions,
+      &slots, &bases, &cosine, &sine, &own, &scratch, &logits, &eps, &round.B, &round.k, &round.N, &round.D, &round.H,
+      &round.G, &round.K, &round.F, &round.V, &round.S, &round.window, &round.sink, &round.attends_self, &pass, &tokens,
+      &threads);
+  if (!kernels) return NULL;
+  round.layers = AT(layers), round.feedback = AT(feedback);
+  round.embedding = AT(embedding), round.norm = AT(norm), round.unembedding = AT(unembedding);
+  round.positions = AT(positions), round.slots = AT(slots), round.bases = AT(bases);
+  round.cosine = AT(cosine), round.sine = AT(sine), round.own = AT(own), round.scratch = AT(scratch);
+  round.logits = AT(logits), round.eps = (float)eps;
+  COMPUTE(kernels->draft_pass(&round, pass, AT(tokens), threads));
+}
+
+static PyObject *py_draw(PyObject *self, PyObject *arguments) {
+  Address logits, temperatures, uniforms, tokens, q;
+  Draw work;
+  int threads;
+  const Kernels *kernels = parse(arguments, "KKKKKLiii", &logits, &temperatures, &uniforms, &tokens, &q, &work.q_row,
+                                 &work.B, &work.V, &threads);
+  if (!kernels) return NULL;
+  work.logits = AT(logits), work.temperatures = AT(temperatures), work.uniforms = AT(uniforms);
+  work.tokens = AT(tokens), work.q = AT(q);
+  COMPUTE(kernels->draw(&work, threads));
+}
+
+static PyObject *py_widen(PyObject *self, PyObject *arguments) {
+  Address rows, wide, sums, leasts;
+  Widen work;
+  int threads;
+  const Kernels *kernels =
+      parse(arguments, "KKKKiiii", &rows, &wide, &sums, &leasts, &work.B, &work.K, &work.V, &threads);
+  if (!kernels) return NULL;
+  work.rows = AT(rows), work.wide = AT(wide), work.sums = AT(sums), work.leasts = AT(leasts);
+  COMPUTE(kernels->widen(&work, threads));
+}
+
+/* Of those that this processor can run: index, name, whether they are for bfloat16, block, head_multiple,
+   most_queries. */
+static PyObject *py_available(PyObject *self, PyObject *none) {
+  PyObject *found = PyList_New(0);
+  for (int i = 0; found && i < COUNT; i++) {
+    const Kernels *kernels = KERNELS[i];
+    if (!(runs[i] = kernels->available())) continue;
+    PyObject *one = Py_BuildValue("(isNiii)", i, kernels->name, PyBool_FromLong(kernels->narrow), kernels->block,
+                                  kernels->head_multiple, kernels->most_queries);
+    if (!one || PyList_Append(found, one)) Py_CLEAR(found);
+    Py_XDECREF(one);
+  }
+  return found;
+}
+
+static PyMethodDef METHODS[] = {
+    {"attend", py_attend, METH_VARARGS, "Attention: see spire.model.fused_attention."},
+    {"before_attention", py_before_attention, METH_VARARGS, "A layer up to its attention: see spire.model.fused_layer."},
+    {"behind_attention", py_behind_attention, METH_VARARGS, "A layer behind it: see spire.model.fused_layer."},
+    {"project", py_project, METH_VARARGS, "One product: see spire.model.fused_layer."},
+    {"absorb", py_absorb, METH_VARARGS, "What a SPIRe draft remembers of its target: see spire.model.fused_draft."},
+    {"draft_pass", py_draft_pass, METH_VARARGS, "A pass of a SPIRe draft: see spire.model.fused_draft."},
+    {"draw", py_draw, METH_VARARGS, "Tokens and what they were drawn from: see spire.model.fused_draft."},
+    {"widen", py_widen, METH_VARARGS, "bfloat16 to fp32 with sums: see spire.kernels."},
+    {"available", py_available, METH_NOARGS, "Those that this processor can run."},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, .m_name = "compiled", .m_size = 0, .m_methods = METHODS};
+
+PyMODINIT_FUNC PyInit_compiled(void) {
+  PyObject *module = PyModule_Create(&MODULE);
+  if (module && PyModule_AddIntConstant(module, "MOST_WIDTH", MOST_WIDTH)) Py_CLEAR(module);
+  return module;
+}

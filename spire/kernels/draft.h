@@ -1,0 +1,239 @@
+/* A SPIRe draft, by what `layer.h` and the file that includes both define: what it remembers, a pass over it, and what
+   it draws.
+
+   A draft is so small that its passes are mostly dispatch where torch computes them. Keys and values of a round's own
+   positions lie beside the slots', and nothing is copied: a slot is read where it is. */
+
+/* --- memory ------------------------------------------------------------------------------------------------------- */
+
+/* One position's keys or values, a row of G heads, to its place in [G, places, K]. */
+static void remember(const number *row, int G, int K, int64_t places, int64_t place, number *memory) {
+  for (int g = 0; g < G; g++) memcpy(memory + (g * places + place) * K, row + g * K, sizeof(number) * K);
+}
+
+/* Where a position is held: the sink has places of its own, the window is a ring. -1 where it is in neither. */
+static int64_t place_of(const Absorbed *work, int r) {
+  const int64_t position = work->positions[r], sink = work->sink;
+  if (position < sink) return position;
+  return position >= work->ends[r] - work->window ? sink + (position - sink) % work->window : -1;
+}
+
+static void absorb(const Absorbed *work, int threads) {
+  const int R = work->R, N = work->N, D = work->D, H = work->H, G = work->G, K = work->K, S = work->S;
+  number *input = work->scratch, *normed = input + (int64_t)R * D, *projected = normed + (int64_t)R * D;
+#pragma omp parallel num_threads(threads)
+  for (int i = 0; i < N; i++) {
+    const DraftLayer *layer = &work->layers[i];
+    const Before keys_values = {.x = input, .norm = layer->norm, .weight = layer->queries_keys_values + (int64_t)H * K * D,
+                                .cosine = work->cosine, .sine = work->sine, .normed = normed, .out = projected,
+                                .R = R, .D = D, .E = 2 * G * K, .heads = G, .K = K, .eps = work->eps};
+#pragma omp for schedule(static)
+    for (int r = 0; r < R; r++)
+      memcpy(input + (int64_t)r * D, work->taps + ((int64_t)r * N + i) * D, sizeof(number) * D);
+    before(&keys_values);
+#pragma omp for schedule(static)
+    for (int r = 0; r < R; r++) {
+      const number *row = projected + (int64_t)r * 2 * G * K;
+      const int64_t place = place_of(work, r), slot = work->slots[r] * G * S * K;
+      if (place < 0) continue;
+      if (i == 0) work->held[work->slots[r] * S + place] = work->positions[r];
+      remember(row, G, K, S, place, layer->keys + slot);
+      remember(row + G * K, G, K, S, place, layer->values + slot);
+    }
+  }
+}
+
+/* --- a pass ------------------------------------------------------------------------------------------------------- */
+
+/* Keys and values of one sequence and head: those of its slot's places, and behind them the round's own. */
+typedef struct {
+  const number *keys, *values, *own_keys, *own_values;
+  int S;
+} Past;
+
+static inline const number *at(const number *held, const number *own, int S, int s, int K) {
+  return s < S ? held + (int64_t)s * K : own + (int64_t)(s - S) * K;
+}
+
+/* Which places a position attends: the sink, the window before it, and itself if the draft does. Returns how many. */
+static int visible(const DraftRound *round, int b, int pass, int *places) {
+  const int64_t query = round->bases[b] + pass, last = query - !round->attends_self;
+  int count = 0;
+  for (int s = 0; s < round->S + round->k; s++) {
+    int64_t key = s < round->S ? round->positions[round->slots[b] * round->S + s] : round->bases[b] + s - round->S;
+    if (key >= 0 && key <= last && (key < round->sink || key >= query - round->window)) places[count++] = s;
+  }
+  return count;
+}
+
+/* What one query [K] finds in `count` places. */
+static void attend_places(const number *query, const Past *past, const int *places, int count, int K, number *found) {
+  float weights[count + LANES], sums[K], largest = -INFINITY;
+  for (int i = 0; i < count; i++) {
+    const number *key = at(past->keys, past->own_keys, past->S, places[i], K);
+    lanes products = every(0.0f);
+    for (int k = 0; k < K; k += LANES) products = multiply_add(load(query + k), load(key + k), products);
+    weights[i] = sum_of(products) / sqrtf((float)K);
+    if (!(weights[i] <= largest)) largest = weights[i];
+  }
+  for (int i = count; i < count + LANES; i++) weights[i] = -1e30f;
+  lanes totals = every(0.0f);
+  for (int i = 0; i < count; i += LANES) {
+    lanes some = exponential(load_wide(weights + i) - every(largest));
+    totals += some;
+    store_wide(weights + i, some);
+  }
+  memset(sums, 0, sizeof sums);
+  for (int i = 0; i < count; i++) {
+    const number *value = at(past->values, past->own_values, past->S, places[i], K);
+    lanes weight = every(weights[i]);
+    for (int k = 0; k < K; k += LANES)
+      store_wide(sums + k, multiply_add(weight, load(value + k), load_wide(sums + k)));
+  }
+  lanes share = every(1.0f / sum_of(totals));
+  for (int k = 0; k < K; k += LANES) store(found + k, load_wide(sums + k) * share);
+}
+
+/* m = sum of w_l x^l over what entered the layers and left the last one (paper section 3.3). */
+static void mix(const number *passed, const float *weights, int N, int64_t numbers, number *out) {
+#pragma omp for schedule(static)
+  for (int64_t at = 0; at < numbers; at += LANES) {
+    lanes sum = every(0.0f);
+    for (int l = 0; l <= N; l++) sum = multiply_add(every(weights[l]), load(passed + l * numbers + at), sum);
+    store(out + at, sum);
+  }
+}
+
+static void draft_pass(const DraftRound *round, int pass, const int64_t *tokens, int threads) {
+  const int B = round->B, N = round->N, D = round->D, H = round->H, G = round->G, K = round->K, S = round->S;
+  const int F = round->F, row = (H + 2 * G) * K;
+  const int64_t held = (int64_t)G * S * K, own = (int64_t)G * round->k * K;
+  number *passed = round->scratch, *hidden = passed + (int64_t)B * D * (N + 1), *normed = hidden + B * D;
+  number *projected = normed + B * D, *attended = projected + B * row, *inside = attended + B * H * K;
+#pragma omp parallel num_threads(threads)
+  {
+#pragma omp for schedule(static)
+    for (int b = 0; b < B; b++) memcpy(passed + b * D, round->embedding + tokens[b] * D, sizeof(number) * D);
+    Before projection = {.cosine = round->cosine + (int64_t)pass * B * K, .sine = round->sine + (int64_t)pass * B * K,
+                         .normed = normed, .out = projected, .R = B, .D = D, .K = K, .eps = round->eps};
+    for (int i = 0; i < N; i++) {
+      const DraftLayer *layer = &round->layers[i];
+      number *own_keys = round->own + (int64_t)i * 2 * B * own, *own_values = own_keys + B * own;
+      projection.x = passed + (int64_t)i * B * D, projection.norm = layer->norm;
+      projection.weight = layer->queries_keys_values, projection.E = row, projection.heads = H + G;
+      before(&projection);
+#pragma omp for schedule(static)
+      for (int b = 0; b < B; b++) {
+        const number *new = projected + b * row;
+        int places[S + round->k], count = visible(round, b, pass, places);
+        remember(new + H * K, G, K, round->k, pass, own_keys + b * own);
+        remember(new + (H + G) * K, G, K, round->k, pass, own_values + b * own);
+        for (int h = 0; h < H; h++) {
+          int64_t g = h / (H / G), slot = round->slots[b] * held + g * S * K, mine = b * own + g * round->k * K;
+          Past past = {layer->keys + slot, layer->values + slot, own_keys + mine, own_values + mine, S};
+          attend_places(new + h * K, &past, places, count, K, attended + (b * H + h) * K);
+        }
+      }
+      const Behind rest = {.x = projection.x, .attended = attended, .output = layer->output,
+                           .norm = layer->norm_inside, .gate_up = layer->gate_up, .down = layer->down,
+                           .hidden = hidden, .normed = normed, .inside = inside,
+                           .out = passed + (int64_t)(i + 1) * B * D, .R = B, .D = D, .A = H * K, .F = F,
+                           .eps = round->eps};
+      behind(&rest);
+    }
+    for (int i = 0; round->feedback && pass + 1 < round->k && i < N; i++) {
+      const DraftLayer *layer = &round->layers[i];
+      number *own_keys = round->own + (int64_t)i * 2 * B * own, *own_values = own_keys + B * own;
+      mix(passed, round->feedback + i * (N + 1), N, (int64_t)B * D, hidden);
+      projection.x = hidden, projection.norm = layer->norm, projection.heads = G;
+      projection.weight = layer->queries_keys_values + (int64_t)H * K * D, projection.E = 2 * G * K;
+      before(&projection);
+#pragma omp for schedule(static)
+      for (int b = 0; b < B; b++) {
+        remember(projected + b * 2 * G * K, G, K, round->k, pass, own_keys + b * own);
+        remember(projected + (b * 2 + 1) * G * K, G, K, round->k, pass, own_values + b * own);
+      }
+    }
+    normalise(passed + (int64_t)N * B * D, round->norm, round->eps, B, D, normed);
+    product(normed, round->unembedding, B, D, round->V, WIDE, NULL, round->logits);
+  }
+}
+
+/* --- what is drawn ------------------------------------------------------------------------------------------------ */
+
+#define SHARES 32 /* of q, summed together */
+
+static int64_t likeliest(const float *logits, int V) {
+  int64_t best = 0;
+  for (int v = 1; v < V; v++)
+    if (logits[v] > logits[best]) best = v;
+  return best;
+}
+
+/* The softmax of a row, rounded to bfloat16 where it is stored. */
+static void distribute(float *logits, float temperature, int V, uint16_t *q) {
+  lanes most = every(-INFINITY), total = every(0.0f);
+  for (int v = 0; v < V; v += LANES) most = larger(load_wide(logits + v), most);
+  lanes largest = every(largest_of(most)), divisor = every(temperature);
+  for (int v = 0; v < V; v += LANES) {
+    lanes share = exponential((load_wide(logits + v) - largest) / divisor);
+    total += share;
+    store_wide(logits + v, share);
+  }
+  lanes whole = every(sum_of(total));
+  for (int v = 0; v < V; v += LANES) store_narrow(q + v, load_wide(logits + v) / whole);
+}
+
+/* The first token at which the sum of q is above its share of the whole: inverse CDF. None of probability zero. */
+static int64_t inverse(const uint16_t *q, double uniform, int V) {
+  double sums[V / SHARES], total = 0, passed = 0;
+  for (int block = 0; block < V / SHARES; block++) {
+    sums[block] = 0;
+    for (int i = 0; i < SHARES; i += LANES) sums[block] += exact_sum_of(load_narrow(q + block * SHARES + i));
+    total += sums[block];
+  }
+  double threshold = fmin(uniform * total, nextafter(total, 0));
+  int block = 0;
+  while (block < V / SHARES - 1 && !(passed + sums[block] > threshold)) passed += sums[block++];
+  int64_t found = block * SHARES;
+  for (int v = block * SHARES; v < (block + 1) * SHARES && !(passed > threshold); v++) {
+    uint32_t bits = (uint32_t)q[v] << 16;
+    float share;
+    memcpy(&share, &bits, sizeof share);
+    if (share > 0) found = v;
+    passed += share;
+  }
+  return found;
+}
+
+static void draw(const Draw *work, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (int b = 0; b < work->B; b++) {
+    float *row = work->logits + (int64_t)b * work->V;
+    uint16_t *q = work->q + b * work->q_row;
+    if (work->temperatures[b] == 0) {
+      work->tokens[b] = likeliest(row, work->V);
+    } else {
+      distribute(row, work->temperatures[b], work->V, q);
+      work->tokens[b] = inverse(q, work->uniforms[b], work->V);
+    }
+  }
+}
+
+static void widen(const Widen *work, int threads) {
+  const int V = work->V;
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (int row = 0; row < work->B * work->K; row++) {
+    const uint16_t *narrow = (const uint16_t *)(uintptr_t)work->rows[row / work->K] + (int64_t)(row % work->K) * V;
+    float *to = work->wide + (int64_t)row * V;
+    lanes sum = every(0.0f), least = every(INFINITY);
+    for (int v = 0; v < V; v += LANES) {
+      lanes values = load_narrow(narrow + v);
+      store_wide(to + v, values);
+      sum += values;
+      least = smaller(values, least);
+    }
+    work->sums[row] = sum_of(sum);
+    work->leasts[row] = least_of(least);
+  }
+}

@@ -1,0 +1,129 @@
+/* What the kernels compute, whichever processor they are for: `tiles.c`, `avx512.c`, `avx2.c`.
+
+   Each of them says what a `number` of a model is (bfloat16 in a uint16_t, or float), defines a vector of LANES floats
+   and the few operations on it, and takes the rest from `layer.h` and `draft.h`. */
+
+#ifndef SPIRE_KERNELS_H
+#define SPIRE_KERNELS_H
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
+#define HAVE_KERNELS 1
+#endif
+
+#ifndef number
+#define number void
+#endif
+
+#define MOST_WIDTH 256 /* of a head */
+
+/* Attention of new positions, whose keys and values are stored first.
+
+   B sequences, T new positions, H query heads, G key/value heads, K head width, R = H / G * T queries of each key. For
+   position t of T, query r = h * T + t sees the positions up to base + t. Strides are in elements. */
+typedef struct {
+  const number *first;           /* [B, heads, T, K], widths are contiguous */
+  long long row, head, position; /* strides of the first three */
+} Heads;
+
+typedef struct {
+  Heads queries, new_keys, new_values;
+  number *keys, *values, *found; /* pools; [B, T, H, K] */
+  const int64_t *slots, *bases;  /* [B] */
+  int B, T, H, G, K, columns;
+  long long slot_stride, head_stride; /* of a pool; a head's positions are contiguous */
+} Attention;
+
+/* A layer up to its attention. R rows, D width, E outputs; `heads` of them, [K] wide, are rotated. */
+typedef struct {
+  const number *x, *norm, *weight, *cosine, *sine; /* [R, D], [D], blocks of [E, D], [R, K] */
+  number *normed, *out;                            /* [R, D], [R, E] */
+  int R, D, E, heads, K;
+  float eps;
+} Before;
+
+/* And behind it. A width of what was attended, F inner width. */
+typedef struct {
+  const number *x, *attended, *output, *norm, *gate_up, *down; /* [R, D], [R, A], weights */
+  number *hidden, *normed, *inside, *out;                      /* [R, D], [R, D], [R, F], [R, D] */
+  int R, D, A, F;
+  float eps;
+} Behind;
+
+/* A SPIRe draft's layer, and what it remembers. */
+typedef struct {
+  const number *norm, *queries_keys_values, *output, *norm_inside, *gate_up, *down;
+  number *keys, *values; /* [slots, G, S, K] */
+} DraftLayer;
+
+/* A round of a draft: B sequences, k passes, N layers, D width, H query heads, G key/value heads, K head width, F inner
+   width, V vocabulary, S places of a slot. */
+typedef struct {
+  const DraftLayer *layers;                     /* [N] */
+  const number *embedding, *norm, *unembedding; /* [V, D]; [D]; blocks of [V, D] */
+  const float *feedback;                        /* [N, N + 1]; NULL where a layer remembers its own input */
+  const int64_t *positions;                     /* [slots, S]: of the text, -1 in empty places */
+  const int64_t *slots, *bases;                 /* [B] */
+  const number *cosine, *sine;                  /* [k, B, K] */
+  number *own, *scratch;                        /* [N, 2, B, G, k, K]; B * (D * (N + 3) + K * (2 * H + 2 * G) + F) */
+  float *logits;                                /* [B, V] */
+  int B, k, N, D, H, G, K, F, V, S, window, sink, attends_self;
+  float eps;
+} DraftRound;
+
+/* Activations of R verified positions for a draft to remember. */
+typedef struct {
+  const DraftLayer *layers; /* [N] */
+  const number *taps;       /* [R, N, D] */
+  /* [R]: of the text; the position behind the last of the sequence's; which slot. */
+  const int64_t *positions, *ends, *slots;
+  const number *cosine, *sine; /* [R, K] */
+  int64_t *held;               /* [slots, S]: of the text, at each place */
+  number *scratch;             /* R * 2 * (D + G * K) */
+  int R, N, D, H, G, K, S, window, sink;
+  float eps;
+} Absorbed;
+
+/* Tokens drawn from logits [B, V], which become e^((x - largest) / temperature), and q in bfloat16: what they are of
+   their sum, or nothing in greedy rows. */
+typedef struct {
+  float *logits;
+  const float *temperatures; /* [B] */
+  const double *uniforms;    /* [B] */
+  int64_t *tokens;           /* [B] */
+  uint16_t *q;
+  long long q_row; /* stride */
+  int B, V;
+} Draw;
+
+/* B addresses of [K, V] in bfloat16 to [B, K, V] in fp32, and of each row, [B, K], its sum and its least number. */
+typedef struct {
+  const int64_t *rows;
+  float *wide, *sums, *leasts;
+  int B, K, V;
+} Widen;
+
+typedef struct {
+  const char *name;
+  int narrow;        /* whether numbers are bfloat16 */
+  int block;         /* outputs of a weight that lie together */
+  int head_multiple; /* heads that can be attended with are as wide as a multiple of this */
+  int most_queries;  /* R at most; 0 is any */
+  int (*available)(void);
+  void (*attend)(const Attention *work, int threads);
+  void (*before_attention)(const Before *work, int threads);
+  void (*behind_attention)(const Behind *work, int threads);
+  void (*project)(const number *x, const number *weight, int R, int D, int E, float *out, int threads);
+  void (*absorb)(const Absorbed *work, int threads);
+  void (*draft_pass)(const DraftRound *round, int pass, const int64_t *tokens, int threads);
+  void (*draw)(const Draw *work, int threads);
+  void (*widen)(const Widen *work, int threads);
+} Kernels;
+
+/* What a processor can do: bits of `cpuid`'s leaf 7, and whether the system saves the registers (`xgetbv`). */
+enum { HAS_AVX2 = 1, HAS_AVX512 = 2, HAS_TILES = 4 };
+int processor(void);
+
+#endif

@@ -1,0 +1,267 @@
+/* Models in float32 by vectors of `LANES` floats: products and attention, for what includes this with `lanes` and how
+   many rows and queries its registers hold at once: MOST_ROWS, a multiple of MOST_AT_ONCE.
+
+   torch multiplies the few rows of a decoding step at a fifth of what a processor can, and few queries with keys at a
+   third. */
+
+typedef char rows_fit_six[MOST_ROWS == 6 || MOST_ROWS == 12 ? 1 : -1];
+
+static inline lanes load(const float *x) { return load_wide(x); }
+
+static inline void store(float *to, lanes x) { store_wide(to, x); }
+
+/* Outputs of a weight that lie together: [E / BLOCK][D][BLOCK]. */
+#define BLOCK (2 * LANES)
+#include "layer.h"
+
+#include "draft.h"
+
+/* --- products ----------------------------------------------------------------------------------------------------- */
+
+/* A block of outputs of N rows. */
+#define MULTIPLY(N)                                                                                                    \
+  static void multiply##N(const float *x, const float *weight, int D, lanes (*sums)[2]) {                             \
+    lanes sum[N][2];                                                                                                   \
+    for (int r = 0; r < N; r++) sum[r][0] = sum[r][1] = every(0.0f);                                                   \
+    for (int d = 0; d < D; d++, weight += BLOCK) {                                                                     \
+      lanes first = load(weight), second = load(weight + LANES);                                                       \
+      for (int r = 0; r < N; r++) {                                                                                    \
+        lanes value = every(x[(int64_t)r * D + d]);                                                                    \
+        sum[r][0] = multiply_add(value, first, sum[r][0]);                                                             \
+        sum[r][1] = multiply_add(value, second, sum[r][1]);                                                            \
+      }                                                                                                                \
+    }                                                                                                                  \
+    for (int r = 0; r < N; r++) sums[r][0] = sum[r][0], sums[r][1] = sum[r][1];                                        \
+  }
+MULTIPLY(1)
+MULTIPLY(2)
+MULTIPLY(3)
+MULTIPLY(4)
+MULTIPLY(5)
+MULTIPLY(6)
+#if MOST_ROWS == 12
+MULTIPLY(7)
+MULTIPLY(8)
+MULTIPLY(9)
+MULTIPLY(10)
+MULTIPLY(11)
+MULTIPLY(12)
+#endif
+static void (*const MULTIPLIES[])(const float *, const float *, int, lanes (*)[2]) = {
+    multiply1, multiply2, multiply3, multiply4, multiply5, multiply6,
+#if MOST_ROWS == 12
+    multiply7, multiply8, multiply9, multiply10, multiply11, multiply12,
+#endif
+};
+
+/* Rows that stay in the second cache while weights pass by. */
+#define NEAR 96
+
+static void product(const float *x, const float *weight, int R, int D, int E, Kind kind, const float *summand,
+                    void *out) {
+  for (int from = 0; from < R; from += NEAR) {
+    const int rows = R - from < NEAR ? R - from : NEAR, parts = (rows + MOST_ROWS - 1) / MOST_ROWS;
+#pragma omp for schedule(static) nowait
+    for (int e = 0; e < E; e += BLOCK)
+      for (int part = 0, r = from; part < parts; part++) {
+        const int count = (from + rows - r) / (parts - part);
+        lanes sums[MOST_ROWS][2];
+        MULTIPLIES[count - 1](x + (int64_t)r * D, weight + (int64_t)e * D, D, sums);
+        for (int i = 0; i < count; i++, r++) finish(sums[i][0], sums[i][1], kind, summand, out, r, e, E);
+      }
+  }
+#pragma omp barrier
+}
+
+/* --- attention ---------------------------------------------------------------------------------------------------- */
+
+/* Positions between which the softmax is rescaled, and queries that read a key together. */
+#define POSITIONS 128
+#define GROUP 32
+
+/* What will be read next, fetched from memory `lines` at a time while something else is computed. */
+typedef struct {
+  const char *at, *end;
+  int lines;
+} Ahead;
+
+static inline void fetch(Ahead *ahead) {
+  for (int i = 0; i < ahead->lines && ahead->at < ahead->end; i++, ahead->at += 64) _mm_prefetch(ahead->at, _MM_HINT_T1);
+}
+
+/* n positions in so many calls of `fetch`. */
+static inline Ahead ahead_of(const float *next, int n, int K, int calls) {
+  const char *at = (const char *)next;
+  const int64_t bytes = (int64_t)n * K * sizeof(float);
+  return (Ahead){at, at + bytes, (int)((bytes / 64 + calls - 1) / calls)};
+}
+
+/* scores[r][i] of n positions, a multiple of 4, and N queries. */
+#define SCORE(N)                                                                                                       \
+  static void score##N(const float *queries, const float *keys, int n, int K, float (*scores)[POSITIONS],              \
+                       Ahead *ahead) {                                                                                \
+    for (int i = 0; i < n; i += 4, keys += 4 * K) {                                                                    \
+      lanes sum[N][4];                                                                                                 \
+      fetch(ahead);                                                                                                    \
+      for (int r = 0; r < N; r++)                                                                                      \
+        for (int j = 0; j < 4; j++) sum[r][j] = every(0.0f);                                                           \
+      for (int k = 0; k < K; k += LANES)                                                                               \
+        for (int j = 0; j < 4; j++) {                                                                                  \
+          lanes key = load(keys + j * K + k);                                                                          \
+          for (int r = 0; r < N; r++) sum[r][j] = multiply_add(load(queries + r * K + k), key, sum[r][j]);             \
+        }                                                                                                              \
+      for (int r = 0; r < N; r++)                                                                                      \
+        _mm_storeu_ps(scores[r] + i, sums_of(sum[r][0], sum[r][1], sum[r][2], sum[r][3]));                             \
+    }                                                                                                                  \
+  }
+
+/* sums[r] += sum of weights[r][i] * values[i] over n positions, for N queries and 4 * LANES of the K columns. */
+#define WEIGH(N)                                                                                                       \
+  static void weigh##N(float (*weights)[POSITIONS], const float *values, int n, int K, float *sums, Ahead *ahead) {    \
+    lanes sum[N][4];                                                                                                   \
+    for (int r = 0; r < N; r++)                                                                                        \
+      for (int j = 0; j < 4; j++) sum[r][j] = load(sums + r * K + j * LANES);                                          \
+    for (int i = 0; i < n; i++, values += K) {                                                                         \
+      if (i % 4 == 0) fetch(ahead);                                                                                    \
+      for (int j = 0; j < 4; j++) {                                                                                    \
+        lanes value = load(values + j * LANES);                                                                        \
+        for (int r = 0; r < N; r++) sum[r][j] = multiply_add(every(weights[r][i]), value, sum[r][j]);                  \
+      }                                                                                                                \
+    }                                                                                                                  \
+    for (int r = 0; r < N; r++)                                                                                        \
+      for (int j = 0; j < 4; j++) store(sums + r * K + j * LANES, sum[r][j]);                                          \
+  }
+#define BOTH(N) SCORE(N) WEIGH(N)
+BOTH(1)
+BOTH(2)
+BOTH(3)
+#if MOST_AT_ONCE == 6
+BOTH(4)
+BOTH(5)
+BOTH(6)
+#endif
+static void (*const SCORES[])(const float *, const float *, int, int, float (*)[POSITIONS], Ahead *) = {
+    score1, score2, score3,
+#if MOST_AT_ONCE == 6
+    score4, score5, score6,
+#endif
+};
+static void (*const WEIGHS[])(float (*)[POSITIONS], const float *, int, int, float *, Ahead *) = {
+    weigh1, weigh2, weigh3,
+#if MOST_AT_ONCE == 6
+    weigh4, weigh5, weigh6,
+#endif
+};
+
+/* Queries of one key, as they are read together: what each found so far, and for which it was the largest score. */
+typedef struct {
+  int count, last_seen[GROUP];
+  float largest[GROUP], total[GROUP];
+  float queries[GROUP * MOST_WIDTH] __attribute__((aligned(64)));
+  float sums[GROUP * MOST_WIDTH] __attribute__((aligned(64)));
+  float scores[GROUP][POSITIONS] __attribute__((aligned(64)));
+} Queries;
+
+/* Scores of n positions from `first` on become weights; what was summed before is made to fit the largest so far. */
+static void weights_of(Queries *queries, int r, int first, int n, float scale, int K) {
+  float *scores = queries->scores[r], *sums = queries->sums + r * K;
+  const int seen = queries->last_seen[r] - first + 1;
+  for (int i = seen < 0 ? 0 : seen; i < n; i++) scores[i] = -1e30f;
+  if (seen <= 0) {
+    memset(scores, 0, sizeof(float) * n);
+    return;
+  }
+  lanes most = every(queries->largest[r]);
+  for (int i = 0; i < n; i += LANES) most = larger(most, load(scores + i));
+  const float largest = largest_of(most);
+  if (first) {
+    lanes shrink = exponential(every((queries->largest[r] - largest) * scale));
+    float all[LANES];
+    store(all, shrink);
+    queries->total[r] *= all[0];
+    for (int k = 0; k < K; k += LANES) store(sums + k, load(sums + k) * shrink);
+  }
+  lanes total = every(0.0f);
+  for (int i = 0; i < n; i += LANES) {
+    lanes weight = exponential((load(scores + i) - every(largest)) * every(scale));
+    total += weight;
+    store(scores + i, weight);
+  }
+  queries->largest[r] = largest, queries->total[r] += sum_of(total);
+}
+
+static inline const float *of(const Heads *heads, int b, int head, int t) {
+  return heads->first + b * heads->row + head * heads->head + t * heads->position;
+}
+
+/* Store what is new of one head. What does not fit piles up in the last column, which is padding. */
+static void store_new(const Attention *work, int b, int g) {
+  const int64_t K = work->K, last = work->columns - 1, base = work->bases[b];
+  const int64_t place = work->slots[b] * work->slot_stride + g * work->head_stride;
+  for (int t = 0; t < work->T; t++) {
+    int64_t column = base + t < last ? base + t : last;
+    memcpy(work->keys + place + column * K, of(&work->new_keys, b, g, t), sizeof(float) * K);
+    memcpy(work->values + place + column * K, of(&work->new_values, b, g, t), sizeof(float) * K);
+  }
+}
+
+/* What the queries from `from` on find of one head of one sequence. */
+static void attend_group(const Attention *work, int b, int g, int from, Queries *queries) {
+  const int K = work->K, T = work->T, heads = work->H / work->G, R = heads * T, base = (int)work->bases[b];
+  const int64_t place = work->slots[b] * work->slot_stride + g * work->head_stride;
+  const float *keys = work->keys + place, *values = work->values + place, scale = 1.0f / sqrtf((float)K);
+  const int count = R - from < GROUP ? R - from : GROUP, parts = (count + MOST_AT_ONCE - 1) / MOST_AT_ONCE;
+  int end = 0;
+  for (int i = 0; i < count; i++) {
+    const int r = from + i, seen = base + r % T;
+    queries->last_seen[i] = seen, queries->largest[i] = -1e30f, queries->total[i] = 0;
+    if (seen >= end) end = seen + 1;
+    memcpy(queries->queries + i * K, of(&work->queries, b, g * heads + r / T, r % T), sizeof(float) * K);
+  }
+  if (end > work->columns) end = work->columns;
+  memset(queries->sums, 0, sizeof(float) * count * K);
+  for (int first = 0; first < end; first += POSITIONS) {
+    const int n = end - first < POSITIONS ? end - first : POSITIONS;
+    /* Scores of up to 15 positions more than there are, hidden from all. */
+    const int next = end - first - n < POSITIONS ? end - first - n : POSITIONS, quarters = (n + 3) / 4;
+    Ahead ahead = ahead_of(values + (int64_t)first * K, n, K, quarters * parts);
+    for (int part = 0, r = 0; part < parts; part++) {
+      const int together = (count - r) / (parts - part);
+      SCORES[together - 1](queries->queries + r * K, keys + (int64_t)first * K, quarters * 4, K,
+                           queries->scores + r, &ahead);
+      r += together;
+    }
+    for (int r = 0; r < count; r++) weights_of(queries, r, first, (n + LANES - 1) / LANES * LANES, scale, K);
+    ahead = ahead_of(keys + (int64_t)(first + n) * K, next, K, quarters * parts * (K / (4 * LANES)));
+    for (int part = 0, r = 0; part < parts; part++) {
+      const int together = (count - r) / (parts - part);
+      for (int k = 0; k < K; k += 4 * LANES)
+        WEIGHS[together - 1](queries->scores + r, values + (int64_t)first * K + k, n, K, queries->sums + r * K + k,
+                             &ahead);
+      r += together;
+    }
+  }
+  for (int i = 0; i < count; i++) {
+    const int r = from + i;
+    float *found = work->found + (((int64_t)b * T + r % T) * work->H + g * heads + r / T) * K;
+    lanes share = every(1.0f / queries->total[i]);
+    for (int k = 0; k < K; k += LANES) store(found + k, load(queries->sums + i * K + k) * share);
+  }
+}
+
+static void attend(const Attention *work, int threads) {
+  const int heads = work->B * work->G, groups = (work->H / work->G * work->T + GROUP - 1) / GROUP;
+#pragma omp parallel num_threads(threads)
+  {
+    Queries queries;
+    if (groups > 1)
+#pragma omp for schedule(static)
+      for (int head = 0; head < heads; head++) store_new(work, head / work->G, head % work->G);
+#pragma omp for schedule(dynamic, 1)
+    for (int item = 0; item < heads * groups; item++) {
+      const int head = item / groups;
+      if (groups == 1) store_new(work, head / work->G, head % work->G);
+      attend_group(work, head / work->G, head % work->G, item % groups * GROUP, &queries);
+    }
+  }
+}

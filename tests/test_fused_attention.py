@@ -1,0 +1,125 @@
+"""Attention by kernels of ours gives what attention is, and the same for a query whoever else asks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from spire.kernels import Kernels, every_kernels
+from spire.model.fused_attention import FusedAttention
+
+L, SLOTS = 640, 5
+
+pytestmark = pytest.mark.skipif(not every_kernels(), reason="no compiler at installation, or none for this processor")
+each_kernels = pytest.mark.parametrize("kernels", every_kernels(), ids=lambda kernels: kernels.name)
+
+
+def pools(kernels: Kernels, G: int, K: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = torch.randn(2, SLOTS, G, L, K, generator=generator).to(kernels.dtype).unbind()
+    return keys.clone(), values.clone()
+
+
+def reference(queries_BHTK: Tensor, keys: Tensor, values: Tensor, slots: list[int], lengths: list[int]) -> Tensor:
+    """In fp32, of the same numbers, when what is new has been stored."""
+    rows, T = [], queries_BHTK.shape[2]
+    for query_HTK, slot, length in zip(queries_BHTK.float(), slots, lengths, strict=True):
+        total = min(length + T, L)
+        seen_TS = torch.arange(total) <= length + torch.arange(T)[:, None]
+        held = (pool[slot, :, :total].float() for pool in (keys, values))
+        rows.append(scaled_dot_product_attention(query_HTK, *held, seen_TS, enable_gqa=True))
+    return torch.stack(rows)
+
+
+def new(kernels: Kernels, B: int, H: int, G: int, T: int, K: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values as a layer gives them: neighbours in one tensor."""
+    heads_BHTK = torch.randn(B, T, H + 2 * G, K).to(kernels.dtype).transpose(1, 2)
+    return heads_BHTK[:, :H], heads_BHTK[:, H:-G], heads_BHTK[:, -G:]
+
+
+@each_kernels
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_what_is_new_is_stored_and_what_attention_finds_is_found(kernels: Kernels, data: st.DataObject) -> None:
+    T, of_a_key, G = data.draw(st.integers(1, 70)), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
+    K = data.draw(st.sampled_from([64, 128, 256]))
+    if kernels.most_queries:
+        T = min(T, kernels.most_queries // of_a_key)
+    slots = data.draw(st.lists(st.integers(0, SLOTS - 1), min_size=1, max_size=SLOTS, unique=True))
+    lengths = [data.draw(st.integers(0, L - T)) for _ in slots]
+    keys, values = pools(kernels, G, K, seed=T)
+    queries, new_keys, new_values = new(kernels, len(slots), of_a_key * G, G, T, K)
+    expected = keys.clone(), values.clone()
+    for row, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
+        expected[0][slot, :, length : length + T] = new_keys[row]
+        expected[1][slot, :, length : length + T] = new_values[row]
+    found = FusedAttention(kernels, slots, lengths).attend(queries, new_keys, new_values, keys, values)
+    assert torch.equal(keys, expected[0])
+    assert torch.equal(values, expected[1])
+    # Twice what rounding the result to bfloat16 takes, or what sums of floats in another order do.
+    narrow = kernels.dtype == torch.bfloat16
+    close = {"atol": 2e-4, "rtol": 2.0**-7} if narrow else {"atol": 2e-6, "rtol": 1e-5}
+    torch.testing.assert_close(found.float(), reference(queries, keys, values, slots, lengths), **close)
+
+
+@each_kernels
+def test_what_does_not_fit_a_slot_piles_up_in_its_last_column(kernels: Kernels) -> None:
+    keys, values = pools(kernels, 1, 64, seed=0)
+    before = keys.clone()
+    queries, new_keys, new_values = new(kernels, 1, 1, 1, 4, 64)
+    found = FusedAttention(kernels, [2], [L - 2]).attend(queries, new_keys, new_values, keys, values)
+    assert torch.equal(keys[2, 0, L - 2], new_keys[0, 0, 0])
+    keys[2, 0, L - 2 :] = before[2, 0, L - 2 :]
+    assert torch.equal(keys, before), "nothing else was written"
+    assert found[:, :, 0].isfinite().all()
+
+
+@each_kernels
+def test_a_query_finds_the_same_bits_whoever_else_asks(kernels: Kernels) -> None:
+    keys, values = pools(kernels, 2, 64, seed=0)
+    T = 7 if kernels.most_queries else 40
+    queries, new_keys, new_values = new(kernels, 3, 4, 2, T, 64)
+    lengths = [200, 511, 30]
+    together = FusedAttention(kernels, [4, 0, 2], lengths).attend(queries, new_keys, new_values, keys, values)
+    for row, slot in enumerate([4, 0, 2]):
+        for t in range(T):
+            alone = [x[row : row + 1, :, t : t + 1] for x in (queries, new_keys, new_values)]
+            found = FusedAttention(kernels, [slot], [lengths[row] + t]).attend(*alone, keys, values)
+            assert torch.equal(found[0, :, 0], together[row, :, t])
+
+
+@each_kernels
+def test_a_block_of_which_a_query_sees_nothing_changes_none_of_its_bits(kernels: Kernels) -> None:
+    """The kernel's blocks are of 128 positions. Of 400,000 numbers a factor of 1 - 2^-24 would turn some."""
+    keys, values = pools(kernels, 16, 256, seed=0)
+    slots = list(range(SLOTS))
+    for _ in range(20):
+        given = new(kernels, SLOTS, 16, 16, 2, 256)
+        together = FusedAttention(kernels, slots, [127] * SLOTS).attend(*given, keys, values)
+        alone = FusedAttention(kernels, slots, [127] * SLOTS).attend(*(x[:, :, :1] for x in given), keys, values)
+        assert torch.equal(alone, together[:, :, :1])
+
+
+@each_kernels
+@pytest.mark.parametrize("of", ["keys", "values", "queries"])
+def test_numbers_that_are_none_are_found(kernels: Kernels, of: str) -> None:
+    keys, values = pools(kernels, 1, 64, seed=0)
+    queries, new_keys, new_values = new(kernels, 2, 1, 1, 3, 64)
+    {"keys": keys[1, 0], "values": values[1, 0], "queries": queries[1, 0]}[of][2, 5] = float("nan")
+    found = FusedAttention(kernels, [0, 1], [100, 100]).attend(queries, new_keys, new_values, keys, values)
+    assert found[0].isfinite().all()
+    assert found[1, 0, 2].isnan().any()
+
+
+@each_kernels
+def test_what_lies_behind_a_sequence_does_not_matter(kernels: Kernels) -> None:
+    keys, values = pools(kernels, 1, 64, seed=0)
+    given = new(kernels, 1, 1, 1, 2, 64)
+    before = FusedAttention(kernels, [3], [70]).attend(*given, keys, values)
+    keys[3, ..., 72:, :] = values[3, ..., 72:, :] = float("nan")
+    after = FusedAttention(kernels, [3], [70]).attend(*given, keys, values)
+    assert torch.equal(before, after)
