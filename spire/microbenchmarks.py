@@ -41,7 +41,7 @@ from spire.model.fused_layer import kernels_of
 from spire.model.layers import Layer, Rope, Rotation, attend
 from spire.model.linears import Product
 from spire.model.packing import pack
-from spire.model.placement import choose_device, choose_dtype, draft_threads
+from spire.model.placement import choose_device, choose_dtype, draft_threads, keep_freed_memory
 from spire.model.target import Target
 from spire.perf_model import Draft as DraftCosts
 from spire.perf_model import Shape, draft_seconds
@@ -116,6 +116,7 @@ def calibrate(
     `begin` is told each of STEPS as it begins; none takes less than a few times `least_seconds`.
     """
     began = time.perf_counter()
+    keep_freed_memory()  # as the services do
     device = choose_device("auto")
     bench = Bench(device, choose_dtype("auto", device), least_seconds)
     other = Bench(device, torch.float32 if bench.dtype == torch.bfloat16 else torch.bfloat16, least_seconds)
