@@ -15,7 +15,7 @@ ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     /opt/spire/bin/pip install --no-cache-dir --disable-pip-version-check -c constraints.txt \
     ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} torch
-# Kernels for a CPU's matrix tiles are compiled. Where no compiler can be had, torch's own serve.
+# Kernels for a CPU are compiled. Where no compiler can be had, torch's own serve.
 # hadolint ignore=DL3008,DL3009
 RUN apt-get update -qq && apt-get install -qq -y --no-install-recommends gcc libc6-dev \
     || echo "no C compiler: kernels will be torch's own"
