@@ -84,7 +84,7 @@ $(VENV)/bin/python:
 # A stamp for each set of packages, older than what names them: then pip is asked again, else it is not.
 $(VENV)/.serve: EXTRAS := gateway,model,certs
 $(VENV)/.dev: EXTRAS := gateway,model,dev
-$(VENV)/.serve $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+$(VENV)/.serve $(VENV)/.dev: pyproject.toml constraints.txt $(wildcard spire/kernels/*.[ch]) | $(VENV)/bin/python
 	@echo "installing spire-serve[$(EXTRAS)] (a few minutes the first time)"
 	@$(PIP) install --progress-bar off $(PIP_FLAGS) -c constraints.txt -e '.[$(EXTRAS)]' 2>$(VENV)/pip.log | $(ONE_LINE) \
 		|| { cat $(VENV)/pip.log; exit 1; }

@@ -1,7 +1,7 @@
 """Greedy text through REST with speculation is the target's own: 64 prompts of mixed lengths, 128 tokens each, batched.
 
 fp32 must agree token for token with plain decoding and with `transformers` on the same checkpoint. In bf16 two orders
-of summation may part where two tokens are as good as equal, and only there; matrix tiles have one order for all.
+of summation may part where two tokens are as good as equal, and only there; kernels of ours have one order for all.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def test_in_bfloat16_texts_part_only_where_two_tokens_are_as_good_as_equal(
         assert all(gap <= 2 * error for gap, error in partings), partings
 
 
-@pytest.mark.skipif(not kernels_for(torch.bfloat16), reason="no compiler at installation, or no tiles")
-def test_with_matrix_tiles_speculation_changes_no_greedy_token_in_bfloat16_either(
+@pytest.mark.skipif(not kernels_for(torch.bfloat16), reason="no compiler at installation, or none for this processor")
+def test_with_kernels_of_ours_speculation_changes_no_greedy_token_in_bfloat16_either(
     in_bfloat16: tuple[list[list[int]], list[list[int]]],
 ) -> None:
     speculated, rounded = in_bfloat16

@@ -1,4 +1,5 @@
-"""Kernels of ours for x86 processors: bfloat16 by matrix tiles (AMX), float32 by vectors (AVX-512, AVX2).
+"""Kernels of ours for x86 processors: bfloat16 by matrix tiles (AMX) or pairs (AVX512-BF16), float32 by vectors
+(AVX-512, AVX2).
 
 Built at installation where there is a C compiler. Without it, or on another processor, torch's kernels serve. All of
 them compute a number of a row or a query by the same sum in the same order whoever else is computed.

@@ -8,9 +8,9 @@
 #ifdef HAVE_KERNELS
 #include <cpuid.h>
 
-extern const Kernels tiles, avx512, avx2;
-static const Kernels *const KERNELS[] = {&tiles, &avx512, &avx2};
-#define COUNT 3
+extern const Kernels tiles, avx512_bf16, avx512, avx2;
+static const Kernels *const KERNELS[] = {&tiles, &avx512_bf16, &avx512, &avx2};
+#define COUNT 4
 
 int processor(void) {
   unsigned a, b, c, d, b7, d7, saved, high;
@@ -21,9 +21,8 @@ int processor(void) {
   const unsigned wide = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31, amx = 1u << 22 | 1u << 24; /* F DQ BW VL, BF16 TILE */
   if ((saved & 0xe6) != 0xe6 || (b7 & wide) != wide) return has;
   has |= HAS_AVX512;
-  /* AVX512-BF16 */
-  if (__get_cpuid_count(7, 1, &a, &b, &c, &d) && a & 1u << 5 && (d7 & amx) == amx) has |= HAS_TILES;
-  return has;
+  if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a & 1u << 5)) return has;
+  return has | HAS_BF16 | ((d7 & amx) == amx ? HAS_TILES : 0);
 }
 #else
 #define COUNT 0

@@ -1,4 +1,5 @@
-/* What the kernels compute, whichever processor they are for: `tiles.c`, `avx512.c`, `avx2.c`.
+/* What the kernels compute, whichever processor they are for: `tiles.c`, `avx512_bf16.c`, `avx512.c`,
+   `avx2.c`.
 
    Each of them says what a `number` of a model is (bfloat16 in a uint16_t, or float), defines a vector of LANES floats
    and the few operations on it, and takes the rest from `layer.h` and `draft.h`. */
@@ -123,7 +124,7 @@ typedef struct {
 } Kernels;
 
 /* What a processor can do: bits of `cpuid`'s leaf 7, and whether the system saves the registers (`xgetbv`). */
-enum { HAS_AVX2 = 1, HAS_AVX512 = 2, HAS_TILES = 4 };
+enum { HAS_AVX2 = 1, HAS_AVX512 = 2, HAS_BF16 = 4, HAS_TILES = 8 };
 int processor(void);
 
 #endif

@@ -3,7 +3,8 @@
    Attention of a few new positions: what torch's flash kernel does for one query at the speed of memory takes it twice
    as long for two or more, because its products repack all keys and values. Here a tile of 16 keys is multiplied as it
    lies in memory with up to 16 queries at once, and each key and value byte is read once. Scores, weights and sums stay
-   in fp32. Weights of layers [E, D] lie as [E / 32][D / 32][2 tiles of 16 outputs][16 pairs of inputs][16 outputs][2]. */
+   in fp32. Weights of layers [E, D] lie as [E / 32][D / 2][32 outputs][2]: 16 pairs of inputs of 32 outputs are two tiles
+   of which each has every other line. */
 
 #define number uint16_t
 #include "kernels.h"
@@ -53,8 +54,8 @@ static inline void multiply(const uint16_t *x, const uint16_t *weight, int D, in
   }
   for (int d = 0; d < D; d += 32, weight += 1024) {
     _tile_loadd(4, x + d, 2 * D);
-    _tile_loadd(6, weight, 64);
-    _tile_loadd(7, weight + 512, 64);
+    _tile_loadd(6, weight, 128);
+    _tile_loadd(7, weight + 32, 128);
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);
     if (two) {

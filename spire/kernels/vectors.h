@@ -1,16 +1,29 @@
-/* Models in float32 by vectors of `LANES` floats: products and attention, for what includes this with `lanes` and how
-   many rows and queries its registers hold at once: MOST_ROWS, a multiple of MOST_AT_ONCE.
+/* Models by vectors of `LANES` sums: products and attention, for what includes this with `lanes` and how many rows and
+   queries its registers hold at once: MOST_ROWS, a multiple of MOST_AT_ONCE.
+
+   A `packed` vector holds PAIR numbers for each lane, whose products `dot` adds to it: one float, if nothing is said.
 
    torch multiplies the few rows of a decoding step at a fifth of what a processor can, and few queries with keys at a
    third. */
 
 typedef char rows_fit_six[MOST_ROWS == 6 || MOST_ROWS == 12 ? 1 : -1];
 
+#ifndef PAIR
+#define PAIR 1
+typedef lanes packed;
+
 static inline lanes load(const float *x) { return load_wide(x); }
 
 static inline void store(float *to, lanes x) { store_wide(to, x); }
 
-/* Outputs of a weight that lie together: [E / BLOCK][D][BLOCK]. */
+static inline packed load_packed(const float *x) { return load_wide(x); }
+
+static inline packed every_packed(const float *x) { return every(*x); }
+
+static inline lanes dot(packed a, packed b, lanes sum) { return multiply_add(a, b, sum); }
+#endif
+
+/* Outputs of a weight that lie together: [E / BLOCK][D / PAIR][BLOCK][PAIR]. */
 #define BLOCK (2 * LANES)
 #include "layer.h"
 
@@ -20,15 +33,15 @@ static inline void store(float *to, lanes x) { store_wide(to, x); }
 
 /* A block of outputs of N rows. */
 #define MULTIPLY(N)                                                                                                    \
-  static void multiply##N(const float *x, const float *weight, int D, lanes (*sums)[2]) {                             \
+  static void multiply##N(const number *x, const number *weight, int D, lanes (*sums)[2]) {                           \
     lanes sum[N][2];                                                                                                   \
     for (int r = 0; r < N; r++) sum[r][0] = sum[r][1] = every(0.0f);                                                   \
-    for (int d = 0; d < D; d++, weight += BLOCK) {                                                                     \
-      lanes first = load(weight), second = load(weight + LANES);                                                       \
+    for (int d = 0; d < D; d += PAIR, weight += BLOCK * PAIR) {                                                        \
+      packed first = load_packed(weight), second = load_packed(weight + LANES * PAIR);                                 \
       for (int r = 0; r < N; r++) {                                                                                    \
-        lanes value = every(x[(int64_t)r * D + d]);                                                                    \
-        sum[r][0] = multiply_add(value, first, sum[r][0]);                                                             \
-        sum[r][1] = multiply_add(value, second, sum[r][1]);                                                            \
+        packed value = every_packed(x + (int64_t)r * D + d);                                                           \
+        sum[r][0] = dot(value, first, sum[r][0]);                                                                      \
+        sum[r][1] = dot(value, second, sum[r][1]);                                                                     \
       }                                                                                                                \
     }                                                                                                                  \
     for (int r = 0; r < N; r++) sums[r][0] = sum[r][0], sums[r][1] = sum[r][1];                                        \
@@ -47,7 +60,7 @@ MULTIPLY(10)
 MULTIPLY(11)
 MULTIPLY(12)
 #endif
-static void (*const MULTIPLIES[])(const float *, const float *, int, lanes (*)[2]) = {
+static void (*const MULTIPLIES[])(const number *, const number *, int, lanes (*)[2]) = {
     multiply1, multiply2, multiply3, multiply4, multiply5, multiply6,
 #if MOST_ROWS == 12
     multiply7, multiply8, multiply9, multiply10, multiply11, multiply12,
@@ -57,7 +70,7 @@ static void (*const MULTIPLIES[])(const float *, const float *, int, lanes (*)[2
 /* Rows that stay in the second cache while weights pass by. */
 #define NEAR 96
 
-static void product(const float *x, const float *weight, int R, int D, int E, Kind kind, const float *summand,
+static void product(const number *x, const number *weight, int R, int D, int E, Kind kind, const number *summand,
                     void *out) {
   for (int from = 0; from < R; from += NEAR) {
     const int rows = R - from < NEAR ? R - from : NEAR, parts = (rows + MOST_ROWS - 1) / MOST_ROWS;
@@ -90,25 +103,25 @@ static inline void fetch(Ahead *ahead) {
 }
 
 /* n positions in so many calls of `fetch`. */
-static inline Ahead ahead_of(const float *next, int n, int K, int calls) {
+static inline Ahead ahead_of(const number *next, int n, int K, int calls) {
   const char *at = (const char *)next;
-  const int64_t bytes = (int64_t)n * K * sizeof(float);
+  const int64_t bytes = (int64_t)n * K * sizeof(number);
   return (Ahead){at, at + bytes, (int)((bytes / 64 + calls - 1) / calls)};
 }
 
 /* scores[r][i] of n positions, a multiple of 4, and N queries. */
 #define SCORE(N)                                                                                                       \
-  static void score##N(const float *queries, const float *keys, int n, int K, float (*scores)[POSITIONS],              \
+  static void score##N(const number *queries, const number *keys, int n, int K, float (*scores)[POSITIONS],            \
                        Ahead *ahead) {                                                                                \
     for (int i = 0; i < n; i += 4, keys += 4 * K) {                                                                    \
       lanes sum[N][4];                                                                                                 \
       fetch(ahead);                                                                                                    \
       for (int r = 0; r < N; r++)                                                                                      \
         for (int j = 0; j < 4; j++) sum[r][j] = every(0.0f);                                                           \
-      for (int k = 0; k < K; k += LANES)                                                                               \
+      for (int k = 0; k < K; k += LANES * PAIR)                                                                        \
         for (int j = 0; j < 4; j++) {                                                                                  \
-          lanes key = load(keys + j * K + k);                                                                          \
-          for (int r = 0; r < N; r++) sum[r][j] = multiply_add(load(queries + r * K + k), key, sum[r][j]);             \
+          packed key = load_packed(keys + j * K + k);                                                                  \
+          for (int r = 0; r < N; r++) sum[r][j] = dot(load_packed(queries + r * K + k), key, sum[r][j]);               \
         }                                                                                                              \
       for (int r = 0; r < N; r++)                                                                                      \
         _mm_storeu_ps(scores[r] + i, sums_of(sum[r][0], sum[r][1], sum[r][2], sum[r][3]));                             \
@@ -117,10 +130,10 @@ static inline Ahead ahead_of(const float *next, int n, int K, int calls) {
 
 /* sums[r] += sum of weights[r][i] * values[i] over n positions, for N queries and 4 * LANES of the K columns. */
 #define WEIGH(N)                                                                                                       \
-  static void weigh##N(float (*weights)[POSITIONS], const float *values, int n, int K, float *sums, Ahead *ahead) {    \
+  static void weigh##N(float (*weights)[POSITIONS], const number *values, int n, int K, float *sums, Ahead *ahead) {   \
     lanes sum[N][4];                                                                                                   \
     for (int r = 0; r < N; r++)                                                                                        \
-      for (int j = 0; j < 4; j++) sum[r][j] = load(sums + r * K + j * LANES);                                          \
+      for (int j = 0; j < 4; j++) sum[r][j] = load_wide(sums + r * K + j * LANES);                                     \
     for (int i = 0; i < n; i++, values += K) {                                                                         \
       if (i % 4 == 0) fetch(ahead);                                                                                    \
       for (int j = 0; j < 4; j++) {                                                                                    \
@@ -129,7 +142,7 @@ static inline Ahead ahead_of(const float *next, int n, int K, int calls) {
       }                                                                                                                \
     }                                                                                                                  \
     for (int r = 0; r < N; r++)                                                                                        \
-      for (int j = 0; j < 4; j++) store(sums + r * K + j * LANES, sum[r][j]);                                          \
+      for (int j = 0; j < 4; j++) store_wide(sums + r * K + j * LANES, sum[r][j]);                                     \
   }
 #define BOTH(N) SCORE(N) WEIGH(N)
 BOTH(1)
@@ -140,13 +153,13 @@ BOTH(4)
 BOTH(5)
 BOTH(6)
 #endif
-static void (*const SCORES[])(const float *, const float *, int, int, float (*)[POSITIONS], Ahead *) = {
+static void (*const SCORES[])(const number *, const number *, int, int, float (*)[POSITIONS], Ahead *) = {
     score1, score2, score3,
 #if MOST_AT_ONCE == 6
     score4, score5, score6,
 #endif
 };
-static void (*const WEIGHS[])(float (*)[POSITIONS], const float *, int, int, float *, Ahead *) = {
+static void (*const WEIGHS[])(float (*)[POSITIONS], const number *, int, int, float *, Ahead *) = {
     weigh1, weigh2, weigh3,
 #if MOST_AT_ONCE == 6
     weigh4, weigh5, weigh6,
@@ -157,7 +170,7 @@ static void (*const WEIGHS[])(float (*)[POSITIONS], const float *, int, int, flo
 typedef struct {
   int count, last_seen[GROUP];
   float largest[GROUP], total[GROUP];
-  float queries[GROUP * MOST_WIDTH] __attribute__((aligned(64)));
+  number queries[GROUP * MOST_WIDTH] __attribute__((aligned(64)));
   float sums[GROUP * MOST_WIDTH] __attribute__((aligned(64)));
   float scores[GROUP][POSITIONS] __attribute__((aligned(64)));
 } Queries;
@@ -172,25 +185,25 @@ static void weights_of(Queries *queries, int r, int first, int n, float scale, i
     return;
   }
   lanes most = every(queries->largest[r]);
-  for (int i = 0; i < n; i += LANES) most = larger(most, load(scores + i));
+  for (int i = 0; i < n; i += LANES) most = larger(most, load_wide(scores + i));
   const float largest = largest_of(most);
   if (first) {
     lanes shrink = exponential(every((queries->largest[r] - largest) * scale));
     float all[LANES];
-    store(all, shrink);
+    store_wide(all, shrink);
     queries->total[r] *= all[0];
-    for (int k = 0; k < K; k += LANES) store(sums + k, load(sums + k) * shrink);
+    for (int k = 0; k < K; k += LANES) store_wide(sums + k, load_wide(sums + k) * shrink);
   }
   lanes total = every(0.0f);
   for (int i = 0; i < n; i += LANES) {
-    lanes weight = exponential((load(scores + i) - every(largest)) * every(scale));
+    lanes weight = exponential((load_wide(scores + i) - every(largest)) * every(scale));
     total += weight;
-    store(scores + i, weight);
+    store_wide(scores + i, weight);
   }
   queries->largest[r] = largest, queries->total[r] += sum_of(total);
 }
 
-static inline const float *of(const Heads *heads, int b, int head, int t) {
+static inline const number *of(const Heads *heads, int b, int head, int t) {
   return heads->first + b * heads->row + head * heads->head + t * heads->position;
 }
 
@@ -200,8 +213,8 @@ static void store_new(const Attention *work, int b, int g) {
   const int64_t place = work->slots[b] * work->slot_stride + g * work->head_stride;
   for (int t = 0; t < work->T; t++) {
     int64_t column = base + t < last ? base + t : last;
-    memcpy(work->keys + place + column * K, of(&work->new_keys, b, g, t), sizeof(float) * K);
-    memcpy(work->values + place + column * K, of(&work->new_values, b, g, t), sizeof(float) * K);
+    memcpy(work->keys + place + column * K, of(&work->new_keys, b, g, t), sizeof(number) * K);
+    memcpy(work->values + place + column * K, of(&work->new_values, b, g, t), sizeof(number) * K);
   }
 }
 
@@ -209,14 +222,15 @@ static void store_new(const Attention *work, int b, int g) {
 static void attend_group(const Attention *work, int b, int g, int from, Queries *queries) {
   const int K = work->K, T = work->T, heads = work->H / work->G, R = heads * T, base = (int)work->bases[b];
   const int64_t place = work->slots[b] * work->slot_stride + g * work->head_stride;
-  const float *keys = work->keys + place, *values = work->values + place, scale = 1.0f / sqrtf((float)K);
+  const number *keys = work->keys + place, *values = work->values + place;
+  const float scale = 1.0f / sqrtf((float)K);
   const int count = R - from < GROUP ? R - from : GROUP, parts = (count + MOST_AT_ONCE - 1) / MOST_AT_ONCE;
   int end = 0;
   for (int i = 0; i < count; i++) {
     const int r = from + i, seen = base + r % T;
     queries->last_seen[i] = seen, queries->largest[i] = -1e30f, queries->total[i] = 0;
     if (seen >= end) end = seen + 1;
-    memcpy(queries->queries + i * K, of(&work->queries, b, g * heads + r / T, r % T), sizeof(float) * K);
+    memcpy(queries->queries + i * K, of(&work->queries, b, g * heads + r / T, r % T), sizeof(number) * K);
   }
   if (end > work->columns) end = work->columns;
   memset(queries->sums, 0, sizeof(float) * count * K);
@@ -243,9 +257,9 @@ static void attend_group(const Attention *work, int b, int g, int from, Queries 
   }
   for (int i = 0; i < count; i++) {
     const int r = from + i;
-    float *found = work->found + (((int64_t)b * T + r % T) * work->H + g * heads + r / T) * K;
+    number *found = work->found + (((int64_t)b * T + r % T) * work->H + g * heads + r / T) * K;
     lanes share = every(1.0f / queries->total[i]);
-    for (int k = 0; k < K; k += LANES) store(found + k, load(queries->sums + i * K + k) * share);
+    for (int k = 0; k < K; k += LANES) store(found + k, load_wide(queries->sums + i * K + k) * share);
   }
 }
 

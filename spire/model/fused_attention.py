@@ -1,4 +1,4 @@
-"""Attention over slots that are contiguous each, by kernels of ours: `spire/kernels/vectors.h`, `tiles.c`.
+"""Attention over slots that are contiguous each, by kernels of ours: `spire/kernels/vectors.h` and `tiles.c`.
 
 A query's sums do not depend on how many others there are: not on the batch, nor on how many tokens are verified.
 

@@ -110,10 +110,9 @@ def _weights(*linears: nn.Linear) -> list[Tensor]:
 
 
 def blocked(weight_ED: Tensor, kernels: Kernels) -> Tensor:
-    """A weight as kernels read it, block by block of outputs: [E / 16, D, 16] for vectors of 8, and for matrix tiles
-    [E / 32, D / 32, 2 tiles, 16 pairs of inputs, 16 outputs, 2]."""
+    """A weight as kernels read it, block by block of outputs: [E / 32, D, 32] for vectors of 16 floats, and
+    [E / 32, D / 2, 32, 2] where they multiply pairs of bfloat16."""
     E, D = weight_ED.shape
-    if kernels.dtype == torch.float32:
-        return weight_ED.view(E // kernels.block, kernels.block, D).mT.contiguous()
-    parts = weight_ED.view(E // kernels.block, 2, kernels.block // 2, D // 32, 16, 2)
-    return parts.permute(0, 3, 1, 4, 2, 5).contiguous()
+    pair = torch.float32.itemsize // kernels.dtype.itemsize
+    blocks = weight_ED.view(E // kernels.block, kernels.block, D // pair, pair).transpose(1, 2)
+    return blocks.contiguous()
