@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -161,11 +162,14 @@ class Follower:
         """On the model's thread."""
         if line is not self.line:
             return  # of an earlier subscription
-        told = draft_pb2.Told.FromString(packet)
+        told, absorbing = draft_pb2.Told.FromString(packet), 0.0
         if told.HasField("activations"):
-            self._worker.absorb_now(*self._taken(told.activations))
+            verified = self._taken(told.activations)
+            began = time.monotonic()
+            self._worker.absorb_now(*verified)
+            absorbing = time.monotonic() - began
         if told.HasField("order"):
-            orders.take(told.order, line)
+            orders.take(told.order, line, absorbing)
 
     def _say_how(self) -> None:
         carrier = SHARED_MEMORY if self._ring else INLINE

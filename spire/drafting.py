@@ -84,10 +84,10 @@ def answer(
         ready = [index for index in range(len(task.guesses)) if index not in refused]
         drafted = None
         if ready and task.k:
-            guesses = [task.guesses[index] for index in ready]
-            drafted = propose(
-                guesses, task.k, task.rows.select(torch.tensor(ready, device=task.rows.temperature_B.device))
-            )
+            guesses, rows = [task.guesses[index] for index in ready], task.rows
+            if refused:
+                rows = rows.select(torch.tensor(ready, device=rows.temperature_B.device))
+            drafted = propose(guesses, task.k, rows)
         task.done.set_result(ProposeAnswer(drafted, ready, refused, began - task.arrived, time.monotonic() - began))
     except Exception as error:  # the thread lives on
         task.done.set_exception(error)

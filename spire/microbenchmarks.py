@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from spire.calibration import Calibration, Machine
 from spire.drafting import Drafted, draft_tokens
+from spire.fused_verification import reject, rejects
 from spire.hardware import Cost, Hardware, Measured, ModelCosts
 from spire.kernels import Kernels
 from spire.model.cache import BatchView, TargetCache
@@ -295,10 +296,16 @@ def verify_sampling_cost(vocabulary: int, bench: Bench) -> Cost:
             drafted = _draft(vocabulary, batch, k, logits_BTV[:, 0], bench)
             assert drafted.probs_BKM is not None  # these sequences are under the rejection rule
             draft_BK, q = drafted.tokens_BK, SparseDistribution(drafted.ids_BKM, drafted.probs_BKM)
+            if drafted.ids_BKM is None:
+                q = SparseDistribution.whole(list(drafted.probs_BKM), k, vocabulary, bench.device)
 
         def sample() -> None:
-            p_BTV = probabilities(logits_BTV.float(), rows)
-            verify(p_BTV, draft_BK, counts_B, q, rows, counts_B).tokens_BT.tolist()
+            logits, given = logits_BTV.to(torch.float32, copy=True), (draft_BK, counts_B, q, rows, counts_B)
+            if rejects(logits, q, rows):
+                verdict, _ = reject(logits, *given)
+            else:
+                verdict = verify(probabilities(logits, rows), *given)
+            verdict.tokens_BT.tolist()
 
         return bench.seconds(sample)
 

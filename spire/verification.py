@@ -19,10 +19,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from spire.kernels import widen, widens
+from spire.kernels import collect, collects
 from spire.randomness import Purpose
 from spire.sampling import Rule, SamplingRows, Share, draw, pick, sample
 
@@ -48,16 +49,27 @@ class SparseDistribution:
     leasts_BK: Tensor | None = None
 
     @classmethod
-    def whole(cls, probs_KV: Sequence[Tensor], device: torch.device) -> SparseDistribution:
-        """Over the whole vocabulary, of B tensors alike, in float32."""
-        if device.type == "cpu" and all(map(widens, probs_KV)):
-            return cls(None, *widen(probs_KV))
-        return cls(None, torch.stack(list(probs_KV)).to(device).float())
+    def whole(
+        cls, probs_KV: Sequence[Tensor | None], K: int, vocabulary: int, device: torch.device
+    ) -> SparseDistribution:
+        """Over the whole vocabulary, of B tensors of up to K rows; what is not there is padding."""
+        if device.type == "cpu" and all(rows is None or collects(rows) for rows in probs_KV):
+            return cls(None, *collect(probs_KV, K, vocabulary))
+        probs_BKV = torch.zeros(len(probs_KV), K, vocabulary)
+        for row, rows_KV in enumerate(probs_KV):
+            if rows_KV is not None:
+                probs_BKV[row, : len(rows_KV)] = rows_KV
+        return cls(None, probs_BKV.to(device))
+
+    @property
+    def collected(self) -> bool:
+        """Whether it is over the whole vocabulary in bfloat16, as the draft has drawn from it, with its sums."""
+        return self.ids_BKM is None and self.sums_BK is not None and self.probs_BKM.dtype == torch.bfloat16
 
     @cached_property
     def sum_BK(self) -> Tensor:
         """What each row sums to."""
-        return self.probs_BKM.sum(dim=-1) if self.sums_BK is None else self.sums_BK
+        return self.probs_BKM.sum(dim=-1, dtype=torch.float32) if self.sums_BK is None else self.sums_BK
 
     @property
     def least_BK(self) -> Tensor:
@@ -255,7 +267,7 @@ def check_q(q: SparseDistribution, draft_BK: Tensor, counts_B: Tensor, widths_B:
     Row b has counts_B[b] draft tokens and widths_B[b] candidates; what lies outside is padding and not looked at.
     That a token was truly drawn from its q is trust between services, and only its possibility is checked.
     """
-    if _sound_at_a_glance(q, draft_BK):
+    if _sound_at_a_glance(q, draft_BK, counts_B):
         return torch.zeros_like(counts_B)
     K = q.probs_BKM.shape[1]
     real_BK = torch.arange(K, device=draft_BK.device) < counts_B[:, None]
@@ -271,14 +283,15 @@ def check_q(q: SparseDistribution, draft_BK: Tensor, counts_B: Tensor, widths_B:
     return torch.where(sound_B, 0, problems.int().argmax(dim=1) + 1)
 
 
-def _sound_at_a_glance(q: SparseDistribution, draft_BK: Tensor) -> bool:
-    """Whether nothing is wrong with any number of a q over the whole vocabulary, padding too: the usual case, for which
-    numpy's few small steps take half of what torch's take."""
+def _sound_at_a_glance(q: SparseDistribution, draft_BK: Tensor, counts_B: Tensor) -> bool:
+    """Whether nothing is wrong with any number of a q over the whole vocabulary: the usual case, for which numpy's few
+    small steps take half of what torch's take."""
     if q.ids_BKM is not None or q.probs_BKM.device.type != "cpu" or not q.probs_BKM.numel():
         return False
     sums_BK, leasts_BK = q.sum_BK.numpy(), q.least_BK.numpy()
-    of_tokens_BK = q.probs_BKM.gather(-1, draft_BK[..., None]).numpy()
-    return bool(leasts_BK.min() >= 0 and abs(sums_BK - 1).max() <= Q_SUM_TOLERANCE and of_tokens_BK.min() > 0)
+    of_tokens_BK = q.probs_BKM.gather(-1, draft_BK[..., None])[..., 0].float().numpy()
+    sound_BK = (leasts_BK >= 0) & (abs(sums_BK - 1) <= Q_SUM_TOLERANCE) & (of_tokens_BK > 0)
+    return bool((sound_BK | (np.arange(sound_BK.shape[1]) >= counts_B.numpy()[:, None])).all())
 
 
 def _check_ids(

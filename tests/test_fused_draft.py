@@ -18,7 +18,6 @@ from spire.model.draft_memory import DraftMemory, RoundMemory
 from spire.model.fused_draft import FusedRound, draw
 from spire.model.packing import pack
 from spire.model.target import Target
-from spire.verification import Q_PROBLEMS, SparseDistribution, check_q
 from tests.test_fused_layer import config_of, each_kernels, far_apart, randomised, rounding
 
 pytestmark = pytest.mark.skipif(not every_kernels(), reason="no compiler at installation, or none for this processor")
@@ -124,17 +123,6 @@ def test_what_is_drawn_from_is_the_softmax_rounded_once(kernels: Kernels, B: int
 
 
 @each_kernels
-def test_exponentials_are_as_exact_as_float32(kernels: Kernels) -> None:
-    """They are what a draw leaves of its logits, and those of attention and gates too."""
-    logits_BV = -torch.linspace(0, 80, 4096)[None]
-    left_BV = logits_BV.clone()
-    none = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 4096, dtype=torch.bfloat16)
-    draw(kernels, left_BV, torch.ones(1), torch.zeros(1, dtype=torch.float64), *none)
-    error_V = (left_BV[0].double().log() - logits_BV[0].double()).abs()
-    assert (error_V <= 3e-7 + 2.0**-23 * logits_BV[0].abs()).all()
-
-
-@each_kernels
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**31), uniform=st.sampled_from([0.0, 2.0**-53, 0.25, 0.5, 1 - 2.0**-53]))
 def test_a_token_is_where_the_sum_of_what_is_sent_passes_its_share(kernels: Kernels, seed: int, uniform: float) -> None:
@@ -193,29 +181,3 @@ def test_a_whole_round_draws_what_its_passes_do(kernels: Kernels) -> None:
         )
         assert torch.equal(fed_B, tokens_BK[:, step])
         assert torch.equal(probs_BV, probs_BKV[:, step])
-
-
-# --- what is read -----------------------------------------------------------------------------------------------------
-
-
-@settings(max_examples=40, deadline=None)
-@given(B=st.integers(1, 9), K=st.integers(1, 5), V=st.sampled_from([16, 48, 4096]))
-def test_q_is_widened_with_its_sums_and_least_numbers(B: int, K: int, V: int) -> None:
-    rows_KV = [torch.randn(K, V).bfloat16() for _ in range(B)]
-    q = SparseDistribution.whole(rows_KV, torch.device("cpu"))
-    assert torch.equal(q.probs_BKM, torch.stack(rows_KV).float())
-    torch.testing.assert_close(q.sum_BK, q.probs_BKM.sum(dim=-1), rtol=1e-5, atol=1e-4)
-    assert torch.equal(q.least_BK, q.probs_BKM.amin(dim=-1))
-
-
-@pytest.mark.parametrize(
-    ("value", "problem"), [(float("nan"), "not finite"), (float("inf"), "not finite"), (-0.25, "negative")]
-)
-def test_a_wrong_number_of_a_widened_q_is_found_in_its_row_only(value: float, problem: str) -> None:
-    rows_KV = [torch.full((2, 16), 1 / 16).bfloat16() for _ in range(3)]
-    rows_KV[1][1, 5] = value
-    q = SparseDistribution.whole(rows_KV, torch.device("cpu"))
-    draft_BK, counts_B, widths_B = torch.zeros(3, 2, dtype=torch.int64), torch.full((3,), 2), torch.full((3,), 16)
-    found = [Q_PROBLEMS[number] for number in check_q(q, draft_BK, counts_B, widths_B, 16).tolist()]
-    assert problem in found[1]
-    assert (found[0], found[2]) == ("", "")

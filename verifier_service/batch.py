@@ -164,25 +164,21 @@ def pad(blocks: Rows[Block], device: torch.device) -> RaggedBatch:
 
 
 def _pad_q(blocks: Rows[Block], K: int, device: torch.device) -> SparseDistribution | None:
-    """In float32, whatever came."""
+    """All of it in one place."""
     carried = [block.q_probs_KM for block in blocks if block.q_probs_KM is not None]
     if not carried:
         return None
     M = max(probs_KM.shape[1] for probs_KM in carried)
-    dense = all(block.q_ids_KM is None for block in blocks)
-    if dense and len(carried) == len(blocks) and len({(probs_KM.shape, probs_KM.dtype) for probs_KM in carried}) == 1:
-        return SparseDistribution.whole(carried, device)  # nothing to pad
-    probs_BKM = torch.zeros(len(blocks), K, M)
-    ids_BKM = None if dense else torch.zeros(len(blocks), K, M, dtype=torch.int64)
+    if all(block.q_ids_KM is None for block in blocks):
+        return SparseDistribution.whole([block.q_probs_KM for block in blocks], K, M, device)
+    probs_BKM, ids_BKM = torch.zeros(len(blocks), K, M), torch.zeros(len(blocks), K, M, dtype=torch.int64)
     for row, block in enumerate(blocks):
-        if block.q_probs_KM is None:
-            continue
-        probs_BKM[row, : block.k, : block.width] = block.q_probs_KM
-        if ids_BKM is not None:
+        if block.q_probs_KM is not None:
+            probs_BKM[row, : block.k, : block.width] = block.q_probs_KM
             ids_BKM[row, : block.k, : block.width] = (
                 torch.arange(block.width) if block.q_ids_KM is None else block.q_ids_KM
             )
-    return SparseDistribution(None if ids_BKM is None else ids_BKM.to(device), probs_BKM.to(device))
+    return SparseDistribution(ids_BKM.to(device), probs_BKM.to(device))
 
 
 def q_problems(batch: RaggedBatch, vocab_size: int) -> list[str]:

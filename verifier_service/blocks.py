@@ -39,11 +39,15 @@ class Entry:
 
 @dataclass(frozen=True)
 class Taken:
-    """The batches that a step answers, and of their blocks those that it runs, by slot."""
+    """The batches that a step answers, and of their blocks those that it runs, by slot.
+
+    `q_seconds`: what it took to read and to check what tokens were drawn from.
+    """
 
     tasks: Rows[VerifyTask] = ()
     entries: Rows[Entry] = ()
     batch: RaggedBatch | None = None
+    q_seconds: float = 0.0
 
     @property
     def positions(self) -> int:
@@ -61,7 +65,8 @@ class Taken:
             waited = began - task.received - task.drafting_seconds
             timings = pb.Timings(queue_seconds=waited, total_seconds=time.perf_counter() - began)
             if outcome:
-                timings.forward_seconds, timings.sample_seconds = outcome.forward_seconds, outcome.sample_seconds
+                timings.forward_seconds = outcome.forward_seconds
+                timings.sample_seconds = self.q_seconds + outcome.sample_seconds
             result = pb.VerifyBatchResult(
                 batch_id=task.batch.batch_id, results=task.results, timings=timings, cache_usage=cache_usage
             )
@@ -113,7 +118,9 @@ class Blocks:
         """What the next step runs. What cannot be run has its answer already."""
         tasks = self._batches()
         try:
-            return Taken(tasks, *self._with_sound_q(self._with_room(self._admissible(tasks))))
+            entries = self._with_room(self._admissible(tasks))
+            began = time.perf_counter()
+            return Taken(tasks, *self._with_sound_q(entries), time.perf_counter() - began)
         except Exception:
             log.exception("batches could not be taken", batches=len(tasks))
             self._give_up_rest(tasks)

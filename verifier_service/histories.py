@@ -55,13 +55,14 @@ class Histories:
     def __init__(self, vocab_size: int, device: torch.device):
         self.vocab_size, self.device = vocab_size, device
         self._rows = _Rows.empty(0, vocab_size, device)
-        self._row: dict[int, int] = {}
+        # By slot.
+        self.rows: dict[int, int] = {}
         self._free: list[int] = []
 
     def assign(self, slot: int, adjustments: pb.Adjustments, tokens: Rows[int], prompt_tokens: int) -> None:
         if not self._free:
             self._grow()
-        row = self._row[slot] = self._free.pop()
+        row = self.rows[slot] = self._free.pop()
         bias_V = self._rows.bias_RV[row].fill_(-torch.inf if adjustments.allowed_tokens else 0.0)
         bias_V[list(adjustments.allowed_tokens)] = 0.0
         bias_V[list(adjustments.logit_bias)] += torch.tensor([*adjustments.logit_bias.values()], device=self.device)
@@ -77,12 +78,12 @@ class Histories:
         self._rows.may_end_R[row] = prompt_tokens + adjustments.min_tokens
 
     def release(self, slot: int) -> None:
-        if (row := self._row.pop(slot, None)) is not None:
+        if (row := self.rows.pop(slot, None)) is not None:
             self._free.append(row)
 
     def advance(self, slots: Rows[int], tokens: Rows[Rows[int]]) -> None:
         """Count what these sequences have gained."""
-        gained = [(self._row[s], t) for s, of_s in zip(slots, tokens, strict=True) if s in self._row for t in of_s]
+        gained = [(self.rows[s], t) for s, of_s in zip(slots, tokens, strict=True) if s in self.rows for t in of_s]
         if gained:
             at = torch.tensor(gained, device=self.device).unbind(1)
             self._rows.counts_RV.index_put_(at, torch.ones(len(gained), device=self.device), accumulate=True)
@@ -90,11 +91,11 @@ class Histories:
 
     def adjust(self, slots: Rows[int], logits_BTV: Tensor, draft_BK: Tensor, base_B: Tensor) -> bool:
         """Adjust logits in place, where any of these sequences asks for it."""
-        index = [index for index, slot in enumerate(slots) if slot in self._row]
+        index = [index for index, slot in enumerate(slots) if slot in self.rows]
         if not index:
             return False
         index_A = torch.tensor(index, device=self.device)
-        row_A = torch.tensor([self._row[slots[i]] for i in index], device=self.device)
+        row_A = torch.tensor([self.rows[slots[i]] for i in index], device=self.device)
         logits_ATV = logits_BTV[index_A] + self._rows.bias_RV[row_A][:, None]
         logits_ATV = self._penalise(logits_ATV, row_A, draft_BK[index_A])
         position_AT = base_B[index_A][:, None] + 1 + torch.arange(logits_ATV.shape[1], device=self.device)

@@ -52,6 +52,8 @@ class Pipeline:
 
     def __init__(self, slots: int, vocab_size: int, device: torch.device, grammars: Grammars | None = None):
         self._rows = from_protos([tensor_pb2.Sampling(top_p=1)] * slots, device)
+        # Those of the last batch, which as a rule is the next one too.
+        self._last: tuple[Rows[int], SamplingRows] = ((), self._rows)
         self._histories = Histories(vocab_size, device)
         self._grammars, self._matchers = grammars, dict[int, Matcher]()
         # Why a grammar that was followed cannot be followed any more.
@@ -61,7 +63,7 @@ class Pipeline:
 
     def assign(self, slot: int, start: pb.Start, matcher: Matcher | None) -> None:
         """A sequence begins in this slot. What it wrote in an earlier life is part of its history."""
-        new = from_protos([start.sampling])
+        new, self._last = from_protos([start.sampling]), ((), self._rows)
         for parameter in fields(SamplingRows):
             getattr(self._rows, parameter.name)[slot] = getattr(new, parameter.name)[0]
         prompt_tokens = start.prompt_tokens or len(start.tokens)
@@ -93,8 +95,17 @@ class Pipeline:
         except InvalidRequest as error:
             self._problems[slot] = error
 
+    def leaves_alone(self, slots: Rows[int]) -> bool:
+        """Whether none of these asked for more than its sampling parameters: adjustments, a grammar or logprobs."""
+        asked = (self._logprobs, self._matchers, self._problems, self._histories.rows)
+        return all(of.keys().isdisjoint(slots) for of in asked)
+
     def of(self, slots: Rows[int]) -> SamplingRows:
-        return self._rows.select(torch.tensor(slots, device=self._rows.seed_B.device))
+        last, rows = self._last
+        if list(slots) != list(last):
+            rows = self._rows.select(torch.tensor(slots, device=self._rows.seed_B.device))
+            self._last = list(slots), rows
+        return rows
 
     def distributions(
         self,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from spire.drafting import Drafted, draft_tokens
 from spire.errors import InvalidRequest
+from spire.fused_verification import reject, rejects
 from spire.model.cache import Stretches, TargetCache
 from spire.model.self_speculation import SelfSpeculation, SparseAttention
 from spire.model.target import Target, TargetOutput
@@ -137,26 +138,37 @@ class ModelSteps:
         """Apply the rule to each row; commit the newest token and the accepted ones."""
         began = time.perf_counter()
         logits_BTV = self.target.unembed(output.hidden_BTD)
-        position_T = torch.arange(logits_BTV.shape[1], device=self.device)
-        finite_BT = logits_BTV.sum(dim=-1).isfinite() | (position_T > batch.counts_B[:, None])
-        finite = finite_BT.all(dim=1).tolist()
         forward_seconds += time.perf_counter() - began
         began = time.perf_counter()
-        rows = self.pipeline.of(batch.slots)
-        drawn_from = self.pipeline.distributions(
-            batch.slots, rows, logits_BTV, batch.draft_BK, batch.counts, batch.base_B
-        )
-        verdict = self.rule(drawn_from.p_BTV, batch.draft_BK, batch.counts_B, batch.q, rows, batch.base_B)
-        accepted = verdict.accepted_B.tolist()
+        rows, drawn_from = self.pipeline.of(batch.slots), None
+        arguments = (batch.draft_BK, batch.counts_B, batch.q, rows, batch.base_B)
+        usual = self.rule is verify and self.pipeline.leaves_alone(batch.slots)
+        if usual and rejects(logits_BTV, batch.q, rows):
+            verdict, finite_B = reject(logits_BTV, *arguments)
+        else:
+            finite_B = self._finite(logits_BTV, batch.counts_B)
+            drawn_from = self.pipeline.distributions(
+                batch.slots, rows, logits_BTV, batch.draft_BK, batch.counts, batch.base_B
+            )
+            verdict = self.rule(drawn_from.p_BTV, *arguments)
+        finite, accepted = [bool(row) for row in finite_B.tolist()], verdict.accepted_B.tolist()
         tokens = [row[: a + 1] for row, a in zip(verdict.tokens_BT.tolist(), accepted, strict=True)]
-        refused = drawn_from.refusals(verdict.accepted_B)
-        logprobs = self.pipeline.logprobs(batch.slots, rows, drawn_from, tokens)
+        refused: list[InvalidRequest | None] = [None] * len(tokens)
+        logprobs: list[pb.Logprobs | None] = [None] * len(tokens)
+        if drawn_from:
+            refused = drawn_from.refusals(verdict.accepted_B)
+            logprobs = self.pipeline.logprobs(batch.slots, rows, drawn_from, tokens)
         sound = [row and not refusal for row, refusal in zip(finite, refused, strict=True)]
         self._commit(batch.slots, [a + 1 for a in accepted], sound)
         self.pipeline.advance(batch.slots, [t if good else [] for t, good in zip(tokens, sound, strict=True)])
         seconds = time.perf_counter() - began
         scores: list[Scores | None] = [None] * len(tokens)
         return Outcome(finite, accepted, tokens, refused, logprobs, scores, output.taps_BTND, forward_seconds, seconds)
+
+    def _finite(self, logits_BTV: Tensor, counts_B: Tensor) -> Tensor:
+        """Which rows' logits are all numbers, padding aside."""
+        position_T = torch.arange(logits_BTV.shape[1], device=self.device)
+        return (logits_BTV.sum(dim=-1).isfinite() | (position_T > counts_B[:, None])).all(dim=1)
 
     def _prefilled(self, chunk: PromptChunk, output: TargetOutput, forward_seconds: float) -> Outcome:
         """Commit each chunk; draw the first token where it is the last of its prompt."""

@@ -23,6 +23,8 @@ except ImportError:  # it was installed where there is no compiler
     _compiled = None
 
 COMPILED = _compiled is not None
+# What vocabularies are drawn from by kernels are a multiple of.
+SHARES = 32
 # Numbers that one thread is done with before another has woken.
 _SHARED = 2**19
 
@@ -72,21 +74,22 @@ def kernels_for(dtype: torch.dtype) -> Kernels | None:
     return next((kernels for kernels in every_kernels() if kernels.dtype == dtype), None)
 
 
-def widens(x_KV: Tensor) -> bool:
-    """Whether `widen` takes rows such as these."""
+def collects(x_KV: Tensor) -> bool:
+    """Whether `collect` takes rows such as these."""
     fits = x_KV.dtype == torch.bfloat16 and x_KV.is_contiguous() and x_KV.shape[-1] % 16 == 0
     return fits and bool(every_kernels())
 
 
-def widen(rows_KV: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """B tensors in bfloat16 as one in float32 [B, K, V], and each row's sum and least number [B, K].
+def collect(rows_KV: Sequence[Tensor | None], K: int, V: int) -> tuple[Tensor, Tensor, Tensor]:
+    """B tensors in bfloat16 of up to K rows as one [B, K, V], and in float32 each row's sum and least number [B, K].
 
-    That is all that is asked of most of q, in one pass over it.
+    That is all that is asked of most of q, in one pass over it. What is not there is zero.
     """
-    (K, V), B = rows_KV[0].shape, len(rows_KV)
-    addresses_B = torch.tensor([rows.data_ptr() for rows in rows_KV], dtype=torch.int64)
-    wide_BKV, (sums_BK, leasts_BK) = torch.empty(B, K, V), torch.empty(2, B, K)
-    addresses = (x.data_ptr() for x in (addresses_B, wide_BKV, sums_BK, leasts_BK))
-    threads = torch.get_num_threads() if wide_BKV.numel() >= _SHARED else 1
-    every_kernels()[0].widen(*addresses, B, K, V, threads)
-    return wide_BKV, sums_BK, leasts_BK
+    B = len(rows_KV)
+    places = [(0, 0) if rows is None else (rows.data_ptr(), len(rows)) for rows in rows_KV]
+    addresses_B, counts_B = torch.tensor(places, dtype=torch.int64).T.contiguous()
+    together_BKV, (sums_BK, leasts_BK) = torch.empty(B, K, V, dtype=torch.bfloat16), torch.empty(2, B, K)
+    addresses = (x.data_ptr() for x in (addresses_B, counts_B, together_BKV, sums_BK, leasts_BK))
+    threads = torch.get_num_threads() if together_BKV.numel() >= _SHARED else 1
+    every_kernels()[0].collect(*addresses, B, K, V, threads)
+    return together_BKV, sums_BK, leasts_BK

@@ -162,15 +162,30 @@ static PyObject *py_draw(PyObject *self, PyObject *arguments) {
   COMPUTE(kernels->draw(&work, threads));
 }
 
-static PyObject *py_widen(PyObject *self, PyObject *arguments) {
-  Address rows, wide, sums, leasts;
-  Widen work;
+static PyObject *py_reject(PyObject *self, PyObject *arguments) {
+  Address logits, temperatures, drafted, counts, q, q_sums, coins, uniforms, accepted, tokens, finite;
+  Rejection work;
   int threads;
   const Kernels *kernels =
-      parse(arguments, "KKKKiiii", &rows, &wide, &sums, &leasts, &work.B, &work.K, &work.V, &threads);
+      parse(arguments, "KKKKKKKKKKKiiii", &logits, &temperatures, &drafted, &counts, &q, &q_sums, &coins, &uniforms,
+            &accepted, &tokens, &finite, &work.B, &work.T, &work.V, &threads);
   if (!kernels) return NULL;
-  work.rows = AT(rows), work.wide = AT(wide), work.sums = AT(sums), work.leasts = AT(leasts);
-  COMPUTE(kernels->widen(&work, threads));
+  work.logits = AT(logits), work.temperatures = AT(temperatures), work.drafted = AT(drafted), work.counts = AT(counts);
+  work.q = AT(q), work.q_sums = AT(q_sums), work.coins = AT(coins), work.uniforms = AT(uniforms);
+  work.accepted = AT(accepted), work.tokens = AT(tokens), work.finite = AT(finite);
+  COMPUTE(kernels->reject(&work, threads));
+}
+
+static PyObject *py_collect(PyObject *self, PyObject *arguments) {
+  Address rows, counts, together, sums, leasts;
+  Collection work;
+  int threads;
+  const Kernels *kernels =
+      parse(arguments, "KKKKKiiii", &rows, &counts, &together, &sums, &leasts, &work.B, &work.K, &work.V, &threads);
+  if (!kernels) return NULL;
+  work.rows = AT(rows), work.counts = AT(counts), work.together = AT(together);
+  work.sums = AT(sums), work.leasts = AT(leasts);
+  COMPUTE(kernels->collect(&work, threads));
 }
 
 /* Of those that this processor can run: index, name, whether they are for bfloat16, block, head_multiple,
@@ -196,7 +211,8 @@ static PyMethodDef METHODS[] = {
     {"absorb", py_absorb, METH_VARARGS, "What a SPIRe draft remembers of its target: see spire.model.fused_draft."},
     {"draft_pass", py_draft_pass, METH_VARARGS, "A pass of a SPIRe draft: see spire.model.fused_draft."},
     {"draw", py_draw, METH_VARARGS, "Tokens and what they were drawn from: see spire.model.fused_draft."},
-    {"widen", py_widen, METH_VARARGS, "bfloat16 to fp32 with sums: see spire.kernels."},
+    {"reject", py_reject, METH_VARARGS, "The rejection rule: see spire.fused_verification."},
+    {"collect", py_collect, METH_VARARGS, "Rows in one place, with their sums: see spire.kernels."},
     {"available", py_available, METH_NOARGS, "Those that this processor can run."},
     {NULL, NULL, 0, NULL},
 };

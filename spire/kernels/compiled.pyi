@@ -34,5 +34,10 @@ def draw(kernels: int, *work: int) -> None:
     """Addresses of logits, which are overwritten, temperatures, uniform numbers, tokens and q; the stride of q's rows;
     B, V; threads."""
 
-def widen(kernels: int, *work: int) -> None:
-    """Addresses of addresses of rows, of the wide numbers, sums and least numbers; B, K, V; threads."""
+def reject(kernels: int, *work: int) -> None:
+    """Addresses of logits, which are used up, temperatures, drafted tokens, counts, q, its sums, uniform numbers for
+    acceptances and for tokens, how many were accepted, tokens and whether all was finite; B, T, V; threads."""
+
+def collect(kernels: int, *work: int) -> None:
+    """Addresses of addresses of rows, of how many there are, of all rows together, of sums and of least numbers;
+    B, K, V; threads."""

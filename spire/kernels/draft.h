@@ -1,5 +1,4 @@
-/* A SPIRe draft, by what `layer.h` and the file that includes both define: what it remembers, a pass over it, and what
-   it draws.
+/* A SPIRe draft, by what `layer.h` and the file that includes both define: what it remembers, and a pass over it.
 
    A draft is so small that its passes are mostly dispatch where torch computes them. Keys and values of a round's own
    positions lie beside the slots', and nothing is copied: a slot is read where it is. */
@@ -156,84 +155,5 @@ static void draft_pass(const DraftRound *round, int pass, const int64_t *tokens,
     }
     normalise(passed + (int64_t)N * B * D, round->norm, round->eps, B, D, normed);
     product(normed, round->unembedding, B, D, round->V, WIDE, NULL, round->logits);
-  }
-}
-
-/* --- what is drawn ------------------------------------------------------------------------------------------------ */
-
-#define SHARES 32 /* of q, summed together */
-
-static int64_t likeliest(const float *logits, int V) {
-  int64_t best = 0;
-  for (int v = 1; v < V; v++)
-    if (logits[v] > logits[best]) best = v;
-  return best;
-}
-
-/* The softmax of a row, rounded to bfloat16 where it is stored. */
-static void distribute(float *logits, float temperature, int V, uint16_t *q) {
-  lanes most = every(-INFINITY), total = every(0.0f);
-  for (int v = 0; v < V; v += LANES) most = larger(load_wide(logits + v), most);
-  lanes largest = every(largest_of(most)), divisor = every(temperature);
-  for (int v = 0; v < V; v += LANES) {
-    lanes share = exponential((load_wide(logits + v) - largest) / divisor);
-    total += share;
-    store_wide(logits + v, share);
-  }
-  lanes whole = every(sum_of(total));
-  for (int v = 0; v < V; v += LANES) store_narrow(q + v, load_wide(logits + v) / whole);
-}
-
-/* The first token at which the sum of q is above its share of the whole: inverse CDF. None of probability zero. */
-static int64_t inverse(const uint16_t *q, double uniform, int V) {
-  double sums[V / SHARES], total = 0, passed = 0;
-  for (int block = 0; block < V / SHARES; block++) {
-    sums[block] = 0;
-    for (int i = 0; i < SHARES; i += LANES) sums[block] += exact_sum_of(load_narrow(q + block * SHARES + i));
-    total += sums[block];
-  }
-  double threshold = fmin(uniform * total, nextafter(total, 0));
-  int block = 0;
-  while (block < V / SHARES - 1 && !(passed + sums[block] > threshold)) passed += sums[block++];
-  int64_t found = block * SHARES;
-  for (int v = block * SHARES; v < (block + 1) * SHARES && !(passed > threshold); v++) {
-    uint32_t bits = (uint32_t)q[v] << 16;
-    float share;
-    memcpy(&share, &bits, sizeof share);
-    if (share > 0) found = v;
-    passed += share;
-  }
-  return found;
-}
-
-static void draw(const Draw *work, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads)
-  for (int b = 0; b < work->B; b++) {
-    float *row = work->logits + (int64_t)b * work->V;
-    uint16_t *q = work->q + b * work->q_row;
-    if (work->temperatures[b] == 0) {
-      work->tokens[b] = likeliest(row, work->V);
-    } else {
-      distribute(row, work->temperatures[b], work->V, q);
-      work->tokens[b] = inverse(q, work->uniforms[b], work->V);
-    }
-  }
-}
-
-static void widen(const Widen *work, int threads) {
-  const int V = work->V;
-#pragma omp parallel for schedule(static) num_threads(threads)
-  for (int row = 0; row < work->B * work->K; row++) {
-    const uint16_t *narrow = (const uint16_t *)(uintptr_t)work->rows[row / work->K] + (int64_t)(row % work->K) * V;
-    float *to = work->wide + (int64_t)row * V;
-    lanes sum = every(0.0f), least = every(INFINITY);
-    for (int v = 0; v < V; v += LANES) {
-      lanes values = load_narrow(narrow + v);
-      store_wide(to + v, values);
-      sum += values;
-      least = smaller(values, least);
-    }
-    work->sums[row] = sum_of(sum);
-    work->leasts[row] = least_of(least);
   }
 }

@@ -99,12 +99,28 @@ typedef struct {
   int B, V;
 } Draw;
 
-/* B addresses of [K, V] in bfloat16 to [B, K, V] in fp32, and of each row, [B, K], its sum and its least number. */
+/* Which of a sequence's drafted tokens stand by the rejection rule, and the token behind them. T - 1 are drafted at most,
+   of row b the first counts[b]. Logits are used up. q is in proportion to what a token was drawn from. */
 typedef struct {
-  const int64_t *rows;
-  float *wide, *sums, *leasts;
+  float *logits;                   /* [B, T, V] */
+  const float *temperatures;       /* [B] */
+  const int64_t *drafted, *counts; /* [B, T - 1], [B] */
+  const uint16_t *q;               /* [B, T - 1, V], not read in greedy rows */
+  const float *q_sums;             /* [B, T - 1] */
+  const double *coins, *uniforms;  /* [B, T - 1], [B, T] */
+  int64_t *accepted, *tokens;      /* [B], [B, T]: zeros behind */
+  int64_t *finite;                 /* [B]: whether all logits of real positions are numbers */
+  int B, T, V;
+} Rejection;
+
+/* B addresses of [counts[b], V] in bfloat16 to [B, K, V], and of each row, [B, K], its sum and its least number. What is
+   not there is zero. */
+typedef struct {
+  const int64_t *rows, *counts;
+  uint16_t *together;
+  float *sums, *leasts;
   int B, K, V;
-} Widen;
+} Collection;
 
 typedef struct {
   const char *name;
@@ -120,7 +136,8 @@ typedef struct {
   void (*absorb)(const Absorbed *work, int threads);
   void (*draft_pass)(const DraftRound *round, int pass, const int64_t *tokens, int threads);
   void (*draw)(const Draw *work, int threads);
-  void (*widen)(const Widen *work, int threads);
+  void (*reject)(const Rejection *work, int threads);
+  void (*collect)(const Collection *work, int threads);
 } Kernels;
 
 /* What a processor can do: bits of `cpuid`'s leaf 7, and whether the system saves the registers (`xgetbv`). */

@@ -25,6 +25,7 @@ static inline void store(uint16_t *to, lanes x) { store_narrow(to, x); }
 #include "layer.h"
 
 #include "draft.h"
+#include "sampling.h"
 
 /* What `_tile_loadconfig` reads: of each tile the bytes of a row and the rows. */
 typedef struct {
@@ -264,6 +265,6 @@ static int available(void) {
 }
 
 const Kernels tiles = {"matrix tiles", 1, BLOCK, 64, MOST_QUERIES, available, attend, before_attention, behind_attention,
-                       project, absorb, draft_pass, draw, widen};
+                       project, absorb, draft_pass, draw, reject, collect};
 #pragma GCC pop_options
 #endif

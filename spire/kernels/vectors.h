@@ -28,6 +28,7 @@ static inline lanes dot(packed a, packed b, lanes sum) { return multiply_add(a, 
 #include "layer.h"
 
 #include "draft.h"
+#include "sampling.h"
 
 /* --- products ----------------------------------------------------------------------------------------------------- */
 

@@ -18,6 +18,7 @@ from spire.rpc.errors import OK, call_status, item_status
 from spire.rpc.limits import check_named
 from spire.rpc.sampling import check_sampling, from_protos
 from spire.rpc.tensors import put, put_shape
+from spire.sampling import SamplingRows
 from spire.v1 import draft_pb2 as pb
 from spire.v1 import draft_pb2_grpc as rpc
 from spire.v1 import tensor_pb2, verifier_pb2
@@ -29,10 +30,14 @@ Propose = Callable[[ProposeTask], Awaitable[ProposeAnswer]]
 
 @dataclass(frozen=True)
 class Asked:
-    """A batch as it was asked for: its sound items, those refused, and what the model has to do for it, if anything."""
+    """A batch as it was asked for: its sound items, those refused, and what the model has to do for it, if anything.
+
+    `absorbing_seconds`: what the model took for activations that came with it, since it `began`.
+    """
 
     batch_id: int
     began: float
+    absorbing_seconds: float
     items: list[pb.ProposeItem]
     refused: dict[str, RequestError]
     task: ProposeTask | None
@@ -52,6 +57,8 @@ class DraftServicer(rpc.DraftServicer):
     ):
         self._info, self._hand_over, self._vocab_size, self._device = info, propose, vocab_size, device
         self._q_ring = q_ring
+        # What the last sound batch was sampled by: as a rule the next one is again. One attribute, of several threads.
+        self._last: tuple[tuple[bytes, ...], SamplingRows | None] = ((), None)
 
     async def GetInfo(
         self, request: pb.DraftGetInfoRequest, context: grpc.aio.ServicerContext
@@ -73,20 +80,25 @@ class DraftServicer(rpc.DraftServicer):
         asked = self.asked(batch)
         return self.answered(asked, await self._hand_over(asked.task) if asked.task else None)
 
-    def asked(self, batch: pb.ProposeBatch) -> Asked:
-        """What a batch asks of the model."""
-        began = time.monotonic()
-        refused = self._refusals(batch)
+    def asked(self, batch: pb.ProposeBatch, absorbing_seconds: float = 0.0) -> Asked:
+        """What a batch asks of the model, which has just absorbed what came with it."""
+        began = time.monotonic() - absorbing_seconds
+        wishes = tuple(item.sampling.SerializeToString() for item in batch.items)
+        known, rows = self._last
+        if known != wishes:
+            rows = None
+        refused = self._refusals(batch, check_wishes=rows is None)
         good = [item for item in batch.items if item.sequence_id not in refused]
         _log_refusals(refused)
         task = None
         if good:
-            task = ProposeTask(
-                [Guess(item.sequence_id, item.base, item.newest_token) for item in good],
-                from_protos([item.sampling for item in good], self._device),
-                max(item.k for item in good),
-            )
-        return Asked(batch.batch_id, began, good, refused, task)
+            if rows is None or refused:
+                rows = from_protos([item.sampling for item in good], self._device)
+            if not refused:
+                self._last = wishes, rows
+            guesses = [Guess(item.sequence_id, item.base, item.newest_token) for item in good]
+            task = ProposeTask(guesses, rows, max(item.k for item in good))
+        return Asked(batch.batch_id, began, absorbing_seconds, good, refused, task)
 
     def answered(self, asked: Asked, answer: ProposeAnswer | None) -> pb.ProposeBatchResult:
         """What is said to whoever asked."""
@@ -96,14 +108,14 @@ class DraftServicer(rpc.DraftServicer):
             _log_refusals({good[index].sequence_id: error for index, error in answer.refused.items()})
             _add_proposals(result, good, answer, self._q_ring())
             result.timings.queue_seconds = answer.queue_seconds
-            result.timings.forward_seconds = answer.forward_seconds
+            result.timings.forward_seconds = asked.absorbing_seconds + answer.forward_seconds
         result.proposals.extend(
             pb.Proposal(sequence_id=sequence_id, status=item_status(error)) for sequence_id, error in refused.items()
         )
         result.timings.total_seconds = time.monotonic() - asked.began - result.timings.queue_seconds
         return result
 
-    def _refusals(self, batch: pb.ProposeBatch) -> dict[str, RequestError]:
+    def _refusals(self, batch: pb.ProposeBatch, check_wishes: bool) -> dict[str, RequestError]:
         """Items that are wrong by themselves, with the reason."""
         refused: dict[str, RequestError] = {}
         seen: set[str] = set()
@@ -118,7 +130,8 @@ class DraftServicer(rpc.DraftServicer):
                     raise InvalidRequest(
                         f"newest_token is {item.newest_token}, the vocabulary ends at {self._vocab_size}"
                     )
-                check_sampling(item.sampling)
+                if check_wishes:
+                    check_sampling(item.sampling)
             except RequestError as error:
                 refused[item.sequence_id] = error
         return refused
