@@ -23,6 +23,20 @@ class Cost:
         return self.fixed + n * self.each
 
 
+@dataclass(frozen=True)
+class Curve:
+    """Seconds as they were measured at some numbers, ascending: linear between them, and on beyond the last two."""
+
+    points: tuple[tuple[float, float], ...]
+
+    def at(self, n: float) -> float:
+        if len(self.points) == 1:
+            return self.points[0][1]
+        above = next((i for i, (x, _) in enumerate(self.points) if n <= x), len(self.points) - 1)
+        (x_0, y_0), (x_1, y_1) = self.points[max(1, above) - 1 : max(1, above) + 1]
+        return max(0.0, y_0 + (n - x_0) * (y_1 - y_0) / (x_1 - x_0))
+
+
 # Streams between two processes of one machine, for want of a measurement: see `spire.rpc.loopback`.
 LOCAL_STREAM = Cost(fixed=0.14e-3, each=1 / 1.7e9)
 
@@ -55,8 +69,8 @@ class Measured:
     target: ModelCosts
     # A SPIRe draft's; other drafts run as the target does.
     draft: ModelCosts
-    # Attention per byte of keys and values, by the number of new tokens beyond the first.
-    kv_read: Cost
+    # Attention per byte of keys and values, by the number of new tokens.
+    kv_read: Curve
     # What a SPIRe draft does once a round, by sequences: absorb activations, lay out its memory.
     draft_round: Cost
     # A round trip on a stream, by bytes.

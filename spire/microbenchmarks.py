@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from spire.calibration import Calibration, Machine
 from spire.drafting import Drafted, draft_tokens
 from spire.fused_verification import reject, rejects
-from spire.hardware import Cost, Hardware, Measured, ModelCosts
+from spire.hardware import Cost, Curve, Hardware, Measured, ModelCosts
 from spire.kernels import Kernels
 from spire.model.cache import BatchView, TargetCache
 from spire.model.config import DraftConfig, ModelConfig
@@ -68,6 +68,8 @@ STEPS = (
 _ROWS = (1, 4, 16, 64, 256, 1024)
 # The two ends between which costs are taken to grow linearly: one sequence decoding, sixteen verifying four tokens.
 _FEW, _MANY, _DEPTH = (1, 1), (16, 5), 4
+# Tokens at once of a sequence: attention is as fast as memory for few of them, and as arithmetic for many.
+_VERIFIED = (1, 3, 5, 9)
 _BEYOND_ANY_CACHE = 256 * 2**20
 _SKELETON_LAYERS = 8
 _SKELETON_VOCABULARY = 256
@@ -86,13 +88,17 @@ class Bench:
 
     def seconds(self, work: Callable[[], object]) -> float:
         """Median seconds of one call, over at least 3 calls after 2 that only warm up."""
-        times: list[float] = []
-        for _ in range(2):
+        return self.by_turns(work)[0]
+
+    def by_turns(self, *works: Callable[[], object]) -> list[float]:
+        """The same of several that are compared: whatever else the machine does, it does to all of them."""
+        for work in works * 2:
             self._timed(work)
-        until = time.perf_counter() + self.least_seconds
+        times: list[list[float]] = []
+        until = time.perf_counter() + len(works) * self.least_seconds
         while len(times) < 3 or time.perf_counter() < until:
-            times.append(self._timed(work))
-        return statistics.median(times)
+            times.append([self._timed(work) for work in works])
+        return [statistics.median(of_one) for of_one in zip(*times, strict=True)]
 
     def _timed(self, work: Callable[[], object]) -> float:
         began = time.perf_counter()
@@ -200,8 +206,8 @@ def read_bandwidth(bench: Bench) -> float:
     return numbers.nbytes / bench.seconds(numbers.sum)
 
 
-def kv_read_cost(config: ModelConfig, bench: Bench) -> Cost:
-    """Attention of 16 sequences over 2,048 positions each: seconds a byte of keys and values, and a further query."""
+def kv_read_cost(config: ModelConfig, bench: Bench) -> Curve:
+    """Attention of 16 sequences over 2,048 positions each: seconds a byte of keys and values, by new tokens."""
     sequences, positions = _MANY[0], 2048
     per_layer = sequences * positions * 2 * config.num_key_value_heads * config.head_dim * bench.dtype.itemsize
     layers = max(1, -(-_BEYOND_ANY_CACHE // per_layer))
@@ -211,9 +217,9 @@ def kv_read_cost(config: ModelConfig, bench: Bench) -> Cost:
     for pool in (*cache.keys, *cache.values):
         pool.tensor.normal_()  # untouched zeros are one page of memory, always in cache
     slots = [cache.allocate() for _ in range(sequences)]
-    cache.commit(slots, [positions - _MANY[1] - 1] * sequences)
+    cache.commit(slots, [positions - max(_VERIFIED) - 1] * sequences)
 
-    def seconds(tokens: int) -> float:
+    def reading(tokens: int) -> Callable[[], None]:
         queries = bench.randn(sequences, config.num_attention_heads, tokens, config.head_dim)
         new = bench.randn(sequences, config.num_key_value_heads, tokens, config.head_dim)
 
@@ -222,9 +228,12 @@ def kv_read_cost(config: ModelConfig, bench: Bench) -> Cost:
             for layer in range(layers):
                 view.attend(layer, queries, new, new)
 
-        return bench.seconds(read)
+        return read
 
-    return _line((0, seconds(1)), (_MANY[1] - 1, seconds(_MANY[1])), layers * per_layer)
+    seconds = bench.by_turns(*map(reading, _VERIFIED))
+    return Curve(
+        tuple((tokens, of_all / (layers * per_layer)) for tokens, of_all in zip(_VERIFIED, seconds, strict=True))
+    )
 
 
 def target_layer_cost(config: ModelConfig, bench: Bench) -> Cost:
@@ -428,7 +437,7 @@ def _draft(vocabulary: int, batch: int, k: int, logits_BV: Tensor, bench: Bench)
 
 def _only_products(matmul: tuple[tuple[int, float], ...]) -> Measured:
     costs = ModelCosts(matmul, Cost(), Cost())
-    return Measured(target=costs, draft=costs, kv_read=Cost(), draft_round=Cost(), wire=Cost())
+    return Measured(target=costs, draft=costs, kv_read=Curve(((1, 0.0),)), draft_round=Cost(), wire=Cost())
 
 
 def _sampling_rows(batch: int, bench: Bench) -> SamplingRows:

@@ -246,7 +246,7 @@ def _forward_seconds(
     unembedding, speed = shape.vocab_size * shape.hidden_size, costs.flops_per_second(rows)
     products = max(flops / speed, weight_bytes / hardware.bytes_per_second)
     logits = max(2 * unembedding * rows / speed, unembedding * width / hardware.bytes_per_second)
-    attention = kv_bytes * hardware.measured.kv_read.at(tokens - 1)
+    attention = kv_bytes * hardware.measured.kv_read.at(tokens)
     rest = shape.layers * costs.layer.at(rows) + costs.sampling.at(rows * shape.vocab_size)
     return products + logits + attention + rest
 

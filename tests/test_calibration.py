@@ -49,6 +49,9 @@ class Told(Bench):
             work()
         return self.says.pop(0)
 
+    def by_turns(self, *works: Callable[[], object]) -> list[float]:
+        return [self.seconds(work) for work in works]
+
 
 def told(*seconds: float) -> Told:
     return Told(torch.device("cpu"), torch.float32, says=list(seconds))
@@ -75,9 +78,8 @@ def test_keys_and_values_are_counted_by_the_bytes_of_16_sequences_of_2048(monkey
     monkeypatch.setattr(microbenchmarks, "_BEYOND_ANY_CACHE", 5 * 2**20)
     one_layer = 16 * 2048 * 2 * 2 * 8 * 4
     read = 2 * one_layer
-    cost = microbenchmarks.kv_read_cost(CONFIG, told(0.3, 0.5))
-    assert cost.fixed == pytest.approx(0.3 / read)
-    assert cost.at(4) == pytest.approx(0.5 / read)
+    cost = microbenchmarks.kv_read_cost(CONFIG, told(0.3, 0.3, 0.5, 0.9))
+    assert [cost.at(tokens) * read for tokens in (1, 2, 4, 5, 9, 13)] == pytest.approx([0.3, 0.3, 0.4, 0.5, 0.9, 1.3])
 
 
 def test_a_target_layer_s_rest_is_a_line_through_one_and_eighty_rows() -> None:
@@ -139,7 +141,7 @@ def test_a_calibration_tells_of_its_steps_and_measures_every_part(measured: tupl
     parts = found.hardware.measured
     assert parts is not None
     assert found.matmul[found.dtype] == parts.target.matmul
-    assert min(found.hardware.flops_per_second, found.hardware.bytes_per_second, parts.kv_read.fixed) > 0
+    assert min(found.hardware.flops_per_second, found.hardware.bytes_per_second, parts.kv_read.at(1)) > 0
     for cost in (parts.target.layer, parts.draft.layer, parts.target.sampling, parts.draft.sampling, parts.wire):
         assert cost.at(1000) > 0
     assert torch.get_num_threads() == found.machine.threads >= found.machine.draft_threads == 1

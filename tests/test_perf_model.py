@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from spire.errors import InvalidRequest
-from spire.hardware import Cost, Hardware, Measured, ModelCosts, gpu
+from spire.hardware import Cost, Curve, Hardware, Measured, ModelCosts, gpu
 from spire.model.config import load_draft_config, load_model_config
 from spire.perf_model import (
     LLAMA_3_70B,
@@ -225,7 +225,7 @@ FLAT = ModelCosts(matmul=((1, 100e9),), layer=Cost(), sampling=Cost())
 
 def machine(target: ModelCosts = FLAT, draft: ModelCosts = FLAT, wire: Cost = Cost()) -> Hardware:
     """A calibrated device of 100 GFLOP/s and 10 GB/s with bfloat16."""
-    measured = Measured(target, draft, kv_read=Cost(1 / 10e9), draft_round=Cost(), wire=wire)
+    measured = Measured(target, draft, kv_read=Curve(((1, 1 / 10e9),)), draft_round=Cost(), wire=wire)
     return Hardware("bench", 100e9, 10e9, 2, measured=measured)
 
 

@@ -69,8 +69,8 @@ def _figures(found: Calibration) -> Iterator[tuple[str, str]]:
         yield f"products, {dtype}", f"{speeds} GFLOP/s at {' · '.join(str(rows) for rows, _ in matmul)} rows"
     yield "reading memory", f"{hardware.bytes_per_second / 1e9:.1f} GB/s"
     read = measured.kv_read
-    further = f"{read.each / read.fixed:.1%} more for each further token" if read.fixed else ""
-    yield "reading keys and values", f"{1e-9 / read.fixed if read.fixed else 0:.1f} GB/s, {further}"
+    speeds = " · ".join(f"{1e-9 / seconds:.1f}" for _, seconds in read.points)
+    yield "reading keys and values", f"{speeds} GB/s for {' · '.join(f'{n:g}' for n, _ in read.points)} tokens"
     for name, costs in (("target", measured.target), ("draft", measured.draft)):
         rows = f"{costs.layer.at(1) * 1e3:.3f} ms at 1 row, {costs.layer.at(80) * 1e3:.3f} at 80"
         yield f"rest of a {name} layer", rows
