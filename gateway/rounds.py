@@ -53,7 +53,7 @@ class Rounds:
         """Ask about it, if that was not done ahead, and about the round after it where that pays."""
         if current.answer is None:
             await self._ask(current)
-        if current.proposals.ordered or (current.plain and self._ahead_pays):
+        if current.proposals.ordered or (current.plain and len(current.sent) <= self._most_ahead):
             await self._look_ahead(lane, current)
 
     def forget_next(self, lane: int) -> None:
@@ -63,8 +63,9 @@ class Rounds:
                 following.answer.cancel()
 
     @property
-    def _ahead_pays(self) -> bool:
-        return self._verifier.model is not None and self._verifier.model.info.takes_rounds_ahead
+    def _most_ahead(self) -> int:
+        """Sequences of a plain round behind which another is sent at once."""
+        return self._verifier.model.info.most_sequences_ahead if self._verifier.model else 0
 
     def _planned(self, batch: Batch) -> Round | None:
         """A round of these with the k that is chosen for them; None where there are none."""

@@ -53,6 +53,9 @@ log = structlog.get_logger("verifier_service")
 # The rest is for weights' copies, activations and whoever else is on this machine.
 _SHARE_OF_FREE_MEMORY = 0.8
 
+# Behind a plain round of so many, another pays even where this host has no core to spare: on two cores one sequence and
+# four of 1,900 tokens get 16 and 7 % more tokens a second, 16 would get 9 % less.
+_FEW_SEQUENCES = 4
 # Seconds for the turn that is under way when everything else has ended, and when it hurries.
 _LAST_TURN, _LAST_TURN_HURRIED = 10.0, 1.0
 
@@ -83,7 +86,7 @@ def load(config: VerifierConfig) -> tuple[Engine, Hosted]:
         max_speculation_depth=config.max_depth,
         no_grammars=no_grammars,
         shape=shape_to_wire(Shape.of(shape)),
-        takes_rounds_ahead=leaves_cores(device),
+        most_sequences_ahead=config.max_sequences if leaves_cores(device) else _FEW_SEQUENCES,
     )
     return engine, Hosted(info, tokenizer, grammars)
 

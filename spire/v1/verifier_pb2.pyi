@@ -28,7 +28,7 @@ class GetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetInfoResponse(_message.Message):
-    __slots__ = ("protocol_version", "model_name", "target_fingerprint", "tokenizer_hash", "vocab_size", "hidden_size", "num_layers", "max_context", "max_sequences", "end_tokens", "epoch", "dtype", "max_speculation_depth", "no_grammars", "shape", "takes_rounds_ahead")
+    __slots__ = ("protocol_version", "model_name", "target_fingerprint", "tokenizer_hash", "vocab_size", "hidden_size", "num_layers", "max_context", "max_sequences", "end_tokens", "epoch", "dtype", "max_speculation_depth", "no_grammars", "shape", "most_sequences_ahead")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     TARGET_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -44,7 +44,7 @@ class GetInfoResponse(_message.Message):
     MAX_SPECULATION_DEPTH_FIELD_NUMBER: _ClassVar[int]
     NO_GRAMMARS_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
-    TAKES_ROUNDS_AHEAD_FIELD_NUMBER: _ClassVar[int]
+    MOST_SEQUENCES_AHEAD_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     model_name: str
     target_fingerprint: str
@@ -60,8 +60,8 @@ class GetInfoResponse(_message.Message):
     max_speculation_depth: int
     no_grammars: str
     shape: ModelShape
-    takes_rounds_ahead: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., model_name: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., max_context: _Optional[int] = ..., max_sequences: _Optional[int] = ..., end_tokens: _Optional[_Iterable[int]] = ..., epoch: _Optional[str] = ..., dtype: _Optional[str] = ..., max_speculation_depth: _Optional[int] = ..., no_grammars: _Optional[str] = ..., shape: _Optional[_Union[ModelShape, _Mapping]] = ..., takes_rounds_ahead: bool = ...) -> None: ...
+    most_sequences_ahead: int
+    def __init__(self, protocol_version: _Optional[int] = ..., model_name: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., max_context: _Optional[int] = ..., max_sequences: _Optional[int] = ..., end_tokens: _Optional[_Iterable[int]] = ..., epoch: _Optional[str] = ..., dtype: _Optional[str] = ..., max_speculation_depth: _Optional[int] = ..., no_grammars: _Optional[str] = ..., shape: _Optional[_Union[ModelShape, _Mapping]] = ..., most_sequences_ahead: _Optional[int] = ...) -> None: ...
 
 class ModelShape(_message.Message):
     __slots__ = ("layers", "hidden_size", "intermediate_size", "heads", "kv_heads", "head_dim", "vocab_size")

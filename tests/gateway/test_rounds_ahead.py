@@ -22,18 +22,20 @@ OFF: dict[str, Any] = {"speculation": {"draft": "off"}, "return_token_ids": True
 
 @pytest.fixture(scope="module")
 def filling(stories_dir: Path) -> Iterator[Services]:
-    """A system whose verifier computes on every core, so that nothing is sent ahead."""
+    """A system whose verifier computes on every core, so that little is sent ahead."""
     with running(stories_dir, verifier_options=["--threads", str(CORES)]) as system:
         yield system
 
 
-def seconds_of(verifier: Service, directory: Path, tokens: int) -> float:
-    """Of so many tokens through a wire on which a round trip takes two latencies."""
-    return far_away(verifier, directory, tokens)[0]
+def seconds_of(verifier: Service, directory: Path, tokens: int, requests: int = 1) -> float:
+    """Of so many tokens of each request through a wire on which a round trip takes two latencies."""
+    return far_away(verifier, directory, tokens, requests=requests)[0]
 
 
-def far_away(verifier: Service, directory: Path, tokens: int, *options: str) -> tuple[float, dict[str, Any]]:
-    """Seconds and answer of a request to a gateway with these options, so far from the verifier."""
+def far_away(
+    verifier: Service, directory: Path, tokens: int, *options: str, requests: int = 1
+) -> tuple[float, dict[str, Any]]:
+    """Seconds and an answer of requests at once to a gateway with these options, so far from the verifier."""
     with proxied(verifier.address) as wire:
         gateway = start(["-m", "gateway", "--verifier", wire.address, "--port", "0", *options], directory)
         try:
@@ -41,9 +43,11 @@ def far_away(verifier: Service, directory: Path, tokens: int, *options: str) -> 
             api = Api(f"http://{gateway.address}")
             api.complete("Once", max_tokens=2)
             wire.latency = LATENCY
+            body = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True, "return_rounds": True}
             began = time.monotonic()
-            answer = api.complete("Once", max_tokens=tokens, temperature=0, ignore_eos=True, return_rounds=True)
-            return time.monotonic() - began, answer
+            with ThreadPoolExecutor(requests) as pool:
+                answers = list(pool.map(lambda _: api.complete("Once", **body), range(requests)))
+            return time.monotonic() - began, answers[0]
         finally:
             gateway.kill()
 
@@ -55,8 +59,14 @@ def test_two_plain_rounds_share_a_round_trip_where_the_verifier_leaves_a_core(
     assert seconds_of(services.verifier, tmp_path, tokens=60) < 59 * 2 * LATENCY
 
 
-def test_every_round_waits_for_its_answer_where_the_verifier_fills_the_cores(filling: Services, tmp_path: Path) -> None:
-    assert seconds_of(filling.verifier, tmp_path, tokens=30) >= 29 * 2 * LATENCY
+def test_where_the_verifier_fills_the_cores_two_plain_rounds_share_a_round_trip_if_they_are_of_few(
+    filling: Services, tmp_path: Path
+) -> None:
+    assert seconds_of(filling.verifier, tmp_path, tokens=60) < 59 * 2 * LATENCY
+
+
+def test_where_it_fills_them_rounds_of_many_wait_for_their_answers(filling: Services, tmp_path: Path) -> None:
+    assert seconds_of(filling.verifier, tmp_path, tokens=30, requests=6) >= 29 * 2 * LATENCY
 
 
 def test_two_drafted_rounds_share_a_round_trip(services: Services, tmp_path: Path) -> None:
