@@ -117,15 +117,17 @@ def calibrate(
     draft: DraftConfig,
     least_seconds: float = 0.3,
     begin: Callable[[str], None] = lambda step: None,
+    dtype: str = "auto",
 ) -> Calibration:
-    """Measure this machine at the widths of `target` and of a SPIRe draft with a layer for each tapped one.
+    """Measure this machine at the widths of `target` and of a SPIRe draft with a layer for each tapped one, in the type
+    that services choose here or another.
 
     `begin` is told each of STEPS as it begins; none takes less than a few times `least_seconds`.
     """
     began = time.perf_counter()
     keep_freed_memory()  # as the services do
     device = choose_device("auto")
-    bench = Bench(device, choose_dtype("auto", device), least_seconds)
+    bench = Bench(device, choose_dtype(dtype, device), least_seconds)
     other = Bench(device, torch.float32 if bench.dtype == torch.bfloat16 else torch.bfloat16, least_seconds)
     steps = iter(STEPS)
 

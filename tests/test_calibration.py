@@ -198,10 +198,13 @@ def test_a_shape_without_a_model_is_calibrated_into_a_file_of_its_own(
     monkeypatch.setattr(microbenchmarks, "calibrate", partial(microbenchmarks.calibrate, least_seconds=0.002))
     file = tmp_path / "shape.json"
     shape = ["doctor", "--calibrate", "--shape", "seqax-67m", "--layers", "2"]
-    result = CliRunner().invoke(app, [*shape, "--out", str(file), "--json"], catch_exceptions=False)
+    result = CliRunner().invoke(
+        app, [*shape, "--out", str(file), "--dtype", "bfloat16", "--json"], catch_exceptions=False
+    )
     assert result.exit_code == 0, result.output
-    target = json.loads(file.read_text())["target"]
-    assert (target["layers"], target["vocab_size"]) == (2, 32768)
+    found = json.loads(file.read_text())
+    assert (found["target"]["layers"], found["target"]["vocab_size"]) == (2, 32768)
+    assert found["dtype"] == "bfloat16"
     refused = CliRunner().invoke(app, shape)
     assert refused.exit_code == 2
     assert "--out" in refused.output

@@ -18,7 +18,7 @@ from spire.model.config import DraftConfig, ModelConfig, load_draft_config, load
 from spire.perf_model import Shape, paper_draft
 
 
-def measure_machine(pair: Pair, file: Path, as_json: bool) -> None:
+def measure_machine(pair: Pair, file: Path, dtype: str, as_json: bool) -> None:
     """Measure at the widths of this pair, write the file, print a summary. Raises SpireError without torch."""
     target = load_model_config(pair.model)
     draft = _spire_draft(pair, target)
@@ -33,7 +33,7 @@ def measure_machine(pair: Pair, file: Path, as_json: bool) -> None:
         def begin(step: str) -> None:
             progress.update(task, description=step, completed=STEPS.index(step))
 
-        found = calibrate(target, draft, begin=begin)
+        found = calibrate(target, draft, begin=begin, dtype=dtype)
         progress.update(task, completed=len(STEPS))
     save(found, file)
     if as_json:

@@ -58,6 +58,7 @@ def doctor(
         str | None, typer.Option(help=f"With --calibrate, in place of a model: {', '.join(SHAPES)}, random weights.")
     ] = None,
     layers: Annotated[int | None, typer.Option(help="Only so many layers of that shape.", min=2)] = None,
+    dtype: Annotated[str, typer.Option(help="With --calibrate: auto, bfloat16 or float32.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Check this machine, the models and the running services. Exit code 1 when something must be mended.
@@ -65,10 +66,10 @@ def doctor(
     With --calibrate, measure what spire perf-model --hardware calibrated predicts from, while nothing else runs.
     """
     if shape:
-        _calibrate_shape(shape, layers, calibrate, out, as_json)
+        _calibrate_shape(shape, layers, calibrate, out, dtype, as_json)
         return
     if calibrate:
-        measure_machine(choose_pair(model, draft), out or default_file(), as_json)
+        measure_machine(choose_pair(model, draft), out or default_file(), dtype, as_json)
         return
     checks = [*_machine(), *_torch(), *_models(model, draft), *_gateway(url)]
     good = all(check.ok for check in checks)
@@ -79,11 +80,13 @@ def doctor(
     raise typer.Exit(0 if good else 1)
 
 
-def _calibrate_shape(shape: str, layers: int | None, calibrate: bool, out: Path | None, as_json: bool) -> None:
+def _calibrate_shape(
+    shape: str, layers: int | None, calibrate: bool, out: Path | None, dtype: str, as_json: bool
+) -> None:
     if not calibrate or out is None:
         raise typer.BadParameter("--shape is for --calibrate, and needs --out: the default file is a model's")
     with random_pair(shape, layers, _SHAPE_POSITIONS) as (pair, _):
-        measure_machine(pair, out, as_json)
+        measure_machine(pair, out, dtype, as_json)
 
 
 def _print(checks: list[Check]) -> None:
