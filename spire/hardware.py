@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from spire.errors import InvalidRequest
 
@@ -32,8 +33,8 @@ class Curve:
     def at(self, n: float) -> float:
         if len(self.points) == 1:
             return self.points[0][1]
-        above = next((i for i, (x, _) in enumerate(self.points) if n <= x), len(self.points) - 1)
-        (x_0, y_0), (x_1, y_1) = self.points[max(1, above) - 1 : max(1, above) + 1]
+        stretches = list(pairwise(self.points))
+        (x_0, y_0), (x_1, y_1) = next((stretch for stretch in stretches if n <= stretch[1][0]), stretches[-1])
         return max(0.0, y_0 + (n - x_0) * (y_1 - y_0) / (x_1 - x_0))
 
 

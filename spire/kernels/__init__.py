@@ -23,7 +23,7 @@ except ImportError:  # it was installed where there is no compiler
     _compiled = None
 
 COMPILED = _compiled is not None
-# What vocabularies are drawn from by kernels are a multiple of.
+# Vocabularies that kernels draw from are a multiple of this, which `sampling.h` has too.
 SHARES = 32
 # Numbers that one thread is done with before another has woken.
 _SHARED = 2**19
