@@ -68,7 +68,7 @@ class Measured:
     """What microbenchmarks know beyond a roofline. All of it belongs to one machine and one pair's widths."""
 
     target: ModelCosts
-    # A SPIRe draft's; other drafts run as the target does.
+    # A SPIRe draft's.
     draft: ModelCosts
     # Attention per byte of keys and values, by the number of new tokens.
     kv_read: Curve
@@ -76,6 +76,14 @@ class Measured:
     draft_round: Cost
     # A round trip on a stream, by bytes.
     wire: Cost
+    # `target.layer` in the passes of a target that drafts for itself, where those are computed layer by layer and
+    # verification is not.
+    pass_layer: Cost | None = None
+
+    @property
+    def passes(self) -> ModelCosts:
+        """Of a draft that is no SPIRe draft: it runs as the target does, but layer by layer."""
+        return self.target if self.pass_layer is None else replace(self.target, layer=self.pass_layer)
 
 
 @dataclass(frozen=True)

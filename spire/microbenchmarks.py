@@ -15,7 +15,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -45,7 +45,7 @@ from spire.model.packing import pack
 from spire.model.placement import choose_device, choose_dtype, draft_threads, keep_freed_memory
 from spire.model.target import Target
 from spire.perf_model import Draft as DraftCosts
-from spire.perf_model import Shape, draft_seconds
+from spire.perf_model import Shape, draft_seconds, verify_seconds
 from spire.rpc.loopback import wire_cost
 from spire.rpc.sampling import from_protos
 from spire.sampling import SamplingRows, probabilities
@@ -72,6 +72,8 @@ _FEW, _MANY, _DEPTH = (1, 1), (16, 5), 4
 _VERIFIED = (1, 3, 5, 9)
 _BEYOND_ANY_CACHE = 256 * 2**20
 _SKELETON_LAYERS = 8
+# Of a model whose layers keep their weights.
+_MOST_PARAMETERS = 32_000_000
 _SKELETON_VOCABULARY = 256
 _WHOLE_Q = 4096
 
@@ -139,13 +141,14 @@ def calibrate(
     matmul_other = step(partial(products, target, other))
     bandwidth = step(partial(read_bandwidth, bench))
     kv_read = step(partial(kv_read_cost, target, bench))
-    target_layer = step(partial(target_layer_cost, target, bench))
+    fused = kernels_of(target, bench.randn(0)) is not None
+    target_layer, pass_layer = step(partial(target_layer_costs, target, matmul, bandwidth, fused, bench))
     verify_sampling = step(partial(verify_sampling_cost, target.vocab_size, bench))
     threads, threads_for_draft = torch.get_num_threads(), _threads_of(target, draft)
     torch.set_num_threads(threads_for_draft)
     try:
         draft_matmul = step(partial(products, target, bench))
-        if kernels_of(target, bench.randn(0)):
+        if fused:
             draft_layer, draft_round = step(partial(fused_draft_costs, target, draft, draft_matmul, bandwidth, bench))
         else:
             draft_layer, draft_round = step(partial(draft_costs, target, draft, bench))
@@ -158,6 +161,7 @@ def calibrate(
         kv_read=kv_read,
         draft_round=draft_round,
         wire=step(wire_cost),
+        pass_layer=pass_layer,
     )
     machine = _machine(device, threads, threads_for_draft)
     hardware = Hardware(
@@ -238,6 +242,14 @@ def kv_read_cost(config: ModelConfig, bench: Bench) -> Curve:
     )
 
 
+def target_layer_costs(
+    config: ModelConfig, matmul: tuple[tuple[int, float], ...], bandwidth: float, fused: bool, bench: Bench
+) -> tuple[Cost, Cost | None]:
+    """Seconds a layer by rows: in a verification, and in passes of its own if those are computed in another way."""
+    by_layer = target_layer_cost(config, bench)
+    return (fused_target_layer_cost(config, matmul, bandwidth, bench), by_layer) if fused else (by_layer, None)
+
+
 def target_layer_cost(config: ModelConfig, bench: Bench) -> Cost:
     """A target's forward with nothing in its layers but attention to nothing remembered: seconds a layer, by rows."""
     layers = min(config.num_hidden_layers, _SKELETON_LAYERS)
@@ -254,6 +266,31 @@ def target_layer_cost(config: ModelConfig, bench: Bench) -> Cost:
         return bench.seconds(
             lambda: model(tokens_BT, _Unread(cache.view(slots[:batch], tokens, decoding=True), bench), tapped)
         )
+
+    return _line((_rows(_FEW), seconds(*_FEW)), (_rows(_MANY), seconds(*_MANY)), layers)
+
+
+def fused_target_layer_cost(
+    config: ModelConfig, matmul: tuple[tuple[int, float], ...], bandwidth: float, bench: Bench
+) -> Cost:
+    """The same of a target whose layers are one kernel. Products stay in it: a layer's seconds are those beyond what
+    they are predicted to take."""
+    alone = config.model_copy(update={"num_hidden_layers": 1})
+    fitting = max(1, _MOST_PARAMETERS // Shape.of(alone).body_parameters)
+    layers = min(config.num_hidden_layers, _SKELETON_LAYERS, fitting)
+    small = config.model_copy(update={"num_hidden_layers": layers, "vocab_size": _SKELETON_VOCABULARY})
+    model = pack(Target(small).to(bench.device, bench.dtype).requires_grad_(False))
+    cache = TargetCache(small, _MANY[0], _MANY[1], bench.dtype, bench.device)
+    slots = [cache.allocate() for _ in range(_MANY[0])]
+    body = replace(Shape.of(small), vocab_size=0)
+    products = Hardware("", 1.0, bandwidth, bench.dtype.itemsize, measured=_only_products(matmul))
+
+    def seconds(batch: int, tokens: int) -> float:
+        tokens_BT = torch.ones(batch, tokens, dtype=torch.int64, device=bench.device)
+        of_all = bench.seconds(
+            lambda: model(tokens_BT, cache.view(slots[:batch], tokens, decoding=True), (layers - 1,))
+        )
+        return max(0.0, of_all - verify_seconds(body, batch, 0, tokens - 1, products))
 
     return _line((_rows(_FEW), seconds(*_FEW)), (_rows(_MANY), seconds(*_MANY)), layers)
 

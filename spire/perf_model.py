@@ -220,7 +220,7 @@ def draft_seconds(draft: Draft, batch: float, context: int, k: int, hardware: Ha
     if k == 0:
         return 0.0
     if measured is None or draft.kind != "spire":
-        costs = measured.target if measured else None
+        costs = measured.passes if measured else None
         return k * _forward_seconds(draft.shape, batch, 1, cached, hardware, costs, draft.memory_flops)
     # What was measured of a SPIRe draft's layer includes reading its memory, which never grows.
     one = _forward_seconds(draft.shape, batch, 1, 0, hardware, measured.draft, draft.memory_flops)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from spire.kernels import Kernels, every_kernels
-from spire.model.fused_attention import FusedAttention
+from spire.model.fused_attention import FusedAttention, FusedPools
 
 L, SLOTS = 640, 5
 
@@ -41,6 +41,14 @@ def new(kernels: Kernels, B: int, H: int, G: int, T: int, K: int) -> tuple[Tenso
     return heads_BHTK[:, :H], heads_BHTK[:, H:-G], heads_BHTK[:, -G:]
 
 
+def attended(
+    kernels: Kernels, slots: list[int], lengths: list[int], keys: Tensor, values: Tensor, *new_BHTK: Tensor
+) -> Tensor:
+    """What queries find behind `lengths` of these slots, when the new keys and values have been stored."""
+    pools = FusedPools(kernels, [keys], [values])
+    return FusedAttention(pools, slots, lengths, new_BHTK[0].shape[2]).attend(0, *new_BHTK)
+
+
 @each_kernels
 @settings(max_examples=60, deadline=None)
 @given(st.data())
@@ -57,7 +65,7 @@ def test_what_is_new_is_stored_and_what_attention_finds_is_found(kernels: Kernel
     for row, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
         expected[0][slot, :, length : length + T] = new_keys[row]
         expected[1][slot, :, length : length + T] = new_values[row]
-    found = FusedAttention(kernels, slots, lengths).attend(queries, new_keys, new_values, keys, values)
+    found = attended(kernels, slots, lengths, keys, values, queries, new_keys, new_values)
     assert torch.equal(keys, expected[0])
     assert torch.equal(values, expected[1])
     # Twice what rounding the result to bfloat16 takes, or what sums of floats in another order do.
@@ -71,7 +79,7 @@ def test_what_does_not_fit_a_slot_piles_up_in_its_last_column(kernels: Kernels) 
     keys, values = pools(kernels, 1, 64, seed=0)
     before = keys.clone()
     queries, new_keys, new_values = new(kernels, 1, 1, 1, 4, 64)
-    found = FusedAttention(kernels, [2], [L - 2]).attend(queries, new_keys, new_values, keys, values)
+    found = attended(kernels, [2], [L - 2], keys, values, queries, new_keys, new_values)
     assert torch.equal(keys[2, 0, L - 2], new_keys[0, 0, 0])
     keys[2, 0, L - 2 :] = before[2, 0, L - 2 :]
     assert torch.equal(keys, before), "nothing else was written"
@@ -84,11 +92,11 @@ def test_a_query_finds_the_same_bits_whoever_else_asks(kernels: Kernels) -> None
     T = 7 if kernels.most_queries else 40
     queries, new_keys, new_values = new(kernels, 3, 4, 2, T, 64)
     lengths = [200, 511, 30]
-    together = FusedAttention(kernels, [4, 0, 2], lengths).attend(queries, new_keys, new_values, keys, values)
+    together = attended(kernels, [4, 0, 2], lengths, keys, values, queries, new_keys, new_values)
     for row, slot in enumerate([4, 0, 2]):
         for t in range(T):
             alone = [x[row : row + 1, :, t : t + 1] for x in (queries, new_keys, new_values)]
-            found = FusedAttention(kernels, [slot], [lengths[row] + t]).attend(*alone, keys, values)
+            found = attended(kernels, [slot], [lengths[row] + t], keys, values, *alone)
             assert torch.equal(found[0, :, 0], together[row, :, t])
 
 
@@ -99,8 +107,8 @@ def test_a_block_of_which_a_query_sees_nothing_changes_none_of_its_bits(kernels:
     slots = list(range(SLOTS))
     for _ in range(20):
         given = new(kernels, SLOTS, 16, 16, 2, 256)
-        together = FusedAttention(kernels, slots, [127] * SLOTS).attend(*given, keys, values)
-        alone = FusedAttention(kernels, slots, [127] * SLOTS).attend(*(x[:, :, :1] for x in given), keys, values)
+        together = attended(kernels, slots, [127] * SLOTS, keys, values, *given)
+        alone = attended(kernels, slots, [127] * SLOTS, keys, values, *(x[:, :, :1] for x in given))
         assert torch.equal(alone, together[:, :, :1])
 
 
@@ -110,7 +118,7 @@ def test_numbers_that_are_none_are_found(kernels: Kernels, of: str) -> None:
     keys, values = pools(kernels, 1, 64, seed=0)
     queries, new_keys, new_values = new(kernels, 2, 1, 1, 3, 64)
     {"keys": keys[1, 0], "values": values[1, 0], "queries": queries[1, 0]}[of][2, 5] = float("nan")
-    found = FusedAttention(kernels, [0, 1], [100, 100]).attend(queries, new_keys, new_values, keys, values)
+    found = attended(kernels, [0, 1], [100, 100], keys, values, queries, new_keys, new_values)
     assert found[0].isfinite().all()
     assert found[1, 0, 2].isnan().any()
 
@@ -119,7 +127,7 @@ def test_numbers_that_are_none_are_found(kernels: Kernels, of: str) -> None:
 def test_what_lies_behind_a_sequence_does_not_matter(kernels: Kernels) -> None:
     keys, values = pools(kernels, 1, 64, seed=0)
     given = new(kernels, 1, 1, 1, 2, 64)
-    before = FusedAttention(kernels, [3], [70]).attend(*given, keys, values)
+    before = attended(kernels, [3], [70], keys, values, *given)
     keys[3, ..., 72:, :] = values[3, ..., 72:, :] = float("nan")
-    after = FusedAttention(kernels, [3], [70]).attend(*given, keys, values)
+    after = attended(kernels, [3], [70], keys, values, *given)
     assert torch.equal(before, after)

@@ -238,6 +238,16 @@ def test_a_machine_without_overheads_costs_what_the_paper_s_formula_says() -> No
         assert gains[0] == pytest.approx(gains[1])
 
 
+def test_a_target_that_drafts_for_itself_pays_layer_by_layer_for_its_passes_alone() -> None:
+    draft = paper_draft("magicdec", SEQAX_67M)
+    usual = machine()
+    assert usual.measured is not None
+    by_layer = replace(usual, measured=replace(usual.measured, pass_layer=Cost(1e-3)))
+    before, after = (round_cost(SEQAX_67M, draft, 1, 512, 4, 3, hardware) for hardware in (usual, by_layer))
+    assert after.verify == before.verify
+    assert after.draft == pytest.approx(before.draft + 4 * SEQAX_67M.layers * 1e-3)
+
+
 def test_a_measured_forward_adds_up_its_parts() -> None:
     shape = Shape(2, 64, 128, heads=2, kv_heads=1, head_dim=32, vocab_size=1000)
     costs = ModelCosts(matmul=((1, 1e9), (100, 1e9)), layer=Cost(1e-3, 1e-5), sampling=Cost(2e-3, 1e-8))

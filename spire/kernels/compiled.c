@@ -60,6 +60,14 @@ static const Kernels *parse(PyObject *arguments, const char *format, ...) {
   Py_END_ALLOW_THREADS;    \
   Py_RETURN_NONE
 
+/* Whether they can for so many queries of a key, of this width; if not, Python is told. */
+static int attends(const Kernels *kernels, int64_t queries, int K) {
+  const int few = !kernels->most_queries || queries <= kernels->most_queries;
+  if (few && K % kernels->head_multiple == 0 && K <= MOST_WIDTH) return 1;
+  PyErr_SetString(PyExc_ValueError, "more queries or another width than these kernels are made for");
+  return 0;
+}
+
 static PyObject *py_attend(PyObject *self, PyObject *arguments) {
   Address queries, new_keys, new_values, keys, values, found, slots, bases;
   Attention work;
@@ -70,11 +78,7 @@ static PyObject *py_attend(PyObject *self, PyObject *arguments) {
                                  &v->position, &keys, &values, &found, &slots, &bases, &work.B, &work.T, &work.H,
                                  &work.G, &work.K, &work.columns, &work.slot_stride, &work.head_stride, &threads);
   if (!kernels) return NULL;
-  const int few = !kernels->most_queries || work.H / work.G * work.T <= kernels->most_queries;
-  if (!few || work.K % kernels->head_multiple || work.K > MOST_WIDTH) {
-    PyErr_SetString(PyExc_ValueError, "more queries or another width than these kernels are made for");
-    return NULL;
-  }
+  if (!attends(kernels, work.H / work.G * work.T, work.K)) return NULL;
   q->first = AT(queries), k->first = AT(new_keys), v->first = AT(new_values);
   work.keys = AT(keys), work.values = AT(values), work.found = AT(found), work.slots = AT(slots), work.bases = AT(bases);
   COMPUTE(kernels->attend(&work, threads));
@@ -128,6 +132,24 @@ static PyObject *py_absorb(PyObject *self, PyObject *arguments) {
   work.slots = AT(slots), work.cosine = AT(cosine), work.sine = AT(sine), work.held = AT(held);
   work.scratch = AT(scratch), work.eps = (float)eps;
   COMPUTE(kernels->absorb(&work, threads));
+}
+
+static PyObject *py_forward(PyObject *self, PyObject *arguments) {
+  Address layers, stretches, tapped, cosine, sine, x, scratch, taps;
+  double eps;
+  Forward work;
+  int threads;
+  const Kernels *kernels =
+      parse(arguments, "KKKKKKKKdiiiiiiiiiiLLi", &layers, &stretches, &tapped, &cosine, &sine, &x, &scratch, &taps, &eps,
+            &work.count, &work.tap_count, &work.R, &work.N, &work.D, &work.H, &work.G, &work.K, &work.F,
+            &work.columns, &work.slot_stride, &work.head_stride, &threads);
+  if (!kernels) return NULL;
+  work.layers = AT(layers), work.stretches = AT(stretches), work.tapped = AT(tapped);
+  work.cosine = AT(cosine), work.sine = AT(sine), work.x = AT(x), work.scratch = AT(scratch);
+  work.taps = AT(taps), work.eps = (float)eps;
+  for (int s = 0; s < work.count; s++)
+    if (!attends(kernels, work.H / work.G * work.stretches[s].T, work.K)) return NULL;
+  COMPUTE(kernels->forward(&work, threads));
 }
 
 static PyObject *py_draft_pass(PyObject *self, PyObject *arguments) {
@@ -209,6 +231,7 @@ static PyMethodDef METHODS[] = {
     {"behind_attention", py_behind_attention, METH_VARARGS, "A layer behind it: see spire.model.fused_layer."},
     {"project", py_project, METH_VARARGS, "One product: see spire.model.fused_layer."},
     {"absorb", py_absorb, METH_VARARGS, "What a SPIRe draft remembers of its target: see spire.model.fused_draft."},
+    {"forward", py_forward, METH_VARARGS, "A target's layers: see spire.model.fused_target."},
     {"draft_pass", py_draft_pass, METH_VARARGS, "A pass of a SPIRe draft: see spire.model.fused_draft."},
     {"draw", py_draw, METH_VARARGS, "Tokens and what they were drawn from: see spire.model.fused_draft."},
     {"reject", py_reject, METH_VARARGS, "The rejection rule: see spire.fused_verification."},

@@ -25,6 +25,11 @@ def absorb(kernels: int, *work: float) -> None:
     """Addresses of layers, taps, positions, ends, slots, cosines, sines, places and scratch; eps; R, N, D, H, G, K, S,
     window, sink; threads."""
 
+def forward(kernels: int, *work: float) -> None:
+    """Addresses of layers, stretches, tapped layers, cosines, sines, x, which becomes what the layers make of it,
+    scratch and taps; eps; how many stretches and taps; R, N, D, H, G, K, F, positions of a slot; strides of a slot and
+    of a head; threads."""
+
 def draft_pass(kernels: int, round: tuple[float, ...], number: int, tokens: int, threads: int) -> None:
     """Of the round addresses of layers, embedding, norm, unembedding, feedback's weights, positions, slots, bases,
     cosines, sines, its own keys and values, scratch and logits; eps; B, k, N, D, H, G, K, F, V, S, window, sink, and

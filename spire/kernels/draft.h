@@ -22,7 +22,7 @@ static void absorb(const Absorbed *work, int threads) {
   number *input = work->scratch, *normed = input + (int64_t)R * D, *projected = normed + (int64_t)R * D;
 #pragma omp parallel num_threads(threads)
   for (int i = 0; i < N; i++) {
-    const DraftLayer *layer = &work->layers[i];
+    const Layer *layer = &work->layers[i];
     const Before keys_values = {.x = input, .norm = layer->norm, .weight = layer->queries_keys_values + (int64_t)H * K * D,
                                 .cosine = work->cosine, .sine = work->sine, .normed = normed, .out = projected,
                                 .R = R, .D = D, .E = 2 * G * K, .heads = G, .K = K, .eps = work->eps};
@@ -116,7 +116,7 @@ static void draft_pass(const DraftRound *round, int pass, const int64_t *tokens,
     Before projection = {.cosine = round->cosine + (int64_t)pass * B * K, .sine = round->sine + (int64_t)pass * B * K,
                          .normed = normed, .out = projected, .R = B, .D = D, .K = K, .eps = round->eps};
     for (int i = 0; i < N; i++) {
-      const DraftLayer *layer = &round->layers[i];
+      const Layer *layer = &round->layers[i];
       number *own_keys = round->own + (int64_t)i * 2 * B * own, *own_values = own_keys + B * own;
       projection.x = passed + (int64_t)i * B * D, projection.norm = layer->norm;
       projection.weight = layer->queries_keys_values, projection.E = row, projection.heads = H + G;
@@ -141,7 +141,7 @@ static void draft_pass(const DraftRound *round, int pass, const int64_t *tokens,
       behind(&rest);
     }
     for (int i = 0; round->feedback && pass + 1 < round->k && i < N; i++) {
-      const DraftLayer *layer = &round->layers[i];
+      const Layer *layer = &round->layers[i];
       number *own_keys = round->own + (int64_t)i * 2 * B * own, *own_values = own_keys + B * own;
       mix(passed, round->feedback + i * (N + 1), N, (int64_t)B * D, hidden);
       projection.x = hidden, projection.norm = layer->norm, projection.heads = G;

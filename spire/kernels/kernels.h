@@ -53,16 +53,36 @@ typedef struct {
   float eps;
 } Behind;
 
-/* A SPIRe draft's layer, and what it remembers. */
+/* A layer's weights, and where it keeps keys and values: of a target pools, of a SPIRe draft [slots, G, S, K]. */
 typedef struct {
   const number *norm, *queries_keys_values, *output, *norm_inside, *gate_up, *down;
-  number *keys, *values; /* [slots, G, S, K] */
-} DraftLayer;
+  number *keys, *values;
+} Layer;
+
+/* T new positions of each of B sequences; `first` of the rows of a forward. */
+typedef struct {
+  int64_t first, B, T;
+  const int64_t *slots, *bases; /* [B] */
+} Stretch;
+
+/* What a target makes of R embedded tokens: N layers, D width, H query heads, G key/value heads, K head width, F inner
+   width. What enters the tapped layers is kept. */
+typedef struct {
+  const Layer *layers;         /* [N] */
+  const Stretch *stretches;    /* [count]: all rows */
+  const int64_t *tapped;       /* [tap_count] */
+  const number *cosine, *sine; /* [R, K] */
+  number *x, *scratch;         /* [R, D], in and out; R * (2 * D + K * (2 * H + 2 * G) + F) */
+  number *taps;                /* [R, tap_count, D] */
+  int count, tap_count, R, N, D, H, G, K, F, columns;
+  long long slot_stride, head_stride; /* of pools */
+  float eps;
+} Forward;
 
 /* A round of a draft: B sequences, k passes, N layers, D width, H query heads, G key/value heads, K head width, F inner
    width, V vocabulary, S places of a slot. */
 typedef struct {
-  const DraftLayer *layers;                     /* [N] */
+  const Layer *layers;                     /* [N] */
   const number *embedding, *norm, *unembedding; /* [V, D]; [D]; blocks of [V, D] */
   const float *feedback;                        /* [N, N + 1]; NULL where a layer remembers its own input */
   const int64_t *positions;                     /* [slots, S]: of the text, -1 in empty places */
@@ -76,7 +96,7 @@ typedef struct {
 
 /* Activations of R verified positions for a draft to remember. */
 typedef struct {
-  const DraftLayer *layers; /* [N] */
+  const Layer *layers; /* [N] */
   const number *taps;       /* [R, N, D] */
   /* [R]: of the text; the position behind the last of the sequence's; which slot. */
   const int64_t *positions, *ends, *slots;
@@ -134,6 +154,7 @@ typedef struct {
   void (*behind_attention)(const Behind *work, int threads);
   void (*project)(const number *x, const number *weight, int R, int D, int E, float *out, int threads);
   void (*absorb)(const Absorbed *work, int threads);
+  void (*forward)(const Forward *work, int threads);
   void (*draft_pass)(const DraftRound *round, int pass, const int64_t *tokens, int threads);
   void (*draw)(const Draw *work, int threads);
   void (*reject)(const Rejection *work, int threads);

@@ -248,23 +248,27 @@ static void attend_head(const Attention *work, int b, int g) {
   }
 }
 
+static void attend_all(const Attention *work) {
+  TileConfig config = {.palette = 1};
+  for (int tile = 0; tile < 5; tile++) config.row_bytes[tile] = 64, config.rows[tile] = 16;
+  _tile_loadconfig(&config);
+#pragma omp for schedule(dynamic, 1)
+  for (int head = 0; head < work->B * work->G; head++) attend_head(work, head / work->G, head % work->G);
+  _tile_release();
+}
+
 static void attend(const Attention *work, int threads) {
 #pragma omp parallel num_threads(threads)
-  {
-    TileConfig config = {.palette = 1};
-    for (int tile = 0; tile < 5; tile++) config.row_bytes[tile] = 64, config.rows[tile] = 16;
-    _tile_loadconfig(&config);
-#pragma omp for schedule(dynamic, 1)
-    for (int head = 0; head < work->B * work->G; head++) attend_head(work, head / work->G, head % work->G);
-    _tile_release();
-  }
+  attend_all(work);
 }
+
+#include "target.h"
 
 static int available(void) {
   return processor() & HAS_TILES && syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18) == 0;
 }
 
 const Kernels tiles = {"matrix tiles", 1, BLOCK, 64, MOST_QUERIES, available, attend, before_attention, behind_attention,
-                       project, absorb, draft_pass, draw, reject, collect};
+                       project, absorb, forward, draft_pass, draw, reject, collect};
 #pragma GCC pop_options
 #endif

@@ -264,19 +264,23 @@ static void attend_group(const Attention *work, int b, int g, int from, Queries 
   }
 }
 
-static void attend(const Attention *work, int threads) {
+static void attend_all(const Attention *work) {
   const int heads = work->B * work->G, groups = (work->H / work->G * work->T + GROUP - 1) / GROUP;
-#pragma omp parallel num_threads(threads)
-  {
-    Queries queries;
-    if (groups > 1)
+  Queries queries;
+  if (groups > 1)
 #pragma omp for schedule(static)
-      for (int head = 0; head < heads; head++) store_new(work, head / work->G, head % work->G);
+    for (int head = 0; head < heads; head++) store_new(work, head / work->G, head % work->G);
 #pragma omp for schedule(dynamic, 1)
-    for (int item = 0; item < heads * groups; item++) {
-      const int head = item / groups;
-      if (groups == 1) store_new(work, head / work->G, head % work->G);
-      attend_group(work, head / work->G, head % work->G, item % groups * GROUP, &queries);
-    }
+  for (int item = 0; item < heads * groups; item++) {
+    const int head = item / groups;
+    if (groups == 1) store_new(work, head / work->G, head % work->G);
+    attend_group(work, head / work->G, head % work->G, item % groups * GROUP, &queries);
   }
 }
+
+static void attend(const Attention *work, int threads) {
+#pragma omp parallel num_threads(threads)
+  attend_all(work);
+}
+
+#include "target.h"

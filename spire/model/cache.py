@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from spire.errors import OutOfCapacity
-from spire.kernels import Kernels, kernels_for
+from spire.kernels import kernels_for
 from spire.model.config import ModelConfig
 from spire.model.contiguous_attention import ContiguousAttention
-from spire.model.fused_attention import FusedAttention
+from spire.model.fused_attention import FusedAttention, FusedPools
 from spire.model.layers import additive, attend
 from spire.model.pool import Pool
 
@@ -55,13 +55,13 @@ class TargetCache:
         pages = capacity // _PAGE + 1
         self.on_cpu = self._is_cpu(self.device)
         self.pages, self.page = (pages, _PAGE) if self.on_cpu else (1, pages * _PAGE)
-        self.kernels = self._kernels(config, dtype) if self.on_cpu else None
         self.queries_per_key = config.num_attention_heads // config.num_key_value_heads
         heads, width = config.num_key_value_heads, config.head_dim
         shape = (len(self.lengths), heads, pages * _PAGE, width)
         layers = range(config.num_hidden_layers)
         self.keys = [Pool(shape, dtype, device) for _ in layers]
         self.values = [Pool(shape, dtype, device) for _ in layers]
+        self.fused = self._fused_pools(config, dtype) if self.on_cpu else None
         self.page_bytes = len(self._pools) * heads * self.page * width * dtype.itemsize
         self._budget = self.pages * slots if budget is None else budget // self.page_bytes
         if self._budget < self.pages:
@@ -77,11 +77,12 @@ class TargetCache:
     def _is_cpu(device: torch.device) -> bool:
         return device.type == "cpu"
 
-    @staticmethod
-    def _kernels(config: ModelConfig, dtype: torch.dtype) -> Kernels | None:
-        """Those of ours that can attend for such a model, or else a CPU's flash kernel does."""
+    def _fused_pools(self, config: ModelConfig, dtype: torch.dtype) -> FusedPools | None:
+        """For kernels of ours, if there are any that attend for such a model, or else a CPU's flash kernel does."""
         kernels = kernels_for(dtype)
-        return kernels if kernels and kernels.attends(config.head_dim) else None
+        if not kernels or not kernels.attends(config.head_dim):
+            return None
+        return FusedPools(kernels, *([pool.tensor for pool in pools] for pools in (self.keys, self.values)))
 
     @property
     def _pools(self) -> list[Pool]:
@@ -176,11 +177,11 @@ class TargetCache:
         """
         if not self.reserve(slots, new_tokens):
             raise OutOfCapacity(f"no memory for {new_tokens} more positions of {len(slots)} sequences")
-        kernels = self.kernels if causal else None
-        if kernels and kernels.most_queries is not None:
-            few = decoding and new_tokens * self.queries_per_key <= kernels.most_queries
-            kernels = kernels if few else None
-        return BatchView(self, slots, new_tokens, kernels)
+        fused = self.fused if causal else None
+        if fused and fused.kernels.most_queries is not None:
+            few = decoding and new_tokens * self.queries_per_key <= fused.kernels.most_queries
+            fused = fused if few else None
+        return BatchView(self, slots, new_tokens, fused)
 
     def gather(self, slots: Sequence[int], positions_BS: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of all N layers' keys and values at chosen committed positions of these slots, [N, B, G, S, K]."""
@@ -211,13 +212,13 @@ class TargetCache:
 class BatchView:
     """The cache during one forward over some slots, T new positions each: implements the target's KeyValues."""
 
-    def __init__(self, cache: TargetCache, slots: Sequence[int], new_tokens: int, kernels: Kernels | None):
+    def __init__(self, cache: TargetCache, slots: Sequence[int], new_tokens: int, pools: FusedPools | None):
         self._cache = cache
         lengths, device = [cache.lengths[slot] for slot in slots], cache.device
         self.positions_BT = torch.tensor(lengths, device=device)[:, None] + torch.arange(new_tokens, device=device)
-        self._fused = FusedAttention(kernels, slots, lengths) if kernels else None
-        if kernels:
-            return  # they need no mask, and know the places
+        self.fused = [FusedAttention(pools, slots, lengths, new_tokens)] if pools else []
+        if pools:
+            return  # kernels need no mask, and know the places
         # Padding of a row that is nearly full piles up in the last column, which is never committed.
         last_column = cache.pages * cache.page - 1
         columns_BT = self.positions_BT.clamp(max=last_column)
@@ -239,16 +240,16 @@ class BatchView:
 
     def see(self, visible_BTS: Tensor) -> None:
         """Let each new position attend to these of the last columns, and to all before them."""
-        assert not self._fused
+        assert not self.fused
         self._mask_B1TS = additive(visible_BTS, self._cache.keys[0].tensor.dtype)
         if self._attention:
             self._attention.see(self._in_their_order(self._mask_B1TS[:, 0]).repeat(1, self._cache.queries_per_key, 1))
 
     def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
         """Store the new positions of one layer; what its queries find in all positions up to their own."""
+        if self.fused:
+            return self.fused[0].attend(layer, queries_BHTK, keys_BGTK, values_BGTK)
         keys, values = self._cache.keys[layer].tensor, self._cache.values[layer].tensor
-        if self._fused:
-            return self._fused.attend(queries_BHTK, keys_BGTK, values_BGTK, keys, values)
         self.store(layer, keys_BGTK, values_BGTK)
         if self._attention is None:
             columns = self.columns_1S.shape[1]
@@ -266,7 +267,7 @@ class BatchView:
 
     def store(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> None:
         """Write the new positions of one layer behind what is committed. Kernels of ours do so as they attend."""
-        if self._fused:
+        if self.fused:
             return
         for pool, new_BGTK in ((self._cache.keys[layer], keys_BGTK), (self._cache.values[layer], values_BGTK)):
             pool.write(self._places_R, new_BGTK.transpose(1, 2).reshape(-1, new_BGTK.shape[-1]))
@@ -283,6 +284,8 @@ class Stretches:
         self.positions_BT = torch.cat([view.positions_BT.flatten() for view in views])[None]
         ends = accumulate((view.positions_BT.numel() for view in views), initial=0)
         self._rows = [slice(*bounds) for bounds in pairwise(ends)]
+        parts = [view.fused for view in views]
+        self.fused = [part for fused in parts for part in fused] if all(parts) else []
 
     def attend(self, layer: int, queries_1HRK: Tensor, keys_1GRK: Tensor, values_1GRK: Tensor) -> Tensor:
         attended = []

@@ -2,7 +2,7 @@
 
 A query's sums do not depend on how many others there are: not on the batch, nor on how many tokens are verified.
 
-Shapes: B sequences, T new positions, H query heads, G key/value heads, K head width, L positions of a slot.
+Shapes: N layers, B sequences, T new positions, H query heads, G key/value heads, K head width, L positions of a slot.
 """
 
 from __future__ import annotations
@@ -15,25 +15,43 @@ from torch import Tensor
 from spire.kernels import Kernels
 
 
+class FusedPools:
+    """Keys and values of N layers, each [slots, G, L, K] and laid out alike, which must outlive it."""
+
+    def __init__(self, kernels: Kernels, keys: Sequence[Tensor], values: Sequence[Tensor]):
+        self.kernels = kernels
+        _, self.heads, self.columns, self.width = keys[0].shape
+        self.strides = keys[0].stride()[:2]
+        addresses = [(pool.data_ptr(), other.data_ptr()) for pool, other in zip(keys, values, strict=True)]
+        self.addresses_N2 = torch.tensor(addresses, dtype=torch.int64)
+
+
 class FusedAttention:
-    """What T new positions of some slots find in what is committed there and in one another."""
+    """What T new positions of each of some slots find in what is committed there, `lengths`, and in one another."""
 
-    def __init__(self, kernels: Kernels, slots: Sequence[int], lengths: Sequence[int]):
-        self._kernels = kernels
-        self._slots_B = torch.tensor(slots)
-        self._lengths_B = torch.tensor(lengths)
+    def __init__(self, pools: FusedPools, slots: Sequence[int], lengths: Sequence[int], new_tokens: int):
+        self.pools, self.new_tokens, self.end = pools, new_tokens, max(lengths) + new_tokens
+        self._slots_B, self._lengths_B = torch.tensor(slots), torch.tensor(lengths)
 
-    def attend(
-        self, queries_BHTK: Tensor, new_keys_BGTK: Tensor, new_values_BGTK: Tensor, keys: Tensor, values: Tensor
-    ) -> Tensor:
-        """Store new keys and values in their pools, [slots, G, L, K]; what queries find there, [B, H, T, K]."""
+    @property
+    def rows(self) -> int:
+        return len(self._slots_B) * self.new_tokens
+
+    @property
+    def stretch(self) -> tuple[int, ...]:
+        """B, T and the addresses of slots and lengths; good while this lives."""
+        return len(self._slots_B), self.new_tokens, self._slots_B.data_ptr(), self._lengths_B.data_ptr()
+
+    def attend(self, layer: int, queries_BHTK: Tensor, new_keys_BGTK: Tensor, new_values_BGTK: Tensor) -> Tensor:
+        """Store a layer's new keys and values in their pools; what queries find there, [B, H, T, K]."""
         B, H, T, K = queries_BHTK.shape
-        found_BTHK = torch.empty(B, T, H, K, dtype=keys.dtype)
+        found_BTHK = torch.empty(B, T, H, K, dtype=queries_BHTK.dtype)
         new = [_rows(x) for x in (queries_BHTK, new_keys_BGTK, new_values_BGTK)]
-        addresses = (x.data_ptr() for x in (keys, values, found_BTHK, self._slots_B, self._lengths_B))
-        shape = (B, T, H, keys.shape[1], K, keys.shape[2])
+        pools = self.pools
+        addresses = (*pools.addresses_N2[layer].tolist(), found_BTHK.data_ptr(), *self.stretch[2:])
         strides = [part for x in new for part in (x.data_ptr(), *x.stride()[:3])]
-        self._kernels.attend(*strides, *addresses, *shape, keys.stride(0), keys.stride(1), torch.get_num_threads())
+        shape = (B, T, H, pools.heads, K, pools.columns, *pools.strides)
+        pools.kernels.attend(*strides, *addresses, *shape, torch.get_num_threads())
         return found_BTHK.transpose(1, 2)
 
 

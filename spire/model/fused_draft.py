@@ -16,10 +16,7 @@ from torch import Tensor
 
 from spire.kernels import Kernels
 from spire.model.draft import Draft
-from spire.model.fused_layer import FusedLayer, FusedProduct
-
-# Of positions that are kept: more than a context has, and no more memory than a slot of a target's cache.
-_MOST_ROTATIONS = 2**16
+from spire.model.fused_layer import FusedLayer, FusedProduct, Rotations
 
 
 class FusedDraft:
@@ -33,17 +30,7 @@ class FusedDraft:
         self.layers = torch.tensor(table, dtype=torch.int64)
         self.feedback = draft.memory_weights.softmax(dim=-1).float() if draft.draft.feedback else None
         self.unembedding = draft.packed(FusedProduct, "lm_head").weight
-        # Cosines and signed sines of the first positions: computing them anew takes ten operations.
-        self._rope_PK: tuple[Tensor, ...] = (torch.empty(0), torch.empty(0))
-
-    def rope(self, positions: Tensor, end: int) -> list[Tensor]:
-        """The rotation of positions before `end`, each [positions, K]."""
-        if end > _MOST_ROTATIONS:
-            return [found[0, 0] for found in self.draft.rope(positions[None], self.kernels.dtype)]
-        if end > len(self._rope_PK[0]):
-            up_to = torch.arange(1 << max(10, (end - 1).bit_length()))
-            self._rope_PK = tuple(table[0, 0] for table in self.draft.rope(up_to[None], self.kernels.dtype))
-        return [table_PK.index_select(0, positions) for table_PK in self._rope_PK]
+        self.rotations = Rotations(draft.rope, kernels.dtype)
 
     def absorb(self, slots_R: Tensor, positions_R: Tensor, ends_R: Tensor, taps_RND: Tensor) -> None:
         """Project the target's activations of verified positions and store them at their places of slots, but for
@@ -53,7 +40,7 @@ class FusedDraft:
         if not R:
             return
         G, K = config.num_key_value_heads, config.head_dim
-        rope = self.rope(positions_R, int(ends_R.max()))
+        rope = self.rotations.at(positions_R, int(ends_R.max()))
         scratch = torch.empty(R * 2 * (D + G * K), dtype=self.kernels.dtype)
         numbers = (x.contiguous() for x in (taps_RND, positions_R, ends_R, slots_R))
         tensors = (self.layers, *numbers, *rope, self.positions_XS, scratch)
@@ -70,7 +57,7 @@ class FusedRound:
         H, G, K = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         D, F = config.hidden_size, config.intermediate_size
         self._kernels, self._k, self._passes = fused.kernels, k, 0
-        rope = fused.rope((base_B + torch.arange(k)[:, None]).flatten(), end)
+        rope = fused.rotations.at((base_B + torch.arange(k)[:, None]).flatten(), end)
         own = torch.empty(N * 2 * B * G * k * K, dtype=fused.kernels.dtype)
         scratch = torch.empty(B * (D * (N + 3) + K * (2 * H + 2 * G) + F), dtype=fused.kernels.dtype)
         self._logits_BV = torch.empty(B, config.vocab_size)

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 from spire.kernels import Kernels, kernels_for
 from spire.model.config import ModelConfig
-from spire.model.layers import Layer, Rotation
+from spire.model.layers import Layer, Rope, Rotation
 
 # Inputs and outputs of a product are multiples of this.
 _MULTIPLE = 32
+# Of positions whose rotations are kept: more than a context has, and no more memory than a slot of a target's cache.
+_MOST_ROTATIONS = 2**16
 
 
 def kernels_of(config: ModelConfig, weight: Tensor) -> Kernels | None:
@@ -87,6 +89,25 @@ class FusedLayer(Layer):
         shape = (B * T, D, E, heads - self.kv_heads, self.head_dim)
         self._kernels.before_attention(*(x.data_ptr() for x in tensors), self.eps, *shape, torch.get_num_threads())
         return projected_RE.view(B, T, heads, self.head_dim).transpose(1, 2)
+
+
+class Rotations:
+    """Cosines and signed sines of the first positions: computing them anew takes ten operations."""
+
+    def __init__(self, rope: Rope, dtype: torch.dtype):
+        self._rope, self._dtype = rope, dtype
+        self._kept_PK: tuple[Tensor, ...] = (torch.empty(0), torch.empty(0))
+
+    def at(self, positions_R: Tensor, end: int) -> list[Tensor]:
+        """The rotation of positions before `end`: two of [R, K]."""
+        if end > _MOST_ROTATIONS:
+            return self._computed(positions_R)
+        if end > len(self._kept_PK[0]):
+            self._kept_PK = tuple(self._computed(torch.arange(1 << max(10, (end - 1).bit_length()))))
+        return [kept_PK.index_select(0, positions_R) for kept_PK in self._kept_PK]
+
+    def _computed(self, positions_R: Tensor) -> list[Tensor]:
+        return [found_11RK[0, 0] for found_11RK in self._rope(positions_R[None], self._dtype)]
 
 
 class FusedProduct:

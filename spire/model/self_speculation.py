@@ -21,6 +21,7 @@ from torch import Tensor
 
 from spire.model.cache import TargetCache
 from spire.model.draft import visible
+from spire.model.fused_attention import FusedAttention
 from spire.model.layers import additive, attend, rotate
 from spire.model.target import Target
 
@@ -38,6 +39,7 @@ class SelfSpeculation:
     """A round of k <= window passes over B slots, newest tokens at their committed lengths: the target's KeyValues."""
 
     positions_BT: Tensor
+    fused: Sequence[FusedAttention] = ()
 
     def __init__(self, target: Target, cache: TargetCache, slots: Sequence[int], k: int, sparse: SparseAttention):
         device = cache.device

@@ -6,7 +6,7 @@ same call with a cache that keeps nothing. The draft's food, the activations ent
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol, cast
 
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from spire.model.config import ModelConfig
+from spire.model.fused_attention import FusedAttention
+from spire.model.fused_target import FusedStack
 from spire.model.layers import Layer, RMSNorm, Rope, attend
 from spire.model.linears import Linears
 
@@ -22,6 +24,8 @@ class KeyValues(Protocol):
     """What the target needs of a cache during one forward."""
 
     positions_BT: Tensor
+    # Where kernels of ours attend for all of it; nowhere, or in parts, if it is empty.
+    fused: Sequence[FusedAttention]
 
     def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
         """Store the new positions' keys and values of one layer; what its queries find, [B, H, T, K]."""
@@ -34,6 +38,7 @@ class WholeSequence:
     def __init__(self, tokens_BT: Tensor):
         B, T = tokens_BT.shape
         self.positions_BT = torch.arange(T, device=tokens_BT.device).expand(B, T)
+        self.fused: Sequence[FusedAttention] = ()
 
     def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
         return attend(queries_BHTK, keys_BGTK, values_BGTK, None)
@@ -61,6 +66,8 @@ class Target(Linears):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self.rope = Rope(config.head_dim, config.rope)
+        # All layers at once, over a cache where kernels attend: `pack` says so.
+        self.stack: FusedStack | None = None
 
     def forward(self, tokens_BT: Tensor, cache: KeyValues, tapped_layers: tuple[int, ...] = ()) -> TargetOutput:
         """Append T tokens per sequence to `cache`.
@@ -68,6 +75,9 @@ class Target(Linears):
         `tapped_layers` are counts of layers passed: the activation *entering* that layer (0 is the embedding).
         """
         hidden_BTD = self.embed_tokens(tokens_BT)
+        if self.stack and cache.fused:
+            hidden_BTD, taps_BTND = self.stack(hidden_BTD, cache.positions_BT, cache.fused, tapped_layers)
+            return TargetOutput(self.norm(hidden_BTD), taps_BTND)
         rope = self.rope(cache.positions_BT, hidden_BTD.dtype)
         taps: dict[int, Tensor] = {}
         for index, layer in enumerate(cast(Iterable[Layer], self.layers)):

@@ -1,0 +1,47 @@
+/* A target's layers in one go, by what `layer.h` and the file that includes both define: a forward but for embeddings, the last
+   norm and logits.
+
+   Its threads meet once and part once. Layer by layer they meet at every operation, and between two of them whoever
+   dispatches may have to wait for other work of its process. */
+
+static void tap(const Forward *w, int layer) {
+  for (int n = 0; n < w->tap_count; n++) {
+    if (w->tapped[n] != layer) continue;
+#pragma omp for schedule(static) nowait
+    for (int r = 0; r < w->R; r++)
+      memcpy(w->taps + ((int64_t)r * w->tap_count + n) * w->D, w->x + (int64_t)r * w->D, sizeof(number) * w->D);
+  }
+}
+
+/* What a stretch's queries find, by the projections of all rows [R, (H + 2 * G) * K]. */
+static void attend_stretch(const Forward *w, const Layer *layer, const Stretch *s, number *projected, number *found) {
+  const int64_t E = (int64_t)(w->H + 2 * w->G) * w->K;
+  const number *rows = projected + s->first * E;
+  const Heads queries = {rows, s->T * E, w->K, E};
+  Heads keys = queries, values = queries;
+  keys.first += w->H * w->K, values.first += (w->H + w->G) * w->K;
+  const Attention work = {.queries = queries, .new_keys = keys, .new_values = values, .keys = layer->keys,
+                          .values = layer->values, .found = found + s->first * w->H * w->K, .slots = s->slots,
+                          .bases = s->bases, .B = (int)s->B, .T = (int)s->T, .H = w->H, .G = w->G, .K = w->K,
+                          .columns = w->columns, .slot_stride = w->slot_stride, .head_stride = w->head_stride};
+  attend_all(&work);
+}
+
+static void forward(const Forward *w, int threads) {
+  const int R = w->R, D = w->D, A = w->H * w->K, E = A + 2 * w->G * w->K;
+  number *normed = w->scratch, *projected = normed + (int64_t)R * D, *attended = projected + (int64_t)R * E;
+  number *hidden = attended + (int64_t)R * A, *inside = hidden + (int64_t)R * D;
+#pragma omp parallel num_threads(threads)
+  for (const Layer *layer = w->layers; layer < w->layers + w->N; layer++) {
+    const Before projection = {.x = w->x, .norm = layer->norm, .weight = layer->queries_keys_values,
+                               .cosine = w->cosine, .sine = w->sine, .normed = normed, .out = projected, .R = R,
+                               .D = D, .E = E, .heads = w->H + w->G, .K = w->K, .eps = w->eps};
+    const Behind rest = {.x = w->x, .attended = attended, .output = layer->output, .norm = layer->norm_inside,
+                         .gate_up = layer->gate_up, .down = layer->down, .hidden = hidden, .normed = normed,
+                         .inside = inside, .out = w->x, .R = R, .D = D, .A = A, .F = w->F, .eps = w->eps};
+    tap(w, (int)(layer - w->layers));
+    before(&projection);
+    for (int s = 0; s < w->count; s++) attend_stretch(w, layer, &w->stretches[s], projected, attended);
+    behind(&rest);
+  }
+}
