@@ -27,7 +27,7 @@ _ENDED_KEPT = 4096
 log = structlog.get_logger("draft_service")
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Span:
     """Consecutive verified positions of one sequence, `rows` long, as they lie in a message's tensor."""
 

@@ -23,7 +23,7 @@ from spire.sampling import SamplingRows, Share, draw, pick, probabilities, top_m
 MAX_SPECULATION_DEPTH = 16
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Guess:
     """One sequence's place in a batch to draft for: `newest_token` stands at position `base`."""
 

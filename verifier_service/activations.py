@@ -14,6 +14,7 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from itertools import compress, pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,7 +63,7 @@ class Taps:
         return cls(tuple(request.tapped_layers), sink, window, request.tokens)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Advance:
     """Positions start .. start + count - 1 of one sequence have been committed, and these tokens stand there.
 
@@ -406,6 +407,8 @@ def _committed_rows(taps_BTND: Tensor, rows: list[int], advances: Rows[Advance])
     T, device = taps_BTND.shape[1], taps_BTND.device
     if sum(a.count for a in advances) == taps_BTND.shape[0] * T:
         return taps_BTND.flatten(0, 1)
-    counts_B = torch.zeros(len(taps_BTND), dtype=torch.int64, device=device)
-    counts_B[rows] = torch.tensor([a.count for a in advances], device=device)
-    return taps_BTND[torch.arange(T, device=device) < counts_B[:, None]]
+    # A few numbers for each row: numpy is done with them before torch has begun.
+    counts = np.array([a.count for a in advances])
+    # The last position of each row stands before its end.
+    places_R = np.arange(counts.sum()) + np.repeat(np.array(rows) * T + counts - counts.cumsum(), counts)
+    return taps_BTND.flatten(0, 1).index_select(0, torch.from_numpy(places_R).to(device))

@@ -30,7 +30,7 @@ class Limits:
     max_depth: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Block:
     """One item that passed its checks: draft tokens after a sequence's newest one, and what they were drawn from.
 

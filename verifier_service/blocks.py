@@ -28,7 +28,7 @@ from verifier_service.tasks import VerifyTask
 log = structlog.get_logger("verifier_service")
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Entry:
     """A block and where its result belongs."""
 
@@ -234,9 +234,15 @@ class Blocks:
     # --- after it -------------------------------------------------------------------------------------------------
 
     def conclude(self, taken: Taken, outcome: Outcome) -> None:
-        """Advance every sequence whose block was verified, and keep its answer."""
+        """Advance every sequence whose block was verified."""
         for row, entry in enumerate(taken.entries):
-            self._conclude(entry, outcome, row)
+            if outcome.sound(row):
+                entry.block.sequence.advance(entry.block.round, entry.block.base, outcome.tokens[row])
+
+    def write_answers(self, taken: Taken, outcome: Outcome) -> None:
+        """What became of each block, once those that wait to draft behind them have been asked."""
+        for row, entry in enumerate(taken.entries):
+            self._write_answer(entry, outcome, row)
 
     def count(self, taken: Taken, outcome: Outcome) -> None:
         """Tell the metrics of it: no draft waits any more."""
@@ -252,7 +258,7 @@ class Blocks:
         for entry in taken.entries:
             self._give_up(entry.task, entry.index)
 
-    def _conclude(self, entry: Entry, outcome: Outcome, row: int) -> None:
+    def _write_answer(self, entry: Entry, outcome: Outcome, row: int) -> None:
         sequence, block = entry.block.sequence, entry.block
         if not outcome.finite[row]:
             sequence.poisoned = True
@@ -270,5 +276,5 @@ class Blocks:
             tokens=outcome.tokens[row],
             logprobs=outcome.logprobs[row],
         )
-        sequence.advance(block.base, answer)
+        sequence.last_answer = answer
         entry.task.results[entry.index] = answer

@@ -230,6 +230,7 @@ class Engine:
 
     def _answer(self, taken: Taken, verified: Outcome | None, began: float) -> None:
         if verified:
+            self._blocks.write_answers(taken, verified)
             self._blocks.count(taken, verified)
         taken.answer(verified, began, self.steps.cache.usage)
 
@@ -285,9 +286,9 @@ class Engine:
         if outcome is None:
             return []
         advances = [
-            _advance(block.sequence, block.base, accepted + 1 if sound and not refusal else 0, block.quiet)
-            for block, accepted, sound, refusal in zip(
-                (entry.block for entry in entries), outcome.accepted, outcome.finite, outcome.refused, strict=True
+            _advance(block.sequence, block.base, accepted + 1 if outcome.sound(row) else 0, block.quiet)
+            for row, (block, accepted) in enumerate(
+                zip((entry.block for entry in entries), outcome.accepted, strict=True)
             )
         ]
         shares: list[Share] = []

@@ -86,10 +86,10 @@ class Sequence:
                 f"it is token {self.newest} at base {base}"
             )
 
-    def advance(self, base: int, answer: pb.VerifyResult) -> None:
-        """Take over a round's outcome."""
-        self.round, self.last_base, self.last_answer = answer.round, base, answer
-        self.tokens += answer.tokens
+    def advance(self, round_: int, base: int, tokens: list[int]) -> None:
+        """Take over a round's outcome. Its answer is written before anybody may ask for it again."""
+        self.round, self.last_base, self.last_answer = round_, base, None
+        self.tokens += tokens
 
 
 def check_start(start: pb.Start, vocab_size: int, max_context: int) -> None:

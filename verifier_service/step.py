@@ -79,6 +79,10 @@ class Outcome:
     forward_seconds: float
     sample_seconds: float
 
+    def sound(self, row: int) -> bool:
+        """Whether it goes on."""
+        return self.finite[row] and not self.refused[row]
+
     @property
     def seconds(self) -> float:
         return self.forward_seconds + self.sample_seconds
