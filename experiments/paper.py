@@ -236,6 +236,7 @@ def _measure(cell: CellPlan, measurement: Measurement, held_out: Path) -> dict[s
     command = ["eval", "acceptance", "--model", str(TARGET), "--draft", cell.draft or str(cell.directory)]
     command += ["--data", str(held_out), "--contexts", str(measurement.contexts), "--context", str(measurement.context)]
     command += ["--k", str(measurement.k), "--temperature", str(measurement.temperature), "--json"]
+    command += ["--rule", "rejection"]  # the paper's
     # A busy machine must not cost a round its draft: what is measured is acceptance, not time.
     extra = {"SPIRE_GATEWAY_PROPOSE_DEADLINE": "60", "SPIRE_DRAFT_WAIT_MS": "20000"}
     if measurement.top_m is not None:

@@ -55,7 +55,7 @@ class GatewayConfig(ServiceConfig):
     rule: Rule | None = Field(
         None,
         description="which draft tokens stand, unless a request says otherwise; without it, invariant for a request "
-        "with a seed and rejection for one without",
+        "with a seed and block for one without",
     )
     rules: Annotated[tuple[Rule, ...], NoDecode] = Field(
         ("rejection", "block", "invariant"), min_length=1, description="the rules that may be used, comma-separated"
@@ -151,5 +151,5 @@ class GatewayConfig(ServiceConfig):
 
     def rule_for(self, wanted: Rule | None, seeded: bool) -> Rule:
         """The rule of a request that wants one, or leaves it open."""
-        usual: Rule = "invariant" if seeded else "rejection"
+        usual: Rule = "invariant" if seeded else "block"
         return wanted or self.rule or (usual if usual in self.rules else self.rules[0])

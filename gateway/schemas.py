@@ -73,7 +73,7 @@ class Speculation(BaseModel):
     k: int | None = Field(
         default=None, ge=0, le=64, description="draft tokens a round; by default the gateway's choice"
     )
-    rule: Rule | None = Field(default=None, description="by default invariant with a seed, rejection without")
+    rule: Rule | None = Field(default=None, description="by default invariant with a seed, block without")
 
 
 class JsonSchema(BaseModel):

@@ -1,8 +1,9 @@
-"""The rejection rule from logits to tokens by one kernel, `spire/kernels/sampling.h`: the usual batch on a CPU.
+"""Rejection and block verification from logits to tokens by one kernel, `spire/kernels/sampling.h`.
 
-What `spire.sampling.probabilities` and `spire.verification.verify` do with thirty operations of torch over all
-positions, for sequences that draw from the whole softmax or greedily. Positions behind the first token that falls are
-not computed.
+It takes the usual batch on a CPU, and does what `spire.sampling.probabilities` and `spire.verification.verify` do with
+thirty operations of torch over all positions, for sequences that draw from the whole softmax or greedily. What a
+verdict does not depend on is not computed: positions behind the first token that falls by rejection, what is left for
+prefixes shorter than the one that stands.
 
 Shapes: B sequences, K draft tokens at most, T = K + 1 positions, V vocabulary.
 """
@@ -18,18 +19,17 @@ from spire.sampling import Rule, SamplingRows, Share
 from spire.verification import SparseDistribution, Verdict
 
 
-def rejects(logits_BTV: Tensor, q: SparseDistribution | None, rows: SamplingRows) -> bool:
+def judges(logits_BTV: Tensor, q: SparseDistribution | None, rows: SamplingRows) -> bool:
     """Whether the kernel can judge this batch."""
     _, T, V = logits_BTV.shape
     if logits_BTV.device.type != "cpu" or V % SHARES or not every_kernels() or not rows.of_softmax_alone:
         return False
     if T == 1:
         return True
-    drawn_from = rows.greedy is Share.ALL if q is None else q.collected
-    return drawn_from and rows.only(Rule.REJECTION)
+    return rows.greedy is Share.ALL if q is None else q.collected
 
 
-def reject(
+def judge(
     logits_BTV: Tensor,
     draft_BK: Tensor,
     counts_B: Tensor,
@@ -45,8 +45,9 @@ def reject(
     accepted_B, finite_B = torch.empty(2, B, dtype=torch.int64)
     verdict = Verdict(accepted_B, torch.empty(B, T, dtype=torch.int64))
     of_q = (q.probs_BKM, q.sum_BK) if q else (torch.empty(0), torch.empty(0))
-    given = [x.contiguous() for x in (rows.temperature_B, draft_BK, counts_B, *of_q, coins_BK, uniforms_BT)]
+    blocks_B = (rows.rule_B == Rule.BLOCK).long()
+    given = [x.contiguous() for x in (rows.temperature_B, blocks_B, draft_BK, counts_B, *of_q, coins_BK, uniforms_BT)]
     found = (accepted_B, verdict.tokens_BT, finite_B)
     addresses = (x.data_ptr() for x in (logits_BTV, *given, *found))
-    every_kernels()[0].reject(*addresses, B, T, V, min(B, torch.get_num_threads()))
+    every_kernels()[0].judge(*addresses, B, T, V, min(B, torch.get_num_threads()))
     return verdict, finite_B

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from spire.calibration import Calibration, Machine
 from spire.drafting import Drafted, draft_tokens
-from spire.fused_verification import reject, rejects
+from spire.fused_verification import judge, judges
 from spire.hardware import Cost, Curve, Hardware, Measured, ModelCosts
 from spire.kernels import Kernels
 from spire.model.cache import BatchView, TargetCache
@@ -49,7 +49,7 @@ from spire.perf_model import Shape, draft_seconds, verify_seconds
 from spire.rpc.loopback import wire_cost
 from spire.rpc.sampling import from_protos
 from spire.sampling import SamplingRows, probabilities
-from spire.v1.tensor_pb2 import Sampling
+from spire.v1.tensor_pb2 import RULE_BLOCK, Sampling
 from spire.verification import SparseDistribution, verify
 
 STEPS = (
@@ -333,7 +333,7 @@ def draft_sampling_cost(config: ModelConfig, bench: Bench) -> Cost:
 
 
 def verify_sampling_cost(vocabulary: int, bench: Bench) -> Cost:
-    """From a target's logits to the tokens that stand, by the rejection rule: seconds by logits."""
+    """From a target's logits to the tokens that stand, by the rule that is usual: seconds by logits."""
 
     def seconds(batch: int, tokens: int) -> float:
         k, rows = tokens - 1, _sampling_rows(batch, bench)
@@ -342,15 +342,15 @@ def verify_sampling_cost(vocabulary: int, bench: Bench) -> Cost:
         draft_BK, q = torch.empty(batch, 0, dtype=torch.int64, device=bench.device), None
         if k:
             drafted = _draft(vocabulary, batch, k, logits_BTV[:, 0], bench)
-            assert drafted.probs_BKM is not None  # these sequences are under the rejection rule
+            assert drafted.probs_BKM is not None  # these sequences are under the rule of blocks
             draft_BK, q = drafted.tokens_BK, SparseDistribution(drafted.ids_BKM, drafted.probs_BKM)
             if drafted.ids_BKM is None:
                 q = SparseDistribution.whole(list(drafted.probs_BKM), k, vocabulary, bench.device)
 
         def sample() -> None:
             logits, given = logits_BTV.to(torch.float32, copy=True), (draft_BK, counts_B, q, rows, counts_B)
-            if rejects(logits, q, rows):
-                verdict, _ = reject(logits, *given)
+            if judges(logits, q, rows):
+                verdict, _ = judge(logits, *given)
             else:
                 verdict = verify(probabilities(logits, rows), *given)
             verdict.tokens_BT.tolist()
@@ -480,7 +480,8 @@ def _only_products(matmul: tuple[tuple[int, float], ...]) -> Measured:
 
 
 def _sampling_rows(batch: int, bench: Bench) -> SamplingRows:
-    return from_protos([Sampling(temperature=1, top_p=1, seed=seed) for seed in range(batch)], bench.device)
+    usual = [Sampling(temperature=1, top_p=1, seed=seed, rule=RULE_BLOCK) for seed in range(batch)]
+    return from_protos(usual, bench.device)
 
 
 def _rows(size: tuple[int, int]) -> int:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from spire.model.config import DraftConfig, ModelConfig
-from spire.model.draft import BlockRollouts, Draft, OwnPast, RolloutBlocks, match_input_scale, prune, visible
+from spire.model.draft import BlockRollouts, Draft, OwnPast, RolloutBlocks, input_scale, prune, visible
 from spire.model.draft_memory import DraftMemory
 from spire.model.target import Target, WholeSequence
 from spire.model.token_memory import TokenMemory
@@ -161,7 +161,7 @@ def test_pruning_copies_the_last_layers(target: Target, draft: Draft) -> None:
 
 def test_the_embedding_is_scaled_to_what_entered_the_copied_layer(target: Target, tokens_BL: Tensor) -> None:
     draft = pruned(target).requires_grad_(False)
-    match_input_scale(draft, target, 2, tokens_BL)
+    draft.embed_tokens.weight.mul_(input_scale(target, 2, tokens_BL))
     entered = taps_of(target, draft, tokens_BL)[:, 1:, 0].square().mean().sqrt()
     scaled = draft.embed_tokens(tokens_BL).square().mean().sqrt()
     assert scaled.item() == pytest.approx(entered.item(), rel=1e-4)

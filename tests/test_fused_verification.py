@@ -1,4 +1,4 @@
-"""The rejection rule by a kernel of ours comes to the verdict that the rule written in torch comes to, row by row."""
+"""Rejection and block verification by a kernel of ours come to the verdicts that the rules written in torch come to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import spire.fused_verification
-from spire.fused_verification import reject, rejects
+from spire.fused_verification import judge, judges
 from spire.kernels import Kernels, every_kernels
 from spire.sampling import Rule, SamplingRows, probabilities
 from spire.verification import Q_PROBLEMS, SparseDistribution, Verdict, check_q, verify
@@ -30,8 +30,8 @@ def judged(kernels: Kernels, logits_BTV: Tensor, *arguments: object) -> tuple[Ve
     """By these kernels."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(spire.fused_verification, "every_kernels", lambda: (kernels,))
-        assert rejects(logits_BTV, arguments[2], arguments[3])  # type: ignore[arg-type]
-        return reject(logits_BTV.clone(), *arguments)  # type: ignore[arg-type]
+        assert judges(logits_BTV, arguments[2], arguments[3])  # type: ignore[arg-type]
+        return judge(logits_BTV.clone(), *arguments)  # type: ignore[arg-type]
 
 
 @each_kernels
@@ -39,14 +39,20 @@ def judged(kernels: Kernels, logits_BTV: Tensor, *arguments: object) -> tuple[Ve
 @given(
     counts=st.lists(st.integers(0, 5), min_size=1, max_size=9),
     temperatures=st.lists(st.sampled_from([0.0, 0.5, 1.0, 1.3]), min_size=9, max_size=9),
+    rules=st.lists(st.sampled_from([Rule.REJECTION, Rule.BLOCK]), min_size=9, max_size=9),
     agreement=st.sampled_from([0.0, 0.5, 0.9]),
     seed=st.integers(0, 10_000),
 )
 def test_it_comes_to_the_same_verdict(
-    kernels: Kernels, counts: list[int], temperatures: list[float], agreement: float, seed: int
+    kernels: Kernels, counts: list[int], temperatures: list[float], rules: list[Rule], agreement: float, seed: int
 ) -> None:
     B, K, generator = len(counts), max(counts), torch.Generator().manual_seed(seed)
-    rows = replace(sampled_rows(B), temperature_B=torch.tensor(temperatures[:B]), seed_B=torch.arange(B) + seed)
+    rows = replace(
+        sampled_rows(B),
+        temperature_B=torch.tensor(temperatures[:B]),
+        seed_B=torch.arange(B) + seed,
+        rule_B=torch.tensor(rules[:B]),
+    )
     logits_BTV = 2 * torch.randn(B, K + 1, V, generator=generator)
     guessed_BKV = agreement * logits_BTV[:, :K] + (1 - agreement) * torch.randn(B, K, V, generator=generator)
     q_BKV = guessed_BKV.softmax(dim=-1).bfloat16()
@@ -72,7 +78,7 @@ def test_exponentials_are_as_exact_as_float32(kernels: Kernels, monkeypatch: pyt
     monkeypatch.setattr(spire.fused_verification, "every_kernels", lambda: (kernels,))
     logits_B1V = -torch.linspace(0, 80, 4096)[None, None]
     left_B1V, none_B = logits_B1V.clone(), torch.zeros(1, dtype=torch.int64)
-    reject(left_B1V, torch.empty(1, 0, dtype=torch.int64), none_B, None, sampled_rows(1), none_B)
+    judge(left_B1V, torch.empty(1, 0, dtype=torch.int64), none_B, None, sampled_rows(1), none_B)
     error_V = (left_B1V.double().log() - logits_B1V.double()).abs()
     assert (error_V <= 3e-7 + 2.0**-23 * logits_B1V.abs()).all()
 
@@ -96,15 +102,16 @@ def test_only_what_it_can_judge_is_left_to_it() -> None:
     def truncated(rows: SamplingRows) -> SamplingRows:
         return replace(rows, top_p_B=torch.tensor([1.0, 0.9]))
 
-    assert rejects(logits_BTV, q, sampled_rows(2))
-    assert rejects(logits_BTV, None, sampled_rows(2, temperature=0.0))
-    assert not rejects(logits_BTV, None, sampled_rows(2)), "q is one-hot"
-    assert not rejects(logits_BTV, SparseDistribution(None, q.probs_BKM.float()), sampled_rows(2)), "in another type"
-    assert not rejects(logits_BTV, q, truncated(sampled_rows(2)))
-    assert not rejects(logits_BTV, q, sampled_rows(2, rule=Rule.BLOCK))
-    assert not rejects(logits_BTV[:, :1], None, sampled_rows(2, rule=Rule.INVARIANT))
-    assert rejects(logits_BTV[:, :1], None, sampled_rows(2, rule=Rule.BLOCK)), "nothing was drafted"
-    assert not rejects(torch.randn(2, 3, V + 1), q, sampled_rows(2)), "a vocabulary that no vector divides"
+    assert judges(logits_BTV, q, sampled_rows(2))
+    assert judges(logits_BTV, None, sampled_rows(2, temperature=0.0))
+    assert not judges(logits_BTV, None, sampled_rows(2)), "q is one-hot"
+    assert not judges(logits_BTV, SparseDistribution(None, q.probs_BKM.float()), sampled_rows(2)), "in another type"
+    assert not judges(logits_BTV, q, truncated(sampled_rows(2)))
+    assert judges(logits_BTV, q, sampled_rows(2, rule=Rule.BLOCK))
+    assert not judges(logits_BTV, q, sampled_rows(2, rule=Rule.INVARIANT))
+    assert not judges(logits_BTV[:, :1], None, sampled_rows(2, rule=Rule.INVARIANT))
+    assert judges(logits_BTV[:, :1], None, sampled_rows(2)), "nothing was drafted"
+    assert not judges(torch.randn(2, 3, V + 1), q, sampled_rows(2)), "a vocabulary that no vector divides"
 
 
 @settings(max_examples=40, deadline=None)

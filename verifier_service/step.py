@@ -18,7 +18,7 @@ from torch import Tensor
 
 from spire.drafting import Drafted, draft_tokens
 from spire.errors import InvalidRequest
-from spire.fused_verification import reject, rejects
+from spire.fused_verification import judge, judges
 from spire.model.cache import Stretches, TargetCache
 from spire.model.self_speculation import SelfSpeculation, SparseAttention
 from spire.model.target import Target, TargetOutput
@@ -147,8 +147,8 @@ class ModelSteps:
         rows, drawn_from = self.pipeline.of(batch.slots), None
         arguments = (batch.draft_BK, batch.counts_B, batch.q, rows, batch.base_B)
         usual = self.rule is verify and self.pipeline.leaves_alone(batch.slots)
-        if usual and rejects(logits_BTV, batch.q, rows):
-            verdict, finite_B = reject(logits_BTV, *arguments)
+        if usual and judges(logits_BTV, batch.q, rows):
+            verdict, finite_B = judge(logits_BTV, *arguments)
         else:
             finite_B = self._finite(logits_BTV, batch.counts_B)
             drawn_from = self.pipeline.distributions(

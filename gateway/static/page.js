@@ -8,8 +8,8 @@ const LOOK_EVERY_MS = 3000;
 const ESTIMATE_EVERY_MS = 1000;
 
 const RULES = {
+  block: "Drafts are judged as a whole: at least as many are accepted as by rejection.",
   rejection: "A draft token stands with probability min(1, p/q).",
-  block: "Drafts are judged as a whole: at least as many are accepted.",
   invariant: "The target draws by noise of the seed and the position; a draft token stands if it is the same.",
 };
 const HEADINGS = {

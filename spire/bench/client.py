@@ -37,13 +37,13 @@ class Completed:
 class Request:
     """What every request of a measurement shares. `k` 0 is plain decoding, None leaves it to the gateway.
 
-    `rule` is said always: with a seed the gateway's default would be the invariant one.
+    `rule` is said always, and is the default of requests without a seed: these have one.
     """
 
     max_tokens: int
     temperature: float = 1.0
     k: int | None = 4
-    rule: str = "rejection"
+    rule: str = "block"
 
     def body(self, prompt: list[int], seed: int) -> dict[str, Any]:
         body = {

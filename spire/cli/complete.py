@@ -50,7 +50,7 @@ def complete(
     truncate: Annotated[
         int | None, typer.Option(help="Keep so many of the prompt's last tokens; -1: what fits.")
     ] = None,
-    rule: Annotated[str | None, typer.Option(help="rejection, block, or invariant (the default with --seed).")] = None,
+    rule: Annotated[str | None, typer.Option(help="block, rejection, or invariant (the default with --seed).")] = None,
     draft: Annotated[str | None, typer.Option(help="Who guesses, by name; 'off' decodes plainly.")] = None,
     k: Annotated[int | None, typer.Option("-k", "--k", help="Draft tokens a round.")] = None,
     stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print text as it comes.")] = True,

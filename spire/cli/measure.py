@@ -59,8 +59,8 @@ def eval_acceptance(
     k: Annotated[int, typer.Option(help="Speculation depth.", min=1, max=16)] = 4,
     temperature: Temperature = 1.0,
     rule: Annotated[
-        str, typer.Option(help="rejection, block or invariant; several with commas, on the same prompts.")
-    ] = "rejection",
+        str, typer.Option(help="block, rejection or invariant; several with commas, on the same prompts.")
+    ] = "block",
     concurrency: Concurrency = 16,
     seed: Seed = 0,
     as_json: Json = False,

@@ -102,6 +102,9 @@ def draft(
         str | None, typer.Option(help="Copy these target layers instead of the last ones, e.g. 3,7 (0 is the first).")
     ] = None,
     init: Annotated[str | None, typer.Option(help="pruned (from the target) or random.")] = None,
+    start_from: Annotated[
+        str | None, typer.Option(help="Directory of a draft to train further, instead of making one.")
+    ] = None,
     scale_input: Annotated[
         bool | None, typer.Option(help="Scale the embedding to what enters the copied layer in the target.")
     ] = None,

@@ -184,18 +184,19 @@ static PyObject *py_draw(PyObject *self, PyObject *arguments) {
   COMPUTE(kernels->draw(&work, threads));
 }
 
-static PyObject *py_reject(PyObject *self, PyObject *arguments) {
-  Address logits, temperatures, drafted, counts, q, q_sums, coins, uniforms, accepted, tokens, finite;
-  Rejection work;
+static PyObject *py_judge(PyObject *self, PyObject *arguments) {
+  Address logits, temperatures, blocks, drafted, counts, q, q_sums, coins, uniforms, accepted, tokens, finite;
+  Verdict work;
   int threads;
   const Kernels *kernels =
-      parse(arguments, "KKKKKKKKKKKiiii", &logits, &temperatures, &drafted, &counts, &q, &q_sums, &coins, &uniforms,
-            &accepted, &tokens, &finite, &work.B, &work.T, &work.V, &threads);
+      parse(arguments, "KKKKKKKKKKKKiiii", &logits, &temperatures, &blocks, &drafted, &counts, &q, &q_sums, &coins,
+            &uniforms, &accepted, &tokens, &finite, &work.B, &work.T, &work.V, &threads);
   if (!kernels) return NULL;
-  work.logits = AT(logits), work.temperatures = AT(temperatures), work.drafted = AT(drafted), work.counts = AT(counts);
+  work.logits = AT(logits), work.temperatures = AT(temperatures), work.blocks = AT(blocks);
+  work.drafted = AT(drafted), work.counts = AT(counts);
   work.q = AT(q), work.q_sums = AT(q_sums), work.coins = AT(coins), work.uniforms = AT(uniforms);
   work.accepted = AT(accepted), work.tokens = AT(tokens), work.finite = AT(finite);
-  COMPUTE(kernels->reject(&work, threads));
+  COMPUTE(kernels->judge(&work, threads));
 }
 
 static PyObject *py_collect(PyObject *self, PyObject *arguments) {
@@ -234,7 +235,7 @@ static PyMethodDef METHODS[] = {
     {"forward", py_forward, METH_VARARGS, "A target's layers: see spire.model.fused_target."},
     {"draft_pass", py_draft_pass, METH_VARARGS, "A pass of a SPIRe draft: see spire.model.fused_draft."},
     {"draw", py_draw, METH_VARARGS, "Tokens and what they were drawn from: see spire.model.fused_draft."},
-    {"reject", py_reject, METH_VARARGS, "The rejection rule: see spire.fused_verification."},
+    {"judge", py_judge, METH_VARARGS, "Which draft tokens stand: see spire.fused_verification."},
     {"collect", py_collect, METH_VARARGS, "Rows in one place, with their sums: see spire.kernels."},
     {"available", py_available, METH_NOARGS, "Those that this processor can run."},
     {NULL, NULL, 0, NULL},

@@ -39,7 +39,7 @@ def draw(kernels: int, *work: int) -> None:
     """Addresses of logits, which are overwritten, temperatures, uniform numbers, tokens and q; the stride of q's rows;
     B, V; threads."""
 
-def reject(kernels: int, *work: int) -> None:
+def judge(kernels: int, *work: int) -> None:
     """Addresses of logits, which are used up, temperatures, drafted tokens, counts, q, its sums, uniform numbers for
     acceptances and for tokens, how many were accepted, tokens and whether all was finite; B, T, V; threads."""
 

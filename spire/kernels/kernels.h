@@ -119,11 +119,13 @@ typedef struct {
   int B, V;
 } Draw;
 
-/* Which of a sequence's drafted tokens stand by the rejection rule, and the token behind them. T - 1 are drafted at most,
-   of row b the first counts[b]. Logits are used up. q is in proportion to what a token was drawn from. */
+/* Which of a sequence's drafted tokens stand by the rejection rule or by that of blocks, and the token behind them. T - 1
+   are drafted at most, of row b the first counts[b]. Logits are used up. q is in proportion to what a token was drawn
+   from. */
 typedef struct {
   float *logits;                   /* [B, T, V] */
   const float *temperatures;       /* [B] */
+  const int64_t *blocks;           /* [B]: whether by that of blocks */
   const int64_t *drafted, *counts; /* [B, T - 1], [B] */
   const uint16_t *q;               /* [B, T - 1, V], not read in greedy rows */
   const float *q_sums;             /* [B, T - 1] */
@@ -131,7 +133,7 @@ typedef struct {
   int64_t *accepted, *tokens;      /* [B], [B, T]: zeros behind */
   int64_t *finite;                 /* [B]: whether all logits of real positions are numbers */
   int B, T, V;
-} Rejection;
+} Verdict;
 
 /* B addresses of [counts[b], V] in bfloat16 to [B, K, V], and of each row, [B, K], its sum and its least number. What is
    not there is zero. */
@@ -157,7 +159,7 @@ typedef struct {
   void (*forward)(const Forward *work, int threads);
   void (*draft_pass)(const DraftRound *round, int pass, const int64_t *tokens, int threads);
   void (*draw)(const Draw *work, int threads);
-  void (*reject)(const Rejection *work, int threads);
+  void (*judge)(const Verdict *work, int threads);
   void (*collect)(const Collection *work, int threads);
 } Kernels;
 

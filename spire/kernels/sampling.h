@@ -1,5 +1,5 @@
-/* What is drawn from logits, by `exponential` and vectors of the file that includes this: a draft's tokens, and by the
-   rejection rule those of a target (`spire.sampling`, `spire.verification`). V is a multiple of SHARES. */
+/* What is drawn from logits, by `exponential` and vectors of the file that includes this: a draft's tokens, and those
+   of a target by the rejection rule and that of blocks (`spire.sampling`, `spire.verification`). V is a multiple of SHARES. */
 
 #define SHARES 32 /* of a distribution, summed together */
 
@@ -67,58 +67,127 @@ static int all_numbers(const float *logits, int V) {
   return isfinite(sum_of(sum));
 }
 
-/* Shares of p, which sum to `total`, become max(0, p - q); or stay what they are where nothing is left of them. */
-static void leave(float *p, float total, const uint16_t *q, float q_sum, int V) {
-  lanes whole = every(total), q_whole = every(q_sum), none = every(0.0f), most = none;
-#define LEFT(v) larger(load_wide(p + (v)) / whole - load_narrow(q + (v)) / q_whole, none)
+/* A row of logits that has become shares of p, which sum to `total`, and a row of q with its sum. */
+typedef struct {
+  float *p, total;
+  const uint16_t *q;
+  float q_sum;
+} Pair;
+
+/* max(0, weight p - q) */
+#define LEFT(v) \
+  larger(weight *(load_wide(pair->p + (v)) / whole) - load_narrow(pair->q + (v)) / q_whole, every(0.0f))
+
+/* What max(0, weight p - q) sums to. */
+static float sum_left(const Pair *pair, float weight_of_p, int V) {
+  lanes whole = every(pair->total), q_whole = every(pair->q_sum), weight = every(weight_of_p), sum = every(0.0f);
+  for (int v = 0; v < V; v += LANES) sum += LEFT(v);
+  return sum_of(sum);
+}
+
+/* p becomes max(0, weight p - q); or stays what it is where nothing is left of it. */
+static void leave(const Pair *pair, float weight_of_p, int V) {
+  lanes whole = every(pair->total), q_whole = every(pair->q_sum), weight = every(weight_of_p), most = every(0.0f);
   for (int v = 0; v < V; v += LANES) most = larger(LEFT(v), most);
   if (!(largest_of(most) > 0)) return;
-  for (int v = 0; v < V; v += LANES) store_wide(p + v, LEFT(v));
+  for (int v = 0; v < V; v += LANES) store_wide(pair->p + v, LEFT(v));
+}
 #undef LEFT
+
+static float *logits_of(const Verdict *work, int b, int t) {
+  return work->logits + ((int64_t)b * work->T + t) * work->V;
 }
 
-/* Of one sequence: logits of positions behind the first token that falls are never looked at but for being numbers. */
-static void reject_row(const Rejection *work, int b) {
-  const int V = work->V, K = work->T - 1, count = (int)work->counts[b];
-  const float temperature = work->temperatures[b];
-  const int64_t *drafted = work->drafted + (int64_t)b * K;
-  int64_t *tokens = work->tokens + (int64_t)b * work->T;
-  memset(tokens, 0, sizeof(int64_t) * work->T);
+static float q_of(const Pair *pair, int64_t token) {
+  const uint32_t bits = (uint32_t)pair->q[token] << 16;
+  float share;
+  memcpy(&share, &bits, sizeof share);
+  return share / pair->q_sum;
+}
+
+/* The shares of p behind the first t tokens, and q of the next one. */
+static Pair softened(const Verdict *work, int b, int t) {
+  const int64_t at = (int64_t)b * (work->T - 1) + t;
+  float *row = logits_of(work, b, t);
+  return (Pair){row, soften(row, work->temperatures[b], work->V), work->q + at * work->V, work->q_sums[at]};
+}
+
+/* Tokens stand while the target would say the same. */
+static int follow_likeliest(const Verdict *work, int b, int count, int64_t *last) {
+  for (int t = 0;; t++) {
+    *last = likeliest(logits_of(work, b, t), work->V);
+    if (t == count || *last != work->drafted[(int64_t)b * (work->T - 1) + t]) return t;
+  }
+}
+
+/* The rejection rule: logits behind the first token that falls are not looked at. Leaves what the token behind is drawn
+   from in its row. */
+static int reject(const Verdict *work, int b, int count) {
+  for (int t = 0; t < count; t++) {
+    const int64_t at = (int64_t)b * (work->T - 1) + t, token = work->drafted[at];
+    const Pair pair = softened(work, b, t);
+    /* Without dividing by q: what p excludes never stands, what q calls impossible does. */
+    if (work->coins[at] * q_of(&pair, token) < pair.p[token] / pair.total) continue;
+    leave(&pair, 1.0f, work->V);
+    return t;
+  }
+  soften(logits_of(work, b, count), work->temperatures[b], work->V);
+  return count;
+}
+
+/* Block verification: of the prefixes, each with a weight, the longest whose coin says that it stands
+   (`spire.verification`). Leaves what the token behind is drawn from in its row. */
+static int reject_blocks(const Verdict *work, int b, int count) {
+  Pair pairs[work->T];
+  float weights[work->T];
+  const int64_t first = (int64_t)b * (work->T - 1);
+  weights[0] = 1.0f;
+  for (int t = 0; t < count; t++) {
+    pairs[t] = softened(work, b, t);
+    const int64_t token = work->drafted[first + t];
+    const float ratio = pairs[t].p[token] / pairs[t].total / q_of(&pairs[t], token);
+    /* Impossible by both is no reason to fall; and nothing stands behind what p excludes. */
+    weights[t + 1] = isnan(ratio) || weights[t] == 0 ? weights[t] : fminf(1.0f, weights[t] * ratio);
+  }
+  int stand = count;
+  for (; stand > 0; stand--) {
+    float stays = weights[stand];
+    if (stand < count) {
+      const float left = sum_left(&pairs[stand], weights[stand], work->V);
+      stays = left / (left + 1 - weights[stand]);
+      if (isnan(stays)) stays = 1.0f;
+    }
+    if (work->coins[first + stand - 1] < stays) break;
+  }
+  if (stand < count)
+    leave(&pairs[stand], weights[stand], work->V);
+  else
+    soften(logits_of(work, b, count), work->temperatures[b], work->V);
+  return stand;
+}
+
+static void judge_row(const Verdict *work, int b) {
+  const int T = work->T, count = (int)work->counts[b];
+  int64_t *tokens = work->tokens + (int64_t)b * T, last;
   work->finite[b] = 1;
   for (int t = 0; t <= count; t++)
-    if (!all_numbers(work->logits + ((int64_t)b * work->T + t) * V, V)) work->finite[b] = 0;
-  int t = 0;
-  for (;; t++) {
-    float *row = work->logits + ((int64_t)b * work->T + t) * V;
-    const double uniform = work->uniforms[(int64_t)b * work->T + t];
-    if (temperature == 0) {
-      tokens[t] = likeliest(row, V);
-      if (t < count && tokens[t] == drafted[t]) continue;
-      break;
-    }
-    const float total = soften(row, temperature, V);
-    if (t < count) {
-      const int64_t at = (int64_t)b * K + t, token = drafted[t];
-      const uint16_t *q = work->q + at * V;
-      const uint32_t bits = (uint32_t)q[token] << 16;
-      float of_draft;
-      memcpy(&of_draft, &bits, sizeof of_draft);
-      /* Without dividing by q: what p excludes never stands, what q calls impossible does. */
-      if (work->coins[at] * (of_draft / work->q_sums[at]) < row[token] / total) {
-        tokens[t] = token;
-        continue;
-      }
-      leave(row, total, q, work->q_sums[at], V);
-    }
-    tokens[t] = inverse(row, uniform, V);
-    break;
+    if (!all_numbers(logits_of(work, b, t), work->V)) work->finite[b] = 0;
+  int stand;
+  if (work->temperatures[b] == 0) {
+    stand = follow_likeliest(work, b, count, &last);
+  } else {
+    stand = work->blocks[b] ? reject_blocks(work, b, count) : reject(work, b, count);
+    last = inverse(logits_of(work, b, stand), work->uniforms[(int64_t)b * T + stand], work->V);
   }
-  work->accepted[b] = t;
+  memset(tokens, 0, sizeof(int64_t) * T);
+  memcpy(tokens, work->drafted + (int64_t)b * (T - 1), sizeof(int64_t) * stand);
+  tokens[stand] = last;
+  work->accepted[b] = stand;
 }
 
-static void reject(const Rejection *work, int threads) {
+static void judge(const Verdict *work, int threads) {
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
-  for (int b = 0; b < work->B; b++) reject_row(work, b);
+  for (int b = 0; b < work->B; b++) judge_row(work, b);
 }
 
 static void collect(const Collection *work, int threads) {

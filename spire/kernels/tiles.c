@@ -269,6 +269,6 @@ static int available(void) {
 }
 
 const Kernels tiles = {"matrix tiles", 1, BLOCK, 64, MOST_QUERIES, available, attend, before_attention, behind_attention,
-                       project, absorb, forward, draft_pass, draw, reject, collect};
+                       project, absorb, forward, draft_pass, draw, judge, collect};
 #pragma GCC pop_options
 #endif

@@ -136,19 +136,16 @@ def last_layers(target: ModelConfig, count: int) -> tuple[int, ...]:
 
 
 @torch.no_grad()
-def match_input_scale(draft: Draft, target: Target, entered_layer: int, tokens_BT: Tensor) -> float:
-    """Scale the draft's embedding to the size of what entered `entered_layer` in the target; return the factor.
+def input_scale(target: Target, entered_layer: int, tokens_BT: Tensor) -> float:
+    """How much larger what enters `entered_layer` in the target is than an embedding: what a draft's is scaled by.
 
     Behind several layers the residual stream may be a thousand times larger than an embedding. The copied layers add
     to it in that proportion, and an embedding of its own size would be drowned: the draft would hardly see its token.
     """
     taps = target(tokens_BT, WholeSequence(tokens_BT), (entered_layer,)).taps_BTND
     assert taps is not None
-    factor = (
-        (taps[:, 1:].float().square().mean() / target.embed_tokens(tokens_BT).float().square().mean()).sqrt().item()
-    )
-    draft.embed_tokens.weight.mul_(factor)
-    return factor
+    embedded = target.embed_tokens(tokens_BT).float().square().mean()
+    return (taps[:, 1:].float().square().mean() / embedded).sqrt().item()
 
 
 class Sparse(Protocol):

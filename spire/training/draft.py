@@ -18,9 +18,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from spire.errors import DataError
-from spire.model.checkpoint import load_target, save_draft
+from spire.model.checkpoint import load_draft, load_target, save_draft
 from spire.model.config import DraftConfig, ModelConfig, load_model_config
-from spire.model.draft import BlockRollouts, Draft, OwnPast, RolloutBlocks, last_layers, match_input_scale, prune
+from spire.model.draft import BlockRollouts, Draft, OwnPast, RolloutBlocks, input_scale, last_layers, prune
 from spire.model.target import Target, WholeSequence
 from spire.training.corpus import TokenStream
 from spire.training.on_policy import OnPolicy
@@ -43,6 +43,7 @@ Loss = Literal["mixed", "mixed-log", "data"]
 class DraftRecipe:
     """Everything that determines a draft besides its target and the text. The defaults are the bundled draft's.
 
+    `start_from` is the directory of a draft to train further, instead of one made from `init`.
     `on_policy` is the share of the short sequences whose second half the target has written itself.
     `loss`: "mixed" is the paper's ω · CE(p, q) − (1 − ω) · α; "mixed-log" has log α for α; "data" is cross-entropy on
     the text itself. ω goes linearly from `omega` to `omega_final`.
@@ -56,6 +57,7 @@ class DraftRecipe:
     layers: int = 2
     copied_layers: tuple[int, ...] | None = None
     init: Literal["pruned", "random"] = "pruned"
+    start_from: str | None = None
     scale_input: bool = True
     activations: bool = True
     feedback: bool = True
@@ -144,7 +146,9 @@ def train_draft(
     factor = 1.0
     if recipe.scale_input:
         sample_BT = torch.from_numpy(stream.batch(recipe.seed, 0, 4, recipe.short_length)).to(device)
-        factor = match_input_scale(draft, target, recipe.copied(target.config)[0], sample_BT)
+        factor = input_scale(target, recipe.copied(target.config)[0], sample_BT)
+        if recipe.start_from is None:
+            draft.embed_tokens.weight.data.mul_(factor)
     optimizers = _optimizers(draft, recipe, factor)
     checkpoint = Checkpoint(work, {**{k: v for k, v in asdict(recipe).items() if k != "steps"}, "target": identity})
     objective = torch.compile(rollout_loss, dynamic=False) if execution.compiled else rollout_loss
@@ -171,7 +175,25 @@ def train_draft(
 
 
 def new_draft(target: Target, identity: str, recipe: DraftRecipe) -> Draft:
-    """A draft as it is before the first step. Raises DataError where the recipe does not fit the target."""
+    """A draft as it is before the first step. Raises DataError where the recipe does not fit the target, or the draft
+    that it starts from."""
+    fresh = _fresh_draft(target, identity, recipe)
+    if recipe.start_from is None:
+        return fresh
+    given = load_draft(Path(recipe.start_from))
+    asked = _described(fresh)
+    for name, value in _described(given).items():
+        if value != asked[name]:
+            raise DataError(f"{recipe.start_from} has {name} = {value!r}, this run asks for {asked[name]!r}")
+    return given
+
+
+def _described(draft: Draft) -> dict[str, Any]:
+    """What two drafts have in common of which one can be trained on as the other."""
+    return draft.config.model_dump(mode="json", exclude={"torch_dtype"}) | draft.draft.model_dump(mode="json")
+
+
+def _fresh_draft(target: Target, identity: str, recipe: DraftRecipe) -> Draft:
     shape = target.config
     copied = () if recipe.kind == "vanilla" else recipe.copied(shape)
     draft = DraftConfig(

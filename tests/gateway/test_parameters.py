@@ -228,7 +228,7 @@ def test_rounds_tell_which_of_them_gave_each_token(ending: dict[str, Any], api: 
 @pytest.mark.parametrize(
     ("request_body", "rule"),
     [
-        ({}, "rejection"),
+        ({}, "block"),
         ({"seed": 1}, "invariant"),
         ({"seed": 1, "speculation": {"rule": "block"}}, "block"),
         ({"speculation": {"rule": "invariant"}}, "invariant"),
@@ -257,11 +257,12 @@ def test_the_text_of_a_seed_is_one_with_and_without_speculation(api: Api, k: int
 
 def test_the_rules_of_a_gateway_decide_what_a_request_gets() -> None:
     usual = GatewayConfig()
-    assert [usual.rule_for(None, seeded) for seeded in (False, True)] == ["rejection", "invariant"]
+    assert [usual.rule_for(None, seeded) for seeded in (False, True)] == ["block", "invariant"]
     assert GatewayConfig(rule="block").rule_for(None, seeded=True) == "block"
     assert GatewayConfig(rule="block").rule_for("rejection", seeded=True) == "rejection"
     assert GatewayConfig(rules=("block",)).rule_for(None, seeded=True) == "block"
     assert GatewayConfig(rules="rejection,block").rule_for(None, seeded=True) == "rejection"
+    assert GatewayConfig(rules=("rejection",)).rule_for(None, seeded=False) == "rejection"
     with pytest.raises(ValueError, match="block"):
         GatewayConfig(rules=("block",), rule="invariant")
 

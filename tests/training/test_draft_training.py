@@ -201,6 +201,22 @@ def test_a_run_cut_into_slices_of_time_gives_the_same_weights(stories_dir: Path,
     assert whole == sliced
 
 
+def test_a_finished_draft_is_trained_further_from_where_it_stands(stories_dir: Path, tmp_path: Path) -> None:
+    train(stories_dir, tmp_path / "first", replace(TINY, steps=30))
+    further = replace(TINY, steps=1, muon_rate=0.0, adamw_rate=0.0, start_from=str(tmp_path / "first"))
+    train(stories_dir, tmp_path / "second", further)
+    first, second = (load_draft(tmp_path / name) for name in ("first", "second"))
+    for name, tensor in first.state_dict().items():
+        assert torch.equal(tensor, second.state_dict()[name]), name
+
+
+def test_a_draft_of_another_shape_is_not_trained_further(stories_dir: Path, tmp_path: Path) -> None:
+    train(stories_dir, tmp_path / "first", replace(TINY, steps=1))
+    further = replace(TINY, window=5, start_from=str(tmp_path / "first"))
+    with pytest.raises(DataError, match=rf"first has window = {TINY.window}, this run asks for 5"):
+        train(stories_dir, tmp_path / "second", further)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", ["spire", "vanilla"])
 def test_any_llama_shape_gets_a_draft_from_json_lines(stories_dir: Path, tmp_path: Path, tied: bool, kind: str) -> None:
