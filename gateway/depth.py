@@ -2,8 +2,9 @@
 
 A round at depth k yields τ(k) tokens a sequence and takes Δt(k, load) seconds; the best k has the most tokens a second.
 τ comes for free: a round at k shows what every smaller depth would have yielded. Δt of the depths that were not run
-is inferred from those that were, with an uncertainty; where that could change the choice, a single round is spent to
-find out, within a budget of time.
+is inferred from those that were, with an uncertainty; where that could change the choice, a round is spent to find out,
+within a budget of time. The first round after one of the other kind, drafted or plain, tells no time, because its
+answer follows the other's sooner or later than usual: a look at the other kind takes two rounds.
 
 A pure data structure: no I/O, clock, torch or async, and no randomness. The engine asks `choose` before a round and
 tells `observe` what came of it.
@@ -212,6 +213,10 @@ class DepthController:
         # Seconds that probes may still cost; None until the first round was measured.
         self._credit: float | None = None
         self._probing: Probe | None = None
+        # Of a look at the other kind, the depth that its second round shall have.
+        self._again: int | None = None
+        # Whether the last round was drafted, where that is known.
+        self._drafted: bool | None = None
         # Whether the last one took far longer than was thought, and the seconds until the next.
         self._surprised, self._pause = False, 0.0
 
@@ -221,6 +226,9 @@ class DepthController:
         deepest = max(counts, default=0)
         if not deepest:
             return 0
+        if self._again is not None:
+            again, self._again = min(self._again, deepest), None
+            return again
         times, taus = self._times(load), self.acceptance.taus()
         plain = load.sequences - counts.total()
         worth = [math.log(_tokens(taus, counts, k, plain)) - times.mean[k] for k in range(deepest + 1)]
@@ -233,6 +241,8 @@ class DepthController:
         `blocks` are the (draft tokens, accepted ones) of its sequences that were to be drafted.
         """
         self.acceptance.observe(blocks)
+        if self._turned(k):
+            k = None
         self._settle(k, seconds, bool(blocks))
         if k is None or k > self.deepest:
             return
@@ -241,6 +251,11 @@ class DepthController:
         credit = 2 * seconds if self._credit is None else self._credit + PROBE_SHARE * seconds
         self._credit = min(credit, _MOST_CREDIT_ROUNDS * seconds)
         self._pause = max(0.0, self._pause - seconds)
+
+    def _turned(self, k: int | None) -> bool:
+        """Whether the round before this one was of the other kind."""
+        before, self._drafted = self._drafted, None if k is None else k > 0
+        return None not in (before, self._drafted) and before != self._drafted
 
     def _settle(self, k: int | None, seconds: float, guessed: bool) -> None:
         """See whether a look at drafting took what was thought: one that no guess came of did not."""
@@ -284,7 +299,10 @@ class DepthController:
         if self._credit is None or (best == 0 and self._pause):
             return best
         level = math.exp(times.mean[best])
-        costs = [math.exp(m) * (1 - math.exp(w - worth[best])) for m, w in zip(times.mean, worth, strict=False)]
+        costs = [
+            math.exp(m) * (1 - math.exp(w - worth[best])) * (1 if _same_kind(k, best) else 2)
+            for k, (m, w) in enumerate(zip(times.mean, worth, strict=False))
+        ]
         gains = [
             level * self._expected_gain(load, times, taus, k, best, worth[best] - worth[k]) - cost
             for k, cost in enumerate(costs)
@@ -300,6 +318,7 @@ class DepthController:
                 chosen = other
         if chosen != best:
             self._credit -= costs[chosen]
+            self._again = None if _same_kind(chosen, best) else chosen
             self._probing = None if best else Probe(chosen, math.exp(times.mean[chosen]), level)
         return chosen
 
@@ -315,6 +334,11 @@ class DepthController:
                 shown += doubt**2 / (doubt + 0.2 / (looks * load.sequences))
             most = max(most, _HORIZON * _mean_lead(behind, math.sqrt(shown)) / looks)
         return most
+
+
+def _same_kind(k: int, other: int) -> bool:
+    """Whether both are drafted, or both plain."""
+    return (k > 0) == (other > 0)
 
 
 def _density(residual: float, variance: float) -> float:

@@ -281,6 +281,8 @@ class Speculation:
         if proposals.lost:
             return None
         depths = [proposals.drafted(sequence) for sequence in batch if self._follows(sequence)]
+        if not depths and not proposals.asked:
+            return 0  # nobody speculates
         deepest = max(depths, default=0)
         if depths.count(deepest) < _MOST_OF_A_BATCH * len(batch) or (deepest == 0 and proposals.asked):
             return None
