@@ -62,8 +62,8 @@ class Load:
 class Acceptance:
     """The chance that the draft's token at each position is accepted when those before it were. It forgets slowly.
 
-    Judged by blocks, a token's chance also grows with the tokens behind it: by 1.5 % in all from k = 8 to k = 4, which is
-    not told apart here.
+    Judged by blocks, a token's chance also depends on the tokens behind it. That is not told apart: seen from rounds of
+    depth 8, τ of depth 4 is 1.5 % less than seen from its own.
     """
 
     # Blocks remembered, and rounds at least: workloads drift, large batches show much at once.
