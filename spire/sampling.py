@@ -102,10 +102,6 @@ class SamplingRows:
         """Whether all rows draw from the whole softmax of their logits, or are greedy."""
         return self.truncated is Share.NONE and self.invariant is Share.NONE and not self.nearly_greedy
 
-    def only(self, rule: Rule) -> bool:
-        """Whether all are under this rule."""
-        return bool((self.rule_B == rule).all())
-
     def select(self, index: Tensor) -> SamplingRows:
         """The rows at `index`."""
         return SamplingRows(*(getattr(self, field.name)[index] for field in fields(self)))
