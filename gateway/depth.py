@@ -3,8 +3,8 @@
 A round at depth k yields τ(k) tokens a sequence and takes Δt(k, load) seconds; the best k has the most tokens a second.
 τ comes for free: a round at k shows what every smaller depth would have yielded. Δt of the depths that were not run
 is inferred from those that were, with an uncertainty; where that could change the choice, a round is spent to find out,
-within a budget of time. The first round after one of the other kind, drafted or plain, tells no time, because its
-answer follows the other's sooner or later than usual: a look at the other kind takes two rounds.
+within a budget of time. The first round after one of the other kind, drafted or plain, tells no time, because it also
+has what the other leaves to be done, activations to send or to absorb: a look at the other kind takes two rounds.
 
 A pure data structure: no I/O, clock, torch or async, and no randomness. The engine asks `choose` before a round and
 tells `observe` what came of it.

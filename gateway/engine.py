@@ -61,6 +61,8 @@ class Engine:
         self._drain = DrainRate()
         self._admit_from = 0.0
         self._met_verifier_at = 0.0
+        # By lane, while one round follows the other: when the verifier was done with the last one, by its clock.
+        self._over_at: dict[int, float] = {}
         # When a prefill last made progress.
         self._progress_at = time.monotonic()
 
@@ -192,6 +194,7 @@ class Engine:
 
     async def _until_work(self, lane: int) -> None:
         while not self._has_work(lane):
+            self._over_at.pop(lane, None)
             self._wakeup.clear()
             try:
                 async with asyncio.timeout(None if self.scheduler.idle else self._pause()):
@@ -239,6 +242,7 @@ class Engine:
         try:
             await self._round(lane, current, began)
         except BaseException:
+            self._over_at.pop(lane, None)
             self._rounds.forget_next(lane)
             raise
         finally:
@@ -262,7 +266,16 @@ class Engine:
         self._account(lane, seconds, batch, proposals, answer.timings, asked_seconds - early)
         if proposals.decoding:
             self.metrics.compared(proposals.decoding, kept, seconds)
-        self.speculation.learn(current.load, shown, seconds, proposals, answer.timings)
+        took = self._took(lane, answer.over_at) or seconds
+        self.speculation.learn(current.load, shown, took, proposals, answer.timings)
+
+    def _took(self, lane: int, over_at: float) -> float | None:
+        """Seconds of a round by the verifier's clock, because an answer may be read late and the next one at once.
+
+        None for a lane's first round in a while.
+        """
+        before, self._over_at[lane] = self._over_at.get(lane), over_at
+        return None if before is None else over_at - before
 
     async def _start(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:

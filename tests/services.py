@@ -98,6 +98,7 @@ def running(
     verifier: Sequence[str] = ("-m", "verifier_service"),
     verifier_options: Sequence[str] = (),
     draft_options: Sequence[str] = (),
+    gateway: Sequence[str] = ("-m", "gateway"),
     gateway_options: Sequence[str] = (),
     patient: bool = True,
 ) -> Iterator[Services]:
@@ -116,7 +117,7 @@ def running(
             target = start([*verifier, "--model", str(model), *common, *verifier_options], directory)
             services.append(target)
             follower = None
-            gateway_command = ["-m", "gateway", "--verifier", target.address, "--port", "0"]
+            gateway_command = [*gateway, "--verifier", target.address, "--port", "0"]
             gateway_command += [*([] if k is None else ["--k", str(k)]), *gateway_options]
             if draft == "magicdec":
                 gateway_command += ["--draft", target.address]
@@ -125,14 +126,14 @@ def running(
                 follower = start(["-m", "draft_service", *options], directory)
                 services.append(follower)
                 gateway_command += ["--draft", follower.address]
-            gateway = start(gateway_command, directory)
-            services.append(gateway)
-            system = Services(f"http://{gateway.address}", target, gateway, follower, directory)
-            wait_until_connected(gateway, {"verifier"} if draft is None else {"verifier", "draft"})
+            front = start(gateway_command, directory)
+            services.append(front)
+            system = Services(f"http://{front.address}", target, front, follower, directory)
+            wait_until_connected(front, {"verifier"} if draft is None else {"verifier", "draft"})
             try:
                 yield system
             finally:
-                services.append(system.draft or gateway)  # it may be another draft by now
+                services.append(system.draft or front)  # it may be another draft by now
         finally:
             for service in services:
                 if service.process.poll() is None:

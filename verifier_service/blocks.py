@@ -59,8 +59,8 @@ class Taken:
         """Whether any block came from a draft."""
         return any(entry.block.k for entry in self.entries)
 
-    def answer(self, outcome: Outcome | None, began: float, cache_usage: float) -> None:
-        """Send what became of every item. `began`: of the step, as `time.perf_counter` has it."""
+    def answer(self, outcome: Outcome | None, began: float, over: float, cache_usage: float) -> None:
+        """Send what became of every item. `began` and `over`: of the step, as `time.perf_counter` has them."""
         for task in self.tasks:
             waited = began - task.received - task.drafting_seconds
             timings = pb.Timings(queue_seconds=waited, total_seconds=time.perf_counter() - began)
@@ -68,7 +68,11 @@ class Taken:
                 timings.forward_seconds = outcome.forward_seconds
                 timings.sample_seconds = self.q_seconds + outcome.sample_seconds
             result = pb.VerifyBatchResult(
-                batch_id=task.batch.batch_id, results=task.results, timings=timings, cache_usage=cache_usage
+                batch_id=task.batch.batch_id,
+                results=task.results,
+                timings=timings,
+                cache_usage=cache_usage,
+                over_at=over,
             )
             if task.drafting_seconds:
                 result.drafting.CopyFrom(task.drafting)

@@ -214,25 +214,26 @@ class Engine:
             self._reuse_prefix(sequence)
         chosen, chunk = self._prompts.next_chunk(taken.positions)
         verified, prefilled = self._forward(taken, chosen, chunk)
+        over = time.perf_counter()
         # Who drafts waits longer for the activations than for the gateway to ask; else only the gateway waits.
         if not taken.drafted:
-            self._answer(taken, verified, began)
+            self._answer(taken, verified, began, over)
         shares = self._shares(taken.entries, verified)
         with self._one_packet():
             self._publish(lambda: self.publisher.announce(shares))
             if taken.drafted:
                 self._ask_ahead()
         if taken.drafted:
-            self._answer(taken, verified, began)
+            self._answer(taken, verified, began, over)
         self._publish(lambda: self.publisher.store(shares))
         if chunk and prefilled:
             self._advance_prompts(chosen, chunk, prefilled, began)
 
-    def _answer(self, taken: Taken, verified: Outcome | None, began: float) -> None:
+    def _answer(self, taken: Taken, verified: Outcome | None, began: float, over: float) -> None:
         if verified:
             self._blocks.write_answers(taken, verified)
             self._blocks.count(taken, verified)
-        taken.answer(verified, began, self.steps.cache.usage)
+        taken.answer(verified, began, over, self.steps.cache.usage)
 
     @contextlib.contextmanager
     def _one_packet(self) -> Iterator[None]:

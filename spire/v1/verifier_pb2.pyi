@@ -246,18 +246,20 @@ class DraftDistribution(_message.Message):
     def __init__(self, ids: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., probabilities: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ids_slice: _Optional[_Union[RingSlice, _Mapping]] = ..., probabilities_slice: _Optional[_Union[RingSlice, _Mapping]] = ...) -> None: ...
 
 class VerifyBatchResult(_message.Message):
-    __slots__ = ("batch_id", "results", "timings", "cache_usage", "drafting")
+    __slots__ = ("batch_id", "results", "timings", "cache_usage", "drafting", "over_at")
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     RESULTS_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     CACHE_USAGE_FIELD_NUMBER: _ClassVar[int]
     DRAFTING_FIELD_NUMBER: _ClassVar[int]
+    OVER_AT_FIELD_NUMBER: _ClassVar[int]
     batch_id: int
     results: _containers.RepeatedCompositeFieldContainer[VerifyResult]
     timings: Timings
     cache_usage: float
     drafting: Timings
-    def __init__(self, batch_id: _Optional[int] = ..., results: _Optional[_Iterable[_Union[VerifyResult, _Mapping]]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., cache_usage: _Optional[float] = ..., drafting: _Optional[_Union[Timings, _Mapping]] = ...) -> None: ...
+    over_at: float
+    def __init__(self, batch_id: _Optional[int] = ..., results: _Optional[_Iterable[_Union[VerifyResult, _Mapping]]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., cache_usage: _Optional[float] = ..., drafting: _Optional[_Union[Timings, _Mapping]] = ..., over_at: _Optional[float] = ...) -> None: ...
 
 class VerifyResult(_message.Message):
     __slots__ = ("sequence_id", "round", "status", "accepted", "tokens", "logprobs", "drafted", "undrafted")

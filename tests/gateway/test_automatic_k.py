@@ -18,6 +18,7 @@ from tests.services import Services, running
 from tests.verifier.harness import free_port
 
 CROWDED = str(Path(__file__).parents[1] / "crowded_verifier.py")
+PROMPT_GATEWAY, TARDY_GATEWAY = ["-m", "gateway"], [str(Path(__file__).parents[1] / "tardy_gateway.py")]
 PROMPT = "Once upon a time"
 # Two tapped layers of stories260K in float32.
 BYTES_OF_A_POSITION = 2 * 64 * 4
@@ -27,8 +28,8 @@ LONG: dict[str, Any] = {"max_tokens": 100, "ignore_eos": True, "return_metrics":
 @pytest.fixture(scope="module")
 def crowded(stories_dir: Path) -> Iterator[tuple[Services, Api]]:
     """A target that drafts well for itself, on a machine where that pays for few sequences only."""
-    options = {"verifier": [CROWDED], "verifier_options": ["--self-window", "200"]}
-    with running(stories_dir, "magicdec", k=None, **options) as services:
+    window = ["--self-window", "200"]
+    with running(stories_dir, "magicdec", k=None, verifier=[CROWDED], verifier_options=window) as services:
         yield services, Api(services.url)
 
 
@@ -114,11 +115,13 @@ def test_the_option_fixes_k(stories_dir: Path, stories_draft_dir: Path, k: int) 
         assert card["draft"]["k"] == k
 
 
+@pytest.mark.parametrize("gateway", [PROMPT_GATEWAY, TARDY_GATEWAY], ids=["prompt", "tardy"])
 def test_a_draft_that_guesses_badly_is_soon_asked_no_more_and_told_of_little(
-    stories_dir: Path, stories_draft_dir: Path
+    stories_dir: Path, stories_draft_dir: Path, gateway: list[str]
 ) -> None:
     port = free_port()
-    with running(stories_dir, stories_draft_dir, k=None, draft_options=["--metrics-port", str(port)]) as services:
+    metrics = ["--metrics-port", str(port)]
+    with running(stories_dir, stories_draft_dir, k=None, gateway=gateway, draft_options=metrics) as services:
         api = Api(services.url)
         rounds_of(api, 4)
         told = sum(activation_bytes(port).values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from spire.model.target import Target
 from spire.v1 import tensor_pb2 as codes
 from spire.v1 import verifier_pb2 as pb
-from tests.verifier.harness import GREEDY, VOCAB, Client, Verifier, distribution, plain_greedy, prompt_of
+from tests.verifier.harness import GREEDY, VOCAB, Client, Verifier, distribution, plain_greedy, prompt_of, slow_steps
 
 
 def item(sequence_id: str, round_: int, base: int, draft: list[int] | None = None) -> pb.VerifyItem:
@@ -255,6 +256,19 @@ async def test_answers_carry_their_own_timings(verifier: Verifier) -> None:
         assert 0 < timings.forward_seconds <= timings.total_seconds < 5
         assert timings.queue_seconds >= 0
         assert timings.sample_seconds > 0
+
+
+async def test_what_a_round_took_is_told_however_late_its_answer_is_read(verifier: Verifier) -> None:
+    slow_steps(verifier)
+    client = verifier.client()
+    started = await client.start("a", prompt_of(6))
+    for round_ in range(1, 5):
+        await client.send_verify(item("a", round_, started.base + round_ - 1))
+    over_at = []
+    for _ in range(4):
+        await asyncio.sleep(0.3)
+        over_at.append((await client.read()).verified.over_at)
+    assert all(0.01 <= later - earlier < 0.3 for earlier, later in itertools.pairwise(over_at))
 
 
 @pytest.mark.parametrize("batch", [(0, 2, 3), (1, 2), (0, 5), (3, 1, 5, 0)])
