@@ -127,7 +127,7 @@ class RoundTimes:
     round moves every depth's estimate, and only rounds close to one another are compared.
     """
 
-    _LEVEL, _LEVEL_DRIFT, _SHAPE_DRIFT = 100.0, 0.02, 1e-4
+    _LEVEL, _LEVEL_DRIFT, _SHAPE_DRIFT = 100.0, 0.02, 3e-5
     # Share of rounds that take longer for reasons of their own, and the variance of their logarithms.
     _OUTLIERS, _OUTLIER = 0.05, 1.0
 
