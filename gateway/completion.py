@@ -344,6 +344,7 @@ def sequences_of(
             adjustments=adjustments,
             top_logprobs=0 if ranked and request.logprobs is None else request.logprobs,
             wants_prompt_logprobs=request.echo and request.logprobs is not None,
+            cache_salt=request.cache_salt or "",
         )
         for choice in range(request.candidates)
     ]

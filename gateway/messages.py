@@ -29,6 +29,7 @@ def wire_start(sequence: Sequence) -> verifier_pb2.Start:
         prompt_tokens=len(sequence.prompt),
         adjustments=sequence.adjustments,
         prompt_logprobs=sequence.lacks_prompt_logprobs,
+        cache_salt=sequence.cache_salt,
     )
     if sequence.top_logprobs is not None:
         message.logprobs = sequence.top_logprobs

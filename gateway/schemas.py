@@ -32,6 +32,7 @@ _MOST_STOPS = 4
 _LONGEST_STOP = 1024
 _MOST_CANDIDATES = 16
 _LARGEST_BIAS = 100.0
+_LONGEST_SALT = 256
 _DEEPEST_SCHEMA = 64
 
 # What the types do not say of a field, but `check` does.
@@ -123,6 +124,13 @@ class GenerationRequest(RequestBody):
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
+    cache_salt: str | None = Field(
+        None,
+        min_length=1,
+        max_length=_LONGEST_SALT,
+        description="computed prompts are shared only with requests of the same salt: nobody else can tell by a "
+        "faster answer that a prompt was seen before",
+    )
     speculation: Speculation = Field(default_factory=Speculation)
     return_token_ids: bool = False
     return_token_origins: bool = False

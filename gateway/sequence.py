@@ -100,6 +100,8 @@ class Sequence:
     # How many of the likeliest tokens come with each token's logprob; None asks for no logprobs at all.
     top_logprobs: int | None = None
     wants_prompt_logprobs: bool = False
+    # Computed prefixes are shared with sequences of the same salt.
+    cache_salt: str = ""
 
     state: State = State.WAITING
     output: list[int] = field(default_factory=list)

@@ -49,5 +49,5 @@ def judge(
     given = [x.contiguous() for x in (rows.temperature_B, blocks_B, draft_BK, counts_B, *of_q, coins_BK, uniforms_BT)]
     found = (accepted_B, verdict.tokens_BT, finite_B)
     addresses = (x.data_ptr() for x in (logits_BTV, *given, *found))
-    every_kernels()[0].judge(*addresses, B, T, V, min(B, torch.get_num_threads()))
+    every_kernels()[0].judge(*addresses, B, T, V, torch.get_num_threads() if B > 1 else 1)
     return verdict, finite_B

@@ -68,6 +68,21 @@ def test_chunks_tell_every_token_of_an_answer(services: Services, source: Prompt
         assert len(answer.arrivals) <= rounds + 1
 
 
+def test_depths_are_compared_on_the_same_prompts_none_of_which_another_has_left_in_a_cache(
+    services: Services, source: PromptSource
+) -> None:
+    load = Batch(source, batch=2, context=100, generate=4, temperature=1.0)
+    plain, drafted, automatic = (load.requests(k, seed=7) for k in (0, 3, None))
+    for one, *others in zip(plain, drafted, automatic, strict=True):
+        assert all(
+            (other.body["prompt"], other.body["seed"]) == (one.body["prompt"], one.body["seed"]) for other in others
+        )
+    for requests in (plain, drafted, automatic):
+        first, second = (asyncio.run(stream_all(services.url, requests)) for _ in range(2))
+        assert all(answer.usage["prompt_tokens_details"]["cached_tokens"] == 0 for answer in first)
+        assert all(answer.usage["prompt_tokens_details"]["cached_tokens"] > 0 for answer in second)
+
+
 def test_without_token_ids_the_total_is_spread_over_the_chunks(services: Services, source: PromptSource) -> None:
     def standard(request: Request, prompt: list[int], seed: int) -> dict[str, Any]:
         return request.standard(prompt, seed, "stories260K")

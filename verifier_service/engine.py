@@ -308,7 +308,7 @@ class Engine:
             return  # every position is needed
         sink, window = self.publisher.replayed(sequence.draft_id)
         prompt = sequence.start.tokens
-        donor, length = self.prefixes.longest(prompt[: len(prompt) - 1 - window])
+        donor, length = self.prefixes.longest(prompt[: len(prompt) - 1 - window], sequence.start.cache_salt)
         if length <= sink:
             return
         if sink:

@@ -81,7 +81,7 @@ class Slots:
             self._shares.refused(task.gateway, now)
             raise
         self._shares.admitted(task.gateway)
-        self._prefixes.begin(slot, task.start.tokens)
+        self._prefixes.begin(slot, task.start.tokens, task.start.cache_salt)
         prompt_L = torch.tensor(list(task.start.tokens))
         sequence = Sequence(task.start, slot, task.gateway, task.reply, prompt_L, task.received)
         self._pipeline.assign(slot, task.start, task.matcher)

@@ -44,6 +44,8 @@ class Request:
     temperature: float = 1.0
     k: int | None = 4
     rule: str = "block"
+    # Told to a Spire gateway, which then knows no prompt from requests of another salt.
+    cache_salt: str = ""
 
     def body(self, prompt: list[int], seed: int) -> dict[str, Any]:
         body = {
@@ -55,6 +57,8 @@ class Request:
             "return_metrics": True,
             "return_token_ids": True,
         }
+        if self.cache_salt:
+            body["cache_salt"] = self.cache_salt
         depth = {} if self.k is None else {"k": self.k} if self.k else {"draft": "off"}
         return body | {"speculation": {"rule": self.rule} | depth}
 

@@ -42,8 +42,11 @@ class Batch:
         return f"{self.batch} × {self.context} tokens"
 
     def requests(self, k: int | None, seed: int, body: Body = Request.streamed) -> list[Timed]:
-        """Prompts differ with the seed, so that no cache knows those of another run."""
-        request = Request(self.generate, self.temperature, k)
+        """Prompts and randomness are the seed's, whatever k: what depths are compared by should be all that differs.
+
+        No cache knows a prompt from another depth's run, nor from another seed's.
+        """
+        request = Request(self.generate, self.temperature, k, cache_salt=_salt(k))
         prompts = self.source.cut(self.batch, self.context, seed)
         return [Timed(body(request, prompt, seed + at)) for at, prompt in enumerate(prompts)]
 
@@ -76,7 +79,7 @@ class Trace:
     def requests(self, k: int | None, seed: int, body: Body = Request.streamed) -> list[Timed]:
         prompts = (self.source.cut(1, one.context, seed + at)[0] for at, one in enumerate(self.arrivals))
         return [
-            Timed(body(Request(one.generated, self.temperature, k), prompt, seed + at), one.at)
+            Timed(body(Request(one.generated, self.temperature, k, cache_salt=_salt(k)), prompt, seed + at), one.at)
             for at, (one, prompt) in enumerate(zip(self.arrivals, prompts, strict=True))
         ]
 
@@ -84,16 +87,22 @@ class Trace:
 Load = Batch | Trace
 
 
+def _salt(k: int | None) -> str:
+    return AUTO if k is None else f"k = {k}"
+
+
 def alternate(
     system: System, load: Load, depths: Sequence[Depth], repeats: int, seed: int, done: Callable[[], None]
 ) -> dict[Depth, list[Figures]]:
-    """`repeats` runs of a load at each depth, in turns that begin with another depth each time."""
+    """`repeats` runs of a load at each depth, in turns that begin with another depth each time.
+
+    In each turn all depths get the same prompts and seeds.
+    """
     runs: dict[Depth, list[Figures]] = {depth: [] for depth in depths}
     for repeat in range(repeats):
         first = repeat % len(depths)
         for depth in [*depths[first:], *depths[:first]]:
-            fresh = seed + 1_000_000 * (repeat * len(depths) + list(depths).index(depth))
-            requests = load.requests(None if depth == AUTO else depth, fresh)
+            requests = load.requests(None if depth == AUTO else depth, seed + 1_000_000 * repeat)
             runs[depth].append(asyncio.run(measure(system, requests, load.together)))
             done()
     return runs

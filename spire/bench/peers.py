@@ -86,7 +86,9 @@ def _message(task: Task) -> dict[str, Any]:
             "batch": load.batch,
             "context": load.context,
             "generate": load.generate,
-            "prompts": [load.source.cut(load.batch, load.context, task.seed + at) for at in range(task.repeats)],
+            "prompts": [
+                load.source.cut(load.batch, load.context, task.seed + 1_000_000 * at) for at in range(task.repeats)
+            ],
         }
         for load in task.loads
     ]

@@ -56,6 +56,7 @@ static const Kernels *parse(PyObject *arguments, const char *format, ...) {
 
 #define COMPUTE(call)      \
   Py_BEGIN_ALLOW_THREADS;  \
+  keep_apart(threads);     \
   call;                    \
   Py_END_ALLOW_THREADS;    \
   Py_RETURN_NONE

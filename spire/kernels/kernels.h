@@ -163,6 +163,10 @@ typedef struct {
   void (*collect)(const Collection *work, int threads);
 } Kernels;
 
+/* Give each thread of the calling thread's team, which has as many as there are processors, one of its own. The caller
+   goes where the system puts it, and its helpers to the others. With fewer threads the system has a choice. */
+void keep_apart(int threads);
+
 /* What a processor can do: bits of `cpuid`'s leaf 7, and whether the system saves the registers (`xgetbv`). */
 enum { HAS_AVX2 = 1, HAS_AVX512 = 2, HAS_BF16 = 4, HAS_TILES = 8 };
 int processor(void);

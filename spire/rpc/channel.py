@@ -11,8 +11,8 @@ import structlog
 from spire.errors import SpireError
 from spire.rpc.tls import Tls
 
-# A peer of another version would leave out what it does not know of: rules, adjustments, logprobs.
-PROTOCOL_VERSION = 4
+# A peer of another version would leave out what it does not know of: rules, adjustments, logprobs, salts.
+PROTOCOL_VERSION = 5
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 

@@ -119,7 +119,7 @@ class RoundsResponse(_message.Message):
     def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., verified: _Optional[_Union[VerifyBatchResult, _Mapping]] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("sequence_id", "tokens", "sampling", "draft_id", "prompt_tokens", "adjustments", "logprobs", "prompt_logprobs")
+    __slots__ = ("sequence_id", "tokens", "sampling", "draft_id", "prompt_tokens", "adjustments", "logprobs", "prompt_logprobs", "cache_salt")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -128,6 +128,7 @@ class Start(_message.Message):
     ADJUSTMENTS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     sequence_id: str
     tokens: _containers.RepeatedScalarFieldContainer[int]
     sampling: _tensor_pb2.Sampling
@@ -136,7 +137,8 @@ class Start(_message.Message):
     adjustments: Adjustments
     logprobs: int
     prompt_logprobs: bool
-    def __init__(self, sequence_id: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_tensor_pb2.Sampling, _Mapping]] = ..., draft_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., adjustments: _Optional[_Union[Adjustments, _Mapping]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: bool = ...) -> None: ...
+    cache_salt: str
+    def __init__(self, sequence_id: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_tensor_pb2.Sampling, _Mapping]] = ..., draft_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., adjustments: _Optional[_Union[Adjustments, _Mapping]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: bool = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class Adjustments(_message.Message):
     __slots__ = ("logit_bias", "allowed_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "end_tokens", "grammar")

@@ -36,3 +36,12 @@ def test_a_prompt_that_repeats_says_how_much_of_it_was_not_computed(api: Api) ->
     assert first["choices"][0]["text"] == second["choices"][0]["text"]
     usage = second["usage"]
     assert usage["prompt_tokens"] - 70 <= usage["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"]
+
+
+def test_who_has_another_salt_cannot_tell_that_a_prompt_was_seen_before(api: Api) -> None:
+    request: dict[str, Any] = {"prompt": "The cat sat on the mat and slept. " * 12, "max_tokens": 8, "temperature": 0}
+    answers = [api.complete(**request, **salt) for salt in ({"cache_salt": "hers"}, {"cache_salt": "his"}, {})]
+    assert [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers] == [0, 0, 0]
+    again = api.complete(**request, cache_salt="hers")
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert len({answer["choices"][0]["text"] for answer in [*answers, again]}) == 1

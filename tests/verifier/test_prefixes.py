@@ -69,6 +69,25 @@ async def test_without_the_prefix_cache_everything_is_computed(running: Running)
         assert (await client.start("b", prompt_of(180))).cached_tokens == 0
 
 
+async def test_a_prompt_is_shared_with_those_of_the_same_salt_alone(running: Running, target: Target) -> None:
+    prompt = prompt_of(180)
+    async with running() as verifier:
+        client = verifier.client()
+        salts = {"a": "hers", "b": "his", "c": "", "d": "hers", "e": "his"}
+        started = {name: await client.start(name, prompt, cache_salt=salt) for name, salt in salts.items()}
+        assert {name: one.cached_tokens for name, one in started.items()} == {
+            "a": 0,
+            "b": 0,
+            "c": 0,
+            "d": 179,
+            "e": 179,
+        }
+        await client.release("a", "b", "d", "e")
+        assert (await client.start("f", prompt, cache_salt="theirs")).cached_tokens == 0
+        assert (await client.start("g", prompt, cache_salt="his")).cached_tokens == 179
+        assert {one.token for one in started.values()} == set(plain_greedy(target, prompt, 1))
+
+
 async def test_another_beginning_is_not_mixed_up(running: Running, target: Target) -> None:
     common = prompt_of(90)
     async with running() as verifier:
@@ -85,15 +104,17 @@ async def test_another_beginning_is_not_mixed_up(running: Running, target: Targe
 def test_the_longest_beginning_is_found_among_all_that_is_held(random_: random.Random) -> None:
     """Against a comparison by hand, through any history of sequences that begin, grow, end and are shed."""
     cache = TargetCache(TINY, slots=4, capacity=300, parking=3)
-    prefixes, live = Prefixes(cache), {}
+    prefixes, live, salts = Prefixes(cache), {}, {}
     held: dict[int, list[int]] = {}
     for _ in range(30):
         tokens = [random_.choice([1, 2])] * random_.choice([60, 80, 120]) + [3] * random_.randint(0, 60)
+        salt = random_.choice(["", "another"])
         match random_.choice(["begin", "end", "shed"]):
             case "begin" if cache.free_slots:
                 slot = cache.allocate()
                 assert cache.reserve([slot], len(tokens))
-                prefixes.begin(slot, tokens)
+                prefixes.begin(slot, tokens, salt)
+                salts[slot] = hash(salt)
                 cache.commit([slot], [count := random_.randint(0, len(tokens))])
                 live[slot] = tokens[:count]
             case "end" if live:
@@ -103,8 +124,9 @@ def test_the_longest_beginning_is_found_among_all_that_is_held(random_: random.R
             case "shed":
                 prefixes.shed()
         held = live | {slot: prefixes._tokens_XL[slot, : cache.lengths[slot]].tolist() for slot in prefixes._parked}
-        slot, length = prefixes.longest(tokens)
-        best = max((_common(tokens, other) for other in held.values()), default=0)
+        salts |= {slot: int(prefixes._salts_X[slot]) for slot in prefixes._parked}
+        slot, length = prefixes.longest(tokens, salt)
+        best = max((_common(tokens, other) for at, other in held.items() if salts[at] == hash(salt)), default=0)
         assert length == (best if best >= SHORTEST else 0)
         assert length == 0 or held[slot][:length] == tokens[:length]
 
