@@ -19,7 +19,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-# The deepest that is chosen: beyond it τ grows by less than the time does, on every pair that was measured.
+# The deepest that is chosen. For few sequences deeper rounds can pay (README), but what they take where they do not would
+# have to be learnt first.
 DEEPEST = 8
 # Share of the time that may be spent on rounds at a depth that is not the best one known, and how much may be saved up.
 PROBE_SHARE = 0.01
@@ -156,9 +157,8 @@ class RoundTimes:
     def observe(self, load: Load, k: int, seconds: float, noise: float) -> float:
         """One round at k; `noise` is the variance of a logarithm. Returns what this round alone says of it."""
         self.rounds += 1
-        self._drift(load)
-        covariance = self.covariance
-        column = [row[k] for row in covariance]
+        level, drift = self._level_drift(load), self._SHAPE_DRIFT
+        column = [row[k] + level + drift * prior[k] for row, prior in zip(self.covariance, self.shape, strict=True)]
         residual = math.log(max(seconds, 1e-9)) - self.mean[k]
         usual, unusual = column[k] + noise, column[k] + self._OUTLIER
         odds = _density(residual, unusual) * self._OUTLIERS, _density(residual, usual) * (1 - self._OUTLIERS)
@@ -167,9 +167,10 @@ class RoundTimes:
         # Both explanations, weighed: the moments of a mixture of two Gaussians.
         gain = (1 - outlier) / usual + outlier / unusual
         apart = outlier * (1 - outlier) * ((1 / usual - 1 / unusual) * residual) ** 2
-        for j, (row, first) in enumerate(zip(covariance, column, strict=True)):
-            self.mean[j] += first * gain * residual
-            row[:] = [c - (gain - apart) * first * other for c, other in zip(row, column, strict=True)]
+        self.mean = [mean + first * gain * residual for mean, first in zip(self.mean, column, strict=True)]
+        for row, prior, first in zip(self.covariance, self.shape, column, strict=True):
+            less = (gain - apart) * first
+            row[:] = [c + level + drift * p - less * other for c, p, other in zip(row, prior, column, strict=True)]
         self._jump = 0.1 * outlier * residual**2
         return noise + (1 - outlier) * (noise / usual) ** 2 * (residual**2 - usual)
 
@@ -181,11 +182,11 @@ class RoundTimes:
     def checked(self) -> None:
         self._check_at = 2 * self.rounds
 
-    def _drift(self, load: Load) -> None:
-        level = self._LEVEL_DRIFT**2 + self._jump + (load.shift(self.last) ** 2 if self.last else 0.0)
+    def _level_drift(self, load: Load) -> float:
+        """Variance of what drives all depths alike, since the round before."""
+        since = load.shift(self.last) ** 2 if self.last else 0.0
         self.last = load
-        for row, prior in zip(self.covariance, self.shape, strict=True):
-            row[:] = [c + level + self._SHAPE_DRIFT * p for c, p in zip(row, prior, strict=True)]
+        return self._LEVEL_DRIFT**2 + self._jump + since
 
     def shows(self, k: int, other: int, noise: float) -> float:
         """Variance of what rounds at k with this noise would change in the logarithm of its time over the other's."""
