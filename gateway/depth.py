@@ -19,8 +19,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-# The deepest that is chosen. For few sequences deeper rounds can pay (README), but what they take where they do not would
-# have to be learnt first.
+# The deepest that is chosen. For few sequences deeper rounds can pay (docs/speed.md), but what they take where they do
+# not would have to be learnt first.
 DEEPEST = 8
 # Share of the time that may be spent on rounds at a depth that is not the best one known, and how much may be saved up.
 PROBE_SHARE = 0.01
