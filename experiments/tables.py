@@ -45,8 +45,9 @@ def load_row(same: list[Cell]) -> list[str]:
     """Plain decoding, the gateway's own choice of k, and the best k of those that were fixed."""
     by_k = {cell["k"]: cell for cell in same}
     plain, auto = by_k[0], by_k["auto"]
-    fixed = [cell for cell in same if cell["k"] != "auto"]
-    best = max(fixed, key=lambda cell: cell["decode_tokens_per_second"] or 0.0)
+    # A depth with a run whose requests never decoded all at once has no rate.
+    fixed = [cell for cell in same if cell["k"] != "auto" and cell["decode_tokens_per_second_runs"]]
+    best = max(fixed, key=lambda cell: cell["decode_tokens_per_second"])
     end_to_end = auto["end_to_end_tokens_per_second"] / plain["end_to_end_tokens_per_second"]
     return [
         f"{plain['context']:,}",
