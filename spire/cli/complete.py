@@ -40,6 +40,9 @@ def complete(
     logprobs: Annotated[int | None, typer.Option(help="Tell each token's logprob, and of so many others.")] = None,
     presence_penalty: Annotated[float | None, typer.Option(help="Against tokens that the text has.")] = None,
     frequency_penalty: Annotated[float | None, typer.Option(help="The same, for each time.")] = None,
+    cache_salt: Annotated[
+        str | None, typer.Option(help="Share what was computed of the prompt only with requests of the same salt.")
+    ] = None,
     repetition_penalty: Annotated[float | None, typer.Option(help="A factor against the prompt's tokens too.")] = None,
     logit_bias: Annotated[list[str] | None, typer.Option(help="TOKEN_ID=BIAS, from -100 to 100; repeatable.")] = None,
     allow_token: Annotated[list[int] | None, typer.Option(help="Take no other token ids than these.")] = None,
@@ -79,6 +82,7 @@ def complete(
         logprobs=logprobs,
         presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
+        cache_salt=cache_salt,
         repetition_penalty=repetition_penalty,
         logit_bias=_biases(logit_bias or []),
         allowed_token_ids=allow_token,
