@@ -79,28 +79,19 @@ class Client:
         self._batches = 0
 
     async def start(
-        self,
-        sequence_id: str,
-        tokens: list[int],
-        sampling: tensor_pb2.Sampling = GREEDY,
-        draft_id: str = "",
-        cache_salt: str = "",
+        self, sequence_id: str, tokens: list[int], sampling: tensor_pb2.Sampling = GREEDY, draft_id: str = ""
     ) -> pb.Started:
-        await self.send_start(sequence_id, tokens, sampling, draft_id, cache_salt)
+        await self.send_start(sequence_id, tokens, sampling, draft_id)
         return (await self.read()).started
 
     async def send_start(
-        self,
-        sequence_id: str,
-        tokens: list[int],
-        sampling: tensor_pb2.Sampling = GREEDY,
-        draft_id: str = "",
-        cache_salt: str = "",
+        self, sequence_id: str, tokens: list[int], sampling: tensor_pb2.Sampling = GREEDY, draft_id: str = ""
     ) -> None:
-        start = pb.Start(
-            sequence_id=sequence_id, tokens=tokens, sampling=sampling, draft_id=draft_id, cache_salt=cache_salt
+        await self.send(
+            pb.RoundsRequest(
+                start=pb.Start(sequence_id=sequence_id, tokens=tokens, sampling=sampling, draft_id=draft_id)
+            )
         )
-        await self.send(pb.RoundsRequest(start=start))
 
     async def send(self, request: pb.RoundsRequest) -> None:
         await self._call.write(request)

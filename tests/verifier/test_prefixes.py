@@ -12,7 +12,7 @@ from spire.model.cache import TargetCache
 from spire.model.target import Target
 from spire.v1 import verifier_pb2 as pb
 from tests.verifier.conftest import Running
-from tests.verifier.harness import TINY, Follower, plain_greedy, prompt_of, whole_taps
+from tests.verifier.harness import GREEDY, TINY, Client, Follower, plain_greedy, prompt_of, whole_taps
 from verifier_service.prefixes import SHORTEST, Prefixes
 
 
@@ -69,12 +69,18 @@ async def test_without_the_prefix_cache_everything_is_computed(running: Running)
         assert (await client.start("b", prompt_of(180))).cached_tokens == 0
 
 
+async def started_with_salt(client: Client, sequence_id: str, tokens: list[int], salt: str) -> pb.Started:
+    start = pb.Start(sequence_id=sequence_id, tokens=tokens, sampling=GREEDY, cache_salt=salt)
+    await client.send(pb.RoundsRequest(start=start))
+    return (await client.read()).started
+
+
 async def test_a_prompt_is_shared_with_those_of_the_same_salt_alone(running: Running, target: Target) -> None:
     prompt = prompt_of(180)
     async with running() as verifier:
         client = verifier.client()
         salts = {"a": "hers", "b": "his", "c": "", "d": "hers", "e": "his"}
-        started = {name: await client.start(name, prompt, cache_salt=salt) for name, salt in salts.items()}
+        started = {name: await started_with_salt(client, name, prompt, salt) for name, salt in salts.items()}
         assert {name: one.cached_tokens for name, one in started.items()} == {
             "a": 0,
             "b": 0,
@@ -83,8 +89,8 @@ async def test_a_prompt_is_shared_with_those_of_the_same_salt_alone(running: Run
             "e": 179,
         }
         await client.release("a", "b", "d", "e")
-        assert (await client.start("f", prompt, cache_salt="theirs")).cached_tokens == 0
-        assert (await client.start("g", prompt, cache_salt="his")).cached_tokens == 179
+        assert (await started_with_salt(client, "f", prompt, "theirs")).cached_tokens == 0
+        assert (await started_with_salt(client, "g", prompt, "his")).cached_tokens == 179
         assert {one.token for one in started.values()} == set(plain_greedy(target, prompt, 1))
 
 
