@@ -19,19 +19,22 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-# The deepest that is chosen. For few sequences deeper rounds can pay (docs/speed.md), but what they take where they do
-# not would have to be learnt first.
-DEEPEST = 8
+# The deepest that is chosen, as deep as our drafts propose: for few sequences it pays.
+DEEPEST = 16
 # Share of the time that may be spent on rounds at a depth that is not the best one known, and how much may be saved up.
 PROBE_SHARE = 0.01
 _MOST_CREDIT_ROUNDS = 4.0
 # Where drafting loses, a look at it that takes so many times as long as was thought puts off the next one until a plain
 # round has been saved up, because a single one may be an outlier; a second one in a row, until it is paid for itself.
 _SURPRISE = 3.0
+# As how many times the usual variance a single round may count.
+_MOST_NOISE = 4.0
 # Rounds after which a cell learns from its own alone.
 _FEW = 8
 # For how many rounds a finding is expected to be of use.
 _HORIZON = 2000.0
+# Of how many standard deviations a look is not thought to surprise.
+_OUT_OF_REACH = 4.0
 # One look often shows too little to be worth its price where several would be.
 _LOOKS = (1, 8)
 
@@ -117,8 +120,8 @@ def _expected_shape(k: int) -> float:
 def _shape_covariance(j: int, k: int) -> float:
     """How the logarithms of two depths' times may differ from what is expected, before anything was measured."""
     u, v = math.log1p(j), math.log1p(k)
-    step, growth, bends = 0.2**2 * (j > 0) * (k > 0), 0.3**2 * u * v, 0.05**2 * min(u, v)
-    return step + growth + bends + 0.02**2 * (j == k)
+    step, growth, bends = 0.2**2 * (j > 0) * (k > 0), 0.3**2 * u * v, 0.1**2 * min(u, v)
+    return step + growth + bends + 0.01**2 * (j == k)
 
 
 class RoundTimes:
@@ -218,8 +221,10 @@ class DepthController:
         # Seconds that probes may still cost; None until the first round was measured.
         self._credit: float | None = None
         self._probing: Probe | None = None
-        # Of a look at the other kind, the depth that its second round shall have.
-        self._again: int | None = None
+        # Depths of the next rounds, where they are settled: the rest of a look at the other kind, or of the beginning.
+        self._settled: list[int] = []
+        # Depth and seconds of the first round, until there is a second one like it.
+        self._first: tuple[int, float] | None = None
         # Whether the last round was drafted, where that is known.
         self._drafted: bool | None = None
         # Whether the last one took far longer than was thought, and the seconds until the next.
@@ -231,9 +236,8 @@ class DepthController:
         deepest = max(counts, default=0)
         if not deepest:
             return 0
-        if self._again is not None:
-            again, self._again = min(self._again, deepest), None
-            return again
+        if self._settled:
+            return min(self._settled.pop(0), deepest)
         times, taus = self._times(load), self.acceptance.taus()
         plain = load.sequences - counts.total()
         worth = [math.log(_tokens(taus, counts, k, plain)) - times.mean[k] for k in range(deepest + 1)]
@@ -251,7 +255,14 @@ class DepthController:
         self._settle(k, seconds, bool(blocks))
         if k is None or k > self.deepest:
             return
-        shown = self._times(load).observe(load, k, seconds, self.noise)
+        if self._credit is None:
+            # Nothing is known that would show an outlier: of two alike the faster one counts. Plain ones follow.
+            first, self._first = self._first, (k, seconds)
+            if first is None or first[0] != k:
+                self._settled = [k]
+                return
+            seconds, self._settled = min(first[1], seconds), [0, 0]
+        shown = min(_MOST_NOISE * self.noise, self._times(load).observe(load, k, seconds, self.noise))
         self.noise = min(0.5**2, max(0.01**2, self.noise + 0.02 * (shown - self.noise)))
         credit = 2 * seconds if self._credit is None else self._credit + PROBE_SHARE * seconds
         self._credit = min(credit, _MOST_CREDIT_ROUNDS * seconds)
@@ -308,13 +319,13 @@ class DepthController:
             math.exp(m) * (1 - math.exp(w - worth[best])) * (1 if _same_kind(k, best) else 2)
             for k, (m, w) in enumerate(zip(times.mean, worth, strict=False))
         ]
-        gains = [
-            level * self._expected_gain(load, times, taus, k, best, worth[best] - worth[k]) - cost
-            for k, cost in enumerate(costs)
-        ]
         affordable = [k for k, cost in enumerate(costs) if k != best and cost <= self._credit]
+        gains = {
+            k: level * self._expected_gain(load, times, taus, k, best, worth[best] - worth[k]) - costs[k]
+            for k in affordable
+        }
         chosen = max(affordable, key=gains.__getitem__, default=best)
-        if gains[chosen] <= 0:
+        if chosen != best and gains[chosen] <= 0:
             chosen = best
         if chosen == best and times.check_due:
             other = 0 if best else max(range(1, len(worth)), key=worth.__getitem__)
@@ -323,7 +334,7 @@ class DepthController:
                 chosen = other
         if chosen != best:
             self._credit -= costs[chosen]
-            self._again = None if _same_kind(chosen, best) else chosen
+            self._settled = [] if _same_kind(chosen, best) else [chosen]
             self._probing = None if best else Probe(chosen, math.exp(times.mean[chosen]), level)
         return chosen
 
@@ -337,7 +348,8 @@ class DepthController:
             shown = times.shows(k, best, self.noise / looks)
             if k > best:  # a shallower round shows no more of τ than the best one does
                 shown += doubt**2 / (doubt + 0.2 / (looks * load.sequences))
-            most = max(most, _HORIZON * _mean_lead(behind, math.sqrt(shown)) / looks)
+            if behind < _OUT_OF_REACH * (deviation := math.sqrt(shown)):
+                most = max(most, _HORIZON * _mean_lead(behind, deviation) / looks)
         return most
 
 
@@ -361,7 +373,5 @@ def _distance(cell: tuple[int, int, bool], other: tuple[int, int, bool]) -> floa
 
 def _mean_lead(behind: float, deviation: float) -> float:
     """Of a look at what seems `behind`: how far it is in front afterwards, or 0, on average over what may be seen."""
-    if deviation < 1e-9:
-        return 0.0
     z = behind / deviation
     return deviation * (math.exp(-z * z / 2) / math.sqrt(2 * math.pi) - z * math.erfc(z / math.sqrt(2)) / 2)

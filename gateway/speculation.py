@@ -274,7 +274,9 @@ class Speculation:
         if shown.depth and proposals.decoding == "speculative":
             self._seen = load, shown.depth
         own = seconds - self._of_others(load, proposals, verified)
-        self._depths.observe(load, shown.depth, own, shown.blocks)
+        # Less than its own forward took: it waited before the round before it was over, and that was taken off twice.
+        possible = own >= verified.forward_seconds + verified.sample_seconds
+        self._depths.observe(load, shown.depth if possible else None, own, shown.blocks)
 
     def _explained_by(self, batch: list[Sequence], proposals: Proposals) -> int | None:
         """The one depth that a round's time belongs to; None when a quarter of it had another, or had no draft."""

@@ -21,6 +21,8 @@ from spire.cli.paths import Pair
 from spire.hardware import Hardware
 
 _WARM_TOKENS, _WARM_REQUESTS = 16, 4
+# Times that a load runs at automatic k before it is measured: the choice learns while it serves.
+_LEARNING = 8
 # Tokens a peer looks up at once where no depth is asked for.
 _LOOKED_UP = 4
 
@@ -47,15 +49,21 @@ class Run:
     accept_rate: float | None = None
 
     def of(self, system: System, chosen: Chosen, progress: Progress) -> Iterator[Cell]:
-        """Cells of every load at every depth, after a warming that is not measured."""
+        """Cells of every load at every depth, after a warming that is not measured.
+
+        Automatic k is measured once it has seen the load, as a server has that is in use.
+        """
         depths: list[Depth] = self.depths if chosen.pair.speculates or not chosen.known else [0]
-        total = (1 + self.repeats * len(self.loads)) * len(depths)
+        learning = _LEARNING if AUTO in depths and not any(load.trace for load in self.loads) else 0
+        total = len(depths) + (self.repeats * len(depths) + learning) * len(self.loads)
         task = progress.add_task(f"{chosen.name}: warming", total=total)
         self._warm(system, depths)
         progress.advance(task, len(depths))
         for at, load in enumerate(self.loads):
             progress.update(task, description=f"{chosen.name}: {load.name}")
-            runs = alternate(system, load, depths, self.repeats, self.seed + 1000 * at, lambda: progress.advance(task))
+            seed = self.seed + 1000 * at
+            alternate(system, load, [AUTO], learning, seed + 500, lambda: progress.advance(task))
+            runs = alternate(system, load, depths, self.repeats, seed, lambda: progress.advance(task))
             for depth in depths:
                 cell = Cell(SPIRE, chosen.name, depth, load.batch, load.context, runs[depth], runs[0], trace=load.trace)
                 modelled = self._modelled(chosen, load, cell)

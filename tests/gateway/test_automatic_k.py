@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from gateway.depth import DEEPEST
 from tests.draft.test_carrier import activation_bytes
 from tests.gateway.conftest import Api, eventually
 from tests.gateway.test_resilience import revive
@@ -80,7 +81,7 @@ def test_the_gauges_tell_of_the_k_that_is_chosen(crowded: tuple[Services, Api]) 
             readings.append([api.metric(name) for name in names])
     depth, tau, multiplier = (statistics.median(values) for values in zip(*readings, strict=True))
     assert depth >= 1
-    assert 2 < tau <= 9
+    assert 2 < tau <= 1 + DEEPEST
     assert multiplier > 1.5
 
 

@@ -1,0 +1,28 @@
+"""What a round teaches the choice of k."""
+
+from __future__ import annotations
+
+from unittest.mock import Mock
+
+from gateway.config import GatewayConfig
+from gateway.depth import Load
+from gateway.metrics import Metrics
+from gateway.speculation import Proposals, Shown, Speculation
+from spire.v1 import verifier_pb2
+
+LOAD, SHOWN = Load(1, 1900.0, prefilling=True), Shown(4, [(4, 2)])
+
+
+def taught(*rounds: tuple[float, float]) -> float:
+    """How much rounds are thought to differ, after some of so many seconds, so many of them in a queue."""
+    speculation = Speculation(None, Mock(), GatewayConfig(), Metrics())
+    for seconds, queued in rounds:
+        told = verifier_pb2.Timings(queue_seconds=queued, forward_seconds=0.005, total_seconds=0.005)
+        speculation.learn(LOAD, SHOWN, seconds, Proposals(), told)
+    return speculation._depths.noise
+
+
+def test_a_round_that_waited_longer_than_it_took_teaches_no_time() -> None:
+    usual = [(0.02, 0.001)] * 20
+    assert taught(*usual, (0.02, 0.045), *usual) < 1.01 * taught(*usual, *usual)
+    assert taught(*usual, (0.06, 0.001), *usual) > 1.01 * taught(*usual, *usual)
