@@ -27,8 +27,8 @@ _MOST_CREDIT_ROUNDS = 4.0
 # Where drafting loses, a look at it that takes so many times as long as was thought puts off the next one until a plain
 # round has been saved up, because a single one may be an outlier; a second one in a row, until it is paid for itself.
 _SURPRISE = 3.0
-# As how many times the usual variance a single round may count.
-_MOST_NOISE = 4.0
+# By how many times itself the variance of a round may seem to grow by a single one.
+_MOST_NOISE = 3.0
 # Rounds after which a cell learns from its own alone.
 _FEW = 8
 # For how many rounds a finding is expected to be of use.
@@ -140,6 +140,8 @@ class RoundTimes:
         self.mean = [_expected_shape(k) for k in depths]
         self.shape: _Matrix = [[_shape_covariance(j, k) for k in depths] for j in depths]
         self.covariance: _Matrix = [[self._LEVEL + c for c in row] for row in self.shape]
+        # Variance of the logarithm of one round's time.
+        self.noise = 0.1**2
         self.last: Load | None = None
         # What the level may have moved by, if the last outlier was none.
         self._jump = 0.0
@@ -151,19 +153,19 @@ class RoundTimes:
 
     def of_neighbour(self, other: RoundTimes, distance: float) -> None:
         """Begin where a cell `distance` factors of two away stands, with less confidence."""
-        self.mean = list(other.mean)
+        self.mean, self.noise = list(other.mean), other.noise
         self.rounds = other.worth(distance)
         self._check_at = max(self._check_at, 2 * self.rounds)
         for row, known, prior in zip(self.covariance, other.covariance, self.shape, strict=True):
             row[:] = [self._LEVEL + c + 0.15 * distance * p for c, p in zip(known, prior, strict=True)]
 
-    def observe(self, load: Load, k: int, seconds: float, noise: float) -> float:
-        """One round at k; `noise` is the variance of a logarithm. Returns what this round alone says of it."""
+    def observe(self, load: Load, k: int, seconds: float) -> None:
+        """Take over what one round at k took."""
         self.rounds += 1
         level, drift = self._level_drift(load), self._SHAPE_DRIFT
         column = [row[k] + level + drift * prior[k] for row, prior in zip(self.covariance, self.shape, strict=True)]
         residual = math.log(max(seconds, 1e-9)) - self.mean[k]
-        usual, unusual = column[k] + noise, column[k] + self._OUTLIER
+        usual, unusual = column[k] + self.noise, column[k] + self._OUTLIER
         odds = _density(residual, unusual) * self._OUTLIERS, _density(residual, usual) * (1 - self._OUTLIERS)
         # No reason of its own makes a round several times as fast.
         outlier = odds[0] / (sum(odds) or 1.0) if residual > -self._OUTLIER else 0.0
@@ -175,7 +177,9 @@ class RoundTimes:
             less = (gain - apart) * first
             row[:] = [c + level + drift * p - less * other for c, p, other in zip(row, prior, column, strict=True)]
         self._jump = 0.1 * outlier * residual**2
-        return noise + (1 - outlier) * (noise / usual) ** 2 * (residual**2 - usual)
+        surprise = (1 - outlier) * (self.noise / usual) ** 2 * (residual**2 - usual)
+        noise = self.noise + 0.02 * min(surprise, _MOST_NOISE * self.noise)
+        self.noise = min(0.5**2, max(0.01**2, noise))
 
     @property
     def check_due(self) -> bool:
@@ -191,10 +195,10 @@ class RoundTimes:
         self.last = load
         return self._LEVEL_DRIFT**2 + self._jump + since
 
-    def shows(self, k: int, other: int, noise: float) -> float:
-        """Variance of what rounds at k with this noise would change in the logarithm of its time over the other's."""
+    def shows(self, k: int, other: int, looks: int) -> float:
+        """Variance of what so many rounds at k would change in the logarithm of its time over the other's."""
         column = self.covariance[k]
-        return (column[k] - column[other]) ** 2 / (column[k] + noise)
+        return (column[k] - column[other]) ** 2 / (column[k] + self.noise / looks)
 
 
 # -- k ---------------------------------------------------------------------------------------------------------------
@@ -216,8 +220,6 @@ class DepthController:
         self.deepest = deepest
         self.acceptance = Acceptance(deepest)
         self.times: dict[tuple[int, int, bool], RoundTimes] = {}
-        # Variance of the logarithm of one round's time.
-        self.noise = 0.1**2
         # Seconds that probes may still cost; None until the first round was measured.
         self._credit: float | None = None
         self._probing: Probe | None = None
@@ -262,8 +264,7 @@ class DepthController:
                 self._settled = [k]
                 return
             seconds, self._settled = min(first[1], seconds), [0, 0]
-        shown = min(_MOST_NOISE * self.noise, self._times(load).observe(load, k, seconds, self.noise))
-        self.noise = min(0.5**2, max(0.01**2, self.noise + 0.02 * (shown - self.noise)))
+        self._times(load).observe(load, k, seconds)
         credit = 2 * seconds if self._credit is None else self._credit + PROBE_SHARE * seconds
         self._credit = min(credit, _MOST_CREDIT_ROUNDS * seconds)
         self._pause = max(0.0, self._pause - seconds)
@@ -345,7 +346,7 @@ class DepthController:
         doubt = self.acceptance.doubt * math.log(taus[k] / taus[best]) ** 2
         most = 0.0
         for looks in _LOOKS:
-            shown = times.shows(k, best, self.noise / looks)
+            shown = times.shows(k, best, looks)
             if k > best:  # a shallower round shows no more of τ than the best one does
                 shown += doubt**2 / (doubt + 0.2 / (looks * load.sequences))
             if behind < _OUT_OF_REACH * (deviation := math.sqrt(shown)):

@@ -19,7 +19,8 @@ def taught(*rounds: tuple[float, float]) -> float:
     for seconds, queued in rounds:
         told = verifier_pb2.Timings(queue_seconds=queued, forward_seconds=0.005, total_seconds=0.005)
         speculation.learn(LOAD, SHOWN, seconds, Proposals(), told)
-    return speculation._depths.noise
+    (times,) = speculation._depths.times.values()
+    return times.noise
 
 
 def test_a_round_that_waited_longer_than_it_took_teaches_no_time() -> None:
