@@ -27,6 +27,13 @@ def main(results: Annotated[Path, typer.Argument(help="Where bench.json and peer
     print(table(["context", "contexts", "τ, 95 %", "prefix of 1 · 2 · 3 · 4 accepted"], [tau_row(c) for c in tau]))
     gains = ["gain", "modelled", "best fixed k", "its gain", "auto / best fixed", "end to end", "τ"]
     print(table(["context", "requests", "plain", "auto", *gains], [load_row(same) for same in loads(cells)]))
+    depths = list(dict.fromkeys(cell["k"] for cell in cells))
+    print(
+        table(
+            ["context", "requests", *(name_of_depth(k) for k in depths)],
+            [depth_row(same, depths) for same in loads(cells)],
+        )
+    )
     parts = ["draft", "verify", "sample", "waits", "wire", "gateway", "sum of seen", "overhead"]
     split = [c for c in cells if c["batch"] == 16 and c["k"] in (0, 4, 8) and c["round_ms"]]
     print(table(["context", "k", *parts], [split_row(cell) for cell in split]))
@@ -61,6 +68,13 @@ def load_row(same: list[Cell]) -> list[str]:
     ]
 
 
+def depth_row(same: list[Cell], depths: list[int | str]) -> list[str]:
+    """Tokens a second while all decode at each depth that was run."""
+    rates = {cell["k"]: cell["decode_tokens_per_second"] for cell in same}
+    first = [f"{same[0]['context']:,}", str(same[0]["batch"])]
+    return first + [shown(rates.get(k), "{:,.0f}") for k in depths]
+
+
 def share_of_best(auto: Cell, fixed: list[Cell]) -> tuple[float, float]:
     """Tokens a second with the gateway's own choice of k over those with the best fixed k, and a 95 % interval's half.
 
@@ -90,8 +104,12 @@ def trimmed_mean(values: list[float]) -> float:
 def name_of(cell: Cell) -> tuple[str, str]:
     if cell["draft"] is None:
         return cell["system"], ""
-    depth = "auto" if cell["k"] == "auto" else f"k = {cell['k']}"
-    return ("plain", "") if cell["k"] == 0 else (cell["draft"], depth)
+    depth = name_of_depth(cell["k"])
+    return (depth, "") if cell["k"] == 0 else (cell["draft"], depth)
+
+
+def name_of_depth(k: int | str) -> str:
+    return {0: "plain", "auto": "auto"}.get(k, f"k = {k}")
 
 
 def peer_row(name: tuple[str, str], batches: list[int], cells: list[Cell]) -> list[str]:
