@@ -45,7 +45,7 @@ class DraftCollector(Collector):
 
 
 def registry_of(worker: Worker, follower: Follower) -> CollectorRegistry:
-    registry = CollectorRegistry()
+    registry = CollectorRegistry(auto_describe=True)  # so that it can be asked for some names only
     registry.register(DraftCollector(worker, follower))
     register_process(registry)
     return registry

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -25,7 +25,7 @@ from gateway.engine import Engine
 from gateway.errors import BadParameter, UnknownModel, error_body, rest_error, retry_after
 from gateway.front import Front
 from gateway.keys import Guard
-from gateway.metrics import Exposition
+from gateway.metrics import Exposition, Named
 from gateway.openapi import DocumentedApi, Limits, body_of, limits_of
 from gateway.page import PATHS as PAGE_PATHS
 from gateway.page import add_page
@@ -173,9 +173,12 @@ def _add_state(app: FastAPI, config: GatewayConfig, engine: Engine) -> None:
         return {"version": __version__}
 
     @app.get("/metrics", response_class=Response)
-    async def metrics() -> Response:
+    async def metrics(
+        names: Annotated[list[str] | None, Query(alias="name[]", description="Only families of these samples.")] = None,
+    ) -> Response:
         """Prometheus text."""
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+        collected = Named(registry, frozenset(names)) if names else registry
+        return Response(generate_latest(collected), media_type=CONTENT_TYPE_LATEST)
 
 
 def _model_card(engine: Engine) -> dict[str, Any]:

@@ -286,6 +286,19 @@ class Exposition(Collector):
         yield _positions("vllm:spec_decode_num_accepted_tokens_per_pos", "As vLLM.", counts, now)
 
 
+@dataclass(frozen=True)
+class Named(Collector):
+    """Of all families those that have a sample of one of these names: writing the others takes time from rounds."""
+
+    all: Collector
+    names: frozenset[str]
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self.all.collect():
+            if any(sample.name in self.names for sample in family.samples):
+                yield family
+
+
 def _counter(name: str, help_text: str, value: float) -> Metric:
     return CounterMetricFamily(name, help_text, value=value)
 

@@ -18,6 +18,10 @@ from spire.bench.client import BenchError
 Counters = dict[str, float]
 
 _BUSY = {"verifier": "spire_verifier_busy_seconds_total", "draft": "spire_draft_busy_seconds_total"}
+ROUND_SECONDS, ROUNDS, FALLBACKS = "spire_round_seconds_total", "spire_rounds_total", "spire_fallbacks_total"
+DRAFT_STATE_BYTES = "spire_draft_state_bytes_per_sequence"
+# A page is asked for while all decode: of all its samples only these, because writing them takes time from a round.
+_ASKED = {"name[]": [ROUND_SECONDS, ROUNDS, FALLBACKS, DRAFT_STATE_BYTES, *_BUSY.values()]}
 # What Linux takes as: forget the peak of resident memory.
 _FORGET_PEAK = "5"
 
@@ -98,7 +102,7 @@ def _peak(process: int) -> int:
 
 async def _page(http: httpx.AsyncClient, url: str) -> Page:
     try:
-        text = (await http.get(url)).raise_for_status().text
+        text = (await http.get(url, params=_ASKED)).raise_for_status().text
         return Page(time.monotonic(), text)
     except httpx.HTTPError as error:
         raise BenchError(f"{url} does not tell its metrics ({error!r})") from error

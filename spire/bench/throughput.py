@@ -23,12 +23,9 @@ from typing import Any
 import httpx
 
 from spire.bench.stream import ROUND_CHUNK, Listener, Streamed, Timed, stream_all
-from spire.bench.system import Counters, Scrape, System
+from spire.bench.system import DRAFT_STATE_BYTES, FALLBACKS, ROUND_SECONDS, ROUNDS, Counters, Scrape, System
 from spire.keys import FOREIGN_KEY, authorization
 
-ROUND_SECONDS = "spire_round_seconds_total"
-ROUNDS = "spire_rounds_total"
-FALLBACKS = "spire_fallbacks_total"
 # The two model steps, forward and sampling. Everything else in a round is overhead, except the wait for another
 # sequence's prefill, which is not the round's own and is left out of both sides.
 MODEL_PARTS = {"propose", "verify_forward", "verify_sample"}
@@ -171,7 +168,7 @@ def _figures(first: Pass, second: Pass, peak: int | None) -> Figures:
         busy=after.busy_since(before) or None if before and after and alike else None,
         fallbacks=_grown(FALLBACKS, before.gateway.samples, counters, "reason") if before else None,
         peak_memory_bytes=peak,
-        draft_state_bytes_per_sequence=int(counters.get("spire_draft_state_bytes_per_sequence", 0)) if after else None,
+        draft_state_bytes_per_sequence=int(counters.get(DRAFT_STATE_BYTES, 0)) if after else None,
         exact_tokens=all(answer.exact for answer in (*first.answers, *second.answers)),
     )
 

@@ -220,6 +220,24 @@ def cost_of_a_round(sequences: int, k: int = 4, accepted: int = 3) -> float:
     return sum(min(timeit.repeat(work, number=200, repeat=20)) / 200 for work in (gateway, services))
 
 
+def test_every_service_tells_some_samples_only_when_it_is_asked_for_them(
+    stories_dir: Path, stories_draft_dir: Path
+) -> None:
+    """Writing all others takes time from the rounds of a short measurement."""
+    verifier, draft = free_port(), free_port()
+    ports = {"verifier_options": ["--metrics-port", str(verifier)], "draft_options": ["--metrics-port", str(draft)]}
+    with running(stories_dir, stories_draft_dir, **ports) as services:
+        for url, sample in (
+            (services.url, "spire_rounds_total"),
+            (f"http://127.0.0.1:{verifier}", "spire_verifier_busy_seconds_total"),
+            (f"http://127.0.0.1:{draft}", "spire_draft_busy_seconds_total"),
+        ):
+            whole = httpx.get(f"{url}/metrics").text
+            some = httpx.get(f"{url}/metrics", params={"name[]": [sample, "no_such_name"]}).text
+            assert {s.name for family in text_string_to_metric_families(some) for s in family.samples} == {sample}
+            assert set(some.splitlines()[:1]) < set(whole.splitlines())
+
+
 def test_counting_takes_no_more_than_a_hundredth_of_a_round() -> None:
     """At 16 sequences, of the bundled pair."""
     with running(ROOT / "models/target", ROOT / "models/draft", dtype="auto") as services:
