@@ -21,6 +21,8 @@ from dataclasses import dataclass
 
 # The deepest that is chosen, as deep as our drafts propose: for few sequences it pays.
 DEEPEST = 16
+# The deepest in the first rounds of a load: what deep ones take there may be many times what it is for fewer sequences.
+_AT_FIRST = 8
 # Share of the time that may be spent on rounds at a depth that is not the best one known, and how much may be saved up.
 PROBE_SHARE = 0.01
 _MOST_CREDIT_ROUNDS = 4.0
@@ -146,6 +148,8 @@ class RoundTimes:
         # What the level may have moved by, if the last outlier was none.
         self._jump = 0.0
         self.rounds, self._check_at = 0, 8
+        # Of these, how many were measured here.
+        self.own = 0
 
     def worth(self, distance: float) -> int:
         """As how many rounds of its own a cell so far away may take these."""
@@ -162,6 +166,7 @@ class RoundTimes:
     def observe(self, load: Load, k: int, seconds: float) -> None:
         """Take over what one round at k took."""
         self.rounds += 1
+        self.own += 1
         level, drift = self._level_drift(load), self._SHAPE_DRIFT
         column = [row[k] + level + drift * prior[k] for row, prior in zip(self.covariance, self.shape, strict=True)]
         residual = math.log(max(seconds, 1e-9)) - self.mean[k]
@@ -241,6 +246,8 @@ class DepthController:
         if self._settled:
             return min(self._settled.pop(0), deepest)
         times, taus = self._times(load), self.acceptance.taus()
+        if times.own < _FEW:
+            deepest = min(deepest, _AT_FIRST)
         plain = load.sequences - counts.total()
         worth = [math.log(_tokens(taus, counts, k, plain)) - times.mean[k] for k in range(deepest + 1)]
         best = max(range(deepest + 1), key=worth.__getitem__)
