@@ -28,12 +28,8 @@ def main(results: Annotated[Path, typer.Argument(help="Where bench.json and peer
     gains = ["gain", "modelled", "best fixed k", "its gain", "auto / best fixed", "end to end", "τ"]
     print(table(["context", "requests", "plain", "auto", *gains], [load_row(same) for same in loads(cells)]))
     depths = list(dict.fromkeys(cell["k"] for cell in cells))
-    print(
-        table(
-            ["context", "requests", *(name_of_depth(k) for k in depths)],
-            [depth_row(same, depths) for same in loads(cells)],
-        )
-    )
+    headings = ["context", "requests", *map(name_of_depth, depths)]
+    print(table(headings, [depth_row(same, depths) for same in loads(cells)]))
     parts = ["draft", "verify", "sample", "waits", "wire", "gateway", "sum of seen", "overhead"]
     split = [c for c in cells if c["batch"] == 16 and c["k"] in (0, 4, 8) and c["round_ms"]]
     print(table(["context", "k", *parts], [split_row(cell) for cell in split]))

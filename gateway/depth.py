@@ -228,8 +228,8 @@ class DepthController:
         # Seconds that probes may still cost; None until the first round was measured.
         self._credit: float | None = None
         self._probing: Probe | None = None
-        # Depths of the next rounds, where they are settled: the rest of a look at the other kind, or of the beginning.
-        self._settled: list[int] = []
+        # Depths of the next rounds, where these are known: the rest of a look at the other kind, or of the beginning.
+        self._next: list[int] = []
         # Depth and seconds of the first round, until there is a second one like it.
         self._first: tuple[int, float] | None = None
         # Whether the last round was drafted, where that is known.
@@ -243,8 +243,8 @@ class DepthController:
         deepest = max(counts, default=0)
         if not deepest:
             return 0
-        if self._settled:
-            return min(self._settled.pop(0), deepest)
+        if self._next:
+            return min(self._next.pop(0), deepest)
         times, taus = self._times(load), self.acceptance.taus()
         if times.own < _FEW:
             deepest = min(deepest, _AT_FIRST)
@@ -268,9 +268,9 @@ class DepthController:
             # Nothing is known that would show an outlier: of two alike the faster one counts. Plain ones follow.
             first, self._first = self._first, (k, seconds)
             if first is None or first[0] != k:
-                self._settled = [k]
+                self._next = [k]
                 return
-            seconds, self._settled = min(first[1], seconds), [0, 0]
+            seconds, self._next = min(first[1], seconds), [0, 0]
         self._times(load).observe(load, k, seconds)
         credit = 2 * seconds if self._credit is None else self._credit + PROBE_SHARE * seconds
         self._credit = min(credit, _MOST_CREDIT_ROUNDS * seconds)
@@ -342,7 +342,7 @@ class DepthController:
                 chosen = other
         if chosen != best:
             self._credit -= costs[chosen]
-            self._settled = [] if _same_kind(chosen, best) else [chosen]
+            self._next = [] if _same_kind(chosen, best) else [chosen]
             self._probing = None if best else Probe(chosen, math.exp(times.mean[chosen]), level)
         return chosen
 

@@ -288,7 +288,10 @@ class Exposition(Collector):
 
 @dataclass(frozen=True)
 class Named(Collector):
-    """Of all families those that have a sample of one of these names: writing the others takes time from rounds."""
+    """Of all families those that have a sample of one of these names: writing the others takes time from rounds.
+
+    A registry's own restriction knows no family that was not there when it was made, as prices or a multiplier.
+    """
 
     all: Collector
     names: frozenset[str]
