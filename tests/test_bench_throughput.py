@@ -46,6 +46,22 @@ def test_the_decode_rate_counts_only_while_all_decode() -> None:
     assert [(stretch[0][0], stretch[-1][0]) for stretch in stretches] == [(1.0, 1.9), (1.0, 1.4)]
 
 
+def test_every_request_is_counted_over_the_same_rounds() -> None:
+    early, late = ([(0.1 * at + after, 1) for at in range(10)] for after in (0.0, 0.003))
+    stretches = decoding_together([Streamed(0, early), Streamed(0, late)])
+    assert stretches is not None
+    assert [len(stretch) for stretch in stretches] == [9, 9]
+
+
+def test_the_rate_leaves_out_the_round_in_which_counters_are_read() -> None:
+    answers = [Streamed(0, [(0.1 * at + after, 1) for at in range(10)]) for after in (0.0, 0.003)]
+    for inside, first in ((0.15, 2), (0.201, 3)):  # between two rounds, and while the chunks of one come in
+        stretches = decoding_together(answers, since=inside)
+        assert stretches is not None
+        assert [stretch[0] for stretch in stretches] == [answer.arrivals[first] for answer in answers]
+    assert decoding_together(answers, since=0.95) is None
+
+
 def test_no_rate_is_invented_where_requests_never_decoded_together() -> None:
     assert decoding_together([Streamed(0, [(1.0, 1), (2.0, 4)]), Streamed(0, [(1.5, 1), (2.5, 4)])]) is None
 

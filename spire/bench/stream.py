@@ -1,38 +1,25 @@
 """Streamed completions, each event stamped when it arrives: the load and the clock of `spire bench`.
 
-The client shares the processor with what it measures. So while the load runs it only keeps bytes and the moment they
-came, and HTTP and JSON are read when it is over. Any server that streams OpenAI's completions will do.
-
-What it does not know: retries. A broken stream ends the measurement, and so does a refusal where none is expected.
+Any server that streams OpenAI's completions will do. What it does not know: retries. A broken stream ends the
+measurement, and so does a refusal where none is expected.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import ssl
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
-
-import h11
 
 from spire.bench.client import BenchError
+from spire.bench.exchange import Exchange, Refusal, body_of, connect, request_to
 
 _PATIENCE_SECONDS = 1800
 _EVENT, _END = b"data: {", b'"finish_reason":"'
 # The first chunk is the end of a prefill; the second one comes from a round.
 ROUND_CHUNK = 2
-
-
-class Refusal(BenchError):
-    """A request was answered by a status of its own, so many seconds after it was sent."""
-
-    def __init__(self, message: str, status: int):
-        super().__init__(message)
-        self.status, self.seconds = status, 0.0
 
 
 @dataclass(frozen=True)
@@ -85,23 +72,16 @@ class Listener:
         self.one_ended.set()
 
 
-class _Recorder(asyncio.Protocol):
-    """Sends a request and keeps what comes back, with the moment each piece came."""
+class _Recorder(Exchange):
+    """Tells the listener what comes, without reading it."""
 
-    def __init__(self, request: bytes, listener: Listener):
-        self._request, self._listener = request, listener
+    def __init__(self, listener: Listener):
+        super().__init__()
+        self._listener = listener
         self._events, self._decodes = 0, False
-        self.sent = 0.0
-        self.pieces: list[tuple[float, bytes]] = []
-        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self.sent = time.monotonic()
-        transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        self.pieces.append((time.monotonic(), data))
+        super().data_received(data)
         self._events += data.count(_EVENT)
         if self._events >= ROUND_CHUNK:
             self._tell_decodes()
@@ -116,8 +96,7 @@ class _Recorder(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._tell_decodes()
         self._listener.ended()
-        if not self.over.done():
-            self.over.set_result(None)
+        super().connection_lost(error)
 
 
 async def stream_all(
@@ -147,38 +126,18 @@ async def _record_all(url: str, requests: list[Timed], headers: dict[str, str], 
 
 
 async def _record(url: str, body: dict[str, Any], more: dict[str, str], listener: Listener) -> _Recorder:
-    parts = urlsplit(url)
-    secure = ssl.create_default_context() if parts.scheme == "https" else None
-    port = parts.port or (443 if secure else 80)
-    request = _request(parts.netloc, parts.path.rstrip("/") + "/v1/completions", json.dumps(body).encode(), more)
-    loop = asyncio.get_running_loop()
-    try:
-        transport, recorder = await loop.create_connection(
-            lambda: _Recorder(request, listener), parts.hostname or "", port, ssl=secure
-        )
-    except OSError as error:
-        raise BenchError(f"{url} cannot be reached ({error}): start it with `spire up`") from error
+    address = url.rstrip("/") + "/v1/completions"
+    request = request_to(address, {"Accept": "text/event-stream"} | more, json.dumps(body).encode())
+    recorder = await connect(address, lambda: _Recorder(listener))
+    recorder.send(request)
     try:
         async with asyncio.timeout(_PATIENCE_SECONDS):
             await recorder.over
     except TimeoutError as error:
         raise BenchError(f"{url} did not finish an answer in {_PATIENCE_SECONDS} s") from error
     finally:
-        transport.close()
+        recorder.close()
     return recorder
-
-
-def _request(host: str, path: str, body: bytes, more: dict[str, str]) -> bytes:
-    headers = {"Host": host, "Content-Type": "application/json", "Content-Length": str(len(body))}
-    # The server's closing is the end of the answer.
-    headers |= {"Accept": "text/event-stream", "Connection": "close"} | more
-    http = h11.Connection(h11.CLIENT)
-    events = (
-        h11.Request(method="POST", target=path, headers=list(headers.items())),
-        h11.Data(data=body),
-        h11.EndOfMessage(),
-    )
-    return b"".join(http.send(event) or b"" for event in events)
 
 
 # --- when it is over --------------------------------------------------------------------------------------------------
@@ -186,7 +145,7 @@ def _request(host: str, path: str, body: bytes, more: dict[str, str]) -> bytes:
 
 def _read(url: str, recorder: _Recorder) -> Streamed:
     answer, untold = Streamed(recorder.sent), False
-    for moment, event in _events(url, recorder.pieces):
+    for moment, event in _events(url, recorder):
         if error := event.get("error"):
             raise BenchError(f"{url} broke off: {error.get('message', error)}")
         answer.metrics = event.get("metrics") or answer.metrics
@@ -207,7 +166,6 @@ def _outcome(url: str, recorder: _Recorder) -> Streamed | Refusal:
     try:
         return _read(url, recorder)
     except Refusal as refusal:
-        refusal.seconds = recorder.pieces[-1][0] - recorder.sent
         return refusal
 
 
@@ -223,42 +181,12 @@ def _spread(url: str, answer: Streamed) -> None:
     ]
 
 
-def _events(url: str, pieces: list[tuple[float, bytes]]) -> Iterator[tuple[float, dict[str, Any]]]:
+def _events(url: str, recorder: _Recorder) -> Iterator[tuple[float, dict[str, Any]]]:
     """The server-sent events of an answer, each with the moment its last byte came."""
     unfinished = b""
-    for moment, data in _body(url, pieces):
+    for moment, data in body_of(url, recorder):
         *events, unfinished = (unfinished + data).replace(b"\r\n", b"\n").split(b"\n\n")
         for event in events:
             text = event.removeprefix(b"data: ")
             if event.startswith(b"data: ") and text != b"[DONE]":
                 yield moment, json.loads(text)
-
-
-def _body(url: str, pieces: list[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
-    http = h11.Connection(h11.CLIENT)
-    http.send(h11.Request(method="POST", target="/", headers=[("Host", "-"), ("Connection", "close")]))
-    http.send(h11.EndOfMessage())
-    refused: h11.Response | None = None
-    message = b""
-    for moment, event in _http_events(url, http, pieces):
-        if isinstance(event, h11.Response) and event.status_code != 200:
-            refused = event
-        elif isinstance(event, h11.Data) and refused:
-            message += event.data
-        elif isinstance(event, h11.Data):
-            yield moment, bytes(event.data)
-    if refused:
-        said = message.decode(errors="replace")[:500]
-        raise Refusal(f"{url} answered {refused.status_code}: {said}", refused.status_code)
-
-
-def _http_events(url: str, http: h11.Connection, pieces: list[tuple[float, bytes]]) -> Iterator[tuple[float, Any]]:
-    try:
-        for moment, data in [*pieces, (pieces[-1][0] if pieces else 0.0, b"")]:
-            http.receive_data(data)
-            while (event := http.next_event()) not in (h11.NEED_DATA, h11.PAUSED):
-                yield moment, event
-                if isinstance(event, h11.EndOfMessage | h11.ConnectionClosed):
-                    return
-    except h11.RemoteProtocolError as error:
-        raise BenchError(f"{url} broke off in the middle of an answer: {error}") from error

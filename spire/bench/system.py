@@ -6,14 +6,15 @@ What it does not know: memory of a GPU, and processes of another machine.
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlencode
 
-import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from spire.bench.client import BenchError
+from spire.bench.exchange import Exchange, body_of, connect, request_to
+from spire.keys import authorization
 
 Counters = dict[str, float]
 
@@ -21,24 +22,32 @@ _BUSY = {"verifier": "spire_verifier_busy_seconds_total", "draft": "spire_draft_
 ROUND_SECONDS, ROUNDS, FALLBACKS = "spire_round_seconds_total", "spire_rounds_total", "spire_fallbacks_total"
 DRAFT_STATE_BYTES = "spire_draft_state_bytes_per_sequence"
 # A page is asked for while all decode: of all its samples only these, because writing them takes time from a round.
-_ASKED = {"name[]": [ROUND_SECONDS, ROUNDS, FALLBACKS, DRAFT_STATE_BYTES, *_BUSY.values()]}
+_ASKED = urlencode(
+    [("name[]", name) for name in (ROUND_SECONDS, ROUNDS, FALLBACKS, DRAFT_STATE_BYTES, *_BUSY.values())]
+)
+_PATIENCE_SECONDS = 60
 # What Linux takes as: forget the peak of resident memory.
 _FORGET_PEAK = "5"
 
 
 @dataclass(frozen=True)
 class Page:
-    """What /metrics of a service said, and when. It is read when the load is over."""
+    """What /metrics of a service said. It is read when the load is over."""
 
-    moment: float
-    text: str
+    address: str
+    exchange: Exchange
+
+    @property
+    def moment(self) -> float:
+        return self.exchange.pieces[-1][0]
 
     @property
     def samples(self) -> Counters:
         """Every sample by its name, `name{label=value}{label=value}...` where it has labels, which are in order."""
+        text = b"".join(data for _, data in body_of(self.address, self.exchange)).decode()
         return {
             sample.name + "".join(f"{{{k}={v}}}" for k, v in sorted(sample.labels.items())): sample.value
-            for family in text_string_to_metric_families(self.text)
+            for family in text_string_to_metric_families(text)
             for sample in family.samples
         }
 
@@ -62,6 +71,31 @@ class Scrape:
         return shares
 
 
+class Scraper:
+    """Connections to all pages, for one scrape: it takes as little as can be of a processor that is being measured."""
+
+    def __init__(self, addresses: list[str], exchanges: list[Exchange], services: list[str]):
+        self._asked = dict(zip(addresses, exchanges, strict=True))
+        self._requests = [request_to(f"{address}?{_ASKED}", authorization()) for address in addresses]
+        self._services = services
+
+    async def scrape(self) -> Scrape:
+        """Raises BenchError when a service does not tell its metrics."""
+        for exchange, request in zip(self._asked.values(), self._requests, strict=True):
+            exchange.send(request)
+        try:
+            async with asyncio.timeout(_PATIENCE_SECONDS):
+                await asyncio.gather(*(exchange.over for exchange in self._asked.values()))
+        except TimeoutError as error:
+            raise BenchError(f"{' or '.join(self._asked)} did not answer in {_PATIENCE_SECONDS} s") from error
+        gateway, *services = (Page(address, exchange) for address, exchange in self._asked.items())
+        return Scrape(gateway, dict(zip(self._services, services, strict=True)))
+
+    def close(self) -> None:
+        for exchange in self._asked.values():
+            exchange.close()
+
+
 @dataclass(frozen=True)
 class System:
     """`processes` and `metrics` hold process ids and /metrics addresses by service: none of a gateway only named."""
@@ -70,11 +104,11 @@ class System:
     processes: dict[str, int] = field(default_factory=dict)
     metrics: dict[str, str] = field(default_factory=dict)
 
-    async def scrape(self, http: httpx.AsyncClient) -> Scrape:
-        """Raises BenchError when a service does not answer."""
+    async def scraper(self) -> Scraper:
+        """Connections for a scrape when it counts. Raises BenchError when a service does not answer."""
         addresses = [f"{self.url}/metrics", *self.metrics.values()]
-        gateway, *services = await asyncio.gather(*(_page(http, address) for address in addresses))
-        return Scrape(gateway, dict(zip(self.metrics, services, strict=True)))
+        exchanges = await asyncio.gather(*(connect(address, Exchange) for address in addresses))
+        return Scraper(addresses, exchanges, list(self.metrics))
 
     def forget_peak(self) -> None:
         """Let peak memory begin from what is used now, where the system can."""
@@ -98,11 +132,3 @@ class System:
 def _peak(process: int) -> int:
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-
-
-async def _page(http: httpx.AsyncClient, url: str) -> Page:
-    try:
-        text = (await http.get(url, params=_ASKED)).raise_for_status().text
-        return Page(time.monotonic(), text)
-    except httpx.HTTPError as error:
-        raise BenchError(f"{url} does not tell its metrics ({error!r})") from error

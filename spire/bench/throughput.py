@@ -5,6 +5,9 @@ each request counted from its first chunk in that interval to its last. *End to 
 time from the first request to the last token, prefill included. An inter-token latency is the time between two chunks
 over the tokens of the later one.
 
+The counters of a round's parts are read as soon as all decode, which takes some milliseconds from the round it falls
+into. That round counts in a mean round, because those counters have it, but not in the rate, unless too few are left.
+
 A batch is run twice on the same prompts: the first pass, whose prompts nobody has seen, gives the end-to-end figures;
 the second, whose prefill a prefix cache saves, lets all requests decode together for most of their tokens, and gives
 the others. Without a prefix cache (`cached_tokens` 0) both passes are alike.
@@ -20,10 +23,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import httpx
-
 from spire.bench.stream import ROUND_CHUNK, Listener, Streamed, Timed, stream_all
-from spire.bench.system import DRAFT_STATE_BYTES, FALLBACKS, ROUND_SECONDS, ROUNDS, Counters, Scrape, System
+from spire.bench.system import DRAFT_STATE_BYTES, FALLBACKS, ROUND_SECONDS, ROUNDS, Counters, Scrape, Scraper, System
 from spire.keys import FOREIGN_KEY, authorization
 
 # The two model steps, forward and sampling. Everything else in a round is overhead, except the wait for another
@@ -117,25 +118,31 @@ def figures_of_steps(answers: list[Streamed], peak: int | None) -> Figures:
 
 
 async def _run(system: System, requests: list[Timed], together: bool) -> Pass:
-    listener, key = Listener(len(requests)), authorization()
-    async with httpx.AsyncClient(timeout=60, headers=key) as http:
-        before = await system.scrape(http)
-        meanwhile = asyncio.gather(
-            _scrape_when(listener.all_decode, system, http), _scrape_when(listener.one_ended, system, http)
-        )
-        try:
-            answers = await stream_all(system.url, requests, key, listener)
-            scrapes = await meanwhile
-        finally:
-            meanwhile.cancel()
-        if not together:
-            scrapes = (before, await system.scrape(http))
-    return Pass(answers, scrapes, together)
+    if together:
+        return await _run_together(system, requests)
+    before = await (await system.scraper()).scrape()
+    answers = await stream_all(system.url, requests, authorization())
+    return Pass(answers, (before, await (await system.scraper()).scrape()), together)
 
 
-async def _scrape_when(event: asyncio.Event, system: System, http: httpx.AsyncClient) -> Scrape:
-    await event.wait()
-    return await system.scrape(http)
+async def _run_together(system: System, requests: list[Timed]) -> Pass:
+    listener = Listener(len(requests))
+    begin, end = await system.scraper(), await system.scraper()
+    scrapes = asyncio.gather(_scrape_when(listener.all_decode, begin), _scrape_when(listener.one_ended, end))
+    try:
+        answers = await stream_all(system.url, requests, authorization(), listener)
+        before, after = await scrapes
+    finally:
+        scrapes.cancel()
+    return Pass(answers, (before, after), together=True)
+
+
+async def _scrape_when(event: asyncio.Event, scraper: Scraper) -> Scrape:
+    try:
+        await event.wait()
+        return await scraper.scrape()
+    finally:
+        scraper.close()
 
 
 # --- figures of a run -------------------------------------------------------------------------------------------------
@@ -146,6 +153,8 @@ def _figures(first: Pass, second: Pass, peak: int | None) -> Figures:
     tokens = sum(answer.tokens for answer in first.answers)
     latencies = inter_token_ms(second.answers)
     stretches = decoding_together(second.answers) if second.together else None
+    scraped = second.scrapes[0].gateway.moment if second.scrapes else 0.0
+    undisturbed = decoding_together(second.answers, since=scraped) if stretches else None
     told = [a.metrics["speculative_decoding"] for a in second.answers if "speculative_decoding" in a.metrics]
     before, after = second.scrapes or (None, None)
     counters = after.gateway.samples if after else {}
@@ -155,7 +164,7 @@ def _figures(first: Pass, second: Pass, peak: int | None) -> Figures:
         requests=len(first.answers),
         generated=tokens,
         cached_tokens=sum(_cached(answer) for answer in second.answers),
-        decode_tokens_per_second=_rate(stretches),
+        decode_tokens_per_second=_rate(undisturbed or stretches),
         end_to_end_tokens_per_second=tokens / (max(a.last for a in first.answers) - min(a.sent for a in first.answers)),
         time_to_first_token_ms_p50=percentile(waits, 0.5),
         time_to_first_token_ms_p99=percentile(waits, 0.99),
@@ -176,17 +185,22 @@ def _figures(first: Pass, second: Pass, peak: int | None) -> Figures:
 Stretch = list[tuple[float, int]]
 
 
-def decoding_together(answers: list[Streamed]) -> list[Stretch] | None:
+def decoding_together(answers: list[Streamed], since: float = 0.0) -> list[Stretch] | None:
     """Each answer's arrivals from the last one's first round to the first one's end; None where these are too few.
 
-    Those of one round come a little apart, so each answer is counted between arrivals of its own.
+    `since`: from the first round that is over after that moment. Arrivals of one round come a little apart: each
+    answer's own nearest to these moments are its first and its last.
     """
-    if any(len(answer.arrivals) < ROUND_CHUNK for answer in answers):
+    firsts = [[moment for moment, _ in answer.arrivals[ROUND_CHUNK - 1 :] if moment >= since][:1] for answer in answers]
+    if not all(firsts):
         return None
-    begin = max(answer.arrivals[ROUND_CHUNK - 1][0] for answer in answers)
-    end = min(answer.last for answer in answers)
-    stretches = [[arrival for arrival in answer.arrivals if begin <= arrival[0] <= end] for answer in answers]
-    return stretches if all(stretch and stretch[-1][0] > stretch[0][0] for stretch in stretches) else None
+    begin, end = max(firsts)[0], min(answer.last for answer in answers)
+    stretches = [answer.arrivals[_nearest(answer, begin) : _nearest(answer, end) + 1] for answer in answers]
+    return stretches if all(len(stretch) > 1 for stretch in stretches) else None
+
+
+def _nearest(answer: Streamed, moment: float) -> int:
+    return min(range(len(answer.arrivals)), key=lambda at: abs(answer.arrivals[at][0] - moment))
 
 
 def _rate(stretches: list[Stretch] | None) -> float | None:

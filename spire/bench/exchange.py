@@ -1,0 +1,120 @@
+"""An HTTP exchange whose answer is only kept while it comes, each piece with its moment, and read when all is over.
+
+The client of a measurement shares the processor with what it measures: HTTP is parsed when that no longer counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import h11
+
+from spire.bench.client import BenchError
+
+
+class Refusal(BenchError):
+    """A request was answered by a status of its own, so many seconds after it was sent."""
+
+    def __init__(self, message: str, status: int):
+        super().__init__(message)
+        self.status, self.seconds = status, 0.0
+
+
+class Exchange(asyncio.Protocol):
+    """A connection for one request. `sent` is its moment, `pieces` what came back and when, of the monotonic clock."""
+
+    def __init__(self) -> None:
+        self.sent = 0.0
+        self.pieces: list[tuple[float, bytes]] = []
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def send(self, request: bytes) -> None:
+        self.sent = time.monotonic()
+        self._transport.write(request)
+
+    def data_received(self, data: bytes) -> None:
+        self.pieces.append((time.monotonic(), data))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.over.done():
+            self.over.set_result(None)
+
+    def close(self) -> None:
+        self._transport.close()
+
+
+_Exchange = TypeVar("_Exchange", bound=Exchange)
+
+
+async def connect(url: str, exchange: Callable[[], _Exchange]) -> _Exchange:
+    """Raises BenchError when nobody answers there."""
+    parts = urlsplit(url)
+    secure = ssl.create_default_context() if parts.scheme == "https" else None
+    port = parts.port or (443 if secure else 80)
+    loop = asyncio.get_running_loop()
+    try:
+        _, connected = await loop.create_connection(exchange, parts.hostname or "", port, ssl=secure)
+    except OSError as error:
+        raise BenchError(f"{url} cannot be reached ({error}): start it with `spire up`") from error
+    return connected
+
+
+def request_to(url: str, headers: dict[str, str], body: bytes | None = None) -> bytes:
+    """A POST of JSON, or a GET where there is no body. The server's closing is the end of its answer."""
+    parts = urlsplit(url)
+    headers = {"Host": parts.netloc, "Connection": "close"} | headers
+    if body is not None:
+        headers |= {"Content-Type": "application/json", "Content-Length": str(len(body))}
+    target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    http = h11.Connection(h11.CLIENT)
+    events: list[Any] = [
+        h11.Request(method="GET" if body is None else "POST", target=target, headers=list(headers.items())),
+        h11.Data(data=body or b""),
+        h11.EndOfMessage(),
+    ]
+    return b"".join(http.send(event) or b"" for event in events)
+
+
+# --- when it is over --------------------------------------------------------------------------------------------------
+
+
+def body_of(url: str, exchange: Exchange) -> Iterator[tuple[float, bytes]]:
+    """The answer's body as it came. Raises Refusal for another status than 200, BenchError if it breaks off."""
+    http = h11.Connection(h11.CLIENT)
+    http.send(h11.Request(method="POST", target="/", headers=[("Host", "-"), ("Connection", "close")]))
+    http.send(h11.EndOfMessage())
+    refused: h11.Response | None = None
+    message = b""
+    for moment, event in _events(url, http, exchange.pieces):
+        if isinstance(event, h11.Response) and event.status_code != 200:
+            refused = event
+        elif isinstance(event, h11.Data) and refused:
+            message += event.data
+        elif isinstance(event, h11.Data):
+            yield moment, bytes(event.data)
+    if refused:
+        said = message.decode(errors="replace")[:500]
+        refusal = Refusal(f"{url} answered {refused.status_code}: {said}", refused.status_code)
+        refusal.seconds = exchange.pieces[-1][0] - exchange.sent
+        raise refusal
+
+
+def _events(url: str, http: h11.Connection, pieces: list[tuple[float, bytes]]) -> Iterator[tuple[float, Any]]:
+    try:
+        for moment, data in [*pieces, (pieces[-1][0] if pieces else 0.0, b"")]:
+            http.receive_data(data)
+            while (event := http.next_event()) not in (h11.NEED_DATA, h11.PAUSED):
+                yield moment, event
+                if isinstance(event, h11.EndOfMessage | h11.ConnectionClosed):
+                    return
+    except h11.RemoteProtocolError as error:
+        raise BenchError(f"{url} broke off in the middle of an answer: {error}") from error
