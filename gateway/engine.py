@@ -61,7 +61,9 @@ class Engine:
         self._drain = DrainRate()
         self._admit_from = 0.0
         self._met_verifier_at = 0.0
-        # By lane, while one round follows the other: when the verifier was done with the last one, by its clock.
+        # By lane, while one round follows the other: until when the last one's time was counted, and when the verifier
+        # was done with it, by its clock.
+        self._counted_until: dict[int, float] = {}
         self._over_at: dict[int, float] = {}
         # When a prefill last made progress.
         self._progress_at = time.monotonic()
@@ -194,7 +196,7 @@ class Engine:
 
     async def _until_work(self, lane: int) -> None:
         while not self._has_work(lane):
-            self._over_at.pop(lane, None)
+            self._forget_last(lane)
             self._wakeup.clear()
             try:
                 async with asyncio.timeout(None if self.scheduler.idle else self._pause()):
@@ -232,7 +234,7 @@ class Engine:
 
     async def step(self, lane: int) -> None:
         """Start what there is place for, and a lane's round. Raises PeerLost when the verifier goes away."""
-        began = time.monotonic()
+        began = self._counted_until.pop(lane, None) or time.monotonic()
         if not self.scheduler.starting:
             self._progress_at = began
         await self._start(self.scheduler.admit() if self._may_admit() else [])
@@ -242,7 +244,7 @@ class Engine:
         try:
             await self._round(lane, current, began)
         except BaseException:
-            self._over_at.pop(lane, None)
+            self._forget_last(lane)
             self._rounds.forget_next(lane)
             raise
         finally:
@@ -262,12 +264,18 @@ class Engine:
         self.speculation.settle(proposals, answer)
         shown = self.speculation.shown_by(batch, proposals, answer)
         kept = self._commit(self.scheduler.still(current.batch), answer, proposals)
-        seconds = time.monotonic() - began
+        self._counted_until[lane] = ended = time.monotonic()
+        seconds = ended - began
         self._account(lane, seconds, batch, proposals, answer.timings, asked_seconds - early)
         if proposals.decoding:
             self.metrics.compared(proposals.decoding, kept, seconds)
         took = self._took(lane, answer.over_at) or seconds
         self.speculation.learn(current.load, shown, took, proposals, answer.timings)
+
+    def _forget_last(self, lane: int) -> None:
+        """No round follows the lane's last one at once."""
+        self._counted_until.pop(lane, None)
+        self._over_at.pop(lane, None)
 
     def _took(self, lane: int, over_at: float) -> float | None:
         """Seconds of a round by the verifier's clock, because an answer may be read late and the next one at once.
