@@ -54,8 +54,9 @@ class Load:
 
     @property
     def cell(self) -> tuple[int, int, bool]:
-        """Loads of one cell share what is learnt: within a factor of √2 in either direction."""
-        return round(math.log2(self.sequences)), round(math.log2(max(1.0, self.context))), self.prefilling
+        """Loads of one cell share what is learnt: of numbers of sequences within a factor of √2 in either direction, of
+        contexts, which count less and grow with every text, within a factor of 4."""
+        return round(math.log2(self.sequences)), int(math.log2(max(1.0, self.context)) / 2), self.prefilling
 
     def shift(self, other: Load) -> float:
         """How far apart two loads are, as a factor's logarithm: about how much a round's time may differ."""
@@ -156,7 +157,7 @@ class RoundTimes:
         return int(self.rounds / (2 + 2 * distance))
 
     def of_neighbour(self, other: RoundTimes, distance: float) -> None:
-        """Begin where a cell `distance` factors of two away stands, with less confidence."""
+        """Begin where a cell stands that is `distance` cells away, with less confidence."""
         self.mean, self.noise = list(other.mean), other.noise
         self.rounds = other.worth(distance)
         self._check_at = max(self._check_at, 2 * self.rounds)
