@@ -58,9 +58,9 @@ class Load:
         contexts, which count less and grow with every text, within a factor of 4."""
         return round(math.log2(self.sequences)), int(math.log2(max(1.0, self.context)) / 2), self.prefilling
 
-    def shift(self, other: Load) -> float:
-        """How far apart two loads are, as a factor's logarithm: about how much a round's time may differ."""
-        return abs(math.log(self.sequences / other.sequences)) + abs(math.log((1 + self.context) / (1 + other.context)))
+    def apart(self, other: Load) -> tuple[float, float]:
+        """By what factors two loads' sequences and contexts are apart, as logarithms."""
+        return math.log(self.sequences / other.sequences), math.log((1 + self.context) / (1 + other.context))
 
 
 # -- τ ---------------------------------------------------------------------------------------------------------------
@@ -131,20 +131,29 @@ class RoundTimes:
     """Logarithms of a round's seconds at every depth, as one Gaussian: a Kalman filter over depths.
 
     What drives all depths alike (the level) may change from round to round; their ratios hardly do. So one measured
-    round moves every depth's estimate, and only rounds close to one another are compared.
+    round moves every depth's estimate, and rounds are compared the more the closer they are to one another. The level
+    grows with a power of the context (the growth, which is learnt too): so texts can be compared that were decoded at
+    different depths one after the other.
     """
 
     _LEVEL, _LEVEL_DRIFT, _SHAPE_DRIFT = 100.0, 0.02, 3e-5
+    # What is expected of the growth, with its deviation, and how far a power may be off, for a factor of e in context.
+    _GROWTH, _GROWTH_DEVIATION, _CURVE = 0.4, 0.3, 0.1
     # Share of rounds that take longer for reasons of their own, and the variance of their logarithms.
     _OUTLIERS, _OUTLIER = 0.05, 1.0
 
     def __init__(self, deepest: int):
         depths = range(deepest + 1)
+        # At the context of the first round here.
         self.mean = [_expected_shape(k) for k in depths]
         self.shape: _Matrix = [[_shape_covariance(j, k) for k in depths] for j in depths]
         self.covariance: _Matrix = [[self._LEVEL + c for c in row] for row in self.shape]
+        self._growth, self._growth_variance = self._GROWTH, self._GROWTH_DEVIATION**2
+        # Covariance of the growth with every depth.
+        self._with_growth = [0.0 for _ in depths]
         # Variance of the logarithm of one round's time.
         self.noise = 0.1**2
+        self.first: Load | None = None
         self.last: Load | None = None
         # What the level may have moved by, if the last outlier was none.
         self._jump = 0.0
@@ -161,17 +170,29 @@ class RoundTimes:
         self.mean, self.noise = list(other.mean), other.noise
         self.rounds = other.worth(distance)
         self._check_at = max(self._check_at, 2 * self.rounds)
+        self._growth, self._growth_variance = other._growth, other._growth_variance + self._CURVE**2
         for row, known, prior in zip(self.covariance, other.covariance, self.shape, strict=True):
             row[:] = [self._LEVEL + c + 0.15 * distance * p for c, p in zip(known, prior, strict=True)]
+
+    def at(self, load: Load) -> list[float]:
+        """Logarithms of seconds at every depth."""
+        grown = self._growth * self._grown(load)
+        return [mean + grown for mean in self.mean]
 
     def observe(self, load: Load, k: int, seconds: float) -> None:
         """Take over what one round at k took."""
         self.rounds += 1
         self.own += 1
-        level, drift = self._level_drift(load), self._SHAPE_DRIFT
-        column = [row[k] + level + drift * prior[k] for row, prior in zip(self.covariance, self.shape, strict=True)]
-        residual = math.log(max(seconds, 1e-9)) - self.mean[k]
-        usual, unusual = column[k] + self.noise, column[k] + self._OUTLIER
+        self.first = self.first or load
+        level, drift, grown = self._level_drift(load), self._SHAPE_DRIFT, self._grown(load)
+        column = [
+            row[k] + level + drift * prior[k] + grown * shared
+            for row, prior, shared in zip(self.covariance, self.shape, self._with_growth, strict=True)
+        ]
+        of_growth = self._with_growth[k] + grown * self._growth_variance
+        residual = math.log(max(seconds, 1e-9)) - self.mean[k] - grown * self._growth
+        known = column[k] + grown * of_growth
+        usual, unusual = known + self.noise, known + self._OUTLIER
         odds = _density(residual, unusual) * self._OUTLIERS, _density(residual, usual) * (1 - self._OUTLIERS)
         # No reason of its own makes a round several times as fast.
         outlier = odds[0] / (sum(odds) or 1.0) if residual > -self._OUTLIER else 0.0
@@ -179,9 +200,13 @@ class RoundTimes:
         gain = (1 - outlier) / usual + outlier / unusual
         apart = outlier * (1 - outlier) * ((1 / usual - 1 / unusual) * residual) ** 2
         self.mean = [mean + first * gain * residual for mean, first in zip(self.mean, column, strict=True)]
+        self._growth += of_growth * gain * residual
         for row, prior, first in zip(self.covariance, self.shape, column, strict=True):
             less = (gain - apart) * first
             row[:] = [c + level + drift * p - less * other for c, p, other in zip(row, prior, column, strict=True)]
+        less = (gain - apart) * of_growth
+        self._with_growth = [shared - less * first for shared, first in zip(self._with_growth, column, strict=True)]
+        self._growth_variance -= less * of_growth
         self._jump = 0.1 * outlier * residual**2
         surprise = (1 - outlier) * (self.noise / usual) ** 2 * (residual**2 - usual)
         noise = self.noise + 0.02 * min(surprise, _MOST_NOISE * self.noise)
@@ -195,9 +220,16 @@ class RoundTimes:
     def checked(self) -> None:
         self._check_at = 2 * self.rounds
 
+    def _grown(self, load: Load) -> float:
+        """By what factor the context is that of the first round here, as a logarithm."""
+        return math.log((1 + load.context) / (1 + self.first.context)) if self.first else 0.0
+
     def _level_drift(self, load: Load) -> float:
         """Variance of what drives all depths alike, since the round before."""
-        since = load.shift(self.last) ** 2 if self.last else 0.0
+        since = 0.0
+        if self.last:
+            sequences, context = load.apart(self.last)
+            since = sequences**2 + (self._CURVE * context) ** 2
         self.last = load
         return self._LEVEL_DRIFT**2 + self._jump + since
 
@@ -249,10 +281,10 @@ class DepthController:
         times, taus = self._times(load), self.acceptance.taus()
         if times.own < _FEW:
             deepest = min(deepest, _AT_FIRST)
-        plain = load.sequences - counts.total()
-        worth = [math.log(_tokens(taus, counts, k, plain)) - times.mean[k] for k in range(deepest + 1)]
+        plain, mean = load.sequences - counts.total(), times.at(load)
+        worth = [math.log(_tokens(taus, counts, k, plain)) - mean[k] for k in range(deepest + 1)]
         best = max(range(deepest + 1), key=worth.__getitem__)
-        return self._probe(load, times, taus, worth, best)
+        return self._probe(load, times, mean, taus, worth, best)
 
     def observe(self, load: Load, k: int | None, seconds: float, blocks: Sequence[tuple[int, int]]) -> None:
         """A round of `seconds` of its own, at depth k, or None where no one depth explains its time.
@@ -319,14 +351,16 @@ class DepthController:
         fresh.of_neighbour(teacher, distance)
         return fresh
 
-    def _probe(self, load: Load, times: RoundTimes, taus: list[float], worth: list[float], best: int) -> int:
+    def _probe(
+        self, load: Load, times: RoundTimes, mean: list[float], taus: list[float], worth: list[float], best: int
+    ) -> int:
         """The best depth, or another one when looking at it promises more than it costs."""
         if self._credit is None or (best == 0 and self._pause):
             return best
-        level = math.exp(times.mean[best])
+        level = math.exp(mean[best])
         costs = [
             math.exp(m) * (1 - math.exp(w - worth[best])) * (1 if _same_kind(k, best) else 2)
-            for k, (m, w) in enumerate(zip(times.mean, worth, strict=False))
+            for k, (m, w) in enumerate(zip(mean, worth, strict=False))
         ]
         affordable = [k for k, cost in enumerate(costs) if k != best and cost <= self._credit]
         gains = {
@@ -344,7 +378,7 @@ class DepthController:
         if chosen != best:
             self._credit -= costs[chosen]
             self._next = [] if _same_kind(chosen, best) else [chosen]
-            self._probing = None if best else Probe(chosen, math.exp(times.mean[chosen]), level)
+            self._probing = None if best else Probe(chosen, math.exp(mean[chosen]), level)
         return chosen
 
     def _expected_gain(

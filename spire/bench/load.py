@@ -92,18 +92,24 @@ def _salt(k: int | None) -> str:
 
 
 def alternate(
-    system: System, load: Load, depths: Sequence[Depth], repeats: int, seed: int, done: Callable[[], None]
+    system: System,
+    load: Load,
+    depths: Sequence[Depth],
+    repeats: int,
+    seed: int,
+    done: Callable[[], None],
+    split_turns: int = 3,
 ) -> dict[Depth, list[Figures]]:
     """`repeats` runs of a load at each depth, in turns that begin with another depth each time.
 
-    In each turn all depths get the same prompts and seeds.
+    In each turn all depths get the same prompts and seeds. In the first `split_turns` their rounds are split.
     """
     runs: dict[Depth, list[Figures]] = {depth: [] for depth in depths}
     for repeat in range(repeats):
         first = repeat % len(depths)
         for depth in [*depths[first:], *depths[:first]]:
             requests = load.requests(None if depth == AUTO else depth, seed + 1_000_000 * repeat)
-            runs[depth].append(asyncio.run(measure(system, requests, load.together)))
+            runs[depth].append(asyncio.run(measure(system, requests, load.together, repeat < split_turns)))
             done()
     return runs
 

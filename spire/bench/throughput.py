@@ -7,6 +7,7 @@ over the tokens of the later one.
 
 The counters of a round's parts are read as soon as all decode, which takes some milliseconds from the round it falls
 into. That round counts in a mean round, because those counters have it, but not in the rate, unless too few are left.
+It would mislead the gateway's choice of k, too: so of several runs only the first ones have their rounds split.
 
 A batch is run twice on the same prompts: the first pass, whose prompts nobody has seen, gives the end-to-end figures;
 the second, whose prefill a prefix cache saves, lets all requests decode together for most of their tokens, and gives
@@ -95,11 +96,15 @@ class Pass:
     together: bool
 
 
-async def measure(system: System, requests: list[Timed], together: bool = True) -> Figures:
-    """Run a load on a Spire gateway. `together`: all are sent at once, and the time in which all decode counts."""
+async def measure(system: System, requests: list[Timed], together: bool = True, split: bool = True) -> Figures:
+    """Run a load on a Spire gateway. `together`: all are sent at once, and the time in which all decode counts.
+
+    `split`: read the services' counters while all decode.
+    """
     system.forget_peak()
-    first = await _run(system, requests, together)
-    second = await _run(system, requests, together) if together and len(requests) > 1 else first
+    twice = together and len(requests) > 1
+    first = await _run(system, requests, together, split and not twice)
+    second = await _run(system, requests, together, split) if twice else first
     return _figures(first, second, system.peak_bytes())
 
 
@@ -117,15 +122,19 @@ def figures_of_steps(answers: list[Streamed], peak: int | None) -> Figures:
     return _figures(run, run, peak)
 
 
-async def _run(system: System, requests: list[Timed], together: bool) -> Pass:
+async def _run(system: System, requests: list[Timed], together: bool, split: bool) -> Pass:
     if together:
-        return await _run_together(system, requests)
+        return await (_run_split if split else _run_whole)(system, requests)
     before = await (await system.scraper()).scrape()
     answers = await stream_all(system.url, requests, authorization())
     return Pass(answers, (before, await (await system.scraper()).scrape()), together)
 
 
-async def _run_together(system: System, requests: list[Timed]) -> Pass:
+async def _run_whole(system: System, requests: list[Timed]) -> Pass:
+    return Pass(await stream_all(system.url, requests, authorization()), None, together=True)
+
+
+async def _run_split(system: System, requests: list[Timed]) -> Pass:
     listener = Listener(len(requests))
     begin, end = await system.scraper(), await system.scraper()
     scrapes = asyncio.gather(_scrape_when(listener.all_decode, begin), _scrape_when(listener.one_ended, end))
@@ -259,9 +268,17 @@ def percentile(values: list[float], share: float) -> float:
 # --- several runs -----------------------------------------------------------------------------------------------------
 
 
+# What only a run tells whose rounds were split.
+_OF_SPLIT = {"round_ms", "round_ms_seen", "busy", "fallbacks", "draft_state_bytes_per_sequence"}
+
+
 def medians(runs: list[Figures]) -> Figures:
     """The median of each figure; of a mean round the mean of the runs, so that its parts still add up."""
-    columns = {name: [getattr(run, name) for run in runs] for name in Figures.__dataclass_fields__}
+    split = [run for run in runs if run.fallbacks is not None] or runs
+    columns = {
+        name: [getattr(run, name) for run in (split if name in _OF_SPLIT else runs)]
+        for name in Figures.__dataclass_fields__
+    }
     return Figures(**{name: _median(name, values) for name, values in columns.items()})
 
 

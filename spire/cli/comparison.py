@@ -62,7 +62,7 @@ class Run:
         for at, load in enumerate(self.loads):
             progress.update(task, description=f"{chosen.name}: {load.name}")
             seed = self.seed + 1000 * at
-            alternate(system, load, [AUTO], learning, seed + 500, lambda: progress.advance(task))
+            alternate(system, load, [AUTO], learning, seed + 500, lambda: progress.advance(task), split_turns=0)
             runs = alternate(system, load, depths, self.repeats, seed, lambda: progress.advance(task))
             for depth in depths:
                 cell = Cell(SPIRE, chosen.name, depth, load.batch, load.context, runs[depth], runs[0], trace=load.trace)

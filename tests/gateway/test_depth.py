@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.depth import DEEPEST, PROBE_SHARE, Acceptance, DepthController, Load
+from gateway.depth import DEEPEST, PROBE_SHARE, Acceptance, DepthController, Load, RoundTimes
 
 DEPTHS = range(DEEPEST + 1)
 
@@ -250,6 +250,20 @@ def test_a_machine_that_becomes_slower_as_a_whole_changes_no_choice() -> None:
     run(PAYS, HEAVY, controller, rounds=200)
     slow = System(**(PAYS.__dict__ | {"bends": [2.0] * len(DEPTHS)}))
     assert share_of_best(slow, HEAVY, run(slow, HEAVY, controller, rounds=100)) >= 0.97
+
+
+@pytest.mark.parametrize("growth", [0.0, 0.4, 0.8])
+def test_depths_are_compared_across_texts_however_much_rounds_grow_with_context(growth: float) -> None:
+    """Each text is decoded at one depth, from 128 tokens on to 256."""
+    times, rng, apart = RoundTimes(DEEPEST), random.Random(1), 0.5
+    for text in range(60):
+        k = (8, 12)[text % 2]
+        for context in range(128, 256, 8):
+            seconds = 0.01 * math.exp(apart * (k == 12) + growth * math.log(context / 128) + rng.gauss(0, 0.05))
+            times.observe(Load(16, context), k, seconds)
+    assert times.mean[12] - times.mean[8] == pytest.approx(apart, abs=0.05)
+    at = [times.at(Load(16, context))[8] for context in (140, 240)]
+    assert at[1] - at[0] == pytest.approx(growth * math.log(240 / 140), abs=0.1)
 
 
 def test_rounds_of_no_one_depth_change_no_estimate_of_time() -> None:
