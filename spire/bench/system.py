@@ -88,6 +88,8 @@ class Scraper:
                 await asyncio.gather(*(exchange.over for exchange in self._asked.values()))
         except TimeoutError as error:
             raise BenchError(f"{' or '.join(self._asked)} did not answer in {_PATIENCE_SECONDS} s") from error
+        if silent := [address for address, exchange in self._asked.items() if not exchange.pieces]:
+            raise BenchError(f"{' and '.join(silent)} ended the connection without an answer")
         gateway, *services = (Page(address, exchange) for address, exchange in self._asked.items())
         return Scrape(gateway, dict(zip(self._services, services, strict=True)))
 
