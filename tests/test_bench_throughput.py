@@ -145,6 +145,16 @@ def test_rate_round_and_tau_tell_the_same_story(measured: dict[int, Figures]) ->
     assert figures.decode_tokens_per_second == pytest.approx(3000 * figures.tau / figures.round_ms_seen, rel=0.1)
 
 
+def test_a_service_that_tells_no_metrics_is_named() -> None:
+    async def scraped() -> None:
+        async with await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0) as server:
+            scraper = await System(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}").scraper()
+            await scraper.scrape()
+
+    with pytest.raises(BenchError, match=r"/metrics ended the connection without an answer"):
+        asyncio.run(scraped())
+
+
 def test_draft_bytes_do_not_grow_with_context(measured: dict[int, Figures]) -> None:
     assert measured[30].draft_state_bytes_per_sequence == measured[300].draft_state_bytes_per_sequence
     assert measured[30].draft_state_bytes_per_sequence
