@@ -89,7 +89,8 @@ class Figures:
 
 @dataclass(frozen=True)
 class Pass:
-    """The answers to a load. `scrapes` span the time in which all decode, or the whole load where there is none."""
+    """The answers to a load. `scrapes` span the time in which all decode, or the whole load where there is none; None
+    where counters were not read."""
 
     answers: list[Streamed]
     scrapes: tuple[Scrape, Scrape] | None
@@ -162,8 +163,9 @@ def _figures(first: Pass, second: Pass, peak: int | None) -> Figures:
     tokens = sum(answer.tokens for answer in first.answers)
     latencies = inter_token_ms(second.answers)
     stretches = decoding_together(second.answers) if second.together else None
-    scraped = second.scrapes[0].gateway.moment if second.scrapes else 0.0
-    undisturbed = decoding_together(second.answers, since=scraped) if stretches else None
+    undisturbed = None
+    if stretches and second.scrapes:
+        undisturbed = decoding_together(second.answers, since=second.scrapes[0].gateway.moment)
     told = [a.metrics["speculative_decoding"] for a in second.answers if "speculative_decoding" in a.metrics]
     before, after = second.scrapes or (None, None)
     counters = after.gateway.samples if after else {}
