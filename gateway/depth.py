@@ -127,30 +127,32 @@ def _shape_covariance(j: int, k: int) -> float:
     return step + growth + bends + 0.01**2 * (j == k)
 
 
+# Behind the depths of a state: the level, and the powers of a load's sequences and context that it grows with.
+_LEVEL, _SEQUENCES, _CONTEXT = -3, -2, -1
+
+
 class RoundTimes:
     """Logarithms of a round's seconds at every depth, as one Gaussian: a Kalman filter over depths.
 
     What drives all depths alike (the level) may change from round to round; their ratios hardly do. So one measured
     round moves every depth's estimate, and rounds are compared the more the closer they are to one another. The level
-    grows with a power of the context (the growth, which is learnt too): so texts can be compared that were decoded at
-    different depths one after the other.
+    grows with powers of the sequences and of the context, which are learnt too: so texts can be compared that were
+    decoded at different depths one after the other, although some ended before others in between.
     """
 
-    _LEVEL, _LEVEL_DRIFT, _SHAPE_DRIFT = 100.0, 0.02, 3e-5
-    # What is expected of the growth, with its deviation, and how far a power may be off, for a factor of e in context.
-    _GROWTH, _GROWTH_DEVIATION, _CURVE = 0.4, 0.3, 0.1
+    _LEVEL_VARIANCE, _LEVEL_DRIFT, _SHAPE_DRIFT = 100.0, 0.02, 3e-5
+    # What is expected of the powers, with their deviation, and how far one may be off, for a factor of e.
+    _POWERS, _POWER_DEVIATION, _CURVE = (0.6, 0.4), 0.3, 0.1
     # Share of rounds that take longer for reasons of their own, and the variance of their logarithms.
     _OUTLIERS, _OUTLIER = 0.05, 1.0
 
     def __init__(self, deepest: int):
-        depths = range(deepest + 1)
-        # At the context of the first round here.
-        self.mean = [_expected_shape(k) for k in depths]
-        self.shape: _Matrix = [[_shape_covariance(j, k) for k in depths] for j in depths]
-        self.covariance: _Matrix = [[self._LEVEL + c for c in row] for row in self.shape]
-        self._growth, self._growth_variance = self._GROWTH, self._GROWTH_DEVIATION**2
-        # Covariance of the growth with every depth.
-        self._with_growth = [0.0 for _ in depths]
+        self.depths = range(deepest + 1)
+        # Each depth beside the level, the level at the load of the first round here, the powers.
+        self.mean = [*map(_expected_shape, self.depths), 0.0, *self._POWERS]
+        self._prior = _bordered([[_shape_covariance(j, k) for k in self.depths] for j in self.depths])
+        self.covariance = [list(row) for row in self._prior]
+        self._unsettle([self._POWER_DEVIATION**2] * 2)
         # Variance of the logarithm of one round's time.
         self.noise = 0.1**2
         self.first: Load | None = None
@@ -170,28 +172,35 @@ class RoundTimes:
         self.mean, self.noise = list(other.mean), other.noise
         self.rounds = other.worth(distance)
         self._check_at = max(self._check_at, 2 * self.rounds)
-        self._growth, self._growth_variance = other._growth, other._growth_variance + self._CURVE**2
-        for row, known, prior in zip(self.covariance, other.covariance, self.shape, strict=True):
-            row[:] = [self._LEVEL + c + 0.15 * distance * p for c, p in zip(known, prior, strict=True)]
+        for row, known, prior in zip(self.covariance, other.covariance, self._prior, strict=True):
+            row[:] = [c + 0.15 * distance * p for c, p in zip(known, prior, strict=True)]
+        self._unsettle([other.covariance[at][at] + self._CURVE**2 for at in (_SEQUENCES, _CONTEXT)])
+
+    def _unsettle(self, powers: list[float]) -> None:
+        """Know nothing of the level, and of the powers with these variances, whatever is known of the depths."""
+        for at, variance in zip((_LEVEL, _SEQUENCES, _CONTEXT), (self._LEVEL_VARIANCE, *powers), strict=True):
+            for row in self.covariance:
+                row[at] = 0.0
+            self.covariance[at] = [0.0] * len(self.mean)
+            self.covariance[at][at] = variance
 
     def at(self, load: Load) -> list[float]:
         """Logarithms of seconds at every depth."""
-        grown = self._growth * self._grown(load)
-        return [mean + grown for mean in self.mean]
+        grown = self._grown(load)
+        return [_total(self.mean, k, grown) for k in self.depths]
 
     def observe(self, load: Load, k: int, seconds: float) -> None:
         """Take over what one round at k took."""
         self.rounds += 1
         self.own += 1
         self.first = self.first or load
-        level, drift, grown = self._level_drift(load), self._SHAPE_DRIFT, self._grown(load)
+        self.covariance[_LEVEL][_LEVEL] += self._level_drift(load)
+        drift, grown = self._SHAPE_DRIFT, self._grown(load)
         column = [
-            row[k] + level + drift * prior[k] + grown * shared
-            for row, prior, shared in zip(self.covariance, self.shape, self._with_growth, strict=True)
+            _total(row, k, grown) + drift * prior[k] for row, prior in zip(self.covariance, self._prior, strict=True)
         ]
-        of_growth = self._with_growth[k] + grown * self._growth_variance
-        residual = math.log(max(seconds, 1e-9)) - self.mean[k] - grown * self._growth
-        known = column[k] + grown * of_growth
+        residual = math.log(max(seconds, 1e-9)) - _total(self.mean, k, grown)
+        known = _total(column, k, grown)
         usual, unusual = known + self.noise, known + self._OUTLIER
         odds = _density(residual, unusual) * self._OUTLIERS, _density(residual, usual) * (1 - self._OUTLIERS)
         # No reason of its own makes a round several times as fast.
@@ -200,13 +209,9 @@ class RoundTimes:
         gain = (1 - outlier) / usual + outlier / unusual
         apart = outlier * (1 - outlier) * ((1 / usual - 1 / unusual) * residual) ** 2
         self.mean = [mean + first * gain * residual for mean, first in zip(self.mean, column, strict=True)]
-        self._growth += of_growth * gain * residual
-        for row, prior, first in zip(self.covariance, self.shape, column, strict=True):
+        for row, prior, first in zip(self.covariance, self._prior, column, strict=True):
             less = (gain - apart) * first
-            row[:] = [c + level + drift * p - less * other for c, p, other in zip(row, prior, column, strict=True)]
-        less = (gain - apart) * of_growth
-        self._with_growth = [shared - less * first for shared, first in zip(self._with_growth, column, strict=True)]
-        self._growth_variance -= less * of_growth
+            row[:] = [c + drift * p - less * other for c, p, other in zip(row, prior, column, strict=True)]
         self._jump = 0.1 * outlier * residual**2
         surprise = (1 - outlier) * (self.noise / usual) ** 2 * (residual**2 - usual)
         noise = self.noise + 0.02 * min(surprise, _MOST_NOISE * self.noise)
@@ -220,23 +225,31 @@ class RoundTimes:
     def checked(self) -> None:
         self._check_at = 2 * self.rounds
 
-    def _grown(self, load: Load) -> float:
-        """By what factor the context is that of the first round here, as a logarithm."""
-        return math.log((1 + load.context) / (1 + self.first.context)) if self.first else 0.0
+    def _grown(self, load: Load) -> tuple[float, float]:
+        """By what factors a load is larger than the first one here, as logarithms."""
+        return load.apart(self.first) if self.first else (0.0, 0.0)
 
     def _level_drift(self, load: Load) -> float:
         """Variance of what drives all depths alike, since the round before."""
-        since = 0.0
-        if self.last:
-            sequences, context = load.apart(self.last)
-            since = sequences**2 + (self._CURVE * context) ** 2
+        sequences, context = load.apart(self.last) if self.last else (0.0, 0.0)
         self.last = load
-        return self._LEVEL_DRIFT**2 + self._jump + since
+        return self._LEVEL_DRIFT**2 + self._jump + self._CURVE**2 * (sequences**2 + context**2)
 
     def shows(self, k: int, other: int, looks: int) -> float:
         """Variance of what so many rounds at k would change in the logarithm of its time over the other's."""
-        column = self.covariance[k]
-        return (column[k] - column[other]) ** 2 / (column[k] + self.noise / looks)
+        at_k, level = self.covariance[k], self.covariance[_LEVEL]
+        known = at_k[k] + 2 * level[k] + level[_LEVEL]  # at the first load here
+        return (at_k[k] + level[k] - at_k[other] - level[other]) ** 2 / (known + self.noise / looks)
+
+
+def _total(state: list[float], k: int, grown: tuple[float, float]) -> float:
+    """What a round at k shows of a state, or of a row of its covariance, under a load that has grown so much."""
+    return state[k] + state[_LEVEL] + grown[0] * state[_SEQUENCES] + grown[1] * state[_CONTEXT]
+
+
+def _bordered(matrix: _Matrix) -> _Matrix:
+    """With zeros for the level and the powers."""
+    return [[*row, 0.0, 0.0, 0.0] for row in matrix] + [[0.0] * (len(matrix) + 3) for _ in range(3)]
 
 
 # -- k ---------------------------------------------------------------------------------------------------------------

@@ -252,18 +252,23 @@ def test_a_machine_that_becomes_slower_as_a_whole_changes_no_choice() -> None:
     assert share_of_best(slow, HEAVY, run(slow, HEAVY, controller, rounds=100)) >= 0.97
 
 
-@pytest.mark.parametrize("growth", [0.0, 0.4, 0.8])
-def test_depths_are_compared_across_texts_however_much_rounds_grow_with_context(growth: float) -> None:
-    """Each text is decoded at one depth, from 128 tokens on to 256."""
+@pytest.mark.parametrize(("of_sequences", "of_context"), [(0.0, 0.0), (0.3, 0.4), (0.9, 0.8)])
+def test_depths_are_compared_across_texts_however_rounds_grow_with_the_load(
+    of_sequences: float, of_context: float
+) -> None:
+    """Each batch is decoded at one depth, from 128 tokens on to 256, where a quarter of it has ended."""
     times, rng, apart = RoundTimes(DEEPEST), random.Random(1), 0.5
-    for text in range(60):
-        k = (8, 12)[text % 2]
+    for batch in range(60):
+        k = (8, 12)[batch % 2]
         for context in range(128, 256, 8):
-            seconds = 0.01 * math.exp(apart * (k == 12) + growth * math.log(context / 128) + rng.gauss(0, 0.05))
-            times.observe(Load(16, context), k, seconds)
+            sequences = 16 if context < 224 else 12
+            grown = of_sequences * math.log(sequences / 16) + of_context * math.log(context / 128)
+            seconds = 0.01 * math.exp(apart * (k == 12) + grown + rng.gauss(0, 0.05))
+            times.observe(Load(sequences, context), k, seconds)
     assert times.mean[12] - times.mean[8] == pytest.approx(apart, abs=0.05)
-    at = [times.at(Load(16, context))[8] for context in (140, 240)]
-    assert at[1] - at[0] == pytest.approx(growth * math.log(240 / 140), abs=0.1)
+    early, late, fewer = (times.at(load)[8] for load in (Load(16, 140), Load(16, 240), Load(12, 240)))
+    assert late - early == pytest.approx(of_context * math.log(240 / 140), abs=0.1)
+    assert fewer - late == pytest.approx(of_sequences * math.log(12 / 16), abs=0.05)
 
 
 def test_rounds_of_no_one_depth_change_no_estimate_of_time() -> None:
