@@ -18,5 +18,5 @@ mv "$out/acceptance.part" models/draft/acceptance.json
 SPIRE_VERIFIER_CACHE_GB=2.3 \
   "$spire" bench --drafts spire --batch 1,4,16,64 --context 128,512,1900 --k 4,8,12,16,auto --repeats 5 --generate 128 \
   --data "$text" --hardware "$out/calibration.json" --json | tee "$out/bench.json"
-"$spire" bench --drafts spire --batch 1,4,16 --context 1900 --k 4,8,auto --generate 128 \
+"$spire" bench --drafts spire --batch 1,4,16 --context 1900 --k 4,8,auto --repeats 15 --generate 128 \
   --data "$text" --hardware "$out/calibration.json" --peers transformers --json | tee "$out/peers.json"

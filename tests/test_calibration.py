@@ -18,8 +18,8 @@ from spire import microbenchmarks
 from spire.calibration import Calibration, default_file, load, save
 from spire.cli import app
 from spire.errors import InvalidRequest, SpireError
-from spire.hardware import Cost
-from spire.microbenchmarks import STEPS, Bench
+from spire.hardware import Cost, Curve
+from spire.microbenchmarks import PASSES, STEPS, Bench
 from spire.model.config import DraftConfig, ModelConfig
 from spire.model.target import Target
 from spire.perf_model import Shape
@@ -143,7 +143,7 @@ def test_a_stream_to_another_process_costs_time_and_leaves_nothing_running() -> 
 
 def test_a_calibration_tells_of_its_steps_and_measures_every_part(measured: tuple[Calibration, list[str]]) -> None:
     found, steps = measured
-    assert tuple(steps) == STEPS
+    assert tuple(steps) == STEPS * PASSES
     assert set(found.matmul) == {"bfloat16", "float32"}
     parts = found.hardware.measured
     assert parts is not None
@@ -152,6 +152,15 @@ def test_a_calibration_tells_of_its_steps_and_measures_every_part(measured: tupl
     for cost in (parts.target.layer, parts.draft.layer, parts.target.sampling, parts.draft.sampling, parts.wire):
         assert cost.at(1000) > 0
     assert torch.get_num_threads() == found.machine.threads >= found.machine.draft_threads == 1
+
+
+def test_a_pass_while_the_machine_was_slow_changes_no_figure(measured: tuple[Calibration, list[str]]) -> None:
+    usual = measured[0].hardware.measured
+    assert usual is not None
+    slow_reads = Curve(tuple((tokens, 1.4 * seconds) for tokens, seconds in usual.kv_read.points))
+    slow = replace(usual, kv_read=slow_reads, wire=Cost(2 * usual.wire.fixed, usual.wire.each))
+    assert microbenchmarks.medians([usual, slow, usual]) == usual
+    assert microbenchmarks.medians([(slow, 3.0), (usual, 1.0), (slow, 2.0)]) == (slow, 2.0)
 
 
 def test_a_saved_calibration_loads_as_it_was(measured: tuple[Calibration, list[str]], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import typer
@@ -23,18 +24,18 @@ def measure_machine(pair: Pair, file: Path, dtype: str, as_json: bool) -> None:
     target = load_model_config(pair.model)
     draft = _spire_draft(pair, target)
     try:
-        from spire.microbenchmarks import STEPS, calibrate
+        from spire.microbenchmarks import PASSES, STEPS, calibrate
     except ImportError as error:
         raise SpireError(f"measuring needs torch: pip install 'spire-serve[model]' ({error})") from error
     columns = (TextColumn("{task.description:28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=as_json) as progress:
-        task = progress.add_task("", total=len(STEPS))
+        task, done = progress.add_task("", total=PASSES * len(STEPS)), count()
 
         def begin(step: str) -> None:
-            progress.update(task, description=step, completed=STEPS.index(step))
+            progress.update(task, description=step, completed=next(done))
 
         found = calibrate(target, draft, begin=begin, dtype=dtype)
-        progress.update(task, completed=len(STEPS))
+        progress.update(task, completed=next(done))
     save(found, file)
     if as_json:
         typer.echo(json.dumps({"file": str(file), "calibration": json.loads(to_json(found))}))
