@@ -1,7 +1,7 @@
 """The record of `spire doctor --calibrate`: what this machine was measured to do, as the performance model takes it.
 
 One JSON file, by default `calibration.json` in the user's cache directory. Reading it does not import torch; how it is
-measured is told in `spire.microbenchmarks`.
+measured is told in `spire.microbenchmarks`, which `spire.calibrator` runs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Microbenchmarks of this machine for the performance model. Nothing here runs a whole model or fits one to a run.
+"""Microbenchmarks for the performance model: each part of a step alone, at the widths of a given pair.
 
-`calibrate(...)` measures each part of a step alone, at the widths of a given pair and on the threads that serve it:
-a layer but for its attention by rows, plain reads, attention over a cache far larger than the processor's, a model but
-for these, sampling, a stream to another process. By hand: `spire doctor --calibrate`.
+A layer but for its attention by rows, plain reads, attention over a cache far larger than the processor's, a model but
+for these, sampling. Nothing here runs a whole model or fits one to a run. `spire.calibrator` runs them all.
 
 Shapes: B sequences, T new positions, N draft layers, D width, V vocabulary.
 What it does not know: how parts slow each other down, and on a GPU how far launches hide behind work.
@@ -10,16 +9,12 @@ What it does not know: how parts slow each other down, and on a GPU how far laun
 
 from __future__ import annotations
 
-import os
-import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
-from datetime import UTC, datetime
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 # Sets how OpenMP waits, as the services do: before torch.
 import spire.process  # noqa: F401
@@ -28,7 +23,6 @@ import spire.process  # noqa: F401
 import torch
 from torch import Tensor, nn
 
-from spire.calibration import Calibration, Machine
 from spire.drafting import Drafted, draft_tokens
 from spire.fused_verification import judge, judges
 from spire.hardware import Cost, Curve, Hardware, Measured, ModelCosts
@@ -42,30 +36,14 @@ from spire.model.fused_layer import kernels_of
 from spire.model.layers import Layer, Rope, Rotation, attend
 from spire.model.linears import Product
 from spire.model.packing import pack
-from spire.model.placement import choose_device, choose_dtype, draft_threads, keep_freed_memory
+from spire.model.placement import draft_threads
 from spire.model.target import Target
 from spire.perf_model import Draft as DraftCosts
 from spire.perf_model import Shape, draft_seconds, verify_seconds
-from spire.rpc.loopback import wire_cost
 from spire.rpc.sampling import from_protos
 from spire.sampling import SamplingRows, probabilities
 from spire.v1.tensor_pb2 import RULE_BLOCK, Sampling
 from spire.verification import SparseDistribution, verify
-
-# Every part is measured so many times, the others between: a shared machine reads memory at times a third more slowly.
-PASSES = 3
-STEPS = (
-    "layers",
-    "layers, other type",
-    "reading memory",
-    "reading keys and values",
-    "target without layers",
-    "verification's sampling",
-    "draft's layers",
-    "draft without layers",
-    "draft's sampling",
-    "wire",
-)
 
 _ROWS = (1, 4, 16, 64, 256, 1024)
 # The two ends between which costs are taken to grow linearly: one sequence decoding, sixteen verifying four tokens.
@@ -113,101 +91,6 @@ class Bench:
 
     def randn(self, *shape: int) -> Tensor:
         return torch.randn(shape, dtype=self.dtype, device=self.device)
-
-
-@torch.inference_mode()
-def calibrate(
-    target: ModelConfig,
-    draft: DraftConfig,
-    least_seconds: float = 0.2,
-    begin: Callable[[str], None] = lambda step: None,
-    dtype: str = "auto",
-) -> Calibration:
-    """Measure this machine at the widths of `target` and of a SPIRe draft with a layer for each tapped one, in the type
-    that services choose here or another.
-
-    `begin` is told each of STEPS as it begins, PASSES times; none takes less than a few times `least_seconds`.
-    """
-    began = time.perf_counter()
-    keep_freed_memory()  # as the services do
-    device = choose_device("auto")
-    bench = Bench(device, choose_dtype(dtype, device), least_seconds)
-    other = replace(bench, dtype=torch.float32 if bench.dtype == torch.bfloat16 else torch.bfloat16)
-    threads, threads_for_draft = torch.get_num_threads(), _threads_of(target, draft)
-    passes = [_every_part(target, draft, bench, other, threads_for_draft, begin) for _ in range(PASSES)]
-    measured, bandwidth, matmul_other = medians(passes)
-    machine, matmul = _machine(device, threads, threads_for_draft), measured.target.matmul
-    hardware = Hardware(
-        name=machine.device,
-        flops_per_second=max(speed for _, speed in matmul),
-        bytes_per_second=bandwidth,
-        bytes_per_value=bench.dtype.itemsize,
-        measured=measured,
-    )
-    return Calibration(
-        measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        took_seconds=round(time.perf_counter() - began, 1),
-        machine=machine,
-        target=Shape.of(target),
-        dtype=_name(bench.dtype),
-        matmul={_name(bench.dtype): matmul, _name(other.dtype): matmul_other},
-        hardware=hardware,
-    )
-
-
-def _every_part(
-    target: ModelConfig,
-    draft: DraftConfig,
-    bench: Bench,
-    other: Bench,
-    threads_for_draft: int,
-    begin: Callable[[str], None],
-) -> tuple[Measured, float, tuple[tuple[int, float], ...]]:
-    """Everything once, bytes a second of reading memory, and the products in the other type."""
-    steps = iter(STEPS)
-
-    def step(measure: Callable[[], Any]) -> Any:
-        begin(next(steps))
-        return measure()
-
-    matmul = step(partial(products, target, bench))
-    matmul_other = step(partial(products, target, other))
-    bandwidth = step(partial(read_bandwidth, bench))
-    kv_read = step(partial(kv_read_cost, target, bench))
-    fused = kernels_of(target, bench.randn(0)) is not None
-    target_layer, pass_layer = step(partial(target_layer_costs, target, matmul, bandwidth, fused, bench))
-    verify_sampling = step(partial(verify_sampling_cost, target.vocab_size, bench))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(threads_for_draft)
-    try:
-        draft_matmul = step(partial(products, target, bench))
-        if fused:
-            draft_layer, draft_round = step(partial(fused_draft_costs, target, draft, draft_matmul, bandwidth, bench))
-        else:
-            draft_layer, draft_round = step(partial(draft_costs, target, draft, bench))
-        draft_sampling = step(partial(draft_sampling_cost, target, bench))
-    finally:
-        torch.set_num_threads(threads)
-    measured = Measured(
-        target=ModelCosts(matmul, target_layer, verify_sampling),
-        draft=ModelCosts(draft_matmul, draft_layer, draft_sampling),
-        kv_read=kv_read,
-        draft_round=draft_round,
-        wire=step(wire_cost),
-        pass_layer=pass_layer,
-    )
-    return measured, bandwidth, matmul_other
-
-
-def medians(passes: Sequence[Any]) -> Any:
-    """Of the same figures measured several times, an odd number of them: each one's median, in the same form."""
-    first = passes[0]
-    if is_dataclass(first) and not isinstance(first, type):
-        each = {part.name: medians([getattr(one, part.name) for one in passes]) for part in fields(first)}
-        return replace(first, **each)
-    if isinstance(first, tuple):
-        return tuple(medians(part) for part in zip(*passes, strict=True))
-    return None if first is None else statistics.median(passes)
 
 
 def products(config: ModelConfig, bench: Bench) -> tuple[tuple[int, float], ...]:
@@ -451,7 +334,7 @@ def _draft_shell(config: ModelConfig, draft: DraftConfig, vocabulary: int) -> Dr
     return Draft(config.model_copy(update=update), draft)
 
 
-def _threads_of(config: ModelConfig, draft: DraftConfig) -> int:
+def threads_of(config: ModelConfig, draft: DraftConfig) -> int:
     """The threads that a draft of this size is served with."""
     with torch.device("meta"):
         return draft_threads(_draft_shell(config, draft, config.vocab_size)) or torch.get_num_threads()
@@ -520,34 +403,3 @@ def _line(few: tuple[float, float], many: tuple[float, float], share: float = 1.
     """The line through two measurements (n, seconds), each divided by `share`; noise never makes it fall."""
     each = max(0.0, (many[1] - few[1]) / (many[0] - few[0]))
     return Cost(max(0.0, few[1] - few[0] * each) / share, each / share)
-
-
-# --- the machine ------------------------------------------------------------------------------------------------------
-
-
-def _machine(device: torch.device, threads: int, threads_for_draft: int) -> Machine:
-    processor = _processor()
-    return Machine(
-        system=f"{platform.system()} {platform.machine()}",
-        processor=processor,
-        cores=os.cpu_count() or 1,
-        threads=threads,
-        draft_threads=threads_for_draft,
-        device=torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"{processor}, {threads} thread{'s' * (threads > 1)}",
-        torch=torch.__version__,
-    )
-
-
-def _processor() -> str:
-    try:
-        lines: Iterable[str] = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = ()
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

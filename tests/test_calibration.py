@@ -14,12 +14,13 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from spire import microbenchmarks
+from spire import calibrator, microbenchmarks
 from spire.calibration import Calibration, default_file, load, save
+from spire.calibrator import PASSES, STEPS
 from spire.cli import app
 from spire.errors import InvalidRequest, SpireError
 from spire.hardware import Cost, Curve
-from spire.microbenchmarks import PASSES, STEPS, Bench
+from spire.microbenchmarks import Bench
 from spire.model.config import DraftConfig, ModelConfig
 from spire.model.target import Target
 from spire.perf_model import Shape
@@ -61,7 +62,7 @@ def told(*seconds: float) -> Told:
 def measured() -> tuple[Calibration, list[str]]:
     """A hasty calibration of this machine, and the steps it told of."""
     steps: list[str] = []
-    return microbenchmarks.calibrate(CONFIG, DRAFT, least_seconds=0.002, begin=steps.append), steps
+    return calibrator.calibrate(CONFIG, DRAFT, least_seconds=0.002, begin=steps.append), steps
 
 
 # --- what is counted --------------------------------------------------------------------------------------------------
@@ -159,8 +160,8 @@ def test_a_pass_while_the_machine_was_slow_changes_no_figure(measured: tuple[Cal
     assert usual is not None
     slow_reads = Curve(tuple((tokens, 1.4 * seconds) for tokens, seconds in usual.kv_read.points))
     slow = replace(usual, kv_read=slow_reads, wire=Cost(2 * usual.wire.fixed, usual.wire.each))
-    assert microbenchmarks.medians([usual, slow, usual]) == usual
-    assert microbenchmarks.medians([(slow, 3.0), (usual, 1.0), (slow, 2.0)]) == (slow, 2.0)
+    assert calibrator.medians([usual, slow, usual]) == usual
+    assert calibrator.medians([(slow, 3.0), (usual, 1.0), (slow, 2.0)]) == (slow, 2.0)
 
 
 def test_a_saved_calibration_loads_as_it_was(measured: tuple[Calibration, list[str]], tmp_path: Path) -> None:
@@ -198,9 +199,9 @@ def calibrated(
 ) -> tuple[Path, dict[str, Any]]:
     """The file that `spire doctor --calibrate` wrote for the small pair, and what it printed."""
     file = tmp_path_factory.mktemp("calibration") / "calibration.json"
-    hasty = partial(microbenchmarks.calibrate, least_seconds=0.002)
+    hasty = partial(calibrator.calibrate, least_seconds=0.002)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(microbenchmarks, "calibrate", hasty)
+        patch.setattr(calibrator, "calibrate", hasty)
         pair = ["--model", str(stories_dir), "--draft", str(stories_draft_dir)]
         arguments = ["doctor", "--calibrate", *pair, "--out", str(file), "--json"]
         result = CliRunner().invoke(app, arguments, catch_exceptions=False)
@@ -211,7 +212,7 @@ def calibrated(
 def test_a_shape_without_a_model_is_calibrated_into_a_file_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(microbenchmarks, "calibrate", partial(microbenchmarks.calibrate, least_seconds=0.002))
+    monkeypatch.setattr(calibrator, "calibrate", partial(calibrator.calibrate, least_seconds=0.002))
     file = tmp_path / "shape.json"
     shape = ["doctor", "--calibrate", "--shape", "seqax-67m", "--layers", "2"]
     result = CliRunner().invoke(

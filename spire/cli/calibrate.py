@@ -24,7 +24,7 @@ def measure_machine(pair: Pair, file: Path, dtype: str, as_json: bool) -> None:
     target = load_model_config(pair.model)
     draft = _spire_draft(pair, target)
     try:
-        from spire.microbenchmarks import PASSES, STEPS, calibrate
+        from spire.calibrator import PASSES, STEPS, calibrate
     except ImportError as error:
         raise SpireError(f"measuring needs torch: pip install 'spire-serve[model]' ({error})") from error
     columns = (TextColumn("{task.description:28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
