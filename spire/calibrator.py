@@ -1,6 +1,6 @@
 """A calibration of this machine: what every microbenchmark takes, in three passes, on the threads that serve a pair.
 
-By hand: `spire doctor --calibrate`. What it does not know: how the parts are measured, which `spire.microbenchmarks` does.
+By hand: `spire doctor --calibrate`. What it does not know: how the parts are measured; that is `spire.microbenchmarks`.
 """
 
 from __future__ import annotations
