@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from spire.model.target import Target
+from spire.rpc.carrier import Ring
 from spire.rpc.line import open_line
 from spire.v1 import tensor_pb2 as codes
 from spire.v1 import verifier_pb2 as pb
@@ -20,6 +21,7 @@ from spire.v1.draft_pb2 import Told
 from tests.verifier.conftest import Running
 from tests.verifier.harness import Client, Follower, Verifier, plain_greedy, prompt_of, whole_taps
 from verifier_service.activations import Deliver, Delivery, frames
+from verifier_service.service import MAX_RING_BYTES
 from verifier_service.subscriber import MAX_FRAME_BYTES, Subscriber
 
 WINDOW, SINK = 8, 1
@@ -307,6 +309,17 @@ def test_frames_hold_at_most_what_they_may() -> None:
         mine = [span for span in pieces if span.sequence_id == name]
         assert [span.reset for span in mine] == [True] + [False] * (len(mine) - 1)
         assert [p for s in mine for p in range(s.start, s.start + s.count)] == list(range(start, start + count))
+
+
+async def test_a_round_of_an_8b_target_at_64_sequences_is_one_message_through_shared_memory(tmp_path: Path) -> None:
+    """In two the draft waits for the first one's rows before it may look at the second's."""
+    ring = Ring(tmp_path, MAX_RING_BYTES)
+    subscriber = Subscriber(asyncio.get_running_loop(), lambda replay: None, ring)
+    spans = [pb.ActivationSpan(sequence_id="all", count=220)]
+    subscriber.deliver(Delivery(spans, torch.zeros(220, 8, 4096, dtype=torch.bfloat16)))
+    await asyncio.sleep(0)
+    sent = await anext(subscriber.messages())
+    assert (sent.spans[0].count, sent.slice.length) == (220, 220 * 8 * 4096 * 2)
 
 
 async def test_a_slow_subscriber_loses_its_queue_and_asks_for_a_replay() -> None:
