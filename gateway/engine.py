@@ -257,6 +257,7 @@ class Engine:
         if current.answer is None:
             return
         answer, asked_seconds = await current.answer
+        await self._rounds.follow(lane)
         # While it waited behind the round before it, that one's time passed.
         early = max(0.0, began - current.sent_at)
         answer.timings.queue_seconds = max(0.0, answer.timings.queue_seconds - early)

@@ -50,11 +50,21 @@ class Rounds:
         return self._next.pop(lane, None) or self._planned(self._scheduler.batch())
 
     async def send(self, lane: int, current: Round) -> None:
-        """Ask about it, if that was not done ahead, and about the round after it where that pays."""
+        """Ask about it, if that was not done ahead, plan the round after it, and ask about that where it pays."""
         if current.answer is None:
             await self._ask(current)
-        if current.proposals.ordered or (current.plain and len(current.sent) <= self._most_ahead):
-            await self._look_ahead(lane, current)
+        if not (current.proposals.ordered or current.plain):
+            return
+        if following := self._planned(self._scheduler.batch(after=current.batch)):
+            self._next[lane] = following
+            if not current.plain or len(current.sent) <= self._most_ahead:
+                await self.follow(lane)
+
+    async def follow(self, lane: int) -> None:
+        """Ask about the lane's next round, if that was not done and nothing of it waits for this gateway."""
+        following = self._next.get(lane)
+        if following and following.answer is None and (following.plain or self._speculation.ordered):
+            await self._ask(following)
 
     def forget_next(self, lane: int) -> None:
         if following := self._next.pop(lane, None):
@@ -74,13 +84,6 @@ class Rounds:
         sequences = list(batch.values())
         load = self._speculation.choose(sequences, bool(self._scheduler.starting))
         return Round(batch, load, not any(map(self._speculation.depth, sequences)))
-
-    async def _look_ahead(self, lane: int, current: Round) -> None:
-        """Plan the round after one, and send it if nothing of it waits for this gateway."""
-        if following := self._planned(self._scheduler.batch(after=current.batch)):
-            self._next[lane] = following
-            if following.plain or self._speculation.ordered:
-                await self._ask(following)
 
     async def _ask(self, planned: Round) -> None:
         """Ask the draft, if it is to be drafted, and the verifier, if anybody in it goes on."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spire.kernels import SHARES, every_kernels
 from spire.randomness import Purpose
-from spire.sampling import Rule, SamplingRows, Share
+from spire.sampling import SamplingRows, Share
 from spire.verification import SparseDistribution, Verdict
 
 
@@ -45,8 +45,8 @@ def judge(
     accepted_B, finite_B = torch.empty(2, B, dtype=torch.int64)
     verdict = Verdict(accepted_B, torch.empty(B, T, dtype=torch.int64))
     of_q = (q.probs_BKM, q.sum_BK) if q else (torch.empty(0), torch.empty(0))
-    blocks_B = (rows.rule_B == Rule.BLOCK).long()
-    given = [x.contiguous() for x in (rows.temperature_B, blocks_B, draft_BK, counts_B, *of_q, coins_BK, uniforms_BT)]
+    of_rows = (rows.temperature_B, rows.by_blocks_B)
+    given = [x.contiguous() for x in (*of_rows, draft_BK, counts_B, *of_q, coins_BK, uniforms_BT)]
     found = (accepted_B, verdict.tokens_BT, finite_B)
     addresses = (x.data_ptr() for x in (logits_BTV, *given, *found))
     every_kernels()[0].judge(*addresses, B, T, V, torch.get_num_threads() if B > 1 else 1)

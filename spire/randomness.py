@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spire import kernels
+
 # 64-bit constants of splitmix64.
 _WEYL = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
@@ -52,6 +54,19 @@ def random_bits(seed: Tensor, choice: Tensor, position: Tensor, purpose: Purpose
 def uniform(seed: Tensor, choice: Tensor, position: Tensor, purpose: Purpose, salt: Tensor | int = 0) -> Tensor:
     """A float64 number in [0, 1) for each (seed, choice, position, salt)."""
     return _shift_right(random_bits(seed, choice, position, purpose, salt), 11).double() * 2.0**-53
+
+
+def uniform_by_row(seed_B: Tensor, choice_B: Tensor, position: Tensor, purpose: Purpose, salt_B: Tensor) -> Tensor:
+    """`uniform` for positions [B] or [B, T] of B sequences, by one kernel where it can be."""
+    if kernels.uniform is None or seed_B.device.type != "cpu":
+        extra = (1,) * (position.ndim - 1)
+        seed, choice, salt = (number_B.view(-1, *extra) for number_B in (seed_B, choice_B, salt_B))
+        return uniform(seed, choice, position, purpose, salt)
+    given = [number.contiguous() for number in (seed_B, choice_B, salt_B, position)]
+    found = torch.empty(position.shape, dtype=torch.float64)
+    addresses = (number.data_ptr() for number in (*given, found))
+    kernels.uniform(*addresses, len(seed_B), position[:1].numel(), purpose, len(Purpose))
+    return found
 
 
 def gumbel(bits: Tensor, key: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from spire.randomness import Purpose, gumbel, random_bits, uniform
+from spire.randomness import Purpose, gumbel, random_bits, uniform_by_row
 
 # Tokens with noise of their own, and those among which top_p is looked for before all are sorted: mostly some hundreds.
 # With 2^-10 draft and target agreed on a third fewer tokens.
@@ -87,6 +87,11 @@ class SamplingRows:
         return Share.of(self.invariant_B)
 
     @cached_property
+    def by_blocks_B(self) -> Tensor:
+        """1 where blocks are verified whole, int64."""
+        return (self.rule_B == Rule.BLOCK).long()
+
+    @cached_property
     def divisor_B11(self) -> Tensor | None:
         """What logits are divided by, None where that is 1 for all."""
         divisor_B = torch.where(self.greedy_B, 1.0, self.temperature_B)
@@ -112,10 +117,8 @@ class SamplingRows:
         Block verification looks ahead, so what a discarded position has seen is used up: its numbers depend on the
         round's base too.
         """
-        extra = (1,) * (position.ndim - 1)
-        salt_B = torch.where(self.rule_B == Rule.BLOCK, base_B + 1, 0)
-        seed, choice, salt = (t.view(-1, *extra) for t in (self.seed_B, self.choice_B, salt_B))
-        return uniform(seed, choice, position, purpose, salt)
+        salt_B = self.by_blocks_B * (base_B + 1)
+        return uniform_by_row(self.seed_B, self.choice_B, position, purpose, salt_B)
 
 
 def probabilities(logits_BTV: Tensor, rows: SamplingRows) -> Tensor:

@@ -10,7 +10,7 @@ from scipy import stats
 from torch import Tensor
 
 from spire import randomness
-from spire.randomness import Purpose, random_bits, uniform
+from spire.randomness import Purpose, random_bits, uniform, uniform_by_row
 from spire.rpc.sampling import from_protos
 from spire.sampling import SamplingRows, draw, pick, probabilities, top_m
 from spire.v1 import tensor_pb2 as pb
@@ -73,6 +73,18 @@ def test_a_gpus_numbers_are_a_cpus(purpose: Purpose) -> None:
     position = torch.randint(2**31 - 1, (7,), generator=generator)
     expected = randomness._hash(purpose, seed, choice, position, salt)
     assert torch.equal(random_bits(seed, choice, position, purpose, salt), expected)
+
+
+@pytest.mark.parametrize("shape", [(40,), (40, 7)])
+@pytest.mark.parametrize("purpose", Purpose)
+def test_a_kernels_uniform_numbers_are_those_of_tensors(purpose: Purpose, shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(purpose)
+    seed_B = torch.randint(-(2**63), 2**63 - 1, (40,), generator=generator)
+    choice_B, salt_B = (torch.randint(2**31 - 1, (40,), generator=generator) for _ in range(2))
+    position = torch.randint(2**31 - 1, shape, generator=generator)
+    columns = [number_B.view(-1, *(1,) * (len(shape) - 1)) for number_B in (seed_B, choice_B, salt_B)]
+    expected = uniform(columns[0], columns[1], position, purpose, columns[2])
+    assert torch.equal(uniform_by_row(seed_B, choice_B, position, purpose, salt_B), expected)
 
 
 def test_seeds_beyond_int64_come_over_the_wire() -> None:

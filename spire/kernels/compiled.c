@@ -212,6 +212,19 @@ static PyObject *py_collect(PyObject *self, PyObject *arguments) {
   COMPUTE(kernels->collect(&work, threads));
 }
 
+/* On any processor. */
+static PyObject *py_uniform(PyObject *self, PyObject *arguments) {
+  Address seeds, choices, salts, positions, found;
+  Uniforms work;
+  if (!PyArg_ParseTuple(arguments, "KKKKKiiII", &seeds, &choices, &salts, &positions, &found, &work.B, &work.T,
+                        &work.purpose, &work.purposes))
+    return NULL;
+  work.seeds = AT(seeds), work.choices = AT(choices), work.salts = AT(salts);
+  work.positions = AT(positions), work.found = AT(found);
+  uniform(&work);
+  Py_RETURN_NONE;
+}
+
 /* Of those that this processor can run: index, name, whether they are for bfloat16, block, head_multiple,
    most_queries. */
 static PyObject *py_available(PyObject *self, PyObject *none) {
@@ -238,6 +251,7 @@ static PyMethodDef METHODS[] = {
     {"draw", py_draw, METH_VARARGS, "Tokens and what they were drawn from: see spire.model.fused_draft."},
     {"judge", py_judge, METH_VARARGS, "Which draft tokens stand: see spire.fused_verification."},
     {"collect", py_collect, METH_VARARGS, "Rows in one place, with their sums: see spire.kernels."},
+    {"uniform", py_uniform, METH_VARARGS, "Numbers in [0, 1): see spire.randomness."},
     {"available", py_available, METH_NOARGS, "Those that this processor can run."},
     {NULL, NULL, 0, NULL},
 };

@@ -4,6 +4,9 @@ def available() -> list[tuple[int, str, bool, int, int, int]]:
     """Of the kernels that this processor can run, the fastest first: index, name, whether they are for bfloat16,
     outputs of a weight that lie together, what heads' width is a multiple of, most queries of a key (0 is any)."""
 
+def uniform(*work: int) -> None:
+    """Addresses of seeds, choices, salts, positions and numbers; B, T, the purpose, and how many there are."""
+
 # What follows takes the index of the kernels first.
 
 def attend(kernels: int, *work: int) -> None:

@@ -144,6 +144,15 @@ typedef struct {
   int B, K, V;
 } Collection;
 
+/* Uniform numbers of each of B sequences at T positions, by seed, choice and salt: `spire.randomness.uniform`. */
+typedef struct {
+  const uint64_t *seeds, *choices, *salts; /* [B] */
+  const uint64_t *positions;               /* [B, T] */
+  double *found;                           /* [B, T] */
+  int B, T;
+  unsigned purpose, purposes; /* what they decide, and how many different things numbers decide */
+} Uniforms;
+
 typedef struct {
   const char *name;
   int narrow;        /* whether numbers are bfloat16 */
@@ -162,6 +171,8 @@ typedef struct {
   void (*judge)(const Verdict *work, int threads);
   void (*collect)(const Collection *work, int threads);
 } Kernels;
+
+void uniform(const Uniforms *work);
 
 /* Give each thread of the calling thread's team, which has as many as there are processors, one of its own. The caller
    goes where the system puts it, and its helpers to the others. With fewer threads the system has a choice. */
