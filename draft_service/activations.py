@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -143,20 +142,12 @@ class Follower:
         except OSError as error:
             log.warning("no line to the verifier: all goes by gRPC", error=str(error))
         else:
-            threading.Thread(target=self._listen, args=(self.line, orders), name="line", daemon=True).start()
+            self._worker.read(self.line, partial(self._hear, self.line, orders))
 
     def _hang_up(self) -> None:
         if self.line:
             self.line.close()
         self.line = None
-
-    def _listen(self, line: Line, orders: Orders) -> None:
-        """On a thread of its own, which hands on what comes as it is: the model's never waits for it."""
-        for packet in line.packets():
-            if self._worker.behind:
-                line.close()  # what comes by the stream says so
-                break
-            self._worker.do(partial(self._hear, line, orders, packet))
 
     def _hear(self, line: Line, orders: Orders, packet: bytes) -> None:
         """On the model's thread."""

@@ -7,10 +7,10 @@ is ready, and the others get nothing: a draft that is behind costs speed, never 
 from __future__ import annotations
 
 import asyncio
-import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import structlog
 import torch
@@ -19,6 +19,8 @@ from draft_service.drafter import Drafter, Verified
 from spire.drafting import ProposeAnswer, ProposeTask, answer
 from spire.errors import OutOfCapacity
 from spire.histogram import Histogram
+from spire.rpc.inbox import Inbox
+from spire.rpc.line import Line
 
 # Messages that wait to be absorbed at most: a whole replay, and some seconds of rounds.
 MAX_QUEUED = 1024
@@ -37,7 +39,7 @@ class Worker:
         # Verified positions that had not arrived when a guess was asked for.
         self.staleness = Histogram(STALENESS_BUCKETS)
         self._wait, self._on_gap = wait_seconds, on_gap
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._inbox: Inbox[Callable[[], None] | None] = Inbox()
         self._subscription = 0
         self._pending: list[ProposeTask] = []
         self._turn_began: float | None = None
@@ -65,7 +67,7 @@ class Worker:
     @property
     def behind(self) -> bool:
         """Whether so much waits that nothing more is taken."""
-        return self._inbox.qsize() >= MAX_QUEUED
+        return len(self._inbox) >= MAX_QUEUED
 
     def forget_all(self) -> None:
         """Also what waits to be absorbed: it was of an earlier subscription."""
@@ -90,9 +92,9 @@ class Worker:
         self._inbox.put(lambda: self.await_activations(task))
         return await asyncio.wrap_future(task.done)
 
-    def do(self, action: Callable[[], None]) -> None:
-        """Have the model's thread do something, in its turn."""
-        self._inbox.put(action)
+    def read(self, line: Line, hear: Callable[[bytes], None]) -> None:
+        """Have the model's thread hear what comes by a line, in its turn."""
+        self._inbox.read(line, lambda packet: partial(hear, packet), lambda: None)
 
     # --- on the model thread ------------------------------------------------------------------------------------
 
@@ -111,16 +113,13 @@ class Worker:
     def _take(self) -> bool:
         """Do everything that has arrived, waiting for something if nothing is pending. False: stop."""
         self._turn_began = None
-        try:
-            action = self._inbox.get(timeout=self._patience())
-            self._turn_began = time.monotonic()
-            while True:
-                if action is None:
-                    return False
-                self._do(action)
-                action = self._inbox.get_nowait()
-        except queue.Empty:
-            return True
+        arrived = self._inbox.take(MAX_QUEUED, self._patience())
+        self._turn_began = time.monotonic()
+        for action in arrived:
+            if action is None:
+                return False
+            self._do(action)
+        return True
 
     def _do(self, action: Callable[[], None]) -> None:
         try:

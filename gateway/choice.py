@@ -113,6 +113,8 @@ class Choice:
         """Those that gave tokens of the text: of what a stop string has cut off there are none."""
         new = self.sequence.rounds[self._told_rounds :]
         self._told_rounds += len(new)
+        if not self._text.stopped:
+            return new
         return [
             replace(round_, tokens=min(round_.tokens, self.tokens - round_.begin))
             for round_ in new

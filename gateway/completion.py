@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -12,6 +11,7 @@ from itertools import zip_longest
 from typing import Any
 
 import structlog
+from pydantic_core import to_json
 
 from gateway.adjustments import adjustments_of
 from gateway.admission import Charge
@@ -351,4 +351,4 @@ def sequences_of(
 
 
 def _event(message: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(message, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + to_json(message) + b"\n\n"

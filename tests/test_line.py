@@ -42,10 +42,9 @@ def test_packets_arrive_whole_and_in_order_both_ways(
 ) -> None:
     with lines(tmp_path_factory.mktemp("line")) as (offered, opened):
         for one, other in ((offered, opened), (opened, offered)):
-            came = other.packets()
             for packet in packets:
                 assert one.send(packet)
-                assert next(came) == packet
+                assert other.receive() == packet
 
 
 def test_a_line_that_nobody_reads_says_no_at_once_and_loses_nothing_it_took(tmp_path: Path) -> None:
@@ -53,10 +52,9 @@ def test_a_line_that_nobody_reads_says_no_at_once_and_loses_nothing_it_took(tmp_
         sent = [number.to_bytes(4, "little") * 1000 for number in range(10_000)]
         taken = next(at for at, packet in enumerate(sent) if not offered.send(packet))
         assert taken > 3, "some rounds fit"
-        came = opened.packets()
-        assert [next(came) for _ in range(taken)] == sent[:taken]
+        assert [opened.receive() for _ in range(taken)] == sent[:taken]
         assert offered.send(b"again")
-        assert next(came) == b"again"
+        assert opened.receive() == b"again"
 
 
 def test_what_is_sent_while_a_line_is_held_is_one_packet(tmp_path: Path) -> None:
@@ -67,8 +65,7 @@ def test_what_is_sent_while_a_line_is_held_is_one_packet(tmp_path: Path) -> None
         assert all(offered.send(part) for part in (b"what was verified, ", b"what to guess"))
         assert offered.let_go()
         assert offered.send(b"later")
-        came = opened.packets()
-        assert [next(came), next(came)] == [b"what was verified, what to guess", b"later"]
+        assert [opened.receive(), opened.receive()] == [b"what was verified, what to guess", b"later"]
         offered.hold()
         assert all(offered.send(b"x" * 40_000) for _ in range(2))
         assert not offered.let_go(), "together they are too large"
@@ -79,17 +76,17 @@ def test_what_is_too_large_for_a_packet_is_not_sent(tmp_path: Path) -> None:
         assert not offered.send(b"x" * 100_000)
         assert not offered.send(b""), "it would read as the end"
         assert offered.send(b"small")
-        assert next(opened.packets()) == b"small"
+        assert opened.receive() == b"small"
 
 
 def test_closing_an_end_ends_the_other_and_whoever_reads_its_own(tmp_path: Path) -> None:
     with lines(tmp_path) as (offered, opened):
-        reading = threading.Thread(target=lambda: list(offered.packets()))
+        reading = threading.Thread(target=offered.receive)
         reading.start()
         offered.close()
         reading.join(5)
         assert not reading.is_alive()
-        assert list(opened.packets()) == []
+        assert opened.receive() == b""
         assert not opened.send(b"nobody is there")
 
 
@@ -107,7 +104,7 @@ def test_only_who_has_the_token_is_let_in(tmp_path: Path) -> None:
     (offered,) = accepted
     assert offered is not None
     assert line.send(b"let in")
-    assert next(offered.packets()) == b"let in"
+    assert offered.receive() == b"let in"
     for end in (line, offered, listener):
         end.close()
 

@@ -99,15 +99,18 @@ class Drafting(rpc.DraftingServicer):
             return None
 
     def serve_line(self, listener: LineListener, draft_id: str, subscriber: Subscriber) -> None:
-        """On a thread of its own: until the line ends, which the draft may open until its subscription does."""
+        """On a thread of its own: have the engine read the line, once the draft has opened it."""
         line = listener.accept()
         if line is None:
             return
         subscriber.line = self._engine.lines[draft_id] = line
-        for packet in line.packets():
-            # Read by the engine's thread: this one would only keep it from the interpreter.
-            self._engine.submit(GuessTask(draft_id, partial(pb.ProposeBatchResult.FromString, packet)))
-        subscriber.line = None
-        line.close()
-        if self._engine.lines.get(draft_id) is line:
-            del self._engine.lines[draft_id]
+
+        def guessed(packet: bytes) -> GuessTask:
+            return GuessTask(draft_id, partial(pb.ProposeBatchResult.FromString, packet))
+
+        def ended() -> None:
+            subscriber.line = None
+            if self._engine.lines.get(draft_id) is line:
+                del self._engine.lines[draft_id]
+
+        self._engine.read(line, guessed, ended)

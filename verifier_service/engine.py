@@ -11,7 +11,6 @@ starts it again from its tokens, as after any loss.
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
 import time
 from collections import deque
@@ -28,6 +27,7 @@ from spire.drafting import Drafted, Guess, ProposeTask, answer
 from spire.errors import InvalidRequest, RequestError, StaleBlock
 from spire.rpc.carrier import OverwritingRingReader
 from spire.rpc.errors import OK
+from spire.rpc.inbox import Inbox
 from spire.rpc.line import Line
 from spire.sampling import SamplingRows
 from spire.v1 import verifier_pb2 as pb
@@ -73,7 +73,7 @@ class Engine:
         self.orders = Orders(self.sequences, limits)
         self._blocks = Blocks(steps, self.slots, prefixes, limits, metrics, self.q_rings, self.orders)
         self._drafting: deque[ProposeTask] = deque()
-        self._inbox: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._inbox: Inbox[Task | None] = Inbox()
         # What arrived while a step was under way, and was looked through for orders.
         self._put_off: list[Task | None] = []
         self._stopping = False
@@ -93,6 +93,10 @@ class Engine:
 
     def submit(self, task: StartTask | ProposeTask | VerifyTask | GuessTask) -> None:
         self._inbox.put(task)
+
+    def read(self, line: Line, guessed: Callable[[bytes], GuessTask], ended: Callable[[], object]) -> None:
+        """Take the guesses that a draft sends by a line, until it ends."""
+        self._inbox.read(line, guessed, ended)
 
     def call(self, function: Callable[..., Result], *args: Any) -> Future[Result]:
         """Run `function` on the engine's thread between two steps."""
@@ -133,10 +137,7 @@ class Engine:
         """What has arrived, the first of it; sleeps only when there is nothing else to do."""
         tasks, self._put_off = self._put_off, []
         idle = not tasks and not self._drafting and not self._blocks.ready and not self._prompts
-        with contextlib.suppress(queue.Empty):
-            while len(tasks) < MOST_TAKEN:
-                tasks.append(self._inbox.get(block=idle and not tasks, timeout=self.orders.patience))
-        return tasks
+        return tasks + self._inbox.take(MOST_TAKEN - len(tasks), self.orders.patience if idle else 0)
 
     def _accept(self, task: Task | None) -> None:
         match task:
@@ -254,13 +255,11 @@ class Engine:
 
         In the midst of a step no sequence may come or go: what else has arrived waits for the next turn.
         """
-        with contextlib.suppress(queue.Empty):
-            for _ in range(MOST_TAKEN):
-                task = self._inbox.get_nowait()
-                if isinstance(task, VerifyTask):
-                    self._blocks.add(task)
-                else:
-                    self._put_off.append(task)
+        for task in self._inbox.given(MOST_TAKEN):
+            if isinstance(task, VerifyTask):
+                self._blocks.add(task)
+            else:
+                self._put_off.append(task)
         self._blocks.ask()
 
     def _forward(

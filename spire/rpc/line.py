@@ -10,7 +10,6 @@ import contextlib
 import secrets
 import socket
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
 from spire.errors import InvalidRequest
@@ -25,10 +24,12 @@ _PATIENCE_SECONDS = 1.0
 
 
 class Line:
-    """One end of a line. `send` may be called by several threads, `packets` by one."""
+    """One end of a line. `send` may be called by several threads, `receive` by one."""
 
     def __init__(self, connected: socket.socket):
         self._socket = connected
+        # When nobody has it any more: a number that another thread waits for must not become another file's.
+        weakref.finalize(self, connected.close)
         # While it is held: what is to go in one packet.
         self._held: list[bytes] | None = None
 
@@ -53,17 +54,20 @@ class Line:
         except OSError:
             return False
 
-    def packets(self) -> Iterator[bytes]:
-        """What the other end sends, until either end closes."""
+    def receive(self) -> bytes:
+        """Wait for the next packet; nothing once either end is closed."""
         with contextlib.suppress(OSError):
-            while packet := self._socket.recv(_MOST_BYTES):
-                yield packet
+            return self._socket.recv(_MOST_BYTES)
+        return b""
+
+    def fileno(self) -> int:
+        """Ready to be read when there is something to receive."""
+        return self._socket.fileno()
 
     def close(self) -> None:
         """Also while another thread reads: it has read the last packet."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
 
 
 class LineListener:

@@ -229,10 +229,9 @@ async def test_rows_go_by_the_line_where_none_are_on_their_way_by_grpc(
     async with running(shared_memory=str(tmp_path)) as verifier:
         follower, client = await verifier.follower(shared_memory=tmp_path), verifier.client()
         line = open_line(tmp_path, (await follower.read()).line)
-        packets = line.packets()
 
         async def told() -> pb.ActivationsResponse:
-            return Told.FromString(await asyncio.to_thread(next, packets)).activations
+            return Told.FromString(await asyncio.to_thread(line.receive)).activations
 
         await _let_in(verifier)
         assert follower.ring is not None

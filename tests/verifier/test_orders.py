@@ -333,11 +333,11 @@ async def test_who_leaves_in_the_midst_of_a_drafted_step_leaves_after_it(verifie
         await stopped()  # while this one is under way, a guess and a prompt arrive: they share the next
         await draft.guess(asked, proposal("a", [5]))
         await other.send_start("b", prompt_of(5))
-        await until(lambda: verifier.engine._inbox.qsize() == 2)
+        await until(lambda: len(verifier.engine._inbox) == 2)
         go_on.set()
         await stopped()
         releasing = asyncio.create_task(other.release("b"))
-        await until(lambda: verifier.engine._inbox.qsize() == 1)
+        await until(lambda: len(verifier.engine._inbox) == 1)
         go_on.set()
         assert (await result(client)).drafted == 1
         assert await releasing == 1
