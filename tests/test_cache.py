@@ -43,6 +43,10 @@ _CACHES = {
 }
 
 
+# Of a cache in use: most tests have it smaller.
+_PAGE = cache_module._PAGE
+
+
 @pytest.fixture(autouse=True, params=_CACHES)
 def new_cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[TargetCache]:
     monkeypatch.setattr("spire.model.cache._PAGE", 256 if request.param == "one page" else 16)
@@ -232,6 +236,25 @@ def test_memory_comes_with_what_is_written_and_goes_with_it(target: Target) -> N
     assert _resident() - before == pytest.approx(cache.held_bytes, rel=0.1)
     cache.empty(slot)
     assert _resident() - before < 0.1 * cache.page_bytes * cache.pages
+
+
+def test_keys_and_values_take_within_5_percent_of_what_the_config_says(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16 sequences of 1,900 positions, by the cache's own count and by what the process holds."""
+    monkeypatch.setattr("spire.model.cache._PAGE", _PAGE)
+    config = target.config.model_copy(update={"num_hidden_layers": 8})
+    cache = TargetCache(config, slots=64, capacity=1900, dtype=torch.bfloat16)
+    heads = config.num_key_value_heads * config.head_dim
+    expected = 16 * 1900 * 2 * config.num_hidden_layers * heads * torch.bfloat16.itemsize
+    before = _resident()
+    slots = [cache.allocate() for _ in range(16)]
+    assert cache.reserve(slots, 1900)
+    for pool in (*cache.keys, *cache.values):
+        for slot in slots:
+            pool.tensor[slot, :, :1900].fill_(1.0)
+    assert cache.held_bytes == pytest.approx(expected, rel=0.05)
+    assert _resident() - before == pytest.approx(expected, rel=0.05)
 
 
 def _resident() -> int:
