@@ -114,6 +114,7 @@ def test_a_line_that_is_closed_at_either_end_is_read_to_its_end_and_no_more(end:
         while not ended.is_set():
             taken += inbox.take(MOST, 5)
         assert taken == [b"last"]
+        assert near.fileno() == -1, "its descriptor is free"
         far_other.send(b"others go on")
         assert inbox.take(MOST, 5) == [b"others go on"]
 

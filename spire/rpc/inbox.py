@@ -74,6 +74,7 @@ class Inbox(Generic[Item]):
             else:
                 self._poll.unregister(descriptor)
                 del self._lines[descriptor]
+                line.free()
                 ended()
         return brought
 

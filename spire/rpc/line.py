@@ -28,7 +28,6 @@ class Line:
 
     def __init__(self, connected: socket.socket):
         self._socket = connected
-        # When nobody has it any more: a number that another thread waits for must not become another file's.
         weakref.finalize(self, connected.close)
         # While it is held: what is to go in one packet.
         self._held: list[bytes] | None = None
@@ -65,9 +64,13 @@ class Line:
         return self._socket.fileno()
 
     def close(self) -> None:
-        """Also while another thread reads: it has read the last packet."""
+        """End it. Another thread may be reading: it has read the last packet, and is the one that frees the socket."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+
+    def free(self) -> None:
+        """When nobody waits for it any more: its number may become another file's."""
+        self._socket.close()
 
 
 class LineListener:
