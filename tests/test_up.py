@@ -48,7 +48,10 @@ def services(parent: int) -> dict[str, int]:
     """Process ids of the child services, by module name."""
     found = {}
     for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
-        command = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+        try:
+            command = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+        except FileNotFoundError:  # it was a child a moment ago
+            continue
         if b"-m" in command:
             found[command[command.index(b"-m") + 1].decode()] = int(child)
     return found
