@@ -13,12 +13,13 @@ import structlog
 import torch
 from torch import Tensor
 
-from spire.drafting import Drafted, Guess, draft_tokens, draft_uniforms
+from spire.drafting import Drafted, Guess, draft_tokens
 from spire.errors import StaleBlock, UnknownSequence
 from spire.model.draft import Draft
 from spire.model.draft_memory import DraftMemory
 from spire.model.fused_draft import FusedRound
 from spire.model.token_memory import TokenMemory
+from spire.randomness import Purpose
 from spire.sampling import SamplingRows
 
 # More than can end while a round of theirs is under way.
@@ -159,7 +160,7 @@ class Drafter:
         newest_B = torch.tensor([guess.newest_token for guess in guesses], device=self.device)
         base_B = torch.tensor(bases, device=self.device)
         if isinstance(memory, FusedRound) and self.top_m is None and rows.of_softmax_alone:
-            uniforms_BK = draft_uniforms(base_B, k, rows)
+            uniforms_BK = rows.uniforms(base_B, k, Purpose.DRAFT)
             tokens_BK, probs_BKV = memory.drawn(newest_B, rows.temperature_B, uniforms_BK)
             return Drafted(tokens_BK, None, probs_BKV)
         return draft_tokens(memory.next_logits, newest_B, base_B, k, rows, self.top_m)

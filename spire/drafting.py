@@ -119,9 +119,10 @@ def draft_tokens(
     invariant rule nothing of a distribution is sent, and tokens are picked from all of it.
     """
     tokens_B, tokens, ids, probs = newest_B, [], [], []
-    positions_BK, uniforms_BK = _guessed(base_B, k), draft_uniforms(base_B, k, rows)
+    uniforms_BK = rows.uniforms(base_B, k, Purpose.DRAFT)
     all_invariant = rows.invariant is Share.ALL
-    for position_B, uniforms_B in zip(positions_BK.unbind(1), uniforms_BK.unbind(1), strict=True):
+    for position, uniforms_B in enumerate(uniforms_BK.unbind(1), start=1):
+        position_B = base_B + position
         probs_BV = probabilities(next_logits(tokens_B)[:, None], rows)[:, 0]
         if all_invariant:
             tokens_B = pick(probs_BV, rows, position_B)
@@ -136,13 +137,3 @@ def draft_tokens(
     return Drafted(
         torch.stack(tokens, 1), torch.stack(ids, 1) if ids else None, torch.stack(probs, 1) if probs else None
     )
-
-
-def draft_uniforms(base_B: Tensor, k: int, rows: SamplingRows) -> Tensor:
-    """The uniform numbers [B, k] that a draft's tokens are drawn with."""
-    return rows.uniform(_guessed(base_B, k), Purpose.DRAFT, base_B)
-
-
-def _guessed(base_B: Tensor, k: int) -> Tensor:
-    """Positions [B, k] of the tokens to guess."""
-    return base_B[:, None] + torch.arange(1, k + 1, device=base_B.device)

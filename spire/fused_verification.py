@@ -39,9 +39,8 @@ def judge(
 ) -> tuple[Verdict, Tensor]:
     """The verdict, and which rows' logits are all finite, int64 [B]. The logits, in fp32, are used up."""
     B, T, V = logits_BTV.shape
-    position_BT = base_B[:, None] + torch.arange(1, T + 1)
-    coins_BK = rows.uniform(position_BT[:, :-1], Purpose.ACCEPT, base_B) if q else torch.empty(B, 0)
-    uniforms_BT = rows.uniform(position_BT, Purpose.SAMPLE, base_B)
+    coins_BK = rows.uniforms(base_B, T - 1, Purpose.ACCEPT) if q else torch.empty(B, 0)
+    uniforms_BT = rows.uniforms(base_B, T, Purpose.SAMPLE)
     accepted_B, finite_B = torch.empty(2, B, dtype=torch.int64)
     verdict = Verdict(accepted_B, torch.empty(B, T, dtype=torch.int64))
     of_q = (q.probs_BKM, q.sum_BK) if q else (torch.empty(0), torch.empty(0))

@@ -56,17 +56,22 @@ def uniform(seed: Tensor, choice: Tensor, position: Tensor, purpose: Purpose, sa
     return _shift_right(random_bits(seed, choice, position, purpose, salt), 11).double() * 2.0**-53
 
 
-def uniform_by_row(seed_B: Tensor, choice_B: Tensor, position: Tensor, purpose: Purpose, salt_B: Tensor) -> Tensor:
-    """`uniform` for positions [B] or [B, T] of B sequences, by one kernel where it can be."""
-    if kernels.uniform is None or seed_B.device.type != "cpu":
-        extra = (1,) * (position.ndim - 1)
-        seed, choice, salt = (number_B.view(-1, *extra) for number_B in (seed_B, choice_B, salt_B))
-        return uniform(seed, choice, position, purpose, salt)
-    given = [number.contiguous() for number in (seed_B, choice_B, salt_B, position)]
-    found = torch.empty(position.shape, dtype=torch.float64)
-    addresses = (number.data_ptr() for number in (*given, found))
-    kernels.uniform(*addresses, len(seed_B), position[:1].numel(), purpose, len(Purpose))
-    return found
+def uniforms_behind(
+    base_B: Tensor, count: int, purpose: Purpose, seed_B: Tensor, choice_B: Tensor, salted_B: Tensor
+) -> Tensor:
+    """`uniform` [B, count] for the positions behind `base_B`, by one kernel where it can be.
+
+    Where `salted_B` is 1 and not 0 (int64), the position behind the base is the salt.
+    """
+    if kernels.uniforms is None or seed_B.device.type != "cpu":
+        position_BT = base_B[:, None] + torch.arange(1, count + 1, device=base_B.device)
+        salt_B = salted_B * (base_B + 1)
+        return uniform(seed_B[:, None], choice_B[:, None], position_BT, purpose, salt_B[:, None])
+    given = [number_B.contiguous() for number_B in (seed_B, choice_B, salted_B, base_B)]
+    found_BT = torch.empty(len(base_B), count, dtype=torch.float64)
+    addresses = (number.data_ptr() for number in (*given, found_BT))
+    kernels.uniforms(*addresses, len(base_B), count, purpose, len(Purpose))
+    return found_BT
 
 
 def gumbel(bits: Tensor, key: Tensor) -> Tensor:

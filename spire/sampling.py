@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from spire.randomness import Purpose, gumbel, random_bits, uniform_by_row
+from spire.randomness import Purpose, gumbel, random_bits, uniforms_behind
 
 # Tokens with noise of their own, and those among which top_p is looked for before all are sorted: mostly some hundreds.
 # With 2^-10 draft and target agreed on a third fewer tokens.
@@ -111,14 +111,13 @@ class SamplingRows:
         """The rows at `index`."""
         return SamplingRows(*(getattr(self, field.name)[index] for field in fields(self)))
 
-    def uniform(self, position: Tensor, purpose: Purpose, base_B: Tensor) -> Tensor:
-        """Uniform numbers for absolute positions [B] or [B, T] in a round that began at `base_B`.
+    def uniforms(self, base_B: Tensor, count: int, purpose: Purpose) -> Tensor:
+        """Uniform numbers [B, count] for the positions behind `base_B`, in a round that began there.
 
         Block verification looks ahead, so what a discarded position has seen is used up: its numbers depend on the
         round's base too.
         """
-        salt_B = self.by_blocks_B * (base_B + 1)
-        return uniform_by_row(self.seed_B, self.choice_B, position, purpose, salt_B)
+        return uniforms_behind(base_B, count, purpose, self.seed_B, self.choice_B, self.by_blocks_B)
 
 
 def probabilities(logits_BTV: Tensor, rows: SamplingRows) -> Tensor:
@@ -261,10 +260,10 @@ class _Chosen:
 # -- draws -----------------------------------------------------------------------------------------------------------
 
 
-def sample(probs_BV: Tensor, rows: SamplingRows, position_B: Tensor, base_B: Tensor) -> Tensor:
-    """The target's own token at `position_B` for each sequence, int64, as its rule draws it."""
-    ids_B = draw(probs_BV, rows.uniform(position_B, Purpose.SAMPLE, base_B))
-    return with_invariant(ids_B, probs_BV, rows, position_B)
+def sample(probs_BV: Tensor, rows: SamplingRows, base_B: Tensor) -> Tensor:
+    """The target's own token right behind each sequence's `base_B`, int64, as its rule draws it."""
+    ids_B = draw(probs_BV, rows.uniforms(base_B, 1, Purpose.SAMPLE)[:, 0])
+    return with_invariant(ids_B, probs_BV, rows, base_B + 1)
 
 
 def with_invariant(ids_B: Tensor, probs_BV: Tensor, rows: SamplingRows, position_B: Tensor) -> Tensor:

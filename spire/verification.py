@@ -133,7 +133,7 @@ def verify(
 ) -> Verdict:
     """Apply to each row its rule. `q` None is one-hot at the draft tokens; greedy rows are taken so whatever q says."""
     if draft_BK.shape[1] == 0:
-        return Verdict.of(draft_BK, torch.zeros_like(counts_B), sample(p_BTV[:, 0], rows, base_B + 1, base_B))
+        return Verdict.of(draft_BK, torch.zeros_like(counts_B), sample(p_BTV[:, 0], rows, base_B))
     q = _drawn_from(q, draft_BK, rows)
     present = [Rule(number) for number in rows.rule_B.unique().tolist()]
     if len(present) == 1:
@@ -157,12 +157,12 @@ def _reject(
     p_BTV: Tensor, draft_BK: Tensor, counts_B: Tensor, q: SparseDistribution, rows: SamplingRows, base_B: Tensor
 ) -> Verdict:
     offset_K = torch.arange(1, draft_BK.shape[1] + 1, device=draft_BK.device)
-    u_BK = rows.uniform(base_B[:, None] + offset_K, Purpose.ACCEPT, base_B)
+    u_BK = rows.uniforms(base_B, len(offset_K), Purpose.ACCEPT)
     # u < p/q without the division: a token that p excludes never passes, one that q calls impossible does.
     stands_BK = (u_BK * q.of(draft_BK) < _of_draft(p_BTV, draft_BK)) & (offset_K <= counts_B[:, None])
     accepted_B = stands_BK.cumprod(dim=1).sum(dim=1)
     final_BV = _final_distribution(p_BTV, q, accepted_B, counts_B, torch.ones_like(p_BTV[:, 0, 0]))
-    final_B = draw(final_BV, rows.uniform(base_B + accepted_B + 1, Purpose.SAMPLE, base_B))
+    final_B = draw(final_BV, _final_uniform(rows, base_B, accepted_B, len(offset_K) + 1))
     return Verdict.of(draft_BK, accepted_B, final_B)
 
 
@@ -183,13 +183,18 @@ def _reject_blocks(
     # 0/0: the prefix has its full weight, and the next token has p and q alike.
     stays_BK = torch.cat((stays_BK.nan_to_num(nan=1.0)[:, 1:], weight_BT[:, -1:]), dim=1)[:, : len(offset_K)]
     stays_BK = torch.where(offset_K == counts_B[:, None], weight_BT[:, 1:], stays_BK)
-    u_BK = rows.uniform(base_B[:, None] + offset_K, Purpose.ACCEPT, base_B)
+    u_BK = rows.uniforms(base_B, len(offset_K), Purpose.ACCEPT)
     stands_BK = (u_BK < stays_BK) & (offset_K <= counts_B[:, None])
     accepted_B = (stands_BK * offset_K).amax(dim=1)
     weight_B = weight_BT.gather(1, accepted_B[:, None])[:, 0]
     final_BV = _final_distribution(p_BTV, q, accepted_B, counts_B, weight_B)
-    final_B = draw(final_BV, rows.uniform(base_B + accepted_B + 1, Purpose.SAMPLE, base_B))
+    final_B = draw(final_BV, _final_uniform(rows, base_B, accepted_B, len(offset_K) + 1))
     return Verdict.of(draft_BK, accepted_B, final_B)
+
+
+def _final_uniform(rows: SamplingRows, base_B: Tensor, accepted_B: Tensor, T: int) -> Tensor:
+    """The number that the token behind the accepted ones is drawn with."""
+    return rows.uniforms(base_B, T, Purpose.SAMPLE).gather(1, accepted_B[:, None])[:, 0]
 
 
 def _match(

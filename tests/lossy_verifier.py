@@ -21,7 +21,8 @@ def accept_everything(
     base_B: Tensor,
 ) -> Verdict:
     row_B = torch.arange(len(p_BTV))
-    last_B = draw(p_BTV[row_B, counts_B], rows.uniform(base_B + counts_B + 1, Purpose.SAMPLE, base_B))
+    uniforms_BT = rows.uniforms(base_B, p_BTV.shape[1], Purpose.SAMPLE)
+    last_B = draw(p_BTV[row_B, counts_B], uniforms_BT[row_B, counts_B])
     return Verdict.of(draft_BK, counts_B, last_B)
 
 

@@ -101,6 +101,19 @@ def test_what_is_absorbed_by_one_kernel_is_what_its_layers_make_of_it(kernels: K
         assert far_apart(*of_places) < rounding(kernels)
 
 
+@each_kernels
+@torch.inference_mode()
+def test_behind_the_rotations_that_are_kept_a_draft_guesses_by_its_layers(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = memory_of(served_draft(kernels), [30, 9])
+    expected = guessed(memory.round([0, 1], [30, 9], 4), 2)
+    monkeypatch.setattr("spire.model.draft_memory.MOST_ROTATIONS", 33)
+    round_ = memory.round([0, 1], [30, 9], 4)
+    assert isinstance(round_, RoundMemory)
+    assert far_apart(guessed(round_, 2), expected) < rounding(kernels)
+
+
 # --- what is drawn ----------------------------------------------------------------------------------------------------
 
 

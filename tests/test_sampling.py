@@ -10,7 +10,7 @@ from scipy import stats
 from torch import Tensor
 
 from spire import randomness
-from spire.randomness import Purpose, random_bits, uniform, uniform_by_row
+from spire.randomness import Purpose, random_bits, uniform, uniforms_behind
 from spire.rpc.sampling import from_protos
 from spire.sampling import SamplingRows, draw, pick, probabilities, top_m
 from spire.v1 import tensor_pb2 as pb
@@ -75,16 +75,18 @@ def test_a_gpus_numbers_are_a_cpus(purpose: Purpose) -> None:
     assert torch.equal(random_bits(seed, choice, position, purpose, salt), expected)
 
 
-@pytest.mark.parametrize("shape", [(40,), (40, 7)])
+@pytest.mark.parametrize("count", [0, 1, 7])
 @pytest.mark.parametrize("purpose", Purpose)
-def test_a_kernels_uniform_numbers_are_those_of_tensors(purpose: Purpose, shape: tuple[int, ...]) -> None:
+def test_a_kernels_uniform_numbers_are_those_of_tensors(purpose: Purpose, count: int) -> None:
     generator = torch.Generator().manual_seed(purpose)
     seed_B = torch.randint(-(2**63), 2**63 - 1, (40,), generator=generator)
-    choice_B, salt_B = (torch.randint(2**31 - 1, (40,), generator=generator) for _ in range(2))
-    position = torch.randint(2**31 - 1, shape, generator=generator)
-    columns = [number_B.view(-1, *(1,) * (len(shape) - 1)) for number_B in (seed_B, choice_B, salt_B)]
-    expected = uniform(columns[0], columns[1], position, purpose, columns[2])
-    assert torch.equal(uniform_by_row(seed_B, choice_B, position, purpose, salt_B), expected)
+    choice_B, base_B = (torch.randint(2**31 - 20, (40,), generator=generator) for _ in range(2))
+    salted_B = torch.arange(40) % 2
+    position_BT = base_B[:, None] + 1 + torch.arange(count)
+    salt_B = torch.where(salted_B == 1, base_B + 1, 0)
+    expected_BT = uniform(seed_B[:, None], choice_B[:, None], position_BT, purpose, salt_B[:, None])
+    found_BT = uniforms_behind(base_B, count, purpose, seed_B, choice_B, salted_B)
+    assert torch.equal(found_BT, expected_BT)
 
 
 def test_seeds_beyond_int64_come_over_the_wire() -> None:

@@ -37,7 +37,8 @@ def accept_everything(
     p_BTV: Tensor, draft_BK: Tensor, counts_B: Tensor, q: SparseDistribution | None, rows: SamplingRows, base_B: Tensor
 ) -> Verdict:
     """The lossy rule that must fail."""
-    last_B = draw(p_BTV[:, -1], rows.uniform(base_B + counts_B + 1, Purpose.SAMPLE, base_B))
+    uniforms_BT = rows.uniforms(base_B, p_BTV.shape[1], Purpose.SAMPLE)
+    last_B = draw(p_BTV[:, -1], uniforms_BT.gather(1, counts_B[:, None])[:, 0])
     return Verdict(counts_B, torch.cat((draft_BK, last_B[:, None]), dim=1))
 
 
@@ -49,7 +50,7 @@ def accept_typical(
     entropy_B = -(p_BV * p_BV.clamp(min=1e-30).log()).sum(-1)
     threshold_B = torch.minimum(torch.tensor(0.09), 0.3 * (-entropy_B).exp())
     accepted_B = (p_BV.gather(1, draft_BK[:, :1]).squeeze(1) > threshold_B).long()
-    drawn_B = draw(p_BV, rows.uniform(base_B + 1, Purpose.SAMPLE, base_B))
+    drawn_B = draw(p_BV, rows.uniforms(base_B, 1, Purpose.SAMPLE)[:, 0])
     first_B = torch.where(accepted_B == 1, draft_BK[:, 0], drawn_B)
     return Verdict(accepted_B, torch.stack((first_B, drawn_B), dim=1))
 
@@ -154,8 +155,8 @@ def test_lossy_rules_fail_the_same_tests(lossy: Verify) -> None:
 def test_sharing_randomness_between_draft_and_verifier_fails_the_same_test(
     monkeypatch: pytest.MonkeyPatch, rule: Rule
 ) -> None:
-    plain = SamplingRows.uniform
-    monkeypatch.setattr(SamplingRows, "uniform", lambda rows, at, _, base: plain(rows, at, Purpose.DRAFT, base))
+    plain = SamplingRows.uniforms
+    monkeypatch.setattr(SamplingRows, "uniforms", lambda rows, base, count, _: plain(rows, base, count, Purpose.DRAFT))
     assert first_token_p_value(verify, RISING_VV, RISING_VV.flip(1), 200_000, rule) < ALPHA
 
 
@@ -163,8 +164,7 @@ def test_block_verification_needs_new_numbers_for_positions_it_has_looked_at(mon
     """p = (0.3, 0.7), q = (0.6, 0.4), k = 3: numbers of discarded positions, used again, bend the third token."""
     p_VV, q_VV = torch.tensor([0.3, 0.7]).expand(2, 2), torch.tensor([0.6, 0.4]).expand(2, 2)
     assert min(p_values(generate(p_VV, q_VV, 100_000, 4, 3, Rule.BLOCK), p_VV)) > ALPHA
-    plain = SamplingRows.uniform
-    monkeypatch.setattr(SamplingRows, "uniform", lambda rows, at, why, base: plain(rows, at, why, base * 0))
+    monkeypatch.setattr(SamplingRows, "by_blocks_B", property(lambda rows: torch.zeros_like(rows.rule_B)))
     third_B = generate(p_VV, q_VV, 100_000, 4, 3, Rule.BLOCK)[:, 2]
     assert p_value(third_B, p_VV[0]) < ALPHA
 

@@ -217,7 +217,7 @@ class ModelSteps:
         logits_B1V = self.target.unembed(hidden_BD[ending])[:, None]
         base_B = position_B - 1
         drawn_from = self.pipeline.distributions(slots, rows, logits_B1V, none_BK, [0] * len(slots), base_B)
-        drawn = sample(drawn_from.p_BTV[:, 0], rows, position_B, base_B).tolist()
+        drawn = sample(drawn_from.p_BTV[:, 0], rows, base_B).tolist()
         refusals = drawn_from.refusals(torch.zeros_like(position_B))
         found = self.pipeline.logprobs(slots, rows, drawn_from, [[token] for token in drawn])
         self.pipeline.advance(slots, [[] if no else [token] for token, no in zip(drawn, refusals, strict=True)])

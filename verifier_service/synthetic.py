@@ -31,7 +31,7 @@ def coin_flips(rate: float) -> Verify:
     ) -> Verdict:
         honest = verify(p_BTV, draft_BK, counts_B, q, rows, base_B)
         offset_K = torch.arange(1, draft_BK.shape[1] + 1, device=draft_BK.device)
-        heads_BK = rows.uniform(base_B[:, None] + offset_K, Purpose.ACCEPT, base_B) < rate
+        heads_BK = rows.uniforms(base_B, len(offset_K), Purpose.ACCEPT) < rate
         accepted_B = (heads_BK & (offset_K <= counts_B[:, None])).long().cumprod(dim=1).sum(dim=1)
         final_B1 = honest.tokens_BT.gather(1, honest.accepted_B[:, None])
         return Verdict.of(draft_BK, accepted_B, final_B1[:, 0])

@@ -24,7 +24,7 @@ except ImportError:  # it was installed where there is no compiler
 
 COMPILED = _compiled is not None
 # What `spire.randomness` has a kernel for, on any processor; None without one.
-uniform: Callable[..., None] | None = _compiled and _compiled.uniform
+uniforms: Callable[..., None] | None = _compiled and _compiled.uniforms
 # Vocabularies that kernels draw from are a multiple of this, which `sampling.h` has too.
 SHARES = 32
 # Numbers that one thread is done with before another has woken.

@@ -153,24 +153,45 @@ static PyObject *py_forward(PyObject *self, PyObject *arguments) {
   COMPUTE(kernels->forward(&work, threads));
 }
 
-static PyObject *py_draft_pass(PyObject *self, PyObject *arguments) {
+/* A draft's round, of a tuple. */
+static int parse_round(PyObject *given, DraftRound *round) {
   Address layers, embedding, norm, unembedding, feedback, positions, slots, bases, cosine, sine, own, scratch, logits;
-  Address tokens;
   double eps;
+  if (!PyArg_ParseTuple(given, "KKKKKKKKKKKKKdiiiiiiiiiiiii", &layers, &embedding, &norm, &unembedding, &feedback,
+                        &positions, &slots, &bases, &cosine, &sine, &own, &scratch, &logits, &eps, &round->B, &round->k,
+                        &round->N, &round->D, &round->H, &round->G, &round->K, &round->F, &round->V, &round->S,
+                        &round->window, &round->sink, &round->attends_self))
+    return 0;
+  round->layers = AT(layers), round->feedback = AT(feedback);
+  round->embedding = AT(embedding), round->norm = AT(norm), round->unembedding = AT(unembedding);
+  round->positions = AT(positions), round->slots = AT(slots), round->bases = AT(bases);
+  round->cosine = AT(cosine), round->sine = AT(sine), round->own = AT(own), round->scratch = AT(scratch);
+  round->logits = AT(logits), round->eps = (float)eps;
+  return 1;
+}
+
+static PyObject *py_draft_pass(PyObject *self, PyObject *arguments) {
+  PyObject *given;
+  Address tokens;
   DraftRound round;
   int pass, threads;
-  const Kernels *kernels = parse(
-      arguments, "(KKKKKKKKKKKKKdiiiiiiiiiiiii)iKi", &layers, &embedding, &norm, &unembedding, &feedback, &positions,
-      &slots, &bases, &cosine, &sine, &own, &scratch, &logits, &eps, &round.B, &round.k, &round.N, &round.D, &round.H,
-      &round.G, &round.K, &round.F, &round.V, &round.S, &round.window, &round.sink, &round.attends_self, &pass, &tokens,
-      &threads);
-  if (!kernels) return NULL;
-  round.layers = AT(layers), round.feedback = AT(feedback);
-  round.embedding = AT(embedding), round.norm = AT(norm), round.unembedding = AT(unembedding);
-  round.positions = AT(positions), round.slots = AT(slots), round.bases = AT(bases);
-  round.cosine = AT(cosine), round.sine = AT(sine), round.own = AT(own), round.scratch = AT(scratch);
-  round.logits = AT(logits), round.eps = (float)eps;
+  const Kernels *kernels = parse(arguments, "O!iKi", &PyTuple_Type, &given, &pass, &tokens, &threads);
+  if (!kernels || !parse_round(given, &round)) return NULL;
   COMPUTE(kernels->draft_pass(&round, pass, AT(tokens), threads));
+}
+
+static PyObject *py_draft_round(PyObject *self, PyObject *arguments) {
+  PyObject *given;
+  Address newest, temperatures, uniforms, tokens, q;
+  DraftRound round;
+  int threads;
+  const Kernels *kernels = parse(arguments, "O!KKKKKi", &PyTuple_Type, &given, &newest, &temperatures, &uniforms,
+                                 &tokens, &q, &threads);
+  if (!kernels || !parse_round(given, &round)) return NULL;
+  const Draw drawn = {.logits = round.logits, .temperatures = AT(temperatures), .uniforms = AT(uniforms),
+                      .tokens = AT(tokens), .q = AT(q), .uniforms_row = round.k, .q_row = (long long)round.k * round.V,
+                      .B = round.B, .V = round.V};
+  COMPUTE(kernels->draft_round(&round, AT(newest), &drawn, threads));
 }
 
 static PyObject *py_draw(PyObject *self, PyObject *arguments) {
@@ -180,7 +201,7 @@ static PyObject *py_draw(PyObject *self, PyObject *arguments) {
   const Kernels *kernels = parse(arguments, "KKKKKLiii", &logits, &temperatures, &uniforms, &tokens, &q, &work.q_row,
                                  &work.B, &work.V, &threads);
   if (!kernels) return NULL;
-  work.logits = AT(logits), work.temperatures = AT(temperatures), work.uniforms = AT(uniforms);
+  work.logits = AT(logits), work.temperatures = AT(temperatures), work.uniforms = AT(uniforms), work.uniforms_row = 1;
   work.tokens = AT(tokens), work.q = AT(q);
   COMPUTE(kernels->draw(&work, threads));
 }
@@ -213,15 +234,15 @@ static PyObject *py_collect(PyObject *self, PyObject *arguments) {
 }
 
 /* On any processor. */
-static PyObject *py_uniform(PyObject *self, PyObject *arguments) {
-  Address seeds, choices, salts, positions, found;
+static PyObject *py_uniforms(PyObject *self, PyObject *arguments) {
+  Address seeds, choices, salted, bases, found;
   Uniforms work;
-  if (!PyArg_ParseTuple(arguments, "KKKKKiiII", &seeds, &choices, &salts, &positions, &found, &work.B, &work.T,
+  if (!PyArg_ParseTuple(arguments, "KKKKKiiII", &seeds, &choices, &salted, &bases, &found, &work.B, &work.T,
                         &work.purpose, &work.purposes))
     return NULL;
-  work.seeds = AT(seeds), work.choices = AT(choices), work.salts = AT(salts);
-  work.positions = AT(positions), work.found = AT(found);
-  uniform(&work);
+  work.seeds = AT(seeds), work.choices = AT(choices), work.salted = AT(salted), work.bases = AT(bases);
+  work.found = AT(found);
+  uniforms(&work);
   Py_RETURN_NONE;
 }
 
@@ -248,10 +269,11 @@ static PyMethodDef METHODS[] = {
     {"absorb", py_absorb, METH_VARARGS, "What a SPIRe draft remembers of its target: see spire.model.fused_draft."},
     {"forward", py_forward, METH_VARARGS, "A target's layers: see spire.model.fused_target."},
     {"draft_pass", py_draft_pass, METH_VARARGS, "A pass of a SPIRe draft: see spire.model.fused_draft."},
+    {"draft_round", py_draft_round, METH_VARARGS, "All of them, and their draws: see spire.model.fused_draft."},
     {"draw", py_draw, METH_VARARGS, "Tokens and what they were drawn from: see spire.model.fused_draft."},
     {"judge", py_judge, METH_VARARGS, "Which draft tokens stand: see spire.fused_verification."},
     {"collect", py_collect, METH_VARARGS, "Rows in one place, with their sums: see spire.kernels."},
-    {"uniform", py_uniform, METH_VARARGS, "Numbers in [0, 1): see spire.randomness."},
+    {"uniforms", py_uniforms, METH_VARARGS, "Numbers in [0, 1): see spire.randomness."},
     {"available", py_available, METH_NOARGS, "Those that this processor can run."},
     {NULL, NULL, 0, NULL},
 };

@@ -4,8 +4,9 @@ def available() -> list[tuple[int, str, bool, int, int, int]]:
     """Of the kernels that this processor can run, the fastest first: index, name, whether they are for bfloat16,
     outputs of a weight that lie together, what heads' width is a multiple of, most queries of a key (0 is any)."""
 
-def uniform(*work: int) -> None:
-    """Addresses of seeds, choices, salts, positions and numbers; B, T, the purpose, and how many there are."""
+def uniforms(*work: int) -> None:
+    """Addresses of seeds, choices, whether there is a salt, bases and numbers; B, T, the purpose, and how many there
+    are."""
 
 # What follows takes the index of the kernels first.
 
@@ -35,8 +36,13 @@ def forward(kernels: int, *work: float) -> None:
 
 def draft_pass(kernels: int, round: tuple[float, ...], number: int, tokens: int, threads: int) -> None:
     """Of the round addresses of layers, embedding, norm, unembedding, feedback's weights, positions, slots, bases,
-    cosines, sines, its own keys and values, scratch and logits; eps; B, k, N, D, H, G, K, F, V, S, window, sink, and
-    whether a position attends itself. Then which pass it is, the address of its tokens, and threads."""
+    cosines and sines by position, its own keys and values, scratch and logits; eps; B, k, N, D, H, G, K, F, V, S,
+    window, sink, and whether a position attends itself. Then which pass it is, the address of its tokens, and
+    threads."""
+
+def draft_round(kernels: int, round: tuple[float, ...], *drawn: int) -> None:
+    """Of the round as for `draft_pass`. Then addresses of its first tokens, temperatures, uniform numbers [B, k],
+    tokens [k, B] and q; and threads."""
 
 def draw(kernels: int, *work: int) -> None:
     """Addresses of logits, which are overwritten, temperatures, uniform numbers, tokens and q; the stride of q's rows;

@@ -109,12 +109,18 @@ static void draft_pass(const DraftRound *round, int pass, const int64_t *tokens,
   const int64_t held = (int64_t)G * S * K, own = (int64_t)G * round->k * K;
   number *passed = round->scratch, *hidden = passed + (int64_t)B * D * (N + 1), *normed = hidden + B * D;
   number *projected = normed + B * D, *attended = projected + B * row, *inside = attended + B * H * K;
+  number *cosine = inside + B * F, *sine = cosine + B * K;
 #pragma omp parallel num_threads(threads)
   {
 #pragma omp for schedule(static)
-    for (int b = 0; b < B; b++) memcpy(passed + b * D, round->embedding + tokens[b] * D, sizeof(number) * D);
-    Before projection = {.cosine = round->cosine + (int64_t)pass * B * K, .sine = round->sine + (int64_t)pass * B * K,
-                         .normed = normed, .out = projected, .R = B, .D = D, .K = K, .eps = round->eps};
+    for (int b = 0; b < B; b++) {
+      const int64_t position = round->bases[b] + pass;
+      memcpy(passed + b * D, round->embedding + tokens[b] * D, sizeof(number) * D);
+      memcpy(cosine + b * K, round->cosine + position * K, sizeof(number) * K);
+      memcpy(sine + b * K, round->sine + position * K, sizeof(number) * K);
+    }
+    Before projection = {.cosine = cosine, .sine = sine, .normed = normed, .out = projected,
+                         .R = B, .D = D, .K = K, .eps = round->eps};
     for (int i = 0; i < N; i++) {
       const Layer *layer = &round->layers[i];
       number *own_keys = round->own + (int64_t)i * 2 * B * own, *own_values = own_keys + B * own;
@@ -155,5 +161,16 @@ static void draft_pass(const DraftRound *round, int pass, const int64_t *tokens,
     }
     normalise(passed + (int64_t)N * B * D, round->norm, round->eps, B, D, normed);
     product(normed, round->unembedding, B, D, round->V, WIDE, NULL, round->logits);
+  }
+}
+
+/* All passes, each fed what was drawn from the one before: tokens [k, B]. */
+static void draft_round(const DraftRound *round, const int64_t *tokens, const Draw *drawn, int threads) {
+  Draw next = *drawn;
+  for (int pass = 0; pass < round->k; pass++) {
+    draft_pass(round, pass, tokens, threads);
+    draw(&next, threads);
+    tokens = next.tokens;
+    next.tokens += round->B, next.uniforms++, next.q += round->V;
   }
 }

@@ -87,8 +87,8 @@ typedef struct {
   const float *feedback;                        /* [N, N + 1]; NULL where a layer remembers its own input */
   const int64_t *positions;                     /* [slots, S]: of the text, -1 in empty places */
   const int64_t *slots, *bases;                 /* [B] */
-  const number *cosine, *sine;                  /* [k, B, K] */
-  number *own, *scratch;                        /* [N, 2, B, G, k, K]; B * (D * (N + 3) + K * (2 * H + 2 * G) + F) */
+  const number *cosine, *sine;                  /* [positions, K] */
+  number *own, *scratch;                        /* [N, 2, B, G, k, K]; B * (D * (N + 3) + K * (2 * H + 2 * G + 2) + F) */
   float *logits;                                /* [B, V] */
   int B, k, N, D, H, G, K, F, V, S, window, sink, attends_self;
   float eps;
@@ -112,10 +112,10 @@ typedef struct {
 typedef struct {
   float *logits;
   const float *temperatures; /* [B] */
-  const double *uniforms;    /* [B] */
+  const double *uniforms;    /* one for each row */
   int64_t *tokens;           /* [B] */
   uint16_t *q;
-  long long q_row; /* stride */
+  long long uniforms_row, q_row; /* strides */
   int B, V;
 } Draw;
 
@@ -144,11 +144,10 @@ typedef struct {
   int B, K, V;
 } Collection;
 
-/* Uniform numbers of each of B sequences at T positions, by seed, choice and salt: `spire.randomness.uniform`. */
+/* Uniform numbers of each of B sequences for the T positions behind its base: `spire.randomness.uniforms_behind`. */
 typedef struct {
-  const uint64_t *seeds, *choices, *salts; /* [B] */
-  const uint64_t *positions;               /* [B, T] */
-  double *found;                           /* [B, T] */
+  const uint64_t *seeds, *choices, *salted, *bases; /* [B] */
+  double *found;                                    /* [B, T] */
   int B, T;
   unsigned purpose, purposes; /* what they decide, and how many different things numbers decide */
 } Uniforms;
@@ -167,12 +166,13 @@ typedef struct {
   void (*absorb)(const Absorbed *work, int threads);
   void (*forward)(const Forward *work, int threads);
   void (*draft_pass)(const DraftRound *round, int pass, const int64_t *tokens, int threads);
+  void (*draft_round)(const DraftRound *round, const int64_t *tokens, const Draw *drawn, int threads);
   void (*draw)(const Draw *work, int threads);
   void (*judge)(const Verdict *work, int threads);
   void (*collect)(const Collection *work, int threads);
 } Kernels;
 
-void uniform(const Uniforms *work);
+void uniforms(const Uniforms *work);
 
 /* Give each thread of the calling thread's team, which has as many as there are processors, one of its own. The caller
    goes where the system puts it, and its helpers to the others. With fewer threads the system has a choice. */

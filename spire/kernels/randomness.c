@@ -13,13 +13,13 @@ static uint64_t mix(uint64_t x) {
   return x ^ x >> 31;
 }
 
-void uniform(const Uniforms *work) {
+void uniforms(const Uniforms *work) {
   for (int b = 0; b < work->B; b++) {
     const uint64_t of_choice = work->choices[b] * work->purposes + work->purpose;
-    const uint64_t hashed = mix(mix(work->seeds[b] + WEYL) + of_choice * WEYL), salt = work->salts[b] << 32;
-    for (int t = 0; t < work->T; t++) {
-      const int64_t at = (int64_t)b * work->T + t;
-      work->found[at] = (double)(mix(hashed + (work->positions[at] + 1 + salt) * WEYL) >> 11) * 0x1p-53;
-    }
+    const uint64_t hashed = mix(mix(work->seeds[b] + WEYL) + of_choice * WEYL);
+    const uint64_t behind = work->bases[b] + 1, salt = (work->salted[b] * behind) << 32;
+    for (int t = 0; t < work->T; t++)
+      work->found[(int64_t)b * work->T + t] =
+          (double)(mix(hashed + (behind + t + 1 + salt) * WEYL) >> 11) * 0x1p-53;
   }
 }

@@ -57,7 +57,7 @@ static void draw(const Draw *work, int threads) {
       store_narrow(q + v, load_wide(row + v) / whole);
       store_wide(row + v, load_narrow(q + v));
     }
-    work->tokens[b] = inverse(row, work->uniforms[b], V);
+    work->tokens[b] = inverse(row, work->uniforms[b * work->uniforms_row], V);
   }
 }
 

@@ -24,8 +24,9 @@ static inline void store(uint16_t *to, lanes x) { store_narrow(to, x); }
 #define BLOCK 32
 #include "layer.h"
 
-#include "draft.h"
 #include "sampling.h"
+
+#include "draft.h"
 
 /* What `_tile_loadconfig` reads: of each tile the bytes of a row and the rows. */
 typedef struct {
@@ -269,6 +270,6 @@ static int available(void) {
 }
 
 const Kernels tiles = {"matrix tiles", 1, BLOCK, 64, MOST_QUERIES, available, attend, before_attention, behind_attention,
-                       project, absorb, forward, draft_pass, draw, judge, collect};
+                       project, absorb, forward, draft_pass, draft_round, draw, judge, collect};
 #pragma GCC pop_options
 #endif

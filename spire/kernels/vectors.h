@@ -27,8 +27,9 @@ static inline lanes dot(packed a, packed b, lanes sum) { return multiply_add(a, 
 #define BLOCK (2 * LANES)
 #include "layer.h"
 
-#include "draft.h"
 #include "sampling.h"
+
+#include "draft.h"
 
 /* --- products ----------------------------------------------------------------------------------------------------- */
 

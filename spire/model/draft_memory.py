@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spire.model.draft import Draft, visible
 from spire.model.fused_draft import FusedDraft, FusedRound
-from spire.model.fused_layer import FusedLayer, kernels_of
+from spire.model.fused_layer import MOST_ROTATIONS, FusedLayer, kernels_of
 from spire.model.layers import additive, attend
 
 
@@ -64,8 +64,8 @@ class DraftMemory:
         """A round of k passes over these slots, the newest tokens standing at `bases`."""
         device = self.positions_XS.device
         slots_B, base_B = torch.tensor(slots, device=device), torch.tensor(bases, device=device)
-        if self._fused:
-            return FusedRound(self._fused, slots_B, base_B, k, max(bases) + k)
+        if self._fused and (end := max(bases) + k) <= MOST_ROTATIONS:
+            return FusedRound(self._fused, slots_B, base_B, k, end)
         return RoundMemory(self, slots_B, base_B, k)
 
 

@@ -49,7 +49,8 @@ class FusedDraft:
 
 
 class FusedRound:
-    """A round of k passes over these slots, the newest tokens standing at `base`, none reaching `end`."""
+    """A round of k passes over these slots, the newest tokens standing at `base`, none reaching `end`, which is at most
+    MOST_ROTATIONS."""
 
     def __init__(self, fused: FusedDraft, slots_B: Tensor, base_B: Tensor, k: int, end: int):
         draft, config, spire = fused.draft, fused.draft.config, fused.draft.draft
@@ -57,9 +58,9 @@ class FusedRound:
         H, G, K = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         D, F = config.hidden_size, config.intermediate_size
         self._kernels, self._k, self._passes = fused.kernels, k, 0
-        rope = fused.rotations.at((base_B + torch.arange(k)[:, None]).flatten(), end)
+        rope = fused.rotations.until(end)
         own = torch.empty(N * 2 * B * G * k * K, dtype=fused.kernels.dtype)
-        scratch = torch.empty(B * (D * (N + 3) + K * (2 * H + 2 * G) + F), dtype=fused.kernels.dtype)
+        scratch = torch.empty(B * (D * (N + 3) + K * (2 * H + 2 * G + 2) + F), dtype=fused.kernels.dtype)
         self._logits_BV = torch.empty(B, config.vocab_size)
         weights = (fused.layers, draft.embed_tokens.weight, draft.norm.weight, fused.unembedding, fused.feedback)
         place = (fused.positions_XS, slots_B.contiguous(), base_B.contiguous(), *rope)
@@ -80,13 +81,10 @@ class FusedRound:
 
         A greedy row has the likeliest tokens, and none of its distributions is written.
         """
-        uniforms_KB, tokens_KB = uniforms_BK.T.contiguous(), newest_B.new_empty(self._k, len(newest_B))
+        tokens_KB = newest_B.new_empty(self._k, len(newest_B))
         probs_BKV = torch.empty(len(newest_B), self._k, self._logits_BV.shape[1], dtype=torch.bfloat16)
-        tokens_B = newest_B
-        for step in range(self._k):
-            logits_BV, q_BV = self.next_logits(tokens_B), probs_BKV[:, step]
-            draw(self._kernels, logits_BV, temperature_B, uniforms_KB[step], tokens_KB[step], q_BV)
-            tokens_B = tokens_KB[step]
+        given = [x.contiguous() for x in (newest_B, temperature_B, uniforms_BK)]
+        self._kernels.draft_round(self._round, *_addresses((*given, tokens_KB, probs_BKV)), torch.get_num_threads())
         return tokens_KB.T, probs_BKV
 
 

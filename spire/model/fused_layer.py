@@ -19,8 +19,8 @@ from spire.model.layers import Layer, Rope, Rotation
 
 # Inputs and outputs of a product are multiples of this.
 _MULTIPLE = 32
-# Of positions whose rotations are kept: more than a context has, and no more memory than a slot of a target's cache.
-_MOST_ROTATIONS = 2**16
+# Of positions whose rotations are kept: as many as contexts have, and less memory than their own keys and values take.
+MOST_ROTATIONS = 2**18
 
 
 def kernels_of(config: ModelConfig, weight: Tensor) -> Kernels | None:
@@ -100,11 +100,15 @@ class Rotations:
 
     def at(self, positions_R: Tensor, end: int) -> list[Tensor]:
         """The rotation of positions before `end`: two of [R, K]."""
-        if end > _MOST_ROTATIONS:
+        if end > MOST_ROTATIONS:
             return self._computed(positions_R)
+        return [kept_PK.index_select(0, positions_R) for kept_PK in self.until(end)]
+
+    def until(self, end: int) -> tuple[Tensor, ...]:
+        """The rotations of all positions before `end`, and of some behind: two of [P, K]. At most MOST_ROTATIONS."""
         if end > len(self._kept_PK[0]):
             self._kept_PK = tuple(self._computed(torch.arange(1 << max(10, (end - 1).bit_length()))))
-        return [kept_PK.index_select(0, positions_R) for kept_PK in self._kept_PK]
+        return self._kept_PK
 
     def _computed(self, positions_R: Tensor) -> list[Tensor]:
         return [found_11RK[0, 0] for found_11RK in self._rope(positions_R[None], self._dtype)]
