@@ -100,8 +100,11 @@ typedef struct {
   int lines;
 } Ahead;
 
+/* Where: the second cache; the first one where pairs are computed, so fast that the way from the second counts. */
+#define NEAREST (PAIR == 2 ? _MM_HINT_NTA : _MM_HINT_T1)
+
 static inline void fetch(Ahead *ahead) {
-  for (int i = 0; i < ahead->lines && ahead->at < ahead->end; i++, ahead->at += 64) _mm_prefetch(ahead->at, _MM_HINT_T1);
+  for (int i = 0; i < ahead->lines && ahead->at < ahead->end; i++, ahead->at += 64) _mm_prefetch(ahead->at, NEAREST);
 }
 
 /* n positions in so many calls of `fetch`. */
@@ -111,63 +114,6 @@ static inline Ahead ahead_of(const number *next, int n, int K, int calls) {
   return (Ahead){at, at + bytes, (int)((bytes / 64 + calls - 1) / calls)};
 }
 
-/* scores[r][i] of n positions, a multiple of 4, and N queries. */
-#define SCORE(N)                                                                                                       \
-  static void score##N(const number *queries, const number *keys, int n, int K, float (*scores)[POSITIONS],            \
-                       Ahead *ahead) {                                                                                \
-    for (int i = 0; i < n; i += 4, keys += 4 * K) {                                                                    \
-      lanes sum[N][4];                                                                                                 \
-      fetch(ahead);                                                                                                    \
-      for (int r = 0; r < N; r++)                                                                                      \
-        for (int j = 0; j < 4; j++) sum[r][j] = every(0.0f);                                                           \
-      for (int k = 0; k < K; k += LANES * PAIR)                                                                        \
-        for (int j = 0; j < 4; j++) {                                                                                  \
-          packed key = load_packed(keys + j * K + k);                                                                  \
-          for (int r = 0; r < N; r++) sum[r][j] = dot(load_packed(queries + r * K + k), key, sum[r][j]);               \
-        }                                                                                                              \
-      for (int r = 0; r < N; r++)                                                                                      \
-        _mm_storeu_ps(scores[r] + i, sums_of(sum[r][0], sum[r][1], sum[r][2], sum[r][3]));                             \
-    }                                                                                                                  \
-  }
-
-/* sums[r] += sum of weights[r][i] * values[i] over n positions, for N queries and 4 * LANES of the K columns. */
-#define WEIGH(N)                                                                                                       \
-  static void weigh##N(float (*weights)[POSITIONS], const number *values, int n, int K, float *sums, Ahead *ahead) {   \
-    lanes sum[N][4];                                                                                                   \
-    for (int r = 0; r < N; r++)                                                                                        \
-      for (int j = 0; j < 4; j++) sum[r][j] = load_wide(sums + r * K + j * LANES);                                     \
-    for (int i = 0; i < n; i++, values += K) {                                                                         \
-      if (i % 4 == 0) fetch(ahead);                                                                                    \
-      for (int j = 0; j < 4; j++) {                                                                                    \
-        lanes value = load(values + j * LANES);                                                                        \
-        for (int r = 0; r < N; r++) sum[r][j] = multiply_add(every(weights[r][i]), value, sum[r][j]);                  \
-      }                                                                                                                \
-    }                                                                                                                  \
-    for (int r = 0; r < N; r++)                                                                                        \
-      for (int j = 0; j < 4; j++) store_wide(sums + r * K + j * LANES, sum[r][j]);                                     \
-  }
-#define BOTH(N) SCORE(N) WEIGH(N)
-BOTH(1)
-BOTH(2)
-BOTH(3)
-#if MOST_AT_ONCE == 6
-BOTH(4)
-BOTH(5)
-BOTH(6)
-#endif
-static void (*const SCORES[])(const number *, const number *, int, int, float (*)[POSITIONS], Ahead *) = {
-    score1, score2, score3,
-#if MOST_AT_ONCE == 6
-    score4, score5, score6,
-#endif
-};
-static void (*const WEIGHS[])(float (*)[POSITIONS], const number *, int, int, float *, Ahead *) = {
-    weigh1, weigh2, weigh3,
-#if MOST_AT_ONCE == 6
-    weigh4, weigh5, weigh6,
-#endif
-};
-
 /* Queries of one key, as they are read together: what each found so far, and for which it was the largest score. */
 typedef struct {
   int count, last_seen[GROUP];
@@ -175,10 +121,21 @@ typedef struct {
   number queries[GROUP * MOST_WIDTH] __attribute__((aligned(64)));
   float sums[GROUP * MOST_WIDTH] __attribute__((aligned(64)));
   float scores[GROUP][POSITIONS] __attribute__((aligned(64)));
+#if PAIR == 2
+  uint32_t weights[GROUP][POSITIONS / 2] __attribute__((aligned(64)));
+#endif
 } Queries;
 
+/* `score` and `weigh` of so many queries from the r-th on, scores of so many positions at once; and what is still to be done
+   to weights. */
+#if PAIR == 2
+#include "pairs.h"
+#else
+#include "singles.h"
+#endif
+
 /* Scores of n positions from `first` on become weights; what was summed before is made to fit the largest so far. */
-static void weights_of(Queries *queries, int r, int first, int n, float scale, int K) {
+static void weights_of(Queries *queries, int r, int first, int n, float scale, int K, Ahead *ahead) {
   float *scores = queries->scores[r], *sums = queries->sums + r * K;
   const int seen = queries->last_seen[r] - first + 1;
   for (int i = seen < 0 ? 0 : seen; i < n; i++) scores[i] = -1e30f;
@@ -198,6 +155,7 @@ static void weights_of(Queries *queries, int r, int first, int n, float scale, i
   }
   lanes total = every(0.0f);
   for (int i = 0; i < n; i += LANES) {
+    fetch(ahead);
     lanes weight = exponential((load_wide(scores + i) - every(largest)) * every(scale));
     total += weight;
     store_wide(scores + i, weight);
@@ -239,21 +197,23 @@ static void attend_group(const Attention *work, int b, int g, int from, Queries 
   for (int first = 0; first < end; first += POSITIONS) {
     const int n = end - first < POSITIONS ? end - first : POSITIONS;
     /* Scores of up to 15 positions more than there are, hidden from all. */
-    const int next = end - first - n < POSITIONS ? end - first - n : POSITIONS, quarters = (n + 3) / 4;
-    Ahead ahead = ahead_of(values + (int64_t)first * K, n, K, quarters * parts);
+    const int scored = (n + SCORED_AT_ONCE - 1) / SCORED_AT_ONCE * SCORED_AT_ONCE;
+    const int weighed = (n + LANES - 1) / LANES * LANES, next = end - first - n < POSITIONS ? end - first - n : POSITIONS;
+    Ahead ahead = ahead_of(values + (int64_t)first * K, n, K, scored / 4 * parts);
     for (int part = 0, r = 0; part < parts; part++) {
       const int together = (count - r) / (parts - part);
-      SCORES[together - 1](queries->queries + r * K, keys + (int64_t)first * K, quarters * 4, K,
-                           queries->scores + r, &ahead);
+      score(queries, r, together, keys + (int64_t)first * K, scored, K, &ahead);
       r += together;
     }
-    for (int r = 0; r < count; r++) weights_of(queries, r, first, (n + LANES - 1) / LANES * LANES, scale, K);
-    ahead = ahead_of(keys + (int64_t)(first + n) * K, next, K, quarters * parts * (K / (4 * LANES)));
+    const int calls = weighed / LANES * count + (n + 3) / 4 * parts * (K / (4 * LANES));
+    ahead = ahead_of(keys + (int64_t)(first + n) * K, next, K, calls);
+    for (int r = 0; r < count; r++) {
+      weights_of(queries, r, first, weighed, scale, K, &ahead);
+      finish_weights(queries, r, weighed);
+    }
     for (int part = 0, r = 0; part < parts; part++) {
       const int together = (count - r) / (parts - part);
-      for (int k = 0; k < K; k += 4 * LANES)
-        WEIGHS[together - 1](queries->scores + r, values + (int64_t)first * K + k, n, K, queries->sums + r * K + k,
-                             &ahead);
+      for (int k = 0; k < K; k += 4 * LANES) weigh(queries, r, together, values + (int64_t)first * K, n, K, k, &ahead);
       r += together;
     }
   }
