@@ -70,10 +70,6 @@ static void (*const SCORES[])(const number *, const number *, int, int, float (*
     score1, score2, score3, score4, score5, score6,
 };
 
-static void score(Queries *queries, int r, int together, const number *keys, int n, int K, Ahead *ahead) {
-  SCORES[together - 1](queries->queries + r * K, keys, n, K, queries->scores + r, ahead);
-}
-
 /* --- values ------------------------------------------------------------------------------------------------------- */
 
 /* Weights of n positions as pairs. */

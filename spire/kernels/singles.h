@@ -60,10 +60,6 @@ static void (*const WEIGHS[])(float (*)[POSITIONS], const number *, int, int, fl
 #endif
 };
 
-static void score(Queries *queries, int r, int together, const number *keys, int n, int K, Ahead *ahead) {
-  SCORES[together - 1](queries->queries + r * K, keys, n, K, queries->scores + r, ahead);
-}
-
 /* They are weighed with as they are. */
 static inline void finish_weights(Queries *queries, int r, int n) {}
 

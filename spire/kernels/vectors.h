@@ -116,7 +116,7 @@ static inline Ahead ahead_of(const number *next, int n, int K, int calls) {
 
 /* Queries of one key, as they are read together: what each found so far, and for which it was the largest score. */
 typedef struct {
-  int count, last_seen[GROUP];
+  int last_seen[GROUP];
   float largest[GROUP], total[GROUP];
   number queries[GROUP * MOST_WIDTH] __attribute__((aligned(64)));
   float sums[GROUP * MOST_WIDTH] __attribute__((aligned(64)));
@@ -126,13 +126,17 @@ typedef struct {
 #endif
 } Queries;
 
-/* `score` and `weigh` of so many queries from the r-th on, scores of so many positions at once; and what is still to be done
-   to weights. */
+/* SCORES, by SCORED_AT_ONCE positions; what is still to be done to weights; and `weigh`, as `score` here. */
 #if PAIR == 2
 #include "pairs.h"
 #else
 #include "singles.h"
 #endif
+
+/* Scores of so many queries from the r-th on. */
+static void score(Queries *queries, int r, int together, const number *keys, int n, int K, Ahead *ahead) {
+  SCORES[together - 1](queries->queries + r * K, keys, n, K, queries->scores + r, ahead);
+}
 
 /* Scores of n positions from `first` on become weights; what was summed before is made to fit the largest so far. */
 static void weights_of(Queries *queries, int r, int first, int n, float scale, int K, Ahead *ahead) {
