@@ -65,7 +65,7 @@ class Orders:
         asked = self._drafting.asked(order, absorbing_seconds)
 
         def reply(answer: ProposeAnswer | None) -> None:
-            answered = self._drafting.answered(asked, answer)
+            answered = self._drafting.answered(asked, answer, together=True)
             if not line.send(answered.SerializeToString()):
                 self._loop.call_soon_threadsafe(self._answers.put_nowait, answered)
 

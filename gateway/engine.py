@@ -47,7 +47,13 @@ class Engine:
         self.scheduler = Scheduler(config.max_batch, config.max_waiting, config.lanes)
         gateway_id = uuid.uuid4().hex[:12]
         self.verifier = VerifierPeer(
-            config.verifier, gateway_id, self._on_started, self._on_verifier_lost, self._on_verifier, tls
+            config.verifier,
+            gateway_id,
+            self._on_started,
+            self._on_verifier_lost,
+            self._on_verifier,
+            tls,
+            config.shared_memory,
         )
         self.draft = DraftPeer(config.draft, self.verifier, config.propose_deadline, tls) if config.draft else None
         self.speculation = Speculation(self.draft, self.verifier, config, metrics)

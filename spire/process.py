@@ -53,6 +53,11 @@ class ServiceConfig(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="debug tells of every request and sequence, by id."
     )
+    shared_memory: str = Field(
+        "/dev/shm",
+        description="Directory in memory that services on one host all see: rounds and activations travel through it. "
+        "Empty: by gRPC, as between hosts.",
+    )
     tls: Path | None = Field(
         None,
         description="Directory with this service's tls.crt and tls.key, and ca.crt: services then talk by TLS, "
@@ -66,11 +71,6 @@ class ModelServiceConfig(ServiceConfig):
     host: str = Field("127.0.0.1", description="Address to listen on.")
     dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="auto: what the processor is fast in.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU where there is one.")
-    shared_memory: str = Field(
-        "/dev/shm",
-        description="Directory in memory that verifier and draft see both if they share a host: activations travel "
-        "through it. Empty: inline, as between hosts.",
-    )
     metrics_port: int = Field(0, ge=0, le=65535, description="Port of /metrics; 0 serves none.")
     ready_file: Path | None = Field(None, description="Write HOST:PORT here once the service answers.")
 

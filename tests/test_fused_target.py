@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spire.kernels import Kernels, every_kernels
+from spire.model import fused_layer, fused_target
 from spire.model.cache import BatchView, Stretches, TargetCache
 from spire.model.packing import pack
 from spire.model.target import Target
@@ -82,6 +83,30 @@ def test_a_tap_is_what_enters_its_layer_not_what_leaves_it(kernels: Kernels) -> 
     assert output.taps_BTND is not None
     assert torch.equal(output.taps_BTND[:, :, 0], target.embed_tokens(tokens_BT))
     assert not torch.equal(output.taps_BTND[:, :, 1], output.taps_BTND[:, :, 0])
+
+
+@each_kernels
+@pytest.mark.parametrize("token", [-1, 96, 2**40])
+@torch.inference_mode()
+def test_a_token_that_is_none_is_refused_before_anything_is_read(kernels: Kernels, token: int) -> None:
+    target = target_of(kernels)
+    cache = filled(target, [5] * 2)
+    with pytest.raises(IndexError, match=f"token {token} at position 6"):
+        target(torch.tensor([[1, 2], [3, token]]), cache.view([0, 1], 2, decoding=True))
+
+
+@each_kernels
+@torch.inference_mode()
+def test_positions_behind_those_whose_rotations_are_kept_go_layer_by_layer(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once = forwarded(target_of(kernels), True, [40] * SLOTS, [3], (0, 1))
+    for module in (fused_layer, fused_target):
+        monkeypatch.setattr(module, "MOST_ROTATIONS", 16)
+    target = target_of(kernels)
+    assert target.stack is not None
+    assert not target.stack.takes([filled(target, [40]).view([0], 3, decoding=True).fused[0]])
+    assert all(map(torch.equal, at_once, forwarded(target, True, [40] * SLOTS, [3], (0, 1))))
 
 
 @each_kernels

@@ -88,16 +88,16 @@ def test_nobody_waits_longer_than_he_has_patience_or_while_there_is_something() 
         assert time.monotonic() < began + 5
 
 
-def test_no_more_is_taken_than_is_asked_for_and_lines_are_left_alone_for_what_is_given() -> None:
+def test_no_more_is_taken_than_is_asked_for_and_lines_come_first() -> None:
     inbox: Inbox[bytes] = Inbox()
     with pair() as (near, far):
         inbox.read(near, bytes, nothing)
         far.send(b"by line")
         for number in range(5):
             inbox.put(bytes([number]))
-        assert inbox.given(2) == [b"\0", b"\1"]
-        assert inbox.given(MOST) == [b"\2", b"\3", b"\4"]
-        assert inbox.take(1, 0) == [b"by line"]
+        assert inbox.take(2, 0) == [b"by line", b"\0"]
+        assert inbox.take(2, 0) == [b"\1", b"\2"]
+        assert inbox.take(MOST, 0) == [b"\3", b"\4"]
 
 
 @pytest.mark.parametrize("end", ["near", "far"])

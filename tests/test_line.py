@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spire.errors import InvalidRequest
+from spire.rpc import line
 from spire.rpc.line import Line, LineListener, open_line
 from spire.v1 import verifier_pb2 as pb
 
@@ -55,6 +57,26 @@ def test_a_line_that_nobody_reads_says_no_at_once_and_loses_nothing_it_took(tmp_
         assert [opened.receive() for _ in range(taken)] == sent[:taken]
         assert offered.send(b"again")
         assert opened.receive() == b"again"
+
+
+def test_an_offer_that_nobody_takes_is_withdrawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line, "_OFFERED_SECONDS", 0.1)
+    listener = line.offer_line(str(tmp_path))
+    assert listener is not None
+    taken: list[Line] = []
+    listener.when_opened(taken.append)
+    deadline = time.monotonic() + 10
+    while list(tmp_path.iterdir()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    with pytest.raises(OSError, match="No such file"):
+        open_line(tmp_path, listener.offer)
+    assert not taken
+
+
+def test_where_nothing_can_be_made_no_line_is_offered(tmp_path: Path) -> None:
+    assert line.offer_line("") is None
+    assert line.offer_line(str(tmp_path / "missing")) is None
 
 
 def test_what_is_sent_while_a_line_is_held_is_one_packet(tmp_path: Path) -> None:
@@ -125,7 +147,7 @@ def test_a_listener_that_is_closed_waits_for_nobody(tmp_path: Path) -> None:
     listener.close()
     accepting.join(5)
     assert accepted == [None]
-    with pytest.raises(ConnectionRefusedError):
+    with pytest.raises(FileNotFoundError):
         open_line(tmp_path, listener.offer)
 
 

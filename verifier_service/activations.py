@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import compress, pairwise
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -26,6 +27,8 @@ _TOKEN_BYTES = 5  # of a varint, at most
 # Positions that wait to be written where a replay looks: together they take hardly longer than a few do.
 _MOST_PENDING = 256
 _NO_ROWS = torch.empty(0, 0, 0)
+
+Places = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -146,21 +149,19 @@ class Feed:
         advances = [a for stored, _ in self._pending for a in stored]
         if not advances:
             return
-        rows_RND = torch.cat([rows for _, rows in self._pending])
+        rows = [rows_RND for _, rows_RND in self._pending]
         self._pending, self._pending_rows = [], 0
-        device = rows_RND.device
+        counts = [a.count for a in advances]
+        slots_R = np.repeat([a.slot for a in advances], counts)
         # What is no more in the window, because the sequence has gone on, must not overwrite what is.
-        ends = [self.members[a.sequence_id][1] for a in advances]
-        counts = torch.tensor([a.count for a in advances], device=device)
-        ends_R = torch.tensor(ends, device=device).repeat_interleave(counts)
-        slots_R = torch.tensor([a.slot for a in advances], device=device).repeat_interleave(counts)
-        positions_R = torch.cat([torch.arange(a.start, a.start + a.count, device=device) for a in advances])
+        ends_R = np.repeat([self.members[a.sequence_id][1] for a in advances], counts)
+        positions_R = np.concatenate([np.arange(a.start, a.start + a.count) for a in advances])
         sink, window = self.taps.sink, self.taps.window
         for kept_R, entry_R in (
             (positions_R < sink, positions_R),
             (positions_R >= ends_R - window, sink + positions_R % window),
         ):
-            self._tails[slots_R[kept_R], entry_R[kept_R]] = rows_RND[kept_R]
+            _put_rows(self._tails, (slots_R[kept_R], entry_R[kept_R]), rows, kept_R.nonzero()[0])
 
     def skip(self, sequence_id: str, tokens: list[int]) -> None:
         slot, length = self.members[sequence_id]
@@ -402,13 +403,30 @@ class Publisher:
             deliver(delivery)
 
 
+def _bytes(x: Tensor) -> npt.NDArray[np.uint8]:
+    """Of rows on the host, where they are. Numpy copies them by itself: torch has its threads share it, for which one
+    must be woken, and on a processor where somebody else is busy it waits."""
+    return x.view(torch.uint8).numpy()
+
+
+def _put_rows(to: Tensor, places: tuple[Places, Places], rows: Rows[Tensor], chosen_R: Places) -> None:
+    """Write the chosen of all these rows to two-dimensional places."""
+    if to.device.type == "cpu":
+        _bytes(to)[places] = np.concatenate([_bytes(each) for each in rows])[chosen_R]
+    else:
+        slots_R, entries_R, rows_R = (torch.from_numpy(x).to(to.device) for x in (*places, chosen_R))
+        to[slots_R, entries_R] = torch.cat(list(rows))[rows_R]
+
+
 def _committed_rows(taps_BTND: Tensor, rows: list[int], advances: Rows[Advance]) -> Tensor:
     """The committed positions of the chosen rows, one after the other."""
     T, device = taps_BTND.shape[1], taps_BTND.device
     if sum(a.count for a in advances) == taps_BTND.shape[0] * T:
         return taps_BTND.flatten(0, 1)
-    # A few numbers for each row: numpy is done with them before torch has begun.
     counts = np.array([a.count for a in advances])
     # The last position of each row stands before its end.
     places_R = np.arange(counts.sum()) + np.repeat(np.array(rows) * T + counts - counts.cumsum(), counts)
-    return taps_BTND.flatten(0, 1).index_select(0, torch.from_numpy(places_R).to(device))
+    rows_RND = taps_BTND.flatten(0, 1)
+    if device.type == "cpu":
+        return torch.from_numpy(_bytes(rows_RND)[places_R]).view(rows_RND.dtype)
+    return rows_RND.index_select(0, torch.from_numpy(places_R).to(device))

@@ -83,12 +83,38 @@ class RaggedBatch:
         return self.tokens_BT[:, 1:]
 
 
+class SharedQ:
+    """What the tokens of so many proposals were drawn from, as their draft said it of all at once: looked up once."""
+
+    def __init__(self, q: pb.DraftDistribution, proposals: int):
+        self.place = q.probabilities_slice
+        self._message, self._proposals = q.probabilities, proposals
+        self._rows: tuple[Tensor, ...] | None = None
+
+    def row(self, row: int, ring: OverwritingRingReader | None) -> Tensor | None:
+        """One proposal's, [K, V], where it lies in its draft's ring; None when it is there no more."""
+        if self._rows is None:
+            probs_BKV = _read_tensor(self._message, self.place, ring)
+            if probs_BKV is None:
+                return None
+            if probs_BKV.ndim != 3 or len(probs_BKV) != self._proposals:
+                raise InvalidRequest(f"q has the shape {list(probs_BKV.shape)} for {self._proposals} proposals")
+            self._rows = probs_BKV.unbind()
+        return self._rows[row]
+
+
 def read_block(
-    item: pb.VerifyItem, sequence: Sequence, base: int, limits: Limits, q_ring: OverwritingRingReader | None
+    item: pb.VerifyItem,
+    sequence: Sequence,
+    base: int,
+    limits: Limits,
+    q_ring: OverwritingRingReader | None,
+    shared: tuple[SharedQ, int] | None = None,
 ) -> Block:
     """Check one item against its sequence. Raises InvalidRequest that says what is wrong.
 
-    Draft tokens whose q is no more in its draft's `q_ring` count for nothing: the block is an empty one.
+    What its tokens were drawn from is in the item, or a row of what is `shared`. Draft tokens whose q is no more in its
+    draft's `q_ring` count for nothing: the block is an empty one.
     """
     k = len(item.draft_tokens)
     if k > limits.max_depth:
@@ -99,11 +125,30 @@ def read_block(
         raise InvalidRequest(f"draft token {largest} is outside the vocabulary of {limits.vocab_size}")
     if k == 0 or not sequence.needs_q:
         return Block(sequence, base, item.round, item.draft_tokens, None, None, item.quiet)
-    q = _read_q(item, k, limits.vocab_size, q_ring)
-    if q is None:
+    if shared:
+        found, slices = _read_shared_q(*shared, k, limits.vocab_size, q_ring), [shared[0].place]
+    else:
+        found = _read_q(item, k, limits.vocab_size, q_ring)
+        slices = [place for place in (item.q.ids_slice, item.q.probabilities_slice) if place.length]
+    if found is None:
         return Block(sequence, base, item.round, [], None, None, item.quiet)
-    places = tuple(place for place in (item.q.ids_slice, item.q.probabilities_slice) if place.length)
-    return Block(sequence, base, item.round, item.draft_tokens, *q, item.quiet, q_ring, places)
+    return Block(sequence, base, item.round, item.draft_tokens, *found, item.quiet, q_ring, tuple(slices))
+
+
+def _read_shared_q(
+    shared: SharedQ, row: int, k: int, vocab_size: int, ring: OverwritingRingReader | None
+) -> tuple[Tensor | None, Tensor] | None:
+    probs_KV = shared.row(row, ring)
+    return None if probs_KV is None else (None, _whole(probs_KV, k, vocab_size))
+
+
+def _whole(probs_KV: Tensor, k: int, vocab_size: int) -> Tensor:
+    """The same, if it can be the probabilities of k positions over the whole vocabulary."""
+    if not probs_KV.is_floating_point():
+        raise InvalidRequest("q has probabilities that are no floating-point numbers")
+    if probs_KV.shape != (k, vocab_size):
+        raise InvalidRequest(f"q without ids has shape {list(probs_KV.shape)}, expected [{k}, {vocab_size}]")
+    return probs_KV
 
 
 def _read_q(
@@ -115,12 +160,10 @@ def _read_q(
     probs_KM = _read_tensor(item.q.probabilities, item.q.probabilities_slice, ring)
     if probs_KM is None:
         return None
+    if not item.q.HasField("ids"):
+        return None, _whole(probs_KM, k, vocab_size)
     if not probs_KM.is_floating_point():
         raise InvalidRequest("q has probabilities that are no floating-point numbers")
-    if not item.q.HasField("ids"):
-        if list(probs_KM.shape) != [k, vocab_size]:
-            raise InvalidRequest(f"q without ids has shape {list(probs_KM.shape)}, expected [{k}, {vocab_size}]")
-        return None, probs_KM
     ids_KM = _read_tensor(item.q.ids, item.q.ids_slice, ring, torch.int32)
     if ids_KM is None:
         return None

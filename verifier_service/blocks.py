@@ -167,9 +167,9 @@ class Blocks:
         base = self._steps.cache.lengths[sequence.slot]
         if stored := sequence.stored_answer(item, base):
             return stored
-        q_ring = self._q_rings.get(sequence.draft_id)
+        q_ring, shared = self._q_rings.get(sequence.draft_id), task.shared_q.get(item.sequence_id)
         try:
-            return read_block(item, sequence, base, self._limits, q_ring)
+            return read_block(item, sequence, base, self._limits, q_ring, shared)
         except InvalidRequest:
             if not item.k:
                 raise

@@ -8,22 +8,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from functools import partial
-from pathlib import Path
 
 import grpc
-import structlog
 
 from spire.errors import InvalidRequest
 from spire.rpc.channel import DRAFT_METADATA_KEY
 from spire.rpc.errors import call_status
-from spire.rpc.line import LineListener
+from spire.rpc.line import Line
 from spire.v1 import draft_pb2 as pb
 from spire.v1 import draft_pb2_grpc as rpc
 from verifier_service.engine import Engine
 from verifier_service.subscriber import Subscriber
 from verifier_service.tasks import GuessTask
-
-log = structlog.get_logger("verifier_service")
 
 
 class OrdersStream:
@@ -90,19 +86,8 @@ class Drafting(rpc.DraftingServicer):
         finally:
             self._engine.call(self._engine.orders.disconnect, draft_id, stream.send)
 
-    def line_for(self, directory: Path) -> LineListener | None:
-        """What to offer a draft that sees this directory; None where nothing can be made there."""
-        try:
-            return LineListener(directory)
-        except OSError as error:
-            log.warning("no line for a draft", directory=str(directory), error=str(error))
-            return None
-
-    def serve_line(self, listener: LineListener, draft_id: str, subscriber: Subscriber) -> None:
-        """On a thread of its own: have the engine read the line, once the draft has opened it."""
-        line = listener.accept()
-        if line is None:
-            return
+    def take_line(self, draft_id: str, subscriber: Subscriber, line: Line) -> None:
+        """Have the engine read the line that a draft has opened."""
         subscriber.line = self._engine.lines[draft_id] = line
 
         def guessed(packet: bytes) -> GuessTask:

@@ -94,9 +94,9 @@ class Engine:
     def submit(self, task: StartTask | ProposeTask | VerifyTask | GuessTask) -> None:
         self._inbox.put(task)
 
-    def read(self, line: Line, guessed: Callable[[bytes], GuessTask], ended: Callable[[], object]) -> None:
-        """Take the guesses that a draft sends by a line, until it ends."""
-        self._inbox.read(line, guessed, ended)
+    def read(self, line: Line, brought: Callable[[bytes], Task], ended: Callable[[], object]) -> None:
+        """Take what a draft or a gateway sends by a line, until it ends."""
+        self._inbox.read(line, brought, ended)
 
     def call(self, function: Callable[..., Result], *args: Any) -> Future[Result]:
         """Run `function` on the engine's thread between two steps."""
@@ -224,9 +224,10 @@ class Engine:
             self._publish(lambda: self.publisher.announce(shares))
             if taken.drafted:
                 self._ask_ahead()
-        if taken.drafted:
-            self._answer(taken, verified, began, over)
         self._publish(lambda: self.publisher.store(shares))
+        if taken.drafted:
+            # Last: where all processors are busy the gateway goes on with it instead of this thread.
+            self._answer(taken, verified, began, over)
         if chunk and prefilled:
             self._advance_prompts(chosen, chunk, prefilled, began)
 
@@ -255,7 +256,7 @@ class Engine:
 
         In the midst of a step no sequence may come or go: what else has arrived waits for the next turn.
         """
-        for task in self._inbox.given(MOST_TAKEN):
+        for task in self._inbox.take(MOST_TAKEN, 0):
             if isinstance(task, VerifyTask):
                 self._blocks.add(task)
             else:

@@ -14,7 +14,7 @@ from itertools import count
 
 from spire.v1 import draft_pb2, tensor_pb2
 from spire.v1 import verifier_pb2 as pb
-from verifier_service.batch import Limits
+from verifier_service.batch import Limits, SharedQ
 from verifier_service.sequence import Sequence
 from verifier_service.tasks import VerifyTask
 
@@ -100,11 +100,13 @@ class Orders:
         if order is None or order.draft_id != draft_id:
             return
         del self._under_way[result.batch_id]
-        proposals = {proposal.sequence_id: proposal for proposal in result.proposals}
+        task, proposals = order.task, {proposal.sequence_id: proposal for proposal in result.proposals}
         for item in order.items:
             if why := _taken_over(item, proposals.get(item.sequence_id)):
-                order.task.undrafted[item.sequence_id] = why
-        task = order.task
+                task.undrafted[item.sequence_id] = why
+        if result.HasField("q"):
+            shared = SharedQ(result.q, len(result.proposals))
+            task.shared_q |= {proposal.sequence_id: (shared, row) for row, proposal in enumerate(result.proposals)}
         task.orders -= 1
         task.drafting_seconds = max(task.drafting_seconds, received - order.at)
         if result.timings.forward_seconds >= task.drafting.forward_seconds:

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import grpc
 import structlog
+from google.protobuf.message import DecodeError
 
 from spire.drafting import MAX_SPECULATION_DEPTH, ProposeAnswer, ProposeTask
 from spire.errors import InvalidRequest, NotFinite, OutOfCapacity, SpireError
 from spire.model.config import MAGICDEC
 from spire.rpc.carrier import OverwritingRingReader, Ring, host_id
-from spire.rpc.channel import GATEWAY_METADATA_KEY, PROTOCOL_VERSION, STREAM_METADATA_KEY
+from spire.rpc.channel import GATEWAY_METADATA_KEY, HOST_METADATA_KEY, PROTOCOL_VERSION, STREAM_METADATA_KEY
 from spire.rpc.drafting import DraftServicer
 from spire.rpc.errors import call_status, item_status
 from spire.rpc.limits import MAX_FOLLOWERS, check_named
+from spire.rpc.line import Line, offer_line
 from spire.v1 import draft_pb2
 from spire.v1 import verifier_pb2 as pb
 from spire.v1 import verifier_pb2_grpc as rpc
@@ -34,7 +36,7 @@ from verifier_service.engine import Engine
 from verifier_service.grammar import Grammars, Matcher
 from verifier_service.leases import Leases
 from verifier_service.subscriber import Subscriber
-from verifier_service.tasks import StartTask, VerifyTask
+from verifier_service.tasks import CallTask, StartTask, VerifyTask
 
 log = structlog.get_logger("verifier_service")
 
@@ -57,7 +59,10 @@ Made = TypeVar("Made", Ring, OverwritingRingReader)
 
 
 class RoundsStream:
-    """One gateway's stream: requests go to the engine, answers come back as they are ready."""
+    """One gateway's stream: requests go to the engine, answers come back as they are ready.
+
+    On one host what is to be verified, and what became of it, passes by a line instead, with no event loop between.
+    """
 
     def __init__(self, engine: Engine, gateway: str, compile_grammar: Compile | None):
         self._engine, self._gateway, self._compile = engine, gateway, compile_grammar
@@ -67,6 +72,8 @@ class RoundsStream:
         self._outstanding = 0
         self._closing = False
         self._ended = False
+        self._line: Line | None = None
+        self._hung_up = False
 
     def end(self, error: SpireError) -> None:
         """Take nothing more, whatever still arrives, and fail the call."""
@@ -110,6 +117,39 @@ class RoundsStream:
             self._outstanding += 1
         self._closing = True
         self._end_if_answered()
+
+    def take_line(self, line: Line) -> None:
+        """Have the engine read the line that the gateway has opened. Any thread may call."""
+        self._line = line
+        self._engine.read(line, partial(self._brought, line), lambda: None)
+        if self._hung_up:
+            line.close()
+
+    def hang_up(self) -> None:
+        """The stream is over, and so is its line."""
+        self._hung_up = True
+        if self._line:
+            self._line.close()
+
+    def _brought(self, line: Line, packet: bytes) -> VerifyTask | CallTask:
+        """On the engine's thread: what a packet asks for. One that asks for nothing sound ends line and stream."""
+        try:
+            batch = pb.RoundsRequest.FromString(packet).verify
+            check_named("a VerifyBatch", len(batch.items))
+        except (DecodeError, InvalidRequest) as error:
+            self._send(InvalidRequest(f"a packet of the line cannot be taken: {error}"))
+            return CallTask(line.close, Future())
+        return VerifyTask(batch, self._gateway, partial(self._reply_by, line))
+
+    def _reply_by(self, line: Line, response: pb.RoundsResponse) -> None:
+        """Called by the engine's thread."""
+        if not line.send(response.SerializeToString()):
+            self._send(response)
+
+    def _send(self, answer: pb.RoundsResponse | SpireError) -> None:
+        """By the stream. Any thread may call."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._answers.put_nowait, answer)
 
     def _start(self, start: pb.Start) -> None:
         if start.adjustments.HasField("grammar") and self._compile is not None:
@@ -211,14 +251,22 @@ class VerifierService(rpc.VerifierServicer):
         gateway = str(metadata.get(GATEWAY_METADATA_KEY) or uuid.uuid4().hex)
         number = str(metadata.get(STREAM_METADATA_KEY, ""))
         stream = RoundsStream(self._engine, gateway, self._compile)
+        line = offer_line(self._shared_memory) if _is_near(str(metadata.get(HOST_METADATA_KEY, ""))) else None
         try:
             with self.leases.held(gateway, int(number) if number.isdecimal() else 0, stream.end):
                 # The gateway learns from this that its stream stands, before it has asked for anything.
                 await context.send_initial_metadata(())
+                if line:
+                    line.when_opened(stream.take_line)
+                    yield pb.RoundsResponse(line=line.offer)
                 async for response in stream.answers(requests):
                     yield response
         except SpireError as error:
             await context.abort(call_status(error), str(error))
+        finally:
+            if line:
+                line.close()
+            stream.hang_up()
 
     async def Activations(
         self, request: pb.ActivationsRequest, context: grpc.aio.ServicerContext
@@ -243,13 +291,12 @@ class VerifierService(rpc.VerifierServicer):
     async def _followed(
         self, request: pb.ActivationsRequest, taps: Taps, context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[pb.ActivationsResponse]:
-        near = bool(request.host) and request.host == host_id()
+        near = _is_near(request.host)
         ring, q_ring = await asyncio.to_thread(self._share, taps) if near else (None, None)
         subscriber, subscribed = self._subscribe(request.draft_id, taps, ring)
-        line = self._drafting.line_for(Path(self._shared_memory)) if near and self._shared_memory else None
+        line = offer_line(self._shared_memory) if near else None
         if line:
-            serve = (line, request.draft_id, subscriber)
-            threading.Thread(target=self._drafting.serve_line, args=serve, name="line", daemon=True).start()
+            line.when_opened(partial(self._drafting.take_line, request.draft_id, subscriber))
         if q_ring:
             self._engine.q_rings[request.draft_id] = q_ring
         try:
@@ -323,6 +370,11 @@ class VerifierService(rpc.VerifierServicer):
         done = self._engine.call(self._engine.slots.release, list(request.sequence_ids))
         released = await asyncio.wrap_future(done)
         return pb.ReleaseResponse(released=released, cache_usage=self._engine.steps.cache.usage)
+
+
+def _is_near(host: str) -> bool:
+    """Whether a peer that names this host can see what is made in memory here."""
+    return bool(host) and host == host_id()
 
 
 async def _check_named(what: str, sequence_ids: Sequence[str], context: grpc.aio.ServicerContext) -> None:

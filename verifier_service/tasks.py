@@ -10,6 +10,7 @@ from typing import Any
 
 from spire.v1 import draft_pb2
 from spire.v1 import verifier_pb2 as pb
+from verifier_service.batch import SharedQ
 from verifier_service.grammar import Matcher
 from verifier_service.sequence import Reply
 
@@ -37,6 +38,8 @@ class VerifyTask:
     asked: bool = False
     orders: int = 0
     undrafted: dict[str, pb.Undrafted] = field(default_factory=dict)
+    # Of sequences whose draft said for all of them at once what tokens were drawn from: that, and which row is theirs.
+    shared_q: dict[str, tuple[SharedQ, int]] = field(default_factory=dict)
     drafting: pb.Timings = field(default_factory=pb.Timings)
     # From asking to the last answer.
     drafting_seconds: float = 0.0

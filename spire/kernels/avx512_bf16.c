@@ -32,6 +32,6 @@ static inline lanes dot(packed a, packed b, lanes sum) { return _mm512_dpbf16_ps
 static int available(void) { return processor() & HAS_BF16; }
 
 const Kernels avx512_bf16 = {"AVX512-BF16", 1, BLOCK, 4 * LANES, 0, available, attend, before_attention,
-                             behind_attention, project, absorb, forward, draft_pass, draft_round, draw, judge, collect};
+                             behind_attention, norm, project, absorb, forward, draft_pass, draft_round, draw, judge, collect};
 #pragma GCC pop_options
 #endif

@@ -112,6 +112,15 @@ static PyObject *py_behind_attention(PyObject *self, PyObject *arguments) {
   COMPUTE(kernels->behind_attention(&work, threads));
 }
 
+static PyObject *py_norm(PyObject *self, PyObject *arguments) {
+  Address x, weight, out;
+  double eps;
+  int R, D, threads;
+  const Kernels *kernels = parse(arguments, "KKKdiii", &x, &weight, &out, &eps, &R, &D, &threads);
+  if (!kernels) return NULL;
+  COMPUTE(kernels->norm(AT(x), AT(weight), (float)eps, R, D, AT(out), threads));
+}
+
 static PyObject *py_project(PyObject *self, PyObject *arguments) {
   Address x, weight, out;
   int R, D, E, threads;
@@ -135,21 +144,34 @@ static PyObject *py_absorb(PyObject *self, PyObject *arguments) {
   COMPUTE(kernels->absorb(&work, threads));
 }
 
+/* Whether its tokens have an embedding and its positions a rotation; if not, Python is told. */
+static int known(const Forward *work, const Stretch *s) {
+  for (int64_t i = 0; i < s->B * s->T; i++) {
+    const int64_t token = work->tokens[s->first + i], position = s->bases[i / s->T] + i % s->T;
+    if (token >= 0 && token < work->V && position >= 0 && position < work->P) continue;
+    PyErr_Format(PyExc_IndexError, "token %lld at position %lld: there are %d tokens, and rotations of %d positions",
+                 (long long)token, (long long)position, work->V, work->P);
+    return 0;
+  }
+  return 1;
+}
+
 static PyObject *py_forward(PyObject *self, PyObject *arguments) {
-  Address layers, stretches, tapped, cosine, sine, x, scratch, taps;
+  Address layers, stretches, tapped, tokens, embedding, norm, cosine, sine, scratch, taps, out;
   double eps;
   Forward work;
   int threads;
   const Kernels *kernels =
-      parse(arguments, "KKKKKKKKdiiiiiiiiiiLLi", &layers, &stretches, &tapped, &cosine, &sine, &x, &scratch, &taps, &eps,
-            &work.count, &work.tap_count, &work.R, &work.N, &work.D, &work.H, &work.G, &work.K, &work.F,
-            &work.columns, &work.slot_stride, &work.head_stride, &threads);
+      parse(arguments, "KKKKKKKKKKKdiiiiiiiiiiiiLLi", &layers, &stretches, &tapped, &tokens, &embedding, &norm, &cosine,
+            &sine, &scratch, &taps, &out, &eps, &work.count, &work.tap_count, &work.R, &work.N, &work.D, &work.H,
+            &work.G, &work.K, &work.F, &work.V, &work.P, &work.columns, &work.slot_stride, &work.head_stride, &threads);
   if (!kernels) return NULL;
-  work.layers = AT(layers), work.stretches = AT(stretches), work.tapped = AT(tapped);
-  work.cosine = AT(cosine), work.sine = AT(sine), work.x = AT(x), work.scratch = AT(scratch);
-  work.taps = AT(taps), work.eps = (float)eps;
+  work.layers = AT(layers), work.stretches = AT(stretches), work.tapped = AT(tapped), work.tokens = AT(tokens);
+  work.embedding = AT(embedding), work.norm = AT(norm), work.cosine = AT(cosine), work.sine = AT(sine);
+  work.scratch = AT(scratch), work.taps = AT(taps), work.out = AT(out), work.eps = (float)eps;
   for (int s = 0; s < work.count; s++)
-    if (!attends(kernels, work.H / work.G * work.stretches[s].T, work.K)) return NULL;
+    if (!attends(kernels, work.H / work.G * work.stretches[s].T, work.K) || !known(&work, &work.stretches[s]))
+      return NULL;
   COMPUTE(kernels->forward(&work, threads));
 }
 
@@ -265,9 +287,10 @@ static PyMethodDef METHODS[] = {
     {"attend", py_attend, METH_VARARGS, "Attention: see spire.model.fused_attention."},
     {"before_attention", py_before_attention, METH_VARARGS, "A layer up to its attention: see spire.model.fused_layer."},
     {"behind_attention", py_behind_attention, METH_VARARGS, "A layer behind it: see spire.model.fused_layer."},
+    {"norm", py_norm, METH_VARARGS, "Rows normalised: see spire.model.fused_layer."},
     {"project", py_project, METH_VARARGS, "One product: see spire.model.fused_layer."},
     {"absorb", py_absorb, METH_VARARGS, "What a SPIRe draft remembers of its target: see spire.model.fused_draft."},
-    {"forward", py_forward, METH_VARARGS, "A target's layers: see spire.model.fused_target."},
+    {"forward", py_forward, METH_VARARGS, "A target's forward: see spire.model.fused_target."},
     {"draft_pass", py_draft_pass, METH_VARARGS, "A pass of a SPIRe draft: see spire.model.fused_draft."},
     {"draft_round", py_draft_round, METH_VARARGS, "All of them, and their draws: see spire.model.fused_draft."},
     {"draw", py_draw, METH_VARARGS, "Tokens and what they were drawn from: see spire.model.fused_draft."},

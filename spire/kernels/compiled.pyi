@@ -22,6 +22,9 @@ def behind_attention(kernels: int, *work: float) -> None:
     """Addresses of x, what was attended, the weights of output, norm, gates with ups and down, the hidden state
     between, what is normed, what is inside and the result; eps; R, D, width of what was attended, F; threads."""
 
+def norm(kernels: int, *work: float) -> None:
+    """Addresses of x, weight and the result; eps; R, D; threads."""
+
 def project(kernels: int, *work: int) -> None:
     """Addresses of x, weight and the result in fp32; R, D, E; threads."""
 
@@ -30,9 +33,11 @@ def absorb(kernels: int, *work: float) -> None:
     window, sink; threads."""
 
 def forward(kernels: int, *work: float) -> None:
-    """Addresses of layers, stretches, tapped layers, cosines, sines, x, which becomes what the layers make of it,
-    scratch and taps; eps; how many stretches and taps; R, N, D, H, G, K, F, positions of a slot; strides of a slot and
-    of a head; threads."""
+    """Addresses of layers, stretches, tapped layers, tokens, embedding, the last norm, cosines and sines by position,
+    scratch, taps and what is made of it all; eps; how many stretches and taps; R, N, D, H, G, K, F, V, positions that
+    there are rotations of, positions of a slot; strides of a slot and of a head; threads.
+
+    Raises IndexError for a token or a position that is not there."""
 
 def draft_pass(kernels: int, round: tuple[float, ...], number: int, tokens: int, threads: int) -> None:
     """Of the round addresses of layers, embedding, norm, unembedding, feedback's weights, positions, slots, bases,

@@ -65,16 +65,17 @@ typedef struct {
   const int64_t *slots, *bases; /* [B] */
 } Stretch;
 
-/* What a target makes of R embedded tokens: N layers, D width, H query heads, G key/value heads, K head width, F inner
-   width. What enters the tapped layers is kept. */
+/* What a target makes of R tokens: N layers, D width, H query heads, G key/value heads, K head width, F inner width, V
+   vocabulary, P positions whose rotations are known. What enters the tapped layers is kept. */
 typedef struct {
-  const Layer *layers;         /* [N] */
-  const Stretch *stretches;    /* [count]: all rows */
-  const int64_t *tapped;       /* [tap_count] */
-  const number *cosine, *sine; /* [R, K] */
-  number *x, *scratch;         /* [R, D], in and out; R * (2 * D + K * (2 * H + 2 * G) + F) */
-  number *taps;                /* [R, tap_count, D] */
-  int count, tap_count, R, N, D, H, G, K, F, columns;
+  const Layer *layers;              /* [N] */
+  const Stretch *stretches;         /* [count]: all rows */
+  const int64_t *tapped, *tokens;   /* [tap_count], [R] */
+  const number *embedding, *norm;   /* [V, D], [D] */
+  const number *cosine, *sine;      /* [P, K] */
+  number *scratch;                  /* R * (3 * D + K * (2 * H + 2 * G + 2) + F) */
+  number *taps, *out;               /* [R, tap_count, D], [R, D] */
+  int count, tap_count, R, N, D, H, G, K, F, V, P, columns;
   long long slot_stride, head_stride; /* of pools */
   float eps;
 } Forward;
@@ -162,6 +163,7 @@ typedef struct {
   void (*attend)(const Attention *work, int threads);
   void (*before_attention)(const Before *work, int threads);
   void (*behind_attention)(const Behind *work, int threads);
+  void (*norm)(const number *x, const number *weight, float eps, int R, int D, number *out, int threads);
   void (*project)(const number *x, const number *weight, int R, int D, int E, float *out, int threads);
   void (*absorb)(const Absorbed *work, int threads);
   void (*forward)(const Forward *work, int threads);

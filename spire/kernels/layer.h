@@ -98,6 +98,11 @@ static void behind_attention(const Behind *work, int threads) {
   behind(work);
 }
 
+static void norm(const number *x, const number *weight, float eps, int R, int D, number *out, int threads) {
+#pragma omp parallel num_threads(threads)
+  normalise(x, weight, eps, R, D, out);
+}
+
 static void project(const number *x, const number *weight, int R, int D, int E, float *out, int threads) {
 #pragma omp parallel num_threads(threads)
   product(x, weight, R, D, E, WIDE, NULL, out);

@@ -1,15 +1,28 @@
-/* A target's layers in one go, by what `layer.h` and the file that includes both define: a forward but for embeddings, the last
-   norm and logits.
+/* A target's forward in one go but for logits, by what `layer.h` and the file that includes both define.
 
    Its threads meet once and part once. Layer by layer they meet at every operation, and between two of them whoever
    dispatches may have to wait for other work of its process. */
 
-static void tap(const Forward *w, int layer) {
+/* Each row's embedding and the rotation of its position. */
+static void embed(const Forward *w, number *x, number *cosine, number *sine) {
+  for (const Stretch *s = w->stretches; s < w->stretches + w->count; s++) {
+#pragma omp for schedule(static) nowait
+    for (int64_t i = 0; i < s->B * s->T; i++) {
+      const int64_t r = s->first + i, position = s->bases[i / s->T] + i % s->T;
+      memcpy(x + r * w->D, w->embedding + w->tokens[r] * w->D, sizeof(number) * w->D);
+      memcpy(cosine + r * w->K, w->cosine + position * w->K, sizeof(number) * w->K);
+      memcpy(sine + r * w->K, w->sine + position * w->K, sizeof(number) * w->K);
+    }
+  }
+#pragma omp barrier
+}
+
+static void tap(const Forward *w, const number *x, int layer) {
   for (int n = 0; n < w->tap_count; n++) {
     if (w->tapped[n] != layer) continue;
 #pragma omp for schedule(static) nowait
     for (int r = 0; r < w->R; r++)
-      memcpy(w->taps + ((int64_t)r * w->tap_count + n) * w->D, w->x + (int64_t)r * w->D, sizeof(number) * w->D);
+      memcpy(w->taps + ((int64_t)r * w->tap_count + n) * w->D, x + (int64_t)r * w->D, sizeof(number) * w->D);
   }
 }
 
@@ -29,19 +42,24 @@ static void attend_stretch(const Forward *w, const Layer *layer, const Stretch *
 
 static void forward(const Forward *w, int threads) {
   const int R = w->R, D = w->D, A = w->H * w->K, E = A + 2 * w->G * w->K;
-  number *normed = w->scratch, *projected = normed + (int64_t)R * D, *attended = projected + (int64_t)R * E;
+  number *x = w->scratch, *normed = x + (int64_t)R * D, *projected = normed + (int64_t)R * D, *attended = projected + (int64_t)R * E;
   number *hidden = attended + (int64_t)R * A, *inside = hidden + (int64_t)R * D;
+  number *cosine = inside + (int64_t)R * w->F, *sine = cosine + (int64_t)R * w->K;
 #pragma omp parallel num_threads(threads)
-  for (const Layer *layer = w->layers; layer < w->layers + w->N; layer++) {
-    const Before projection = {.x = w->x, .norm = layer->norm, .weight = layer->queries_keys_values,
-                               .cosine = w->cosine, .sine = w->sine, .normed = normed, .out = projected, .R = R,
-                               .D = D, .E = E, .heads = w->H + w->G, .K = w->K, .eps = w->eps};
-    const Behind rest = {.x = w->x, .attended = attended, .output = layer->output, .norm = layer->norm_inside,
-                         .gate_up = layer->gate_up, .down = layer->down, .hidden = hidden, .normed = normed,
-                         .inside = inside, .out = w->x, .R = R, .D = D, .A = A, .F = w->F, .eps = w->eps};
-    tap(w, (int)(layer - w->layers));
-    before(&projection);
-    for (int s = 0; s < w->count; s++) attend_stretch(w, layer, &w->stretches[s], projected, attended);
-    behind(&rest);
+  {
+    embed(w, x, cosine, sine);
+    for (const Layer *layer = w->layers; layer < w->layers + w->N; layer++) {
+      const Before projection = {.x = x, .norm = layer->norm, .weight = layer->queries_keys_values, .cosine = cosine,
+                                 .sine = sine, .normed = normed, .out = projected, .R = R, .D = D, .E = E,
+                                 .heads = w->H + w->G, .K = w->K, .eps = w->eps};
+      const Behind rest = {.x = x, .attended = attended, .output = layer->output, .norm = layer->norm_inside,
+                           .gate_up = layer->gate_up, .down = layer->down, .hidden = hidden, .normed = normed,
+                           .inside = inside, .out = x, .R = R, .D = D, .A = A, .F = w->F, .eps = w->eps};
+      tap(w, x, (int)(layer - w->layers));
+      before(&projection);
+      for (int s = 0; s < w->count; s++) attend_stretch(w, layer, &w->stretches[s], projected, attended);
+      behind(&rest);
+    }
+    normalise(x, w->norm, w->eps, R, D, w->out);
   }
 }

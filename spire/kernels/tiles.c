@@ -270,6 +270,6 @@ static int available(void) {
 }
 
 const Kernels tiles = {"matrix tiles", 1, BLOCK, 64, MOST_QUERIES, available, attend, before_attention, behind_attention,
-                       project, absorb, forward, draft_pass, draft_round, draw, judge, collect};
+                       norm, project, absorb, forward, draft_pass, draft_round, draw, judge, collect};
 #pragma GCC pop_options
 #endif

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate, pairwise
+from math import prod
 
 import torch
 from torch import Tensor
@@ -215,7 +217,7 @@ class BatchView:
     def __init__(self, cache: TargetCache, slots: Sequence[int], new_tokens: int, pools: FusedPools | None):
         self._cache = cache
         lengths, device = [cache.lengths[slot] for slot in slots], cache.device
-        self.positions_BT = torch.tensor(lengths, device=device)[:, None] + torch.arange(new_tokens, device=device)
+        self._lengths, self.shape = lengths, (len(lengths), new_tokens)
         self.fused = [FusedAttention(pools, slots, lengths, new_tokens)] if pools else []
         if pools:
             return  # kernels need no mask, and know the places
@@ -237,6 +239,11 @@ class BatchView:
         # Whole pages that everybody sees need no mask.
         first = min(lengths) // cache.page * cache.page
         self.see(self.columns_1S[:, None, first:] <= columns_BT[..., None])
+
+    @cached_property
+    def positions_BT(self) -> Tensor:
+        device = self._cache.device
+        return torch.tensor(self._lengths, device=device)[:, None] + torch.arange(self.shape[1], device=device)
 
     def see(self, visible_BTS: Tensor) -> None:
         """Let each new position attend to these of the last columns, and to all before them."""
@@ -281,25 +288,25 @@ class Stretches:
 
     def __init__(self, views: Sequence[BatchView]):
         self._views = views
-        self.positions_BT = torch.cat([view.positions_BT.flatten() for view in views])[None]
-        ends = accumulate((view.positions_BT.numel() for view in views), initial=0)
+        ends = accumulate((prod(view.shape) for view in views), initial=0)
         self._rows = [slice(*bounds) for bounds in pairwise(ends)]
         parts = [view.fused for view in views]
         self.fused = [part for fused in parts for part in fused] if all(parts) else []
+
+    @cached_property
+    def positions_BT(self) -> Tensor:
+        """[1, R]"""
+        return torch.cat([view.positions_BT.flatten() for view in self._views])[None]
 
     def attend(self, layer: int, queries_1HRK: Tensor, keys_1GRK: Tensor, values_1GRK: Tensor) -> Tensor:
         attended = []
         for view, rows in zip(self._views, self._rows, strict=True):
             stretch = [
-                x[0, :, rows].unflatten(1, view.positions_BT.shape).transpose(0, 1)
-                for x in (queries_1HRK, keys_1GRK, values_1GRK)
+                x[0, :, rows].unflatten(1, view.shape).transpose(0, 1) for x in (queries_1HRK, keys_1GRK, values_1GRK)
             ]
             attended.append(view.attend(layer, *stretch).transpose(0, 1).flatten(1, 2))
         return torch.cat(attended, dim=1)[None]
 
     def split(self, of_1R: Tensor) -> list[Tensor]:
         """What a forward gave for R rows [1, R, ...], by view: [B, T, ...]."""
-        return [
-            of_1R[0, rows].unflatten(0, view.positions_BT.shape)
-            for view, rows in zip(self._views, self._rows, strict=True)
-        ]
+        return [of_1R[0, rows].unflatten(0, view.shape) for view, rows in zip(self._views, self._rows, strict=True)]

@@ -1,59 +1,71 @@
-"""A target's layers by one kernel, `spire/kernels/target.h`: all of a forward but embeddings,
-the last norm and logits.
+"""A target's forward by one kernel, `spire/kernels/target.h`: all of it but logits.
 
 Layer by layer a forward of few rows is mostly dispatch, and each of its operations may find the interpreter with
 another thread of its process.
 
-Shapes: B sequences, T positions, R = B * T rows, N layers, D width, K head width.
+Shapes: B sequences, T positions, R = B * T rows, N layers, D width, K head width, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from spire.kernels import Kernels
-from spire.model.config import ModelConfig
-from spire.model.fused_attention import FusedAttention
-from spire.model.fused_layer import FusedLayer, Rotations
-from spire.model.layers import Rope
+from spire.model.fused_attention import FusedAttention, FusedPools
+from spire.model.fused_layer import MOST_ROTATIONS, FusedLayer, Rotations
+
+if TYPE_CHECKING:
+    from spire.model.target import Target
 
 
 class FusedStack:
-    """The layers of a packed target, which must outlive it."""
+    """A packed target, which must outlive it."""
 
-    def __init__(self, config: ModelConfig, layers: Sequence[FusedLayer], rope: Rope, kernels: Kernels):
-        self._config, self._kernels, self._rotations = config, kernels, Rotations(rope, kernels.dtype)
+    def __init__(self, target: Target, kernels: Kernels):
+        layers = cast(Sequence[FusedLayer], target.layers)
+        self._config, self._kernels, self._rotations = target.config, kernels, Rotations(target.rope, kernels.dtype)
         self._eps = layers[0].eps
+        self._embedding_VD, self._norm_D = (x.weight.detach() for x in (target.embed_tokens, target.norm))
         self._weights = torch.tensor([layer.addresses for layer in layers], dtype=torch.int64)
+        # With where the keys and values of these pools are.
+        self._layers: tuple[FusedPools | None, Tensor] = None, self._weights
+
+    def takes(self, attentions: Sequence[FusedAttention]) -> bool:
+        """Whether the kernel can compute these: some, and none further from the beginning than rotations are kept."""
+        return bool(attentions) and max(attention.end for attention in attentions) <= MOST_ROTATIONS
 
     def __call__(
-        self,
-        embedded_BTD: Tensor,
-        positions_BT: Tensor,
-        attentions: Sequence[FusedAttention],
-        tapped_layers: Sequence[int],
+        self, tokens_BT: Tensor, attentions: Sequence[FusedAttention], tapped_layers: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
-        """What leaves the last layer, [B, T, D], and activations [B, T, taps, D] that enter the tapped layers.
+        """What leaves the last norm, [B, T, D], and activations [B, T, taps, D] that enter the tapped layers.
 
-        Rows are those of `attentions`, one after the other. The embeddings are used up.
+        Rows are those of `attentions`, one after the other. Raises IndexError for a token that is none.
         """
         config, pools = self._config, attentions[0].pools
-        B, T, D = embedded_BTD.shape
+        B, T = tokens_BT.shape
+        R, D, V = B * T, config.hidden_size, config.vocab_size
         H, G, K, F = config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.intermediate_size
-        R = B * T
         firsts = accumulate((attention.rows for attention in attentions), initial=0)
         stretches = torch.tensor([(first, *it.stretch) for first, it in zip(firsts, attentions, strict=False)])
-        rope = self._rotations.at(positions_BT.flatten(), max(attention.end for attention in attentions))
-        layers, tapped = torch.cat((self._weights, pools.addresses_N2), dim=1), torch.tensor(tapped_layers)
-        x_BTD = embedded_BTD.contiguous()
-        scratch = torch.empty(R * (2 * D + K * (2 * H + 2 * G) + F), dtype=self._kernels.dtype)
+        rotations = self._rotations.until(max(attention.end for attention in attentions))
+        tapped, tokens = torch.tensor(tapped_layers), tokens_BT.contiguous()
+        scratch = torch.empty(R * (3 * D + K * (2 * H + 2 * G + 2) + F), dtype=self._kernels.dtype)
         taps_BTND = torch.empty(B, T, len(tapped_layers), D, dtype=self._kernels.dtype)
-        tensors = (layers, stretches, tapped, *rope, x_BTD, scratch, taps_BTND)
-        shape = (len(attentions), len(tapped_layers), R, len(layers), D, H, G, K, F, pools.columns)
-        addresses = (tensor.data_ptr() for tensor in tensors)
-        self._kernels.forward(*addresses, self._eps, *shape, *pools.strides, torch.get_num_threads())
-        return x_BTD, taps_BTND if tapped_layers else None
+        out_BTD = torch.empty(B, T, D, dtype=self._kernels.dtype)
+        given = (self._layers_over(pools), stretches, tapped, tokens, self._embedding_VD, self._norm_D, *rotations)
+        shape = (R, len(self._weights), D, H, G, K, F, V, len(rotations[0]), pools.columns)
+        addresses = (tensor.data_ptr() for tensor in (*given, scratch, taps_BTND, out_BTD))
+        counts = (len(attentions), len(tapped_layers))
+        self._kernels.forward(*addresses, self._eps, *counts, *shape, *pools.strides, torch.get_num_threads())
+        return out_BTD, taps_BTND if tapped_layers else None
+
+    def _layers_over(self, pools: FusedPools) -> Tensor:
+        """Of each layer the addresses of its weights, and of its keys and values in these pools."""
+        if self._layers[0] is not pools:
+            self._layers = pools, torch.cat((self._weights, pools.addresses_N2), dim=1)
+        return self._layers[1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from typing import TypeVar, cast
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from spire.model.draft import Draft
-from spire.model.fused_layer import FusedLayer, FusedProduct, kernels_of
+from spire.model.fused_layer import FusedLayer, FusedNorm, FusedProduct, kernels_of
 from spire.model.fused_target import FusedStack
 from spire.model.layers import Layer
 from spire.model.linears import Linears
@@ -29,8 +29,8 @@ def pack(model: Model) -> Model:
         model.layers = nn.ModuleList(FusedLayer(layer, kernels) for layer in cast(Iterable[Layer], model.layers))
         model.pack(partial(FusedProduct, kernels=kernels))
         if isinstance(model, Target):
-            layers = cast(Sequence[FusedLayer], model.layers)
-            model.stack = FusedStack(model.config, layers, model.rope, kernels)
+            model.norm = FusedNorm(cast(nn.RMSNorm, model.norm), kernels)
+            model.stack = FusedStack(model, kernels)
     elif weight.device.type == "cpu" and packs:
         for module in model.modules():
             if isinstance(module, Linears):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from spire.model.config import ModelConfig
 from spire.model.fused_attention import FusedAttention
+from spire.model.fused_layer import FusedNorm
 from spire.model.fused_target import FusedStack
 from spire.model.layers import Layer, RMSNorm, Rope, attend
 from spire.model.linears import Linears
@@ -23,7 +24,9 @@ from spire.model.linears import Linears
 class KeyValues(Protocol):
     """What the target needs of a cache during one forward."""
 
-    positions_BT: Tensor
+    @property
+    def positions_BT(self) -> Tensor: ...
+
     # Where kernels of ours attend for all of it; nowhere, or in parts, if it is empty.
     fused: Sequence[FusedAttention]
 
@@ -61,7 +64,7 @@ class Target(Linears):
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm: nn.RMSNorm | FusedNorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
@@ -74,10 +77,9 @@ class Target(Linears):
 
         `tapped_layers` are counts of layers passed: the activation *entering* that layer (0 is the embedding).
         """
+        if self.stack and self.stack.takes(cache.fused):
+            return TargetOutput(*self.stack(tokens_BT, cache.fused, tapped_layers))
         hidden_BTD = self.embed_tokens(tokens_BT)
-        if self.stack and cache.fused:
-            hidden_BTD, taps_BTND = self.stack(hidden_BTD, cache.positions_BT, cache.fused, tapped_layers)
-            return TargetOutput(self.norm(hidden_BTD), taps_BTND)
         rope = self.rope(cache.positions_BT, hidden_BTD.dtype)
         taps: dict[int, Tensor] = {}
         for index, layer in enumerate(cast(Iterable[Layer], self.layers)):

@@ -21,6 +21,8 @@ DRAFT_METADATA_KEY = "spire-draft"
 # In the metadata of a gateway's Rounds: who it is, and how many streams it opened before.
 GATEWAY_METADATA_KEY = "spire-gateway"
 STREAM_METADATA_KEY = "spire-stream"
+# The boot id of its host, if it can open what the verifier makes in memory there.
+HOST_METADATA_KEY = "spire-host"
 
 # A peer that is gone without a word is noticed within their sum.
 _KEEPALIVE = [

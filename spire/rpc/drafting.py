@@ -100,13 +100,13 @@ class DraftServicer(rpc.DraftServicer):
             task = ProposeTask(guesses, rows, max(item.k for item in good))
         return Asked(batch.batch_id, began, absorbing_seconds, good, refused, task)
 
-    def answered(self, asked: Asked, answer: ProposeAnswer | None) -> pb.ProposeBatchResult:
-        """What is said to whoever asked."""
+    def answered(self, asked: Asked, answer: ProposeAnswer | None, together: bool = False) -> pb.ProposeBatchResult:
+        """What is said to whoever asked. `together`: of q once for all proposals, where it can be."""
         result = pb.ProposeBatchResult(batch_id=asked.batch_id)
         good, refused = asked.items, asked.refused
         if answer:
             _log_refusals({good[index].sequence_id: error for index, error in answer.refused.items()})
-            _add_proposals(result, good, answer, self._q_ring())
+            _add_proposals(result, good, answer, self._q_ring(), together and not refused)
             result.timings.queue_seconds = answer.queue_seconds
             result.timings.forward_seconds = asked.absorbing_seconds + answer.forward_seconds
         result.proposals.extend(
@@ -143,7 +143,11 @@ def _log_refusals(refused: Mapping[str, RequestError]) -> None:
 
 
 def _add_proposals(
-    result: pb.ProposeBatchResult, items: list[pb.ProposeItem], answer: ProposeAnswer, ring: OverwritingRing | None
+    result: pb.ProposeBatchResult,
+    items: list[pb.ProposeItem],
+    answer: ProposeAnswer,
+    ring: OverwritingRing | None,
+    together: bool,
 ) -> None:
     """Filled in place: q is the bulk of it, where it does not lie in the ring."""
     for index, error in answer.refused.items():
@@ -154,7 +158,16 @@ def _add_proposals(
         return
     for proposal, item, tokens in zip(added, ready, answer.drafted.tokens_BK.tolist(), strict=True):
         proposal.tokens.extend(tokens[: item.k])
-    sampled = [(row, added[row].q, item.k) for row, item in enumerate(ready) if _needs_q(item)]
+    needed = [_needs_q(item) for item in ready]
+    if (
+        together
+        and ring
+        and all(needed)
+        and not answer.refused
+        and _add_q_of_all(result.q, ready, answer.drafted, ring)
+    ):
+        return
+    sampled = [(row, added[row].q, item.k) for row, item in enumerate(ready) if needed[row]]
     if sampled:
         _add_q(sampled, answer.drafted, ring)
 
@@ -162,6 +175,20 @@ def _add_proposals(
 def _needs_q(item: pb.ProposeItem) -> bool:
     sampling = item.sampling
     return item.k > 0 and sampling.temperature > 0 and sampling.rule != tensor_pb2.RULE_INVARIANT
+
+
+def _add_q_of_all(
+    q: verifier_pb2.DraftDistribution, ready: list[pb.ProposeItem], drafted: Drafted, ring: OverwritingRing
+) -> bool:
+    """Whether one message says it of all."""
+    probs_BKM = drafted.probs_BKM
+    if probs_BKM is None or drafted.ids_BKM is not None or any(item.k != probs_BKM.shape[1] for item in ready):
+        return False
+    place = ring.put(probs_BKM)
+    if place.length:
+        put_shape(q.probabilities, probs_BKM.dtype, probs_BKM.shape)
+        q.probabilities_slice.CopyFrom(place)
+    return bool(place.length)
 
 
 def _add_q(

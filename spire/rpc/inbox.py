@@ -19,7 +19,7 @@ Item = TypeVar("Item")
 
 
 class Inbox(Generic[Item]):
-    """`put` and `read` may be called by any thread; `take` and `given` by the one that it belongs to."""
+    """`put` and `read` may be called by any thread; `take` by the one that it belongs to."""
 
     def __init__(self) -> None:
         self._given: deque[Item] = deque()
@@ -50,11 +50,7 @@ class Inbox(Generic[Item]):
     def take(self, most: int, patience: float | None) -> list[Item]:
         """At most so much of what there is. Waits for something: for so many seconds, or with None for any time."""
         brought = self._brought(patience) if self._lines or not self._given else []
-        return brought + self.given(most - len(brought))
-
-    def given(self, most: int) -> list[Item]:
-        """At most so much of what other threads have put, without a look at the lines."""
-        return [self._given.popleft() for _ in range(min(most, len(self._given)))]
+        return brought + [self._given.popleft() for _ in range(min(most - len(brought), len(self._given)))]
 
     def _brought(self, patience: float | None) -> list[Item]:
         """A packet of each line that has some, after waiting for one or for what is given."""

@@ -9,8 +9,12 @@ from __future__ import annotations
 import contextlib
 import secrets
 import socket
+import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
+
+import structlog
 
 from spire.errors import InvalidRequest
 from spire.v1 import verifier_pb2 as pb
@@ -21,6 +25,10 @@ _TOKEN_BYTES = 16
 _MOST_BYTES = 64 * 1024
 # Whoever connects says at once who it is.
 _PATIENCE_SECONDS = 1.0
+# Whoever is offered a line opens it at once, or cannot.
+_OFFERED_SECONDS = 5.0
+
+log = structlog.get_logger()
 
 
 class Line:
@@ -88,10 +96,11 @@ class LineListener:
         except OSError:
             self._socket.close()
             raise
-        weakref.finalize(self, file.unlink, missing_ok=True)
+        self._remove = weakref.finalize(self, file.unlink, missing_ok=True)
 
     def accept(self) -> Line | None:
-        """Wait for whoever has the token; None when it is closed before."""
+        """Wait for whoever has the token; None when nobody comes for some seconds, or it is closed before."""
+        self._socket.settimeout(_OFFERED_SECONDS)
         with contextlib.suppress(OSError):
             while True:
                 connected, _ = self._socket.accept()
@@ -100,10 +109,30 @@ class LineListener:
                 connected.close()
         return None
 
+    def when_opened(self, take: Callable[[Line], None]) -> None:
+        """Wait on a thread of its own for whoever has the token, and call `take` there with the line."""
+
+        def wait() -> None:
+            if line := self.accept():
+                take(line)
+            self.close()
+
+        threading.Thread(target=wait, name="line", daemon=True).start()
+
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+        self._remove()
+
+
+def offer_line(directory: str) -> LineListener | None:
+    """What to offer a peer that sees this directory; None where there is none or nothing can be made in it."""
+    try:
+        return LineListener(Path(directory)) if directory else None
+    except OSError as error:
+        log.warning("no line", directory=directory, error=str(error))
+        return None
 
 
 def _introduced(connected: socket.socket, token: bytes) -> bool:
@@ -125,7 +154,7 @@ def open_line(directory: Path, offer: pb.Ring) -> Line:
     try:
         connected.connect(str(file))
         connected.send(offer.token)
-        file.unlink()
+        file.unlink(missing_ok=True)
     except OSError:
         connected.close()
         raise

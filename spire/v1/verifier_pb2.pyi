@@ -111,12 +111,14 @@ class RoundsRequest(_message.Message):
     def __init__(self, start: _Optional[_Union[Start, _Mapping]] = ..., verify: _Optional[_Union[VerifyBatch, _Mapping]] = ...) -> None: ...
 
 class RoundsResponse(_message.Message):
-    __slots__ = ("started", "verified")
+    __slots__ = ("started", "verified", "line")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     VERIFIED_FIELD_NUMBER: _ClassVar[int]
+    LINE_FIELD_NUMBER: _ClassVar[int]
     started: Started
     verified: VerifyBatchResult
-    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., verified: _Optional[_Union[VerifyBatchResult, _Mapping]] = ...) -> None: ...
+    line: Ring
+    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., verified: _Optional[_Union[VerifyBatchResult, _Mapping]] = ..., line: _Optional[_Union[Ring, _Mapping]] = ...) -> None: ...
 
 class Start(_message.Message):
     __slots__ = ("sequence_id", "tokens", "sampling", "draft_id", "prompt_tokens", "adjustments", "logprobs", "prompt_logprobs", "cache_salt")

@@ -31,6 +31,7 @@ class VerifierStub(object):
     The life of a sequence, as messages:
     1. The gateway opens one Rounds stream, with its id in the metadata key `spire-gateway` and in `spire-stream` how
     many it opened before. The newest speaks for it: older ones are ended, and what still arrives on them is dropped.
+    In `spire-host` it may name its host, the boot id: on one host batches and their answers can go by a line.
     2. It sends Start. The verifier prefills between other steps and answers Started with the first token.
     The token at position `base` (counted from 0) is then the newest: sampled, not yet in the cache.
     3. The verifier sends the activations of the sink and the last window on the Activations stream of the draft
@@ -89,6 +90,7 @@ class VerifierServicer(object):
     The life of a sequence, as messages:
     1. The gateway opens one Rounds stream, with its id in the metadata key `spire-gateway` and in `spire-stream` how
     many it opened before. The newest speaks for it: older ones are ended, and what still arrives on them is dropped.
+    In `spire-host` it may name its host, the boot id: on one host batches and their answers can go by a line.
     2. It sends Start. The verifier prefills between other steps and answers Started with the first token.
     The token at position `base` (counted from 0) is then the newest: sampled, not yet in the cache.
     3. The verifier sends the activations of the sink and the last window on the Activations stream of the draft
@@ -186,6 +188,7 @@ class Verifier(object):
     The life of a sequence, as messages:
     1. The gateway opens one Rounds stream, with its id in the metadata key `spire-gateway` and in `spire-stream` how
     many it opened before. The newest speaks for it: older ones are ended, and what still arrives on them is dropped.
+    In `spire-host` it may name its host, the boot id: on one host batches and their answers can go by a line.
     2. It sends Start. The verifier prefills between other steps and answers Started with the first token.
     The token at position `base` (counted from 0) is then the newest: sampled, not yet in the cache.
     3. The verifier sends the activations of the sink and the last window on the Activations stream of the draft

@@ -123,6 +123,7 @@ def shared_in(pair: tuple[Path, Path], verifier: Path, draft: Path) -> contextli
         *pair,
         verifier_options=["--shared-memory", str(verifier)],
         draft_options=["--shared-memory", str(draft)],
+        gateway_options=["--shared-memory", str(verifier)],
     )
 
 

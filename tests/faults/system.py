@@ -238,7 +238,8 @@ def system(
         follow += ["--shared-memory", ""] if apart else []
         follower = run(*failing, "draft_service", *follow, *draft_options)
         to_draft = wire(follower)
-        peers = ["--verifier", to_verifier.address, "--draft", to_draft.address, "--port", "0"]
+        # On another host than the verifier: all that it says passes the wires.
+        peers = ["--verifier", to_verifier.address, "--draft", to_draft.address, "--port", "0", "--shared-memory", ""]
         gateway = run("-m", "gateway", *peers, *gateway_options)
         built = System(directory, verifier, follower, gateway, to_verifier, to_draft, activations, ports)
         stack.callback(built.stop)

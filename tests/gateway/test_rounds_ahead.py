@@ -37,7 +37,9 @@ def far_away(
 ) -> tuple[float, dict[str, Any]]:
     """Seconds and an answer of requests at once to a gateway with these options, so far from the verifier."""
     with proxied(verifier.address) as wire:
-        gateway = start(["-m", "gateway", "--verifier", wire.address, "--port", "0", *options], directory)
+        gateway = start(
+            ["-m", "gateway", "--verifier", wire.address, "--port", "0", "--shared-memory", "", *options], directory
+        )
         try:
             wait_until_connected(gateway, {"verifier", "draft"} if "--draft" in options else {"verifier"})
             api = Api(f"http://{gateway.address}")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +13,14 @@ import torch
 from torch import Tensor
 
 from spire.rpc.carrier import OverwritingRing
+from spire.rpc.line import Line, open_line
 from spire.rpc.tensors import without_data
+from spire.v1 import draft_pb2
 from spire.v1 import tensor_pb2 as codes
 from spire.v1 import verifier_pb2 as pb
 from tests.verifier.conftest import Running
-from tests.verifier.harness import Client, Follower, distribution, prompt_of
+from tests.verifier.harness import VOCAB, Client, Follower, Verifier, distribution, prompt_of
+from tests.verifier.test_orders import OK, drafting
 from verifier_service import blocks
 from verifier_service.batch import RaggedBatch, pad
 
@@ -115,3 +121,101 @@ async def test_a_place_of_another_size_than_its_numbers_is_refused(running: Runn
         result = await verified(client, "a", q)
         assert result.status.code == codes.CODE_INVALID_ARGUMENT
         assert "needs 64 bytes, 4 came" in result.status.message
+
+
+class Told:
+    """A draft that answers orders by its line, as the draft service does: q of all at once."""
+
+    def __init__(self, line: Line, ring: OverwritingRing):
+        self.line, self.ring = line, ring
+
+    async def guess(self, probs_BKV: Tensor, shape: list[int] | None = None, depth: int = 2) -> None:
+        """Answer the next order: every proposal has the same tokens."""
+        told = draft_pb2.Told()
+        while not told.HasField("order"):
+            told = draft_pb2.Told.FromString(await asyncio.to_thread(self.line.receive))
+        result = draft_pb2.ProposeBatchResult(batch_id=told.order.batch_id)
+        for item in told.order.items:
+            result.proposals.add(sequence_id=item.sequence_id, tokens=DRAFT[:depth], status=OK)
+        result.q.probabilities.CopyFrom(without_data(probs_BKV))
+        if shape is not None:
+            result.q.probabilities.shape[:] = shape
+        result.q.probabilities_slice.CopyFrom(self.ring.put(probs_BKV))
+        assert self.line.send(result.SerializeToString())
+
+
+@asynccontextmanager
+async def told(verifier: Verifier, directory: Path) -> AsyncIterator[Told]:
+    follower = await verifier.follower(shared_memory=directory)
+    ring = await followed(follower)
+    line = await asyncio.to_thread(open_line, directory, follower.messages[0].line)
+    async with drafting(verifier):
+        yield Told(line, ring)
+
+
+async def of_three(client: Client, number: int) -> list[pb.VerifyResult]:
+    """A round of three sequences that are to be drafted."""
+    items = [pb.VerifyItem(sequence_id=name, round=number, k=len(DRAFT)) for name in "abc"]
+    await client.send(pb.RoundsRequest(verify=pb.VerifyBatch(batch_id=number, items=items, patience_seconds=20)))
+    return list((await client.read()).verified.results)
+
+
+async def test_q_of_all_proposals_at_once_counts_as_each_ones_own(running: Running, tmp_path: Path) -> None:
+    probs_BKV = torch.rand(3, len(DRAFT), VOCAB, generator=torch.Generator().manual_seed(2))
+    probs_BKV = (probs_BKV / probs_BKV.sum(-1, keepdim=True)).bfloat16()
+    async with running(shared_memory=str(tmp_path)) as verifier, told(verifier, tmp_path) as draft:
+        client = verifier.client()
+        for name in "abcxyz":
+            await client.start(name, prompt_of(9, ord(name) % 3), SAMPLED, "draft")
+        together = asyncio.create_task(of_three(client, 1))
+        await draft.guess(probs_BKV)
+        at_once = await together
+        assert [result.drafted for result in at_once] == [2, 2, 2]
+        for row, name in enumerate("xyz"):
+            twin = "abc".index(next(n for n in "abc" if ord(n) % 3 == ord(name) % 3))
+            own = pb.DraftDistribution(
+                probabilities=without_data(probs_BKV[twin]), probabilities_slice=draft.ring.put(probs_BKV[twin])
+            )
+            (alone,) = await client.verify(pb.VerifyItem(sequence_id=name, round=1, draft_tokens=DRAFT, q=own))
+            assert outcome(alone) == outcome(at_once[twin]), row
+
+
+@pytest.mark.parametrize(
+    ("shape", "depth"),
+    [([2, 2, VOCAB], 2), ([6, VOCAB], 2), ([3, 1, 2 * VOCAB], 2), ([3, 2, VOCAB], 1), ([3, 2, 2**31], 2), ([], 2)],
+)
+async def test_where_q_of_all_is_none_of_these_proposals_they_are_decoded_plainly(
+    running: Running, tmp_path: Path, shape: list[int], depth: int
+) -> None:
+    sound_BKV = torch.full((3, len(DRAFT), VOCAB), 1 / VOCAB)
+    async with running(shared_memory=str(tmp_path)) as verifier, told(verifier, tmp_path) as draft:
+        client = verifier.client()
+        for name in "abc":
+            await client.start(name, prompt_of(9), SAMPLED, "draft")
+        first = asyncio.create_task(of_three(client, 1))
+        await draft.guess(sound_BKV, shape, depth)
+        results = await first
+        assert [result.undrafted for result in results] == [pb.UNDRAFTED_ERROR] * 3
+        assert [(result.status.code, len(result.tokens)) for result in results] == [(codes.CODE_OK, 1)] * 3
+        second = asyncio.create_task(of_three(client, 2))
+        await draft.guess(sound_BKV)
+        assert [result.drafted for result in await second] == [2, 2, 2], "it is asked again"
+
+
+async def test_q_of_all_that_has_been_overwritten_leaves_empty_blocks(running: Running, tmp_path: Path) -> None:
+    async with running(shared_memory=str(tmp_path)) as verifier, told(verifier, tmp_path) as draft:
+        client = verifier.client()
+        for name in "abc":
+            await client.start(name, prompt_of(9), SAMPLED, "draft")
+        waiting = asyncio.create_task(of_three(client, 1))
+        put = draft.ring.put
+
+        def put_and_overwritten(x: Tensor) -> pb.RingSlice:
+            place = put(x)
+            for _ in range(8):
+                put(torch.zeros(draft.ring.size // 4, dtype=torch.uint8))
+            return place
+
+        draft.ring.put = put_and_overwritten  # type: ignore[method-assign]
+        await draft.guess(torch.full((3, len(DRAFT), VOCAB), 1 / VOCAB))
+        assert [(result.status.code, result.drafted) for result in await waiting] == [(codes.CODE_OK, 0)] * 3
