@@ -72,6 +72,7 @@ async def serve(config: DraftServiceConfig) -> None:
             own_info, worker.propose, draft.config.vocab_size, drafter.device, lambda: follower.q_ring
         )
         orders = Orders(draft_pb2_grpc.DraftingStub(channel), draft_id, servicer, worker)
+        drafter.q_ring = lambda: follower.q_ring
         follower = Follower(stub, subscription(draft_id, draft.draft), worker, config.shared_memory, orders)
         draft_pb2_grpc.add_DraftServicer_to_server(servicer, server)
         worker.start()

@@ -6,6 +6,7 @@ by replay. Per-sequence work is bookkeeping of integers; every tensor operation 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,7 @@ from spire.model.draft_memory import DraftMemory
 from spire.model.fused_draft import FusedRound
 from spire.model.token_memory import TokenMemory
 from spire.randomness import Purpose
+from spire.rpc.carrier import OverwritingRing
 from spire.sampling import SamplingRows
 
 # More than can end while a round of theirs is under way.
@@ -58,6 +60,8 @@ class Drafter:
             else TokenMemory(draft, max_sequences, max_context)
         )
         self.device, self.dtype = draft.embed_tokens.weight.device, draft.embed_tokens.weight.dtype
+        # Where the verifier reads q from, if that is on this host.
+        self.q_ring: Callable[[], OverwritingRing | None] = lambda: None
         self.top_m = top_m if top_m < draft.config.vocab_size else None
         self.slots: dict[str, int] = {}
         self.absorbed: dict[str, int] = {}
@@ -161,6 +165,8 @@ class Drafter:
         base_B = torch.tensor(bases, device=self.device)
         if isinstance(memory, FusedRound) and self.top_m is None and rows.of_softmax_alone:
             uniforms_BK = rows.uniforms(base_B, k, Purpose.DRAFT)
-            tokens_BK, probs_BKV = memory.drawn(newest_B, rows.temperature_B, uniforms_BK)
-            return Drafted(tokens_BK, None, probs_BKV)
+            ring = self.q_ring()
+            there, place = (ring and ring.claim(memory.shape, torch.bfloat16)) or (None, None)
+            tokens_BK, probs_BKV = memory.drawn(newest_B, rows.temperature_B, uniforms_BK, there)
+            return Drafted(tokens_BK, None, probs_BKV, place)
         return draft_tokens(memory.next_logits, newest_B, base_B, k, rows, self.top_m)

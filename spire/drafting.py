@@ -18,6 +18,7 @@ from torch import Tensor
 from spire.errors import RequestError
 from spire.randomness import Purpose
 from spire.sampling import SamplingRows, Share, draw, pick, probabilities, top_m, with_invariant
+from spire.v1.verifier_pb2 import RingSlice
 
 # The deepest block that any draft of ours proposes.
 MAX_SPECULATION_DEPTH = 16
@@ -42,6 +43,8 @@ class Drafted:
     tokens_BK: Tensor
     ids_BKM: Tensor | None
     probs_BKM: Tensor | None
+    # Where `probs_BKM` lies in the q_ring, if it was written there.
+    place: RingSlice | None = None
 
 
 @dataclass(frozen=True)

@@ -196,6 +196,24 @@ def test_what_was_written_over_while_it_was_read_is_gone(tmp_path: Path) -> None
     assert reader.view(without_data(rows), place) is None
 
 
+def test_what_is_written_where_it_was_claimed_is_as_if_put(tmp_path: Path) -> None:
+    reader = OverwritingRingReader(tmp_path, PAGE)
+    ring = OverwritingRing(tmp_path, reader.offer)
+    numbers = [rows_of(3, seed) for seed in range(2)]
+    claims = [ring.claim(x.shape, x.dtype) for x in numbers]
+    places = []
+    for claim, x in zip(claims, numbers, strict=True):
+        assert claim is not None
+        claim[0].copy_(x)
+        places.append(claim[1])
+    places.append(ring.put(numbers[0]))
+    for place, x in zip(places, (*numbers, numbers[0]), strict=True):
+        found = reader.view(without_data(x), place)
+        assert found is not None
+        assert torch.equal(found, x)
+    assert ring.claim((PAGE,), torch.uint8) is None, "a place as large as the ring"
+
+
 def test_a_place_in_another_overwriting_ring_is_none_in_this_one(tmp_path: Path) -> None:
     readers = [OverwritingRingReader(tmp_path, PAGE) for _ in range(2)]
     rings = [OverwritingRing(tmp_path, reader.offer) for reader in readers]

@@ -42,21 +42,17 @@ class Sequence:
     scores: list[Scores] = field(default_factory=list)
     # By position: the prompt, then what was generated.
     tokens: list[int] = field(init=False)
+    # Of `start`, where each look makes another string.
+    id: str = field(init=False)
+    draft_id: str = field(init=False)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.start.tokens)
+        self.id, self.draft_id = self.start.sequence_id, self.start.draft_id
 
     @property
     def newest(self) -> int:
         return self.tokens[-1]
-
-    @property
-    def id(self) -> str:
-        return self.start.sequence_id
-
-    @property
-    def draft_id(self) -> str:
-        return self.start.draft_id
 
     @property
     def needs_q(self) -> bool:

@@ -76,13 +76,23 @@ class FusedRound:
         self._passes += 1
         return self._logits_BV
 
-    def drawn(self, newest_B: Tensor, temperature_B: Tensor, uniforms_BK: Tensor) -> tuple[Tensor, Tensor]:
-        """All passes: tokens [B, k], and in bfloat16 the softmax [B, k, V] that each was drawn from.
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """[B, k, V]"""
+        B, V = self._logits_BV.shape
+        return B, self._k, V
+
+    def drawn(
+        self, newest_B: Tensor, temperature_B: Tensor, uniforms_BK: Tensor, probs_BKV: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """All passes: tokens [B, k], and in bfloat16 the softmax [B, k, V] that each was drawn from, in `probs_BKV` if
+        that is given.
 
         A greedy row has the likeliest tokens, and none of its distributions is written.
         """
         tokens_KB = newest_B.new_empty(self._k, len(newest_B))
-        probs_BKV = torch.empty(len(newest_B), self._k, self._logits_BV.shape[1], dtype=torch.bfloat16)
+        if probs_BKV is None:
+            probs_BKV = torch.empty(self.shape, dtype=torch.bfloat16)
         given = [x.contiguous() for x in (newest_B, temperature_B, uniforms_BK)]
         self._kernels.draft_round(self._round, *_addresses((*given, tokens_KB, probs_BKV)), torch.get_num_threads())
         return tokens_KB.T, probs_BKV

@@ -21,10 +21,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import mmap
 import os
 import secrets
+import threading
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -121,7 +124,7 @@ class Ring(_Made):
         if position is None or not rows.nbytes:
             return pb.RingSlice(position=self._head)
         self._head = position + rows.nbytes
-        _write(rows, self._bytes, position % self.size)
+        _tensor_at(self._bytes, position % self.size, rows.shape, rows.dtype).copy_(rows)
         return pb.RingSlice(position=position, length=rows.nbytes)
 
     def _place(self, length: int) -> int | None:
@@ -156,17 +159,29 @@ class OverwritingRing(_Opened):
     def __init__(self, directory: Path, offer: pb.Ring):
         super().__init__(directory, offer)
         self._head = self._header[_WRITTEN]
+        self._claiming = threading.Lock()
 
     def put(self, numbers: Tensor) -> pb.RingSlice:
         """Copy a tensor of any device over what is oldest. The slice's length is 0 when it is too large."""
-        length = numbers.nbytes
-        if not length or length > self.size // _LARGEST_PART:
+        claimed = self.claim(numbers.shape, numbers.dtype)
+        if claimed is None:
             return pb.RingSlice()
-        position = _next_place(self._head, length, self.size)
-        # Before the first byte, so that whoever reads what was there cannot miss it.
-        self._head = self._header[_WRITTEN] = position + length
-        _write(numbers, self._bytes, position % self.size)
-        return pb.RingSlice(position=position, length=length)
+        there, place = claimed
+        there.copy_(numbers)
+        return place
+
+    def claim(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, pb.RingSlice] | None:
+        """A tensor in the place of what is oldest, to be written, and where that is; None for one that is too large."""
+        length = math.prod(shape) * dtype.itemsize
+        if not length or length > self.size // _LARGEST_PART:
+            return None
+        with self._claiming:
+            position = _next_place(self._head, length, self.size)
+            # Before the first byte, so that whoever reads what was there cannot miss it.
+            self._head = self._header[_WRITTEN] = position + length
+        return _tensor_at(self._bytes, position % self.size, shape, dtype), pb.RingSlice(
+            position=position, length=length
+        )
 
 
 class OverwritingRingReader(_Made):
@@ -203,9 +218,8 @@ def _next_place(head: int, length: int, size: int) -> int:
     return _round_up(position, size) if position % size + length > size else position
 
 
-def _write(tensor: Tensor, memory: memoryview, place: int) -> None:
-    there = torch.frombuffer(memory, dtype=torch.uint8, count=tensor.nbytes, offset=place)
-    there.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+def _tensor_at(memory: memoryview, place: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=place).view(tuple(shape))
 
 
 def _view(memory: memoryview, taken: pb.RingSlice, alignment: int) -> memoryview:

@@ -11,8 +11,8 @@ import structlog
 from spire.errors import SpireError
 from spire.rpc.tls import Tls
 
-# A peer of another version would leave out what it does not know of: rules, adjustments, logprobs, salts.
-PROTOCOL_VERSION = 5
+# A peer of another version would leave out what it does not know of: rules, adjustments, logprobs, salts, shared q.
+PROTOCOL_VERSION = 6
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 

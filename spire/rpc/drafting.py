@@ -184,7 +184,7 @@ def _add_q_of_all(
     probs_BKM = drafted.probs_BKM
     if probs_BKM is None or drafted.ids_BKM is not None or any(item.k != probs_BKM.shape[1] for item in ready):
         return False
-    place = ring.put(probs_BKM)
+    place = drafted.place or ring.put(probs_BKM)
     if place.length:
         put_shape(q.probabilities, probs_BKM.dtype, probs_BKM.shape)
         q.probabilities_slice.CopyFrom(place)
@@ -202,7 +202,7 @@ def _add_q(
         place = in_ring(ids_BKM)
         for row, q, k in sampled:
             _put(q.ids, q.ids_slice, ids_BKM, place, row, k)
-    place = in_ring(drafted.probs_BKM)
+    place = drafted.place if ring and drafted.place else in_ring(drafted.probs_BKM)
     for row, q, k in sampled:
         _put(q.probabilities, q.probabilities_slice, drafted.probs_BKM, place, row, k)
 

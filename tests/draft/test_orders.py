@@ -68,6 +68,7 @@ async def following(pair: tuple[Path, Path], shared: Path) -> AsyncIterator[Foll
         orders = Orders(draft_pb2_grpc.DraftingStub(channel), "draft", servicer, worker)
         follower = Follower(rpc.VerifierStub(channel), subscription("draft", draft.draft), worker, str(shared), orders)
         verifier = Verifier(address, engine, hosted.info)
+        drafter.q_ring = lambda: follower.q_ring
         worker.start()
         tasks = [asyncio.create_task(loop) for loop in (follower.run(), orders.run())]
         both = Following(follower, orders, verifier.client())
