@@ -134,12 +134,14 @@ class RoundsStream:
     def _brought(self, line: Line, packet: bytes) -> VerifyTask | CallTask:
         """On the engine's thread: what a packet asks for. One that asks for nothing sound ends line and stream."""
         try:
-            batch = pb.RoundsRequest.FromString(packet).verify
-            check_named("a VerifyBatch", len(batch.items))
+            request = pb.RoundsRequest.FromString(packet)
+            if not request.HasField("verify"):
+                raise InvalidRequest("by a line come batches to verify, and nothing else")
+            check_named("a VerifyBatch", len(request.verify.items))
         except (DecodeError, InvalidRequest) as error:
             self._send(InvalidRequest(f"a packet of the line cannot be taken: {error}"))
             return CallTask(line.close, Future())
-        return VerifyTask(batch, self._gateway, partial(self._reply_by, line))
+        return VerifyTask(request.verify, self._gateway, partial(self._reply_by, line))
 
     def _reply_by(self, line: Line, response: pb.RoundsResponse) -> None:
         """Called by the engine's thread."""

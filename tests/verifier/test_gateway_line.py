@@ -210,7 +210,15 @@ async def test_a_gateway_on_another_host_is_offered_no_line(running: Running, tm
         assert not await asyncio.to_thread(lambda: list(tmp_path.iterdir()))
 
 
-@pytest.mark.parametrize("packet", [b"\xff\xff\xff", b"\x12\xff"])
+@pytest.mark.parametrize(
+    "packet",
+    [
+        b"\xff\xff\xff",
+        b"\x12\xff",
+        b"\x78\x01",  # a field that nobody knows
+        pb.RoundsRequest(start=pb.Start(sequence_id="b", tokens=[1], sampling=GREEDY)).SerializeToString(),
+    ],
+)
 async def test_a_packet_that_cannot_be_read_ends_its_stream_and_nothing_else(
     running: Running, tmp_path: Path, packet: bytes
 ) -> None:
