@@ -62,7 +62,7 @@ class Orders:
 
     def take(self, order: pb.ProposeBatch, line: Line, absorbing_seconds: float) -> None:
         """Draft for an order that came by the line, once the activations it needs are there, and answer by the line."""
-        asked = self._drafting.asked(order, absorbing_seconds)
+        asked = self._drafting.asked(order, absorbing_seconds, of_verifier=True)
 
         def reply(answer: ProposeAnswer | None) -> None:
             answered = self._drafting.answered(asked, answer, together=True)

@@ -57,8 +57,9 @@ class DraftServicer(rpc.DraftServicer):
     ):
         self._info, self._hand_over, self._vocab_size, self._device = info, propose, vocab_size, device
         self._q_ring = q_ring
-        # What the last sound batch was sampled by: as a rule the next one is again. One attribute, of several threads.
-        self._last: tuple[tuple[bytes, ...], SamplingRows | None] = ((), None)
+        # How the last sound batch was sampled, or of which sequences it was, and its rows: as a rule the next one is
+        # the same again. One attribute, of several threads.
+        self._last: tuple[tuple[str | bytes, ...], SamplingRows | None] = ((), None)
 
     async def GetInfo(
         self, request: pb.DraftGetInfoRequest, context: grpc.aio.ServicerContext
@@ -80,10 +81,13 @@ class DraftServicer(rpc.DraftServicer):
         asked = self.asked(batch)
         return self.answered(asked, await self._hand_over(asked.task) if asked.task else None)
 
-    def asked(self, batch: pb.ProposeBatch, absorbing_seconds: float = 0.0) -> Asked:
-        """What a batch asks of the model, which has just absorbed what came with it."""
+    def asked(self, batch: pb.ProposeBatch, absorbing_seconds: float = 0.0, of_verifier: bool = False) -> Asked:
+        """What a batch asks of the model, which has just absorbed what came with it. `of_verifier`: where a sequence is
+        sampled in one way for as long as it lives."""
         began = time.monotonic() - absorbing_seconds
-        wishes = tuple(item.sampling.SerializeToString() for item in batch.items)
+        wishes: tuple[str | bytes, ...] = tuple(item.sequence_id for item in batch.items)
+        if not of_verifier:
+            wishes = tuple(item.sampling.SerializeToString() for item in batch.items)
         known, rows = self._last
         if known != wishes:
             rows = None
