@@ -21,8 +21,9 @@ from draft_service.orders import Orders
 from draft_service.worker import Worker
 from spire.errors import InvalidRequest, MismatchError, OutOfCapacity
 from spire.model.config import DraftConfig
-from spire.rpc.carrier import OverwritingRing, RingReader, host_id
+from spire.rpc.carrier import OverwritingRing, RingReader
 from spire.rpc.channel import PROTOCOL_VERSION
+from spire.rpc.host import host_id
 from spire.rpc.line import Line, open_line
 from spire.rpc.tensors import from_wire
 from spire.v1 import draft_pb2

@@ -47,8 +47,9 @@ from draft_service.activations import INLINE, SHARED_MEMORY, Follower
 from draft_service.drafter import Verified
 from draft_service.worker import Worker
 from spire.hardware import Cost
-from spire.rpc.carrier import Ring, host_id
+from spire.rpc.carrier import Ring
 from spire.rpc.channel import connect, new_server
+from spire.rpc.host import host_id
 from spire.rpc.loopback import wire_cost
 from spire.v1 import verifier_pb2 as pb
 from spire.v1 import verifier_pb2_grpc as rpc

@@ -30,7 +30,6 @@ from gateway.errors import PeerLost
 from gateway.tokenizer import TextCodec
 from spire.errors import InvalidRequest, MismatchError, SpireError
 from spire.model.config import MAGICDEC
-from spire.rpc.carrier import host_id
 from spire.rpc.channel import (
     GATEWAY_METADATA_KEY,
     HOST_METADATA_KEY,
@@ -38,6 +37,7 @@ from spire.rpc.channel import (
     STREAM_METADATA_KEY,
     connect,
 )
+from spire.rpc.host import host_id
 from spire.rpc.line import Line, open_line
 from spire.rpc.tls import Tls, in_words
 from spire.v1 import draft_pb2, verifier_pb2

@@ -20,10 +20,11 @@ from google.protobuf.message import DecodeError
 from spire.drafting import MAX_SPECULATION_DEPTH, ProposeAnswer, ProposeTask
 from spire.errors import InvalidRequest, NotFinite, OutOfCapacity, SpireError
 from spire.model.config import MAGICDEC
-from spire.rpc.carrier import OverwritingRingReader, Ring, host_id
+from spire.rpc.carrier import OverwritingRingReader, Ring
 from spire.rpc.channel import GATEWAY_METADATA_KEY, HOST_METADATA_KEY, PROTOCOL_VERSION, STREAM_METADATA_KEY
 from spire.rpc.drafting import DraftServicer
 from spire.rpc.errors import call_status, item_status
+from spire.rpc.host import host_id
 from spire.rpc.limits import MAX_FOLLOWERS, check_named
 from spire.rpc.line import Line, offer_line
 from spire.v1 import draft_pb2

@@ -14,7 +14,7 @@ name whose maker died before that is removed by the next who makes a ring in the
 
 What is not there: CUDA IPC. Rows of a GPU are copied to the ring in the host's memory, and a draft on a GPU copies them
 from there. Device memory that both processes map would be more of these classes. Nor other systems than Linux: without
-a boot id `host_id` is empty, and a draft without a host is sent inline bytes.
+a boot id no host can be named, and a draft without a host is sent inline bytes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from spire.rpc.tensors import from_wire
 from spire.v1 import tensor_pb2
 from spire.v1 import verifier_pb2 as pb
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _HEADER_BYTES = 4096
 _TOKEN_BYTES = 16
 # Of the header seen as 64-bit integers: everything before this position has been read; everything before that one may
@@ -52,14 +51,6 @@ _NO_POSITION = 2**63
 _LARGEST_PART = 4
 # An overwriting ring begins at a random multiple of its size.
 _FIRST_BITS = 32
-
-
-def host_id() -> str:
-    """What all processes of a running kernel have in common, in containers too. Empty where it cannot be told."""
-    try:
-        return _BOOT_ID.read_text().strip()
-    except OSError:
-        return ""
 
 
 class _Made:

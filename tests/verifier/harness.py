@@ -14,8 +14,9 @@ import torch
 
 from spire.model.config import ModelConfig
 from spire.model.target import Target, WholeSequence
-from spire.rpc.carrier import OverwritingRing, RingReader, host_id
+from spire.rpc.carrier import OverwritingRing, RingReader
 from spire.rpc.channel import GATEWAY_METADATA_KEY, PROTOCOL_VERSION, STREAM_METADATA_KEY, connect
+from spire.rpc.host import host_id
 from spire.rpc.tensors import from_wire, to_wire
 from spire.v1 import tensor_pb2
 from spire.v1 import verifier_pb2 as pb

@@ -15,8 +15,8 @@ from gateway.errors import PeerLost
 from gateway.peers import Asked, VerifierPeer
 from spire.errors import InvalidRequest
 from spire.rpc import line as lines
-from spire.rpc.carrier import host_id
 from spire.rpc.channel import GATEWAY_METADATA_KEY, HOST_METADATA_KEY, connect
+from spire.rpc.host import host_id
 from spire.rpc.line import Line, open_line
 from spire.v1 import tensor_pb2
 from spire.v1 import verifier_pb2 as pb
