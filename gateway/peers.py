@@ -17,18 +17,17 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import grpc
 import structlog
-from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gateway.chat_template import ChatTemplate
 from gateway.errors import PeerLost
+from gateway.shortcut import Shortcut
 from gateway.tokenizer import TextCodec
-from spire.errors import InvalidRequest, MismatchError, SpireError
+from spire.errors import MismatchError, SpireError
 from spire.model.config import MAGICDEC
 from spire.rpc.channel import (
     GATEWAY_METADATA_KEY,
@@ -38,7 +37,6 @@ from spire.rpc.channel import (
     connect,
 )
 from spire.rpc.host import host_id
-from spire.rpc.line import Line, open_line
 from spire.rpc.tls import Tls, in_words
 from spire.v1 import draft_pb2, verifier_pb2
 from spire.v1.draft_pb2_grpc import DraftStub
@@ -321,11 +319,8 @@ class VerifierPeer(Peer[verifier_pb2.VerifyBatchResult]):
     ):
         super().__init__(address, tls)
         self.model: Model | None = None
-        # By which batches go and their answers come, where the verifier is on this host.
-        self._line: Line | None = None
         self._shared_memory = shared_memory
-        # Batches that went by the stream and are not answered: by the line another would overtake them.
-        self._by_stream: set[int] = set()
+        self._shortcut = Shortcut(shared_memory, self._receive, self.reset)
         # Share of its cache that live sequences have, as it said last.
         self.cache_usage = 0.0
         self._gateway_id = gateway_id
@@ -380,39 +375,11 @@ class VerifierPeer(Peer[verifier_pb2.VerifyBatchResult]):
         return self._stub.Rounds(metadata=metadata)
 
     def _sent_by_line(self, batch_id: int, message: verifier_pb2.RoundsRequest) -> bool:
-        if self._line and self.up and not self._by_stream and self._line.send(message.SerializeToString()):
-            return True
-        self._by_stream.add(batch_id)
-        return False
+        return self.up and self._shortcut.send(batch_id, message)
 
     def _forget(self, batch_id: int, answer: asyncio.Future[tuple[verifier_pb2.VerifyBatchResult, float]]) -> None:
-        self._by_stream.discard(batch_id)
+        self._shortcut.forget(batch_id)
         super()._forget(batch_id, answer)
-
-    def _dial(self, offer: verifier_pb2.Ring) -> None:
-        try:
-            line = self._line = open_line(Path(self._shared_memory), offer)
-        except (OSError, InvalidRequest) as error:
-            log.info("no line to the verifier: all goes by gRPC", reason=str(error))
-        else:
-            asyncio.get_running_loop().add_reader(line.fileno(), self._hear, line)
-
-    def _hear(self, line: Line) -> None:
-        """A packet has come. Without a line there is no stream either: it ends with it."""
-        try:
-            if packet := line.receive():
-                self._receive(verifier_pb2.RoundsResponse.FromString(packet))
-                return
-        except DecodeError as error:
-            log.warning("the verifier sent what cannot be read", error=str(error))
-        self._hang_up()
-        self.reset()
-
-    def _hang_up(self) -> None:
-        if self._line:
-            asyncio.get_running_loop().remove_reader(self._line.fileno())
-            self._line.free()
-        self._line = None
 
     def _receive(self, message: verifier_pb2.RoundsResponse) -> None:
         if message.HasField("verified"):
@@ -421,10 +388,10 @@ class VerifierPeer(Peer[verifier_pb2.VerifyBatchResult]):
         elif message.HasField("started"):
             self._on_started(message.started)
         elif message.HasField("line"):
-            self._dial(message.line)
+            self._shortcut.open(message.line)
 
     def _lost(self) -> None:
-        self._hang_up()
+        self._shortcut.close()
         self._on_lost()
 
 

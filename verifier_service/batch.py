@@ -94,7 +94,7 @@ class SharedQ:
     def row(self, row: int, ring: OverwritingRingReader | None) -> Tensor | None:
         """One proposal's, [K, V], where it lies in its draft's ring; None when it is there no more."""
         if self._rows is None:
-            probs_BKV = _read_tensor(self._message, self.place, ring)
+            probs_BKV = _read_probabilities(self._message, self.place, ring)
             if probs_BKV is None:
                 return None
             if probs_BKV.ndim != 3 or len(probs_BKV) != self._proposals:
@@ -144,8 +144,6 @@ def _read_shared_q(
 
 def _whole(probs_KV: Tensor, k: int, vocab_size: int) -> Tensor:
     """The same, if it can be the probabilities of k positions over the whole vocabulary."""
-    if not probs_KV.is_floating_point():
-        raise InvalidRequest("q has probabilities that are no floating-point numbers")
     if probs_KV.shape != (k, vocab_size):
         raise InvalidRequest(f"q without ids has shape {list(probs_KV.shape)}, expected [{k}, {vocab_size}]")
     return probs_KV
@@ -157,13 +155,11 @@ def _read_q(
     """Ids, if there are any, and probabilities; None when they have been overwritten."""
     if not item.HasField("q"):
         raise InvalidRequest("q is missing: a sampled sequence needs what its draft tokens were drawn from")
-    probs_KM = _read_tensor(item.q.probabilities, item.q.probabilities_slice, ring)
+    probs_KM = _read_probabilities(item.q.probabilities, item.q.probabilities_slice, ring)
     if probs_KM is None:
         return None
     if not item.q.HasField("ids"):
         return None, _whole(probs_KM, k, vocab_size)
-    if not probs_KM.is_floating_point():
-        raise InvalidRequest("q has probabilities that are no floating-point numbers")
     ids_KM = _read_tensor(item.q.ids, item.q.ids_slice, ring, torch.int32)
     if ids_KM is None:
         return None
@@ -174,6 +170,15 @@ def _read_q(
             f"expected [{k}, m] for both, m at most {vocab_size}"
         )
     return ids_KM, probs_KM
+
+
+def _read_probabilities(
+    message: tensor_pb2.Tensor, place: pb.RingSlice, ring: OverwritingRingReader | None
+) -> Tensor | None:
+    probs = _read_tensor(message, place, ring)
+    if probs is not None and not probs.is_floating_point():
+        raise InvalidRequest("q has probabilities that are no floating-point numbers")
+    return probs
 
 
 def _read_tensor(

@@ -47,7 +47,7 @@ class Near(VerifierPeer):
 
     @property
     def line(self) -> Line | None:
-        return self._line
+        return self._shortcut.line
 
     async def begin(self, sequence_id: str) -> None:
         await self.start(pb.Start(sequence_id=sequence_id, tokens=PROMPT, sampling=GREEDY), 10)
