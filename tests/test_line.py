@@ -151,6 +151,12 @@ def test_a_listener_that_is_closed_waits_for_nobody(tmp_path: Path) -> None:
         open_line(tmp_path, listener.offer)
 
 
+def test_a_listener_closed_before_anybody_waits_lets_nobody_wait(tmp_path: Path) -> None:
+    listener = LineListener(tmp_path)
+    listener.close()
+    assert listener.accept() is None
+
+
 def test_no_name_stays_behind(tmp_path: Path) -> None:
     """Of a line that is open, of a listener that has gone, and of a process that was killed."""
     with lines(tmp_path):

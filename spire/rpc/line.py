@@ -93,6 +93,7 @@ class LineListener:
             self._socket.bind(str(file))
             file.chmod(0o600)
             self._socket.listen(1)
+            self._socket.settimeout(_OFFERED_SECONDS)
         except OSError:
             self._socket.close()
             raise
@@ -100,7 +101,6 @@ class LineListener:
 
     def accept(self) -> Line | None:
         """Wait for whoever has the token; None when nobody comes for some seconds, or it is closed before."""
-        self._socket.settimeout(_OFFERED_SECONDS)
         with contextlib.suppress(OSError):
             while True:
                 connected, _ = self._socket.accept()
