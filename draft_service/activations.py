@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -154,14 +153,11 @@ class Follower:
         """On the model's thread."""
         if line is not self.line:
             return  # of an earlier subscription
-        told, absorbing = draft_pb2.Told.FromString(packet), 0.0
+        told = draft_pb2.Told.FromString(packet)
         if told.HasField("activations"):
-            verified = self._taken(told.activations)
-            began = time.monotonic()
-            self._worker.absorb_now(*verified)
-            absorbing = time.monotonic() - began
-        if told.HasField("order"):
-            orders.take(told.order, line, absorbing)
+            self._worker.absorb_now(*self._taken(told.activations))
+        elif told.HasField("order"):
+            orders.take(told.order, line)
 
     def _say_how(self) -> None:
         carrier = SHARED_MEMORY if self._ring else INLINE

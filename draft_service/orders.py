@@ -60,9 +60,9 @@ class Orders:
             await call.write(await self._answers.get())
             self.answered += 1
 
-    def take(self, order: pb.ProposeBatch, line: Line, absorbing_seconds: float) -> None:
+    def take(self, order: pb.ProposeBatch, line: Line) -> None:
         """Draft for an order that came by the line, once the activations it needs are there, and answer by the line."""
-        asked = self._drafting.asked(order, absorbing_seconds, of_verifier=True)
+        asked = self._drafting.asked(order, of_verifier=True)
 
         def reply(answer: ProposeAnswer | None) -> None:
             answered = self._drafting.answered(asked, answer, together=True)

@@ -21,6 +21,7 @@ from spire.errors import OutOfCapacity
 from spire.histogram import Histogram
 from spire.rpc.inbox import Inbox
 from spire.rpc.line import Line
+from spire.turns import take_short_turns
 
 # Messages that wait to be absorbed at most: a whole replay, and some seconds of rounds.
 MAX_QUEUED = 1024
@@ -99,6 +100,7 @@ class Worker:
     # --- on the model thread ------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        take_short_turns()
         with torch.inference_mode():
             while self._take():
                 # Each is looked at once: a moment later another answer may be due.
@@ -158,6 +160,9 @@ class Worker:
         self._starved_since = None
         gaps = self.drafter.absorb(verified)
         then()
-        self.busy_seconds += time.monotonic() - began
+        seconds = time.monotonic() - began
+        self.busy_seconds += seconds
+        for task in self._pending:
+            task.absorbing_seconds += seconds
         if gaps:
             self._on_gap(gaps)

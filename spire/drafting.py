@@ -47,15 +47,19 @@ class Drafted:
     place: RingSlice | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class ProposeTask:
-    """A batch to draft for: B guesses, their sampling rows, the depth of the deepest."""
+    """A batch to draft for: B guesses, their sampling rows, the depth of the deepest.
+
+    `absorbing_seconds`: what the model took, since it arrived, for activations that it needed.
+    """
 
     guesses: list[Guess]
     rows: SamplingRows
     k: int
     done: Future[ProposeAnswer] = field(default_factory=Future)
     arrived: float = field(default_factory=time.monotonic)
+    absorbing_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,9 @@ def answer(
             if refused:
                 rows = rows.select(torch.tensor(ready, device=rows.temperature_B.device))
             drafted = propose(guesses, task.k, rows)
-        task.done.set_result(ProposeAnswer(drafted, ready, refused, began - task.arrived, time.monotonic() - began))
+        absorbing = task.absorbing_seconds
+        queued, worked = began - task.arrived - absorbing, absorbing + time.monotonic() - began
+        task.done.set_result(ProposeAnswer(drafted, ready, refused, queued, worked))
     except Exception as error:  # the thread lives on
         task.done.set_exception(error)
     return time.monotonic() - began

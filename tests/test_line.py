@@ -79,20 +79,6 @@ def test_where_nothing_can_be_made_no_line_is_offered(tmp_path: Path) -> None:
     assert line.offer_line(str(tmp_path / "missing")) is None
 
 
-def test_what_is_sent_while_a_line_is_held_is_one_packet(tmp_path: Path) -> None:
-    with lines(tmp_path) as (offered, opened):
-        offered.hold()
-        assert offered.let_go(), "nothing is to be sent"
-        offered.hold()
-        assert all(offered.send(part) for part in (b"what was verified, ", b"what to guess"))
-        assert offered.let_go()
-        assert offered.send(b"later")
-        assert [opened.receive(), opened.receive()] == [b"what was verified, what to guess", b"later"]
-        offered.hold()
-        assert all(offered.send(b"x" * 40_000) for _ in range(2))
-        assert not offered.let_go(), "together they are too large"
-
-
 def test_what_is_too_large_for_a_packet_is_not_sent(tmp_path: Path) -> None:
     with lines(tmp_path) as (offered, opened):
         assert not offered.send(b"x" * 100_000)

@@ -10,11 +10,10 @@ starts it again from its tokens, as after any loss.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -30,6 +29,7 @@ from spire.rpc.errors import OK
 from spire.rpc.inbox import Inbox
 from spire.rpc.line import Line
 from spire.sampling import SamplingRows
+from spire.turns import take_short_turns
 from spire.v1 import verifier_pb2 as pb
 from verifier_service.activations import Advance, Deliver, Publisher, Share, Taps
 from verifier_service.batch import Limits
@@ -112,6 +112,7 @@ class Engine:
     # --- on the engine's thread ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        take_short_turns()
         try:
             with torch.inference_mode():
                 while not self._stopping:
@@ -216,14 +217,13 @@ class Engine:
         chosen, chunk = self._prompts.next_chunk(taken.positions)
         verified, prefilled = self._forward(taken, chosen, chunk)
         over = time.perf_counter()
-        # Who drafts waits longer for the activations than for the gateway to ask; else only the gateway waits.
-        if not taken.drafted:
+        if taken.drafted:
+            # Drafts take up what they are asked while this thread gathers what they need for it.
+            self._ask_ahead()
+        else:
             self._answer(taken, verified, began, over)
         shares = self._shares(taken.entries, verified)
-        with self._one_packet():
-            self._publish(lambda: self.publisher.announce(shares))
-            if taken.drafted:
-                self._ask_ahead()
+        self._publish(lambda: self.publisher.announce(shares))
         self._publish(lambda: self.publisher.store(shares))
         if taken.drafted:
             # Last: where all processors are busy the gateway goes on with it instead of this thread.
@@ -236,20 +236,6 @@ class Engine:
             self._blocks.write_answers(taken, verified)
             self._blocks.count(taken, verified)
         taken.answer(verified, began, over, self.steps.cache.usage)
-
-    @contextlib.contextmanager
-    def _one_packet(self) -> Iterator[None]:
-        """What drafts are told in this block goes by their lines when all of it is there: sending lets another thread
-        have the interpreter, which then keeps it for half a millisecond."""
-        lines = list(self.lines.values())
-        for line in lines:
-            line.hold()
-        try:
-            yield
-        finally:
-            for line in lines:
-                if not line.let_go():
-                    line.close()  # the draft follows anew
 
     def _ask_ahead(self) -> None:
         """Ask drafts for the round that was sent ahead, before anything else is done.

@@ -30,14 +30,10 @@ Propose = Callable[[ProposeTask], Awaitable[ProposeAnswer]]
 
 @dataclass(frozen=True)
 class Asked:
-    """A batch as it was asked for: its sound items, those refused, and what the model has to do for it, if anything.
-
-    `absorbing_seconds`: what the model took for activations that came with it, since it `began`.
-    """
+    """A batch as it was asked for: its sound items, those refused, and what the model has to do for it, if anything."""
 
     batch_id: int
     began: float
-    absorbing_seconds: float
     items: list[pb.ProposeItem]
     refused: dict[str, RequestError]
     task: ProposeTask | None
@@ -81,10 +77,10 @@ class DraftServicer(rpc.DraftServicer):
         asked = self.asked(batch)
         return self.answered(asked, await self._hand_over(asked.task) if asked.task else None)
 
-    def asked(self, batch: pb.ProposeBatch, absorbing_seconds: float = 0.0, of_verifier: bool = False) -> Asked:
-        """What a batch asks of the model, which has just absorbed what came with it. `of_verifier`: where a sequence is
-        sampled in one way for as long as it lives."""
-        began = time.monotonic() - absorbing_seconds
+    def asked(self, batch: pb.ProposeBatch, of_verifier: bool = False) -> Asked:
+        """What a batch asks of the model. `of_verifier`: where a sequence is sampled in one way for as long as it
+        lives."""
+        began = time.monotonic()
         wishes: tuple[str | bytes, ...] = tuple(item.sequence_id for item in batch.items)
         if not of_verifier:
             wishes = tuple(item.sampling.SerializeToString() for item in batch.items)
@@ -102,7 +98,7 @@ class DraftServicer(rpc.DraftServicer):
                 self._last = wishes, rows
             guesses = [Guess(item.sequence_id, item.base, item.newest_token) for item in good]
             task = ProposeTask(guesses, rows, max(item.k for item in good))
-        return Asked(batch.batch_id, began, absorbing_seconds, good, refused, task)
+        return Asked(batch.batch_id, began, good, refused, task)
 
     def answered(self, asked: Asked, answer: ProposeAnswer | None, together: bool = False) -> pb.ProposeBatchResult:
         """What is said to whoever asked. `together`: of q once for all proposals, where it can be."""
@@ -112,7 +108,7 @@ class DraftServicer(rpc.DraftServicer):
             _log_refusals({good[index].sequence_id: error for index, error in answer.refused.items()})
             _add_proposals(result, good, answer, self._q_ring(), together and not refused)
             result.timings.queue_seconds = answer.queue_seconds
-            result.timings.forward_seconds = asked.absorbing_seconds + answer.forward_seconds
+            result.timings.forward_seconds = answer.forward_seconds
         result.proposals.extend(
             pb.Proposal(sequence_id=sequence_id, status=item_status(error)) for sequence_id, error in refused.items()
         )

@@ -37,25 +37,11 @@ class Line:
     def __init__(self, connected: socket.socket):
         self._socket = connected
         weakref.finalize(self, connected.close)
-        # While it is held: what is to go in one packet.
-        self._held: list[bytes] | None = None
-
-    def hold(self) -> None:
-        """Keep what is sent from now on, by the thread that calls, until `let_go`."""
-        self._held = []
-
-    def let_go(self) -> bool:
-        """Send what was kept as one packet. Protocol messages of one type are one message if they follow each other."""
-        held, self._held = self._held or [], None
-        return not held or self.send(b"".join(held))
 
     def send(self, packet: bytes) -> bool:
         """Send it whole and at once, or not at all: then False."""
         if not packet or len(packet) > _MOST_BYTES:
             return False
-        if self._held is not None:
-            self._held.append(packet)
-            return True
         try:
             return self._socket.send(packet, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL) == len(packet)
         except OSError:

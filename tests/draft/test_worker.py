@@ -185,3 +185,33 @@ async def test_a_proposal_that_becomes_due_while_others_are_looked_at_is_answere
             assert list(answer.refused) == [0]
     finally:
         worker.stop()
+
+
+class Deliberate(Starving):
+    """A drafter that takes its time for what arrives, and is behind until it has."""
+
+    arrived = False
+
+    def absorb(self, verified: Verified) -> list[str]:
+        time.sleep(0.2)
+        self.arrived = True
+        return []
+
+    def behind(self, guess: Guess) -> bool:
+        return not self.arrived
+
+
+async def test_what_is_absorbed_for_a_proposal_counts_as_work_on_it_and_not_as_waiting() -> None:
+    worker = Worker(cast(Drafter, Deliberate()), 10.0, lambda ids: None)
+    worker.start()
+    try:
+        began = time.monotonic()
+        asked = asyncio.create_task(worker.propose(ProposeTask([Guess("a", 3, 5)], cast(SamplingRows, None), 0)))
+        await asyncio.sleep(0.1)  # it waits for what comes now
+        worker.absorb(NOTHING, lambda: None)
+        async with asyncio.timeout(10):
+            answer = await asked
+        assert answer.forward_seconds >= 0.2
+        assert 0.1 <= answer.queue_seconds <= time.monotonic() - began - answer.forward_seconds
+    finally:
+        worker.stop()
