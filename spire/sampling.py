@@ -87,6 +87,11 @@ class SamplingRows:
         return Share.of(self.invariant_B)
 
     @cached_property
+    def judged_by_q(self) -> Share:
+        """Whose draft tokens stand or fall by what they were drawn from."""
+        return Share.of(~(self.greedy_B | self.invariant_B))
+
+    @cached_property
     def by_blocks_B(self) -> Tensor:
         """1 where blocks are verified whole, int64."""
         return (self.rule_B == Rule.BLOCK).long()

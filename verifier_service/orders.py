@@ -100,13 +100,14 @@ class Orders:
         if order is None or order.draft_id != draft_id:
             return
         del self._under_way[result.batch_id]
-        task, proposals = order.task, {proposal.sequence_id: proposal for proposal in result.proposals}
-        for item in order.items:
-            if why := _taken_over(item, proposals.get(item.sequence_id)):
-                task.undrafted[item.sequence_id] = why
-        if result.HasField("q"):
-            shared = SharedQ(result.q, len(result.proposals))
-            task.shared_q |= {proposal.sequence_id: (shared, row) for row, proposal in enumerate(result.proposals)}
+        task = order.task
+        if result.HasField("guesses"):
+            _take_all_over(order, result.guesses)
+        else:
+            proposals = {proposal.sequence_id: proposal for proposal in result.proposals}
+            for item in order.items:
+                if why := _taken_over(item, proposals.get(item.sequence_id)):
+                    task.undrafted[item.sequence_id] = why
         task.orders -= 1
         task.drafting_seconds = max(task.drafting_seconds, received - order.at)
         if result.timings.forward_seconds >= task.drafting.forward_seconds:
@@ -140,6 +141,20 @@ class Orders:
 def _plainly(task: VerifyTask, items: list[pb.VerifyItem], why: pb.Undrafted) -> None:
     for item in items:
         task.undrafted[item.sequence_id] = why
+
+
+def _take_all_over(order: Order, guesses: draft_pb2.Guesses) -> None:
+    """Make what was guessed for all items at once their blocks."""
+    k, rest = divmod(len(guesses.tokens), len(order.items))
+    if rest or not 0 < k <= min(item.k for item in order.items):
+        _plainly(order.task, order.items, pb.UNDRAFTED_ERROR)
+        return
+    tokens = list(guesses.tokens)
+    shared = SharedQ(guesses.q, len(order.items)) if guesses.HasField("q") else None
+    for row, item in enumerate(order.items):
+        item.draft_tokens.extend(tokens[row * k : row * k + k])
+        if shared:
+            order.task.shared_q[item.sequence_id] = shared, row
 
 
 def _taken_over(item: pb.VerifyItem, proposal: draft_pb2.Proposal | None) -> pb.Undrafted | None:

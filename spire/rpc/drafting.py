@@ -18,7 +18,7 @@ from spire.rpc.errors import OK, call_status, item_status
 from spire.rpc.limits import check_named
 from spire.rpc.sampling import check_sampling, from_protos
 from spire.rpc.tensors import put, put_shape
-from spire.sampling import SamplingRows
+from spire.sampling import SamplingRows, Share
 from spire.v1 import draft_pb2 as pb
 from spire.v1 import draft_pb2_grpc as rpc
 from spire.v1 import tensor_pb2, verifier_pb2
@@ -101,12 +101,15 @@ class DraftServicer(rpc.DraftServicer):
         return Asked(batch.batch_id, began, good, refused, task)
 
     def answered(self, asked: Asked, answer: ProposeAnswer | None, together: bool = False) -> pb.ProposeBatchResult:
-        """What is said to whoever asked. `together`: of q once for all proposals, where it can be."""
+        """What is said to whoever asked. `together`: of all at once, where it can be."""
         result = pb.ProposeBatchResult(batch_id=asked.batch_id)
         good, refused = asked.items, asked.refused
         if answer:
             _log_refusals({good[index].sequence_id: error for index, error in answer.refused.items()})
-            _add_proposals(result, good, answer, self._q_ring(), together and not refused)
+            if guesses := _guesses(asked, answer, self._q_ring()) if together else None:
+                result.guesses.CopyFrom(guesses)
+            else:
+                _add_proposals(result, good, answer, self._q_ring())
             result.timings.queue_seconds = answer.queue_seconds
             result.timings.forward_seconds = answer.forward_seconds
         result.proposals.extend(
@@ -142,12 +145,32 @@ def _log_refusals(refused: Mapping[str, RequestError]) -> None:
         log.debug("refused", sequence=sequence_id, code=type(error).__name__)
 
 
+def _guesses(asked: Asked, answer: ProposeAnswer, ring: OverwritingRing | None) -> pb.Guesses | None:
+    """All that was asked for in one message; None where items differ, or q lies nowhere."""
+    drafted = answer.drafted
+    if asked.task is None or drafted is None or drafted.ids_BKM is not None or asked.refused or answer.refused:
+        return None
+    if any(item.k != asked.task.k for item in asked.items):
+        return None
+    judged, probs_BKM = asked.task.rows.judged_by_q, drafted.probs_BKM
+    guesses = pb.Guesses(tokens=drafted.tokens_BK.flatten().tolist())
+    if judged is Share.NONE:
+        return guesses
+    if judged is Share.SOME or probs_BKM is None or ring is None:
+        return None
+    place = drafted.place or ring.put(probs_BKM)
+    if not place.length:
+        return None
+    put_shape(guesses.q.probabilities, probs_BKM.dtype, probs_BKM.shape)
+    guesses.q.probabilities_slice.CopyFrom(place)
+    return guesses
+
+
 def _add_proposals(
     result: pb.ProposeBatchResult,
     items: list[pb.ProposeItem],
     answer: ProposeAnswer,
     ring: OverwritingRing | None,
-    together: bool,
 ) -> None:
     """Filled in place: q is the bulk of it, where it does not lie in the ring."""
     for index, error in answer.refused.items():
@@ -158,16 +181,7 @@ def _add_proposals(
         return
     for proposal, item, tokens in zip(added, ready, answer.drafted.tokens_BK.tolist(), strict=True):
         proposal.tokens.extend(tokens[: item.k])
-    needed = [_needs_q(item) for item in ready]
-    if (
-        together
-        and ring
-        and all(needed)
-        and not answer.refused
-        and _add_q_of_all(result.q, ready, answer.drafted, ring)
-    ):
-        return
-    sampled = [(row, added[row].q, item.k) for row, item in enumerate(ready) if needed[row]]
+    sampled = [(row, added[row].q, item.k) for row, item in enumerate(ready) if _needs_q(item)]
     if sampled:
         _add_q(sampled, answer.drafted, ring)
 
@@ -175,20 +189,6 @@ def _add_proposals(
 def _needs_q(item: pb.ProposeItem) -> bool:
     sampling = item.sampling
     return item.k > 0 and sampling.temperature > 0 and sampling.rule != tensor_pb2.RULE_INVARIANT
-
-
-def _add_q_of_all(
-    q: verifier_pb2.DraftDistribution, ready: list[pb.ProposeItem], drafted: Drafted, ring: OverwritingRing
-) -> bool:
-    """Whether one message says it of all."""
-    probs_BKM = drafted.probs_BKM
-    if probs_BKM is None or drafted.ids_BKM is not None or any(item.k != probs_BKM.shape[1] for item in ready):
-        return False
-    place = drafted.place or ring.put(probs_BKM)
-    if place.length:
-        put_shape(q.probabilities, probs_BKM.dtype, probs_BKM.shape)
-        q.probabilities_slice.CopyFrom(place)
-    return bool(place.length)
 
 
 def _add_q(

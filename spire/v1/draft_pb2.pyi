@@ -75,16 +75,24 @@ class ProposeItem(_message.Message):
     def __init__(self, sequence_id: _Optional[str] = ..., base: _Optional[int] = ..., newest_token: _Optional[int] = ..., k: _Optional[int] = ..., sampling: _Optional[_Union[_tensor_pb2.Sampling, _Mapping]] = ...) -> None: ...
 
 class ProposeBatchResult(_message.Message):
-    __slots__ = ("batch_id", "proposals", "timings", "q")
+    __slots__ = ("batch_id", "proposals", "timings", "guesses")
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     PROPOSALS_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
-    Q_FIELD_NUMBER: _ClassVar[int]
+    GUESSES_FIELD_NUMBER: _ClassVar[int]
     batch_id: int
     proposals: _containers.RepeatedCompositeFieldContainer[Proposal]
     timings: _verifier_pb2.Timings
+    guesses: Guesses
+    def __init__(self, batch_id: _Optional[int] = ..., proposals: _Optional[_Iterable[_Union[Proposal, _Mapping]]] = ..., timings: _Optional[_Union[_verifier_pb2.Timings, _Mapping]] = ..., guesses: _Optional[_Union[Guesses, _Mapping]] = ...) -> None: ...
+
+class Guesses(_message.Message):
+    __slots__ = ("tokens", "q")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    Q_FIELD_NUMBER: _ClassVar[int]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
     q: _verifier_pb2.DraftDistribution
-    def __init__(self, batch_id: _Optional[int] = ..., proposals: _Optional[_Iterable[_Union[Proposal, _Mapping]]] = ..., timings: _Optional[_Union[_verifier_pb2.Timings, _Mapping]] = ..., q: _Optional[_Union[_verifier_pb2.DraftDistribution, _Mapping]] = ...) -> None: ...
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., q: _Optional[_Union[_verifier_pb2.DraftDistribution, _Mapping]] = ...) -> None: ...
 
 class Proposal(_message.Message):
     __slots__ = ("sequence_id", "status", "tokens", "q")

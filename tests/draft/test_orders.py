@@ -55,7 +55,9 @@ class Following:
 
 
 @asynccontextmanager
-async def following(pair: tuple[Path, Path], shared: Path) -> AsyncIterator[Following]:
+async def following(
+    pair: tuple[Path, Path], shared: Path, sampling: tensor_pb2.Sampling = SAMPLED
+) -> AsyncIterator[Following]:
     config = VerifierConfig.model_validate(
         {"model": pair[0], "dtype": "float32", "port": 0, "shared_memory": str(shared)}
     )
@@ -74,7 +76,7 @@ async def following(pair: tuple[Path, Path], shared: Path) -> AsyncIterator[Foll
         both = Following(follower, orders, verifier.client())
         try:
             assert await eventually(both.ready)
-            started = await both.client.start("a", [1, 2, 3, 4, 5], SAMPLED, "draft")
+            started = await both.client.start("a", [1, 2, 3, 4, 5], sampling, "draft")
             assert started.status.code == tensor_pb2.CODE_OK
             yield both
         finally:
@@ -89,14 +91,22 @@ def texts(results: list[pb.VerifyResult]) -> list[tuple[int, list[int]]]:
     return [(result.drafted, list(result.tokens)) for result in results]
 
 
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        pytest.param(SAMPLED, id="judged by q"),
+        pytest.param(tensor_pb2.Sampling(top_p=1), id="greedy"),
+        pytest.param(tensor_pb2.Sampling(temperature=1, top_p=1, seed=5, rule=tensor_pb2.RULE_INVARIANT), id="invariant"),
+    ],
+)
 async def test_what_goes_by_the_line_is_what_would_go_by_grpc(
-    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sampling: tensor_pb2.Sampling
 ) -> None:
-    async with following(pair, tmp_path) as both:
+    async with following(pair, tmp_path, sampling) as both:
         by_line = await both.decode(10)
         assert both.by_grpc() == 0
     monkeypatch.setattr(lines, "_MOST_BYTES", 1)
-    async with following(pair, tmp_path) as both:
+    async with following(pair, tmp_path, sampling) as both:
         by_grpc = await both.decode(10)
         assert both.by_grpc() == 10
     assert texts(by_line) == texts(by_grpc)

@@ -20,7 +20,7 @@ from spire.v1 import tensor_pb2 as codes
 from spire.v1 import verifier_pb2 as pb
 from tests.verifier.conftest import Running
 from tests.verifier.harness import VOCAB, Client, Follower, Verifier, distribution, prompt_of
-from tests.verifier.test_orders import OK, drafting
+from tests.verifier.test_orders import drafting
 from verifier_service import blocks
 from verifier_service.batch import RaggedBatch, pad
 
@@ -129,18 +129,18 @@ class Told:
     def __init__(self, line: Line, ring: OverwritingRing):
         self.line, self.ring = line, ring
 
-    async def guess(self, probs_BKV: Tensor, shape: list[int] | None = None, depth: int = 2) -> None:
-        """Answer the next order: every proposal has the same tokens."""
+    async def guess(self, probs_BKV: Tensor, shape: list[int] | None = None, tokens: int = 6) -> None:
+        """Answer the next order: every item has the same tokens, all together so many."""
         told = draft_pb2.Told()
         while not told.HasField("order"):
             told = draft_pb2.Told.FromString(await asyncio.to_thread(self.line.receive))
         result = draft_pb2.ProposeBatchResult(batch_id=told.order.batch_id)
-        for item in told.order.items:
-            result.proposals.add(sequence_id=item.sequence_id, tokens=DRAFT[:depth], status=OK)
-        result.q.probabilities.CopyFrom(without_data(probs_BKV))
+        result.guesses.tokens.extend((5 * DRAFT)[:tokens])
+        q = result.guesses.q
+        q.probabilities.CopyFrom(without_data(probs_BKV))
         if shape is not None:
-            result.q.probabilities.shape[:] = shape
-        result.q.probabilities_slice.CopyFrom(self.ring.put(probs_BKV))
+            q.probabilities.shape[:] = shape
+        q.probabilities_slice.CopyFrom(self.ring.put(probs_BKV))
         assert self.line.send(result.SerializeToString())
 
 
@@ -181,11 +181,14 @@ async def test_q_of_all_proposals_at_once_counts_as_each_ones_own(running: Runni
 
 
 @pytest.mark.parametrize(
-    ("shape", "depth"),
-    [([2, 2, VOCAB], 2), ([6, VOCAB], 2), ([3, 1, 2 * VOCAB], 2), ([3, 2, VOCAB], 1), ([3, 2, 2**31], 2), ([], 2)],
+    ("shape", "tokens"),
+    [
+        *(([2, 2, VOCAB], 6), ([6, VOCAB], 6), ([3, 1, 2 * VOCAB], 6), ([3, 2, 2**31], 6), ([], 6)),
+        *(([3, 2, VOCAB], tokens) for tokens in (0, 3, 5, 9)),
+    ],
 )
-async def test_where_q_of_all_is_none_of_these_proposals_they_are_decoded_plainly(
-    running: Running, tmp_path: Path, shape: list[int], depth: int
+async def test_guesses_and_q_of_all_that_do_not_fit_the_order_are_decoded_plainly(
+    running: Running, tmp_path: Path, shape: list[int], tokens: int
 ) -> None:
     sound_BKV = torch.full((3, len(DRAFT), VOCAB), 1 / VOCAB)
     async with running(shared_memory=str(tmp_path)) as verifier, told(verifier, tmp_path) as draft:
@@ -193,7 +196,7 @@ async def test_where_q_of_all_is_none_of_these_proposals_they_are_decoded_plainl
         for name in "abc":
             await client.start(name, prompt_of(9), SAMPLED, "draft")
         first = asyncio.create_task(of_three(client, 1))
-        await draft.guess(sound_BKV, shape, depth)
+        await draft.guess(sound_BKV, shape, tokens)
         results = await first
         assert [result.undrafted for result in results] == [pb.UNDRAFTED_ERROR] * 3
         assert [(result.status.code, len(result.tokens)) for result in results] == [(codes.CODE_OK, 1)] * 3
