@@ -87,9 +87,13 @@ class SamplingRows:
         return Share.of(self.invariant_B)
 
     @cached_property
-    def judged_by_q(self) -> Share:
+    def judged_by_q_B(self) -> Tensor:
         """Whose draft tokens stand or fall by what they were drawn from."""
-        return Share.of(~(self.greedy_B | self.invariant_B))
+        return ~(self.greedy_B | self.invariant_B)
+
+    @cached_property
+    def judged_by_q(self) -> Share:
+        return Share.of(self.judged_by_q_B)
 
     @cached_property
     def by_blocks_B(self) -> Tensor:

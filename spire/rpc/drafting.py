@@ -104,12 +104,12 @@ class DraftServicer(rpc.DraftServicer):
         """What is said to whoever asked. `together`: of all at once, where it can be."""
         result = pb.ProposeBatchResult(batch_id=asked.batch_id)
         good, refused = asked.items, asked.refused
-        if answer:
+        if answer and asked.task:
             _log_refusals({good[index].sequence_id: error for index, error in answer.refused.items()})
             if guesses := _guesses(asked, answer, self._q_ring()) if together else None:
                 result.guesses.CopyFrom(guesses)
             else:
-                _add_proposals(result, good, answer, self._q_ring())
+                _add_proposals(result, good, answer, asked.task.rows, self._q_ring())
             result.timings.queue_seconds = answer.queue_seconds
             result.timings.forward_seconds = answer.forward_seconds
         result.proposals.extend(
@@ -170,6 +170,7 @@ def _add_proposals(
     result: pb.ProposeBatchResult,
     items: list[pb.ProposeItem],
     answer: ProposeAnswer,
+    rows: SamplingRows,
     ring: OverwritingRing | None,
 ) -> None:
     """Filled in place: q is the bulk of it, where it does not lie in the ring."""
@@ -181,14 +182,10 @@ def _add_proposals(
         return
     for proposal, item, tokens in zip(added, ready, answer.drafted.tokens_BK.tolist(), strict=True):
         proposal.tokens.extend(tokens[: item.k])
-    sampled = [(row, added[row].q, item.k) for row, item in enumerate(ready) if _needs_q(item)]
+    judged = rows.judged_by_q_B[answer.ready].tolist()
+    sampled = [(row, added[row].q, item.k) for row, item in enumerate(ready) if judged[row] and item.k]
     if sampled:
         _add_q(sampled, answer.drafted, ring)
-
-
-def _needs_q(item: pb.ProposeItem) -> bool:
-    sampling = item.sampling
-    return item.k > 0 and sampling.temperature > 0 and sampling.rule != tensor_pb2.RULE_INVARIANT
 
 
 def _add_q(
