@@ -100,19 +100,19 @@ class Drafter:
 
     def _absorb_activations(self, memory: DraftMemory, verified: Verified, slots: list[int | None]) -> None:
         spans, rows_RND = verified.spans, verified.rows_RND
-        # A few numbers for each row: numpy is done with them before torch has begun.
-        counts_S = np.array([span.count for span in spans])
-        ends_S = np.array([span.start + span.count for span in spans])
-        slots_R = np.repeat([-1 if slot is None else slot for slot in slots], counts_S)
-        ends_R = np.repeat(ends_S, counts_S)
-        # The last row of each span stands before its end.
-        positions_R = np.arange(len(rows_RND)) - np.repeat(counts_S.cumsum(), counts_S) + ends_R
-        numbers = [torch.from_numpy(numbers_R) for numbers_R in (slots_R, positions_R, ends_R)]
+        # By lists, until it is one tensor: each of torch's steps, and of numpy's, costs more than all of this.
+        of_slots, positions, ends = list[int](), list[int](), list[int]()
+        for span, slot in zip(spans, slots, strict=True):
+            end = span.start + span.count
+            of_slots += [-1 if slot is None else slot] * span.count
+            positions += range(span.start, end)
+            ends += [end] * span.count
+        numbers_3R = torch.from_numpy(np.array([of_slots, positions, ends]))
         if None in slots:
-            used_R = numbers[0] >= 0
-            numbers, rows_RND = [numbers_R[used_R] for numbers_R in numbers], rows_RND[used_R]
-        of_slots_R, at_R, until_R = (numbers_R.to(self.device) for numbers_R in numbers)
-        memory.absorb(of_slots_R, at_R, until_R, rows_RND.to(self.device, self.dtype))
+            used_R = numbers_3R[0] >= 0
+            numbers_3R, rows_RND = numbers_3R[:, used_R], rows_RND[used_R]
+        slots_R, positions_R, ends_R = numbers_3R.to(self.device)
+        memory.absorb(slots_R, positions_R, ends_R, rows_RND.to(self.device, self.dtype))
 
     def _absorb_tokens(self, memory: TokenMemory, verified: Verified, slots: list[int | None]) -> None:
         first = 0

@@ -31,6 +31,30 @@ class Limits:
 
 
 @dataclass(slots=True)
+class Item:
+    """One item of a VerifyBatch, read once from the message, and what was guessed for it.
+
+    `q`: what its tokens were drawn from, as the message says it, or as its draft said it of all at once and which row
+    of that is this one's.
+    """
+
+    index: int
+    sequence_id: str
+    round: int
+    base: int
+    k: int
+    quiet: bool
+    tokens: Rows[int]
+    q: pb.DraftDistribution | tuple[SharedQ, int] | None
+
+    @classmethod
+    def read(cls, item: pb.VerifyItem, index: int) -> Item:
+        q = item.q if item.HasField("q") else None
+        tokens = list(item.draft_tokens)
+        return cls(index, item.sequence_id, item.round, item.base, item.k, item.quiet, tokens, q)
+
+
+@dataclass(slots=True)
 class Block:
     """One item that passed its checks: draft tokens after a sequence's newest one, and what they were drawn from.
 
@@ -87,14 +111,14 @@ class SharedQ:
     """What the tokens of so many proposals were drawn from, as their draft said it of all at once: looked up once."""
 
     def __init__(self, q: pb.DraftDistribution, proposals: int):
-        self.place = q.probabilities_slice
+        self.places = (q.probabilities_slice,)
         self._message, self._proposals = q.probabilities, proposals
         self._rows: tuple[Tensor, ...] | None = None
 
     def row(self, row: int, ring: OverwritingRingReader | None) -> Tensor | None:
         """One proposal's, [K, V], where it lies in its draft's ring; None when it is there no more."""
         if self._rows is None:
-            probs_BKV = _read_probabilities(self._message, self.place, ring)
+            probs_BKV = _read_probabilities(self._message, *self.places, ring)
             if probs_BKV is None:
                 return None
             if probs_BKV.ndim != 3 or len(probs_BKV) != self._proposals:
@@ -104,35 +128,32 @@ class SharedQ:
 
 
 def read_block(
-    item: pb.VerifyItem,
-    sequence: Sequence,
-    base: int,
-    limits: Limits,
-    q_ring: OverwritingRingReader | None,
-    shared: tuple[SharedQ, int] | None = None,
+    item: Item, sequence: Sequence, base: int, limits: Limits, q_ring: OverwritingRingReader | None
 ) -> Block:
     """Check one item against its sequence. Raises InvalidRequest that says what is wrong.
 
-    What its tokens were drawn from is in the item, or a row of what is `shared`. Draft tokens whose q is no more in its
-    draft's `q_ring` count for nothing: the block is an empty one.
+    Draft tokens whose q is no more in its draft's `q_ring` count for nothing: the block is an empty one.
     """
-    k = len(item.draft_tokens)
+    k = len(item.tokens)
     if k > limits.max_depth:
         raise InvalidRequest(f"{k} draft tokens came, at most {limits.max_depth} are taken")
     if base + k + 1 > limits.max_context:
         raise InvalidRequest(f"positions up to {base + k} do not fit the context of {limits.max_context}")
-    if k and (largest := max(item.draft_tokens)) >= limits.vocab_size:
+    if k and (largest := max(item.tokens)) >= limits.vocab_size:
         raise InvalidRequest(f"draft token {largest} is outside the vocabulary of {limits.vocab_size}")
     if k == 0 or not sequence.needs_q:
-        return Block(sequence, base, item.round, item.draft_tokens, None, None, item.quiet)
-    if shared:
-        found, slices = _read_shared_q(*shared, k, limits.vocab_size, q_ring), [shared[0].place]
+        return Block(sequence, base, item.round, item.tokens, None, None, item.quiet)
+    if item.q is None:
+        raise InvalidRequest("q is missing: a sampled sequence needs what its draft tokens were drawn from")
+    if isinstance(item.q, tuple):
+        shared, row = item.q
+        found, places = _read_shared_q(shared, row, k, limits.vocab_size, q_ring), shared.places
     else:
-        found = _read_q(item, k, limits.vocab_size, q_ring)
-        slices = [place for place in (item.q.ids_slice, item.q.probabilities_slice) if place.length]
+        found = _read_q(item.q, k, limits.vocab_size, q_ring)
+        places = tuple(place for place in (item.q.ids_slice, item.q.probabilities_slice) if place.length)
     if found is None:
         return Block(sequence, base, item.round, [], None, None, item.quiet)
-    return Block(sequence, base, item.round, item.draft_tokens, *found, item.quiet, q_ring, tuple(slices))
+    return Block(sequence, base, item.round, item.tokens, *found, item.quiet, q_ring, places)
 
 
 def _read_shared_q(
@@ -150,17 +171,15 @@ def _whole(probs_KV: Tensor, k: int, vocab_size: int) -> Tensor:
 
 
 def _read_q(
-    item: pb.VerifyItem, k: int, vocab_size: int, ring: OverwritingRingReader | None
+    q: pb.DraftDistribution, k: int, vocab_size: int, ring: OverwritingRingReader | None
 ) -> tuple[Tensor | None, Tensor] | None:
     """Ids, if there are any, and probabilities; None when they have been overwritten."""
-    if not item.HasField("q"):
-        raise InvalidRequest("q is missing: a sampled sequence needs what its draft tokens were drawn from")
-    probs_KM = _read_probabilities(item.q.probabilities, item.q.probabilities_slice, ring)
+    probs_KM = _read_probabilities(q.probabilities, q.probabilities_slice, ring)
     if probs_KM is None:
         return None
-    if not item.q.HasField("ids"):
+    if not q.HasField("ids"):
         return None, _whole(probs_KM, k, vocab_size)
-    ids_KM = _read_tensor(item.q.ids, item.q.ids_slice, ring, torch.int32)
+    ids_KM = _read_tensor(q.ids, q.ids_slice, ring, torch.int32)
     if ids_KM is None:
         return None
     fits = ids_KM.ndim == 2 and len(ids_KM) == k and 0 < ids_KM.shape[1] <= vocab_size
@@ -195,19 +214,18 @@ def _read_tensor(
 def pad(blocks: Rows[Block], device: torch.device) -> RaggedBatch:
     """One tensor per field, short rows padded with token 0."""
     counts = [block.k for block in blocks]
-    B, K = len(blocks), max(counts)
-    tokens_BT = np.zeros((B, K + 1), dtype=np.int64)
-    for row, block in enumerate(blocks):
-        tokens_BT[row, 0] = block.sequence.newest
-        tokens_BT[row, 1 : block.k + 1] = block.tokens
+    K = max(counts)
+    tokens_BT = np.array([[block.sequence.newest, *block.tokens, *[0] * (K - block.k)] for block in blocks])
+    numbers = np.array([counts, [block.base for block in blocks], [block.width for block in blocks]])
+    counts_B, base_B, widths_B = torch.from_numpy(numbers).to(device)
     return RaggedBatch(
         slots=[block.sequence.slot for block in blocks],
         counts=counts,
         tokens_BT=torch.from_numpy(tokens_BT).to(device),
-        counts_B=torch.tensor(counts, device=device),
-        base_B=torch.tensor([block.base for block in blocks], device=device),
+        counts_B=counts_B,
+        base_B=base_B,
         q=_pad_q(blocks, K, device),
-        widths_B=torch.tensor([block.width for block in blocks], device=device),
+        widths_B=widths_B,
     )
 
 

@@ -16,7 +16,7 @@ from spire.errors import InvalidRequest, RequestError, SpireError, UnknownSequen
 from spire.rpc.carrier import OverwritingRingReader
 from spire.rpc.errors import OK
 from spire.v1 import verifier_pb2 as pb
-from verifier_service.batch import Block, Limits, RaggedBatch, pad, q_problems, read_block
+from verifier_service.batch import Block, Item, Limits, RaggedBatch, pad, q_problems, read_block
 from verifier_service.metrics import VerifierMetrics
 from verifier_service.orders import Orders
 from verifier_service.prefixes import Prefixes
@@ -30,11 +30,11 @@ log = structlog.get_logger("verifier_service")
 
 @dataclass(slots=True)
 class Entry:
-    """A block and where its result belongs."""
+    """A block, and of which batch which item it is."""
 
     block: Block
     task: VerifyTask
-    index: int
+    item: Item
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Taken:
                 timings.sample_seconds = self.q_seconds + outcome.sample_seconds
             result = pb.VerifyBatchResult(
                 batch_id=task.batch.batch_id,
-                results=task.results,
+                results=[task.results[item.index] for item in task.items],
                 timings=timings,
                 cache_usage=cache_usage,
                 over_at=over,
@@ -147,35 +147,34 @@ class Blocks:
         entries: list[Entry] = []
         seen: set[str] = set()
         for task in tasks:
-            task.results = [pb.VerifyResult() for _ in task.batch.items]
-            for index, item in enumerate(task.batch.items):
+            for item in task.items:
                 try:
                     if item.sequence_id in seen:
                         raise InvalidRequest(f"sequence {item.sequence_id} is in this batch twice")
                     seen.add(item.sequence_id)
                     block = self._read(item, task)
                     if isinstance(block, Block):
-                        entries.append(Entry(block, task, index))
+                        entries.append(Entry(block, task, item))
                     else:
-                        task.results[index] = block
+                        task.results[item.index] = block
                 except RequestError as error:
-                    self._refuse(task, index, error)
+                    self._refuse(task, item, error)
         return sorted(entries, key=lambda entry: entry.block.sequence.slot)
 
-    def _read(self, item: pb.VerifyItem, task: VerifyTask) -> Block | pb.VerifyResult:
+    def _read(self, item: Item, task: VerifyTask) -> Block | pb.VerifyResult:
         sequence = self._slots.held(item.sequence_id)
         base = self._steps.cache.lengths[sequence.slot]
-        if stored := sequence.stored_answer(item, base):
+        if stored := sequence.stored_answer(item.round, item.base, base):
             return stored
-        q_ring, shared = self._q_rings.get(sequence.draft_id), task.shared_q.get(item.sequence_id)
+        q_ring = self._q_rings.get(sequence.draft_id)
         try:
-            return read_block(item, sequence, base, self._limits, q_ring, shared)
+            return read_block(item, sequence, base, self._limits, q_ring)
         except InvalidRequest:
             if not item.k:
                 raise
             # The draft's doing, not the gateway's.
             task.undrafted[item.sequence_id] = pb.UNDRAFTED_ERROR
-            del item.draft_tokens[:]
+            item.tokens = []
             return read_block(item, sequence, base, self._limits, q_ring)
 
     def _with_room(self, entries: list[Entry]) -> list[Entry]:
@@ -190,7 +189,7 @@ class Blocks:
             victim = self._slots.preempt_youngest()
             for entry in entries:
                 if entry.block.sequence is victim:
-                    self._refuse(entry.task, entry.index, UnknownSequence(f"sequence {victim.id} was preempted"))
+                    self._refuse(entry.task, entry.item, UnknownSequence(f"sequence {victim.id} was preempted"))
             entries = [entry for entry in entries if entry.block.sequence is not victim]
         return entries
 
@@ -210,30 +209,27 @@ class Blocks:
 
     def _without_bad_q(self, entry: Entry, problem: str) -> Entry | None:
         """An empty block instead of one that a draft has spoilt; a gateway's own is refused."""
-        item = entry.task.batch.items[entry.index]
-        if not item.k:
-            self._refuse(entry.task, entry.index, InvalidRequest(problem))
+        if not entry.item.k:
+            self._refuse(entry.task, entry.item, InvalidRequest(problem))
             return None
-        entry.task.undrafted[item.sequence_id] = pb.UNDRAFTED_ERROR
+        entry.task.undrafted[entry.item.sequence_id] = pb.UNDRAFTED_ERROR
         return replace(entry, block=entry.block.without_tokens())
 
     def _give_up_rest(self, tasks: Rows[VerifyTask]) -> None:
         """Every item that has no answer yet."""
         for task in tasks:
-            task.results += [pb.VerifyResult() for _ in task.batch.items[len(task.results) :]]
-            for index, result in enumerate(task.results):
-                if not result.HasField("status"):
-                    self._give_up(task, index)
+            for item in task.items:
+                if item.index not in task.results:
+                    self._give_up(task, item)
 
-    def _give_up(self, task: VerifyTask, index: int) -> None:
+    def _give_up(self, task: VerifyTask, item: Item) -> None:
         """Of a sequence with which a step failed nothing is certain: it is let go, to be started again."""
-        sequence_id = task.batch.items[index].sequence_id
-        self._refuse(task, index, step_failed(sequence_id))
-        self._slots.release([sequence_id])
+        self._refuse(task, item, step_failed(item.sequence_id))
+        self._slots.release([item.sequence_id])
 
-    def _refuse(self, task: VerifyTask, index: int, error: SpireError) -> None:
-        item, status = task.batch.items[index], self._slots.refusal(task.batch.items[index].sequence_id, error)
-        task.results[index] = pb.VerifyResult(sequence_id=item.sequence_id, round=item.round, status=status)
+    def _refuse(self, task: VerifyTask, item: Item, error: SpireError) -> None:
+        status = self._slots.refusal(item.sequence_id, error)
+        task.results[item.index] = pb.VerifyResult(sequence_id=item.sequence_id, round=item.round, status=status)
 
     # --- after it -------------------------------------------------------------------------------------------------
 
@@ -260,16 +256,16 @@ class Blocks:
     def fail(self, taken: Taken) -> None:
         """The step came to nothing for any of them."""
         for entry in taken.entries:
-            self._give_up(entry.task, entry.index)
+            self._give_up(entry.task, entry.item)
 
     def _write_answer(self, entry: Entry, outcome: Outcome, row: int) -> None:
         sequence, block = entry.block.sequence, entry.block
         if not outcome.finite[row]:
             sequence.poisoned = True
-            self._refuse(entry.task, entry.index, not_finite(sequence))
+            self._refuse(entry.task, entry.item, not_finite(sequence))
             return
         if refusal := outcome.refused[row]:
-            self._refuse(entry.task, entry.index, refusal)
+            self._refuse(entry.task, entry.item, refusal)
             return
         answer = pb.VerifyResult(
             sequence_id=sequence.id,
@@ -281,4 +277,4 @@ class Blocks:
             logprobs=outcome.logprobs[row],
         )
         sequence.last_answer = answer
-        entry.task.results[entry.index] = answer
+        entry.task.results[entry.item.index] = answer

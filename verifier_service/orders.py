@@ -14,7 +14,7 @@ from itertools import count
 
 from spire.v1 import draft_pb2, tensor_pb2
 from spire.v1 import verifier_pb2 as pb
-from verifier_service.batch import Limits, SharedQ
+from verifier_service.batch import Item, Limits, SharedQ
 from verifier_service.sequence import Sequence
 from verifier_service.tasks import VerifyTask
 
@@ -30,7 +30,7 @@ class Order:
 
     draft_id: str
     task: VerifyTask
-    items: list[pb.VerifyItem]
+    items: list[Item]
     at: float
     deadline: float
 
@@ -58,9 +58,9 @@ class Orders:
 
     def place(self, task: VerifyTask) -> None:
         """Ask for what a batch's items want. Its sequences' last blocks have been concluded."""
-        by_draft: defaultdict[str, list[tuple[pb.VerifyItem, Sequence]]] = defaultdict(list)
-        for item in task.batch.items:
-            sequence = self._sequences.get(item.sequence_id) if item.k and not item.draft_tokens else None
+        by_draft: defaultdict[str, list[tuple[Item, Sequence]]] = defaultdict(list)
+        for item in task.items:
+            sequence = self._sequences.get(item.sequence_id) if item.k and not item.tokens else None
             if sequence and sequence.started and item.round == sequence.round + 1:
                 by_draft[sequence.draft_id].append((item, sequence))
         for draft_id, asked in by_draft.items():
@@ -74,7 +74,7 @@ class Orders:
                 send(self._order(draft_id, task, items, [sequence for _, sequence in asked]))
 
     def _order(
-        self, draft_id: str, task: VerifyTask, items: list[pb.VerifyItem], sequences: list[Sequence]
+        self, draft_id: str, task: VerifyTask, items: list[Item], sequences: list[Sequence]
     ) -> draft_pb2.ProposeBatch:
         now, order_id = time.perf_counter(), next(self._ids)
         patience = min(max(0.0, task.batch.patience_seconds), _MOST_PATIENCE)  # 0 also where it is no number
@@ -82,14 +82,10 @@ class Orders:
         task.orders += 1
         batch = draft_pb2.ProposeBatch(batch_id=order_id)
         for item, sequence in zip(items, sequences, strict=True):
-            base = len(sequence.tokens) - 1
-            batch.items.add(
-                sequence_id=sequence.id,
-                base=base,
-                newest_token=sequence.newest,
-                k=max(0, min(item.k, self._limits.max_depth, self._limits.max_context - base - 1)),
-                sampling=sequence.start.sampling,
-            )
+            base, asked = len(sequence.tokens) - 1, sequence.asked
+            asked.base, asked.newest_token = base, sequence.newest
+            asked.k = max(0, min(item.k, self._limits.max_depth, self._limits.max_context - base - 1))
+            batch.items.append(asked)
         return batch
 
     def take(self, draft_id: str, result: draft_pb2.ProposeBatchResult, received: float) -> None:
@@ -138,7 +134,7 @@ class Orders:
         _plainly(order.task, order.items, why)
 
 
-def _plainly(task: VerifyTask, items: list[pb.VerifyItem], why: pb.Undrafted) -> None:
+def _plainly(task: VerifyTask, items: list[Item], why: pb.Undrafted) -> None:
     for item in items:
         task.undrafted[item.sequence_id] = why
 
@@ -152,18 +148,14 @@ def _take_all_over(order: Order, guesses: draft_pb2.Guesses) -> None:
     tokens = list(guesses.tokens)
     shared = SharedQ(guesses.q, len(order.items)) if guesses.HasField("q") else None
     for row, item in enumerate(order.items):
-        item.draft_tokens.extend(tokens[row * k : row * k + k])
-        if shared:
-            order.task.shared_q[item.sequence_id] = shared, row
+        item.tokens, item.q = tokens[row * k : row * k + k], (shared, row) if shared else None
 
 
-def _taken_over(item: pb.VerifyItem, proposal: draft_pb2.Proposal | None) -> pb.Undrafted | None:
+def _taken_over(item: Item, proposal: draft_pb2.Proposal | None) -> pb.Undrafted | None:
     """Make a proposal the item's block; returns why it cannot be."""
     if proposal is None or proposal.status.code != tensor_pb2.CODE_OK or len(proposal.tokens) > item.k:
         return pb.UNDRAFTED_ERROR
     if not proposal.tokens:
         return pb.UNDRAFTED_BEHIND
-    item.draft_tokens.extend(proposal.tokens)
-    if proposal.HasField("q"):
-        item.q.CopyFrom(proposal.q)
+    item.tokens, item.q = list(proposal.tokens), proposal.q if proposal.HasField("q") else None
     return None

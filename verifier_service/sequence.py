@@ -11,7 +11,7 @@ from spire.drafting import Guess
 from spire.errors import InvalidRequest, NotFinite, StaleBlock, UnknownSequence
 from spire.rpc.limits import MAX_LOGPROBS, MAX_SEQUENCE_ID
 from spire.rpc.sampling import check_sampling
-from spire.v1 import tensor_pb2
+from spire.v1 import draft_pb2, tensor_pb2
 from spire.v1 import verifier_pb2 as pb
 from verifier_service.histories import check_adjustments
 from verifier_service.logprobs import Scores
@@ -45,31 +45,32 @@ class Sequence:
     # Of `start`, where each look makes another string.
     id: str = field(init=False)
     draft_id: str = field(init=False)
+    # What a draft is asked for it, but for what differs from round to round.
+    asked: draft_pb2.ProposeItem = field(init=False)
+    # Whether a block has to say what its tokens were drawn from.
+    needs_q: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.start.tokens)
         self.id, self.draft_id = self.start.sequence_id, self.start.draft_id
+        sampling = self.start.sampling
+        self.asked = draft_pb2.ProposeItem(sequence_id=self.id, sampling=sampling)
+        self.needs_q = sampling.temperature > 0 and sampling.rule != tensor_pb2.RULE_INVARIANT
 
     @property
     def newest(self) -> int:
         return self.tokens[-1]
 
-    @property
-    def needs_q(self) -> bool:
-        """Whether a block has to say what its tokens were drawn from."""
-        sampling = self.start.sampling
-        return sampling.temperature > 0 and sampling.rule != tensor_pb2.RULE_INVARIANT
-
-    def stored_answer(self, item: pb.VerifyItem, base: int) -> pb.VerifyResult | None:
+    def stored_answer(self, round_: int, asked_base: int, base: int) -> pb.VerifyResult | None:
         """The answer of a repeated block, None when the block is the next one. Raises StaleBlock when neither."""
         if self.started is None:
             raise StaleBlock(f"sequence {self.id} is still prefilling")
-        if self.last_answer is not None and item.round == self.round and item.base in (0, self.last_base):
+        if self.last_answer is not None and round_ == self.round and asked_base in (0, self.last_base):
             return self.last_answer
-        if item.round != self.round + 1:
-            raise StaleBlock(f"sequence {self.id}: round {item.round} came, round {self.round + 1} is next")
-        if item.base not in (0, base):
-            raise StaleBlock(f"sequence {self.id}: base {item.base} came, {base} positions are committed")
+        if round_ != self.round + 1:
+            raise StaleBlock(f"sequence {self.id}: round {round_} came, round {self.round + 1} is next")
+        if asked_base not in (0, base):
+            raise StaleBlock(f"sequence {self.id}: base {asked_base} came, {base} positions are committed")
         return None
 
     def check_guess(self, guess: Guess, base: int) -> None:

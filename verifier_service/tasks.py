@@ -10,7 +10,7 @@ from typing import Any
 
 from spire.v1 import draft_pb2
 from spire.v1 import verifier_pb2 as pb
-from verifier_service.batch import SharedQ
+from verifier_service.batch import Item
 from verifier_service.grammar import Matcher
 from verifier_service.sequence import Reply
 
@@ -32,20 +32,20 @@ class VerifyTask:
     gateway: str
     reply: Reply
     received: float = field(default_factory=time.perf_counter)
-    results: list[pb.VerifyResult] = field(default_factory=list)
+    # By index of their items.
+    results: dict[int, pb.VerifyResult] = field(default_factory=dict)
     # Whether drafts have been asked for what its items want of them, how many of these orders are under way, what was
     # decoded plainly for want of a guess, and what the draft that took longest told of its work.
     asked: bool = False
     orders: int = 0
     undrafted: dict[str, pb.Undrafted] = field(default_factory=dict)
-    # Of sequences whose draft said for all of them at once what tokens were drawn from: that, and which row is theirs.
-    shared_q: dict[str, tuple[SharedQ, int]] = field(default_factory=dict)
     drafting: pb.Timings = field(default_factory=pb.Timings)
     # From asking to the last answer.
     drafting_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        self.sequence_ids = frozenset(item.sequence_id for item in self.batch.items)
+        self.items = [Item.read(item, index) for index, item in enumerate(self.batch.items)]
+        self.sequence_ids = frozenset(item.sequence_id for item in self.items)
 
 
 @dataclass(frozen=True)
