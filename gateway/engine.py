@@ -260,9 +260,9 @@ class Engine:
     async def _round(self, lane: int, current: Round, began: float) -> None:
         """Propose, verify, commit, learn; `began` when the round before it was over."""
         await self._rounds.send(lane, current)
-        if current.answer is None:
+        if current.asked is None:
             return
-        answer, asked_seconds = await current.answer
+        answer, asked_seconds = await self.verifier.answer(current.asked)
         await self._rounds.follow(lane)
         # While it waited behind the round before it, that one's time passed.
         early = max(0.0, began - current.sent_at)

@@ -7,13 +7,12 @@ answer means.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import dataclass, field
 
 from gateway.config import GatewayConfig
 from gateway.depth import Load
-from gateway.peers import VerifierPeer
+from gateway.peers import Asked, VerifierPeer
 from gateway.scheduler import Batch, Scheduler
 from gateway.sequence import Sequence
 from gateway.speculation import Proposals, Speculation
@@ -22,7 +21,8 @@ from spire.v1 import verifier_pb2
 
 @dataclass(slots=True)
 class Round:
-    """A batch and the k that was chosen for it; `answer` once the verifier has been asked about those in `sent`."""
+    """A batch and the k that was chosen for it; `request` once it is written, for those in `sent`, and `asked` once the
+    verifier has it."""
 
     batch: Batch
     load: Load
@@ -30,7 +30,8 @@ class Round:
     proposals: Proposals = field(default_factory=Proposals)
     sent: list[Sequence] = field(default_factory=list)
     sent_at: float = 0.0
-    answer: asyncio.Task[tuple[verifier_pb2.VerifyBatchResult, float]] | None = None
+    request: verifier_pb2.RoundsRequest | None = None
+    asked: Asked[verifier_pb2.VerifyBatchResult] | None = None
 
 
 class Rounds:
@@ -51,7 +52,7 @@ class Rounds:
 
     async def send(self, lane: int, current: Round) -> None:
         """Ask about it, if that was not done ahead, plan the round after it, and ask about that where it pays."""
-        if current.answer is None:
+        if current.asked is None:
             await self._ask(current)
         if not (current.proposals.ordered or current.plain):
             return
@@ -59,18 +60,21 @@ class Rounds:
             self._next[lane] = following
             if not current.plain or len(current.sent) <= self._most_ahead:
                 await self.follow(lane)
+            elif following.plain:
+                # So that it goes out at once when the answer has come.
+                await self._write(following)
 
     async def follow(self, lane: int) -> None:
         """Ask about the lane's next round, if that was not done and nothing of it waits for this gateway."""
         following = self._next.get(lane)
-        if following and following.answer is None and (following.plain or self._speculation.ordered):
+        if following and following.asked is None and (following.plain or self._speculation.ordered):
             await self._ask(following)
 
     def forget_next(self, lane: int) -> None:
         if following := self._next.pop(lane, None):
             self._scheduler.end_round(following.batch)
-            if following.answer:
-                following.answer.cancel()
+            if following.asked:
+                following.asked.answer.cancel()
 
     @property
     def _most_ahead(self) -> int:
@@ -87,15 +91,17 @@ class Rounds:
 
     async def _ask(self, planned: Round) -> None:
         """Ask the draft, if it is to be drafted, and the verifier, if anybody in it goes on."""
-        planned.proposals = await self._speculation.propose(self._scheduler.still(planned.batch))
-        planned.sent = self._scheduler.still(planned.batch)
-        if planned.sent:
-            request = self._request(planned.sent, planned.proposals)
+        if planned.request is None or planned.sent != self._scheduler.still(planned.batch):
+            await self._write(planned)
+        if planned.sent and planned.request:
             planned.sent_at = time.monotonic()
             # Sent before anything else may run: whoever has heard of the round before it has text to write now.
-            asked = await self._verifier.ask(request, self._deadline)
-            planned.answer = asyncio.create_task(self._verifier.answer(asked))
-            planned.answer.add_done_callback(_seen)
+            planned.asked = await self._verifier.ask(planned.request, self._deadline)
+
+    async def _write(self, planned: Round) -> None:
+        planned.proposals = await self._speculation.propose(self._scheduler.still(planned.batch))
+        planned.sent = self._scheduler.still(planned.batch)
+        planned.request = self._request(planned.sent, planned.proposals)
 
     def _request(self, batch: list[Sequence], proposals: Proposals) -> verifier_pb2.RoundsRequest:
         # Filled in place: q is the bulk of a round, and each message built from messages copies it again.
@@ -113,9 +119,3 @@ class Rounds:
                 if proposal.HasField("q"):
                     item.q.CopyFrom(proposal.q)
         return request
-
-
-def _seen(answer: asyncio.Task[tuple[verifier_pb2.VerifyBatchResult, float]]) -> None:
-    """Whoever asked may have given up on it."""
-    if not answer.cancelled():
-        answer.exception()

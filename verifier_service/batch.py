@@ -49,9 +49,10 @@ class Item:
 
     @classmethod
     def read(cls, item: pb.VerifyItem, index: int) -> Item:
-        q = item.q if item.HasField("q") else None
-        tokens = list(item.draft_tokens)
-        return cls(index, item.sequence_id, item.round, item.base, item.k, item.quiet, tokens, q)
+        tokens = item.draft_tokens
+        q = item.q if tokens and item.HasField("q") else None
+        guess = list(tokens) if tokens else ()
+        return cls(index, item.sequence_id, item.round, item.base, item.k, item.quiet, guess, q)
 
 
 @dataclass(slots=True)

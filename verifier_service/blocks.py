@@ -62,23 +62,21 @@ class Taken:
     def answer(self, outcome: Outcome | None, began: float, over: float, cache_usage: float) -> None:
         """Send what became of every item. `began` and `over`: of the step, as `time.perf_counter` has them."""
         for task in self.tasks:
-            waited = began - task.received - task.drafting_seconds
-            timings = pb.Timings(queue_seconds=waited, total_seconds=time.perf_counter() - began)
+            # Filled in place: each message built from messages copies them.
+            response = pb.RoundsResponse()
+            result, timings = response.verified, response.verified.timings
+            result.batch_id, result.cache_usage, result.over_at = task.batch.batch_id, cache_usage, over
+            result.results.extend([task.results[item.index] for item in task.items])
+            for answered in result.results if task.undrafted else ():
+                answered.undrafted = task.undrafted.get(answered.sequence_id, pb.UNDRAFTED_UNSPECIFIED)
+            timings.queue_seconds = began - task.received - task.drafting_seconds
+            timings.total_seconds = time.perf_counter() - began
             if outcome:
                 timings.forward_seconds = outcome.forward_seconds
                 timings.sample_seconds = self.q_seconds + outcome.sample_seconds
-            result = pb.VerifyBatchResult(
-                batch_id=task.batch.batch_id,
-                results=[task.results[item.index] for item in task.items],
-                timings=timings,
-                cache_usage=cache_usage,
-                over_at=over,
-            )
             if task.drafting_seconds:
                 result.drafting.CopyFrom(task.drafting)
-            for answered in result.results if task.undrafted else ():
-                answered.undrafted = task.undrafted.get(answered.sequence_id, pb.UNDRAFTED_UNSPECIFIED)
-            task.reply(pb.RoundsResponse(verified=result))
+            task.reply(response)
 
 
 class Blocks:
