@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spire.kernels import collect, collects
+from spire.kernels import collect, collect_from, collects
 from spire.randomness import Purpose
 from spire.sampling import Rule, SamplingRows, Share, draw, pick, sample
 
@@ -60,6 +60,14 @@ class SparseDistribution:
             if rows_KV is not None:
                 probs_BKV[row, : len(rows_KV)] = rows_KV
         return cls(None, probs_BKV.to(device))
+
+    @classmethod
+    def whole_of(cls, probs_XKV: Tensor, rows: Sequence[int | None], device: torch.device) -> SparseDistribution:
+        """The same of some rows of one tensor, where None is padding."""
+        if device.type == "cpu" and collects(probs_XKV):
+            return cls(None, *collect_from(probs_XKV, rows))
+        _, K, V = probs_XKV.shape
+        return cls.whole([None if row is None else probs_XKV[row] for row in rows], K, V, device)
 
     @property
     def collected(self) -> bool:

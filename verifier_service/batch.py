@@ -56,31 +56,48 @@ class Item:
 
 
 @dataclass(slots=True)
-class Block:
-    """One item that passed its checks: draft tokens after a sequence's newest one, and what they were drawn from.
+class Q:
+    """What k tokens were drawn from: M candidates of each, without ids the whole vocabulary.
 
-    q may lie in a ring, where it can be overwritten until it has been read: at `places` of it.
+    It may lie in a ring, where it can be overwritten until it has been read: at `places` of it. `row`: of a tensor that
+    is of many blocks, [X, K, M], this one's.
     """
+
+    probs: Tensor
+    width: int
+    ids_KM: Tensor | None = None
+    row: int | None = None
+    ring: OverwritingRingReader | None = None
+    places: tuple[pb.RingSlice, ...] = ()
+
+    @property
+    def probs_KM(self) -> Tensor:
+        return self.probs if self.row is None else self.probs[self.row]
+
+    @property
+    def holds(self) -> bool:
+        """Whether what was read is what was drawn from."""
+        return all(self.ring is not None and self.ring.holds(place) for place in self.places)
+
+
+@dataclass(slots=True)
+class Block:
+    """One item that passed its checks: draft tokens after a sequence's newest one, and what they were drawn from."""
 
     sequence: Sequence
     base: int
     round: int
     tokens: Rows[int]
-    # Without ids a q is over the whole vocabulary.
-    q_ids_KM: Tensor | None
-    q_probs_KM: Tensor | None
+    q: Q | None = None
     quiet: bool = False
-    ring: OverwritingRingReader | None = None
-    places: tuple[pb.RingSlice, ...] = ()
 
     @property
     def has_its_q(self) -> bool:
-        """Whether what was read of q is what was drawn from."""
-        return all(self.ring is not None and self.ring.holds(place) for place in self.places)
+        return self.q is None or self.q.holds
 
     def without_tokens(self) -> Block:
         """The empty block that stands for one whose q is gone."""
-        return replace(self, tokens=[], q_ids_KM=None, q_probs_KM=None, places=())
+        return replace(self, tokens=[], q=None)
 
     @property
     def k(self) -> int:
@@ -88,7 +105,7 @@ class Block:
 
     @property
     def width(self) -> int:
-        return 0 if self.q_probs_KM is None else self.q_probs_KM.shape[1]
+        return self.q.width if self.q else 0
 
 
 @dataclass(frozen=True)
@@ -109,23 +126,24 @@ class RaggedBatch:
 
 
 class SharedQ:
-    """What the tokens of so many proposals were drawn from, as their draft said it of all at once: looked up once."""
+    """What the k tokens of each of so many proposals were drawn from, as their draft said it of all at once."""
 
-    def __init__(self, q: pb.DraftDistribution, proposals: int):
-        self.places = (q.probabilities_slice,)
-        self._message, self._proposals = q.probabilities, proposals
-        self._rows: tuple[Tensor, ...] | None = None
+    def __init__(self, q: pb.DraftDistribution, proposals: int, k: int):
+        self._places, self._message = (q.probabilities_slice,), q.probabilities
+        self._proposals, self._k = proposals, k
+        self._probs_XKV: Tensor | None = None
 
-    def row(self, row: int, ring: OverwritingRingReader | None) -> Tensor | None:
-        """One proposal's, [K, V], where it lies in its draft's ring; None when it is there no more."""
-        if self._rows is None:
-            probs_BKV = _read_probabilities(self._message, *self.places, ring)
-            if probs_BKV is None:
+    def of(self, row: int, vocab_size: int, ring: OverwritingRingReader | None) -> Q | None:
+        """One proposal's, where it lies in its draft's ring; None when it is there no more."""
+        if self._probs_XKV is None:
+            probs_XKV = _read_probabilities(self._message, *self._places, ring)
+            if probs_XKV is None:
                 return None
-            if probs_BKV.ndim != 3 or len(probs_BKV) != self._proposals:
-                raise InvalidRequest(f"q has the shape {list(probs_BKV.shape)} for {self._proposals} proposals")
-            self._rows = probs_BKV.unbind()
-        return self._rows[row]
+            expected = (self._proposals, self._k, vocab_size)
+            if probs_XKV.shape != expected:
+                raise InvalidRequest(f"q without ids has shape {list(probs_XKV.shape)}, expected {list(expected)}")
+            self._probs_XKV = probs_XKV
+        return Q(self._probs_XKV, vocab_size, None, row, ring, self._places)
 
 
 def read_block(
@@ -143,43 +161,27 @@ def read_block(
     if k and (largest := max(item.tokens)) >= limits.vocab_size:
         raise InvalidRequest(f"draft token {largest} is outside the vocabulary of {limits.vocab_size}")
     if k == 0 or not sequence.needs_q:
-        return Block(sequence, base, item.round, item.tokens, None, None, item.quiet)
+        return Block(sequence, base, item.round, item.tokens, None, item.quiet)
     if item.q is None:
         raise InvalidRequest("q is missing: a sampled sequence needs what its draft tokens were drawn from")
     if isinstance(item.q, tuple):
         shared, row = item.q
-        found, places = _read_shared_q(shared, row, k, limits.vocab_size, q_ring), shared.places
+        q = shared.of(row, limits.vocab_size, q_ring)
     else:
-        found = _read_q(item.q, k, limits.vocab_size, q_ring)
-        places = tuple(place for place in (item.q.ids_slice, item.q.probabilities_slice) if place.length)
-    if found is None:
-        return Block(sequence, base, item.round, [], None, None, item.quiet)
-    return Block(sequence, base, item.round, item.tokens, *found, item.quiet, q_ring, places)
+        q = _read_q(item.q, k, limits.vocab_size, q_ring)
+    return Block(sequence, base, item.round, item.tokens if q else [], q, item.quiet)
 
 
-def _read_shared_q(
-    shared: SharedQ, row: int, k: int, vocab_size: int, ring: OverwritingRingReader | None
-) -> tuple[Tensor | None, Tensor] | None:
-    probs_KV = shared.row(row, ring)
-    return None if probs_KV is None else (None, _whole(probs_KV, k, vocab_size))
-
-
-def _whole(probs_KV: Tensor, k: int, vocab_size: int) -> Tensor:
-    """The same, if it can be the probabilities of k positions over the whole vocabulary."""
-    if probs_KV.shape != (k, vocab_size):
-        raise InvalidRequest(f"q without ids has shape {list(probs_KV.shape)}, expected [{k}, {vocab_size}]")
-    return probs_KV
-
-
-def _read_q(
-    q: pb.DraftDistribution, k: int, vocab_size: int, ring: OverwritingRingReader | None
-) -> tuple[Tensor | None, Tensor] | None:
-    """Ids, if there are any, and probabilities; None when they have been overwritten."""
+def _read_q(q: pb.DraftDistribution, k: int, vocab_size: int, ring: OverwritingRingReader | None) -> Q | None:
+    """None when it has been overwritten."""
+    places = tuple(place for place in (q.ids_slice, q.probabilities_slice) if place.length)
     probs_KM = _read_probabilities(q.probabilities, q.probabilities_slice, ring)
     if probs_KM is None:
         return None
     if not q.HasField("ids"):
-        return None, _whole(probs_KM, k, vocab_size)
+        if probs_KM.shape != (k, vocab_size):
+            raise InvalidRequest(f"q without ids has shape {list(probs_KM.shape)}, expected [{k}, {vocab_size}]")
+        return Q(probs_KM, vocab_size, None, None, ring, places)
     ids_KM = _read_tensor(q.ids, q.ids_slice, ring, torch.int32)
     if ids_KM is None:
         return None
@@ -189,7 +191,7 @@ def _read_q(
             f"q has ids of shape {list(ids_KM.shape)} and probabilities of shape {list(probs_KM.shape)}, "
             f"expected [{k}, m] for both, m at most {vocab_size}"
         )
-    return ids_KM, probs_KM
+    return Q(probs_KM, probs_KM.shape[1], ids_KM, None, ring, places)
 
 
 def _read_probabilities(
@@ -232,19 +234,20 @@ def pad(blocks: Rows[Block], device: torch.device) -> RaggedBatch:
 
 def _pad_q(blocks: Rows[Block], K: int, device: torch.device) -> SparseDistribution | None:
     """All of it in one place."""
-    carried = [block.q_probs_KM for block in blocks if block.q_probs_KM is not None]
+    of_blocks = [block.q for block in blocks]
+    carried = [q for q in of_blocks if q]
     if not carried:
         return None
-    M = max(probs_KM.shape[1] for probs_KM in carried)
-    if all(block.q_ids_KM is None for block in blocks):
-        return SparseDistribution.whole([block.q_probs_KM for block in blocks], K, M, device)
+    first, M = carried[0], max(q.width for q in carried)
+    if first.row is not None and first.probs.shape[1] == K and all(q.probs is first.probs for q in carried):
+        return SparseDistribution.whole_of(first.probs, [q.row if q else None for q in of_blocks], device)
+    if all(q.ids_KM is None for q in carried):
+        return SparseDistribution.whole([q.probs_KM if q else None for q in of_blocks], K, M, device)
     probs_BKM, ids_BKM = torch.zeros(len(blocks), K, M), torch.zeros(len(blocks), K, M, dtype=torch.int64)
-    for row, block in enumerate(blocks):
-        if block.q_probs_KM is not None:
-            probs_BKM[row, : block.k, : block.width] = block.q_probs_KM
-            ids_BKM[row, : block.k, : block.width] = (
-                torch.arange(block.width) if block.q_ids_KM is None else block.q_ids_KM
-            )
+    for row, (block, q) in enumerate(zip(blocks, of_blocks, strict=True)):
+        if q:
+            probs_BKM[row, : block.k, : q.width] = q.probs_KM
+            ids_BKM[row, : block.k, : q.width] = torch.arange(q.width) if q.ids_KM is None else q.ids_KM
     return SparseDistribution(ids_BKM.to(device), probs_BKM.to(device))
 
 

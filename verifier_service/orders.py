@@ -146,7 +146,7 @@ def _take_all_over(order: Order, guesses: draft_pb2.Guesses) -> None:
         _plainly(order.task, order.items, pb.UNDRAFTED_ERROR)
         return
     tokens = list(guesses.tokens)
-    shared = SharedQ(guesses.q, len(order.items)) if guesses.HasField("q") else None
+    shared = SharedQ(guesses.q, len(order.items), k) if guesses.HasField("q") else None
     for row, item in enumerate(order.items):
         item.tokens, item.q = tokens[row * k : row * k + k], (shared, row) if shared else None
 

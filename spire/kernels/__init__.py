@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -87,9 +88,20 @@ def collect(rows_KV: Sequence[Tensor | None], K: int, V: int) -> tuple[Tensor, T
 
     That is all that is asked of most of q, in one pass over it. What is not there is zero.
     """
-    B = len(rows_KV)
-    places = [(0, 0) if rows is None else (rows.data_ptr(), len(rows)) for rows in rows_KV]
-    addresses_B, counts_B = torch.tensor(places, dtype=torch.int64).T.contiguous()
+    return _collected([(0, 0) if rows is None else (rows.data_ptr(), len(rows)) for rows in rows_KV], K, V)
+
+
+def collect_from(x_XKV: Tensor, rows: Sequence[int | None]) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of some rows of one tensor."""
+    _, K, V = x_XKV.shape
+    first, step = x_XKV.data_ptr(), K * V * x_XKV.element_size()
+    return _collected([(0, 0) if row is None else (first + row * step, K) for row in rows], K, V)
+
+
+def _collected(places: Sequence[tuple[int, int]], K: int, V: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Addresses, and how many of K there are at each."""
+    B = len(places)
+    addresses_B, counts_B = torch.from_numpy(np.array([*zip(*places, strict=True)]))
     together_BKV, (sums_BK, leasts_BK) = torch.empty(B, K, V, dtype=torch.bfloat16), torch.empty(2, B, K)
     addresses = (x.data_ptr() for x in (addresses_B, counts_B, together_BKV, sums_BK, leasts_BK))
     threads = torch.get_num_threads() if together_BKV.numel() >= _SHARED else 1

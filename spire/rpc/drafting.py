@@ -37,6 +37,8 @@ class Asked:
     items: list[pb.ProposeItem]
     refused: dict[str, RequestError]
     task: ProposeTask | None
+    # Whether of every item, none of them refused, as many tokens are wanted.
+    alike: bool
 
 
 class DraftServicer(rpc.DraftServicer):
@@ -98,7 +100,8 @@ class DraftServicer(rpc.DraftServicer):
                 self._last = wishes, rows
             guesses = [Guess(item.sequence_id, item.base, item.newest_token) for item in good]
             task = ProposeTask(guesses, rows, max(item.k for item in good))
-        return Asked(batch.batch_id, began, good, refused, task)
+        alike = not refused and len({item.k for item in good}) == 1
+        return Asked(batch.batch_id, began, good, refused, task, alike)
 
     def answered(self, asked: Asked, answer: ProposeAnswer | None, together: bool = False) -> pb.ProposeBatchResult:
         """What is said to whoever asked. `together`: of all at once, where it can be."""
@@ -148,9 +151,7 @@ def _log_refusals(refused: Mapping[str, RequestError]) -> None:
 def _guesses(asked: Asked, answer: ProposeAnswer, ring: OverwritingRing | None) -> pb.Guesses | None:
     """All that was asked for in one message; None where items differ, or q lies nowhere."""
     drafted = answer.drafted
-    if asked.task is None or drafted is None or drafted.ids_BKM is not None or asked.refused or answer.refused:
-        return None
-    if any(item.k != asked.task.k for item in asked.items):
+    if not asked.alike or asked.task is None or drafted is None or drafted.ids_BKM is not None or answer.refused:
         return None
     judged, probs_BKM = asked.task.rows.judged_by_q, drafted.probs_BKM
     guesses = pb.Guesses(tokens=drafted.tokens_BK.flatten().tolist())
