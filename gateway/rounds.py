@@ -99,6 +99,7 @@ class Rounds:
             planned.asked = await self._verifier.ask(planned.request, self._deadline)
 
     async def _write(self, planned: Round) -> None:
+        """All of asking about it but sending."""
         planned.proposals = await self._speculation.propose(self._scheduler.still(planned.batch))
         planned.sent = self._scheduler.still(planned.batch)
         planned.request = self._request(planned.sent, planned.proposals)
