@@ -41,7 +41,7 @@ def test_rows_of_one_tensor_are_padded_as_tensors_of_their_own(
     probs_XKV, others_XKV = distributions(5, k, dtype), distributions(1, 2, dtype)
     tokens = list(range(1, k + 1))
 
-    def padded(shared: bool) -> list[Tensor | None]:
+    def padded(shared: bool) -> list[Tensor]:
         def q_of(probs_XKV: Tensor, row: int) -> Q:
             return Q(probs_XKV, V, row=row) if shared else Q(probs_XKV[row], V)
 
@@ -55,6 +55,4 @@ def test_rows_of_one_tensor_are_padded_as_tensors_of_their_own(
         return [batch.tokens_BT, batch.counts_B, batch.widths_B, batch.q.probs_BKM, batch.q.sum_BK, batch.q.least_BK]
 
     for found, expected in zip(padded(shared=True), padded(shared=False), strict=True):
-        assert found is not None
-        assert expected is not None
         assert torch.equal(found, expected)
