@@ -167,13 +167,15 @@ class Follower:
         """What a message says, and what to do once it is absorbed. Raises InvalidRequest."""
         spans = [Span(s.sequence_id, s.start, s.count, s.reset) for s in message.spans]
         rows = self._ring.rows(message) if self._ring else from_wire(message.rows)
-        count = sum(span.count for span in spans)
-        if rows.ndim != 3 or len(rows) != count or len(message.tokens) != (count if self._request.tokens else 0):
-            raise InvalidRequest(
-                f"activations of shape {list(rows.shape)} and {len(message.tokens)} tokens do not fit {count} positions"
-            )
-        self.bytes_received[SHARED_MEMORY if message.slice.length else INLINE] += rows.nbytes
-        return Verified(spans, rows, list(message.tokens)), self._release(message.slice)
+        shape, tokens = list(message.rows.shape), list(message.tokens)
+        count = sum([span.count for span in spans])
+        if len(shape) != 3 or shape[0] != count or len(tokens) != (count if self._request.tokens else 0):
+            raise InvalidRequest(f"activations of shape {shape} and {len(tokens)} tokens do not fit {count} positions")
+        if message.slice.length:
+            self.bytes_received[SHARED_MEMORY] += message.slice.length
+        else:
+            self.bytes_received[INLINE] += len(message.rows.data)
+        return Verified(spans, rows, tokens), self._release(message.slice)
 
     def _release(self, taken: pb.RingSlice) -> Callable[[], None]:
         ring = self._ring

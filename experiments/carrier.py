@@ -53,7 +53,7 @@ from spire.rpc.host import host_id
 from spire.rpc.loopback import wire_cost
 from spire.v1 import verifier_pb2 as pb
 from spire.v1 import verifier_pb2_grpc as rpc
-from verifier_service.activations import Delivery
+from verifier_service.activations import Delivery, Picked
 from verifier_service.service import MAX_RING_BYTES
 from verifier_service.subscriber import Subscriber
 
@@ -279,7 +279,7 @@ class Rounds(rpc.VerifierServicer):
                 spans = [pb.ActivationSpan(sequence_id="a", count=self._shape.rows)]
                 began = time.monotonic_ns()
                 TimedRing.copied = 0
-                deliver(Delivery(spans, self._rows_RND))
+                deliver(Delivery(spans, Picked(self._rows_RND)))
                 self.sent.append((began, TimedRing.copied or time.monotonic_ns()))
 
 

@@ -9,10 +9,11 @@ What it does not know: sequences started before their draft first subscribed. Th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
-from itertools import compress, pairwise
+from itertools import accumulate, compress, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -21,12 +22,12 @@ from torch import Tensor
 
 from spire.errors import InvalidRequest, MismatchError
 from spire.rpc.channel import PROTOCOL_VERSION
+from spire.rpc.tensors import copy_to, host_bytes
 from spire.v1 import verifier_pb2 as pb
 
 _TOKEN_BYTES = 5  # of a varint, at most
 # Positions that wait to be written where a replay looks: together they take hardly longer than a few do.
 _MOST_PENDING = 256
-_NO_ROWS = torch.empty(0, 0, 0)
 
 Places = npt.NDArray[np.int64]
 
@@ -86,6 +87,58 @@ class Advance:
 
 
 @dataclass(frozen=True)
+class Picked:
+    """R rows of a tensor [X, N, D], those at `places` or with None all: gathered where they are wanted, not before."""
+
+    from_XND: Tensor
+    places: list[int] | None = None
+
+    def __len__(self) -> int:
+        return len(self.from_XND) if self.places is None else len(self.places)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return len(self), *self.from_XND.shape[1:]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.from_XND.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.from_XND.itemsize
+
+    def of(self, counts: Rows[int], kept: Rows[bool]) -> Picked:
+        """Of neighbouring rows, so many each, those that are kept."""
+        places = range(len(self.from_XND)) if self.places is None else self.places
+        bounds = compress(pairwise(accumulate(counts, initial=0)), kept)
+        return Picked(self.from_XND, [place for at, end in bounds for place in places[at:end]])
+
+    def gathered(self) -> Tensor:
+        """[R, N, D], on the same device."""
+        if self.places is None:
+            return self.from_XND
+        if self.from_XND.device.type == "cpu":
+            gathered_RND = self.from_XND.new_empty(self.shape)
+            self.gather(gathered_RND)
+            return gathered_RND
+        return self.from_XND[torch.tensor(self.places, device=self.from_XND.device)]
+
+    def gather(self, to_RND: Tensor) -> None:
+        """Write them to contiguous memory of the host."""
+        if self.places is None:
+            copy_to(to_RND, self.from_XND)
+        elif self.from_XND.device.type == "cpu":
+            # Every place is one of these rows: checked, they would be gathered elsewhere first.
+            host_bytes(self.from_XND.flatten(1)).take(self.places, 0, host_bytes(to_RND.flatten(1)), "clip")
+        else:
+            copy_to(to_RND, self.gathered())
+
+
+_NO_ROWS = Picked(torch.empty(0, 0, 0))
+
+
+@dataclass(frozen=True)
 class Delivery:
     """What a draft is told at once: R positions, the spans' one after the other, or which sequences have ended.
 
@@ -93,7 +146,7 @@ class Delivery:
     """
 
     spans: Rows[pb.ActivationSpan] = ()
-    rows_RND: Tensor = _NO_ROWS
+    rows: Picked = _NO_ROWS
     tokens: Rows[int] = ()
     ended: Rows[str] = ()
     whole_replay: bool = False
@@ -173,7 +226,7 @@ class Feed:
         """The activations of `count` positions where no layer is tapped: [R, 0, D]."""
         return self._tails.new_zeros(count, *self._tails.shape[2:])
 
-    def advance(self, advances: Rows[Advance], rows_RND: Tensor) -> Delivery:
+    def advance(self, advances: Rows[Advance], rows: Picked) -> Delivery:
         """What has been committed, but for sequences that are quiet or still have to catch up."""
         for a in advances:
             if a.quiet:
@@ -182,11 +235,11 @@ class Feed:
         if not any(told):
             return Delivery()
         if not all(told):
-            rows_RND = torch.cat(list(compress(rows_RND.split([a.count for a in advances]), told)))
+            rows = rows.of([a.count for a in advances], told)
             advances = list(compress(advances, told))
         spans = [pb.ActivationSpan(sequence_id=a.sequence_id, start=a.start, count=a.count) for a in advances]
         tokens = [token for a in advances for token in a.tokens] if self.taps.tokens else []
-        return Delivery(spans, rows_RND, tokens)
+        return Delivery(spans, rows, tokens)
 
     def catch_up(self, advances: Rows[Advance]) -> Delivery:
         """What sequences that are quiet no more have gained meanwhile; a replay where that is more than is kept."""
@@ -214,7 +267,7 @@ class Feed:
             rows.append(self._tails[slot, [p if p < sink else sink + p % window for p in positions]])
             tokens += [self._tokens[sequence_id][p] for p in positions] if self.taps.tokens else []
             self._unsent.pop(sequence_id, None)
-        return Delivery(spans, torch.cat(rows) if rows else _NO_ROWS, tokens, whole_replay=whole)
+        return Delivery(spans, Picked(torch.cat(rows)) if rows else _NO_ROWS, tokens, whole_replay=whole)
 
     def _kept_positions(self, length: int) -> list[int]:
         if self.taps.tokens:
@@ -229,7 +282,7 @@ class Share:
 
     feed: Feed
     advances: Rows[Advance]
-    rows_RND: Tensor
+    rows: Picked
 
 
 def _spans(sequence_id: str, positions: list[int], reset: bool) -> list[pb.ActivationSpan]:
@@ -244,19 +297,20 @@ def _spans(sequence_id: str, positions: list[int], reset: bool) -> list[pb.Activ
 
 def frames(delivery: Delivery, max_bytes: int) -> Iterator[Delivery]:
     """The positions of a delivery in parts of at most so many bytes, or one row; a span may continue in the next."""
-    rows_RND = delivery.rows_RND
-    if not len(rows_RND):
+    rows = delivery.rows
+    if not len(rows):
         return
-    limit = max(1, max_bytes // (rows_RND[0].nbytes + _TOKEN_BYTES))
-    if len(rows_RND) <= limit:
+    limit = max(1, max_bytes // (rows.nbytes // len(rows) + _TOKEN_BYTES))
+    if len(rows) <= limit:
         yield delivery
         return
+    rows_RND = rows.gathered()
     first, room = 0, limit
     batch: list[pb.ActivationSpan] = []
 
     def part() -> Delivery:
         stretch = slice(first, first + limit)
-        return Delivery(batch, rows_RND[stretch], delivery.tokens[stretch])
+        return Delivery(batch, Picked(rows_RND[stretch]), delivery.tokens[stretch])
 
     for span in delivery.spans:
         done = 0
@@ -346,24 +400,25 @@ class Publisher:
                 continue
             chosen = [advances[row] for row in mine]
             if taps_BTND is None:
-                rows_RND = feed.no_rows(sum(a.count for a in chosen))
+                rows = Picked(feed.no_rows(sum(a.count for a in chosen)))
+            elif feed.taps.layers == layers:
+                rows = _committed(taps_BTND, mine, chosen)
             else:
-                rows_RND = _committed_rows(taps_BTND, mine, chosen)
-            if feed.taps.layers != layers:
-                rows_RND = rows_RND[:, [layers.index(layer) for layer in feed.taps.layers]]
-            shares.append(Share(feed, chosen, rows_RND))
+                wanted = [layers.index(layer) for layer in feed.taps.layers]
+                rows = _committed(taps_BTND[:, :, wanted], mine, chosen)
+            shares.append(Share(feed, chosen, rows))
         return shares
 
     def announce(self, shares: Rows[Share]) -> None:
         """Tell the drafts, which wait for it."""
         for share in shares:
             if share.feed.deliver:
-                self._deliver(share.feed.deliver, share.feed.advance(share.advances, share.rows_RND))
+                self._deliver(share.feed.deliver, share.feed.advance(share.advances, share.rows))
 
     def store(self, shares: Rows[Share]) -> None:
         """Keep what a later replay needs, while the drafts read; then tell of who is quiet no more."""
         for share in shares:
-            share.feed.store(share.advances, share.rows_RND)
+            share.feed.store(share.advances, share.rows.gathered())
             if share.feed.deliver:
                 self._deliver(share.feed.deliver, share.feed.catch_up(share.advances))
 
@@ -399,33 +454,22 @@ class Publisher:
 
     def _deliver(self, deliver: Deliver, delivery: Delivery) -> None:
         if delivery.spans or delivery.ended or delivery.whole_replay:
-            self.bytes_published += delivery.rows_RND.nbytes
+            self.bytes_published += delivery.rows.nbytes
             deliver(delivery)
-
-
-def _bytes(x: Tensor) -> npt.NDArray[np.uint8]:
-    """Of rows on the host, where they are. Numpy copies them by itself: torch has its threads share it, for which one
-    must be woken, and on a processor where somebody else is busy it waits."""
-    return x.view(torch.uint8).numpy()
 
 
 def _put_rows(to: Tensor, places: tuple[Places, Places], rows: Rows[Tensor], chosen_R: Places) -> None:
     """Write the chosen of all these rows to two-dimensional places."""
     if to.device.type == "cpu":
-        _bytes(to)[places] = np.concatenate([_bytes(each) for each in rows])[chosen_R]
+        host_bytes(to)[places] = np.concatenate([host_bytes(each) for each in rows])[chosen_R]
     else:
         slots_R, entries_R, rows_R = (torch.from_numpy(x).to(to.device) for x in (*places, chosen_R))
         to[slots_R, entries_R] = torch.cat(list(rows))[rows_R]
 
 
-def _committed_rows(taps_BTND: Tensor, rows: list[int], advances: Rows[Advance]) -> Tensor:
+def _committed(taps_BTND: Tensor, rows: list[int], advances: Rows[Advance]) -> Picked:
     """The committed positions of the chosen rows, one after the other."""
-    T, device = taps_BTND.shape[1], taps_BTND.device
-    if sum(a.count for a in advances) == taps_BTND.shape[0] * T:
-        return taps_BTND.flatten(0, 1)
-    # By lists: each of numpy's steps costs more than all of this where another model has just used the caches.
-    places_R = np.array([row * T + at for row, a in zip(rows, advances, strict=True) for at in range(a.count)])
-    rows_RND = taps_BTND.flatten(0, 1)
-    if device.type == "cpu":
-        return torch.from_numpy(_bytes(rows_RND)[places_R]).view(rows_RND.dtype)
-    return rows_RND.index_select(0, torch.from_numpy(places_R).to(device))
+    T, taps_XND = taps_BTND.shape[1], taps_BTND.flatten(0, 1)
+    if sum(a.count for a in advances) == len(taps_XND):
+        return Picked(taps_XND)
+    return Picked(taps_XND, [row * T + at for row, a in zip(rows, advances, strict=True) for at in range(a.count)])

@@ -31,12 +31,14 @@ class OrdersStream:
         self._orders: asyncio.Queue[pb.ProposeBatch | InvalidRequest | None] = asyncio.Queue()
 
     def send(self, order: pb.ProposeBatch) -> None:
-        """Called by the engine's thread."""
+        """Called by the engine's thread, which may go on to change the message."""
         line = self._engine.lines.get(self._draft_id)
-        if line and line.send(pb.Told(order=order).SerializeToString()):
+        told = pb.Told()
+        told.order.CopyFrom(order)
+        if line and line.send(told.SerializeToString()):
             return
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._orders.put_nowait, order)
+            self._loop.call_soon_threadsafe(self._orders.put_nowait, told.order)
 
     async def orders(self, guesses: AsyncIterator[pb.ProposeBatchResult]) -> AsyncIterator[pb.ProposeBatch]:
         """Until the draft has closed its side. Raises InvalidRequest when it sends what is no message."""

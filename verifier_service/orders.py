@@ -6,6 +6,7 @@ and its guesses come straight to where they are verified. What does not come in 
 
 from __future__ import annotations
 
+import operator
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ from verifier_service.tasks import VerifyTask
 # What a gateway may ask a draft to take at most.
 _MOST_PATIENCE = 60.0
 
+# Has taken what it needs of the message when it returns: the next order may be the same one, with other numbers.
 Send = Callable[[draft_pb2.ProposeBatch], None]
 
 
@@ -41,6 +43,8 @@ class Orders:
     def __init__(self, sequences: Mapping[str, Sequence], limits: Limits):
         self._sequences, self._limits = sequences, limits
         self._drafts: dict[str, Send] = {}
+        # By draft id, the last order and for whom it was: as a rule the next one is for the same sequences.
+        self._last: dict[str, tuple[list[Sequence], draft_pb2.ProposeBatch]] = {}
         self._under_way: dict[int, Order] = {}
         # By draft id, the order that it was too late for last: until it answers that, nobody waits for it again.
         self._owed: dict[str, int] = {}
@@ -54,6 +58,7 @@ class Orders:
     def disconnect(self, draft_id: str, send: Send) -> None:
         if self._drafts.get(draft_id) == send:
             del self._drafts[draft_id]
+            self._last.pop(draft_id, None)
             self._lose(draft_id)
 
     def place(self, task: VerifyTask) -> None:
@@ -80,12 +85,20 @@ class Orders:
         patience = min(max(0.0, task.batch.patience_seconds), _MOST_PATIENCE)  # 0 also where it is no number
         self._under_way[order_id] = Order(draft_id, task, items, now, now + patience)
         task.orders += 1
-        batch = draft_pb2.ProposeBatch(batch_id=order_id)
-        for item, sequence in zip(items, sequences, strict=True):
-            base, asked = len(sequence.tokens) - 1, sequence.asked
+        batch = self._message(draft_id, sequences)
+        batch.batch_id = order_id
+        for item, sequence, asked in zip(items, sequences, batch.items, strict=True):
+            base = len(sequence.tokens) - 1
             asked.base, asked.newest_token = base, sequence.newest
             asked.k = max(0, min(item.k, self._limits.max_depth, self._limits.max_context - base - 1))
-            batch.items.append(asked)
+        return batch
+
+    def _message(self, draft_id: str, sequences: list[Sequence]) -> draft_pb2.ProposeBatch:
+        """An order for these, but for what differs from round to round."""
+        known, batch = self._last.get(draft_id, ([], draft_pb2.ProposeBatch()))
+        if len(known) != len(sequences) or not all(map(operator.is_, known, sequences)):
+            batch = draft_pb2.ProposeBatch(items=[_asked(sequence) for sequence in sequences])
+            self._last[draft_id] = sequences, batch
         return batch
 
     def take(self, draft_id: str, result: draft_pb2.ProposeBatchResult, received: float) -> None:
@@ -132,6 +145,10 @@ class Orders:
         order.task.orders -= 1
         order.task.drafting_seconds = max(order.task.drafting_seconds, time.perf_counter() - order.at)
         _plainly(order.task, order.items, why)
+
+
+def _asked(sequence: Sequence) -> draft_pb2.ProposeItem:
+    return draft_pb2.ProposeItem(sequence_id=sequence.id, sampling=sequence.start.sampling)
 
 
 def _plainly(task: VerifyTask, items: list[Item], why: pb.Undrafted) -> None:

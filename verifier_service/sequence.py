@@ -11,7 +11,7 @@ from spire.drafting import Guess
 from spire.errors import InvalidRequest, NotFinite, StaleBlock, UnknownSequence
 from spire.rpc.limits import MAX_LOGPROBS, MAX_SEQUENCE_ID
 from spire.rpc.sampling import check_sampling
-from spire.v1 import draft_pb2, tensor_pb2
+from spire.v1 import tensor_pb2
 from spire.v1 import verifier_pb2 as pb
 from verifier_service.histories import check_adjustments
 from verifier_service.logprobs import Scores
@@ -45,8 +45,6 @@ class Sequence:
     # Of `start`, where each look makes another string.
     id: str = field(init=False)
     draft_id: str = field(init=False)
-    # What a draft is asked for it, but for what differs from round to round.
-    asked: draft_pb2.ProposeItem = field(init=False)
     # Whether a block has to say what its tokens were drawn from.
     needs_q: bool = field(init=False)
 
@@ -54,7 +52,6 @@ class Sequence:
         self.tokens = list(self.start.tokens)
         self.id, self.draft_id = self.start.sequence_id, self.start.draft_id
         sampling = self.start.sampling
-        self.asked = draft_pb2.ProposeItem(sequence_id=self.id, sampling=sampling)
         self.needs_q = sampling.temperature > 0 and sampling.rule != tensor_pb2.RULE_INVARIANT
 
     @property

@@ -15,7 +15,7 @@ from collections.abc import Sequence as Rows
 
 from spire.rpc.carrier import Ring
 from spire.rpc.line import Line
-from spire.rpc.tensors import to_wire, without_data
+from spire.rpc.tensors import put_shape, to_wire, without_data
 from spire.v1 import draft_pb2
 from spire.v1 import verifier_pb2 as pb
 from verifier_service.activations import Deliver, Delivery, frames
@@ -58,16 +58,22 @@ class Subscriber:
 
     def _sent_by(self, line: Line, delivery: Delivery) -> bool:
         """Whether it went by the line: new rows alone do, where none are still on their way by gRPC. The ring tells."""
-        ring, rows_RND = self._ring, delivery.rows_RND
-        if ring is None or not ring.all_read or delivery.whole_replay or delivery.ended or not rows_RND.nbytes:
+        ring, rows = self._ring, delivery.rows
+        if ring is None or not ring.all_read or delivery.whole_replay or delivery.ended:
             return False
-        place = ring.put(rows_RND) if rows_RND.nbytes <= ring.size // _RING_PART else pb.RingSlice()
+        if not 0 < rows.nbytes <= ring.size // _RING_PART:
+            return False
+        there, place = ring.claim(rows.shape, rows.dtype)
+        if there is None:
+            return False
+        rows.gather(there)
         told = draft_pb2.Told()
-        told.activations.spans.extend(delivery.spans)
-        told.activations.rows.CopyFrom(without_data(rows_RND))
-        told.activations.slice.CopyFrom(place)
-        told.activations.tokens.extend(delivery.tokens)
-        return bool(place.length) and line.send(told.SerializeToString())
+        message = told.activations
+        message.spans.extend(delivery.spans)
+        put_shape(message.rows, rows.dtype, rows.shape)
+        message.slice.position, message.slice.length = place.position, place.length
+        message.tokens.extend(delivery.tokens)
+        return line.send(told.SerializeToString())
 
     def _encode(self, delivery: Delivery) -> Iterator[pb.ActivationsResponse]:
         if delivery.ended:
@@ -76,9 +82,10 @@ class Subscriber:
             yield from _inline(delivery)
             return
         for part in frames(delivery, self._ring.size // _RING_PART):
-            place = self._ring.put(part.rows_RND)
+            rows_RND = part.rows.gathered()
+            place = self._ring.put(rows_RND)
             if place.length:
-                rows = without_data(part.rows_RND)
+                rows = without_data(rows_RND)
                 yield pb.ActivationsResponse(spans=part.spans, rows=rows, tokens=part.tokens, slice=place)
             else:
                 yield from _inline(part, place)
@@ -132,5 +139,5 @@ class Subscriber:
 
 def _inline(delivery: Delivery, place: pb.RingSlice | None = None) -> Iterator[pb.ActivationsResponse]:
     for part in frames(delivery, MAX_FRAME_BYTES):
-        rows = to_wire(part.rows_RND)
+        rows = to_wire(part.rows.gathered())
         yield pb.ActivationsResponse(spans=part.spans, rows=rows, tokens=part.tokens, slice=place)

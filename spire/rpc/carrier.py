@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from spire.errors import InvalidRequest
-from spire.rpc.tensors import from_wire
+from spire.rpc.tensors import copy_to, from_wire
 from spire.v1 import tensor_pb2
 from spire.v1 import verifier_pb2 as pb
 
@@ -111,12 +111,20 @@ class Ring(_Made):
 
     def put(self, rows: Tensor) -> pb.RingSlice:
         """Copy a tensor of any device into the ring. The slice's length is 0 when it does not fit now."""
-        position = self._place(rows.nbytes)
-        if position is None or not rows.nbytes:
-            return pb.RingSlice(position=self._head)
-        self._head = position + rows.nbytes
-        _tensor_at(self._bytes, position % self.size, rows.shape, rows.dtype).copy_(rows)
-        return pb.RingSlice(position=position, length=rows.nbytes)
+        there, place = self.claim(rows.shape, rows.dtype)
+        if there is not None:
+            copy_to(there, rows)
+        return place
+
+    def claim(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor | None, pb.RingSlice]:
+        """A tensor in the ring, to be written at once, and where that is: None and a length of 0 if it does not fit."""
+        length = math.prod(shape) * dtype.itemsize
+        position = self._place(length)
+        if position is None or not length:
+            return None, pb.RingSlice(position=self._head)
+        self._head = position + length
+        there = _tensor_at(self._bytes, position % self.size, shape, dtype)
+        return there, pb.RingSlice(position=position, length=length)
 
     def _place(self, length: int) -> int | None:
         read = max(self._floor, min(self._header[_READ], self._head))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 import grpc
 import structlog
@@ -109,9 +110,7 @@ class DraftServicer(rpc.DraftServicer):
         good, refused = asked.items, asked.refused
         if answer and asked.task:
             _log_refusals({good[index].sequence_id: error for index, error in answer.refused.items()})
-            if guesses := _guesses(asked, answer, self._q_ring()) if together else None:
-                result.guesses.CopyFrom(guesses)
-            else:
+            if not (together and _add_guesses(result, asked, answer, self._q_ring())):
                 _add_proposals(result, good, answer, asked.task.rows, self._q_ring())
             result.timings.queue_seconds = answer.queue_seconds
             result.timings.forward_seconds = answer.forward_seconds
@@ -148,23 +147,24 @@ def _log_refusals(refused: Mapping[str, RequestError]) -> None:
         log.debug("refused", sequence=sequence_id, code=type(error).__name__)
 
 
-def _guesses(asked: Asked, answer: ProposeAnswer, ring: OverwritingRing | None) -> pb.Guesses | None:
-    """All that was asked for in one message; None where items differ, or q lies nowhere."""
+def _add_guesses(
+    result: pb.ProposeBatchResult, asked: Asked, answer: ProposeAnswer, ring: OverwritingRing | None
+) -> bool:
+    """All that was asked for at once. False, and nothing is added, where items differ or q lies nowhere."""
     drafted = answer.drafted
     if not asked.alike or asked.task is None or drafted is None or drafted.ids_BKM is not None or answer.refused:
-        return None
+        return False
     judged, probs_BKM = asked.task.rows.judged_by_q, drafted.probs_BKM
-    guesses = pb.Guesses(tokens=drafted.tokens_BK.flatten().tolist())
-    if judged is Share.NONE:
-        return guesses
-    if judged is Share.SOME or probs_BKM is None or ring is None:
-        return None
-    place = drafted.place or ring.put(probs_BKM)
-    if not place.length:
-        return None
-    put_shape(guesses.q.probabilities, probs_BKM.dtype, probs_BKM.shape)
-    guesses.q.probabilities_slice.CopyFrom(place)
-    return guesses
+    if judged is not Share.NONE:
+        if judged is Share.SOME or probs_BKM is None or ring is None:
+            return False
+        place = drafted.place or ring.put(probs_BKM)
+        if not place.length:
+            return False
+        put_shape(result.guesses.q.probabilities, probs_BKM.dtype, probs_BKM.shape)
+        result.guesses.q.probabilities_slice.CopyFrom(place)
+    result.guesses.tokens.extend(chain.from_iterable(drafted.tokens_BK.tolist()))
+    return True
 
 
 def _add_proposals(

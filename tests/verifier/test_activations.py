@@ -20,7 +20,7 @@ from spire.v1 import verifier_pb2_grpc as rpc
 from spire.v1.draft_pb2 import Told
 from tests.verifier.conftest import Running
 from tests.verifier.harness import Client, Follower, Verifier, plain_greedy, prompt_of, whole_taps
-from verifier_service.activations import Deliver, Delivery, frames
+from verifier_service.activations import Deliver, Delivery, Picked, frames
 from verifier_service.service import MAX_RING_BYTES
 from verifier_service.subscriber import MAX_FRAME_BYTES, Subscriber
 
@@ -300,9 +300,9 @@ def test_frames_hold_at_most_what_they_may() -> None:
     rows_RND = torch.randn(3000, 2, 256)
     spans = [pb.ActivationSpan(sequence_id="a", start=4, count=2500, reset=True)]
     spans.append(pb.ActivationSpan(sequence_id="b", start=0, count=500, reset=True))
-    found = list(frames(Delivery(spans, rows_RND), MAX_FRAME_BYTES))
-    assert all(part.rows_RND.nbytes <= MAX_FRAME_BYTES for part in found)
-    assert torch.equal(torch.cat([part.rows_RND for part in found]), rows_RND)
+    found = list(frames(Delivery(spans, Picked(rows_RND)), MAX_FRAME_BYTES))
+    assert all(part.rows.nbytes <= MAX_FRAME_BYTES for part in found)
+    assert torch.equal(torch.cat([part.rows.gathered() for part in found]), rows_RND)
     pieces = [span for part in found for span in part.spans]
     for name, start, count in (("a", 4, 2500), ("b", 0, 500)):
         mine = [span for span in pieces if span.sequence_id == name]
@@ -315,7 +315,7 @@ async def test_a_round_of_an_8b_target_at_64_sequences_is_one_message_through_sh
     ring = Ring(tmp_path, MAX_RING_BYTES)
     subscriber = Subscriber(asyncio.get_running_loop(), lambda replay: None, ring)
     spans = [pb.ActivationSpan(sequence_id="all", count=220)]
-    subscriber.deliver(Delivery(spans, torch.zeros(220, 8, 4096, dtype=torch.bfloat16)))
+    subscriber.deliver(Delivery(spans, Picked(torch.zeros(220, 8, 4096, dtype=torch.bfloat16))))
     await asyncio.sleep(0)
     sent = await anext(subscriber.messages())
     assert (sent.spans[0].count, sent.slice.length) == (220, 220 * 8 * 4096 * 2)
@@ -328,7 +328,7 @@ async def test_a_slow_subscriber_loses_its_queue_and_asks_for_a_replay() -> None
 
     def rows(*names: str) -> Delivery:
         spans = [pb.ActivationSpan(sequence_id=name, count=1) for name in names]
-        return Delivery(spans, torch.zeros(len(names), 1, 15))
+        return Delivery(spans, Picked(torch.zeros(len(names), 1, 15)))
 
     subscriber.deliver(rows("1", "2"))
     subscriber.deliver(Delivery(ended=["x"]))
