@@ -73,7 +73,9 @@ async def serve(config: DraftServiceConfig) -> None:
         )
         orders = Orders(draft_pb2_grpc.DraftingStub(channel), draft_id, servicer, worker)
         drafter.q_ring = lambda: follower.q_ring
-        follower = Follower(stub, subscription(draft_id, draft.draft), worker, config.shared_memory, orders)
+        follower = Follower(
+            stub, subscription(draft_id, draft.draft), worker, config.shared_memory, orders, drafter.device
+        )
         draft_pb2_grpc.add_DraftServicer_to_server(servicer, server)
         worker.start()
         try:

@@ -1,7 +1,7 @@
 """Following the verifier: one server stream brings the activations of all sequences of this draft.
 
-On one host it brings places in a ring of shared memory instead of bytes, if that can be opened here, and offers another
-ring for q, and a line by which the smaller messages come sooner.
+On one host it brings places in a ring of shared memory instead of bytes, and on one GPU in a ring of that GPU's memory,
+if that can be opened here, and offers another ring for q, and a line by which the smaller messages come sooner.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import grpc
 import structlog
+import torch
 
 from draft_service.drafter import Span, Verified
 from draft_service.orders import Orders
@@ -22,6 +23,7 @@ from spire.errors import InvalidRequest, MismatchError, OutOfCapacity
 from spire.model.config import DraftConfig
 from spire.rpc.carrier import OverwritingRing, RingReader
 from spire.rpc.channel import PROTOCOL_VERSION
+from spire.rpc.cuda_ipc import gpu_of
 from spire.rpc.host import host_id
 from spire.rpc.line import Line, open_line
 from spire.rpc.tensors import from_wire
@@ -34,7 +36,9 @@ _RETRY_SECONDS = 0.2
 # message so long that it never ends, while pings are answered.
 _STARVED_SECONDS = 3.0
 
-INLINE, SHARED_MEMORY = "inline", "shared_memory"
+INLINE, SHARED_MEMORY, CUDA_IPC = "inline", "shared_memory", "cuda_ipc"
+
+_CPU = torch.device("cpu")
 
 log = structlog.get_logger()
 
@@ -49,26 +53,29 @@ class Follower:
         worker: Worker,
         shared_memory: str,
         orders: Orders | None = None,
+        device: torch.device = _CPU,
     ):
         self._stub, self._request, self._worker, self._orders = stub, request, worker, orders
         self._shared_memory = Path(shared_memory)
-        self._host = host_id() if shared_memory else ""
+        self._device, host = device, host_id() if shared_memory else ""
+        # By which rows may come, the best first: the host and the GPU that a subscription names for it.
+        self._ways = [(host, gpu_of(device)), (host, ""), ("", "")]
         self._ring: RingReader | None = None
         # By which the verifier that is followed now says what is small and due at once.
         self.line: Line | None = None
         # Where the verifier that is followed now reads q from.
         self.q_ring: OverwritingRing | None = None
         self.following = False
-        self.bytes_received = {INLINE: 0, SHARED_MEMORY: 0}
+        self.bytes_received = {INLINE: 0, SHARED_MEMORY: 0, CUDA_IPC: 0}
         self.subscriptions = 0
 
     async def run(self) -> None:
         """Never returns. Raises MismatchError when the verifier hosts another target now."""
-        shares = True
+        ways = self._ways
         while True:
-            self._request.host = self._host if shares else ""
+            self._request.host, self._request.gpu = way = ways[0]
             # Only the subscription that follows a failure does without: the verifier after that may be another.
-            shares = True
+            ways = self._ways
             call = self._stub.Activations(self._request)
             try:
                 await self._subscribed(call)
@@ -81,8 +88,9 @@ class Follower:
                 log.warning("too far behind the verifier: beginning anew", reason=str(error))
                 self._worker.forget_all()
             except (OSError, InvalidRequest) as error:
-                log.warning("activations cannot be taken up: asking for inline bytes", error=str(error))
-                shares = False
+                worse = [other for other in self._ways if sum(map(bool, other)) < sum(map(bool, way))]
+                ways = worse or [way]
+                log.warning("activations cannot be taken up: asking for them otherwise", error=str(error))
             finally:
                 self.following, self._ring, self.q_ring = False, None, None
                 self._hang_up()
@@ -132,9 +140,12 @@ class Follower:
 
     def _opened(self, offers: pb.ActivationsResponse) -> tuple[RingReader | None, OverwritingRing | None]:
         return (
-            RingReader(self._shared_memory, offers.ring) if offers.ring.name else None,
+            self._opened_ring(offers.ring) if offers.ring.name else None,
             OverwritingRing(self._shared_memory, offers.q_ring) if offers.q_ring.name else None,
         )
+
+    def _opened_ring(self, offer: pb.Ring) -> RingReader:
+        return RingReader(self._shared_memory, offer, self._device if offer.HasField("gpu") else None)
 
     def _dial(self, offer: pb.Ring, orders: Orders) -> None:
         try:
@@ -160,8 +171,13 @@ class Follower:
             orders.take(told.order, line)
 
     def _say_how(self) -> None:
-        carrier = SHARED_MEMORY if self._ring else INLINE
+        carrier = self._carrier if self._ring else INLINE
         log.info("following the verifier's activations", subscription=self.subscriptions, carrier=carrier)
+
+    @property
+    def _carrier(self) -> str:
+        """By which what lies in a ring comes."""
+        return CUDA_IPC if self._ring and self._ring.on_gpu else SHARED_MEMORY
 
     def _taken(self, message: pb.ActivationsResponse) -> tuple[Verified, Callable[[], None]]:
         """What a message says, and what to do once it is absorbed. Raises InvalidRequest."""
@@ -172,7 +188,7 @@ class Follower:
         if len(shape) != 3 or shape[0] != count or len(tokens) != (count if self._request.tokens else 0):
             raise InvalidRequest(f"activations of shape {shape} and {len(tokens)} tokens do not fit {count} positions")
         if message.slice.length:
-            self.bytes_received[SHARED_MEMORY] += message.slice.length
+            self.bytes_received[self._carrier] += message.slice.length
         else:
             self.bytes_received[INLINE] += len(message.rows.data)
         return Verified(spans, rows, tokens), self._release(message.slice)

@@ -1,4 +1,4 @@
-"""What carrying a round's activations costs, by inline bytes and by shared memory: two processes, one host.
+"""What carrying a round's activations costs: inline, by shared memory, by that of a GPU. Two processes, one host.
 
     python experiments/carrier.py            a table
     python experiments/carrier.py --json     the same as one line of JSON, the last of the output
@@ -7,6 +7,8 @@ Added latency: from the moment the rows are a contiguous tensor on the verifier'
 tensor on the draft's. Between them is what the services run: Subscriber, stream, Follower, Worker. Shapes: an 8B target
 at B = 64 (220 tokens of 8 tapped layers × 4,096: 14.4 MB a round) and the bundled pair at B = 16. Rows are written just
 before they are sent, as a forward does, and every byte is compared after it has arrived.
+
+Where torch sees a GPU, rows lie there at both ends, and are also carried by CUDA IPC: then nothing leaves the GPU.
 
 Beside it what ought to come out: the bytes at the speed of a plain copy, or of a stream, and half a round trip. Where
 shared memory takes longer, the parts say why: the copy goes to memory that no cache holds any more, and every thread
@@ -43,12 +45,13 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from draft_service.activations import INLINE, SHARED_MEMORY, Follower
+from draft_service.activations import CUDA_IPC, INLINE, SHARED_MEMORY, Follower
 from draft_service.drafter import Verified
 from draft_service.worker import Worker
 from spire.hardware import Cost
 from spire.rpc.carrier import Ring
 from spire.rpc.channel import connect, new_server
+from spire.rpc.cuda_ipc import gpu_of
 from spire.rpc.host import host_id
 from spire.rpc.loopback import wire_cost
 from spire.v1 import verifier_pb2 as pb
@@ -62,6 +65,8 @@ console = Console(stderr=True)
 WARM_UP = 10
 # Rounds come this far apart at the least: whatever waits has gone to sleep.
 PAUSE_SECONDS = 0.005
+CPU = torch.device("cpu")
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ class Shape:
         return self.rows * self.layers * self.width * 2
 
     def tensor(self) -> Tensor:
-        return torch.zeros(self.rows, self.layers, self.width, dtype=torch.bfloat16)
+        return torch.zeros(self.rows, self.layers, self.width, dtype=torch.bfloat16, device=DEVICE)
 
 
 SHAPES = (Shape("8B target, B = 64", 220, 8, 4096), Shape("bundled pair, B = 16", 54, 2, 256))
@@ -92,7 +97,7 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON.")] = False,
     serve: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
-    """Measure both carriers at both shapes."""
+    """Measure all carriers at both shapes."""
     torch.set_num_threads(threads)
     if serve:
         asyncio.run(serve_rounds(next(shape for shape in SHAPES if shape.name == serve), rounds, shared_memory))
@@ -108,7 +113,8 @@ def machine(threads: int) -> dict[str, Any]:
     """Where this runs."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-    return {"processor": model, "cores": os.cpu_count(), "threads": threads, "torch": torch.__version__}
+    gpu = {"gpu": torch.cuda.get_device_name(DEVICE)} if DEVICE.type == "cuda" else {}
+    return {"processor": model, "cores": os.cpu_count(), "threads": threads, "torch": torch.__version__} | gpu
 
 
 def measure_shape(shape: Shape, rounds: int, runs: int, directory: Path, threads: int, wire: Cost) -> dict[str, Any]:
@@ -116,6 +122,8 @@ def measure_shape(shape: Shape, rounds: int, runs: int, directory: Path, threads
     copy, fresh = copy_ms(shape, rounds), copy_ms(shape, 5, fresh=True)
     message = wire.fixed / 2 * 1e3
     modelled = {INLINE: message + shape.bytes * wire.each * 1e3, SHARED_MEMORY: message + copy}
+    if DEVICE.type == "cuda":
+        modelled[CUDA_IPC] = message + copy_ms(shape, rounds, to=DEVICE)
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in modelled}
     for _ in range(runs):
         for name, found in measured.items():
@@ -133,17 +141,25 @@ def median_run(found: list[dict[str, Any]]) -> dict[str, Any]:
     return ordered[(len(ordered) - 1) // 2] | {"p50_of_all_runs": [run["ms"]["p50"] for run in ordered]}
 
 
-def copy_ms(shape: Shape, times: int, fresh: bool = False) -> float:
+def copy_ms(shape: Shape, times: int, fresh: bool = False, to: torch.device = CPU) -> float:
     """A plain copy of a round, the median: into memory already touched, or each time into a mapping made for it."""
-    rows, touched = shape.tensor(), shape.tensor()
+    rows, touched = shape.tensor(), torch.zeros_like(shape.tensor(), device=to)
     spent = []
     for value in range(times):
         rows.fill_(value)
         into = torch.frombuffer(mmap.mmap(-1, shape.bytes), dtype=rows.dtype).view(rows.shape) if fresh else touched
+        finish()
         began = time.perf_counter()
         into.copy_(rows)
+        finish()
         spent.append((time.perf_counter() - began) * 1e3)
     return statistics.median(spent)
+
+
+def finish() -> None:
+    """Wait for what was asked of the GPU."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize(DEVICE)
 
 
 def quantiles(spent: list[float]) -> dict[str, float]:
@@ -184,8 +200,9 @@ async def follow(shape: Shape, carrier: str, rounds: int, port: int, directory: 
     worker.start()
     async with connect(f"127.0.0.1:{port}") as channel:
         stub = rpc.VerifierStub(channel)
-        shared = str(directory) if carrier == SHARED_MEMORY else ""
-        follower = Follower(stub, pb.ActivationsRequest(draft_id="draft"), worker, shared)
+        shared = str(directory) if carrier in (SHARED_MEMORY, CUDA_IPC) else ""
+        device = DEVICE if carrier == CUDA_IPC else CPU
+        follower = Follower(stub, pb.ActivationsRequest(draft_id="draft"), worker, shared, device=device)
         following = asyncio.create_task(follower.run())
         for _ in track(range(rounds + WARM_UP), f"{shape.name}, {carrier}", console=console, transient=True):
             await stub.Resync(pb.ResyncRequest(), wait_for_ready=True)
@@ -226,11 +243,13 @@ class Arrivals:
         pass
 
     def absorb(self, verified: Verified) -> list[str]:
+        rows_RND = verified.rows_RND.to(DEVICE)
+        finish()
         now = time.monotonic_ns()
-        expected = torch.full_like(verified.rows_RND, len(self.at) % 256)
-        if not torch.equal(verified.rows_RND, expected):
+        expected = torch.full_like(rows_RND, len(self.at) % 256)
+        if not torch.equal(rows_RND, expected):
             raise RuntimeError(f"round {len(self.at)} arrived with other bytes than were sent")
-        self._rows += len(verified.rows_RND)
+        self._rows += len(rows_RND)
         if self._rows % self.shape.rows == 0:
             self.at.append(now)
             self.whole.put(now)
@@ -258,7 +277,8 @@ class Rounds(rpc.VerifierServicer):
         await context.send_initial_metadata(())
         ring = None
         if request.host == host_id():
-            ring = TimedRing(self._directory, min(MAX_RING_BYTES, 16 * self._shape.bytes))
+            size = min(MAX_RING_BYTES, 16 * self._shape.bytes)
+            ring = TimedRing(self._directory, size, DEVICE if request.gpu and request.gpu == gpu_of(DEVICE) else None)
             yield pb.ActivationsResponse(ring=ring.offer)
         self._subscriber = Subscriber(asyncio.get_running_loop(), lambda deliver: None, ring)
         self._subscribed.set()
@@ -276,6 +296,7 @@ class Rounds(rpc.VerifierServicer):
             while True:
                 deliver = self._asked.get()
                 self._rows_RND.fill_(len(self.sent) % 256)
+                finish()
                 spans = [pb.ActivationSpan(sequence_id="a", count=self._shape.rows)]
                 began = time.monotonic_ns()
                 TimedRing.copied = 0

@@ -118,21 +118,24 @@ class Picked:
         """[R, N, D], on the same device."""
         if self.places is None:
             return self.from_XND
-        if self.from_XND.device.type == "cpu":
-            gathered_RND = self.from_XND.new_empty(self.shape)
-            self.gather(gathered_RND)
-            return gathered_RND
-        return self.from_XND[torch.tensor(self.places, device=self.from_XND.device)]
+        gathered_RND = self.from_XND.new_empty(self.shape)
+        self.gather(gathered_RND)
+        return gathered_RND
 
     def gather(self, to_RND: Tensor) -> None:
-        """Write them to contiguous memory of the host."""
+        """Write them to contiguous memory of the same device, or of the host."""
+        device = self.from_XND.device
         if self.places is None:
             copy_to(to_RND, self.from_XND)
-        elif self.from_XND.device.type == "cpu":
+        elif device.type == "cpu":
             # Every place is one of these rows: checked, they would be gathered elsewhere first.
             host_bytes(self.from_XND.flatten(1)).take(self.places, 0, host_bytes(to_RND.flatten(1)), "clip")
         else:
-            copy_to(to_RND, self.gathered())
+            places_R = torch.tensor(self.places, device=device)
+            if to_RND.device == device:
+                torch.index_select(self.from_XND, 0, places_R, out=to_RND)
+            else:
+                copy_to(to_RND, self.from_XND[places_R])
 
 
 _NO_ROWS = Picked(torch.empty(0, 0, 0))

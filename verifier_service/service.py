@@ -22,6 +22,7 @@ from spire.errors import InvalidRequest, NotFinite, OutOfCapacity, SpireError
 from spire.model.config import MAGICDEC
 from spire.rpc.carrier import OverwritingRingReader, Ring
 from spire.rpc.channel import GATEWAY_METADATA_KEY, HOST_METADATA_KEY, PROTOCOL_VERSION, STREAM_METADATA_KEY
+from spire.rpc.cuda_ipc import gpu_of
 from spire.rpc.drafting import DraftServicer
 from spire.rpc.errors import call_status, item_status
 from spire.rpc.host import host_id
@@ -295,7 +296,7 @@ class VerifierService(rpc.VerifierServicer):
         self, request: pb.ActivationsRequest, taps: Taps, context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[pb.ActivationsResponse]:
         near = _is_near(request.host)
-        ring, q_ring = await asyncio.to_thread(self._share, taps) if near else (None, None)
+        ring, q_ring = await asyncio.to_thread(self._share, taps, request.gpu) if near else (None, None)
         subscriber, subscribed = self._subscribe(request.draft_id, taps, ring)
         line = offer_line(self._shared_memory) if near else None
         if line:
@@ -324,10 +325,15 @@ class VerifierService(rpc.VerifierServicer):
             if self._engine.q_rings.get(request.draft_id) is q_ring:
                 self._engine.q_rings.pop(request.draft_id, None)
 
-    def _share(self, taps: Taps) -> tuple[Ring | None, OverwritingRingReader | None]:
+    def _share(self, taps: Taps, gpu: str) -> tuple[Ring | None, OverwritingRingReader | None]:
         """Memory for a draft on this host: for rows, if it is sent any, and for q. Allocated off the event loop."""
-        size = min(MAX_RING_BYTES, self._engine.publisher.replay_bytes(taps))
-        return self._made(Ring, size) if size else None, self._made(OverwritingRingReader, Q_RING_BYTES)
+        size, device = min(MAX_RING_BYTES, self._engine.publisher.replay_bytes(taps)), self._engine.steps.device
+        ring = None
+        if size and gpu and gpu == gpu_of(device):
+            ring = self._made(partial(Ring, gpu=device), size)
+        if size and ring is None:
+            ring = self._made(Ring, size)
+        return ring, self._made(OverwritingRingReader, Q_RING_BYTES)
 
     def _made(self, kind: Callable[[Path, int], Made], size: int) -> Made | None:
         try:
@@ -353,7 +359,7 @@ class VerifierService(rpc.VerifierServicer):
             tapped_layers=taps.layers,
             sink=taps.sink,
             window=taps.window,
-            carrier="shared memory" if ring else "inline bytes",
+            carrier=_carrier(ring),
         )
         return subscriber, subscribed
 
@@ -373,6 +379,12 @@ class VerifierService(rpc.VerifierServicer):
         done = self._engine.call(self._engine.slots.release, list(request.sequence_ids))
         released = await asyncio.wrap_future(done)
         return pb.ReleaseResponse(released=released, cache_usage=self._engine.steps.cache.usage)
+
+
+def _carrier(ring: Ring | None) -> str:
+    if ring is None:
+        return "inline bytes"
+    return "memory of the GPU" if ring.offer.HasField("gpu") else "shared memory"
 
 
 def _is_near(host: str) -> bool:

@@ -67,6 +67,7 @@ class Subscriber:
         if there is None:
             return False
         rows.gather(there)
+        ring.settle()
         told = draft_pb2.Told()
         message = told.activations
         message.spans.extend(delivery.spans)

@@ -12,9 +12,9 @@ verifier.proto).
 Nothing is left behind when either process is killed: the draft removes a file's name as soon as it has opened it, and a
 name whose maker died before that is removed by the next who makes a ring in the directory.
 
-What is not there: CUDA IPC. Rows of a GPU are copied to the ring in the host's memory, and a draft on a GPU copies them
-from there. Device memory that both processes map would be more of these classes. Nor other systems than Linux: without
-a boot id no host can be named, and a draft without a host is sent inline bytes.
+Where both run on one GPU, activations never leave it: the ring's bytes are memory of the GPU that both map, and the
+header stays on the host. What is not there: rings between two GPUs, and q in a GPU's memory. Nor other systems than
+Linux: without a boot id no host can be named, and a draft without a host is sent inline bytes.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from spire.errors import InvalidRequest
+from spire.rpc import cuda_ipc
 from spire.rpc.tensors import copy_to, from_wire
 from spire.v1 import tensor_pb2
 from spire.v1 import verifier_pb2 as pb
@@ -52,17 +53,21 @@ _LARGEST_PART = 4
 # An overwriting ring begins at a random multiple of its size.
 _FIRST_BITS = 32
 
+# Bytes of the host, or of a GPU.
+Memory = memoryview | Tensor
+
 
 class _Made:
     """The end that makes the memory. It is allocated and faulted in at once: a page's first touch takes microseconds.
 
-    Raises OSError when the directory cannot be written or has not `size` bytes left.
+    Raises OSError when the directory cannot be written or has not `size` bytes left, or the GPU has none to share.
     """
 
-    def __init__(self, directory: Path, size: int):
+    def __init__(self, directory: Path, size: int, gpu: torch.device | None = None):
         _remove_abandoned(directory)
         self.size = _round_up(size, _HEADER_BYTES)
         self.offer = pb.Ring(name=_NAMES.replace("*", secrets.token_hex(16)), token=secrets.token_bytes(_TOKEN_BYTES))
+        shared = _share_gpu(self.size, self.offer, gpu) if gpu else None
         file = directory / self.offer.name
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         weakref.finalize(self, file.unlink, missing_ok=True)
@@ -70,37 +75,41 @@ class _Made:
             # The mapping keeps a duplicate of the descriptor, and so the lock: it says that the maker is alive.
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Without this a full file system would be noticed by SIGBUS.
-            os.posix_fallocate(descriptor, 0, _HEADER_BYTES + self.size)
+            os.posix_fallocate(descriptor, 0, _HEADER_BYTES + (self.size if shared is None else 0))
             memory = mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         memory[:_TOKEN_BYTES] = self.offer.token
-        self._header, self._bytes = _parts(memory)
+        self._header, on_host = _parts(memory)
+        self._bytes: Memory = on_host if shared is None else shared
 
 
 class _Opened:
     """The end that opens it, which removes the file's name: it can be opened once.
 
-    Raises OSError when there is no such file, and InvalidRequest when it is not the offered one.
+    Raises OSError when there is no such file, or the GPU's memory cannot be opened, and InvalidRequest when it is not
+    the offered one.
     """
 
-    def __init__(self, directory: Path, offer: pb.Ring):
+    def __init__(self, directory: Path, offer: pb.Ring, gpu: torch.device | None = None):
         if Path(offer.name).name != offer.name:
             raise InvalidRequest(f"a ring's name is a file name, {offer.name!r} is none")
         file = directory / offer.name
         with file.open("r+b", buffering=0) as opened:
-            if opened.read(_TOKEN_BYTES) != offer.token or os.fstat(opened.fileno()).st_size <= _HEADER_BYTES:
+            least = _HEADER_BYTES if gpu else _HEADER_BYTES + 1
+            if opened.read(_TOKEN_BYTES) != offer.token or os.fstat(opened.fileno()).st_size < least:
                 raise InvalidRequest(f"{file} is not the ring that the verifier offered: is its directory shared?")
             # Faults come now, not later.
             memory = mmap.mmap(opened.fileno(), 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
             file.unlink()
-        self._header, self._bytes = _parts(memory)
+        self._header, on_host = _parts(memory)
+        self._bytes: Memory = _open_gpu(offer, gpu) if gpu else on_host
         self.size = len(self._bytes)
 
 
 class Ring(_Made):
-    """The writing end for activations."""
+    """The writing end for activations. With `gpu` they are kept in its memory."""
 
-    def __init__(self, directory: Path, size: int):
-        super().__init__(directory, size)
+    def __init__(self, directory: Path, size: int, gpu: torch.device | None = None):
+        super().__init__(directory, size, gpu)
         # Positions: where the next row goes, and where the unread begin whatever the reader says.
         self._head = self._floor = 0
 
@@ -114,10 +123,18 @@ class Ring(_Made):
         there, place = self.claim(rows.shape, rows.dtype)
         if there is not None:
             copy_to(there, rows)
+            self.settle()
         return place
 
+    def settle(self) -> None:
+        """Wait until what was written is there for the reader: before it is told, and of a GPU only."""
+        _wait_for(self._bytes)
+
     def claim(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor | None, pb.RingSlice]:
-        """A tensor in the ring, to be written at once, and where that is: None and a length of 0 if it does not fit."""
+        """A tensor in the ring, to be written at once, and where that is: None and a length of 0 if it does not fit.
+
+        `settle` before the reader is told.
+        """
         length = math.prod(shape) * dtype.itemsize
         position = self._place(length)
         if position is None or not length:
@@ -136,7 +153,11 @@ class Ring(_Made):
 
 
 class RingReader(_Opened):
-    """The reading end for activations."""
+    """The reading end for activations. With `gpu`, the one whose memory they are kept in."""
+
+    @property
+    def on_gpu(self) -> bool:
+        return isinstance(self._bytes, Tensor)
 
     def rows(self, message: pb.ActivationsResponse) -> Tensor:
         """A message's rows: a view of the ring, good until the slice is released, or a copy of what came inline.
@@ -149,6 +170,7 @@ class RingReader(_Opened):
 
     def release(self, taken: pb.RingSlice) -> None:
         """The rows of this slice, and of all before it, have been read: the writer may use their memory again."""
+        _wait_for(self._bytes)
         self._header[_READ] = taken.position + taken.length
 
 
@@ -217,11 +239,37 @@ def _next_place(head: int, length: int, size: int) -> int:
     return _round_up(position, size) if position % size + length > size else position
 
 
-def _tensor_at(memory: memoryview, place: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def _share_gpu(size: int, offer: pb.Ring, gpu: torch.device) -> Tensor:
+    """So many bytes of a GPU, which the offer tells of; the token is behind them."""
+    try:
+        memory = torch.zeros(size + _HEADER_BYTES, dtype=torch.uint8, device=gpu)
+    except RuntimeError as error:  # it has no more
+        raise OSError(f"no GPU memory to share: {error}") from error
+    memory[size : size + _TOKEN_BYTES] = torch.tensor(list(offer.token), dtype=torch.uint8)
+    offer.gpu.CopyFrom(cuda_ipc.share(memory))
+    return memory[:size]
+
+
+def _open_gpu(offer: pb.Ring, gpu: torch.device) -> Tensor:
+    memory = cuda_ipc.opened(offer.gpu, gpu)
+    size = len(memory) - _HEADER_BYTES
+    if size <= 0 or bytes(memory[size : size + _TOKEN_BYTES].tolist()) != offer.token:
+        raise InvalidRequest("the memory of the GPU that was opened is not what the verifier offered")
+    return memory[:size]
+
+
+def _wait_for(memory: Memory) -> None:
+    if isinstance(memory, Tensor):
+        cuda_ipc.wait_for(memory)
+
+
+def _tensor_at(memory: Memory, place: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    if isinstance(memory, Tensor):
+        return memory[place : place + math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
     return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=place).view(tuple(shape))
 
 
-def _view(memory: memoryview, taken: pb.RingSlice, alignment: int) -> memoryview:
+def _view(memory: Memory, taken: pb.RingSlice, alignment: int) -> Memory:
     """A slice's bytes. Raises InvalidRequest when they do not lie in the ring."""
     place = taken.position % len(memory)
     if taken.position >= _NO_POSITION or place % alignment or place + taken.length > len(memory):

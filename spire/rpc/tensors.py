@@ -28,12 +28,13 @@ def host_bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
 
 
 def copy_to(there: Tensor, tensor: Tensor) -> None:
-    """Copy to contiguous memory of the host, from any device.
+    """Copy to contiguous memory, between any devices.
 
     Torch has its threads share more than 32,768 numbers. On a host whose processors are busy, the one that must be
     woken for that comes later than one alone has copied half a megabyte.
     """
-    if tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.nbytes <= _COPIED_ALONE:
+    on_host = tensor.device.type == there.device.type == "cpu"
+    if on_host and tensor.is_contiguous() and tensor.nbytes <= _COPIED_ALONE:
         host_bytes(there)[...] = host_bytes(tensor)
     else:
         there.copy_(tensor)
@@ -64,10 +65,8 @@ def put_shape(message: pb.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> N
     message.shape.extend(shape)
 
 
-def from_wire(
-    message: pb.Tensor, dtype: torch.dtype | None = None, data: memoryview | bytearray | None = None
-) -> Tensor:
-    """Decode a copy of the message's bytes, or a view of the writable `data` that came otherwise.
+def from_wire(message: pb.Tensor, dtype: torch.dtype | None = None, data: memoryview | Tensor | None = None) -> Tensor:
+    """Decode a copy of the message's bytes, or a view of the writable bytes, of any device, that came otherwise.
 
     Raises InvalidRequest when bytes, shape and dtype disagree, or when `dtype` is not what came.
     """
@@ -79,7 +78,10 @@ def from_wire(
     size, came = math.prod(message.shape) * found.itemsize, len(raw)
     if came != size:
         raise InvalidRequest(f"tensor of shape {list(message.shape)} and {found} needs {size} bytes, {came} came")
-    flat = torch.frombuffer(raw, dtype=found) if size else torch.empty(0, dtype=found)
+    if isinstance(raw, Tensor):
+        flat = raw.view(found)
+    else:
+        flat = torch.frombuffer(raw, dtype=found) if size else torch.empty(0, dtype=found)
     try:
         return flat.view(tuple(message.shape))
     except RuntimeError as error:  # sizes around a 0 may overflow

@@ -298,7 +298,7 @@ class Timings(_message.Message):
     def __init__(self, queue_seconds: _Optional[float] = ..., forward_seconds: _Optional[float] = ..., sample_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ...) -> None: ...
 
 class ActivationsRequest(_message.Message):
-    __slots__ = ("draft_id", "target_fingerprint", "protocol_version", "tapped_layers", "sink", "window", "tokens", "host")
+    __slots__ = ("draft_id", "target_fingerprint", "protocol_version", "tapped_layers", "sink", "window", "tokens", "host", "gpu")
     DRAFT_ID_FIELD_NUMBER: _ClassVar[int]
     TARGET_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -307,6 +307,7 @@ class ActivationsRequest(_message.Message):
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
+    GPU_FIELD_NUMBER: _ClassVar[int]
     draft_id: str
     target_fingerprint: str
     protocol_version: int
@@ -315,7 +316,8 @@ class ActivationsRequest(_message.Message):
     window: int
     tokens: bool
     host: str
-    def __init__(self, draft_id: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., protocol_version: _Optional[int] = ..., tapped_layers: _Optional[_Iterable[int]] = ..., sink: _Optional[int] = ..., window: _Optional[int] = ..., tokens: bool = ..., host: _Optional[str] = ...) -> None: ...
+    gpu: str
+    def __init__(self, draft_id: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., protocol_version: _Optional[int] = ..., tapped_layers: _Optional[_Iterable[int]] = ..., sink: _Optional[int] = ..., window: _Optional[int] = ..., tokens: bool = ..., host: _Optional[str] = ..., gpu: _Optional[str] = ...) -> None: ...
 
 class ActivationsResponse(_message.Message):
     __slots__ = ("spans", "rows", "ended", "tokens", "ring", "slice", "q_ring", "line")
@@ -338,12 +340,24 @@ class ActivationsResponse(_message.Message):
     def __init__(self, spans: _Optional[_Iterable[_Union[ActivationSpan, _Mapping]]] = ..., rows: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ended: _Optional[_Iterable[str]] = ..., tokens: _Optional[_Iterable[int]] = ..., ring: _Optional[_Union[Ring, _Mapping]] = ..., slice: _Optional[_Union[RingSlice, _Mapping]] = ..., q_ring: _Optional[_Union[Ring, _Mapping]] = ..., line: _Optional[_Union[Ring, _Mapping]] = ...) -> None: ...
 
 class Ring(_message.Message):
-    __slots__ = ("name", "token")
+    __slots__ = ("name", "token", "gpu")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
+    GPU_FIELD_NUMBER: _ClassVar[int]
     name: str
     token: bytes
-    def __init__(self, name: _Optional[str] = ..., token: _Optional[bytes] = ...) -> None: ...
+    gpu: GpuMemory
+    def __init__(self, name: _Optional[str] = ..., token: _Optional[bytes] = ..., gpu: _Optional[_Union[GpuMemory, _Mapping]] = ...) -> None: ...
+
+class GpuMemory(_message.Message):
+    __slots__ = ("handle", "offset", "length")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    handle: bytes
+    offset: int
+    length: int
+    def __init__(self, handle: _Optional[bytes] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
 
 class RingSlice(_message.Message):
     __slots__ = ("position", "length")
