@@ -102,6 +102,11 @@ class Blocks:
         """Whether a step could run."""
         return any(task.asked and not task.orders for task in self._waiting)
 
+    @property
+    def unasked(self) -> bool:
+        """Whether there are batches of which no draft has been asked."""
+        return any(not task.asked for task in self._waiting)
+
     def add(self, task: VerifyTask) -> None:
         self._waiting.append(task)
 

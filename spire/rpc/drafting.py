@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, compress, zip_longest
 
 import grpc
 import structlog
@@ -31,15 +31,19 @@ Propose = Callable[[ProposeTask], Awaitable[ProposeAnswer]]
 
 @dataclass(frozen=True)
 class Asked:
-    """A batch as it was asked for: its sound items, those refused, and what the model has to do for it, if anything."""
+    """A batch as it was asked for: sound items and how many tokens each wants, those refused, and the model's work."""
 
     batch_id: int
     began: float
-    items: list[pb.ProposeItem]
+    guesses: list[Guess]
+    depths: list[int]
     refused: dict[str, RequestError]
     task: ProposeTask | None
-    # Whether of every item, none of them refused, as many tokens are wanted.
-    alike: bool
+
+    @property
+    def alike(self) -> bool:
+        """Whether of every item, none of them refused, as many tokens are wanted."""
+        return not self.refused and len(set(self.depths)) == 1
 
 
 class DraftServicer(rpc.DraftServicer):
@@ -84,61 +88,68 @@ class DraftServicer(rpc.DraftServicer):
         """What a batch asks of the model. `of_verifier`: where a sequence is sampled in one way for as long as it
         lives."""
         began = time.monotonic()
-        wishes: tuple[str | bytes, ...] = tuple(item.sequence_id for item in batch.items)
-        if not of_verifier:
-            wishes = tuple(item.sampling.SerializeToString() for item in batch.items)
+        # Read once: an attribute of a message takes longer than one of an object.
+        items = list(batch.items)
+        guesses = [Guess(item.sequence_id, item.base, item.newest_token) for item in items]
+        depths = [item.k for item in items]
+        if of_verifier:
+            wishes: tuple[str | bytes, ...] = tuple([guess.sequence_id for guess in guesses])
+        else:
+            wishes = tuple([item.sampling.SerializeToString() for item in items])
         known, rows = self._last
         if known != wishes:
             rows = None
-        refused = self._refusals(batch, check_wishes=rows is None)
-        good = [item for item in batch.items if item.sequence_id not in refused]
-        _log_refusals(refused)
+        refused = self._refusals(guesses, depths, [item.sampling for item in items] if rows is None else [])
+        if refused:
+            _log_refusals(refused)
+            sound = [guess.sequence_id not in refused for guess in guesses]
+            items, guesses, depths = (list(compress(each, sound)) for each in (items, guesses, depths))
         task = None
-        if good:
+        if guesses:
             if rows is None or refused:
-                rows = from_protos([item.sampling for item in good], self._device)
+                rows = from_protos([item.sampling for item in items], self._device)
             if not refused:
                 self._last = wishes, rows
-            guesses = [Guess(item.sequence_id, item.base, item.newest_token) for item in good]
-            task = ProposeTask(guesses, rows, max(item.k for item in good))
-        alike = not refused and len({item.k for item in good}) == 1
-        return Asked(batch.batch_id, began, good, refused, task, alike)
+            task = ProposeTask(guesses, rows, max(depths))
+        return Asked(batch.batch_id, began, guesses, depths, refused, task)
 
     def answered(self, asked: Asked, answer: ProposeAnswer | None, together: bool = False) -> pb.ProposeBatchResult:
         """What is said to whoever asked. `together`: of all at once, where it can be."""
         result = pb.ProposeBatchResult(batch_id=asked.batch_id)
-        good, refused = asked.items, asked.refused
         if answer and asked.task:
-            _log_refusals({good[index].sequence_id: error for index, error in answer.refused.items()})
+            _log_refusals({asked.guesses[index].sequence_id: error for index, error in answer.refused.items()})
             if not (together and _add_guesses(result, asked, answer, self._q_ring())):
-                _add_proposals(result, good, answer, asked.task.rows, self._q_ring())
+                _add_proposals(result, asked, answer, asked.task.rows, self._q_ring())
             result.timings.queue_seconds = answer.queue_seconds
             result.timings.forward_seconds = answer.forward_seconds
         result.proposals.extend(
-            pb.Proposal(sequence_id=sequence_id, status=item_status(error)) for sequence_id, error in refused.items()
+            pb.Proposal(sequence_id=sequence_id, status=item_status(error))
+            for sequence_id, error in asked.refused.items()
         )
         result.timings.total_seconds = time.monotonic() - asked.began - result.timings.queue_seconds
         return result
 
-    def _refusals(self, batch: pb.ProposeBatch, check_wishes: bool) -> dict[str, RequestError]:
-        """Items that are wrong by themselves, with the reason."""
+    def _refusals(
+        self, guesses: list[Guess], depths: list[int], wishes: list[tensor_pb2.Sampling]
+    ) -> dict[str, RequestError]:
+        """Items that are wrong by themselves, with the reason. No wishes: they are known to be sound."""
         refused: dict[str, RequestError] = {}
         seen: set[str] = set()
-        for item in batch.items:
+        for guess, k, wish in zip_longest(guesses, depths, wishes):
             try:
-                if item.sequence_id in seen:
-                    raise InvalidRequest(f"sequence {item.sequence_id!r} occurs twice in a batch")
-                seen.add(item.sequence_id)
-                if item.k > MAX_SPECULATION_DEPTH:
-                    raise InvalidRequest(f"k is {item.k}, at most {MAX_SPECULATION_DEPTH} can be drafted")
-                if item.newest_token >= self._vocab_size:
+                if guess.sequence_id in seen:
+                    raise InvalidRequest(f"sequence {guess.sequence_id!r} occurs twice in a batch")
+                seen.add(guess.sequence_id)
+                if k > MAX_SPECULATION_DEPTH:
+                    raise InvalidRequest(f"k is {k}, at most {MAX_SPECULATION_DEPTH} can be drafted")
+                if guess.newest_token >= self._vocab_size:
                     raise InvalidRequest(
-                        f"newest_token is {item.newest_token}, the vocabulary ends at {self._vocab_size}"
+                        f"newest_token is {guess.newest_token}, the vocabulary ends at {self._vocab_size}"
                     )
-                if check_wishes:
-                    check_sampling(item.sampling)
+                if wish is not None:
+                    check_sampling(wish)
             except RequestError as error:
-                refused[item.sequence_id] = error
+                refused[guess.sequence_id] = error
         return refused
 
 
@@ -169,22 +180,22 @@ def _add_guesses(
 
 def _add_proposals(
     result: pb.ProposeBatchResult,
-    items: list[pb.ProposeItem],
+    asked: Asked,
     answer: ProposeAnswer,
     rows: SamplingRows,
     ring: OverwritingRing | None,
 ) -> None:
     """Filled in place: q is the bulk of it, where it does not lie in the ring."""
     for index, error in answer.refused.items():
-        result.proposals.add(sequence_id=items[index].sequence_id, status=item_status(error))
-    ready = [items[index] for index in answer.ready]
-    added = [result.proposals.add(sequence_id=item.sequence_id, status=OK) for item in ready]
+        result.proposals.add(sequence_id=asked.guesses[index].sequence_id, status=item_status(error))
+    ready = [(asked.guesses[index].sequence_id, asked.depths[index]) for index in answer.ready]
+    added = [result.proposals.add(sequence_id=sequence_id, status=OK) for sequence_id, _ in ready]
     if answer.drafted is None:
         return
-    for proposal, item, tokens in zip(added, ready, answer.drafted.tokens_BK.tolist(), strict=True):
-        proposal.tokens.extend(tokens[: item.k])
+    for proposal, (_, k), tokens in zip(added, ready, answer.drafted.tokens_BK.tolist(), strict=True):
+        proposal.tokens.extend(tokens[:k])
     judged = rows.judged_by_q_B[answer.ready].tolist()
-    sampled = [(row, added[row].q, item.k) for row, item in enumerate(ready) if judged[row] and item.k]
+    sampled = [(row, added[row].q, k) for row, (_, k) in enumerate(ready) if judged[row] and k]
     if sampled:
         _add_q(sampled, answer.drafted, ring)
 
