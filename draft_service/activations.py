@@ -145,7 +145,7 @@ class Follower:
         )
 
     def _opened_ring(self, offer: pb.Ring) -> RingReader:
-        return RingReader(self._shared_memory, offer, self._device if offer.HasField("gpu") else None)
+        return RingReader(self._shared_memory, offer, self._device if offer.gpu_handle else None)
 
     def _dial(self, offer: pb.Ring, orders: Orders) -> None:
         try:

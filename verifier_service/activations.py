@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, compress, pairwise
 
 import numpy as np
@@ -114,8 +115,9 @@ class Picked:
         bounds = compress(pairwise(accumulate(counts, initial=0)), kept)
         return Picked(self.from_XND, [place for at, end in bounds for place in places[at:end]])
 
-    def gathered(self) -> Tensor:
-        """[R, N, D], on the same device."""
+    @cached_property
+    def rows_RND(self) -> Tensor:
+        """Gathered, on the same device."""
         if self.places is None:
             return self.from_XND
         gathered_RND = self.from_XND.new_empty(self.shape)
@@ -307,7 +309,7 @@ def frames(delivery: Delivery, max_bytes: int) -> Iterator[Delivery]:
     if len(rows) <= limit:
         yield delivery
         return
-    rows_RND = rows.gathered()
+    rows_RND = rows.rows_RND
     first, room = 0, limit
     batch: list[pb.ActivationSpan] = []
 
@@ -421,7 +423,7 @@ class Publisher:
     def store(self, shares: Rows[Share]) -> None:
         """Keep what a later replay needs, while the drafts read; then tell of who is quiet no more."""
         for share in shares:
-            share.feed.store(share.advances, share.rows.gathered())
+            share.feed.store(share.advances, share.rows.rows_RND)
             if share.feed.deliver:
                 self._deliver(share.feed.deliver, share.feed.catch_up(share.advances))
 

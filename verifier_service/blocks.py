@@ -102,22 +102,18 @@ class Blocks:
         """Whether a step could run."""
         return any(task.asked and not task.orders for task in self._waiting)
 
-    @property
-    def unasked(self) -> bool:
-        """Whether there are batches of which no draft has been asked."""
-        return any(not task.asked for task in self._waiting)
-
     def add(self, task: VerifyTask) -> None:
         self._waiting.append(task)
 
-    def ask(self) -> None:
-        """Have drafts guess for the batches whose turn has come: behind each sequence's last block."""
-        seen: set[str] = set()
+    def ask(self) -> bool:
+        """Have drafts guess for the batches whose turn has come: behind each sequence's last block. False: for none."""
+        seen, any_asked = set[str](), False
         for task in self._waiting:
             if not task.asked and seen.isdisjoint(task.sequence_ids):
-                task.asked = True
+                task.asked = any_asked = True
                 self._orders.place(task)
             seen |= task.sequence_ids
+        return any_asked
 
     # --- before the step ------------------------------------------------------------------------------------------
 

@@ -243,12 +243,13 @@ class Engine:
         As a rule it came while they drafted for this one. If not, it may be there now. In the midst of a step no
         sequence may come or go: what else has arrived waits for the next turn.
         """
-        if not self._blocks.unasked:
-            for task in self._inbox.take(MOST_TAKEN, 0):
-                if isinstance(task, VerifyTask):
-                    self._blocks.add(task)
-                else:
-                    self._put_off.append(task)
+        if self._blocks.ask():
+            return
+        for task in self._inbox.take(MOST_TAKEN, 0):
+            if isinstance(task, VerifyTask):
+                self._blocks.add(task)
+            else:
+                self._put_off.append(task)
         self._blocks.ask()
 
     def _forward(

@@ -45,6 +45,8 @@ log = structlog.get_logger("verifier_service")
 # The ring holds a whole replay, or three rounds of an 8B target at 64 sequences; that of q four rounds of 64 sequences
 # at k = 8 and a vocabulary of 4,096. A container has 64 MiB for both if not told more.
 MAX_RING_BYTES, Q_RING_BYTES = 44 * 1024 * 1024, 18 * 1024 * 1024
+# A ring in a GPU's memory outlives its subscription by this.
+_STILL_MAPPED_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -324,6 +326,9 @@ class VerifierService(rpc.VerifierServicer):
                 subscriber.line.close()
             if self._engine.q_rings.get(request.draft_id) is q_ring:
                 self._engine.q_rings.pop(request.draft_id, None)
+            if ring and ring.offer.gpu_handle:
+                # It must not be given back while the draft has it, which learns of this end soon.
+                asyncio.get_running_loop().call_later(_STILL_MAPPED_SECONDS, _keep, ring)
 
     def _share(self, taps: Taps, gpu: str) -> tuple[Ring | None, OverwritingRingReader | None]:
         """Memory for a draft on this host: for rows, if it is sent any, and for q. Allocated off the event loop."""
@@ -381,10 +386,14 @@ class VerifierService(rpc.VerifierServicer):
         return pb.ReleaseResponse(released=released, cache_usage=self._engine.steps.cache.usage)
 
 
+def _keep(ring: Ring) -> None:
+    """Until now."""
+
+
 def _carrier(ring: Ring | None) -> str:
     if ring is None:
         return "inline bytes"
-    return "memory of the GPU" if ring.offer.HasField("gpu") else "shared memory"
+    return "memory of the GPU" if ring.offer.gpu_handle else "shared memory"
 
 
 def _is_near(host: str) -> bool:

@@ -50,7 +50,7 @@ class Subscriber:
         self.line: Line | None = None
 
     def deliver(self, delivery: Delivery) -> None:
-        """Called by the model thread: the rows are copied here, once. Never blocks, never fails."""
+        """Called by the model thread: the rows are copied here. It may wait for a GPU, never for a draft."""
         if self._closed or self._loop.is_closed():
             return
         if not (self.line and self._sent_by(self.line, delivery)):
@@ -83,7 +83,7 @@ class Subscriber:
             yield from _inline(delivery)
             return
         for part in frames(delivery, self._ring.size // _RING_PART):
-            rows_RND = part.rows.gathered()
+            rows_RND = part.rows.rows_RND
             place = self._ring.put(rows_RND)
             if place.length:
                 rows = without_data(rows_RND)
@@ -140,5 +140,5 @@ class Subscriber:
 
 def _inline(delivery: Delivery, place: pb.RingSlice | None = None) -> Iterator[pb.ActivationsResponse]:
     for part in frames(delivery, MAX_FRAME_BYTES):
-        rows = to_wire(part.rows.gathered())
+        rows = to_wire(part.rows.rows_RND)
         yield pb.ActivationsResponse(spans=part.spans, rows=rows, tokens=part.tokens, slice=place)

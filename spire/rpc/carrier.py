@@ -44,6 +44,8 @@ _TOKEN_BYTES = 16
 # Of the header seen as 64-bit integers: everything before this position has been read; everything before that one may
 # have been written, or is being written now.
 _READ, _WRITTEN = 8, 16
+# How many bytes a ring in a GPU's memory has.
+_GPU_BYTES = 2
 _ALIGNMENT = 64
 _NAMES = "spire-*.ring"
 # No position gets there: it would take centuries.
@@ -67,7 +69,7 @@ class _Made:
         _remove_abandoned(directory)
         self.size = _round_up(size, _HEADER_BYTES)
         self.offer = pb.Ring(name=_NAMES.replace("*", secrets.token_hex(16)), token=secrets.token_bytes(_TOKEN_BYTES))
-        shared = _share_gpu(self.size, self.offer, gpu) if gpu else None
+        on_gpu = _share_gpu(self.size, self.offer, gpu) if gpu else None
         file = directory / self.offer.name
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         weakref.finalize(self, file.unlink, missing_ok=True)
@@ -75,11 +77,12 @@ class _Made:
             # The mapping keeps a duplicate of the descriptor, and so the lock: it says that the maker is alive.
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Without this a full file system would be noticed by SIGBUS.
-            os.posix_fallocate(descriptor, 0, _HEADER_BYTES + (self.size if shared is None else 0))
+            os.posix_fallocate(descriptor, 0, _HEADER_BYTES + (self.size if on_gpu is None else 0))
             memory = mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         memory[:_TOKEN_BYTES] = self.offer.token
         self._header, on_host = _parts(memory)
-        self._bytes: Memory = on_host if shared is None else shared
+        self._header[_GPU_BYTES] = 0 if on_gpu is None else self.size
+        self._bytes: Memory = on_host if on_gpu is None else on_gpu
 
 
 class _Opened:
@@ -101,7 +104,7 @@ class _Opened:
             memory = mmap.mmap(opened.fileno(), 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
             file.unlink()
         self._header, on_host = _parts(memory)
-        self._bytes: Memory = _open_gpu(offer, gpu) if gpu else on_host
+        self._bytes: Memory = _open_gpu(offer, self._header[_GPU_BYTES], gpu) if gpu else on_host
         self.size = len(self._bytes)
 
 
@@ -241,19 +244,22 @@ def _next_place(head: int, length: int, size: int) -> int:
 
 def _share_gpu(size: int, offer: pb.Ring, gpu: torch.device) -> Tensor:
     """So many bytes of a GPU, which the offer tells of; the token is behind them."""
+    memory, offer.gpu_handle = cuda_ipc.share(size + _TOKEN_BYTES, gpu)
     try:
-        memory = torch.zeros(size + _HEADER_BYTES, dtype=torch.uint8, device=gpu)
-    except RuntimeError as error:  # it has no more
-        raise OSError(f"no GPU memory to share: {error}") from error
-    memory[size : size + _TOKEN_BYTES] = torch.tensor(list(offer.token), dtype=torch.uint8)
-    offer.gpu.CopyFrom(cuda_ipc.share(memory))
+        memory[size:] = torch.tensor(list(offer.token), dtype=torch.uint8)
+        cuda_ipc.wait_for(memory)
+    except RuntimeError as error:
+        raise OSError(f"memory of the GPU cannot be written: {error}") from error
     return memory[:size]
 
 
-def _open_gpu(offer: pb.Ring, gpu: torch.device) -> Tensor:
-    memory = cuda_ipc.opened(offer.gpu, gpu)
-    size = len(memory) - _HEADER_BYTES
-    if size <= 0 or bytes(memory[size : size + _TOKEN_BYTES].tolist()) != offer.token:
+def _open_gpu(offer: pb.Ring, size: int, gpu: torch.device) -> Tensor:
+    memory = cuda_ipc.opened(offer.gpu_handle, size + _TOKEN_BYTES, gpu)
+    try:
+        token = bytes(memory[size:].tolist())
+    except RuntimeError as error:
+        raise OSError(f"memory of the GPU cannot be read: {error}") from error
+    if token != offer.token:
         raise InvalidRequest("the memory of the GPU that was opened is not what the verifier offered")
     return memory[:size]
 

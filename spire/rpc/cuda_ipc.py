@@ -1,19 +1,20 @@
 """Memory of one GPU that two processes of a host map both: CUDA's inter-process communication.
 
-Through the driver's own library, which every host with a GPU has. What it does not do is to tell when something that
-was written is there: who writes waits for its stream before it says so, and who has read for its own (`Ring`).
+Through the driver's own library, which every host with a GPU has, because torch gives out parts of larger allocations:
+whoever opened one could see, and change, what else lies there. What is not here: telling when something that was
+written is there. Who writes waits for its stream before it says so, and who has read for its own (`Ring`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import weakref
+from collections.abc import Iterator
 from functools import cache
 
 import torch
 from torch import Tensor
-
-from spire.v1 import verifier_pb2 as pb
 
 _HANDLE_BYTES = 64
 # Of cuIpcOpenMemHandle: the only flag there is, and it must be given.
@@ -26,19 +27,19 @@ class _Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_ubyte * _HANDLE_BYTES),)
 
 
-class _Mapped:
-    """Another process's memory, for torch to see without a copy; unmapped once no tensor is left that does."""
+class _Bytes:
+    """Memory as torch sees it without a copy; given back by `give_back` once no tensor is left of it."""
 
-    def __init__(self, base: int, offset: int, length: int, device: torch.device):
+    def __init__(self, address: int, length: int, device: torch.device, give_back: str):
         self.__cuda_array_interface__ = {
             "shape": (length,),
             "typestr": "|u1",
-            "data": (base + offset, False),
+            "data": (address, False),
             "strides": None,
             "version": 2,
         }
-        # Not at the process's end, which unmaps everything.
-        weakref.finalize(self, _unmap, base, device).atexit = False
+        # Not at the process's end, which gives back everything.
+        weakref.finalize(self, _give_back, address, device, give_back).atexit = False
 
 
 def gpu_of(device: torch.device) -> str:
@@ -46,29 +47,24 @@ def gpu_of(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
-def share(memory: Tensor) -> pb.GpuMemory:
-    """What another process opens this memory by; everything written to it is there. Raises OSError."""
-    with torch.cuda.device(memory.device):
-        torch.cuda.synchronize()  # with this the thread has a context, too
-        base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
-        place = ctypes.c_uint64(memory.data_ptr())
-        # A handle is of a whole allocation, of which torch gives out parts.
-        _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), place)
-        _call("cuIpcGetMemHandle", ctypes.byref(handle), base)
-    return pb.GpuMemory(handle=bytes(handle), offset=memory.data_ptr() - base.value, length=memory.nbytes)
+def share(length: int, device: torch.device) -> tuple[Tensor, bytes]:
+    """So many bytes of a GPU, an allocation of their own, and the handle that others open them by. Raises OSError."""
+    with _calling(device):
+        address, handle = ctypes.c_uint64(), _Handle()
+        _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(length))
+        memory = _tensor(_Bytes(address.value, length, device, "cuMemFree_v2"), device)
+        _call("cuIpcGetMemHandle", ctypes.byref(handle), address)
+        return memory, bytes(handle)
 
 
-def opened(shared: pb.GpuMemory, device: torch.device) -> Tensor:
-    """The bytes of memory of this GPU that another process shares. Raises OSError."""
-    if len(shared.handle) != _HANDLE_BYTES:
-        raise OSError(f"a handle of GPU memory has {_HANDLE_BYTES} bytes, {len(shared.handle)} came")
-    base = ctypes.c_uint64()
-    with torch.cuda.device(device):
-        torch.cuda.synchronize()
-        handle = _Handle.from_buffer_copy(shared.handle)
-        _call("cuIpcOpenMemHandle_v2", ctypes.byref(base), handle, ctypes.c_uint(_LAZY_PEER_ACCESS))
-    mapped = _Mapped(base.value, shared.offset, shared.length, device)
-    return torch.as_tensor(mapped, device=device)
+def opened(handle: bytes, length: int, device: torch.device) -> Tensor:
+    """The bytes that another process shares of this GPU. Raises OSError."""
+    if len(handle) != _HANDLE_BYTES:
+        raise OSError(f"a handle of GPU memory has {_HANDLE_BYTES} bytes, {len(handle)} came")
+    with _calling(device):
+        address, theirs = ctypes.c_uint64(), _Handle.from_buffer_copy(handle)
+        _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), theirs, ctypes.c_uint(_LAZY_PEER_ACCESS))
+        return _tensor(_Bytes(address.value, length, device, "cuIpcCloseMemHandle"), device)
 
 
 def wait_for(memory: Tensor) -> None:
@@ -76,10 +72,24 @@ def wait_for(memory: Tensor) -> None:
     torch.cuda.current_stream(memory.device).synchronize()
 
 
-def _unmap(base: int, device: torch.device) -> None:
-    with torch.cuda.device(device):
-        torch.cuda.synchronize()
-        _call("cuIpcCloseMemHandle", ctypes.c_uint64(base))
+@contextlib.contextmanager
+def _calling(device: torch.device) -> Iterator[None]:
+    """With this the calling thread has a context on that device. Whatever CUDA says is an OSError."""
+    try:
+        with torch.cuda.device(device):
+            torch.cuda.synchronize()
+            yield
+    except (RuntimeError, AttributeError) as error:
+        raise OSError(f"CUDA: {error}") from error
+
+
+def _tensor(memory: _Bytes, device: torch.device) -> Tensor:
+    return torch.as_tensor(memory, device=device)
+
+
+def _give_back(address: int, device: torch.device, how: str) -> None:
+    with contextlib.suppress(OSError), _calling(device):
+        _call(how, ctypes.c_uint64(address))
 
 
 def _call(name: str, *arguments: object) -> None:

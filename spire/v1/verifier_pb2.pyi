@@ -340,24 +340,14 @@ class ActivationsResponse(_message.Message):
     def __init__(self, spans: _Optional[_Iterable[_Union[ActivationSpan, _Mapping]]] = ..., rows: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ended: _Optional[_Iterable[str]] = ..., tokens: _Optional[_Iterable[int]] = ..., ring: _Optional[_Union[Ring, _Mapping]] = ..., slice: _Optional[_Union[RingSlice, _Mapping]] = ..., q_ring: _Optional[_Union[Ring, _Mapping]] = ..., line: _Optional[_Union[Ring, _Mapping]] = ...) -> None: ...
 
 class Ring(_message.Message):
-    __slots__ = ("name", "token", "gpu")
+    __slots__ = ("name", "token", "gpu_handle")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
-    GPU_FIELD_NUMBER: _ClassVar[int]
+    GPU_HANDLE_FIELD_NUMBER: _ClassVar[int]
     name: str
     token: bytes
-    gpu: GpuMemory
-    def __init__(self, name: _Optional[str] = ..., token: _Optional[bytes] = ..., gpu: _Optional[_Union[GpuMemory, _Mapping]] = ...) -> None: ...
-
-class GpuMemory(_message.Message):
-    __slots__ = ("handle", "offset", "length")
-    HANDLE_FIELD_NUMBER: _ClassVar[int]
-    OFFSET_FIELD_NUMBER: _ClassVar[int]
-    LENGTH_FIELD_NUMBER: _ClassVar[int]
-    handle: bytes
-    offset: int
-    length: int
-    def __init__(self, handle: _Optional[bytes] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
+    gpu_handle: bytes
+    def __init__(self, name: _Optional[str] = ..., token: _Optional[bytes] = ..., gpu_handle: _Optional[bytes] = ...) -> None: ...
 
 class RingSlice(_message.Message):
     __slots__ = ("position", "length")

@@ -35,28 +35,34 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 DRIVER = r"""
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 typedef struct { unsigned char reserved[64]; } Handle;
-static uint64_t allocation[1024];
-int cuMemGetAddressRange_v2(uint64_t *base, size_t *size, uint64_t at) {
-    *base = at & ~(uint64_t)4095; *size = 8192; return 0;
+static int used, opened;
+int cuMemAlloc_v2(uint64_t *address, size_t size) {
+    if (size > 1 << 20) return 2;
+    *address = (uint64_t)malloc(size); used++;
+    return 0;
 }
-int cuIpcGetMemHandle(Handle *handle, uint64_t base) {
-    if (base & 4095) return 1;
+int cuMemFree_v2(uint64_t address) { free((void *)address); used--; return 0; }
+int cuIpcGetMemHandle(Handle *handle, uint64_t address) {
     memset(handle, 0, sizeof *handle);
     handle->reserved[0] = 7; handle->reserved[63] = 9;
-    memcpy(handle->reserved + 8, &base, 8);
+    memcpy(handle->reserved + 8, &address, 8);
     return 0;
 }
-int cuIpcOpenMemHandle_v2(uint64_t *base, Handle handle, unsigned flags) {
+int cuIpcOpenMemHandle_v2(uint64_t *address, Handle handle, unsigned flags) {
     if (flags != 1 || handle.reserved[0] != 7 || handle.reserved[63] != 9) return 1;
-    memcpy(base, handle.reserved + 8, 8);
-    allocation[0]++;
+    memcpy(address, handle.reserved + 8, 8);
+    opened++;
     return 0;
 }
-int cuIpcCloseMemHandle(uint64_t base) { allocation[0]--; return 0; }
-uint64_t mapped(void) { return allocation[0]; }
-int cuGetErrorName(int code, const char **name) { *name = "CUDA_ERROR_INVALID_VALUE"; return 0; }
+int cuIpcCloseMemHandle(uint64_t address) { opened--; return 0; }
+int in_use(void) { return used; }
+int mapped(void) { return opened; }
+int cuGetErrorName(int code, const char **name) {
+    *name = code == 2 ? "CUDA_ERROR_OUT_OF_MEMORY" : "CUDA_ERROR_INVALID_VALUE"; return 0;
+}
 """
 
 
@@ -65,14 +71,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[bytes, Tensor]:
     """Both services run on one GPU, whose shared memory this is, by handle."""
     memory: dict[bytes, Tensor] = {}
 
-    def share(shared: Tensor) -> pb.GpuMemory:
+    def share(length: int, device: torch.device) -> tuple[Tensor, bytes]:
         handle = bytes([len(memory)]) * 64
-        memory[handle] = shared
-        return pb.GpuMemory(handle=handle, length=shared.nbytes)
+        memory[handle] = torch.zeros(length, dtype=torch.uint8)
+        return memory[handle], handle
 
     for name, stands_for in {
         "share": share,
-        "opened": lambda shared, device: memory[shared.handle],
+        "opened": lambda handle, length, device: memory[handle][:length],
         "wait_for": lambda memory: None,
     }.items():
         monkeypatch.setattr(cuda_ipc, name, stands_for)
@@ -106,7 +112,7 @@ async def test_on_one_gpu_rows_stay_there_and_the_text_is_that_of_shared_memory(
 
 
 def other_memory(gpu: dict[bytes, Tensor]) -> Callable[..., Tensor]:
-    return lambda shared, device: torch.zeros_like(gpu[shared.handle])
+    return lambda handle, length, device: torch.zeros(length, dtype=torch.uint8)
 
 
 def none(*_: object) -> Tensor:
@@ -152,10 +158,10 @@ async def test_without_a_shared_directory_rows_of_a_gpu_come_inline(
 def test_rows_are_waited_for_before_they_are_told_of_and_before_their_memory_is_free(
     tmp_path: Path, gpu: dict[bytes, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waited: list[int] = []
-    monkeypatch.setattr(cuda_ipc, "wait_for", lambda memory: waited.append(len(waited)))
     ring = Ring(tmp_path, PAGE, CPU)
     reader = RingReader(tmp_path, ring.offer, CPU)
+    waited: list[int] = []
+    monkeypatch.setattr(cuda_ipc, "wait_for", lambda memory: waited.append(len(waited)))
     came = message(ring, rows_of(3, 0))
     assert (came.slice.length, len(waited)) == (3 * 192, 1)
     assert torch.equal(reader.rows(came), rows_of(3, 0))
@@ -191,31 +197,57 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
     monkeypatch.setattr(cuda_ipc, "_driver", lambda: loaded)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def tensor(memory: cuda_ipc._Bytes, device: torch.device) -> Tensor:
+        """Of the host's memory, as torch makes one of a GPU's: it holds what says where that is."""
+        interface = memory.__cuda_array_interface__
+        (address, _), (length,) = interface["data"], interface["shape"]
+        held = (ctypes.c_ubyte * length).from_address(address)
+        held.memory = memory  # type: ignore[attr-defined]
+        return torch.frombuffer(held, dtype=torch.uint8)
+
+    monkeypatch.setattr(cuda_ipc, "_tensor", tensor)
     return loaded
 
 
-def test_memory_is_found_by_a_handle_of_its_allocation_and_unmapped_after_its_last_use(
-    driver: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[cuda_ipc._Mapped] = []
-    monkeypatch.setattr(torch, "as_tensor", lambda mapped, device: seen.append(mapped))
-    memory = torch.zeros(3 * PAGE, dtype=torch.uint8)[100:300]
-    shared = cuda_ipc.share(memory)
-    assert (len(shared.handle), shared.length) == (64, 200)
-    cuda_ipc.opened(shared, CPU)
-    interface = seen[0].__cuda_array_interface__
-    assert interface["data"] == (memory.data_ptr(), False)
-    assert (interface["shape"], interface["typestr"]) == ((200,), "|u1")
-    assert driver.mapped() == 1
-    seen.clear()
-    assert driver.mapped() == 0
+def test_memory_is_an_allocation_of_its_own_and_given_back_after_its_last_use(driver: ctypes.CDLL) -> None:
+    memory, handle = cuda_ipc.share(200, CPU)
+    memory[:] = torch.arange(200, dtype=torch.uint8)
+    theirs = cuda_ipc.opened(handle, 200, CPU)
+    assert torch.equal(theirs, torch.arange(200, dtype=torch.uint8))
+    part = theirs[100:]
+    del theirs
+    assert (driver.in_use(), driver.mapped()) == (1, 1)
+    assert part[0] == 100
+    del part
+    assert (driver.in_use(), driver.mapped()) == (1, 0)
+    del memory
+    assert driver.in_use() == 0
 
 
 def test_what_the_driver_refuses_is_said_by_its_name(driver: ctypes.CDLL) -> None:
     with pytest.raises(OSError, match=r"^cuIpcOpenMemHandle_v2: CUDA_ERROR_INVALID_VALUE \(1\)$"):
-        cuda_ipc.opened(pb.GpuMemory(handle=b"\0" * 64, length=1), CPU)
+        cuda_ipc.opened(b"\0" * 64, 1, CPU)
+    with pytest.raises(OSError, match=r"^cuMemAlloc_v2: CUDA_ERROR_OUT_OF_MEMORY \(2\)$"):
+        cuda_ipc.share(1 << 30, CPU)
     with pytest.raises(OSError, match="has 64 bytes, 3 came"):
-        cuda_ipc.opened(pb.GpuMemory(handle=b"abc", length=1), CPU)
+        cuda_ipc.opened(b"abc", 1, CPU)
+
+
+def test_whatever_else_cuda_says_is_no_more_than_memory_that_cannot_be_had(
+    driver: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", broken)
+    for call in (lambda: cuda_ipc.share(1, CPU), lambda: cuda_ipc.opened(b"\0" * 64, 1, CPU)):
+        with pytest.raises(OSError, match="illegal memory access"):
+            call()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(cuda_ipc, "_driver", lambda: ctypes.CDLL(None))
+    with pytest.raises(OSError, match="cuMemAlloc_v2"):
+        cuda_ipc.share(1, CPU)
 
 
 def test_a_host_has_no_gpus_name() -> None:

@@ -302,7 +302,7 @@ def test_frames_hold_at_most_what_they_may() -> None:
     spans.append(pb.ActivationSpan(sequence_id="b", start=0, count=500, reset=True))
     found = list(frames(Delivery(spans, Picked(rows_RND)), MAX_FRAME_BYTES))
     assert all(part.rows.nbytes <= MAX_FRAME_BYTES for part in found)
-    assert torch.equal(torch.cat([part.rows.gathered() for part in found]), rows_RND)
+    assert torch.equal(torch.cat([part.rows.rows_RND for part in found]), rows_RND)
     pieces = [span for part in found for span in part.spans]
     for name, start, count in (("a", 4, 2500), ("b", 0, 500)):
         mine = [span for span in pieces if span.sequence_id == name]

@@ -30,7 +30,7 @@ def row(life: int, position: int) -> torch.Tensor:
 def told(delivery: Delivery) -> dict[str, dict[int, float]]:
     """What a draft holds after a replay: by sequence and position."""
     held: dict[str, dict[int, float]] = {}
-    rows = iter(delivery.rows.gathered()[:, 0, 0].tolist())
+    rows = iter(delivery.rows.rows_RND[:, 0, 0].tolist())
     for span in delivery.spans:
         assert isinstance(span, pb.ActivationSpan)
         if span.reset:
