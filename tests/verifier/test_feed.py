@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from spire.v1 import verifier_pb2 as pb
 from verifier_service import activations
-from verifier_service.activations import Advance, Delivery, Feed, Taps
+from verifier_service.activations import Advance, Delivery, Feed, Picked, Taps
 
 SLOTS, SINK, WINDOW, WIDTH = 3, 1, 5, 2
 
@@ -76,3 +78,23 @@ def test_a_replay_holds_sink_and_window_of_what_was_committed(
                     }
                     for s in chosen
                 }
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=1, max_size=6), st.booleans(), st.integers(0, 2))
+def test_rows_are_gathered_as_torch_indexes_them_wherever_they_go(
+    neighbours: list[tuple[int, bool]], all_of_them: bool, layers: int
+) -> None:
+    counts, kept = [count for count, _ in neighbours], [keep for _, keep in neighbours]
+    R = sum(counts)
+    from_XND = torch.randn(R if all_of_them else 3 * R + 1, layers, 5).bfloat16()
+    places = list(range(R)) if all_of_them else [3 * at + 1 for at in range(R)]
+    rows = Picked(from_XND, None if all_of_them else places)
+    assert torch.equal(rows.rows_RND, from_XND[places])
+    bounds = list(accumulate(counts, initial=0))
+    chosen = [p for at, keep in enumerate(kept) if keep for p in places[bounds[at] : bounds[at + 1]]]
+    part = rows.of(counts, kept)
+    assert (len(part), part.nbytes) == (len(chosen), from_XND[chosen].nbytes)
+    there = torch.empty(part.shape, dtype=torch.bfloat16)
+    part.gather(there)
+    assert torch.equal(there, from_XND[chosen])
