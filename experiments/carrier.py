@@ -56,7 +56,7 @@ from spire.rpc.host import host_id
 from spire.rpc.loopback import wire_cost
 from spire.v1 import verifier_pb2 as pb
 from spire.v1 import verifier_pb2_grpc as rpc
-from verifier_service.activations import Delivery, Picked
+from verifier_service.delivery import Delivery, Picked
 from verifier_service.service import MAX_RING_BYTES
 from verifier_service.subscriber import Subscriber
 

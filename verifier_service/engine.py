@@ -31,9 +31,10 @@ from spire.rpc.line import Line
 from spire.sampling import SamplingRows
 from spire.turns import take_short_turns
 from spire.v1 import verifier_pb2 as pb
-from verifier_service.activations import Advance, Deliver, Publisher, Share, Taps
+from verifier_service.activations import Advance, Publisher, Share, Taps
 from verifier_service.batch import Limits
 from verifier_service.blocks import Blocks, Entry, Taken
+from verifier_service.delivery import Deliver
 from verifier_service.logprobs import Scores
 from verifier_service.metrics import VerifierMetrics
 from verifier_service.orders import Orders

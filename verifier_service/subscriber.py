@@ -18,7 +18,7 @@ from spire.rpc.line import Line
 from spire.rpc.tensors import put_shape, to_wire, without_data
 from spire.v1 import draft_pb2
 from spire.v1 import verifier_pb2 as pb
-from verifier_service.activations import Deliver, Delivery, frames
+from verifier_service.delivery import Deliver, Delivery, frames
 
 MAX_FRAME_BYTES = 1024 * 1024
 MAX_PENDING_BYTES = 32 * 1024 * 1024

@@ -26,7 +26,7 @@ from spire.rpc.carrier import Ring, RingReader
 from spire.v1 import verifier_pb2 as pb
 from tests.draft.test_orders import DEPTH, Following, following, texts
 from tests.test_carrier import PAGE, message, rows_of
-from verifier_service.activations import Picked
+from verifier_service.delivery import Picked
 
 CPU = torch.device("cpu")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

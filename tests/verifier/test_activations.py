@@ -20,7 +20,7 @@ from spire.v1 import verifier_pb2_grpc as rpc
 from spire.v1.draft_pb2 import Told
 from tests.verifier.conftest import Running
 from tests.verifier.harness import Client, Follower, Verifier, plain_greedy, prompt_of, whole_taps
-from verifier_service.activations import Deliver, Delivery, Picked, frames
+from verifier_service.delivery import Deliver, Delivery, Picked, frames
 from verifier_service.service import MAX_RING_BYTES
 from verifier_service.subscriber import MAX_FRAME_BYTES, Subscriber
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from spire.v1 import verifier_pb2 as pb
 from verifier_service import activations
-from verifier_service.activations import Advance, Delivery, Feed, Picked, Taps
+from verifier_service.activations import Advance, Feed, Taps
+from verifier_service.delivery import Delivery, Picked
 
 SLOTS, SINK, WINDOW, WIDTH = 3, 1, 5, 2
 
