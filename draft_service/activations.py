@@ -59,7 +59,8 @@ class Follower:
         self._shared_memory = Path(shared_memory)
         self._device, host = device, host_id() if shared_memory else ""
         # By which rows may come, the best first: the host and the GPU that a subscription names for it.
-        self._ways = [(host, gpu_of(device)), (host, ""), ("", "")]
+        gpu = gpu_of(device) if host else ""
+        self._ways = list(dict.fromkeys([(host, gpu), (host, ""), ("", "")]))
         self._ring: RingReader | None = None
         # By which the verifier that is followed now says what is small and due at once.
         self.line: Line | None = None
@@ -71,11 +72,11 @@ class Follower:
 
     async def run(self) -> None:
         """Never returns. Raises MismatchError when the verifier hosts another target now."""
-        ways = self._ways
+        way = 0
         while True:
-            self._request.host, self._request.gpu = way = ways[0]
+            self._request.host, self._request.gpu = self._ways[way]
             # Only the subscription that follows a failure does without: the verifier after that may be another.
-            ways = self._ways
+            tried, way = way, 0
             call = self._stub.Activations(self._request)
             try:
                 await self._subscribed(call)
@@ -88,8 +89,7 @@ class Follower:
                 log.warning("too far behind the verifier: beginning anew", reason=str(error))
                 self._worker.forget_all()
             except (OSError, InvalidRequest) as error:
-                worse = [other for other in self._ways if sum(map(bool, other)) < sum(map(bool, way))]
-                ways = worse or [way]
+                way = min(tried + 1, len(self._ways) - 1)
                 log.warning("activations cannot be taken up: asking for them otherwise", error=str(error))
             finally:
                 self.following, self._ring, self.q_ring = False, None, None

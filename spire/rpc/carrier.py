@@ -191,7 +191,7 @@ class OverwritingRing(_Opened):
         if claimed is None:
             return pb.RingSlice()
         there, place = claimed
-        there.copy_(numbers)
+        copy_to(there, numbers)
         return place
 
     def claim(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, pb.RingSlice] | None:

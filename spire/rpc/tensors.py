@@ -18,8 +18,9 @@ _TO_WIRE = {
     torch.bfloat16: pb.DTYPE_BFLOAT16,
     torch.int32: pb.DTYPE_INT32,
 }
-_COPIED_ALONE = 512 * 1024
 _FROM_WIRE = {wire: dtype for dtype, wire in _TO_WIRE.items()}
+# Bytes that one thread copies sooner than another is woken to help.
+_COPIED_ALONE = 512 * 1024
 
 
 def host_bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
