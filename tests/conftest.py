@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import settings
 
 from spire.bench.prompts import PromptSource
+from tests import smollm2
 from tests.services import Service, Services, running, start
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -75,6 +77,23 @@ def stories_draft_dir(stories_dir: Path, tmp_path_factory: pytest.TempPathFactor
     config = DraftConfig(target_fingerprint=identity, tapped_layers=(3, 4), window=16)
     save_draft(out, prune(target, config, (3, 4)), torch.float32)
     return out
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf(pytestconfig: pytest.Config) -> Path:
+    """SmolLM2-135M-Instruct as a GGUF file (Q4_1), downloaded once; skips where it cannot be had."""
+    try:
+        return smollm2.gguf_file(pytestconfig.cache.mkdir("smollm2"))
+    except smollm2.NotAvailable as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir() -> Path:
+    """SmolLM2-135M-Instruct in Hugging Face layout, bfloat16: vocabulary 49,152, context 8,192, a chat template."""
+    if named := os.environ.get(smollm2.DIRECTORY):
+        return Path(named)
+    pytest.skip(f"{smollm2.DIRECTORY} names no directory")
 
 
 @pytest.fixture(scope="session")
