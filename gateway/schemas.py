@@ -6,18 +6,16 @@ answer can name them.
 
 from __future__ import annotations
 
-import json
 import secrets
-from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, WithJsonSchema
 
-from gateway.bodies import RequestBody, TokenCount, TokenId
+from gateway.bodies import TokenCount, TokenId
 from gateway.errors import BadParameter
-from gateway.prompts import check_unicode, kind_of
 from gateway.sequence import Rule
-from spire.rpc.limits import MAX_ALLOWED_TOKENS, MAX_GRAMMAR_BYTES, MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_STOP_TOKENS
+from gateway.structured import StructuredRequest, check_grammars
+from spire.rpc.limits import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_STOP_TOKENS
 
 _TOKENS_SCHEMA = {"type": "array", "minItems": 1, "items": {"type": "integer", "format": "token-id", "minimum": 0}}
 _PROMPT_SCHEMA = {
@@ -33,7 +31,6 @@ _LONGEST_STOP = 1024
 _MOST_CANDIDATES = 16
 _LARGEST_BIAS = 100.0
 _LONGEST_SALT = 256
-_DEEPEST_SCHEMA = 64
 
 # What the types do not say of a field, but `check` does.
 _STOP_SCHEMA = {"type": "string", "minLength": 1, "maxLength": _LONGEST_STOP}
@@ -46,7 +43,6 @@ _BIAS_SCHEMA = {
     "additionalProperties": {"type": "number", "minimum": -_LARGEST_BIAS, "maximum": _LARGEST_BIAS},
 }
 _TRUNCATION_SCHEMA = {"anyOf": [{"const": -1}, {"type": "integer", "minimum": 1}]}
-_GRAMMAR_SCHEMA: dict[str, JsonValue] = {"minLength": 1, "maxLength": MAX_GRAMMAR_BYTES}
 # stream_options only in a stream.
 STREAM_SCHEMA: dict[str, JsonValue] = {
     "anyOf": [
@@ -77,22 +73,7 @@ class Speculation(BaseModel):
     rule: Rule | None = Field(default=None, description="by default invariant with a seed, block without")
 
 
-class JsonSchema(BaseModel):
-    """What the official client calls a JSON schema: the schema itself beside a name for it."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-    text: dict[str, Any] = Field(alias="schema")
-
-
-class ResponseFormat(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = Field(None, description="with type json_schema, and with no other")
-
-
-class GenerationRequest(RequestBody):
+class GenerationRequest(StructuredRequest):
     """What completions and chats have in common."""
 
     model_config = ConfigDict(json_schema_extra={"allOf": [STREAM_SCHEMA]})
@@ -115,12 +96,6 @@ class GenerationRequest(RequestBody):
     stop_token_ids: list[TokenId] = Field(default_factory=list, json_schema_extra={"maxItems": MAX_STOP_TOKENS})
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    response_format: ResponseFormat | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = Field(None, json_schema_extra=_GRAMMAR_SCHEMA)
-    guided_grammar: str | None = Field(
-        None, description="a context-free grammar in Lark's notation", json_schema_extra=_GRAMMAR_SCHEMA
-    )
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -163,18 +138,6 @@ class CompletionRequest(GenerationRequest):
     def biases(self) -> dict[int, float]:
         return {int(token): bias for token, bias in self.logit_bias.items()}
 
-    @cached_property
-    def grammars(self) -> dict[str, str]:
-        """Grammars by the field that asks for one, as text. Of a request that `check` takes, at most one."""
-        shape = self.response_format
-        fields = {
-            "response_format": None if shape is None else _schema_of(shape),
-            "guided_json": _as_text(self.guided_json) if isinstance(self.guided_json, dict) else self.guided_json,
-            "guided_regex": self.guided_regex,
-            "guided_grammar": self.guided_grammar,
-        }
-        return {name: text for name, text in fields.items() if text is not None}
-
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
@@ -186,16 +149,6 @@ class CompletionRequest(GenerationRequest):
     def chosen_seed(self) -> int:
         """The caller's seed as 64 unsigned bits, or a fresh one."""
         return secrets.randbits(64) if self.seed is None else self.seed % 2**64
-
-
-def _schema_of(shape: ResponseFormat) -> str | None:
-    if shape.type == "json_schema" and shape.json_schema is not None:
-        return _as_text(shape.json_schema.text)
-    return _as_text({"type": "object"}) if shape.type == "json_object" else None
-
-
-def _as_text(schema: dict[str, Any]) -> str:
-    return json.dumps(schema, ensure_ascii=False)
 
 
 # -- checks that need no model ---------------------------------------------------------------------------------------
@@ -218,7 +171,7 @@ def check(request: CompletionRequest) -> None:
     _check_best_of(request)
     _check_stops(request.stops)
     _check_biases(request.logit_bias)
-    _check_grammars(request)
+    check_grammars(request)
 
 
 def _check_best_of(request: CompletionRequest) -> None:
@@ -248,44 +201,6 @@ def _check_biases(biases: dict[str, float]) -> None:
             raise BadParameter(
                 "logit_bias", f"logit_bias of token {token} is {bias:g}; it may be from {-_LARGEST_BIAS:g} to 100"
             )
-
-
-def _check_grammars(request: CompletionRequest) -> None:
-    shape = request.response_format
-    if shape is not None and (shape.type == "json_schema") != (shape.json_schema is not None):
-        raise BadParameter("response_format", "type json_schema needs a json_schema, no other type has one")
-    _check_json_schema("response_format", shape.json_schema.text if shape and shape.json_schema else {})
-    _check_json_schema("guided_json", _read_json(request.guided_json))
-    grammars = request.grammars
-    if len(grammars) > 1:
-        raise BadParameter(max(grammars), f"{' and '.join(grammars)} cannot be combined: leave all but one out")
-    for name, text in grammars.items():
-        if not text:
-            raise BadParameter(name, f"{name} is empty: leave it out to allow any text")
-        check_unicode(text, name)
-        if (size := len(text.encode())) > MAX_GRAMMAR_BYTES:
-            raise BadParameter(name, f"{name} may have {MAX_GRAMMAR_BYTES} bytes, it has {size}")
-
-
-def _read_json(schema: dict[str, Any] | str | None) -> Any:
-    if not isinstance(schema, str):
-        return schema or {}
-    try:
-        return json.loads(schema)
-    except (ValueError, RecursionError) as error:
-        raise BadParameter("guided_json", f"guided_json is not valid JSON: {error}") from error
-
-
-def _check_json_schema(name: str, schema: Any) -> None:
-    if not isinstance(schema, dict):
-        raise BadParameter(name, f"{name} is {kind_of(schema)}: a JSON schema is an object")
-    if _deeper_than(_DEEPEST_SCHEMA, schema):
-        raise BadParameter(name, f"{name} is nested deeper than {_DEEPEST_SCHEMA} levels: give it fewer")
-
-
-def _deeper_than(levels: int, value: Any) -> bool:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return levels < 0 or any(_deeper_than(levels - 1, item) for item in inner)
 
 
 # -- checks against the model ----------------------------------------------------------------------------------------
