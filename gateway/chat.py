@@ -20,6 +20,7 @@ from gateway.peers import Model
 from gateway.prompts import check_unicode, kind_of, over_context
 from gateway.schemas import STREAM_SCHEMA, CompletionRequest, GenerationRequest
 from gateway.tokenizer import PromptTooLong
+from spire.chat_template import TemplateRefusal
 from spire.rpc.limits import MAX_LOGPROBS
 
 _TEXT_PART = {
@@ -83,7 +84,13 @@ async def chat_prompt(
     context, codec = model.info.max_context, model.codec
     plain = [_plain(message, f"messages[{at}]") for at, message in enumerate(messages)]
     most = context * codec.longest_token
-    text = await asyncio.to_thread(model.chat_template.render, plain, most, add_generation_prompt)
+    if not model.chat_template.source:
+        message = "the model's tokenizer has no chat template: ask /v1/completions with a prompt instead"
+        raise BadParameter("messages", message)
+    try:
+        text = await asyncio.to_thread(model.chat_template.render, plain, most, add_generation_prompt)
+    except TemplateRefusal as error:
+        raise BadParameter("messages", str(error), error.code) from error
     check_unicode(text, "messages")
     try:
         tokens = await codec.encode(text, context, add_special_tokens)

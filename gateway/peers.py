@@ -23,10 +23,10 @@ import grpc
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from gateway.chat_template import ChatTemplate
 from gateway.errors import PeerLost
 from gateway.shortcut import Shortcut
 from gateway.tokenizer import TextCodec
+from spire.chat_template import ChatTemplate
 from spire.errors import MismatchError, SpireError
 from spire.model.config import MAGICDEC
 from spire.rpc.channel import (

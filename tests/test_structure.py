@@ -53,6 +53,7 @@ def test_the_shared_package_imports_no_service() -> None:
     [
         "spire",
         "spire.calibration",
+        "spire.chat_template",
         "spire.cli",
         "spire.errors",
         "spire.hardware",

@@ -17,7 +17,15 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from gateway.errors import BadParameter
+from spire.errors import InvalidRequest
+
+
+class TemplateRefusal(InvalidRequest):
+    """These messages make no text; `code` is the REST API's for it."""
+
+    def __init__(self, message: str, code: str = "invalid_value"):
+        super().__init__(message)
+        self.code = code
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +36,9 @@ class ChatTemplate:
     special_tokens: dict[str, str] = field(default_factory=dict)
 
     def render(self, messages: list[dict[str, Any]], most_characters: int, add_generation_prompt: bool = True) -> str:
-        """The prompt that these messages make. Raises BadParameter; what is too long is not written to its end."""
+        """The prompt that these messages make. Raises TemplateRefusal; what is too long is not written to its end."""
         if not self.source:
-            raise BadParameter(
-                "messages", "the model's tokenizer has no chat template: ask /v1/completions with a prompt instead"
-            )
+            raise TemplateRefusal("the model's tokenizer has no chat template")
         given = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
         pieces: list[str] = []
         room = most_characters
@@ -43,12 +49,10 @@ class ChatTemplate:
                     break
                 pieces.append(piece)
         except Exception as error:  # whatever a template does wrong with these messages
-            raise BadParameter(
-                "messages", f"the model's chat template does not take these messages: {error}"
-            ) from error
+            raise TemplateRefusal(f"the model's chat template does not take these messages: {error}") from error
         if room < 0:
             message = f"the messages make a prompt of more than {most_characters} characters: no context holds it"
-            raise BadParameter("messages", message, "context_length_exceeded")
+            raise TemplateRefusal(message, "context_length_exceeded")
         return "".join(pieces)
 
 

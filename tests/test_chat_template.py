@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from gateway.chat_template import ChatTemplate
-from gateway.errors import BadParameter
+from spire.chat_template import ChatTemplate, TemplateRefusal
 from spire.errors import CheckpointError
 from spire.model.chat_template import TemplateSource, read_chat_template
 
@@ -67,16 +66,16 @@ def test_a_prompt_is_the_one_transformers_makes(name: str, answer_next: bool) ->
     ],
 )
 def test_a_template_that_fails_says_so_to_the_caller(source: str, says: str) -> None:
-    with pytest.raises(BadParameter, match=says) as refused:
+    with pytest.raises(TemplateRefusal, match=says) as refused:
         ChatTemplate(source).render(MESSAGES, 10_000)
-    assert refused.value.param == "messages"
+    assert refused.value.code == "invalid_value"
 
 
 def test_a_prompt_that_no_context_holds_is_not_written_to_its_end() -> None:
     endless = ChatTemplate(
         "{% for i in range(90000) %}{% for j in range(90000) %}{{ 'x' * 1000 }}{% endfor %}{% endfor %}"
     )
-    with pytest.raises(BadParameter) as refused:
+    with pytest.raises(TemplateRefusal) as refused:
         endless.render(MESSAGES, 5000)
     assert refused.value.code == "context_length_exceeded"
 
