@@ -131,6 +131,7 @@ class Engine:
             tasks=len(asyncio.all_tasks()),
             verifier_up=self.verifier.usable,
             draft_up=self.draft.usable if self.draft else None,
+            model_name=model.name if model else "",
             draft_kind=draft.kind if draft else "",
             draft_name=draft.model_name if draft else "",
             draft_state_bytes=draft.state_bytes_per_sequence if draft else 0,

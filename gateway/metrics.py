@@ -36,6 +36,10 @@ FALLBACKS = ("draft_absent", "draft_timeout", "draft_lost", "draft_behind", "dra
 DECODINGS = ("speculative", "plain")
 
 
+# vLLM numbers its engines; there is one verifier behind a gateway.
+_ENGINE = "0"
+
+
 def _zeros(names: tuple[str, ...]) -> dict[str, float]:
     return dict.fromkeys(names, 0)
 
@@ -56,6 +60,8 @@ class Gauges:
     verifier_up: bool = False
     # None where no draft is configured.
     draft_up: bool | None = None
+    # Empty until a verifier has been met.
+    model_name: str = ""
     # Empty until a draft has been met.
     draft_kind: str = ""
     draft_name: str = ""
@@ -181,8 +187,9 @@ class Exposition(Collector):
         yield from self._comparison(now)
         yield from self._rounds()
         yield from self._peers(now)
-        if self.vllm_names:
-            yield from self._vllm(now)
+        if self.vllm_names and now.model_name:
+            labels = {"model_name": now.model_name, "engine": _ENGINE}
+            yield from (_with_labels(family, labels) for family in self._vllm(now))
 
     def _requests(self, now: Gauges) -> Iterator[Metric]:
         counts = self.metrics
@@ -310,6 +317,12 @@ def _labelled(name: str, help_text: str, label: str, values: dict[str, float]) -
     family = CounterMetricFamily(name, help_text, labels=[label])
     for key, value in values.items():
         family.add_metric([key], value)
+    return family
+
+
+def _with_labels(family: Metric, labels: dict[str, str]) -> Metric:
+    """The same family with these labels on every sample, before its own."""
+    family.samples = [sample._replace(labels=labels | sample.labels) for sample in family.samples]
     return family
 
 

@@ -35,6 +35,15 @@ def test_prometheus_takes_the_configuration(promtool: str, tmp_path: Path) -> No
     assert "2 rule files found" in checked.stdout
 
 
+def test_the_documented_commands_find_nothing_wrong(promtool: str) -> None:
+    document = (ROOT / "docs" / "observability.md").read_text()
+    commands = [line.split()[1:] for line in document.splitlines() if line.startswith("promtool ")]
+    assert {tuple(command[:2]) for command in commands} == {("check", "config"), ("check", "rules"), ("test", "rules")}
+    for command in commands:
+        checked = subprocess.run([promtool, *command], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert checked.returncode == 0, f"{command}: {checked.stdout}{checked.stderr}"
+
+
 def test_every_alert_fires_for_its_fault_and_none_without(promtool: str) -> None:
     tested = run(promtool, "test", "rules", RULE_TESTS)
     assert tested.returncode == 0, tested.stdout + tested.stderr

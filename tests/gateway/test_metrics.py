@@ -44,7 +44,8 @@ def samples(api: Api) -> Counter[str]:
 
 
 def vllm(counted: Counter[str], name: str, **labels: str) -> float:
-    return counted[f"vllm:spec_decode_num_{name}_total{sorted(labels.items())}"]
+    by_label = labels | {"model_name": "stories260K", "engine": "0"}
+    return counted[f"vllm:spec_decode_num_{name}_total{sorted(by_label.items())}"]
 
 
 def test_acceptance_by_vllm_s_names_is_that_of_the_responses(api: Api) -> None:
@@ -69,6 +70,14 @@ def test_acceptance_by_vllm_s_names_is_that_of_the_responses(api: Api) -> None:
     assert vllm(grown, "drafts") == len([round_ for round_ in rounds if round_["drafted"]])
     spire = {name: grown[f"spire_{name}_total[]"] for name in ("drafts", "draft_tokens", "accepted_tokens")}
     assert spire == {name: vllm(grown, name) for name in spire}
+
+
+def test_every_vllm_sample_names_the_model_and_the_engine(api: Api) -> None:
+    """Dashboards made for vLLM filter by both."""
+    families = text_string_to_metric_families(api.http.get("/metrics").text)
+    theirs = [sample for family in families for sample in family.samples if sample.name.startswith("vllm:")]
+    assert len({sample.name for sample in theirs}) > 15
+    assert {(sample.labels.get("model_name"), sample.labels.get("engine")) for sample in theirs} == {("stories260K", "0")}
 
 
 def test_cache_usage_is_the_verifier_s_own(stories_dir: Path) -> None:
