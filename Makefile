@@ -10,7 +10,8 @@ PIP_FLAGS ?=
 ONCE ?=
 MINUTES ?= 30
 ARGS ?=
-COMPOSE := docker compose --file deploy/docker-compose.yml
+# From that directory, where compose reads .env and a docker-compose.override.yml by itself.
+COMPOSE := cd deploy && docker compose
 
 # pip's progress on one line; what it complains about is kept in a file and printed when it fails.
 ONE_LINE := awk -v shown="$$(test -t 2 && echo yes)" \

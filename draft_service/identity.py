@@ -12,6 +12,7 @@ from draft_service.drafter import Drafter
 from spire.drafting import MAX_SPECULATION_DEPTH
 from spire.errors import MismatchError
 from spire.model.draft import Draft
+from spire.model.names import model_name
 from spire.perf_model import Shape
 from spire.rpc.channel import PROTOCOL_VERSION
 from spire.rpc.shapes import shape_to_wire
@@ -46,7 +47,7 @@ def describe(draft_id: str, directory: Path, drafter: Drafter) -> dict[str, Any]
         "protocol_version": PROTOCOL_VERSION,
         "draft_id": draft_id,
         "kind": drafter.draft.draft.kind,
-        "model_name": directory.resolve().name,
+        "model_name": model_name(directory),
         "target_fingerprint": drafter.draft.draft.target_fingerprint,
         "tokenizer_hash": _tokenizer_hash(directory),
         "vocab_size": drafter.draft.config.vocab_size,

@@ -11,7 +11,6 @@ import contextlib
 import os
 import socket
 from functools import partial
-from ipaddress import ip_address
 from pathlib import Path
 
 import structlog
@@ -24,6 +23,7 @@ from gateway.engine import Engine
 from gateway.keys import Guard, Keys
 from gateway.metrics import Metrics
 from spire.errors import SpireError
+from spire.keys import refuse_open_address
 from spire.process import announce, keep_announcing, run, stop_signal
 from spire.rpc.tls import Tls, certificate_files
 
@@ -41,7 +41,7 @@ async def serve(config: GatewayConfig) -> None:
     listener = _bind(config.host, config.port)
     host, port = listener.getsockname()[:2]
     if guard.open_paths is None and not config.without_keys:
-        _refuse_strangers(host)
+        refuse_open_address(host)
     engine = Engine(config, Metrics(config.lanes), Tls.read(config.tls))
     await engine.handshake()
     server = _Server(
@@ -94,15 +94,6 @@ def _bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise SpireError(f"cannot listen on {host}:{port}: {error.strerror}. Choose another --port") from error
     return listener
-
-
-def _refuse_strangers(host: str) -> None:
-    """Raises SpireError where other machines can reach a gateway that asks nobody for a key."""
-    if not ip_address(host.split("%")[0]).is_loopback:
-        raise SpireError(
-            f"other machines can reach {host}, and no API keys are asked for: make one with "
-            "`spire key create NAME --file FILE` and start with --keys FILE, or serve everybody with --without-keys"
-        )
 
 
 async def _announce(server: uvicorn.Server, address: str, ready_file: Path | None) -> None:

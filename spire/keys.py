@@ -13,9 +13,10 @@ import os
 import re
 import secrets
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 
-from spire.errors import DataError
+from spire.errors import DataError, SpireError
 from spire.files import write_whole
 
 # What a gateway is told by its clients here, and what another server is told by `spire bench --against`.
@@ -30,6 +31,15 @@ _SENDABLE = re.compile(r"[\x21-\x7e]*")
 class KnownKey:
     name: str
     digest: bytes
+
+
+def refuse_open_address(address: str) -> None:
+    """For a gateway that asks for no keys: raises SpireError where other machines can reach this IP address."""
+    if not ip_address(address.split("%")[0]).is_loopback:
+        raise SpireError(
+            f"other machines can reach {address}, and no API keys are asked for: make one with "
+            "`spire key create NAME --file FILE` and start with --keys FILE, or serve everybody with --without-keys"
+        )
 
 
 def digest(key: bytes) -> bytes:

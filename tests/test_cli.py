@@ -142,6 +142,27 @@ def test_doctor_fails_and_names_a_truncated_checkpoint(
     assert "model.safetensors cannot be read" in target["advice"]
 
 
+@pytest.mark.parametrize("content", [None, "not a tokenizer"])
+def test_doctor_fails_without_a_tokenizer_that_can_be_read(
+    content: str | None,
+    stories_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`spire up` refuses such a model."""
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((stories_dir / name).read_bytes())
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    arguments = ["--model", str(tmp_path), "--draft", "off", "--url", "http://127.0.0.1:9", "--json"]
+    code, printed = run(["doctor", *arguments], capsys, monkeypatch)
+    assert code == 1
+    (told,) = [check for check in json.loads(printed)["checks"] if not check["ok"]]
+    assert told["name"] == "tokenizer"
+    assert "tokenizer.json" in told["value"] + told["advice"]
+
+
 def test_training_says_what_is_wrong_with_its_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

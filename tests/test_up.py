@@ -112,6 +112,36 @@ def test_once_completes_a_prompt_prints_figures_and_stops(stories_dir: Path, sto
     assert "/v1/completions" in done.stdout
 
 
+def test_logs_stay_where_they_were_wanted_and_the_model_has_its_name(stories_dir: Path, tmp_path: Path) -> None:
+    logs = tmp_path / "kept" / "logs"
+    options = ["--port", "0", "--threads", "1", "--once", "--log-dir", str(logs), "--served-model-name", "my-model"]
+    command = spire("up", "--model", str(stories_dir), "--draft", "off", *options)
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"logs        {logs}" in done.stdout
+    assert {file.name for file in logs.iterdir()} == {"verifier.log", "gateway.log"}
+    assert '"model": "my-model"' in (logs / "verifier.log").read_text()
+
+
+def test_an_open_address_without_keys_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    command = spire("up", "--host", "0.0.0.0", "--port", "0", "--once", "--log-dir", str(tmp_path / "logs"))
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=60)
+    assert done.returncode == 1
+    assert "other machines can reach 0.0.0.0, and no API keys are asked for" in done.stderr
+    assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize("told", ["option", "environment", "file"])
+def test_serving_everybody_can_be_said_in_every_way(told: str, stories_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "spire.toml").write_text("[gateway]\nwithout_keys = true\n" if told == "file" else "")
+    environment = ENVIRONMENT | ({"SPIRE_GATEWAY_WITHOUT_KEYS": "true"} if told == "environment" else {})
+    environment |= {"SPIRE_CONFIG": str(tmp_path / "spire.toml")}
+    options = ["--host", "0.0.0.0", "--port", "0", "--once", *(["--without-keys"] if told == "option" else [])]
+    command = spire("up", "--model", str(stories_dir), "--draft", "off", *options)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_a_model_without_a_draft_drafts_for_itself_when_asked(stories_dir: Path) -> None:
     command = spire("up", "--model", str(stories_dir), "--port", "0", "--threads", "1", "--once", "--k", "4")
     environment = ENVIRONMENT | {"SPIRE_DRAFT": "magicdec"}

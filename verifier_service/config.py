@@ -23,6 +23,9 @@ class VerifierConfig(ModelServiceConfig):
     )
 
     model: Path = Field(description="Target checkpoint directory in Hugging Face layout, with its tokenizer.json.")
+    served_model_name: str = Field(
+        "", pattern=r"^[^\x00-\x1f\x7f]*$", description="Name that requests ask for; by default the directory's."
+    )
     port: int = Field(50051, ge=0, le=65535, description="Port to listen on; 0 chooses a free one.")
     threads: int = Field(0, ge=0, description="Compute threads; 0 leaves it to torch, and so to OMP_NUM_THREADS.")
     max_sequences: int = Field(64, ge=1, le=MAX_NAMED, description="Sequences held at once, if their cache fits.")

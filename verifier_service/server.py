@@ -22,6 +22,7 @@ from spire.model.cache import TargetCache
 from spire.model.chat_template import read_chat_template
 from spire.model.checkpoint import load_target
 from spire.model.config import ModelConfig
+from spire.model.names import model_name
 from spire.model.packing import pack
 from spire.model.placement import choose_device, choose_dtype, leaves_cores
 from spire.model.self_speculation import SparseAttention
@@ -101,8 +102,8 @@ def _read_grammars(tokenizer_json: bytes, shape: ModelConfig) -> tuple[Grammars 
 
 
 def _model_name(config: VerifierConfig) -> str:
-    """The directory's name; whoever asks is told of a verifier that is lossy."""
-    name, rate = config.model.resolve().name, config.lossy_synthetic_acceptance
+    """The name that requests ask for; a lossy verifier says so in it."""
+    name, rate = config.served_model_name or model_name(config.model), config.lossy_synthetic_acceptance
     return name if rate is None else f"{name} (LOSSY: synthetic acceptance {rate})"
 
 

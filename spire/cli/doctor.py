@@ -161,6 +161,7 @@ def _models(model: Path | None, draft: str | None) -> Iterator[Check]:
         return
     target = _fingerprint(pair.model)
     yield target
+    yield _tokenizer(pair.model)
     if pair.draft is None:
         yield Check("draft", f"{MAGICDEC}: the target itself" if pair.magicdec else OFF, advice=pair.note)
         return
@@ -183,6 +184,19 @@ def _fingerprint(directory: Path) -> Check:
         return Check("target", str(directory), False, "torch and safetensors are needed to read it")
     except SpireError as error:
         return Check("target", str(directory), False, str(error))
+
+
+def _tokenizer(directory: Path) -> Check:
+    from tokenizers import Tokenizer
+
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        return Check("tokenizer", f"{file} does not exist", False, "put the model's own tokenizer.json there")
+    try:
+        size = Tokenizer.from_file(str(file)).get_vocab_size()
+    except Exception as error:  # the library raises no narrower one
+        return Check("tokenizer", f"{file} cannot be read", False, f"put the model's own one there ({error})")
+    return Check("tokenizer", f"{size} tokens")
 
 
 def _gateway(url: str) -> Iterator[Check]:

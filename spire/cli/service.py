@@ -33,7 +33,7 @@ class ServiceFailed(SpireError):
 
 @dataclass
 class Service:
-    """`arguments` follow `python -m module`; the supervisor adds port and ready file."""
+    """`arguments` follow `python -m module`; the supervisor adds port and ready file, which lies in `directory`."""
 
     module: str
     arguments: Sequence[str]
@@ -47,6 +47,8 @@ class Service:
     wait: float = _FIRST_WAIT / 2
     sign: float = 0.0
     looks: int = 0
+    # Where the log goes, if not into `directory`.
+    logs: Path | None = None
 
     @property
     def name(self) -> str:
@@ -54,7 +56,7 @@ class Service:
 
     @property
     def log(self) -> Path:
-        return self.directory / f"{self.name}.log"
+        return (self.logs or self.directory) / f"{self.name}.log"
 
     @property
     def ready_file(self) -> Path:

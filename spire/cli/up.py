@@ -33,7 +33,8 @@ from spire.cli.gateway_client import Completion, run_completion
 from spire.cli.paths import Pair, choose_pair
 from spire.cli.service import Service
 from spire.errors import SpireError
-from spire.keys import GATEWAY_KEY, authorization
+from spire.keys import GATEWAY_KEY, authorization, refuse_open_address
+from spire.options_file import read_options
 from spire.rpc.tls import AUTHORITY
 
 console = Console(highlight=False, soft_wrap=True)
@@ -59,6 +60,9 @@ def up(
             envvar="SPIRE_DRAFT",
         ),
     ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Name that requests ask for. Default: the target directory's.")
+    ] = None,
     host: Annotated[str, typer.Option(help="Address that the gateway listens on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of the gateway; 0 takes a free one.", min=0, max=65535)] = 8000,
     keys: Annotated[
@@ -73,6 +77,9 @@ def up(
     ] = None,
     https: Annotated[
         Path | None, typer.Option(help="Directory with tls.crt and tls.key: clients then speak HTTPS.")
+    ] = None,
+    log_dir: Annotated[
+        Path | None, typer.Option(help="Directory for the services' logs, which stay there. Default: a passing one.")
     ] = None,
     log_level: Annotated[
         str | None, typer.Option(help="debug, info, warning or error; debug tells of every request.")
@@ -93,12 +100,17 @@ def up(
     pair = choose_pair(model, draft)
     if pair.note:
         console.print(f"[yellow]{escape(pair.note)}[/]")
-    _refuse_taken_port(host, port)
+    address = _free_address(host, port)
+    if not _asks_for_keys(keys, without_keys):
+        refuse_open_address(address)
     options = ModelOptions(dtype, device, threads)
     with tempfile.TemporaryDirectory(prefix="spire-") as directory, _signals():
         further = {module: [*_certified(module, tls), *_logging(log_level)] for module in _MODULES}
         further["gateway"] += [*_admission(keys, without_keys), *_encrypted(https)]
-        stack = Stack(pair, options, host, port, k, Path(directory), further=further, secure=https is not None)
+        further["verifier_service"] += ["--served-model-name", served_model_name] if served_model_name else []
+        logs = _made(log_dir) if log_dir else None
+        secure = https is not None
+        stack = Stack(pair, options, host, port, k, Path(directory), further=further, secure=secure, logs=logs)
         try:
             stack.start()
             stack.announce()
@@ -165,6 +177,8 @@ class Stack:
     further: dict[str, list[str]] = field(default_factory=dict)
     # Whether clients speak HTTPS.
     secure: bool = False
+    # Where logs go, if not into `directory`, which ends with the stack.
+    logs: Path | None = None
     # Whether the gateway answers this process: without a key it may not.
     admitted: bool = True
 
@@ -198,7 +212,7 @@ class Stack:
         console.print(f"  completions [bold]{self.url}/v1/completions[/]")
         console.print(f"  health      {self.url}/ready")
         console.print(f"  metrics     {self.url}/metrics")
-        console.print(f"  logs        {self.directory}\n")
+        console.print(f"  logs        {self.logs or self.directory}\n")
 
     def watch(self) -> None:
         """Restart what dies, until a signal comes."""
@@ -215,7 +229,7 @@ class Stack:
             service.stop()
 
     def _launch(self, module: str, arguments: list[str], what: str, status: Status, port: int = 0) -> str:
-        service = Service(module, [*arguments, *self.further.get(module, [])], self.directory, port)
+        service = Service(module, [*arguments, *self.further.get(module, [])], self.directory, port, logs=self.logs)
         self.services.append(service)
         service.start()
         self._wait(status, what, service.serves)
@@ -273,11 +287,30 @@ def _signals() -> Iterator[None]:
             signal.signal(name, handler)
 
 
-def _refuse_taken_port(host: str, port: int) -> None:
+def _made(directory: Path) -> Path:
+    """The directory for logs. Raises SpireError where it cannot be made."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SpireError(f"--log-dir {directory} cannot be made: {os.strerror(error.errno or 0)}") from error
+    return directory
+
+
+def _asks_for_keys(keys: Path | None, without_keys: bool) -> bool:
+    """False where a gateway so started, its own environment and options file included, lets in whoever reaches it
+    without anybody having said so."""
+    own = {str(name).replace("-", "_"): value for name, value in read_options().get("gateway", {}).items()}
+    told = os.environ.get("SPIRE_GATEWAY_WITHOUT_KEYS") or own.get("without_keys")
+    return bool(keys or without_keys or told or own.get("keys"))
+
+
+def _free_address(host: str, port: int) -> str:
+    """The IP address that `host` means here. Raises SpireError where nothing can listen on that port of it."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
+            return str(probe.getsockname()[0])
         except OSError as error:
             raise SpireError(
                 f"cannot listen on {host}:{port} ({os.strerror(error.errno or 0)}): "

@@ -77,7 +77,9 @@ def test_every_vllm_sample_names_the_model_and_the_engine(api: Api) -> None:
     families = text_string_to_metric_families(api.http.get("/metrics").text)
     theirs = [sample for family in families for sample in family.samples if sample.name.startswith("vllm:")]
     assert len({sample.name for sample in theirs}) > 15
-    assert {(sample.labels.get("model_name"), sample.labels.get("engine")) for sample in theirs} == {("stories260K", "0")}
+    assert {(sample.labels.get("model_name"), sample.labels.get("engine")) for sample in theirs} == {
+        ("stories260K", "0")
+    }
 
 
 def test_cache_usage_is_the_verifier_s_own(stories_dir: Path) -> None:
