@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from gateway.schemas import CompletionRequest
+from gateway.structured import Shape
 from spire.v1.verifier_pb2 import Adjustments, Grammar
 
 
@@ -15,7 +16,7 @@ def adjustments_of(request: CompletionRequest, end_tokens: Iterable[int]) -> Adj
         allowed_tokens=request.allowed_token_ids,
         presence_penalty=request.presence_penalty,
         frequency_penalty=request.frequency_penalty,
-        grammar=_grammar_of(request),
+        grammar=_grammar_of(request.shape),
     )
     if request.repetition_penalty != 1:
         adjustments.repetition_penalty = request.repetition_penalty
@@ -25,13 +26,13 @@ def adjustments_of(request: CompletionRequest, end_tokens: Iterable[int]) -> Adj
     return adjustments if adjustments.ByteSize() else None
 
 
-def _grammar_of(request: CompletionRequest) -> Grammar | None:
-    for field, text in request.grammars.items():
-        match field:
-            case "guided_regex":
-                return Grammar(regex=text)
-            case "guided_grammar":
-                return Grammar(lark=text)
-            case _:
-                return Grammar(json_schema=text)
-    return None
+def _grammar_of(shape: Shape | None) -> Grammar | None:
+    if shape is None:
+        return None
+    match shape.kind:
+        case "json_schema":
+            return Grammar(json_schema=shape.text, json_whitespace=shape.whitespace)
+        case "regex":
+            return Grammar(regex=shape.text)
+        case "lark":
+            return Grammar(lark=shape.text)

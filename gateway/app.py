@@ -130,8 +130,8 @@ def _check_rule(request: CompletionRequest, config: GatewayConfig) -> None:
 
 
 def _check_grammar(request: CompletionRequest, model: Model) -> None:
-    if request.grammars and model.info.no_grammars:
-        raise BadParameter(min(request.grammars), f"no grammar can be asked for: {model.info.no_grammars}")
+    if request.shape is not None and model.info.no_grammars:
+        raise BadParameter(request.shape.field, f"no grammar can be asked for: {model.info.no_grammars}")
 
 
 # -- the state of the service ----------------------------------------------------------------------------------------

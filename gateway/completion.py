@@ -327,7 +327,7 @@ def sequences_of(
     k = 0 if speculation.draft == "off" else config.k if speculation.k is None else speculation.k
     rule = config.rule_for(speculation.rule, request.seed is not None)
     end_tokens = {*request.stop_token_ids}
-    if request.grammars or not request.ignore_eos:
+    if request.shape is not None or not request.ignore_eos:
         end_tokens.update(model.info.end_tokens)
     ranked = request.candidates > request.n
     return [

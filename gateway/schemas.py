@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, WithJsonSchema
 from gateway.bodies import TokenCount, TokenId
 from gateway.errors import BadParameter
 from gateway.sequence import Rule
-from gateway.structured import StructuredRequest, check_grammars
+from gateway.structured import StructuredRequest
 from spire.rpc.limits import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_STOP_TOKENS
 
 _TOKENS_SCHEMA = {"type": "array", "minItems": 1, "items": {"type": "integer", "format": "token-id", "minimum": 0}}
@@ -171,7 +171,7 @@ def check(request: CompletionRequest) -> None:
     _check_best_of(request)
     _check_stops(request.stops)
     _check_biases(request.logit_bias)
-    check_grammars(request)
+    _ = request.shape  # raises for several, and for what is none at first sight
 
 
 def _check_best_of(request: CompletionRequest) -> None:

@@ -1,4 +1,4 @@
-"""The fields of a request that say what shape its output has: a JSON schema, a regular expression, a grammar.
+"""The fields of a request that say what shape its output has: JSON, a regular expression, a grammar, a choice.
 
 At most one of them may be given. Whether a grammar is one, the verifier finds out when it compiles it.
 """
@@ -6,6 +6,9 @@ At most one of them may be given. Whether a grammar is one, the verifier finds o
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
@@ -17,7 +20,22 @@ from gateway.prompts import check_unicode, kind_of
 from spire.rpc.limits import MAX_GRAMMAR_BYTES
 
 _DEEPEST_SCHEMA = 64
-_GRAMMAR_SCHEMA: dict[str, JsonValue] = {"minLength": 1, "maxLength": MAX_GRAMMAR_BYTES}
+_MOST_CHOICES = 4096
+_LONGEST_WHITESPACE = 256
+# Enough to lay a document out, and an end to a model that would write blanks for ever.
+_LAYOUT = r"[ \t\r\n]{1,20}"
+_REGEX_SYNTAX = re.compile(r"[\\.+*?()|\[\]{}^$]")
+_OBJECT = {"type": "object"}
+
+_TEXT: dict[str, JsonValue] = {"minLength": 1, "maxLength": MAX_GRAMMAR_BYTES}
+_CHOICE: dict[str, JsonValue] = {
+    "minItems": 1,
+    "maxItems": _MOST_CHOICES,
+    "items": {"type": "string", "minLength": 1},
+}
+_GRAMMAR_WORDS = "a context-free grammar in Lark's notation, or in llama.cpp's (GBNF)"
+_CHOICE_WORDS = "the output is one of these"
+_WHITESPACE_WORDS = "a regular expression for what may stand between the tokens of JSON"
 
 
 class JsonSchema(BaseModel):
@@ -33,75 +51,172 @@ class ResponseFormat(BaseModel):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = Field(None, description="with type json_schema, and with no other")
+    bare_schema: dict[str, Any] | None = Field(
+        None, alias="schema", description="a JSON schema without a name, with type json_object or json_schema"
+    )
+
+
+class StructuredOutputs(BaseModel):
+    """The shape of the output: exactly one of json, regex, grammar, choice and json_object."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", json_schema_extra={"minProperties": 1})
+
+    json_schema: dict[str, Any] | str | None = Field(default=None, alias="json", description="a JSON schema")
+    regex: str | None = Field(default=None, json_schema_extra=_TEXT)
+    grammar: str | None = Field(default=None, description=_GRAMMAR_WORDS, json_schema_extra=_TEXT)
+    choice: list[str] | None = Field(default=None, description=_CHOICE_WORDS, json_schema_extra=_CHOICE)
+    json_object: bool | None = Field(default=None, description="any JSON object")
+    disable_any_whitespace: bool | None = Field(default=None, description="false: JSON may be laid out")
+    whitespace_pattern: str | None = Field(
+        default=None, description=_WHITESPACE_WORDS, json_schema_extra={"maxLength": _LONGEST_WHITESPACE}
+    )
+
+
+Kind = Literal["json_schema", "regex", "lark"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What an output must be, and the request's field that says so.
+
+    `whitespace` is a regular expression for what may stand between the tokens of JSON, empty for nothing.
+    """
+
+    field: str
+    kind: Kind
+    text: str
+    whitespace: str = ""
 
 
 class StructuredRequest(RequestBody):
     """A request whose output can be asked to have a shape."""
 
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = Field(None, json_schema_extra=_GRAMMAR_SCHEMA)
-    guided_grammar: str | None = Field(
-        None, description="a context-free grammar in Lark's notation", json_schema_extra=_GRAMMAR_SCHEMA
+    guided_regex: str | None = Field(None, json_schema_extra=_TEXT)
+    guided_grammar: str | None = Field(None, description=_GRAMMAR_WORDS, json_schema_extra=_TEXT)
+    guided_choice: list[str] | None = Field(None, description=_CHOICE_WORDS, json_schema_extra=_CHOICE)
+    guided_whitespace_pattern: str | None = Field(
+        None, description=_WHITESPACE_WORDS, json_schema_extra={"maxLength": _LONGEST_WHITESPACE}
+    )
+    json_whitespace: bool | None = Field(
+        None, description="true: JSON may be laid out. By default nothing stands between its tokens"
     )
 
     @cached_property
-    def grammars(self) -> dict[str, str]:
-        """Grammars by the field that asks for one, as text. Of a request that `check_grammars` takes, at most one."""
-        shape = self.response_format
-        fields = {
-            "response_format": None if shape is None else _schema_of(shape),
-            "guided_json": _as_text(self.guided_json) if isinstance(self.guided_json, dict) else self.guided_json,
-            "guided_regex": self.guided_regex,
-            "guided_grammar": self.guided_grammar,
+    def shape(self) -> Shape | None:
+        """The one that is asked for. Raises BadParameter for several, and for what is none at first sight."""
+        outputs = self.structured_outputs or StructuredOutputs()
+        fields: dict[str, tuple[str, Any]] = {
+            "response_format": ("json", _schema_of(self.response_format)),
+            "guided_json": ("json", self.guided_json),
+            "guided_regex": ("regex", self.guided_regex),
+            "guided_grammar": ("grammar", self.guided_grammar),
+            "guided_choice": ("choice", self.guided_choice),
+            "structured_outputs.json": ("json", outputs.json_schema),
+            "structured_outputs.regex": ("regex", outputs.regex),
+            "structured_outputs.grammar": ("grammar", outputs.grammar),
+            "structured_outputs.choice": ("choice", outputs.choice),
+            "structured_outputs.json_object": ("json", _OBJECT if outputs.json_object else None),
         }
-        return {name: text for name, text in fields.items() if text is not None}
+        given = {name: field for name, field in fields.items() if field[1] is not None}
+        if len(given) > 1:
+            raise BadParameter(max(given), f"{' and '.join(given)} cannot be combined: leave all but one out")
+        if self.structured_outputs and not any(name.startswith("structured_outputs") for name in given):
+            kinds = "json, regex, grammar, choice or json_object"
+            raise BadParameter("structured_outputs", f"structured_outputs asks for no shape: give it {kinds}")
+        whitespace = _whitespace_of(self, outputs)
+        for name, (way, value) in given.items():
+            kind, write = _WAYS[way]
+            return Shape(name, kind, _checked(name, write(name, value)), whitespace)
+        return None
 
 
-def _schema_of(shape: ResponseFormat) -> str | None:
-    if shape.type == "json_schema" and shape.json_schema is not None:
-        return _as_text(shape.json_schema.text)
-    return _as_text({"type": "object"}) if shape.type == "json_object" else None
+# -- what the fields come to; each raises BadParameter ---------------------------------------------------------------
 
 
-def _as_text(schema: dict[str, Any]) -> str:
-    return json.dumps(schema, ensure_ascii=False)
+def _schema_of(asked: ResponseFormat | None) -> dict[str, Any] | None:
+    if asked is None:
+        return None
+    named, bare = asked.json_schema, asked.bare_schema
+    if asked.type == "json_schema":
+        if (named is None) == (bare is None):
+            raise BadParameter("response_format", "type json_schema needs a json_schema, or a schema in its place")
+        return named.text if named else bare
+    if named is not None:
+        raise BadParameter("response_format", f"type {asked.type} takes no json_schema: make it type json_schema")
+    if asked.type == "text" and bare is not None:
+        raise BadParameter("response_format", "type text takes no schema: make it type json_schema")
+    return (bare or _OBJECT) if asked.type == "json_object" else None
 
 
-def check_grammars(request: StructuredRequest) -> None:
-    """Raises BadParameter for more than one grammar, and for what is none at first sight."""
-    shape = request.response_format
-    if shape is not None and (shape.type == "json_schema") != (shape.json_schema is not None):
-        raise BadParameter("response_format", "type json_schema needs a json_schema, no other type has one")
-    _check_json_schema("response_format", shape.json_schema.text if shape and shape.json_schema else {})
-    _check_json_schema("guided_json", _read_json(request.guided_json))
-    grammars = request.grammars
-    if len(grammars) > 1:
-        raise BadParameter(max(grammars), f"{' and '.join(grammars)} cannot be combined: leave all but one out")
-    for name, text in grammars.items():
-        if not text:
-            raise BadParameter(name, f"{name} is empty: leave it out to allow any text")
-        check_unicode(text, name)
-        if (size := len(text.encode())) > MAX_GRAMMAR_BYTES:
-            raise BadParameter(name, f"{name} may have {MAX_GRAMMAR_BYTES} bytes, it has {size}")
-
-
-def _read_json(schema: dict[str, Any] | str | None) -> Any:
-    if not isinstance(schema, str):
-        return schema or {}
-    try:
-        return json.loads(schema)
-    except (ValueError, RecursionError) as error:
-        raise BadParameter("guided_json", f"guided_json is not valid JSON: {error}") from error
-
-
-def _check_json_schema(name: str, schema: Any) -> None:
+def _schema_text(name: str, schema: Any) -> str:
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise BadParameter(name, f"{name} is not valid JSON: {error}") from error
     if not isinstance(schema, dict):
         raise BadParameter(name, f"{name} is {kind_of(schema)}: a JSON schema is an object")
     if _deeper_than(_DEEPEST_SCHEMA, schema):
         raise BadParameter(name, f"{name} is nested deeper than {_DEEPEST_SCHEMA} levels: give it fewer")
+    return json.dumps(schema, ensure_ascii=False)
 
 
 def _deeper_than(levels: int, value: Any) -> bool:
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return levels < 0 or any(_deeper_than(levels - 1, item) for item in inner)
+
+
+def _as_it_is(_: str, text: str) -> str:
+    return text
+
+
+def _one_of(name: str, choices: list[str]) -> str:
+    """A regular expression that these texts match and no other."""
+    if not choices:
+        raise BadParameter(name, f"{name} is empty: no text could come")
+    if len(choices) > _MOST_CHOICES:
+        raise BadParameter(name, f"{name} may have {_MOST_CHOICES} choices, {len(choices)} came")
+    for at, choice in enumerate(choices):
+        if not choice:
+            raise BadParameter(f"{name}[{at}]", f"{name}[{at}] is an empty text: an output has some")
+    return "|".join(_REGEX_SYNTAX.sub(r"\\\g<0>", choice) for choice in dict.fromkeys(choices))
+
+
+def _checked(name: str, text: str) -> str:
+    if not text:
+        raise BadParameter(name, f"{name} is empty: leave it out to allow any text")
+    check_unicode(text, name)
+    if (size := len(text.encode())) > MAX_GRAMMAR_BYTES:
+        raise BadParameter(name, f"{name} may have {MAX_GRAMMAR_BYTES} bytes, it has {size}")
+    return text
+
+
+_WAYS: dict[str, tuple[Kind, Callable[[str, Any], str]]] = {
+    "json": ("json_schema", _schema_text),
+    "regex": ("regex", _as_it_is),
+    "grammar": ("lark", _as_it_is),
+    "choice": ("regex", _one_of),
+}
+
+
+def _whitespace_of(request: StructuredRequest, outputs: StructuredOutputs) -> str:
+    """What may stand between the tokens of JSON, as a regular expression."""
+    flexible, disabled = request.json_whitespace, outputs.disable_any_whitespace
+    said = {
+        "json_whitespace": None if flexible is None else _LAYOUT if flexible else "",
+        "structured_outputs.disable_any_whitespace": None if disabled is None else "" if disabled else _LAYOUT,
+        "guided_whitespace_pattern": request.guided_whitespace_pattern,
+        "structured_outputs.whitespace_pattern": outputs.whitespace_pattern,
+    }
+    given = {name: pattern for name, pattern in said.items() if pattern is not None}
+    if len({bool(pattern) for pattern in given.values()}) > 1:
+        raise BadParameter(max(given), f"{' and '.join(given)} contradict each other: leave all but one out")
+    # A pattern, which comes last, says more than that there may be white space.
+    name, pattern = [("", ""), *given.items()][-1]
+    check_unicode(pattern, name)
+    if len(pattern) > _LONGEST_WHITESPACE:
+        raise BadParameter(name, f"{name} may have {_LONGEST_WHITESPACE} characters, it has {len(pattern)}")
+    return pattern

@@ -55,12 +55,15 @@ RENAMED = {
     "guided_json": "json_schema",
     "guided_regex": "regex",
     "guided_grammar": "grammar",
+    "guided_choice": "choice",
     "add_special_tokens": "special_tokens",
     "truncate_prompt_tokens": "truncate",
     "speculation": "rule",
     "return_token_origins": "show_speculation",
 }
 NO_OPTION = {"response_format", "suffix", "user", "stream_options"}
+# The same under other names.
+NO_OPTION |= {"structured_outputs", "guided_whitespace_pattern"}
 NO_OPTION |= {"return_token_ids", "return_metrics", "return_rounds"}
 
 
@@ -104,6 +107,11 @@ def test_a_grammar_is_followed(url: str, tmp_path: Path) -> None:
     grammar = tmp_path / "answer.lark"
     grammar.write_text('start: "yes" | "no"')
     assert run(url, "--grammar", str(grammar), "--max-tokens", "12") in ("yes\n", "no\n")
+    assert run(url, "--choice", "yes", "--choice", "no", "--max-tokens", "12") in ("yes\n", "no\n")
+    schema.write_text('{"type": "array", "items": {"enum": [5]}, "minItems": 5, "maxItems": 5}')
+    array = ["--json-schema", str(schema), "--max-tokens", "100", "--temperature", "2", "--seed", "1"]
+    assert run(url, *array) == "[5,5,5,5,5]\n"
+    assert run(url, *array, "--json-whitespace").split() != ["[5,5,5,5,5]"]
 
 
 def test_rule_draft_and_depth_are_passed_on(url: str) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -31,13 +32,12 @@ from spire.rpc.limits import MAX_GRAMMAR_BYTES
 from spire.v1 import verifier_pb2 as pb
 from verifier_service import grammar_trial
 
-# Enough to lay a document out, and an end to a model that would write blanks for ever. A schema can say otherwise.
-_LAYOUT = {"whitespace_pattern": r"[ \t\r\n]{1,20}"}
 # Else the library allows one token alone where the text is certain, and spends seconds on texts that are long.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 _LARK_TOKEN = re.compile(
     r'"(?:\\(?s:.)|[^"\\])*+(?:"|\Z)|(?://|#).*|(?P<special><[^<>\s]+>)|/(?:\\(?s:.)|[^/\\])*+(?:/|\Z)'
 )
+_GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 _TOO_COMPLEX = (
     f"too complex: to compile it takes more than {grammar_trial.CPU_SECONDS} s, "
     f"{grammar_trial.MEMORY_BYTES >> 20} MiB of memory or {grammar_trial.STACK_BYTES >> 20} MiB of stack"
@@ -67,7 +67,8 @@ class Grammars:
         if not self.ends_V.any():
             raise InvalidRequest("this model has no end token: nothing could end an output that a grammar describes")
         source = _source(grammar)
-        if words := _complaint(source):
+        _, words = _tried("compile", source)
+        if words:
             _refuse(words)
         state = grammar_trial.start(self._tokenizer, source)
         _check(state)
@@ -180,7 +181,11 @@ def _source(grammar: pb.Grammar) -> str:
         case "regex":
             source = f"start: /{regex_to_lark(text, use_ascii='')}/"
         case "json_schema":
-            source = f"start: %json {_with_layout(text)}"
+            source = f"start: %json {_with_layout(text, grammar.json_whitespace)}"
+        case _ if _GBNF_RULE.search(text):
+            source, words = _tried("convert", text)
+            if words:
+                _refuse(words)
         case _:
             source = text
             if found := next((match for match in _LARK_TOKEN.finditer(text) if match["special"]), None):
@@ -188,7 +193,8 @@ def _source(grammar: pb.Grammar) -> str:
     return source + _OPTIONS
 
 
-def _with_layout(schema_json: str) -> str:
+def _with_layout(schema_json: str, whitespace: str) -> str:
+    """The schema, told what may stand between the tokens of JSON unless it tells so itself."""
     try:
         schema = json.loads(schema_json)
     except (ValueError, RecursionError) as error:
@@ -196,18 +202,21 @@ def _with_layout(schema_json: str) -> str:
     if not isinstance(schema, dict):
         raise InvalidRequest(f"the json_schema is {schema_json[:20]}, an object is needed; {{}} allows any JSON")
     own = schema.get("x-guidance")
-    return json.dumps(schema | {"x-guidance": _LAYOUT | (own if isinstance(own, dict) else {})})
+    options = own if isinstance(own, dict) else {}
+    if not any(name.startswith("whitespace_") for name in options):
+        options = options | {"whitespace_pattern": whitespace}
+    return json.dumps(schema | {"x-guidance": options})
 
 
 @lru_cache(maxsize=256)
-def _complaint(source: str) -> str:
-    """What a process of its own says against compiling it; empty if it survives that."""
-    command = [sys.executable, "-P", str(Path(grammar_trial.__file__))]
+def _tried(task: Literal["compile", "convert"], source: str) -> tuple[str, str]:
+    """What a process of its own makes of a grammar, and what it says against it; empty if it survives that."""
+    command = [sys.executable, "-P", str(Path(grammar_trial.__file__)), task]
     try:
         trial = subprocess.run(command, input=source, capture_output=True, encoding="utf-8", timeout=60)
     except subprocess.TimeoutExpired:
-        return _TOO_COMPLEX
-    return _TOO_COMPLEX if trial.returncode < 0 else (trial.stdout + trial.stderr).strip()
+        return "", _TOO_COMPLEX
+    return trial.stdout, _TOO_COMPLEX if trial.returncode < 0 else trial.stderr.strip()
 
 
 def _check(state: LLMatcher) -> None:

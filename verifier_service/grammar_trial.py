@@ -1,7 +1,8 @@
-"""Compiles one grammar in a process that may die of it: `python grammar_trial.py <grammar`, run by `grammar.py`.
+"""Tries one grammar in a process that may die of it: `python grammar_trial.py compile <grammar`, run by `grammar.py`.
 
 A few bytes of grammar can keep the library busy for minutes, fill the memory, or overflow the stack, which ends the
-process: its own limits count none of these. Prints what is wrong with the grammar, nothing if it compiles.
+process: its own limits count none of these. stderr says what is wrong with the grammar, and nothing if it compiles.
+`python grammar_trial.py convert <grammar` writes a grammar of llama.cpp's in Lark's notation.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import sys
 import threading
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 CPU_SECONDS = 2
 MEMORY_BYTES = 256 << 20
@@ -31,10 +33,17 @@ def error(matcher: LLMatcher) -> str:
     return "" if words.startswith("NoExtensionBias") else words
 
 
-def _try() -> None:
+def _compile() -> None:
     matcher = start(LLTokenizer("byte"), sys.stdin.read())
     matcher.compute_bitmask()
-    print(error(matcher))
+    sys.stderr.write(error(matcher))
+
+
+def _convert() -> None:
+    try:
+        sys.stdout.write(gbnf_to_lark(sys.stdin.read()))
+    except Exception as problem:  # the library raises bare ones
+        sys.stderr.write(f"it has ::=, so it should be in llama.cpp's notation (GBNF): {problem}")
 
 
 if __name__ == "__main__":
@@ -42,4 +51,4 @@ if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     threading.stack_size(STACK_BYTES)
-    threading.Thread(target=_try).start()
+    threading.Thread(target={"compile": _compile, "convert": _convert}[sys.argv[1]]).start()

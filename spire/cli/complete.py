@@ -48,7 +48,11 @@ def complete(
     allow_token: Annotated[list[int] | None, typer.Option(help="Take no other token ids than these.")] = None,
     json_schema: Annotated[Path | None, typer.Option(help="A file: the text is JSON of this schema.")] = None,
     regex: Annotated[str | None, typer.Option(help="The text matches this regular expression.")] = None,
-    grammar: Annotated[Path | None, typer.Option(help="A file: the text follows this Lark grammar.")] = None,
+    grammar: Annotated[Path | None, typer.Option(help="A file: the text follows this grammar (Lark or GBNF).")] = None,
+    choice: Annotated[list[str] | None, typer.Option(help="The text is this or another choice; repeatable.")] = None,
+    json_whitespace: Annotated[
+        bool, typer.Option("--json-whitespace", help="Let the model lay JSON out; else it is compact.")
+    ] = False,
     special_tokens: Annotated[bool, typer.Option(help="Put the start token in front of the prompt.")] = True,
     truncate: Annotated[
         int | None, typer.Option(help="Keep so many of the prompt's last tokens; -1: what fits.")
@@ -89,6 +93,8 @@ def complete(
         guided_json=_read(json_schema),
         guided_regex=regex,
         guided_grammar=_read(grammar),
+        guided_choice=choice,
+        json_whitespace=json_whitespace,
         truncate_prompt_tokens=truncate,
         speculation=_given(rule=rule, draft=draft, k=k),
     )
@@ -109,8 +115,8 @@ def complete(
         typer.echo(result.as_json())
         return
     _print_text(pieces, Painter() if show_speculation else None, several)
-    for choice in result.choices if logprobs is not None else []:
-        _print_logprobs(choice)
+    for completed in result.choices if logprobs is not None else []:
+        _print_logprobs(completed)
     Console(stderr=True, highlight=False).print(f"[dim]{result.summary}[/]")
 
 

@@ -29,7 +29,9 @@ OPERATIONS = {
 # Each of so many requests generates up to 512 tokens for each of up to 16 choices.
 EXAMPLES = 15
 # Programs in a language of their own: no JSON schema can say which of them are good.
-GRAMMARS = ("guided_json", "guided_regex", "guided_grammar", "response_format")
+GRAMMARS = ("guided_json", "guided_regex", "guided_grammar", "guided_choice", "response_format", "structured_outputs")
+# Two of these may contradict each other.
+WHITESPACE = {"json_whitespace", "guided_whitespace_pattern"}
 
 load_all_checks()
 # Whether what is allowed is accepted is counted below.

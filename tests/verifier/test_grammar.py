@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[2]
 # More than the tokenizer's 4,096.
 BYTE_LEVEL_VOCAB, BYTE_LEVEL_END = 4100, 1
 STORIES_VOCAB, STORIES_END = 512, 2
+LAYOUT = r"[ \t\r\n]{1,20}"
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,8 @@ def test_every_spelling_of_a_text_in_the_language_is_allowed(byte_level: Languag
     letter_by_letter = [token for letter in text for token in byte_level.tokens(letter)]
     assert letter_by_letter != byte_level.tokens(text)
     for tokens in (letter_by_letter, byte_level.tokens(text)):
-        byte_level.compile(json_schema=json.dumps(Place.model_json_schema())).advance([*tokens, BYTE_LEVEL_END])
+        schema = json.dumps(Place.model_json_schema())
+        byte_level.compile(json_schema=schema, json_whitespace=LAYOUT).advance([*tokens, BYTE_LEVEL_END])
 
 
 def test_threads_may_compile_at_once(byte_level: Language) -> None:
@@ -241,12 +243,40 @@ def test_a_draft_into_a_dead_end_ends_there_and_harms_nothing(byte_level: Langua
     matcher.advance([a, b, BYTE_LEVEL_END])
 
 
-def test_blanks_between_the_tokens_of_json_come_to_an_end(byte_level: Language) -> None:
-    matcher = byte_level.compile(json_schema='{"type": "array"}')
-    matcher.advance([*byte_level.tokens("["), *byte_level.tokens(" ") * 20])
-    assert not matcher.masks([])[0, byte_level.tokens(" ")].any()
+JSON = """{"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "array", "maxItems": 3,
+"items": {"enum": ["c d", ", : "]}}}, "required": ["a", "b"], "additionalProperties": false}"""
+
+
+def test_json_is_compact_unless_white_space_is_asked_for(byte_level: Language) -> None:
+    def written(schema: str, **options: str) -> list[str]:
+        matchers = [byte_level.compile(json_schema=schema, **options) for _ in range(10)]
+        walks = [walk(matcher, byte_level.ends, random.Random(seed)) for seed, matcher in enumerate(matchers)]
+        return [byte_level.text(output[:-1]) for output in walks]
+
+    compact = r'\{"a":-?\d+,"b":\[("(c d|, : )"(,(?=")|(?=\])))*\]\}'
+    assert [text for text in written(JSON) if not re.fullmatch(compact, text)] == []
+    own = json.dumps(json.loads(JSON) | {"x-guidance": {"whitespace_pattern": LAYOUT}})
+    for texts in (written(JSON, json_whitespace=LAYOUT), written(own)):
+        assert {*json.loads(texts[0])} == {"a", "b"}
+        assert not all(re.fullmatch(compact, text) for text in texts)
+
+
+def test_white_space_between_the_tokens_of_json_may_be_bounded_or_not(byte_level: Language) -> None:
+    bounded = byte_level.compile(json_schema='{"type": "array"}', json_whitespace=LAYOUT)
+    bounded.advance([*byte_level.tokens("["), *byte_level.tokens(" ") * 20])
+    assert not bounded.masks([])[0, byte_level.tokens(" ")].any()
     wide = byte_level.compile(json_schema='{"type": "array", "x-guidance": {"whitespace_pattern": " *"}}')
     wide.advance([*byte_level.tokens("["), *byte_level.tokens(" ") * 40])
+
+
+def test_a_grammar_in_the_notation_of_llama_cpp_is_followed(byte_level: Language) -> None:
+    source = 'root ::= "say " who ("!" | "?"){2}  # rules refer to one another\nwho ::= [a-c]+ | "<s>"\n'
+    texts = {
+        byte_level.text(walk(byte_level.compile(lark=source), byte_level.ends, random.Random(seed))[:-1])
+        for seed in range(20)
+    }
+    assert len(texts) > 5
+    assert [text for text in texts if not re.fullmatch(r"say ([a-c]+|<s>)[!?]{2}", text)] == []
 
 
 def test_a_batch_answers_as_each_of_its_matchers_and_one_that_fails_fails_alone(byte_level: Language) -> None:
@@ -280,6 +310,11 @@ def test_a_batch_answers_as_each_of_its_matchers_and_one_that_fails_fails_alone(
         (pb.Grammar(lark='start: "a" missing'), 'unknown name: "missing"'),
         (pb.Grammar(lark='start: "a" </s> "b"'), "asks for the token </s>"),
         (pb.Grammar(lark="start: <[0-9]>"), r"asks for the token <\[0-9\]>"),
+        (pb.Grammar(lark="root ::= ("), r"GBNF\): Expected '\)' at line 1"),
+        (pb.Grammar(lark='start: x\nx ::= "a"'), "GBNF"),
+        (pb.Grammar(lark="root ::= missing"), "'missing' not found"),
+        (pb.Grammar(lark="root ::= " + "(" * 5000), "GBNF.*recursion"),
+        (pb.Grammar(json_schema="{}", json_whitespace="("), "unclosed group"),
         (pb.Grammar(regex="a" * (MAX_GRAMMAR_BYTES + 1)), "65537 bytes, at most 65536"),
     ],
 )
@@ -295,8 +330,9 @@ def test_a_wrong_grammar_is_refused_in_words(byte_level: Language, grammar: pb.G
         pb.Grammar(json_schema='{"type": "integer", "multipleOf": 9999991}'),  # minutes
         pb.Grammar(regex="a?" * 20_000),  # gigabytes
         pb.Grammar(lark="start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(4000)) + '\nr4000: "a"'),  # stack
+        pb.Grammar(lark="\n".join(f"r{i}::=r{i + 1}" for i in range(4500)) + '\nr4500::="a"\nroot::=r0'),  # time
     ],
-    ids=["time", "memory", "stack"],
+    ids=["time", "memory", "stack", "conversion"],
 )
 def test_a_grammar_that_would_take_the_verifier_down_is_refused(byte_level: Language, grammar: pb.Grammar) -> None:
     with pytest.raises(InvalidRequest, match="too complex"):
