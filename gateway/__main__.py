@@ -53,6 +53,7 @@ async def serve(config: GatewayConfig) -> None:
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=5,
+            timeout_keep_alive=config.idle_seconds,
             ssl_certfile=certificate,
             ssl_keyfile=key,
         )

@@ -98,6 +98,12 @@ class GatewayConfig(ServiceConfig):
     verifier_patience: float = Field(30.0, ge=0, description="seconds running requests outlast a lost verifier")
     startup_patience: float = Field(5.0, ge=0, description="seconds to wait for the peers' handshake before serving")
     head_deadline: float = Field(10.0, gt=0, description="seconds a client may take to say what it wants")
+    idle_seconds: int = Field(
+        120,
+        ge=1,
+        description="seconds a connection stays open between two requests: longer than the clients' pools keep theirs, "
+        "or one is closed just when it is used again",
+    )
     reading_deadline: float = Field(
         30.0, gt=0, description="seconds a client may leave unread what it is sent before the connection is cut"
     )

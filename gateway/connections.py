@@ -37,7 +37,8 @@ class Connection(H11Protocol):
         self._expect_head()
 
     def data_received(self, data: bytes) -> None:
-        """Between two requests nothing is expected; uvicorn closes what stays idle. A head that has begun must end."""
+        """Between two requests nothing is expected: uvicorn closes what stays idle for `idle_seconds`. A head that has
+        begun must end."""
         if self._head is None and self.conn.their_state in (h11.IDLE, h11.DONE):
             self._expect_head()
         super().data_received(data)

@@ -148,8 +148,7 @@ def test_rate_round_and_tau_tell_the_same_story(measured: dict[int, Figures]) ->
 def test_a_service_that_tells_no_metrics_is_named() -> None:
     async def scraped() -> None:
         async with await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0) as server:
-            scraper = await System(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}").scraper()
-            await scraper.scrape()
+            await System(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}").scrape()
 
     with pytest.raises(BenchError, match=r"/metrics ended the connection without an answer"):
         asyncio.run(scraped())

@@ -6,6 +6,7 @@ import { Lane } from "./lane.js";
 
 const LOOK_EVERY_MS = 3000;
 const ESTIMATE_EVERY_MS = 1000;
+const WAIT_EVERY_MS = 1000;
 
 const RULES = {
   block: "Drafts are judged as a whole: at least as many are accepted as by rejection.",
@@ -203,8 +204,10 @@ function end() {
 async function decode(name, asked, choices) {
   const choice = (choices[name] = new Choice()), lane = lanes[name];
   const estimates = alone(asked) && !asked.depth ? followEstimate(choice) : null;
+  const wait = tellWait(lane);
   try {
     for await (const chunk of complete(bodyFor(name, asked), running.signal)) {
+      wait.stop();
       choice.add(chunk, performance.now());
       lane.show(choice);
       lane.say(facts(choice));
@@ -212,8 +215,18 @@ async function decode(name, asked, choices) {
     }
     if (name === "plain" && choice.rate) plainBefore = { rate: choice.rate, of: work(asked) };
   } finally {
+    wait.stop();
     await estimates?.stop();
   }
+}
+
+/** Say how long the first token has been waited for, until stopped: a long prompt takes its time. */
+function tellWait(lane) {
+  const began = performance.now();
+  const tell = () => lane.say(`reads the prompt: ${Math.round((performance.now() - began) / 1000)} s`);
+  const timer = setInterval(tell, WAIT_EVERY_MS);
+  tell();
+  return { stop: () => clearInterval(timer) };
 }
 
 function facts(choice) {

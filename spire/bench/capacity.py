@@ -16,12 +16,13 @@ from dataclasses import dataclass
 
 from spire.bench.client import Request
 from spire.bench.prompts import PromptSource
-from spire.bench.stream import Refusal, Streamed, Timed, stream_each
+from spire.bench.stream import Refusal, Streamed, Timed, stream_all, stream_each
 from spire.bench.throughput import inter_token_ms, percentile
 from spire.keys import authorization
 
 # The search ends when the rates that hold and that do not are so close.
 _CLOSE = 1.15
+# As multiples of the first rate, which is one request after the other.
 _SLOWEST, _FASTEST = 1 / 16, 4096.0
 OVERLOAD = 4
 
@@ -63,9 +64,13 @@ class Trial:
 
 @dataclass(frozen=True)
 class Capacity:
-    """Every trial of the search, the best of those that held, and the one at four times its rate."""
+    """Every trial of the search, the best of those that held, and the one at four times its rate.
+
+    `alone_ms`: how long a request waits for its first token with none beside it. Over the bound no rate was tried.
+    """
 
     bound_ms: float
+    alone_ms: float
     trials: list[Trial]
     best: Trial | None
     overload: Trial | None
@@ -80,6 +85,8 @@ class Capacity:
 
 def find(url: str, arriving: Arriving, bound_ms: float, seed: int, tell: Callable[[Trial], None]) -> Capacity:
     """Search for the capacity of the gateway at `url`, then ask for four times as much."""
+    lone = alone(url, arriving, seed)
+    alone_ms = 1000 * (lone.first - lone.sent)
     trials: list[Trial] = []
 
     def holds(rate: float) -> bool:
@@ -87,20 +94,28 @@ def find(url: str, arriving: Arriving, bound_ms: float, seed: int, tell: Callabl
         tell(trials[-1])
         return trials[-1].holds(bound_ms)
 
-    search(holds)
+    if alone_ms <= bound_ms:
+        search(holds, first=1 / (lone.last - lone.sent))
     best = max((one for one in trials if one.holds(bound_ms)), key=lambda one: one.rate, default=None)
     overload = None
     if best:
         overload = run(url, arriving, OVERLOAD * best.rate, seed + 100_000 * len(trials))
         tell(overload)
-    return Capacity(bound_ms, trials, best, overload)
+    return Capacity(bound_ms, alone_ms, trials, best, overload)
+
+
+def alone(url: str, arriving: Arriving, seed: int) -> Streamed:
+    """A request with none beside it, after one that is not counted: a service that has just started is slow."""
+    for prompt in arriving.source.cut(2, arriving.context, seed - 1):
+        (answer,) = asyncio.run(stream_all(url, [Timed(arriving.request.streamed(prompt, seed))], authorization()))
+    return answer
 
 
 def search(holds: Callable[[float], bool], first: float = 1.0) -> None:
     """Ask whether rates hold: twice or half as many until one does and another does not, then between the two."""
     good, bad = None, None
     rate = first
-    while _SLOWEST <= rate <= _FASTEST:
+    while _SLOWEST <= rate / first <= _FASTEST:
         if holds(rate):
             good = rate
         else:

@@ -73,13 +73,20 @@ class Request:
         return body | {"seed": seed, "stream": True, "stream_options": {"include_usage": True}}
 
 
+# An answer that is sent whole gives no sign of life before. The gateway ends what takes longer than an hour, its
+# --request-deadline, and says so.
+_ANSWERED_WITHIN = httpx.Timeout(30.0, read=3660.0, pool=None)
+
+
 class Client:
     """Completions of one running gateway."""
 
     def __init__(self, url: str, concurrency: int):
         self.url, self.concurrency = url.rstrip("/"), concurrency
         limits = httpx.Limits(max_connections=concurrency + 2)
-        self._http = httpx.AsyncClient(base_url=self.url, timeout=600, limits=limits, headers=authorization())
+        self._http = httpx.AsyncClient(
+            base_url=self.url, timeout=_ANSWERED_WITHIN, limits=limits, headers=authorization()
+        )
 
     async def __aenter__(self) -> Client:
         return self
@@ -105,6 +112,8 @@ class Client:
         sent = time.monotonic()
         try:
             response = await self._http.post("/v1/completions", json=body)
+        except httpx.ReadTimeout as error:
+            raise BenchError(f"{self.url} did not answer within {_ANSWERED_WITHIN.read:.0f} s") from error
         except httpx.TransportError as error:
             raise BenchError(f"{self.url} cannot be reached ({error!r}): start it with `spire up`") from error
         if response.status_code != 200:

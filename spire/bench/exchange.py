@@ -48,6 +48,16 @@ class Exchange(asyncio.Protocol):
         if not self.over.done():
             self.over.set_result(None)
 
+    async def finish(self, silence: float) -> None:
+        """Wait for the answer's end, however long it takes. Raises TimeoutError after `silence` seconds without a
+        byte of it."""
+        while not self.over.done():
+            heard = self.pieces[-1][0] if self.pieces else self.sent
+            left = heard + silence - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            await asyncio.wait([self.over], timeout=left)
+
     def close(self) -> None:
         self._transport.close()
 

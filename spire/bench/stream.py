@@ -16,7 +16,8 @@ from typing import Any
 from spire.bench.client import BenchError
 from spire.bench.exchange import Exchange, Refusal, body_of, connect, request_to
 
-_PATIENCE_SECONDS = 1800
+# An answer may take hours. One of which nothing has come for so long, no piece and no sign of life, does not come.
+_SILENCE_SECONDS = 1800
 _EVENT, _END = b"data: {", b'"finish_reason":"'
 # The first chunk is the end of a prefill; the second one comes from a round.
 ROUND_CHUNK = 2
@@ -131,10 +132,9 @@ async def _record(url: str, body: dict[str, Any], more: dict[str, str], listener
     recorder = await connect(address, lambda: _Recorder(listener))
     recorder.send(request)
     try:
-        async with asyncio.timeout(_PATIENCE_SECONDS):
-            await recorder.over
+        await recorder.finish(_SILENCE_SECONDS)
     except TimeoutError as error:
-        raise BenchError(f"{url} did not finish an answer in {_PATIENCE_SECONDS} s") from error
+        raise BenchError(f"{url} broke off: nothing of an answer came for {_SILENCE_SECONDS} s") from error
     finally:
         recorder.close()
     return recorder

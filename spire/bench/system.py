@@ -71,33 +71,6 @@ class Scrape:
         return shares
 
 
-class Scraper:
-    """Connections to all pages, for one scrape: it takes as little as can be of a processor that is being measured."""
-
-    def __init__(self, addresses: list[str], exchanges: list[Exchange], services: list[str]):
-        self._asked = dict(zip(addresses, exchanges, strict=True))
-        self._requests = [request_to(f"{address}?{_ASKED}", authorization()) for address in addresses]
-        self._services = services
-
-    async def scrape(self) -> Scrape:
-        """Raises BenchError when a service does not tell its metrics."""
-        for exchange, request in zip(self._asked.values(), self._requests, strict=True):
-            exchange.send(request)
-        try:
-            async with asyncio.timeout(_PATIENCE_SECONDS):
-                await asyncio.gather(*(exchange.over for exchange in self._asked.values()))
-        except TimeoutError as error:
-            raise BenchError(f"{' or '.join(self._asked)} did not answer in {_PATIENCE_SECONDS} s") from error
-        if silent := [address for address, exchange in self._asked.items() if not exchange.pieces]:
-            raise BenchError(f"{' and '.join(silent)} ended the connection without an answer")
-        gateway, *services = (Page(address, exchange) for address, exchange in self._asked.items())
-        return Scrape(gateway, dict(zip(self._services, services, strict=True)))
-
-    def close(self) -> None:
-        for exchange in self._asked.values():
-            exchange.close()
-
-
 @dataclass(frozen=True)
 class System:
     """`processes` and `metrics` hold process ids and /metrics addresses by service: none of a gateway only named."""
@@ -106,11 +79,14 @@ class System:
     processes: dict[str, int] = field(default_factory=dict)
     metrics: dict[str, str] = field(default_factory=dict)
 
-    async def scraper(self) -> Scraper:
-        """Connections for a scrape when it counts. Raises BenchError when a service does not answer."""
+    async def scrape(self) -> Scrape:
+        """Read all pages, each over a new connection: one opened earlier may have been closed while a cell ran.
+
+        Raises BenchError when a service does not tell its metrics.
+        """
         addresses = [f"{self.url}/metrics", *self.metrics.values()]
-        exchanges = await asyncio.gather(*(connect(address, Exchange) for address in addresses))
-        return Scraper(addresses, exchanges, list(self.metrics))
+        gateway, *services = await asyncio.gather(*map(_page, addresses))
+        return Scrape(gateway, dict(zip(self.metrics, services, strict=True)))
 
     def forget_peak(self) -> None:
         """Let peak memory begin from what is used now, where the system can."""
@@ -129,6 +105,20 @@ class System:
             return sum(map(_peak, self.processes.values())) if self.processes else None
         except (OSError, StopIteration):
             return None
+
+
+async def _page(address: str) -> Page:
+    exchange = await connect(address, Exchange)
+    try:
+        exchange.send(request_to(f"{address}?{_ASKED}", authorization()))
+        await exchange.finish(_PATIENCE_SECONDS)
+    except TimeoutError as error:
+        raise BenchError(f"{address} did not answer in {_PATIENCE_SECONDS} s") from error
+    finally:
+        exchange.close()
+    if not exchange.pieces:
+        raise BenchError(f"{address} ended the connection without an answer")
+    return Page(address, exchange)
 
 
 def _peak(process: int) -> int:

@@ -25,7 +25,7 @@ from itertools import pairwise
 from typing import Any
 
 from spire.bench.stream import ROUND_CHUNK, Listener, Streamed, Timed, stream_all
-from spire.bench.system import DRAFT_STATE_BYTES, FALLBACKS, ROUND_SECONDS, ROUNDS, Counters, Scrape, Scraper, System
+from spire.bench.system import DRAFT_STATE_BYTES, FALLBACKS, ROUND_SECONDS, ROUNDS, Counters, Scrape, System
 from spire.keys import FOREIGN_KEY, authorization
 
 # The two model steps, forward and sampling. Everything else in a round is overhead, except the wait for another
@@ -126,9 +126,9 @@ def figures_of_steps(answers: list[Streamed], peak: int | None) -> Figures:
 async def _run(system: System, requests: list[Timed], together: bool, split: bool) -> Pass:
     if together:
         return await (_run_split if split else _run_whole)(system, requests)
-    before = await (await system.scraper()).scrape()
+    before = await system.scrape()
     answers = await stream_all(system.url, requests, authorization())
-    return Pass(answers, (before, await (await system.scraper()).scrape()), together)
+    return Pass(answers, (before, await system.scrape()), together)
 
 
 async def _run_whole(system: System, requests: list[Timed]) -> Pass:
@@ -137,8 +137,7 @@ async def _run_whole(system: System, requests: list[Timed]) -> Pass:
 
 async def _run_split(system: System, requests: list[Timed]) -> Pass:
     listener = Listener(len(requests))
-    begin, end = await system.scraper(), await system.scraper()
-    scrapes = asyncio.gather(_scrape_when(listener.all_decode, begin), _scrape_when(listener.one_ended, end))
+    scrapes = asyncio.gather(_scrape_when(listener.all_decode, system), _scrape_when(listener.one_ended, system))
     try:
         answers = await stream_all(system.url, requests, authorization(), listener)
         before, after = await scrapes
@@ -147,12 +146,9 @@ async def _run_split(system: System, requests: list[Timed]) -> Pass:
     return Pass(answers, (before, after), together=True)
 
 
-async def _scrape_when(event: asyncio.Event, scraper: Scraper) -> Scrape:
-    try:
-        await event.wait()
-        return await scraper.scrape()
-    finally:
-        scraper.close()
+async def _scrape_when(event: asyncio.Event, system: System) -> Scrape:
+    await event.wait()
+    return await system.scrape()
 
 
 # --- figures of a run -------------------------------------------------------------------------------------------------

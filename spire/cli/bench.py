@@ -147,8 +147,9 @@ def bench(
         report = Report(served.title, _machine(machine), as_json)
         with report.told(), progress_bar(as_json) as progress:
             for chosen in stacks:
+                task = progress.add_task(f"{chosen.name}: starting the services", total=None)
                 with serving(url, chosen.pair, ModelOptions(dtype, None, None), accept_rate) as system:
-                    report.cells.extend(run.of(system, chosen, progress))
+                    report.cells.extend(run.of(system, chosen, progress, task))
             if others:
                 own = [chosen.pair.draft for chosen in stacks if chosen.pair.draft]
                 report.cells.extend(run.peers(target, own, dtype or "auto", report.cells, progress))

@@ -89,6 +89,8 @@ def _table(found: Capacity) -> Table:
         times = (trial.time_to_first_token_ms_p99, trial.inter_token_ms_p99)
         row = [f"{trial.rate:.2f}", refused, *map(_ms, times), f"{trial.tokens_per_second:.0f}"]
         table.add_row(name, *row, _ms(trial.refusal_ms_p95))
+    if found.alone_ms > found.bound_ms:
+        table.caption = f"a request alone waits {_ms(found.alone_ms)} for its first token: see --first-token"
     if found.stretch:
         table.caption = f"time between tokens at {OVERLOAD} × capacity: {found.stretch:.2f} × that at capacity"
     return table

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from spire.bench.against import Server
 from spire.bench.cell import AUTO, SPIRE, Cell, Depth
@@ -48,7 +56,7 @@ class Run:
     # Of every draft token, where that is made up.
     accept_rate: float | None = None
 
-    def of(self, system: System, chosen: Chosen, progress: Progress) -> Iterator[Cell]:
+    def of(self, system: System, chosen: Chosen, progress: Progress, task: TaskID) -> Iterator[Cell]:
         """Cells of every load at every depth, after a warming that is not measured.
 
         Automatic k is measured once it has seen the load, as a server has that is in use.
@@ -56,9 +64,8 @@ class Run:
         depths: list[Depth] = self.depths if chosen.pair.speculates or not chosen.known else [0]
         learning = _LEARNING if AUTO in depths and not any(load.trace for load in self.loads) else 0
         total = len(depths) + (self.repeats * len(depths) + learning) * len(self.loads)
-        task = progress.add_task(f"{chosen.name}: warming", total=total)
-        self._warm(system, depths)
-        progress.advance(task, len(depths))
+        progress.update(task, description=f"{chosen.name}: warming", total=total)
+        self._warm(system, depths, lambda: progress.advance(task))
         for at, load in enumerate(self.loads):
             progress.update(task, description=f"{chosen.name}: {load.name}")
             seed = self.seed + 1000 * at
@@ -89,13 +96,13 @@ class Run:
             cell = server.measure(load, self.repeats, self.seed + 1000 * at, lambda: progress.advance(row))
             yield self._beside_plain(cell, cells)
 
-    def _warm(self, system: System, depths: list[Depth]) -> None:
+    def _warm(self, system: System, depths: list[Depth], done: Callable[[], None]) -> None:
         """Something short, as wide as the widest load, at each depth."""
         load = self.loads[0]
         width = max(load.batch or _WARM_REQUESTS for load in self.loads)
         shortest = min(load.context or _WARM_TOKENS for load in self.loads)
         warming = Batch(load.source, width, shortest, _WARM_TOKENS, load.temperature)
-        alternate(system, warming, depths, 1, self.seed - 1, lambda: None)
+        alternate(system, warming, depths, 1, self.seed - 1, done)
 
     def _modelled(self, chosen: Chosen, load: Load, cell: Cell) -> dict[str, Any]:
         if self.hardware is None or not chosen.known or cell.k == 0 or not isinstance(load, Batch):

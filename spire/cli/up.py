@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
 
-from spire.cli.gateway_client import Completion, run_completion
+from spire.cli.gateway_client import Completion, stream_completion
 from spire.cli.paths import Pair, choose_pair
 from spire.cli.service import Service
 from spire.errors import SpireError
@@ -117,7 +117,7 @@ def up(
             if prompt and not once and not stack.admitted:
                 _warn(f"no completion: the gateway asks for an API key, and {GATEWAY_KEY} holds none that it knows")
             elif prompt:
-                show_completion(run_completion(stack.url, prompt, max_tokens=64, temperature=0.8, seed=1))
+                show_completion(stack.url, prompt)
             if not once:
                 console.print("\nServing. Ctrl-C stops.")
                 stack.watch()
@@ -261,9 +261,13 @@ class Stack:
         return answer.is_success and (not self.pair.speculates or answer.json().get("draft") == "connected")
 
 
-def show_completion(completion: Completion) -> None:
-    console.print(f"[bold]{escape(completion.prompt)}[/]{escape(completion.text)}")
-    console.print(f"[dim]{completion.summary}[/]")
+def show_completion(url: str, prompt: str) -> None:
+    """Print a completion as it comes: a large model takes minutes for it. Raises GatewayError."""
+    completion = Completion(prompt)
+    console.print(f"[bold]{escape(prompt)}[/]", end="")
+    for piece in stream_completion(url, completion, max_tokens=64, temperature=0.8, seed=1):
+        console.out(piece["text"], end="")
+    console.print(f"\n[dim]{completion.summary}[/]")
 
 
 def _warn(text: str) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from gateway.config import GatewayConfig
 from tests.gateway.conftest import Api, eventually
 from tests.services import Services, running
 
@@ -27,7 +28,7 @@ LONG = {"max_tokens": 400, "ignore_eos": True}
 def strict(stories_dir: Path) -> Iterator[tuple[Services, Api]]:
     """A gateway with little patience, in front of a target that takes 20 ms for a token."""
     options = ["--max-batch", "1", "--max-waiting", "2", "--head-deadline", "2", "--reading-deadline", "0.2"]
-    options += ["--max-connections", "12"]
+    options += ["--max-connections", "12", "--idle-seconds", "7"]
     with running(stories_dir, verifier=[CROWDED], gateway_options=options) as services:
         yield services, Api(services.url)
 
@@ -132,6 +133,22 @@ def test_a_connection_kept_alive_has_the_deadline_again_for_its_next_head(strict
         assert _is_alive(one)
         one.sendall(b"GET /health")
         assert _is_cut_off(one)
+
+
+def test_a_connection_stays_open_between_two_requests_for_as_long_as_is_said(strict: tuple[Services, Api]) -> None:
+    """Longer than uvicorn's 5 s, and than its next head may take."""
+    _, api = strict
+    with connection(api) as one:
+        assert _is_alive(one)
+        time.sleep(5.5)
+        assert _is_alive(one)
+        began = time.monotonic()
+        assert _is_cut_off(one)
+        assert time.monotonic() - began > 5
+
+
+def test_a_connection_outlives_the_pools_of_clients_unless_told_otherwise() -> None:
+    assert GatewayConfig(_cli_parse_args=[]).idle_seconds > 90  # Go's; nginx keeps its own for 60 s
 
 
 @pytest.mark.fault(14)

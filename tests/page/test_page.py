@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -259,6 +260,20 @@ def test_a_gateway_that_is_gone_is_told_of(driver: Any, stories_dir: Any) -> Non
         page.find("#run").click()
         eventually(lambda: page.find("#error").is_displayed(), PATIENCE)
         assert page.text("#error h2") == "The gateway does not answer"
+
+
+def test_a_prompt_that_takes_long_to_read_is_told_of_until_the_first_token(driver: Any, stories_dir: Any) -> None:
+    slow = Path(__file__).parents[1] / "slow_verifier.py"
+    with running(stories_dir, verifier=[str(slow), "0.02", "4"]) as services:
+        page = opened(driver, services.url)
+        page.load()
+        eventually(lambda: page.state == "ready, without a draft", PATIENCE)
+        page.ask(PROMPT, tokens=8)
+        eventually(lambda: page.text("#plain .facts").startswith("reads the prompt: "), PATIENCE)
+        eventually(lambda: page.text("#plain .facts").startswith("8 tokens"), PATIENCE)
+        eventually(lambda: not page.busy, PATIENCE)
+        assert page.text("#verdict") == "Done."
+        assert not page.find("#error").is_displayed()
 
 
 def test_what_the_api_refuses_is_told_in_its_words(page: Page) -> None:

@@ -1,0 +1,125 @@
+"""What waits for a target waits as long as it computes: steps of seconds, prompts that are read for half a minute."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from spire.bench.capacity import Arriving, Trial, find
+from spire.bench.client import Request
+from spire.bench.exchange import Exchange, connect, request_to
+from spire.bench.load import Batch
+from spire.bench.prompts import PromptSource
+from spire.bench.system import System
+from spire.bench.throughput import measure
+from spire.cli import app
+from tests.services import Services, running
+
+SLOW = str(Path(__file__).parent / "slow_verifier.py")
+
+
+@pytest.fixture(scope="module")
+def slow(stories_dir: Path) -> Iterator[Services]:
+    """A gateway that waits less for a head than its target takes for a prompt."""
+    with running(stories_dir, verifier=[SLOW, "0.05", "2.5"], gateway_options=["--head-deadline", "1.5"]) as services:
+        yield services
+
+
+def test_a_cell_may_take_longer_than_the_gateway_waits_for_a_head(slow: Services, source: PromptSource) -> None:
+    load = Batch(source, batch=2, context=30, generate=12, temperature=1.0)
+    figures = asyncio.run(measure(System(slow.url), load.requests(k=0, seed=1)))
+    assert figures.time_to_first_token_ms_p50 > 1500
+    assert figures.round_ms, "what was asked while all decoded was answered"
+
+
+def test_capacity_is_sought_around_what_a_request_takes_alone(slow: Services, source: PromptSource) -> None:
+    class Tried(Exception):
+        pass
+
+    def stop(trial: Trial) -> None:
+        raise Tried(trial.rate)
+
+    with pytest.raises(Tried) as tried:
+        find(slow.url, Arriving(source, 16, Request(2, 1.0, 0), 1.0), 60_000, seed=1, tell=stop)
+    (rate,) = tried.value.args
+    assert rate < 1 / 2.5
+
+
+def test_no_rate_is_tried_where_a_request_alone_waits_too_long(slow: Services, source: PromptSource) -> None:
+    arriving = Arriving(source, 16, Request(2, 1.0, 0), 1.0)
+    found = find(slow.url, arriving, 500, seed=1, tell=lambda trial: pytest.fail(f"tried {trial}"))
+    assert found.alone_ms > 2500
+    assert (found.trials, found.best, found.overload) == ([], None, None)
+
+
+# -- an answer that comes slowly, and one that does not come -----------------------------------------------------------
+
+Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+async def seconds_until_finished(answer: Answer, silence: float) -> float:
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+        exchange = await connect(url, Exchange)
+        exchange.send(request_to(url, {}))
+        try:
+            await exchange.finish(silence)
+        finally:
+            exchange.close()
+        return exchange.pieces[-1][0] - exchange.sent
+
+
+async def test_an_answer_that_shows_life_is_waited_for() -> None:
+    async def drip(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for _ in range(8):
+            writer.write(b": still here\n\n")
+            await asyncio.sleep(0.2)
+        writer.close()
+
+    assert await seconds_until_finished(drip, silence=1.0) > 1.0
+
+
+async def test_an_answer_that_falls_silent_is_given_up() -> None:
+    over = asyncio.Event()
+
+    async def begin(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b": still here\n\n")
+        await over.wait()
+        writer.close()
+
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        await seconds_until_finished(begin, silence=0.5)
+    over.set()
+    assert time.monotonic() - began >= 0.5
+
+
+# -- at full length ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("step", "prefill"), [("0.1", "30"), ("5", "5")])
+def test_every_measurement_finishes_on_a_slow_target(
+    stories_dir: Path, prose: list[Path], step: str, prefill: str
+) -> None:
+    def measured(*arguments: str) -> dict[str, Any]:
+        common = ["--model", str(stories_dir), "--data", str(prose[0]), "--context", "20", "--generate", "8", "--json"]
+        done = CliRunner().invoke(app, [*arguments, "--url", services.url, *common], catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    with running(stories_dir, "magicdec", verifier=[SLOW, step, prefill], k=None) as services:
+        cells = measured("bench", "--batch", "2", "--k", "0,2", "--repeats", "1")["bench"]
+        assert [cell["generated"] for cell in cells] == [16, 16]
+        (cell,) = measured("eval", "acceptance", "--contexts", "3", "--k", "2")["acceptance"]
+        assert cell["generated"] == 3 * 9
+        assert measured("capacity", "--first-token", "120", "--seconds", "1")["trials"]
