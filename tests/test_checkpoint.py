@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from spire.errors import CheckpointError
 from spire.model.checkpoint import load_target
@@ -122,3 +125,63 @@ def test_weights_that_do_not_fit_config_json_are_refused(checkpoint: Path) -> No
 def test_a_target_is_no_draft(checkpoint: Path) -> None:
     with pytest.raises(CheckpointError, match="this directory is no draft"):
         load_draft_config(checkpoint)
+
+
+# -- what stands in for a file -----------------------------------------------------------------------------------------
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 269060552\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "says"), [(POINTER, "Git LFS pointer"), ("<!DOCTYPE html>\n<html>", "web page"), ("", "is empty")]
+)
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "model-00002-of-00009.safetensors"])
+def test_what_stands_in_for_a_file_is_told_from_it(name: str, content: str, says: str, checkpoint: Path) -> None:
+    assert (checkpoint / name).is_file()
+    (checkpoint / name).write_text(content)
+    with pytest.raises(CheckpointError, match=says) as refused:
+        load_target(checkpoint)
+    assert str(checkpoint / name) in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "index", [{"weight_map": None}, {"weight_map": {"a": 5}}, {"weight_map": {"a": "../b"}}, {"model": None}]
+)
+def test_an_index_of_no_files_is_named(index: dict[str, Any], checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json is no safetensors index"):
+        load_target(checkpoint)
+
+
+def test_no_memory_is_taken_for_a_shape_that_the_weights_do_not_have(checkpoint: Path) -> None:
+    """2 GB here, the whole machine elsewhere."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | {"intermediate_size": 1_000_000, "head_dim": 99_998}))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CheckpointError, match="has shape"):
+        load_target(checkpoint)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
+
+
+def test_quantised_weights_are_refused_by_name(checkpoint: Path) -> None:
+    shard = min(checkpoint.glob("model-*.safetensors"))
+    tensors = load_file(shard)
+    name = next(iter(tensors))
+    save_file(tensors | {name: tensors[name].to(torch.int8)}, shard)
+    with pytest.raises(CheckpointError, match=f"{name.removeprefix('model.')} is int8"):
+        load_target(checkpoint)
+
+
+def test_a_tied_model_with_an_output_matrix_of_its_own_is_refused(tmp_path: Path) -> None:
+    model = reference_model()
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    with pytest.raises(CheckpointError, match=r"tie_word_embeddings, and lm_head\.weight differs"):
+        load_target(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(
+        tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, tmp_path / "model.safetensors"
+    )
+    assert load_target(tmp_path)[0].config.tie_word_embeddings

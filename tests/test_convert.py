@@ -123,3 +123,11 @@ def test_a_classifier_of_its_own_is_read(stories_dir: Path, tmp_path: Path) -> N
     logits = [target.unembed(target(tokens, WholeSequence(tokens)).hidden_BTD) for target in (shared, own)]
     assert not own.config.tie_word_embeddings
     assert torch.equal(2 * logits[0], logits[1])
+
+
+@pytest.mark.parametrize("name", ["stories260K.bin", "tok512.model"])
+def test_a_pointer_of_git_lfs_is_told_from_what_it_points_to(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 1056540\n")
+    sources = {other: SOURCE / other for other in ("stories260K.bin", "tok512.model")} | {name: tmp_path / name}
+    with pytest.raises(CheckpointError, match=f"{name} is a Git LFS pointer"):
+        convert_llama2c(sources["stories260K.bin"], sources["tok512.model"], tmp_path / "out")

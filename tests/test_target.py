@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from spire.model.checkpoint import load_target, save_target
-from spire.model.config import ModelConfig
+from spire.model.config import model_config_of
 from spire.model.target import Target, WholeSequence
 
 LLAMA3 = {
@@ -116,7 +116,7 @@ def test_sharding_does_not_change_the_fingerprint_and_other_weights_do(tmp_path:
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_we_save_opens_in_transformers_with_the_same_logits(tied: bool, tmp_path: Path) -> None:
     torch.manual_seed(3)
-    config = ModelConfig.model_validate(
+    config = model_config_of(
         {
             "vocab_size": 97,
             "hidden_size": 48,

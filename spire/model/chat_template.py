@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from spire.errors import CheckpointError
-from spire.model.config import read_object
+from spire.model.directory import read_object
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,32 +19,54 @@ from torch import Tensor, nn
 from spire.errors import CheckpointError
 from spire.files import write_whole
 from spire.model.config import ModelConfig, load_draft_config, load_model_config
+from spire.model.directory import read_object, refuse_stand_in
 from spire.model.draft import Draft
 from spire.model.target import Target
 
+Module = TypeVar("Module", Target, Draft)
+
 _SAMPLED_ELEMENTS = 1024
+# Others are numbers of a quantisation, and not the weights themselves.
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def load_target(directory: Path, dtype: torch.dtype = torch.float32) -> tuple[Target, str]:
     """The target in `directory`, in inference mode, and its fingerprint. Raises CheckpointError naming the file."""
     config = load_model_config(directory)
-    tensors = {_without_prefix(name): tensor for name, tensor in load_tensors(directory).items()}
-    if config.tie_word_embeddings:
-        tensors["lm_head.weight"] = tensors.get("embed_tokens.weight", torch.empty(0))
-    target = Target(config)
-    fill(target, tensors, directory)
+    tensors = _load_named(directory, config)
+    target = _filled(lambda: Target(config), tensors, directory)
     return target.to(dtype).eval().requires_grad_(False), fingerprint(config, tensors)
 
 
 def load_draft(directory: Path, dtype: torch.dtype = torch.float32) -> Draft:
     """The draft in `directory`, in inference mode. Raises CheckpointError naming the file."""
-    draft = Draft(load_model_config(directory), load_draft_config(directory))
-    tensors = {_without_prefix(name): tensor for name, tensor in load_tensors(directory).items()}
-    if draft.config.tie_word_embeddings:
-        tensors["lm_head.weight"] = tensors.get("embed_tokens.weight", torch.empty(0))
-    fill(draft, tensors, directory)
+    config, kind = load_model_config(directory), load_draft_config(directory)
+    draft = _filled(lambda: Draft(config, kind), _load_named(directory, config), directory)
     return draft.to(dtype).eval().requires_grad_(False)
+
+
+def _load_named(directory: Path, config: ModelConfig) -> dict[str, Tensor]:
+    """Every tensor under this code's names, the output matrix of a tied checkpoint too."""
+    tensors = {_without_prefix(name): tensor for name, tensor in load_tensors(directory).items()}
+    if config.tie_word_embeddings and (embedding := tensors.get("embed_tokens.weight")) is not None:
+        own = tensors.setdefault("lm_head.weight", embedding)
+        if own is not embedding and not torch.equal(own, embedding):
+            raise CheckpointError(
+                f"{directory}: config.json says tie_word_embeddings, and lm_head.weight differs from "
+                "embed_tokens.weight: set tie_word_embeddings to false if the output matrix is its own"
+            )
+    return tensors
+
+
+def _filled(build: Callable[[], Module], tensors: dict[str, Tensor], directory: Path) -> Module:
+    """A module with these tensors. No memory is taken for one that they do not fit."""
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in build().state_dict().items()}
+    _check(shapes, tensors, directory)
+    module = build()
+    module.load_state_dict({name: tensors[name] for name in shapes})
+    return module
 
 
 def save_draft(directory: Path, draft: Draft, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -88,6 +112,7 @@ def load_tensors(directory: Path) -> dict[str, Tensor]:
     for file in _weight_files(directory):
         if not file.is_file():
             raise CheckpointError(f"{file} does not exist: {_instead(file.parent)}")
+        refuse_stand_in(file)
         try:
             with safe_open(file, framework="pt") as shard:
                 tensors |= {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118
@@ -107,20 +132,21 @@ def _instead(directory: Path) -> str:
     )
 
 
-def fill(module: nn.Module, tensors: dict[str, Tensor], directory: Path) -> None:
-    """Copy `tensors` into `module`. Raises CheckpointError for missing, unknown or misshapen ones."""
-    wanted = module.state_dict()
+def _check(shapes: dict[str, torch.Size], tensors: dict[str, Tensor], directory: Path) -> None:
+    """Raises CheckpointError for tensors that are missing, unknown, misshapen or no plain numbers."""
     known = {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
-    if missing := sorted(wanted.keys() - known.keys()):
+    if missing := sorted(shapes.keys() - known.keys()):
         raise CheckpointError(f"{directory}: {len(missing)} tensors are missing, the first is {missing[0]!r}")
-    if unknown := sorted(known.keys() - wanted.keys()):
+    if unknown := sorted(known.keys() - shapes.keys()):
         raise CheckpointError(f"{directory}: {len(unknown)} tensors are not Llama's, the first is {unknown[0]!r}")
-    for name, tensor in wanted.items():
-        if tensor.shape != known[name].shape:
+    for name, shape in shapes.items():
+        if shape != known[name].shape:
             raise CheckpointError(
-                f"{directory}: {name} has shape {list(known[name].shape)}, config.json asks for {list(tensor.shape)}"
+                f"{directory}: {name} has shape {list(known[name].shape)}, config.json asks for {list(shape)}"
             )
-    module.load_state_dict(known)
+        if (dtype := known[name].dtype) not in _FLOATS:
+            kind = str(dtype).removeprefix("torch.")
+            raise CheckpointError(f"{directory}: {name} is {kind}: quantised weights are not served")
 
 
 def fingerprint(config: ModelConfig, tensors: dict[str, Tensor]) -> str:
@@ -138,10 +164,10 @@ def _weight_files(directory: Path) -> list[Path]:
     index = directory / "model.safetensors.index.json"
     if not index.is_file():
         return [directory / "model.safetensors"]
-    try:
-        names = set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{index} is no safetensors index: {error!r}") from error
+    places = read_object(index).get("weight_map")
+    names = set(places.values()) if isinstance(places, dict) else set()
+    if not names or any(not isinstance(name, str) or Path(name).name != name for name in names):
+        raise CheckpointError(f"{index} is no safetensors index: its weight_map names no files of this directory")
     return [directory / name for name in sorted(names)]
 
 

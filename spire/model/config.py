@@ -1,83 +1,111 @@
 """What a checkpoint's `config.json` says, as frozen values. No torch here: the gateway and the CLI read it too.
 
 A target is any Llama-architecture directory in Hugging Face layout. A draft is a directory of the same kind whose
-`config.json` carries a `spire_draft` section. Unknown keys are ignored, unsupported values are refused by name.
+`config.json` carries a `spire_draft` section. `families` says which keys count; unsupported values are refused by name.
+Numbers that no model has are refused here, before anybody takes memory for them.
 """
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeGuard
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from spire.errors import CheckpointError
+from spire.model.directory import read_object
+from spire.model.families import FAMILIES, HARMLESS_ROPE, NEUTRAL_ROPE, Family, is_neutral
 
 # The target drafts for itself: no draft directory, no training. What a verifier is as a draft: its kind, and the id
 # that Start names; no activations are published to it.
 MAGICDEC = "magicdec"
 
-_ROPE_PARAMETERS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
+# Far above what any model has, and far below what brings a machine down.
+Count = Annotated[int, Field(ge=1, le=100_000)]
+Width = Annotated[int, Field(ge=1, le=1_000_000)]
+Positions = Annotated[int, Field(ge=1, le=1_000_000_000)]
+TokenId = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+_MOST_WEIGHTS = 4_000_000_000_000
+_MOST_SHOWN = 60
+_ROPE_KEYS = {"rope_type", "type", "rope_theta"}
 
 
 class RopeConfig(BaseModel):
     """Rotary embedding parameters: base frequency and, for `llama3` and `linear`, how it is stretched."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
 
     rope_type: Literal["default", "linear", "llama3"] = "default"
-    rope_theta: float = 10000.0
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
+    rope_theta: Positive = 10000.0
+    factor: Positive = 1.0
+    low_freq_factor: Positive = 1.0
+    high_freq_factor: Positive = 4.0
+    original_max_position_embeddings: Positions = 8192
+
+    @model_validator(mode="after")
+    def _frequencies_in_order(self) -> RopeConfig:
+        if self.rope_type == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(f"high_freq_factor {self.high_freq_factor} is not above {self.low_freq_factor}")
+        return self
 
 
 class ModelConfig(BaseModel):
     """Shape of a Llama-architecture model, under Hugging Face's names."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float = 1e-6
-    max_position_embeddings: int = 2048
+    vocab_size: Annotated[int, Field(ge=1, le=10_000_000)]
+    hidden_size: Width
+    intermediate_size: Width
+    num_hidden_layers: Annotated[int, Field(ge=1, le=1_000)]
+    num_attention_heads: Count
+    num_key_value_heads: Count
+    head_dim: Count
+    rms_norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-6
+    max_position_embeddings: Positions = 2048
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
     rope: RopeConfig = RopeConfig()
-    bos_token_id: int | None = None
-    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: TokenId | None = None
+    eos_token_ids: tuple[TokenId, ...] = ()
     torch_dtype: str = "float32"
 
     @model_validator(mode="before")
     @classmethod
-    def _from_hugging_face(cls, raw: Any) -> Any:
-        if not isinstance(raw, dict):
-            return raw
-        values = dict(raw)
-        heads = values.get("num_attention_heads")
-        if values.get("num_key_value_heads") is None:
-            values["num_key_value_heads"] = heads
-        if values.get("head_dim") is None and heads:
-            values["head_dim"] = values.get("hidden_size", 0) // heads
-        if "rope" not in values:
-            values["rope"] = _rope_section(values)
-        if "eos_token_ids" not in values:
-            end = values.get("eos_token_id")
-            values["eos_token_ids"] = () if end is None else tuple(end) if isinstance(end, list) else (end,)
-        values["torch_dtype"] = values.get("dtype") or values.get("torch_dtype") or "float32"
+    def _heads_by_default(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        heads, width = values.get("num_attention_heads"), values.get("hidden_size")
+        values = {"num_key_value_heads": heads} | values
+        if "head_dim" not in values and _is_count(heads) and _is_count(width):
+            if width % heads:
+                raise ValueError(f"head_dim is absent, and hidden_size {width} no multiple of {heads} heads")
+            values["head_dim"] = width // heads
         return values
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> ModelConfig:
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        if heads % groups:
+            raise ValueError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {groups}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd: rotary embeddings turn pairs")
+        if self.weights > _MOST_WEIGHTS:
+            raise ValueError(f"these sizes come to {self.weights:.1e} weights: no model has so many")
+        for name, tokens in (("bos_token_id", (self.bos_token_id,)), ("eos_token_id", self.eos_token_ids)):
+            if beyond := [token for token in tokens if token is not None and token >= self.vocab_size]:
+                raise ValueError(f"{name} {beyond[0]} is not below vocab_size {self.vocab_size}")
+        return self
+
+    @property
+    def weights(self) -> int:
+        """How many numbers its matrices hold."""
+        attention = 2 * self.head_dim * (self.num_attention_heads + self.num_key_value_heads)
+        layer = self.hidden_size * (attention + 3 * self.intermediate_size)
+        return self.num_hidden_layers * layer + (2 - self.tie_word_embeddings) * self.vocab_size * self.hidden_size
 
     @property
     def kv_bytes_per_position(self) -> int:
@@ -86,7 +114,7 @@ class ModelConfig(BaseModel):
 
     def to_hugging_face(self) -> dict[str, Any]:
         """The `config.json` that `transformers` and this loader both open."""
-        rope = self.rope.model_dump(include={"rope_type", "rope_theta", *_ROPE_PARAMETERS[self.rope.rope_type]})
+        rope = self.rope.model_dump(include={"rope_type", "rope_theta", *FAMILIES["llama"].ropes[self.rope.rope_type]})
         ends = list(self.eos_token_ids)
         return self.model_dump(exclude={"rope", "eos_token_ids", "torch_dtype"}) | {
             "architectures": ["LlamaForCausalLM"],
@@ -113,9 +141,9 @@ class DraftConfig(BaseModel):
 
     kind: Literal["spire", "vanilla"] = "spire"
     target_fingerprint: str
-    tapped_layers: tuple[int, ...]
-    window: int = 64
-    sink: int = 1
+    tapped_layers: tuple[Annotated[int, Field(ge=0)], ...]
+    window: Annotated[int, Field(ge=0, le=1_000_000)] = 64
+    sink: Annotated[int, Field(ge=0, le=1_000_000)] = 1
     attends_self: bool = True
     feedback: bool = True
 
@@ -126,15 +154,6 @@ class DraftConfig(BaseModel):
         return self
 
 
-def _rope_section(values: dict[str, Any]) -> dict[str, Any]:
-    """Both spellings: `rope_parameters` of transformers 5, `rope_theta` + `rope_scaling` before it."""
-    section = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
-    section.setdefault("rope_theta", values.get("rope_theta") or 10000.0)
-    if "type" in section:
-        section.setdefault("rope_type", section.pop("type"))
-    return section
-
-
 def read_config(directory: Path) -> dict[str, Any]:
     """The raw `config.json` of a checkpoint directory. Raises CheckpointError that names the file."""
     file = directory / "config.json"
@@ -143,34 +162,81 @@ def read_config(directory: Path) -> dict[str, Any]:
     return read_object(file)
 
 
-def read_object(file: Path) -> dict[str, Any]:
-    """A file's JSON object. Raises CheckpointError that names the file."""
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{file} holds no JSON object")
-    return raw
-
-
 def load_model_config(directory: Path) -> ModelConfig:
-    """Shape of the checkpoint in `directory`. Raises CheckpointError for another architecture or a missing key."""
-    raw = read_config(directory)
-    kind = raw.get("model_type", "llama")
-    if kind != "llama":
-        raise CheckpointError(f"{directory / 'config.json'}: model_type is {kind!r}; only 'llama' can be served")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise CheckpointError(
-            f"{directory / 'config.json'}: hidden_act is {raw['hidden_act']!r}; only 'silu' is Llama's"
-        )
+    """Shape of the checkpoint in `directory`. Raises CheckpointError naming what cannot be served."""
+    raw, file = read_config(directory), directory / "config.json"
     try:
-        return ModelConfig.model_validate(raw)
+        return model_config_of(raw)
     except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise CheckpointError(f"{directory / 'config.json'}: {problems}") from error
+        raise CheckpointError(f"{file}: {_in_words(error)}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{file}: {error}") from error
+
+
+def model_config_of(raw: dict[str, Any]) -> ModelConfig:
+    """What a `config.json` with these values says. Raises ValueError naming a key that cannot be served."""
+    return ModelConfig.model_validate(_from_hugging_face(raw, _family(raw)))
+
+
+def unknown_keys(directory: Path) -> list[str]:
+    """Keys of a `config.json` that nobody here knows: they change nothing, and may be meant to."""
+    raw = read_config(directory)
+    family = _family(raw)
+    return sorted(raw.keys() - family.read - family.harmless - family.neutral.keys())
+
+
+def _family(raw: dict[str, Any]) -> Family:
+    """Raises ValueError for a model_type or an architecture that is not served."""
+    kind = raw.get("model_type", "llama")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise ValueError(f"model_type is {kind!r}; served is {_listed(FAMILIES)}")
+    family, named = FAMILIES[kind], raw.get("architectures")
+    for name in named if isinstance(named, list) else [named]:
+        if name is not None and str(name).lower() not in map(str.lower, family.architectures):
+            raise ValueError(f"architectures names {name!r}; served is {_listed(family.architectures)}")
+    return family
+
+
+def _from_hugging_face(raw: dict[str, Any], family: Family) -> dict[str, Any]:
+    """The fields of ModelConfig, checked for nothing but what this family does not build. Raises ValueError."""
+    unused = {"sliding_window"} if raw.get("use_sliding_window") is False else set()
+    _refuse_unbuilt({name: value for name, value in raw.items() if name not in unused}, family.neutral)
+    values = {name: value for name, value in raw.items() if name in family.read and value is not None}
+    end = raw.get("eos_token_id")
+    values["rope"] = _rope(raw, family)
+    values["eos_token_ids"] = () if end is None else tuple(end) if isinstance(end, list) else (end,)
+    values["torch_dtype"] = values.get("dtype") or values.get("torch_dtype") or "float32"
+    return values
+
+
+def _rope(raw: dict[str, Any], family: Family) -> dict[str, Any]:
+    """Both spellings: `rope_parameters` of transformers 5, `rope_theta` + `rope_scaling` before it."""
+    given = {name: raw[name] for name in ("rope_parameters", "rope_scaling") if raw.get(name)}
+    if wrong := [name for name, section in given.items() if not isinstance(section, dict)]:
+        raise ValueError(f"{wrong[0]} is {raw[wrong[0]]!r}; it must be an object")
+    if len(given) == 2 and given["rope_parameters"] != given["rope_scaling"]:
+        raise ValueError("rope_parameters and rope_scaling say different things: keep one of them")
+    where = next(iter(given), "rope_parameters")
+    section: dict[str, Any] = given.get(where, {})
+    kind = section.get("rope_type", section.get("type", "default"))
+    if not isinstance(kind, str) or kind not in family.ropes:
+        raise ValueError(f"{where}: rope_type is {kind!r}; served are {_listed(family.ropes)}")
+    needed = family.ropes[kind]
+    if missing := [name for name in needed if section.get(name) is None]:
+        raise ValueError(f"{where}: rope_type {kind!r} needs {missing[0]}, which is not there")
+    others = {name: value for name, value in section.items() if name not in {*needed, *HARMLESS_ROPE, *_ROPE_KEYS}}
+    _refuse_unbuilt(others, dict.fromkeys(others, (None,)) | NEUTRAL_ROPE, f"{where}.")
+    theta = section.get("rope_theta", raw.get("rope_theta"))
+    chosen = {name: section[name] for name in needed} | {"rope_type": kind}
+    return chosen if theta is None else chosen | {"rope_theta": theta}
+
+
+def _refuse_unbuilt(values: dict[str, Any], neutral: Mapping[str, tuple[Any, ...]], where: str = "") -> None:
+    for name, value in values.items():
+        if name in neutral and not is_neutral(value, neutral[name]):
+            plain = [one for one in neutral[name] if one is not None]
+            instead = f"only {plain[0]!r} is" if plain else "leave it out if the model does without"
+            raise ValueError(f"{where}{name} is {_short(value)}, which is not served: {instead}")
 
 
 def load_draft_config(directory: Path) -> DraftConfig:
@@ -182,4 +248,27 @@ def load_draft_config(directory: Path) -> DraftConfig:
     try:
         return DraftConfig.model_validate(section)
     except ValidationError as error:
-        raise CheckpointError(f"{directory / 'config.json'}: spire_draft: {error}") from error
+        raise CheckpointError(f"{directory / 'config.json'}: spire_draft: {_in_words(error)}") from error
+
+
+def _in_words(error: ValidationError) -> str:
+    """Each wrong key with its value, in one line."""
+    return "; ".join(
+        f"{'.'.join(map(str, e['loc']))} is {_short(e['input'])}: {e['msg']}"
+        if e["loc"] and e["type"] != "missing"
+        else ": ".join(filter(None, (".".join(map(str, e["loc"])), e["msg"].removeprefix("Value error, "))))
+        for e in error.errors()
+    )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]} …"
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))

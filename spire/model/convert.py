@@ -22,6 +22,7 @@ from torch import Tensor
 from spire.errors import CheckpointError
 from spire.model.checkpoint import save_target
 from spire.model.config import ModelConfig
+from spire.model.directory import refuse_stand_in
 from spire.model.sentencepiece import END, START, read_vocabulary, to_tokenizer
 from spire.model.target import Target
 
@@ -83,6 +84,7 @@ def model_config(header: Llama2cHeader) -> ModelConfig:
 def _read(weights: Path) -> tuple[Llama2cHeader, Tensor]:
     if not weights.is_file():
         raise CheckpointError(f"{weights} does not exist: convert llama2c takes a .bin file of llama2.c")
+    refuse_stand_in(weights)
     raw = weights.read_bytes()
     if len(raw) < _HEADER.size:
         raise CheckpointError(f"{weights} has {len(raw)} bytes, shorter than a llama2.c header")

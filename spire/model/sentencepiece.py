@@ -17,6 +17,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
 
 from spire.errors import CheckpointError
+from spire.model.directory import refuse_stand_in
 
 UNKNOWN, START, END = 0, 1, 2  # ids that every llama2.c and Llama vocabulary gives them
 _SPACE = "▁"
@@ -40,6 +41,7 @@ def read_vocabulary(file: Path) -> Vocabulary:
     """The vocabulary in `file`. Raises CheckpointError when it is neither of the two forms."""
     if not file.is_file():
         raise CheckpointError(f"{file} does not exist: --tokenizer takes a SentencePiece .model or llama2.c .bin file")
+    refuse_stand_in(file)
     raw = file.read_bytes()
     try:
         vocabulary = _read_llama2c(raw) if file.suffix == ".bin" else _read_model(raw)

@@ -1,0 +1,56 @@
+"""Files of a checkpoint directory as text and JSON objects. What merely stands in for a file is told from it.
+
+A clone without Git LFS holds pointers instead of weights and tokenizers, a failed download an error page.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from spire.errors import CheckpointError
+
+_POINTER = b"version https://git-lfs.github.com/spec/"
+_PAGES = (b"<!doctype html", b"<html")
+
+
+def refuse_stand_in(file: Path) -> None:
+    """Raises CheckpointError for a Git LFS pointer, a web page or an empty file in the place of `file`."""
+    try:
+        with file.open("rb") as opened:
+            head = opened.read(256)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
+    if not head:
+        raise CheckpointError(f"{file} cannot be read: it is empty")
+    if head.startswith(_POINTER):
+        raise CheckpointError(f"{file} is a Git LFS pointer, not the file itself: run `git lfs pull` in its directory")
+    if head.lstrip().lower().startswith(_PAGES):
+        raise CheckpointError(f"{file} is a web page, not the file itself: download it again")
+
+
+def read_text(file: Path) -> str:
+    """The text of a file, which is UTF-8. Raises CheckpointError that names the file."""
+    refuse_stand_in(file)
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object that a file holds. Raises CheckpointError that names the file."""
+    text = read_text(file)
+    try:
+        raw = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{file} holds no JSON object")
+    return raw
+
+
+def read_object_if_any(file: Path) -> dict[str, Any]:
+    """The same; empty where there is no such file."""
+    return read_object(file) if file.is_file() else {}
