@@ -1,22 +1,31 @@
-"""What all routes that take a body share: JSON read by a schema, and the refusals that OpenAPI declares."""
+"""All routes that take a body share this: JSON read by a schema, and the refusals that OpenAPI declares."""
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from gateway.engine import Engine
 from gateway.errors import BadParameter, UnknownModel
+from gateway.fields import GENERATION, Lists, ignored_fields, shown
 from gateway.peers import Model
 
-Schema = TypeVar("Schema", bound=BaseModel)
-
 _NULL = {"type": "null"}
+# Of the ignored fields, so many are named in the header.
+_MOST_NAMED = 16
 _REFUSALS = {
     400: "The request is wrong",
     404: "No such model",
@@ -30,7 +39,7 @@ _REFUSALS = {
 
 
 # Whoever keeps errors shall not come to keep what they were about.
-_TEXTS = (("prompt",), ("messages",), ("suffix",), ("stop",))
+_TEXTS = (("prompt",), ("messages",), ("stop",))
 
 
 class ErrorDetail(BaseModel):
@@ -50,12 +59,10 @@ TokenCount = Annotated[int, Field(json_schema_extra={"format": "token-count"})]
 TokenId = Annotated[int, Field(json_schema_extra={"format": "token-id", "minimum": 0})]
 
 
-class RequestBody(BaseModel):
-    """A body as it comes: `null` stands for a field's default, and unknown fields are kept apart to be named."""
+class Part(BaseModel):
+    """An object in a body: `null` stands for a field's default. For others than its fields see `gateway/fields.py`."""
 
     model_config = ConfigDict(strict=True, extra="allow")
-
-    model: ModelName | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -78,6 +85,16 @@ def _nullable(field: JsonSchemaValue) -> JsonSchemaValue:
     return about | {"anyOf": [*(kind for kind in kinds if kind != _NULL), _NULL]}
 
 
+class RequestBody(Part):
+    """A whole body."""
+
+    lists: ClassVar[Lists] = GENERATION
+
+    model: ModelName | None = None
+    # The dotted paths of the fields that were ignored.
+    _ignored: list[str] = PrivateAttr(default_factory=list)
+
+
 Body = TypeVar("Body", bound=RequestBody)
 
 
@@ -86,18 +103,21 @@ def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": ErrorResponse, "description": _REFUSALS[status]} for status in statuses}
 
 
-def parse(body: bytes, schema: type[Schema]) -> Schema:
-    """The body as an object of this schema. Raises BadParameter."""
+def parse(body: bytes, schema: type[Body]) -> Body:
+    """The body as an object of this schema, what is ignored of it noted. Raises BadParameter."""
     try:
         raw = json.loads(body, parse_float=_number, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise BadParameter("body", f"the body is not valid JSON: {error}", "invalid_json") from error
     if not isinstance(raw, dict):
         raise BadParameter("body", "the body must be a JSON object", "invalid_json")
+    ignored = ignored_fields(raw, schema, schema.lists)
     try:
-        return schema.model_validate(raw)
+        request = schema.model_validate(raw)
     except ValidationError as error:
         raise bad_parameter(error.errors(include_url=False)) from error
+    request._ignored = ignored
+    return request
 
 
 async def read_body(http: Request, schema: type[Body], engine: Engine) -> tuple[Body, Model]:
@@ -139,14 +159,7 @@ def check_model(wanted: str | None, model: Model) -> None:
         raise UnknownModel(f"model {wanted!r} is not served here; {model.name!r} is")
 
 
-def ignored_header(request: BaseModel) -> dict[str, str]:
-    """A header that names the fields which nobody here knows; none when all are known."""
-    names = sorted(request.model_extra or {})
-    return {"X-Spire-Ignored": ", ".join(map(_shown, names[:16]))} if names else {}
-
-
-def _shown(name: str) -> str:
-    """In quotes where a header could not end with it."""
-    quoted = ascii(name[:64])
-    bare = quoted[1:-1]
-    return bare if bare and bare == bare.strip() else quoted
+def ignored_header(request: RequestBody) -> dict[str, str]:
+    """A header that names the fields which were ignored; none when there were none."""
+    names = sorted(request._ignored)
+    return {"X-Spire-Ignored": ", ".join(map(shown, names[:_MOST_NAMED]))} if names else {}

@@ -1,36 +1,30 @@
 """`POST /v1/chat/completions`: a conversation made a prompt by the target's chat template, then a completion like any.
 
-Text only: tools and pictures are refused by name.
+Text only: tools and pictures are refused by name, tools in `gateway/fields.toml`.
 """
 
 from __future__ import annotations
 
 import asyncio
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, WithJsonSchema
+from pydantic import ConfigDict, Field, JsonValue, WithJsonSchema
 
-from gateway.bodies import TokenCount
+from gateway.bodies import Part, TokenCount
 from gateway.choice import Piece
 from gateway.completion import Completion
 from gateway.errors import BadParameter
+from gateway.fields import GENERATION, PartOf
 from gateway.logprobs import Entry, contents
 from gateway.peers import Model
 from gateway.prompts import check_unicode, kind_of, over_context
-from gateway.schemas import STREAM_SCHEMA, CompletionRequest, GenerationRequest
+from gateway.schemas import NEWER_LIMIT, STREAM_SCHEMA, CompletionRequest, GenerationRequest
 from gateway.tokenizer import PromptTooLong
 from spire.chat_template import TemplateRefusal
 from spire.rpc.limits import MAX_LOGPROBS
 
-_TEXT_PART = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-}
-_CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": _TEXT_PART}]}
 _ROLES = ["system", "developer", "user", "assistant"]
-_NO_TOOLS = {"type": "array", "maxItems": 0}
 # top_logprobs only with logprobs.
 _LOGPROBS_SCHEMA: dict[str, JsonValue] = {
     "anyOf": [
@@ -40,13 +34,30 @@ _LOGPROBS_SCHEMA: dict[str, JsonValue] = {
 }
 
 
-class Message(BaseModel):
-    """One turn. What it holds beside role and content is the template's."""
+class TextPart(Part):
+    """A piece of a message's content: `_text_part` reads it."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    type: Literal["text"]
+    text: str
+
+
+_CONTENT_SCHEMA = {
+    "anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": TextPart.model_json_schema()}]
+}
+
+
+class Message(Part):
+    """One turn. The template is given what it holds beside role and content, but for what `fields.toml` lists."""
+
+    passes_others_on: ClassVar[bool] = True
 
     role: Annotated[str, WithJsonSchema({"enum": _ROLES})]
-    content: Annotated[Any, WithJsonSchema(_CONTENT_SCHEMA)]
+    content: Annotated[Any, PartOf(TextPart), WithJsonSchema(_CONTENT_SCHEMA)]
+
+    @property
+    def extras(self) -> dict[str, Any]:
+        """What the template is given beside role and content."""
+        return {name: value for name, value in (self.model_extra or {}).items() if f"messages.{name}" not in GENERATION}
 
 
 class ChatRequest(GenerationRequest):
@@ -54,17 +65,12 @@ class ChatRequest(GenerationRequest):
 
     messages: list[Message] = Field(min_length=1)
     max_tokens: TokenCount | None = Field(None, ge=1, description="by default what the context has room for")
-    max_completion_tokens: TokenCount | None = Field(None, ge=1, description="the same; it counts before max_tokens")
+    max_completion_tokens: TokenCount | None = Field(None, ge=1, description=NEWER_LIMIT)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS, description="only with logprobs")
-    tools: Annotated[list[Any], WithJsonSchema(_NO_TOOLS)] = Field(default_factory=list)
-    functions: Annotated[list[Any], WithJsonSchema(_NO_TOOLS)] = Field(default_factory=list)
 
     def as_completion(self, prompt: list[int], max_context: int) -> CompletionRequest:
         """The request for a completion that this one comes to. Raises BadParameter."""
-        for name in ("tools", "functions"):
-            if getattr(self, name):
-                raise BadParameter(name, f"{name} are not supported: leave them out", "unsupported_parameter")
         if self.top_logprobs and not self.logprobs:
             raise BadParameter("top_logprobs", "top_logprobs is only allowed with logprobs: true")
         if len(prompt) >= max_context:
@@ -72,7 +78,7 @@ class ChatRequest(GenerationRequest):
         return CompletionRequest(
             **{name: getattr(self, name) for name in GenerationRequest.model_fields},
             prompt=prompt,
-            max_tokens=self.max_completion_tokens or self.max_tokens or max_context - len(prompt),
+            max_tokens=self.max_tokens or max_context - len(prompt),
             logprobs=self.top_logprobs if self.logprobs else None,
         )
 
@@ -103,15 +109,12 @@ async def chat_prompt(
 
 def _plain(message: Message, where: str) -> dict[str, Any]:
     """A message as a template takes it: its content is one text."""
-    extras = {name: value for name, value in (message.model_extra or {}).items() if value is not None}
     if message.role not in _ROLES:
         known = ", ".join(_ROLES)
         raise BadParameter(
             f"{where}.role", f"role {message.role!r} is not supported (no tools are); these are: {known}"
         )
-    if extras.get("tool_calls") or extras.get("function_call"):
-        raise BadParameter(where, f"{where} calls a tool: tools are not supported", "unsupported_parameter")
-    return extras | {"role": message.role, "content": _text_of(message.content, f"{where}.content")}
+    return message.extras | {"role": message.role, "content": _text_of(message.content, f"{where}.content")}
 
 
 def _text_of(content: Any, where: str) -> str:

@@ -1,17 +1,16 @@
 """What `POST /v1/completions` takes, and the checks that need nothing of the model but the size of its vocabulary.
 
-Nothing is ignored silently: what cannot be done is refused by name, and unknown fields are kept apart, so that the
-answer can name them.
+`gateway/fields.py` judges the fields that are not here.
 """
 
 from __future__ import annotations
 
 import secrets
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, WithJsonSchema
+from pydantic import ConfigDict, Field, JsonValue, WithJsonSchema, model_validator
 
-from gateway.bodies import TokenCount, TokenId
+from gateway.bodies import Part, TokenCount, TokenId
 from gateway.errors import BadParameter
 from gateway.sequence import Rule
 from gateway.structured import StructuredRequest
@@ -51,20 +50,23 @@ STREAM_SCHEMA: dict[str, JsonValue] = {
     ]
 }
 
+NEWER_LIMIT = "the newer name of max_tokens, and counts before it"
+
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
+class StreamOptions(Part):
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
-class Speculation(BaseModel):
-    """How this request is drafted: by the connected draft (its name, its kind or "auto"), or not at all ("off")."""
+class Speculation(Part):
+    """How this request is drafted: by the connected draft (its name, its kind or "auto"), or not at all ("off").
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    Nobody else has this field: what is unknown in it is refused.
+    """
+
+    model_config = ConfigDict(extra="forbid")
 
     draft: Annotated[str, Field(json_schema_extra={"format": "draft-name"})] = "auto"
     k: int | None = Field(
@@ -91,6 +93,7 @@ class GenerationRequest(StructuredRequest):
     allowed_token_ids: list[TokenId] | None = Field(
         None, json_schema_extra={"minItems": 1, "maxItems": MAX_ALLOWED_TOKENS}
     )
+    max_completion_tokens: TokenCount | None = Field(None, ge=0, description=NEWER_LIMIT)
     min_tokens: TokenCount = Field(0, ge=0, description="not more than max_tokens")
     stop: Annotated[str | list[str], WithJsonSchema(_STOPS_SCHEMA)] = Field(default_factory=list)
     stop_token_ids: list[TokenId] = Field(default_factory=list, json_schema_extra={"maxItems": MAX_STOP_TOKENS})
@@ -98,7 +101,6 @@ class GenerationRequest(StructuredRequest):
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
-    user: str | None = None
     cache_salt: str | None = Field(
         None,
         min_length=1,
@@ -119,11 +121,21 @@ class CompletionRequest(GenerationRequest):
     best_of: int | None = Field(None, ge=1, le=_MOST_CANDIDATES, description="not less than n; not in a stream")
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    suffix: Annotated[str | None, WithJsonSchema({"type": "string", "maxLength": 0})] = None
     add_special_tokens: bool = True
     truncate_prompt_tokens: Annotated[int | None, WithJsonSchema(_TRUNCATION_SCHEMA)] = Field(
         None, ge=-1, description="keep this many tokens of each prompt's end; -1 keeps what the context has room for"
     )
+
+    @model_validator(mode="after")
+    def _newer_limit_counts(self) -> Self:
+        if self.max_completion_tokens is not None:
+            self.max_tokens = self.max_completion_tokens
+        return self
+
+    @property
+    def limit_name(self) -> str:
+        """The field that the caller limits the output with."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def stops(self) -> list[str]:
@@ -156,14 +168,12 @@ class CompletionRequest(GenerationRequest):
 
 def check(request: CompletionRequest) -> None:
     """What pydantic's types cannot say. Raises BadParameter."""
-    if request.suffix:
-        raise BadParameter("suffix", "suffix is not supported: leave it out", "unsupported_parameter")
+    limit = request.limit_name
     if request.max_tokens == 0 and not request.echo:
-        raise BadParameter("max_tokens", "max_tokens of 0 needs echo: ask for at least 1, or for the prompt's echo")
+        raise BadParameter(limit, f"{limit} of 0 needs echo: ask for at least 1, or for the prompt's echo")
     if request.min_tokens > request.max_tokens:
-        raise BadParameter(
-            "min_tokens", f"min_tokens of {request.min_tokens} is more than max_tokens of {request.max_tokens}"
-        )
+        message = f"min_tokens of {request.min_tokens} is more than {limit} of {request.max_tokens}"
+        raise BadParameter("min_tokens", message)
     if request.stream_options is not None and not request.stream:
         raise BadParameter("stream_options", "stream_options is only allowed with stream: true")
     if request.truncate_prompt_tokens == 0:

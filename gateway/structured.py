@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import Field, JsonValue
 
-from gateway.bodies import RequestBody
+from gateway.bodies import Part, RequestBody
 from gateway.errors import BadParameter
 from gateway.prompts import check_unicode, kind_of
 from spire.rpc.limits import MAX_GRAMMAR_BYTES
@@ -38,17 +38,14 @@ _CHOICE_WORDS = "the output is one of these"
 _WHITESPACE_WORDS = "a regular expression for what may stand between the tokens of JSON"
 
 
-class JsonSchema(BaseModel):
+class JsonSchema(Part):
     """A JSON schema as the official client sends it: the schema itself beside a name for it."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
-
     text: dict[str, Any] = Field(alias="schema")
+    strict: bool = Field(True, description="a schema is kept whatever this says")
 
 
-class ResponseFormat(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-
+class ResponseFormat(Part):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = Field(None, description="with type json_schema, and with no other")
     bare_schema: dict[str, Any] | None = Field(

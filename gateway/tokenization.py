@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -13,6 +13,7 @@ from gateway.bodies import RequestBody, TokenId, ignored_header, read_body, refu
 from gateway.chat import Message, chat_prompt
 from gateway.engine import Engine
 from gateway.errors import BadParameter
+from gateway.fields import TOKENIZATION, Lists
 from gateway.openapi import body_of
 from gateway.peers import Model
 from gateway.prompts import text_prompt
@@ -28,6 +29,8 @@ def _alone(given: str, absent: str) -> JsonValue:
 
 class TokenizeRequest(RequestBody):
     """A prompt, or messages of a chat."""
+
+    lists: ClassVar[Lists] = TOKENIZATION
 
     model_config = ConfigDict(json_schema_extra={"anyOf": [_alone("prompt", "messages"), _alone("messages", "prompt")]})
 
@@ -49,6 +52,8 @@ class TokenizeResponse(BaseModel):
 
 
 class DetokenizeRequest(RequestBody):
+    lists: ClassVar[Lists] = TOKENIZATION
+
     tokens: list[TokenId]
 
 

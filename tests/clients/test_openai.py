@@ -170,7 +170,7 @@ def test_a_refusal_is_the_exception_the_client_has_for_it(
 
 def test_tools_are_refused_as_a_bad_request(client: openai.OpenAI) -> None:
     tool: Any = {"type": "function", "function": {"name": "dig", "parameters": {}}}
-    with pytest.raises(openai.BadRequestError, match="tools are not supported"):
+    with pytest.raises(openai.BadRequestError, match="tools is not supported"):
         client.chat.completions.create(model=MODEL, messages=CHAT, tools=[tool])
 
 

@@ -127,8 +127,8 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "tool", "content": "5"}]}, "messages[0].role", "no tools"),
     (
         {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]},
-        "messages[0]",
-        "tools are not supported",
+        "messages[0].tool_calls",
+        "not supported",
     ),
     ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools", "not supported"),
     ({"messages": MESSAGES, "functions": [{"name": "dig"}]}, "functions", "not supported"),
@@ -153,9 +153,15 @@ def test_bad_input_is_refused_by_name(talker: Api, body: dict[str, Any], param: 
     assert says in error["message"]
 
 
-def test_fields_of_prompts_are_unknown_to_chats(talker: Api) -> None:
-    response = post(talker, messages=MESSAGES, max_tokens=1, echo=True, best_of=2)
-    assert response.headers["x-spire-ignored"] == "best_of, echo"
+def test_fields_of_prompts_are_refused_in_chats_and_what_changes_nothing_is_named(talker: Api) -> None:
+    for name, value in {"echo": True, "best_of": 2}.items():
+        assert post(talker, messages=MESSAGES, **{name: value}).json()["error"]["param"] == name
+    part = {"type": "text", "text": "x", "cache_control": {}}
+    for streaming in (False, True):
+        response = post(
+            talker, messages=[{"role": "user", "content": [part]}], max_tokens=1, store=True, stream=streaming
+        )
+        assert response.headers["x-spire-ignored"] == "messages.content.cache_control, store"
     assert post(talker, messages=MESSAGES, model="gpt-9").status_code == 404
 
 

@@ -241,10 +241,11 @@ def test_a_large_body_is_refused_whether_it_is_announced_or_not(api: Api) -> Non
     assert api.http.post("/v1/completions", content=dripped()).status_code == 413
 
 
-def test_unknown_fields_are_named_in_a_header_and_ids_are_echoed(api: Api) -> None:
-    body = {"prompt": "x", "max_tokens": 1, "wibble": 1, "frob\u00e9": 2}
+@pytest.mark.parametrize("streaming", [False, True])
+def test_ignored_fields_are_named_in_a_header_and_ids_are_echoed(api: Api, streaming: bool) -> None:
+    body = {"prompt": "x", "max_tokens": 1, "wibble": 1, "frob\u00e9": 2, "user": "me", "stream": streaming}
     response = api.http.post("/v1/completions", json=body, headers={"X-Request-Id": "abc-1"})
-    assert response.headers["x-spire-ignored"] == "frob\\xe9, wibble"
+    assert response.headers["x-spire-ignored"] == "frob\\xe9, user, wibble"
     assert response.headers["x-request-id"] == "abc-1"
     assert "x-spire-ignored" not in api.post(prompt="x", max_tokens=1).headers
     assert len(api.http.get("/health").headers["x-request-id"]) == 32

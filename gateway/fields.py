@@ -1,0 +1,194 @@
+"""Fields of a request that its schema does not have: refused by name where they would change the answer, else ignored.
+
+`fields.toml` lists them: those that are refused, with the values that ask for nothing, and those that cannot change
+an answer. What the schema has is honoured, whatever the lists say. A name in no list is ignored too, unless it is one
+edit away from a name that is known here and absent: then it is refused with that name.
+
+What it does not know: what the fields of a schema mean, and what is inside a field that is no schema's own, such as a
+JSON schema to be kept.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel
+
+from gateway.errors import BadParameter
+
+# Too many names are one edit away from a shorter one.
+_SHORTEST_GUESSED = 4
+_MOST_SHOWN = 64
+_UNKNOWN = "unknown_parameter"
+
+
+@dataclass(frozen=True)
+class PartOf:
+    """Annotation of a field whose own checks read it: each object in it has the fields of `schema`."""
+
+    schema: type[BaseModel]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A field that is not supported: the values of it that ask for nothing, and the field to use instead, if any."""
+
+    neutral: tuple[Any, ...]
+    instead: str = ""
+
+    def asks_for_nothing(self, value: Any) -> bool:
+        return any(
+            value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in self.neutral
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Lists:
+    """The fields that some routes refuse and ignore, by their dotted paths."""
+
+    refused: dict[str, Refusal]
+    ignored: frozenset[str]
+
+    def __contains__(self, path: str) -> bool:
+        return path in self.refused or path in self.ignored
+
+    def inside(self, kind: str) -> set[str]:
+        """The names of the fields that are listed for the object at this path."""
+        paths = (path.rpartition(".") for path in (*self.refused, *self.ignored))
+        return {name for parent, _, name in paths if parent == kind}
+
+
+def _refusals(table: dict[str, Any]) -> dict[str, Refusal]:
+    return {path: Refusal(tuple(neutral), table["instead"].get(path, "")) for path, neutral in table["refused"].items()}
+
+
+def _read_lists() -> tuple[Lists, Lists]:
+    """Those of generation and of tokenization."""
+    table = tomllib.loads((Path(__file__).parent / "fields.toml").read_text(encoding="utf-8"))
+    generation = Lists(_refusals(table), frozenset(table["ignored"]["names"]))
+    of_messages = {path: refusal for path, refusal in generation.refused.items() if path.startswith("messages.")}
+    refused = of_messages | _refusals(table["tokenization"])
+    return generation, Lists(refused, generation.ignored | generation.refused.keys() - refused.keys())
+
+
+GENERATION, TOKENIZATION = _read_lists()
+
+
+def ignored_fields(body: dict[str, Any], schema: type[BaseModel], lists: Lists) -> list[str]:
+    """The dotted paths of this body's fields that are ignored, each once. Raises BadParameter for one that is refused.
+
+    `null` is no value: such a field is absent.
+    """
+    return list(dict.fromkeys(_ignored(body, schema, lists, "", "")))
+
+
+def _ignored(body: dict[str, Any], schema: type[BaseModel], lists: Lists, kind: str, where: str) -> Iterator[str]:
+    """`kind` is the path of the object that is read, `where` the same with the indexes in lists."""
+    fields = _fields_of(schema)
+    for name, value in body.items():
+        path, place = _join(kind, name), _join(where, name)
+        if value is None:
+            continue
+        if name in fields:
+            yield from _ignored_inside(value, fields[name], lists, path, place)
+        elif path in lists.refused:
+            _check(lists.refused[path], value, place)
+        elif path in lists.ignored:
+            yield path
+        elif not getattr(schema, "passes_others_on", False):
+            if (guess := _guess(name, schema, lists, kind)) and body.get(guess) is None:
+                raise BadParameter(shown(place), f"{shown(place)} is not known: did you mean {guess}?", _UNKNOWN)
+            if schema.model_config.get("extra") != "forbid":
+                yield path
+
+
+def _ignored_inside(value: Any, part: type[BaseModel] | None, lists: Lists, path: str, place: str) -> Iterator[str]:
+    """The same of a value that is an object of the schema `part`, or a list of such objects."""
+    if part is not None:
+        items = [(f"{place}[{at}]", item) for at, item in enumerate(value)] if isinstance(value, list) else []
+        for where, item in items or [(place, value)]:
+            if isinstance(item, dict):
+                yield from _ignored(item, part, lists, path, where)
+
+
+def _check(refusal: Refusal, value: Any, place: str) -> None:
+    """Raises BadParameter, unless the value asks for nothing."""
+    if not refusal.asks_for_nothing(value):
+        neutral = " or ".join(json.dumps(value) for value in refusal.neutral)
+        advice = f"use {refusal.instead} instead" if refusal.instead else "leave it out"
+        nothing = f", or send {neutral}" if neutral else ""
+        raise BadParameter(place, f"{place} is not supported: {advice}{nothing}", "unsupported_parameter")
+
+
+def _join(parent: str, name: str) -> str:
+    return f"{parent}.{name}" if parent else name
+
+
+def shown(name: str) -> str:
+    """A field's name as errors and headers can hold it: in quotes where a header could not end with it."""
+    quoted = ascii(name[:_MOST_SHOWN])
+    bare = quoted[1:-1]
+    return bare if bare and bare == bare.strip() else quoted
+
+
+# -- schemas -----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _fields_of(schema: type[BaseModel]) -> dict[str, type[BaseModel] | None]:
+    """The fields as requests name them, each with the schema of the objects in it, if it has one."""
+    return {
+        field.alias or name: next((part for part in map(_part_in, [field.annotation, *field.metadata]) if part), None)
+        for name, field in schema.model_fields.items()
+    }
+
+
+def _part_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, PartOf):
+        return annotation.schema
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((part for part in map(_part_in, get_args(annotation)) if part), None)
+
+
+# -- names that are nearly known ---------------------------------------------------------------------------------------
+
+
+def _guess(name: str, schema: type[BaseModel], lists: Lists, kind: str) -> str | None:
+    """The known name that was meant: one whose letters are these, or are after one edit (a letter more, less or
+    another, two exchanged)."""
+    letters = _letters(name[:_MOST_SHOWN])
+    whole, near = _spellings(schema, lists, kind)
+    if letters in whole:
+        return whole[letters]
+    found = {known for shorter in _one_less(letters) for known in near.get(shorter, ())}
+    return next(iter(get_close_matches(name, sorted(found), 1, 0)), None)
+
+
+@cache
+def _spellings(schema: type[BaseModel], lists: Lists, kind: str) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """The names that are known for an object, by their letters; and by their letters with any one left out."""
+    known = sorted({*_fields_of(schema), *lists.inside(kind)})
+    near: dict[str, list[str]] = {}
+    for name in known:
+        if len(_letters(name)) < _SHORTEST_GUESSED:
+            continue
+        for shorter in _one_less(_letters(name)):
+            near.setdefault(shorter, []).append(name)
+    return {_letters(name): name for name in known}, near
+
+
+def _letters(name: str) -> str:
+    return "".join(filter(str.isalnum, name)).lower()
+
+
+def _one_less(letters: str) -> set[str]:
+    """These letters, and these without any one of them."""
+    return {letters, *(letters[:at] + letters[at + 1 :] for at in range(len(letters)))}
