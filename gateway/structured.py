@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from pydantic import Field, JsonValue
+from pydantic import ConfigDict, Field, JsonValue
 
 from gateway.bodies import Part, RequestBody
 from gateway.errors import BadParameter
@@ -53,10 +53,10 @@ class ResponseFormat(Part):
     )
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(Part):
     """The shape of the output: exactly one of json, regex, grammar, choice and json_object."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", json_schema_extra={"minProperties": 1})
+    model_config = ConfigDict(json_schema_extra={"minProperties": 1})
 
     json_schema: dict[str, Any] | str | None = Field(default=None, alias="json", description="a JSON schema")
     regex: str | None = Field(default=None, json_schema_extra=_TEXT)
