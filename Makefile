@@ -10,6 +10,10 @@ PIP_FLAGS ?=
 ONCE ?=
 MINUTES ?= 30
 ARGS ?=
+OUT ?= build/gpu
+PARTS ?=
+DRY_RUN ?=
+GPU_PYTHON ?= 3.12
 # From that directory, where compose reads .env and a docker-compose.override.yml by itself.
 COMPOSE := cd deploy && docker compose
 
@@ -18,7 +22,7 @@ ONE_LINE := awk -v shown="$$(test -t 2 && echo yes)" \
 	'shown && /^(Collecting|Installing)/ { printf "\r\033[K  %s", substr($$0, 1, 70); fflush() } END { if (shown) printf "\r\033[K" }'
 
 .DEFAULT_GOAL := help
-.PHONY: help serve compose-up compose-down images-test test faults faults-seen fuzz soak pictures lint format protos clean
+.PHONY: help serve compose-up compose-down images-test test faults faults-seen fuzz soak pictures gpu gpu-wheels lint format protos clean
 
 help:  ## List what can be made.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,6 +62,17 @@ soak: $(VENV)/.dev  ## Mixed load with kills for MINUTES (30); ARGS="--trace FIL
 
 images-test: $(VENV)/.dev  ## Build the images by buildah, run the system from them (as root, without an engine; minutes, 4 GB while it runs).
 	SPIRE_TEST_IMAGES=1 $(VENV)/bin/python -m pytest tests/deploy/test_images.py $(ARGS)
+
+# With the machine's own Python and torch: nothing is installed that it has.
+gpu:  ## Measure by parts on a GPU machine, bare and without a network: OUT=DIR, PARTS=0,3 (all), DRY_RUN=1 on a CPU; docs/gpu.md.
+	@$(PYTHON) -m experiments.gpu --out "$(OUT)" --parts "$(PARTS)" $(if $(filter-out 0,$(DRY_RUN)),--dry-run)
+
+gpu-wheels:  ## What such a machine's Python (GPU_PYTHON=3.12) lacks, into build/gpu-wheels, to be carried there.
+	@rm -rf build/gpu-wheels
+	@$(PYTHON) -m pip --disable-pip-version-check download --quiet --only-binary=:all: \
+		--python-version $(GPU_PYTHON) --implementation cp $(patsubst %,--platform manylinux_2_%_x86_64,31 28 27 24 17) \
+		--platform manylinux2014_x86_64 --dest build/gpu-wheels -c constraints.txt -r experiments/gpu/wheels.txt
+	@du -sh build/gpu-wheels
 
 pictures: $(VENV)/.dev  ## Take docs/page.png and docs/page-dark.png anew (needs chromium and chromedriver).
 	$(VENV)/bin/python -m tests.page.pictures

@@ -99,7 +99,7 @@ async def _meet(stub: verifier_pb2_grpc.VerifierStub, address: str, tls: Tls | N
 
 def _load(config: DraftServiceConfig) -> Draft:
     device = choose_device(config.device)
-    draft = load_draft(config.draft, choose_dtype(config.dtype, device)).to(device)
+    draft = load_draft(config.draft, choose_dtype(config.dtype, device), device)
     set_threads(config.threads or draft_threads(draft))
     return pack(draft)
 

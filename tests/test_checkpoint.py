@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import resource
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.overrides import TorchFunctionMode
 
+from spire.bench.synthetic import write_pair
 from spire.errors import CheckpointError
-from spire.model.checkpoint import load_target
+from spire.model.checkpoint import load_draft, load_target
 from spire.model.config import ModelConfig, load_draft_config, load_model_config
+from spire.perf_model import SEQAX_67M
 from tests.test_target import LLAMA3, reference_model
+from verifier_service.config import VerifierConfig
+from verifier_service.server import load
 
 SHAPE = {
     "model_type": "llama",
@@ -185,3 +191,35 @@ def test_a_tied_model_with_an_output_matrix_of_its_own_is_refused(tmp_path: Path
         tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, tmp_path / "model.safetensors"
     )
     assert load_target(tmp_path)[0].config.tie_word_embeddings
+
+
+def test_a_shape_without_weights_is_drawn_where_it_is_loaded_and_always_the_same(tmp_path: Path) -> None:
+    target, draft = write_pair(tmp_path, replace(SEQAX_67M, layers=4, hidden_size=64, vocab_size=512), 128)
+    assert not list(tmp_path.rglob("*.safetensors"))
+    one, identity = load_target(target, torch.bfloat16)
+    other, _ = load_target(target, torch.bfloat16)
+    assert one.lm_head.weight.dtype == torch.bfloat16
+    assert 0.01 < one.lm_head.weight.float().std() < 0.03
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    assert load_draft(draft).draft.target_fingerprint == identity
+
+
+def test_a_shape_without_weights_is_served_to_measurements_alone(tmp_path: Path) -> None:
+    target, _ = write_pair(tmp_path, replace(SEQAX_67M, layers=4, hidden_size=64, vocab_size=512), 128)
+    with pytest.raises(CheckpointError, match="holds a shape and no weights"):
+        load(VerifierConfig(model=target, device="cpu"))
+
+
+def test_weights_are_read_without_a_second_copy_in_another_type(checkpoint: Path) -> None:
+    """They were made in float32 first, and thrown away: twice the memory of a checkpoint in bfloat16."""
+    made: list[torch.device] = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is torch.Tensor.uniform_ or function is torch.Tensor.normal_:
+                made.append(args[0].device)
+            return function(*args, **(kwargs or {}))
+
+    with Watch():
+        load_target(checkpoint)
+    assert {device.type for device in made} <= {"meta"}

@@ -25,6 +25,7 @@ from spire.model.config import ModelConfig
 from spire.model.names import model_name
 from spire.model.packing import pack
 from spire.model.placement import choose_device, choose_dtype, leaves_cores
+from spire.model.random_weights import has_random_weights
 from spire.model.self_speculation import SparseAttention
 from spire.model.target import Target
 from spire.perf_model import Shape
@@ -66,11 +67,13 @@ def load(config: VerifierConfig) -> tuple[Engine, Hosted]:
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     tokenizer = _read_tokenizer(config.model)
-    target, fingerprint = load_target(config.model, dtype)
+    if config.lossy_synthetic_acceptance is None and has_random_weights(config.model):
+        raise CheckpointError(f"{config.model} holds a shape and no weights: only measurements of time can serve it")
+    target, fingerprint = load_target(config.model, dtype, device)
     shape = target.config
     max_context = config.max_context or shape.max_position_embeddings
     grammars, no_grammars = _read_grammars(tokenizer.tokenizer_json, shape)
-    engine = _build_engine(pack(target.to(device)), config, max_context, dtype, device, grammars)
+    engine = _build_engine(pack(target), config, max_context, dtype, device, grammars)
     info = pb.GetInfoResponse(
         protocol_version=PROTOCOL_VERSION,
         model_name=_model_name(config),

@@ -1,27 +1,42 @@
 """A pair of a known shape with random weights, and a tokenizer of bytes: what `spire bench --shape` serves.
 
-Its text means nothing, so acceptance must be made up as well (`--accept-rate`); only its time is real. Needs torch.
+Its text means nothing, so acceptance must be made up as well (`--accept-rate`); only its time is real. The services
+draw the weights, each on its device.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from spire.model.checkpoint import fingerprint, save_draft, save_target
+from spire.model.checkpoint import fingerprint
 from spire.model.config import DraftConfig, ModelConfig
-from spire.model.draft import last_layers, prune
-from spire.model.target import Target
+from spire.model.draft import last_layers
+from spire.model.random_weights import RANDOM_WEIGHTS
 from spire.perf_model import Shape, paper_draft
-
-_DEVIATION = 0.02
 
 
 def write_pair(directory: Path, shape: Shape, positions: int) -> tuple[Path, Path]:
     """Directories of a target of this shape and of a SPIRe draft by the paper's rule, a quarter of its layers."""
-    config = ModelConfig(
+    config = config_of(shape, positions)
+    rule = paper_draft("spire", shape)
+    tapped = last_layers(config, rule.shape.layers)
+    draft = DraftConfig(
+        target_fingerprint=fingerprint(config, {}), tapped_layers=tapped, window=rule.window or 0, sink=rule.sink
+    )
+    _write(directory / "target", config, {})
+    _bytes_tokenizer(shape.vocab_size).save(str(directory / "target" / "tokenizer.json"))
+    of_draft = config.model_copy(update={"num_hidden_layers": len(tapped)})
+    _write(directory / "draft", of_draft, {"spire_draft": draft.model_dump(mode="json")})
+    return directory / "target", directory / "draft"
+
+
+def config_of(shape: Shape, positions: int) -> ModelConfig:
+    """A target of this shape, of up to so many positions."""
+    return ModelConfig(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
@@ -32,28 +47,12 @@ def write_pair(directory: Path, shape: Shape, positions: int) -> tuple[Path, Pat
         max_position_embeddings=positions,
         bos_token_id=0,
     )
-    target = _random(config)
-    save_target(directory / "target", target)
-    _bytes_tokenizer(shape.vocab_size).save(str(directory / "target" / "tokenizer.json"))
-    rule = paper_draft("spire", shape)
-    tapped = last_layers(config, rule.shape.layers)
-    identity = fingerprint(config, target.state_dict())
-    draft = DraftConfig(target_fingerprint=identity, tapped_layers=tapped, window=rule.window or 0, sink=rule.sink)
-    save_draft(directory / "draft", prune(target, draft, tapped))
-    return directory / "target", directory / "draft"
 
 
-def _random(config: ModelConfig) -> Target:
-    """Weights as before any training. Drawn in place: no second copy, and no initialisation that is thrown away."""
-    with torch.device("meta"):
-        target = Target(config).to(torch.bfloat16)
-    target = target.to_empty(device="cpu").requires_grad_(False)
-    for parameter in target.parameters():
-        if parameter.ndim > 1:
-            parameter.normal_(0, _DEVIATION)
-        else:
-            parameter.fill_(1)
-    return target
+def _write(directory: Path, config: ModelConfig, more: dict[str, Any]) -> None:
+    directory.mkdir(parents=True)
+    said = config.to_hugging_face() | {"dtype": "bfloat16", RANDOM_WEIGHTS: True} | more
+    (directory / "config.json").write_text(json.dumps(said, indent=2) + "\n")
 
 
 def _bytes_tokenizer(vocab_size: int) -> Tokenizer:

@@ -126,6 +126,8 @@ def bench(
     """Tokens per second with and without speculation in one run, beside the model's, and where a round's time goes."""
     others = peers.split(",") if peers else []
     check(others)
+    if others and shape:
+        raise SpireError("--peers and --shape exclude each other: peers load weights, and a shape has none")
     if plot:
         plots.require()
     contexts, batches, depths = _numbers(context), _numbers(batch), _depths(k)

@@ -23,10 +23,12 @@ def serving(
     options: ModelOptions,
     synthetic_acceptance: float | None = None,
     gateway_options: Sequence[str] = (),
+    directory: Path | None = None,
 ) -> Iterator[System]:
     """The gateway at `url` if given, else services that live as long as this block.
 
     With `synthetic_acceptance` the verifier is lossy: it accepts draft tokens at that rate, whatever the target says.
+    Logs are written into `directory`, or one that lives as long.
     """
     if url is not None:
         yield System(url.rstrip("/"))
@@ -37,8 +39,8 @@ def serving(
     if synthetic_acceptance is not None:
         further["verifier_service"] += ["--lossy-synthetic-acceptance", str(synthetic_acceptance)]
         further["gateway"] += ["--propose-deadline", _SLOW_DRAFT_SECONDS]
-    with tempfile.TemporaryDirectory(prefix="spire-") as directory:
-        stack = Stack(pair, options, "127.0.0.1", 0, None, Path(directory), further=further)
+    with tempfile.TemporaryDirectory(prefix="spire-") as passing:
+        stack = Stack(pair, options, "127.0.0.1", 0, None, directory or Path(passing), further=further)
         try:
             stack.start()
             yield _system(stack, ports)

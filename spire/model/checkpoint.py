@@ -21,6 +21,7 @@ from spire.files import write_whole
 from spire.model.config import ModelConfig, load_draft_config, load_model_config
 from spire.model.directory import read_object, refuse_stand_in
 from spire.model.draft import Draft
+from spire.model.random_weights import draw_weights, has_random_weights
 from spire.model.target import Target
 
 Module = TypeVar("Module", Target, Draft)
@@ -31,19 +32,25 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
-def load_target(directory: Path, dtype: torch.dtype = torch.float32) -> tuple[Target, str]:
+def load_target(
+    directory: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> tuple[Target, str]:
     """The target in `directory`, in inference mode, and its fingerprint. Raises CheckpointError naming the file."""
     config = load_model_config(directory)
+    if has_random_weights(directory):
+        return draw_weights(lambda: Target(config), dtype, device), fingerprint(config, {})
     tensors = _load_named(directory, config)
     target = _filled(lambda: Target(config), tensors, directory)
-    return target.to(dtype).eval().requires_grad_(False), fingerprint(config, tensors)
+    return target.to(dtype).to(device).eval().requires_grad_(False), fingerprint(config, tensors)
 
 
-def load_draft(directory: Path, dtype: torch.dtype = torch.float32) -> Draft:
+def load_draft(directory: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Draft:
     """The draft in `directory`, in inference mode. Raises CheckpointError naming the file."""
     config, kind = load_model_config(directory), load_draft_config(directory)
+    if has_random_weights(directory):
+        return draw_weights(lambda: Draft(config, kind), dtype, device)
     draft = _filled(lambda: Draft(config, kind), _load_named(directory, config), directory)
-    return draft.to(dtype).eval().requires_grad_(False)
+    return draft.to(dtype).to(device).eval().requires_grad_(False)
 
 
 def _load_named(directory: Path, config: ModelConfig) -> dict[str, Tensor]:
@@ -60,12 +67,14 @@ def _load_named(directory: Path, config: ModelConfig) -> dict[str, Tensor]:
 
 
 def _filled(build: Callable[[], Module], tensors: dict[str, Tensor], directory: Path) -> Module:
-    """A module with these tensors. No memory is taken for one that they do not fit."""
+    """A module that has these tensors as they were stored. No other memory is taken for it."""
     with torch.device("meta"):
-        shapes = {name: tensor.shape for name, tensor in build().state_dict().items()}
-    _check(shapes, tensors, directory)
-    module = build()
-    module.load_state_dict({name: tensors[name] for name in shapes})
+        module = build()
+    wanted = module.state_dict()
+    _check({name: tensor.shape for name, tensor in wanted.items()}, tensors, directory)
+    module.load_state_dict({name: tensors[name] for name in wanted}, assign=True)
+    if module.config.tie_word_embeddings:
+        module.lm_head.weight = module.embed_tokens.weight
     return module
 
 

@@ -43,7 +43,8 @@ class Rope(nn.Module):
 
 
 def _inverse_frequencies(head_dim: int, config: RopeConfig) -> Tensor:
-    frequencies = config.rope_theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    # On the CPU also where a model is made without memory: these are no weights that are read into it later.
+    frequencies = config.rope_theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
     if config.rope_type == "linear":
         return frequencies / config.factor
     if config.rope_type == "llama3":

@@ -1,0 +1,40 @@
+"""What a part has found so far: a file that is whole after every finding, so that a part that is ended keeps them."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the table. `predicted` and `measured` are in `unit`; `more` is for the JSON alone."""
+
+    what: str
+    measured: float | int | bool | None
+    unit: str = ""
+    predicted: float | int | bool | None = None
+    note: str = ""
+    more: dict[str, Any] | None = None
+
+
+class Findings:
+    """Those of one part, in `file`."""
+
+    def __init__(self, file: Path):
+        self._file = file
+        self._found: list[Finding] = []
+
+    def add(self, finding: Finding) -> None:
+        self._found.append(finding)
+        write_json(self._file, [asdict(found) for found in self._found])
+
+
+def write_json(file: Path, value: object) -> None:
+    """Whole or not at all, whenever this process ends."""
+    unfinished = file.with_name(file.name + ".part")
+    unfinished.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    os.replace(unfinished, file)

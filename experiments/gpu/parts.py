@@ -1,0 +1,37 @@
+"""The parts: what each measures, how long it ought to take, when it is ended.
+
+Numbers are those of the plan in docs/gpu.md; 2, 4, 5 and 8 need kernels that are not written yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Part:
+    """`module` of this package measures it, expected to take `estimate` seconds and ended after `limit`."""
+
+    number: int
+    module: str
+    what: str
+    estimate: int
+    limit: int
+
+
+PARTS = (
+    Part(0, "machine_rates", "copy rate, products by rows, C compiler, CUDA IPC", 45, 90),
+    Part(1, "greedy_equality", "greedy text, k = 0 against k = 4", 60, 120),
+    Part(3, "step_time", "whole step of an 8B shape", 120, 180),
+    Part(6, "through_rest", "8B shape through REST, synthetic acceptance", 180, 240),
+    Part(7, "bundled_pair", "bundled pair: τ on the GPU and on the CPU", 60, 120),
+)
+
+
+def parts_named(text: str) -> list[Part]:
+    """`0,1,6` as parts, all for an empty text. Raises ValueError for a number that is none."""
+    known = {part.number: part for part in PARTS}
+    numbers = [int(number) for number in text.split(",")] if text else list(known)
+    if unknown := [number for number in numbers if number not in known]:
+        raise ValueError(f"there is no part {unknown[0]}, only {', '.join(map(str, known))}")
+    return [known[number] for number in dict.fromkeys(numbers)]

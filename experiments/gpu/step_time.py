@@ -1,0 +1,105 @@
+"""Part 3: a whole step of an 8B shape as it is served today: forward, verdict, commit. Weights are random."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from experiments.gpu.expectation import floor_seconds, step_seconds
+from experiments.gpu.findings import Finding, Findings
+from experiments.gpu.machine_rates import copy_rate
+from experiments.gpu.part import Setting
+from experiments.gpu.shapes import shape_of
+from spire.bench.synthetic import config_of
+from spire.microbenchmarks import Bench
+from spire.model.cache import TargetCache
+from spire.model.draft import last_layers
+from spire.model.packing import pack
+from spire.model.random_weights import draw_weights
+from spire.model.self_speculation import SparseAttention
+from spire.model.target import Target
+from spire.perf_model import SERVED_SINK, SERVED_WINDOW, paper_draft
+from verifier_service.batch import RaggedBatch
+from verifier_service.pipeline import Pipeline
+from verifier_service.step import ModelSteps
+
+_DEPTH = 4
+# Sequences and positions of each, the one that matters most first.
+_CELLS = ((32, 8192), (32, 1024), (1, 1024), (1, 8192))
+_TINY_CELLS = ((2, 130), (1, 40))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """`batch` sequences of `context` positions, each of which gains a token and `k` drafted ones are verified."""
+
+    batch: int
+    context: int
+    k: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.batch} × {self.context:,}, {f'verify k = {self.k}' if self.k else 'plain'}"
+
+
+@torch.inference_mode()
+def measure(setting: Setting, findings: Findings) -> None:
+    rate, shape = copy_rate(setting), shape_of(setting)
+    cells = _TINY_CELLS if setting.tiny else _CELLS
+    config = config_of(shape, max(context for _, context in cells) + 2 * _DEPTH)
+    target = pack(draw_weights(lambda: Target(config), torch.bfloat16, setting.device))
+    for batch, context in cells:
+        for k in (0, _DEPTH):
+            cell = Cell(batch, context, k)
+            findings.add(_found(setting, target, cell, rate))
+
+
+def _found(setting: Setting, target: Target, cell: Cell, rate: float) -> Finding:
+    """What memory has no room for is a finding too."""
+    shape = shape_of(setting)
+    predicted = step_seconds(shape, cell.batch, cell.context, cell.k + 1, rate)
+    floor = floor_seconds(shape, cell.batch, cell.context, rate)
+    setting.forget_peak()
+    try:
+        seconds = _seconds(setting, target, cell)
+    except torch.OutOfMemoryError as error:
+        return Finding(cell.name, None, "ms", 1000 * predicted, note=f"out of memory: {str(error)[:80]}")
+    more = {"floor_ms": 1000 * floor, "peak_gb": setting.peak_gb()}
+    note = f"{seconds / floor:.1f} × the floor of {1000 * floor:.3g} ms; peak {more['peak_gb']:.1f} GB"
+    return Finding(cell.name, 1000 * seconds, "ms", 1000 * predicted, note, more)
+
+
+def _seconds(setting: Setting, target: Target, cell: Cell) -> float:
+    config, device = target.config, setting.device
+    cache = TargetCache(config, cell.batch, cell.context + cell.k + 1, torch.bfloat16, device)
+    slots = [cache.allocate() for _ in range(cell.batch)]
+    cache.reserve(slots, cell.context)
+    cache.commit(slots, [cell.context] * cell.batch)
+    for pool in (*cache.keys, *cache.values):
+        pool.tensor.normal_()
+    sparse = SparseAttention(SERVED_SINK, SERVED_WINDOW)
+    steps = ModelSteps(target, cache, Pipeline(cell.batch, config.vocab_size, device), sparse, config.vocab_size)
+    if cell.k:
+        steps.tapped_layers = last_layers(config, paper_draft("spire", shape_of(setting)).shape.layers)
+    batch = _batch(cell, slots, config.vocab_size, device)
+
+    def step() -> None:
+        steps.run(batch, None)
+        cache.rewind(slots, [cell.context] * cell.batch)
+
+    return Bench(device, torch.bfloat16, setting.least_seconds).seconds(step)
+
+
+def _batch(cell: Cell, slots: list[int], vocabulary: int, device: torch.device) -> RaggedBatch:
+    """Greedy blocks, whose drafted tokens are random."""
+    counts = [cell.k] * cell.batch
+    return RaggedBatch(
+        slots=slots,
+        counts=counts,
+        tokens_BT=torch.randint(vocabulary, (cell.batch, cell.k + 1), device=device),
+        counts_B=torch.tensor(counts, device=device),
+        base_B=torch.full((cell.batch,), cell.context, device=device),
+        q=None,
+        widths_B=torch.zeros(cell.batch, dtype=torch.int64, device=device),
+    )

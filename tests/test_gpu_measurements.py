@@ -1,0 +1,126 @@
+"""`make gpu` without a GPU: every part runs on the CPU with tiny shapes, and what goes wrong is a finding."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.gpu import __main__ as gpu
+from experiments.gpu.expectation import floor_seconds, step_seconds
+from experiments.gpu.findings import Finding, Findings
+from experiments.gpu.packages import lacking, needed, search_path
+from experiments.gpu.parts import PARTS, Part, parts_named
+from experiments.gpu.table import table
+from spire.perf_model import LLAMA_3_8B
+
+# Seven services are started, on whatever machine.
+pytestmark = pytest.mark.timeout(1600)
+
+ROOT = Path(__file__).parents[1]
+
+
+def make_gpu(out: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    command = ["make", "gpu", f"PYTHON={sys.executable}", f"OUT={out}", *more]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500)
+
+
+def test_make_gpu_dry_runs_every_part_and_prints_a_table(tmp_path: Path) -> None:
+    done = make_gpu(tmp_path, "DRY_RUN=1")
+    (file,) = tmp_path.glob("*.json")
+    run = json.loads(file.read_text())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [(part["part"], part["status"]) for part in run["parts"]] == [(n, "ok") for n in (0, 1, 3, 6, 7)]
+    assert run["machine"]["torch"] in done.stdout
+    found = {(part["part"], found["what"]): found for part in run["parts"] for found in part["findings"]}
+    assert found[1, "float32: texts that part, k = 4 from k = 0"]["measured"] == 0
+    assert found[3, "2 × 130, verify k = 4"]["measured"] > 0
+    assert found[6, "2 × 24, k = 4, SYNTHETIC acceptance 0.8"]["measured"] > 0
+    assert found[7, "τ at k = 4"]["measured"] > 1
+    for (_, what), finding in found.items():
+        assert what in done.stdout
+        assert finding["predicted"] is None or finding["predicted"] >= 0
+
+
+def test_without_a_gpu_nothing_is_measured_and_the_dry_run_is_named(tmp_path: Path) -> None:
+    done = make_gpu(tmp_path)
+    assert done.returncode != 0
+    assert "torch sees no GPU here; --dry-run" in done.stderr
+
+
+def test_the_parts_fit_twelve_minutes_together_and_ten_each() -> None:
+    assert sum(part.estimate for part in PARTS) <= 12 * 60
+    assert all(part.estimate < part.limit < 10 * 60 for part in PARTS)
+
+
+def run_parts(parts: list[Part], directory: Path, **asked_for: object) -> dict[str, Any]:
+    run: dict[str, Any] = {"parts": []}
+    asked = Namespace(**{"within": 100, "dry_run": True} | asked_for)
+    gpu._run_all(parts, asked, dict(os.environ), directory, run, directory / "run.json")
+    return json.loads((directory / "run.json").read_text())
+
+
+def test_a_part_that_crashes_is_a_finding_and_the_next_goes_on(tmp_path: Path) -> None:
+    run = run_parts([Part(8, "no_such_module", "crashes", 1, 60), PARTS[0]], tmp_path)
+    crashed, after = run["parts"]
+    assert (crashed["status"], after["status"]) == ("failed", "ok")
+    assert "no_such_module" in crashed["error"]
+    assert after["findings"]
+
+
+def test_a_part_whose_time_is_up_keeps_what_it_had_found(tmp_path: Path) -> None:
+    Findings(tmp_path / "3.json").add(Finding("a step", 1.5, "ms"))
+    (late,) = run_parts([Part(3, "step_time", "is slow", 1, limit=1)], tmp_path, dry_run=False)["parts"]
+    assert late["status"] == "out of time"
+    assert late["error"].startswith("ended after 1 s")
+    assert late["findings"][0]["measured"] == 1.5
+
+
+def test_parts_for_which_no_time_is_left_are_told_of(tmp_path: Path) -> None:
+    (left_out,) = run_parts([PARTS[0]], tmp_path, within=0, dry_run=False)["parts"]
+    assert (left_out["status"], left_out["error"]) == ("not begun", "no time was left")
+
+
+def test_an_unknown_part_is_refused_by_its_number() -> None:
+    assert [part.number for part in parts_named("3,0")] == [3, 0]
+    with pytest.raises(ValueError, match="there is no part 5, only 0, 1, 3, 6, 7"):
+        parts_named("5")
+
+
+def test_what_a_machine_lacks_is_named_with_the_version_that_is_needed() -> None:
+    floors = {"grpcio": "1.78", "pydantic": "2.11"}
+    assert lacking({"grpcio": "1.78.0", "pydantic": "2.14.4"}, floors) == []
+    assert lacking({"grpcio": "1.9.1"}, floors) == ["grpcio is 1.9.1, 1.78 is needed", "pydantic>=2.11 is missing"]
+    assert {"torch", "protobuf", "grpcio", "llguidance", "fastapi"} <= needed().keys()
+
+
+def test_missing_packages_without_wheels_say_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("experiments.gpu.packages.WHEELS", tmp_path)
+    assert search_path(tmp_path) == [str(ROOT)]
+    monkeypatch.setattr("experiments.gpu.packages.installed", lambda paths: {})
+    with pytest.raises(RuntimeError, match=r"grpcio>=1\.78 is missing.*Run 'make gpu-wheels'"):
+        search_path(tmp_path)
+
+
+def test_the_expectation_at_3_tb_per_second_is_the_estimate_of_the_plan() -> None:
+    plain, verify = (1000 * step_seconds(LLAMA_3_8B, 32, 8192, tokens, 3.0e12) for tokens in (1, 5))
+    assert plain == pytest.approx(57, rel=0.05)
+    assert verify == pytest.approx(64, rel=0.05)
+    assert 1000 * floor_seconds(LLAMA_3_8B, 32, 8192, 3.0e12) == pytest.approx(16.5, rel=0.05)
+
+
+def test_the_table_shows_predictions_beside_figures_and_failures() -> None:
+    found = {"what": "plain", "predicted": 57.1, "measured": 60.25, "unit": "ms", "note": ""}
+    parts = [{"part": 3, "what": "step", "status": "failed", "error": "exit code 1\nTrace\nOops", "findings": [found]}]
+    machine = {"card": "a card", "driver": "580.1", "torch": "2.11"}
+    run = {"machine": machine, "dry_run": False, "commit": "abc", "began": "today", "parts": parts}
+    told = table(run)
+    assert "card a card · driver 580.1 · torch 2.11 · commit abc" in told
+    assert any(line.split()[:5] == ["3", "plain", "57.1", "60.2", "ms"] for line in told.splitlines())
+    assert "exit code 1: Oops" in told
