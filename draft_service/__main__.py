@@ -24,6 +24,7 @@ from draft_service.identity import check_handshake, describe, stable_id
 from draft_service.metrics import registry_of
 from draft_service.orders import Orders
 from draft_service.worker import Worker
+from spire.address import join
 from spire.model.checkpoint import load_draft
 from spire.model.draft import Draft
 from spire.model.packing import pack
@@ -148,7 +149,7 @@ async def watch(healthy: health.aio.HealthServicer, well: Callable[[], bool]) ->
 
 
 def _announce(config: DraftServiceConfig, port: int, worker: Worker) -> None:
-    address = f"{config.host}:{port}"
+    address = join(config.host, port)
     log.info("listening", address=address, bytes_per_sequence=worker.drafter.memory.bytes_per_sequence())
     announce(config.ready_file, address)
 

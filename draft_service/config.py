@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
+from spire.address import Peer
 from spire.process import ModelServiceConfig
 
 
@@ -22,7 +23,7 @@ class DraftServiceConfig(ModelServiceConfig):
     )
 
     draft: Path = Field(description="Draft checkpoint directory.")
-    verifier: str = Field(description="HOST:PORT of the verifier whose activations are followed.")
+    verifier: Peer = Field(description="HOST:PORT of the verifier whose activations are followed.")
     draft_id: str = Field("", description="Name at the verifier; must outlive restarts. Default: from host and port.")
     port: int = Field(50052, ge=0, le=65535, description="Port to listen on; 0 chooses a free one.")
     threads: int = Field(0, ge=0, description="Compute threads; 0 is one for a small draft, torch's choice for others.")

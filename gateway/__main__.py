@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from gateway.connections import Connection
 from gateway.engine import Engine
 from gateway.keys import Guard, Keys
 from gateway.metrics import Metrics
-from spire.errors import SpireError
+from spire.address import bind, join
 from spire.keys import refuse_open_address
 from spire.process import announce, keep_announcing, run, stop_signal
 from spire.rpc.tls import Tls, certificate_files
@@ -38,7 +37,7 @@ async def serve(config: GatewayConfig) -> None:
     """Serve HTTP until a signal. Raises MismatchError when the peers do not belong together."""
     guard = Guard(Keys(config.keys) if config.keys else None)
     certificate, key = certificate_files(config.https) if config.https else (None, None)
-    listener = _bind(config.host, config.port)
+    listener = bind(config.host, config.port)
     host, port = listener.getsockname()[:2]
     if guard.open_paths is None and not config.without_keys:
         refuse_open_address(host)
@@ -59,7 +58,7 @@ async def serve(config: GatewayConfig) -> None:
         )
     )
     beside = [
-        _announce(server, f"{host}:{port}", config.ready_file),
+        _announce(server, join(host, port), config.ready_file),
         _stop(server, engine),
         keep_announcing(config.ready_file),
     ]
@@ -84,17 +83,6 @@ async def _stop(server: uvicorn.Server, engine: Engine) -> None:
     await engine.drain(hurry)
     server.should_exit = True
     await hurry  # nothing more hurries, but a signal must not kill
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        raise SpireError(f"cannot listen on {host}:{port}: {error.strerror}. Choose another --port") from error
-    return listener
 
 
 async def _announce(server: uvicorn.Server, address: str, ready_file: Path | None) -> None:

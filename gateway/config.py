@@ -12,6 +12,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_settings import CliImplicitFlag, NoDecode, SettingsConfigDict
 
 from gateway.sequence import Rule
+from spire.address import Host, Peer
 from spire.process import ServiceConfig
 
 
@@ -26,13 +27,13 @@ class GatewayConfig(ServiceConfig):
         pyproject_toml_table_header=("gateway",),
     )
 
-    verifier: str = Field("127.0.0.1:50051", description="HOST:PORT of the verifier service")
-    draft: str = Field(
+    verifier: Peer = Field("127.0.0.1:50051", description="HOST:PORT of the verifier service")
+    draft: Peer = Field(
         "",
         description="HOST:PORT of the draft service, or of the verifier again to let the target draft for itself "
         "(MagicDec); without one, decoding is plain",
     )
-    host: str = Field("127.0.0.1", description="address to serve HTTP on")
+    host: Host = Field("127.0.0.1", description="address to serve HTTP on")
     port: int = Field(8000, ge=0, le=65535, description="port to serve HTTP on; 0 chooses a free one")
     ready_file: Path | None = Field(None, description="where to write HOST:PORT once HTTP is served")
 

@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from spire.address import bare
 from spire.errors import DataError
 from spire.rpc.tls import AUTHORITY, CERTIFICATE, KEY
 
@@ -116,7 +117,7 @@ def _signs_certificates() -> x509.KeyUsage:
 
 def _general_name(host: str) -> x509.GeneralName:
     try:
-        return x509.IPAddress(ip_address(host))
+        return x509.IPAddress(ip_address(bare(host)))
     except ValueError:
         return x509.DNSName(host)
 

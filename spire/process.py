@@ -32,8 +32,10 @@ from pydantic_settings import BaseSettings, CliApp, PydanticBaseSettingsSource, 
 from pydantic_settings import PyprojectTomlConfigSettingsSource as TomlTable
 from structlog.typing import ExcInfo, Processor
 
+from spire.address import Host
 from spire.errors import SpireError
 from spire.options_file import options_file
+from spire.service_links import explain_link
 
 
 class ServiceConfig(BaseSettings):
@@ -68,7 +70,7 @@ class ServiceConfig(BaseSettings):
 class ModelServiceConfig(ServiceConfig):
     """What both model services are told alike: where they listen, on what they compute."""
 
-    host: str = Field("127.0.0.1", description="Address to listen on.")
+    host: Host = Field("127.0.0.1", description="Address to listen on.")
     dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="auto: what the processor is fast in.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: a GPU where there is one.")
     metrics_port: int = Field(0, ge=0, le=65535, description="Port of /metrics; 0 serves none.")
@@ -92,9 +94,12 @@ def run(name: str, config: type[Config], serve: Callable[[Config], Awaitable[Non
     except (SpireError, SettingsError) as error:
         _fail(name, str(error))
     except ValidationError as error:
-        _fail(
-            name, "; ".join(f"--{'.'.join(map(str, e['loc'])).replace('_', '-')}: {e['msg']}" for e in error.errors())
-        )
+        _fail(name, "; ".join(_complaint(config, ".".join(map(str, e["loc"])), e["msg"]) for e in error.errors()))
+
+
+def _complaint(config: type[ServiceConfig], option: str, message: str) -> str:
+    variable = f"{config.model_config.get('env_prefix', '')}{option}".upper()
+    return explain_link(variable) or f"--{option.replace('_', '-')}: {message}"
 
 
 async def _finish(serving: Awaitable[None]) -> None:

@@ -30,6 +30,15 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_proxies() -> Iterator[None]:
+    """No test asks what it started through a proxy of whoever runs it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+            patch.delenv(name)
+        yield
+
+
 @pytest.fixture(scope="session")
 def stories_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A real, small target: stories260K, converted from llama2.c's format. float32, vocabulary 512, context 512."""

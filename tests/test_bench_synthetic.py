@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from spire.cli import app
 from spire.cli.gateway_client import run_completion
 from spire.errors import SpireError
+from spire.http import direct_client
 from tests.services import running
 
 
@@ -23,7 +24,8 @@ def test_a_lossy_verifier_accepts_at_its_rate_and_tells_everybody(stories_dir: P
         assert "LOSSY" in services.verifier.log.read_text()
         drafted = {"k": 3}
         options = {"max_tokens": 300, "speculation": drafted, "ignore_eos": True}
-        told = [run_completion(services.url, "Once", seed=seed, **options) for seed in (1, 2)]
+        with direct_client(timeout=None) as client:
+            told = [run_completion(client, services.url, "Once", seed=seed, **options) for seed in (1, 2)]
     figures = [completion.metrics["speculative_decoding"] for completion in told]
     rounds = sum(one["num_spec_steps"] for one in figures)
     tau = 1 + sum(one["num_accepted_draft_tokens"] for one in figures) / rounds

@@ -67,10 +67,10 @@ def alive(process: int) -> bool:
 class Running:
     """A `spire up` that serves: its process and where its gateway listens."""
 
-    def __init__(self, command: list[str], log: Path):
+    def __init__(self, command: list[str], log: Path, environment: dict[str, str] = ENVIRONMENT):
         self.log = log
         with log.open("wb") as output:
-            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=ENVIRONMENT)
+            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
         wait_until("spire up to serve", self._serves)
         found = re.search(r"completions (http://\S+)/v1/completions", self.printed)
         assert found, self.printed

@@ -17,6 +17,7 @@ import structlog
 import torch
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from spire.address import join
 from spire.errors import CheckpointError
 from spire.model.cache import TargetCache
 from spire.model.chat_template import read_chat_template
@@ -193,7 +194,7 @@ async def listening(
     await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
     watch = asyncio.create_task(_watch(engine, healthy, config.stuck_seconds))
     try:
-        yield f"{config.host}:{port}"
+        yield join(config.host, port)
     finally:
         hurry = asyncio.create_task(stop_signal())
         watch.cancel()

@@ -18,6 +18,7 @@ from spire.bench.cell import Cell
 from spire.bench.client import BenchError, Request
 from spire.bench.load import Load
 from spire.bench.throughput import measure_foreign
+from spire.http import direct_client, past_proxy
 from spire.keys import FOREIGN_KEY, authorization
 
 
@@ -34,12 +35,12 @@ class Server:
         """Ask what it serves. Raises BenchError when it does not say."""
         base = url.rstrip("/").removesuffix("/v1")
         try:
-            answer = (
-                httpx.get(f"{base}/v1/models", timeout=30, headers=authorization(FOREIGN_KEY)).raise_for_status().json()
-            )
+            with direct_client(timeout=30, headers=authorization(FOREIGN_KEY)) as client:
+                answer = client.get(f"{base}/v1/models").raise_for_status().json()
             return cls(base, answer["data"][0]["id"], tokenizer)
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
-            raise BenchError(f"{base}/v1/models does not say what is served there: {error!r}") from error
+            said = f"{error!r}{past_proxy(base)}"
+            raise BenchError(f"{base}/v1/models does not say what is served there: {said}") from error
 
     def body(self, request: Request, prompt: list[int], seed: int) -> dict[str, Any]:
         sent = prompt if self.tokenizer is None else self.tokenizer.decode(prompt)

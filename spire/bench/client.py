@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 from spire.errors import SpireError
+from spire.http import direct_async_client, past_proxy
 from spire.keys import authorization
 
 
@@ -84,9 +85,7 @@ class Client:
     def __init__(self, url: str, concurrency: int):
         self.url, self.concurrency = url.rstrip("/"), concurrency
         limits = httpx.Limits(max_connections=concurrency + 2)
-        self._http = httpx.AsyncClient(
-            base_url=self.url, timeout=_ANSWERED_WITHIN, limits=limits, headers=authorization()
-        )
+        self._http = direct_async_client(limits, base_url=self.url, timeout=_ANSWERED_WITHIN, headers=authorization())
 
     async def __aenter__(self) -> Client:
         return self
@@ -115,7 +114,8 @@ class Client:
         except httpx.ReadTimeout as error:
             raise BenchError(f"{self.url} did not answer within {_ANSWERED_WITHIN.read:.0f} s") from error
         except httpx.TransportError as error:
-            raise BenchError(f"{self.url} cannot be reached ({error!r}): start it with `spire up`") from error
+            advice = f"start it with `spire up`{past_proxy(self.url)}"
+            raise BenchError(f"{self.url} cannot be reached ({error!r}): {advice}") from error
         if response.status_code != 200:
             raise BenchError(f"{self.url} answered {response.status_code}: {response.text[:500]}")
         answer = response.json()

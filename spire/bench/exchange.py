@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import h11
 
 from spire.bench.client import BenchError
+from spire.http import past_proxy
 
 
 class Refusal(BenchError):
@@ -67,14 +68,14 @@ _Exchange = TypeVar("_Exchange", bound=Exchange)
 
 async def connect(url: str, exchange: Callable[[], _Exchange]) -> _Exchange:
     """Raises BenchError when nobody answers there."""
-    parts = urlsplit(url)
+    remark, parts = past_proxy(url), urlsplit(url)
     secure = ssl.create_default_context() if parts.scheme == "https" else None
     port = parts.port or (443 if secure else 80)
     loop = asyncio.get_running_loop()
     try:
         _, connected = await loop.create_connection(exchange, parts.hostname or "", port, ssl=secure)
     except OSError as error:
-        raise BenchError(f"{url} cannot be reached ({error}): start it with `spire up`") from error
+        raise BenchError(f"{url} cannot be reached ({error}): start it with `spire up`{remark}") from error
     return connected
 
 

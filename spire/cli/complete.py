@@ -15,6 +15,7 @@ from rich.console import Console
 
 from spire.cli.gateway_client import Completion, GatewayError, run_completion, stream_completion
 from spire.cli.origins import ASKED, Origins, Painter
+from spire.http import client_for
 
 _DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -107,14 +108,15 @@ def complete(
         request = {"logprobs": 0} | request | ASKED
     several = (n or 1) > 1 or best_of is not None
     result = Completion(prompt)
-    pieces: Iterable[dict[str, Any]] = stream_completion(url, result, **request)
-    if several or as_json or not stream:
-        result = run_completion(url, prompt, **request)
-        pieces = result.choices
-    if as_json:
-        typer.echo(result.as_json())
-        return
-    _print_text(pieces, Painter() if show_speculation else None, several)
+    with client_for(url, timeout=None) as client:
+        pieces: Iterable[dict[str, Any]] = stream_completion(client, url, result, **request)
+        if several or as_json or not stream:
+            result = run_completion(client, url, prompt, **request)
+            pieces = result.choices
+        if as_json:
+            typer.echo(result.as_json())
+            return
+        _print_text(pieces, Painter() if show_speculation else None, several)
     for completed in result.choices if logprobs is not None else []:
         _print_logprobs(completed)
     Console(stderr=True, highlight=False).print(f"[dim]{result.summary}[/]")

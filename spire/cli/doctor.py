@@ -26,6 +26,7 @@ from spire.cli.calibrate import measure_machine
 from spire.cli.paths import OFF, choose_pair
 from spire.cli.shapes import SHAPES, random_pair
 from spire.errors import SpireError
+from spire.http import client_for
 from spire.keys import GATEWAY_KEY, authorization
 from spire.model.config import MAGICDEC
 
@@ -201,7 +202,11 @@ def _tokenizer(directory: Path) -> Check:
 
 def _gateway(url: str) -> Iterator[Check]:
     try:
-        answer = httpx.get(f"{url}/ready", timeout=3, headers=authorization())
+        with client_for(url, timeout=3) as client:
+            answer = client.get(f"{url}/ready", headers=authorization())
+    except SpireError as error:
+        yield Check(f"gateway {url}", "cannot be asked", False, str(error))
+        return
     except (httpx.HTTPError, httpx.InvalidURL):
         yield _port(url)
         return
@@ -212,10 +217,9 @@ def _gateway(url: str) -> Iterator[Check]:
 
 def _port(url: str) -> Check:
     address = httpx.URL(url)
-    with socket.socket() as probe:
-        probe.settimeout(1)
-        taken = probe.connect_ex((address.host, address.port or 80)) == 0
-    if taken:
-        advice = "something else listens there: choose another port with spire up --port"
-        return Check(f"gateway {url}", "no answer over HTTP", False, advice)
-    return Check(f"gateway {url}", "not running", advice="start it with: spire up")
+    try:
+        socket.create_connection((address.host, address.port or 80), timeout=1).close()
+    except OSError:
+        return Check(f"gateway {url}", "not running", advice="start it with: spire up")
+    advice = "something else listens there: choose another port with spire up --port"
+    return Check(f"gateway {url}", "no answer over HTTP", False, advice)

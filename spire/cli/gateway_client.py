@@ -63,12 +63,12 @@ class Completion:
         return json.dumps(body | {"choices": self.choices, "metrics": self.metrics, **figures}, ensure_ascii=False)
 
 
-def run_completion(url: str, prompt: str, **request: Any) -> Completion:
+def run_completion(client: httpx.Client, url: str, prompt: str, **request: Any) -> Completion:
     """One completion in one answer. Raises GatewayError."""
     began = time.perf_counter()
     body = {"prompt": prompt, "return_metrics": True, **request}
-    with _explained(url), _client() as client:
-        response = client.post(f"{url}/v1/completions", json=body)
+    with _explained(url):
+        response = client.post(f"{url}/v1/completions", json=body, headers=authorization())
     if response.status_code != httpx.codes.OK:
         raise GatewayError(_refusal(response))
     answer = response.json()
@@ -81,15 +81,14 @@ def run_completion(url: str, prompt: str, **request: Any) -> Completion:
     )
 
 
-def stream_completion(url: str, result: Completion, **request: Any) -> Iterator[dict[str, Any]]:
+def stream_completion(client: httpx.Client, url: str, result: Completion, **request: Any) -> Iterator[dict[str, Any]]:
     """Pieces of the one choice as they come; `result` is filled on the way. Raises GatewayError, also in mid-stream."""
     began = time.perf_counter()
     options = {"stream": True, "stream_options": {"include_usage": True}, "return_metrics": True}
     body = {"prompt": result.prompt, **options, **request}
     with (
         _explained(url),
-        _client() as client,
-        client.stream("POST", f"{url}/v1/completions", json=body) as response,
+        client.stream("POST", f"{url}/v1/completions", json=body, headers=authorization()) as response,
     ):
         if response.status_code != httpx.codes.OK:
             response.read()
@@ -103,10 +102,6 @@ def stream_completion(url: str, result: Completion, **request: Any) -> Iterator[
                 result.choices = [joined(result.choices[0], piece) if result.choices else piece]
                 yield piece
     result.seconds = time.perf_counter() - began
-
-
-def _client() -> httpx.Client:
-    return httpx.Client(timeout=None, headers=authorization())
 
 
 def joined(begun: dict[str, Any], piece: dict[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from spire.address import join, reachable, split
 from spire.errors import SpireError
 
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 10.0
@@ -55,6 +56,13 @@ class Service:
         return self.module.removesuffix("_service")
 
     @property
+    def reached_at(self) -> str:
+        """Where others on this machine reach it, once it serves."""
+        assert self.address is not None
+        host, port = split(self.address)
+        return join(reachable(host), port)
+
+    @property
     def log(self) -> Path:
         return (self.logs or self.directory) / f"{self.name}.log"
 
@@ -81,7 +89,7 @@ class Service:
     def serves(self) -> bool:
         """Whether the ready file holds an address."""
         if self.address is None and self.ready_file.exists() and (text := self.ready_file.read_text().strip()):
-            self.address, self.port = text, int(text.rpartition(":")[2])
+            self.address, (_, self.port) = text, split(text)
         return self.address is not None
 
     def must_be_alive(self) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -29,10 +28,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
 
+from spire.address import bare, bind, join, reachable
 from spire.cli.gateway_client import Completion, stream_completion
 from spire.cli.paths import Pair, choose_pair
+from spire.cli.port import port_of
 from spire.cli.service import Service
 from spire.errors import SpireError
+from spire.http import direct_client
 from spire.keys import GATEWAY_KEY, authorization, refuse_open_address
 from spire.options_file import read_options
 from spire.rpc.tls import AUTHORITY
@@ -64,7 +66,10 @@ def up(
         str | None, typer.Option(help="Name that requests ask for. Default: the target directory's.")
     ] = None,
     host: Annotated[str, typer.Option(help="Address that the gateway listens on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port of the gateway; 0 takes a free one.", min=0, max=65535)] = 8000,
+    port: Annotated[
+        int,
+        typer.Option(help="Port of the gateway; 0 takes a free one.", parser=port_of("SPIRE_UP_PORT"), metavar="PORT"),
+    ] = 8000,
     keys: Annotated[
         Path | None,
         typer.Option(help="File of API keys that requests must come with: see spire key.", envvar="SPIRE_GATEWAY_KEYS"),
@@ -100,7 +105,8 @@ def up(
     pair = choose_pair(model, draft)
     if pair.note:
         console.print(f"[yellow]{escape(pair.note)}[/]")
-    address = _free_address(host, port)
+    with bind(bare(host), port) as free:
+        address = free.getsockname()[0]
     if not _asks_for_keys(keys, without_keys):
         refuse_open_address(address)
     options = ModelOptions(dtype, device, threads)
@@ -184,8 +190,8 @@ class Stack:
 
     @property
     def url(self) -> str:
-        host = "127.0.0.1" if self.host in ("0.0.0.0", "") else self.host
-        return f"{'https' if self.secure else 'http'}://{host}:{self.services[-1].port}"
+        address = join(reachable(bare(self.host)), self.services[-1].port)
+        return f"{'https' if self.secure else 'http'}://{address}"
 
     def start(self) -> None:
         """Start each service once what it needs serves. Raises ServiceFailed with the last lines of one that ends."""
@@ -233,8 +239,7 @@ class Stack:
         self.services.append(service)
         service.start()
         self._wait(status, what, service.serves)
-        assert service.address is not None
-        return service.address
+        return service.reached_at
 
     def _wait(self, status: Status, what: str, done: Callable[[], bool]) -> None:
         began = time.monotonic()
@@ -247,7 +252,8 @@ class Stack:
     def _gateway_is_ready(self) -> bool:
         """Whether the gateway answers for the verifier and, where there is one, the draft; or will not tell."""
         try:
-            answer = httpx.get(f"{self.url}/ready", timeout=2, headers=authorization())
+            with direct_client(timeout=2) as client:
+                answer = client.get(f"{self.url}/ready", headers=authorization())
         except httpx.HTTPError as error:
             if "CERTIFICATE_VERIFY_FAILED" in str(error):
                 raise SpireError(
@@ -265,8 +271,9 @@ def show_completion(url: str, prompt: str) -> None:
     """Print a completion as it comes: a large model takes minutes for it. Raises GatewayError."""
     completion = Completion(prompt)
     console.print(f"[bold]{escape(prompt)}[/]", end="")
-    for piece in stream_completion(url, completion, max_tokens=64, temperature=0.8, seed=1):
-        console.out(piece["text"], end="")
+    with direct_client(timeout=None) as client:
+        for piece in stream_completion(client, url, completion, max_tokens=64, temperature=0.8, seed=1):
+            console.out(piece["text"], end="")
     console.print(f"\n[dim]{completion.summary}[/]")
 
 
@@ -306,17 +313,3 @@ def _asks_for_keys(keys: Path | None, without_keys: bool) -> bool:
     own = {str(name).replace("-", "_"): value for name, value in read_options().get("gateway", {}).items()}
     told = os.environ.get("SPIRE_GATEWAY_WITHOUT_KEYS") or own.get("without_keys")
     return bool(keys or without_keys or told or own.get("keys"))
-
-
-def _free_address(host: str, port: int) -> str:
-    """The IP address that `host` means here. Raises SpireError where nothing can listen on that port of it."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-            return str(probe.getsockname()[0])
-        except OSError as error:
-            raise SpireError(
-                f"cannot listen on {host}:{port} ({os.strerror(error.errno or 0)}): "
-                "stop what uses it, or choose another with --port (0 takes a free one)"
-            ) from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 import grpc
 import structlog
 
+from spire.address import is_loopback, join
 from spire.errors import SpireError
 from spire.rpc.tls import Tls
 
@@ -31,10 +32,10 @@ _KEEPALIVE = [
     ("grpc.http2.ping_timeout_ms", 2000),
 ]
 
-_LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
-
 _CLIENT_OPTIONS = [
     *_KEEPALIVE,
+    # Services reach one another directly, whatever proxy the environment names.
+    ("grpc.enable_http_proxy", 0),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -70,11 +71,11 @@ def new_server() -> grpc.aio.Server:
 
 def listen(server: grpc.aio.Server, host: str, port: int, tls: Tls | None) -> int:
     """Open the port, 0 for a free one, and return it. Raises SpireError where that cannot be."""
-    address = f"{host}:{port}"
+    address = join(host, port)
     try:
         if tls is not None:
             return server.add_secure_port(address, tls.of_server())
-        if host not in _LOOPBACK:
+        if not is_loopback(host):
             log.warning("whoever reaches this port is served: start with --tls, or keep others away", address=address)
         return server.add_insecure_port(address)
     except RuntimeError as error:

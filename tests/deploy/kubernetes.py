@@ -86,6 +86,13 @@ def pods_keep_the_restricted_standard(manifests: list[Manifest]) -> Iterator[str
         yield from (f"{name} {what}" for what, well in wanted.items() if not well)
 
 
+def no_service_sets_an_option(manifests: list[Manifest]) -> Iterator[str]:
+    """A Service named spire-gateway would be SPIRE_GATEWAY_PORT in every pod of its namespace."""
+    for name, pod in pods(manifests).items():
+        if pod.get("enableServiceLinks") is not False:
+            yield f"{name} is told of every Service by its environment"
+
+
 def everything_is_probed(manifests: list[Manifest]) -> Iterator[str]:
     for name, pod in pods(manifests).items():
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
@@ -267,6 +274,7 @@ def a_gpu_is_asked_for_where_one_is_used(manifests: list[Manifest]) -> Iterator[
 
 RULES: tuple[Rule, ...] = (
     pods_keep_the_restricted_standard,
+    no_service_sets_an_option,
     everything_is_probed,
     services_lead_to_pods_at_the_ports_that_are_called,
     a_rollout_starts_the_next_before_it_ends_the_last,

@@ -91,6 +91,7 @@ BREAKS: list[tuple[Rule, str, Break]] = [
         "a root",
         lambda m: pods(m)["gateway"]["securityContext"].update(runAsUser=0),
     ),
+    (rules.no_service_sets_an_option, "service links", lambda m: pods(m)["gateway"].pop("enableServiceLinks")),
     (rules.everything_is_probed, "no probe", lambda m: own(m, "draft").pop("livenessProbe")),
     (
         rules.everything_is_probed,

@@ -1,0 +1,21 @@
+"""The port of an option, which Kubernetes may have filled with an address."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import typer
+
+from spire.service_links import explain_link
+
+
+def port_of(variable: str) -> Callable[[str], int]:
+    """What reads a port from 0 to 65535, given on the command line or in this environment variable."""
+
+    def port(text: str) -> int:
+        number = int(text) if str(text).isascii() and str(text).isdecimal() else -1
+        if not 0 <= number <= 65535:
+            raise typer.BadParameter(explain_link(variable) or f"{text!r} is not a port from 0 to 65535")
+        return number
+
+    return port

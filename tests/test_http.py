@@ -1,0 +1,88 @@
+"""Which clients go by the environment's proxies: a proxy here is a server that notes who comes to it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread
+
+import httpx
+import pytest
+
+from spire.errors import SpireError
+from spire.http import client_for, direct_client, goes_by_proxy
+
+
+@pytest.fixture
+def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
+    """A proxy for everything that answers by itself, and the first lines of what it was asked."""
+    asked: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    return
+                with connection:
+                    asked.append(connection.recv(65536).split(b"\r\n")[0])
+                    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+
+        thread = Thread(target=answer)
+        thread.start()
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{server.getsockname()[1]}")
+        yield asked
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def test_another_machine_is_reached_by_the_proxy_of_the_environment(proxy: list[bytes]) -> None:
+    with client_for("http://gateway.example:8000") as client:
+        assert client.get("http://gateway.example:8000/ready").is_success
+    assert proxy == [b"GET http://gateway.example:8000/ready HTTP/1.1"]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "0.0.0.0"])
+def test_this_machine_is_never_reached_by_a_proxy(host: str, proxy: list[bytes]) -> None:
+    with client_for(f"http://{host}:9") as client, pytest.raises(httpx.ConnectError):
+        client.get(f"http://{host}:9/ready")
+    assert proxy == []
+
+
+def test_our_own_processes_are_never_reached_by_a_proxy_wherever_they_listen(proxy: list[bytes]) -> None:
+    with direct_client() as client, pytest.raises(httpx.ConnectError):
+        client.get("http://gateway.invalid:8000/ready")
+    assert proxy == []
+
+
+def test_no_proxy_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("https_proxy", "http://proxy.example:3128")
+    assert goes_by_proxy("https://gateway.example")
+    assert not goes_by_proxy("http://gateway.example")
+    monkeypatch.setenv("no_proxy", "gateway.example")
+    assert not goes_by_proxy("https://gateway.example")
+
+
+@pytest.mark.parametrize("value", ["socks5://127.0.0.1:1080", "ftp://127.0.0.1:21"])
+def test_a_proxy_that_cannot_be_used_is_one_line_that_names_the_variable(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ALL_PROXY", value)
+    with pytest.raises(SpireError, match=r"the environment's proxies \(ALL_PROXY\) cannot be used: ") as refusal:
+        client_for("http://gateway.example:8000")
+    assert "\n" not in str(refusal.value)
+    assert client_for("http://127.0.0.1:8000")
+
+
+def test_certificates_that_cannot_be_read_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "missing.pem"))
+    with pytest.raises(SpireError, match="the trusted certificates of SSL_CERT_FILE cannot be read"):
+        direct_client()
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://::1:8000", "http://h:port"])
+def test_what_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(SpireError, match="is no URL"):
+        client_for(url)
