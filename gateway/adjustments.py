@@ -1,4 +1,7 @@
-"""What of a request changes the logits before they are sampled, as the verifier is told it."""
+"""The part of a request that changes the logits before they are sampled, as the verifier is told it.
+
+And back: the request's own name of what the verifier says is wrong.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,23 @@ def adjustments_of(request: CompletionRequest, end_tokens: Iterable[int]) -> Adj
         adjustments.min_tokens = request.min_tokens
         adjustments.end_tokens.extend(sorted({*end_tokens, *request.stop_token_ids}))
     return adjustments if adjustments.ByteSize() else None
+
+
+def field_of(request: CompletionRequest, param: str) -> str:
+    """The request's field that came to the verifier as `param`; empty if there is none."""
+    match param:
+        case "tokens":
+            return request.prompt_name
+        case "grammar":
+            return request.shape.field if request.shape else ""
+        case "allowed_tokens":
+            return "allowed_token_ids"
+        case "end_tokens":
+            return "stop_token_ids"
+        case "rule":
+            return "speculation.rule"
+        case _:
+            return param if param in type(request).model_fields else ""
 
 
 def _grammar_of(shape: Shape | None) -> Grammar | None:

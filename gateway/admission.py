@@ -81,9 +81,8 @@ class Quotas:
             if (limit := self._limits[what]) is None:
                 continue
             if amount > limit:
-                raise InvalidRequest(
-                    f"up to {amount} {what} are asked for at once, and a key may have {limit} a minute"
-                )
+                message = f"up to {amount} {what} are asked for at once, and a key may have {limit} a minute"
+                raise InvalidRequest(message, "max_tokens" if what == "tokens" else "")
             budget = self._budgets.setdefault((str(key), what), Budget(limit, now))
             if seconds := budget.seconds_until(amount, now):
                 raise OverQuota(f"this key may have {limit} {what} a minute: try again later", _retry(seconds))

@@ -14,11 +14,11 @@ from pydantic import ConfigDict, Field, JsonValue, WithJsonSchema
 from gateway.bodies import Part, TokenCount
 from gateway.choice import Piece
 from gateway.completion import Completion
-from gateway.errors import BadParameter
+from gateway.errors import BadParameter, over_context
 from gateway.fields import GENERATION, PartOf
 from gateway.logprobs import Entry, contents
 from gateway.peers import Model
-from gateway.prompts import check_unicode, kind_of, over_context
+from gateway.prompts import check_unicode, kind_of, result_of
 from gateway.schemas import NEWER_LIMIT, STREAM_SCHEMA, CompletionRequest, GenerationRequest
 from gateway.tokenizer import PromptTooLong
 from spire.chat_template import TemplateRefusal
@@ -60,6 +60,12 @@ class Message(Part):
         return {name: value for name, value in (self.model_extra or {}).items() if f"messages.{name}" not in GENERATION}
 
 
+class ConversationRequest(CompletionRequest):
+    """A completion whose prompt the chat template has made."""
+
+    prompt_name: ClassVar[str] = "messages"
+
+
 class ChatRequest(GenerationRequest):
     model_config = ConfigDict(json_schema_extra={"allOf": [STREAM_SCHEMA, _LOGPROBS_SCHEMA]})
 
@@ -73,12 +79,12 @@ class ChatRequest(GenerationRequest):
         """The request for a completion that this one comes to. Raises BadParameter."""
         if self.top_logprobs and not self.logprobs:
             raise BadParameter("top_logprobs", "top_logprobs is only allowed with logprobs: true")
-        if len(prompt) >= max_context:
-            raise BadParameter("messages", str(over_context(len(prompt), None, max_context)), "context_length_exceeded")
-        return CompletionRequest(
+        if len(prompt) > max_context:
+            raise over_context("messages", max_context, result_of("messages", len(prompt)))
+        return ConversationRequest(
             **{name: getattr(self, name) for name in GenerationRequest.model_fields},
             prompt=prompt,
-            max_tokens=self.max_tokens or max_context - len(prompt),
+            max_tokens=self.max_tokens or max(1, max_context - len(prompt)),
             logprobs=self.top_logprobs if self.logprobs else None,
         )
 
@@ -96,12 +102,14 @@ async def chat_prompt(
     try:
         text = await asyncio.to_thread(model.chat_template.render, plain, most, add_generation_prompt)
     except TemplateRefusal as error:
+        if error.code == "context_length_exceeded":
+            raise over_context("messages", context, f"{error}. Please reduce the length of the messages.") from error
         raise BadParameter("messages", str(error), error.code) from error
     check_unicode(text, "messages")
     try:
         tokens = await codec.encode(text, context, add_special_tokens)
     except PromptTooLong as error:
-        raise BadParameter("messages", str(error), "context_length_exceeded") from error
+        raise over_context("messages", context, error.however) from error
     if not tokens:
         raise BadParameter("messages", "the messages make a prompt without tokens")
     return tokens

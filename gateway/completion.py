@@ -13,17 +13,17 @@ from typing import Any
 import structlog
 from pydantic_core import to_json
 
-from gateway.adjustments import adjustments_of
+from gateway.adjustments import adjustments_of, field_of
 from gateway.admission import Charge
 from gateway.choice import Choice, Echo, Piece
 from gateway.engine import Engine
-from gateway.errors import DeadlinePassed, rest_error
+from gateway.errors import BadParameter, DeadlinePassed, rest_error
 from gateway.logprobs import Entry, arrays
 from gateway.peers import Model
 from gateway.schemas import CompletionRequest
 from gateway.sequence import Sampling, Sequence
 from gateway.tokenizer import TextStream
-from spire.errors import SpireError
+from spire.errors import InvalidRequest, SpireError
 from spire.v1.verifier_pb2 import Adjustments
 
 log = structlog.get_logger("gateway")
@@ -107,8 +107,7 @@ class Completion:
         """Wait for the first token, or for as long as a stream may be silent. Raises what went wrong before it."""
         await self._hear(self.engine.config.idle_ping)
         for choice in self.choices:
-            if choice.sequence.error is not None:
-                raise choice.sequence.error
+            self._check(choice)
         return True
 
     async def whole(self) -> dict[str, Any]:
@@ -163,8 +162,7 @@ class Completion:
                 continue
             self._changed.clear()
             for choice in unfinished:
-                if choice.sequence.error is not None:
-                    raise choice.sequence.error
+                self._check(choice)
                 if (piece := choice.pull()) is not None:
                     if piece.finish_reason is not None:
                         self.engine.finish([choice.sequence], piece.finish_reason)
@@ -184,6 +182,14 @@ class Completion:
                 raise DeadlinePassed(f"the request was not done within {self._seconds:g} s") from None
             return False
         return True
+
+    def _check(self, choice: Choice) -> None:
+        """Raises what ended the choice early, a field that the verifier found wrong by the request's own name."""
+        error = choice.sequence.error
+        if isinstance(error, InvalidRequest) and (field := field_of(self.request, error.param)):
+            raise BadParameter(field, str(error)) from error
+        if error is not None:
+            raise error
 
     async def _echo_prompts(self) -> None:
         request, codec = self.request, self.model.codec

@@ -11,8 +11,14 @@ class BadParameter(InvalidRequest):
     """A request's parameter is wrong; `param` names it."""
 
     def __init__(self, param: str, message: str, code: str = "invalid_value"):
-        super().__init__(message)
-        self.param, self.code = param, code
+        super().__init__(message, param)
+        self.code = code
+
+
+def over_context(param: str, max_context: int, however: str) -> BadParameter:
+    """A request is too long, in the words that clients look for when they want to shorten it."""
+    message = f"This model's maximum context length is {max_context} tokens. However, {however}"
+    return BadParameter(param, message, "context_length_exceeded")
 
 
 class UnknownModel(RequestError):
@@ -92,7 +98,7 @@ def rest_error(error: Exception) -> tuple[int, dict[str, Any]]:
     """HTTP status and body of an error. What is not Spire's own says nothing of the inside."""
     for kind, status, name, code in _TABLE:
         if isinstance(error, kind):
-            param, code = getattr(error, "param", None), getattr(error, "code", code)
+            param, code = getattr(error, "param", None) or None, getattr(error, "code", code)
             return status, error_body(str(error), name, param, code)
     message = str(error) if isinstance(error, SpireError) else "internal error"
     return 500, error_body(message, "internal_error", None, "internal_error")

@@ -1,5 +1,7 @@
 """The first layer of every HTTP exchange: request id, key, a cap and a deadline on the body, the count of responses.
 
+HEAD is answered as GET, without the body.
+
 The body is read here whole, before anything parses it, so no handler ever holds more than the cap.
 """
 
@@ -65,6 +67,8 @@ class Front:
         state = scope.setdefault("state", {})
         state |= {"request_id": request_id.decode(), "key_name": None}
         path = scope["path"] if scope["path"] in self.paths else OTHER_PATH
+        if scope["method"] == "HEAD":
+            scope, send = {**scope, "method": "GET"}, _without_body(send)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -116,6 +120,13 @@ class Front:
                         return b"".join(chunks)
         except TimeoutError:
             raise BodyTooSlow(f"the request body did not arrive within {self.body_deadline:g} s") from None
+
+
+def _without_body(send: Send) -> Send:
+    async def send_head(message: Message) -> None:
+        await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+    return send_head
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

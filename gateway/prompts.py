@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from gateway.errors import BadParameter
+from gateway.errors import BadParameter, over_context
 from gateway.peers import Model
 from gateway.tokenizer import PromptTooLong
 
@@ -22,6 +22,14 @@ class Prompted(Protocol):
     add_special_tokens: bool
     truncate_prompt_tokens: int | None
 
+    @property
+    def prompt_name(self) -> str:
+        """The field that the prompt came in."""
+
+    @property
+    def limit_name(self) -> str:
+        """The field that `max_tokens` came in."""
+
 
 async def encode_prompts(request: Prompted, model: Model, max_prompts: int) -> list[list[int]]:
     """Token ids of every prompt, with room for the output behind each. Raises BadParameter."""
@@ -37,13 +45,13 @@ async def _encoded(prompt: Prompt, request: Prompted, model: Model, longest: int
         special = request.add_special_tokens
         tokens = await model.codec.encode(prompt, longest, special) if isinstance(prompt, str) else prompt
     except PromptTooLong as error:
-        raise BadParameter("prompt", str(error), "context_length_exceeded") from error
+        raise over_context("prompt", context, error.however) from error
     if (kept := request.truncate_prompt_tokens) is not None:
         tokens = tokens[-max(1, context - request.max_tokens if kept == -1 else kept) :]
     if not tokens:
         raise BadParameter("prompt", "a prompt has no tokens")
     if len(tokens) + request.max_tokens > context:
-        raise over_context(len(tokens), None if len(tokens) >= context else request.max_tokens, context)
+        raise _no_room(request, len(tokens), context)
     return tokens
 
 
@@ -88,7 +96,7 @@ def _token_ids(ids: list[Any], max_context: int, vocab_size: int, where: str) ->
     if not ids:
         raise BadParameter("prompt", f"{where} is empty")
     if len(ids) > max_context:
-        raise over_context(len(ids), None, max_context)
+        raise over_context("prompt", max_context, result_of("prompt", len(ids)))
     for token in ids:
         if not _is_token(token):
             raise BadParameter("prompt", f"{where} holds {kind_of(token)} among token ids")
@@ -106,7 +114,17 @@ def kind_of(value: Any) -> str:
     return names.get(type(value), "null or an object")
 
 
-def over_context(prompt_tokens: int, max_tokens: int | None, max_context: int) -> BadParameter:
-    wish = "" if max_tokens is None else f" and {max_tokens} of output are asked for"
-    message = f"the model's context is {max_context} tokens, but the prompt has {prompt_tokens}{wish}"
-    return BadParameter("prompt" if max_tokens is None else "max_tokens", message, "context_length_exceeded")
+def result_of(name: str, tokens: int) -> str:
+    return f"your {name} resulted in {tokens} tokens. Please reduce the length of the {name}."
+
+
+def _no_room(request: Prompted, prompt_tokens: int, max_context: int) -> BadParameter:
+    """What is wrong is the prompt if it leaves no room at all, else what is asked for behind it."""
+    name, wanted = request.prompt_name, request.max_tokens
+    if prompt_tokens > max_context:
+        return over_context(name, max_context, result_of(name, prompt_tokens))
+    however = (
+        f"you requested {prompt_tokens + wanted} tokens ({prompt_tokens} in the {name}, {wanted} in the completion). "
+        f"Please reduce the length of the {name} or completion."
+    )
+    return over_context(name if prompt_tokens == max_context else request.limit_name, max_context, however)

@@ -60,7 +60,7 @@ class Scheduler:
         new = list(sequences)
         if len(new) > self.max_waiting:
             raise InvalidRequest(
-                f"{len(new)} choices are asked for at once, and the queue has {self.max_waiting} places"
+                f"{len(new)} choices are asked for at once, and the queue has {self.max_waiting} places", "n"
             )
         if len(self.waiting) + len(new) > self.max_waiting:
             raise OutOfCapacity(f"{len(self.waiting)} of {self.max_waiting} queue places are taken: try again later")

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import secrets
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import ConfigDict, Field, JsonValue, WithJsonSchema, model_validator
 
@@ -116,6 +116,9 @@ class GenerationRequest(StructuredRequest):
 
 
 class CompletionRequest(GenerationRequest):
+    # The field that the prompt came in.
+    prompt_name: ClassVar[str] = "prompt"
+
     prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
     max_tokens: TokenCount = Field(16, ge=0, description="0 only with echo")
     best_of: int | None = Field(None, ge=1, le=_MOST_CANDIDATES, description="not less than n; not in a stream")

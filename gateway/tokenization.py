@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, WithJsonSchema
 from gateway.bodies import RequestBody, TokenId, ignored_header, read_body, refusals
 from gateway.chat import Message, chat_prompt
 from gateway.engine import Engine
-from gateway.errors import BadParameter
+from gateway.errors import BadParameter, over_context
 from gateway.fields import TOKENIZATION, Lists
 from gateway.openapi import body_of
 from gateway.peers import Model
@@ -104,7 +104,7 @@ async def _tokens_of(request: TokenizeRequest, model: Model) -> list[int]:
     try:
         return await model.codec.encode(text, model.info.max_context, special)
     except PromptTooLong as error:
-        raise BadParameter("prompt", str(error), "context_length_exceeded") from error
+        raise over_context("prompt", model.info.max_context, error.however) from error
 
 
 def _check_ids(tokens: list[int], vocab_size: int) -> None:

@@ -25,7 +25,11 @@ _ONE_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class PromptTooLong(InvalidRequest):
-    """The prompt has more tokens than the model has positions."""
+    """The prompt has more tokens than the model has positions: `however` says why."""
+
+    def __init__(self, however: str):
+        super().__init__(however)
+        self.however = however
 
 
 class TextCodec:
@@ -44,8 +48,8 @@ class TextCodec:
         """Token ids, with the start token in front if so wished. Raises PromptTooLong, cheaply, when that is plain."""
         if len(text) > max_tokens * self.longest_token:
             raise PromptTooLong(
-                f"the prompt has {len(text)} characters; the model's context is {max_tokens} tokens "
-                f"of at most {self.longest_token} characters"
+                f"your prompt has {len(text)} characters, and a token at most {self.longest_token}. "
+                "Please reduce the length of the prompt."
             )
         if len(text) <= _INLINE_CHARACTERS:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids

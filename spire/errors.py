@@ -34,7 +34,11 @@ class RequestError(SpireError):
 
 
 class InvalidRequest(RequestError):
-    pass
+    """`param` names the field that is wrong; empty where no single one is."""
+
+    def __init__(self, message: str, param: str = ""):
+        super().__init__(message)
+        self.param = param
 
 
 class UnknownSequence(RequestError):

@@ -31,6 +31,7 @@ from spire.errors import CheckpointError, InvalidRequest
 from spire.rpc.limits import MAX_GRAMMAR_BYTES
 from spire.v1 import verifier_pb2 as pb
 from verifier_service import grammar_trial
+from verifier_service.json_formats import with_enforced_formats
 
 # Else the library allows one token alone where the text is certain, and spends seconds on texts that are long.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
@@ -65,7 +66,7 @@ class Grammars:
     def compile(self, grammar: pb.Grammar) -> Matcher:
         """A matcher at the beginning of the output. Raises InvalidRequest in words for whoever wrote the grammar."""
         if not self.ends_V.any():
-            raise InvalidRequest("this model has no end token: nothing could end an output that a grammar describes")
+            raise _wrong("this model has no end token: nothing could end an output that a grammar describes")
         source = _source(grammar)
         _, words = _tried("compile", source)
         if words:
@@ -74,7 +75,7 @@ class Grammars:
         _check(state)
         matcher = Matcher(self, state)
         if not (matcher.masks([])[0].numpy() & self.text_V).any() and not state.is_accepting():
-            raise InvalidRequest("no token can begin what the grammar describes")
+            raise _wrong("no token can begin what the grammar describes")
         return matcher
 
     def masks(self, asked: Sequence[tuple[Matcher, Sequence[int]]]) -> list[Tensor | InvalidRequest]:
@@ -120,7 +121,7 @@ class Matcher:
         for token in tokens:
             if not self._take(token):
                 _check(self.state)
-                raise InvalidRequest(f"token {token} cannot come here: the grammar forbids it after what was generated")
+                raise _wrong(f"token {token} cannot come here: the grammar forbids it after what was generated")
 
     def masks(self, draft: Sequence[int]) -> Tensor:
         """Which tokens may come after the output and draft[:i]: row i of bool [len(draft) + 1, V].
@@ -173,10 +174,10 @@ def _source(grammar: pb.Grammar) -> str:
     """The grammar in the library's notation."""
     kind = grammar.WhichOneof("kind")
     if kind is None:
-        raise InvalidRequest("the grammar is empty: give it a json_schema, a regex or a lark")
+        raise _wrong("the grammar is empty: give it a json_schema, a regex or a lark")
     text = getattr(grammar, kind)
     if (size := len(text.encode())) > MAX_GRAMMAR_BYTES:
-        raise InvalidRequest(f"the {kind} has {size} bytes, at most {MAX_GRAMMAR_BYTES} are taken")
+        raise _wrong(f"the {kind} has {size} bytes, at most {MAX_GRAMMAR_BYTES} are taken")
     match kind:
         case "regex":
             source = f"start: /{regex_to_lark(text, use_ascii='')}/"
@@ -189,18 +190,18 @@ def _source(grammar: pb.Grammar) -> str:
         case _:
             source = text
             if found := next((match for match in _LARK_TOKEN.finditer(text) if match["special"]), None):
-                raise InvalidRequest(f"the lark asks for the token {found[0]}: outputs are text, and text is quoted")
+                raise _wrong(f"the lark asks for the token {found[0]}: outputs are text, and text is quoted")
     return source + _OPTIONS
 
 
 def _with_layout(schema_json: str, whitespace: str) -> str:
     """The schema, told what may stand between the tokens of JSON unless it tells so itself."""
     try:
-        schema = json.loads(schema_json)
+        schema = with_enforced_formats(json.loads(schema_json))
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"the json_schema is no JSON: {error}") from error
+        raise _wrong(f"the json_schema is no JSON: {error}") from error
     if not isinstance(schema, dict):
-        raise InvalidRequest(f"the json_schema is {schema_json[:20]}, an object is needed; {{}} allows any JSON")
+        raise _wrong(f"the json_schema is {schema_json[:20]}, an object is needed; {{}} allows any JSON")
     own = schema.get("x-guidance")
     options = own if isinstance(own, dict) else {}
     if not any(name.startswith("whitespace_") for name in options):
@@ -219,6 +220,10 @@ def _tried(task: Literal["compile", "convert"], source: str) -> tuple[str, str]:
     return trial.stdout, _TOO_COMPLEX if trial.returncode < 0 else trial.stderr.strip()
 
 
+def _wrong(message: str) -> InvalidRequest:
+    return InvalidRequest(message, "grammar")
+
+
 def _check(state: LLMatcher) -> None:
     """Raises InvalidRequest if the library has given up."""
     if words := grammar_trial.error(state):
@@ -230,4 +235,4 @@ def _refuse(words: str) -> None:
     words = re.split(r"\n *\d+ \| |\n<", words)[0].removeprefix("at 1(8): ")
     if len(words) > _MAX_CHARACTERS:
         words = f"{words[: _MAX_CHARACTERS // 2]} … {words[-_MAX_CHARACTERS // 2 :]}"
-    raise InvalidRequest(f"the grammar cannot be followed: {words}")
+    raise _wrong(f"the grammar cannot be followed: {words}")

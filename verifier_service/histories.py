@@ -138,16 +138,17 @@ def check_adjustments(adjustments: pb.Adjustments, vocab_size: int) -> None:
     """Raises InvalidRequest naming what cannot be used."""
     for name, most in _MOST.items():
         if (count := len(getattr(adjustments, name))) > most:
-            raise InvalidRequest(f"{name} has {count} entries, at most {most} are taken")
+            raise InvalidRequest(f"{name} has {count} entries, at most {most} are taken", name)
         for token in getattr(adjustments, name):
             if token >= vocab_size:
-                raise InvalidRequest(f"{name} has token {token}; ids end at {vocab_size - 1}")
+                raise InvalidRequest(f"{name} has token {token}; ids end at {vocab_size - 1}", name)
     for token, bias in adjustments.logit_bias.items():
         if not math.isfinite(bias):
-            raise InvalidRequest(f"logit_bias of token {token} is {bias}: it must be finite")
+            raise InvalidRequest(f"logit_bias of token {token} is {bias}: it must be finite", "logit_bias")
     for name in ("presence_penalty", "frequency_penalty", "repetition_penalty"):
         value = getattr(adjustments, name)
         if not math.isfinite(value):
-            raise InvalidRequest(f"{name} is {value}: it must be finite")
+            raise InvalidRequest(f"{name} is {value}: it must be finite", name)
     if adjustments.repetition_penalty < 0:
-        raise InvalidRequest(f"repetition_penalty is {adjustments.repetition_penalty}: it must be above 0")
+        message = f"repetition_penalty is {adjustments.repetition_penalty}: it must be above 0"
+        raise InvalidRequest(message, "repetition_penalty")

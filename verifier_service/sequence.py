@@ -89,19 +89,23 @@ class Sequence:
 def check_start(start: pb.Start, vocab_size: int, max_context: int) -> None:
     """Raises InvalidRequest when this Start can never be served."""
     if not start.sequence_id:
-        raise InvalidRequest("sequence_id is empty")
+        raise InvalidRequest("sequence_id is empty", "sequence_id")
     if len(start.sequence_id) > MAX_SEQUENCE_ID:
-        raise InvalidRequest(f"sequence_id has {len(start.sequence_id)} characters, at most {MAX_SEQUENCE_ID} are kept")
+        length = len(start.sequence_id)
+        raise InvalidRequest(f"sequence_id has {length} characters, at most {MAX_SEQUENCE_ID} are kept", "sequence_id")
     if not start.tokens:
-        raise InvalidRequest(f"sequence {start.sequence_id} has no tokens: a prompt has at least the start token")
+        message = f"sequence {start.sequence_id} has no tokens: a prompt has at least the start token"
+        raise InvalidRequest(message, "tokens")
     if len(start.tokens) > max_context:
-        raise InvalidRequest(f"{len(start.tokens)} tokens do not fit the context of {max_context}")
+        raise InvalidRequest(f"{len(start.tokens)} tokens do not fit the context of {max_context}", "tokens")
     if (largest := max(start.tokens)) >= vocab_size:
-        raise InvalidRequest(f"token {largest} is outside the vocabulary of {vocab_size}")
+        raise InvalidRequest(f"token {largest} is outside the vocabulary of {vocab_size}", "tokens")
     if start.prompt_tokens > len(start.tokens):
-        raise InvalidRequest(f"prompt_tokens is {start.prompt_tokens}, but {len(start.tokens)} tokens came")
+        message = f"prompt_tokens is {start.prompt_tokens}, but {len(start.tokens)} tokens came"
+        raise InvalidRequest(message, "prompt_tokens")
     if start.logprobs > MAX_LOGPROBS:
-        raise InvalidRequest(f"logprobs is {start.logprobs}: at most {MAX_LOGPROBS} alternatives are reported")
+        message = f"logprobs is {start.logprobs}: at most {MAX_LOGPROBS} alternatives are reported"
+        raise InvalidRequest(message, "logprobs")
     check_sampling(start.sampling)
     check_adjustments(start.adjustments, vocab_size)
 

@@ -72,7 +72,7 @@ class Slots:
         """Begin a sequence. Raises InvalidRequest or OutOfCapacity."""
         check_start(task.start, self._limits.vocab_size, self._limits.max_context)
         if task.start.adjustments.HasField("grammar") and task.matcher is None:
-            raise InvalidRequest("grammars are not available at this verifier")
+            raise InvalidRequest("grammars are not available at this verifier", "grammar")
         now = time.monotonic()
         self._shares.check(task.gateway, Counter(s.gateway for s in self.sequences.values()), now)
         try:

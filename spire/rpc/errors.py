@@ -30,7 +30,7 @@ OK = pb.ItemStatus(code=pb.CODE_OK)
 def item_status(error: SpireError) -> pb.ItemStatus:
     """The status of the one item that failed."""
     code = next((code for kind, code, _ in _TABLE if isinstance(error, kind)), pb.CODE_INVALID_ARGUMENT)
-    return pb.ItemStatus(code=code, message=str(error))
+    return pb.ItemStatus(code=code, message=str(error), param=error.param if isinstance(error, InvalidRequest) else "")
 
 
 def code_name(code: pb.Code) -> str:
@@ -42,7 +42,7 @@ def raise_for(status: pb.ItemStatus) -> None:
     """Raise what an item's status says, if it says anything."""
     if status.code != pb.CODE_OK:
         kind = next((kind for kind, code, _ in _TABLE if code == status.code), InvalidRequest)
-        raise kind(status.message)
+        raise InvalidRequest(status.message, status.param) if kind is InvalidRequest else kind(status.message)
 
 
 def call_status(error: SpireError) -> grpc.StatusCode:

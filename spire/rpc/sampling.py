@@ -28,13 +28,16 @@ def from_protos(samplings: Sequence[pb.Sampling], device: torch.device | str = "
 def check_sampling(sampling: pb.Sampling) -> None:
     """Raises InvalidRequest naming the parameter that cannot be used."""
     if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-        raise InvalidRequest(f"temperature is {sampling.temperature}: it must be finite and not negative")
+        raise InvalidRequest(
+            f"temperature is {sampling.temperature}: it must be finite and not negative", "temperature"
+        )
     if not 0 < sampling.top_p <= 1:
-        raise InvalidRequest(f"top_p is {sampling.top_p}: it must be above 0 and at most 1")
+        raise InvalidRequest(f"top_p is {sampling.top_p}: it must be above 0 and at most 1", "top_p")
     if not 0 <= sampling.min_p <= 1:
-        raise InvalidRequest(f"min_p is {sampling.min_p}: it must be between 0 and 1")
+        raise InvalidRequest(f"min_p is {sampling.min_p}: it must be between 0 and 1", "min_p")
     if sampling.rule and sampling.rule not in list(Rule):
-        raise InvalidRequest(f"rule is {sampling.rule}: known are {', '.join(f'{r} ({r.name.lower()})' for r in Rule)}")
+        known = ", ".join(f"{rule} ({rule.name.lower()})" for rule in Rule)
+        raise InvalidRequest(f"rule is {sampling.rule}: known are {known}", "rule")
 
 
 def _as_signed(seed: int) -> int:

@@ -24,23 +24,23 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15spire/v1/tensor.proto\x12\x08spire.v1\"E\n\x06Tensor\x12\x1e\n\x05\x64type\x18\x01 \x01(\x0e\x32\x0f.spire.v1.DType\x12\r\n\x05shape\x18\x02 \x03(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\";\n\nItemStatus\x12\x1c\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x0e.spire.v1.Code\x12\x0f\n\x07message\x18\x02 \x01(\t\"\x88\x01\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x0e\n\x06\x63hoice\x18\x05 \x01(\r\x12\r\n\x05min_p\x18\x06 \x01(\x02\x12\x1c\n\x04rule\x18\x07 \x01(\x0e\x32\x0e.spire.v1.Rule*V\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x02\x12\x0f\n\x0b\x44TYPE_INT32\x10\x03*\xa7\x01\n\x04\x43ode\x12\x14\n\x10\x43ODE_UNSPECIFIED\x10\x00\x12\x0b\n\x07\x43ODE_OK\x10\x01\x12\x19\n\x15\x43ODE_INVALID_ARGUMENT\x10\x02\x12\x12\n\x0e\x43ODE_NOT_FOUND\x10\x03\x12\x1c\n\x18\x43ODE_FAILED_PRECONDITION\x10\x04\x12\x1b\n\x17\x43ODE_RESOURCE_EXHAUSTED\x10\x05\x12\x12\n\x0e\x43ODE_DATA_LOSS\x10\x06*T\n\x04Rule\x12\x14\n\x10RULE_UNSPECIFIED\x10\x00\x12\x12\n\x0eRULE_REJECTION\x10\x01\x12\x0e\n\nRULE_BLOCK\x10\x02\x12\x12\n\x0eRULE_INVARIANT\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15spire/v1/tensor.proto\x12\x08spire.v1\"E\n\x06Tensor\x12\x1e\n\x05\x64type\x18\x01 \x01(\x0e\x32\x0f.spire.v1.DType\x12\r\n\x05shape\x18\x02 \x03(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"J\n\nItemStatus\x12\x1c\n\x04\x63ode\x18\x01 \x01(\x0e\x32\x0e.spire.v1.Code\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05param\x18\x03 \x01(\t\"\x88\x01\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x0e\n\x06\x63hoice\x18\x05 \x01(\r\x12\r\n\x05min_p\x18\x06 \x01(\x02\x12\x1c\n\x04rule\x18\x07 \x01(\x0e\x32\x0e.spire.v1.Rule*V\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x02\x12\x0f\n\x0b\x44TYPE_INT32\x10\x03*\xa7\x01\n\x04\x43ode\x12\x14\n\x10\x43ODE_UNSPECIFIED\x10\x00\x12\x0b\n\x07\x43ODE_OK\x10\x01\x12\x19\n\x15\x43ODE_INVALID_ARGUMENT\x10\x02\x12\x12\n\x0e\x43ODE_NOT_FOUND\x10\x03\x12\x1c\n\x18\x43ODE_FAILED_PRECONDITION\x10\x04\x12\x1b\n\x17\x43ODE_RESOURCE_EXHAUSTED\x10\x05\x12\x12\n\x0e\x43ODE_DATA_LOSS\x10\x06*T\n\x04Rule\x12\x14\n\x10RULE_UNSPECIFIED\x10\x00\x12\x12\n\x0eRULE_REJECTION\x10\x01\x12\x0e\n\nRULE_BLOCK\x10\x02\x12\x12\n\x0eRULE_INVARIANT\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'spire.v1.tensor_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DTYPE']._serialized_start=306
-  _globals['_DTYPE']._serialized_end=392
-  _globals['_CODE']._serialized_start=395
-  _globals['_CODE']._serialized_end=562
-  _globals['_RULE']._serialized_start=564
-  _globals['_RULE']._serialized_end=648
+  _globals['_DTYPE']._serialized_start=321
+  _globals['_DTYPE']._serialized_end=407
+  _globals['_CODE']._serialized_start=410
+  _globals['_CODE']._serialized_end=577
+  _globals['_RULE']._serialized_start=579
+  _globals['_RULE']._serialized_end=663
   _globals['_TENSOR']._serialized_start=35
   _globals['_TENSOR']._serialized_end=104
   _globals['_ITEMSTATUS']._serialized_start=106
-  _globals['_ITEMSTATUS']._serialized_end=165
-  _globals['_SAMPLING']._serialized_start=168
-  _globals['_SAMPLING']._serialized_end=304
+  _globals['_ITEMSTATUS']._serialized_end=180
+  _globals['_SAMPLING']._serialized_start=183
+  _globals['_SAMPLING']._serialized_end=319
 # @@protoc_insertion_point(module_scope)

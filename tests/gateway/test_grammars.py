@@ -53,4 +53,31 @@ def test_a_json_object_a_regex_and_a_grammar_are_kept(api: Api) -> None:
 def test_what_is_no_grammar_is_refused_before_a_stream_begins(api: Api, wish: dict[str, str], streaming: bool) -> None:
     response = api.post(prompt=PROMPT, stream=streaming, **wish)
     assert response.status_code == 400
-    assert response.json()["error"]["message"]
+    assert response.json()["error"]["param"] == next(iter(wish))
+    assert "grammar cannot be followed" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("wish", "param"),
+    [
+        ({"guided_regex": "("}, "guided_regex"),
+        ({"guided_json": {"type": "array", "uniqueItems": True}}, "guided_json"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
+            "response_format",
+        ),
+    ],
+)
+def test_what_the_verifier_refuses_has_the_name_that_the_request_has_for_it(
+    api: Api, wish: dict[str, Any], param: str
+) -> None:
+    error = api.post(prompt=PROMPT, **wish).json()["error"]
+    assert (error["param"], error["type"]) == (param, "invalid_request_error")
+
+
+def test_formats_that_are_not_kept_and_annotations_are_accepted(api: Api) -> None:
+    color = {"type": "string", "format": "color", "maxLength": 4, "title": "a colour", "examples": ["red"]}
+    schema = {"type": "object", "properties": {"c": color}, "required": ["c"], "additionalProperties": False}
+    text = api.text("The dog: ", max_tokens=60, seed=3, guided_json=schema)
+    assert len(json.loads(text)["c"]) <= 4

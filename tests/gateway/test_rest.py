@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -218,10 +219,24 @@ def test_what_is_no_json_object_is_refused(api: Api, body: bytes) -> None:
 
 
 @pytest.mark.fault(16)
-def test_an_over_long_request_names_the_numbers(api: Api) -> None:
-    message = api.post(prompt="x", max_tokens=511).json()["error"]["message"]
-    assert "512" in message
-    assert "511" in message
+@pytest.mark.parametrize(
+    ("body", "param", "says"),
+    [
+        ({"prompt": [5] * 3, "max_tokens": 510}, "max_tokens", r"requested 513 tokens \(3 in the prompt, 510 in the "),
+        ({"prompt": [5] * 3, "max_completion_tokens": 510}, "max_completion_tokens", "requested 513 tokens"),
+        ({"prompt": [5] * 512}, "prompt", r"requested 528 tokens \(512 in the prompt, 16 in the completion\)"),
+        ({"prompt": [5] * 600}, "prompt", "your prompt resulted in 600 tokens"),
+        ({"prompt": "word " * 600}, "prompt", r"your prompt resulted in \d+ tokens"),
+        ({"prompt": "word " * 100_000}, "prompt", "your prompt has 500000 characters"),
+    ],
+)
+def test_a_request_over_the_context_is_refused_in_the_words_that_clients_look_for(
+    api: Api, body: dict[str, Any], param: str, says: str
+) -> None:
+    error = api.post(**body).json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+    assert re.match(f"This model's maximum context length is 512 tokens. However, .*{says}", error["message"])
+    assert "Please reduce the length of the" in error["message"]
 
 
 def test_bad_input_leaves_nothing_behind(api: Api) -> None:
@@ -298,6 +313,20 @@ def test_the_model_says_what_it_can(api: Api) -> None:
     asked = {"max_tokens": 200, "ignore_eos": True, "speculation": {"k": 64}, "return_rounds": True}
     rounds = api.complete("Once", **asked)["choices"][0]["rounds"]
     assert max(round_["drafted"] for round_ in rounds) == card["draft"]["max_k"]
+
+
+def test_every_page_that_can_be_got_answers_head_in_the_same_way_without_a_body(api: Api) -> None:
+    paths = api.http.get("/openapi.json").json()["paths"]
+    got = [path.replace("{name}", "stories260K") for path, operations in paths.items() if "get" in operations]
+    assert {"/health", "/ready", "/version", "/metrics", "/v1/models", "/v1/models/stories260K"} == set(got)
+    for path in [*got, "/", "/static/page.js", "/openapi.json", "/docs", "/v1/models/nobody", "/nowhere"]:
+        asked, headed = api.http.get(path), api.http.head(path)
+        assert (headed.status_code, headed.content) == (asked.status_code, b""), path
+        assert headed.headers["content-type"] == asked.headers["content-type"]
+        if path != "/metrics":
+            assert int(headed.headers["content-length"]) == len(asked.content)
+    assert api.http.head("/v1/completions").status_code == api.http.get("/v1/completions").status_code == 405
+    assert api.http.head("/health").headers["x-request-id"]
 
 
 def test_every_state_page_answers(api: Api) -> None:
