@@ -9,6 +9,8 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 PIP_FLAGS ?=
 ONCE ?=
 MINUTES ?= 30
+MODEL ?=
+DRAFT ?=
 ARGS ?=
 OUT ?= build/gpu
 PARTS ?=
@@ -57,8 +59,8 @@ faults-seen: $(VENV)/.dev  ## Faults and the panel that each colours within 30 s
 fuzz: $(VENV)/.dev  ## 100,000 wrong messages to verifier and draft while clients stream; ARGS="--messages N --seed S"; figures in build/fuzz.json.
 	$(VENV)/bin/python -m tests.faults.fuzz $(ARGS)
 
-soak: $(VENV)/.dev  ## Mixed load with kills for MINUTES (30); ARGS="--trace FILE" for another load than Poisson's; figures in build/soak.json.
-	$(VENV)/bin/python -m tests.faults.soak --minutes $(MINUTES) $(ARGS)
+soak: $(VENV)/.dev  ## Mixed load with kills for MINUTES (30), on MODEL=DIR (DRAFT=DIR) instead of the bundled pair; ARGS="--trace FILE"; figures in build/soak.json.
+	$(VENV)/bin/python -m tests.faults.soak --minutes $(MINUTES) $(if $(MODEL),--model $(MODEL)) $(if $(DRAFT),--draft $(DRAFT)) $(ARGS)
 
 images-test: $(VENV)/.dev  ## Build the images by buildah, run the system from them (as root, without an engine; minutes, 4 GB while it runs).
 	SPIRE_TEST_IMAGES=1 $(VENV)/bin/python -m pytest tests/deploy/test_images.py $(ARGS)

@@ -75,17 +75,10 @@ def stories_chat_dir(stories_dir: Path, tmp_path_factory: pytest.TempPathFactory
 @pytest.fixture(scope="session")
 def stories_draft_dir(stories_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A SPIRe draft of stories260K, pruned and untrained: it guesses badly, which no text may show."""
-    import torch
+    from tests.untrained import untrained_draft
 
-    from spire.model.checkpoint import load_target, save_draft
-    from spire.model.config import DraftConfig
-    from spire.model.draft import prune
-
-    target, identity = load_target(stories_dir)
     out = tmp_path_factory.mktemp("models") / "stories260K-draft"
-    config = DraftConfig(target_fingerprint=identity, tapped_layers=(3, 4), window=16)
-    save_draft(out, prune(target, config, (3, 4)), torch.float32)
-    return out
+    return untrained_draft(stories_dir, out, layers=(3, 4), window=16)
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
-_PATIENCE_SECONDS = 90
+_PATIENCE_SECONDS = 240
 _WAITS, _IS_WAITED_FOR = ("--wait-ms", "2000"), ("--propose-deadline", "20")
 
 

@@ -16,6 +16,8 @@ from typing import Any, Self
 import httpx
 
 Body = dict[str, Any]
+# Seconds in which no token of any request comes, however slow the target, when something is stuck.
+SILENCE = 240.0
 # Token for token equal whatever is drafted: greedy, and the invariant rule at any temperature.
 RULES: list[Body] = [{"temperature": 0}, {"temperature": 1.0, "seed": 7, "speculation": {"rule": "invariant"}}]
 
@@ -97,9 +99,12 @@ class Load:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
+        left = time.monotonic()
         for thread in self._threads:
-            thread.join(120)
-            assert not thread.is_alive(), "a request never ended"
+            while thread.is_alive():
+                thread.join(1)
+                heard = max((when for record in self.records for when, _ in record.arrivals[-1:]), default=left)
+                assert time.monotonic() - max(left, heard) < SILENCE, "a request never ended"
 
     def _run(self, body: Body) -> None:
         while True:
@@ -128,7 +133,7 @@ class Load:
 def stream_into(record: Record, url: str) -> None:
     body = record.body | {"stream": True, "stream_options": {"include_usage": True}}
     try:
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as response:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=SILENCE) as response:
             if response.status_code != 200:
                 record.error = f"{response.status_code} {response.read().decode()}"
             for line in response.iter_lines():

@@ -2,21 +2,23 @@
 
 In the first half services are killed; then nothing dies any more and memory may grow no further. Every answer is
 compared with that of the undisturbed run, so the invariant rule and float32 serve. Exit status 1 when a bound breaks.
+Waits follow the target: kills come no faster than requests end, who is waited for may take as long as there are rounds.
 What it does not know: whether memory that grows within minutes of a service's start would stop growing.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import random
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate, cycle, islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from statistics import quantiles
 from typing import Annotated, Any
@@ -25,16 +27,19 @@ import httpx
 import matplotlib.pyplot as plt
 import typer
 from rich.console import Console
-from rich.progress import track
 
-from spire.bench.load import Arrival, read_trace
+from spire.bench.load import read_trace
 from spire.bench.prompts import BUNDLED_TEXT, PromptSource
-from tests.faults.history import Body, Load, Record, in_order, stream_into
+from spire.model.config import ModelConfig, load_model_config
+from tests.faults.arrivals import arrivals, poisson, pool
+from tests.faults.history import SILENCE, Body, Load, Record, in_order, stream_into
 from tests.faults.system import System, system
 from tests.gateway.conftest import eventually
+from tests.untrained import untrained_draft
 
 MODELS = Path(__file__).parents[2] / "models"
-POOL = 24
+# Tokens of the longest request, where the target has so many: its prompt is three quarters of them, 1,900.
+LONGEST = 2534
 MOST_AT_ONCE = 32
 SAMPLE_SECONDS = 2.0
 # Shares of all requests.
@@ -43,12 +48,14 @@ LEAVES_EARLY, IS_WRONG = 0.1, 0.1
 KILLS_UNTIL, WARM_FROM = 0.5, 0.6
 MOST_GROWTH = 0.02
 # Little, so that the cache has come to its bound before memory counts: what is kept of prompts fills it by and by.
-CACHE_GB = 0.2
+LONGEST_IN_CACHE = 7
+# Seconds between two kills, at least. A large target is given the time that it took for a batch of requests: killed
+# before it has read a prompt, again and again, it would never come to an end.
+KILL_EVERY = 15.0
 WRONG: list[tuple[Body | bytes, int]] = [
     (b"{", 400),
     (b"[" * 100_000, 400),
     ({"prompt": "x", "max_tokens": -1}, 400),
-    ({"prompt": "x " * 5000}, 400),
     ({"prompt": "x", "n": 10**9}, 400),
     ({"prompt": "x", "temperature": "hot"}, 400),
     ({"prompt": "x", "model": "another"}, 404),
@@ -77,6 +84,7 @@ class Soak:
     whole: System
     rng: random.Random
     expected: list[Record]
+    wrong: list[tuple[Body | bytes, int]]
     began: float = field(default_factory=time.monotonic)
     records: list[Record] = field(default_factory=list)
     refusals: int = 0
@@ -114,7 +122,7 @@ class Soak:
     def _leave(self, chosen: int) -> None:
         body = self.expected[chosen % len(self.expected)].body | {"stream": True}
         try:
-            with httpx.stream("POST", f"{self.whole.url}/v1/completions", json=body, timeout=60) as response:
+            with httpx.stream("POST", f"{self.whole.url}/v1/completions", json=body, timeout=SILENCE) as response:
                 for line, _ in zip(response.iter_lines(), range(1 + chosen % 20), strict=False):
                     assert line is not None
         except httpx.HTTPError:
@@ -122,10 +130,10 @@ class Soak:
         self.left += 1
 
     def _err(self, chosen: int) -> None:
-        body, status = WRONG[chosen % len(WRONG)]
+        body, status = self.wrong[chosen % len(self.wrong)]
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
-        answer = httpx.post(f"{self.whole.url}/v1/completions", content=content, headers=headers, timeout=60)
+        answer = httpx.post(f"{self.whole.url}/v1/completions", content=content, headers=headers, timeout=SILENCE)
         # While no verifier is there nobody can say what its model is.
         if answer.status_code not in (status, 503):
             self.wrong_answers.append(f"{answer.status_code} instead of {status}: {answer.text[:200]}")
@@ -151,6 +159,15 @@ class Soak:
                 self.whole.metric("verifier", "spire_verifier_cache_held_bytes"),
             )
         )
+
+    def let_end(self) -> None:
+        """Wait for the clients, for as long as there are rounds; who has not ended by then is still held."""
+        told = -1.0
+        while alive := [client for client in self.clients if client.is_alive()]:
+            if (now := self.whole.metric("gateway", "spire_rounds_total")) == told:
+                return
+            told = now
+            alive[0].join(SILENCE)
 
     # -- what came of it -----------------------------------------------------------------------------------------------
 
@@ -203,78 +220,81 @@ def grown(series: list[int]) -> float:
     return min(after / before for before, after in zip(early, late, strict=True)) - 1
 
 
-def poisson(context: int, rng: random.Random) -> list[Arrival]:
-    """Requests that come independently of each other, one a second on average; lengths of all orders of magnitude."""
-    moments = accumulate(rng.expovariate(1) for _ in range(1000))
-    return [Arrival(at, _length(rng, 3 * context // 4), _length(rng, context // 8)) for at in moments]
-
-
-def _length(rng: random.Random, most: int) -> int:
-    return round(math.exp(rng.uniform(math.log(8), math.log(most))))
-
-
-def pool(source: PromptSource, rows: list[Arrival], rng: random.Random) -> list[Body]:
-    """Requests of the lengths of so many rows of a trace, greedy and sampled by turns."""
-    bodies: list[Body] = []
-    for number, row in enumerate(rng.sample(rows, POOL)):
-        (prompt,) = source.cut(1, row.context, number)
-        rule: Body = {"temperature": 0} if number % 2 else {"temperature": 1.0, "seed": number}
-        always = {"max_tokens": row.generated, "ignore_eos": True, "return_token_ids": True}
-        bodies.append({"prompt": prompt} | always | rule)
-    return bodies
-
-
-def undisturbed(whole: System, bodies: list[Body]) -> list[Record]:
-    """The right answers: what plain decoding says while nothing happens."""
+def undisturbed(whole: System, bodies: list[Body]) -> tuple[list[Record], float]:
+    """The right answers, which are what plain decoding says while nothing happens, and the seconds that eight of them
+    took at most."""
     plainly = [body | {"speculation": {"draft": "off"}} for body in bodies]
     records: list[Record] = []
+    longest = 0.0
     for at in range(0, len(plainly), 8):
+        console.print(f"while nothing happens: {at} of {len(plainly)} answered")
+        began = time.monotonic()
         with Load(whole.url, plainly[at : at + 8]) as load:
             pass
+        longest = max(longest, time.monotonic() - began)
         records += in_order(load.records, plainly[at : at + 8])
-    assert not [record.error for record in records if record.error]
-    return [Record(body, one.tokens, one.text, usage=one.usage) for body, one in zip(bodies, records, strict=True)]
+    failed = [record.error for record in records if record.error]
+    assert not failed, failed
+    expected = zip(bodies, records, strict=True)
+    return [Record(body, one.tokens, one.text, usage=one.usage) for body, one in expected], longest
+
+
+@contextmanager
+def served(model: Path | None, draft: Path | None) -> Iterator[tuple[Path, Path]]:
+    """Directories of a target and its draft: the bundled ones, or for another target one that nobody trained."""
+    if model is None or draft is not None:
+        yield model or MODELS / "target", draft or MODELS / "draft"
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        console.print(f"cutting a draft out of {model}")
+        yield model, untrained_draft(model, Path(directory) / "draft")
+
+
+def cache_gb(target: ModelConfig, context: int) -> float:
+    """Memory for a few of the longest sequences, in float32."""
+    position = 2 * 4 * target.num_hidden_layers * target.num_key_value_heads * target.head_dim
+    return LONGEST_IN_CACHE * context * position / 1e9
 
 
 def soak(
+    model: Annotated[Path | None, typer.Option(help="Target to serve. Default: the bundled pair.")] = None,
+    draft: Annotated[Path | None, typer.Option(help="Its draft. Default: one cut out of it, untrained.")] = None,
     trace: Annotated[
         Path | None,
         typer.Option(help="CSV of arrivals and lengths, like the Azure LLM inference traces; else a Poisson process."),
     ] = None,
     minutes: Annotated[float, typer.Option(help="How long.", min=1)] = 30,
     rate: Annotated[float, typer.Option(help="Requests a second, on average.", min=0.1)] = 1.0,
-    context: Annotated[int, typer.Option(help="The longest request's tokens.", min=128)] = 1800,
-    kill_every: Annotated[float, typer.Option(help="Seconds between two kills; every third is the verifier's.")] = 15,
+    kill_every: Annotated[
+        float | None,
+        typer.Option(
+            help=f"Seconds between two kills; every third is the verifier's. Default: {KILL_EVERY:g} or more."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Decides who asks what.")] = 1,
     out: Annotated[Path, typer.Option(help="Figures, as JSON; the plot goes beside them.")] = Path("build/soak.json"),
 ) -> None:
     """Load the system for a while with everything at once, and say what it cost."""
     rng = random.Random(seed)
-    rows = read_trace(trace, context, float("inf"), 1.0) if trace else poisson(context, rng)
-    times = _arrivals(rows, rng.randrange(len(rows)), rate, 60 * minutes)
-    with system(MODELS / "target", MODELS / "draft", verifier_options=["--cache-gb", str(CACHE_GB)]) as whole:
-        expected = undisturbed(whole, pool(PromptSource(MODELS / "target", [BUNDLED_TEXT]), rows, rng))
-        _prime(whole)
-        time.sleep(1)
-        whole.baseline = whole.held()
-        run = Soak(whole, rng, expected)
-        stop = threading.Event()
-        beside = [
-            threading.Thread(target=_every, args=(SAMPLE_SECONDS, stop, run.sample)),
-            threading.Thread(target=_kills, args=(run, kill_every, KILLS_UNTIL * 60 * minutes, stop)),
-        ]
-        for thread in beside:
-            thread.start()
-        for at in track(list(times), "soaking", console=console):
-            time.sleep(max(0.0, at - run.now))
-            run.arrive()
-        for client in run.clients:
-            client.join(120)
-        stop.set()
-        for thread in beside:
-            thread.join()
-        eventually(lambda: whole.metric("gateway", "spire_sequences_now") == 0, within=60)
-        verdict = run.verdict(minutes, trace.name if trace else f"Poisson process, seed {seed}")
+    with served(model, draft) as (target, follower):
+        config = load_model_config(target)
+        context = min(LONGEST, config.max_position_embeddings)
+        rows = read_trace(trace, context, float("inf"), 1.0) if trace else poisson(context, rng)
+        times = list(arrivals(rows, rng.randrange(len(rows)), rate, 60 * minutes))
+        console.print("starting the services")
+        # Here services are lost by kills. A large target on two busy cores computes for long, and loads for long.
+        patience = ["--verify-deadline", str(SILENCE), "--verifier-patience", str(SILENCE)]
+        little = ["--cache-gb", str(cache_gb(config, context)), "--stuck-seconds", str(SILENCE)]
+        with system(target, follower, verifier_options=little, gateway_options=patience) as whole:
+            expected, longest = undisturbed(whole, pool(PromptSource(target, [BUNDLED_TEXT]), rows, rng))
+            too_long: Body = {"prompt": "x " * 2 * config.max_position_embeddings}
+            _prime(whole, too_long)
+            time.sleep(1)
+            whole.baseline = whole.held()
+            run = Soak(whole, rng, expected, [*WRONG, (too_long, 400)])
+            load_and_kill(run, times, 60 * minutes, kill_every or max(KILL_EVERY, longest))
+            verdict = run.verdict(minutes, trace.name if trace else f"Poisson process, seed {seed}")
+    verdict["model"] = target.name
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(verdict, indent=1))
     _plot(verdict, out.with_suffix(".png"))
@@ -282,23 +302,39 @@ def soak(
     raise typer.Exit(1 if verdict["broken"] else 0)
 
 
-def _prime(whole: System) -> None:
+def load_and_kill(run: Soak, times: list[float], seconds: float, kill_every: float) -> None:
+    """Clients come at these times; services die every so many seconds of the first part; all that has begun may end."""
+    console.print(
+        f"for {seconds / 60:g} minutes; in the first {KILLS_UNTIL * seconds:.0f} s a kill every {kill_every:.0f} s"
+    )
+    stop = threading.Event()
+    beside = [
+        threading.Thread(target=_every, args=(SAMPLE_SECONDS, stop, run.sample)),
+        threading.Thread(target=_kills, args=(run, kill_every, KILLS_UNTIL * seconds, stop)),
+    ]
+    for thread in beside:
+        thread.start()
+    minute = 0
+    for at in times:
+        time.sleep(max(0.0, at - run.now))
+        run.arrive()
+        if run.now > 60 * (minute + 1):
+            minute += 1
+            console.print(f"{minute} of {seconds / 60:g} minutes: {len(run.records)} answered, {len(run.kills)} kills")
+    console.print("letting end what has begun")
+    run.let_end()
+    stop.set()
+    for thread in beside:
+        thread.join()
+    eventually(lambda: run.whole.metric("gateway", "spire_sequences_now") == 0, within=60)
+
+
+def _prime(whole: System, too_long: Body) -> None:
     """Do at once what leaves something behind for good: a grammar, and as many long prompts as there are threads."""
     whole.prime()
     with ThreadPoolExecutor(MOST_AT_ONCE) as clients:
         for _ in range(4 * MOST_AT_ONCE):
-            clients.submit(httpx.post, f"{whole.url}/v1/completions", json={"prompt": "x " * 5000}, timeout=60)
-
-
-def _arrivals(rows: list[Arrival], first: int, rate: float, seconds: float) -> Iterator[float]:
-    """The trace's arrivals from its row `first` on, at this mean rate, from the beginning again when it ends."""
-    gaps = [after.at - before.at for before, after in pairwise(rows)]
-    stretch, at = len(gaps) / sum(gaps) / rate, 0.0
-    for gap in islice(cycle(gaps), first, None):
-        at += gap * stretch
-        if at > seconds:
-            return
-        yield at
+            clients.submit(httpx.post, f"{whole.url}/v1/completions", json=too_long, timeout=SILENCE)
 
 
 def _every(seconds: float, stop: threading.Event, what: Any) -> None:

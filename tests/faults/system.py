@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.faults.history import Body, Load, Record, undisturbed
+from tests.faults.history import SILENCE, Body, Load, Record, undisturbed
 from tests.faults.proxy import Proxy, proxied
 from tests.gateway.conftest import eventually
 from tests.services import Service, start
@@ -59,7 +59,7 @@ class System:
 
     def ready(self) -> dict[str, str]:
         """`/ready`, as text; of one that is not, `status` is `503`."""
-        answer = httpx.get(f"{self.url}/ready", timeout=10)
+        answer = httpx.get(f"{self.url}/ready", timeout=60)
         return answer.json() if answer.is_success else {"status": str(answer.status_code)}
 
     def is_whole(self) -> bool:
@@ -68,7 +68,7 @@ class System:
     def metric(self, service: str, name: str, **labels: str) -> float:
         """Sum over the samples; `service` is gateway, verifier or draft."""
         url = self.url if service == "gateway" else f"http://127.0.0.1:{self.metrics_ports[service]}"
-        families = text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=10).text)
+        families = text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=60).text)
         found = [
             sample.value
             for family in families
@@ -141,7 +141,7 @@ class System:
 
     def prime(self) -> None:
         """Have the first grammar compiled: what that leaves behind, stays."""
-        httpx.post(f"{self.url}/v1/completions", json={"prompt": "x", "guided_regex": "[a-z]"}, timeout=60)
+        httpx.post(f"{self.url}/v1/completions", json={"prompt": "x", "guided_regex": "[a-z]"}, timeout=SILENCE)
 
     def learn(self, requests: Sequence[Body]) -> None:
         """Ask once while nothing happens: what is then held and answered is what is right."""
@@ -243,7 +243,7 @@ def system(
         gateway = run("-m", "gateway", *peers, *gateway_options)
         built = System(directory, verifier, follower, gateway, to_verifier, to_draft, activations, ports)
         stack.callback(built.stop)
-        eventually(built.is_whole, within=60)
+        eventually(built.is_whole, within=SILENCE)
         yield built
 
 
