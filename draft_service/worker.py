@@ -19,6 +19,7 @@ from draft_service.drafter import Drafter, Verified
 from spire.drafting import ProposeAnswer, ProposeTask, answer
 from spire.errors import OutOfCapacity
 from spire.histogram import Histogram
+from spire.model.lost_device import end_if_device_lost
 from spire.rpc.inbox import Inbox
 from spire.rpc.line import Line
 from spire.turns import take_short_turns
@@ -126,7 +127,8 @@ class Worker:
     def _do(self, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception:  # the thread lives on: a worse guess costs speed, none at all more
+        except Exception as error:  # the thread lives on: a worse guess costs speed, none at all more
+            end_if_device_lost(error)
             log.exception("something that arrived could not be taken")
 
     def await_activations(self, task: ProposeTask) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from spire.errors import RequestError
+from spire.model.lost_device import end_if_device_lost
 from spire.randomness import Purpose
 from spire.sampling import SamplingRows, Share, draw, pick, probabilities, top_m, with_invariant
 from spire.v1.verifier_pb2 import RingSlice
@@ -98,7 +99,8 @@ def answer(
         absorbing = task.absorbing_seconds
         queued, worked = began - task.arrived - absorbing, absorbing + time.monotonic() - began
         task.done.set_result(ProposeAnswer(drafted, ready, refused, queued, worked))
-    except Exception as error:  # the thread lives on
+    except Exception as error:  # the thread lives on, unless there is nothing more for it to compute on
+        end_if_device_lost(error)
         task.done.set_exception(error)
     return time.monotonic() - began
 

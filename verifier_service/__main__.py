@@ -1,7 +1,7 @@
 """`python -m verifier_service --model DIR`: serve a target until SIGTERM.
 
 Options: `verifier_service/config.py`. Exit code 2 with one line on stderr when it cannot start, 3 when its model was
-stuck at the end.
+stuck at the end, 4 when its GPU was lost.
 """
 
 from __future__ import annotations

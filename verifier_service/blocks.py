@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import structlog
 
 from spire.errors import InvalidRequest, RequestError, SpireError, UnknownSequence
+from spire.model.lost_device import end_if_device_lost
 from spire.rpc.carrier import OverwritingRingReader
 from spire.rpc.errors import OK
 from spire.v1 import verifier_pb2 as pb
@@ -124,7 +125,8 @@ class Blocks:
             entries = self._with_room(self._admissible(tasks))
             began = time.perf_counter()
             return Taken(tasks, *self._with_sound_q(entries), time.perf_counter() - began)
-        except Exception:
+        except Exception as error:
+            end_if_device_lost(error)
             log.exception("batches could not be taken", batches=len(tasks))
             self._give_up_rest(tasks)
             return Taken(tasks)

@@ -24,6 +24,7 @@ from google.protobuf.message import DecodeError
 
 from spire.drafting import Drafted, Guess, ProposeTask, answer
 from spire.errors import InvalidRequest, RequestError, StaleBlock
+from spire.model.lost_device import end_if_device_lost
 from spire.rpc.carrier import OverwritingRingReader
 from spire.rpc.errors import OK
 from spire.rpc.inbox import Inbox
@@ -120,6 +121,7 @@ class Engine:
                     self._turn()
             self.ended.set_result(None)
         except BaseException as error:
+            end_if_device_lost(error)
             log.exception("the engine has died")
             self.ended.set_exception(error)
 
@@ -168,6 +170,7 @@ class Engine:
         try:
             task.done.set_result(task.function())
         except Exception as error:
+            end_if_device_lost(error)
             task.done.set_exception(error)
 
     # --- sequences ----------------------------------------------------------------------------------------------
@@ -261,7 +264,8 @@ class Engine:
             return None, None
         try:
             verified, prefilled = self.steps.run(taken.batch, chunk)
-        except Exception:
+        except Exception as error:
+            end_if_device_lost(error)
             log.exception("a step failed", blocks=len(taken.entries), prompts=len(chosen))
             self._blocks.fail(taken)
             for sequence in chosen:
@@ -376,7 +380,8 @@ class Engine:
         replays, published = self.publisher.replays, self.publisher.bytes_published
         try:
             publish()
-        except Exception:
+        except Exception as error:
+            end_if_device_lost(error)
             log.exception("activations could not be published")
         if self.publisher.replays > replays:
             self.metrics.replays.inc(self.publisher.replays - replays)

@@ -6,8 +6,10 @@ verifier_service   stuck    the model thread waits, the event loop answers
                    nan      the numbers of every sequence with seed 13 go bad
                    falters  one step fails
                    broken   every step fails
+                   lost     one step finds that the GPU is lost
                    brittle  the process ends at a block of a sequence it does not hold
-draft_service      lies     any tokens, whatever the draft thinks
+draft_service      gone     one round finds that the GPU is lost
+                   lies     any tokens, whatever the draft thinks
                    nonsense any tokens, of no distribution
 """
 
@@ -23,6 +25,13 @@ from pathlib import Path
 import torch
 
 from spire.drafting import Drafted
+
+
+def lose_gpu(switch: Path) -> None:
+    """What torch raises when a kernel has read what it must not; once."""
+    if switch.exists():
+        switch.unlink()
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nSearch for `cudaError...'")
 
 
 def break_verifier(on: Path) -> None:
@@ -54,6 +63,7 @@ def break_verifier(on: Path) -> None:
         if (on / "falters").exists() or (on / "broken").exists():
             (on / "falters").unlink(missing_ok=True)
             raise RuntimeError("the words of a library")
+        lose_gpu(on / "lost")
         return whole_run(self, *args)  # type: ignore[arg-type]
 
     ModelSteps.run = run  # type: ignore[method-assign,assignment]
@@ -67,6 +77,7 @@ def break_draft(on: Path) -> None:
     honest = Drafter.propose
 
     def propose(self: Drafter, *args: object) -> Drafted:
+        lose_gpu(on / "gone")
         drafted = honest(self, *args)  # type: ignore[arg-type]
         if not ((on / "lies").exists() or (on / "nonsense").exists()):
             return drafted

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from spire.model.lost_device import LOST_DEVICE
 from tests.faults.conftest import Report
 from tests.faults.history import Load, Record, stream_into
 from tests.faults.system import System
@@ -116,6 +117,21 @@ def test_a_step_that_fails_is_computed_again_and_no_client_notices(whole: System
     assert whole.wrong(load.records) == {}
     assert whole.metric("gateway", "spire_replays_total") > replays
     assert whole.leaks() == {}
+
+
+@pytest.mark.fault(1, 4)
+@pytest.mark.parametrize(("switch", "name"), [("lost", "verifier"), ("gone", "draft")])
+def test_a_service_that_has_lost_its_gpu_ends_and_no_client_notices(whole: System, switch: str, name: str) -> None:
+    """It would fail every step from then on, and be healthy all the while."""
+    service = getattr(whole, name)
+    with Load(whole.url, [record.body for record in whole.expected.values()]) as load:
+        eventually(lambda: load.flowing)
+        (whole.directory / switch).touch()
+        assert service.process.wait(60) == LOST_DEVICE
+        whole.revive(name)
+    assert whole.wrong(load.records) == {}
+    (told,) = [line for line in service.log.read_text().splitlines() if "the GPU is lost" in line]
+    assert json.loads(told)["error"] == "CUDA error: an illegal memory access was encountered"
 
 
 def test_when_every_step_fails_a_request_is_given_up_without_the_words_of_a_library(whole: System) -> None:
