@@ -93,7 +93,8 @@ def _add_completions(app: FastAPI, config: GatewayConfig, engine: Engine) -> Non
     async def chat(http: Request) -> Response:
         """Answer a conversation, by the chat template of the model's tokenizer."""
         asked, model = await read_body(http, ChatRequest, engine)
-        request = asked.as_completion(await chat_prompt(asked.messages, model), model.info.max_context)
+        prompt = await chat_prompt(asked.messages, model, asked, asked.add_special_tokens)
+        request = asked.as_completion(prompt, model.info.max_context)
         return await _generate(http, request, ChatCompletion, ignored_header(asked))
 
     async def _generate(

@@ -20,6 +20,7 @@ from gateway.logprobs import Entry, contents
 from gateway.peers import Model
 from gateway.prompts import check_unicode, kind_of, result_of
 from gateway.schemas import NEWER_LIMIT, STREAM_SCHEMA, CompletionRequest, GenerationRequest
+from gateway.template_options import TEMPLATE_SCHEMA, TemplateOptions
 from gateway.tokenizer import PromptTooLong
 from spire.chat_template import TemplateRefusal
 from spire.rpc.limits import MAX_LOGPROBS
@@ -66,14 +67,15 @@ class ConversationRequest(CompletionRequest):
     prompt_name: ClassVar[str] = "messages"
 
 
-class ChatRequest(GenerationRequest):
-    model_config = ConfigDict(json_schema_extra={"allOf": [STREAM_SCHEMA, _LOGPROBS_SCHEMA]})
+class ChatRequest(GenerationRequest, TemplateOptions):
+    model_config = ConfigDict(json_schema_extra={"allOf": [STREAM_SCHEMA, _LOGPROBS_SCHEMA, TEMPLATE_SCHEMA]})
 
     messages: list[Message] = Field(min_length=1)
     max_tokens: TokenCount | None = Field(None, ge=1, description="by default what the context has room for")
     max_completion_tokens: TokenCount | None = Field(None, ge=1, description=NEWER_LIMIT)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS, description="only with logprobs")
+    add_special_tokens: bool = Field(False, description="put the start token in front, where the template does not")
 
     def as_completion(self, prompt: list[int], max_context: int) -> CompletionRequest:
         """The request for a completion that this one comes to. Raises BadParameter."""
@@ -90,9 +92,10 @@ class ChatRequest(GenerationRequest):
 
 
 async def chat_prompt(
-    messages: list[Message], model: Model, add_generation_prompt: bool = True, add_special_tokens: bool = False
+    messages: list[Message], model: Model, options: TemplateOptions, add_special_tokens: bool
 ) -> list[int]:
     """The token ids that these messages make by the model's template. Raises BadParameter."""
+    options.check_template_options()
     context, codec = model.info.max_context, model.codec
     plain = [_plain(message, f"messages[{at}]") for at, message in enumerate(messages)]
     most = context * codec.longest_token
@@ -100,11 +103,18 @@ async def chat_prompt(
         message = "the model's tokenizer has no chat template: ask /v1/completions with a prompt instead"
         raise BadParameter("messages", message)
     try:
-        text = await asyncio.to_thread(model.chat_template.render, plain, most, add_generation_prompt)
+        text = await asyncio.to_thread(
+            model.chat_template.render,
+            plain,
+            most,
+            options.begins_answer,
+            options.continue_final_message,
+            options.chat_template_kwargs,
+        )
     except TemplateRefusal as error:
         if error.code == "context_length_exceeded":
             raise over_context("messages", context, f"{error}. Please reduce the length of the messages.") from error
-        raise BadParameter("messages", str(error), error.code) from error
+        raise BadParameter(error.param, str(error), error.code) from error
     check_unicode(text, "messages")
     try:
         tokens = await codec.encode(text, context, add_special_tokens)

@@ -156,14 +156,14 @@ def _schema_text(name: str, schema: Any) -> str:
             raise BadParameter(name, f"{name} is not valid JSON: {error}") from error
     if not isinstance(schema, dict):
         raise BadParameter(name, f"{name} is {kind_of(schema)}: a JSON schema is an object")
-    if _deeper_than(_DEEPEST_SCHEMA, schema):
+    if deeper_than(_DEEPEST_SCHEMA, schema):
         raise BadParameter(name, f"{name} is nested deeper than {_DEEPEST_SCHEMA} levels: give it fewer")
     return json.dumps(schema, ensure_ascii=False)
 
 
-def _deeper_than(levels: int, value: Any) -> bool:
+def deeper_than(levels: int, value: Any) -> bool:
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return levels < 0 or any(_deeper_than(levels - 1, item) for item in inner)
+    return levels < 0 or any(deeper_than(levels - 1, item) for item in inner)
 
 
 def _as_it_is(_: str, text: str) -> str:

@@ -17,6 +17,7 @@ from gateway.fields import TOKENIZATION, Lists
 from gateway.openapi import body_of
 from gateway.peers import Model
 from gateway.prompts import text_prompt
+from gateway.template_options import TEMPLATE_SCHEMA, TemplateOptions
 from gateway.tokenizer import PromptTooLong
 
 
@@ -27,16 +28,19 @@ def _alone(given: str, absent: str) -> JsonValue:
     }
 
 
-class TokenizeRequest(RequestBody):
+class TokenizeRequest(TemplateOptions):
     """A prompt, or messages of a chat."""
 
     lists: ClassVar[Lists] = TOKENIZATION
 
-    model_config = ConfigDict(json_schema_extra={"anyOf": [_alone("prompt", "messages"), _alone("messages", "prompt")]})
+    model_config = ConfigDict(
+        json_schema_extra={
+            "allOf": [{"anyOf": [_alone("prompt", "messages"), _alone("messages", "prompt")]}, TEMPLATE_SCHEMA]
+        }
+    )
 
     prompt: Annotated[str | None, WithJsonSchema({"type": "string", "minLength": 1})] = None
     messages: list[Message] | None = Field(None, min_length=1)
-    add_generation_prompt: bool = Field(True, description="end a chat where the assistant's answer begins")
     add_special_tokens: bool | None = Field(
         None,
         description="put the start token in front; by default before a prompt, and before a chat its template does",
@@ -99,7 +103,8 @@ async def _tokens_of(request: TokenizeRequest, model: Model) -> list[int]:
         raise BadParameter("prompt", "either a prompt or messages must be given")
     if request.messages is not None:
         special = request.add_special_tokens is True
-        return await chat_prompt(request.messages, model, request.add_generation_prompt, special)
+        return await chat_prompt(request.messages, model, request, special)
+    request.check_template_options()
     text, special = text_prompt(request.prompt or "", "prompt"), request.add_special_tokens is not False
     try:
         return await model.codec.encode(text, model.info.max_context, special)

@@ -7,6 +7,8 @@ its output is cut off where no context could hold it. What it does not know: too
 from __future__ import annotations
 
 import json
+import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache
@@ -21,11 +23,11 @@ from spire.errors import InvalidRequest
 
 
 class TemplateRefusal(InvalidRequest):
-    """These messages make no text; `code` is the REST API's for it."""
+    """These messages make no text; `code` is the REST API's for it, `param` the field that it is about."""
 
-    def __init__(self, message: str, code: str = "invalid_value"):
+    def __init__(self, message: str, code: str = "invalid_value", param: str = "messages"):
         super().__init__(message)
-        self.code = code
+        self.code, self.param = code, param
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +37,36 @@ class ChatTemplate:
     source: str = ""
     special_tokens: dict[str, str] = field(default_factory=dict)
 
-    def render(self, messages: list[dict[str, Any]], most_characters: int, add_generation_prompt: bool = True) -> str:
-        """The prompt that these messages make. Raises TemplateRefusal; what is too long is not written to its end."""
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        most_characters: int,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt that these messages make. Raises TemplateRefusal; what is too long is not written to its end.
+
+        With `continue_final_message` it ends with the last message's text. `variables` are what the template may read
+        beside what it always is given.
+        """
         if not self.source:
             raise TemplateRefusal("the model's tokenizer has no chat template")
-        given = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
+        given = dict(variables or {}) | {
+            "messages": messages,
+            "add_generation_prompt": add_generation_prompt,
+            "tools": None,
+            "documents": None,
+        }
+        if not continue_final_message:
+            return self._written(given, most_characters)
+        # No message can hold it. Its blank tells whether the template keeps those at the end of a message.
+        mark = f"[{secrets.token_hex(16)}] "
+        text = messages[-1]["content"]
+        given["messages"] = [*messages[:-1], messages[-1] | {"content": text + mark}]
+        return _up_to_mark(self._written(given, most_characters + len(mark)), mark, text)
+
+    def _written(self, given: dict[str, Any], most_characters: int) -> str:
         pieces: list[str] = []
         room = most_characters
         try:
@@ -54,6 +81,15 @@ class ChatTemplate:
             message = f"the messages make a prompt of more than {most_characters} characters: no context holds it"
             raise TemplateRefusal(message, "context_length_exceeded")
         return "".join(pieces)
+
+
+def _up_to_mark(written: str, mark: str, text: str) -> str:
+    """The prompt up to the end of the last message's text, where the mark is. Raises TemplateRefusal."""
+    at = written.rfind(mark.strip())
+    if at < 0 or text.strip() not in written:
+        message = "continue_final_message: the model's chat template leaves parts of the last message out"
+        raise TemplateRefusal(message, param="continue_final_message")
+    return written[:at] if written.startswith(mark, at) else written[:at].rstrip()
 
 
 class _Generation(Extension):

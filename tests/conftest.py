@@ -51,7 +51,8 @@ def stories_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # ChatML, as most tokenizers have it, in the few characters that stories260K knows.
-CHAT_TEMPLATE = """{{ bos_token }}{% for message in messages %}
+CHAT_TEMPLATE = """{{ bos_token }}{% if tone is defined %}{{ 'be ' + tone + '\n' -}}{% endif %}
+{% for message in messages %}
 {% if message.name is defined %}{{ raise_exception('no names: ' + message.name) }}{% endif %}
 {{ message.role + ': ' + message.content + '\n' -}}
 {% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"""

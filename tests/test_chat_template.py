@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from spire.chat_template import ChatTemplate, TemplateRefusal
@@ -39,6 +41,11 @@ TEMPLATES = {
     {%- set ns.seen = ns.seen + 1 -%}
     {{ message | tojson }}{{ message | tojson(indent=2) }}
     {%- endfor -%}{{ tools is none }}{{ strftime_now('%Y') }}""",
+    "a system message of its own": """{% for message in messages %}{% if loop.first and message.role != 'system' %}
+{{ '<|im_start|>system\nYou are brief.<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '
+' + message['content'] + '<|im_end|>' + '
+'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant
+' }}{% endif %}""",
 }
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
@@ -51,6 +58,61 @@ def test_a_prompt_is_the_one_transformers_makes(name: str, answer_next: bool) ->
     (theirs,), _ = render_jinja_template([MESSAGES], chat_template=source, add_generation_prompt=answer_next, **TOKENS)
     assert ours == theirs
     assert "brief" in ours
+
+
+OPEN = ["Because", " Because  ", "Because\n\n", "", "end", "<|im_end|>", "{{ mark }}"]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("text", OPEN)
+def test_a_last_message_that_goes_on_ends_the_prompt_where_transformers_ends_it(name: str, text: str) -> None:
+    source, messages = TEMPLATES[name], [*MESSAGES[:2], {"role": "assistant", "content": text}]
+    ours = ChatTemplate(source, TOKENS).render(messages, 10_000, False, continue_final_message=True)
+    (theirs,), _ = render_jinja_template([messages], chat_template=source, continue_final_message=True, **TOKENS)
+    assert ours == theirs
+    assert messages[-1]["content"] == text
+
+
+@pytest.mark.parametrize("source", ["{{ messages[0].content }}", "{{ messages[-1].content[-9:] }}", "{{ 'x' }}"])
+def test_a_template_that_leaves_the_last_message_out_cannot_go_on_with_it(source: str) -> None:
+    with pytest.raises(TemplateRefusal, match="leaves parts of the last message out") as refused:
+        ChatTemplate(source).render(MESSAGES, 10_000, False, continue_final_message=True)
+    assert refused.value.param == "continue_final_message"
+
+
+VARIABLES = """{% if enable_thinking is defined and not enable_thinking %}no thinking {% endif %}
+{{ style | default('plain') }}
+{{ messages[0].content }}{{ bos_token }}"""
+
+
+def test_variables_reach_the_template_as_they_reach_it_through_transformers() -> None:
+    variables = {"enable_thinking": False, "style": {"of": ["old", 5, None]}}
+    ours = ChatTemplate(VARIABLES, TOKENS).render(MESSAGES, 10_000, variables=variables)
+    (theirs,), _ = render_jinja_template([MESSAGES], chat_template=VARIABLES, **TOKENS, **variables)
+    assert ours == theirs != ChatTemplate(VARIABLES, TOKENS).render(MESSAGES, 10_000)
+    assert ours.startswith("no thinking {'of': ['old', 5, None]}")
+
+
+@pytest.mark.parametrize("expression", ["style.__class__.__mro__", "style.append(1)", "style.pop.__globals__"])
+def test_a_variable_opens_no_way_out_of_the_sandbox(expression: str) -> None:
+    with pytest.raises(TemplateRefusal, match="unsafe"):
+        ChatTemplate(f"{{{{ {expression} }}}}").render(MESSAGES, 10_000, variables={"style": [1]})
+
+
+def test_the_real_tokenizer_has_the_ids_that_transformers_has(smollm2_dir: Path) -> None:
+    theirs = AutoTokenizer.from_pretrained(smollm2_dir)
+    source = read_chat_template(smollm2_dir)
+    template = ChatTemplate(source.template, source.special_tokens)
+    ours = Tokenizer.from_file(str(smollm2_dir / "tokenizer.json"))
+    for options in (
+        {"add_generation_prompt": True},
+        {"add_generation_prompt": False},
+        {"continue_final_message": True},
+    ):
+        messages = [MESSAGES[1], {"role": "assistant", "content": "Once upon "}]
+        text = template.render(messages, 10_000, **{"add_generation_prompt": False} | options)
+        wanted = theirs.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
+        assert ours.encode(text, add_special_tokens=False).ids == wanted
 
 
 @pytest.mark.parametrize(

@@ -175,3 +175,65 @@ def test_a_tokenizer_without_a_template_refuses_chats_and_says_so(api: Api) -> N
 def test_a_prompt_or_messages_are_tokenized_but_not_both(talker: Api) -> None:
     assert post(talker, "/tokenize", messages=MESSAGES, prompt="x").json()["error"]["param"] == "prompt"
     assert post(talker, "/tokenize").json()["error"]["param"] == "prompt"
+
+
+# -- how messages become a prompt ------------------------------------------------------------------------------------
+
+BEGUN = [*MESSAGES, {"role": "assistant", "content": "Lily saw a"}]
+ENDED = "system: Tell a story.\nuser: Lily and the dog\n"
+OPTIONS: list[tuple[list[dict[str, str]], dict[str, Any], str]] = [
+    (MESSAGES, {"add_generation_prompt": True}, PROMPT),
+    (MESSAGES, {"add_generation_prompt": False}, ENDED),
+    (BEGUN, {"continue_final_message": True}, f"{ENDED}assistant: Lily saw a"),
+    (BEGUN, {"continue_final_message": True, "add_generation_prompt": False}, f"{ENDED}assistant: Lily saw a"),
+    (MESSAGES, {"chat_template_kwargs": {"tone": "kind", "unread": [1]}}, f"be kind\n{PROMPT}"),
+]
+
+
+@pytest.mark.parametrize(("messages", "options", "prompt"), OPTIONS, ids=[str(options) for _, options, _ in OPTIONS])
+def test_a_chat_is_the_completion_of_the_prompt_that_its_options_make(
+    talker: Api, messages: list[dict[str, str]], options: dict[str, Any], prompt: str
+) -> None:
+    request: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "return_token_ids": True}
+    (choice,) = chat(talker, messages, **request, **options)["choices"]
+    (plain,) = talker.complete(prompt, **request)["choices"]
+    assert (choice["prompt_token_ids"], choice["token_ids"]) == (plain["prompt_token_ids"], plain["token_ids"])
+    assert choice["message"]["content"] == plain["text"]
+    tokens = post(talker, "/tokenize", messages=messages, **options).json()["tokens"]
+    assert tokens == choice["prompt_token_ids"]
+
+
+def test_a_chat_gets_another_start_token_if_it_asks_for_one(talker: Api) -> None:
+    plain, special = (
+        chat(talker, max_tokens=1, return_token_ids=True, add_special_tokens=special)["choices"][0]["prompt_token_ids"]
+        for special in (False, True)
+    )
+    assert special == [1, *plain]
+
+
+deep: Any = 1
+for _ in range(9):
+    deep = [deep]
+BAD_OPTIONS: list[tuple[dict[str, Any], str, str]] = [
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "exclude each other"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", "must not set messages"),
+    ({"chat_template_kwargs": {"add_generation_prompt": False}}, "chat_template_kwargs.add_generation_prompt", "set"),
+    ({"chat_template_kwargs": {"bos_token": "x"}}, "chat_template_kwargs.bos_token", "must not set bos_token"),
+    ({"chat_template_kwargs": {"tone": 5}}, "messages", "chat template"),
+    ({"chat_template_kwargs": {"tone": "\ud800"}}, "chat_template_kwargs", "Unicode"),
+    ({"chat_template_kwargs": {"x": deep}}, "chat_template_kwargs", "8 levels"),
+    ({"chat_template_kwargs": {"x": "a" * 20_000}}, "chat_template_kwargs", "16384"),
+    ({"chat_template_kwargs": ["tone"]}, "chat_template_kwargs", "dictionary"),
+    ({"add_generation_prompt": "no"}, "add_generation_prompt", "boolean"),
+]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+@pytest.mark.parametrize(("options", "param", "says"), BAD_OPTIONS, ids=[str(bad)[:60] for bad, _, _ in BAD_OPTIONS])
+def test_options_that_no_template_can_have_are_refused_by_name(
+    talker: Api, options: dict[str, Any], param: str, says: str, path: str
+) -> None:
+    response = post(talker, path, messages=MESSAGES, **options)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param)
+    assert says in error["message"]
