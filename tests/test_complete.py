@@ -63,7 +63,7 @@ RENAMED = {
 }
 NO_OPTION = {"response_format", "suffix", "user", "stream_options"}
 # The same under other names.
-NO_OPTION |= {"structured_outputs", "guided_whitespace_pattern"}
+NO_OPTION |= {"structured_outputs", "guided_whitespace_pattern", "max_completion_tokens"}
 NO_OPTION |= {"return_token_ids", "return_metrics", "return_rounds"}
 
 
