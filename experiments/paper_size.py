@@ -21,9 +21,9 @@ from typing import Annotated, Any
 import typer
 from paper import ROOT, run_spire
 from rich.console import Console
-from tokenizers import Tokenizer
 
 from spire.files import write_whole
+from spire.model.tokenizer import load_tokenizer
 from spire.training.corpus import END, START, TokenStream
 
 RESULTS = ROOT / "experiments" / "results" / "paper_size.json"
@@ -169,7 +169,7 @@ def _last(run: Path, figure: str) -> float:
 
 def _corpus_tokens(data: list[Path], runs: Path) -> int:
     """Tokens of the training text under the target's tokenizer, as the training has cached them."""
-    tokenizer = Tokenizer.from_file(str(runs / "target" / "tokenizer.json"))
+    tokenizer = load_tokenizer(runs / "target")
     start, end = tokenizer.encode(START + END, add_special_tokens=False).ids
     return len(TokenStream.build(data, tokenizer, start, end).tokens)
 

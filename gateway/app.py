@@ -193,6 +193,7 @@ def _model_card(engine: Engine) -> dict[str, Any]:
         "fingerprint": model.info.target_fingerprint,
         "dtype": model.info.dtype,
         "rules": [GREEDY, *engine.config.rules],
+        "suggested_sampling": {field.name: value for field, value in model.info.suggested_sampling.ListFields()},
         "draft": {
             "name": draft.model_name,
             "kind": draft.kind,

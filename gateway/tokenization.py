@@ -81,7 +81,7 @@ def add_tokenization(app: FastAPI, engine: Engine) -> None:
         context = model.info.max_context
         answer: dict[str, Any] = {"tokens": tokens, "count": len(tokens), "max_model_len": context}
         if request.return_token_strs:
-            answer["token_strs"] = [model.codec.tokenizer.id_to_token(token) for token in tokens]
+            answer["token_strs"] = [model.codec.tokenizer.id_to_token(token) or "" for token in tokens]
         return JSONResponse(answer, headers=ignored_header(request))
 
     @app.post(

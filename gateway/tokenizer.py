@@ -12,9 +12,8 @@ import re
 from functools import cache, partial
 from itertools import accumulate
 
-from tokenizers import Tokenizer
-
 from spire.errors import InvalidRequest, MismatchError
+from spire.model.tokenizer import tokenizer_of
 
 # Longer prompts are encoded on a thread, so that they do not stop everybody's rounds.
 _INLINE_CHARACTERS = 2000
@@ -37,7 +36,7 @@ class TextCodec:
 
     def __init__(self, tokenizer_json: bytes):
         try:
-            self.tokenizer = Tokenizer.from_buffer(tokenizer_json)
+            self.tokenizer = tokenizer_of(tokenizer_json)
         except Exception as error:  # tokenizers raises bare Exception
             raise MismatchError(f"the verifier's tokenizer.json cannot be read: {error}") from error
         # Asked for each of many alternatives at each position.
@@ -57,10 +56,10 @@ class TextCodec:
         return (await asyncio.to_thread(encode)).ids
 
     def _token_bytes(self, token: int) -> bytes:
-        """What one token adds to a text; of a special one, its name."""
+        """What one token adds to a text; of a special one, its name; nothing of an id that the tokenizer lacks."""
         # Alone, some tokenizers drop its leading space.
         text = self.decode([token, token])[len(self.decode([token])) :]
-        name = self.tokenizer.id_to_token(token) or f"<{token}>"
+        name = self.tokenizer.id_to_token(token) or ""
         return _bytes_of(name) if _BROKEN in text else (text or name).encode()
 
     def offsets(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -147,6 +147,7 @@ def test_a_prompt_that_no_context_holds_is_not_written_to_its_end() -> None:
 
 def directory(path: Path, files: dict[str, Any]) -> Path:
     for name, value in files.items():
+        (path / name).parent.mkdir(exist_ok=True)
         (path / name).write_text(value if isinstance(value, str) else json.dumps(value))
     return path
 
@@ -165,9 +166,25 @@ def directory(path: Path, files: dict[str, Any]) -> Path:
             },
             "listed",
         ),
+        ({"tokenizer_config.json": {"chat_template": {"default": "by name", "rag": "x"}}}, "by name"),
         ({"chat_template.jinja": "file", "tokenizer_config.json": {"chat_template": "text"}}, "file"),
+        ({"chat_template.json": {"chat_template": "processor's"}}, "processor's"),
+        ({"chat_template.json": {"chat_template": "x"}, "tokenizer_config.json": {"chat_template": "text"}}, "text"),
+        ({"additional_chat_templates/rag.jinja": "x", "chat_template.jinja": "file"}, "file"),
+        ({"additional_chat_templates/default.jinja": "first of all", "chat_template.jinja": "file"}, "first of all"),
     ],
-    ids=["nothing", "no template", "string", "list", "file first"],
+    ids=[
+        "nothing",
+        "no template",
+        "string",
+        "list",
+        "object",
+        "file first",
+        "processor",
+        "processor last",
+        "others beside it",
+        "among others",
+    ],
 )
 def test_a_template_is_found_where_a_checkpoint_may_have_it(
     tmp_path: Path, files: dict[str, Any], template: str
@@ -177,10 +194,9 @@ def test_a_template_is_found_where_a_checkpoint_may_have_it(
 
 def test_special_tokens_are_read_however_they_are_written(tmp_path: Path) -> None:
     written = {
-        "special_tokens_map.json": {"unk_token": "<unk>", "eos_token": "old"},
+        "special_tokens_map.json": {"unk_token": "<unk>", "eos_token": "</s>"},
         "tokenizer_config.json": {
             "bos_token": {"content": "<s>", "lstrip": False},
-            "eos_token": "</s>",
             "pad_token": None,
             "add_bos_token": True,
             "model_max_length": 512,

@@ -24,10 +24,11 @@ import numpy as np
 import torch
 from llguidance import LLExecutor, LLMatcher, LLTokenizer, regex_to_lark
 from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken
 from torch import Tensor
 
 from spire.errors import CheckpointError, InvalidRequest
+from spire.model.tokenizer import tokenizer_of
 from spire.rpc.limits import MAX_GRAMMAR_BYTES
 from spire.v1 import verifier_pb2 as pb
 from verifier_service import grammar_trial
@@ -160,7 +161,7 @@ def _read_tokenizer(tokenizer_json: bytes, vocab_size: int) -> tuple[LLTokenizer
     """
     name = "<|end of what the grammar describes|>"
     try:
-        tokenizer = Tokenizer.from_buffer(tokenizer_json)
+        tokenizer = tokenizer_of(tokenizer_json)
         tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False)])
         end = tokenizer.get_vocab()[name]
         return LLTokenizer(tokenizer.to_str(), n_vocab=max(vocab_size, end + 1), eos_token=end), end

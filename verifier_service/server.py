@@ -22,13 +22,15 @@ from spire.errors import CheckpointError
 from spire.model.cache import TargetCache
 from spire.model.chat_template import read_chat_template
 from spire.model.checkpoint import load_target
-from spire.model.config import ModelConfig
+from spire.model.config import ModelConfig, load_model_config, unknown_keys
+from spire.model.generation import read_generation
 from spire.model.names import model_name
 from spire.model.packing import pack
 from spire.model.placement import choose_device, choose_dtype, leaves_cores
 from spire.model.random_weights import has_random_weights
 from spire.model.self_speculation import SparseAttention
 from spire.model.target import Target
+from spire.model.tokenizer import ids_without_text, load_tokenizer
 from spire.perf_model import Shape
 from spire.process import stop_signal
 from spire.rpc.channel import PROTOCOL_VERSION, listen, new_server
@@ -67,39 +69,43 @@ def load(config: VerifierConfig) -> tuple[Engine, Hosted]:
     """The engine and what it tells about itself. Raises CheckpointError naming what cannot be served."""
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
-    tokenizer = _read_tokenizer(config.model)
+    shape = load_model_config(config.model)
+    tokenizer = _read_tokenizer(config.model, shape)
+    end_tokens, sampling = read_generation(config.model, shape)
     if config.lossy_synthetic_acceptance is None and has_random_weights(config.model):
         raise CheckpointError(f"{config.model} holds a shape and no weights: only measurements of time can serve it")
     target, fingerprint = load_target(config.model, dtype, device)
-    shape = target.config
     max_context = config.max_context or shape.max_position_embeddings
-    grammars, no_grammars = _read_grammars(tokenizer.tokenizer_json, shape)
+    grammars, no_grammars = _read_grammars(tokenizer.tokenizer_json, shape, end_tokens)
     engine = _build_engine(pack(target), config, max_context, dtype, device, grammars)
     info = pb.GetInfoResponse(
         protocol_version=PROTOCOL_VERSION,
         model_name=_model_name(config),
         target_fingerprint=fingerprint,
-        tokenizer_hash=hashlib.sha256(tokenizer.tokenizer_json).hexdigest()[:16],
+        tokenizer_hash=hashlib.sha256((config.model / "tokenizer.json").read_bytes()).hexdigest()[:16],
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         num_layers=shape.num_hidden_layers,
         max_context=max_context,
         max_sequences=config.max_sequences,
-        end_tokens=shape.eos_token_ids,
+        end_tokens=end_tokens,
         epoch=uuid.uuid4().hex,
         dtype=str(dtype).removeprefix("torch."),
         max_speculation_depth=config.max_depth,
         no_grammars=no_grammars,
         shape=shape_to_wire(Shape.of(shape)),
         most_sequences_ahead=config.max_sequences if leaves_cores(device) else _FEW_SEQUENCES,
+        suggested_sampling=pb.SuggestedSampling(**sampling.model_dump(exclude_none=True)),
     )
     return engine, Hosted(info, tokenizer, grammars)
 
 
-def _read_grammars(tokenizer_json: bytes, shape: ModelConfig) -> tuple[Grammars | None, str]:
+def _read_grammars(
+    tokenizer_json: bytes, shape: ModelConfig, end_tokens: tuple[int, ...]
+) -> tuple[Grammars | None, str]:
     """What compiles grammars, or why there is none: a target is served all the same."""
     try:
-        return Grammars(tokenizer_json, shape.vocab_size, shape.eos_token_ids), ""
+        return Grammars(tokenizer_json, shape.vocab_size, end_tokens), ""
     except CheckpointError as error:
         log.warning("no structured output", reason=str(error))
         return None, str(error)
@@ -111,15 +117,15 @@ def _model_name(config: VerifierConfig) -> str:
     return name if rate is None else f"{name} (LOSSY: synthetic acceptance {rate})"
 
 
-def _read_tokenizer(model: Path) -> pb.GetTokenizerResponse:
-    if not model.is_dir():
-        raise CheckpointError(f"{model} does not exist: --model takes a directory in Hugging Face layout")
-    file = model / "tokenizer.json"
-    if not file.is_file():
-        raise CheckpointError(f"{file} does not exist: the gateway needs the target's own tokenizer")
-    chat = read_chat_template(model)
+def _read_tokenizer(model: Path, shape: ModelConfig) -> pb.GetTokenizerResponse:
+    """What turns text into this model's tokens and back. Tells what of the directory is without effect or text."""
+    tokenizer, chat = load_tokenizer(model, shape.vocab_size), read_chat_template(model)
+    if unknown := unknown_keys(model):
+        log.info("keys of config.json that nobody reads", keys=unknown)
+    if without := ids_without_text(tokenizer, shape.vocab_size):
+        log.info("ids of the vocabulary without text", ids=without, vocab_size=shape.vocab_size)
     return pb.GetTokenizerResponse(
-        tokenizer_json=file.read_bytes(), chat_template=chat.template, special_tokens=chat.special_tokens
+        tokenizer_json=tokenizer.to_str().encode(), chat_template=chat.template, special_tokens=chat.special_tokens
     )
 
 

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 
 from spire.errors import DataError
 from spire.model.config import load_model_config
+from spire.model.tokenizer import load_tokenizer
 
 BUNDLED_TEXT = Path(__file__).parent / "prose.txt"
 
@@ -17,11 +18,9 @@ class PromptSource:
     """Text files, tokenized once with the tokenizer of a model directory."""
 
     def __init__(self, model: Path, files: list[Path]):
-        file = model / "tokenizer.json"
-        if not file.is_file():
-            raise DataError(f"{file} does not exist: --model takes the directory that is being served")
-        tokenizer = Tokenizer.from_file(str(file))
-        self.start = load_model_config(model).bos_token_id
+        config = load_model_config(model)
+        tokenizer = load_tokenizer(model, config.vocab_size)
+        self.start = config.bos_token_id
         self.documents = [self._encode(tokenizer, path) for path in _text_files(files)]
 
     def _encode(self, tokenizer: Tokenizer, path: Path) -> list[int]:

@@ -29,7 +29,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from tokenizers import Tokenizer
 
 from spire import calibration, plots
 from spire.bench.against import Server
@@ -47,6 +46,7 @@ from spire.cli.up import ModelOptions
 from spire.errors import SpireError
 from spire.keys import FOREIGN_KEY
 from spire.model.config import MAGICDEC, load_model_config
+from spire.model.tokenizer import load_tokenizer
 from spire.perf_model import Shape
 
 _DEEPEST = 16
@@ -144,7 +144,7 @@ def bench(
             loads = [Trace(source, read_trace(trace, longest, trace_seconds, rate), temperature, trace.name)]
         machine = _calibration(hardware, served, dtype, accept_rate is not None)
         run = Run(loads, depths, repeats, seed, machine.hardware if machine else None, accept_rate)
-        tokenizer = Tokenizer.from_file(str(target / "tokenizer.json")) if as_text else None
+        tokenizer = load_tokenizer(target) if as_text else None
         server = Server.meet(against, tokenizer) if against else None
         report = Report(served.title, _machine(machine), as_json)
         with report.told(), progress_bar(as_json) as progress:

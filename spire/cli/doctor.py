@@ -28,7 +28,7 @@ from spire.cli.shapes import SHAPES, random_pair
 from spire.errors import SpireError
 from spire.http import client_for
 from spire.keys import GATEWAY_KEY, authorization
-from spire.model.config import MAGICDEC
+from spire.model.config import MAGICDEC, load_model_config
 
 # Longest sequence of a shape without a model.
 _SHAPE_POSITIONS = 2048
@@ -188,16 +188,16 @@ def _fingerprint(directory: Path) -> Check:
 
 
 def _tokenizer(directory: Path) -> Check:
-    from tokenizers import Tokenizer
+    from spire.model.tokenizer import ids_without_text, load_tokenizer
 
-    file = directory / "tokenizer.json"
-    if not file.is_file():
-        return Check("tokenizer", f"{file} does not exist", False, "put the model's own tokenizer.json there")
     try:
-        size = Tokenizer.from_file(str(file)).get_vocab_size()
-    except Exception as error:  # the library raises no narrower one
-        return Check("tokenizer", f"{file} cannot be read", False, f"put the model's own one there ({error})")
-    return Check("tokenizer", f"{size} tokens")
+        vocab_size = load_model_config(directory).vocab_size
+        tokenizer = load_tokenizer(directory, vocab_size)
+    except SpireError as error:
+        return Check("tokenizer", "not usable", False, str(error))
+    without = ids_without_text(tokenizer, vocab_size)
+    advice = f"the model has {without} ids beyond it: what it says with them has no text" if without else ""
+    return Check("tokenizer", f"{vocab_size - without} tokens", advice=advice)
 
 
 def _gateway(url: str) -> Iterator[Check]:

@@ -131,17 +131,17 @@ def eval_target(
     as_json: Json = False,
 ) -> None:
     """A target's bits per byte on held-out text, and its loss on the same tokens early and late in the context."""
-    from tokenizers import Tokenizer
-
     from spire.model.checkpoint import load_target
+    from spire.model.tokenizer import load_tokenizer
     from spire.training.evaluation import evaluate_target
 
     directory = choose_pair(model, "off").model
     prompts = PromptSource(directory, data or [BUNDLED_TEXT]).cut(windows, 2001, seed)
     with _progress(as_json) as progress:
         task = progress.add_task("windows", total=windows)
-        tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-        figures = evaluate_target(load_target(directory)[0], tokenizer, prompts, lambda: progress.advance(task))
+        target = load_target(directory)[0]
+        tokenizer = load_tokenizer(directory, target.config.vocab_size)
+        figures = evaluate_target(target, tokenizer, prompts, lambda: progress.advance(task))
     if as_json:
         typer.echo(json.dumps({"target": figures.to_json()}))
         return

@@ -168,7 +168,7 @@ def load_model_config(directory: Path) -> ModelConfig:
     try:
         return model_config_of(raw)
     except ValidationError as error:
-        raise CheckpointError(f"{file}: {_in_words(error)}") from error
+        raise CheckpointError(f"{file}: {in_words(error)}") from error
     except ValueError as error:
         raise CheckpointError(f"{file}: {error}") from error
 
@@ -248,10 +248,10 @@ def load_draft_config(directory: Path) -> DraftConfig:
     try:
         return DraftConfig.model_validate(section)
     except ValidationError as error:
-        raise CheckpointError(f"{directory / 'config.json'}: spire_draft: {_in_words(error)}") from error
+        raise CheckpointError(f"{directory / 'config.json'}: spire_draft: {in_words(error)}") from error
 
 
-def _in_words(error: ValidationError) -> str:
+def in_words(error: ValidationError) -> str:
     """Each wrong key with its value, in one line."""
     return "; ".join(
         f"{'.'.join(map(str, e['loc']))} is {_short(e['input'])}: {e['msg']}"

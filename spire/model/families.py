@@ -164,6 +164,7 @@ FAMILIES: dict[str, Family] = {
                 "rope_scaling",
                 "rope_theta",
                 "spire_draft",
+                "spire_random_weights",
                 "tie_word_embeddings",
                 "torch_dtype",
                 "vocab_size",

@@ -14,7 +14,6 @@ from typing import Any, Literal, get_args, get_type_hints
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from spire.errors import DataError
@@ -22,6 +21,7 @@ from spire.model.checkpoint import load_draft, load_target, save_draft
 from spire.model.config import DraftConfig, ModelConfig, load_model_config
 from spire.model.draft import BlockRollouts, Draft, OwnPast, RolloutBlocks, input_scale, last_layers, prune
 from spire.model.target import Target, WholeSequence
+from spire.model.tokenizer import load_tokenizer
 from spire.training.corpus import TokenStream
 from spire.training.on_policy import OnPolicy
 from spire.training.run import (
@@ -310,12 +310,8 @@ def _blocks(recipe: DraftRecipe, step: int, length: int, device: str) -> Rollout
 def _streams(
     target: Target, directory: Path, data: list[Path], valid: list[Path]
 ) -> tuple[TokenStream, TokenStream | None]:
-    file = directory / "tokenizer.json"
-    if not file.is_file():
-        raise DataError(f"{file} does not exist: the draft must see the target's own tokens")
-    tokenizer, config = Tokenizer.from_file(str(file)), target.config
-    if tokenizer.get_vocab_size() > config.vocab_size:
-        raise DataError(f"{file} has {tokenizer.get_vocab_size()} tokens, the target only {config.vocab_size}")
+    config = target.config
+    tokenizer = load_tokenizer(directory, config.vocab_size)
     start = config.bos_token_id if config.bos_token_id is not None else 0
     end = config.eos_token_ids[0] if config.eos_token_ids else start
     build = lambda paths: TokenStream.build(paths, tokenizer, start, end)  # noqa: E731

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from spire.model.checkpoint import save_target
 from spire.model.config import ModelConfig
 from spire.model.target import Target, WholeSequence
+from spire.model.tokenizer import load_tokenizer
 from spire.training.corpus import END, START, TokenStream, read_texts, train_tokenizer
 from spire.training.run import Checkpoint, Execution, Schedule, StepResult, muon_and_adamw, train_steps
 
@@ -125,7 +126,7 @@ def _tokenizer(data: list[Path], out: Path, vocab_size: int) -> Tokenizer:
     if not file.exists():
         out.mkdir(parents=True, exist_ok=True)
         train_tokenizer(read_texts(data), vocab_size).save(str(file))
-    return Tokenizer.from_file(str(file))
+    return load_tokenizer(out, vocab_size)
 
 
 def initialise(model: nn.Module, layers: nn.ModuleList) -> None:

@@ -28,7 +28,7 @@ class GetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetInfoResponse(_message.Message):
-    __slots__ = ("protocol_version", "model_name", "target_fingerprint", "tokenizer_hash", "vocab_size", "hidden_size", "num_layers", "max_context", "max_sequences", "end_tokens", "epoch", "dtype", "max_speculation_depth", "no_grammars", "shape", "most_sequences_ahead")
+    __slots__ = ("protocol_version", "model_name", "target_fingerprint", "tokenizer_hash", "vocab_size", "hidden_size", "num_layers", "max_context", "max_sequences", "end_tokens", "epoch", "dtype", "max_speculation_depth", "no_grammars", "shape", "most_sequences_ahead", "suggested_sampling")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     TARGET_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,7 @@ class GetInfoResponse(_message.Message):
     NO_GRAMMARS_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     MOST_SEQUENCES_AHEAD_FIELD_NUMBER: _ClassVar[int]
+    SUGGESTED_SAMPLING_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     model_name: str
     target_fingerprint: str
@@ -61,7 +62,26 @@ class GetInfoResponse(_message.Message):
     no_grammars: str
     shape: ModelShape
     most_sequences_ahead: int
-    def __init__(self, protocol_version: _Optional[int] = ..., model_name: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., max_context: _Optional[int] = ..., max_sequences: _Optional[int] = ..., end_tokens: _Optional[_Iterable[int]] = ..., epoch: _Optional[str] = ..., dtype: _Optional[str] = ..., max_speculation_depth: _Optional[int] = ..., no_grammars: _Optional[str] = ..., shape: _Optional[_Union[ModelShape, _Mapping]] = ..., most_sequences_ahead: _Optional[int] = ...) -> None: ...
+    suggested_sampling: SuggestedSampling
+    def __init__(self, protocol_version: _Optional[int] = ..., model_name: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., max_context: _Optional[int] = ..., max_sequences: _Optional[int] = ..., end_tokens: _Optional[_Iterable[int]] = ..., epoch: _Optional[str] = ..., dtype: _Optional[str] = ..., max_speculation_depth: _Optional[int] = ..., no_grammars: _Optional[str] = ..., shape: _Optional[_Union[ModelShape, _Mapping]] = ..., most_sequences_ahead: _Optional[int] = ..., suggested_sampling: _Optional[_Union[SuggestedSampling, _Mapping]] = ...) -> None: ...
+
+class SuggestedSampling(_message.Message):
+    __slots__ = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+    DO_SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    do_sample: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    max_new_tokens: int
+    def __init__(self, do_sample: bool = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., max_new_tokens: _Optional[int] = ...) -> None: ...
 
 class ModelShape(_message.Message):
     __slots__ = ("layers", "hidden_size", "intermediate_size", "heads", "kv_heads", "head_dim", "vocab_size")

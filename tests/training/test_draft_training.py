@@ -17,7 +17,7 @@ from tokenizers.models import WordLevel
 
 import spire.training.draft
 import spire.training.run
-from spire.errors import DataError
+from spire.errors import CheckpointError, DataError
 from spire.model.checkpoint import load_draft, load_target, save_target
 from spire.model.config import ModelConfig, RopeConfig
 from spire.model.target import Target
@@ -82,7 +82,7 @@ def test_a_target_without_tokenizer_is_refused(stories_dir: Path, tmp_path: Path
     bare.mkdir()
     for name in ("config.json", "model.safetensors"):
         (bare / name).write_bytes((stories_dir / name).read_bytes())
-    with pytest.raises(DataError, match=r"tokenizer\.json does not exist"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json does not exist"):
         train(bare, tmp_path / "out")
 
 
@@ -251,7 +251,7 @@ def test_a_tokenizer_that_knows_more_tokens_than_the_target_is_refused(stories_d
     directory = shutil.copytree(stories_dir, tmp_path / "target")
     other = Tokenizer(WordLevel({f"w{i}": i for i in range(600)}, unk_token="w0"))
     other.save(str(directory / "tokenizer.json"))
-    with pytest.raises(DataError, match=r"tokenizer\.json has 600 tokens, the target only 512"):
+    with pytest.raises(CheckpointError, match=r"tokenizer has 600 tokens, the model's vocab_size is 512"):
         train(directory, tmp_path / "out")
 
 

@@ -17,6 +17,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from spire.model.tokenizer import load_tokenizer, tokenizer_of
 from spire.v1 import verifier_pb2 as pb
 from spire.v1 import verifier_pb2_grpc as rpc
 from tests.verifier.harness import free_port
@@ -54,7 +55,9 @@ def test_the_handshake_tells_what_is_hosted(process: tuple[subprocess.Popen[str]
     assert (info.num_layers, info.hidden_size, list(info.end_tokens)) == (3, 32, [1])
     assert info.model_name == model_dir.name
     assert len(info.target_fingerprint) == len(info.tokenizer_hash) == 16
-    assert tokenizer.tokenizer_json == (model_dir / "tokenizer.json").read_bytes()
+    served = tokenizer_of(tokenizer.tokenizer_json)
+    assert served.get_vocab() == load_tokenizer(model_dir).get_vocab()
+    assert served.encode("one two").ids == load_tokenizer(model_dir).encode("one two").ids
     assert health.status == health_pb2.HealthCheckResponse.SERVING
 
 
@@ -85,10 +88,19 @@ def test_a_broken_checkpoint_is_named(model_dir: Path, tmp_path: Path) -> None:
     assert str(broken / "tokenizer.json") in refusal("--model", broken, "--port", 0)
 
 
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused_at_the_start(model_dir: Path, tmp_path: Path) -> None:
+    larger = shutil.copytree(model_dir, tmp_path / "larger")
+    tokenizer = load_tokenizer(larger)
+    known = tokenizer.get_vocab_size()
+    tokenizer.add_tokens([f"<{number}>" for number in range(301 - known)])
+    tokenizer.save(str(larger / "tokenizer.json"))
+    assert "has 301 tokens, the model's vocab_size is 300" in refusal("--model", larger, "--port", 0)
+
+
 def test_a_cache_that_cannot_fit_is_refused(model_dir: Path, tmp_path: Path) -> None:
     endless = shutil.copytree(model_dir, tmp_path / "endless")
     config = json.loads((endless / "config.json").read_text())
-    (endless / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 10**12}))
+    (endless / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 10**9}))
     message = refusal("--model", endless, "--port", 0)
     assert "--max-context" in message
     assert "GB" in message
