@@ -197,6 +197,19 @@ def test_tables_are_whole_at_80_columns(services: Services, stories_dir: Path, p
     assert "modelled" in printed
 
 
+def test_progress_is_told_from_the_start_on_and_where_there_is_no_terminal_line_by_line(
+    services: Services, stories_dir: Path, prose: list[Path]
+) -> None:
+    shape = ["--generate", "8", "--batch", "2", "--context", "20", "--repeats", "1", "--k", "2", "--json"]
+    common = ["bench", "--url", services.url, "--model", str(stories_dir), "--data", str(prose[0])]
+    done = CliRunner().invoke(app, [*common, *shape], catch_exceptions=False)
+    assert json.loads(done.stdout)["complete"]
+    told = [line for line in done.stderr.splitlines() if line.startswith("as served")]
+    assert told[0] == f"as served: asking {services.url}"
+    assert told[1] == "as served: warming"
+    assert told[-1] == "as served: 2 × 20 tokens, 4 of 4"
+
+
 def test_measured_multipliers_are_drawn_beside_modelled_ones(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     cells = [figures_cell(k, rate) for k, rate in ((0, 100.0), (4, 180.0))]

@@ -147,9 +147,10 @@ def bench(
         tokenizer = load_tokenizer(target) if as_text else None
         server = Server.meet(against, tokenizer) if against else None
         report = Report(served.title, _machine(machine), as_json)
-        with report.told(), progress_bar(as_json) as progress:
+        with report.told(), progress_bar() as progress:
             for chosen in stacks:
-                task = progress.add_task(f"{chosen.name}: starting the services", total=None)
+                begun = f"asking {url}" if url else "starting the services"
+                task = progress.add_task(f"{chosen.name}: {begun}", total=None)
                 with serving(url, chosen.pair, ModelOptions(dtype, None, None), accept_rate) as system:
                     report.cells.extend(run.of(system, chosen, progress, task))
             if others:

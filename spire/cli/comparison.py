@@ -116,8 +116,26 @@ class Run:
         return replace(cell, plain=same[-1] if same else None, synthetic=self.accept_rate is not None)
 
 
-def progress_bar(quiet: bool) -> Progress:
-    """On standard error, or nowhere."""
+def progress_bar() -> Progress:
+    """On standard error: a bar, or where that is no terminal a line for whatever begins or is done."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        return _Lines(console=console, disable=True)
     columns: list[Any] = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
     columns += [TimeElapsedColumn(), TimeRemainingColumn()]
-    return Progress(*columns, console=Console(stderr=True), disable=quiet)
+    return Progress(*columns, console=console)
+
+
+class _Lines(Progress):
+    def add_task(self, description: str, *given: Any, **named: Any) -> TaskID:
+        self.console.print(description)
+        return super().add_task(description, *given, **named)
+
+    def update(self, task_id: TaskID, **named: Any) -> None:
+        super().update(task_id, **named)
+        self.console.print(self._tasks[task_id].description)
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        super().advance(task_id, advance)
+        task = self._tasks[task_id]
+        self.console.print(f"{task.description}, {task.completed:.0f} of {task.total or 0:.0f}")
