@@ -105,8 +105,11 @@ def _ignored(body: dict[str, Any], schema: type[BaseModel], lists: Lists, kind: 
         elif not getattr(schema, "passes_others_on", False):
             if (guess := _guess(name, schema, lists, kind)) and body.get(guess) is None:
                 raise BadParameter(shown(place), f"{shown(place)} is not known: did you mean {guess}?", _UNKNOWN)
-            if schema.model_config.get("extra") != "forbid":
-                yield path
+            if schema.model_config.get("extra") == "forbid":
+                raise BadParameter(
+                    shown(place), f"{shown(place)} is not known: {kind} has {', '.join(fields)}", _UNKNOWN
+                )
+            yield path
 
 
 def _ignored_inside(value: Any, part: type[BaseModel] | None, lists: Lists, path: str, place: str) -> Iterator[str]:

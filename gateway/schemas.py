@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import ConfigDict, Field, JsonValue, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, WithJsonSchema, model_validator
 
 from gateway.bodies import Part, TokenCount, TokenId
 from gateway.errors import BadParameter
@@ -39,7 +39,7 @@ _BIAS_SCHEMA = {
     "description": "by token id",
     "maxProperties": MAX_LOGIT_BIASES,
     "propertyNames": {"format": "token-id-text"},
-    "additionalProperties": {"type": "number", "minimum": -_LARGEST_BIAS, "maximum": _LARGEST_BIAS},
+    "additionalProperties": {"type": ["number", "null"], "minimum": -_LARGEST_BIAS, "maximum": _LARGEST_BIAS},
 }
 _TRUNCATION_SCHEMA = {"anyOf": [{"const": -1}, {"type": "integer", "minimum": 1}]}
 # stream_options only in a stream.
@@ -53,6 +53,10 @@ STREAM_SCHEMA: dict[str, JsonValue] = {
 NEWER_LIMIT = "the newer name of max_tokens, and counts before it"
 
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+
+
+def _without_nulls(value: Any) -> Any:
+    return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
 
 
 class StreamOptions(Part):
@@ -86,7 +90,9 @@ class GenerationRequest(StructuredRequest):
     min_p: float = Field(0.0, ge=0, le=1, allow_inf_nan=False)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     n: int = Field(1, ge=1, le=_MOST_CANDIDATES)
-    logit_bias: Annotated[dict[str, float], WithJsonSchema(_BIAS_SCHEMA)] = Field(default_factory=dict)
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_without_nulls), WithJsonSchema(_BIAS_SCHEMA)] = Field(
+        default_factory=dict
+    )
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     repetition_penalty: float = Field(1.0, ge=0.01, le=100, allow_inf_nan=False)

@@ -19,6 +19,7 @@ from openai.types.completion_create_params import CompletionCreateParamsNonStrea
 from typing_extensions import get_type_hints, is_typeddict
 
 from gateway import fields
+from gateway.adjustments import field_of
 from gateway.bodies import RequestBody, ignored_header, parse
 from gateway.chat import ChatRequest
 from gateway.errors import BadParameter
@@ -342,8 +343,15 @@ def test_null_is_absent_at_every_depth(body: dict[str, Any]) -> None:
     assert ignored_header(read(ChatRequest, **body)) == {}
 
 
+def test_null_is_absent_among_biases() -> None:
+    request: Any = read(CompletionRequest, logit_bias={"5": None, "6": 1})
+    assert request.biases == {6: 1}
+
+
 def test_what_nobody_else_has_is_refused_inside_speculation() -> None:
-    assert refusal(CompletionRequest, speculation={"wibble": 1}).param == "speculation.wibble"
+    error = refusal(CompletionRequest, speculation={"wibble": 1})
+    assert error.param == "speculation.wibble"
+    assert str(error) == "speculation.wibble is not known: speculation has draft, k, rule"
 
 
 def test_ignored_fields_are_named_once_by_their_paths() -> None:
@@ -360,6 +368,30 @@ def test_the_newer_name_of_the_limit_counts_before_the_older(route: type[Request
     older: Any = read(route, max_tokens=9)
     request = older if route is CompletionRequest else older.as_completion([5], 512)
     assert (request.max_tokens, request.limit_name) == (9, "max_tokens")
+
+
+NAMES = {
+    "tokens": "prompt",
+    "allowed_tokens": "allowed_token_ids",
+    "end_tokens": "stop_token_ids",
+    "rule": "speculation.rule",
+    "grammar": "guided_regex",
+    "sequence_id": "",
+    "": "",
+} | {name: name for name in ("logit_bias", "temperature", "top_p", "min_p", "logprobs", "repetition_penalty")}
+
+
+@pytest.mark.parametrize("param", NAMES)
+def test_what_the_verifier_names_is_told_by_the_request_s_own_name(param: str) -> None:
+    request: Any = read(CompletionRequest, guided_regex="(")
+    assert field_of(request, param) == NAMES[param]
+    chat: Any = read(ChatRequest, guided_regex="(")
+    assert field_of(chat.as_completion([5], 512), param) == ("messages" if param == "tokens" else NAMES[param])
+
+
+def test_the_lists_are_part_of_the_package() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert "fields.toml" in project["tool"]["setuptools"]["package-data"]["gateway"]
 
 
 def test_what_a_message_asks_nothing_with_does_not_reach_the_template() -> None:
