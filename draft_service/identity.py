@@ -13,9 +13,9 @@ from spire.drafting import MAX_SPECULATION_DEPTH
 from spire.errors import MismatchError
 from spire.model.draft import Draft
 from spire.model.names import model_name
-from spire.perf_model import Shape
 from spire.rpc.channel import PROTOCOL_VERSION
 from spire.rpc.shapes import shape_to_wire
+from spire.shapes import Shape
 from spire.v1 import verifier_pb2
 
 

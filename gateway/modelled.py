@@ -1,7 +1,8 @@
 """What the performance model says of the rounds that are run: on a machine that was calibrated, for the models served.
 
 Shapes are the handshakes', batch, context, k and τ those of the rounds; nothing is fitted to how long the rounds took.
-What it does not know: whether the calibration is of the machine that serves.
+What it does not know: whether the calibration is of the machine that serves, and whether verifier and draft share a
+host: the wire that is counted is one host's.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import structlog
 from gateway.depth import Load
 from spire import calibration
 from spire.hardware import Hardware
-from spire.perf_model import Draft, DraftKind, Shape, multiplier
+from spire.perf_model import multiplier
 from spire.rpc.shapes import shape_from_wire
+from spire.shapes import Draft, DraftKind, Shape
 from spire.v1 import draft_pb2, verifier_pb2
 
 log = structlog.get_logger("gateway")

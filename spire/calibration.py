@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from spire.errors import SpireError
 from spire.files import user_cache, write_whole
 from spire.hardware import Hardware
-from spire.perf_model import Shape
+from spire.shapes import Shape
 
 CALIBRATED = "calibrated"
 

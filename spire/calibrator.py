@@ -39,8 +39,9 @@ from spire.microbenchmarks import (
 from spire.model.config import DraftConfig, ModelConfig
 from spire.model.fused_layer import kernels_of
 from spire.model.placement import choose_device, choose_dtype, keep_freed_memory
-from spire.perf_model import Shape
+from spire.process_metrics import memory_limit
 from spire.rpc.loopback import wire_cost
+from spire.shapes import Shape
 
 # Every part is measured so many times, the others between: a shared machine reads memory at times a third more slowly.
 PASSES = 3
@@ -86,6 +87,8 @@ def calibrate(
         bytes_per_second=bandwidth,
         bytes_per_value=bench.dtype.itemsize,
         measured=measured,
+        memory_bytes=_memory_bytes(device),
+        carrier="cuda_ipc" if device.type == "cuda" else "shared_memory",
     )
     return Calibration(
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -151,6 +154,10 @@ def medians(passes: Sequence[Any]) -> Any:
     if isinstance(first, tuple):
         return tuple(medians(part) for part in zip(*passes, strict=True))
     return None if first is None else statistics.median(passes)
+
+
+def _memory_bytes(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else memory_limit()
 
 
 def _machine(device: torch.device, threads: int, threads_for_draft: int) -> Machine:

@@ -9,8 +9,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Literal
 
 from spire.errors import InvalidRequest
+
+# How rows go from verifier to draft: in a GPU's memory, through a ring on one host, by a stream between hosts.
+Carrier = Literal["cuda_ipc", "shared_memory", "grpc"]
 
 
 @dataclass(frozen=True)
@@ -36,10 +40,6 @@ class Curve:
         stretches = list(pairwise(self.points))
         (x_0, y_0), (x_1, y_1) = next((stretch for stretch in stretches if n <= stretch[1][0]), stretches[-1])
         return max(0.0, y_0 + (n - x_0) * (y_1 - y_0) / (x_1 - x_0))
-
-
-# Streams between two processes of one machine, for want of a measurement: see `spire.rpc.loopback`.
-LOCAL_STREAM = Cost(fixed=0.14e-3, each=1 / 1.7e9)
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class Hardware:
-    """A device. Without `measured` the paper's formula holds; `relative` means that its seconds have no unit."""
+    """A device. `relative` means that its seconds have no unit: then only the paper's formula holds.
+
+    `memory_bytes` None: not known. `carrier` is how a draft on this device is reached.
+    """
 
     name: str
     flops_per_second: float
@@ -96,6 +99,8 @@ class Hardware:
     bytes_per_value: float = 1.0
     relative: bool = False
     measured: Measured | None = None
+    memory_bytes: float | None = None
+    carrier: Carrier = "shared_memory"
 
     @classmethod
     def of_intensity(cls, flops_per_byte: float = 600.0, bytes_per_value: float = 1.0) -> Hardware:
@@ -118,16 +123,26 @@ class Hardware:
             name=f"{devices} × {self.name}",
             flops_per_second=self.flops_per_second * devices,
             bytes_per_second=self.bytes_per_second * devices,
+            memory_bytes=self.memory_bytes and self.memory_bytes * devices,
         )
 
 
-# Peaks from NVIDIA's data sheets, dense (half of what a sheet prints "with sparsity"): bytes/s, then FLOP/s by the
-# bytes of a value. Two bytes are BF16, one is FP8, or INT8 on the A100, which has no FP8.
-GPUS: dict[str, tuple[float, dict[int, float]]] = {
-    "a100": (2.039e12, {2: 312e12, 1: 624e12}),  # A100 80GB SXM
-    "h100": (3.35e12, {2: 989.5e12, 1: 1979e12}),  # H100 SXM
-    "h200": (4.8e12, {2: 989.5e12, 1: 1979e12}),  # H200 SXM
-    "l4": (300e9, {2: 121e12, 1: 242.5e12}),  # L4
+@dataclass(frozen=True)
+class Sheet:
+    """A GPU's data sheet. `flops` are dense peaks (half of what a sheet prints "with sparsity") by bytes of a value."""
+
+    bytes_per_second: float
+    memory_bytes: float
+    flops: dict[int, float]
+
+
+# From NVIDIA's data sheets. Two bytes are BF16, one is FP8, or INT8 on the A100, which has no FP8. A sheet's GB of
+# memory count as 10⁹ bytes: what a card has beyond that is left to what no sheet knows, the runtime's own.
+GPUS = {
+    "a100": Sheet(2.039e12, 80e9, {2: 312e12, 1: 624e12}),  # A100 80GB SXM
+    "h100": Sheet(3.35e12, 80e9, {2: 989.5e12, 1: 1979e12}),  # H100 SXM
+    "h200": Sheet(4.8e12, 141e9, {2: 989.5e12, 1: 1979e12}),  # H200 SXM
+    "l4": Sheet(300e9, 24e9, {2: 121e12, 1: 242.5e12}),  # L4
 }
 
 
@@ -135,7 +150,14 @@ def gpu(name: str, bytes_per_value: int = 2) -> Hardware:
     """A GPU's peaks. Raises InvalidRequest for an unknown name or width."""
     if name not in GPUS:
         raise InvalidRequest(f"hardware {name!r} is not known: choose one of {', '.join(GPUS)}")
-    bytes_per_second, flops = GPUS[name]
-    if bytes_per_value not in flops:
-        raise InvalidRequest(f"{name} with {bytes_per_value} bytes a value is not known: choose {sorted(flops)}")
-    return Hardware(name, flops[bytes_per_value], bytes_per_second, bytes_per_value)
+    sheet = GPUS[name]
+    if bytes_per_value not in sheet.flops:
+        raise InvalidRequest(f"{name} with {bytes_per_value} bytes a value is not known: choose {sorted(sheet.flops)}")
+    return Hardware(
+        name,
+        sheet.flops[bytes_per_value],
+        sheet.bytes_per_second,
+        bytes_per_value,
+        memory_bytes=sheet.memory_bytes,
+        carrier="cuda_ipc",
+    )

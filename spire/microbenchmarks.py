@@ -38,10 +38,11 @@ from spire.model.linears import Product
 from spire.model.packing import pack
 from spire.model.placement import draft_threads
 from spire.model.target import Target
-from spire.perf_model import Draft as DraftCosts
-from spire.perf_model import Shape, draft_seconds, verify_seconds
+from spire.perf_model import draft_seconds, verify_seconds
 from spire.rpc.sampling import from_protos
 from spire.sampling import SamplingRows, probabilities
+from spire.shapes import Draft as DraftCosts
+from spire.shapes import Shape
 from spire.v1.tensor_pb2 import RULE_BLOCK, Sampling
 from spire.verification import SparseDistribution, verify
 

@@ -3,125 +3,27 @@
     multiplier = τ / Δt,   Δt = (k · draft pass + verification) / plain step
     cost of a forward = max(FLOPs, bytes read · HOI),   HOI = FLOP/s over bytes/s of the hardware
 
-Pure arithmetic: no torch, no files, no clock. `Hardware.of_intensity(600)` is the paper's, `gpu("h100")` a data
-sheet's; what `spire doctor --calibrate` measures adds unembedding, sampling, launches and the wire, never fitted to a
-whole run. `best_k` answers where to switch speculation off. By hand: `spire perf-model --help`.
+That is `paper_multiplier`, and all that holds of `Hardware.of_intensity(600)`, the paper's. `multiplier` has every cost
+that is known: unembedding and wire of a data sheet's device, `gpu("h100")`, sampling and launches too of one that
+`spire doctor --calibrate` has measured; nothing is fitted to a whole run. `best_k` answers where to switch speculation
+off. Pure arithmetic: no torch, no files, no clock. By hand: `spire perf-model --help`.
 
-What it does not know: whether weights and cache fit the device, prefill, queues, and a gateway's own work.
+What it does not know: prefill, queues, and a gateway's own work. Whether weights and caches fit: `spire.memory_need`.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
 
 from spire.errors import InvalidRequest
-from spire.hardware import Cost, Hardware, ModelCosts
-from spire.model.config import ModelConfig
-
-DraftKind = Literal["vanilla", "magicdec", "spire"]
+from spire.hardware import Hardware, ModelCosts
+from spire.shapes import Draft, DraftKind, Shape
+from spire.wire import Wire, near, plain_wire_seconds, wire_of, wire_seconds
 
 # The paper's evaluation: section 4, Table 1 at context 512.
 PAPER_K = 4
 PAPER_TAU: dict[DraftKind, float] = {"vanilla": 2.647, "magicdec": 3.891, "spire": 3.401}
-
-SERVED_SINK, SERVED_WINDOW = 1, 64
-
-# How q travels by default: up to this many tokens whole in bfloat16, of a larger vocabulary the top ones with ids and
-# in fp32. Greedy requests send none.
-_Q_TOP_M = 4096
-_TOKEN_BYTES = 4
-
-
-# --- models -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What a Llama-architecture model's costs depend on. `vocab_size` 0: not known, so unembedding costs nothing."""
-
-    layers: int
-    hidden_size: int
-    intermediate_size: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab_size: int = 0
-
-    @classmethod
-    def of(cls, config: ModelConfig) -> Shape:
-        return cls(
-            config.num_hidden_layers,
-            config.hidden_size,
-            config.intermediate_size,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-            config.vocab_size,
-        )
-
-    @property
-    def body_parameters(self) -> int:
-        """N: the layers with their norms; without embedding, unembedding and final norm, as the paper counts."""
-        attention = 2 * self.hidden_size * (self.heads + self.kv_heads) * self.head_dim
-        swiglu = 3 * self.hidden_size * self.intermediate_size
-        return self.layers * (attention + swiglu + 2 * self.hidden_size)
-
-    @property
-    def kv_values_per_position(self) -> int:
-        """Key and value numbers that one position keeps, all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim
-
-
-@dataclass(frozen=True)
-class Draft:
-    """A draft's cost: its shape and what it caches. `window` None is the paper's W = L/8; vanilla caches everything."""
-
-    kind: DraftKind
-    shape: Shape
-    window: int | None = SERVED_WINDOW
-    sink: int = SERVED_SINK
-
-    def cached_positions(self, context: int) -> int:
-        """Positions whose keys and values one draft pass reads, per sequence."""
-        if self.kind == "vanilla":
-            return context
-        return min(context, self.sink + (context // 8 if self.window is None else self.window))
-
-    @property
-    def memory_flops(self) -> int:
-        """FLOPs per sequence and pass beyond the forward: SPIRe projects one memory vector per layer."""
-        return 2 * self.shape.hidden_size * self.shape.kv_values_per_position if self.kind == "spire" else 0
-
-    @property
-    def activations_per_token(self) -> int:
-        """Target activations that the draft is sent for each committed token: one per layer and unit of width."""
-        return self.shape.layers * self.shape.hidden_size if self.kind == "spire" else 0
-
-
-def paper_draft(kind: DraftKind, target: Shape, window: int | None = SERVED_WINDOW, sink: int = SERVED_SINK) -> Draft:
-    """The paper's draft for any target: an eighth of the body, the target itself, or its last quarter of layers."""
-    if kind == "vanilla":
-        return Draft(kind, LLAMA_3_8B if target == LLAMA_3_70B else _halved(target))
-    layers = target.layers if kind == "magicdec" else max(1, round(target.layers / 4))
-    return Draft(kind, replace(target, layers=layers), window, sink)
-
-
-def _halved(target: Shape) -> Shape:
-    """Half the layers, and half of every width: an eighth of the parameters."""
-    return replace(
-        target,
-        layers=max(1, target.layers // 2),
-        hidden_size=target.hidden_size // 2,
-        intermediate_size=target.intermediate_size // 2,
-        head_dim=target.head_dim // 2,
-    )
-
-
-SEQAX_67M = Shape(layers=8, hidden_size=512, intermediate_size=4096, heads=8, kv_heads=8, head_dim=128)
-LLAMA_3_70B = Shape(80, 8192, 28672, heads=64, kv_heads=8, head_dim=128, vocab_size=128256)
-LLAMA_3_8B = Shape(32, 4096, 14336, heads=32, kv_heads=8, head_dim=128, vocab_size=128256)
 
 
 # --- acceptance -------------------------------------------------------------------------------------------------------
@@ -157,7 +59,38 @@ class Acceptance:
         return 1 + sum(known) + sum(self.prefix[-1] * rate**i for i in range(1, k - len(known) + 1))
 
 
-# --- the paper's formula, and its extensions --------------------------------------------------------------------------
+# --- the paper's formula ----------------------------------------------------------------------------------------------
+
+
+def paper_multiplier(
+    target: Shape, draft: Draft, batch: float, context: int, k: int, tau: float, hardware: Hardware
+) -> float:
+    """τ / Δt as the paper has it: forwards through layers by their roofline; nothing else costs anything.
+
+    Raises InvalidRequest for an empty batch.
+    """
+    _check(batch, context, k)
+    if k == 0:
+        return 1.0
+    plain, verify = (_roofline(target, batch, tokens, context, hardware) for tokens in (1, k + 1))
+    one = _roofline(draft.shape, batch, 1, draft.cached_positions(context), hardware, draft.memory_flops)
+    return tau * plain / (k * one + verify)
+
+
+def _roofline(
+    shape: Shape, batch: float, tokens: int, cached: int, hardware: Hardware, more_flops: float = 0.0
+) -> float:
+    flops = (2 * shape.body_parameters * tokens + more_flops) * batch
+    values = shape.body_parameters + batch * cached * shape.kv_values_per_position
+    return max(flops / hardware.flops_per_second, values * hardware.bytes_per_value / hardware.bytes_per_second)
+
+
+def _check(batch: float, context: int, k: int) -> None:
+    if batch <= 0 or context <= 0 or k < 0:
+        raise InvalidRequest(f"batch {batch}, context {context}, k {k}: batch and context are above 0, k at least 0")
+
+
+# --- every cost -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -173,38 +106,36 @@ class Round:
         return self.draft + self.verify + self.wire
 
 
-def round_cost(
-    target: Shape,
-    draft: Draft,
-    batch: float,
-    context: int,
-    k: int,
-    tau: float,
-    hardware: Hardware,
-    wire: Cost | None = None,
-) -> Round:
-    """One round of `batch` sequences at `context`, draft and target sharing a device. k = 0 is a plain step.
+def plain_cost(target: Shape, batch: float, context: int, hardware: Hardware) -> Round:
+    """A step without speculation. Raises InvalidRequest for hardware without seconds."""
+    wire = wire_of(hardware.carrier, hardware)
+    return Round(0.0, verify_seconds(target, batch, context, 0, hardware), plain_wire_seconds(batch, wire))
 
-    `wire` None is the one that was measured with the hardware; the paper's formula has none.
-    """
-    if wire is None:
-        wire = hardware.measured.wire if hardware.measured else Cost()
+
+def round_cost(
+    target: Shape, draft: Draft, batch: float, context: int, k: int, tau: float, hardware: Hardware
+) -> Round:
+    """A round of `batch` sequences at `context`, draft and target on one device. Raises as `plain_cost` does."""
+    wire = wire_of(near(draft, hardware), hardware)
     return Round(
         draft_seconds(draft, batch, context, k, hardware),
         verify_seconds(target, batch, context, k, hardware),
-        wire_seconds(target, draft, batch, k, tau, hardware, wire),
+        wire_seconds(target, draft, batch, k, tau, hardware.bytes_per_value, wire),
     )
 
 
 def multiplier(
     target: Shape, draft: Draft, batch: float, context: int, k: int, tau: float, hardware: Hardware
 ) -> float:
-    """τ / Δt: throughput of speculation over that of plain decoding. Raises InvalidRequest for an empty batch."""
-    if batch <= 0 or context <= 0 or k < 0:
-        raise InvalidRequest(f"batch {batch}, context {context}, k {k}: batch and context are above 0, k at least 0")
+    """τ / Δt with every cost that is known: throughput of speculation over that of plain decoding, on one device.
+
+    Beside the layers these are unembedding and wire, and on a machine that was measured sampling and launches. Raises
+    InvalidRequest for an empty batch, and for hardware without seconds, which has `paper_multiplier` alone.
+    """
+    _check(batch, context, k)
+    plain = plain_cost(target, batch, context, hardware)
     if k == 0:
         return 1.0
-    plain = round_cost(target, draft, batch, context, 0, 1, hardware)
     return tau * plain.seconds / round_cost(target, draft, batch, context, k, tau, hardware).seconds
 
 
@@ -217,8 +148,6 @@ def verify_seconds(target: Shape, batch: float, context: int, k: int, hardware: 
 def draft_seconds(draft: Draft, batch: float, context: int, k: int, hardware: Hardware) -> float:
     """k draft passes with their sampling."""
     measured, cached = hardware.measured, draft.cached_positions(context)
-    if k == 0:
-        return 0.0
     if measured is None or draft.kind != "spire":
         costs = measured.passes if measured else None
         return k * _forward_seconds(draft.shape, batch, 1, cached, hardware, costs, draft.memory_flops)
@@ -236,35 +165,18 @@ def _forward_seconds(
     costs: ModelCosts | None,
     more_flops: float = 0.0,
 ) -> float:
+    """One operation runs after the other: each overlaps its own reads with its arithmetic, never those of the next."""
     rows, width = batch * tokens, hardware.bytes_per_value
-    flops = 2 * shape.body_parameters * rows + more_flops * batch
-    weight_bytes = shape.body_parameters * width
+    flops, unembedding = 2 * shape.body_parameters * rows + more_flops * batch, shape.vocab_size * shape.hidden_size
+    speed = costs.flops_per_second(rows) if costs else hardware.flops_per_second
+    products = max(flops / speed, shape.body_parameters * width / hardware.bytes_per_second)
+    logits = max(2 * unembedding * rows / speed, unembedding * width / hardware.bytes_per_second)
     kv_bytes = batch * cached * shape.kv_values_per_position * width
     if costs is None or hardware.measured is None:
-        return max(flops / hardware.flops_per_second, (weight_bytes + kv_bytes) / hardware.bytes_per_second)
-    # One operation runs after the other: each overlaps its own reads with its arithmetic, never those of the next.
-    unembedding, speed = shape.vocab_size * shape.hidden_size, costs.flops_per_second(rows)
-    products = max(flops / speed, weight_bytes / hardware.bytes_per_second)
-    logits = max(2 * unembedding * rows / speed, unembedding * width / hardware.bytes_per_second)
+        return products + logits + kv_bytes / hardware.bytes_per_second
     attention = kv_bytes * hardware.measured.kv_read.at(tokens)
     rest = shape.layers * costs.layer.at(rows) + costs.sampling.at(rows * shape.vocab_size)
     return products + logits + attention + rest
-
-
-def wire_bytes(target: Shape, draft: Draft, batch: float, k: int, tau: float, bytes_per_value: float) -> float:
-    """Bytes of a round: tokens and q from draft to gateway to verifier, tokens back, activations to the draft."""
-    q_row = target.vocab_size * 2 if target.vocab_size <= _Q_TOP_M else _Q_TOP_M * (_TOKEN_BYTES + 4)
-    drafted = k * (_TOKEN_BYTES + q_row)
-    activations = draft.activations_per_token * bytes_per_value if k else 0.0
-    return batch * (2 * drafted + tau * (_TOKEN_BYTES + activations))
-
-
-def wire_seconds(
-    target: Shape, draft: Draft, batch: float, k: int, tau: float, hardware: Hardware, wire: Cost
-) -> float:
-    """One round trip to the verifier, one more to the draft where there is speculation, and the bytes of both."""
-    trips = 2 if k else 1
-    return trips * wire.fixed + wire_bytes(target, draft, batch, k, tau, hardware.bytes_per_value) * wire.each
 
 
 # --- where to switch speculation off ----------------------------------------------------------------------------------
@@ -295,10 +207,10 @@ def best_k(
     hardware: Hardware,
     max_k: int = 8,
 ) -> Choice:
-    """The speculation depth with the greatest multiplier for this batch and context."""
+    """The speculation depth with the greatest multiplier here; by the paper's formula on hardware without seconds."""
+    gain = paper_multiplier if hardware.relative else multiplier
     choices = (
-        Choice(k, multiplier(target, draft, batch, context, k, acceptance.tau(k), hardware))
-        for k in range(1, max_k + 1)
+        Choice(k, gain(target, draft, batch, context, k, acceptance.tau(k), hardware)) for k in range(1, max_k + 1)
     )
     return max(choices, key=lambda choice: choice.multiplier)
 
@@ -364,7 +276,7 @@ def split_cost(
     tau: float,
     hardware: Hardware,
     draft_hardware: Hardware,
-    wire: Cost,
+    wire: Wire,
     lanes: int = 2,
 ) -> Split:
     """`batch` sequences in flight in 1 or 2 lanes. Raises InvalidRequest for MagicDec, which drafts with the target."""
@@ -376,7 +288,7 @@ def split_cost(
     return Split(
         draft_seconds(draft, lane, context, k, draft_hardware),
         verify_seconds(target, lane, context, k, hardware),
-        wire_seconds(target, draft, lane, k, tau, hardware, wire),
+        wire_seconds(target, draft, lane, k, tau, hardware.bytes_per_value, wire),
         lanes,
     )
 

@@ -6,13 +6,15 @@ what was measured beside what was modelled.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spire.errors import SpireError
 from spire.hardware import Hardware
-from spire.perf_model import Choice, Shape, critical_context, operational_intensity
+from spire.perf_model import Choice, critical_context, operational_intensity
+from spire.shapes import Shape
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 _BELOW, _ABOVE, _NEUTRAL = "#b35806", "#01665e", "#f5f5f5"
 _OFF = "#d9d9d9"
+_NOT_FITTING = "–"
 _LARGEST_BATCH = 2**14
 
 
@@ -40,20 +43,27 @@ def short(n: int) -> str:
 
 
 def write_speedup(
-    file: Path, title: str, panels: dict[str, list[list[float]]], batches: Sequence[int], contexts: Sequence[int]
+    file: Path, title: str, panels: dict[str, list[list[float | None]]], batches: Sequence[int], contexts: Sequence[int]
 ) -> None:
-    """Figures 4 and 6: multipliers by batch (down) and context (right), one panel for each draft."""
+    """Figures 4 and 6: multipliers by batch (down) and context (right), one panel for each draft.
+
+    None is what does not fit the device.
+    """
     figure, axes = _grids(len(panels), batches, contexts)
     from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
 
-    values = [value for grid in panels.values() for row in grid for value in row]
-    norm = TwoSlopeNorm(1, vmin=min(0.5, *values), vmax=max(1.5, *values))
+    values = [value for grid in panels.values() for row in grid for value in row if value is not None]
+    norm = TwoSlopeNorm(1, vmin=min([0.5, *values]), vmax=max([1.5, *values]))
     colours = LinearSegmentedColormap.from_list("speedup", (_BELOW, _NEUTRAL, _ABOVE))
     for axis, (name, grid) in zip(axes, panels.items(), strict=True):
-        image = axis.imshow(grid, norm=norm, cmap=colours, aspect="auto")
+        numbers = [[math.nan if value is None else value for value in row] for row in grid]
+        image = axis.imshow(numbers, norm=norm, cmap=colours, aspect="auto")
         axis.set_title(name, fontsize=11)
         for row, values_of_row in enumerate(grid):
             for column, value in enumerate(values_of_row):
+                if value is None:
+                    _write(axis, column, row, _NOT_FITTING, "black")
+                    continue
                 dark = abs(norm(value) - 0.5) > 0.36
                 _write(axis, column, row, f"{value:.2f}", "white" if dark else "black")
     bar = figure.colorbar(image, ax=axes, pad=0.015, aspect=28)
@@ -63,15 +73,22 @@ def write_speedup(
 
 
 def write_map(
-    file: Path, title: str, panels: dict[str, list[list[Choice]]], batches: Sequence[int], contexts: Sequence[int]
+    file: Path,
+    title: str,
+    panels: dict[str, list[list[Choice | None]]],
+    batches: Sequence[int],
+    contexts: Sequence[int],
 ) -> None:
-    """The best depth k and its multiplier by batch and context; hatched grey where speculation is off."""
+    """The best depth k and its multiplier by batch and context; hatched grey where speculation is off.
+
+    None is what does not fit the device.
+    """
     figure, axes = _grids(len(panels), batches, contexts)
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import BoundaryNorm, ListedColormap
     from matplotlib.patches import Rectangle
 
-    deepest = max(2, *(choice.k for grid in panels.values() for row in grid for choice in row))
+    deepest = max([2, *(choice.k for grid in panels.values() for row in grid for choice in row if choice)])
     shades = [_shade((k - 1) / (deepest - 1)) for k in range(1, deepest + 1)]
     for axis, (name, grid) in zip(axes, panels.items(), strict=True):
         axis.set_title(name, fontsize=11)
@@ -79,6 +96,9 @@ def write_map(
         axis.set_ylim(len(batches) - 0.5, -0.5)
         for row, choices in enumerate(grid):
             for column, choice in enumerate(choices):
+                if choice is None:
+                    _write(axis, column, row, _NOT_FITTING, "black")
+                    continue
                 look: dict[str, Any] = {"facecolor": _OFF, "hatch": "////", "edgecolor": "white"}
                 if not choice.off:
                     look = {"facecolor": shades[choice.k - 1], "edgecolor": "white"}

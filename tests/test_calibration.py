@@ -23,8 +23,9 @@ from spire.hardware import Cost, Curve
 from spire.microbenchmarks import Bench
 from spire.model.config import DraftConfig, ModelConfig
 from spire.model.target import Target
-from spire.perf_model import Shape
+from spire.process_metrics import memory_limit
 from spire.rpc.loopback import wire_cost
+from spire.shapes import Shape
 
 CONFIG = ModelConfig(
     vocab_size=300,
@@ -253,6 +254,15 @@ def test_the_performance_model_predicts_from_a_calibration(
     assert apart["round_ms"] == pytest.approx(max(apart["draft_ms"] + apart["wire_ms"], apart["verify_ms"]))
 
 
+def test_a_calibration_tells_how_much_memory_its_machine_has(
+    calibrated: tuple[Path, dict[str, Any]], stories_dir: Path, stories_draft_dir: Path
+) -> None:
+    (row,) = predicted(calibrated[0], stories_dir, "--draft", str(stories_draft_dir))["drafts"]
+    assert row["fits"]
+    assert row["memory_gb"] == memory_limit() / 1e9
+    assert row["largest_batch"] > 64
+
+
 def test_a_calibration_of_another_target_is_used_with_a_note(calibrated: tuple[Path, dict[str, Any]]) -> None:
     result = CliRunner().invoke(app, ["perf-model", "--hardware", str(calibrated[0])], env={"COLUMNS": "300"})
     assert result.exit_code == 0
@@ -281,10 +291,10 @@ def test_a_slower_measured_wire_lowers_the_prediction(
     draft = ("--draft", str(stories_draft_dir))
     found = load(calibrated[0])
     assert found.hardware.measured is not None
-    slow = replace(found.hardware.measured, wire=Cost(fixed=0.5))
+    slow = replace(found.hardware.measured, wire=Cost(fixed=600.0))
     save(replace(found, hardware=replace(found.hardware, measured=slow)), tmp_path / "slow.json")
     quick = predicted(calibrated[0], stories_dir, *draft)["drafts"][0]["multiplier"]
     assert predicted(tmp_path / "slow.json", stories_dir, *draft)["drafts"][0]["multiplier"] == pytest.approx(
         3 / 2, rel=0.2
-    ), "two half-second trips against one leave τ / 2"
+    ), "two trips of ten minutes against one leave τ / 2"
     assert quick > 0

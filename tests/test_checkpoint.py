@@ -17,7 +17,7 @@ from spire.bench.synthetic import write_pair
 from spire.errors import CheckpointError
 from spire.model.checkpoint import load_draft, load_target
 from spire.model.config import ModelConfig, load_draft_config, load_model_config
-from spire.perf_model import SEQAX_67M
+from spire.shapes import SEQAX_67M
 from tests.test_target import LLAMA3, reference_model
 from verifier_service.config import VerifierConfig
 from verifier_service.server import load

@@ -18,7 +18,7 @@ from experiments.gpu.findings import Finding, Findings
 from experiments.gpu.packages import lacking, needed, search_path
 from experiments.gpu.parts import PARTS, Part, parts_named
 from experiments.gpu.table import table
-from spire.perf_model import LLAMA_3_8B
+from spire.shapes import LLAMA_3_8B
 
 # Seven services are started, on whatever machine.
 pytestmark = pytest.mark.timeout(1600)

@@ -12,28 +12,25 @@ from spire.errors import InvalidRequest
 from spire.hardware import Cost, Curve, Hardware, Measured, ModelCosts, gpu
 from spire.model.config import load_draft_config, load_model_config
 from spire.perf_model import (
-    LLAMA_3_70B,
     PAPER_TAU,
-    SEQAX_67M,
     Acceptance,
-    Draft,
-    DraftKind,
-    Shape,
     best_k,
     critical_batch,
     critical_context,
     draft_seconds,
     multiplier,
     operational_intensity,
-    paper_draft,
+    paper_multiplier,
+    plain_cost,
     price_per_million_tokens,
     round_cost,
     split_cost,
     training_units,
     units_saved,
     verify_seconds,
-    wire_bytes,
 )
+from spire.shapes import LLAMA_3_8B, LLAMA_3_70B, SEQAX_67M, Draft, DraftKind, Shape, paper_draft, trained_draft
+from spire.wire import STREAM, Wire, wire_bytes, wire_of
 
 KINDS: tuple[DraftKind, ...] = ("vanilla", "magicdec", "spire")
 PAPER = Hardware.of_intensity(600)
@@ -45,7 +42,7 @@ BUNDLED = Path(__file__).parents[1] / "models"
 
 def paper(target: Shape, kind: DraftKind, batch: int, context: int, window: int | None = None) -> float:
     """The multiplier of the paper's figures: k = 4, its τ, and W = L/8 unless a fixed window is given."""
-    return multiplier(target, paper_draft(kind, target, window), batch, context, 4, PAPER_TAU[kind], PAPER)
+    return paper_multiplier(target, paper_draft(kind, target, window), batch, context, 4, PAPER_TAU[kind], PAPER)
 
 
 def bundled() -> tuple[Shape, Draft]:
@@ -131,7 +128,7 @@ def test_magicdec_may_lose_against_plain_decoding() -> None:
 def test_spire_with_a_dense_cache_gains_the_same_at_any_context(context: int) -> None:
     """Figure 5: a quarter of the target read k = 4 times is one target more, so the multiplier is τ / 2."""
     dense = replace(paper_draft("spire", SEQAX_67M), window=context)
-    assert multiplier(SEQAX_67M, dense, 64, context, 4, 3.401, PAPER) == pytest.approx(3.401 / 2)
+    assert paper_multiplier(SEQAX_67M, dense, 64, context, 4, 3.401, PAPER) == pytest.approx(3.401 / 2)
 
 
 def test_a_fixed_window_reverses_the_order_of_magicdec_and_spire() -> None:
@@ -142,7 +139,8 @@ def test_a_fixed_window_reverses_the_order_of_magicdec_and_spire() -> None:
 def test_without_memory_pressure_the_hardware_decides() -> None:
     """At batch 128 and context 32 verification of 5 tokens is compute-bound at HOI 600 and free at HOI 6,000."""
     draft = paper_draft("spire", SEQAX_67M, None)
-    gains = [multiplier(SEQAX_67M, draft, 128, 32, 4, 3.401, Hardware.of_intensity(hoi)) for hoi in (600, 6000, 60000)]
+    machines = [Hardware.of_intensity(hoi) for hoi in (600, 6000, 60000)]
+    gains = [paper_multiplier(SEQAX_67M, draft, 128, 32, 4, 3.401, machine) for machine in machines]
     assert gains[0] < gains[1] == pytest.approx(gains[2])
 
 
@@ -179,7 +177,7 @@ def test_a_tau_that_cannot_be_is_refused(tau: float, k: int) -> None:
 @pytest.mark.parametrize(("batch", "context"), [(1, 32), (8, 512), (64, 512), (128, 8192)])
 def test_best_k_is_the_best_of_all_depths(batch: int, context: int) -> None:
     draft, acceptance = paper_draft("magicdec", SEQAX_67M), Acceptance.of_tau(3.891, 4)
-    gains = {k: multiplier(SEQAX_67M, draft, batch, context, k, acceptance.tau(k), PAPER) for k in range(9)}
+    gains = {k: paper_multiplier(SEQAX_67M, draft, batch, context, k, acceptance.tau(k), PAPER) for k in range(9)}
     choice = best_k(SEQAX_67M, draft, batch, context, acceptance, PAPER)
     assert gains[choice.k] == max(gains.values())
     assert choice.off == (max(gains.values()) == gains[0] == 1)
@@ -196,8 +194,14 @@ def test_speculation_is_off_where_it_loses() -> None:
 
 @pytest.mark.parametrize(("batch", "context", "k"), [(0, 512, 4), (64, 0, 4), (64, 512, -1)])
 def test_an_empty_round_is_refused(batch: int, context: int, k: int) -> None:
-    with pytest.raises(InvalidRequest, match=f"batch {batch}, context {context}, k {k}"):
-        multiplier(SEQAX_67M, paper_draft("spire", SEQAX_67M), batch, context, k, 2.0, PAPER)
+    for function in (multiplier, paper_multiplier):
+        with pytest.raises(InvalidRequest, match=f"batch {batch}, context {context}, k {k}"):
+            function(SEQAX_67M, paper_draft("spire", SEQAX_67M), batch, context, k, 2.0, gpu("h100"))
+
+
+def test_hardware_without_seconds_has_the_paper_s_formula_alone() -> None:
+    with pytest.raises(InvalidRequest, match="HOI 600 has no seconds"):
+        multiplier(SEQAX_67M, paper_draft("spire", SEQAX_67M), 64, 512, 4, 3.401, PAPER)
 
 
 # --- hardware ---------------------------------------------------------------------------------------------------------
@@ -214,10 +218,26 @@ def test_unknown_hardware_is_refused_by_name(name: str, width: int, said: str) -
         gpu(name, width)
 
 
-def test_more_devices_shorten_every_forward_alike() -> None:
+def test_more_devices_shorten_every_forward_alike_and_hold_more() -> None:
     draft = paper_draft("spire", LLAMA_3_70B)
     one, eight = (round_cost(LLAMA_3_70B, draft, 64, 65536, 4, 3.4, gpu("h100").times(n)) for n in (1, 8))
-    assert one.seconds == pytest.approx(8 * eight.seconds)
+    assert one.draft + one.verify == pytest.approx(8 * (eight.draft + eight.verify))
+    assert gpu("h100").times(8).memory_bytes == 8 * 80e9
+
+
+def test_a_data_sheet_s_device_reads_the_unembedding_too() -> None:
+    """All of 8B's matrices but the embedding, and its cache, once a step: they take 14.7 ms on an H100."""
+    step = plain_cost(LLAMA_3_8B, 32, 8192, gpu("h100"))
+    matrices = LLAMA_3_8B.body_parameters + LLAMA_3_8B.vocab_size * LLAMA_3_8B.hidden_size
+    cached = 32 * 8192 * LLAMA_3_8B.kv_values_per_position
+    assert step.verify == pytest.approx(2 * (matrices + cached) / 3.35e12)
+    assert round(step.verify * 1000, 1) == 14.7
+
+
+def test_an_8b_model_on_an_h100_gains_most_at_a_depth_of_7_by_the_paper_s_formula() -> None:
+    draft, acceptance = trained_draft("spire", LLAMA_3_8B), Acceptance.of_tau(3.4, 4)
+    gains = [paper_multiplier(LLAMA_3_8B, draft, 32, 8192, k, acceptance.tau(k), gpu("h100")) for k in (4, 7)]
+    assert [round(gain, 2) for gain in gains] == [2.63, 2.79]
 
 
 FLAT = ModelCosts(matmul=((1, 100e9),), layer=Cost(), sampling=Cost())
@@ -231,11 +251,9 @@ def machine(target: ModelCosts = FLAT, draft: ModelCosts = FLAT, wire: Cost = Co
 
 def test_a_machine_without_overheads_costs_what_the_paper_s_formula_says() -> None:
     """Where reading dominates each operation; the shape has no vocabulary, so nothing is unembedded."""
-    plain = replace(machine(), measured=None)
     for kind in ("vanilla", "magicdec"):
-        draft = paper_draft(kind, SEQAX_67M)
-        gains = [multiplier(SEQAX_67M, draft, 1, 512, 4, 3, hardware) for hardware in (machine(), plain)]
-        assert gains[0] == pytest.approx(gains[1])
+        point = (SEQAX_67M, paper_draft(kind, SEQAX_67M), 1, 512, 4, 3, machine())
+        assert multiplier(*point) == pytest.approx(paper_multiplier(*point))
 
 
 def test_a_target_that_drafts_for_itself_pays_layer_by_layer_for_its_passes_alone() -> None:
@@ -284,8 +302,7 @@ def test_a_spire_draft_s_measured_cost_does_not_grow_with_context() -> None:
 def test_wire_bytes_of_the_bundled_pair_are_those_of_the_protocol() -> None:
     target, draft = bundled()
     drafted, committed = 4 * (4 + 4096 * 2), 3.5 * (4 + 2 * 256 * 2)
-    assert wire_bytes(target, draft, 16, 4, 3.5, 2) == pytest.approx(16 * (2 * drafted + committed))
-    assert wire_bytes(target, draft, 16, 0, 1, 2) == 16 * 4, "a plain step sends tokens only"
+    assert wire_bytes(target, draft, 16, 4, 3.5, 2) == pytest.approx(16 * (drafted + committed))
 
 
 def test_drafts_that_need_no_activations_are_sent_none() -> None:
@@ -295,29 +312,54 @@ def test_drafts_that_need_no_activations_are_sent_none() -> None:
     assert spire - vanilla == 3 * 20 * 8192 * 2
 
 
-def split(wire: Cost, lanes: int, batch: int = 64) -> Any:
+def test_what_magicdec_guesses_travels_twice_and_by_grpc() -> None:
+    itself, vanilla = (paper_draft(kind, LLAMA_3_8B) for kind in ("magicdec", "vanilla"))
+    twice, once = (wire_bytes(LLAMA_3_8B, draft, 64, 4, 3.0, 2) for draft in (itself, vanilla))
+    assert twice - once == 64 * 4 * (4 + 4096 * 8)
+    cost = round_cost(LLAMA_3_8B, itself, 64, 512, 4, 3.0, gpu("h100"))
+    assert cost.wire == pytest.approx(2 * STREAM.fixed + twice * STREAM.each)
+
+
+def test_rows_travel_as_fast_as_their_carrier() -> None:
+    """On one GPU a byte of activations is read and written once; a ring was measured, and so was a stream."""
+    on_gpu, ring, stream = (wire_of(carrier, gpu("h100")) for carrier in ("cuda_ipc", "shared_memory", "grpc"))
+    assert on_gpu.activations == 2 / 3.35e12 < ring.activations < stream.activations == 1 / 1.7e9
+    assert on_gpu.guesses == ring.guesses < stream.guesses
+    assert on_gpu.round_trip == ring.round_trip == stream.round_trip > 0
+
+
+def test_a_message_takes_what_was_measured_with_the_machine() -> None:
+    slow = machine(wire=Cost(0.5, 1e-6))
+    assert wire_of("grpc", slow) == Wire("grpc", 0.5, 1e-6, 1e-6)
+    assert wire_of("shared_memory", slow).round_trip == 0.5
+
+
+FREE = Wire("grpc", 0.0, 0.0, 0.0)
+
+
+def split(wire: Wire, lanes: int, batch: int = 64) -> Any:
     draft = paper_draft("spire", LLAMA_3_70B)
     return split_cost(LLAMA_3_70B, draft, batch, 65536, 4, 3.401, gpu("h100"), gpu("h200"), wire, lanes)
 
 
 def test_two_lanes_cost_the_slower_side_and_one_lane_both() -> None:
-    two, one = split(Cost(), 2), split(Cost(), 1)
+    two, one = split(FREE, 2), split(FREE, 1)
     assert two.seconds == max(two.draft, two.verify) == two.verify
     assert one.seconds == one.draft + one.verify
-    slow = split(Cost(fixed=10.0), 2)
+    slow = split(replace(FREE, round_trip=10.0), 2)
     assert slow.seconds == slow.draft + slow.wire > slow.verify
 
 
 def test_two_lanes_read_the_weights_twice() -> None:
-    lane, alone = split(Cost(), 2, batch=64), split(Cost(), 1, batch=32)
+    lane, alone = split(FREE, 2, batch=64), split(FREE, 1, batch=32)
     assert (lane.draft, lane.verify) == (alone.draft, alone.verify)
-    assert 2 * lane.verify > split(Cost(), 1, batch=64).verify
+    assert 2 * lane.verify > split(FREE, 1, batch=64).verify
 
 
 def test_magicdec_has_no_device_of_its_own() -> None:
     draft = paper_draft("magicdec", SEQAX_67M)
     with pytest.raises(InvalidRequest, match="MagicDec drafts with the target's own weights"):
-        split_cost(SEQAX_67M, draft, 64, 512, 4, 3.9, gpu("h100"), gpu("h100"), Cost())
+        split_cost(SEQAX_67M, draft, 64, 512, 4, 3.9, gpu("h100"), gpu("h100"), FREE)
 
 
 def test_a_million_tokens_cost_the_hours_they_take() -> None:

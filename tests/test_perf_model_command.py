@@ -11,14 +11,20 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from gateway.depth import Load
+from gateway.modelled import RoundModel
+from spire import calibration
+from spire.bench.prediction import Model
 from spire.cli import app
 from spire.errors import SpireError
-from spire.model.config import load_model_config
-from spire.perf_model import (
-    Shape,
-)
+from spire.model.config import load_draft_config, load_model_config
+from spire.rpc.shapes import shape_to_wire
+from spire.shapes import Shape
+from spire.v1.draft_pb2 import DraftGetInfoResponse
+from spire.v1.verifier_pb2 import GetInfoResponse
 
 BUNDLED = Path(__file__).parents[1] / "models"
+CALIBRATION = Path(__file__).parents[1] / "experiments" / "results" / "calibration.json"
 
 
 def run(*arguments: str) -> dict[str, Any]:
@@ -35,7 +41,7 @@ def refusal(*arguments: str) -> str:
 
 def test_the_command_prints_the_paper_s_table() -> None:
     report = run("--draft", "vanilla", "--draft", "magicdec", "--draft", "spire")
-    assert [round(row["multiplier"], 3) for row in report["drafts"]] == [1.361, 2.052, 2.779]
+    assert [round(row["paper_multiplier"], 3) for row in report["drafts"]] == [1.361, 2.052, 2.779]
     assert report["critical_context"] == 32
     table = CliRunner().invoke(app, ["perf-model"], env={"COLUMNS": "100"}).output
     assert "16,779,264" in table
@@ -62,7 +68,7 @@ def test_the_manual_shows_what_the_command_prints(arguments: str) -> None:
 def test_both_windows_are_shown_where_they_differ() -> None:
     both = run("--target", "llama-3-70b")["drafts"]
     assert [(row["window"], row["cached_positions"]) for row in both] == [("64", 65), ("L/8", 8193)]
-    assert round(both[1]["multiplier"], 2) == 2.82
+    assert round(both[1]["paper_multiplier"], 2) == 2.82
     assert [row["window"] for row in run("--target", "llama-3-70b", "--window", "paper")["drafts"]] == ["L/8"]
 
 
@@ -85,7 +91,7 @@ def test_the_bundled_pair_is_read_from_its_directories() -> None:
     shares = ("--acceptance", "0.83,0.69,0.58,0.48", "--context", "512")
     by_name = run("--target", "bundled", *shares)
     by_path = run("--target", str(BUNDLED / "target"), "--draft", str(BUNDLED / "draft"), *shares)
-    assert by_name["drafts"][0]["multiplier"] == by_path["drafts"][0]["multiplier"]
+    assert by_name["drafts"][0]["paper_multiplier"] == by_path["drafts"][0]["paper_multiplier"]
     assert by_name["drafts"][0]["tau"] == pytest.approx(3.58)
     assert by_name["drafts"][0]["body_parameters"] == _body_parameters("draft")
 
@@ -112,6 +118,98 @@ def test_any_target_gets_the_paper_s_rule_for_a_draft() -> None:
     assert row["body_parameters"] == pytest.approx(_body_parameters("target") / 8, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("target", "change", "said"),
+    [
+        ("llama-3.1-8b", {}, "its vocabulary is 4096, llama-3.1-8b has 128256"),
+        ("bundled", {"hidden_size": 512}, "its width is 512, bundled has 256"),
+        ("bundled", {"num_key_value_heads": 2}, "its KV heads is 2, bundled has 4"),
+        ("bundled", {"tapped": [30, 31]}, "it is sent what enters layer 31, counted from 0, bundled has 8"),
+    ],
+)
+def test_a_draft_of_another_target_is_refused_with_both_values(
+    tmp_path: Path, target: str, change: dict[str, Any], said: str
+) -> None:
+    raw = json.loads((BUNDLED / "draft" / "config.json").read_text())
+    raw["spire_draft"]["tapped_layers"] = change.pop("tapped", raw["spire_draft"]["tapped_layers"])
+    (tmp_path / "config.json").write_text(json.dumps(raw | change))
+    refused = refusal("--target", target, "--draft", str(tmp_path), "--tau", "3")
+    assert f"--draft {tmp_path} is of another target" in refused
+    assert said in refused
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+LLAMA = ("--target", "llama-3.1-8b", "--tau", "3.4", "--hardware", "h100", "--context", "8192")
+
+
+def test_what_does_not_fit_is_said_first_with_the_batch_that_does() -> None:
+    shown = CliRunner().invoke(app, ["perf-model", *LLAMA, "--batch", "64"], env={"COLUMNS": "80"}).output
+    first = shown.splitlines()[0]
+    assert first.startswith("does not fit: llama-3.1-8b with draft spire needs 90.5 GB")
+    assert "of the 80 GB of h100; the largest batch at context 8,192 is 54" in first
+    assert "–: does not fit" in shown
+    (row,) = run(*LLAMA, "--batch", "64")["drafts"]
+    assert (row["fits"], row["largest_batch"], row["memory_gb"]) == (False, 54, 80)
+    assert [run(*LLAMA, "--batch", str(batch))["drafts"][0]["fits"] for batch in (54, 55)] == [True, False]
+    fitting = CliRunner().invoke(app, ["perf-model", *LLAMA, "--batch", "32"]).output
+    assert fitting.startswith("fits: llama-3.1-8b with draft spire needs 56.1 GB")
+
+
+def test_the_draft_apart_leaves_the_target_its_memory() -> None:
+    plain, together, apart = run(*LLAMA, "--batch", "57", "--split")["deployments"]
+    assert [row["fits"] for row in (plain, together, apart)] == [True, False, True]
+    assert apart["needs_gb"] == plain["needs_gb"] < together["needs_gb"]
+    assert apart["draft_needs_gb"] == pytest.approx(together["needs_gb"] - plain["needs_gb"])
+    small = run(*LLAMA, "--batch", "57", "--split", "--draft-hardware", "l4", "--bytes", "1")["deployments"][2]
+    assert small["draft_memory_gb"] == 24
+
+
+def test_of_a_device_that_nobody_named_no_memory_is_known() -> None:
+    assert run()["drafts"][0]["fits"] is None
+    assert CliRunner().invoke(app, ["perf-model"]).output.startswith("no device is named (--hardware): memory and the")
+    calibrated = ("--target", "bundled", "--hardware", str(CALIBRATION))
+    assert run(*calibrated)["drafts"][0]["fits"] is None
+    assert (
+        CliRunner().invoke(app, ["perf-model", *calibrated]).output.startswith("fits? bundled with draft spire needs")
+    )
+
+
+# --- one multiplier ---------------------------------------------------------------------------------------------------
+
+
+def test_every_row_has_prices_and_milliseconds() -> None:
+    report = run(*LLAMA, "--split", "--price", "2.5")
+    times = {"draft_ms", "wire_ms", "verify_ms", "round_ms", "tokens_per_second", "price_per_million_tokens"}
+    for row in (report["plain"], *report["drafts"], *report["deployments"]):
+        assert times <= set(row)
+        assert row["round_ms"] > 0
+        assert row["wire_ms"] > 0
+
+
+def test_bench_gateway_and_command_predict_the_same() -> None:
+    """The bundled pair on the committed calibration, at the τ that the record beside the draft has."""
+    options = ("--target", "bundled", "--hardware", str(CALIBRATION), "--batch", "16", "--context", "1900")
+    (row,) = run(*options)["drafts"]
+    target, draft = BUNDLED / "target", BUNDLED / "draft"
+    predicted = Model(target, draft, calibration.load(CALIBRATION).hardware).predict(16, 1900, 4, None)
+    assert predicted["multiplier_modelled"] == row["multiplier"]
+    config = load_draft_config(draft)
+    live = RoundModel.of(CALIBRATION).multiplier(
+        GetInfoResponse(shape=shape_to_wire(Shape.of(load_model_config(target)))),
+        DraftGetInfoResponse(
+            kind="spire",
+            shape=shape_to_wire(Shape.of(load_model_config(draft))),
+            window=config.window,
+            sink=config.sink,
+        ),
+        Load(sequences=16, context=1900),
+        4,
+        row["tau"],
+    )
+    assert live == row["multiplier"]
+
+
 def test_deployments_are_priced_by_all_their_devices() -> None:
     options = ("--target", "llama-3-70b", "--hardware", "h100", "--split", "--draft-hardware", "l4")
     plain, together, apart = run(*options, "--price", "2", "--draft-price", "0.5")["deployments"]
@@ -124,13 +222,20 @@ def test_deployments_are_priced_by_all_their_devices() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--target", "nowhere"), "none of seqax-67m, llama-3-70b, bundled"),
+        (("--target", "nowhere"), "none of seqax-67m, llama-3-70b, llama-3-8b, llama-3.1-8b, qwen3-8b, bundled"),
         (("--draft", "nowhere"), "none of vanilla, magicdec, spire"),
         (("--hardware", "abacus"), "none of a100, h100, h200, l4, calibrated"),
         (("--tau", "7"), "τ is 7.0 at k = 4"),
-        (("--split", "--price", "2"), "name a device with --hardware"),
-        (("--split", "--draft-hardware", "l4"), "--draft-hardware needs --hardware"),
-        (("--split", "--round-trip-ms", "1"), "a wire's seconds need a device's"),
+        (("--price", "2"), "--price needs the seconds of a device: name one with --hardware"),
+        (("--split", "--draft-hardware", "l4"), "--split needs the seconds of a device: name one with --hardware"),
+        (("--hardware", "h100", "--draft-hardware", "l4"), "--draft-hardware is about a draft on a device of its own"),
+        (("--hardware", "h100", "--carrier", "grpc"), "--carrier is about a draft on a device of its own"),
+        (("--hardware", "h100", "--round-trip-ms", "1"), "give --split too"),
+        (("--hardware", "h100", "--split", "--carrier", "pigeon"), "pigeon is none of shared_memory, grpc"),
+        (("--target", "qwen3-8b", "--hardware", "h100"), "no τ is known of draft spire for target qwen3-8b"),
+        (("--target", "qwen3-8b", "--context", "40961"), "--context 40961: qwen3-8b takes at most 40960 positions"),
+        (("--target", "llama-3-8b", "--contexts", "32,8193"), "--contexts 8193: llama-3-8b takes at most 8192"),
+        (("--target", "bundled", "--context", "2049"), "--context 2049: bundled takes at most 2048 positions"),
     ],
 )
 def test_what_cannot_be_modelled_is_refused_by_name(arguments: tuple[str, ...], said: str) -> None:

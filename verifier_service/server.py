@@ -31,11 +31,11 @@ from spire.model.random_weights import has_random_weights
 from spire.model.self_speculation import SparseAttention
 from spire.model.target import Target
 from spire.model.tokenizer import ids_without_text, load_tokenizer
-from spire.perf_model import Shape
 from spire.process import stop_signal
 from spire.rpc.channel import PROTOCOL_VERSION, listen, new_server
 from spire.rpc.shapes import shape_to_wire
 from spire.rpc.tls import Tls
+from spire.shapes import Shape
 from spire.v1 import draft_pb2_grpc
 from spire.v1 import verifier_pb2 as pb
 from spire.v1 import verifier_pb2_grpc as rpc

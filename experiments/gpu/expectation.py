@@ -8,7 +8,7 @@ layer.
 
 from __future__ import annotations
 
-from spire.perf_model import Shape
+from spire.shapes import Shape
 
 _PRODUCTS, _KEYS_AND_VALUES, _SCORES = 1.2, 4.0, 6.7
 _LAUNCH_SECONDS = 4e-6

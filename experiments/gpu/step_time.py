@@ -19,7 +19,7 @@ from spire.model.packing import pack
 from spire.model.random_weights import draw_weights
 from spire.model.self_speculation import SparseAttention
 from spire.model.target import Target
-from spire.perf_model import SERVED_SINK, SERVED_WINDOW, paper_draft
+from spire.shapes import SERVED_SINK, SERVED_WINDOW, trained_draft
 from verifier_service.batch import RaggedBatch
 from verifier_service.pipeline import Pipeline
 from verifier_service.step import ModelSteps
@@ -81,7 +81,7 @@ def _seconds(setting: Setting, target: Target, cell: Cell) -> float:
     sparse = SparseAttention(SERVED_SINK, SERVED_WINDOW)
     steps = ModelSteps(target, cache, Pipeline(cell.batch, config.vocab_size, device), sparse, config.vocab_size)
     if cell.k:
-        steps.tapped_layers = last_layers(config, paper_draft("spire", shape_of(setting)).shape.layers)
+        steps.tapped_layers = last_layers(config, trained_draft("spire", shape_of(setting)).shape.layers)
     batch = _batch(cell, slots, config.vocab_size, device)
 
     def step() -> None:

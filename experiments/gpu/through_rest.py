@@ -26,7 +26,7 @@ from spire.bench.system import System
 from spire.bench.throughput import Figures, figures_of_steps
 from spire.cli.paths import Pair
 from spire.keys import authorization
-from spire.perf_model import Shape, paper_draft
+from spire.shapes import Shape, trained_draft
 
 _ACCEPTANCE = 0.8
 # Prompts must be through before the first sequence ends: many of their positions in each step.
@@ -50,7 +50,7 @@ class Cell:
         """τ tokens of each sequence a round, which takes the draft's passes and a step of today's path."""
         context = self.context + self.generate // 2
         seconds = step_seconds(shape, self.batch, context, self.k + 1, rate)
-        seconds += draft_seconds(paper_draft("spire", shape).shape, self.k, rate)
+        seconds += draft_seconds(trained_draft("spire", shape).shape, self.k, rate)
         return self.batch * sum(_ACCEPTANCE**at for at in range(self.k + 1)) / seconds
 
 

@@ -14,7 +14,8 @@ from typing import Any
 from spire.bench.acceptance import RECORD, read_record
 from spire.hardware import Hardware
 from spire.model.config import load_draft_config, load_model_config
-from spire.perf_model import Acceptance, Draft, DraftKind, Shape, best_k, multiplier, paper_draft
+from spire.perf_model import Acceptance, best_k, multiplier
+from spire.shapes import Draft, DraftKind, Shape, trained_draft
 
 # As deep as any service speculates.
 _POSITIONS = 16
@@ -39,7 +40,7 @@ class Model:
         if known is None and (k is None or tau is None):
             return {"multiplier_modelled": None}
         shape = Shape.of(load_model_config(self.target))
-        draft = served_draft(self.draft) if self.draft else paper_draft("magicdec", shape)
+        draft = served_draft(self.draft) if self.draft else trained_draft("magicdec", shape)
         if k is None:
             assert known is not None
             choice = best_k(shape, draft, batch, context, known, self.hardware)

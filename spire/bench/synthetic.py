@@ -16,13 +16,13 @@ from spire.model.checkpoint import fingerprint
 from spire.model.config import DraftConfig, ModelConfig
 from spire.model.draft import last_layers
 from spire.model.random_weights import RANDOM_WEIGHTS
-from spire.perf_model import Shape, paper_draft
+from spire.shapes import Shape, trained_draft
 
 
 def write_pair(directory: Path, shape: Shape, positions: int) -> tuple[Path, Path]:
     """Directories of a target of this shape and of a SPIRe draft by the paper's rule, a quarter of its layers."""
     config = config_of(shape, positions)
-    rule = paper_draft("spire", shape)
+    rule = trained_draft("spire", shape)
     tapped = last_layers(config, rule.shape.layers)
     draft = DraftConfig(
         target_fingerprint=fingerprint(config, {}), tapped_layers=tapped, window=rule.window or 0, sink=rule.sink

@@ -41,13 +41,13 @@ from spire.cli import bench_report
 from spire.cli.comparison import Chosen, Run, progress_bar
 from spire.cli.paths import OFF, Pair, choose_pair
 from spire.cli.serving import serving
-from spire.cli.shapes import SHAPES, random_pair
+from spire.cli.shapes import random_pair
 from spire.cli.up import ModelOptions
 from spire.errors import SpireError
 from spire.keys import FOREIGN_KEY
 from spire.model.config import MAGICDEC, load_model_config
 from spire.model.tokenizer import load_tokenizer
-from spire.perf_model import Shape
+from spire.shapes import SHAPES, Shape
 
 _DEEPEST = 16
 

@@ -16,7 +16,7 @@ from spire.calibration import Calibration, save, to_json
 from spire.cli.paths import Pair
 from spire.errors import SpireError
 from spire.model.config import DraftConfig, ModelConfig, load_draft_config, load_model_config
-from spire.perf_model import Shape, paper_draft
+from spire.shapes import Shape, trained_draft
 
 
 def measure_machine(pair: Pair, file: Path, dtype: str, as_json: bool) -> None:
@@ -49,7 +49,7 @@ def _spire_draft(pair: Pair, target: ModelConfig) -> DraftConfig:
     """The pair's own draft where it remembers the target's activations, else the paper's rule."""
     if pair.draft is not None and (config := load_draft_config(pair.draft)).tapped_layers:
         return config
-    layers, rule = target.num_hidden_layers, paper_draft("spire", Shape.of(target))
+    layers, rule = target.num_hidden_layers, trained_draft("spire", Shape.of(target))
     tapped = tuple(range(layers - rule.shape.layers, layers))
     return DraftConfig(target_fingerprint="", tapped_layers=tapped, window=rule.window or 0, sink=rule.sink)
 

@@ -24,11 +24,12 @@ from rich.table import Table
 from spire.calibration import default_file
 from spire.cli.calibrate import measure_machine
 from spire.cli.paths import OFF, choose_pair
-from spire.cli.shapes import SHAPES, random_pair
+from spire.cli.shapes import random_pair
 from spire.errors import SpireError
 from spire.http import client_for
 from spire.keys import GATEWAY_KEY, authorization
 from spire.model.config import MAGICDEC, load_model_config
+from spire.shapes import SHAPES
 
 # Longest sequence of a shape without a model.
 _SHAPE_POSITIONS = 2048

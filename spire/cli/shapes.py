@@ -10,14 +10,10 @@ from pathlib import Path
 
 from spire.cli.paths import Pair
 from spire.errors import SpireError
-from spire.perf_model import LLAMA_3_8B, LLAMA_3_70B, SEQAX_67M, Shape
+from spire.shapes import SHAPES, Shape
 
-# The paper names no vocabulary for its 67M target.
-SHAPES = {
-    "seqax-67m": replace(SEQAX_67M, vocab_size=32768),
-    "llama-3-8b": LLAMA_3_8B,
-    "llama-3-70b": LLAMA_3_70B,
-}
+# Of the paper's 67M target, for which none is named.
+_VOCABULARY = 32768
 
 
 @contextmanager
@@ -33,7 +29,8 @@ def random_pair(name: str, layers: int | None, positions: int) -> Iterator[tuple
 def _shape(name: str, layers: int | None) -> tuple[Shape, str]:
     if name not in SHAPES:
         raise SpireError(f"--shape {name} is not known: there is {', '.join(SHAPES)}")
-    whole = SHAPES[name]
+    known = SHAPES[name].shape
+    whole = replace(known, vocab_size=known.vocab_size or _VOCABULARY)
     if layers is None:
         return whole, name
     if layers > whole.layers:

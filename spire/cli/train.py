@@ -97,7 +97,9 @@ def draft(
     kind: Annotated[
         str, typer.Option(help="spire; or vanilla: an independent model of half the layers at half the width.")
     ] = "spire",
-    layers: Annotated[int | None, typer.Option(help="Layers, copied from the target's last ones.", min=1)] = None,
+    layers: Annotated[
+        int | None, typer.Option(help="Layers, the target's last ones. Default: a quarter of its layers.", min=1)
+    ] = None,
     copied_layers: Annotated[
         str | None, typer.Option(help="Copy these target layers instead of the last ones, e.g. 3,7 (0 is the first).")
     ] = None,

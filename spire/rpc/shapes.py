@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from spire.perf_model import Shape
+from spire.shapes import Shape
 from spire.v1 import verifier_pb2 as pb
 
 

@@ -22,6 +22,7 @@ from spire.model.config import DraftConfig, ModelConfig, load_model_config
 from spire.model.draft import BlockRollouts, Draft, OwnPast, RolloutBlocks, input_scale, last_layers, prune
 from spire.model.target import Target, WholeSequence
 from spire.model.tokenizer import load_tokenizer
+from spire.shapes import SERVED_SINK, SERVED_WINDOW, quarter_of
 from spire.training.corpus import TokenStream
 from spire.training.on_policy import OnPolicy
 from spire.training.run import (
@@ -43,6 +44,8 @@ Loss = Literal["mixed", "mixed-log", "data"]
 class DraftRecipe:
     """Everything that determines a draft besides its target and the text. The defaults are the bundled draft's.
 
+    `recipe_for` fits them to a target: `layers` is a quarter of its layers there.
+
     `start_from` is the directory of a draft to train further, instead of one made from `init`.
     `on_policy` is the share of the short sequences whose second half the target has written itself.
     `loss`: "mixed" is the paper's ω · CE(p, q) − (1 − ω) · α; "mixed-log" has log α for α; "data" is cross-entropy on
@@ -62,8 +65,8 @@ class DraftRecipe:
     activations: bool = True
     feedback: bool = True
     self_key: bool = True
-    window: int = 64
-    sink: int = 1
+    window: int = SERVED_WINDOW
+    sink: int = SERVED_SINK
     k: int = 4
     loss: Loss = "mixed"
     omega: float = 0.5
@@ -101,9 +104,16 @@ def recipe_for(target_directory: Path, given: dict[str, Any]) -> DraftRecipe:
             raise DataError(f"{name} is {given[name]!r}: it is one of {', '.join(get_args(choices[name]))}")
     if "omega" in given:
         given = {"omega_final": given["omega"]} | given
-    if given.get("kind") == "vanilla":
-        given = _vanilla(load_model_config(target_directory)) | given
-    return DraftRecipe(**given)
+    target = load_model_config(target_directory)
+    fitted = _vanilla(target) if given.get("kind") == "vanilla" else {"layers": _layers(target, given)}
+    return DraftRecipe(**fitted | given)
+
+
+def _layers(target: ModelConfig, given: dict[str, Any]) -> int:
+    """Those of the draft that is trained further, else a quarter of the target's."""
+    if "start_from" in given:
+        return load_model_config(Path(given["start_from"])).num_hidden_layers
+    return quarter_of(target.num_hidden_layers)
 
 
 def _vanilla(target: ModelConfig) -> dict[str, Any]:

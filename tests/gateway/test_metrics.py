@@ -154,7 +154,8 @@ def test_by_default_no_round_is_left_plain_and_nothing_unmeasured_is_told(api: A
 def test_the_modelled_multiplier_is_the_performance_model_s(measuring: Api) -> None:
     """One sequence at a time, so that its load is known."""
     from spire import calibration
-    from spire.perf_model import Draft, Shape, multiplier
+    from spire.perf_model import multiplier
+    from spire.shapes import Draft, Shape
 
     for prompt in PROMPTS:
         measuring.complete(prompt, **LONG)

@@ -19,8 +19,9 @@ import spire.training.draft
 import spire.training.run
 from spire.errors import CheckpointError, DataError
 from spire.model.checkpoint import load_draft, load_target, save_target
-from spire.model.config import ModelConfig, RopeConfig
+from spire.model.config import ModelConfig, RopeConfig, load_model_config
 from spire.model.target import Target
+from spire.shapes import DraftKind, Shape, trained_draft
 from spire.training.corpus import TokenStream
 from spire.training.draft import DraftRecipe, new_draft, recipe_for, rollout_loss, train_draft
 from spire.training.evaluation import token_losses
@@ -104,7 +105,7 @@ def test_a_target_without_tokenizer_is_refused(stories_dir: Path, tmp_path: Path
 def test_every_baseline_and_ablation_is_a_value_of_the_same_recipe(
     stories_dir: Path, tmp_path: Path, given: dict[str, object]
 ) -> None:
-    short = {"steps": 3, "tokens_per_step": 64, "short_length": 16, "long_length": 32}
+    short = {"steps": 3, "tokens_per_step": 64, "short_length": 16, "long_length": 32, "layers": 2}
     recipe = recipe_for(stories_dir, short | given)
     train(stories_dir, tmp_path, recipe)
     draft = load_draft(tmp_path)
@@ -112,6 +113,28 @@ def test_every_baseline_and_ablation_is_a_value_of_the_same_recipe(
     assert bool(draft.draft.tapped_layers) == recipe.activations
     assert draft.draft.feedback == recipe.feedback
     assert draft.config.num_hidden_layers == 2
+
+
+@pytest.mark.parametrize("kind", ["spire", "vanilla"])
+@pytest.mark.parametrize("layers", [5, 8, 30])
+def test_the_draft_that_the_performance_model_counts_is_the_one_that_training_makes(
+    stories_dir: Path, tmp_path: Path, kind: DraftKind, layers: int
+) -> None:
+    config = load_model_config(stories_dir).model_copy(update={"num_hidden_layers": layers})
+    save_target(tmp_path, Target(config))
+    target, identity = load_target(tmp_path)
+    made = new_draft(target, identity, recipe_for(tmp_path, {"kind": kind}))
+    counted = trained_draft(kind, Shape.of(config))
+    assert Shape.of(made.config) == counted.shape
+    if kind == "spire":
+        assert made.config.num_hidden_layers == {5: 1, 8: 2, 30: 8}[layers]
+        assert (made.draft.window, made.draft.sink) == (counted.window, counted.sink)
+
+
+def test_a_draft_that_is_trained_further_keeps_its_number_of_layers(stories_dir: Path, stories_draft_dir: Path) -> None:
+    layers = load_model_config(stories_draft_dir).num_hidden_layers
+    assert layers != recipe_for(stories_dir, {}).layers
+    assert recipe_for(stories_dir, {"start_from": str(stories_draft_dir)}).layers == layers
 
 
 def test_a_vanilla_draft_has_an_eighth_of_the_targets_body(stories_dir: Path) -> None:

@@ -1,0 +1,222 @@
+"""What the options of `spire perf-model` name: targets, drafts with their τ, devices, and the way between them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from spire import calibration
+from spire.bench.acceptance import RECORD, read_record
+from spire.bench.prediction import served_draft
+from spire.cli.paths import BUNDLED
+from spire.cli.perf_report import Candidate
+from spire.errors import SpireError
+from spire.hardware import GPUS, Carrier, Hardware, gpu
+from spire.model.config import load_draft_config, load_model_config
+from spire.perf_model import PAPER_K, PAPER_TAU, Acceptance
+from spire.shapes import SHAPES, Draft, DraftKind, Shape, paper_draft, trained_draft
+from spire.wire import Wire, wire_of
+
+_KINDS: dict[str, DraftKind] = {"vanilla": "vanilla", "magicdec": "magicdec", "spire": "spire"}
+_CARRIERS: dict[str, Carrier] = {"shared_memory": "shared_memory", "grpc": "grpc"}
+POWERS = [2**exponent for exponent in range(21)]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A target by name. `longest` is the most positions of a sequence, None where the paper sets no bound.
+
+    `tied`: embedding and unembedding are one matrix.
+    """
+
+    name: str
+    shape: Shape
+    longest: int | None
+    context: int
+    contexts: list[int]
+    tied: bool = False
+    directory: Path | None = None
+
+    @property
+    def of_the_paper(self) -> bool:
+        return self.name in _PAPER_TARGETS
+
+    def check(self, option: str, contexts: list[int]) -> list[int]:
+        """Raises SpireError for a context that no sequence of this target can have."""
+        if self.longest is not None and max(contexts) > self.longest:
+            raise SpireError(f"{option} {max(contexts)}: {self.name} takes at most {self.longest} positions")
+        return contexts
+
+
+# Contexts of the paper's Figures 4 and 6.
+_PAPER_TARGETS = {
+    "seqax-67m": Target("seqax-67m", SHAPES["seqax-67m"].shape, None, 512, POWERS[5:14]),
+    "llama-3-70b": Target("llama-3-70b", SHAPES["llama-3-70b"].shape, None, 65536, POWERS[12:]),
+}
+
+
+def find_target(name: str) -> Target:
+    """Raises SpireError for what is no directory and no shape that is known."""
+    if name in _PAPER_TARGETS:
+        return _PAPER_TARGETS[name]
+    if name in SHAPES:
+        known = SHAPES[name]
+        assert known.longest is not None
+        return Target(name, known.shape, known.longest, *_contexts(known.longest))
+    directory = BUNDLED / "target" if name == "bundled" else Path(name)
+    if name != "bundled" and not directory.is_dir():
+        raise SpireError(f"--target {name} is no directory and none of {', '.join([*SHAPES, 'bundled'])}")
+    config = load_model_config(directory)
+    longest = config.max_position_embeddings
+    return Target(name, Shape.of(config), longest, *_contexts(longest), config.tie_word_embeddings, directory)
+
+
+def _contexts(longest: int) -> tuple[int, list[int]]:
+    """The point's and the map's."""
+    return min(512, longest), [context for context in POWERS if 32 <= context <= longest][-9:] or [longest]
+
+
+# --- drafts -----------------------------------------------------------------------------------------------------------
+
+
+def find_candidate(
+    name: str, goal: Target, given: Acceptance | None, context: int, window: str | None, machine: Hardware
+) -> Candidate:
+    served = _draft(name, goal)
+    acceptance = given or _recorded(name, goal, context) or _published(name, goal)
+    if served.kind == "vanilla":
+        return Candidate(name, acceptance, {"all": served})
+    rules = [served.window] if window is None else [None if window == "paper" else numbers(window)[0]]
+    if window is None and goal.of_the_paper:
+        rules.append(None)
+    if machine.measured and served.kind == "spire":
+        if rules[0] != served.window:
+            raise SpireError(f"--window {window}: a SPIRe draft's pass was measured with its own window")
+        rules = [served.window]
+    return Candidate(name, acceptance, {_window_name(rule): replace(served, window=rule) for rule in rules})
+
+
+def _draft_directory(name: str, goal: Target) -> Path | None:
+    """Of a draft that exists; None for one that is only modelled."""
+    if goal.directory == BUNDLED / "target" and name == "spire":
+        return BUNDLED / "draft"
+    return None if name in _KINDS else Path(name)
+
+
+def _draft(name: str, goal: Target) -> Draft:
+    directory = _draft_directory(name, goal)
+    if directory is None:
+        return (paper_draft if goal.of_the_paper else trained_draft)(_KINDS[name], goal.shape)
+    if not directory.is_dir():
+        raise SpireError(f"--draft {name} is no directory and none of {', '.join(_KINDS)}")
+    _check_pair(directory, goal)
+    return served_draft(directory)
+
+
+def _check_pair(directory: Path, goal: Target) -> None:
+    """Raises SpireError for a draft that, by its sizes, cannot be one of this target."""
+    draft, target = Shape.of(load_model_config(directory)), goal.shape
+    tapped = load_draft_config(directory).tapped_layers
+    sizes = {"vocabulary": "vocab_size"} if target.vocab_size else {}
+    if tapped:
+        sizes |= {"width": "hidden_size", "heads": "heads", "KV heads": "kv_heads", "head width": "head_dim"}
+    for what, name in sizes.items():
+        ours, theirs = getattr(draft, name), getattr(target, name)
+        if ours != theirs:
+            raise SpireError(
+                f"--draft {directory} is of another target: its {what} is {ours}, {goal.name} has {theirs}"
+            )
+    if tapped and max(tapped) >= target.layers:
+        raise SpireError(
+            f"--draft {directory} is of another target: it is sent what enters layer {max(tapped)}, counted from 0, "
+            f"{goal.name} has {target.layers}"
+        )
+
+
+def _window_name(window: int | None) -> str:
+    return "L/8" if window is None else str(window)
+
+
+def find_acceptance(tau: float | None, shares: str | None, k: int, drafts: list[str]) -> Acceptance | None:
+    if tau is None and shares is None:
+        return None
+    if tau is not None and shares is not None:
+        raise typer.BadParameter("--tau and --acceptance say the same thing: give one of them")
+    if len(drafts) > 1:
+        raise typer.BadParameter("--tau and --acceptance belong to one draft: give one --draft")
+    if tau is not None:
+        return Acceptance.of_tau(tau, k)
+    return Acceptance(tuple(_shares(shares or "")))
+
+
+def _recorded(name: str, goal: Target, context: int) -> Acceptance | None:
+    """What was measured of a draft and is kept with it, at the nearest context; None where nothing is kept."""
+    directory = _draft_directory(name, goal)
+    if directory is None or not (file := directory / RECORD).is_file():
+        return None
+    cells = read_record(file)
+    nearest = min(cells, key=lambda cell: abs(math.log(cell.context / context)))
+    return Acceptance(tuple(nearest.prefix_acceptance))
+
+
+def _published(name: str, goal: Target) -> Acceptance:
+    """The paper's τ, which it also assumes for Llama-3-70B. Raises SpireError where only a measurement could tell."""
+    if goal.of_the_paper and name in _KINDS:
+        return Acceptance.of_tau(PAPER_TAU[_KINDS[name]], PAPER_K)
+    raise SpireError(
+        f"no τ is known of draft {name} for target {goal.name}: measure it with 'spire eval acceptance' while the pair "
+        "is served, and give --tau, or --acceptance with the shares it prints"
+    )
+
+
+def find_hardware(name: str | None, hoi: float, bytes_per_value: int | None, shape: Shape) -> Hardware:
+    if name is None:
+        return Hardware.of_intensity(hoi, bytes_per_value or 1)
+    if name in GPUS:
+        return gpu(name, bytes_per_value or 2)
+    file = calibration.default_file() if name == calibration.CALIBRATED else Path(name)
+    if name != calibration.CALIBRATED and not file.is_file():
+        known = ", ".join([*GPUS, calibration.CALIBRATED])
+        raise SpireError(f"--hardware {name} is no file and none of {known}")
+    found = calibration.load(file)
+    if bytes_per_value not in (None, found.hardware.bytes_per_value):
+        raise SpireError(f"--bytes {bytes_per_value}: {file} was measured with {found.dtype}")
+    if found.target != shape:
+        note = f"{file} was measured at the widths of another target: {found.target}"
+        Console(stderr=True, highlight=False).print(f"[yellow]note:[/] {note}")
+    return found.hardware
+
+
+def find_wire(
+    carrier: str | None, machine: Hardware, another: bool, round_trip_ms: float | None, gb_per_s: float | None
+) -> Wire:
+    """To a draft on a device of its own, which is on another host where it is `another` kind of device."""
+    if machine.relative:
+        raise SpireError("--split needs the seconds of a device: name one with --hardware")
+    name = carrier or ("grpc" if another else "shared_memory")
+    if name not in _CARRIERS:
+        raise SpireError(f"--carrier {name} is none of {', '.join(_CARRIERS)}")
+    wire = wire_of(_CARRIERS[name], machine)
+    round_trip = None if round_trip_ms is None else round_trip_ms / 1000
+    return wire.with_stream(round_trip, None if gb_per_s is None else 1e-9 / gb_per_s)
+
+
+def numbers(text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is not a list of whole numbers like 1,4,16") from error
+    if min(numbers) < 1:
+        raise typer.BadParameter(f"{text!r} has a number below 1")
+    return numbers
+
+
+def _shares(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is not a list of shares like 0.8,0.6,0.5") from error
