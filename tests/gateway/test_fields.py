@@ -106,8 +106,9 @@ def test_the_fields_of_the_openai_package_are_read_at_every_depth() -> None:
     assert fate(ChatRequest, "stream_options.wibble") == fate(ChatRequest, "wibble") == "unknown"
 
 
-def test_the_openai_package_is_the_one_whose_version_is_told() -> None:
-    assert SCHEMAS["openai"]["version"] == version("openai")
+@pytest.mark.parametrize("package", ["openai", "transformers"])
+def test_the_installed_package_is_the_one_whose_version_is_told(package: str) -> None:
+    assert SCHEMAS[package]["version"] == version(package)
 
 
 @every_route
