@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -223,3 +224,20 @@ def test_weights_are_read_without_a_second_copy_in_another_type(checkpoint: Path
     with Watch():
         load_target(checkpoint)
     assert {device.type for device in made} <= {"meta"}
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_what_stands_in_for_a_draft_s_file_is_told_from_it(name: str, stories_draft_dir: Path, tmp_path: Path) -> None:
+    draft = shutil.copytree(stories_draft_dir, tmp_path / "draft")
+    (draft / name).write_text(POINTER)
+    with pytest.raises(CheckpointError, match=f"{name} is a Git LFS pointer"):
+        load_draft(draft)
+
+
+def test_a_draft_that_taps_more_layers_than_it_has_is_refused(stories_draft_dir: Path, tmp_path: Path) -> None:
+    draft = shutil.copytree(stories_draft_dir, tmp_path / "draft")
+    config = json.loads((draft / "config.json").read_text())
+    config["spire_draft"]["tapped_layers"] = [2, 3, 4]
+    (draft / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="taps 3 layers, and num_hidden_layers is 2"):
+        load_draft(draft)

@@ -177,6 +177,12 @@ def test_a_file_that_declares_no_tokens_is_named_in_one_line(name: str, content:
     assert "\n" not in str(refused.value)
 
 
+def test_a_directory_with_an_older_tokenizer_is_told_how_to_convert_it(directory: Path) -> None:
+    (directory / "tokenizer.json").rename(directory / "tokenizer.model")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json does not exist: tokenizer\.model is not read\."):
+        load_tokenizer(directory)
+
+
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused_with_both_numbers(stories_dir: Path, tmp_path: Path) -> None:
     shutil.copytree(stories_dir, tmp_path, dirs_exist_ok=True)
     assert load_tokenizer(tmp_path, 512).get_vocab_size() == 512

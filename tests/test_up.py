@@ -131,6 +131,26 @@ def test_an_open_address_without_keys_is_refused_before_anything_is_loaded(tmp_p
     assert not (tmp_path / "logs").exists()
 
 
+def test_a_tokenizer_that_does_not_fit_is_refused_before_anything_is_loaded(stories_dir: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(stories_dir, tmp_path / "model")
+    (model / "tokenizer_config.json").write_text(json.dumps({"pad_token": "<pad>"}))
+    command = spire("up", "--model", str(model), "--port", "0", "--once", "--log-dir", str(tmp_path / "logs"))
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=60)
+    assert done.returncode == 1
+    assert "the tokenizer has 513 tokens, the model's vocab_size is 512" in " ".join(done.stderr.split())
+    assert not (tmp_path / "logs").exists()
+
+
+def test_ids_without_text_are_told_before_anything_is_loaded(stories_dir: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(stories_dir, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"vocab_size": 640}))
+    command = spire("up", "--model", str(model), "--port", "0", "--once")
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
+    assert done.returncode == 1  # the weights have 512 rows
+    assert "128 of the model's 640 ids have no text" in " ".join(done.stdout.split())
+
+
 @pytest.mark.parametrize("told", ["option", "environment", "file"])
 def test_serving_everybody_can_be_said_in_every_way(told: str, stories_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "spire.toml").write_text("[gateway]\nwithout_keys = true\n" if told == "file" else "")

@@ -36,6 +36,8 @@ from spire.cli.service import Service
 from spire.errors import SpireError
 from spire.http import direct_client
 from spire.keys import GATEWAY_KEY, authorization, refuse_open_address
+from spire.model.config import load_model_config
+from spire.model.tokenizer import ids_without_text, load_tokenizer
 from spire.options_file import read_options
 from spire.rpc.tls import AUTHORITY
 
@@ -105,6 +107,7 @@ def up(
     pair = choose_pair(model, draft)
     if pair.note:
         console.print(f"[yellow]{escape(pair.note)}[/]")
+    _look_at_tokenizer(pair.model)
     with bind(bare(host), port) as free:
         address = free.getsockname()[0]
     if not _asks_for_keys(keys, without_keys):
@@ -279,6 +282,13 @@ def show_completion(url: str, prompt: str) -> None:
 
 def _warn(text: str) -> None:
     console.print(f"[yellow]{escape(text)}[/]")
+
+
+def _look_at_tokenizer(model: Path) -> None:
+    """Warn of ids that it has no text for. Raises CheckpointError where it does not fit the model."""
+    vocab_size = load_model_config(model).vocab_size
+    if without := ids_without_text(load_tokenizer(model, vocab_size), vocab_size):
+        _warn(f"{without} of the model's {vocab_size} ids have no text: its tokenizer does not know them")
 
 
 @contextmanager

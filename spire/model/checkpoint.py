@@ -47,6 +47,11 @@ def load_target(
 def load_draft(directory: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Draft:
     """The draft in `directory`, in inference mode. Raises CheckpointError naming the file."""
     config, kind = load_model_config(directory), load_draft_config(directory)
+    if (taps := len(kind.tapped_layers)) not in (0, config.num_hidden_layers):
+        raise CheckpointError(
+            f"{directory / 'config.json'}: spire_draft taps {taps} layers, and num_hidden_layers is "
+            f"{config.num_hidden_layers}: each layer of a draft remembers one, or none does"
+        )
     if has_random_weights(directory):
         return draw_weights(lambda: Draft(config, kind), dtype, device)
     draft = _filled(lambda: Draft(config, kind), _load_named(directory, config), directory)

@@ -24,7 +24,7 @@ def load_tokenizer(directory: Path, vocab_size: int | None = None) -> Tokenizer:
     """The tokenizer in `directory`. Raises CheckpointError, also where it has ids beyond the model's vocabulary."""
     file = directory / "tokenizer.json"
     if not file.is_file():
-        raise CheckpointError(f"{file} does not exist: a model is served with its own tokenizer")
+        raise CheckpointError(f"{file} does not exist: {_instead(directory)}")
     raw = read_object(file)
     if not isinstance(raw.get("model"), dict):
         raise CheckpointError(f"{file} holds no model of a tokenizer: its key 'model' is {raw.get('model')!r}")
@@ -50,6 +50,15 @@ def tokenizer_of(tokenizer_json: bytes) -> Tokenizer:
 def ids_without_text(tokenizer: Tokenizer, vocab_size: int) -> int:
     """How many ids of a model's vocabulary its tokenizer does not know."""
     return vocab_size - len({token for token in tokenizer.get_vocab().values() if token < vocab_size})
+
+
+def _instead(directory: Path) -> str:
+    """What to do about a directory without tokenizer.json."""
+    if not (directory / "tokenizer.model").is_file():
+        return "a model is served with its own tokenizer"
+    return (
+        "tokenizer.model is not read. AutoTokenizer of transformers opens it, and its save_pretrained writes the other"
+    )
 
 
 def _built(file: Path, raw: dict[str, Any], declared: Declared) -> Tokenizer:
