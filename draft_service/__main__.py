@@ -19,7 +19,7 @@ from spire.rpc.tls import Tls, in_words
 
 # isort: split
 from draft_service.activations import Follower, subscription
-from draft_service.drafter import Drafter
+from draft_service.drafter import Drafter, held_positions
 from draft_service.identity import check_handshake, describe, stable_id
 from draft_service.metrics import registry_of
 from draft_service.orders import Orders
@@ -29,6 +29,7 @@ from spire.model.checkpoint import load_draft
 from spire.model.draft import Draft
 from spire.model.packing import pack
 from spire.model.placement import choose_device, choose_dtype, draft_threads, keep_freed_memory, set_threads
+from spire.model.room import Wishes, free_memory, room_for
 from spire.rpc.channel import connect, listen, new_server
 from spire.rpc.drafting import DraftServicer
 from spire.v1 import draft_pb2, draft_pb2_grpc, verifier_pb2, verifier_pb2_grpc
@@ -56,7 +57,7 @@ async def serve(config: DraftServiceConfig) -> None:
         stub = verifier_pb2_grpc.VerifierStub(channel)
         info = await _meet(stub, config.verifier, tls)
         check_handshake(draft, config.draft, info)
-        drafter = on_passing_thread(lambda: Drafter(draft, config.max_sequences, config.top_m, info.max_context))
+        drafter = on_passing_thread(lambda: _drafter(draft, config, info.max_context))
         draft_id = config.draft_id or stable_id(config, port)
         loop = asyncio.get_running_loop()
         worker = Worker(
@@ -103,6 +104,20 @@ def _load(config: DraftServiceConfig) -> Draft:
     draft = load_draft(config.draft, choose_dtype(config.dtype, device), device)
     set_threads(config.threads or draft_threads(draft))
     return pack(draft)
+
+
+def _drafter(draft: Draft, config: DraftServiceConfig, max_context: int) -> Drafter:
+    """With memory for as many sequences as fit the device. Raises CheckpointError when more were asked for."""
+    weight = draft.embed_tokens.weight
+    if weight.device.type == "cpu":  # memory comes with what is written
+        return Drafter(draft, config.max_sequences, config.top_m, max_context)
+    held, exactly = held_positions(draft, max_context), "max_sequences" in config.model_fields_set
+    position_bytes = draft.config.kv_bytes_per_position // 2 * weight.dtype.itemsize
+    wishes = Wishes(config.max_sequences, exactly, held)
+    room = room_for(wishes, held, position_bytes, free_memory(weight.device), at_once=True)
+    if room.sequences < config.max_sequences:
+        log.warning("more sequences do not fit the GPU and are decoded plainly", sequences=room.sequences)
+    return Drafter(draft, room.sequences, config.top_m, max_context)
 
 
 async def _run(

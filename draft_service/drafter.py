@@ -14,7 +14,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from spire.drafting import Drafted, Guess, draft_tokens
+from spire.drafting import MAX_SPECULATION_DEPTH, Drafted, Guess, draft_tokens
 from spire.errors import StaleBlock, UnknownSequence
 from spire.model.draft import Draft
 from spire.model.draft_memory import DraftMemory
@@ -47,6 +47,12 @@ class Verified:
     spans: list[Span]
     rows_RND: Tensor
     tokens: list[int]
+
+
+def held_positions(draft: Draft, max_context: int) -> int:
+    """How many positions of a sequence a draft keeps keys and values of at most."""
+    spire = draft.draft
+    return spire.sink + spire.window if spire.tapped_layers else max_context + MAX_SPECULATION_DEPTH
 
 
 class Drafter:

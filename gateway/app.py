@@ -167,7 +167,15 @@ def _add_state(app: FastAPI, config: GatewayConfig, engine: Engine) -> None:
         draft = "off" if engine.draft is None else "connected" if engine.draft.up else "absent"
         status = "ready" if draft == "connected" else "degraded"
         kind = engine.draft.info.kind if engine.draft and engine.draft.info else None
-        return {"status": status, "model": model.name, "verifier": "connected", "draft": draft, "draft_kind": kind}
+        return {
+            "status": status,
+            "model": model.name,
+            "verifier": "connected",
+            "draft": draft,
+            "draft_kind": kind,
+            "max_context": model.info.max_context,
+            "max_sequences": model.info.max_sequences,
+        }
 
     @app.get("/version")
     async def version() -> dict[str, str]:

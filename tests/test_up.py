@@ -294,3 +294,19 @@ def test_a_service_that_cannot_start_shows_its_last_lines(stories_dir: Path, tmp
     assert done.returncode == 1
     assert "the verifier service ended with exit code" in done.stderr
     assert f"{broken}/model.safetensors cannot be read" in done.stderr
+
+
+def test_how_much_is_held_can_be_said_and_is_shown(stories_dir: Path) -> None:
+    command = up(stories_dir, Path("off"), "--once", "--prompt", "", "--max-context", "300", "--cache-gb", "0.1")
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "64 sequences × 300 positions" in done.stdout
+
+
+def test_a_context_that_memory_cannot_hold_is_refused_with_its_values(stories_dir: Path) -> None:
+    command = up(stories_dir, Path("off"), "--once", "--max-context", "20000000000")
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=240)
+    assert done.returncode == 1
+    assert "too little for one sequence of 20000000000 positions" in done.stderr
+    assert "lower --max-context" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -28,12 +28,14 @@ class VerifierConfig(ModelServiceConfig):
     )
     port: int = Field(50051, ge=0, le=65535, description="Port to listen on; 0 chooses a free one.")
     threads: int = Field(0, ge=0, description="Compute threads; 0 leaves it to torch, and so to OMP_NUM_THREADS.")
-    max_sequences: int = Field(64, ge=1, le=MAX_NAMED, description="Sequences held at once, if their cache fits.")
+    max_sequences: int = Field(
+        64, ge=1, le=MAX_NAMED, description="Sequences held at once. Default: 64, on a GPU fewer if they do not fit."
+    )
     cache_gb: float = Field(
-        0.0, ge=0, description="Memory for the cache; 0 takes what all sequences need, or most of what is free."
+        0.0, ge=0, description="Memory for the cache; 0 takes what all sequences need, or 80 % of what is free."
     )
     prefix_cache: bool = Field(True, description="Keep finished sequences for prompts that begin alike.")
-    max_context: int = Field(0, ge=0, description="Longest sequence, prompt and output; 0 takes the model's.")
+    max_context: int = Field(0, ge=0, description="Longest sequence, prompt and output; 0: the model's, if it fits.")
     max_depth: int = Field(16, ge=1, le=63, description="Longest block of draft tokens.")
     token_budget: int = Field(512, ge=1, description="Positions of one step: blocks to verify first, then prompts.")
     # No shorter than the longest block that is drafted.

@@ -28,6 +28,7 @@ from spire.model.names import model_name
 from spire.model.packing import pack
 from spire.model.placement import choose_device, choose_dtype, leaves_cores
 from spire.model.random_weights import has_random_weights
+from spire.model.room import Room, Wishes, free_memory, room_for
 from spire.model.self_speculation import SparseAttention
 from spire.model.target import Target
 from spire.model.tokenizer import ids_without_text, load_tokenizer
@@ -55,9 +56,6 @@ from verifier_service.synthetic import coin_flips
 
 log = structlog.get_logger("verifier_service")
 
-# The rest is for weights' copies, activations and whoever else is on this machine.
-_SHARE_OF_FREE_MEMORY = 0.8
-
 # Behind a plain round of so many, another pays even where this host has no core to spare: on two cores one sequence and
 # four of 1,900 tokens get 16 and 7 % more tokens a second, 16 would get 9 % less.
 _FEW_SEQUENCES = 4
@@ -75,9 +73,10 @@ def load(config: VerifierConfig) -> tuple[Engine, Hosted]:
     if config.lossy_synthetic_acceptance is None and has_random_weights(config.model):
         raise CheckpointError(f"{config.model} holds a shape and no weights: only measurements of time can serve it")
     target, fingerprint = load_target(config.model, dtype, device)
-    max_context = config.max_context or shape.max_position_embeddings
+    packed = pack(target)
+    room = _room(config, shape, dtype, device)
     grammars, no_grammars = _read_grammars(tokenizer.tokenizer_json, shape, end_tokens)
-    engine = _build_engine(pack(target), config, max_context, dtype, device, grammars)
+    engine = _build_engine(packed, config, room, dtype, device, grammars)
     info = pb.GetInfoResponse(
         protocol_version=PROTOCOL_VERSION,
         model_name=_model_name(config),
@@ -86,15 +85,15 @@ def load(config: VerifierConfig) -> tuple[Engine, Hosted]:
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         num_layers=shape.num_hidden_layers,
-        max_context=max_context,
-        max_sequences=config.max_sequences,
+        max_context=room.context,
+        max_sequences=room.sequences,
         end_tokens=end_tokens,
         epoch=uuid.uuid4().hex,
         dtype=str(dtype).removeprefix("torch."),
         max_speculation_depth=config.max_depth,
         no_grammars=no_grammars,
         shape=shape_to_wire(Shape.of(shape)),
-        most_sequences_ahead=config.max_sequences if leaves_cores(device) else _FEW_SEQUENCES,
+        most_sequences_ahead=room.sequences if leaves_cores(device) else _FEW_SEQUENCES,
         suggested_sampling=pb.SuggestedSampling(**sampling.model_dump(exclude_none=True)),
     )
     return engine, Hosted(info, tokenizer, grammars)
@@ -132,20 +131,20 @@ def _read_tokenizer(model: Path, shape: ModelConfig) -> pb.GetTokenizerResponse:
 def _build_engine(
     target: Target,
     config: VerifierConfig,
-    max_context: int,
+    room: Room,
     dtype: torch.dtype,
     device: torch.device,
     grammars: Grammars | None,
 ) -> Engine:
-    shape, slots = target.config, config.max_sequences
+    shape, slots = target.config, room.sequences
     cache = TargetCache(
         shape,
         slots,
-        max_context,
+        room.context,
         dtype,
         device,
         parking=slots if config.prefix_cache and device.type == "cpu" else 0,
-        budget=_cache_budget(shape.kv_bytes_per_position // 2 * dtype.itemsize * max_context, config, device),
+        budget=room.budget,
     )
     sparse = SparseAttention(config.self_sink, config.self_window)
     steps = ModelSteps(target, cache, Pipeline(slots, shape.vocab_size, device, grammars), sparse, config.self_top_m)
@@ -153,30 +152,18 @@ def _build_engine(
         log.warning("LOSSY: what the target says of draft tokens is ignored", synthetic_acceptance=rate)
         steps.rule = coin_flips(rate)
     publisher = Publisher(slots, shape.hidden_size, dtype, device)
-    limits = Limits(shape.vocab_size, max_context, config.max_depth)
+    limits = Limits(shape.vocab_size, room.context, config.max_depth)
     prefixes = Prefixes(cache, config.prefix_cache)
     return Engine(steps, publisher, prefixes, limits, VerifierMetrics(slots, cache), config.token_budget)
 
 
-def _cache_budget(bytes_each: int, config: VerifierConfig, device: torch.device) -> int | None:
-    """Bytes for the cache, None for what all sequences need. Raises CheckpointError where that cannot be had."""
-    needed = bytes_each * config.max_sequences
-    if config.cache_gb:
-        return int(config.cache_gb * 1e9)
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _available_memory()
-    if needed <= _SHARE_OF_FREE_MEMORY * free:
-        return None
-    if device.type == "cuda" or bytes_each > _SHARE_OF_FREE_MEMORY * free:
-        raise CheckpointError(
-            f"a cache for {config.max_sequences} sequences needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free: "
-            f"lower --max-sequences ({bytes_each / 1e9:.2f} GB each) or --max-context"
-        )
-    return int(_SHARE_OF_FREE_MEMORY * free)
-
-
-def _available_memory() -> int:
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+def _room(config: VerifierConfig, shape: ModelConfig, dtype: torch.dtype, device: torch.device) -> Room:
+    """What is served of what was asked for. Call it when the weights are in memory."""
+    exactly = "max_sequences" in config.model_fields_set
+    wishes = Wishes(config.max_sequences, exactly, config.max_context, int(config.cache_gb * 1e9))
+    position_bytes = shape.kv_bytes_per_position // 2 * dtype.itemsize
+    at_once = device.type != "cpu"
+    return room_for(wishes, shape.max_position_embeddings, position_bytes, free_memory(device), at_once)
 
 
 @asynccontextmanager

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any
 
 import httpx
 import typer
@@ -98,6 +98,12 @@ def up(
     dtype: Annotated[str | None, typer.Option(help="auto, bfloat16 or float32.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of each model service.", min=1)] = None,
+    max_context: Annotated[
+        int | None, typer.Option(help="Longest sequence, prompt and output. Default: the model's, if it fits.", min=1)
+    ] = None,
+    cache_gb: Annotated[
+        float | None, typer.Option(help="Memory for the target's cache. Default: what fits what is free.", min=0)
+    ] = None,
     prompt: Annotated[
         str, typer.Option(help="Text to complete once everything serves; empty for none.")
     ] = _FIRST_PROMPT,
@@ -117,6 +123,7 @@ def up(
         further = {module: [*_certified(module, tls), *_logging(log_level)] for module in _MODULES}
         further["gateway"] += [*_admission(keys, without_keys), *_encrypted(https)]
         further["verifier_service"] += ["--served-model-name", served_model_name] if served_model_name else []
+        further["verifier_service"] += _cache(max_context, cache_gb)
         logs = _made(log_dir) if log_dir else None
         secure = https is not None
         stack = Stack(pair, options, host, port, k, Path(directory), further=further, secure=secure, logs=logs)
@@ -142,6 +149,12 @@ def _certified(module: str, tls: Path | None) -> list[str]:
 
 def _logging(level: str | None) -> list[str]:
     return ["--log-level", level] if level else []
+
+
+def _cache(max_context: int | None, gigabytes: float | None) -> list[str]:
+    """How much the verifier may hold, as its arguments; what nobody said is left to it."""
+    given = {"--max-context": max_context, "--cache-gb": gigabytes}
+    return [text for name, value in given.items() if value is not None for text in (name, str(value))]
 
 
 def _admission(keys: Path | None, without_keys: bool) -> list[str]:
@@ -190,6 +203,8 @@ class Stack:
     logs: Path | None = None
     # Whether the gateway answers this process: without a key it may not.
     admitted: bool = True
+    # What its /ready says.
+    ready: dict[str, Any] = field(default_factory=dict)
 
     @property
     def url(self) -> str:
@@ -217,6 +232,8 @@ class Stack:
         for service in self.services:
             drafts = " (and drafts: MagicDec)" if self.pair.magicdec and service.module == "verifier_service" else ""
             console.print(f"  {service.name:9} {service.address}{drafts}")
+        if room := self.ready.get("max_context"):
+            console.print(f"  room for  {self.ready['max_sequences']} sequences × {room:,} positions")
         console.print(f"\n  page        [bold]{self.url}/[/]")
         console.print(f"  completions [bold]{self.url}/v1/completions[/]")
         console.print(f"  health      {self.url}/ready")
@@ -267,7 +284,10 @@ class Stack:
         self.admitted = answer.status_code != httpx.codes.UNAUTHORIZED
         if not self.admitted:
             return True
-        return answer.is_success and (not self.pair.speculates or answer.json().get("draft") == "connected")
+        if not answer.is_success:
+            return False
+        self.ready = answer.json()
+        return not self.pair.speculates or self.ready.get("draft") == "connected"
 
 
 def show_completion(url: str, prompt: str) -> None:

@@ -35,6 +35,19 @@ from spire.model.pool import Pool
 _PAGE = 128
 
 
+def positions_of(capacity: int) -> int:
+    """Positions whose memory a slot takes that can commit so many.
+
+    At least one column more than can be committed: there the padding of full rows goes.
+    """
+    return (capacity // _PAGE + 1) * _PAGE
+
+
+def capacity_of(positions: int) -> int:
+    """The most that can be committed in the memory of so many positions."""
+    return max(0, positions // _PAGE * _PAGE - 1)
+
+
 class TargetCache:
     """Keys and values of `slots` sequences of up to `capacity` committed positions each, in `budget` bytes at most.
 
@@ -53,27 +66,32 @@ class TargetCache:
     ):
         self.slots, self.capacity, self.device = slots, capacity, torch.device(device)
         self.lengths = [0] * (slots + parking)
-        # At least one column more than can be committed: there the padding of full rows goes.
-        pages = capacity // _PAGE + 1
+        pages = positions_of(capacity) // _PAGE
         self.on_cpu = self._is_cpu(self.device)
         self.pages, self.page = (pages, _PAGE) if self.on_cpu else (1, pages * _PAGE)
         self.queries_per_key = config.num_attention_heads // config.num_key_value_heads
         heads, width = config.num_key_value_heads, config.head_dim
         shape = (len(self.lengths), heads, pages * _PAGE, width)
         layers = range(config.num_hidden_layers)
+        self.page_bytes = 2 * len(layers) * heads * self.page * width * dtype.itemsize
+        self._budget = self.pages * slots if budget is None else budget // self.page_bytes
+        if budget is not None and self._budget < self._pages_at_first:
+            what = "one sequence" if self.on_cpu else f"{slots} slots"
+            raise OutOfCapacity(
+                f"{budget / 1e6:.1f} MB are too little for {what} of {capacity} positions: "
+                f"{self._pages_at_first * self.page_bytes / 1e6:.1f} MB are needed"
+            )
         self.keys = [Pool(shape, dtype, device) for _ in layers]
         self.values = [Pool(shape, dtype, device) for _ in layers]
         self.fused = self._fused_pools(config, dtype) if self.on_cpu else None
-        self.page_bytes = len(self._pools) * heads * self.page * width * dtype.itemsize
-        self._budget = self.pages * slots if budget is None else budget // self.page_bytes
-        if self._budget < self.pages:
-            raise OutOfCapacity(
-                f"{(budget or 0) / 1e6:.1f} MB are too little for one sequence of {capacity} positions: "
-                f"it needs {self.pages * self.page_bytes / 1e6:.1f} MB"
-            )
         # Pages of each slot that are, or may be, backed by memory.
         self._held = [0] * len(self.lengths)
         self._free = list(range(slots))
+
+    @property
+    def _pages_at_first(self) -> int:
+        """What there must be memory for: one sequence on a CPU, all that is allocated from the start elsewhere."""
+        return self.pages if self.on_cpu else len(self.lengths)
 
     @staticmethod
     def _is_cpu(device: torch.device) -> bool:

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import math
 import mmap
+import sys
 
 import torch
 from torch import Tensor
+
+# MAP_NORESERVE, which Python does not name: without it Linux refuses more address space than it has memory.
+_NOT_RESERVED = 0x4000 if sys.platform.startswith("linux") else 0
 
 
 class Pool:
@@ -23,7 +27,7 @@ class Pool:
             # Zeros, not empty: attention weighs masked columns with 0, and 0 times a stray NaN is NaN.
             self.tensor = torch.zeros(shape, dtype=dtype, device=device)
         else:
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NOT_RESERVED
             self._memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=flags)
             self.tensor = torch.frombuffer(self._memory, dtype=dtype).view(shape)
 

@@ -162,6 +162,7 @@ def test_a_full_queue_refuses_with_429_and_recovers(stories_dir: Path) -> None:
     with running(stories_dir, gateway_options=["--max-batch", "1", "--max-waiting", "3"]) as system:
         api = Api(system.url)
         plainly = {"verifier": "connected", "draft": "off", "draft_kind": None}
+        plainly |= {"max_context": 512, "max_sequences": 64}
         assert api.ready() == {"status": "degraded", "model": stories_dir.name} | plainly
         with ThreadPoolExecutor(2) as pool:
             running_one = pool.submit(api.complete, PROMPT, max_tokens=480, ignore_eos=True)
