@@ -5,7 +5,8 @@
 Run it again until it says that it is done: each call goes on where the last one stopped, and a slice of 10 minutes is
 enough to get somewhere. Target: 8 layers, width 512, 8 heads × 128, SwiGLU 4,096 (67 M in the body), BPE of 32,768,
 sequences of 1,024. Drafts: SPIRe (last 2 layers) at a quarter, half and all of its budget, vanilla (4 layers, half
-width) on as many tokens as the target, MagicDec. JSON with the device's name goes to experiments/results/.
+width) on as many tokens as the target, MagicDec. τ is by the rejection rule, as the paper's. JSON with the device's
+name goes to experiments/results/.
 
 What it does not know: the paper's corpus. The target sees its corpus several times over; the JSON says how often.
 """
@@ -130,6 +131,7 @@ def _measure(name: str, context: int, size: Size, held_out: Path, runs: Path) ->
     draft = name if name == "magicdec" else str(runs / name)
     command = ["eval", "acceptance", "--model", str(runs / "target"), "--draft", draft, "--data", str(held_out)]
     command += ["--contexts", str(size.contexts), "--context", str(context), "--generate", str(size.generate), "--json"]
+    command += ["--rule", "rejection"]  # the paper's; what is served judges by blocks if nothing is said
     figures = run_spire(command)
     write_whole(file, lambda unfinished: unfinished.write_text(figures))
 

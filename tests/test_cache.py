@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from spire.errors import OutOfCapacity
+from spire.kernels import kernels_for
 from spire.model import cache as cache_module
 from spire.model.cache import Stretches, TargetCache
 from spire.model.config import ModelConfig
@@ -31,7 +32,7 @@ class WithoutKernels(TargetCache):
     """Read by torch's flash kernel."""
 
     @staticmethod
-    def _kernels(config: ModelConfig, dtype: torch.dtype) -> None:
+    def _fused_pools(config: ModelConfig, dtype: torch.dtype) -> None:
         return None
 
 
@@ -76,6 +77,15 @@ def target(request: pytest.FixtureRequest) -> Target:
 def without_gradients() -> object:
     with torch.no_grad():
         yield
+
+
+def test_each_kind_of_cache_is_read_as_it_says(target: Target) -> None:
+    kernels = kernels_for(torch.float32)
+    caches = {kind: cache(target.config, 1, CAPACITY) for kind, cache in _CACHES.items()}
+    assert not caches["as on a GPU"].on_cpu
+    assert caches["without kernels"].on_cpu
+    assert caches["without kernels"].fused is None
+    assert (caches["small pages"].fused is not None) == bool(kernels and kernels.attends(target.config.head_dim))
 
 
 def whole_logits(target: Target, tokens_L: Tensor) -> Tensor:

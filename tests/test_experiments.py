@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -28,14 +29,26 @@ def test_the_paper_size_run_goes_on_in_slices_until_it_has_measured_everything(t
     assert found["target"]["tokens"] == 3 * 64
     assert sorted(found["drafts"]) == ["magicdec", "spire-2", "vanilla"]
     for draft in found["drafts"].values():
-        assert [cell["context"] for cell in draft["acceptance"]] == [16]
+        assert [(cell["context"], cell["rule"]) for cell in draft["acceptance"]] == [(16, "rejection")]
         assert all(1 <= cell["tau"] <= 5 for cell in draft["acceptance"])
 
 
-def test_the_report_says_of_every_cell_whether_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(EXPERIMENTS)
-    paper, report = importlib.import_module("paper"), importlib.import_module("report")
-    cells = paper.plan()
-    text = "\n".join(report.page({}, cells))
+    return importlib.import_module("report")
+
+
+def test_the_report_says_of_every_cell_whether_it_was_measured(report: ModuleType) -> None:
+    cells = report.plan()
+    text = report.text({}, cells)
     assert "not measured" in text
     assert [cell.what for cell in cells if cell.what not in text] == []
+
+
+def test_the_page_of_results_is_what_the_report_makes_of_the_measurements(report: ModuleType) -> None:
+    """Nothing in it was edited by hand, and no file of measurements is of weights that are gone."""
+    measured = report.measured()
+    assert (report.ROOT / "docs" / "results.md").read_text() == report.text(measured, report.plan())
+    assert sorted(file.stem for file in report.RESULTS.glob("*.json")) == sorted(measured)
+    assert "not measured" not in report.text(measured, report.plan())
