@@ -100,7 +100,7 @@ $(VENV)/bin/python:
 	@$(PYTHON) -m venv $(VENV)
 
 # A stamp for each set of packages, older than what names them: then pip is asked again, else it is not.
-$(VENV)/.serve: EXTRAS := gateway,model,certs
+$(VENV)/.serve: EXTRAS := gateway,model,certs,gguf
 $(VENV)/.dev: EXTRAS := gateway,model,dev
 $(VENV)/.serve $(VENV)/.dev: pyproject.toml constraints.txt $(wildcard spire/kernels/*.[ch]) | $(VENV)/bin/python
 	@echo "installing spire-serve[$(EXTRAS)] (a few minutes the first time)"

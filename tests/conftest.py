@@ -92,11 +92,15 @@ def smollm2_gguf(pytestconfig: pytest.Config) -> Path:
 
 
 @pytest.fixture(scope="session")
-def smollm2_dir() -> Path:
+def smollm2_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SmolLM2-135M-Instruct in Hugging Face layout, bfloat16: vocabulary 49,152, context 8,192, a chat template."""
     if named := os.environ.get(smollm2.DIRECTORY):
         return Path(named)
-    pytest.skip(f"{smollm2.DIRECTORY} names no directory")
+    from spire.model.gguf.convert import convert_gguf
+
+    out = tmp_path_factory.mktemp("models") / "SmolLM2-135M-Instruct"
+    convert_gguf(request.getfixturevalue("smollm2_gguf"), out)
+    return out
 
 
 @pytest.fixture(scope="session")

@@ -2,29 +2,53 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+if TYPE_CHECKING:
+    from spire.model.config import ModelConfig
+
 app = typer.Typer(help="Convert a checkpoint of another format.", no_args_is_help=True)
+_Out = Annotated[Path, typer.Option(help="Directory to write.")]
 
 
-@app.callback()
-def root() -> None:
-    """Keeps `llama2c` a command of its own while it is the only format."""
+class StoredType(StrEnum):
+    """The type that weights are written in."""
+
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+
+
+@app.command("gguf")
+def gguf(
+    file: Annotated[Path, typer.Argument(help="A Llama-architecture model as one .gguf file, quantised or not.")],
+    out: _Out,
+    dtype: Annotated[StoredType, typer.Option(help="Type of the dequantised weights.")] = StoredType.BFLOAT16,
+) -> None:
+    """Convert a GGUF file: weights dequantised; tokenizer, chat template, end tokens and context length kept."""
+    import torch
+
+    from spire.model.gguf.convert import convert_gguf
+
+    _report(out, convert_gguf(file, out, getattr(torch, dtype)))
 
 
 @app.command("llama2c")
 def llama2c(
     weights: Annotated[Path, typer.Argument(help="Weights in llama2.c's binary format (.bin).")],
     tokenizer: Annotated[Path, typer.Option(help="Its vocabulary: SentencePiece .model, or llama2.c .bin.")],
-    out: Annotated[Path, typer.Option(help="Directory to write.")],
+    out: _Out,
 ) -> None:
     """Convert a llama2.c model, in float32, with its tokenizer."""
     from spire.model.convert import convert_llama2c
 
-    config = convert_llama2c(weights, tokenizer, out)
+    _report(out, convert_llama2c(weights, tokenizer, out))
+
+
+def _report(out: Path, config: ModelConfig) -> None:
     typer.echo(
         f"{out}: {config.num_hidden_layers} layers of width {config.hidden_size}, vocabulary {config.vocab_size}, "
         f"context {config.max_position_embeddings}"

@@ -109,15 +109,20 @@ def _stored_names(module: nn.Module, config: ModelConfig) -> dict[str, Tensor]:
 def save_directory(directory: Path, config: dict[str, object], tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
     """Write a checkpoint; each file appears whole or not at all."""
     ready = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors.items()}
-
-    def write_weights(unfinished: Path) -> None:
-        save_file(ready, unfinished, metadata={"format": "pt"})
-        unfinished.chmod(0o644)  # safetensors leaves it readable to its owner alone
-
-    write_whole(directory / "model.safetensors", write_weights)
+    write_tensors(directory / "model.safetensors", ready)
     write_whole(
         directory / "config.json", lambda unfinished: unfinished.write_text(json.dumps(config, indent=2) + "\n")
     )
+
+
+def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
+    """Write one safetensors file; it appears whole or not at all."""
+
+    def write(unfinished: Path) -> None:
+        save_file(tensors, unfinished, metadata={"format": "pt"})
+        unfinished.chmod(0o644)  # safetensors leaves it readable to its owner alone
+
+    write_whole(file, write)
 
 
 def load_tensors(directory: Path) -> dict[str, Tensor]:

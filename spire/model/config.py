@@ -158,6 +158,8 @@ def read_config(directory: Path) -> dict[str, Any]:
     """The raw `config.json` of a checkpoint directory. Raises CheckpointError that names the file."""
     file = directory / "config.json"
     if not file.is_file():
+        if gguf := directory if directory.suffix == ".gguf" else next(directory.glob("*.gguf"), None):
+            raise CheckpointError(f"{gguf} can be served once it is converted: spire convert gguf {gguf} --out DIR")
         raise CheckpointError(f"{file} does not exist: --model and --draft take a directory in Hugging Face layout")
     return read_object(file)
 

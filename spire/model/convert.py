@@ -23,6 +23,7 @@ from spire.errors import CheckpointError
 from spire.model.checkpoint import save_target
 from spire.model.config import ModelConfig
 from spire.model.directory import refuse_stand_in
+from spire.model.layers import pairs_to_halves
 from spire.model.sentencepiece import END, START, read_vocabulary, to_tokenizer
 from spire.model.target import Target
 
@@ -132,13 +133,9 @@ def _parameters(header: Llama2cHeader, values: Tensor) -> dict[str, Tensor]:
         found[name], values = values[:size].view(shape), values[size:]
     parameters = {"embed_tokens.weight": found["embedding"], "norm.weight": found["norm"]}
     parameters["lm_head.weight"] = found.get("classifier", found["embedding"])
+    head_dim = header.dim // header.heads
     for name in (name for name in found if name.startswith(("self_attn", "mlp", "input", "post"))):
         for layer, weight in enumerate(found[name]):
             halves = name.endswith(("q_proj", "k_proj"))
-            parameters[f"layers.{layer}.{name}.weight"] = _pairs_to_halves(weight, header) if halves else weight
+            parameters[f"layers.{layer}.{name}.weight"] = pairs_to_halves(weight, head_dim) if halves else weight
     return parameters
-
-
-def _pairs_to_halves(weight_ED: Tensor, header: Llama2cHeader) -> Tensor:
-    head_dim = header.dim // header.heads
-    return weight_ED.view(-1, head_dim // 2, 2, header.dim).transpose(1, 2).reshape(weight_ED.shape)

@@ -61,6 +61,11 @@ def rotate(x_BHTK: Tensor, rope: Rotation) -> Tensor:
     return x_BHTK * cosine + x_BHTK.roll(x_BHTK.shape[-1] // 2, dims=-1) * signed_sine
 
 
+def pairs_to_halves(weight_ED: Tensor, head_dim: int) -> Tensor:
+    """Rows of queries or keys (or their bias, [E]) that rotate by neighbouring pairs, as rows that rotate by halves."""
+    return weight_ED.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).reshape(weight_ED.shape)
+
+
 def attend(queries_BHTK: Tensor, keys_BGSK: Tensor, values_BGSK: Tensor, mask_B1TS: Tensor | None) -> Tensor:
     """Softmax attention with grouped queries, [B, H, T, K].
 

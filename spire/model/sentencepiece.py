@@ -56,19 +56,26 @@ def read_vocabulary(file: Path) -> Vocabulary:
 
 def to_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
     """A tokenizer with SentencePiece's ids, which puts `<s>` in front of what it encodes."""
-    ids = {piece: number for number, piece in enumerate(vocabulary.pieces)}
     names = [vocabulary.pieces[number] for number in (UNKNOWN, START, END)]
-    bpe = models.BPE(ids, _merges(vocabulary, ids), unk_token=names[UNKNOWN], fuse_unk=True, byte_fallback=True)
+    tokenizer = without_special_tokens(vocabulary, UNKNOWN)
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{names[START]} $A", special_tokens=[(names[START], START)]
+    )
+    return tokenizer
+
+
+def without_special_tokens(vocabulary: Vocabulary, unknown: int) -> Tokenizer:
+    """A tokenizer with SentencePiece's ids, to which every piece is text; `unknown` stands for what has no piece."""
+    ids = {piece: number for number, piece in enumerate(vocabulary.pieces)}
+    unknown_piece = vocabulary.pieces[unknown]
+    bpe = models.BPE(ids, _merges(vocabulary, ids), unk_token=unknown_piece, fuse_unk=True, byte_fallback=True)
     tokenizer = Tokenizer(bpe)
     tokenizer.normalizer = _normalizer(vocabulary)
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if vocabulary.puts_space_in_front:
         steps.append(decoders.Strip(" ", 1, 0))
     tokenizer.decoder = decoders.Sequence(steps)
-    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{names[START]} $A", special_tokens=[(names[START], START)]
-    )
     return tokenizer
 
 
