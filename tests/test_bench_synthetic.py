@@ -38,7 +38,7 @@ def test_a_lossy_verifier_accepts_at_its_rate_and_tells_everybody(stories_dir: P
     [
         (["--accept-rate", "0.8"], "--accept-rate and --shape belong together"),
         (["--shape", "llama-3-8b"], "--accept-rate and --shape belong together"),
-        (["--shape", "gpt-2", "--accept-rate", "0.8"], "--shape gpt-2 is not known: there is .*llama-3-8b"),
+        (["--shape", "gpt-2", "--accept-rate", "0.8"], "--shape gpt-2 is not known: there is .*llama-3-8b.*qwen3-8b"),
         (["--shape", "seqax-67m", "--accept-rate", "0.8", "--layers", "9"], "8 layers"),
         (["--shape", "seqax-67m", "--accept-rate", "0.8", "--model", "models/target"], "--model"),
         (["--shape", "seqax-67m", "--accept-rate", "0.8", "--peers", "transformers"], "--peers and --shape exclude"),

@@ -259,6 +259,14 @@ def test_plots_are_written(tmp_path: Path) -> None:
     assert all(file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size > 20_000 for file in files)
 
 
+def test_plots_of_what_never_fits_are_written_too(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    cells = ("--batches", "256", "--contexts", "65536")
+    report = run(*LLAMA, *cells, "--plot", str(tmp_path))
+    assert [cell["fits"] for cell in report["map"]] == [False]
+    assert all(Path(name).read_bytes().startswith(b"\x89PNG") for name in report["plots"])
+
+
 def test_plots_without_matplotlib_say_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert "pip install 'spire-serve[plot]'" in refusal("--plot", str(tmp_path))
