@@ -23,7 +23,7 @@ from spire.model.pool import Pool
 from spire.model.room import SHARE_OF_FREE_MEMORY, Room, Wishes, room_for
 from spire.model.target import Target
 from spire.model.token_memory import TokenMemory
-from spire.perf_model import LLAMA_3_8B, SEQAX_67M
+from spire.shapes import LLAMA_3_8B, SEQAX_67M
 from verifier_service import server
 from verifier_service.config import VerifierConfig
 
