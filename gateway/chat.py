@@ -19,7 +19,8 @@ from gateway.fields import GENERATION, PartOf
 from gateway.logprobs import Entry, contents
 from gateway.peers import Model
 from gateway.prompts import check_unicode, kind_of, result_of
-from gateway.schemas import NEWER_LIMIT, STREAM_SCHEMA, CompletionRequest, GenerationRequest
+from gateway.schemas import NEWER_LIMIT, PROMPT_LOGPROBS_SCHEMA, STREAM_SCHEMA, CompletionRequest, GenerationRequest
+from gateway.sequence import Sequence
 from gateway.template_options import TEMPLATE_SCHEMA, TemplateOptions
 from gateway.tokenizer import PromptTooLong
 from spire.chat_template import TemplateRefusal
@@ -68,7 +69,9 @@ class ConversationRequest(CompletionRequest):
 
 
 class ChatRequest(GenerationRequest, TemplateOptions):
-    model_config = ConfigDict(json_schema_extra={"allOf": [STREAM_SCHEMA, _LOGPROBS_SCHEMA, TEMPLATE_SCHEMA]})
+    model_config = ConfigDict(
+        json_schema_extra={"allOf": [STREAM_SCHEMA, PROMPT_LOGPROBS_SCHEMA, _LOGPROBS_SCHEMA, TEMPLATE_SCHEMA]}
+    )
 
     messages: list[Message] = Field(min_length=1)
     max_tokens: TokenCount | None = Field(None, ge=1, description="by default what the context has room for")
@@ -164,6 +167,14 @@ class ChatCompletion(Completion):
 
     def _head(self) -> dict[str, Any]:
         return super()._head() | {"object": "chat.completion.chunk" if self.request.stream else "chat.completion"}
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer, with the logprobs of its one prompt beside the choices."""
+        return await super().whole() | super()._prompt_logprobs(self.choices[0].sequence)
+
+    def _prompt_logprobs(self, sequence: Sequence) -> dict[str, Any]:
+        """None in a choice."""
+        return {}
 
     def _said(self, piece: Piece) -> dict[str, Any]:
         if not self.request.stream:

@@ -38,8 +38,8 @@ class Echo:
         return cls(prompt, codec.offsets(prompt, add_special_tokens))
 
     @classmethod
-    def of_tokens(cls, codec: TextCodec, prompt: list[int]) -> Echo:
-        stream = TextStream(codec, [], [], with_offsets=True)
+    def of_tokens(cls, codec: TextCodec, prompt: list[int], skip_special_tokens: bool) -> Echo:
+        stream = TextStream(codec, [], [], with_offsets=True, skip_special_tokens=skip_special_tokens)
         return cls(stream.push(prompt) + stream.flush(), stream.offsets)
 
 

@@ -18,7 +18,7 @@ from gateway.admission import Charge
 from gateway.choice import Choice, Echo, Piece
 from gateway.engine import Engine
 from gateway.errors import BadParameter, DeadlinePassed, rest_error
-from gateway.logprobs import Entry, arrays
+from gateway.logprobs import Entry, arrays, of_prompt
 from gateway.peers import Model
 from gateway.schemas import CompletionRequest
 from gateway.sequence import Sampling, Sequence
@@ -76,6 +76,7 @@ class Completion:
             min_tokens=request.min_tokens,
             silent=frozenset() if request.include_stop_str_in_output else sequence.end_tokens,
             with_offsets=request.logprobs is not None,
+            skip_special_tokens=request.skip_special_tokens,
         )
         return Choice(index, sequence, text)
 
@@ -198,7 +199,7 @@ class Completion:
             if isinstance(given[at], str) and request.truncate_prompt_tokens is None:
                 echo = await asyncio.to_thread(Echo.of_text, codec, given[at], request.add_special_tokens)
             else:
-                echo = await asyncio.to_thread(Echo.of_tokens, codec, tokens)
+                echo = await asyncio.to_thread(Echo.of_tokens, codec, tokens, request.skip_special_tokens)
             for choice in self.choices[at * request.candidates :][: request.candidates]:
                 choice.begin_with(echo)
 
@@ -230,7 +231,13 @@ class Completion:
         answer = self._piece_object(whole)
         if self.request.return_token_ids:
             answer["prompt_token_ids"] = choice.sequence.prompt
-        return answer
+        return answer | self._prompt_logprobs(choice.sequence)
+
+    def _prompt_logprobs(self, sequence: Sequence) -> dict[str, Any]:
+        top, codec = self.request.prompt_logprobs, self.model.codec
+        if top is None:
+            return {}
+        return {"prompt_logprobs": of_prompt(sequence.prompt, sequence.prompt_logprobs or [], codec, top)}
 
     def _piece_object(self, piece: Piece) -> dict[str, Any]:
         request = self.request
@@ -335,7 +342,6 @@ def sequences_of(
     end_tokens = {*request.stop_token_ids}
     if request.shape is not None or not request.ignore_eos:
         end_tokens.update(model.info.end_tokens)
-    ranked = request.candidates > request.n
     return [
         Sequence(
             id=engine.new_id(request_id),
@@ -348,8 +354,8 @@ def sequences_of(
             automatic=k is None,
             end_tokens=frozenset(end_tokens),
             adjustments=adjustments,
-            top_logprobs=0 if ranked and request.logprobs is None else request.logprobs,
-            wants_prompt_logprobs=request.echo and request.logprobs is not None,
+            top_logprobs=request.most_logprobs,
+            wants_prompt_logprobs=request.scores_prompt,
             cache_salt=request.cache_salt or "",
         )
         for choice in range(request.candidates)

@@ -42,6 +42,20 @@ def contents(entries: list[Entry], codec: TextCodec, top: int) -> list[dict[str,
     ]
 
 
+def of_prompt(prompt: list[int], logprobs: list[Logprob], codec: TextCodec, top: int) -> list[dict[str, Any] | None]:
+    """For each token of a prompt itself and the `top` likeliest ones, by id; None for the first, which has none."""
+    shown: list[dict[str, Any] | None] = [None]
+    for token, logprob in zip(prompt[1:], logprobs, strict=True):
+        ranked = [(token, logprob.token, logprob.rank)]
+        ranked += [(other, number, rank) for rank, (other, number) in enumerate(logprob.top[:top], 1) if other != token]
+        shown.append({str(id_): _ranked(id_, number, rank, codec) for id_, number, rank in ranked})
+    return shown
+
+
+def _ranked(token: int, logprob: float, rank: int, codec: TextCodec) -> dict[str, Any]:
+    return {"logprob": _shown(logprob), "rank": rank, "decoded_token": codec.token_text(token)}
+
+
 def _named(token: int, logprob: float, codec: TextCodec) -> dict[str, Any]:
     return {"token": codec.token_text(token), "logprob": _shown(logprob), "bytes": list(codec.token_bytes(token))}
 

@@ -51,13 +51,14 @@ def wire_sampling(sampling: Sampling) -> tensor_pb2.Sampling:
     )
 
 
-def logprobs_of(message: verifier_pb2.Logprobs, tokens: int, top: int) -> list[Logprob]:
+def logprobs_of(message: verifier_pb2.Logprobs, tokens: int, top: int, ranked: bool = False) -> list[Logprob]:
     """Those of so many tokens, each with at most `top` others. Raises MismatchError when something else came."""
     numbers = _values(message.tokens, tensor_pb2.DTYPE_FLOAT32)
-    if len(numbers) != tokens:
-        raise MismatchError(f"{tokens} tokens came with {len(numbers)} logprobs")
+    ranks = _values(message.ranks, tensor_pb2.DTYPE_INT32) if ranked else (0,) * tokens
+    if len(numbers) != tokens or len(ranks) != tokens:
+        raise MismatchError(f"{tokens} tokens came with {len(numbers)} logprobs and {len(ranks)} ranks")
     if not top or not tokens:
-        return [Logprob(number, []) for number in numbers]
+        return [Logprob(number, [], rank) for number, rank in zip(numbers, ranks, strict=True)]
     ids = _values(message.top_ids, tensor_pb2.DTYPE_INT32)
     others = _values(message.top, tensor_pb2.DTYPE_FLOAT32)
     width = len(ids) // tokens
@@ -65,7 +66,8 @@ def logprobs_of(message: verifier_pb2.Logprobs, tokens: int, top: int) -> list[L
         came = f"{len(ids)} ids and {len(others)} logprobs"
         raise MismatchError(f"the {top} likeliest of {tokens} tokens were asked for, but {came} came")
     pairs = list(zip(ids, others, strict=True))
-    return [Logprob(number, pairs[at * width : (at + 1) * width]) for at, number in enumerate(numbers)]
+    tops = [pairs[at : at + width] for at in range(0, len(pairs), width)]
+    return [*map(Logprob, numbers, tops, ranks)]
 
 
 def _values(tensor: tensor_pb2.Tensor, dtype: tensor_pb2.DType) -> tuple[Any, ...]:

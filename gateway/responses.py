@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -49,6 +49,18 @@ class RoundOfChoice(Declared):
     accepted: int = Field(description="of the drafted ones; the target adds one token of its own to these")
 
 
+class PromptLogprob(Declared):
+    logprob: float
+    rank: int = Field(description="1 for the most probable token")
+    decoded_token: str
+
+
+PromptLogprobs = Annotated[
+    list[dict[str, PromptLogprob] | None],
+    Field(description="with prompt_logprobs: for each token of the prompt but the first, tokens by id"),
+]
+
+
 class AnyChoice(Declared):
     index: int
     finish_reason: FinishReason
@@ -70,6 +82,7 @@ class AnyResponse(Declared):
 class TextChoice(AnyChoice):
     text: str
     logprobs: TextLogprobs | None
+    prompt_logprobs: PromptLogprobs = []
 
 
 class CompletionResponse(AnyResponse):
@@ -106,6 +119,7 @@ class ChatChoice(AnyChoice):
 class ChatResponse(AnyResponse):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    prompt_logprobs: PromptLogprobs = []
 
 
 def answers(schema: type[BaseModel]) -> dict[int | str, dict[str, Any]]:

@@ -52,6 +52,14 @@ STREAM_SCHEMA: dict[str, JsonValue] = {
 
 NEWER_LIMIT = "the newer name of max_tokens, and counts before it"
 
+# No prompt_logprobs in a stream.
+PROMPT_LOGPROBS_SCHEMA: dict[str, JsonValue] = {
+    "anyOf": [
+        {"properties": {"stream": {"enum": [False, None]}}},
+        {"properties": {"prompt_logprobs": {"type": "null"}}},
+    ]
+}
+
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 
 
@@ -82,7 +90,7 @@ class Speculation(Part):
 class GenerationRequest(StructuredRequest):
     """What completions and chats have in common."""
 
-    model_config = ConfigDict(json_schema_extra={"allOf": [STREAM_SCHEMA]})
+    model_config = ConfigDict(json_schema_extra={"allOf": [STREAM_SCHEMA, PROMPT_LOGPROBS_SCHEMA]})
 
     temperature: float = Field(1.0, ge=0, le=2, allow_inf_nan=False)
     top_p: float = Field(1.0, gt=0, le=1, allow_inf_nan=False)
@@ -104,7 +112,11 @@ class GenerationRequest(StructuredRequest):
     stop: Annotated[str | list[str], WithJsonSchema(_STOPS_SCHEMA)] = Field(default_factory=list)
     stop_token_ids: list[TokenId] = Field(default_factory=list, json_schema_extra={"maxItems": MAX_STOP_TOKENS})
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = Field(True, description="false: special tokens are part of the text, by their names")
     ignore_eos: bool = False
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="of each token of the prompt, and of so many others; not in a stream"
+    )
     stream: bool = False
     stream_options: StreamOptions | None = None
     cache_salt: str | None = Field(
@@ -156,6 +168,18 @@ class CompletionRequest(GenerationRequest):
         return self.n if self.best_of is None else self.best_of
 
     @property
+    def scores_prompt(self) -> bool:
+        return self.prompt_logprobs is not None or (self.echo and self.logprobs is not None)
+
+    @property
+    def most_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are wanted at a position, of the prompt or of the output."""
+        wanted = [number for number in (self.logprobs, self.prompt_logprobs) if number is not None]
+        if self.candidates > self.n:
+            wanted.append(0)  # they are ranked by their logprobs
+        return max(wanted, default=None)
+
+    @property
     def biases(self) -> dict[int, float]:
         return {int(token): bias for token, bias in self.logit_bias.items()}
 
@@ -185,6 +209,8 @@ def check(request: CompletionRequest) -> None:
         raise BadParameter("min_tokens", message)
     if request.stream_options is not None and not request.stream:
         raise BadParameter("stream_options", "stream_options is only allowed with stream: true")
+    if request.prompt_logprobs is not None and request.stream:
+        raise BadParameter("prompt_logprobs", "prompt_logprobs come with the whole answer: leave stream out")
     if request.truncate_prompt_tokens == 0:
         raise BadParameter("truncate_prompt_tokens", "truncate_prompt_tokens of 0 leaves no prompt: keep at least 1")
     _check_best_of(request)

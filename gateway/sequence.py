@@ -48,10 +48,14 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """The natural logarithm of a token's probability, and (token, logprob) of the likeliest ones at its position."""
+    """The natural logarithm of a token's probability, and (token, logprob) of the likeliest ones at its position.
+
+    `rank` is 1 for the likeliest token, and 0 where it is not known: only prompts' tokens have one.
+    """
 
     token: float
     top: list[tuple[int, float]]
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)

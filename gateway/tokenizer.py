@@ -67,8 +67,8 @@ class TextCodec:
         encoding = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return [*accumulate((begin for begin, _ in encoding.offsets), max)]
 
-    def decode(self, tokens: list[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+    def decode(self, tokens: list[int], skip_special_tokens: bool = True) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
 
     def _token_text(self, token: int) -> str:
         """One token as text to show: a special one by its name, one of no whole characters as `bytes:\\xe2`."""
@@ -98,10 +98,10 @@ def _byte_alphabet() -> dict[str, int]:
 class Detokenizer:
     """Tokens in, text out, whole characters only."""
 
-    def __init__(self, codec: TextCodec, prompt: list[int]):
-        self.codec = codec
+    def __init__(self, codec: TextCodec, prompt: list[int], skip_special_tokens: bool = True):
+        self._decode = partial(codec.decode, skip_special_tokens=skip_special_tokens)
         context = prompt[-_CONTEXT_TOKENS:]
-        if codec.decode(context).endswith(_BROKEN):
+        if self._decode(context).endswith(_BROKEN):
             context = []
         # The first `_read` tokens of the window are emitted: they stay as the context of those that follow.
         self._window = context
@@ -123,8 +123,8 @@ class Detokenizer:
         return text
 
     def _pending(self) -> str:
-        before = self.codec.decode(self._window[: self._read])
-        return self.codec.decode(self._window)[len(before) :]
+        before = self._decode(self._window[: self._read])
+        return self._decode(self._window)[len(before) :]
 
 
 class StopFilter:
@@ -172,8 +172,8 @@ class TextStream:
     """The text of one choice as it grows: detokenizer, then stop filter.
 
     `taken` counts the tokens that belong to the choice: all that were pushed, up to the one that ended a stop string.
-    Of these `offsets` says, if it is wanted, how many characters come before each. `silent` tokens have no text. No
-    stop string ends a choice of fewer than `min_tokens` tokens.
+    Of these `offsets` says, if it is wanted, how many characters come before each. `silent` tokens have no text, and
+    special ones only without `skip_special_tokens`. No stop string ends a choice of fewer than `min_tokens` tokens.
     """
 
     def __init__(
@@ -186,8 +186,9 @@ class TextStream:
         min_tokens: int = 0,
         silent: frozenset[int] = frozenset(),
         with_offsets: bool = False,
+        skip_special_tokens: bool = True,
     ):
-        self._detokenizer = Detokenizer(codec, prompt)
+        self._detokenizer = Detokenizer(codec, prompt, skip_special_tokens)
         self._filter = StopFilter(stops, keep_stop)
         self._min_tokens, self._silent = min_tokens, silent
         self._one_by_one = with_offsets or bool(stops)

@@ -51,6 +51,7 @@ def ask(url: str, **request: Any) -> dict[str, Any]:
 RENAMED = {
     "stop_token_ids": "stop_token",
     "include_stop_str_in_output": "include_stop",
+    "skip_special_tokens": "keep_special",
     "allowed_token_ids": "allow_token",
     "guided_json": "json_schema",
     "guided_regex": "regex",
@@ -96,6 +97,8 @@ def test_adjustments_and_stops_are_passed_on(url: str) -> None:
     assert run(url, *greedy, "--stop", plain[8:12]) == plain[: plain.index(plain[8:12])] + "\n"
     kept = run(url, *greedy, "--stop", plain[8:12], "--include-stop")
     assert kept == plain[: plain.index(plain[8:12]) + 4] + "\n"
+    assert run(url, *greedy, "--allow-token", "1", "--ignore-eos").strip() == ""
+    assert run(url, *greedy, "--allow-token", "1", "--ignore-eos", "--keep-special") == "<s>" * 20 + "\n"
     assert report(url, *greedy, "--truncate", "2")["usage"]["prompt_tokens"] == 2
 
 
@@ -123,6 +126,9 @@ def test_rule_draft_and_depth_are_passed_on(url: str) -> None:
 
 
 def test_logprobs_are_printed_token_by_token(url: str) -> None:
+    lines = run(url, "--prompt-logprobs", "2", "--max-tokens", "1").splitlines()[1:]
+    assert len(lines) == len(ask(url, max_tokens=1, return_token_ids=True)["choices"][0]["prompt_token_ids"]) - 1
+    assert all(re.match(r"\s+-?\d+\.\d{3}  \"", line) for line in lines)
     text, *lines = run(url, "--logprobs", "2", "--max-tokens", "5", "--temperature", "0").splitlines()
     assert len(lines) == 5
     assert all(re.match(r"\s+-?\d+\.\d{3}  \"", line) for line in lines)

@@ -26,15 +26,22 @@ def log_p(p_BTV: Tensor, logits_BTV: Tensor, rows: SamplingRows) -> Tensor:
 
 @dataclass(frozen=True)
 class Scores:
-    """Logprobs of n tokens [n], and of the m most probable ones at each position: ids and logprobs [n, m]."""
+    """Logprobs of n tokens [n], and of the m most probable ones at each position: ids and logprobs [n, m].
+
+    `ranks_n` counts those that are more probable than each token, and one; it is empty where nobody asked.
+    """
 
     tokens_n: Tensor
     top_ids_nm: Tensor
     top_nm: Tensor
+    ranks_n: Tensor
 
     def to_proto(self) -> pb.Logprobs:
         return pb.Logprobs(
-            tokens=to_wire(self.tokens_n), top_ids=to_wire(self.top_ids_nm.int()), top=to_wire(self.top_nm)
+            tokens=to_wire(self.tokens_n),
+            top_ids=to_wire(self.top_ids_nm.int()),
+            top=to_wire(self.top_nm),
+            ranks=to_wire(self.ranks_n.int()) if len(self.ranks_n) else None,
         )
 
     @classmethod
@@ -42,9 +49,10 @@ class Scores:
         return cls(*(torch.cat([getattr(part, part_field.name) for part in parts]) for part_field in fields(cls)))
 
 
-def scores_of(log_p_TV: Tensor, tokens: Rows[int], alternatives: int) -> Scores:
+def scores_of(log_p_TV: Tensor, tokens: Rows[int], alternatives: int, ranked: bool = False) -> Scores:
     """Of tokens at the first n of T positions."""
     log_p_nV = log_p_TV[: len(tokens)]
     of_tokens_n = log_p_nV.gather(1, torch.tensor(tokens, device=log_p_TV.device)[:, None])[:, 0]
     top_nm, ids_nm = log_p_nV.topk(min(alternatives, log_p_nV.shape[-1]), dim=-1)
-    return Scores(of_tokens_n.cpu(), ids_nm.cpu(), top_nm.cpu())
+    ranks_n = (log_p_nV > of_tokens_n[:, None]).sum(dim=-1) + 1 if ranked else of_tokens_n[:0]
+    return Scores(of_tokens_n.cpu(), ids_nm.cpu(), top_nm.cpu(), ranks_n.cpu())

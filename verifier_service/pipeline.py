@@ -159,4 +159,4 @@ class Pipeline:
         """Logprobs of a prompt's tokens, by the logits at the positions before them. Adjustments are for the output."""
         rows = self.of([slot])
         p_BTV = probabilities(logits_TV[None], rows)
-        return scores_of(log_p(p_BTV, logits_TV[None], rows)[0], tokens, self._logprobs.get(slot, 0))
+        return scores_of(log_p(p_BTV, logits_TV[None], rows)[0], tokens, self._logprobs.get(slot, 0), ranked=True)

@@ -36,9 +36,11 @@ def complete(
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; repeatable.")] = None,
     stop_token: Annotated[list[int] | None, typer.Option(help="End at this token id; repeatable.")] = None,
     include_stop: Annotated[bool, typer.Option("--include-stop", help="Keep what ended the text.")] = False,
+    keep_special: Annotated[bool, typer.Option("--keep-special", help="Show special tokens in the text.")] = False,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end token.")] = False,
     echo: Annotated[bool, typer.Option("--echo", help="Put the prompt in front.")] = False,
     logprobs: Annotated[int | None, typer.Option(help="Tell each token's logprob, and of so many others.")] = None,
+    prompt_logprobs: Annotated[int | None, typer.Option(help="The same of the prompt's tokens.")] = None,
     presence_penalty: Annotated[float | None, typer.Option(help="Against tokens that the text has.")] = None,
     frequency_penalty: Annotated[float | None, typer.Option(help="The same, for each time.")] = None,
     cache_salt: Annotated[
@@ -85,6 +87,7 @@ def complete(
         ignore_eos=ignore_eos,
         echo=echo,
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
         cache_salt=cache_salt,
@@ -101,6 +104,8 @@ def complete(
     )
     if not special_tokens:
         request["add_special_tokens"] = False
+    if keep_special:
+        request["skip_special_tokens"] = False
     if show_speculation:
         if echo:
             raise typer.BadParameter("--show-speculation marks what is generated: leave --echo out")
@@ -110,13 +115,15 @@ def complete(
     result = Completion(prompt)
     with client_for(url, timeout=None) as client:
         pieces: Iterable[dict[str, Any]] = stream_completion(client, url, result, **request)
-        if several or as_json or not stream:
+        if several or as_json or not stream or prompt_logprobs is not None:
             result = run_completion(client, url, prompt, **request)
             pieces = result.choices
         if as_json:
             typer.echo(result.as_json())
             return
         _print_text(pieces, Painter() if show_speculation else None, several)
+    for completed in result.choices if prompt_logprobs is not None else []:
+        _print_prompt_logprobs(completed["prompt_logprobs"])
     for completed in result.choices if logprobs is not None else []:
         _print_logprobs(completed)
     Console(stderr=True, highlight=False).print(f"[dim]{result.summary}[/]")
@@ -169,9 +176,18 @@ def _print_logprobs(choice: dict[str, Any]) -> None:
     """A line for each token: its logprob, itself, the likeliest others."""
     told = choice["logprobs"]
     for token, logprob, top in zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True):
-        others = "  ".join(
-            f"{json.dumps(other, ensure_ascii=False)} {value:.3f}" for other, value in (top or {}).items()
-        )
-        typer.echo(
-            f"{'' if logprob is None else f'{logprob:.3f}':>9}  {json.dumps(token, ensure_ascii=False):<16}  {others}"
-        )
+        _print_token(token, logprob, top or {})
+
+
+def _print_prompt_logprobs(positions: list[dict[str, Any] | None]) -> None:
+    """The same of the prompt's tokens but the first, of which nothing is known."""
+    for position in filter(None, positions):
+        (token, *others) = position.values()
+        tops = {other["decoded_token"]: other["logprob"] for other in others}
+        _print_token(token["decoded_token"], token["logprob"], tops)
+
+
+def _print_token(token: str, logprob: float | None, tops: dict[str, float]) -> None:
+    others = "  ".join(f"{json.dumps(other, ensure_ascii=False)} {value:.3f}" for other, value in tops.items())
+    told = "" if logprob is None else f"{logprob:.3f}"
+    typer.echo(f"{told:>9}  {json.dumps(token, ensure_ascii=False):<16}  {others}")

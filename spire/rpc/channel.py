@@ -13,7 +13,7 @@ from spire.errors import SpireError
 from spire.rpc.tls import Tls
 
 # A peer of another version would leave out what it does not know of: rules, adjustments, logprobs, salts, shared q.
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 

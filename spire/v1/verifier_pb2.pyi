@@ -222,14 +222,16 @@ class Started(_message.Message):
     def __init__(self, sequence_id: _Optional[str] = ..., status: _Optional[_Union[_tensor_pb2.ItemStatus, _Mapping]] = ..., base: _Optional[int] = ..., token: _Optional[int] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., logprobs: _Optional[_Union[Logprobs, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[Logprobs, _Mapping]] = ...) -> None: ...
 
 class Logprobs(_message.Message):
-    __slots__ = ("tokens", "top_ids", "top")
+    __slots__ = ("tokens", "top_ids", "top", "ranks")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOP_IDS_FIELD_NUMBER: _ClassVar[int]
     TOP_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     tokens: _tensor_pb2.Tensor
     top_ids: _tensor_pb2.Tensor
     top: _tensor_pb2.Tensor
-    def __init__(self, tokens: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., top_ids: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., top: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
+    ranks: _tensor_pb2.Tensor
+    def __init__(self, tokens: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., top_ids: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., top: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ranks: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
 
 class VerifyBatch(_message.Message):
     __slots__ = ("batch_id", "items", "patience_seconds")

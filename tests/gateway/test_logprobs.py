@@ -285,3 +285,72 @@ def test_of_two_tokens_with_one_text_the_likelier_is_shown(stories_dir: Path) ->
         "top_logprobs": [{"a": -0.25}],
         "text_offset": [7],
     }
+
+
+# -- of the prompt, beside the text ----------------------------------------------------------------------------------
+
+
+def check_positions(reference: Reference, tokens: list[int], positions: list[dict[str, Any] | None], top: int) -> None:
+    """That for each token but the first there are itself and the `top` likeliest ones, as a full forward has them."""
+    assert positions[0] is None
+    assert len(positions) == len(tokens)
+    table = reference.logprobs(tokens)
+    for at, position in enumerate(positions[1:]):
+        token, row = tokens[at + 1], table[at]
+        assert position is not None
+        likeliest = row.topk(top).indices.tolist() if top else []
+        assert position.keys() == {str(other) for other in [token, *likeliest]}
+        for other, told in position.items():
+            assert told["logprob"] == pytest.approx(row[int(other)].item(), abs=TOLERANCE)
+            assert told["decoded_token"] == reference.codec.token_text(int(other))
+        own = position[str(token)]
+        close = (row - row[token]).abs() < TOLERANCE
+        assert abs(own["rank"] - 1 - int((row > row[token]).sum())) <= int(close.sum()) - 1
+        ranks = sorted(told["rank"] for other, told in position.items() if int(other) in likeliest)
+        assert ranks == list(range(1, top + 1))
+
+
+@pytest.mark.parametrize("speculation", [OFF, {"k": 4}], ids=str)
+@pytest.mark.parametrize(("top", "logprobs"), [(0, None), (3, None), (1, 4), (5, 2)])
+def test_prompt_logprobs_are_those_of_a_full_forward(
+    api: Api, reference: Reference, top: int, logprobs: int | None, speculation: dict[str, Any]
+) -> None:
+    api.complete(PROMPT, max_tokens=1)  # a prefix that could be reused must not be
+    request: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "speculation": speculation, "logprobs": logprobs}
+    request["return_token_ids"] = True
+    plain = api.complete([PROMPT, "Lily"], n=2, **request)["choices"]
+    scored = api.complete([PROMPT, "Lily"], n=2, **request, prompt_logprobs=top)["choices"]
+    for choice, without in zip(scored, plain, strict=True):
+        check_positions(reference, choice["prompt_token_ids"], choice.pop("prompt_logprobs"), top)
+        told, told_without = choice.pop("logprobs"), without.pop("logprobs")
+        assert choice == without
+        assert (told is None) == (logprobs is None)
+        if told is not None:
+            assert [*map(list, told["top_logprobs"])] == [*map(list, told_without["top_logprobs"])]
+
+
+def test_a_prompt_of_one_token_has_no_logprobs(api: Api) -> None:
+    (choice,) = api.complete([5], max_tokens=2, prompt_logprobs=2)["choices"]
+    assert choice["prompt_logprobs"] == [None]
+
+
+def test_prompt_logprobs_are_told_beside_an_echo(api: Api) -> None:
+    (choice,) = api.complete(PROMPT, max_tokens=0, echo=True, logprobs=1, prompt_logprobs=3)["choices"]
+    echoed, scored = choice["logprobs"]["token_logprobs"], choice["prompt_logprobs"]
+    assert echoed[1:] == [next(iter(position.values()))["logprob"] for position in scored[1:]]
+    assert {len(alternatives) for alternatives in choice["logprobs"]["top_logprobs"][1:]} <= {1, 2}
+
+
+def test_prompt_logprobs_do_not_come_in_a_stream(api: Api) -> None:
+    for wrong, says in (({"stream": True, "prompt_logprobs": 1}, "stream"), ({"prompt_logprobs": 21}, "20")):
+        error = api.post(prompt=PROMPT, **wrong).json()["error"]
+        assert (error["param"], says in error["message"]) == ("prompt_logprobs", True)
+
+
+def test_a_chat_has_its_prompt_s_logprobs_beside_the_choices(stories_chat_dir: Path, reference: Reference) -> None:
+    messages = [{"role": "user", "content": "Lily and the dog"}]
+    with running(stories_chat_dir) as system:
+        chat = {"messages": messages, "max_tokens": 3, "prompt_logprobs": 2, "return_token_ids": True, "n": 2}
+        answer = Api(system.url).http.post("/v1/chat/completions", json=chat).json()
+    check_positions(reference, answer["choices"][0]["prompt_token_ids"], answer["prompt_logprobs"], 2)
+    assert all("prompt_logprobs" not in choice for choice in answer["choices"])

@@ -43,6 +43,20 @@ def test_any_tokens_in_any_pieces_give_their_decoding(codec: TextCodec, tokens: 
     assert streamed(TextStream(codec, [], []), tokens, cuts) == codec.decode(tokens)
 
 
+@settings(max_examples=300, deadline=None)
+@given(tokens=st.lists(st.integers(0, 260) | st.sampled_from([0, 1]), max_size=40), cuts=CUTS, offsets=st.booleans())
+def test_special_tokens_are_part_of_the_text_if_they_are_not_skipped(
+    codec: TextCodec, tokens: list[int], cuts: list[int], offsets: bool
+) -> None:
+    stream = TextStream(codec, [], [], skip_special_tokens=False, with_offsets=offsets)
+    text = streamed(stream, tokens, cuts)
+    assert text == codec.tokenizer.decode(tokens, skip_special_tokens=False)
+    assert text.count("<s>") >= tokens.count(0)
+    if offsets:
+        begins = [at for token, at in zip(tokens, stream.offsets, strict=True) if token == 0]
+        assert all(text[at:].lstrip("�").startswith("<s>") for at in begins)
+
+
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(max_size=30), cuts=CUTS)
 def test_any_text_in_any_pieces_comes_back(codec: TextCodec, text: str, cuts: list[int]) -> None:
