@@ -67,6 +67,40 @@ def test_what_transformers_writes_unasked_is_taken(tmp_path: Path) -> None:
     assert unknown_keys(tmp_path) == []
 
 
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Llama 3.1": {
+        "bos_token_id": 128000,
+        "eos_token_id": [128001, 128008, 128009],
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "num_attention_heads": 32,
+        "hidden_size": 4096,
+        "rope_scaling": LLAMA3,
+        "rope_theta": 500000.0,
+        "vocab_size": 128256,
+        "torch_dtype": "bfloat16",
+        "pretraining_tp": 1,
+    },
+    "the first": {
+        "architectures": ["LLaMAForCausalLM"],
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": -1,
+        "max_sequence_length": 2048,
+        "torch_dtype": "float16",
+    },
+    "linear": {"rope_scaling": {"factor": 4.0, "type": "linear"}, "rope_theta": 100000, "rope_interleaved": False},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_llamas_are_published_with_is_taken_and_known(name: str, tmp_path: Path) -> None:
+    config = config_of(tmp_path, **PUBLISHED[name])
+    assert config.torch_dtype == PUBLISHED[name].get("torch_dtype", "float32")
+    assert config.rope.rope_theta == PUBLISHED[name].get("rope_theta", 10000.0)
+    assert unknown_keys(tmp_path) == []
+
+
 def test_keys_that_nobody_knows_are_told(tmp_path: Path) -> None:
     config_of(tmp_path, warp_factor=9, sliding_window=None)
     assert unknown_keys(tmp_path) == ["warp_factor"]

@@ -191,11 +191,11 @@ def _family(raw: dict[str, Any]) -> Family:
     """Raises ValueError for a model_type or an architecture that is not served."""
     kind = raw.get("model_type", "llama")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ValueError(f"model_type is {kind!r}; served is {_listed(FAMILIES)}")
+        raise ValueError(f"model_type is {_short(kind)}; served is {_listed(FAMILIES)}")
     family, named = FAMILIES[kind], raw.get("architectures")
     for name in named if isinstance(named, list) else [named]:
         if name is not None and str(name).lower() not in map(str.lower, family.architectures):
-            raise ValueError(f"architectures names {name!r}; served is {_listed(family.architectures)}")
+            raise ValueError(f"architectures names {_short(name)}; served is {_listed(family.architectures)}")
     return family
 
 
@@ -215,20 +215,20 @@ def _rope(raw: dict[str, Any], family: Family) -> dict[str, Any]:
     """Both spellings: `rope_parameters` of transformers 5, `rope_theta` + `rope_scaling` before it."""
     given = {name: raw[name] for name in ("rope_parameters", "rope_scaling") if raw.get(name)}
     if wrong := [name for name, section in given.items() if not isinstance(section, dict)]:
-        raise ValueError(f"{wrong[0]} is {raw[wrong[0]]!r}; it must be an object")
+        raise ValueError(f"{wrong[0]} is {_short(raw[wrong[0]])}; it must be an object")
     if len(given) == 2 and given["rope_parameters"] != given["rope_scaling"]:
         raise ValueError("rope_parameters and rope_scaling say different things: keep one of them")
     where = next(iter(given), "rope_parameters")
     section: dict[str, Any] = given.get(where, {})
     kind = section.get("rope_type", section.get("type", "default"))
     if not isinstance(kind, str) or kind not in family.ropes:
-        raise ValueError(f"{where}: rope_type is {kind!r}; served are {_listed(family.ropes)}")
+        raise ValueError(f"{where}: rope_type is {_short(kind)}; served are {_listed(family.ropes)}")
     needed = family.ropes[kind]
     if missing := [name for name in needed if section.get(name) is None]:
         raise ValueError(f"{where}: rope_type {kind!r} needs {missing[0]}, which is not there")
     others = {name: value for name, value in section.items() if name not in {*needed, *HARMLESS_ROPE, *_ROPE_KEYS}}
     _refuse_unbuilt(others, dict.fromkeys(others, (None,)) | NEUTRAL_ROPE, f"{where}.")
-    theta = section.get("rope_theta", raw.get("rope_theta"))
+    theta = next((one["rope_theta"] for one in (section, raw) if one.get("rope_theta") is not None), None)
     chosen = {name: section[name] for name in needed} | {"rope_type": kind}
     return chosen if theta is None else chosen | {"rope_theta": theta}
 
