@@ -23,6 +23,7 @@ import typer
 from paper import ROOT, run_spire
 from rich.console import Console
 
+from spire.documents import Chats
 from spire.files import write_whole
 from spire.model.tokenizer import load_tokenizer
 from spire.training.corpus import END, START, TokenStream
@@ -173,7 +174,7 @@ def _corpus_tokens(data: list[Path], runs: Path) -> int:
     """Tokens of the training text under the target's tokenizer, as the training has cached them."""
     tokenizer = load_tokenizer(runs / "target")
     start, end = tokenizer.encode(START + END, add_special_tokens=False).ids
-    return len(TokenStream.build(data, tokenizer, start, end).tokens)
+    return len(TokenStream.build(data, tokenizer, start, end, Chats(runs / "target")).tokens)
 
 
 def _device() -> str:

@@ -270,10 +270,28 @@ def test_a_trace_is_replayed_at_every_depth(
     assert drafted["multiplier_end_to_end"] > 0
 
 
-def test_what_is_no_trace_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "t.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(DataError, match=r"t\.csv is no CSV.*ContextTokens"):
-        read_trace(tmp_path / "t.csv", 1000, 10, 1)
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("t.csv", b"a,b\n1,2\n", r"t\.csv, line 2: no TIMESTAMP. A trace is a CSV with the columns .*ContextTokens"),
+        ("t.csv", b"%s2023-11-16 18:15:46,374\n", r"t\.csv, line 2: no GeneratedTokens"),
+        ("t.csv", b"%s2023-11-16 18:15:46,many,44\n", r"t\.csv, line 2: .*'many'"),
+        ("t.csv", b"%syesterday,1,44\n", r"t\.csv, line 2: .*'yesterday'"),
+        ("t.csv", b"%s2023-11-16 18:15:46,-3,44\n", r"t\.csv, line 2: -3 tokens of context"),
+        ("t.csv", b"%s2023-11-16\xe9", r"t\.csv, line 2: byte 11 is 0xe9"),
+        ("t.csv", b"%s", r"t\.csv holds no request"),
+        ("T.CSV.XZ", lzma.compress(b"2023-11-16" * 9)[:40], r"T\.CSV\.XZ is cut off"),
+        ("absent.csv", None, r"absent\.csv cannot be read: No such file"),
+    ],
+)
+def test_what_is_no_trace_is_refused_by_name_and_line(
+    name: str, content: bytes | None, says: str, tmp_path: Path
+) -> None:
+    if content is not None:
+        heading = b"\xef\xbb\xbfTIMESTAMP,ContextTokens,GeneratedTokens\n"
+        (tmp_path / name).write_bytes(content.replace(b"%s", heading))
+    with pytest.raises(DataError, match=says):
+        read_trace(tmp_path / name, 1000, 10, 1)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import csv
-import lzma
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -20,7 +19,11 @@ from spire.bench.prompts import PromptSource
 from spire.bench.stream import Timed
 from spire.bench.system import System
 from spire.bench.throughput import Figures, measure
+from spire.documents import decoded
 from spire.errors import DataError
+from spire.text_files import open_unpacked
+
+_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 Body = Callable[[Request, list[int], int], dict[str, Any]]
 
@@ -117,14 +120,11 @@ def alternate(
 def read_trace(file: Path, max_context: int, seconds: float, rate: float) -> list[Arrival]:
     """The first `seconds` of a trace, `rate` times as fast. Lengths are scaled so that its longest request just fits.
 
-    Raises DataError for a file that is no trace.
+    It may be compressed. Raises DataError naming the file, and the line that is no request.
     """
-    try:
-        with lzma.open(file, "rt") if file.suffix == ".xz" else file.open() as lines:
-            rows = [_arrival(row) for row in csv.DictReader(lines)]
-    except (OSError, EOFError, lzma.LZMAError, KeyError, ValueError, TypeError) as error:
-        columns = "TIMESTAMP, ContextTokens, GeneratedTokens"
-        raise DataError(f"{file} is no CSV (or .csv.xz) with the columns {columns}: {error!r}") from error
+    with open_unpacked(file) as stream:
+        lines = csv.DictReader(decoded(line, str(file), number) for number, line in enumerate(stream, 1))
+        rows = [_arrival(row, f"{file}, line {lines.line_num}") for row in lines]
     if not rows:
         raise DataError(f"{file} holds no request")
     scale = min(1.0, max_context / max(row.context + row.generated for row in rows))
@@ -137,6 +137,14 @@ def read_trace(file: Path, max_context: int, seconds: float, rate: float) -> lis
     ]
 
 
-def _arrival(row: dict[str, str]) -> Arrival:
-    moment = datetime.fromisoformat(row["TIMESTAMP"]).timestamp()
-    return Arrival(moment, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
+def _arrival(row: dict[str, str], where: str) -> Arrival:
+    if missing := [name for name in _COLUMNS if row.get(name) is None]:
+        raise DataError(f"{where}: no {missing[0]}. A trace is a CSV with the columns {', '.join(_COLUMNS)}")
+    moment, context, generated = (row[name] for name in _COLUMNS)
+    try:
+        arrival = Arrival(datetime.fromisoformat(moment).timestamp(), int(context), int(generated))
+    except ValueError as error:
+        raise DataError(f"{where}: {error}") from error
+    if arrival.context < 1 or arrival.generated < 0:
+        raise DataError(f"{where}: {context} tokens of context and {generated} generated are none of a request")
+    return arrival

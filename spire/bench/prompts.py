@@ -5,27 +5,27 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
+from spire.documents import Chats, read_documents
 from spire.errors import DataError
 from spire.model.config import load_model_config
 from spire.model.tokenizer import load_tokenizer
+from spire.progress import bytes_shown
+from spire.text_files import bytes_to_read, find_files
 
 BUNDLED_TEXT = Path(__file__).parent / "prose.txt"
 
 
 class PromptSource:
-    """Text files, tokenized once with the tokenizer of a model directory."""
+    """Text, tokenized once with the tokenizer of a model directory, whose template makes text of chats."""
 
-    def __init__(self, model: Path, files: list[Path]):
+    def __init__(self, model: Path, data: list[Path]):
         config = load_model_config(model)
         tokenizer = load_tokenizer(model, config.vocab_size)
         self.start = config.bos_token_id
-        self.documents = [self._encode(tokenizer, path) for path in _text_files(files)]
-
-    def _encode(self, tokenizer: Tokenizer, path: Path) -> list[int]:
-        ids: list[int] = tokenizer.encode(path.read_text(), add_special_tokens=False).ids
-        return ids
+        files = find_files(data)
+        with bytes_shown("tokenizing prompts", bytes_to_read(files)) as told:
+            texts = read_documents(files, Chats(model), told)
+            self.documents: list[list[int]] = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
 
     def cut(self, count: int, length: int, seed: int) -> list[list[int]]:
         """`count` prompts of `length` tokens from random places; documents are chosen by their length."""
@@ -43,12 +43,3 @@ class PromptSource:
 def _stretch(document: list[int], length: int, rng: random.Random) -> list[int]:
     start = rng.randrange(len(document) - length + 1)
     return document[start : start + length]
-
-
-def _text_files(paths: list[Path]) -> list[Path]:
-    files = [file for path in paths for file in (sorted(path.rglob("*.txt")) if path.is_dir() else [path])]
-    if missing := [file for file in files if not file.is_file()]:
-        raise DataError(f"{missing[0]} does not exist: --data takes text files or directories of them")
-    if not files:
-        raise DataError(f"no .txt file under {', '.join(map(str, paths))}")
-    return files

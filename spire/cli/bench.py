@@ -114,7 +114,7 @@ def bench(
     dtype: Annotated[str | None, typer.Option(help="auto, bfloat16 or float32.")] = None,
     data: Annotated[
         list[Path] | None,
-        typer.Option(help="Text files or directories to cut prompts from; repeatable. Default: bundled."),
+        typer.Option(help="Text to cut prompts from, as docs/data.md lists it; repeatable. Default: bundled."),
     ] = None,
     hardware: Annotated[
         Path | None, typer.Option(help="Calibration file of the model's figures. Default: spire doctor --calibrate's.")

@@ -47,7 +47,7 @@ def capacity(
     dtype: Annotated[str | None, typer.Option(help="auto, bfloat16 or float32.")] = None,
     data: Annotated[
         list[Path] | None,
-        typer.Option(help="Text files or directories to cut prompts from; repeatable. Default: bundled."),
+        typer.Option(help="Text to cut prompts from, as docs/data.md lists it; repeatable. Default: bundled."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Decides prompts and moments of arrival.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,

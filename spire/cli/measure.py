@@ -38,7 +38,8 @@ Draft = Annotated[
 ]
 Dtype = Annotated[str | None, typer.Option(help="auto, bfloat16 or float32.")]
 Data = Annotated[
-    list[Path] | None, typer.Option(help="Text files or directories to cut prompts from; repeatable. Default: bundled.")
+    list[Path] | None,
+    typer.Option(help="Text to cut prompts from, as docs/data.md lists it; repeatable. Default: bundled."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.", min=0)]

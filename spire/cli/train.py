@@ -23,9 +23,12 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Train a target from text, or a draft from a target.", no_args_is_help=True)
 
 Data = Annotated[
-    list[Path], typer.Option(help="Training text: .txt, .jsonl, a directory or a tar archive of them; repeatable.")
+    list[Path],
+    typer.Option(help="Training text or chats: .txt, .jsonl, compressed, an archive, a directory; repeatable."),
 ]
-Valid = Annotated[list[Path] | None, typer.Option(help="Held-out text for the validation figure; repeatable.")]
+Valid = Annotated[
+    list[Path] | None, typer.Option(help="Held-out text for the validation figure, likewise; repeatable.")
+]
 Out = Annotated[Path, typer.Option(help="Directory of the checkpoint; the run's state is kept in its run/.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Compiled = Annotated[

@@ -24,10 +24,15 @@ def refuse_stand_in(file: Path) -> None:
         raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from error
     if not head:
         raise CheckpointError(f"{file} cannot be read: it is empty")
-    if head.startswith(_POINTER):
+    if is_pointer(head):
         raise CheckpointError(f"{file} is a Git LFS pointer, not the file itself: run `git lfs pull` in its directory")
     if head.lstrip().lower().startswith(_PAGES):
         raise CheckpointError(f"{file} is a web page, not the file itself: download it again")
+
+
+def is_pointer(head: bytes) -> bool:
+    """Whether a file that begins so is a Git LFS pointer."""
+    return head.startswith(_POINTER)
 
 
 def read_text(file: Path) -> str:

@@ -1,59 +1,35 @@
 """Text in, token windows out. The order of the windows is a function of (seed, step) alone.
 
-So a run that was killed resumes bit for bit, and nothing about the order needs to be stored.
-Text comes as `.txt` files, `.jsonl` files with a `text` field, directories of them, or tar archives of them.
+So a run that was killed resumes bit for bit, and nothing about the order needs to be stored. What a corpus may be
+written in is `spire.documents`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import tarfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.progress import track
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from spire.documents import Chats, read_documents
 from spire.errors import DataError
 from spire.files import user_cache, write_whole
+from spire.progress import bytes_shown
+from spire.text_files import bytes_to_read, find_files
 
 START, END = "<s>", "</s>"
-_TEXT_SUFFIXES = {".txt", ".jsonl"}
+# Of how documents are read: what an earlier version left in the cache is not used.
+_READER = b"2"
 
 
-def read_texts(paths: Iterable[Path]) -> Iterator[str]:
-    """Every document under `paths`, in a fixed order. Raises DataError naming a file that cannot be used."""
-    for path in paths:
-        if not path.exists():
-            raise DataError(f"{path} does not exist: --data takes text, JSONL, directories or tar archives of them")
-        if path.is_dir():
-            yield from read_texts(sorted(p for p in path.rglob("*") if p.suffix in _TEXT_SUFFIXES))
-        elif path.suffix in _TEXT_SUFFIXES:
-            yield from _documents(path.name, path.read_bytes())
-        elif tarfile.is_tarfile(path):
-            with tarfile.open(path) as archive:
-                members = sorted((m for m in archive.getmembers() if m.isfile()), key=lambda m: m.name)
-                for member in members:
-                    if (file := archive.extractfile(member)) and Path(member.name).suffix in _TEXT_SUFFIXES:
-                        yield from _documents(f"{path.name}:{member.name}", file.read())
-        else:
-            raise DataError(f"{path} is neither .txt, .jsonl, a directory nor a tar archive")
-
-
-def _documents(name: str, raw: bytes) -> Iterator[str]:
-    try:
-        text = raw.decode("utf-8")
-        if not name.endswith(".jsonl"):
-            yield text
-            return
-        for line in text.splitlines():
-            if line.strip():
-                yield json.loads(line)["text"]
-    except (UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{name} cannot be read as text: {error!r}") from error
+def corpus_texts(paths: Iterable[Path], chats: Chats, doing: str) -> Iterator[str]:
+    """Every document under `paths`, while a bar says how far `doing` that is. Raises DataError naming what is wrong."""
+    files = find_files(paths)
+    with bytes_shown(doing, bytes_to_read(files)) as told:
+        yield from read_documents(files, chats, told)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -62,7 +38,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[START, END], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+        vocab_size=vocab_size,
+        special_tokens=[START, END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,  # who gives the texts shows how far they are read
     )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -80,25 +59,16 @@ class TokenStream:
         self.name = name
 
     @classmethod
-    def build(cls, paths: list[Path], tokenizer: Tokenizer, start: int, end: int) -> TokenStream:
+    def build(cls, paths: list[Path], tokenizer: Tokenizer, start: int, end: int, chats: Chats) -> TokenStream:
         """Encode `paths`, or reuse what an earlier run left in the user's cache for the same files and tokenizer."""
-        key = hashlib.sha256(tokenizer.to_str().encode())
-        for path in paths:
-            if not path.exists():
-                raise DataError(f"{path} does not exist: --data takes text, JSONL, directories or tar archives of them")
-            key.update(f"{path.resolve()}{path.stat().st_size}{path.stat().st_mtime_ns}".encode())
-        name = key.hexdigest()[:16]
+        name = _key(find_files(paths), tokenizer, chats)
         file = user_cache() / f"tokens-{name}.npy"
         if not file.exists():
-            rows = [
-                np.array([*encoding, end], dtype=np.uint32)
-                for encoding in (
-                    tokenizer.encode(text, add_special_tokens=False).ids
-                    for text in track(read_texts(paths), description="tokenizing")
-                )
-            ]
-            if not rows:
-                raise DataError(f"no text found in {', '.join(map(str, paths))}")
+            encoded = (
+                tokenizer.encode(text, add_special_tokens=False).ids
+                for text in corpus_texts(paths, chats, "tokenizing")
+            )
+            rows = [np.array([*ids, end], dtype=np.uint32) for ids in encoded]
             write_whole(file, lambda unfinished: np.save(unfinished, np.concatenate(rows)))
         return cls(np.load(file, mmap_mode="r"), start, name)
 
@@ -112,3 +82,11 @@ class TokenStream:
     def window(self, start: int, length: int) -> NDArray[np.int64]:
         stretch = self.tokens[start : start + length - 1].astype(np.int64)
         return np.concatenate(([self.start_token], stretch))
+
+
+def _key(files: list[Path], tokenizer: Tokenizer, chats: Chats) -> str:
+    """What tokens are kept by: another one where anything that they come from is another."""
+    key = hashlib.sha256(_READER + tokenizer.to_str().encode() + chats.key.encode())
+    for file in files:
+        key.update(f"{file.resolve()}{file.stat().st_size}{file.stat().st_mtime_ns}".encode())
+    return key.hexdigest()[:16]

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spire.documents import Chats
 from spire.errors import DataError
 from spire.model.checkpoint import load_draft, load_target, save_draft
 from spire.model.config import DraftConfig, ModelConfig, load_model_config
@@ -324,7 +325,7 @@ def _streams(
     tokenizer = load_tokenizer(directory, config.vocab_size)
     start = config.bos_token_id if config.bos_token_id is not None else 0
     end = config.eos_token_ids[0] if config.eos_token_ids else start
-    build = lambda paths: TokenStream.build(paths, tokenizer, start, end)  # noqa: E731
+    build = lambda paths: TokenStream.build(paths, tokenizer, start, end, Chats(directory))  # noqa: E731
     return build(data), build(valid) if valid else None
 
 

@@ -250,8 +250,10 @@ def train_steps(
     """
     began = time.monotonic()
     first = checkpoint.resume(model, optimizers)
-    prediction = predict([length_at(step) for step in range(first, schedule.steps)], first, forward, model)
-    Console(stderr=True).print(f"{name}: {prediction.summary}", highlight=False)
+    console = Console(stderr=True)
+    with console.status(f"{name}: one step of each length, to say how long all will take"):
+        prediction = predict([length_at(step) for step in range(first, schedule.steps)], first, forward, model)
+    console.print(f"{name}: {prediction.summary}", highlight=False)
     log = ProgressLog(checkpoint.file.parent, schedule.steps, first)
     log.note(first, predicted_seconds=prediction.seconds, predicted_bytes=prediction.bytes)
     for step in log.steps(name):

@@ -7,19 +7,22 @@ What it does not know: more than one device.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from spire.documents import Chats
 from spire.model.checkpoint import save_target
 from spire.model.config import ModelConfig
 from spire.model.target import Target, WholeSequence
 from spire.model.tokenizer import load_tokenizer
-from spire.training.corpus import END, START, TokenStream, read_texts, train_tokenizer
+from spire.training.corpus import END, START, TokenStream, corpus_texts, train_tokenizer
 from spire.training.run import Checkpoint, Execution, Schedule, StepResult, muon_and_adamw, train_steps
 
 
@@ -72,10 +75,11 @@ def train_target(
     Returns False when the time ran out first.
     """
     work, device = out / "run", execution.device
-    tokenizer = _tokenizer(data, out, recipe.vocab_size)
+    chats = Chats(out)
+    tokenizer = _tokenizer(data, out, recipe.vocab_size, chats)
     start, end = tokenizer.encode(START + END, add_special_tokens=False).ids
-    stream = TokenStream.build(data, tokenizer, start, end)
-    held_out = TokenStream.build(valid, tokenizer, start, end) if valid else None
+    stream = TokenStream.build(data, tokenizer, start, end, chats)
+    held_out = TokenStream.build(valid, tokenizer, start, end, chats) if valid else None
 
     torch.manual_seed(recipe.seed)
     target = Target(recipe.model_config()).to(device)
@@ -121,12 +125,19 @@ def validation_loss(target: Target, stream: TokenStream, length: int, device: st
     return sum(losses) / len(losses)
 
 
-def _tokenizer(data: list[Path], out: Path, vocab_size: int) -> Tokenizer:
+def _tokenizer(data: list[Path], out: Path, vocab_size: int, chats: Chats) -> Tokenizer:
     file = out / "tokenizer.json"
     if not file.exists():
         out.mkdir(parents=True, exist_ok=True)
-        train_tokenizer(read_texts(data), vocab_size).save(str(file))
+        texts = corpus_texts(data, chats, "reading for the tokenizer")
+        train_tokenizer(_told_when_over(texts), vocab_size).save(str(file))
     return load_tokenizer(out, vocab_size)
+
+
+def _told_when_over(texts: Iterator[str]) -> Iterator[str]:
+    """What follows the reading takes long as well, and shows nothing."""
+    yield from texts
+    Console(stderr=True, highlight=False).print("tokenizer: learning its vocabulary")
 
 
 def initialise(model: nn.Module, layers: nn.ModuleList) -> None:

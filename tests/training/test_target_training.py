@@ -108,9 +108,9 @@ def test_too_little_text_is_refused_with_the_numbers(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("absent.txt", None, r"absent\.txt does not exist"),
-        ("latin.txt", b"caf\xe9", r"latin\.txt cannot be read as text"),
-        ("broken.jsonl", b'{"text": "a"}\n{"other": 1}\n', r"broken\.jsonl cannot be read as text"),
-        ("picture.png", b"\x89PNG", r"picture\.png is neither"),
+        ("latin.txt", b"caf\xe9", r"latin\.txt, line 1: byte 4 is 0xe9"),
+        ("broken.jsonl", b'{"text": "a"}\n{"other": 1}\n', r"broken\.jsonl, line 2: no 'text'"),
+        ("picture.png", b"\x89PNG", r"picture\.png, line 1: byte 1 is 0x89"),
     ],
 )
 def test_data_that_cannot_be_used_is_named(name: str, content: bytes | None, message: str, tmp_path: Path) -> None:

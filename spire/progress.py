@@ -1,0 +1,27 @@
+"""A bar for what takes long, on stderr from its first second; where nobody watches a terminal, a line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+# What is read in less than a second needs no bar.
+_SMALL = 1_000_000
+
+
+@contextmanager
+def bytes_shown(doing: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Gives what takes the number of bytes read since it was called last, of `total`."""
+    console = Console(stderr=True, highlight=False)
+    if total < _SMALL:
+        yield lambda _: None
+        return
+    if not console.is_terminal:
+        console.print(f"{doing}: {total / 1e6:,.0f} MB to read", soft_wrap=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(doing, total=total)
+        yield lambda count: progress.advance(task, count)
