@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from spire.address import bare, bind, is_loopback, join, reachable, split
+from spire.cli.paths import Pair
+from spire.cli.service import Service
+from spire.cli.serving import _system
+from spire.cli.up import ModelOptions, Stack
 from spire.errors import SpireError
 
 NAMES = st.from_regex(r"[a-z]([a-z0-9-]{0,10}\.)?[a-z0-9]+", fullmatch=True)
@@ -51,3 +57,18 @@ def test_a_taken_port_and_a_host_that_is_none_are_refused_by_name() -> None:
             bind("127.0.0.1", port)
     with pytest.raises(SpireError, match=r"cannot listen on 127\.0\.0\.1:8000: .* Choose another --host"):
         bind("127.0.0.1:8000", 0)
+
+
+@pytest.mark.parametrize(
+    ("address", "metrics"),
+    [
+        ("127.0.0.1:5", "127.0.0.1:9101"),
+        ("[::1]:5", "[::1]:9101"),
+        ("0.0.0.0:5", "127.0.0.1:9101"),
+        ("[::]:5", "[::1]:9101"),
+    ],
+)
+def test_a_measurement_asks_for_metrics_where_a_service_listens(address: str, metrics: str, tmp_path: Path) -> None:
+    verifier = Service("verifier_service", [], tmp_path, address=address)
+    stack = Stack(Pair(tmp_path, None), ModelOptions(None, None, None), "127.0.0.1", 0, None, tmp_path, [verifier])
+    assert _system(stack, {"verifier_service": 9101}).metrics == {"verifier": f"http://{metrics}/metrics"}

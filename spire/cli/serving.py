@@ -8,8 +8,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from spire.address import join, split
 from spire.bench.system import System
 from spire.cli.paths import Pair
+from spire.cli.service import Service
 from spire.cli.up import ModelOptions, Stack
 
 # A shape may be far too large for the machine that it is measured on, and a round must still get its draft.
@@ -51,11 +53,13 @@ def serving(
 def _system(stack: Stack, ports: dict[str, int]) -> System:
     processes = {service.name: service.process.pid for service in stack.services if service.process}
     services = [service for service in stack.services if service.module in ports]
-    return System(
-        stack.url,
-        processes,
-        {service.name: f"http://127.0.0.1:{ports[service.module]}/metrics" for service in services},
-    )
+    return System(stack.url, processes, {service.name: _metrics(service, ports) for service in services})
+
+
+def _metrics(service: Service, ports: dict[str, int]) -> str:
+    """Its options may have it listen elsewhere than at 127.0.0.1, metrics too."""
+    host, _ = split(service.reached_at)
+    return f"http://{join(host, ports[service.module])}/metrics"
 
 
 def _free_ports(count: int) -> list[int]:
