@@ -63,7 +63,7 @@ class Engine:
         self._ids = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._wakeup = asyncio.Event()
-        self._releases = Releases(self.verifier, self.scheduler)
+        self._releases = Releases(self.verifier, self.scheduler, config.verify_deadline)
         self._drain = DrainRate()
         self._admit_from = 0.0
         self._met_verifier_at = 0.0
@@ -179,7 +179,7 @@ class Engine:
 
     async def close(self) -> None:
         self._give_up()
-        await self._releases.send()
+        await self._releases.send_last()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -364,9 +364,10 @@ class VerifierPeer(Peer[verifier_pb2.VerifyBatchResult]):
         """The answer and the seconds it took. Raises PeerLost."""
         return await self._answer(asked)
 
-    async def release(self, sequence_ids: list[str]) -> None:
+    async def release(self, sequence_ids: list[str], seconds: float) -> None:
+        """Free what these hold, within so many seconds. Raises AioRpcError."""
         request = verifier_pb2.ReleaseRequest(sequence_ids=sequence_ids)
-        self.cache_usage = (await self._stub.Release(request, timeout=_CONTROL_DEADLINE)).cache_usage
+        self.cache_usage = (await self._stub.Release(request, timeout=seconds)).cache_usage
 
     def _open(self) -> grpc.aio.StreamStreamCall:
         metadata = [(GATEWAY_METADATA_KEY, self._gateway_id), (STREAM_METADATA_KEY, str(next(self._streams)))]

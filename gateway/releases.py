@@ -12,15 +12,18 @@ from gateway.scheduler import Scheduler
 from spire.rpc.limits import MAX_NAMED
 
 _RETRY_SECONDS = 0.25
+# At the end nobody waits for a step: a verifier frees what is a lost gateway's by itself.
+_LAST_SECONDS = 5.0
 
 log = structlog.get_logger("gateway")
 
 
 class Releases:
-    """Wire ids whose place at the verifier is still to be freed."""
+    """Wire ids whose place at the verifier is still to be freed, which happens between two steps: within `deadline`
+    seconds, as a round."""
 
-    def __init__(self, verifier: VerifierPeer, scheduler: Scheduler):
-        self._verifier, self._scheduler = verifier, scheduler
+    def __init__(self, verifier: VerifierPeer, scheduler: Scheduler, deadline: float):
+        self._verifier, self._scheduler, self._deadline = verifier, scheduler, deadline
         self._pending: list[str] = []
         self._something = asyncio.Event()
 
@@ -41,11 +44,15 @@ class Releases:
         while True:
             await self._something.wait()
             self._something.clear()
-            if not await self.send():
+            if not await self._send(self._deadline):
                 await asyncio.sleep(_RETRY_SECONDS)
                 self.wake()
 
-    async def send(self) -> bool:
+    async def send_last(self) -> None:
+        """Free what has ended by now, if that is soon done."""
+        await self._send(_LAST_SECONDS)
+
+    async def _send(self, seconds: float) -> bool:
         """Free at the verifier what has ended; what cannot be told now stays for the next time."""
         self._pending += self._scheduler.take_ended()
         while ids := self._pending[:MAX_NAMED]:
@@ -53,7 +60,7 @@ class Releases:
                 return False
             self._pending = self._pending[MAX_NAMED:]
             try:
-                await self._verifier.release(ids)
+                await self._verifier.release(ids, seconds)
             except grpc.aio.AioRpcError as error:
                 log.warning("release failed", sequences=len(ids), reason=error.details())
                 self._pending = ids + self._pending

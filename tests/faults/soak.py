@@ -211,6 +211,15 @@ def _resident(pid: int) -> int:
 
 
 def grown(series: list[int]) -> float:
+    """Twice what a series grew by in the half in which it grew less.
+
+    A leak lifts both; what a service takes once and keeps, at its first large batch for one, lifts one of them.
+    """
+    middle = len(series) // 2
+    return 2 * min(_risen(series[:middle]), _risen(series[middle:]))
+
+
+def _risen(series: list[int]) -> float:
     """From the first to the last fifth of a series, by the quartile that grew least.
 
     A leak lifts each of them; what comes and goes with the load does not.

@@ -36,6 +36,11 @@ def test_load_that_comes_and_goes_is_no_growth_and_a_leak_is(seed: int) -> None:
     assert grown(resident(0.04, seed)) > MOST_GROWTH
 
 
+def test_what_is_taken_once_and_kept_is_no_growth() -> None:
+    series = resident(0.0, seed=1)
+    assert grown([size + 10_000_000 * (at > 200) for at, size in enumerate(series)]) < MOST_GROWTH
+
+
 def test_another_target_is_served_with_a_draft_cut_out_of_it(stories_dir: Path) -> None:
     with served(stories_dir, None) as (target, draft):
         assert target == stories_dir
