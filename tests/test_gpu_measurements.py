@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from experiments.gpu import __main__ as gpu
 from experiments.gpu.expectation import floor_seconds, step_seconds
@@ -80,6 +81,20 @@ def test_a_part_whose_time_is_up_keeps_what_it_had_found(tmp_path: Path) -> None
     assert late["status"] == "out of time"
     assert late["error"].startswith("ended after 1 s")
     assert late["findings"][0]["measured"] == 1.5
+
+
+def test_what_fails_within_a_part_is_a_finding_and_the_next_goes_on(tmp_path: Path) -> None:
+    findings = Findings(tmp_path / "1.json")
+    for what in ("first", "second"):
+        with findings.attempt(what):
+            findings.add(Finding(f"{what} figure", 1))
+            if what == "first":
+                raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+    found = json.loads((tmp_path / "1.json").read_text())
+    assert [one["what"] for one in found] == ["first figure", "first", "second figure"]
+    assert found[1]["note"] == "FAILED: AcceleratorError: CUDA error: unspecified launch failure"
+    assert "Traceback" in found[1]["more"]["error"]
+    assert findings.failed
 
 
 def test_parts_for_which_no_time_is_left_are_told_of(tmp_path: Path) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +30,22 @@ class Findings:
     def __init__(self, file: Path):
         self._file = file
         self._found: list[Finding] = []
+        self.failed = False
 
     def add(self, finding: Finding) -> None:
         self._found.append(finding)
         write_json(self._file, [asdict(found) for found in self._found])
+
+    @contextmanager
+    def attempt(self, what: str) -> Iterator[None]:
+        """What goes wrong inside is a finding, and what follows goes on. The part has failed all the same."""
+        try:
+            yield
+        except Exception as error:
+            self.failed = True
+            told = f"{type(error).__name__}: {error}".strip()
+            more = {"error": "".join(traceback.format_exception(error))}
+            self.add(Finding(what, None, note=f"FAILED: {told.splitlines()[-1][:120]}", more=more))
 
 
 def write_json(file: Path, value: object) -> None:

@@ -28,11 +28,11 @@ def measure(setting: Setting, findings: Findings) -> None:
     pair = choose_pair(None, None)
     prompts = prompts_of(setting, PromptSource(pair.model, [BUNDLED_TEXT]))
     for dtype, predicted in _TYPES[:1] if setting.tiny else _TYPES:
-        with served(setting, findings, pair, dtype) as system:
-            found = _parted(system, prompts, _TINY_GENERATED if setting.tiny else _GENERATED)
-        note = f"of {found.texts} texts, {found.tokens} tokens"
         what = f"{dtype}: texts that part, k = {_DEPTH} from k = 0"
-        findings.add(Finding(what, found.partings, "texts", predicted, note, found.to_json()))
+        with findings.attempt(what), served(setting, findings, pair, dtype) as system:
+            found = _parted(system, prompts, _TINY_GENERATED if setting.tiny else _GENERATED)
+            note = f"of {found.texts} texts, {found.tokens} tokens"
+            findings.add(Finding(what, found.partings, "texts", predicted, note, found.to_json()))
 
 
 def prompts_of(setting: Setting, source: PromptSource) -> list[list[int]]:

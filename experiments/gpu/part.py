@@ -34,7 +34,7 @@ class Setting:
 
     def forget_peak(self) -> None:
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+            torch.cuda.empty_cache()  # of what other processes need, too
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def peak_gb(self) -> float:
@@ -50,6 +50,7 @@ def main() -> None:
     setting = Setting(torch.device("cpu" if tiny else "cuda"), tiny)
     findings = Findings(Path(file))
     importlib.import_module(f"experiments.gpu.{module}").measure(setting, findings)
+    sys.exit(findings.failed)
 
 
 if __name__ == "__main__":

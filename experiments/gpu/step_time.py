@@ -52,7 +52,8 @@ def measure(setting: Setting, findings: Findings) -> None:
     for batch, context in cells:
         for k in (0, _DEPTH):
             cell = Cell(batch, context, k)
-            findings.add(_found(setting, target, cell, rate))
+            with findings.attempt(cell.name):
+                findings.add(_found(setting, target, cell, rate))
 
 
 def _found(setting: Setting, target: Target, cell: Cell, rate: float) -> Finding:

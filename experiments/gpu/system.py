@@ -16,7 +16,8 @@ from spire.cli.paths import Pair
 from spire.cli.serving import serving
 from spire.cli.up import ModelOptions
 
-_LINES = 12
+# A traceback is one line of JSON.
+_LINES, _LONGEST = 12, 3000
 
 
 @contextmanager
@@ -27,11 +28,14 @@ def served(
 
     What they have taken of the GPU by the end is a finding: torch keeps what it once had.
     """
+    setting.forget_peak()
     with tempfile.TemporaryDirectory(prefix="spire-gpu-") as name:
         options = ModelOptions(dtype, setting.device.type, None)
         try:
             with serving(None, pair, options, acceptance, directory=Path(name)) as system:
                 yield system
+                if findings.failed:
+                    findings.add(Finding("what the services said", None, more={"lines": _last_lines(Path(name))}))
                 if setting.device.type == "cuda":
                     free, total = torch.cuda.mem_get_info(setting.device)
                     findings.add(Finding("memory of the GPU, all processes", (total - free) / 1e9, "GB"))
@@ -40,7 +44,5 @@ def served(
 
 
 def _last_lines(directory: Path) -> str:
-    logs = sorted(directory.glob("*.log"))
-    return "\n".join(
-        f"{log.stem}: {line[:400]}" for log in logs for line in log.read_text(errors="replace").splitlines()[-_LINES:]
-    )
+    told = {log.stem: log.read_text(errors="replace").splitlines()[-_LINES:] for log in sorted(directory.glob("*.log"))}
+    return "\n".join(f"{name}: {line[-_LONGEST:]}" for name, lines in told.items() for line in lines)
