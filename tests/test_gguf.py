@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -366,6 +367,15 @@ def test_other_files_are_refused_by_what_they_are(tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     refused(big, tmp_path / "out", "big-endian")
+
+
+def test_what_is_to_be_installed_is_named_where_the_library_is_missing(
+    stories_gguf: Writer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = stories_gguf()
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(CheckpointError, match=r"pip install 'spire-serve\[gguf\]'"):
+        convert_gguf(file, tmp_path / "out")
 
 
 def test_nothing_is_written_over(stories_gguf: Writer, tmp_path: Path) -> None:
