@@ -24,6 +24,7 @@ from spire.model.draft import BlockRollouts, Draft, OwnPast, RolloutBlocks, inpu
 from spire.model.target import Target, WholeSequence
 from spire.model.tokenizer import load_tokenizer
 from spire.shapes import SERVED_SINK, SERVED_WINDOW, quarter_of
+from spire.text_files import find_files
 from spire.training.corpus import TokenStream
 from spire.training.on_policy import OnPolicy
 from spire.training.run import (
@@ -142,6 +143,7 @@ def train_draft(
 
     Returns False when the time ran out first.
     """
+    find_files([*data, *valid])  # what is not there is told before a large target is loaded
     work, device = out / "run", execution.device
     target, identity = load_target(target_directory)
     target = target.to(device)

@@ -48,6 +48,14 @@ def test_a_file_that_changed_in_a_directory_is_read_again(stories_dir: Path, tmp
     assert np.array_equal(built(stories_dir, file.parent).tokens, after.tokens)
 
 
+def test_data_that_is_not_there_is_told_before_the_target_is_loaded(stories_dir: Path, tmp_path: Path) -> None:
+    """This target has no weights, and they are not missed first."""
+    (tmp_path / "config.json").write_bytes((stories_dir / "config.json").read_bytes())
+    options = ["--target", str(tmp_path), "--data", str(tmp_path / "absent.txt"), "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, ["train", "draft", *options])
+    assert f"{tmp_path / 'absent.txt'} does not exist" in str(result.exception)
+
+
 @pytest.mark.parametrize("what", ["draft", "target"])
 def test_chats_for_a_model_without_a_template_are_refused_before_training(
     what: str, stories_dir: Path, tmp_path: Path
