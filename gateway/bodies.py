@@ -40,6 +40,7 @@ _REFUSALS = {
 
 # Whoever keeps errors shall not come to keep what they were about.
 _TEXTS = (("prompt",), ("messages",), ("stop",))
+_UNION_MEMBERS = {"str", "list[str]", "dict[str,any]"}
 
 
 class ErrorDetail(BaseModel):
@@ -140,17 +141,23 @@ def _refuse_constant(name: str) -> NoReturn:
 
 def bad_parameter(problems: Any) -> BadParameter:
     """What pydantic found wrong, under the name of the first field concerned."""
-    param = ".".join(str(part) for part in problems[0]["loc"]) or "body"
-    # A union complains once for each of its types, under the type's name: the field's own name is enough.
-    param = param.removesuffix(".str").removesuffix(".list[str]").removesuffix(".dict[str,any]")
-    return BadParameter(param, "; ".join(map(_told, problems[:8])))
+    return BadParameter(_place(problems[0]["loc"]) or "body", "; ".join(map(_told, problems[:8])))
+
+
+def _place(loc: tuple[str | int, ...]) -> str:
+    """A place in a body as all errors spell it, such as `messages[0].role`.
+
+    A union complains once for each of its types, under the type's name: the field's own name is enough.
+    """
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc if part not in _UNION_MEMBERS]
+    return "".join(parts).removeprefix(".")
 
 
 def _told(problem: Any) -> str:
     """What is wrong with a field, and its value if that is short and no text to complete."""
     value, told = problem.get("input"), problem["loc"][:1] not in _TEXTS
     came = f", {value!r} came" if told and isinstance(value, int | float | str) and len(repr(value)) <= 40 else ""
-    return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}{came}"
+    return f"{_place(problem['loc']) or 'body'}: {problem['msg']}{came}"
 
 
 def check_model(wanted: str | None, model: Model) -> None:

@@ -391,6 +391,28 @@ def test_what_the_verifier_names_is_told_by_the_request_s_own_name(param: str) -
     assert field_of(chat.as_completion([5], 512), param) == ("messages" if param == "tokens" else NAMES[param])
 
 
+PLACES: list[tuple[dict[str, Any], str]] = [
+    ({"stop_token_ids": [5, "a"]}, "stop_token_ids[1]"),
+    ({"guided_choice": ["a", 5]}, "guided_choice[1]"),
+    ({"messages": [5]}, "messages[0]"),
+    ({"messages": [{"role": 5, "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": [5]}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "txt": "x"}]}]}, "messages[0].content[0].txt"),
+    ({"logit_bias": {"5": "a"}}, "logit_bias.5"),
+    ({"stop": 5}, "stop"),
+    ({"structured_outputs": {"json": 5}}, "structured_outputs.json"),
+]
+
+
+@pytest.mark.parametrize(("body", "place"), PLACES, ids=[place for _, place in PLACES])
+def test_whoever_finds_a_field_wrong_spells_its_place_alike(body: dict[str, Any], place: str) -> None:
+    error = refusal(ChatRequest, **body)
+    assert error.param == place
+    assert str(error).startswith(place)
+    assert "str:" not in str(error)
+    assert "any]" not in str(error)
+
+
 def test_the_lists_are_part_of_the_package() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     assert "fields.toml" in project["tool"]["setuptools"]["package-data"]["gateway"]

@@ -114,7 +114,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"choice": "yes"}}, "structured_outputs.choice", "list"),
     ({"guided_choice": []}, "guided_choice", "empty"),
     ({"guided_choice": ["a", ""]}, "guided_choice[1]", "empty"),
-    ({"guided_choice": ["a", 5]}, "guided_choice.1", "string"),
+    ({"guided_choice": ["a", 5]}, "guided_choice[1]", "string"),
     ({"guided_choice": ["\ud800"]}, "guided_choice", "Unicode"),
     ({"guided_choice": ["a" * 40_000, "b" * 40_000]}, "guided_choice", "65536"),
     ({"guided_choice": ["a"] * 4097}, "guided_choice", "4096"),

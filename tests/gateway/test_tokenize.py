@@ -63,8 +63,8 @@ def test_a_text_longer_than_the_context_is_counted_and_a_hopeless_one_refused(ap
         ("/detokenize", {"tokens": [5, 512]}, 400, "tokens"),
         ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
         ("/detokenize", {"tokens": [10**30]}, 400, "tokens"),
-        ("/detokenize", {"tokens": ["5"]}, 400, "tokens.0"),
-        ("/detokenize", {"tokens": [True]}, 400, "tokens.0"),
+        ("/detokenize", {"tokens": ["5"]}, 400, "tokens[0]"),
+        ("/detokenize", {"tokens": [True]}, 400, "tokens[0]"),
         ("/detokenize", {"tokens": [5], "model": "gpt-9"}, 404, None),
     ],
 )
