@@ -172,6 +172,8 @@ def directory(path: Path, files: dict[str, Any]) -> Path:
         ({"chat_template.json": {"chat_template": "x"}, "tokenizer_config.json": {"chat_template": "text"}}, "text"),
         ({"additional_chat_templates/rag.jinja": "x", "chat_template.jinja": "file"}, "file"),
         ({"additional_chat_templates/default.jinja": "first of all", "chat_template.jinja": "file"}, "first of all"),
+        ({"chat_template.jinja": "", "tokenizer_config.json": {"chat_template": "text"}}, "text"),
+        ({"chat_template.jinja": ""}, ""),
     ],
     ids=[
         "nothing",
@@ -184,6 +186,8 @@ def directory(path: Path, files: dict[str, Any]) -> Path:
         "processor last",
         "others beside it",
         "among others",
+        "an empty file",
+        "an empty file alone",
     ],
 )
 def test_a_template_is_found_where_a_checkpoint_may_have_it(

@@ -24,11 +24,11 @@ class TemplateSource:
 
 
 def read_chat_template(model: Path) -> TemplateSource:
-    """What this directory says about chats. Raises CheckpointError for a file that cannot be read."""
+    """Read the chat template of a directory; an empty file is none. Raises CheckpointError for an unreadable file."""
     declared = read_declared(model, read_object_if_any(model / "tokenizer.json"))
     files = (model / "additional_chat_templates" / "default.jinja", model / "chat_template.jinja")
     processor = read_object_if_any(model / "chat_template.json")
-    found = [read_text(file) for file in files if file.is_file()]
+    found = [read_text(file) for file in files if file.is_file() and file.stat().st_size]
     found += [_default(declared.settings.get("chat_template")), _default(processor.get("chat_template"))]
     return TemplateSource(
         template=next(filter(None, found), ""),
