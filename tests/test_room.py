@@ -19,7 +19,7 @@ from spire.errors import CheckpointError, OutOfCapacity
 from spire.model.cache import TargetCache, capacity_of, positions_of
 from spire.model.config import DraftConfig, ModelConfig
 from spire.model.draft import Draft
-from spire.model.pool import Pool
+from spire.model.pool import Pool, not_reserved
 from spire.model.room import SHARE_OF_FREE_MEMORY, Room, Wishes, room_for
 from spire.model.target import Target
 from spire.model.token_memory import TokenMemory
@@ -133,6 +133,15 @@ def test_a_context_far_longer_than_memory_costs_address_space_alone() -> None:
     """64 sequences of 131,072 positions on a machine with less: Linux refused to map what nobody had written yet."""
     pool = Pool((256, 8, LONGEST, 128), torch.bfloat16, "cpu")
     assert pool.tensor[200, 3, 100_000].sum() == 0
+
+
+def test_address_space_is_asked_for_by_the_flag_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """POWER has 0x40 for it, and another meaning for 0x4000."""
+    monkeypatch.delattr(mmap, "MAP_NORESERVE", raising=False)
+    assert not_reserved("linux", "x86_64") == not_reserved("linux", "aarch64") == 0x4000
+    assert not_reserved("linux", "ppc64le") == not_reserved("darwin", "arm64") == 0
+    monkeypatch.setattr(mmap, "MAP_NORESERVE", 0x40, raising=False)
+    assert not_reserved("linux", "ppc64le") == 0x40
 
 
 # A device without memory stands for a GPU: nothing is computed, everything is allocated.

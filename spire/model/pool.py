@@ -7,13 +7,22 @@ from __future__ import annotations
 
 import math
 import mmap
+import platform
 import sys
 
 import torch
 from torch import Tensor
 
-# MAP_NORESERVE, which Python does not name: without it Linux refuses more address space than it has memory.
-_NOT_RESERVED = 0x4000 if sys.platform.startswith("linux") else 0
+# Where MAP_NORESERVE has the value of Linux's generic headers. Other machines (POWER, MIPS, SPARC) have their own.
+_GENERIC = {"x86_64", "aarch64", "riscv64", "s390x", "loongarch64"}
+
+
+def not_reserved(system: str, machine: str) -> int:
+    """The flag MAP_NORESERVE: without it Linux refuses more address space than it has memory. 0 where not known."""
+    named: int | None = getattr(mmap, "MAP_NORESERVE", None)  # Python 3.13
+    if named is not None:
+        return named
+    return 0x4000 if system.startswith("linux") and machine in _GENERIC else 0
 
 
 class Pool:
@@ -27,7 +36,7 @@ class Pool:
             # Zeros, not empty: attention weighs masked columns with 0, and 0 times a stray NaN is NaN.
             self.tensor = torch.zeros(shape, dtype=dtype, device=device)
         else:
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NOT_RESERVED
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | not_reserved(sys.platform, platform.machine())
             self._memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=flags)
             self.tensor = torch.frombuffer(self._memory, dtype=dtype).view(shape)
 
