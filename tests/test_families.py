@@ -134,6 +134,8 @@ def test_a_key_that_changes_numbers_is_refused_by_name_unless_it_changes_none(ke
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters.full_attention"),
         ({"rope_parameters": LLAMA3, "rope_scaling": {"type": "linear", "factor": 2.0}}, "different things"),
+        ({"rope_parameters": LLAMA3, "rope_scaling": LLAMA3 | {"factor": 4.0}}, "different things"),
+        ({"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"rope_theta": 5e5}}, "different things"),
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear'"),
     ],
 )
@@ -149,11 +151,23 @@ def test_what_is_not_built_is_refused_in_one_line(values: dict[str, Any], named:
         {"architectures": None},
         {"rope_scaling": {}, "rope_parameters": None},
         {"rope_parameters": LLAMA3, "rope_scaling": LLAMA3},
+        {"rope_parameters": LLAMA3 | {"rope_theta": 5e5}, "rope_scaling": LLAMA3 | {"type": "llama3"}},
+        {"rope_parameters": LLAMA3, "rope_scaling": LLAMA3 | {"rope_theta": 5e5, "beta_fast": None}},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2}, "rope_scaling": {"type": "linear", "factor": 2.0}},
         {"pretraining_tp": 2},
     ],
 )
 def test_what_changes_no_number_is_taken(values: dict[str, Any], tmp_path: Path) -> None:
     assert config_of(tmp_path, **values).hidden_size == 48
+
+
+def test_of_two_ropes_that_agree_either_may_carry_the_base(tmp_path: Path) -> None:
+    based = LLAMA3 | {"rope_theta": 5e5}
+    for values in (
+        {"rope_parameters": based, "rope_scaling": LLAMA3},
+        {"rope_parameters": LLAMA3, "rope_scaling": based},
+    ):
+        assert config_of(tmp_path, **values).rope == config_of(tmp_path, rope_scaling=LLAMA3, rope_theta=5e5).rope
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ TokenId = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 _MOST_WEIGHTS = 4_000_000_000_000
 _MOST_SHOWN = 60
-_ROPE_KEYS = {"rope_type", "type", "rope_theta"}
+_ROPE_KEYS = {"rope_type", "rope_theta"}
 
 
 class RopeConfig(BaseModel):
@@ -216,11 +216,9 @@ def _rope(raw: dict[str, Any], family: Family) -> dict[str, Any]:
     given = {name: raw[name] for name in ("rope_parameters", "rope_scaling") if raw.get(name)}
     if wrong := [name for name, section in given.items() if not isinstance(section, dict)]:
         raise ValueError(f"{wrong[0]} is {_short(raw[wrong[0]])}; it must be an object")
-    if len(given) == 2 and given["rope_parameters"] != given["rope_scaling"]:
-        raise ValueError("rope_parameters and rope_scaling say different things: keep one of them")
     where = next(iter(given), "rope_parameters")
-    section: dict[str, Any] = given.get(where, {})
-    kind = section.get("rope_type", section.get("type", "default"))
+    section = _merged([_one_spelling(one) for one in given.values()])
+    kind = section.get("rope_type", "default")
     if not isinstance(kind, str) or kind not in family.ropes:
         raise ValueError(f"{where}: rope_type is {_short(kind)}; served are {_listed(family.ropes)}")
     needed = family.ropes[kind]
@@ -231,6 +229,23 @@ def _rope(raw: dict[str, Any], family: Family) -> dict[str, Any]:
     theta = next((one["rope_theta"] for one in (section, raw) if one.get("rope_theta") is not None), None)
     chosen = {name: section[name] for name in needed} | {"rope_type": kind}
     return chosen if theta is None else chosen | {"rope_theta": theta}
+
+
+def _one_spelling(section: dict[str, Any]) -> dict[str, Any]:
+    """A rope section with `type`, the older name, as `rope_type`, and without nulls."""
+    older = {} if section.get("type") is None else {"rope_type": section["type"]}
+    return older | {name: value for name, value in section.items() if name != "type" and value is not None}
+
+
+def _merged(sections: list[dict[str, Any]]) -> dict[str, Any]:
+    """One rope of sections that must agree, but that one alone may carry `rope_theta`. Raises ValueError."""
+    merged: dict[str, Any] = {}
+    for section in sections:
+        merged |= section
+    for section in sections:
+        if {"rope_theta": merged.get("rope_theta")} | section != {"rope_theta": None} | merged:
+            raise ValueError("rope_parameters and rope_scaling say different things: keep one of them")
+    return merged
 
 
 def _refuse_unbuilt(values: dict[str, Any], neutral: Mapping[str, tuple[Any, ...]], where: str = "") -> None:
