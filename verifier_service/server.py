@@ -69,7 +69,9 @@ def load(config: VerifierConfig) -> tuple[Engine, Hosted]:
     dtype = choose_dtype(config.dtype, device)
     shape = load_model_config(config.model)
     tokenizer = _read_tokenizer(config.model, shape)
-    end_tokens, sampling = read_generation(config.model, shape)
+    end_tokens, sampling, unusable = read_generation(config.model, shape)
+    if unusable:
+        log.warning("suggestions of generation_config.json are left out", unusable=unusable)
     if config.lossy_synthetic_acceptance is None and has_random_weights(config.model):
         raise CheckpointError(f"{config.model} holds a shape and no weights: only measurements of time can serve it")
     target, fingerprint = load_target(config.model, dtype, device)

@@ -191,11 +191,11 @@ def _family(raw: dict[str, Any]) -> Family:
     """Raises ValueError for a model_type or an architecture that is not served."""
     kind = raw.get("model_type", "llama")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ValueError(f"model_type is {_short(kind)}; served is {_listed(FAMILIES)}")
+        raise ValueError(f"model_type is {short(kind)}; served is {_listed(FAMILIES)}")
     family, named = FAMILIES[kind], raw.get("architectures")
     for name in named if isinstance(named, list) else [named]:
         if name is not None and str(name).lower() not in map(str.lower, family.architectures):
-            raise ValueError(f"architectures names {_short(name)}; served is {_listed(family.architectures)}")
+            raise ValueError(f"architectures names {short(name)}; served is {_listed(family.architectures)}")
     return family
 
 
@@ -215,12 +215,12 @@ def _rope(raw: dict[str, Any], family: Family) -> dict[str, Any]:
     """Both spellings: `rope_parameters` of transformers 5, `rope_theta` + `rope_scaling` before it."""
     given = {name: raw[name] for name in ("rope_parameters", "rope_scaling") if raw.get(name)}
     if wrong := [name for name, section in given.items() if not isinstance(section, dict)]:
-        raise ValueError(f"{wrong[0]} is {_short(raw[wrong[0]])}; it must be an object")
+        raise ValueError(f"{wrong[0]} is {short(raw[wrong[0]])}; it must be an object")
     where = next(iter(given), "rope_parameters")
     section = _merged([_one_spelling(one) for one in given.values()])
     kind = section.get("rope_type", "default")
     if not isinstance(kind, str) or kind not in family.ropes:
-        raise ValueError(f"{where}: rope_type is {_short(kind)}; served are {_listed(family.ropes)}")
+        raise ValueError(f"{where}: rope_type is {short(kind)}; served are {_listed(family.ropes)}")
     needed = family.ropes[kind]
     if missing := [name for name in needed if section.get(name) is None]:
         raise ValueError(f"{where}: rope_type {kind!r} needs {missing[0]}, which is not there")
@@ -253,7 +253,7 @@ def _refuse_unbuilt(values: dict[str, Any], neutral: Mapping[str, tuple[Any, ...
         if name in neutral and not is_neutral(value, neutral[name]):
             plain = [one for one in neutral[name] if one is not None]
             instead = f"only {plain[0]!r} is" if plain else "leave it out if the model does without"
-            raise ValueError(f"{where}{name} is {_short(value)}, which is not served: {instead}")
+            raise ValueError(f"{where}{name} is {short(value)}, which is not served: {instead}")
 
 
 def load_draft_config(directory: Path) -> DraftConfig:
@@ -271,14 +271,15 @@ def load_draft_config(directory: Path) -> DraftConfig:
 def in_words(error: ValidationError) -> str:
     """Each wrong key with its value, in one line."""
     return "; ".join(
-        f"{'.'.join(map(str, e['loc']))} is {_short(e['input'])}: {e['msg']}"
+        f"{'.'.join(map(str, e['loc']))} is {short(e['input'])}: {e['msg']}"
         if e["loc"] and e["type"] != "missing"
         else ": ".join(filter(None, (".".join(map(str, e["loc"])), e["msg"].removeprefix("Value error, "))))
         for e in error.errors()
     )
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """A value as Python writes it, cut where it is long."""
     text = repr(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]} …"
 

@@ -36,7 +36,8 @@ def model(stories_chat_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> P
         weights[name] = torch.cat((weights[name], padding if name.startswith("lm_head") else padding / 1.05))
     wide.load_state_dict(weights)
     save_target(out, wide, torch.float32)
-    (out / "generation_config.json").write_text(json.dumps(SUGGESTED | {"eos_token_id": [2, end_of_sentence(out)]}))
+    generation = SUGGESTED | {"min_p": -1, "eos_token_id": [2, end_of_sentence(out)]}
+    (out / "generation_config.json").write_text(json.dumps(generation))
     return out
 
 
@@ -114,8 +115,10 @@ def test_the_sampling_that_its_makers_suggest_is_told_and_not_applied(api: Api) 
     assert api.text(PROMPT, **plain) == said
 
 
-def test_ids_without_text_are_told_at_the_start(model: Path) -> None:
+def test_ids_without_text_and_suggestions_that_are_left_out_are_told_at_the_start(model: Path) -> None:
     with running(model) as system:
         lines = [json.loads(line) for line in system.verifier.log.read_text().splitlines() if line.startswith("{")]
+    (left_out,) = [line for line in lines if line["event"] == "suggestions of generation_config.json are left out"]
+    assert left_out["unusable"].startswith("min_p is -1: ")
     (told,) = [line for line in lines if line["event"] == "ids of the vocabulary without text"]
     assert (told["ids"], told["vocab_size"]) == (PADDED - VOCAB, PADDED)
