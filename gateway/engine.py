@@ -19,7 +19,7 @@ from gateway.admission import DrainRate
 from gateway.config import GatewayConfig
 from gateway.errors import NoVerifier, PeerLost, QueueFull, ShuttingDown
 from gateway.messages import logprobs_of, wire_start
-from gateway.metrics import Gauges, Metrics
+from gateway.metrics import Gauges, Metrics, parts_of_round
 from gateway.peers import DraftPeer, Model, VerifierPeer
 from gateway.releases import Releases
 from gateway.rounds import Round, Rounds
@@ -347,16 +347,9 @@ class Engine:
         verified: verifier_pb2.Timings,
         asked_seconds: float,
     ) -> None:
-        """Split a round: what the services took, by their own clocks; what else passed between asking and answer; the
-        rest is the gateway's. Of what is told to have been waited for, some was in the round before, where this one was
-        sent ahead."""
         models = (proposals.model_seconds, verified.forward_seconds, verified.sample_seconds)
-        left = max(0.0, seconds - sum(models))
-        waited = min(proposals.waited_seconds, left)
-        queued = min(verified.queue_seconds, left - waited)
-        told = sum(models) + waited + queued
-        asked = max(min(proposals.asked_seconds + asked_seconds, seconds), told)
-        parts = (*models, waited, queued, asked - told, max(0.0, seconds - asked))
+        asked = proposals.asked_seconds + asked_seconds
+        parts = parts_of_round(seconds, models, proposals.waited_seconds, verified.queue_seconds, asked)
         self.metrics.round(lane, parts, len(batch), max(map(proposals.drafted, batch)))
 
     # -- what happens to sequences -----------------------------------------------------------------------------------

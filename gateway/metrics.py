@@ -36,6 +36,23 @@ FALLBACKS = ("draft_absent", "draft_timeout", "draft_lost", "draft_behind", "dra
 DECODINGS = ("speculative", "plain")
 
 
+def parts_of_round(
+    seconds: float, models: tuple[float, float, float], waited: float, queued: float, asked: float
+) -> tuple[float, ...]:
+    """Split a round's seconds, in the order of ROUND_PARTS.
+
+    `models` is what the services took, by their own clocks. What else passed of `asked`, from asking to answer, is the
+    wire's, the rest the gateway's. Of what is told to have been waited for, some was in the round before, where this
+    one was sent ahead; so was what the models took beyond `seconds`, which counts here all the same.
+    """
+    left = max(0.0, seconds - sum(models))
+    waited = min(waited, left)
+    queued = min(queued, left - waited)
+    told = sum(models) + waited + queued
+    asked = max(min(asked, seconds), told)
+    return (*models, waited, queued, asked - told, max(0.0, seconds - asked))
+
+
 # vLLM numbers its engines; there is one verifier behind a gateway.
 _ENGINE = "0"
 

@@ -11,9 +11,11 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.metrics import DECODINGS, ROUND_PARTS, Metrics
+from gateway.metrics import DECODINGS, ROUND_PARTS, Metrics, parts_of_round
 from gateway.sequence import Sampling, Sequence
 from tests.gateway.conftest import Api, eventually
 from tests.services import running
@@ -195,6 +197,19 @@ def test_no_request_makes_a_series(measuring: Api) -> None:
     eventually(lambda: measuring.metric("spire_http_responses_total", path="/v1/completions", status="499") > 0)
     assert set(samples(measuring)) == before
     assert len(before) < 1000
+
+
+clocks = st.floats(0, 10)
+
+
+@given(seconds=clocks, models=st.tuples(clocks, clocks, clocks), waited=clocks, queued=clocks, asked=clocks)
+def test_the_parts_of_a_round_are_its_time_or_its_models_if_these_took_longer(
+    seconds: float, models: tuple[float, float, float], waited: float, queued: float, asked: float
+) -> None:
+    parts = parts_of_round(seconds, models, waited, queued, asked)
+    assert parts[:3] == models
+    assert min(parts) >= 0
+    assert sum(parts) == pytest.approx(max(seconds, sum(models)))
 
 
 def cost_of_a_round(sequences: int, k: int = 4, accepted: int = 3) -> float:
