@@ -14,6 +14,8 @@ from transformers import AutoTokenizer, Qwen2Tokenizer
 
 from spire.errors import CheckpointError
 from spire.model.gguf.convert import convert_gguf
+from spire.model.gguf.file import GgufFile
+from spire.model.gguf.tokenizer import read_tokenizer
 from spire.model.tokenizer import load_tokenizer
 from tests.gguf_files import byte_level_metadata, write_gguf
 from tests.test_convert import SAMPLES
@@ -156,3 +158,25 @@ def test_a_vocabulary_that_cannot_be_rebuilt_is_refused_by_name(
     with pytest.raises(CheckpointError, match=message):
         convert_gguf(bpe_gguf(tmp_path / "bpe.gguf", trained, pre, **more), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+class Counted(str):
+    """A token that counts how often tokens are looked up."""
+
+    looked_up = 0
+
+    def __hash__(self) -> int:
+        Counted.looked_up += 1
+        return super().__hash__()
+
+
+def test_a_duplicate_at_the_end_of_a_large_vocabulary_is_found_in_one_pass(
+    trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = GgufFile(bpe_gguf(tmp_path / "bpe.gguf", trained, "gpt-2"))
+    pieces = [Counted(f"token {number}") for number in range(3000)]
+    pieces[-1] = Counted("token 2998")
+    monkeypatch.setattr(file, "list", lambda key, kind, default=None: pieces if key.endswith("tokens") else default)
+    with pytest.raises(CheckpointError, match="two tokens have the text 'token 2998'"):
+        read_tokenizer(file, len(pieces))
+    assert Counted.looked_up <= 4 * len(pieces)

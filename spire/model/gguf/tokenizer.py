@@ -116,9 +116,11 @@ def _vocabulary(file: GgufFile, vocab_size: int) -> tuple[list[str], list[int]]:
         raise file.error(f"there are {len(pieces)} tokens, and embeddings for {vocab_size}")
     while pieces and kinds[-1] == _UNUSED and pieces[-1] == f"[PAD{len(pieces) - 1}]":
         pieces, kinds = pieces[:-1], kinds[:-1]
-    if len(set(pieces)) < len(pieces):
-        twice = next(piece for number, piece in enumerate(pieces) if piece in set(pieces[:number]))
-        raise file.error(f"two tokens have the text {twice!r}")
+    seen: set[str] = set()
+    for piece in pieces:
+        if piece in seen:
+            raise file.error(f"two tokens have the text {piece!r}")
+        seen.add(piece)
     return pieces, kinds
 
 
