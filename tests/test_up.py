@@ -296,6 +296,18 @@ def test_a_service_that_cannot_start_shows_its_last_lines(stories_dir: Path, tmp
     assert f"{broken}/model.safetensors cannot be read" in done.stderr
 
 
+def test_a_start_that_fails_shows_nothing_of_an_earlier_log(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    service = Service("gateway", ["--no-such-option"], tmp_path, logs=tmp_path / "kept")
+    service.log.write_text("the last run's words\n")
+    service.start()
+    assert service.process is not None
+    service.process.wait()
+    assert "--no-such-option" in service.last_lines()
+    assert "the last run's words" not in service.last_lines(1000)
+    assert service.log.read_text().startswith("the last run's words\n")
+
+
 def test_how_much_is_held_can_be_said_and_is_shown(stories_dir: Path) -> None:
     command = up(stories_dir, Path("off"), "--once", "--prompt", "", "--max-context", "300", "--cache-gb", "0.1")
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=240)

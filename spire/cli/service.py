@@ -50,6 +50,8 @@ class Service:
     looks: int = 0
     # Where the log goes, if not into `directory`.
     logs: Path | None = None
+    # The size in bytes of a log that was kept there, when this process was started.
+    log_before: int = 0
 
     @property
     def name(self) -> str:
@@ -76,6 +78,7 @@ class Service:
         command = [sys.executable, "-m", self.module, *self.arguments]
         command += ["--port", str(self.port), "--ready-file", str(self.ready_file)]
         with self.log.open("ab") as log:
+            self.log_before = log.tell()
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -126,7 +129,9 @@ class Service:
             self.looks = 0
 
     def last_lines(self, count: int = _TAIL_LINES) -> str:
-        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        """The last lines of the log since this process was started."""
+        said = self.log.read_bytes()[self.log_before :] if self.log.exists() else b""
+        lines = said.decode(errors="replace").splitlines()
         return "\n".join(f"  {line}" for line in lines[-count:]) or "  (it printed nothing)"
 
     def ask_to_stop(self) -> None:
