@@ -37,12 +37,12 @@ def client_for(url: str, **options: Any) -> httpx.Client:
     """
     if not goes_by_proxy(url):
         return direct_client(**options)
-    with _explained():
+    with _explained(by_proxy=True):
         return httpx.Client(**options)
 
 
 def goes_by_proxy(url: str) -> bool:
-    """Whether the environment names a proxy for `url`. This machine needs none, whatever no_proxy says.
+    """True where the environment names a proxy for `url`. This machine needs none, whatever no_proxy says.
 
     Raises SpireError where `url` is none.
     """
@@ -61,11 +61,13 @@ def past_proxy(url: str) -> str:
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
-    """Turns what making a client raises into one sentence."""
+def _explained(by_proxy: bool = False) -> Iterator[None]:
+    """Turn what making a client raises into one sentence, about the environment's proxies where it goes `by_proxy`."""
     try:
         yield
     except (ImportError, ValueError, httpx.InvalidURL) as error:
+        if not by_proxy:
+            raise SpireError(f"this HTTP client cannot be made: {error}") from error
         proxies = ", ".join(name for name in os.environ if name.lower().endswith("_proxy"))
         raise SpireError(
             f"the environment's proxies ({proxies}) cannot be used: {error}. Unset them, or list the host in NO_PROXY"

@@ -86,3 +86,11 @@ def test_certificates_that_cannot_be_read_are_named(monkeypatch: pytest.MonkeyPa
 def test_what_is_no_url_is_refused(url: str) -> None:
     with pytest.raises(SpireError, match="is no URL"):
         client_for(url)
+
+
+def test_a_direct_client_that_cannot_be_made_says_nothing_of_proxies() -> None:
+    with pytest.raises(SpireError, match=r"^this HTTP client cannot be made: .*port") as refusal:
+        direct_client(base_url="http://h:port")
+    assert "proxies" not in str(refusal.value)
+    with pytest.raises(SpireError, match=r"^this HTTP client cannot be made: .*ascii"):
+        direct_client(headers={"authorization": "Bearer \u20ac"})
