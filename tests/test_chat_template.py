@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from spire.chat_template import ChatTemplate, TemplateRefusal
 from spire.errors import CheckpointError
 from spire.model.chat_template import TemplateSource, read_chat_template
+from spire.model.tokenizer import load_tokenizer
 
 MESSAGES = [
     {"role": "system", "content": "Be <brief> & kind."},
@@ -103,7 +103,7 @@ def test_the_real_tokenizer_has_the_ids_that_transformers_has(smollm2_dir: Path)
     theirs = AutoTokenizer.from_pretrained(smollm2_dir)
     source = read_chat_template(smollm2_dir)
     template = ChatTemplate(source.template, source.special_tokens)
-    ours = Tokenizer.from_file(str(smollm2_dir / "tokenizer.json"))
+    ours = load_tokenizer(smollm2_dir)
     for options in (
         {"add_generation_prompt": True},
         {"add_generation_prompt": False},

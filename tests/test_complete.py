@@ -62,13 +62,14 @@ RENAMED = {
     "speculation": "rule",
     "return_token_origins": "show_speculation",
 }
-NO_OPTION = {"response_format", "suffix", "user", "stream_options"}
+NO_OPTION = {"response_format", "stream_options"}
 # The same under other names.
 NO_OPTION |= {"structured_outputs", "guided_whitespace_pattern", "max_completion_tokens"}
 NO_OPTION |= {"return_token_ids", "return_metrics", "return_rounds"}
 
 
 def test_every_parameter_of_a_completion_is_an_option() -> None:
+    assert CompletionRequest.model_fields.keys() >= NO_OPTION | RENAMED.keys()
     (command,) = [c for name, c in typer.main.get_command(app).commands.items() if name == "complete"]  # type: ignore[attr-defined]
     options = {parameter.name for parameter in command.params}
     assert {RENAMED.get(name, name) for name in CompletionRequest.model_fields.keys() - NO_OPTION} <= options

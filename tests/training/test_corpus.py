@@ -8,19 +8,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from spire.cli import app
 from spire.documents import Chats
 from spire.errors import SpireError
+from spire.model.tokenizer import load_tokenizer
 from spire.training.corpus import TokenStream
 
 START, END = 1, 2
 
 
 def built(model: Path, data: Path) -> TokenStream:
-    return TokenStream.build([data], Tokenizer.from_file(str(model / "tokenizer.json")), START, END, Chats(model))
+    return TokenStream.build([data], load_tokenizer(model), START, END, Chats(model))
 
 
 def test_chats_are_learnt_as_the_model_s_template_writes_them(stories_chat_dir: Path, tmp_path: Path) -> None:
@@ -28,7 +28,7 @@ def test_chats_are_learnt_as_the_model_s_template_writes_them(stories_chat_dir: 
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Once upon a time"}]
     file.write_text(json.dumps({"messages": turns}) + "\n" + json.dumps({"text": "The end"}))
     tokens = built(stories_chat_dir, file).tokens
-    tokenizer = Tokenizer.from_file(str(stories_chat_dir / "tokenizer.json"))
+    tokenizer = load_tokenizer(stories_chat_dir)
     texts = ["<s>user: Hi\nassistant: Once upon a time\n", "The end"]
     expected = [id_ for text in texts for id_ in [*tokenizer.encode(text, add_special_tokens=False).ids, END]]
     assert tokens.tolist() == expected
