@@ -7,11 +7,15 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Iterable
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from experiments.gpu import __main__ as gpu
 from experiments.gpu.expectation import floor_seconds, step_seconds
@@ -83,18 +87,36 @@ def test_a_part_whose_time_is_up_keeps_what_it_had_found(tmp_path: Path) -> None
     assert late["findings"][0]["measured"] == 1.5
 
 
+def attempted(file: Path, error: Exception) -> list[dict[str, Any]]:
+    """The findings of a part whose first attempt raises `error`, and which has a second one."""
+    findings = Findings(file)
+    try:
+        for what in ("first", "second"):
+            with findings.attempt(what):
+                findings.add(Finding(f"{what} figure", 1))
+                if what == "first":
+                    raise error
+    finally:
+        assert findings.failed
+    found: list[dict[str, Any]] = json.loads(file.read_text())
+    return found
+
+
 def test_what_fails_within_a_part_is_a_finding_and_the_next_goes_on(tmp_path: Path) -> None:
-    findings = Findings(tmp_path / "1.json")
-    for what in ("first", "second"):
-        with findings.attempt(what):
-            findings.add(Finding(f"{what} figure", 1))
-            if what == "first":
-                raise torch.AcceleratorError("CUDA error: unspecified launch failure")
-    found = json.loads((tmp_path / "1.json").read_text())
-    assert [one["what"] for one in found] == ["first figure", "first", "second figure"]
-    assert found[1]["note"] == "FAILED: AcceleratorError: CUDA error: unspecified launch failure"
-    assert "Traceback" in found[1]["more"]["error"]
-    assert findings.failed
+    for number, error in enumerate((RuntimeError("x"), torch.OutOfMemoryError("CUDA out of memory"))):
+        found = attempted(tmp_path / f"{number}.json", error)
+        assert [one["what"] for one in found] == ["first figure", "first", "second figure"]
+        assert found[1]["note"] == f"FAILED: {type(error).__name__}: {error}"
+        assert "Traceback" in found[1]["more"]["error"]
+
+
+def test_a_part_ends_with_the_finding_that_its_gpu_is_lost(tmp_path: Path) -> None:
+    error = torch.AcceleratorError("CUDA error: unspecified launch failure")
+    with pytest.raises(torch.AcceleratorError):
+        attempted(tmp_path / "1.json", error)
+    figure, lost = json.loads((tmp_path / "1.json").read_text())
+    assert (figure["what"], lost["what"]) == ("first figure", "first")
+    assert lost["note"] == "FAILED: AcceleratorError: CUDA error: unspecified launch failure"
 
 
 def test_parts_for_which_no_time_is_left_are_told_of(tmp_path: Path) -> None:
@@ -102,10 +124,38 @@ def test_parts_for_which_no_time_is_left_are_told_of(tmp_path: Path) -> None:
     assert (left_out["status"], left_out["error"]) == ("not begun", "no time was left")
 
 
-def test_an_unknown_part_is_refused_by_its_number() -> None:
-    assert [part.number for part in parts_named("3,0")] == [3, 0]
-    with pytest.raises(ValueError, match="there is no part 5, only 0, 1, 3, 6, 7"):
-        parts_named("5")
+@pytest.mark.parametrize("unknown", ["5", "x", "", "-1", "0x1"])
+def test_an_unknown_part_is_refused_as_it_was_named(unknown: str) -> None:
+    assert [part.number for part in parts_named("3, 0,3")] == [3, 0]
+    with pytest.raises(ValueError, match=f"there is no part '{unknown}', only 0, 1, 3, 6, 7"):
+        parts_named(f"0,{unknown}")
+
+
+def test_a_torch_that_ends_without_a_word_is_one_line() -> None:
+    killed = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    with pytest.raises(SystemExit, match=r"^gpu: torch cannot be used: ended by SIGKILL$"):
+        gpu._machine(killed, dict(os.environ))
+
+
+def closure(names: Iterable[str]) -> set[str]:
+    """These packages and all that they need here, by their metadata."""
+    found: set[str] = set()
+    waiting = [canonicalize_name(name) for name in names]
+    while waiting:
+        if (name := waiting.pop()) in found:
+            continue
+        found.add(name)
+        wanted = [Requirement(line) for line in distribution(name).requires or []]
+        waiting += [
+            canonicalize_name(one.name) for one in wanted if not one.marker or one.marker.evaluate({"extra": ""})
+        ]
+    return found
+
+
+def test_the_wheels_and_what_a_machine_has_are_all_that_is_needed() -> None:
+    lines = (ROOT / "experiments" / "gpu" / "wheels.txt").read_text().splitlines()
+    wheels = [line for line in lines if not line.startswith("#")]
+    assert needed().keys() <= closure([*wheels, "torch", "numpy", "tokenizers", "safetensors"])
 
 
 def test_what_a_machine_lacks_is_named_with_the_version_that_is_needed() -> None:

@@ -1,1 +1,1 @@
-"""What is measured when a GPU is at hand, by parts: `make gpu`, or `python -m experiments.gpu --help`."""
+"""Measurements for a machine with a GPU, by parts: `make gpu`, or `python -m experiments.gpu --help`."""

@@ -64,17 +64,23 @@ def _arguments() -> argparse.Namespace:
 def _begin(asked: argparse.Namespace, variables: dict[str, str]) -> dict[str, Any]:
     """The JSON of a run in which nothing has been measured yet."""
     asked.out.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "experiments.gpu.machine"]
-    told = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True)
-    if told.returncode:
-        sys.exit(f"gpu: torch cannot be used: {told.stderr.strip().splitlines()[-1]}")
     return {
         "began": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
         "dry_run": asked.dry_run,
-        "machine": json.loads(told.stdout),
+        "machine": _machine([sys.executable, "-m", "experiments.gpu.machine"], variables),
         "parts": [],
     }
+
+
+def _machine(command: list[str], variables: dict[str, str]) -> dict[str, Any]:
+    """The description of this machine that `command` prints; ends this process where it cannot."""
+    told = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True)
+    if told.returncode:
+        said = told.stderr.strip().splitlines() or [_ending(told.returncode)]
+        sys.exit(f"gpu: torch cannot be used: {said[-1]}")
+    described: dict[str, Any] = json.loads(told.stdout)
+    return described
 
 
 def _commit() -> str | None:

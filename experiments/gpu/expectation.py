@@ -1,4 +1,4 @@
-"""What a step ought to take on today's path, from the copy rate alone. Counted, not fitted: see docs/gpu.md.
+"""The time that a step ought to take on today's path, from the copy rate alone. Counted, not fitted: see docs/gpu.md.
 
 Weights are read once, and products take a fifth longer than a copy of them. Keys and values of whole slots are copied
 for every layer and step, which reads and writes each byte, and the products read the copy: 4 times the bytes in all.
@@ -27,7 +27,7 @@ def step_seconds(shape: Shape, batch: int, context: int, tokens: int, rate: floa
 
 
 def floor_seconds(shape: Shape, batch: int, context: int, rate: float) -> float:
-    """What no step can be faster than: each weight, key and value read once."""
+    """The time that no step can beat: each weight, key and value read once."""
     weights = 2 * (shape.body_parameters + shape.vocab_size * shape.hidden_size)
     return (weights + 2 * batch * context * shape.kv_values_per_position) / rate
 

@@ -1,4 +1,7 @@
-"""What a part has found so far: a file that is whole after every finding, so that a part that is ended keeps them."""
+"""Findings of a part so far: a file that is whole after every finding, so that a part that is ended keeps them.
+
+Imports torch where an attempt fails, and only there: the process that runs the parts has none of it.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,10 @@ class Findings:
 
     @contextmanager
     def attempt(self, what: str) -> Iterator[None]:
-        """What goes wrong inside is a finding, and what follows goes on. The part has failed all the same."""
+        """Note an error inside as a finding, and go on; the part has failed all the same.
+
+        Raises an error that has cost this process its GPU: nothing that it measured afterwards would mean anything.
+        """
         try:
             yield
         except Exception as error:
@@ -46,6 +52,14 @@ class Findings:
             told = f"{type(error).__name__}: {error}".strip()
             more = {"error": "".join(traceback.format_exception(error))}
             self.add(Finding(what, None, note=f"FAILED: {told.splitlines()[-1][:120]}", more=more))
+            if _gpu_is_lost(error):
+                raise
+
+
+def _gpu_is_lost(error: Exception) -> bool:
+    from spire.model.lost_device import device_lost
+
+    return device_lost(error)
 
 
 def write_json(file: Path, value: object) -> None:

@@ -36,7 +36,7 @@ def measure(setting: Setting, findings: Findings) -> None:
 
 
 def prompts_of(setting: Setting, source: PromptSource) -> list[list[int]]:
-    """Of mixed lengths, neighbours different ones."""
+    """Prompts of mixed lengths, in which neighbours differ in length."""
     lengths = _TINY_LENGTHS if setting.tiny else _LENGTHS
     each = _TINY_PER_LENGTH if setting.tiny else _PER_LENGTH
     groups = [source.cut(each, length, seed=length) for length in lengths]

@@ -1,4 +1,4 @@
-"""What the figures belong to: card, driver, versions, as one line of JSON.
+"""The machine that figures belong to: card, driver, versions, as one line of JSON.
 
 python -m experiments.gpu.machine
 """

@@ -45,7 +45,7 @@ def copy_rate(setting: Setting) -> float:
 
 
 def weight_bytes(shape: Shape) -> int:
-    """Of the matrices that a step reads, in bfloat16: layers and unembedding."""
+    """Bytes of the matrices that a step reads, in bfloat16: layers and unembedding."""
     return 2 * (shape.body_parameters + shape.vocab_size * shape.hidden_size)
 
 
@@ -75,7 +75,7 @@ def products_by_rows(setting: Setting, shape: Shape) -> list[tuple[int, float]]:
 
 
 def _compiler() -> Finding:
-    """Whether Triton, which needs a C compiler when it runs, would have one."""
+    """Try the C compiler that Triton needs when it runs."""
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if compiler is None:
         return Finding("C compiler", False, note="no cc, gcc or clang")
@@ -88,7 +88,7 @@ def _compiler() -> Finding:
 
 
 def _shared_memory(setting: Setting) -> Finding:
-    """Whether memory of the GPU opens in another process, which must find there what this one wrote."""
+    """Open memory of the GPU in another process, which must find there what this one wrote."""
     what = "CUDA IPC opens"
     if setting.device.type != "cuda":
         return Finding(what, None, note="no GPU")

@@ -1,4 +1,4 @@
-"""What the services need of this Python, and where it comes from on a machine without a network. Standard library only.
+"""Packages that the services need, and where they come from on a machine without a network. Standard library only.
 
 `make gpu-wheels` puts wheels into build/gpu-wheels where there is a package index; they are carried to the machine and
 unpacked here, beside a torch that is there already.
@@ -84,5 +84,5 @@ def _normal(name: str) -> str:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """What is compared of a version: its leading numbers."""
+    """The leading numbers of a version, which are compared."""
     return tuple(int(number) for number in re.findall(r"\d+", version.split("+")[0])[:3])

@@ -29,9 +29,9 @@ PARTS = (
 
 
 def parts_named(text: str) -> list[Part]:
-    """`0,1,6` as parts, all for an empty text. Raises ValueError for a number that is none."""
-    known = {part.number: part for part in PARTS}
-    numbers = [int(number) for number in text.split(",")] if text else list(known)
-    if unknown := [number for number in numbers if number not in known]:
-        raise ValueError(f"there is no part {unknown[0]}, only {', '.join(map(str, known))}")
-    return [known[number] for number in dict.fromkeys(numbers)]
+    """`0,1,6` as parts, all for an empty text. Raises ValueError naming the first that is none."""
+    known = {str(part.number): part for part in PARTS}
+    names = [name.strip() for name in text.split(",")] if text else list(known)
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"there is no part {unknown[0]!r}, only {', '.join(known)}")
+    return [known[name] for name in dict.fromkeys(names)]

@@ -57,7 +57,7 @@ def measure(setting: Setting, findings: Findings) -> None:
 
 
 def _found(setting: Setting, target: Target, cell: Cell, rate: float) -> Finding:
-    """What memory has no room for is a finding too."""
+    """Measure one cell. A lack of memory is a finding too."""
     shape = shape_of(setting)
     predicted = step_seconds(shape, cell.batch, cell.context, cell.k + 1, rate)
     floor = floor_seconds(shape, cell.batch, cell.context, rate)
