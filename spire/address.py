@@ -38,7 +38,7 @@ def bare(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens there."""
+    """True where only this machine reaches what listens there."""
     return host == "localhost" or ((number := _number(host)) is not None and number.is_loopback)
 
 

@@ -39,7 +39,7 @@ _KINDS = {str: "text", bool: "a boolean", int: "a number", float: "a number", li
 
 
 class _Unusable(Exception):
-    """What is wrong with one line."""
+    """One line that cannot be used, and why."""
 
 
 @dataclass(frozen=True)

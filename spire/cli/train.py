@@ -27,7 +27,7 @@ Data = Annotated[
     typer.Option(help="Training text or chats: .txt, .jsonl, compressed, an archive, a directory; repeatable."),
 ]
 Valid = Annotated[
-    list[Path] | None, typer.Option(help="Held-out text for the validation figure, likewise; repeatable.")
+    list[Path] | None, typer.Option(help="Held-out text for the validation figure, in the same forms; repeatable.")
 ]
 Out = Annotated[Path, typer.Option(help="Directory of the checkpoint; the run's state is kept in its run/.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]

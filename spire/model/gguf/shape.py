@@ -1,4 +1,4 @@
-"""What a GGUF file says about its model's shape, as a ModelConfig. A key that is not understood is refused by name."""
+"""A ModelConfig from the keys of a GGUF file. A key that is not understood is refused by name."""
 
 from __future__ import annotations
 
