@@ -35,7 +35,7 @@ _CHOICE: dict[str, JsonValue] = {
 }
 _GRAMMAR_WORDS = "a context-free grammar in Lark's notation, or in llama.cpp's (GBNF)"
 _CHOICE_WORDS = "the output is one of these"
-_WHITESPACE_WORDS = "a regular expression for what may stand between the tokens of JSON"
+_WHITESPACE_WORDS = "only with JSON: a regular expression for what may stand between its tokens"
 
 
 class JsonSchema(Part):
@@ -63,7 +63,7 @@ class StructuredOutputs(Part):
     grammar: str | None = Field(default=None, description=_GRAMMAR_WORDS, json_schema_extra=_TEXT)
     choice: list[str] | None = Field(default=None, description=_CHOICE_WORDS, json_schema_extra=_CHOICE)
     json_object: bool | None = Field(default=None, description="any JSON object")
-    disable_any_whitespace: bool | None = Field(default=None, description="false: JSON may be laid out")
+    disable_any_whitespace: bool | None = Field(default=None, description="only with JSON: false lets it be laid out")
     whitespace_pattern: str | None = Field(
         default=None, description=_WHITESPACE_WORDS, json_schema_extra={"maxLength": _LONGEST_WHITESPACE}
     )
@@ -98,7 +98,7 @@ class StructuredRequest(RequestBody):
         None, description=_WHITESPACE_WORDS, json_schema_extra={"maxLength": _LONGEST_WHITESPACE}
     )
     json_whitespace: bool | None = Field(
-        None, description="true: JSON may be laid out. By default nothing stands between its tokens"
+        None, description="only with JSON: true lets it be laid out. By default nothing stands between its tokens"
     )
 
     @cached_property
@@ -123,7 +123,8 @@ class StructuredRequest(RequestBody):
         if self.structured_outputs and not any(name.startswith("structured_outputs") for name in given):
             kinds = "json, regex, grammar, choice or json_object"
             raise BadParameter("structured_outputs", f"structured_outputs asks for no shape: give it {kinds}")
-        whitespace = _whitespace_of(self, outputs)
+        of_json = any(way == "json" for way, _ in given.values())
+        whitespace = _whitespace_of(self, outputs) if of_json else _no_whitespace(self, outputs)
         for name, (way, value) in given.items():
             kind, write = _WAYS[way]
             return Shape(name, kind, _checked(name, write(name, value)), whitespace)
@@ -197,6 +198,20 @@ _WAYS: dict[str, tuple[Kind, Callable[[str, Any], str]]] = {
     "grammar": ("lark", _as_it_is),
     "choice": ("regex", _one_of),
 }
+
+
+def _no_whitespace(request: StructuredRequest, outputs: StructuredOutputs) -> str:
+    """The white space of an output that is no JSON: none can be asked for. False and an empty pattern ask for none."""
+    asked: dict[str, object] = {
+        "json_whitespace": request.json_whitespace,
+        "structured_outputs.disable_any_whitespace": outputs.disable_any_whitespace,
+        "guided_whitespace_pattern": request.guided_whitespace_pattern,
+        "structured_outputs.whitespace_pattern": outputs.whitespace_pattern,
+    }
+    for name, value in asked.items():
+        if value:
+            raise BadParameter(name, f"{name} is about the white space in JSON, and no JSON is asked for: leave it out")
+    return ""
 
 
 def _whitespace_of(request: StructuredRequest, outputs: StructuredOutputs) -> str:

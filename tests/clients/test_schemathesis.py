@@ -30,7 +30,7 @@ OPERATIONS = {
 EXAMPLES = 15
 # Programs in a language of their own: no JSON schema can say which of them are good.
 GRAMMARS = ("guided_json", "guided_regex", "guided_grammar", "guided_choice", "response_format", "structured_outputs")
-# Two of these may contradict each other.
+# Only with JSON, and two of these may contradict each other.
 WHITESPACE = {"json_whitespace", "guided_whitespace_pattern"}
 
 load_all_checks()
@@ -53,7 +53,7 @@ def beyond_json_schema(body: Any, answer: str) -> bool:
         return False
     tokens, most = body.get("min_tokens") or 0, body.get("max_completion_tokens") or body.get("max_tokens") or 16
     best_in_a_stream = body.get("best_of") and body.get("stream")
-    return any(body.get(name) for name in GRAMMARS) or tokens > most or bool(best_in_a_stream)
+    return any(body.get(name) for name in (*GRAMMARS, *WHITESPACE)) or tokens > most or bool(best_in_a_stream)
 
 
 def exchanges(operation: Any, mode: GenerationMode) -> list[tuple[int, str]]:

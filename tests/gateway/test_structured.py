@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.adjustments import adjustments_of
+from gateway.bodies import parse
+from gateway.errors import BadParameter
 from gateway.schemas import CompletionRequest
 from spire.v1 import verifier_pb2 as pb
 from tests.gateway.conftest import Api
@@ -135,6 +137,51 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_json": {}, "guided_whitespace_pattern": " " * 257}, "guided_whitespace_pattern", "256"),
     ({"guided_json": {}, "guided_whitespace_pattern": "\ud800"}, "guided_whitespace_pattern", "Unicode"),
 ]
+
+
+OPTIONS: list[tuple[str, object, list[object]]] = [
+    ("json_whitespace", True, [False, None]),
+    ("guided_whitespace_pattern", "(", ["", None]),
+    ("structured_outputs.whitespace_pattern", " ", ["", None]),
+    ("structured_outputs.disable_any_whitespace", True, [False, None]),
+]
+NO_JSON: list[dict[str, Any]] = [
+    {},
+    {"response_format": {"type": "text"}},
+    {"guided_regex": "a"},
+    {"guided_grammar": GBNF},
+    {"guided_choice": ["a"]},
+    {"structured_outputs": {"regex": "a"}},
+    {"structured_outputs": {"grammar": GBNF}},
+    {"structured_outputs": {"choice": ["a"]}},
+]
+
+
+def with_option(wish: dict[str, Any], option: str, value: object) -> CompletionRequest:
+    parent, _, name = option.rpartition(".")
+    inside = {parent: wish.get(parent, {}) | {name: value}} if parent else {name: value}
+    return parse(json.dumps({"prompt": "x"} | wish | inside).encode(), CompletionRequest)
+
+
+# An object structured_outputs without a shape is refused as such.
+WITHOUT_JSON = [
+    (wish, *option)
+    for wish in NO_JSON
+    for option in OPTIONS
+    if "structured_outputs" in wish or "structured_outputs" not in option[0]
+]
+
+
+@pytest.mark.parametrize(("wish", "option", "value", "neutral"), WITHOUT_JSON)
+def test_white_space_is_asked_for_only_with_json(
+    wish: dict[str, Any], option: str, value: object, neutral: list[object]
+) -> None:
+    with pytest.raises(BadParameter, match="no JSON is asked for") as error:
+        _ = with_option(wish, option, value).shape
+    assert error.value.param == option
+    for nothing in neutral:
+        shape = with_option(wish, option, nothing).shape
+        assert shape is None or shape.whitespace == ""
 
 
 @pytest.mark.parametrize(("wish", "param", "says"), BAD, ids=[json.dumps(wish)[:60] for wish, _, _ in BAD])
