@@ -24,6 +24,7 @@ import torch
 
 from spire.calibration import Calibration, Machine
 from spire.hardware import Hardware, Measured, ModelCosts
+from spire.machine_memory import memory_limit
 from spire.microbenchmarks import (
     Bench,
     draft_costs,
@@ -39,7 +40,6 @@ from spire.microbenchmarks import (
 from spire.model.config import DraftConfig, ModelConfig
 from spire.model.fused_layer import kernels_of
 from spire.model.placement import choose_device, choose_dtype, keep_freed_memory
-from spire.process_metrics import memory_limit
 from spire.rpc.loopback import wire_cost
 from spire.shapes import Shape
 

@@ -5,19 +5,14 @@ Files are read when Prometheus asks. What it does not know: memory of a GPU.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from contextlib import suppress
-from pathlib import Path
 
 from prometheus_client import ProcessCollector, disable_created_metrics
 from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from spire import __version__
-
-# What the kernel allows a container, in both of its hierarchies; "max" is no number.
-_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+from spire.machine_memory import memory_limit
 
 
 class _Limits(Collector):
@@ -32,11 +27,3 @@ def register_process(registry: CollectorRegistry) -> None:
     disable_created_metrics()
     ProcessCollector(registry=registry)
     registry.register(_Limits())
-
-
-def memory_limit() -> int:
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for file in _LIMITS:
-        with suppress(OSError, ValueError):
-            limits.append(int(file.read_text()))
-    return min(limits)

@@ -20,10 +20,10 @@ from spire.calibrator import PASSES, STEPS
 from spire.cli import app
 from spire.errors import InvalidRequest, SpireError
 from spire.hardware import Cost, Curve
+from spire.machine_memory import memory_limit
 from spire.microbenchmarks import Bench
 from spire.model.config import DraftConfig, ModelConfig
 from spire.model.target import Target
-from spire.process_metrics import memory_limit
 from spire.rpc.loopback import wire_cost
 from spire.shapes import Shape
 

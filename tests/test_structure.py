@@ -57,6 +57,7 @@ def test_the_shared_package_imports_no_service() -> None:
         "spire.cli",
         "spire.errors",
         "spire.hardware",
+        "spire.machine_memory",
         "spire.memory_need",
         "spire.model.config",
         "spire.perf_model",

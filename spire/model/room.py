@@ -7,10 +7,10 @@ what is written (a CPU), sequences share what there is, and only one whole seque
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
+from spire import machine_memory
 from spire.errors import CheckpointError
 from spire.model.cache import capacity_of, positions_of
 
@@ -75,8 +75,7 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading has left
         return torch.cuda.mem_get_info(device)[0]
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    return machine_memory.free_memory()
 
 
 def _context(wishes: Wishes, longest: int, positions: int, at_once: bool) -> int:
