@@ -16,11 +16,10 @@ from gateway.choice import Piece
 from gateway.completion import Completion
 from gateway.errors import BadParameter, over_context
 from gateway.fields import GENERATION, PartOf
-from gateway.logprobs import Entry, contents
+from gateway.logprobs import Entry, PromptLogprobs, contents
 from gateway.peers import Model
 from gateway.prompts import check_unicode, kind_of, result_of
 from gateway.schemas import NEWER_LIMIT, PROMPT_LOGPROBS_SCHEMA, STREAM_SCHEMA, CompletionRequest, GenerationRequest
-from gateway.sequence import Sequence
 from gateway.template_options import TEMPLATE_SCHEMA, TemplateOptions
 from gateway.tokenizer import PromptTooLong
 from spire.chat_template import TemplateRefusal
@@ -168,13 +167,9 @@ class ChatCompletion(Completion):
     def _head(self) -> dict[str, Any]:
         return super()._head() | {"object": "chat.completion.chunk" if self.request.stream else "chat.completion"}
 
-    async def whole(self) -> dict[str, Any]:
-        """The answer, with the logprobs of its one prompt beside the choices."""
-        return await super().whole() | super()._prompt_logprobs(self.choices[0].sequence)
-
-    def _prompt_logprobs(self, sequence: Sequence) -> dict[str, Any]:
-        """None in a choice."""
-        return {}
+    def _tell_prompt_logprobs(self, answer: dict[str, Any], by_prompt: list[PromptLogprobs]) -> None:
+        """Those of the one prompt, beside the choices."""
+        (answer["prompt_logprobs"],) = by_prompt
 
     def _said(self, piece: Piece) -> dict[str, Any]:
         if not self.request.stream:

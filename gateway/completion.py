@@ -18,7 +18,7 @@ from gateway.admission import Charge
 from gateway.choice import Choice, Echo, Piece
 from gateway.engine import Engine
 from gateway.errors import BadParameter, DeadlinePassed, rest_error
-from gateway.logprobs import Entry, arrays, of_prompt
+from gateway.logprobs import Entry, PromptLogprobs, arrays, of_prompt
 from gateway.peers import Model
 from gateway.schemas import CompletionRequest
 from gateway.sequence import Sampling, Sequence
@@ -30,6 +30,8 @@ log = structlog.get_logger("gateway")
 
 _PING = b": ping\n\n"
 _DONE = b"data: [DONE]\n\n"
+# More, as an echoed prompt may have, take too long for the event loop.
+_MOST_ENTRIES_AT_ONCE = 128
 
 
 class Completion:
@@ -117,14 +119,9 @@ class Completion:
         async for piece in self._pieces():
             if piece is not None:
                 pieces[piece.index].append(piece)
-        answer = self._head()
-        answer["choices"] = [
-            self._choice_object(index, choice, pieces[choice.index]) for index, choice in enumerate(self._chosen())
-        ]
-        answer["usage"] = self._usage()
-        if self.request.return_metrics:
-            answer["metrics"] = self._metrics()
-        return answer
+        if self.request.scores_prompt:
+            return await asyncio.to_thread(self._answer, pieces)
+        return self._answer(pieces)
 
     def _chosen(self) -> list[Choice]:
         """The n best candidates of each prompt, the best first; all in order if no more than n were generated."""
@@ -145,12 +142,18 @@ class Completion:
                 if piece is None:
                     yield _PING
                 elif piece.text or piece.entries or piece.finish_reason or (piece.tokens and self._tells_tokens):
-                    yield _event(self._chunk(piece))
+                    yield await self._event_of(piece)
             if self.request.include_usage or self.request.return_metrics:
                 yield _event(self._last_chunk())
         except Exception as error:
             yield _event(rest_error(error)[1])
         yield _DONE
+
+    async def _event_of(self, piece: Piece) -> bytes:
+        def event() -> bytes:
+            return _event(self._chunk(piece))
+
+        return event() if len(piece.entries) <= _MOST_ENTRIES_AT_ONCE else await asyncio.to_thread(event)
 
     async def _pieces(self, ping: float | None = None) -> AsyncIterator[Piece | None]:
         """What the choices grow by, as it comes; None when nothing came for `ping` seconds."""
@@ -218,6 +221,19 @@ class Completion:
             "system_fingerprint": f"spire-{self.model.info.target_fingerprint[:16]}",
         }
 
+    def _answer(self, pieces: list[list[Piece]]) -> dict[str, Any]:
+        """All of it, made of the pieces of each choice. Of long prompts with logprobs it is no work for the loop."""
+        answer = self._head()
+        answer["choices"] = [
+            self._choice_object(index, choice, pieces[choice.index]) for index, choice in enumerate(self._chosen())
+        ]
+        if self.request.prompt_logprobs is not None:
+            self._tell_prompt_logprobs(answer, self._prompt_logprobs(self.request.prompt_logprobs))
+        answer["usage"] = self._usage()
+        if self.request.return_metrics:
+            answer["metrics"] = self._metrics()
+        return answer
+
     def _choice_object(self, index: int, choice: Choice, pieces: list[Piece]) -> dict[str, Any]:
         whole = Piece(
             index,
@@ -231,13 +247,16 @@ class Completion:
         answer = self._piece_object(whole)
         if self.request.return_token_ids:
             answer["prompt_token_ids"] = choice.sequence.prompt
-        return answer | self._prompt_logprobs(choice.sequence)
+        return answer
 
-    def _prompt_logprobs(self, sequence: Sequence) -> dict[str, Any]:
-        top, codec = self.request.prompt_logprobs, self.model.codec
-        if top is None:
-            return {}
-        return {"prompt_logprobs": of_prompt(sequence.prompt, sequence.prompt_logprobs or [], codec, top)}
+    def _prompt_logprobs(self, top: int) -> list[PromptLogprobs]:
+        """Those of each prompt, as they are shown."""
+        sequences = [choice.sequence for choice in self.choices[:: self.request.candidates]]
+        return [of_prompt(each.prompt, each.prompt_logprobs or [], self.model.codec, top) for each in sequences]
+
+    def _tell_prompt_logprobs(self, answer: dict[str, Any], by_prompt: list[PromptLogprobs]) -> None:
+        for shown, choice in zip(answer["choices"], self._chosen(), strict=True):
+            shown["prompt_logprobs"] = by_prompt[choice.index // self.request.candidates]
 
     def _piece_object(self, piece: Piece) -> dict[str, Any]:
         request = self.request

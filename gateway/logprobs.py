@@ -9,6 +9,9 @@ from typing import Any
 from gateway.sequence import Logprob
 from gateway.tokenizer import TextCodec
 
+# For each token of a prompt the tokens that are told of, by id; None for the first.
+PromptLogprobs = list[dict[str, Any] | None]
+
 # What clients know as "could not come": JSON has no infinity.
 _IMPOSSIBLE = -9999.0
 
@@ -42,9 +45,9 @@ def contents(entries: list[Entry], codec: TextCodec, top: int) -> list[dict[str,
     ]
 
 
-def of_prompt(prompt: list[int], logprobs: list[Logprob], codec: TextCodec, top: int) -> list[dict[str, Any] | None]:
+def of_prompt(prompt: list[int], logprobs: list[Logprob], codec: TextCodec, top: int) -> PromptLogprobs:
     """For each token of a prompt itself and the `top` likeliest ones, by id; None for the first, which has none."""
-    shown: list[dict[str, Any] | None] = [None]
+    shown: PromptLogprobs = [None]
     for token, logprob in zip(prompt[1:], logprobs, strict=True):
         ranked = [(token, logprob.token, logprob.rank)]
         ranked += [(other, number, rank) for rank, (other, number) in enumerate(logprob.top[:top], 1) if other != token]

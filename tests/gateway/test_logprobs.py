@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import gateway.completion
+from gateway.chat import ChatCompletion
+from gateway.completion import Completion
+from gateway.config import GatewayConfig
 from gateway.logprobs import Entry, arrays
 from gateway.messages import logprobs_of
-from gateway.sequence import Logprob
+from gateway.peers import Model
+from gateway.schemas import CompletionRequest
+from gateway.sequence import Logprob, Sequence, State
 from gateway.tokenizer import TextCodec
+from spire.chat_template import ChatTemplate
 from spire.errors import MismatchError
 from spire.model.checkpoint import load_target
 from spire.model.target import Target, WholeSequence
@@ -354,3 +364,81 @@ def test_a_chat_has_its_prompt_s_logprobs_beside_the_choices(stories_chat_dir: P
         answer = Api(system.url).http.post("/v1/chat/completions", json=chat).json()
     check_positions(reference, answer["choices"][0]["prompt_token_ids"], answer["prompt_logprobs"], 2)
     assert all("prompt_logprobs" not in choice for choice in answer["choices"])
+
+
+# -- the event loop --------------------------------------------------------------------------------------------------
+
+
+class Idle:
+    """Stands for the engine of sequences that were decoded before."""
+
+    config = GatewayConfig()
+
+    def new_id(self, request_id: str) -> str:
+        return request_id
+
+    def finish(self, sequences: list[Sequence], reason: str) -> None:
+        pass
+
+
+def decoded(kind: type[Completion], codec: TextCodec, prompts: list[list[int]], **fields: Any) -> Completion:
+    """A completion whose choices are all there: one token each."""
+    info = verifier_pb2.GetInfoResponse(model_name="x", max_context=512)
+    model = Model(info, codec, ChatTemplate("", {}), 0)
+    request = CompletionRequest(prompt=prompts, max_tokens=1, **fields)
+    completion = kind(Idle(), request, model, prompts, "x", 60)  # type: ignore[arg-type]
+    for choice in completion.choices:
+        sequence = choice.sequence
+        sequence.prompt_logprobs = [Logprob(-1.0, [(5, -1.0), (6, -2.0)], 1) for _ in sequence.prompt[1:]]
+        sequence.output, sequence.logprobs, sequence.from_draft = [300], [Logprob(-1.0, [(300, -1.0)])], [False]
+        sequence.state, sequence.finish_reason = State.FINISHED, "length"
+    completion._changed.set()
+    return completion
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """How many tokens' logprobs were shown at a time, and whether on the test's own thread, where its loop is."""
+    calls: list[tuple[int, bool]] = []
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def count(tokens: list[Any], *others: Any) -> Any:
+            calls.append((len(tokens), threading.current_thread() is threading.main_thread()))
+            return function(tokens, *others)
+
+        return count
+
+    for name in ("of_prompt", "arrays"):
+        monkeypatch.setattr(f"gateway.completion.{name}", counted(getattr(gateway.completion, name)))
+    return calls
+
+
+@pytest.mark.parametrize(("kind", "prompts"), [(Completion, 2), (ChatCompletion, 1)])
+def test_a_prompt_s_logprobs_are_shown_once_for_all_its_choices_and_off_the_loop(
+    reference: Reference, shown: list[tuple[int, bool]], kind: type[Completion], prompts: int
+) -> None:
+    lengths = [300, 400][:prompts]
+
+    async def answer() -> dict[str, Any]:
+        ids = [[7] * length for length in lengths]
+        return await decoded(kind, reference.codec, ids, n=4, prompt_logprobs=2).whole()
+
+    told = asyncio.run(answer())
+    assert shown == [(length, False) for length in lengths]
+    scored = told["choices"] if kind is Completion else [told]
+    assert [len(each["prompt_logprobs"]) for each in scored] == sorted(lengths * (4 if kind is Completion else 1))
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_the_logprobs_of_a_long_echo_are_shown_off_the_loop(
+    reference: Reference, shown: list[tuple[int, bool]], streamed: bool
+) -> None:
+    async def answer() -> None:
+        completion = decoded(Completion, reference.codec, [[7] * 300], n=4, logprobs=2, echo=True, stream=streamed)
+        if streamed:
+            assert b"error" not in b"".join([event async for event in completion.events()])
+        else:
+            await completion.whole()
+
+    asyncio.run(answer())
+    assert shown == [(301, False)] * 4
