@@ -65,7 +65,8 @@ def test_what_is_asked_for_is_given_and_the_other_fits() -> None:
         ({"context": 131_072, "sequences": 4, "exactly": True}, "lower --max-sequences to 2, or --max-context"),
         ({"context": 131_072, "budget": 10 * GB}, "10 GB are too little for one sequence of 131072 positions"),
         ({"context": 131_072, "budget": 10 * GB}, "raise --cache-gb, or lower --max-context"),
-        ({"context": 1_000_000}, "51.2 GB, 80% of what is free, are there for them"),
+        ({"context": 131_072, "sequences": 4, "exactly": True}, "51.2 GB, 80% of what is free, are there for them"),
+        ({"context": 131_073}, "--max-context 131073: the model takes at most 131072 positions"),
         ({"budget": 70 * GB}, "--cache-gb 70: 64 GB are free"),
     ],
 )
@@ -91,7 +92,7 @@ def test_where_memory_comes_with_what_is_written_all_sequences_are_held_and_one_
     free=st.integers(0, 200 * GB),
     sequences=st.integers(1, 256),
     exactly=st.booleans(),
-    context=st.integers(0, 2 * LONGEST),
+    context=st.integers(0, LONGEST),
     budget=st.integers(0, 200 * GB),
 )
 def test_whatever_is_asked_for_what_is_allocated_at_once_is_within_its_budget(
@@ -105,6 +106,17 @@ def test_whatever_is_asked_for_what_is_allocated_at_once_is_within_its_budget(
     assert bytes_of(found) <= (budget or SHARE_OF_FREE_MEMORY * free) <= free
     assert found.context == (context or min(found.context, LONGEST))
     assert found.sequences == sequences if exactly else 1 <= found.sequences <= sequences
+
+
+@given(
+    free=st.integers(0, 200 * GB), context=st.integers(LONGEST + 1, 2**40), budget=st.integers(0), at_once=st.booleans()
+)
+def test_no_memory_makes_room_for_more_positions_than_the_model_has(
+    free: int, context: int, budget: int, at_once: bool
+) -> None:
+    with pytest.raises(CheckpointError) as refused:
+        room_for(Wishes(64, context=context, budget=budget), LONGEST, POSITION, free, at_once)
+    assert str(refused.value) == f"--max-context {context}: the model takes at most {LONGEST} positions"
 
 
 def test_a_cache_that_is_allocated_at_once_refuses_more_than_its_budget_before_it_takes_any() -> None:

@@ -315,10 +315,9 @@ def test_how_much_is_held_can_be_said_and_is_shown(stories_dir: Path) -> None:
     assert "64 sequences × 300 positions" in done.stdout
 
 
-def test_a_context_that_memory_cannot_hold_is_refused_with_its_values(stories_dir: Path) -> None:
-    command = up(stories_dir, Path("off"), "--once", "--max-context", "20000000000")
+def test_a_context_that_the_model_does_not_have_is_refused_with_both_numbers(stories_dir: Path) -> None:
+    command = up(stories_dir, Path("off"), "--once", "--max-context", "513")
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=240)
     assert done.returncode == 1
-    assert "too little for one sequence of 20000000000 positions" in done.stderr
-    assert "lower --max-context" in done.stderr
+    assert "--max-context 513: the model takes at most 512 positions" in done.stderr
     assert "Traceback" not in done.stderr

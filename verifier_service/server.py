@@ -68,6 +68,7 @@ def load(config: VerifierConfig) -> tuple[Engine, Hosted]:
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     shape = load_model_config(config.model)
+    _wishes(config).check(shape.max_position_embeddings)
     tokenizer = _read_tokenizer(config.model, shape)
     end_tokens, sampling, unusable = read_generation(config.model, shape)
     if unusable:
@@ -159,13 +160,16 @@ def _build_engine(
     return Engine(steps, publisher, prefixes, limits, VerifierMetrics(slots, cache), config.token_budget)
 
 
+def _wishes(config: VerifierConfig) -> Wishes:
+    exactly = "max_sequences" in config.model_fields_set
+    return Wishes(config.max_sequences, exactly, config.max_context, int(config.cache_gb * 1e9))
+
+
 def _room(config: VerifierConfig, shape: ModelConfig, dtype: torch.dtype, device: torch.device) -> Room:
     """What is served of what was asked for. Call it when the weights are in memory."""
-    exactly = "max_sequences" in config.model_fields_set
-    wishes = Wishes(config.max_sequences, exactly, config.max_context, int(config.cache_gb * 1e9))
     position_bytes = shape.kv_bytes_per_position // 2 * dtype.itemsize
     at_once = device.type != "cpu"
-    return room_for(wishes, shape.max_position_embeddings, position_bytes, free_memory(device), at_once)
+    return room_for(_wishes(config), shape.max_position_embeddings, position_bytes, free_memory(device), at_once)
 
 
 @asynccontextmanager

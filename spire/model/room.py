@@ -34,6 +34,11 @@ class Wishes:
     context: int = 0
     budget: int = 0
 
+    def check(self, longest: int) -> None:
+        """Raises CheckpointError for a context beyond the positions that a model was made for."""
+        if self.context > longest:
+            raise CheckpointError(f"--max-context {self.context}: the model takes at most {longest} positions")
+
 
 @dataclass(frozen=True)
 class Room:
@@ -49,6 +54,7 @@ def room_for(wishes: Wishes, longest: int, position_bytes: int, free: int, at_on
 
     `at_once`: all of it is allocated from the start. Raises CheckpointError that names the values and what to do.
     """
+    wishes.check(longest)
     if at_once and wishes.budget > free:
         raise CheckpointError(
             f"--cache-gb {_gb(wishes.budget)}: {_gb(free)} GB are free; lower it, or leave it out for what fits"
