@@ -15,17 +15,17 @@ from gateway.bodies import Part, TokenCount
 from gateway.choice import Piece
 from gateway.completion import Completion
 from gateway.errors import BadParameter, over_context
-from gateway.fields import GENERATION, PartOf
+from gateway.fields import PartOf
 from gateway.logprobs import Entry, PromptLogprobs, contents
 from gateway.peers import Model
-from gateway.prompts import check_unicode, kind_of, result_of
+from gateway.prompts import check_unicode, result_of
 from gateway.schemas import NEWER_LIMIT, PROMPT_LOGPROBS_SCHEMA, STREAM_SCHEMA, CompletionRequest, GenerationRequest
 from gateway.template_options import TEMPLATE_SCHEMA, TemplateOptions
 from gateway.tokenizer import PromptTooLong
+from spire.chat_messages import ROLES, plain_message
 from spire.chat_template import TemplateRefusal
 from spire.rpc.limits import MAX_LOGPROBS
 
-_ROLES = ["system", "developer", "user", "assistant"]
 # top_logprobs only with logprobs.
 _LOGPROBS_SCHEMA: dict[str, JsonValue] = {
     "anyOf": [
@@ -36,7 +36,7 @@ _LOGPROBS_SCHEMA: dict[str, JsonValue] = {
 
 
 class TextPart(Part):
-    """A piece of a message's content: `_text_part` reads it."""
+    """A piece of a message's content: `spire.chat_messages` reads it."""
 
     type: Literal["text"]
     text: str
@@ -48,17 +48,17 @@ _CONTENT_SCHEMA = {
 
 
 class Message(Part):
-    """One turn. The template is given what it holds beside role and content, but for what `fields.toml` lists."""
+    """One turn, for `spire.chat_messages` to read."""
 
     passes_others_on: ClassVar[bool] = True
 
-    role: Annotated[str, WithJsonSchema({"enum": _ROLES})]
+    role: Annotated[str, WithJsonSchema({"enum": list(ROLES)})]
     content: Annotated[Any, PartOf(TextPart), WithJsonSchema(_CONTENT_SCHEMA)]
 
     @property
-    def extras(self) -> dict[str, Any]:
-        """What the template is given beside role and content."""
-        return {name: value for name, value in (self.model_extra or {}).items() if f"messages.{name}" not in GENERATION}
+    def given(self) -> dict[str, Any]:
+        """The message as it was sent."""
+        return {**(self.model_extra or {}), "role": self.role, "content": self.content}
 
 
 class ConversationRequest(CompletionRequest):
@@ -99,7 +99,10 @@ async def chat_prompt(
     """The token ids that these messages make by the model's template. Raises BadParameter."""
     options.check_template_options()
     context, codec = model.info.max_context, model.codec
-    plain = [_plain(message, f"messages[{at}]") for at, message in enumerate(messages)]
+    try:
+        plain = [plain_message(message.given, f"messages[{at}]") for at, message in enumerate(messages)]
+    except TemplateRefusal as error:
+        raise BadParameter(error.param, str(error), error.code) from error
     most = context * codec.longest_token
     if not model.chat_template.source:
         message = "the model's tokenizer has no chat template: ask /v1/completions with a prompt instead"
@@ -125,33 +128,6 @@ async def chat_prompt(
     if not tokens:
         raise BadParameter("messages", "the messages make a prompt without tokens")
     return tokens
-
-
-def _plain(message: Message, where: str) -> dict[str, Any]:
-    """A message as a template takes it: its content is one text."""
-    if message.role not in _ROLES:
-        known = ", ".join(_ROLES)
-        raise BadParameter(
-            f"{where}.role", f"role {message.role!r} is not supported (no tools are); these are: {known}"
-        )
-    return message.extras | {"role": message.role, "content": _text_of(message.content, f"{where}.content")}
-
-
-def _text_of(content: Any, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not content:
-        raise BadParameter(where, f"{where} is {kind_of(content)}: it must be a string, or a list of text parts")
-    return "\n".join(_text_part(part, f"{where}[{at}]") for at, part in enumerate(content))
-
-
-def _text_part(part: Any, where: str) -> str:
-    kind = part.get("type") if isinstance(part, dict) else kind_of(part)
-    if kind != "text":
-        raise BadParameter(where, f"{where} is {kind}: only text is supported", "unsupported_parameter")
-    if not isinstance(text := part.get("text"), str):
-        raise BadParameter(f"{where}.text", f"{where}.text is {kind_of(text)}: it must be a string")
-    return text
 
 
 class ChatCompletion(Completion):

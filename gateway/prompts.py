@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from gateway.errors import BadParameter, over_context
 from gateway.peers import Model
 from gateway.tokenizer import PromptTooLong
+from spire.kinds import kind_of
 
 Prompt = str | list[int]
 
@@ -107,11 +108,6 @@ def _token_ids(ids: list[Any], max_context: int, vocab_size: int, where: str) ->
 
 def _is_token(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def kind_of(value: Any) -> str:
-    names = {str: "a string", bool: "a boolean", int: "an integer", float: "a number", list: "a list"}
-    return names.get(type(value), "null or an object")
 
 
 def result_of(name: str, tokens: int) -> str:

@@ -16,7 +16,8 @@ from pydantic import ConfigDict, Field, JsonValue
 
 from gateway.bodies import Part, RequestBody
 from gateway.errors import BadParameter
-from gateway.prompts import check_unicode, kind_of
+from gateway.prompts import check_unicode
+from spire.kinds import kind_of
 from spire.rpc.limits import MAX_GRAMMAR_BYTES
 
 _DEEPEST_SCHEMA = 64

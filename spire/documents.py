@@ -14,8 +14,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from spire.chat_messages import plain_message
 from spire.chat_template import ChatTemplate, TemplateRefusal
 from spire.errors import DataError
+from spire.kinds import kind_of
 from spire.model.chat_template import read_chat_template
 from spire.model.directory import is_pointer
 from spire.text_files import TextFile, Told, reading, text_files
@@ -35,7 +37,6 @@ _BEGINNINGS = {
 }
 _HEAD = 512
 _MOST_KEYS, _LONGEST_KEY = 8, 40
-_KINDS = {str: "text", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
 
 
 class _Unusable(Exception):
@@ -136,11 +137,11 @@ def _text_of(line: str, chats: Chats) -> str:
     except (ValueError, RecursionError) as error:
         raise _Unusable(f"not JSON: {error}") from None
     if not isinstance(record, dict):
-        raise _Unusable(f"{_kind(record)}, not an object with 'text' or 'messages'")
+        raise _Unusable(f"{kind_of(record)}, not an object with 'text' or 'messages'")
     if "text" in record:
         key, text = "text", record["text"]
         if not isinstance(text, str):
-            raise _Unusable(f"'text' is {_kind(text)}, not text")
+            raise _Unusable(f"'text' is {kind_of(text)}, not text")
     elif "messages" in record:
         if record.get("tools") or record.get("functions"):
             raise _Unusable("'tools' are not supported: templates get messages alone")
@@ -154,33 +155,21 @@ def _text_of(line: str, chats: Chats) -> str:
 def _messages(value: Any) -> list[dict[str, Any]]:
     """Messages as a template takes them: the content of each is one text."""
     if not isinstance(value, list) or not value:
-        raise _Unusable(f"'messages' is {_kind(value)}, not a list of messages")
+        found = "empty" if value == [] else kind_of(value)
+        raise _Unusable(f"'messages' is {found}, not a list of messages")
     return [_message(message, f"messages[{at}]") for at, message in enumerate(value)]
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise _Unusable(f"{where!r} is {_kind(message)}, not an object with 'role' and 'content'")
+        raise _Unusable(f"{where!r} is {kind_of(message)}, not an object with 'role' and 'content'")
     for name in ("role", "content"):
         if name not in message:
             raise _Unusable(f"{where!r} has no {name!r}, but {_named(message)}")
-    if not isinstance(message["role"], str):
-        raise _Unusable(f"'{where}.role' is {_kind(message['role'])}, not text")
-    if message.get("tool_calls") or message.get("function_call"):
-        raise _Unusable(f"{where!r} calls a tool: tools are not supported")
-    content = message["content"]
-    if isinstance(content, list):
-        content = "\n".join(_part(part, f"{where}.content[{at}]") for at, part in enumerate(content))
-    if not isinstance(content, str):
-        raise _Unusable(f"'{where}.content' is {_kind(content)}, not text")
-    given = {name: field for name, field in message.items() if field is not None}
-    return given | {"content": content}
-
-
-def _part(part: Any, where: str) -> str:
-    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-        raise _Unusable(f"{where!r} is not a part of text")
-    return str(part["text"])
+    try:
+        return plain_message(message, where)
+    except TemplateRefusal as error:
+        raise _Unusable(str(error)) from error
 
 
 def _refuse_surrogates(key: str, text: str) -> None:
@@ -195,7 +184,3 @@ def _named(record: dict[str, Any]) -> str:
     names = [repr(name if len(name) <= _LONGEST_KEY else f"{name[:_LONGEST_KEY]}…") for name in record]
     more = [f"{len(names) - _MOST_KEYS} more"] if len(names) > _MOST_KEYS else []
     return ", ".join([*names[:_MOST_KEYS], *more]) or "nothing"
-
-
-def _kind(value: Any) -> str:
-    return "empty" if value == [] else _KINDS.get(type(value), "null")

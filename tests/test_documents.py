@@ -62,13 +62,13 @@ def test_blank_documents_are_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ('{"text": 5}', "line 2: 'text' is a number, not text"),
+        ('{"text": 5}', "line 2: 'text' is an integer, not text"),
         ('{"text": null}', "line 2: 'text' is null, not text"),
         ('{"text": ["a"]}', "line 2: 'text' is a list, not text"),
         ('{"text": {"a": 1}}', "line 2: 'text' is an object, not text"),
         ('{"text": true}', "line 2: 'text' is a boolean, not text"),
         ('["a"]', "line 2: a list, not an object with 'text' or 'messages'"),
-        ('"a"', "line 2: text, not an object with 'text' or 'messages'"),
+        ('"a"', "line 2: a string, not an object with 'text' or 'messages'"),
         ('{"prompt": "a", "completion": "b"}', "line 2: no 'text' and no 'messages', but 'prompt', 'completion'"),
         ("{}", "line 2: no 'text' and no 'messages', but nothing"),
         ('{"text": "a\\ud800b"}', "line 2: 'text' has an unpaired surrogate (\\ud800) at character 2"),
@@ -77,19 +77,22 @@ def test_blank_documents_are_left_out(tmp_path: Path) -> None:
         ("[" * 100_000, "line 2: not JSON: "),
         ('{"text": "a", "n": ' + "9" * 5000 + "}", "line 2: not JSON: "),
         ('{"messages": []}', "line 2: 'messages' is empty, not a list of messages"),
-        ('{"messages": "hi"}', "line 2: 'messages' is text, not a list of messages"),
-        ('{"messages": ["hi"]}', "line 2: 'messages[0]' is text, not an object with 'role' and 'content'"),
+        ('{"messages": "hi"}', "line 2: 'messages' is a string, not a list of messages"),
+        ('{"messages": ["hi"]}', "line 2: 'messages[0]' is a string, not an object with 'role' and 'content'"),
         ('{"messages": [{"from": "user"}]}', "line 2: 'messages[0]' has no 'role', but 'from'"),
-        ('{"messages": [{"role": "user", "content": null}]}', "line 2: 'messages[0].content' is null, not text"),
-        ('{"messages": [{"role": 1, "content": "a"}]}', "line 2: 'messages[0].role' is a number, not text"),
+        (
+            '{"messages": [{"role": "user", "content": null}]}',
+            "line 2: messages[0].content is null: it must be",
+        ),
+        ('{"messages": [{"role": 1, "content": "a"}]}', "line 2: messages[0].role is an integer: it must be a string"),
         (
             '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
-            "line 2: 'messages[0].content[0]' is not a part of text",
+            "line 2: messages[0].content[0] is image_url: only text is supported",
         ),
         ('{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}', "line 2: 'tools' are not supported"),
         (
             '{"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}',
-            "line 2: 'messages[0]' calls a tool: tools are not supported",
+            "line 2: messages[0].tool_calls is not supported",
         ),
     ],
 )
@@ -153,6 +156,29 @@ def test_messages_become_text_by_the_model_s_template(tmp_path: Path) -> None:
     with_template(tmp_path)
     content = line(messages=CHAT) + line(text="plain")
     assert texts(tmp_path, content) == ["<s><user>Who?</s><assistant>Me.</s>", "plain"]
+
+
+def test_a_chat_is_learnt_as_it_is_served_whatever_is_sent_with_it_that_asks_for_nothing(tmp_path: Path) -> None:
+    with_template(tmp_path, "{% for m in messages %}{{ m | tojson }}{% endfor %}")
+    nothing = {"tool_calls": [], "function_call": None, "refusal": "", "annotations": [{}], "name": None}
+    (learnt,) = texts(tmp_path, line(messages=[{**CHAT[1], **nothing, "mood": "kind"}]))
+    assert json.loads(learnt) == {"role": "assistant", "content": "Me.", "mood": "kind"}
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ({"role": "tool", "content": "5"}, "role 'tool' is not supported (no tools are)"),
+        (
+            {"role": "user", "content": []},
+            "messages[0].content is a list: it must be a string, or a list of text parts",
+        ),
+        ({"role": "user", "content": "a", "audio": {"id": "1"}}, "messages[0].audio is not supported"),
+    ],
+)
+def test_a_chat_that_is_not_served_is_not_learnt(message: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with_template(tmp_path)
+    assert f"line 1: {says}" in refusal(tmp_path, line(messages=[message]))
 
 
 def test_messages_for_a_model_without_a_template_are_refused(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_the_shared_package_imports_no_service() -> None:
     [
         "spire",
         "spire.calibration",
-        "spire.chat_template",
+        "spire.chat_messages",
         "spire.cli",
         "spire.errors",
         "spire.hardware",

@@ -119,7 +119,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({}, "messages", "required"),
     ({"messages": []}, "messages", "at least 1"),
     ({"messages": "hi"}, "messages", "list"),
-    ({"messages": [{"role": "user"}]}, "messages.0.content", "required"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", "required"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "an integer"),
     ({"messages": [{"role": "user", "content": []}]}, "messages[0].content", "a list of text parts"),
     ({"messages": [{"role": "user", "content": [PICTURE]}]}, "messages[0].content[0]", "image_url: only text"),

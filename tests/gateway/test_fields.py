@@ -6,7 +6,7 @@ import json
 import re
 import tomllib
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from gateway.errors import BadParameter
 from gateway.fields import GENERATION, TOKENIZATION, ignored_fields
 from gateway.schemas import CompletionRequest
 from gateway.tokenization import DetokenizeRequest, TokenizeRequest
+from spire.chat_messages import IGNORED, UNSUPPORTED, plain_message
 
 TABLE = tomllib.loads((Path(fields.__file__).parent / "fields.toml").read_text())
 SCHEMAS: dict[str, dict[str, Any]] = TABLE["schemas"]
@@ -131,6 +132,15 @@ def test_no_field_is_in_two_lists_or_refused_nowhere_and_every_advice_is_for_one
         assert not lists.ignored & lists.refused.keys()
         assert table["instead"].keys() <= table["refused"].keys()
     assert all(fate(CompletionRequest, instead) == "honoured" for instead in TABLE["instead"].values())
+
+
+def test_a_message_is_refused_and_ignored_by_the_fields_that_no_template_is_given() -> None:
+    def of_messages(paths: Iterable[str]) -> set[str]:
+        return {name for parent, _, name in (path.rpartition(".") for path in paths) if parent == "messages"}
+
+    refused = {name: GENERATION.refused[f"messages.{name}"].neutral for name in of_messages(GENERATION.refused)}
+    assert refused == UNSUPPORTED
+    assert of_messages(GENERATION.ignored) == IGNORED
 
 
 def test_the_manual_lists_what_is_refused_and_what_is_ignored() -> None:
@@ -420,5 +430,6 @@ def test_the_lists_are_part_of_the_package() -> None:
 
 def test_what_a_message_asks_nothing_with_does_not_reach_the_template() -> None:
     nothing = {"tool_calls": [], "function_call": None, "audio": None, "annotations": []}
-    request: Any = read(ChatRequest, messages=[{"role": "assistant", "content": "x", "name": "Tom"} | nothing])
-    assert request.messages[0].extras == {"name": "Tom"}
+    plain = {"role": "assistant", "content": "x", "name": "Tom"}
+    request: Any = read(ChatRequest, messages=[plain | nothing])
+    assert plain_message(request.messages[0].given, "messages[0]") == plain
