@@ -2,7 +2,8 @@
 
 `fields.toml` lists them: those that are refused, with the values that ask for nothing, and those that cannot change
 an answer. What the schema has is honoured, whatever the lists say. A name in no list is ignored too, unless it is one
-edit away from a name that is known here and absent: then it is refused with that name.
+edit away from an absent name that is honoured or refused here: then it is refused with that name. A slip in the name of
+a field that is ignored costs nothing.
 
 What it does not know: what the fields of a schema mean, and what is inside a field that is no schema's own, such as a
 JSON schema to be kept.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -26,6 +27,8 @@ from gateway.errors import BadParameter
 # Too many names are one edit away from a shorter one.
 _SHORTEST_GUESSED = 4
 _MOST_SHOWN = 64
+# Of different names: each is compared with all that are known.
+_MOST_UNKNOWN = 64
 _UNKNOWN = "unknown_parameter"
 
 
@@ -59,10 +62,9 @@ class Lists:
     def __contains__(self, path: str) -> bool:
         return path in self.refused or path in self.ignored
 
-    def inside(self, kind: str) -> set[str]:
-        """The names of the fields that are listed for the object at this path."""
-        paths = (path.rpartition(".") for path in (*self.refused, *self.ignored))
-        return {name for parent, _, name in paths if parent == kind}
+    def refused_inside(self, kind: str) -> set[str]:
+        """The names of the fields that are refused in the object at this path."""
+        return {name for parent, _, name in (path.rpartition(".") for path in self.refused) if parent == kind}
 
 
 def _refusals(table: dict[str, Any]) -> dict[str, Refusal]:
@@ -86,24 +88,25 @@ def ignored_fields(body: dict[str, Any], schema: type[BaseModel], lists: Lists) 
 
     `null` is no value: such a field is absent.
     """
-    return list(dict.fromkeys(_ignored(body, schema, lists, "", "")))
+    return list(dict.fromkeys(_ignored(body, schema, _Unknown(lists), "", "")))
 
 
-def _ignored(body: dict[str, Any], schema: type[BaseModel], lists: Lists, kind: str, where: str) -> Iterator[str]:
+def _ignored(body: dict[str, Any], schema: type[BaseModel], unknown: _Unknown, kind: str, where: str) -> Iterator[str]:
     """`kind` is the path of the object that is read, `where` the same with the indexes in lists."""
+    lists = unknown.lists
     fields = _fields_of(schema)
     for name, value in body.items():
         path, place = _join(kind, name), _join(where, name)
         if value is None:
             continue
         if name in fields:
-            yield from _ignored_inside(value, fields[name], lists, path, place)
+            yield from _ignored_inside(value, fields[name], unknown, path, place)
         elif path in lists.refused:
             _check(lists.refused[path], value, place)
         elif path in lists.ignored:
             yield path
         elif not getattr(schema, "passes_others_on", False):
-            if (guess := _guess(name, schema, lists, kind)) and body.get(guess) is None:
+            if (guess := unknown.meant_by(name, schema, kind, place)) and body.get(guess) is None:
                 raise BadParameter(shown(place), f"{shown(place)} is not known: did you mean {guess}?", _UNKNOWN)
             if schema.model_config.get("extra") == "forbid":
                 raise BadParameter(
@@ -112,13 +115,15 @@ def _ignored(body: dict[str, Any], schema: type[BaseModel], lists: Lists, kind: 
             yield path
 
 
-def _ignored_inside(value: Any, part: type[BaseModel] | None, lists: Lists, path: str, place: str) -> Iterator[str]:
+def _ignored_inside(
+    value: Any, part: type[BaseModel] | None, unknown: _Unknown, path: str, place: str
+) -> Iterator[str]:
     """The same of a value that is an object of the schema `part`, or a list of such objects."""
     if part is not None:
         items = [(f"{place}[{at}]", item) for at, item in enumerate(value)] if isinstance(value, list) else []
         for where, item in items or [(place, value)]:
             if isinstance(item, dict):
-                yield from _ignored(item, part, lists, path, where)
+                yield from _ignored(item, part, unknown, path, where)
 
 
 def _check(refusal: Refusal, value: Any, place: str) -> None:
@@ -148,8 +153,8 @@ def shown(name: str) -> str:
 def _fields_of(schema: type[BaseModel]) -> dict[str, type[BaseModel] | None]:
     """The fields as requests name them, each with the schema of the objects in it, if it has one."""
     return {
-        field.alias or name: next((part for part in map(_part_in, [field.annotation, *field.metadata]) if part), None)
-        for name, field in schema.model_fields.items()
+        info.alias or name: next((part for part in map(_part_in, [info.annotation, *info.metadata]) if part), None)
+        for name, info in schema.model_fields.items()
     }
 
 
@@ -164,10 +169,27 @@ def _part_in(annotation: Any) -> type[BaseModel] | None:
 # -- names that are nearly known ---------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, eq=False)
+class _Unknown:
+    """The names in one body that are unknown to these lists, by the object that they are in."""
+
+    lists: Lists
+    _meant: dict[tuple[str, str], str | None] = field(default_factory=dict)
+
+    def meant_by(self, name: str, schema: type[BaseModel], kind: str, place: str) -> str | None:
+        """The known name that was meant, if any. Raises BadParameter for the first name that is one too many."""
+        if (kind, name) not in self._meant:
+            if len(self._meant) == _MOST_UNKNOWN:
+                message = f"{shown(place)} is not known, like {_MOST_UNKNOWN} others: leave them out"
+                raise BadParameter(shown(place), message, _UNKNOWN)
+            self._meant[kind, name] = _guess(name[:_MOST_SHOWN], schema, self.lists, kind)
+        return self._meant[kind, name]
+
+
 def _guess(name: str, schema: type[BaseModel], lists: Lists, kind: str) -> str | None:
     """The known name that was meant: one whose letters are these, or are after one edit (a letter more, less or
     another, two exchanged)."""
-    letters = _letters(name[:_MOST_SHOWN])
+    letters = _letters(name)
     whole, near = _spellings(schema, lists, kind)
     if letters in whole:
         return whole[letters]
@@ -177,8 +199,8 @@ def _guess(name: str, schema: type[BaseModel], lists: Lists, kind: str) -> str |
 
 @cache
 def _spellings(schema: type[BaseModel], lists: Lists, kind: str) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """The names that are known for an object, by their letters; and by their letters with any one left out."""
-    known = sorted({*_fields_of(schema), *lists.inside(kind)})
+    """The names honoured or refused in an object, by their letters; and by their letters with any one left out."""
+    known = sorted({*_fields_of(schema), *lists.refused_inside(kind)})
     near: dict[str, list[str]] = {}
     for name in known:
         if len(_letters(name)) < _SHORTEST_GUESSED:

@@ -248,8 +248,9 @@ def test_what_changes_tokens_is_refused_where_texts_are_tokenized(
 
 # -- names that are nearly known ---------------------------------------------------------------------------------------
 
+# A slip in another name costs nothing.
 KNOWN = {
-    route: sorted({field.alias or name for name, field in route.model_fields.items()} | route.lists.inside(""))
+    route: sorted({field.alias or name for name, field in route.model_fields.items()} | route.lists.refused_inside(""))
     for route in ROUTES
 }
 known_names = st.sampled_from([(route, name) for route in ROUTES for name in KNOWN[route]])
@@ -288,7 +289,7 @@ def misspelt(draw: st.DrawFn) -> tuple[type[RequestBody], str, str]:
 @given(misspelt())
 def test_a_slip_in_a_name_is_refused_with_the_name_that_was_meant(case: tuple[type[RequestBody], str, str]) -> None:
     route, name, slip = case
-    if slip in KNOWN[route]:
+    if slip in KNOWN[route] or slip in route.lists.ignored:
         return
     error = refusal(route, **{name: None, slip: 1})
     assert (error.param, error.code) == (slip, "unknown_parameter")
@@ -307,6 +308,63 @@ def test_another_way_to_write_a_name_is_refused_with_ours(case: tuple[type[Reque
     written = style(name)
     if written not in KNOWN[route]:
         assert str(refusal(route, **{name: None, written: 1})) == f"{written} is not known: did you mean {name}?"
+
+
+@every_route
+@pytest.mark.parametrize("name", sorted(name for name in TABLE["ignored"]["names"] if "." not in name))
+def test_a_slip_in_the_name_of_a_field_that_is_ignored_costs_nothing(route: type[RequestBody], name: str) -> None:
+    slip = f"{name}s"
+    if all(edits(letters(slip), letters(known)) > 1 for known in KNOWN[route]):
+        assert ignored_header(read(route, **{slip: 1})) == {"X-Spire-Ignored": slip}
+
+
+def unknown_in(route: type[RequestBody], names: list[str], depth: int) -> dict[str, Any]:
+    """A body with these names, none of them known: at its top, in one object or in many."""
+    fields = dict.fromkeys(names, 1)
+    if depth == 0:
+        return fields
+    if depth == 1:
+        return {"stream": True, "stream_options": fields}
+    parts = [{"type": "text", "text": "x", name: 1} for name in names]
+    return {"messages": [{"role": "user", "content": parts}]}
+
+
+@pytest.fixture
+def guessed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names that were compared with those that are known."""
+    names: list[str] = []
+    guess = fields._guess
+
+    def count(name: str, *others: Any) -> str | None:
+        names.append(name)
+        return guess(name, *others)
+
+    monkeypatch.setattr(fields, "_guess", count)
+    return names
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("number", [64, 65, 5000])
+def test_only_so_many_names_are_guessed_for_and_the_next_is_refused(
+    guessed: list[str], number: int, depth: int
+) -> None:
+    names = [f"wibble{at}" + "x" * 70 for at in range(number)]
+    body = unknown_in(ChatRequest, names, depth)
+    if number == 64:
+        assert len(ignored_header(read(ChatRequest, **body))["X-Spire-Ignored"].split(", ")) == 16
+    else:
+        error = refusal(ChatRequest, **body)
+        place = ("", "stream_options.", "messages[0].content[64].")[depth] + names[64]
+        assert (error.param, error.code) == (fields.shown(place), "unknown_parameter")
+        assert "like 64 others" in str(error)
+    assert guessed == [name[:64] for name in names[:64]]
+
+
+def test_one_unknown_name_in_many_objects_is_one(guessed: list[str]) -> None:
+    parts = [{"type": "text", "text": "x", "wibble": 1} for _ in range(1000)]
+    request = read(ChatRequest, messages=[{"role": "user", "content": parts}])
+    assert ignored_header(request) == {"X-Spire-Ignored": "messages.content.wibble"}
+    assert guessed == ["wibble"]
 
 
 def test_who_sends_a_field_does_not_misspell_it_too() -> None:
