@@ -7,7 +7,8 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,12 @@ from experiments.gpu import __main__ as gpu
 from experiments.gpu.expectation import floor_seconds, step_seconds
 from experiments.gpu.findings import Finding, Findings
 from experiments.gpu.packages import lacking, needed, search_path
+from experiments.gpu.part import Setting
 from experiments.gpu.parts import PARTS, Part, parts_named
+from experiments.gpu.system import served
 from experiments.gpu.table import table
+from spire.cli.paths import Pair
+from spire.errors import SpireError
 from spire.shapes import LLAMA_3_8B
 
 # Seven services are started, on whatever machine.
@@ -117,6 +122,23 @@ def test_a_part_ends_with_the_finding_that_its_gpu_is_lost(tmp_path: Path) -> No
     figure, lost = json.loads((tmp_path / "1.json").read_text())
     assert (figure["what"], lost["what"]) == ("first figure", "first")
     assert lost["note"] == "FAILED: AcceleratorError: CUDA error: unspecified launch failure"
+
+
+def test_services_that_have_lost_their_gpu_do_not_end_the_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def lost(*given: Any, directory: Path, **options: Any) -> Iterator[None]:
+        (directory / "verifier.log").write_text("CUDA error: unspecified launch failure\n")
+        raise SpireError("the verifier service ended with exit code 4")
+        yield
+
+    monkeypatch.setattr("experiments.gpu.system.serving", lost)
+    findings = Findings(tmp_path / "1.json")
+    setting = Setting(torch.device("cpu"), tiny=True)
+    with findings.attempt("services"), served(setting, findings, Pair(tmp_path, None)):
+        pass
+    (found,) = json.loads((tmp_path / "1.json").read_text())
+    assert found["note"].startswith("FAILED: SpireError: the verifier service ended with exit code 4")
+    assert "verifier: CUDA error: unspecified launch failure" in found["more"]["error"]
 
 
 def test_parts_for_which_no_time_is_left_are_told_of(tmp_path: Path) -> None:

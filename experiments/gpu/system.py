@@ -20,6 +20,10 @@ from spire.cli.up import ModelOptions
 _LINES, _LONGEST = 12, 3000
 
 
+class ServicesFailed(Exception):
+    """Something failed while services ran. Their lines may tell of a lost GPU: it is theirs, not this process's."""
+
+
 @contextmanager
 def served(
     setting: Setting, findings: Findings, pair: Pair, dtype: str | None = None, acceptance: float | None = None
@@ -40,7 +44,7 @@ def served(
                     free, total = torch.cuda.mem_get_info(setting.device)
                     findings.add(Finding("memory of the GPU, all processes", (total - free) / 1e9, "GB"))
         except Exception as error:
-            raise RuntimeError(f"{_last_lines(Path(name))}\n{type(error).__name__}: {error}") from error
+            raise ServicesFailed(f"{_last_lines(Path(name))}\n{type(error).__name__}: {error}") from error
 
 
 def _last_lines(directory: Path) -> str:
