@@ -1,4 +1,4 @@
-"""Files of a checkpoint directory as text and JSON objects. What merely stands in for a file is told from it.
+"""Files of a checkpoint directory as text and JSON objects. Git LFS pointers and error pages are recognised.
 
 A clone without Git LFS holds pointers instead of weights and tokenizers, a failed download an error page.
 """
