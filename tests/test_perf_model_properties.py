@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from spire import memory_need
 from spire.cli import app
 from spire.hardware import GPUS, Hardware, gpu
+from spire.memory_need import SHARE_OF_FREE_MEMORY, MemoryNeed, largest_batch, of_draft, of_target
 from spire.perf_model import draft_seconds, multiplier, plain_cost, round_cost, split_cost, verify_seconds
 from spire.shapes import Draft, DraftKind, Shape, trained_draft
 from spire.wire import Carrier, Wire, wire_of
@@ -100,24 +100,32 @@ def test_a_split_tends_to_the_slower_of_its_sides_as_bandwidth_grows(point: Poin
     assert excess[-1] == pytest.approx(0, abs=1e-12)
 
 
-@given(points(), st.integers(1, 512), st.integers(1, LONGEST))
+@given(points(), st.integers(1, 8), st.integers(1, LONGEST))
 def test_what_fits_fits_with_less_and_no_more_than_the_largest_batch_does(
-    point: Point, batch: int, context: int
+    point: Point, factor: int, context: int
 ) -> None:
     memory = point.hardware.memory_bytes
     assert memory is not None
-    larger = (max(point.batch, batch), max(point.context, context))
-    smaller = (min(point.batch, batch), min(point.context, context))
-    assert _need(point, smaller[1]).bytes(smaller[0]) <= _need(point, larger[1]).bytes(larger[0])
-    need = _need(point, point.context)
-    most = need.largest_batch(memory)
-    assert need.bytes(most + 1) > memory
-    assert most == 0 or need.bytes(most) <= memory
+    needs = _needs(point, point.context)
+    most = largest_batch(needs, memory)
+    assert largest_batch(_needs(point, min(point.context, context)), memory) >= most
+    assert largest_batch(needs, memory * factor) >= most
+    assert most == 0 or _all_find_room(needs, most, memory, SHARE_OF_FREE_MEMORY * (1 + 1e-9))
+    assert not _all_find_room(needs, most + 1, memory, SHARE_OF_FREE_MEMORY * (1 - 1e-9))
 
 
-def _need(point: Point, context: int) -> memory_need.MemoryNeed:
-    target = memory_need.of_target(point.target, context, 2)
-    return target + memory_need.of_draft(point.draft, context, point.k, 2)
+def _all_find_room(needs: list[MemoryNeed], batch: int, memory: float, share: float) -> bool:
+    """Each in turn has its sequences within this share of what is free behind its weights."""
+    for need in needs:
+        memory -= need.weights
+        if batch * need.per_sequence > share * memory:
+            return False
+        memory -= batch * need.per_sequence
+    return True
+
+
+def _needs(point: Point, context: int) -> list[MemoryNeed]:
+    return [of_target(point.target, context, 2), of_draft(point.draft, context, point.k, 2)]
 
 
 def _split(point: Point, wire: Wire) -> Any:

@@ -16,11 +16,13 @@ from draft_service import __main__ as draft_service
 from draft_service.config import DraftServiceConfig
 from spire.bench.synthetic import config_of, write_pair
 from spire.errors import CheckpointError, OutOfCapacity
-from spire.model.cache import TargetCache, capacity_of, positions_of
+from spire.memory_need import SHARE_OF_FREE_MEMORY, largest_batch, of_target
+from spire.model.cache import TargetCache
 from spire.model.config import DraftConfig, ModelConfig
 from spire.model.draft import Draft
+from spire.model.pages import capacity_of, positions_of
 from spire.model.pool import Pool, not_reserved
-from spire.model.room import SHARE_OF_FREE_MEMORY, Room, Wishes, room_for
+from spire.model.room import Room, Wishes, room_for
 from spire.model.target import Target
 from spire.model.token_memory import TokenMemory
 from spire.shapes import LLAMA_3_8B, SEQAX_67M
@@ -117,6 +119,21 @@ def test_no_memory_makes_room_for_more_positions_than_the_model_has(
     with pytest.raises(CheckpointError) as refused:
         room_for(Wishes(64, context=context, budget=budget), LONGEST, POSITION, free, at_once)
     assert str(refused.value) == f"--max-context {context}: the model takes at most {LONGEST} positions"
+
+
+@given(memory=st.integers(17 * GB, 1000 * GB), context=st.integers(1, LONGEST))
+def test_the_performance_model_says_as_many_sequences_as_the_verifier_takes(memory: int, context: int) -> None:
+    """It said 54 on an 80 GB card, of which the verifier refused all beyond 46."""
+    need = of_target(LLAMA_3_8B, context, 2)
+    most = largest_batch([need], memory)
+    wishes = Wishes(max(1, most), exactly=True, context=context)
+    if not most:
+        with pytest.raises(CheckpointError):
+            room_for(wishes, LONGEST, POSITION, memory - int(need.weights), at_once=True)
+        return
+    assert room_for(wishes, LONGEST, POSITION, memory - int(need.weights), at_once=True).sequences == most
+    with pytest.raises(CheckpointError):
+        room_for(replace(wishes, sequences=most + 1), LONGEST, POSITION, memory - int(need.weights), at_once=True)
 
 
 def test_a_cache_that_is_allocated_at_once_refuses_more_than_its_budget_before_it_takes_any() -> None:

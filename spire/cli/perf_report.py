@@ -122,7 +122,7 @@ def _deployments(scenario: Scenario, candidate: Candidate, apart: Apart) -> list
 
 def _plain(scenario: Scenario) -> Row:
     cost = model.plain_cost(scenario.target, scenario.batch, scenario.context, scenario.hardware)
-    fit = _fit(_target_need(scenario, scenario.context), scenario.batch, scenario.hardware)
+    fit = _fit([_target_need(scenario, scenario.context)], scenario.batch, scenario.hardware)
     row = {"tau": 1.0, "delta_t": 1.0, "multiplier": 1.0, "paper_multiplier": 1.0}
     return row | _timed(cost, scenario.batch, scenario.price) | fit
 
@@ -131,7 +131,7 @@ def _together(scenario: Scenario, candidate: Candidate, window: str, draft: Draf
     """Speculation on the target's device."""
     k, tau, machine = scenario.k, candidate.acceptance.tau(scenario.k), scenario.hardware
     point = (scenario.target, draft, scenario.batch, scenario.context, k, tau, machine)
-    fit = _fit(_need(scenario, draft, scenario.context, k), scenario.batch, machine)
+    fit = _fit(_needs(scenario, draft, scenario.context, k), scenario.batch, machine)
     if machine.relative:
         return _described(scenario, candidate, window, draft, None) | fit
     carried = _carried(scenario, draft, scenario.batch, tau, near(draft, machine))
@@ -150,8 +150,8 @@ def _split(scenario: Scenario, candidate: Candidate, window: str, draft: Draft, 
     row |= {"paper_multiplier": None} | _carried(scenario, draft, lane, tau, apart.wire.carrier)
     prices = None if scenario.price is None or apart.price is None else scenario.price + apart.price
     row |= _timed(cost, lane * tau, prices)
-    its = _fit(memory_need.of_draft(draft, context, k, apart.hardware.bytes_per_value), batch, apart.hardware)
-    return row | _both(_fit(_target_need(scenario, context), batch, scenario.hardware), its)
+    its = _fit([memory_need.of_draft(draft, context, k, apart.hardware.bytes_per_value)], batch, apart.hardware)
+    return row | _both(_fit([_target_need(scenario, context)], batch, scenario.hardware), its)
 
 
 def _described(scenario: Scenario, candidate: Candidate, window: str, draft: Draft, gain: float | None) -> Row:
@@ -194,20 +194,21 @@ def _target_need(scenario: Scenario, context: int) -> MemoryNeed:
     return memory_need.of_target(scenario.target, context, scenario.hardware.bytes_per_value, scenario.tied)
 
 
-def _need(scenario: Scenario, draft: Draft, context: int, k: int) -> MemoryNeed:
-    """Of target and draft on one device."""
+def _needs(scenario: Scenario, draft: Draft, context: int, k: int) -> list[MemoryNeed]:
+    """Target and draft on one device, in the order in which they are loaded."""
     its = memory_need.of_draft(draft, context, k, scenario.hardware.bytes_per_value)
-    return _target_need(scenario, context) + its
+    return [_target_need(scenario, context), its]
 
 
-def _fit(need: MemoryNeed, batch: int, hardware: Hardware) -> Row:
+def _fit(needs: list[MemoryNeed], batch: int, hardware: Hardware) -> Row:
     memory = hardware.memory_bytes
+    largest = None if memory is None else memory_need.largest_batch(needs, memory)
     return {
-        "fits": None if memory is None else need.bytes(batch) <= memory,
-        "needs_gb": _gb(need.bytes(batch)),
-        "weights_gb": _gb(need.weights),
+        "fits": None if largest is None else batch <= largest,
+        "needs_gb": _gb(sum(need.bytes(batch) for need in needs)),
+        "weights_gb": _gb(sum(need.weights for need in needs)),
         "memory_gb": _gb(memory),
-        "largest_batch": None if memory is None else need.largest_batch(memory),
+        "largest_batch": largest,
     }
 
 
@@ -238,7 +239,7 @@ def grid(scenario: Scenario, candidate: Candidate) -> Grid:
 def _cell(scenario: Scenario, candidate: Candidate, batch: int, context: int) -> Cell:
     draft, machine = candidate.draft, scenario.hardware
     choice = model.best_k(scenario.target, draft, batch, context, candidate.acceptance, machine, scenario.max_k)
-    return Cell(choice, _fit(_need(scenario, draft, context, choice.k), batch, machine)["fits"])
+    return Cell(choice, _fit(_needs(scenario, draft, context, choice.k), batch, machine)["fits"])
 
 
 def cells(scenario: Scenario, maps: dict[str, Grid]) -> list[Row]:
@@ -289,7 +290,7 @@ def _speedups(scenario: Scenario) -> dict[str, list[list[float | None]]]:
 
 def _speedup(scenario: Scenario, candidate: Candidate, draft: Draft, batch: int, context: int) -> float | None:
     k, machine = scenario.k, scenario.hardware
-    if _fit(_need(scenario, draft, context, k), batch, machine)["fits"] is False:
+    if _fit(_needs(scenario, draft, context, k), batch, machine)["fits"] is False:
         return None
     gain = model.paper_multiplier if machine.relative else model.multiplier
     return gain(scenario.target, draft, batch, context, k, candidate.acceptance.tau(k), machine)

@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spire.cli.perf_report import Cell, Grid, Row, Scenario
+from spire.memory_need import SHARE_OF_FREE_MEMORY
 from spire.perf_model import Choice
 from spire.plots import short
 
@@ -57,9 +58,9 @@ def _fit(scenario: Scenario, draft: str, row: Row) -> str:
         return f"fits? {pair} needs {needs}; how much memory {device} has is not known"
     largest, here = row["largest_batch"], f"at context {scenario.context:,}"
     most = f"the largest batch {here} is {largest:,}" if largest else f"no batch does {here}"
-    if row["fits"]:
-        return f"fits: {pair} needs {needs} of the {row['memory_gb']:g} GB of {device}; {most}"
-    return f"[bold red]does not fit[/]: {pair} needs {needs} of the {row['memory_gb']:g} GB of {device}; {most}"
+    verdict = "fits" if row["fits"] else "[bold red]does not fit[/]"
+    taken = f"services take {SHARE_OF_FREE_MEMORY:.0%} of what is free behind the weights"
+    return f"{verdict}: {pair} needs {needs} of the {row['memory_gb']:g} GB of {device}; {most} ({taken})"
 
 
 def _gb(size: float) -> str:

@@ -29,23 +29,8 @@ from spire.model.config import ModelConfig
 from spire.model.contiguous_attention import ContiguousAttention
 from spire.model.fused_attention import FusedAttention, FusedPools
 from spire.model.layers import additive, attend
+from spire.model.pages import PAGE, positions_of
 from spire.model.pool import Pool
-
-# Positions that are promised, held and given back at once on a CPU.
-_PAGE = 128
-
-
-def positions_of(capacity: int) -> int:
-    """Positions whose memory a slot takes that can commit so many.
-
-    At least one column more than can be committed: there the padding of full rows goes.
-    """
-    return (capacity // _PAGE + 1) * _PAGE
-
-
-def capacity_of(positions: int) -> int:
-    """The most that can be committed in the memory of so many positions."""
-    return max(0, positions // _PAGE * _PAGE - 1)
 
 
 class TargetCache:
@@ -66,12 +51,12 @@ class TargetCache:
     ):
         self.slots, self.capacity, self.device = slots, capacity, torch.device(device)
         self.lengths = [0] * (slots + parking)
-        pages = positions_of(capacity) // _PAGE
+        pages = positions_of(capacity) // PAGE
         self.on_cpu = self._is_cpu(self.device)
-        self.pages, self.page = (pages, _PAGE) if self.on_cpu else (1, pages * _PAGE)
+        self.pages, self.page = (pages, PAGE) if self.on_cpu else (1, pages * PAGE)
         self.queries_per_key = config.num_attention_heads // config.num_key_value_heads
         heads, width = config.num_key_value_heads, config.head_dim
-        shape = (len(self.lengths), heads, pages * _PAGE, width)
+        shape = (len(self.lengths), heads, pages * PAGE, width)
         layers = range(config.num_hidden_layers)
         self.page_bytes = 2 * len(layers) * heads * self.page * width * dtype.itemsize
         self._budget = self.pages * slots if budget is None else budget // self.page_bytes

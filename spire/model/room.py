@@ -1,4 +1,4 @@
-"""What a cache has room for: as many sequences of as many positions as were asked for, or else as memory allows.
+"""The room of a cache: as many sequences of as many positions as were asked for, or else as memory allows.
 
 Where a device takes all of a cache at once, sequences and context are both cut to what fits. Where memory comes with
 what is written (a CPU), sequences share what there is, and only one whole sequence must fit.
@@ -12,10 +12,9 @@ import torch
 
 from spire import machine_memory
 from spire.errors import CheckpointError
-from spire.model.cache import capacity_of, positions_of
+from spire.memory_need import SHARE_OF_FREE_MEMORY
+from spire.model.pages import capacity_of, positions_of
 
-# The rest is for activations, weights' copies and whoever else is on this machine.
-SHARE_OF_FREE_MEMORY = 0.8
 # Sequences are left out before a context that nobody asked for is cut to less than this.
 _USUAL_CONTEXT = 8192
 # What is shorter serves nobody.
@@ -42,7 +41,7 @@ class Wishes:
 
 @dataclass(frozen=True)
 class Room:
-    """What fits. `budget`: bytes that the cache may take; None: whatever all these sequences need."""
+    """A size that fits. `budget`: bytes that the cache may take; None: whatever all these sequences need."""
 
     sequences: int
     context: int
@@ -50,7 +49,7 @@ class Room:
 
 
 def room_for(wishes: Wishes, longest: int, position_bytes: int, free: int, at_once: bool) -> Room:
-    """What a cache of `position_bytes` a position has room for, in `free` bytes, for a model of `longest` positions.
+    """The room of a cache of `position_bytes` a position, in `free` bytes, for a model of `longest` positions.
 
     `at_once`: all of it is allocated from the start. Raises CheckpointError that names the values and what to do.
     """
