@@ -217,6 +217,32 @@ def test_what_cannot_change_the_answer_is_ignored_and_named(route: type[RequestB
     assert ignored_header(read(route, **body_with(path, None))) == {}
 
 
+@every_route
+@pytest.mark.parametrize(
+    ("name", "neutral", "value"),
+    [
+        ("top_a", 0, 0.2),
+        ("tfs", 1, 0.95),
+        ("tfs_z", 1.0, 0.95),
+        ("smoothing_factor", 0.0, 0.3),
+        ("dynatemp_low", 1.0, 0.5),
+        ("top_n_sigma", 0, 1.5),
+        ("nsigma", 0, 1.5),
+        ("negative_prompt", "", "bad"),
+        ("custom_token_bans", [], [5]),
+        ("custom_token_bans", "", "5"),
+        ("reasoning_effort", "none", "low"),
+    ],
+)
+def test_other_ways_to_draw_and_to_think_are_refused_by_name_and_accepted_when_they_are_off(
+    route: type[RequestBody], name: str, neutral: object, value: object
+) -> None:
+    error = refusal(route, **{name: value})
+    assert (error.param, error.code) == (name, "unsupported_parameter")
+    for nothing in (neutral, None):
+        assert ignored_header(read(route, **{name: nothing})) == {}
+
+
 def test_true_is_no_number_that_asks_for_nothing() -> None:
     for body in ({"best_of": True}, {"echo": 0}, {"mirostat": False}, {"typical_p": True}):
         assert refusal(ChatRequest, **body).param == next(iter(body))
