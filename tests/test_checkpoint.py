@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import resource
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -161,14 +162,36 @@ def test_an_index_of_no_files_is_named(index: dict[str, Any], checkpoint: Path) 
         load_target(checkpoint)
 
 
+# In a process of its own: what earlier tests have taken hides what this one takes. Prints the KiB by which the peak of
+# its memory grows, and the refusal.
+LOADING = """
+import sys
+from pathlib import Path
+from spire.errors import CheckpointError
+from spire.model.checkpoint import load_target
+
+def peak():
+    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
+
+model, before, refusal = Path(sys.argv[1]), peak(), None
+try:
+    LOAD
+except CheckpointError as error:
+    refusal = error
+print(peak() - before, refusal)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux tells the peak of one program")
 def test_no_memory_is_taken_for_a_shape_that_the_weights_do_not_have(checkpoint: Path) -> None:
     """2 GB here, the whole machine elsewhere."""
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps(config | {"intermediate_size": 1_000_000, "head_dim": 99_998}))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(CheckpointError, match="has shape"):
-        load_target(checkpoint)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
+    program = [sys.executable, "-c", LOADING.replace("LOAD", "load_target(model)"), str(checkpoint)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=True)
+    grown, _, refused = done.stdout.partition(" ")
+    assert "has shape" in refused
+    assert int(grown) < 100_000
 
 
 def test_quantised_weights_are_refused_by_name(checkpoint: Path) -> None:
