@@ -231,6 +231,16 @@ def test_the_example_tells_what_compose_asks_for_and_its_defaults() -> None:
     assert {name for name in used if used[name] != told[name]} <= {"SPIRE_MODEL_IMAGE", "SPIRE_TORCH_INDEX"}
 
 
+def test_the_example_tells_no_default_of_what_is_refused_once_it_is_set() -> None:
+    """64 sequences are cut to what fits a GPU if nobody asks for them, and refused if somebody does."""
+    told = dict(re.findall(r"^#?(\w+)=(.*)$", (DEPLOY / ".env.example").read_text(), re.MULTILINE))
+    sizes = ("cache_gb", "max_context", "max_sequences")
+    options = rules.OPTIONS["verifier"]
+    example = {name: told["SPIRE_VERIFIER_" + name.upper()] for name in sizes}
+    assert not [name for name in sizes if float(example[name]) == options.model_fields[name].default]
+    options.model_validate({"model": "target", **example})
+
+
 def test_prometheus_finds_the_services_and_its_key() -> None:
     config = composed("cpu", "observability")
     jobs = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]
