@@ -46,8 +46,9 @@ def operations(url: str) -> dict[str, Any]:
 
 def beyond_json_schema(body: Any, answer: str) -> bool:
     """Whether it takes more than the document to say that a request is valid: a grammar's language, a comparison of
-    two fields, which their descriptions tell to people, or the length of a prompt in the tokenizer's tokens."""
-    if "context_length_exceeded" in answer:
+    two fields, which their descriptions tell to people, the length of a prompt in the tokenizer's tokens, or how many
+    names in all of a body are unknown."""
+    if "context_length_exceeded" in answer or "is not known, like 64 others" in answer:
         return True
     if not isinstance(body, dict):
         return False
