@@ -50,7 +50,7 @@ def near(draft: Draft, hardware: Hardware) -> Carrier:
 
 
 def wire_of(carrier: Carrier, hardware: Hardware) -> Wire:
-    """What a carrier costs. Messages take what was measured with the hardware, else STREAM.
+    """The cost of a carrier. Messages take what was measured with the hardware, else STREAM.
 
     Raises InvalidRequest for hardware without seconds.
     """
@@ -76,7 +76,7 @@ def guess_bytes(target: Shape, draft: Draft, batch: float, k: int) -> float:
 
 
 def activation_bytes(draft: Draft, batch: float, tau: float, bytes_per_value: float) -> float:
-    """What a draft is sent of the tokens that a round has committed."""
+    """Bytes of activations that a draft is sent for the tokens that a round has committed."""
     return batch * tau * draft.activations_per_token * bytes_per_value
 
 

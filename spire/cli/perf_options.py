@@ -1,4 +1,4 @@
-"""What the options of `spire perf-model` name: targets, drafts with their τ, devices, and the way between them."""
+"""The values of options of `spire perf-model`: targets, drafts with their τ, devices, and the way between them."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def find_candidate(
 
 
 def _draft_directory(name: str, goal: Target) -> Path | None:
-    """Of a draft that exists; None for one that is only modelled."""
+    """The directory of a draft that exists; None for one that is only modelled."""
     if goal.directory == BUNDLED / "target" and name == "spire":
         return BUNDLED / "draft"
     return None if name in _KINDS else Path(name)
@@ -154,7 +154,7 @@ def find_acceptance(tau: float | None, shares: str | None, k: int, drafts: list[
 
 
 def _recorded(name: str, goal: Target, context: int) -> Acceptance | None:
-    """What was measured of a draft and is kept with it, at the nearest context; None where nothing is kept."""
+    """The acceptance kept with a draft, measured at the nearest context; None where nothing is kept."""
     directory = _draft_directory(name, goal)
     if directory is None or not (file := directory / RECORD).is_file():
         return None

@@ -10,7 +10,7 @@ from spire.service_links import explain_link
 
 
 def port_of(variable: str) -> Callable[[str], int]:
-    """What reads a port from 0 to 65535, given on the command line or in this environment variable."""
+    """A parser of ports from 0 to 65535, given on the command line or in this environment variable."""
 
     def port(text: str) -> int:
         number = int(text) if str(text).isascii() and str(text).isdecimal() else -1

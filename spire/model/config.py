@@ -1,4 +1,4 @@
-"""What a checkpoint's `config.json` says, as frozen values. No torch here: the gateway and the CLI read it too.
+"""The `config.json` of a checkpoint, as frozen values. No torch here: the gateway and the CLI read it too.
 
 A target is any Llama-architecture directory in Hugging Face layout. A draft is a directory of the same kind whose
 `config.json` carries a `spire_draft` section. `families` says which keys count; unsupported values are refused by name.
@@ -176,7 +176,7 @@ def load_model_config(directory: Path) -> ModelConfig:
 
 
 def model_config_of(raw: dict[str, Any]) -> ModelConfig:
-    """What a `config.json` with these values says. Raises ValueError naming a key that cannot be served."""
+    """The shape in a `config.json` with these values. Raises ValueError naming a key that cannot be served."""
     return ModelConfig.model_validate(_from_hugging_face(raw, _family(raw)))
 
 

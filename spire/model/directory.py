@@ -31,7 +31,7 @@ def refuse_stand_in(file: Path) -> None:
 
 
 def is_pointer(head: bytes) -> bool:
-    """Whether a file that begins so is a Git LFS pointer."""
+    """True for the beginning of a Git LFS pointer."""
     return head.startswith(_POINTER)
 
 

@@ -24,7 +24,7 @@ class Family:
 
 
 def is_neutral(value: Any, taken: tuple[Any, ...]) -> bool:
-    """Whether a value, or every one of a list, is among those that leave the model as it is."""
+    """True for a value, or a list of values, that leaves the model as it is."""
     return all(is_neutral(one, taken) for one in value) if isinstance(value, list) else value in taken
 
 

@@ -30,7 +30,7 @@ def end_if_device_lost(error: BaseException) -> None:
 
 
 def device_lost(error: BaseException) -> bool:
-    """Whether this error, or one that it came from, is a CUDA error other than out of memory."""
+    """True where this error, or one that it came from, is a CUDA error other than out of memory."""
     return any(map(_is_fatal, _with_causes(error)))
 
 

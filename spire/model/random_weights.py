@@ -22,7 +22,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def has_random_weights(directory: Path) -> bool:
-    """Whether the model in `directory` is a shape alone. Weights that are there come first."""
+    """True where the model in `directory` is a shape alone. Weights that are there come first."""
     return bool(read_config(directory).get(RANDOM_WEIGHTS)) and not any(directory.glob("*.safetensors*"))
 
 

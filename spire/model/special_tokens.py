@@ -39,7 +39,7 @@ class Declared:
 
 
 def read_declared(directory: Path, tokenizer: dict[str, Any]) -> Declared:
-    """What `directory` declares, given what its tokenizer.json holds. Raises CheckpointError for what is no token."""
+    """Read the tokens declared in `directory`, beside those of its tokenizer.json. Raises CheckpointError."""
     settings = read_object_if_any(directory / "tokenizer_config.json")
     kind = settings.get("tokenizer_class") or read_object_if_any(directory / "config.json").get("tokenizer_class")
     is_llama = kind in _LLAMA and not _byte_level(tokenizer)
@@ -89,5 +89,5 @@ def _token(value: Any) -> AddedToken:
 
 
 def _byte_level(tokenizer: dict[str, Any]) -> bool:
-    """Whether text is cut into bytes: such a tokenizer.json is no Llama 2's, whatever its class says."""
+    """True where text is cut into bytes: such a tokenizer.json is no Llama 2's, whatever its class says."""
     return any('"ByteLevel"' in json.dumps(tokenizer.get(part)) for part in ("pre_tokenizer", "decoder"))

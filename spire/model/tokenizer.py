@@ -43,7 +43,7 @@ def load_tokenizer(directory: Path, vocab_size: int | None = None) -> Tokenizer:
 
 
 def tokenizer_of(tokenizer_json: bytes) -> Tokenizer:
-    """What a verifier serves, or a file holds, without truncation and padding. Raises the library's bare Exception."""
+    """The tokenizer of a `tokenizer.json`, without truncation and padding. Raises the library's bare Exception."""
     return _unbounded(Tokenizer.from_buffer(tokenizer_json))
 
 
@@ -53,7 +53,7 @@ def ids_without_text(tokenizer: Tokenizer, vocab_size: int) -> int:
 
 
 def _instead(directory: Path) -> str:
-    """What to do about a directory without tokenizer.json."""
+    """Advice for a directory without `tokenizer.json`."""
     if not (directory / "tokenizer.model").is_file():
         return "a model is served with its own tokenizer"
     return (
@@ -77,7 +77,7 @@ def _unbounded(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def _as_llama(raw: dict[str, Any], settings: dict[str, Any]) -> Tokenizer:
-    """What transformers makes of a directory whose class is LlamaTokenizer: vocabulary and merges, cut its own way."""
+    """The tokenizer of class LlamaTokenizer that transformers builds from these vocabulary and merges."""
     model = raw["model"] | {"unk_token": None, "fuse_unk": True, "byte_fallback": True}
     tokenizer = Tokenizer.from_str(json.dumps(raw | {"model": model, "normalizer": None, "added_tokens": []}))
     in_front = settings.get("add_prefix_space") is not False
