@@ -101,7 +101,7 @@ def test_a_cache_that_cannot_fit_is_refused(model_dir: Path, tmp_path: Path) -> 
     endless = shutil.copytree(model_dir, tmp_path / "endless")
     config = json.loads((endless / "config.json").read_text())
     (endless / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 10**9}))
-    message = refusal("--model", endless, "--port", 0)
+    message = refusal("--model", endless, "--port", 0, "--max-context", 10**9)
     assert "--max-context" in message
     assert "GB" in message
 
