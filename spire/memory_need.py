@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spire.model.pages import positions_of
+from spire.model.paging import positions_of
 from spire.shapes import Draft, Shape
 
 # Of the memory that is free behind the weights, what a service takes for its sequences. The rest is for activations,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spire.errors import OutOfCapacity
 from spire.kernels import kernels_for
-from spire.model import cache as cache_module
+from spire.model import paging
 from spire.model.cache import Stretches, TargetCache
 from spire.model.config import ModelConfig
 from spire.model.target import Target, WholeSequence
@@ -45,12 +45,12 @@ _CACHES = {
 
 
 # Of a cache in use: most tests have it smaller.
-_PAGE = cache_module._PAGE
+_PAGE = paging.PAGE
 
 
 @pytest.fixture(autouse=True, params=_CACHES)
 def new_cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[TargetCache]:
-    monkeypatch.setattr("spire.model.cache._PAGE", 256 if request.param == "one page" else 16)
+    monkeypatch.setattr("spire.model.paging.PAGE", 256 if request.param == "one page" else 16)
     return _CACHES[request.param]
 
 
@@ -214,7 +214,7 @@ def test_a_copy_goes_on_as_the_original_would(target: Target, new_cache: type[Ta
 
 
 def test_memory_is_promised_up_to_the_budget_and_what_is_freed_serves_again(target: Target) -> None:
-    pages = CAPACITY // cache_module._PAGE + 1
+    pages = CAPACITY // paging.PAGE + 1
     page_bytes = TargetCache(target.config, slots=1, capacity=CAPACITY).page_bytes
     cache = TargetCache(target.config, slots=4, capacity=CAPACITY, budget=2 * pages * page_bytes)
     slots = [cache.allocate() for _ in range(3)]
@@ -252,7 +252,7 @@ def test_keys_and_values_take_within_5_percent_of_what_the_config_says(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """16 sequences of 1,900 positions, by the cache's own count and by what the process holds."""
-    monkeypatch.setattr("spire.model.cache._PAGE", _PAGE)
+    monkeypatch.setattr("spire.model.paging.PAGE", _PAGE)
     config = target.config.model_copy(update={"num_hidden_layers": 8})
     cache = TargetCache(config, slots=64, capacity=1900, dtype=torch.bfloat16)
     heads = config.num_key_value_heads * config.head_dim

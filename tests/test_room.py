@@ -20,7 +20,7 @@ from spire.memory_need import SHARE_OF_FREE_MEMORY, largest_batch, of_target
 from spire.model.cache import TargetCache
 from spire.model.config import DraftConfig, ModelConfig
 from spire.model.draft import Draft
-from spire.model.pages import capacity_of, positions_of
+from spire.model.paging import capacity_of, positions_of
 from spire.model.pool import Pool, not_reserved
 from spire.model.room import Room, Wishes, room_for
 from spire.model.target import Target

@@ -25,11 +25,11 @@ from torch import Tensor
 
 from spire.errors import OutOfCapacity
 from spire.kernels import kernels_for
+from spire.model import paging
 from spire.model.config import ModelConfig
 from spire.model.contiguous_attention import ContiguousAttention
 from spire.model.fused_attention import FusedAttention, FusedPools
 from spire.model.layers import additive, attend
-from spire.model.pages import PAGE, positions_of
 from spire.model.pool import Pool
 
 
@@ -51,12 +51,12 @@ class TargetCache:
     ):
         self.slots, self.capacity, self.device = slots, capacity, torch.device(device)
         self.lengths = [0] * (slots + parking)
-        pages = positions_of(capacity) // PAGE
+        pages = paging.positions_of(capacity) // paging.PAGE
         self.on_cpu = self._is_cpu(self.device)
-        self.pages, self.page = (pages, PAGE) if self.on_cpu else (1, pages * PAGE)
+        self.pages, self.page = (pages, paging.PAGE) if self.on_cpu else (1, pages * paging.PAGE)
         self.queries_per_key = config.num_attention_heads // config.num_key_value_heads
         heads, width = config.num_key_value_heads, config.head_dim
-        shape = (len(self.lengths), heads, pages * PAGE, width)
+        shape = (len(self.lengths), heads, pages * paging.PAGE, width)
         layers = range(config.num_hidden_layers)
         self.page_bytes = 2 * len(layers) * heads * self.page * width * dtype.itemsize
         self._budget = self.pages * slots if budget is None else budget // self.page_bytes

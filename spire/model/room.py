@@ -13,7 +13,7 @@ import torch
 from spire import machine_memory
 from spire.errors import CheckpointError
 from spire.memory_need import SHARE_OF_FREE_MEMORY
-from spire.model.pages import capacity_of, positions_of
+from spire.model.paging import capacity_of, positions_of
 
 # Sequences are left out before a context that nobody asked for is cut to less than this.
 _USUAL_CONTEXT = 8192
