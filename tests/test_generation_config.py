@@ -10,16 +10,45 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from spire.errors import CheckpointError
+from spire.model.checkpoint import load_target
 from spire.model.config import load_model_config
 from spire.model.generation import Generation, Sampling, read_generation
+from tests.test_checkpoint import config_of
 from tests.test_families import SHAPE
 from tests.test_garbage import JSON
+from tests.test_target import reference_model
 
 
 def generation_of(directory: Path, **said: Any) -> Generation:
     (directory / "config.json").write_text(json.dumps(SHAPE | {"eos_token_id": 2}))
     (directory / "generation_config.json").write_text(json.dumps(said))
     return read_generation(directory, load_model_config(directory))
+
+
+@pytest.mark.parametrize(
+    ("in_config", "said", "ends"),
+    [
+        (2, {"eos_token_id": [2, 9]}, (2, 9)),
+        (2, {"eos_token_id": 9}, (2, 9)),
+        (None, {"eos_token_id": [9, 2]}, (9, 2)),
+        ([2, 7], {"temperature": 0.5}, (2, 7)),
+        (2, {"eos_token_id": None}, (2,)),
+        (2, None, (2,)),
+    ],
+)
+def test_end_tokens_are_those_of_both_files(in_config: Any, said: Any, ends: tuple[int, ...], tmp_path: Path) -> None:
+    config = config_of(tmp_path, eos_token_id=in_config)
+    if said is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(said))
+    assert read_generation(tmp_path, config).end_tokens == ends
+
+
+def test_end_tokens_of_generation_config_change_no_fingerprint(tmp_path: Path) -> None:
+    reference_model().save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    alone = load_target(tmp_path)[1]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6], "temperature": 0.3}))
+    assert load_target(tmp_path)[1] == alone
 
 
 @pytest.mark.parametrize(
@@ -67,3 +96,10 @@ def test_an_end_token_outside_of_the_vocabulary_is_refused_with_its_value(
         generation_of(tmp_path, eos_token_id=said)
     file = tmp_path / "generation_config.json"
     assert str(refused.value) == f"{file}: eos_token_id {named} is no token of a vocabulary of 97"
+
+
+def test_a_generation_config_that_is_no_object_is_refused(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    (tmp_path / "generation_config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"generation_config\.json.* no JSON object"):
+        read_generation(tmp_path, config)
