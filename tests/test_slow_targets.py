@@ -28,14 +28,14 @@ SLOW = str(Path(__file__).parent / "slow_verifier.py")
 @pytest.fixture(scope="module")
 def slow(stories_dir: Path) -> Iterator[Services]:
     """A gateway that waits less for a head than its target takes for a prompt."""
-    with running(stories_dir, verifier=[SLOW, "0.05", "2.5"], gateway_options=["--head-deadline", "1.5"]) as services:
+    with running(stories_dir, verifier=[SLOW, "0.05", "2.5"], gateway_options=["--head-deadline", "2.2"]) as services:
         yield services
 
 
 def test_a_cell_may_take_longer_than_the_gateway_waits_for_a_head(slow: Services, source: PromptSource) -> None:
     load = Batch(source, batch=2, context=30, generate=12, temperature=1.0)
     figures = asyncio.run(measure(System(slow.url), load.requests(k=0, seed=1)))
-    assert figures.time_to_first_token_ms_p50 > 1500
+    assert figures.time_to_first_token_ms_p50 > 2200
     assert figures.round_ms, "what was asked while all decoded was answered"
 
 
@@ -78,12 +78,12 @@ async def seconds_until_finished(answer: Answer, silence: float) -> float:
 
 async def test_an_answer_that_shows_life_is_waited_for() -> None:
     async def drip(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        for _ in range(8):
+        for _ in range(16):
             writer.write(b": still here\n\n")
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.25)
         writer.close()
 
-    assert await seconds_until_finished(drip, silence=1.0) > 1.0
+    assert await seconds_until_finished(drip, silence=3.0) > 3.0
 
 
 async def test_an_answer_that_falls_silent_is_given_up() -> None:

@@ -28,7 +28,7 @@ LONG = {"max_tokens": 400, "ignore_eos": True}
 def strict(stories_dir: Path) -> Iterator[tuple[Services, Api]]:
     """A gateway with little patience, in front of a target that takes 20 ms for a token."""
     options = ["--max-batch", "1", "--max-waiting", "2", "--head-deadline", "2", "--reading-deadline", "0.2"]
-    options += ["--max-connections", "12", "--idle-seconds", "7"]
+    options += ["--max-connections", "12", "--idle-seconds", "12"]
     with running(stories_dir, verifier=[CROWDED], gateway_options=options) as services:
         yield services, Api(services.url)
 
