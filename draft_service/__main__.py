@@ -28,7 +28,14 @@ from spire.address import join
 from spire.model.checkpoint import load_draft
 from spire.model.draft import Draft
 from spire.model.packing import pack
-from spire.model.placement import choose_device, choose_dtype, draft_threads, keep_freed_memory, set_threads
+from spire.model.placement import (
+    choose_device,
+    choose_dtype,
+    draft_threads,
+    keep_freed_memory,
+    loads_kernels_late,
+    set_threads,
+)
 from spire.model.room import Wishes, free_memory, room_for
 from spire.rpc.channel import connect, listen, new_server
 from spire.rpc.drafting import DraftServicer
@@ -107,7 +114,15 @@ def _load(config: DraftServiceConfig) -> Draft:
 
 
 def _drafter(draft: Draft, config: DraftServiceConfig, max_context: int) -> Drafter:
-    """With memory for as many sequences as fit the device. Raises CheckpointError when more were asked for."""
+    """Ready for its first round. Raises CheckpointError when more sequences were asked for than fit."""
+    drafter = _with_memory(draft, config, max_context)
+    if loads_kernels_late(drafter.device):
+        drafter.warm_up()
+    return drafter
+
+
+def _with_memory(draft: Draft, config: DraftServiceConfig, max_context: int) -> Drafter:
+    """For as many sequences as fit the device."""
     weight = draft.embed_tokens.weight
     if weight.device.type == "cpu":  # memory comes with what is written
         return Drafter(draft, config.max_sequences, config.top_m, max_context)

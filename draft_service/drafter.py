@@ -22,10 +22,13 @@ from spire.model.fused_draft import FusedRound
 from spire.model.token_memory import TokenMemory
 from spire.randomness import Purpose
 from spire.rpc.carrier import OverwritingRing
+from spire.rpc.sampling import ONE_OF_EACH, from_protos
 from spire.sampling import SamplingRows
 
 # More than can end while a round of theirs is under way.
 _ENDED_KEPT = 4096
+
+_WARMING_DEPTH = 2
 
 log = structlog.get_logger("draft_service")
 
@@ -74,6 +77,22 @@ class Drafter:
         self._free = list(range(max_sequences))[::-1]
         # Those that ended last: nobody needs to wait for what is still to come of them.
         self._ended: dict[str, None] = {}
+
+    def warm_up(self) -> None:
+        """Absorb and draft for sequences that are nobody's. Nothing of them stays.
+
+        On a GPU the first round takes longer than a verifier waits: whoever decodes meanwhile would lose their guesses.
+        """
+        ids = [f"warming up {number}" for number in range(len(ONE_OF_EACH))][: self.memory.slots]
+        spans = [Span(sequence_id, 0, 1, reset=True) for sequence_id in ids]
+        tapped = (len(self.draft.draft.tapped_layers), self.draft.config.hidden_size)
+        rows_RND = torch.zeros(len(ids), *tapped, dtype=self.dtype, device=self.device)
+        with torch.inference_mode():
+            self.absorb(Verified(spans, rows_RND, [0] * len(ids)))
+            for chosen in (ids[:1], ids):
+                rows = from_protos(ONE_OF_EACH[: len(chosen)], self.device)
+                self.propose([Guess(sequence_id, 1, 0) for sequence_id in chosen], _WARMING_DEPTH, rows)
+        self._drop(ids[::-1])
 
     # --- what the verifier says ---------------------------------------------------------------------------------
 

@@ -46,13 +46,15 @@ def test_make_gpu_dry_runs_every_part_and_prints_a_table(tmp_path: Path) -> None
     (file,) = tmp_path.glob("*.json")
     run = json.loads(file.read_text())
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [(part["part"], part["status"]) for part in run["parts"]] == [(n, "ok") for n in (0, 1, 3, 6, 7)]
+    assert [(part["part"], part["status"]) for part in run["parts"]] == [(n, "ok") for n in (0, 1, 3, 5, 6, 7, 9)]
     assert run["machine"]["torch"] in done.stdout
     found = {(part["part"], found["what"]): found for part in run["parts"] for found in part["findings"]}
     assert found[1, "float32: texts that part, k = 4 from k = 0"]["measured"] == 0
     assert found[3, "2 × 130, verify k = 4"]["measured"] > 0
+    assert found[5, "a draft's round, 2 sequences, k = 4"]["measured"] > 0
     assert found[6, "2 × 24, k = 4, SYNTHETIC acceptance 0.8"]["measured"] > 0
     assert found[7, "τ at k = 4"]["measured"] > 1
+    assert found[9, "tests that need a GPU, failed"]["measured"] == 0
     for (_, what), finding in found.items():
         assert what in done.stdout
         assert finding["predicted"] is None or finding["predicted"] >= 0

@@ -124,6 +124,22 @@ class RaggedBatch:
     def draft_BK(self) -> Tensor:
         return self.tokens_BT[:, 1:]
 
+    @classmethod
+    def alike(
+        cls, slots: list[int], tokens: list[int], base: int, q: SparseDistribution | None, device: torch.device
+    ) -> RaggedBatch:
+        """A block of the same tokens, newest and drafted, for each slot, standing at `base`."""
+        counts = [len(tokens) - 1] * len(slots)
+        return cls(
+            slots=slots,
+            counts=counts,
+            tokens_BT=torch.tensor([tokens] * len(slots), device=device),
+            counts_B=torch.tensor(counts, device=device),
+            base_B=torch.full((len(slots),), base, device=device),
+            q=q,
+            widths_B=torch.zeros(len(slots), dtype=torch.int64, device=device),
+        )
+
 
 class SharedQ:
     """What the k tokens of each of so many proposals were drawn from, as their draft said it of all at once."""

@@ -26,7 +26,7 @@ from spire.model.config import ModelConfig, load_model_config, unknown_keys
 from spire.model.generation import read_generation
 from spire.model.names import model_name
 from spire.model.packing import pack
-from spire.model.placement import choose_device, choose_dtype, leaves_cores
+from spire.model.placement import choose_device, choose_dtype, leaves_cores, loads_kernels_late
 from spire.model.random_weights import has_random_weights
 from spire.model.room import Room, Wishes, free_memory, room_for
 from spire.model.self_speculation import SparseAttention
@@ -80,6 +80,8 @@ def load(config: VerifierConfig) -> tuple[Engine, Hosted]:
     room = _room(config, shape, dtype, device)
     grammars, no_grammars = _read_grammars(tokenizer.tokenizer_json, shape, end_tokens)
     engine = _build_engine(packed, config, room, dtype, device, grammars)
+    if loads_kernels_late(device):
+        engine.steps.warm_up()
     info = pb.GetInfoResponse(
         protocol_version=PROTOCOL_VERSION,
         model_name=_model_name(config),

@@ -22,14 +22,16 @@ from spire.fused_verification import judge, judges
 from spire.model.cache import Stretches, TargetCache
 from spire.model.self_speculation import SelfSpeculation, SparseAttention
 from spire.model.target import Target, TargetOutput
+from spire.rpc.sampling import ONE_OF_EACH
 from spire.sampling import SamplingRows, sample
 from spire.v1 import verifier_pb2 as pb
-from spire.verification import verify
+from spire.verification import SparseDistribution, verify
 from verifier_service.batch import RaggedBatch
 from verifier_service.logprobs import Scores
 from verifier_service.pipeline import Pipeline
 from verifier_service.synthetic import Verify
 
+_WARMING_DEPTH = 2
 # Positions whose logits are held at once while a prompt is scored.
 _SCORED_AT_ONCE = 64
 
@@ -101,6 +103,30 @@ class ModelSteps:
         # What decides which draft tokens stand.
         self.rule: Verify = verify
         self._sparse, self._top_m = sparse, top_m if top_m < target.config.vocab_size else None
+
+    def warm_up(self) -> None:
+        """Prefill and verify for sequences that are nobody's. Nothing of them stays.
+
+        On a GPU the first step takes seconds, which the first requests would wait.
+        """
+        samplings = ONE_OF_EACH[: self.cache.free_slots]
+        slots = [self.cache.allocate() for _ in samplings]
+        prompt, block = [0] * _WARMING_DEPTH, [0] * (_WARMING_DEPTH + 1)
+        for slot, sampling in zip(slots, samplings, strict=True):
+            self.pipeline.assign(slot, pb.Start(tokens=prompt, sampling=sampling), None)
+        with torch.inference_mode():
+            for chosen in (slots[:1], slots):
+                some = len(chosen)
+                prompts = [torch.tensor(prompt)] * some
+                self.cache.rewind(chosen, [0] * some)
+                self.run(None, PromptChunk(chosen, prompts, [True] * some, [[] for _ in chosen], [some]))
+                probs_BKV = torch.ones(some, _WARMING_DEPTH, self.target.config.vocab_size, device=self.device)
+                for q in (None, SparseDistribution(None, probs_BKV.bfloat16())):
+                    self.cache.rewind(chosen, [len(prompt)] * some)
+                    self.run(RaggedBatch.alike(chosen, block, len(prompt), q, self.device), None)
+        for slot in slots:
+            self.pipeline.release(slot)
+            self.cache.free(slot)
 
     def draft(self, slots: Rows[int], newest: Rows[int], k: int, rows: SamplingRows) -> Drafted:
         """k guesses after the newest token of each slot, which the target makes without writing to its cache."""

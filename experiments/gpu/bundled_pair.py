@@ -13,6 +13,7 @@ from experiments.gpu.system import served
 from spire.bench.acceptance import Acceptance, acceptance
 from spire.bench.client import Client, Completed, Request
 from spire.bench.prompts import BUNDLED_TEXT, PromptSource
+from spire.bench.system import FALLBACKS, System
 from spire.cli.paths import choose_pair
 
 _CONTEXT, _REQUEST, _PROMPTS, _AT_ONCE = 512, Request(64), 64, 16
@@ -20,18 +21,20 @@ _TINY_CONTEXT, _TINY_REQUEST, _TINY_PROMPTS = 24, Request(16), 2
 
 
 def measure(setting: Setting, findings: Findings) -> None:
-    on_gpu = _acceptance(setting, findings)
+    on_gpu, fallbacks = _acceptance(setting, findings)
     # Without a GPU there is nothing that it could be compared with.
-    on_cpu = None if setting.tiny else _acceptance(replace(setting, device=torch.device("cpu")), findings)
+    on_cpu = None if setting.tiny else _acceptance(replace(setting, device=torch.device("cpu")), findings)[0]
     note = f"± {on_gpu.tau_ci95:.2f}, {on_gpu.contexts} prompts of {on_gpu.context}"
     note += f"; on the CPU ± {on_cpu.tau_ci95:.2f}" if on_cpu else ""
-    more = {"gpu": on_gpu.to_json(), "cpu": on_cpu.to_json() if on_cpu else None}
+    note += "".join(f"; {count:.0f} rounds without a guess: {reason}" for reason, count in fallbacks.items() if count)
+    more = {"gpu": on_gpu.to_json(), "cpu": on_cpu.to_json() if on_cpu else None, "fallbacks": fallbacks}
     findings.add(Finding(f"τ at k = {on_gpu.k}", on_gpu.tau, "tokens", on_cpu.tau if on_cpu else None, note, more))
     rate = on_gpu.tokens_per_second
     findings.add(Finding(f"{_AT_ONCE} requests at once, prompts included", rate, "tokens/s"))
 
 
-def _acceptance(setting: Setting, findings: Findings) -> Acceptance:
+def _acceptance(setting: Setting, findings: Findings) -> tuple[Acceptance, dict[str, float]]:
+    """And how many blocks had no guess, by reason."""
     pair = choose_pair(None, None)
     context, request = (_TINY_CONTEXT, _TINY_REQUEST) if setting.tiny else (_CONTEXT, _REQUEST)
     prompts = PromptSource(pair.model, [BUNDLED_TEXT]).cut(_TINY_PROMPTS if setting.tiny else _PROMPTS, context, seed=0)
@@ -40,5 +43,9 @@ def _acceptance(setting: Setting, findings: Findings) -> Acceptance:
         async with Client(url, _AT_ONCE) as client:
             return await client.complete_all(request, prompts)
 
+    def fallbacks(system: System) -> dict[str, float]:
+        samples = asyncio.run(system.scrape()).gateway.samples
+        return {name.removeprefix(FALLBACKS): count for name, count in samples.items() if name.startswith(FALLBACKS)}
+
     with served(setting, findings, pair) as system:
-        return acceptance(asyncio.run(complete(system.url)), context, request)
+        return acceptance(asyncio.run(complete(system.url)), context, request), fallbacks(system)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from experiments.gpu.expectation import floor_seconds, step_seconds
 from experiments.gpu.findings import Finding, Findings
+from experiments.gpu.launches import in_words, launches
 from experiments.gpu.machine_rates import copy_rate
 from experiments.gpu.part import Setting
 from experiments.gpu.shapes import shape_of
@@ -63,15 +65,17 @@ def _found(setting: Setting, target: Target, cell: Cell, rate: float) -> Finding
     floor = floor_seconds(shape, cell.batch, cell.context, rate)
     setting.forget_peak()
     try:
-        seconds = _seconds(setting, target, cell)
+        seconds, counted = _measured(setting, target, cell)
     except torch.OutOfMemoryError as error:
         return Finding(cell.name, None, "ms", 1000 * predicted, note=f"out of memory: {str(error)[:80]}")
-    more = {"floor_ms": 1000 * floor, "peak_gb": setting.peak_gb()}
+    more = {"floor_ms": 1000 * floor, "peak_gb": setting.peak_gb(), **counted}
     note = f"{seconds / floor:.1f} × the floor of {1000 * floor:.3g} ms; peak {more['peak_gb']:.1f} GB"
+    note += in_words(counted)
     return Finding(cell.name, 1000 * seconds, "ms", 1000 * predicted, note, more)
 
 
-def _seconds(setting: Setting, target: Target, cell: Cell) -> float:
+def _measured(setting: Setting, target: Target, cell: Cell) -> tuple[float, dict[str, Any]]:
+    """Seconds of a step, and what it asks of the GPU."""
     config, device = target.config, setting.device
     cache = TargetCache(config, cell.batch, cell.context + cell.k + 1, torch.bfloat16, device)
     slots = [cache.allocate() for _ in range(cell.batch)]
@@ -89,7 +93,7 @@ def _seconds(setting: Setting, target: Target, cell: Cell) -> float:
         steps.run(batch, None)
         cache.rewind(slots, [cell.context] * cell.batch)
 
-    return Bench(device, torch.bfloat16, setting.least_seconds).seconds(step)
+    return Bench(device, torch.bfloat16, setting.least_seconds).seconds(step), launches(step, device)
 
 
 def _batch(cell: Cell, slots: list[int], vocabulary: int, device: torch.device) -> RaggedBatch:

@@ -44,6 +44,11 @@ def set_threads(threads: int) -> None:
         torch.set_num_threads(threads)
 
 
+def loads_kernels_late(device: torch.device) -> bool:
+    """Whether each kernel is loaded when it is first launched, as a GPU's are: its first step takes a second."""
+    return device.type == "cuda"
+
+
 def leaves_cores(device: torch.device) -> bool:
     """Whether a model that computes there leaves a core of this host to other processes."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

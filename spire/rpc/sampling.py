@@ -11,6 +11,15 @@ from spire.errors import InvalidRequest
 from spire.sampling import Rule, SamplingRows
 from spire.v1 import tensor_pb2 as pb
 
+# Each kind of parameters that is computed in its own way, the usual one first.
+ONE_OF_EACH = (
+    pb.Sampling(temperature=1, top_p=1),
+    pb.Sampling(temperature=0, top_p=1),
+    pb.Sampling(temperature=1, top_k=40, top_p=0.9, min_p=0.05),
+    pb.Sampling(temperature=1, top_p=1, rule=pb.RULE_BLOCK),
+    pb.Sampling(temperature=1, top_p=1, rule=pb.RULE_INVARIANT),
+)
+
 
 def from_protos(samplings: Sequence[pb.Sampling], device: torch.device | str = "cpu") -> SamplingRows:
     """One row per message."""

@@ -273,6 +273,7 @@ while True:
 """
 
 
+@pytest.mark.gpu
 @needs_gpu
 def test_another_process_reads_what_was_gathered_on_the_gpu(tmp_path: Path) -> None:
     device = torch.device("cuda:0")
@@ -304,6 +305,7 @@ def test_another_process_reads_what_was_gathered_on_the_gpu(tmp_path: Path) -> N
         reader.kill()
 
 
+@pytest.mark.gpu
 @needs_gpu
 def test_the_benchmark_carries_every_byte_on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "experiments")

@@ -26,12 +26,16 @@ import torch
 
 from spire.drafting import Drafted
 
+GPU_LOST = "CUDA error: device-side assert triggered"
+
 
 def lose_gpu(switch: Path) -> None:
-    """What torch raises when a kernel has read what it must not; once."""
+    """A kernel reads what it must not, once. Without a GPU, what torch then raises."""
     if switch.exists():
         switch.unlink()
-        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nSearch for `cudaError...'")
+        if torch.cuda.is_available():
+            torch.zeros(1, device="cuda")[torch.ones(1, dtype=torch.int64, device="cuda")].tolist()
+        raise torch.AcceleratorError(f"{GPU_LOST}\nSearch for `cudaErrorAssert'")
 
 
 def break_verifier(on: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from spire.model.lost_device import LOST_DEVICE
 from tests.faults.conftest import Report
+from tests.faults.failing import GPU_LOST
 from tests.faults.history import Load, Record, stream_into
 from tests.faults.system import System
 from tests.gateway.conftest import eventually
@@ -119,6 +120,7 @@ def test_a_step_that_fails_is_computed_again_and_no_client_notices(whole: System
     assert whole.leaks() == {}
 
 
+@pytest.mark.gpu
 @pytest.mark.fault(1, 4)
 @pytest.mark.parametrize(("switch", "name"), [("lost", "verifier"), ("gone", "draft")])
 def test_a_service_that_has_lost_its_gpu_ends_and_no_client_notices(whole: System, switch: str, name: str) -> None:
@@ -131,7 +133,7 @@ def test_a_service_that_has_lost_its_gpu_ends_and_no_client_notices(whole: Syste
         whole.revive(name)
     assert whole.wrong(load.records) == {}
     (told,) = [line for line in service.log.read_text().splitlines() if "the GPU is lost" in line]
-    assert json.loads(told)["error"] == "CUDA error: an illegal memory access was encountered"
+    assert json.loads(told)["error"] == GPU_LOST
 
 
 def test_when_every_step_fails_a_request_is_given_up_without_the_words_of_a_library(whole: System) -> None:
