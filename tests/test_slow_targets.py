@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -21,7 +23,9 @@ from spire.bench.system import System
 from spire.bench.throughput import measure
 from spire.cli import app
 from tests.services import Services, running
+from tests.test_large_vocabulary import VOCABULARY, with_vocabulary
 
+ROOT = Path(__file__).parents[1]
 SLOW = str(Path(__file__).parent / "slow_verifier.py")
 
 
@@ -103,28 +107,55 @@ async def test_an_answer_that_falls_silent_is_given_up() -> None:
 
 # -- at full length ---------------------------------------------------------------------------------------------------
 
+# A prompt is four chunks: steps of 0.1 s and 30 s of prefill, or steps of 5 s; and a bound for the first token that one
+# request keeps and two at once do not.
+AT_FULL_LENGTH = pytest.mark.parametrize(("step", "prefill", "bound"), [("0.1", "7.5", "45"), ("5", "0.1", "30")])
+CHUNKS = ["--token-budget", "16"]
+
+
+@pytest.fixture(scope="module")
+def large_dir(stories_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target with the vocabulary of a real one."""
+    return with_vocabulary(stories_dir, VOCABULARY, tmp_path_factory.mktemp("large") / "target")
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("step", "prefill"), [("0.1", "7.5"), ("5", "0.1")])
+@AT_FULL_LENGTH
 def test_every_measurement_finishes_on_a_slow_target(
-    stories_dir: Path, prose: list[Path], step: str, prefill: str
+    large_dir: Path, prose: list[Path], step: str, prefill: str, bound: str
 ) -> None:
     def measured(*arguments: str) -> dict[str, Any]:
-        common = ["--model", str(stories_dir), "--data", str(prose[0]), "--context", "60", "--generate", "8", "--json"]
+        common = ["--model", str(large_dir), "--data", str(prose[0]), "--context", "60", "--generate", "8", "--json"]
         done = CliRunner().invoke(app, [*arguments, "--url", services.url, *common], catch_exceptions=False)
         assert done.exit_code == 0, done.output
         found: dict[str, Any] = json.loads(done.stdout)
         return found
 
-    # A prompt is four chunks: 30 s of prefill, or steps of 5 s.
-    chunks = ["--token-budget", "16"]
-    with running(stories_dir, "magicdec", verifier=[SLOW, step, prefill], verifier_options=chunks, k=None) as services:
+    slowly = [SLOW, step, prefill]
+    with running(large_dir, "magicdec", verifier=slowly, verifier_options=CHUNKS, k=None) as services:
         cells = measured("bench", "--batch", "2", "--k", "0,2", "--repeats", "1")["bench"]
         assert [cell["generated"] for cell in cells] == [16, 16]
         (cell,) = measured("eval", "acceptance", "--contexts", "3", "--k", "2")["acceptance"]
         assert cell["generated"] == 3 * 9
-        assert measured("capacity", "--first-token", "60", "--seconds", "1")["trials"]
+        assert measured("capacity", "--first-token", bound, "--seconds", "1")["trials"]
         log = services.gateway.log.read_text()
     assert "round lost" not in log
     assert "release failed" not in log
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("step", "prefill"), [(0.1, 30), (5, 0)])
+def test_the_soak_finishes_on_a_slow_target(large_dir: Path, tmp_path: Path, step: float, prefill: float) -> None:
+    trace, out = tmp_path / "trace.csv", tmp_path / "soak.json"
+    rows = [f"2026-01-01 00:{at // 2:02}:{30 * (at % 2):02}.0,{20 + at % 9},{3 + at % 4}" for at in range(60)]
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    slow = ["--slow", str(step), str(prefill), "--rate", "0.1"]
+    command = [sys.executable, "-m", "tests.faults.soak", "--model", str(large_dir), "--trace", str(trace), *slow]
+    done = subprocess.run([*command, "--minutes", "8", "--out", str(out)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads(out.read_text())
+    assert figures["requests"] > 5
+    assert figures["kills"]
+    assert (figures["failed"], figures["mismatches"]) == (0, 0)

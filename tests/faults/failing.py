@@ -6,6 +6,7 @@ verifier_service   stuck    the model thread waits, the event loop answers
                    nan      the numbers of every sequence with seed 13 go bad
                    falters  one step fails
                    broken   every step fails
+                   slow     a step takes so many seconds, and a chunk of prompts so many more: the file says both
                    lost     one step finds that the GPU is lost
                    brittle  the process ends at a block of a sequence it does not hold
 draft_service      gone     one round finds that the GPU is lost
@@ -68,6 +69,9 @@ def break_verifier(on: Path) -> None:
             (on / "falters").unlink(missing_ok=True)
             raise RuntimeError("the words of a library")
         lose_gpu(on / "lost")
+        if (on / "slow").exists():
+            step, chunk = map(float, (on / "slow").read_text().split())
+            time.sleep(step + (chunk if args[1] else 0))
         return whole_run(self, *args)  # type: ignore[arg-type]
 
     ModelSteps.run = run  # type: ignore[method-assign,assignment]

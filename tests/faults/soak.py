@@ -280,6 +280,10 @@ def soak(
             help=f"Seconds between two kills; every third is the verifier's. Default: {KILL_EVERY:g} or more."
         ),
     ] = None,
+    slow: Annotated[
+        tuple[float, float],
+        typer.Option(help="Seconds that a step takes longer than it does, and a chunk of prompts: of a larger target."),
+    ] = (0, 0),
     seed: Annotated[int, typer.Option(help="Decides who asks what.")] = 1,
     out: Annotated[Path, typer.Option(help="Figures, as JSON; the plot goes beside them.")] = Path("build/soak.json"),
 ) -> None:
@@ -295,6 +299,7 @@ def soak(
         patience = ["--verify-deadline", str(SILENCE), "--verifier-patience", str(SILENCE)]
         little = ["--cache-gb", str(cache_gb(config, context)), "--stuck-seconds", str(SILENCE)]
         with system(target, follower, verifier_options=little, gateway_options=patience) as whole:
+            (whole.directory / "slow").write_text("{} {}".format(*slow))
             expected, longest = undisturbed(whole, pool(PromptSource(target, [BUNDLED_TEXT]), rows, rng))
             too_long: Body = {"prompt": "x " * 2 * config.max_position_embeddings}
             _prime(whole, too_long)
