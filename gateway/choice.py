@@ -39,7 +39,7 @@ class Echo:
 
     @classmethod
     def of_tokens(cls, codec: TextCodec, prompt: list[int], skip_special_tokens: bool) -> Echo:
-        stream = TextStream(codec, [], [], with_offsets=True, skip_special_tokens=skip_special_tokens)
+        stream = TextStream(codec, [], [], skip_special_tokens=skip_special_tokens)
         return cls(stream.push(prompt) + stream.flush(), stream.offsets)
 
 

@@ -77,7 +77,6 @@ class Completion:
             keep_stop=request.include_stop_str_in_output,
             min_tokens=request.min_tokens,
             silent=frozenset() if request.include_stop_str_in_output else sequence.end_tokens,
-            with_offsets=request.logprobs is not None,
             skip_special_tokens=request.skip_special_tokens,
         )
         return Choice(index, sequence, text)

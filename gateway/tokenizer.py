@@ -8,6 +8,7 @@ What is emitted depends on the tokens alone, never on how rounds happened to gro
 from __future__ import annotations
 
 import asyncio
+import codecs
 import re
 from functools import cache, partial
 from itertools import accumulate
@@ -20,6 +21,7 @@ _INLINE_CHARACTERS = 2000
 # Tokens of the prompt that the first piece is decoded after: some tokenizers drop a leading space otherwise.
 _CONTEXT_TOKENS = 4
 _BROKEN = "\ufffd"
+_UTF8 = codecs.getincrementaldecoder("utf-8")
 _ONE_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -39,6 +41,8 @@ class TextCodec:
             self.tokenizer = tokenizer_of(tokenizer_json)
         except Exception as error:  # tokenizers raises bare Exception
             raise MismatchError(f"the verifier's tokenizer.json cannot be read: {error}") from error
+        added = self.tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(token for token, about in added.items() if about.special)
         # Asked for each of many alternatives at each position.
         self.token_bytes, self.token_text = cache(self._token_bytes), cache(self._token_text)
         self.longest_token = max((len(token) for token in self.tokenizer.get_vocab()), default=1)
@@ -66,6 +70,10 @@ class TextCodec:
         """How many characters come before each token of an encoded text."""
         encoding = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return [*accumulate((begin for begin, _ in encoding.offsets), max)]
+
+    def voiceless(self, skip_special_tokens: bool) -> frozenset[int]:
+        """The special tokens, where they are skipped: no text depends on them."""
+        return self._special if skip_special_tokens else frozenset()
 
     def decode(self, tokens: list[int], skip_special_tokens: bool = True) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
@@ -96,35 +104,64 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 class Detokenizer:
-    """Tokens in, text out, whole characters only."""
+    """Tokens in, text out, whole characters only.
+
+    However long text is held back, a token costs the same: all but a character's first bytes, three at most, is decoded
+    once and told. Where bytes make no character, each of them is told as one that is broken.
+    """
 
     def __init__(self, codec: TextCodec, prompt: list[int], skip_special_tokens: bool = True):
+        self._codec = codec
+        self._voiceless = codec.voiceless(skip_special_tokens)
         self._decode = partial(codec.decode, skip_special_tokens=skip_special_tokens)
-        context = prompt[-_CONTEXT_TOKENS:]
-        if self._decode(context).endswith(_BROKEN):
-            context = []
-        # The first `_read` tokens of the window are emitted: they stay as the context of those that follow.
-        self._window = context
-        self._read = len(context)
+        # Told already: what follows is decoded behind it.
+        self._context = prompt[-_CONTEXT_TOKENS:]
+        self._before = self._decode(self._context)
+        if self._before.endswith(_BROKEN):
+            self._context, self._before = [], ""
+        # Not told: the last of them is half a character, which `_half` has the bytes of.
+        self._held: list[int] = []
+        self._half = b""
 
-    def push(self, tokens: list[int]) -> str:
-        self._window = self._window + tokens
-        text = self._pending()
-        if not text or text.endswith(_BROKEN):
+    def push(self, token: int) -> str:
+        """The text that is whole with this token."""
+        if token in self._voiceless:
             return ""
-        self._window = self._window[self._read :]
-        self._read = len(self._window)
-        return text
+        self._held.append(token)
+        self._half = _half_character(self._half + self._codec.token_bytes(token))
+        return self._tell(len(self._held) - self._tokens_of_half())
 
     def flush(self) -> str:
         """What is still held back, whole or not."""
-        text = self._pending()
-        self._read = len(self._window)
+        self._half = b""
+        return self._tell(len(self._held))
+
+    def _tokens_of_half(self) -> int:
+        """How many of the last tokens held the half character is in."""
+        size = count = 0
+        while size < len(self._half):
+            count += 1
+            size += len(self._codec.token_bytes(self._held[-count]))
+        return count
+
+    def _tell(self, count: int) -> str:
+        told, self._held = self._held[:count], self._held[count:]
+        if not told:
+            return ""
+        whole, alone = self._decode(self._context + told), self._decode(told)
+        # A run of bytes that has become none of characters is decoded anew by some tokenizers: what was told stays.
+        text = whole[len(self._before) :] if whole.startswith(self._before) else alone
+        # So is one that will be none: its beginning is what tells.
+        if (alone and text.endswith(alone)) or not self._context:
+            self._context, self._before = told, alone
         return text
 
-    def _pending(self) -> str:
-        before = self._decode(self._window[: self._read])
-        return self._decode(self._window)[len(before) :]
+
+def _half_character(text: bytes) -> bytes:
+    """The first bytes of a character at the end of a text in UTF-8, as long as others may complete it."""
+    reader = _UTF8("replace")
+    reader.decode(text)
+    return reader.getstate()[0]
 
 
 class StopFilter:
@@ -172,7 +209,7 @@ class TextStream:
     """The text of one choice as it grows: detokenizer, then stop filter.
 
     `taken` counts the tokens that belong to the choice: all that were pushed, up to the one that ended a stop string.
-    Of these `offsets` says, if it is wanted, how many characters come before each. `silent` tokens have no text, and
+    Of these `offsets` says how many characters come before each. `silent` tokens have no text, and
     special ones only without `skip_special_tokens`. No stop string ends a choice of fewer than `min_tokens` tokens.
     """
 
@@ -185,13 +222,11 @@ class TextStream:
         keep_stop: bool = False,
         min_tokens: int = 0,
         silent: frozenset[int] = frozenset(),
-        with_offsets: bool = False,
         skip_special_tokens: bool = True,
     ):
         self._detokenizer = Detokenizer(codec, prompt, skip_special_tokens)
         self._filter = StopFilter(stops, keep_stop)
         self._min_tokens, self._silent = min_tokens, silent
-        self._one_by_one = with_offsets or bool(stops)
         self._characters = 0
         self.taken = 0
         self.offsets: list[int] = []
@@ -201,15 +236,12 @@ class TextStream:
         return self._filter.stopped
 
     def push(self, tokens: list[int]) -> str:
-        if self._one_by_one:
-            return "".join(self._push_one(token) for token in tokens if not self.stopped)
-        self.taken += len(tokens)
-        return self._detokenizer.push([token for token in tokens if token not in self._silent])
+        return "".join(self._push_one(token) for token in tokens if not self.stopped)
 
     def _push_one(self, token: int) -> str:
         self.taken += 1
         self.offsets.append(self._characters)
-        text = "" if token in self._silent else self._detokenizer.push([token])
+        text = "" if token in self._silent else self._detokenizer.push(token)
         self._characters += len(text)
         return self._filter.push(text, may_stop=self.taken >= self._min_tokens)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -44,17 +45,16 @@ def test_any_tokens_in_any_pieces_give_their_decoding(codec: TextCodec, tokens: 
 
 
 @settings(max_examples=300, deadline=None)
-@given(tokens=st.lists(st.integers(0, 260) | st.sampled_from([0, 1]), max_size=40), cuts=CUTS, offsets=st.booleans())
+@given(tokens=st.lists(st.integers(0, 260) | st.sampled_from([0, 1]), max_size=40), cuts=CUTS)
 def test_special_tokens_are_part_of_the_text_if_they_are_not_skipped(
-    codec: TextCodec, tokens: list[int], cuts: list[int], offsets: bool
+    codec: TextCodec, tokens: list[int], cuts: list[int]
 ) -> None:
-    stream = TextStream(codec, [], [], skip_special_tokens=False, with_offsets=offsets)
+    stream = TextStream(codec, [], [], skip_special_tokens=False)
     text = streamed(stream, tokens, cuts)
     assert text == codec.tokenizer.decode(tokens, skip_special_tokens=False)
     assert text.count("<s>") >= tokens.count(0)
-    if offsets:
-        begins = [at for token, at in zip(tokens, stream.offsets, strict=True) if token == 0]
-        assert all(text[at:].lstrip("�").startswith("<s>") for at in begins)
+    begins = [at for token, at in zip(tokens, stream.offsets, strict=True) if token == 0]
+    assert all(text[at:].lstrip("�").startswith("<s>") for at in begins)
 
 
 @settings(max_examples=200, deadline=None)
@@ -98,8 +98,8 @@ def test_a_character_split_over_tokens_is_held_back_until_whole(codec: TextCodec
 def test_half_a_character_at_the_end_is_shown_as_such(codec: TextCodec) -> None:
     stream = TextStream(codec, [], [])
     tokens = codec.tokenizer.encode("a☃").ids[:-1]
-    assert stream.push(tokens) == ""
-    assert stream.flush() == codec.decode(tokens)
+    assert stream.push(tokens) == "a"
+    assert stream.flush() == codec.decode(tokens).removeprefix("a")
 
 
 def test_a_stop_string_that_is_kept_ends_the_text_with_itself(codec: TextCodec) -> None:
@@ -112,14 +112,14 @@ def test_a_stop_string_that_is_kept_ends_the_text_with_itself(codec: TextCodec) 
 @given(text=st.text("ab\u00e9\u2603", min_size=1, max_size=20), cuts=CUTS)
 def test_a_tokens_offset_is_where_its_first_character_is(codec: TextCodec, text: str, cuts: list[int]) -> None:
     tokens = codec.tokenizer.encode(text).ids
-    stream = TextStream(codec, [], [], with_offsets=True)
+    stream = TextStream(codec, [], [])
     assert streamed(stream, tokens, cuts) == text
     assert stream.offsets == [at for at, character in enumerate(text) for _ in character.encode()]
 
 
 def test_silent_tokens_have_a_place_and_no_text(codec: TextCodec) -> None:
     tokens = codec.tokenizer.encode("ab!c").ids
-    stream = TextStream(codec, [], [], silent=frozenset(tokens[2:3]), with_offsets=True)
+    stream = TextStream(codec, [], [], silent=frozenset(tokens[2:3]))
     assert streamed(stream, tokens, []) == "abc"
     assert (stream.offsets, stream.taken) == ([0, 1, 2, 2], 4)
 
@@ -169,6 +169,54 @@ async def test_long_and_short_prompts_encode_alike(codec: TextCodec) -> None:
 def test_a_broken_tokenizer_is_named() -> None:
     with pytest.raises(MismatchError, match=r"tokenizer\.json"):
         TextCodec(b"{")
+
+
+class Counting(TextCodec):
+    """Counts the ids that are decoded."""
+
+    decoded = 0
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool = True) -> str:
+        self.decoded += len(tokens)
+        return super().decode(tokens, skip_special_tokens)
+
+
+def id_of(codec: TextCodec, byte: int) -> int:
+    """The token that is this byte alone."""
+    return next(token for token in range(codec.tokenizer.get_vocab_size()) if codec.token_bytes(token) == bytes([byte]))
+
+
+@pytest.mark.parametrize("run", [[0x80], [0xF0], [0xE2, 0x98], [0xF0, 0x9F, 0x98], [0xE2, 0x98, 0x41], [None]])
+@pytest.mark.parametrize("kind", ["byte-level", "byte-fallback"])
+def test_a_token_costs_the_same_however_much_text_is_held_back(
+    kind: str, run: list[int | None], codec: TextCodec, stories_dir: Path
+) -> None:
+    json = codec.tokenizer.to_str().encode() if kind == "byte-level" else (stories_dir / "tokenizer.json").read_bytes()
+    counting = Counting(json)
+    special = counting.tokenizer.token_to_id("<s>")
+    tokens = [special if byte is None else id_of(counting, byte) for byte in run] * (3000 // len(run))
+    stream = TextStream(counting, [], [])
+    counting.decoded = 0
+    text = "".join(stream.push([token]) for token in tokens) + stream.flush()
+    assert counting.decoded <= 12 * len(tokens)
+    assert text == counting.tokenizer.decode(tokens)
+    assert len(stream.offsets) == len(tokens)
+
+
+@settings(max_examples=300, deadline=None)
+@given(tokens=st.lists(st.integers(3, 258) | st.sampled_from([300, 410, 226, 155, 175]), max_size=30), cuts=CUTS)
+def test_bytes_that_a_tokenizer_falls_back_on_give_one_text_in_any_pieces(
+    stories_dir: Path, tokens: list[int], cuts: list[int]
+) -> None:
+    codec = _stories_codec(stories_dir)
+    once, in_pieces = TextStream(codec, [], []), TextStream(codec, [], [])
+    assert streamed(once, tokens, []) == streamed(in_pieces, tokens, cuts)
+    assert once.offsets == in_pieces.offsets
+
+
+@cache
+def _stories_codec(stories_dir: Path) -> TextCodec:
+    return TextCodec((stories_dir / "tokenizer.json").read_bytes())
 
 
 def test_the_real_tokenizer_streams_what_it_decodes(stories_dir: Path) -> None:
