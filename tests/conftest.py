@@ -15,6 +15,10 @@ from spire.bench.prompts import PromptSource
 from tests import smollm2
 from tests.services import Service, Services, running, start
 
+# Triton asks when it is first imported: without a GPU its kernels are interpreted.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 FIXTURES = Path(__file__).parent / "fixtures"
 
 # How long an example takes says something of the machine, nothing of the code.

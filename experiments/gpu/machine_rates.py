@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from experiments.gpu.expectation import weight_bytes
 from experiments.gpu.findings import Finding, Findings
 from experiments.gpu.part import Setting
 from experiments.gpu.shapes import shape_of
@@ -42,11 +43,6 @@ def copy_rate(setting: Setting) -> float:
     source = torch.ones(size, dtype=torch.uint8, device=setting.device)
     target = torch.empty_like(source)
     return 2 * size / Bench(setting.device, torch.uint8, setting.least_seconds).seconds(lambda: target.copy_(source))
-
-
-def weight_bytes(shape: Shape) -> int:
-    """Bytes of the matrices that a step reads, in bfloat16: layers and unembedding."""
-    return 2 * (shape.body_parameters + shape.vocab_size * shape.hidden_size)
 
 
 @torch.inference_mode()

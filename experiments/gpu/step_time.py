@@ -61,7 +61,7 @@ def measure(setting: Setting, findings: Findings) -> None:
 def _found(setting: Setting, target: Target, cell: Cell, rate: float) -> Finding:
     """Measure one cell. A lack of memory is a finding too."""
     shape = shape_of(setting)
-    predicted = step_seconds(shape, cell.batch, cell.context, cell.k + 1, rate)
+    predicted = step_seconds(shape, cell.batch, cell.context, rate)
     floor = floor_seconds(shape, cell.batch, cell.context, rate)
     setting.forget_peak()
     try:

@@ -52,7 +52,7 @@ class Cell:
     def expected_tokens_per_second(self, shape: Shape, rate: float) -> float:
         """τ tokens of each sequence a round, which takes the draft's passes and a step of today's path."""
         context = self.context + self.generate // 2
-        seconds = step_seconds(shape, self.batch, context, self.k + 1, rate)
+        seconds = step_seconds(shape, self.batch, context, rate)
         seconds += draft_seconds(trained_draft("spire", shape).shape, self.k, rate)
         return self.batch * sum(_ACCEPTANCE**at for at in range(self.k + 1)) / seconds
 

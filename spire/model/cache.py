@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from spire.model import paging
 from spire.model.config import ModelConfig
 from spire.model.contiguous_attention import ContiguousAttention
 from spire.model.fused_attention import FusedAttention, FusedPools
+from spire.model.gpu_kernels import gpu_kernels
 from spire.model.layers import additive, attend
 from spire.model.pool import Pool
 
@@ -56,6 +58,7 @@ class TargetCache:
         self.pages, self.page = (pages, paging.PAGE) if self.on_cpu else (1, pages * paging.PAGE)
         self.queries_per_key = config.num_attention_heads // config.num_key_value_heads
         heads, width = config.num_key_value_heads, config.head_dim
+        self._width = width
         shape = (len(self.lengths), heads, pages * paging.PAGE, width)
         layers = range(config.num_hidden_layers)
         self.page_bytes = 2 * len(layers) * heads * self.page * width * dtype.itemsize
@@ -69,6 +72,8 @@ class TargetCache:
         self.keys = [Pool(shape, dtype, device) for _ in layers]
         self.values = [Pool(shape, dtype, device) for _ in layers]
         self.fused = self._fused_pools(config, dtype) if self.on_cpu else None
+        # Kernels for a GPU's few queries, where there are any.
+        self.paged = None if self.on_cpu else gpu_kernels(self.keys[0].tensor, self.queries_per_key)
         # Pages of each slot that are, or may be, backed by memory.
         self._held = [0] * len(self.lengths)
         self._free = list(range(slots))
@@ -186,7 +191,10 @@ class TargetCache:
         if fused and fused.kernels.most_queries is not None:
             few = decoding and new_tokens * self.queries_per_key <= fused.kernels.most_queries
             fused = fused if few else None
-        return BatchView(self, slots, new_tokens, fused)
+        paged = self.paged if causal and decoding else None
+        if paged and not paged.attends(self.queries_per_key, new_tokens, self._width):
+            paged = None
+        return BatchView(self, slots, new_tokens, fused, paged)
 
     def gather(self, slots: Sequence[int], positions_BS: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of all N layers' keys and values at chosen committed positions of these slots, [N, B, G, S, K]."""
@@ -217,8 +225,15 @@ class TargetCache:
 class BatchView:
     """The cache during one forward over some slots, T new positions each: implements the target's KeyValues."""
 
-    def __init__(self, cache: TargetCache, slots: Sequence[int], new_tokens: int, pools: FusedPools | None):
-        self._cache = cache
+    def __init__(
+        self,
+        cache: TargetCache,
+        slots: Sequence[int],
+        new_tokens: int,
+        pools: FusedPools | None,
+        paged: ModuleType | None = None,
+    ):
+        self._cache, self._paged = cache, paged
         lengths, device = [cache.lengths[slot] for slot in slots], cache.device
         self._lengths, self.shape = lengths, (len(lengths), new_tokens)
         self.fused = [FusedAttention(pools, slots, lengths, new_tokens)] if pools else []
@@ -231,6 +246,10 @@ class BatchView:
         self._places_R = cache.places(slots_B1, columns_BT).flatten()
         needed = [min(length + new_tokens, last_column + 1) for length in lengths]
         self._slots_B = slots_B1[:, 0]
+        if paged:
+            self._pages = paged.slot_pages(self._slots_B, cache.keys[0].tensor, -(-max(needed) // paged.PAGE))
+            self._lengths_B = self.positions_BT[:, 0].int()
+            return
         self._attention: ContiguousAttention | None = None
         if cache.on_cpu:
             self._attention = ContiguousAttention(slots, needed, cache.pages * cache.page, new_tokens)
@@ -261,6 +280,10 @@ class BatchView:
             return self.fused[0].attend(layer, queries_BHTK, keys_BGTK, values_BGTK)
         keys, values = self._cache.keys[layer].tensor, self._cache.values[layer].tensor
         self.store(layer, keys_BGTK, values_BGTK)
+        if self._paged:
+            longest = max(self._lengths)
+            found: Tensor = self._paged.attend(queries_BHTK, keys, values, self._pages, self._lengths_B, longest)
+            return found
         if self._attention is None:
             columns = self.columns_1S.shape[1]
             keys, values = (pool.index_select(0, self._slots_B)[:, :, :columns] for pool in (keys, values))
