@@ -43,8 +43,8 @@ from spire.v1 import draft_pb2, draft_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 
 _HANDSHAKE_SECONDS, _RETRY_SECONDS = 5.0, 0.2
 
-# No batch takes that long.
-_STUCK_SECONDS = 30.0
+# A batch that takes longer, and eight times as long as its like did, is stuck.
+_STUCK_SECONDS = 60.0
 
 log = structlog.get_logger("draft_service")
 
@@ -155,7 +155,7 @@ async def _run(
     say()
 
     def well() -> bool:
-        return worker.seconds_in_turn() < _STUCK_SECONDS
+        return not worker.pace.is_stuck(_STUCK_SECONDS)
 
     telling = asyncio.create_task(keep_announcing(config.ready_file, well))
     watching, asked = asyncio.create_task(watch(healthy, well)), asyncio.create_task(orders.run())

@@ -32,8 +32,8 @@ from spire.v1 import verifier_pb2 as pb
 from spire.v1 import verifier_pb2_grpc as rpc
 
 _RETRY_SECONDS = 0.2
-# How long proposals may wait for activations in vain before the stream counts as stuck: a flipped bit can make a
-# message so long that it never ends, while pings are answered.
+# How long proposals may wait for activations in vain before the stream counts as stuck, or as long as eight of the
+# verifier's steps: a flipped bit can make a message so long that it never ends, while pings are answered.
 _STARVED_SECONDS = 3.0
 
 INLINE, SHARED_MEMORY, CUDA_IPC = "inline", "shared_memory", "cuda_ipc"
@@ -116,9 +116,9 @@ class Follower:
 
     async def _starved(self) -> None:
         """Raises TimeoutError when nothing has come for too long that proposals wait for."""
-        while self._worker.seconds_starved() < _STARVED_SECONDS:  # noqa: ASYNC110 - plain data
+        while not self._worker.starves(_STARVED_SECONDS):  # noqa: ASYNC110 - plain data
             await asyncio.sleep(_STARVED_SECONDS / 10)
-        raise TimeoutError(f"no activations came in {_STARVED_SECONDS:g} s in which proposals waited for them")
+        raise TimeoutError("no activations came while proposals waited for them, for longer than the verifier's steps")
 
     async def _take_all(self, call: grpc.aio.UnaryStreamCall) -> None:
         async for message in call:

@@ -45,6 +45,7 @@ class Orders:
                 while (order := await call.read()) is not grpc.aio.EOF:
                     if order is None:  # gRPC's way to say that the bytes were no such message
                         raise InvalidRequest("the verifier sent what cannot be read")
+                    self._worker.verifier_step_seconds = order.step_seconds
                     self._answers.put_nowait(await self._drafting.answer(order))
             except (grpc.aio.AioRpcError, InvalidRequest) as error:
                 if self.connected:
@@ -62,6 +63,7 @@ class Orders:
 
     def take(self, order: pb.ProposeBatch, line: Line) -> None:
         """Draft for an order that came by the line, once the activations it needs are there, and answer by the line."""
+        self._worker.verifier_step_seconds = order.step_seconds
         asked = self._drafting.asked(order, of_verifier=True)
 
         def reply(answer: ProposeAnswer | None) -> None:

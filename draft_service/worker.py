@@ -20,6 +20,7 @@ from spire.drafting import ProposeAnswer, ProposeTask, answer
 from spire.errors import OutOfCapacity
 from spire.histogram import Histogram
 from spire.model.lost_device import end_if_device_lost
+from spire.pace import Pace, limit
 from spire.rpc.inbox import Inbox
 from spire.rpc.line import Line
 from spire.turns import take_short_turns
@@ -44,20 +45,18 @@ class Worker:
         self._inbox: Inbox[Callable[[], None] | None] = Inbox()
         self._subscription = 0
         self._pending: list[ProposeTask] = []
-        self._turn_began: float | None = None
+        self.pace = Pace()
+        # What a step of the verifier takes, as it said last: nothing arrives for so long.
+        self.verifier_step_seconds = 0.0
         # Since when proposals have found their sequences behind without anything arriving.
         self._starved_since: float | None = None
         self._thread = threading.Thread(target=self._run, name="draft-model", daemon=True)
 
-    def seconds_in_turn(self) -> float:
-        """How long the thread has been busy, 0 when it waits: what a watchdog looks at."""
-        began = self._turn_began
-        return 0.0 if began is None else time.monotonic() - began
-
-    def seconds_starved(self) -> float:
-        """How long proposals have waited in vain and nothing has arrived, 0 when none has: a stream may be stuck."""
+    def starves(self, floor: float) -> bool:
+        """Whether proposals have waited in vain, and nothing has arrived, for longer than the verifier's steps and
+        `floor` seconds explain: a stream may be stuck."""
         since = self._starved_since
-        return 0.0 if since is None else time.monotonic() - since
+        return since is not None and time.monotonic() - since > limit(self.verifier_step_seconds, floor)
 
     def start(self) -> None:
         self._thread.start()
@@ -109,15 +108,16 @@ class Worker:
                 for task in looked_at:
                     if self._due(task):
                         self._notice(task)
-                        self.busy_seconds += answer(task, self.drafter.check, self.drafter.propose)
+                        with self.pace.step(f"draft {task.k}", task.k * len(task.guesses)):
+                            self.busy_seconds += answer(task, self.drafter.check, self.drafter.propose)
                     else:
                         self._pending.append(task)
 
     def _take(self) -> bool:
         """Do everything that has arrived, waiting for something if nothing is pending. False: stop."""
-        self._turn_began = None
+        self.pace.rest()
         arrived = self._inbox.take(MAX_QUEUED, self._patience())
-        self._turn_began = time.monotonic()
+        self.pace.work()
         for action in arrived:
             if action is None:
                 return False
@@ -160,7 +160,8 @@ class Worker:
         """As `absorb`, at once."""
         began = time.monotonic()
         self._starved_since = None
-        gaps = self.drafter.absorb(verified)
+        with self.pace.step("absorb", sum(span.count for span in verified.spans)):
+            gaps = self.drafter.absorb(verified)
         then()
         seconds = time.monotonic() - began
         self.busy_seconds += seconds

@@ -13,8 +13,8 @@ from gateway.errors import BadParameter, OverQuota
 from spire.errors import InvalidRequest
 
 TIMEOUT_HEADER = "X-Request-Timeout"
-# A client is told to come back neither at once nor in an hour, whatever was measured.
-_SHORTEST_RETRY, _LONGEST_RETRY = 1, 120
+# A client is not told to come back at once, whatever was measured.
+_SHORTEST_RETRY = 1
 # First tokens that the rate is taken over.
 _REMEMBERED = 64
 
@@ -43,9 +43,9 @@ class DrainRate:
         first, last, count = self._started[0], self._started[-1], len(self._started)
         return waiting * max((last - first) / (count - 1), (now - first) / count)
 
-    def retry_after(self, waiting: int, now: float) -> int:
+    def retry_after(self, waiting: int, now: float, at_least: float = 0.0) -> int:
         """Whole seconds after which asking again for so many is worth the trouble."""
-        return _retry(self.seconds_for(waiting, now) or 0.0)
+        return _retry(max(self.seconds_for(waiting, now) or 0.0, at_least))
 
 
 class Budget:
@@ -120,4 +120,4 @@ def seconds_allowed(headers: Mapping[str, str], most: float) -> float:
 
 
 def _retry(seconds: float) -> int:
-    return max(_SHORTEST_RETRY, min(_LONGEST_RETRY, ceil(seconds)))
+    return max(_SHORTEST_RETRY, ceil(seconds))

@@ -94,9 +94,17 @@ class GatewayConfig(ServiceConfig):
     propose_deadline: float = Field(
         0.25, gt=0, description="seconds a draft of its own may take before a round goes on without"
     )
-    verify_deadline: float = Field(30.0, gt=0, description="seconds a round may take before the stream is reset")
-    start_deadline: float = Field(120.0, gt=0, description="seconds without any progress of prefills before a reset")
-    verifier_patience: float = Field(30.0, ge=0, description="seconds running requests outlast a lost verifier")
+    verify_deadline: float = Field(
+        60.0,
+        gt=0,
+        description="seconds a round may take before the stream is reset, or eight of the verifier's longest steps",
+    )
+    start_deadline: float = Field(
+        120.0, gt=0, description="seconds without any progress of prompts before a reset, or eight steps as well"
+    )
+    verifier_patience: float = Field(
+        60.0, ge=0, description="seconds running requests outlast a lost verifier, beside twice what it took to load"
+    )
     startup_patience: float = Field(5.0, ge=0, description="seconds to wait for the peers' handshake before serving")
     head_deadline: float = Field(10.0, gt=0, description="seconds a client may take to say what it wants")
     idle_seconds: int = Field(

@@ -11,6 +11,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Iterable
+from math import ceil
 
 import grpc
 import structlog
@@ -52,6 +53,7 @@ class Engine:
             self._on_started,
             self._on_verifier_lost,
             self._on_verifier,
+            self._on_prefilled,
             tls,
             config.shared_memory,
         )
@@ -82,7 +84,7 @@ class Engine:
         if self._draining:
             raise ShuttingDown("this gateway is shutting down: ask another one, or try again later")
         if self.verifier.model is None or not self.verifier.usable:
-            raise NoVerifier("no verifier is connected: try again later")
+            raise NoVerifier("no verifier is connected: try again later", ceil(self.verifier.seconds_until_back))
         return self.verifier.model
 
     def new_id(self, request_id: str) -> str:
@@ -98,7 +100,7 @@ class Engine:
         try:
             self.scheduler.add(sequences)
         except OutOfCapacity as error:
-            raise QueueFull(str(error), self._drain.retry_after(len(sequences), now)) from error
+            raise QueueFull(str(error), self._retry_after(len(sequences), now)) from error
         for sequence in sequences:
             sequence.moments.arrived = now
         self._wakeup.set()
@@ -110,8 +112,12 @@ class Engine:
         if most is not None and expected is not None and expected > most:
             raise QueueFull(
                 f"{waiting} sequences wait for their first token, which takes about {expected:.0f} s: try again later",
-                self._drain.retry_after(1, now),
+                self._retry_after(1, now),
             )
+
+    def _retry_after(self, waiting: int, now: float) -> int:
+        """Whole seconds until so many more have their first token. At least one step is between."""
+        return self._drain.retry_after(waiting, now, at_least=self.verifier.pace.step_seconds)
 
     def finish(self, sequences: Iterable[Sequence], reason: str, error: Exception | None = None) -> None:
         """End sequences, wherever they stand, and free what they hold."""
@@ -230,11 +236,12 @@ class Engine:
         """Nothing happened for a while although something should: see whether patience is over."""
         now = time.monotonic()
         if not self.verifier.usable:
-            if now - self.verifier.unusable_since > self.config.verifier_patience:
-                lost = NoVerifier(f"the verifier did not come back within {self.config.verifier_patience:g} s")
+            patience = self.verifier.patience(self.config.verifier_patience)
+            if now - self.verifier.unusable_since > patience:
+                lost = NoVerifier(f"the verifier did not come back within {patience:g} s")
                 self.finish(list(self.scheduler.waiting), "error", lost)
-        elif self.scheduler.starting and now - self._progress_at > self.config.start_deadline:
-            log.warning("no prefill ends", seconds=self.config.start_deadline)
+        elif self.scheduler.starting and now - self._progress_at > self.verifier.limit(self.config.start_deadline):
+            log.warning("no prompt is read", seconds=self.verifier.limit(self.config.start_deadline))
             self.verifier.reset()
 
     # -- a round -----------------------------------------------------------------------------------------------------
@@ -435,6 +442,9 @@ class Engine:
             log.error("target changed", reason=str(changed))
             self.finish(list(self.scheduler.waiting), "error", changed)
         self._wakeup.set()
+
+    def _on_prefilled(self) -> None:
+        self._progress_at = time.monotonic()
 
     def _on_verifier_lost(self) -> None:
         self.metrics.replays += self.scheduler.held

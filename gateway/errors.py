@@ -62,7 +62,11 @@ class PeerLost(SpireError):
 
 
 class NoVerifier(SpireError):
-    """No verifier can be reached now."""
+    """No verifier can be reached now; in `seconds` there may be one."""
+
+    def __init__(self, message: str, seconds: int = 0):
+        super().__init__(message)
+        self.retry_after = max(_RETRY_AFTER_SECONDS[503], seconds)
 
 
 class ShuttingDown(SpireError):

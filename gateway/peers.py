@@ -29,6 +29,7 @@ from gateway.tokenizer import TextCodec
 from spire.chat_template import ChatTemplate
 from spire.errors import MismatchError, SpireError
 from spire.model.config import MAGICDEC
+from spire.pace import limit
 from spire.rpc.channel import (
     GATEWAY_METADATA_KEY,
     HOST_METADATA_KEY,
@@ -71,7 +72,7 @@ class Circuit:
 
 @dataclass(frozen=True, slots=True)
 class Asked(Generic[Answer]):
-    """A batch that was sent: where its answer comes with the time of it, when it was sent, how long to wait for it."""
+    """A batch that was sent: where its answer comes with the time of it, when it was sent, how long to wait."""
 
     answer: asyncio.Future[tuple[Answer, float]]
     at: float
@@ -243,7 +244,7 @@ class Peer(ABC, Generic[Answer]):
             raise PeerLost(f"the stream to the {self.name} broke") from error
 
     async def _send(self, batch_id: int, message: Any, seconds: float) -> Asked[Answer]:
-        """Send a batch, to be answered within `seconds`. Raises PeerLost."""
+        """Send a batch, to be answered within `seconds`, or longer where the model is slow. Raises PeerLost."""
         loop = asyncio.get_running_loop()
         asked: Asked[Answer] = Asked(loop.create_future(), loop.time(), seconds)
         self._answers[batch_id] = asked.answer
@@ -258,35 +259,49 @@ class Peer(ABC, Generic[Answer]):
             raise
         return asked
 
+    def limit(self, seconds: float) -> float:
+        """How long to wait for an answer: `seconds`, or longer where the model is known to be slow."""
+        return seconds
+
     def _sent_by_line(self, batch_id: int, message: Any) -> bool:
         """Whether there was a shorter way."""
         return False
 
     async def _answer(self, asked: Asked[Answer]) -> tuple[Answer, float]:
         """The answer and the seconds from sending to reading it. Raises PeerLost."""
-        async with self._in_time(asked):
-            answer, read_at = await asked.answer
+        loop = asyncio.get_running_loop()
+        try:
+            # Meanwhile it may tell that it takes longer.
+            while not asked.answer.done() and (left := asked.at + self.limit(asked.seconds) - loop.time()) > 0:
+                await asyncio.wait([asked.answer], timeout=left)
+        except asyncio.CancelledError:
+            asked.answer.cancel()
+            raise
+        if not asked.answer.done():
+            asked.answer.cancel()
+            raise self._too_late(asked.seconds)
+        answer, read_at = asked.answer.result()
         self.circuit.in_time()
         return answer, read_at - asked.at
 
     @contextlib.asynccontextmanager
     async def _in_time(self, asked: Asked[Answer]) -> AsyncIterator[None]:
         try:
-            async with asyncio.timeout_at(asked.at + asked.seconds):
+            async with asyncio.timeout_at(asked.at + self.limit(asked.seconds)):
                 yield
         except TimeoutError:
-            self._too_late()
-            raise PeerTooLate(f"the {self.name} did not answer within {asked.seconds:g} s") from None
+            raise self._too_late(asked.seconds) from None
 
     def _forget(self, batch_id: int, answer: asyncio.Future[tuple[Answer, float]]) -> None:
         del self._answers[batch_id]
         if not answer.cancelled():
             answer.exception()  # seen: a stream that broke under the write has failed the answer too
 
-    def _too_late(self) -> None:
+    def _too_late(self, seconds: float) -> PeerTooLate:
         self.circuit.late()
         self._late = True
         self.reset()
+        return PeerTooLate(f"the {self.name} did not answer within {self.limit(seconds):g} s")
 
     def _answered(self, answer: Answer) -> None:
         future = self._answers.get(answer.batch_id)
@@ -314,6 +329,7 @@ class VerifierPeer(Peer[verifier_pb2.VerifyBatchResult]):
         on_started: Callable[[verifier_pb2.Started], None],
         on_lost: Callable[[], None],
         on_connected: Callable[[Model | None, Model], None],
+        on_prefilled: Callable[[], None] = lambda: None,
         tls: Tls | None = None,
         shared_memory: str = "",
     ):
@@ -323,8 +339,11 @@ class VerifierPeer(Peer[verifier_pb2.VerifyBatchResult]):
         self._shortcut = Shortcut(shared_memory, self._receive, self.reset)
         # Share of its cache that live sequences have, as it said last.
         self.cache_usage = 0.0
+        # What it told last of how long its steps take.
+        self.pace = verifier_pb2.Pace()
         self._gateway_id = gateway_id
         self._on_started, self._on_lost, self._on_connected = on_started, on_lost, on_connected
+        self._on_prefilled = on_prefilled
         self._stub = VerifierStub(self._channel)
         self._streams = count()
 
@@ -347,11 +366,27 @@ class VerifierPeer(Peer[verifier_pb2.VerifyBatchResult]):
     async def start(self, message: verifier_pb2.Start, deadline: float) -> None:
         """Send Start; Started comes through the callback. Raises PeerLost."""
         try:
-            async with asyncio.timeout(deadline):
+            async with asyncio.timeout(self.limit(deadline)):
                 await self._write(verifier_pb2.RoundsRequest(start=message))
         except TimeoutError:
-            self._too_late()
-            raise PeerTooLate(f"the {self.name} takes no Start for {deadline:g} s") from None
+            raise self._too_late(deadline) from None
+
+    def limit(self, seconds: float) -> float:
+        return limit(self.pace.step_seconds, seconds)
+
+    @property
+    def load_seconds(self) -> float:
+        """What the verifier that was met last took to load; 0 before there was one."""
+        return self.model.info.load_seconds if self.model else 0.0
+
+    @property
+    def seconds_until_back(self) -> float:
+        """Seconds that its successor is still expected to load, 0 for one that is here."""
+        return 0.0 if self.usable else max(0.0, self.unusable_since + self.load_seconds - time.monotonic())
+
+    def patience(self, seconds: float) -> float:
+        """How long to wait for its successor: `seconds`, and twice what it took to load."""
+        return seconds + 2 * self.load_seconds
 
     async def ask(self, request: verifier_pb2.RoundsRequest, seconds: float) -> Asked[verifier_pb2.VerifyBatchResult]:
         """Send a request whose `verify` has its items, and wait for nothing. Raises PeerLost."""
@@ -367,7 +402,7 @@ class VerifierPeer(Peer[verifier_pb2.VerifyBatchResult]):
     async def release(self, sequence_ids: list[str], seconds: float) -> None:
         """Free what these hold, within so many seconds. Raises AioRpcError."""
         request = verifier_pb2.ReleaseRequest(sequence_ids=sequence_ids)
-        self.cache_usage = (await self._stub.Release(request, timeout=seconds)).cache_usage
+        self.cache_usage = (await self._stub.Release(request, timeout=self.limit(seconds))).cache_usage
 
     def _open(self) -> grpc.aio.StreamStreamCall:
         metadata = [(GATEWAY_METADATA_KEY, self._gateway_id), (STREAM_METADATA_KEY, str(next(self._streams)))]
@@ -388,6 +423,10 @@ class VerifierPeer(Peer[verifier_pb2.VerifyBatchResult]):
             self._answered(message.verified)
         elif message.HasField("started"):
             self._on_started(message.started)
+        elif message.HasField("pace"):
+            if message.pace.prefilled != self.pace.prefilled:
+                self._on_prefilled()
+            self.pace = message.pace
         elif message.HasField("line"):
             self._shortcut.open(message.line)
 
@@ -428,10 +467,13 @@ class DraftPeer(Peer[draft_pb2.ProposeBatchResult]):
         """Whether the verifier drafts: then a guess takes its turn among its other work, as a verification does."""
         return self.info is not None and self.info.kind == MAGICDEC
 
+    def limit(self, seconds: float) -> float:
+        return self._verifier.limit(seconds) if self.in_verifier else seconds
+
     def missed(self, late: bool) -> None:
         """It did not guess what the verifier asked of it: leave it alone for a while."""
         if late:
-            self._too_late()
+            self._too_late(self._deadline)
         else:
             self.reset()
 

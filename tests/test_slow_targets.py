@@ -6,11 +6,14 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
@@ -22,7 +25,8 @@ from spire.bench.prompts import PromptSource
 from spire.bench.system import System
 from spire.bench.throughput import measure
 from spire.cli import app
-from tests.services import Services, running
+from spire.cli.service import Service
+from tests.services import Services, running, start, wait_until_connected
 from tests.test_large_vocabulary import VOCABULARY, with_vocabulary
 
 ROOT = Path(__file__).parents[1]
@@ -103,6 +107,77 @@ async def test_an_answer_that_falls_silent_is_given_up() -> None:
         await seconds_until_finished(begin, silence=0.5)
     over.set()
     assert time.monotonic() - began >= 0.5
+
+
+# -- services that wait for a slow target -----------------------------------------------------------------------------
+
+
+def ask_two(services: Services) -> list[httpx.Response]:
+    """The answers to two requests at once, one of them streamed."""
+    body = {"prompt": "The old man looked at the sea and", "max_tokens": 3, "temperature": 0}
+    with ThreadPoolExecutor(2) as pool:
+        asked = [
+            pool.submit(httpx.post, f"{services.url}/v1/completions", json=body | {"stream": stream}, timeout=None)
+            for stream in (False, True)
+        ]
+        return [each.result() for each in asked]
+
+
+def nothing_was_lost(services: Services) -> bool:
+    log = services.gateway.log.read_text()
+    events = [json.loads(line)["event"] for line in log.splitlines() if line.startswith("{")]
+    lost = {"round lost", "release failed", "not serving", "unreachable", "no prompt is read"}
+    return events.count("connected") == 1 and not lost & set(events)
+
+
+@pytest.mark.fault(33)
+def test_limits_of_any_length_follow_a_slower_target(stories_dir: Path) -> None:
+    floors = ["--verify-deadline", "0.3", "--start-deadline", "0.3"]
+    with running(
+        stories_dir, verifier=[SLOW, "0.4", "1.5"], verifier_options=["--stuck-seconds", "0.3"], gateway_options=floors
+    ) as services:
+        answers = ask_two(services)
+        assert [answer.status_code for answer in answers] == [200, 200]
+        assert "error" not in answers[1].text
+        assert nothing_was_lost(services)
+
+
+@pytest.mark.fault(33)
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("step", "prefill"), [("5", "0"), ("0.1", "40")])
+def test_steps_of_5_s_and_chunks_of_40_s_finish_with_the_options_that_nobody_gave(
+    stories_dir: Path, tmp_path: Path, step: str, prefill: str
+) -> None:
+    """The verifier is a child of a supervisor that looks after it as `spire up` does."""
+    said: list[str] = []
+    slow = Service("tests.slow_verifier", [step, prefill, "--model", str(stories_dir)], tmp_path)
+    slow.start()
+    over = threading.Event()
+
+    def supervise() -> None:
+        while not over.wait(0.1):
+            slow.keep_alive(said.append)
+
+    try:
+        while not slow.serves():
+            slow.must_be_alive()
+            time.sleep(0.1)
+        supervisor = threading.Thread(target=supervise)
+        supervisor.start()
+        gateway = start(["-m", "gateway", "--verifier", slow.reached_at, "--port", "0"], tmp_path)
+        services = Services(f"http://{gateway.address}", gateway, gateway)
+        wait_until_connected(gateway, {"verifier"})
+        answers = ask_two(services)
+        assert [answer.status_code for answer in answers] == [200, 200]
+        assert "error" not in answers[1].text
+        assert nothing_was_lost(services)
+        assert (slow.restarts, said) == (0, [])
+        gateway.stop()
+    finally:
+        over.set()
+        slow.ask_to_stop()
+        slow.stop()
 
 
 # -- at full length ---------------------------------------------------------------------------------------------------

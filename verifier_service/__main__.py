@@ -53,7 +53,7 @@ async def serve(config: VerifierConfig) -> None:
         await asyncio.sleep(0)  # it listens before anybody knows whom to stop
         announce(config.ready_file, address)
         telling = asyncio.create_task(
-            keep_announcing(config.ready_file, lambda: engine.seconds_in_turn() < config.stuck_seconds)
+            keep_announcing(config.ready_file, lambda: not engine.pace.is_stuck(config.stuck_seconds))
         )
         ended = asyncio.wrap_future(engine.ended)
         await asyncio.wait([stopping, ended], return_when=asyncio.FIRST_COMPLETED)

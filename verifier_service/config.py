@@ -37,7 +37,12 @@ class VerifierConfig(ModelServiceConfig):
     prefix_cache: bool = Field(True, description="Keep finished sequences for prompts that begin alike.")
     max_context: int = Field(0, ge=0, description="Longest sequence, prompt and output; 0: the model's, if it fits.")
     max_depth: int = Field(16, ge=1, le=63, description="Longest block of draft tokens.")
-    token_budget: int = Field(512, ge=1, description="Positions of one step: blocks to verify first, then prompts.")
+    token_budget: int = Field(
+        0,
+        ge=0,
+        description="Positions of one step: blocks to verify first, then prompts. 0: 16 to 512, as many as take half a "
+        "second, or twice a step without prompts.",
+    )
     # No shorter than the longest block that is drafted.
     self_window: int = Field(
         64, ge=16, description="MagicDec: last positions of its own cache that the target drafts through."
@@ -54,7 +59,10 @@ class VerifierConfig(ModelServiceConfig):
     )
     lease_seconds: float = Field(30.0, ge=0, description="A gateway whose stream stays closed this long is forgotten.")
     stuck_seconds: float = Field(
-        30.0, gt=0, description="A step that takes longer has stuck: health says NOT_SERVING. None takes as long."
+        60.0,
+        gt=0,
+        description="A step that takes longer, and eight times as long as its like did, is stuck: health says "
+        "NOT_SERVING.",
     )
     drain_seconds: float = Field(
         10.0, ge=0, description="After SIGTERM, how long running sequences may take to end; a second one ends at once."

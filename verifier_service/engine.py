@@ -25,6 +25,7 @@ from google.protobuf.message import DecodeError
 from spire.drafting import Drafted, Guess, ProposeTask, answer
 from spire.errors import InvalidRequest, RequestError, StaleBlock
 from spire.model.lost_device import end_if_device_lost
+from spire.pace import Pace
 from spire.rpc.carrier import OverwritingRingReader
 from spire.rpc.errors import OK
 from spire.rpc.inbox import Inbox
@@ -43,8 +44,9 @@ from verifier_service.prefixes import Prefixes
 from verifier_service.prompts import Prompts
 from verifier_service.sequence import Sequence, not_finite, step_failed
 from verifier_service.slots import Slots
-from verifier_service.step import ModelSteps, Outcome, PromptChunk
+from verifier_service.step import FIRST_POSITIONS, ModelSteps, Outcome, PromptChunk
 from verifier_service.tasks import CallTask, GuessTask, StartTask, VerifyTask
+from verifier_service.token_budget import TokenBudget
 
 log = structlog.get_logger("verifier_service")
 Result = TypeVar("Result")
@@ -66,13 +68,16 @@ class Engine:
     ):
         self.steps, self.publisher, self.prefixes = steps, publisher, prefixes
         self.limits, self.metrics = limits, metrics
-        self._prompts = Prompts(steps.cache, token_budget)
+        self.pace, self._budget = Pace(), TokenBudget(token_budget)
+        self._prompts = Prompts(steps.cache, self._budget)
+        # Positions of prompts that have been computed.
+        self.prefilled = 0
         self.slots = Slots(steps, publisher, prefixes, self._prompts, limits, metrics)
         self.sequences = self.slots.sequences
         # By draft id. Whoever meets a draft sets them, from another thread.
         self.q_rings: dict[str, OverwritingRingReader] = {}
         self.lines: dict[str, Line] = {}
-        self.orders = Orders(self.sequences, limits)
+        self.orders = Orders(self.sequences, limits, self.pace)
         self._blocks = Blocks(steps, self.slots, prefixes, limits, metrics, self.q_rings, self.orders)
         self._drafting: deque[ProposeTask] = deque()
         self._inbox: Inbox[Task | None] = Inbox()
@@ -81,7 +86,6 @@ class Engine:
         self._stopping = False
         # Done when the thread has ended; carries the error if it died.
         self.ended: Future[None] = Future()
-        self._turn_began: float | None = None
         self._thread = threading.Thread(target=self._run, name="target-model", daemon=True)
 
     # --- from any thread ----------------------------------------------------------------------------------------
@@ -106,10 +110,10 @@ class Engine:
         self._inbox.put(CallTask(lambda: function(*args), done))
         return done
 
-    def seconds_in_turn(self) -> float:
-        """How long the current turn has taken, 0 when idle: what a watchdog looks at."""
-        began = self._turn_began
-        return 0.0 if began is None else time.perf_counter() - began
+    def measure(self) -> None:
+        """Take a step that is nobody's, so that even the first one has a limit. Call it before `start`."""
+        with self.pace.step("prompt", FIRST_POSITIONS):
+            self.steps.take_first()
 
     # --- on the engine's thread ---------------------------------------------------------------------------------
 
@@ -128,14 +132,14 @@ class Engine:
     def _turn(self) -> None:
         self._blocks.ask()
         arrived = self._arrived()
-        self._turn_began = time.perf_counter()
+        self.pace.work()
         for task in arrived:
             self._accept(task)
         self.orders.give_up_late()
         self._blocks.ask()
         self._draft_waiting()
         self._step()
-        self._turn_began = None
+        self.pace.rest()
 
     def _arrived(self) -> list[Task | None]:
         """What has arrived, the first of it; sleeps only when there is nothing else to do."""
@@ -197,7 +201,9 @@ class Engine:
     def _draft_waiting(self) -> None:
         """Let the target guess for each batch that waits."""
         while self._drafting:
-            seconds = answer(self._drafting.popleft(), self._check_guess, self._propose)
+            task = self._drafting.popleft()
+            with self.pace.step(f"draft {task.k}", task.k * len(task.guesses)):
+                seconds = answer(task, self._check_guess, self._propose)
             self.metrics.busy_seconds.labels("draft").inc(seconds)
 
     def _check_guess(self, guess: Guess) -> None:
@@ -263,7 +269,7 @@ class Engine:
         if not taken.batch and not chunk:
             return None, None
         try:
-            verified, prefilled = self.steps.run(taken.batch, chunk)
+            verified, prefilled = self._timed(taken, chunk)
         except Exception as error:
             end_if_device_lost(error)
             log.exception("a step failed", blocks=len(taken.entries), prompts=len(chosen))
@@ -275,7 +281,16 @@ class Engine:
             self._blocks.conclude(taken, verified)
         if chunk and prefilled:
             self.metrics.step("prefill", sum(chunk.counts), prefilled.seconds)
+            self.prefilled += sum(chunk.counts)
         return verified, prefilled
+
+    def _timed(self, taken: Taken, chunk: PromptChunk | None) -> tuple[Outcome | None, Outcome | None]:
+        positions, began = taken.positions + (sum(chunk.counts) if chunk else 0), time.perf_counter()
+        with self.pace.step("prompt" if chunk else "verify", positions):
+            outcomes = self.steps.run(taken.batch, chunk)
+        if chunk:
+            self._budget.observe(positions, time.perf_counter() - began)
+        return outcomes
 
     def _shares(self, entries: Rows[Entry], outcome: Outcome | None) -> list[Share]:
         if outcome is None:

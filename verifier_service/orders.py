@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
 
+from spire.pace import Pace
 from spire.v1 import draft_pb2, tensor_pb2
 from spire.v1 import verifier_pb2 as pb
 from verifier_service.batch import Item, Limits, SharedQ
@@ -40,8 +41,8 @@ class Order:
 class Orders:
     """By id, those under way."""
 
-    def __init__(self, sequences: Mapping[str, Sequence], limits: Limits):
-        self._sequences, self._limits = sequences, limits
+    def __init__(self, sequences: Mapping[str, Sequence], limits: Limits, pace: Pace):
+        self._sequences, self._limits, self._pace = sequences, limits, pace
         self._drafts: dict[str, Send] = {}
         # By draft id, the last order and for whom it was: as a rule the next one is for the same sequences.
         self._last: dict[str, tuple[list[Sequence], draft_pb2.ProposeBatch]] = {}
@@ -86,7 +87,7 @@ class Orders:
         self._under_way[order_id] = Order(draft_id, task, items, now, now + patience)
         task.orders += 1
         batch = self._message(draft_id, sequences)
-        batch.batch_id = order_id
+        batch.batch_id, batch.step_seconds = order_id, self._pace.step_seconds
         for item, sequence, asked in zip(items, sequences, batch.items, strict=True):
             base = len(sequence.tokens) - 1
             asked.base, asked.newest_token = base, sequence.newest

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from spire.model.cache import TargetCache
 from verifier_service.sequence import Sequence
 from verifier_service.step import PromptChunk
+from verifier_service.token_budget import TokenBudget
 
 # Positions that are rather padded than computed apart: what a part costs to begin.
 _PADDING = 32
@@ -23,10 +24,10 @@ class _Part:
 
 
 class Prompts:
-    """Sequences that are not prefilled yet, by age. Gateways take turns, a step takes `token_budget` positions."""
+    """Sequences that are not prefilled yet, by age. Gateways take turns, a step takes what `budget` says."""
 
-    def __init__(self, cache: TargetCache, token_budget: int):
-        self._cache, self._token_budget = cache, token_budget
+    def __init__(self, cache: TargetCache, budget: TokenBudget):
+        self._cache, self._budget = cache, budget
         self._waiting: list[Sequence] = []
         # Of the gateways with others waiting: when each had its last prompt done.
         self._turns: dict[str, int] = {}
@@ -68,7 +69,7 @@ class Prompts:
 
     def _room(self, taken: int) -> int:
         """A little of the budget always, or prompts would starve beside many blocks."""
-        return max(self._token_budget - taken, -(-self._token_budget // 4))
+        return max(self._budget.positions - taken, -(-self._budget.positions // 4))
 
     def _parts(self, taken: int) -> list[_Part]:
         """Who is in the next chunk: each takes what it needs of the room that is left, the first in turn first.

@@ -65,6 +65,7 @@ _LAST_TURN, _LAST_TURN_HURRIED = 10.0, 1.0
 
 def load(config: VerifierConfig) -> tuple[Engine, Hosted]:
     """The engine and what it tells about itself. Raises CheckpointError naming what cannot be served."""
+    began = time.monotonic()
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     shape = load_model_config(config.model)
@@ -82,6 +83,7 @@ def load(config: VerifierConfig) -> tuple[Engine, Hosted]:
     engine = _build_engine(packed, config, room, dtype, device, grammars)
     if loads_kernels_late(device):
         engine.steps.warm_up()
+    engine.measure()
     info = pb.GetInfoResponse(
         protocol_version=PROTOCOL_VERSION,
         model_name=_model_name(config),
@@ -100,6 +102,7 @@ def load(config: VerifierConfig) -> tuple[Engine, Hosted]:
         shape=shape_to_wire(Shape.of(shape)),
         most_sequences_ahead=room.sequences if leaves_cores(device) else _FEW_SEQUENCES,
         suggested_sampling=pb.SuggestedSampling(**sampling.model_dump(exclude_none=True)),
+        load_seconds=time.monotonic() - began,
     )
     return engine, Hosted(info, tokenizer, grammars)
 
@@ -231,5 +234,5 @@ async def _watch(engine: Engine, healthy: health.aio.HealthServicer, stuck_secon
     status = health_pb2.HealthCheckResponse
     while True:
         await asyncio.sleep(1)
-        stuck = engine.seconds_in_turn() > stuck_seconds
+        stuck = engine.pace.is_stuck(stuck_seconds)
         await healthy.set("", status.NOT_SERVING if stuck else status.SERVING)

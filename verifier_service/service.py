@@ -45,6 +45,8 @@ log = structlog.get_logger("verifier_service")
 # The ring holds a whole replay, or three rounds of an 8B target at 64 sequences; that of q four rounds of 64 sequences
 # at k = 8 and a vocabulary of 4,096. A container has 64 MiB for both if not told more.
 MAX_RING_BYTES, Q_RING_BYTES = 44 * 1024 * 1024, 18 * 1024 * 1024
+# Between two looks at the pace that gateways are told.
+_PACE_SECONDS = 1.0
 # A ring in a GPU's memory outlives its subscription by this.
 _STILL_MAPPED_SECONDS = 10.0
 
@@ -86,7 +88,7 @@ class RoundsStream:
 
     async def answers(self, requests: AsyncIterator[pb.RoundsRequest]) -> AsyncIterator[pb.RoundsResponse]:
         """Until the gateway has closed its side and everything it asked for is answered."""
-        reader = asyncio.create_task(self._read(requests))
+        reader, teller = asyncio.create_task(self._read(requests)), asyncio.create_task(self._tell_pace())
         try:
             while (answer := await self._answers.get()) is not None:
                 if isinstance(answer, SpireError):
@@ -94,6 +96,7 @@ class RoundsStream:
                 yield answer
         finally:
             reader.cancel()
+            teller.cancel()
             for start in self._compiling:
                 start.cancel()
 
@@ -121,6 +124,16 @@ class RoundsStream:
             self._outstanding += 1
         self._closing = True
         self._end_if_answered()
+
+    async def _tell_pace(self) -> None:
+        """How long to wait for answers, as long as that changes; not to a gateway that reads none."""
+        told = None
+        while True:
+            pace = pb.Pace(step_seconds=self._engine.pace.step_seconds, prefilled=self._engine.prefilled)
+            if pace != told and self._answers.empty():
+                told = pace
+                self._answers.put_nowait(pb.RoundsResponse(pace=pace))
+            await asyncio.sleep(_PACE_SECONDS)
 
     def take_line(self, line: Line) -> None:
         """Have the engine read the line that the gateway has opened. Any thread may call."""

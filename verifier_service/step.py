@@ -32,6 +32,8 @@ from verifier_service.pipeline import Pipeline
 from verifier_service.synthetic import Verify
 
 _WARMING_DEPTH = 2
+# Of the step by which a verifier knows how long one takes.
+FIRST_POSITIONS = 2
 # Positions whose logits are held at once while a prompt is scored.
 _SCORED_AT_ONCE = 64
 
@@ -127,6 +129,16 @@ class ModelSteps:
         for slot in slots:
             self.pipeline.release(slot)
             self.cache.free(slot)
+
+    def take_first(self) -> None:
+        """Read a short prompt that is nobody's. Nothing of it stays."""
+        slot = self.cache.allocate()
+        prompt = [0] * FIRST_POSITIONS
+        self.pipeline.assign(slot, pb.Start(tokens=prompt, sampling=ONE_OF_EACH[0]), None)
+        with torch.inference_mode():
+            self.run(None, PromptChunk([slot], [torch.tensor(prompt)], [True], [[]], [1]))
+        self.pipeline.release(slot)
+        self.cache.free(slot)
 
     def draft(self, slots: Rows[int], newest: Rows[int], k: int, rows: SamplingRows) -> Drafted:
         """k guesses after the newest token of each slot, which the target makes without writing to its cache."""

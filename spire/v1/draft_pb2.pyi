@@ -53,12 +53,14 @@ class DraftGetInfoResponse(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., draft_id: _Optional[str] = ..., kind: _Optional[str] = ..., model_name: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_speculation_depth: _Optional[int] = ..., state_bytes_per_sequence: _Optional[int] = ..., max_sequences: _Optional[int] = ..., following: bool = ..., shape: _Optional[_Union[_verifier_pb2.ModelShape, _Mapping]] = ..., window: _Optional[int] = ..., sink: _Optional[int] = ...) -> None: ...
 
 class ProposeBatch(_message.Message):
-    __slots__ = ("batch_id", "items")
+    __slots__ = ("batch_id", "items", "step_seconds")
     BATCH_ID_FIELD_NUMBER: _ClassVar[int]
     ITEMS_FIELD_NUMBER: _ClassVar[int]
+    STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     batch_id: int
     items: _containers.RepeatedCompositeFieldContainer[ProposeItem]
-    def __init__(self, batch_id: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ProposeItem, _Mapping]]] = ...) -> None: ...
+    step_seconds: float
+    def __init__(self, batch_id: _Optional[int] = ..., items: _Optional[_Iterable[_Union[ProposeItem, _Mapping]]] = ..., step_seconds: _Optional[float] = ...) -> None: ...
 
 class ProposeItem(_message.Message):
     __slots__ = ("sequence_id", "base", "newest_token", "k", "sampling")

@@ -165,8 +165,8 @@ class Absorbed:
     def forget_all(self) -> None:
         self.messages.clear()
 
-    def seconds_starved(self) -> float:
-        return 0.0
+    def starves(self, floor: float) -> bool:
+        return False
 
     def absorb(self, verified: Verified, then: object) -> None:
         self.messages.append(verified)

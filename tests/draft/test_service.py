@@ -26,6 +26,7 @@ from spire.v1 import draft_pb2 as pb
 from spire.v1 import draft_pb2_grpc, tensor_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.draft.conftest import INLINE
 from tests.services import Services, running, start
+from tests.verifier.harness import answer_on
 
 SAMPLED = tensor_pb2.Sampling(temperature=1, top_p=1, seed=5)
 GREEDY = tensor_pb2.Sampling(temperature=0, top_p=1)
@@ -52,7 +53,7 @@ class Peers:
         call = self.verifier.Rounds(metadata=(("spire-gateway", "test"),))
         try:
             await call.write(request)
-            return await call.read()
+            return await answer_on(call)
         finally:
             call.cancel()
 

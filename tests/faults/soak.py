@@ -295,10 +295,7 @@ def soak(
         rows = read_trace(trace, context, float("inf"), 1.0) if trace else poisson(context, rng)
         times = list(arrivals(rows, rng.randrange(len(rows)), rate, 60 * minutes))
         console.print("starting the services")
-        # Here services are lost by kills. A large target on two busy cores computes for long, and loads for long.
-        patience = ["--verify-deadline", str(SILENCE), "--verifier-patience", str(SILENCE)]
-        little = ["--cache-gb", str(cache_gb(config, context)), "--stuck-seconds", str(SILENCE)]
-        with system(target, follower, verifier_options=little, gateway_options=patience) as whole:
+        with system(target, follower, verifier_options=["--cache-gb", str(cache_gb(config, context))]) as whole:
             (whole.directory / "slow").write_text("{} {}".format(*slow))
             expected, longest = undisturbed(whole, pool(PromptSource(target, [BUNDLED_TEXT]), rows, rng))
             too_long: Body = {"prompt": "x " * 2 * config.max_position_embeddings}

@@ -8,6 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
+# Those that must be there; the manual may have more.
 CASES = range(1, 26)
 
 
@@ -37,7 +38,7 @@ def documented() -> dict[int, set[str]]:
 
 
 def test_every_case_has_a_test() -> None:
-    assert set(marked()) == set(CASES)
+    assert set(CASES) <= set(marked())
 
 
 def test_the_manual_names_the_tests_of_every_case() -> None:

@@ -90,7 +90,8 @@ def test_the_queue_is_told_by_the_rate_at_which_others_got_their_first_token() -
         rate.started(2.0 * moment)
     assert rate.seconds_for(3, now=20.0) == 6.0
     assert rate.retry_after(3, now=20.0) == 6
-    assert rate.retry_after(1000, now=20.0) == 120
+    assert rate.retry_after(1000, now=20.0) == 2000, "never less than what is known to lie ahead"
+    assert rate.retry_after(3, now=20.0, at_least=40.2) == 41, "at least one step is"
     assert rate.seconds_for(3, now=44.0) == 12.0, "nobody has got any for long"
     rate.emptied()
     assert rate.seconds_for(3, now=44.0) is None, "idle time is no slowness"

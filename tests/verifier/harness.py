@@ -70,6 +70,23 @@ def distribution(ids_KM: torch.Tensor, probs_KM: torch.Tensor) -> pb.DraftDistri
     return pb.DraftDistribution(ids=to_wire(ids_KM.int()), probabilities=to_wire(probs_KM.float()))
 
 
+async def answer_on(call: grpc.aio.StreamStreamCall) -> pb.RoundsResponse:
+    """What comes next on a gateway's stream, but for the pace."""
+    while True:
+        answer = await asyncio.wait_for(call.read(), 20)
+        assert isinstance(answer, pb.RoundsResponse), "the stream has ended"
+        if not answer.HasField("pace"):
+            return answer
+
+
+async def code_of(call: grpc.aio.StreamStreamCall) -> grpc.StatusCode:
+    """How a stream ends, once all that came on it is read."""
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        while await asyncio.wait_for(call.read(), 20) is not grpc.aio.EOF:
+            pass
+    return await call.code()
+
+
 class Client:
     """One gateway's stream. Answers are found by sequence id or batch id, in whatever order they come."""
 
@@ -109,13 +126,11 @@ class Client:
         return list(answer.results)
 
     async def read(self) -> pb.RoundsResponse:
-        answer = await asyncio.wait_for(self._call.read(), 20)
-        assert isinstance(answer, pb.RoundsResponse), "the stream has ended"
-        return answer
+        return await answer_on(self._call)
 
     async def code(self) -> grpc.StatusCode:
         """How the stream ended."""
-        return await self._call.code()
+        return await code_of(self._call)
 
     async def release(self, *sequence_ids: str) -> int:
         return (await self.stub.Release(pb.ReleaseRequest(sequence_ids=sequence_ids))).released
@@ -211,12 +226,12 @@ class Verifier:
             await opened.close()
 
 
-def slow_steps(verifier: Verifier) -> None:
-    """Let steps take no less than 10 ms, so that a prompt in many chunks is under way for a while on any machine."""
+def slow_steps(verifier: Verifier, seconds: float = 0.01) -> None:
+    """Let steps take no less than `seconds`, so that a prompt in many chunks is under way for a while."""
     run = verifier.engine.steps.run
 
     def slowly(batch: RaggedBatch | None, chunk: PromptChunk | None) -> tuple[Outcome | None, Outcome | None]:
-        time.sleep(0.01)
+        time.sleep(seconds)
         return run(batch, chunk)
 
     verifier.engine.steps.run = slowly  # type: ignore[method-assign]

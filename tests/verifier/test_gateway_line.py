@@ -22,7 +22,7 @@ from spire.v1 import tensor_pb2
 from spire.v1 import verifier_pb2 as pb
 from spire.v1 import verifier_pb2_grpc as rpc
 from tests.verifier.conftest import Running
-from tests.verifier.harness import GREEDY, Verifier, plain_greedy, prompt_of, slow_steps
+from tests.verifier.harness import GREEDY, Verifier, answer_on, code_of, plain_greedy, prompt_of, slow_steps
 
 PROMPT = prompt_of(12)
 
@@ -181,9 +181,7 @@ class Stream:
         self.call = rpc.VerifierStub(self.channel).Rounds(metadata=metadata)
 
     async def read(self) -> pb.RoundsResponse:
-        answer = await asyncio.wait_for(self.call.read(), 20)
-        assert isinstance(answer, pb.RoundsResponse)
-        return answer
+        return await answer_on(self.call)
 
     async def start(self) -> pb.RoundsResponse:
         await self.call.write(pb.RoundsRequest(start=pb.Start(sequence_id="a", tokens=PROMPT, sampling=GREEDY)))
@@ -227,7 +225,7 @@ async def test_a_packet_that_cannot_be_read_ends_its_stream_and_nothing_else(
             offer = (await stream.read()).line
             line = await asyncio.to_thread(open_line, tmp_path, offer)
             assert line.send(packet)
-            assert await asyncio.wait_for(stream.call.code(), 20) == grpc.StatusCode.INVALID_ARGUMENT
+            assert await code_of(stream.call) == grpc.StatusCode.INVALID_ARGUMENT
             assert "cannot be taken" in await stream.call.details()
             assert await asyncio.to_thread(line.receive) == b""
         assert len(await other.rounds("a", range(1, 6))) == 5

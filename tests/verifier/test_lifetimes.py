@@ -184,10 +184,10 @@ async def test_a_batch_that_cannot_be_taken_is_answered_and_the_engine_lives_on(
 async def test_the_watchdog_sees_what_is_done_between_two_steps(verifier: Verifier) -> None:
     go_on = threading.Event()
     done = verifier.engine.call(go_on.wait, 10)
-    await until(lambda: verifier.engine.seconds_in_turn() > 0.1)
+    await until(lambda: verifier.engine.pace.seconds_busy > 0.1)
     go_on.set()
     assert await asyncio.wrap_future(done)
-    await until(lambda: verifier.engine.seconds_in_turn() == 0)
+    await until(lambda: verifier.engine.pace.seconds_busy == 0)
 
 
 async def test_calls_without_end_keep_no_step_from_running(verifier: Verifier) -> None:

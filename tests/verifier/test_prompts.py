@@ -13,13 +13,14 @@ from spire.model.cache import TargetCache
 from tests.verifier.harness import TINY
 from verifier_service.prompts import _PADDING, Prompts
 from verifier_service.sequence import Sequence
+from verifier_service.token_budget import TokenBudget
 
 LONGEST = 400
 
 
 def waiting(gateways_and_lengths: list[tuple[str, int]], budget: int) -> tuple[Prompts, list[Sequence]]:
     cache = TargetCache(TINY, len(gateways_and_lengths), LONGEST + _PADDING)
-    prompts = Prompts(cache, budget)
+    prompts = Prompts(cache, TokenBudget(budget))
     sequences = []
     for gateway, length in gateways_and_lengths:
         start = SimpleNamespace(tokens=[1] * length, prompt_logprobs=False)
