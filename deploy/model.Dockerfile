@@ -28,6 +28,13 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     && /opt/spire/bin/pip uninstall --yes pip
 
 FROM ${PYTHON_IMAGE}
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# A GPU's kernels are compiled when a service starts. Where no compiler can be had, torch's own serve.
+# hadolint ignore=DL3008,DL3009
+RUN case "$TORCH_INDEX" in */cpu) ;; *) \
+        apt-get update -qq && apt-get install -qq -y --no-install-recommends gcc libc6-dev \
+        || echo "no C compiler: kernels will be torch's own" ;; \
+    esac
 COPY --from=build /opt/spire /opt/spire
 # The user has no entry in /etc/passwd, and the root is read-only where compose and Kubernetes run it.
 ENV PATH=/opt/spire/bin:$PATH HOME=/tmp USER=spire PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 \
