@@ -41,10 +41,12 @@ class VerifierMetrics:
         self.slots_used = self._gauge("slots_used", "Sequences held.")
         self._gauge("slots", "Sequences that can be held.").set(slots)
         self._gauge("cache_bytes", "Bytes that the target's cache may come to hold.").set(cache.bytes)
-        held = self._gauge("cache_held_bytes", "Bytes of the cache that hold something, for later prompts too.")
+        held = self._gauge("cache_held_bytes", "Bytes of the cache that are in memory, also where nobody is any more.")
         held.set_function(lambda: cache.held_bytes)
         live = self._gauge("cache_live_bytes", "Bytes of the cache that live sequences have: the rest gives way.")
         live.set_function(lambda: cache.live_bytes)
+        parked = self._gauge("cache_parked_bytes", "Bytes of the cache kept for later prompts: half of it at most.")
+        parked.set_function(lambda: cache.parked_bytes)
 
     def step(self, kind: str, positions: int, seconds: float) -> None:
         """One forward, or one kind's share of it."""

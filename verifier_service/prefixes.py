@@ -74,14 +74,18 @@ class Prefixes:
         return True
 
     def _park(self, slot: int, place: int, tokens: Rows[int], salt: int) -> None:
+        self._parked.pop(place, None)  # it is to be written anew, or dropped
+        while not self._cache.may_park(place, len(tokens)) and self.shed():
+            pass
         try:
+            if not self._cache.may_park(place, len(tokens)):
+                raise OutOfCapacity(f"{len(tokens)} positions are more than may be parked")
             self._cache.copy(slot, place, len(tokens))
         except OutOfCapacity:
             self._drop(place)
             return
         self._write(place, tokens, salt)
         self._parked[place] = None
-        self._parked.move_to_end(place)
 
     def _place(self, tokens: Rows[int], salt: int) -> int | None:
         """Over what these tokens continue, else an empty place, else over the longest unused."""

@@ -74,7 +74,9 @@ class TargetCache:
         self.fused = self._fused_pools(config, dtype) if self.on_cpu else None
         # Kernels for a GPU's few queries, where there are any.
         self.paged = None if self.on_cpu else gpu_kernels(self.keys[0].tensor, self.queries_per_key)
-        # Pages of each slot that are, or may be, backed by memory.
+        # Pages of each slot: those promised to its occupant, which it is charged, and those that are, or may be, backed
+        # by memory. What is backed beyond that stays until another slot needs it.
+        self._promised = [0] * len(self.lengths)
         self._held = [0] * len(self.lengths)
         self._free = list(range(slots))
 
@@ -105,14 +107,23 @@ class TargetCache:
 
     @property
     def held_bytes(self) -> int:
-        """What is promised to the sequences there are, and kept of those that were."""
+        """What may be backed by memory: more than is promised where a slot's last occupant was longer."""
         return sum(self._held) * self.page_bytes
 
     @property
     def live_bytes(self) -> int:
         """What is promised to the sequences there are. Any thread may ask."""
-        free = set(self._free)
-        return sum(pages for slot, pages in enumerate(self._held[: self.slots]) if slot not in free) * self.page_bytes
+        return sum(self._promised[: self.slots]) * self.page_bytes
+
+    @property
+    def parked_bytes(self) -> int:
+        """What is promised to parked slots. Any thread may ask."""
+        return sum(self._promised[self.slots :]) * self.page_bytes
+
+    def may_park(self, place: int, length: int) -> bool:
+        """Whether so much can be parked there: all that is parked together is half of the cache at most."""
+        others = sum(self._promised[self.slots :]) - self._promised[place]
+        return others + self._pages_for(length) <= self._budget // 2
 
     @property
     def usage(self) -> float:
@@ -134,32 +145,54 @@ class TargetCache:
     def free(self, slot: int, scrub: bool = False) -> None:
         """Give a slot back. `scrub` clears it, for a sequence whose numbers were not finite.
 
-        Its memory stays for whoever takes the slot next, until another one needs it.
+        Its memory stays for whoever takes the slot next, until another one needs it: nobody is charged for it.
         """
         if scrub:
             for pool in self._pools:
                 pool.tensor[slot].zero_()
-        self.lengths[slot] = 0
+        self.lengths[slot] = self._promised[slot] = 0
         heapq.heappush(self._free, slot)
 
     def empty(self, slot: int) -> None:
         """Forget what a slot holds and give its memory back."""
-        for pool in self._pools:
-            pool.release(slot, self._held[slot] * self.page)
-        self.lengths[slot] = self._held[slot] = 0
+        self.lengths[slot] = self._promised[slot] = 0
+        self._give_back(slot, self._held[slot])
 
     def reserve(self, slots: Sequence[int], new_tokens: int) -> bool:
         """Promise each of these slots memory for `new_tokens` more positions, or none of them: False."""
-        needed = {slot: min(self.pages, -(-(self.lengths[slot] + new_tokens) // self.page)) for slot in slots}
-        more = sum(max(0, pages - self._held[slot]) for slot, pages in needed.items())
-        if more and sum(self._held) + more > self._budget:
-            for slot in self._free:
-                self.empty(slot)
-        if more and sum(self._held) + more > self._budget:
+        needed = {slot: self._pages_for(self.lengths[slot] + new_tokens) for slot in slots}
+        grown = {slot: pages for slot, pages in needed.items() if pages > self._promised[slot]}
+        if not grown:
+            return True
+        if sum(self._promised) + sum(pages - self._promised[slot] for slot, pages in grown.items()) > self._budget:
             return False
-        for slot, pages in needed.items():
+        for slot, pages in grown.items():
+            self._promised[slot] = pages
+        self._make_room(sum(max(0, pages - self._held[slot]) for slot, pages in grown.items()))
+        for slot, pages in grown.items():
             self._held[slot] = max(self._held[slot], pages)
         return True
+
+    def _pages_for(self, length: int) -> int:
+        return min(self.pages, -(-length // self.page))
+
+    def _make_room(self, pages: int) -> None:
+        """Let so many more be backed: take what lies beyond promises, and no more of it than is needed."""
+        excess = sum(self._held) + pages - self._budget
+        for slot in reversed(range(len(self._held))):
+            if excess <= 0:
+                return
+            spare = min(excess, max(0, self._held[slot] - self._promised[slot]))
+            self._give_back(slot, spare)
+            excess -= spare
+
+    def _give_back(self, slot: int, pages: int) -> None:
+        """The memory of a slot's last pages."""
+        left = self._held[slot] - pages
+        if pages:
+            for pool in self._pools:
+                pool.release(slot, left * self.page, self._held[slot] * self.page)
+        self._held[slot] = left
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Let `target` hold what `source` holds up to `length`. Raises OutOfCapacity when there is no memory."""

@@ -49,13 +49,23 @@ class Pool:
         """Put these at their places."""
         self.tensor.view(-1, new_RK.shape[-1]).index_copy_(0, places_R, new_RK)
 
-    def release(self, slot: int, positions: int) -> None:
-        """Give the memory of a slot's first positions back; they are zeros again, but for the ends of odd sizes."""
+    def release(self, slot: int, first: int, end: int) -> None:
+        """Give the memory of a slot's positions back, from `first` to before `end`, behind which nothing is held.
+
+        They are zeros again, but for the ends of odd sizes.
+        """
         if self._memory is None or not hasattr(mmap, "MADV_DONTNEED"):
             return
         for head in range(slot * self._heads, (slot + 1) * self._heads):
-            start = head * self._positions * self._row_bytes
-            first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-            end = (start + min(positions, self._positions) * self._row_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
-            if end > first:
-                self._memory.madvise(mmap.MADV_DONTNEED, first, end - first)
+            start, past = (at * self._positions * self._row_bytes for at in (head, head + 1))
+            begin = _page_from(start + first * self._row_bytes)
+            over = min(
+                _page_from(start + min(end, self._positions) * self._row_bytes), past // mmap.PAGESIZE * mmap.PAGESIZE
+            )
+            if over > begin:
+                self._memory.madvise(mmap.MADV_DONTNEED, begin, over - begin)
+
+
+def _page_from(byte: int) -> int:
+    """Where the operating system's first page from there on begins."""
+    return -(-byte // mmap.PAGESIZE) * mmap.PAGESIZE
