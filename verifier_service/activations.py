@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from spire.errors import InvalidRequest, MismatchError
+from spire.model.pool import Pool
 from spire.rpc.channel import PROTOCOL_VERSION
+from spire.rpc.limits import MAX_TAPPED_POSITIONS
 from spire.rpc.tensors import host_bytes
 from spire.v1 import verifier_pb2 as pb
 from verifier_service.delivery import NO_ROWS, Deliver, Delivery, Picked, spans_of
@@ -62,6 +64,11 @@ class Taps:
             raise InvalidRequest(f"a layer is tapped twice: {list(request.tapped_layers)}")
         # Memory for so many positions is held of every sequence, and none has more than the context.
         sink, window = (min(count, target.max_context) for count in (request.sink, request.window))
+        if request.tapped_layers and sink + window > MAX_TAPPED_POSITIONS:
+            raise MismatchError(
+                f"the draft asks for the activations of {sink + window} positions of every sequence (sink {sink}, "
+                f"window {window}), the verifier keeps {MAX_TAPPED_POSITIONS} at most: train one with a smaller window"
+            )
         return cls(tuple(request.tapped_layers), sink, window, request.tokens)
 
 
@@ -99,7 +106,18 @@ class Feed:
         # What is not among the tails yet.
         self._pending: list[tuple[Rows[Advance], Tensor]] = []
         self._pending_rows = 0
-        self._tails = torch.zeros(slots, taps.sink + taps.window, len(taps.layers), width, dtype=dtype, device=device)
+        self._entries, self._tapped = taps.sink + taps.window, (len(taps.layers), width)
+        # Memory for the tails of all slots, which on a CPU comes with what is written; none while there is no sequence.
+        self._pool: Pool | None = None
+        self._no_row = torch.zeros(0, *self._tapped, dtype=dtype, device=device)
+        self._shape = slots, 1, self._entries, len(taps.layers) * width
+
+    @property
+    def _tails(self) -> Tensor:
+        """By slot and entry, [slots, sink + window, N, D]."""
+        if self._pool is None:
+            self._pool = Pool(self._shape, self._no_row.dtype, self._no_row.device)
+        return self._pool.tensor.view(-1, self._entries, *self._tapped)
 
     def join(self, sequence_id: str, slot: int) -> None:
         self.members[sequence_id] = (slot, 0)
@@ -112,7 +130,11 @@ class Feed:
         self._write_tails()
         self._tokens.pop(sequence_id, None)
         self._unsent.pop(sequence_id, None)
-        del self.members[sequence_id]
+        slot, _ = self.members.pop(sequence_id)
+        if not self.members:
+            self._pool = None
+        elif self._pool:
+            self._pool.release(slot, 0, self._entries)
         return True
 
     def store(self, advances: Rows[Advance], rows_RND: Tensor) -> None:
@@ -129,7 +151,8 @@ class Feed:
     def _write_tails(self) -> None:
         """Sink positions have entries of their own, the window is a ring."""
         advances = [a for stored, _ in self._pending for a in stored]
-        if not advances:
+        if not advances or not self.taps.layers:
+            self._pending, self._pending_rows = [], 0
             return
         rows = [rows_RND for _, rows_RND in self._pending]
         self._pending, self._pending_rows = [], 0
@@ -153,7 +176,7 @@ class Feed:
 
     def no_rows(self, count: int) -> Tensor:
         """The activations of `count` positions where no layer is tapped: [R, 0, D]."""
-        return self._tails.new_zeros(count, *self._tails.shape[2:])
+        return self._no_row.new_zeros(count, *self._tapped)
 
     def advance(self, advances: Rows[Advance], rows: Picked) -> Delivery:
         """What has been committed, but for sequences that are quiet or still have to catch up."""
@@ -193,7 +216,8 @@ class Feed:
             reset = not start or start < oldest
             positions = self._kept_positions(length) if reset else list(range(start, length))
             spans += spans_of(sequence_id, positions, reset)
-            rows.append(self._tails[slot, [p if p < sink else sink + p % window for p in positions]])
+            entries = [p if p < sink else sink + p % window for p in positions]
+            rows.append(self._tails[slot, entries] if self.taps.layers else self.no_rows(len(positions)))
             tokens += [self._tokens[sequence_id][p] for p in positions] if self.taps.tokens else []
             self._unsent.pop(sequence_id, None)
         return Delivery(spans, Picked(torch.cat(rows)) if rows else NO_ROWS, tokens, whole_replay=whole)

@@ -25,6 +25,10 @@ MAX_NAMED = 4096
 MAX_FOLLOWERS = 16
 
 
+# Sink and window of a draft that taps layers. The verifier keeps activations of so many positions of every sequence.
+MAX_TAPPED_POSITIONS = 1024
+
+
 def check_named(what: str, count: int) -> None:
     """Raises InvalidRequest when a message names too many sequences."""
     if count > MAX_NAMED:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import mmap
 from itertools import accumulate
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spire.errors import MismatchError
+from spire.rpc.channel import PROTOCOL_VERSION
 from spire.v1 import verifier_pb2 as pb
 from verifier_service import activations
 from verifier_service.activations import Advance, Feed, Taps
@@ -99,3 +103,48 @@ def test_rows_are_gathered_as_torch_indexes_them_wherever_they_go(
     there = torch.empty(part.shape, dtype=torch.bfloat16)
     part.gather(there)
     assert torch.equal(there, from_XND[chosen])
+
+
+def test_a_feed_holds_memory_of_the_sequences_that_it_has_and_none_when_they_are_gone() -> None:
+    """8,000 slots of an 8B target's tails would be 8.5 GB."""
+    before = _resident()
+    taps = Taps((1, 2, 3, 4), 1, 64)
+    feed = Feed(taps, 8000, 4096, torch.bfloat16, torch.device("cpu"))
+    of_one = 65 * 4 * 4096 * 2
+    rows = torch.ones(65, 4, 4096, dtype=torch.bfloat16)
+    for life in range(20):
+        feed.join(f"{life}", life)
+        feed.store([Advance(f"{life}", "d", life, 0, [0] * 65)], rows)
+    feed.replay(["0"])
+    assert 12 * of_one <= (held := _resident() - before) <= 40 * of_one
+    for life in range(19):
+        assert feed.leave(f"{life}")
+    assert _resident() - before <= held - 12 * of_one, "each gives its own back"
+    assert feed.leave("19")
+    assert feed._pool is None
+
+
+@pytest.mark.parametrize(
+    ("sink", "window", "fits"), [(1, 64, True), (24, 1000, True), (25, 1000, False), (8000, 1, False)]
+)
+def test_a_draft_that_asks_for_more_positions_than_any_needs_is_refused_by_name(
+    sink: int, window: int, fits: bool
+) -> None:
+    target = pb.GetInfoResponse(target_fingerprint="ours", num_layers=32, max_context=8000)
+    wanted = {"draft_id": "d", "target_fingerprint": "ours", "protocol_version": PROTOCOL_VERSION}
+    request = pb.ActivationsRequest(**wanted, tapped_layers=[1], sink=sink, window=window)
+    if fits:
+        assert (Taps.read(request, target).sink, Taps.read(request, target).window) == (sink, window)
+    else:
+        with pytest.raises(MismatchError, match=f"sink {sink}, window {window}.*keeps 1024"):
+            Taps.read(request, target)
+
+
+def test_a_draft_that_taps_no_layer_may_see_all_of_the_context() -> None:
+    target = pb.GetInfoResponse(target_fingerprint="ours", num_layers=32, max_context=8000)
+    wanted = {"draft_id": "d", "target_fingerprint": "ours", "protocol_version": PROTOCOL_VERSION}
+    assert Taps.read(pb.ActivationsRequest(**wanted, tokens=True, window=8000), target).window == 8000
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
