@@ -24,7 +24,7 @@ ONE_LINE := awk -v shown="$$(test -t 2 && echo yes)" \
 	'shown && /^(Collecting|Installing)/ { printf "\r\033[K  %s", substr($$0, 1, 70); fflush() } END { if (shown) printf "\r\033[K" }'
 
 .DEFAULT_GOAL := help
-.PHONY: help serve compose-up compose-down images-test test faults faults-seen fuzz soak pictures gpu gpu-wheels lint format protos clean
+.PHONY: help serve compose-up compose-down images-test test faults faults-seen fuzz soak neighbours pictures gpu gpu-wheels lint format protos clean
 
 help:  ## List what can be made.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -61,6 +61,9 @@ fuzz: $(VENV)/.dev  ## 100,000 wrong messages to verifier and draft while client
 
 soak: $(VENV)/.dev  ## Mixed load with kills for MINUTES (30), on MODEL=DIR (DRAFT=DIR) instead of the bundled pair; ARGS="--trace FILE"; figures in build/soak.json.
 	$(VENV)/bin/python -m tests.faults.soak --minutes $(MINUTES) $(if $(MODEL),--model $(MODEL)) $(if $(DRAFT),--draft $(DRAFT)) $(ARGS)
+
+neighbours: $(VENV)/.dev  ## What one user's requests do to another's stream, attack by attack, on `spire up` (ten minutes; ARGS="--only NAME", "--json"); figures in build/neighbours.json.
+	$(VENV)/bin/python -m tests.faults.neighbours $(ARGS)
 
 images-test: $(VENV)/.dev  ## Build the images by buildah, run the system from them (as root, without an engine; minutes, 4 GB while it runs).
 	SPIRE_TEST_IMAGES=1 $(VENV)/bin/python -m pytest tests/deploy/test_images.py $(ARGS)
