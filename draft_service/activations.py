@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -61,6 +62,8 @@ class Follower:
         # By which rows may come, the best first: the host and the GPU that a subscription names for it.
         gpu = gpu_of(device) if host else ""
         self._ways = list(dict.fromkeys([(host, gpu), (host, ""), ("", "")]))
+        # One thread, however often a subscription breaks while the verifier's memory is being opened.
+        self._opening = ThreadPoolExecutor(1, "opening")
         self._ring: RingReader | None = None
         # By which the verifier that is followed now says what is small and due at once.
         self.line: Line | None = None
@@ -133,7 +136,8 @@ class Follower:
 
     async def _open(self, offers: pb.ActivationsResponse) -> None:
         """Map the verifier's memory, if it offers any. Not on the event loop: it is touched page by page."""
-        self._ring, self.q_ring = await asyncio.to_thread(self._opened, offers)
+        loop = asyncio.get_running_loop()
+        self._ring, self.q_ring = await loop.run_in_executor(self._opening, self._opened, offers)
         if self._orders and offers.line.name:
             self._dial(offers.line, self._orders)
         self._say_how()

@@ -103,15 +103,21 @@ class Worker:
         take_short_turns()
         with torch.inference_mode():
             while self._take():
-                # Each is looked at once: a moment later another answer may be due.
-                looked_at, self._pending = self._pending, []
-                for task in looked_at:
-                    if self._due(task):
-                        self._notice(task)
-                        with self.pace.step(f"draft {task.k}", task.k * len(task.guesses)):
-                            self.busy_seconds += answer(task, self.drafter.check, self.drafter.propose)
-                    else:
-                        self._pending.append(task)
+                self._answer_due()
+
+    def _answer_due(self) -> None:
+        """Each is looked at once: a moment later another answer may be due.
+
+        Nothing of an answer is held afterwards: it may lie in a ring of a subscription that has ended.
+        """
+        looked_at, self._pending = self._pending, []
+        for task in looked_at:
+            if self._due(task):
+                self._notice(task)
+                with self.pace.step(f"draft {task.k}", task.k * len(task.guesses)):
+                    self.busy_seconds += answer(task, self.drafter.check, self.drafter.propose)
+            else:
+                self._pending.append(task)
 
     def _take(self) -> bool:
         """Do everything that has arrived, waiting for something if nothing is pending. False: stop."""

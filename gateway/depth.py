@@ -322,6 +322,18 @@ class DepthController:
         self._credit = min(credit, _MOST_CREDIT_ROUNDS * seconds)
         self._pause = max(0.0, self._pause - seconds)
 
+    def missed(self, load: Load, k: int, seconds: float) -> None:
+        """A round of `seconds` waited in vain for a draft that was to guess k tokens: drafting takes longer than that.
+
+        It counts also right behind a plain one: a draft that is late is left alone, so none at its depth follows.
+        """
+        self.acceptance.observe([])
+        self._settle(None, seconds, guessed=False)
+        self._drafted, self._next = True, []
+        times = self._times(load)
+        if k <= self.deepest and math.log(seconds) > times.at(load)[k]:
+            times.observe(load, k, seconds)
+
     def _turned(self, k: int | None) -> bool:
         """Whether the round before this one was of the other kind."""
         before, self._drafted = self._drafted, None if k is None else k > 0

@@ -54,6 +54,8 @@ class Proposals:
     counts: dict[str, int] = field(default_factory=dict)
     ordered: bool = False
     lost: bool = False
+    # Depths by wire id of a round that waited for the draft in vain, as long as it may.
+    late: dict[str, int] = field(default_factory=dict)
     # Of a round that was to be drafted: speculative, or plain because it was sampled for comparison.
     decoding: str = ""
     model_seconds: float = 0.0
@@ -127,8 +129,8 @@ class Speculation:
         rooms = [self._most(sequence) for sequence in automatic]
         if any(rooms):
             self._load, self.k = load, self._next_k(load, rooms)
-            for sequence in automatic:
-                sequence.k = self.k
+        for sequence in automatic:
+            sequence.k = self.k
         return load
 
     def _next_k(self, load: Load, rooms: list[int]) -> int:
@@ -155,12 +157,12 @@ class Speculation:
         return sequence.quiet
 
     async def propose(self, batch: list[Sequence]) -> Proposals:
-        wanted = [(sequence, depth) for sequence in batch if (depth := self.depth(sequence))]
-        if not wanted or self._draft is None:
-            return Proposals(lost=self._draft is None or not self._draft.up)
-        if not self._draft.up:
-            self._metrics.fallbacks["draft_absent"] += len(wanted)
+        if self._draft is None:
             return Proposals(lost=True)
+        if not self._draft.up:
+            self._metrics.fallbacks["draft_absent"] += sum(map(self._misses_draft, batch))
+            return Proposals()
+        wanted = [(sequence, depth) for sequence in batch if (depth := self.depth(sequence))]
         # Who was quiet catches up first.
         wanted = [(sequence, depth) for sequence, depth in wanted if not sequence.quiet]
         if not wanted:
@@ -204,11 +206,18 @@ class Speculation:
         return min(sequence.k, self._most(sequence))
 
     def _most(self, sequence: Sequence) -> int:
-        """How many tokens could be drafted for it: no more than both services take, none without its draft."""
-        draft, model = (self._draft.info if self._draft else None), self._verifier.model
+        """How many tokens could be drafted for it: no more than both services take, none while its draft is away.
+
+        A round beside which the draft is away is a plain one: sent ahead as such, and as such learned from.
+        """
+        draft, model = (self._draft.info if self._draft and self._draft.up else None), self._verifier.model
         if draft is None or model is None or not self._follows(sequence):
             return 0
         return min(sequence.room, draft.max_speculation_depth, model.info.max_speculation_depth)
+
+    def _misses_draft(self, sequence: Sequence) -> bool:
+        """Whether it would be drafted if its draft were there."""
+        return sequence.depth > 0 and self._follows(sequence)
 
     def _follows(self, sequence: Sequence) -> bool:
         """Whether the draft that is known now gets its activations."""
@@ -257,6 +266,8 @@ class Speculation:
         proposals.model_seconds = answer.drafting.forward_seconds + answer.drafting.sample_seconds
         proposals.waited_seconds = answer.drafting.queue_seconds
         if missed := found & _MISSED.keys():
+            if missed == {verifier_pb2.UNDRAFTED_LATE}:
+                proposals.late = proposals.asked
             proposals.lost, proposals.asked = True, {}
             log.warning("decoding plainly", reason=_MISSED[min(missed)])
             self._draft.missed(late=verifier_pb2.UNDRAFTED_LOST not in missed)
@@ -271,18 +282,25 @@ class Speculation:
         self, load: Load, shown: Shown, seconds: float, proposals: Proposals, verified: verifier_pb2.Timings
     ) -> None:
         """Take over what a round of `seconds` has shown."""
-        if shown.depth and proposals.decoding == "speculative":
+        if shown.depth and proposals.decoding == "speculative" and not proposals.lost:
             self._seen = load, shown.depth
         own = seconds - self._of_others(load, proposals, verified)
         # Less than its own forward took: it waited before the round before it was over, and that was taken off twice.
         possible = own >= verified.forward_seconds + verified.sample_seconds
-        self._depths.observe(load, shown.depth if possible else None, own, shown.blocks)
+        if proposals.late and shown.depth and possible:
+            self._depths.missed(load, shown.depth, own)
+        else:
+            self._depths.observe(load, shown.depth if possible else None, own, shown.blocks)
 
     def _explained_by(self, batch: list[Sequence], proposals: Proposals) -> int | None:
-        """The one depth that a round's time belongs to; None when a quarter of it had another, or had no draft."""
-        if proposals.lost:
+        """The one depth that a round's time belongs to; None when a quarter of it had another, or had no draft.
+
+        A round that waited for its draft in vain shows what drafting takes, at the least.
+        """
+        if proposals.lost and not proposals.late:
             return None
-        depths = [proposals.drafted(sequence) for sequence in batch if self._follows(sequence)]
+        depths_by_id = proposals.late or proposals.counts
+        depths = [depths_by_id.get(sequence.wire_id, 0) for sequence in batch if self._follows(sequence)]
         if not depths and not proposals.asked:
             return 0  # nobody speculates
         deepest = max(depths, default=0)

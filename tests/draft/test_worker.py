@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, cast
@@ -17,7 +18,7 @@ from draft_service import worker as module
 from draft_service.activations import Follower
 from draft_service.drafter import Drafter, Verified
 from draft_service.worker import Worker
-from spire.drafting import Guess, ProposeTask
+from spire.drafting import Drafted, Guess, ProposeTask
 from spire.errors import OutOfCapacity, UnknownSequence
 from spire.rpc.tensors import to_wire
 from spire.sampling import SamplingRows
@@ -215,3 +216,57 @@ async def test_what_is_absorbed_for_a_proposal_counts_as_work_on_it_and_not_as_w
         assert 0.1 <= answer.queue_seconds <= time.monotonic() - began - answer.forward_seconds
     finally:
         worker.stop()
+
+
+class Guessing(Starving):
+    """A drafter that is never behind, and whose q lies in memory that may be given back."""
+
+    def __init__(self) -> None:
+        self.q: weakref.ref[torch.Tensor] | None = None
+
+    def behind(self, guess: Guess) -> bool:
+        return False
+
+    def check(self, guess: Guess) -> None:
+        pass
+
+    def propose(self, guesses: list[Guess], k: int, rows: SamplingRows) -> Drafted:
+        q = torch.ones(1, k, 4)
+        self.q = weakref.ref(q)
+        return Drafted(torch.zeros(1, k, dtype=torch.int64), None, q)
+
+
+@pytest.mark.fault(2)
+async def test_an_answer_is_not_held_once_it_is_given() -> None:
+    """Its q lies in a ring, which would stay open after its subscription has ended."""
+    drafter = Guessing()
+    worker = Worker(cast(Drafter, drafter), 0.1, lambda ids: None)
+    worker.start()
+    try:
+        await worker.propose(ProposeTask([Guess("a", 3, 5)], cast(SamplingRows, None), 2))
+        assert drafter.q is not None
+        async with asyncio.timeout(10):
+            while drafter.q() is not None:  # noqa: ASYNC110 - a weak reference tells nobody
+                await asyncio.sleep(0.01)
+    finally:
+        worker.stop()
+
+
+@pytest.mark.fault(2)
+async def test_a_subscription_that_breaks_while_memory_is_being_opened_leaves_no_thread_behind() -> None:
+    follower, may = Follower(cast(Any, None), pb.ActivationsRequest(), cast(Worker, None), ""), threading.Event()
+
+    def opened(offers: pb.ActivationsResponse) -> tuple[None, None]:
+        may.wait(20)
+        return None, None
+
+    follower._opened = opened  # type: ignore[method-assign]
+    before = threading.active_count()
+    for _ in range(4):
+        opening = asyncio.create_task(follower._open(pb.ActivationsResponse()))
+        await asyncio.sleep(0.05)
+        opening.cancel()
+        with suppress(asyncio.CancelledError):
+            await opening
+    assert threading.active_count() == before + 1
+    may.set()
