@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from gateway.aside import aside
 from gateway.completion import Completion
 from gateway.errors import CLIENT_LEFT
+from gateway.json_pieces import chunks_of
 
 Answer = TypeVar("Answer")
+
+_JSON = "application/json"
 
 
 async def answer(http: Request, completion: Completion, headers: dict[str, str]) -> Response:
@@ -23,14 +27,31 @@ async def answer(http: Request, completion: Completion, headers: dict[str, str])
     try:
         if completion.request.stream:
             # What is refused at once has a status of its own instead of an event.
-            if await _unless_gone(http.receive, completion.begun()):
+            if await unless_gone(http.receive, completion.begun()):
                 begun = EventStream(completion, headers)
             return begun or Response(status_code=CLIENT_LEFT)
-        whole = await _unless_gone(http.receive, completion.whole())
-        return Response(status_code=CLIENT_LEFT) if whole is None else JSONResponse(whole, headers=headers)
+        whole = await unless_gone(http.receive, completion.whole())
+        return Response(status_code=CLIENT_LEFT) if whole is None else json_answer(whole, headers)
     finally:
         if begun is None:
             completion.close()
+
+
+def json_answer(answer: dict[str, Any], headers: dict[str, str]) -> Response:
+    """An answer as JSON: a long one is written while it is sent, and never there as a whole."""
+    chunks = chunks_of(answer)
+    first = next(chunks)
+    second = next(chunks, None)
+    if second is None:
+        return Response(first, headers=headers, media_type=_JSON)
+    return StreamingResponse(_written([first, second], chunks), headers=headers, media_type=_JSON)
+
+
+async def _written(begun: list[bytes], rest: Iterator[bytes]) -> AsyncIterator[bytes]:
+    for chunk in begun:
+        yield chunk
+    while chunk := await aside(next, rest, b""):
+        yield chunk
 
 
 class EventStream(StreamingResponse):
@@ -48,8 +69,8 @@ class EventStream(StreamingResponse):
             self.completion.close()
 
 
-async def _unless_gone(receive: Callable[[], Awaitable[Any]], answer: Coroutine[Any, Any, Answer]) -> Answer | None:
-    """The answer; None when the client left before it came."""
+async def unless_gone(receive: Callable[[], Awaitable[Any]], answer: Coroutine[Any, Any, Answer]) -> Answer | None:
+    """The answer; None when the client left before it came: nobody works for who is gone."""
     work, gone = asyncio.ensure_future(answer), asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)

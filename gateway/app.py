@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
@@ -16,13 +16,14 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from gateway.admission import Quotas, seconds_allowed
-from gateway.answers import answer
+from gateway.answers import answer, unless_gone
+from gateway.aside import by_size
 from gateway.bodies import ModelName, bad_parameter, check_model, ignored_header, parse, read_body, refusals
 from gateway.chat import ChatCompletion, ChatRequest, chat_prompt
 from gateway.completion import Completion
 from gateway.config import GatewayConfig
 from gateway.engine import Engine
-from gateway.errors import BadParameter, UnknownModel, error_body, rest_error, retry_after
+from gateway.errors import CLIENT_LEFT, BadParameter, UnknownModel, error_body, rest_error, retry_after
 from gateway.front import Front
 from gateway.keys import Guard
 from gateway.metrics import Exposition, Named
@@ -32,7 +33,7 @@ from gateway.page import add_page
 from gateway.peers import Model
 from gateway.prompts import encode_prompts
 from gateway.responses import ChatResponse, CompletionResponse, answers
-from gateway.schemas import CompletionRequest, check, check_tokens
+from gateway.schemas import CompletionRequest, check, check_logprobs, check_tokens
 from gateway.sequence import GREEDY
 from gateway.tokenization import DetokenizeRequest, TokenizeRequest, add_tokenization
 from spire import __version__
@@ -86,21 +87,31 @@ def _add_completions(app: FastAPI, config: GatewayConfig, engine: Engine) -> Non
     )
     async def complete(http: Request) -> Response:
         """Complete one or more prompts, as one JSON object or as server-sent events."""
-        request = parse(await http.body(), CompletionRequest)
-        return await _generate(http, request, Completion, ignored_header(request))
+        return await _answered(http, _completion(http))
 
     @app.post("/v1/chat/completions", responses=answers(ChatResponse) | declared, openapi_extra=body_of(ChatRequest))
     async def chat(http: Request) -> Response:
         """Answer a conversation, by the chat template of the model's tokenizer."""
-        asked, model = await read_body(http, ChatRequest, engine)
-        prompt = await chat_prompt(asked.messages, model, asked, asked.add_special_tokens)
-        request = asked.as_completion(prompt, model.info.max_context)
-        return await _generate(http, request, ChatCompletion, ignored_header(asked))
+        return await _answered(http, _chat_completion(http))
 
-    async def _generate(
-        http: Request, request: CompletionRequest, kind: type[Completion], headers: dict[str, str]
-    ) -> Response:
-        check(request)
+    async def _answered(http: Request, made: Coroutine[Any, Any, tuple[Completion, dict[str, str]]]) -> Response:
+        asked = await unless_gone(http.receive, made)
+        return Response(status_code=CLIENT_LEFT) if asked is None else await answer(http, *asked)
+
+    async def _completion(http: Request) -> tuple[Completion, dict[str, str]]:
+        body = await http.body()
+        request = await by_size(len(body), _checked, body)
+        return await _made(http, request, Completion, len(body)), ignored_header(request)
+
+    async def _chat_completion(http: Request) -> tuple[Completion, dict[str, str]]:
+        asked, model = await read_body(http, ChatRequest, engine)
+        size = len(await http.body())
+        prompt = await by_size(size, chat_prompt, asked.messages, model, asked, asked.add_special_tokens)
+        request = asked.as_completion(prompt, model.info.max_context)
+        await by_size(size, check, request)
+        return await _made(http, request, ChatCompletion, size), ignored_header(asked)
+
+    async def _made(http: Request, request: CompletionRequest, kind: type[Completion], size: int) -> Completion:
         model = engine.model
         check_model(request.model, model)
         _check_draft(request, engine)
@@ -108,16 +119,23 @@ def _add_completions(app: FastAPI, config: GatewayConfig, engine: Engine) -> Non
         _check_grammar(request, model)
         check_tokens(request, model.info.vocab_size)
         seconds = seconds_allowed(http.headers, config.request_deadline)
-        prompts = await encode_prompts(request, model, config.max_choices // request.candidates)
+        prompts = await by_size(size, encode_prompts, request, model, config.max_choices // request.candidates)
+        check_logprobs(request, [*map(len, prompts)])
         completion = kind(engine, request, model, prompts, http.state.request_id, seconds)
         completion.charge = quotas.charge(http.state.key_name, completion.most_tokens, time.monotonic())
-        return await answer(http, completion, headers)
+        return completion
+
+
+def _checked(body: bytes) -> CompletionRequest:
+    request = parse(body, CompletionRequest)
+    check(request)
+    return request
 
 
 def _check_draft(request: CompletionRequest, engine: Engine) -> None:
     wanted, known = request.speculation.draft, _drafts(engine)
     if wanted not in known:
-        raise BadParameter("speculation.draft", f"no draft {wanted!r} is connected; known: {', '.join(known)}")
+        raise BadParameter("speculation.draft", f"no draft {wanted[:64]!r} is connected; known: {', '.join(known)}")
 
 
 def _drafts(engine: Engine) -> list[str]:

@@ -5,18 +5,18 @@ Text only: tools and pictures are refused by name, tools in `gateway/fields.toml
 
 from __future__ import annotations
 
-import asyncio
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, JsonValue, WithJsonSchema
 
-from gateway.bodies import Part, TokenCount
-from gateway.choice import Piece
+from gateway.bodies import FIRST_ERROR, Part, TokenCount
+from gateway.choice import Choice, Piece
 from gateway.completion import Completion
 from gateway.errors import BadParameter, over_context
 from gateway.fields import PartOf
-from gateway.logprobs import Entry, PromptLogprobs, contents
+from gateway.json_pieces import Shared
+from gateway.logprobs import contents
 from gateway.peers import Model
 from gateway.prompts import check_unicode, result_of
 from gateway.schemas import NEWER_LIMIT, PROMPT_LOGPROBS_SCHEMA, STREAM_SCHEMA, CompletionRequest, GenerationRequest
@@ -72,7 +72,7 @@ class ChatRequest(GenerationRequest, TemplateOptions):
         json_schema_extra={"allOf": [STREAM_SCHEMA, PROMPT_LOGPROBS_SCHEMA, _LOGPROBS_SCHEMA, TEMPLATE_SCHEMA]}
     )
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], FIRST_ERROR] = Field(min_length=1)
     max_tokens: TokenCount | None = Field(None, ge=1, description="by default what the context has room for")
     max_completion_tokens: TokenCount | None = Field(None, ge=1, description=NEWER_LIMIT)
     logprobs: bool = False
@@ -93,12 +93,12 @@ class ChatRequest(GenerationRequest, TemplateOptions):
         )
 
 
-async def chat_prompt(
-    messages: list[Message], model: Model, options: TemplateOptions, add_special_tokens: bool
-) -> list[int]:
+def chat_prompt(messages: list[Message], model: Model, options: TemplateOptions, add_special_tokens: bool) -> list[int]:
     """The token ids that these messages make by the model's template. Raises BadParameter."""
     options.check_template_options()
     context, codec = model.info.max_context, model.codec
+    if len(messages) > model.info.max_context:
+        raise over_context("messages", model.info.max_context, f"you sent {len(messages)} messages. Please send fewer.")
     try:
         plain = [plain_message(message.given, f"messages[{at}]") for at, message in enumerate(messages)]
     except TemplateRefusal as error:
@@ -108,8 +108,7 @@ async def chat_prompt(
         message = "the model's tokenizer has no chat template: ask /v1/completions with a prompt instead"
         raise BadParameter("messages", message)
     try:
-        text = await asyncio.to_thread(
-            model.chat_template.render,
+        text = model.chat_template.render(
             plain,
             most,
             options.begins_answer,
@@ -122,7 +121,7 @@ async def chat_prompt(
         raise BadParameter(error.param, str(error), error.code) from error
     check_unicode(text, "messages")
     try:
-        tokens = await codec.encode(text, context, add_special_tokens)
+        tokens = codec.encode(text, context, add_special_tokens)
     except PromptTooLong as error:
         raise over_context("messages", context, error.however) from error
     if not tokens:
@@ -143,9 +142,11 @@ class ChatCompletion(Completion):
     def _head(self) -> dict[str, Any]:
         return super()._head() | {"object": "chat.completion.chunk" if self.request.stream else "chat.completion"}
 
-    def _tell_prompt_logprobs(self, answer: dict[str, Any], by_prompt: list[PromptLogprobs]) -> None:
-        """Those of the one prompt, beside the choices."""
-        (answer["prompt_logprobs"],) = by_prompt
+    def _in_choice(self, choice: Choice, scores: list[Shared]) -> dict[str, Any]:
+        return {}
+
+    def _beside_choices(self, scores: list[Shared]) -> dict[str, Any]:
+        return {"prompt_logprobs": scores[0]} if scores else {}
 
     def _said(self, piece: Piece) -> dict[str, Any]:
         if not self.request.stream:
@@ -154,5 +155,5 @@ class ChatCompletion(Completion):
         self._begun.add(piece.index)
         return {"delta": ({"role": "assistant"} if first else {}) | {"content": piece.text}}
 
-    def _logprobs(self, entries: list[Entry], top: int) -> dict[str, Any]:
-        return {"content": contents(entries, self.model.codec, top), "refusal": None}
+    def _logprobs(self, piece: Piece, top: int) -> dict[str, Any]:
+        return {"content": contents(piece.entries, self.model.codec, top), "refusal": None}

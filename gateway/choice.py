@@ -8,30 +8,26 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
-from gateway.logprobs import Entry, mean
+from gateway.json_pieces import Shared
+from gateway.logprobs import Entry, PromptEntries, arrays, mean
 from gateway.sequence import Round, Sequence
 from gateway.tokenizer import TextCodec, TextStream
 
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What one choice has grown by. Logprobs come with the text: those of held back tokens come later."""
-
-    index: int
-    text: str
-    tokens: list[int]
-    origins: list[str]
-    rounds: list[Round]
-    entries: list[Entry]
-    finish_reason: str | None
+# Tokens of a choice that are made text at once: more keep the event loop from others.
+_MOST_PULLED = 64
 
 
-@dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt as the beginning of its choices' texts: its text, and where each of its tokens begins."""
+    """A prompt as the beginning of its choices' texts: its text, and where each of its tokens begins.
 
-    text: str
-    offsets: list[int]
+    One for all of them: it is scored for the first alone, and shown once.
+    """
+
+    def __init__(self, text: str, offsets: list[int]):
+        self.text, self.offsets = text, offsets
+        # The sequence that is scored with its prompt, if any is.
+        self.scored: Sequence | None = None
+        self._shown: dict[str, Shared] = {}
 
     @classmethod
     def of_text(cls, codec: TextCodec, prompt: str, add_special_tokens: bool) -> Echo:
@@ -41,6 +37,35 @@ class Echo:
     def of_tokens(cls, codec: TextCodec, prompt: list[int], skip_special_tokens: bool) -> Echo:
         stream = TextStream(codec, [], [], skip_special_tokens=skip_special_tokens)
         return cls(stream.push(prompt) + stream.flush(), stream.offsets)
+
+    @property
+    def awaited(self) -> bool:
+        """Whether its scores have yet to come."""
+        return self.scored is not None and self.scored.prompt_logprobs is None
+
+    def arrays(self, codec: TextCodec, top: int) -> dict[str, Shared]:
+        """Its logprobs as completions show them; nothing where it is not scored."""
+        if self.scored is not None and self.scored.prompt_logprobs is not None and not self._shown:
+            entries = PromptEntries(self.scored.prompt, self.scored.prompt_logprobs, self.offsets)
+            self._shown = {name: Shared(shown) for name, shown in arrays(entries, codec, top).items()}
+        return self._shown
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one choice has grown by. Logprobs come with the text: those of held back tokens come later.
+
+    `echo` is in front of the text, with logprobs of its own.
+    """
+
+    index: int
+    echo: Echo | None
+    text: str
+    tokens: list[int]
+    origins: list[str]
+    rounds: list[Round]
+    entries: list[Entry]
+    finish_reason: str | None
 
 
 class Choice:
@@ -77,37 +102,27 @@ class Choice:
         return mean(self.sequence.logprobs[: self.tokens])
 
     def pull(self) -> Piece | None:
-        """What is new since the last pull; None when nothing is to be said."""
-        if self.finish_reason is not None:
+        """What is new since the last pull, of much of it the beginning; None when nothing is to be said."""
+        if self.finish_reason is not None or (self._echo is not None and self._echo.awaited):
             return None
         sequence, taken = self.sequence, self._text.taken
-        new = sequence.output[self._seen :]
+        new = sequence.output[self._seen : self._seen + _MOST_PULLED]
         self._seen += len(new)
         text = self._text.push(new)
-        if sequence.finished and not self._text.stopped:
+        over = sequence.finished and self._seen == len(sequence.output)
+        if over and not self._text.stopped:
             text += self._text.flush()
         if self._text.stopped:
             self.finish_reason = "stop"
-        elif sequence.finished:
+        elif over:
             self.finish_reason = sequence.finish_reason
         elif not new:
             return None
         self._emitted += len(text)
         origins = ["draft" if drafted else "target" for drafted in sequence.from_draft[taken : self.tokens]]
-        prompt_text, entries = self._echoed()
-        entries += self._new_entries()
-        tokens = sequence.output[taken : self.tokens]
-        return Piece(self.index, prompt_text + text, tokens, origins, self._new_rounds(), entries, self.finish_reason)
-
-    def _echoed(self) -> tuple[str, list[Entry]]:
-        """The prompt, once."""
         echo, self._echo = self._echo, None
-        if echo is None:
-            return "", []
-        prompt, logprobs = self.sequence.prompt, self.sequence.prompt_logprobs
-        if logprobs is None:
-            return echo.text, []
-        return echo.text, [*map(Entry, prompt, [None, *logprobs], echo.offsets)]
+        tokens, rounds, entries = sequence.output[taken : self.tokens], self._new_rounds(), self._new_entries()
+        return Piece(self.index, echo, text, tokens, origins, rounds, entries, self.finish_reason)
 
     def _new_rounds(self) -> list[Round]:
         """Those that gave tokens of the text: of what a stop string has cut off there are none."""

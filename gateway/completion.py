@@ -7,18 +7,19 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import asdict
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 import structlog
-from pydantic_core import to_json
 
 from gateway.adjustments import adjustments_of, field_of
 from gateway.admission import Charge
+from gateway.aside import Stretch, aside
 from gateway.choice import Choice, Echo, Piece
 from gateway.engine import Engine
 from gateway.errors import BadParameter, DeadlinePassed, rest_error
-from gateway.logprobs import Entry, PromptLogprobs, arrays, of_prompt
+from gateway.json_pieces import Joined, Large, Shared, pieces_of
+from gateway.logprobs import arrays, of_prompt
 from gateway.peers import Model
 from gateway.schemas import CompletionRequest
 from gateway.sequence import Sampling, Sequence
@@ -30,8 +31,8 @@ log = structlog.get_logger("gateway")
 
 _PING = b": ping\n\n"
 _DONE = b"data: [DONE]\n\n"
-# More, as an echoed prompt may have, take too long for the event loop.
-_MOST_ENTRIES_AT_ONCE = 128
+# Of a request's sequences, so many are named in the log.
+_MOST_LOGGED = 4
 
 
 class Completion:
@@ -63,7 +64,8 @@ class Completion:
             for prompt in prompts
             for sequence in sequences_of(engine, request, model, prompt, adjustments, request_id)
         ]
-        log.debug("completion begins", id=self.id, sequences=[sequence.id for sequence in sequences])
+        first = [sequence.id for sequence in sequences[:_MOST_LOGGED]]
+        log.debug("completion begins", id=self.id, choices=len(sequences), sequences=first)
         self.choices = [self._choice(index, sequence) for index, sequence in enumerate(sequences)]
 
     def _choice(self, index: int, sequence: Sequence) -> Choice:
@@ -113,13 +115,11 @@ class Completion:
         return True
 
     async def whole(self) -> dict[str, Any]:
-        """The answer as one object. Raises what ended any of its choices early."""
+        """The answer as one object to be written in pieces. Raises what ended any of its choices early."""
         pieces: list[list[Piece]] = [[] for _ in self.choices]
         async for piece in self._pieces():
             if piece is not None:
                 pieces[piece.index].append(piece)
-        if self.request.scores_prompt:
-            return await asyncio.to_thread(self._answer, pieces)
         return self._answer(pieces)
 
     def _chosen(self) -> list[Choice]:
@@ -140,7 +140,7 @@ class Completion:
             async for piece in self._pieces(ping=self.engine.config.idle_ping):
                 if piece is None:
                     yield _PING
-                elif piece.text or piece.entries or piece.finish_reason or (piece.tokens and self._tells_tokens):
+                elif self._says_something(piece):
                     yield await self._event_of(piece)
             if self.request.include_usage or self.request.return_metrics:
                 yield _event(self._last_chunk())
@@ -148,17 +148,23 @@ class Completion:
             yield _event(rest_error(error)[1])
         yield _DONE
 
+    def _says_something(self, piece: Piece) -> bool:
+        said = piece.echo or piece.text or piece.entries or piece.finish_reason
+        return bool(said) or (bool(piece.tokens) and self._tells_tokens)
+
     async def _event_of(self, piece: Piece) -> bytes:
+        """As bytes; with a prompt in front it is no work for the event loop."""
+
         def event() -> bytes:
             return _event(self._chunk(piece))
 
-        return event() if len(piece.entries) <= _MOST_ENTRIES_AT_ONCE else await asyncio.to_thread(event)
+        return event() if piece.echo is None else await aside(event)
 
     async def _pieces(self, ping: float | None = None) -> AsyncIterator[Piece | None]:
         """What the choices grow by, as it comes; None when nothing came for `ping` seconds."""
         if self.request.echo:
-            await self._echo_prompts()
-        unfinished = self.choices
+            await aside(self._echo_prompts)
+        unfinished, stretch = self.choices, Stretch()
         while unfinished:
             if not await self._hear(ping):
                 yield None
@@ -166,10 +172,11 @@ class Completion:
             self._changed.clear()
             for choice in unfinished:
                 self._check(choice)
-                if (piece := choice.pull()) is not None:
+                while (piece := choice.pull()) is not None:
                     if piece.finish_reason is not None:
                         self.engine.finish([choice.sequence], piece.finish_reason)
                     yield piece
+                    await stretch.breathe()
             unfinished = [choice for choice in unfinished if choice.finish_reason is None]
 
     async def _hear(self, patience: float | None) -> bool:
@@ -194,15 +201,17 @@ class Completion:
         if error is not None:
             raise error
 
-    async def _echo_prompts(self) -> None:
+    def _echo_prompts(self) -> None:
         request, codec = self.request, self.model.codec
         given = [request.prompt] if isinstance(request.prompt, str) else request.prompt
         for at, tokens in enumerate(self.prompts):
             if isinstance(given[at], str) and request.truncate_prompt_tokens is None:
-                echo = await asyncio.to_thread(Echo.of_text, codec, given[at], request.add_special_tokens)
+                echo = Echo.of_text(codec, given[at], request.add_special_tokens)
             else:
-                echo = await asyncio.to_thread(Echo.of_tokens, codec, tokens, request.skip_special_tokens)
-            for choice in self.choices[at * request.candidates :][: request.candidates]:
+                echo = Echo.of_tokens(codec, tokens, request.skip_special_tokens)
+            choices = self.choices[at * request.candidates :][: request.candidates]
+            echo.scored = choices[0].sequence if request.scores_prompt and request.logprobs is not None else None
+            for choice in choices:
                 choice.begin_with(echo)
 
     @property
@@ -221,45 +230,52 @@ class Completion:
         }
 
     def _answer(self, pieces: list[list[Piece]]) -> dict[str, Any]:
-        """All of it, made of the pieces of each choice. Of long prompts with logprobs it is no work for the loop."""
-        answer = self._head()
-        answer["choices"] = [
-            self._choice_object(index, choice, pieces[choice.index]) for index, choice in enumerate(self._chosen())
-        ]
-        if self.request.prompt_logprobs is not None:
-            self._tell_prompt_logprobs(answer, self._prompt_logprobs(self.request.prompt_logprobs))
+        """All of it, made of the pieces of each choice; each choice's part when it is written."""
+        answer, scores = self._head(), self._prompt_logprobs()
+        answer["choices"] = Large(
+            self._choice_object(index, choice, pieces[choice.index], scores)
+            for index, choice in enumerate(self._chosen())
+        )
+        answer |= self._beside_choices(scores)
         answer["usage"] = self._usage()
         if self.request.return_metrics:
             answer["metrics"] = self._metrics()
         return answer
 
-    def _choice_object(self, index: int, choice: Choice, pieces: list[Piece]) -> dict[str, Any]:
+    def _choice_object(self, index: int, choice: Choice, pieces: list[Piece], scores: list[Shared]) -> dict[str, Any]:
         whole = Piece(
             index,
+            next((piece.echo for piece in pieces), None),
             "".join(piece.text for piece in pieces),
-            [token for piece in pieces for token in piece.tokens],
-            [origin for piece in pieces for origin in piece.origins],
-            [round_ for piece in pieces for round_ in piece.rounds],
-            [entry for piece in pieces for entry in piece.entries],
+            [*chain.from_iterable(piece.tokens for piece in pieces)],
+            [*chain.from_iterable(piece.origins for piece in pieces)],
+            [*chain.from_iterable(piece.rounds for piece in pieces)],
+            [*chain.from_iterable(piece.entries for piece in pieces)],
             choice.finish_reason,
         )
         answer = self._piece_object(whole)
         if self.request.return_token_ids:
             answer["prompt_token_ids"] = choice.sequence.prompt
-        return answer
+        return answer | self._in_choice(choice, scores)
 
-    def _prompt_logprobs(self, top: int) -> list[PromptLogprobs]:
-        """Those of each prompt, as they are shown."""
-        sequences = [choice.sequence for choice in self.choices[:: self.request.candidates]]
-        return [of_prompt(each.prompt, each.prompt_logprobs or [], self.model.codec, top) for each in sequences]
+    def _prompt_logprobs(self) -> list[Shared]:
+        """Those of each prompt as they are shown, if they are asked for."""
+        if (top := self.request.prompt_logprobs) is None:
+            return []
+        scored = [choice.sequence for choice in self.choices[:: self.request.candidates]]
+        return [Shared(of_prompt(each.prompt, each.prompt_logprobs or [], self.model.codec, top)) for each in scored]
 
-    def _tell_prompt_logprobs(self, answer: dict[str, Any], by_prompt: list[PromptLogprobs]) -> None:
-        for shown, choice in zip(answer["choices"], self._chosen(), strict=True):
-            shown["prompt_logprobs"] = by_prompt[choice.index // self.request.candidates]
+    def _in_choice(self, choice: Choice, scores: list[Shared]) -> dict[str, Any]:
+        """What each choice tells of its prompt."""
+        return {"prompt_logprobs": scores[choice.index // self.request.candidates]} if scores else {}
+
+    def _beside_choices(self, scores: list[Shared]) -> dict[str, Any]:
+        """What the answer tells of its prompt."""
+        return {}
 
     def _piece_object(self, piece: Piece) -> dict[str, Any]:
         request = self.request
-        logprobs = None if request.logprobs is None else self._logprobs(piece.entries, request.logprobs)
+        logprobs = None if request.logprobs is None else self._logprobs(piece, request.logprobs)
         answer = {"index": piece.index, **self._said(piece), "logprobs": logprobs, "finish_reason": piece.finish_reason}
         if request.return_token_ids:
             answer["token_ids"] = piece.tokens
@@ -270,13 +286,16 @@ class Completion:
         return answer
 
     def _said(self, piece: Piece) -> dict[str, Any]:
-        return {"text": piece.text}
+        return {"text": piece.echo.text + piece.text if piece.echo else piece.text}
 
-    def _logprobs(self, entries: list[Entry], top: int) -> dict[str, Any]:
-        return arrays(entries, self.model.codec, top)
+    def _logprobs(self, piece: Piece, top: int) -> dict[str, Any]:
+        codec = self.model.codec
+        of_echo = piece.echo.arrays(codec, top) if piece.echo else {}
+        own = arrays(piece.entries, codec, top)
+        return {name: Joined([of_echo[name], shown] if of_echo else [shown]) for name, shown in own.items()}
 
     def _chunk(self, piece: Piece) -> dict[str, Any]:
-        chunk = self._head() | {"choices": [self._piece_object(piece)]}
+        chunk = self._head() | {"choices": Large([self._piece_object(piece)])}
         if self.request.include_usage:
             chunk["usage"] = self._usage() if self.request.continuous_usage else None
         return chunk
@@ -353,7 +372,7 @@ def sequences_of(
     adjustments: Adjustments | None,
     request_id: str,
 ) -> list[Sequence]:
-    """The candidates for one prompt's choices, as sequences."""
+    """The candidates for one prompt's choices, as sequences. The first has the prompt scored for all of them."""
     speculation, seed, config = request.speculation, request.chosen_seed(), engine.config
     k = 0 if speculation.draft == "off" else config.k if speculation.k is None else speculation.k
     rule = config.rule_for(speculation.rule, request.seed is not None)
@@ -373,7 +392,7 @@ def sequences_of(
             end_tokens=frozenset(end_tokens),
             adjustments=adjustments,
             top_logprobs=request.most_logprobs,
-            wants_prompt_logprobs=request.scores_prompt,
+            wants_prompt_logprobs=request.scores_prompt and choice == 0,
             cache_salt=request.cache_salt or "",
         )
         for choice in range(request.candidates)
@@ -381,4 +400,4 @@ def sequences_of(
 
 
 def _event(message: dict[str, Any]) -> bytes:
-    return b"data: " + to_json(message) + b"\n\n"
+    return b"data: " + b"".join(pieces_of(message)) + b"\n\n"

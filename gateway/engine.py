@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections import abc
 from collections.abc import Iterable
 from math import ceil
 
@@ -454,6 +455,6 @@ class Engine:
         self._wakeup.set()
 
 
-def _logprobs_for(sequence: Sequence, message: verifier_pb2.Logprobs, tokens: int) -> list[Logprob]:
+def _logprobs_for(sequence: Sequence, message: verifier_pb2.Logprobs, tokens: int) -> abc.Sequence[Logprob]:
     """Those of new tokens; none if none are asked for. Raises MismatchError when others came."""
     return [] if sequence.top_logprobs is None else logprobs_of(message, tokens, sequence.top_logprobs)

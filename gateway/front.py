@@ -17,6 +17,7 @@ from typing import Any
 
 import structlog
 
+from gateway.aside import asker
 from gateway.errors import STATUSES, BodyTooLarge, BodyTooSlow, Unauthorized, rest_error
 from gateway.keys import Guard
 from gateway.metrics import Metrics
@@ -85,6 +86,7 @@ class Front:
 
         try:
             state["key_name"] = self.guard.admit(scope)
+            asker.set(state["key_name"] or str((scope.get("client") or ("",))[0]))
             body = await self._body(receive, self.max_body_bytes)
         except Unauthorized as error:
             await self._discard(receive)

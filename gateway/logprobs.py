@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from gateway.json_pieces import Shown
 from gateway.sequence import Logprob
 from gateway.tokenizer import TextCodec
-
-# For each token of a prompt the tokens that are told of, by id; None for the first.
-PromptLogprobs = list[dict[str, Any] | None]
 
 # What clients know as "could not come": JSON has no infinity.
 _IMPOSSIBLE = -9999.0
@@ -25,34 +25,58 @@ class Entry:
     offset: int
 
 
-def arrays(entries: list[Entry], codec: TextCodec, top: int) -> dict[str, list[Any]]:
+@dataclass(frozen=True, slots=True)
+class PromptEntries(Sequence[Entry]):
+    """The entries of a prompt's tokens; each is made when it is asked for."""
+
+    prompt: list[int]
+    # Of all but the first.
+    logprobs: Sequence[Logprob]
+    offsets: list[int]
+
+    def __len__(self) -> int:
+        return len(self.prompt)
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice):
+            return [self[place] for place in range(*at.indices(len(self)))]
+        return Entry(self.prompt[at], self.logprobs[at - 1] if at else None, self.offsets[at])
+
+
+def arrays(entries: Sequence[Entry], codec: TextCodec, top: int) -> dict[str, Shown]:
     """`tokens`, `token_logprobs`, `top_logprobs` and `text_offset` of entries, with `top` alternatives each."""
     return {
-        "tokens": [codec.token_text(entry.token) for entry in entries],
-        "token_logprobs": [None if entry.logprob is None else _shown(entry.logprob.token) for entry in entries],
-        "top_logprobs": [_alternatives(entry, codec, top) for entry in entries],
-        "text_offset": [entry.offset for entry in entries],
+        "tokens": Shown(entries, lambda entry: codec.token_text(entry.token)),
+        "token_logprobs": Shown(entries, lambda entry: None if entry.logprob is None else _shown(entry.logprob.token)),
+        "top_logprobs": Shown(entries, partial(_alternatives, codec, top)),
+        "text_offset": Shown(entries, lambda entry: entry.offset),
     }
 
 
-def contents(entries: list[Entry], codec: TextCodec, top: int) -> list[dict[str, Any]]:
-    """The same as the chat API shows it: one object for each token that has a logprob."""
-    return [
-        _named(entry.token, entry.logprob.token, codec)
-        | {"top_logprobs": [_named(token, logprob, codec) for token, logprob in entry.logprob.top[:top]]}
-        for entry in entries
-        if entry.logprob is not None
-    ]
+def contents(entries: Sequence[Entry], codec: TextCodec, top: int) -> Shown:
+    """The same as the chat API shows it: one object for each token."""
+    return Shown(entries, partial(_content, codec, top))
 
 
-def of_prompt(prompt: list[int], logprobs: list[Logprob], codec: TextCodec, top: int) -> PromptLogprobs:
+def of_prompt(prompt: list[int], logprobs: Sequence[Logprob], codec: TextCodec, top: int) -> Shown:
     """For each token of a prompt itself and the `top` likeliest ones, by id; None for the first, which has none."""
-    shown: PromptLogprobs = [None]
-    for token, logprob in zip(prompt[1:], logprobs, strict=True):
-        ranked = [(token, logprob.token, logprob.rank)]
-        ranked += [(other, number, rank) for rank, (other, number) in enumerate(logprob.top[:top], 1) if other != token]
-        shown.append({str(id_): _ranked(id_, number, rank, codec) for id_, number, rank in ranked})
-    return shown
+    return Shown(PromptEntries(prompt, logprobs, [0] * len(prompt)), partial(_by_id, codec, top))
+
+
+def _content(codec: TextCodec, top: int, entry: Entry) -> dict[str, Any]:
+    logprob = entry.logprob or Logprob(-math.inf, [])
+    others = [_named(token, number, codec) for token, number in logprob.top[:top]]
+    return _named(entry.token, logprob.token, codec) | {"top_logprobs": others}
+
+
+def _by_id(codec: TextCodec, top: int, entry: Entry) -> dict[str, Any] | None:
+    if entry.logprob is None:
+        return None
+    ranked = [(entry.token, entry.logprob.token, entry.logprob.rank)]
+    ranked += [
+        (other, number, rank) for rank, (other, number) in enumerate(entry.logprob.top[:top], 1) if other != entry.token
+    ]
+    return {str(id_): _ranked(id_, number, rank, codec) for id_, number, rank in ranked}
 
 
 def _ranked(token: int, logprob: float, rank: int, codec: TextCodec) -> dict[str, Any]:
@@ -63,7 +87,7 @@ def _named(token: int, logprob: float, codec: TextCodec) -> dict[str, Any]:
     return {"token": codec.token_text(token), "logprob": _shown(logprob), "bytes": list(codec.token_bytes(token))}
 
 
-def _alternatives(entry: Entry, codec: TextCodec, top: int) -> dict[str, float] | None:
+def _alternatives(codec: TextCodec, top: int, entry: Entry) -> dict[str, float] | None:
     """The likeliest tokens by their text, the token itself among them; of two with one text the likelier."""
     if entry.logprob is None:
         return None

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-import struct
+import sys
+from array import array
+from collections import abc
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -51,28 +54,70 @@ def wire_sampling(sampling: Sampling) -> tensor_pb2.Sampling:
     )
 
 
-def logprobs_of(message: verifier_pb2.Logprobs, tokens: int, top: int, ranked: bool = False) -> list[Logprob]:
+@dataclass(frozen=True, slots=True, eq=False)
+class Likeliest(abc.Sequence[tuple[int, float]]):
+    """The tokens beside one, and their logprobs: eight bytes each."""
+
+    ids: array[int]
+    numbers: array[float]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice):
+            return Likeliest(self.ids[at], self.numbers[at])
+        return self.ids[at], self.numbers[at]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, abc.Sequence) and list(self) == list(other)
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs(abc.Sequence[Logprob]):
+    """Those of many tokens as they came: each is made when it is asked for."""
+
+    numbers: array[float]
+    ranks: array[int]
+    ids: array[int]
+    others: array[float]
+    # How many others come with each.
+    width: int
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice):
+            return [self[place] for place in range(*at.indices(len(self)))]
+        begin = range(len(self))[at] * self.width
+        top = Likeliest(self.ids[begin : begin + self.width], self.others[begin : begin + self.width])
+        return Logprob(self.numbers[at], top, self.ranks[at] if self.ranks else 0)
+
+
+def logprobs_of(message: verifier_pb2.Logprobs, tokens: int, top: int, ranked: bool = False) -> Logprobs:
     """Those of so many tokens, each with at most `top` others. Raises MismatchError when something else came."""
     numbers = _values(message.tokens, tensor_pb2.DTYPE_FLOAT32)
-    ranks = _values(message.ranks, tensor_pb2.DTYPE_INT32) if ranked else (0,) * tokens
-    if len(numbers) != tokens or len(ranks) != tokens:
+    ranks = _values(message.ranks, tensor_pb2.DTYPE_INT32) if ranked else array("i")
+    if len(numbers) != tokens or (ranked and len(ranks) != tokens):
         raise MismatchError(f"{tokens} tokens came with {len(numbers)} logprobs and {len(ranks)} ranks")
     if not top or not tokens:
-        return [Logprob(number, [], rank) for number, rank in zip(numbers, ranks, strict=True)]
+        return Logprobs(numbers, ranks, array("i"), array("f"), 0)
     ids = _values(message.top_ids, tensor_pb2.DTYPE_INT32)
     others = _values(message.top, tensor_pb2.DTYPE_FLOAT32)
     width = len(ids) // tokens
     if not 0 < width <= top or len(ids) != width * tokens or len(others) != len(ids):
         came = f"{len(ids)} ids and {len(others)} logprobs"
         raise MismatchError(f"the {top} likeliest of {tokens} tokens were asked for, but {came} came")
-    pairs = list(zip(ids, others, strict=True))
-    tops = [pairs[at : at + width] for at in range(0, len(pairs), width)]
-    return [*map(Logprob, numbers, tops, ranks)]
+    return Logprobs(numbers, ranks, ids, others, width)
 
 
-def _values(tensor: tensor_pb2.Tensor, dtype: tensor_pb2.DType) -> tuple[Any, ...]:
+def _values(tensor: tensor_pb2.Tensor, dtype: tensor_pb2.DType) -> array[Any]:
     """A tensor's numbers in row-major order; none of one that did not come."""
     count = math.prod(tensor.shape) if tensor.shape else 0
     if count and (tensor.dtype != dtype or len(tensor.data) != 4 * count):
         raise MismatchError(f"{len(tensor.data)} bytes of dtype {tensor.dtype} came for shape {list(tensor.shape)}")
-    return struct.unpack(f"<{count}{_FORMATS[dtype]}", tensor.data[: 4 * count])
+    values = array(_FORMATS[dtype], tensor.data[: 4 * count])
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values

@@ -32,19 +32,19 @@ class Prompted(Protocol):
         """The field that `max_tokens` came in."""
 
 
-async def encode_prompts(request: Prompted, model: Model, max_prompts: int) -> list[list[int]]:
+def encode_prompts(request: Prompted, model: Model, max_prompts: int) -> list[list[int]]:
     """Token ids of every prompt, with room for the output behind each. Raises BadParameter."""
     context = model.info.max_context
     longest = context if request.truncate_prompt_tokens is None else _ANY_LENGTH
     prompts = prompts_of(request.prompt, longest, model.info.vocab_size, max_prompts)
-    return [await _encoded(prompt, request, model, longest) for prompt in prompts]
+    return [_encoded(prompt, request, model, longest) for prompt in prompts]
 
 
-async def _encoded(prompt: Prompt, request: Prompted, model: Model, longest: int) -> list[int]:
+def _encoded(prompt: Prompt, request: Prompted, model: Model, longest: int) -> list[int]:
     context = model.info.max_context
     try:
         special = request.add_special_tokens
-        tokens = await model.codec.encode(prompt, longest, special) if isinstance(prompt, str) else prompt
+        tokens = model.codec.encode(prompt, longest, special) if isinstance(prompt, str) else prompt
     except PromptTooLong as error:
         raise over_context("prompt", context, error.however) from error
     if (kept := request.truncate_prompt_tokens) is not None:

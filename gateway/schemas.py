@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, WithJsonSchema, model_validator
 
-from gateway.bodies import Part, TokenCount, TokenId
+from gateway.bodies import Part, Texts, TokenCount, TokenIds
 from gateway.errors import BadParameter
 from gateway.sequence import Rule
 from gateway.structured import StructuredRequest
@@ -30,6 +30,8 @@ _LONGEST_STOP = 1024
 _MOST_CANDIDATES = 16
 _LARGEST_BIAS = 100.0
 _LONGEST_SALT = 256
+# Numbers that the answer to one request may hold: some 100 MB while it is made and written.
+MOST_LOGPROBS = 1 << 21
 
 # What the types do not say of a field, but `check` does.
 _STOP_SCHEMA = {"type": "string", "minLength": 1, "maxLength": _LONGEST_STOP}
@@ -64,6 +66,8 @@ Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 
 
 def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIASES:
+        raise ValueError(f"it may have {MAX_LOGIT_BIASES} entries, {len(value)} came")
     return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
 
 
@@ -104,13 +108,11 @@ class GenerationRequest(StructuredRequest):
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     repetition_penalty: float = Field(1.0, ge=0.01, le=100, allow_inf_nan=False)
-    allowed_token_ids: list[TokenId] | None = Field(
-        None, json_schema_extra={"minItems": 1, "maxItems": MAX_ALLOWED_TOKENS}
-    )
+    allowed_token_ids: TokenIds | None = Field(None, json_schema_extra={"minItems": 1, "maxItems": MAX_ALLOWED_TOKENS})
     max_completion_tokens: TokenCount | None = Field(None, ge=0, description=NEWER_LIMIT)
     min_tokens: TokenCount = Field(0, ge=0, description="not more than max_tokens")
-    stop: Annotated[str | list[str], WithJsonSchema(_STOPS_SCHEMA)] = Field(default_factory=list)
-    stop_token_ids: list[TokenId] = Field(default_factory=list, json_schema_extra={"maxItems": MAX_STOP_TOKENS})
+    stop: Annotated[str | Texts, WithJsonSchema(_STOPS_SCHEMA)] = Field(default_factory=list)
+    stop_token_ids: TokenIds = Field(default_factory=list, json_schema_extra={"maxItems": MAX_STOP_TOKENS})
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = Field(True, description="false: special tokens are part of the text, by their names")
     ignore_eos: bool = False
@@ -259,6 +261,22 @@ def check_tokens(request: CompletionRequest, vocab_size: int) -> None:
         _check_ids("allowed_token_ids", request.allowed_token_ids, MAX_ALLOWED_TOKENS, vocab_size)
         if not request.allowed_token_ids:
             raise BadParameter("allowed_token_ids", "allowed_token_ids is empty: no token could come")
+
+
+def check_logprobs(request: CompletionRequest, prompt_lengths: list[int]) -> None:
+    """That the logprobs which may come, of every token and its alternatives, can be held. Raises BadParameter."""
+    if request.most_logprobs is None:
+        return
+    scored = sum(prompt_lengths) if request.scores_prompt else 0
+    generated = len(prompt_lengths) * request.candidates * request.max_tokens
+    if (numbers := (scored + generated) * (1 + request.most_logprobs)) > MOST_LOGPROBS:
+        name = "logprobs" if request.logprobs is not None else "prompt_logprobs"
+        raise BadParameter(
+            name if request.most_logprobs else "best_of",
+            f"{numbers} logprobs could come, of {scored} tokens of prompts, {generated} of output and "
+            f"{request.most_logprobs} others beside each: a request may have {MOST_LOGPROBS}. "
+            f"Ask for fewer choices, {request.limit_name}, prompts or logprobs",
+        )
 
 
 def _check_ids(name: str, ids: list[int], most: int, vocab_size: int) -> None:

@@ -10,6 +10,7 @@ service can meet the new one.
 
 from __future__ import annotations
 
+from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -46,6 +47,10 @@ class Sampling:
         return self.rule if self.temperature else GREEDY
 
 
+# In some way that does not take more memory than need be.
+Top = abc.Sequence[tuple[int, float]]
+
+
 @dataclass(frozen=True, slots=True)
 class Logprob:
     """The natural logarithm of a token's probability, and (token, logprob) of the likeliest ones at its position.
@@ -54,7 +59,7 @@ class Logprob:
     """
 
     token: float
-    top: list[tuple[int, float]]
+    top: Top
     rank: int = 0
 
 
@@ -114,7 +119,7 @@ class Sequence:
     # Of each output token, if they are asked for.
     logprobs: list[Logprob] = field(default_factory=list)
     # Of the prompt's tokens but the first; None until they have come.
-    prompt_logprobs: list[Logprob] | None = None
+    prompt_logprobs: abc.Sequence[Logprob] | None = None
     finish_reason: str | None = None
     error: Exception | None = None
 

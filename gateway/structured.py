@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, JsonValue
 
-from gateway.bodies import Part, RequestBody
+from gateway.bodies import Part, RequestBody, Texts
 from gateway.errors import BadParameter
 from gateway.prompts import check_unicode
 from spire.kinds import kind_of
@@ -62,7 +62,7 @@ class StructuredOutputs(Part):
     json_schema: dict[str, Any] | str | None = Field(default=None, alias="json", description="a JSON schema")
     regex: str | None = Field(default=None, json_schema_extra=_TEXT)
     grammar: str | None = Field(default=None, description=_GRAMMAR_WORDS, json_schema_extra=_TEXT)
-    choice: list[str] | None = Field(default=None, description=_CHOICE_WORDS, json_schema_extra=_CHOICE)
+    choice: Texts | None = Field(default=None, description=_CHOICE_WORDS, json_schema_extra=_CHOICE)
     json_object: bool | None = Field(default=None, description="any JSON object")
     disable_any_whitespace: bool | None = Field(default=None, description="only with JSON: false lets it be laid out")
     whitespace_pattern: str | None = Field(
@@ -94,7 +94,7 @@ class StructuredRequest(RequestBody):
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = Field(None, json_schema_extra=_TEXT)
     guided_grammar: str | None = Field(None, description=_GRAMMAR_WORDS, json_schema_extra=_TEXT)
-    guided_choice: list[str] | None = Field(None, description=_CHOICE_WORDS, json_schema_extra=_CHOICE)
+    guided_choice: Texts | None = Field(None, description=_CHOICE_WORDS, json_schema_extra=_CHOICE)
     guided_whitespace_pattern: str | None = Field(
         None, description=_WHITESPACE_WORDS, json_schema_extra={"maxLength": _LONGEST_WHITESPACE}
     )
@@ -152,6 +152,7 @@ def _schema_of(asked: ResponseFormat | None) -> dict[str, Any] | None:
 
 def _schema_text(name: str, schema: Any) -> str:
     if isinstance(schema, str):
+        _check_size(name, schema)
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:
@@ -178,6 +179,7 @@ def _one_of(name: str, choices: list[str]) -> str:
         raise BadParameter(name, f"{name} is empty: no text could come")
     if len(choices) > _MOST_CHOICES:
         raise BadParameter(name, f"{name} may have {_MOST_CHOICES} choices, {len(choices)} came")
+    _check_size(name, *choices)
     for at, choice in enumerate(choices):
         if not choice:
             raise BadParameter(f"{name}[{at}]", f"{name}[{at}] is an empty text: an output has some")
@@ -188,9 +190,13 @@ def _checked(name: str, text: str) -> str:
     if not text:
         raise BadParameter(name, f"{name} is empty: leave it out to allow any text")
     check_unicode(text, name)
-    if (size := len(text.encode())) > MAX_GRAMMAR_BYTES:
-        raise BadParameter(name, f"{name} may have {MAX_GRAMMAR_BYTES} bytes, it has {size}")
+    _check_size(name, text)
     return text
+
+
+def _check_size(name: str, *texts: str) -> None:
+    if (size := sum(len(text.encode(errors="surrogatepass")) for text in texts)) > MAX_GRAMMAR_BYTES:
+        raise BadParameter(name, f"{name} may have {MAX_GRAMMAR_BYTES} bytes, it has {size}")
 
 
 _WAYS: dict[str, tuple[Kind, Callable[[str, Any], str]]] = {

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any, ClassVar
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, WithJsonSchema
 
-from gateway.bodies import RequestBody, TokenId, ignored_header, read_body, refusals
+from gateway.answers import json_answer, unless_gone
+from gateway.aside import by_size
+from gateway.bodies import FIRST_ERROR, RequestBody, TokenIds, ignored_header, read_body, refusals
 from gateway.chat import Message, chat_prompt
 from gateway.engine import Engine
-from gateway.errors import BadParameter, over_context
+from gateway.errors import CLIENT_LEFT, BadParameter, over_context
 from gateway.fields import TOKENIZATION, Lists
+from gateway.json_pieces import Shown
 from gateway.openapi import body_of
 from gateway.peers import Model
 from gateway.prompts import text_prompt
 from gateway.template_options import TEMPLATE_SCHEMA, TemplateOptions
 from gateway.tokenizer import PromptTooLong
+
+_MOST_TOKENS = 1 << 18
 
 
 def _alone(given: str, absent: str) -> JsonValue:
@@ -40,7 +44,7 @@ class TokenizeRequest(TemplateOptions):
     )
 
     prompt: Annotated[str | None, WithJsonSchema({"type": "string", "minLength": 1})] = None
-    messages: list[Message] | None = Field(None, min_length=1)
+    messages: Annotated[list[Message], FIRST_ERROR] | None = Field(None, min_length=1)
     add_special_tokens: bool | None = Field(
         None,
         description="put the start token in front; by default before a prompt, and before a chat its template does",
@@ -58,7 +62,7 @@ class TokenizeResponse(BaseModel):
 class DetokenizeRequest(RequestBody):
     lists: ClassVar[Lists] = TOKENIZATION
 
-    tokens: list[TokenId]
+    tokens: Annotated[TokenIds, Field(max_length=_MOST_TOKENS)]
 
 
 class DetokenizeResponse(BaseModel):
@@ -77,12 +81,14 @@ def add_tokenization(app: FastAPI, engine: Engine) -> None:
     async def tokenize(http: Request) -> Response:
         """The token ids of a text, as a completion would have them."""
         request, model = await read_body(http, TokenizeRequest, engine)
-        tokens = await _tokens_of(request, model)
+        tokens = await unless_gone(http.receive, by_size(len(await http.body()), _tokens_of, request, model))
+        if tokens is None:
+            return Response(status_code=CLIENT_LEFT)
         context = model.info.max_context
         answer: dict[str, Any] = {"tokens": tokens, "count": len(tokens), "max_model_len": context}
         if request.return_token_strs:
-            answer["token_strs"] = [model.codec.tokenizer.id_to_token(token) or "" for token in tokens]
-        return JSONResponse(answer, headers=ignored_header(request))
+            answer["token_strs"] = Shown(tokens, lambda token: model.codec.tokenizer.id_to_token(token) or "")
+        return json_answer(answer, ignored_header(request))
 
     @app.post(
         "/detokenize",
@@ -93,21 +99,28 @@ def add_tokenization(app: FastAPI, engine: Engine) -> None:
     async def detokenize(http: Request) -> Response:
         """The text of token ids, special tokens spelled out."""
         request, model = await read_body(http, DetokenizeRequest, engine)
-        _check_ids(request.tokens, model.info.vocab_size)
-        text = await asyncio.to_thread(model.codec.tokenizer.decode, request.tokens, skip_special_tokens=False)
-        return JSONResponse({"prompt": text}, headers=ignored_header(request))
+        size = len(await http.body())
+        text = await unless_gone(http.receive, by_size(size, _text_of, request.tokens, model))
+        if text is None:
+            return Response(status_code=CLIENT_LEFT)
+        return json_answer({"prompt": text}, ignored_header(request))
 
 
-async def _tokens_of(request: TokenizeRequest, model: Model) -> list[int]:
+def _text_of(tokens: list[int], model: Model) -> str:
+    _check_ids(tokens, model.info.vocab_size)
+    return model.codec.decode_long(tokens)
+
+
+def _tokens_of(request: TokenizeRequest, model: Model) -> list[int]:
     if (request.prompt is None) == (request.messages is None):
         raise BadParameter("prompt", "either a prompt or messages must be given")
     if request.messages is not None:
         special = request.add_special_tokens is True
-        return await chat_prompt(request.messages, model, request, special)
+        return chat_prompt(request.messages, model, request, special)
     request.check_template_options()
     text, special = text_prompt(request.prompt or "", "prompt"), request.add_special_tokens is not False
     try:
-        return await model.codec.encode(text, model.info.max_context, special)
+        return model.codec.encode(text, model.info.max_context, special)
     except PromptTooLong as error:
         raise over_context("prompt", model.info.max_context, error.however) from error
 

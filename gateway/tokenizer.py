@@ -7,7 +7,6 @@ What is emitted depends on the tokens alone, never on how rounds happened to gro
 
 from __future__ import annotations
 
-import asyncio
 import codecs
 import re
 from functools import cache, partial
@@ -16,8 +15,6 @@ from itertools import accumulate
 from spire.errors import InvalidRequest, MismatchError
 from spire.model.tokenizer import tokenizer_of
 
-# Longer prompts are encoded on a thread, so that they do not stop everybody's rounds.
-_INLINE_CHARACTERS = 2000
 # Tokens of the prompt that the first piece is decoded after: some tokenizers drop a leading space otherwise.
 _CONTEXT_TOKENS = 4
 _BROKEN = "\ufffd"
@@ -47,17 +44,15 @@ class TextCodec:
         self.token_bytes, self.token_text = cache(self._token_bytes), cache(self._token_text)
         self.longest_token = max((len(token) for token in self.tokenizer.get_vocab()), default=1)
 
-    async def encode(self, text: str, max_tokens: int, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, max_tokens: int, add_special_tokens: bool = True) -> list[int]:
         """Token ids, with the start token in front if so wished. Raises PromptTooLong, cheaply, when that is plain."""
         if len(text) > max_tokens * self.longest_token:
             raise PromptTooLong(
                 f"your prompt has {len(text)} characters, and a token at most {self.longest_token}. "
                 "Please reduce the length of the prompt."
             )
-        if len(text) <= _INLINE_CHARACTERS:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        encode = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
-        return (await asyncio.to_thread(encode)).ids
+        # Of a batch: only then the library lets go of the interpreter.
+        return self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def _token_bytes(self, token: int) -> bytes:
         """What one token adds to a text; of a special one, its name; nothing of an id that the tokenizer lacks."""
@@ -68,7 +63,7 @@ class TextCodec:
 
     def offsets(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """How many characters come before each token of an encoded text."""
-        encoding = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        (encoding,) = self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
         return [*accumulate((begin for begin, _ in encoding.offsets), max)]
 
     def voiceless(self, skip_special_tokens: bool) -> frozenset[int]:
@@ -77,6 +72,10 @@ class TextCodec:
 
     def decode(self, tokens: list[int], skip_special_tokens: bool = True) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+
+    def decode_long(self, tokens: list[int]) -> str:
+        """The same with special tokens, for as many tokens as there may be: others have the interpreter meanwhile."""
+        return self.tokenizer.decode_batch([tokens], skip_special_tokens=False)[0]
 
     def _token_text(self, token: int) -> str:
         """One token as text to show: a special one by its name, one of no whole characters as `bytes:\\xe2`."""

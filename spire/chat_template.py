@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -20,6 +21,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from spire.errors import InvalidRequest
+
+# Of processor time: a template may look at each message once for every other.
+_MOST_SECONDS = 5.0
 
 
 class TemplateRefusal(InvalidRequest):
@@ -68,12 +72,14 @@ class ChatTemplate:
 
     def _written(self, given: dict[str, Any], most_characters: int) -> str:
         pieces: list[str] = []
-        room = most_characters
+        room, began = most_characters, time.thread_time()
         try:
             for piece in _compiled(self.source).generate(given, **self.special_tokens):
                 room -= len(piece)
                 if room < 0:
                     break
+                if time.thread_time() - began > _MOST_SECONDS:
+                    raise TimeoutError(f"it takes more than {_MOST_SECONDS:g} s for them")
                 pieces.append(piece)
         except Exception as error:  # whatever a template does wrong with these messages
             raise TemplateRefusal(f"the model's chat template does not take these messages: {error}") from error

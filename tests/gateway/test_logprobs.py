@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fastapi.responses import StreamingResponse
 
-import gateway.completion
+from gateway.answers import json_answer
 from gateway.chat import ChatCompletion
 from gateway.completion import Completion
 from gateway.config import GatewayConfig
+from gateway.json_pieces import pieces_of
 from gateway.logprobs import Entry, arrays
 from gateway.messages import logprobs_of
 from gateway.peers import Model
@@ -264,7 +266,7 @@ def message(tokens: int, top: int) -> verifier_pb2.Logprobs:
 def test_each_token_gets_its_own_row() -> None:
     second = logprobs_of(message(3, 2), tokens=3, top=2)[1]
     assert second == Logprob(-1.0, [(2, -1.0), (3, -1.5)])
-    assert logprobs_of(verifier_pb2.Logprobs(), tokens=0, top=5) == []
+    assert not logprobs_of(verifier_pb2.Logprobs(), tokens=0, top=5)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +291,7 @@ def test_of_two_tokens_with_one_text_the_likelier_is_shown(stories_dir: Path) ->
     codec = TextCodec((stories_dir / "tokenizer.json").read_bytes())
     letter, byte = codec.tokenizer.token_to_id("a"), codec.tokenizer.token_to_id("<0x61>")
     entry = Entry(byte, Logprob(-math.inf, [(letter, -0.25)]), 7)
-    assert arrays([entry], codec, top=1) == {
+    assert {name: list(shown) for name, shown in arrays([entry], codec, top=1).items()} == {
         "tokens": ["a"],
         "token_logprobs": [-9999.0],
         "top_logprobs": [{"a": -0.25}],
@@ -389,56 +391,128 @@ def decoded(kind: type[Completion], codec: TextCodec, prompts: list[list[int]], 
     completion = kind(Idle(), request, model, prompts, "x", 60)  # type: ignore[arg-type]
     for choice in completion.choices:
         sequence = choice.sequence
-        sequence.prompt_logprobs = [Logprob(-1.0, [(5, -1.0), (6, -2.0)], 1) for _ in sequence.prompt[1:]]
+        if sequence.wants_prompt_logprobs:
+            sequence.prompt_logprobs = Read(len(sequence.prompt) - 1)  # type: ignore[assignment]
         sequence.output, sequence.logprobs, sequence.from_draft = [300], [Logprob(-1.0, [(300, -1.0)])], [False]
         sequence.state, sequence.finish_reason = State.FINISHED, "length"
     completion._changed.set()
     return completion
 
 
-@pytest.fixture
-def shown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
-    """How many tokens' logprobs were shown at a time, and whether on the test's own thread, where its loop is."""
-    calls: list[tuple[int, bool]] = []
+class Read:
+    """A prompt's logprobs that note how often they are read, and whether on the main thread, where the loop is."""
 
-    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-        def count(tokens: list[Any], *others: Any) -> Any:
-            calls.append((len(tokens), threading.current_thread() is threading.main_thread()))
-            return function(tokens, *others)
+    def __init__(self, length: int):
+        self.length, self.times, self.on_the_loop = length, 0, False
 
-        return count
+    def __len__(self) -> int:
+        return self.length
 
-    for name in ("of_prompt", "arrays"):
-        monkeypatch.setattr(f"gateway.completion.{name}", counted(getattr(gateway.completion, name)))
-    return calls
+    def __getitem__(self, at: int) -> Logprob:
+        self.times += 1
+        self.on_the_loop |= threading.current_thread() is threading.main_thread()
+        return Logprob(-1.0, [(5, -1.0), (6, -2.0)], 1)
+
+
+def scores_of(completion: Completion, choice: int = 0) -> Read:
+    scores = completion.choices[choice].sequence.prompt_logprobs
+    assert isinstance(scores, Read)
+    return scores
+
+
+def pieces_read(answer: dict[str, Any]) -> dict[str, Any]:
+    """An answer as its client reads it."""
+    read: dict[str, Any] = json.loads(b"".join(pieces_of(answer)))
+    return read
 
 
 @pytest.mark.parametrize(("kind", "prompts"), [(Completion, 2), (ChatCompletion, 1)])
-def test_a_prompt_s_logprobs_are_shown_once_for_all_its_choices_and_off_the_loop(
-    reference: Reference, shown: list[tuple[int, bool]], kind: type[Completion], prompts: int
+def test_a_prompt_s_logprobs_are_shown_once_for_all_its_choices(
+    reference: Reference, kind: type[Completion], prompts: int
 ) -> None:
     lengths = [300, 400][:prompts]
 
-    async def answer() -> dict[str, Any]:
-        ids = [[7] * length for length in lengths]
-        return await decoded(kind, reference.codec, ids, n=4, prompt_logprobs=2).whole()
+    async def answer() -> tuple[dict[str, Any], list[Read]]:
+        completion = decoded(kind, reference.codec, [[7] * length for length in lengths], n=4, prompt_logprobs=2)
+        return pieces_read(await completion.whole()), [scores_of(completion, 4 * at) for at in range(prompts)]
 
-    told = asyncio.run(answer())
-    assert shown == [(length, False) for length in lengths]
+    told, scores = asyncio.run(answer())
+    assert [each.times for each in scores] == [length - 1 for length in lengths]
     scored = told["choices"] if kind is Completion else [told]
     assert [len(each["prompt_logprobs"]) for each in scored] == sorted(lengths * (4 if kind is Completion else 1))
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_the_logprobs_of_a_long_echo_are_shown_off_the_loop(
-    reference: Reference, shown: list[tuple[int, bool]], streamed: bool
-) -> None:
-    async def answer() -> None:
+def test_the_logprobs_of_a_long_echo_are_shown_once_for_all_its_choices(reference: Reference, streamed: bool) -> None:
+    async def answer() -> Read:
         completion = decoded(Completion, reference.codec, [[7] * 300], n=4, logprobs=2, echo=True, stream=streamed)
         if streamed:
-            assert b"error" not in b"".join([event async for event in completion.events()])
+            events = [event async for event in completion.events()]
+            assert b"error" not in b"".join(events)
+            assert sum(b'"text_offset":[0,' in event for event in events) == 4
+            assert not scores_of(completion).on_the_loop
         else:
-            await completion.whole()
+            choices = pieces_read(await completion.whole())["choices"]
+            assert [len(choice["logprobs"]["tokens"]) for choice in choices] == [301] * 4
+        return scores_of(completion)
 
-    asyncio.run(answer())
-    assert shown == [(301, False)] * 4
+    # For tokens, logprobs, alternatives and offsets.
+    assert asyncio.run(answer()).times == 4 * 299
+
+
+def test_an_answer_of_many_choices_holds_the_prompt_s_logprobs_once(reference: Reference) -> None:
+    """256 choices of one prompt made 36 MB of a request of 22 KB."""
+
+    async def answer() -> list[bytes]:
+        completion = decoded(Completion, reference.codec, [[7] * 300], n=16, logprobs=2, echo=True)
+        return list(pieces_of(await completion.whole()))
+
+    pieces = asyncio.run(answer())
+    sent, held = sum(map(len, pieces)), sum(len(piece) for piece in {id(piece): piece for piece in pieces}.values())
+    assert held < sent / 6
+
+
+def test_a_long_answer_is_written_while_it_is_sent_and_off_the_loop(reference: Reference) -> None:
+    async def answer() -> tuple[bytes, Read, int]:
+        completion = decoded(Completion, reference.codec, [[7] * 4000], logprobs=2, echo=True)
+        response = json_answer(await completion.whole(), {})
+        assert isinstance(response, StreamingResponse)
+        at_first = scores_of(completion).times
+        chunks = [bytes(chunk) async for chunk in response.body_iterator if isinstance(chunk, bytes)]
+        assert max(map(len, chunks)) < 1 << 17
+        return b"".join(chunks), scores_of(completion), at_first
+
+    body, scores, at_first = asyncio.run(answer())
+    assert len(json.loads(body)["choices"][0]["logprobs"]["tokens"]) == 4001
+    assert at_first < scores.times
+
+
+def test_a_prompt_is_scored_for_the_first_of_its_choices_alone(reference: Reference) -> None:
+    async def wanted(**fields: Any) -> list[bool]:
+        completion = decoded(Completion, reference.codec, [[7] * 3, [8] * 3], n=2, best_of=3, **fields)
+        return [choice.sequence.wants_prompt_logprobs for choice in completion.choices]
+
+    once = [True, False, False] * 2
+    assert asyncio.run(wanted(echo=True, logprobs=0)) == once
+    assert asyncio.run(wanted(prompt_logprobs=0)) == once
+
+
+def test_choices_wait_for_the_prompt_s_scores_of_the_first(reference: Reference) -> None:
+    async def told() -> list[int]:
+        completion = decoded(Completion, reference.codec, [[7] * 3], n=2, echo=True, logprobs=0)
+        scores = scores_of(completion)
+        completion.choices[0].sequence.prompt_logprobs = None
+        await asyncio.to_thread(completion._echo_prompts)
+        assert completion.choices[1].pull() is None
+        completion.choices[0].sequence.prompt_logprobs = scores  # type: ignore[assignment]
+        return [piece.index for choice in completion.choices if (piece := choice.pull())]
+
+    assert asyncio.run(told()) == [0, 1]
+
+
+def test_more_logprobs_than_are_held_for_one_request_are_refused_by_name(api: Api) -> None:
+    wanted = {"n": 16, "max_tokens": 450, "logprobs": 20}
+    response = api.post(prompt=["a"] * 16, **wanted)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "logprobs"
+    assert "2097152" in response.json()["error"]["message"]

@@ -156,14 +156,14 @@ def test_a_leading_space_of_the_first_token_survives_a_tokenizer_that_strips_it(
     assert TextStream(codec, [1], []).push([2, 3]) == " upon a"
 
 
-async def test_a_prompt_too_long_by_far_is_refused_before_it_is_encoded(codec: TextCodec) -> None:
+def test_a_prompt_too_long_by_far_is_refused_before_it_is_encoded(codec: TextCodec) -> None:
     with pytest.raises(PromptTooLong, match="4000 characters"):
-        await codec.encode("x" * 4000, max_tokens=100)
+        codec.encode("x" * 4000, max_tokens=100)
 
 
-async def test_long_and_short_prompts_encode_alike(codec: TextCodec) -> None:
+def test_long_and_short_prompts_encode_alike(codec: TextCodec) -> None:
     text = "the cat " * 400
-    assert await codec.encode(text, 10_000) == codec.tokenizer.encode(text).ids
+    assert codec.encode(text, 10_000) == codec.tokenizer.encode(text).ids
 
 
 def test_a_broken_tokenizer_is_named() -> None:

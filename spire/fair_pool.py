@@ -1,0 +1,85 @@
+"""Threads that several askers share: each has a queue of its own, and queues take turns.
+
+An asker has one thread at a time, so that where there are several, another one's work begins at once. What nobody waits
+for any more, its future cancelled, is not begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class _Job:
+    work: Callable[[], Any]
+    done: Future[Any]
+
+
+class FairPool:
+    """At most `threads` daemon threads, which start when they are needed."""
+
+    def __init__(self, threads: int, name: str):
+        self._most, self._name = threads, name
+        self._threads: list[threading.Thread] = []
+        self._idle = 0
+        # In the order of their turns; those of askers that have a thread wait.
+        self._queues: dict[str, deque[_Job]] = {}
+        self._served: set[str] = set()
+        self._changed = threading.Condition()
+
+    async def run(self, asker: str, function: Callable[..., Result], *args: Any) -> Result:
+        """What `function` returns or raises. Cancelled before it has begun, it never runs."""
+        return await asyncio.wrap_future(self.submit(asker, function, *args))
+
+    def submit(self, asker: str, function: Callable[..., Result], *args: Any) -> Future[Result]:
+        job = _Job(partial(function, *args), Future())
+        with self._changed:
+            self._queues.setdefault(asker, deque()).append(job)
+            if not self._idle and len(self._threads) < self._most:
+                thread = threading.Thread(target=self._serve, name=f"{self._name}-{len(self._threads)}", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            self._changed.notify()
+        return job.done
+
+    def _serve(self) -> None:
+        while True:
+            asker, job = self._next()
+            if job.done.set_running_or_notify_cancel():
+                _do(job)
+            del job
+            with self._changed:
+                self._served.discard(asker)
+                self._changed.notify()
+
+    def _next(self) -> tuple[str, _Job]:
+        """The first job of whoever is next; its others wait until those of everybody else had a turn."""
+        with self._changed:
+            self._idle += 1
+            while (asker := next((one for one in self._queues if one not in self._served), None)) is None:
+                self._changed.wait()
+            self._idle -= 1
+            queue = self._queues.pop(asker)
+            job = queue.popleft()
+            if queue:
+                self._queues[asker] = queue
+            self._served.add(asker)
+            return asker, job
+
+
+def _do(job: _Job) -> None:
+    try:
+        result = job.work()
+    except BaseException as error:  # what libraries panic with is no Exception
+        job.done.set_exception(error)
+    else:
+        job.done.set_result(result)

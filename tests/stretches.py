@@ -1,0 +1,46 @@
+"""How long callbacks keep an event loop from everything else, in processor time of its thread.
+
+Of wall time a busy machine would have its share; the processor's is the code's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+
+@dataclass
+class Stretch:
+    """The longest callback so far: its seconds of processor time, and what it was."""
+
+    seconds: float = 0.0
+    callback: str = ""
+
+
+@contextmanager
+def longest_stretch() -> Iterator[Stretch]:
+    """Watch asyncio's loops of this process while the block lasts."""
+    longest, run = Stretch(), asyncio.Handle._run
+
+    def watched(handle: Any) -> None:
+        began = time.thread_time()
+        run(handle)
+        if (seconds := time.thread_time() - began) > longest.seconds:
+            longest.seconds, longest.callback = seconds, repr(handle)[:400]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(asyncio.Handle, "_run", watched)
+        # As services do when they are loaded: what tests have loaded is no garbage to look through.
+        gc.collect()
+        gc.freeze()
+        try:
+            yield longest
+        finally:
+            gc.unfreeze()
