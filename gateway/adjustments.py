@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from gateway.aside import asker
 from gateway.schemas import CompletionRequest
 from gateway.structured import Shape
 from spire.v1.verifier_pb2 import Adjustments, Grammar
@@ -51,8 +52,8 @@ def _grammar_of(shape: Shape | None) -> Grammar | None:
         return None
     match shape.kind:
         case "json_schema":
-            return Grammar(json_schema=shape.text, json_whitespace=shape.whitespace)
+            return Grammar(json_schema=shape.text, json_whitespace=shape.whitespace, asker=asker.get())
         case "regex":
-            return Grammar(regex=shape.text)
+            return Grammar(regex=shape.text, asker=asker.get())
         case "lark":
-            return Grammar(lark=shape.text)
+            return Grammar(lark=shape.text, asker=asker.get())

@@ -7,6 +7,7 @@ process: its own limits count none of these. stderr says what is wrong with the 
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 import threading
@@ -23,7 +24,7 @@ STACK_BYTES = 1 << 20
 def start(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     """A matcher at the beginning of `grammar`, within the limits of every request; it may hold an error."""
     # An ambiguous grammar grows with its output: a mask would take a second, and everybody waits for it.
-    limits = LLParserLimits(max_lexer_states=50_000, step_max_items=20_000, verbose_errors=False)
+    limits = LLParserLimits(max_lexer_states=50_000, step_max_items=2_000, verbose_errors=False)
     return LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
 
 
@@ -50,5 +51,7 @@ if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    # Decoding needs the processors more.
+    os.nice(10)
     threading.stack_size(STACK_BYTES)
     threading.Thread(target={"compile": _compile, "convert": _convert}[sys.argv[1]]).start()

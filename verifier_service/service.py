@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from spire.drafting import MAX_SPECULATION_DEPTH, ProposeAnswer, ProposeTask
-from spire.errors import InvalidRequest, NotFinite, OutOfCapacity, SpireError
+from spire.errors import InvalidRequest, OutOfCapacity, SpireError
 from spire.model.config import MAGICDEC
 from spire.rpc.carrier import OverwritingRingReader, Ring
 from spire.rpc.channel import GATEWAY_METADATA_KEY, HOST_METADATA_KEY, PROTOCOL_VERSION, STREAM_METADATA_KEY
@@ -32,6 +32,7 @@ from spire.v1 import draft_pb2
 from spire.v1 import verifier_pb2 as pb
 from spire.v1 import verifier_pb2_grpc as rpc
 from verifier_service.activations import Taps
+from verifier_service.compiling import Compiler, Compiling
 from verifier_service.config import VerifierConfig
 from verifier_service.drafting import Drafting
 from verifier_service.engine import Engine
@@ -60,7 +61,6 @@ class Hosted:
     grammars: Grammars | None
 
 
-Compile = Callable[[pb.Grammar], Awaitable[Matcher]]
 Made = TypeVar("Made", Ring, OverwritingRingReader)
 
 
@@ -70,9 +70,9 @@ class RoundsStream:
     On one host what is to be verified, and what became of it, passes by a line instead, with no event loop between.
     """
 
-    def __init__(self, engine: Engine, gateway: str, compile_grammar: Compile | None):
-        self._engine, self._gateway, self._compile = engine, gateway, compile_grammar
-        self._compiling: set[asyncio.Task[None]] = set()
+    def __init__(self, engine: Engine, gateway: str, compiler: Compiler | None):
+        self._engine, self._gateway = engine, gateway
+        self._compiling = Compiling(compiler, gateway, self._compiled, self._refuse) if compiler else None
         self._loop = asyncio.get_running_loop()
         self._answers: asyncio.Queue[pb.RoundsResponse | SpireError | None] = asyncio.Queue()
         self._outstanding = 0
@@ -97,8 +97,8 @@ class RoundsStream:
         finally:
             reader.cancel()
             teller.cancel()
-            for start in self._compiling:
-                start.cancel()
+            if self._compiling:
+                self._compiling.end()
 
     async def _read(self, requests: AsyncIterator[pb.RoundsRequest]) -> None:
         try:
@@ -171,27 +171,18 @@ class RoundsStream:
             self._loop.call_soon_threadsafe(self._answers.put_nowait, answer)
 
     def _start(self, start: pb.Start) -> None:
-        if start.adjustments.HasField("grammar") and self._compile is not None:
-            task = asyncio.create_task(self._start_with_grammar(start, self._compile))
-            self._compiling.add(task)
-            task.add_done_callback(self._compiling.discard)
+        if start.adjustments.HasField("grammar") and self._compiling:
+            self._compiling.begin(start)
         else:
             self._engine.submit(StartTask(start, self._gateway, self._reply))
 
-    async def _start_with_grammar(self, start: pb.Start, compile_grammar: Compile) -> None:
-        """Compiling takes its time: nobody else waits for it. It ends with the stream: a gateway that has come back
-        has released what it asked for on this one, and would not hear of it."""
-        try:
-            matcher = await compile_grammar(start.adjustments.grammar)
-        except asyncio.CancelledError:
-            raise
-        except InvalidRequest as error:
-            self._refuse(start, error)
-        except BaseException as error:  # the library's panics are no Exceptions
-            log.exception("a grammar could not be compiled")
-            self._refuse(start, NotFinite(f"the verifier could not compile the grammar: {error}"))
-        else:
-            self._engine.submit(StartTask(start, self._gateway, self._reply, matcher))
+    def withdraw(self, sequence_ids: Sequence[str]) -> None:
+        """These have been released."""
+        if self._compiling:
+            self._compiling.withdraw(frozenset(sequence_ids))
+
+    def _compiled(self, start: pb.Start, matcher: Matcher) -> None:
+        self._engine.submit(StartTask(start, self._gateway, self._reply, matcher))
 
     def _refuse(self, start: pb.Start, error: SpireError) -> None:
         log.debug("refused", sequence=start.sequence_id, code=type(error).__name__)
@@ -247,9 +238,8 @@ class VerifierService(rpc.VerifierServicer):
         self._subscribers: dict[str, Subscriber] = {}
         # Subscriptions by draft: a newer one may begin before the older has ended.
         self._following: Counter[str] = Counter()
-        # One at a time: a grammar may take all that its limits allow, and decoding needs the other cores.
-        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-        self._compile = self._compile_aside if hosted.grammars else None
+        self._compiler = Compiler(hosted.grammars) if hosted.grammars else None
+        self._streams: set[RoundsStream] = set()
 
     async def GetInfo(self, request: pb.GetInfoRequest, context: grpc.aio.ServicerContext) -> pb.GetInfoResponse:
         return self._hosted.info
@@ -259,17 +249,14 @@ class VerifierService(rpc.VerifierServicer):
     ) -> pb.GetTokenizerResponse:
         return self._hosted.tokenizer
 
-    async def _compile_aside(self, grammar: pb.Grammar) -> Matcher:
-        assert self._hosted.grammars is not None
-        return await asyncio.get_running_loop().run_in_executor(self._compiler, self._hosted.grammars.compile, grammar)
-
     async def Rounds(
         self, requests: AsyncIterator[pb.RoundsRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.RoundsResponse]:
         metadata = dict(context.invocation_metadata() or ())
         gateway = str(metadata.get(GATEWAY_METADATA_KEY) or uuid.uuid4().hex)
         number = str(metadata.get(STREAM_METADATA_KEY, ""))
-        stream = RoundsStream(self._engine, gateway, self._compile)
+        stream = RoundsStream(self._engine, gateway, self._compiler)
+        self._streams.add(stream)
         line = offer_line(self._shared_memory) if _is_near(str(metadata.get(HOST_METADATA_KEY, ""))) else None
         try:
             with self.leases.held(gateway, int(number) if number.isdecimal() else 0, stream.end):
@@ -286,6 +273,7 @@ class VerifierService(rpc.VerifierServicer):
             if line:
                 line.close()
             stream.hang_up()
+            self._streams.discard(stream)
 
     async def Activations(
         self, request: pb.ActivationsRequest, context: grpc.aio.ServicerContext
@@ -394,6 +382,8 @@ class VerifierService(rpc.VerifierServicer):
 
     async def Release(self, request: pb.ReleaseRequest, context: grpc.aio.ServicerContext) -> pb.ReleaseResponse:
         await _check_named("a ReleaseRequest", request.sequence_ids, context)
+        for stream in self._streams:
+            stream.withdraw(request.sequence_ids)
         done = self._engine.call(self._engine.slots.release, list(request.sequence_ids))
         released = await asyncio.wrap_future(done)
         return pb.ReleaseResponse(released=released, cache_usage=self._engine.steps.cache.usage)

@@ -202,16 +202,18 @@ class Adjustments(_message.Message):
     def __init__(self, logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_tokens: _Optional[_Iterable[int]] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., min_tokens: _Optional[int] = ..., end_tokens: _Optional[_Iterable[int]] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ...) -> None: ...
 
 class Grammar(_message.Message):
-    __slots__ = ("json_schema", "regex", "lark", "json_whitespace")
+    __slots__ = ("json_schema", "regex", "lark", "json_whitespace", "asker")
     JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
     REGEX_FIELD_NUMBER: _ClassVar[int]
     LARK_FIELD_NUMBER: _ClassVar[int]
     JSON_WHITESPACE_FIELD_NUMBER: _ClassVar[int]
+    ASKER_FIELD_NUMBER: _ClassVar[int]
     json_schema: str
     regex: str
     lark: str
     json_whitespace: str
-    def __init__(self, json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., lark: _Optional[str] = ..., json_whitespace: _Optional[str] = ...) -> None: ...
+    asker: str
+    def __init__(self, json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., lark: _Optional[str] = ..., json_whitespace: _Optional[str] = ..., asker: _Optional[str] = ...) -> None: ...
 
 class Started(_message.Message):
     __slots__ = ("sequence_id", "status", "base", "token", "timings", "cached_tokens", "logprobs", "prompt_logprobs")

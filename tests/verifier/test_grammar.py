@@ -339,6 +339,14 @@ def test_a_grammar_that_would_take_the_verifier_down_is_refused(byte_level: Lang
         byte_level.grammars.compile(grammar)
 
 
+def test_an_ambiguous_grammar_is_refused_before_its_masks_take_long() -> None:
+    """A mask of this one took 0.4 s, and everybody's step waited for it."""
+    tokenizer_json = (ROOT / "models/target/tokenizer.json").read_bytes()
+    grammars = Grammars(tokenizer_json, 4096, [0])
+    with pytest.raises(InvalidRequest, match="Too many items"):
+        grammars.compile(pb.Grammar(lark="start: x\nx: x x x | x x | /[a-z ]/"))
+
+
 def test_what_looks_like_a_special_token_in_quotes_is_text(byte_level: Language) -> None:
     source = 'start: "<s>" /<b>/ "\\"<s>" // <s>\n'
     matcher = byte_level.compile(lark=source)

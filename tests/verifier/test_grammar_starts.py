@@ -70,3 +70,50 @@ async def test_a_grammar_that_compiling_chokes_on_is_refused_like_any_other(
     refused = (await client.read()).started
     assert (refused.sequence_id, refused.status.code) == ("a", codes.CODE_DATA_LOSS)
     assert "Resource temporarily unavailable" in refused.status.message
+
+
+@contextmanager
+def holding_up(patch: pytest.MonkeyPatch, asker: str) -> Iterator[tuple[list[str], threading.Event]]:
+    """The regexes that compiling has begun with; those of `asker` wait for the event."""
+    begun, go_on, compile_ = list[str](), threading.Event(), Grammars.compile
+
+    def slowly(self: Grammars, grammar: pb.Grammar) -> Matcher:
+        begun.append(grammar.regex)
+        assert grammar.asker != asker or go_on.wait(60)
+        return compile_(self, grammar)
+
+    patch.setattr(Grammars, "compile", slowly)
+    try:
+        yield begun, go_on
+    finally:
+        go_on.set()
+
+
+async def test_many_grammars_of_one_asker_delay_nobody_else(
+    verifier: Verifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = verifier.client()
+    with holding_up(monkeypatch, "greedy"):
+        for at in range(5):
+            await send(client, f"many {at}", pb.Grammar(regex=f"[a-z]{{{at + 1}}}", asker="greedy"))
+        await send(client, "other", pb.Grammar(regex="[a-z ]+", asker="other"))
+        assert (await client.read()).started.sequence_id == "other"
+    assert {(await client.read()).started.sequence_id for _ in range(5)} == {f"many {at}" for at in range(5)}
+
+
+async def test_a_grammar_that_is_released_before_its_turn_is_never_compiled(
+    verifier: Verifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = verifier.client()
+    with holding_up(monkeypatch, "one") as (begun, go_on):
+        await send(client, "first", pb.Grammar(regex="[a-z]+", asker="one"))
+        await send(client, "left", pb.Grammar(regex="[b-z]+", asker="one"))
+        await send(client, "last", pb.Grammar(regex="[c-z]+", asker="one"))
+        await client.start("behind them", prompt_of(9))
+        await client.release("left")
+        left = (await client.read()).started
+        assert (left.sequence_id, left.status.code) == ("left", codes.CODE_NOT_FOUND)
+        go_on.set()
+        assert [(await client.read()).started.sequence_id for _ in range(2)] == ["first", "last"]
+    assert begun == ["[a-z]+", "[c-z]+"]
+    assert set(verifier.engine.sequences) == {"first", "behind them", "last"}
