@@ -108,6 +108,7 @@ class Choice:
         sequence, taken = self.sequence, self._text.taken
         new = sequence.output[self._seen : self._seen + _MOST_PULLED]
         self._seen += len(new)
+        sequence.heard = self._seen
         text = self._text.push(new)
         over = sequence.finished and self._seen == len(sequence.output)
         if over and not self._text.stopped:

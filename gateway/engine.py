@@ -19,7 +19,7 @@ import structlog
 
 from gateway.admission import DrainRate
 from gateway.config import GatewayConfig
-from gateway.errors import NoVerifier, PeerLost, QueueFull, ShuttingDown
+from gateway.errors import NoVerifier, PeerLost, QueueFull, ReaderTooSlow, ShuttingDown
 from gateway.messages import logprobs_of, wire_start
 from gateway.metrics import Gauges, Metrics, parts_of_round
 from gateway.peers import DraftPeer, Model, VerifierPeer
@@ -38,6 +38,8 @@ _FULL_PAUSE = 0.05
 # How long a new verifier's first sequences wait for the draft to follow it: what starts before then is never drafted.
 _DRAFT_PATIENCE = 2.0
 _PATROL = 0.25
+# What a client may leave unread of a stream beside what the kernel and the connection buffer. Its sequence ends then.
+MOST_UNREAD_BYTES = 2 << 20
 
 log = structlog.get_logger("gateway")
 
@@ -343,6 +345,8 @@ class Engine:
         self.metrics.token_times(sequence, kept, now)
         if sequence.finished:
             self._after_end(sequence)
+        elif sequence.unread_bytes > MOST_UNREAD_BYTES:
+            self.finish([sequence], "error", ReaderTooSlow("the client leaves too much of this answer unread"))
         elif sequence.hears_rounds:
             sequence.listener()
 

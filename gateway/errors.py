@@ -61,6 +61,10 @@ class PeerLost(SpireError):
     """A model service went away or did not answer in time."""
 
 
+class ReaderTooSlow(SpireError):
+    """A client does not read what it is sent."""
+
+
 class NoVerifier(SpireError):
     """No verifier can be reached now; in `seconds` there may be one."""
 
@@ -78,6 +82,7 @@ _TABLE: list[tuple[type[SpireError], int, str, str]] = [
     (UnknownModel, 404, "not_found_error", "model_not_found"),
     (BodyTooLarge, 413, "invalid_request_error", "body_too_large"),
     (BodyTooSlow, 408, "invalid_request_error", "body_too_slow"),
+    (ReaderTooSlow, 408, "invalid_request_error", "reader_too_slow"),
     (OverQuota, 429, "rate_limit_error", "rate_limit_exceeded"),
     (OutOfCapacity, 429, "rate_limit_error", "queue_full"),
     (InvalidRequest, 400, "invalid_request_error", "invalid_value"),

@@ -88,6 +88,10 @@ class Moments:
     finished: float = 0.0
 
 
+# About what Python takes for an output token, its origin and its round, and for a token with its logprob.
+_TOKEN_BYTES, _LOGPROB_BYTES = 200, 120
+
+
 def _no_listener() -> None:
     return None
 
@@ -146,6 +150,8 @@ class Sequence:
     listener: Callable[[], None] = _no_listener
     # Whether the listener hears of every round or of the end alone.
     hears_rounds: bool = True
+    # Output tokens that the listener has taken, if it hears of them.
+    heard: int = 0
 
     @property
     def wire_id(self) -> str:
@@ -156,6 +162,14 @@ class Sequence:
     def base(self) -> int:
         """Positions whose cache is committed while it runs: all but the newest token."""
         return len(self.prompt) + len(self.output) - 1
+
+    @property
+    def unread_bytes(self) -> int:
+        """What is kept of tokens that a listener to every round has not taken."""
+        if not self.hears_rounds:
+            return 0
+        alternatives = 0 if self.top_logprobs is None else 1 + self.top_logprobs
+        return (len(self.output) - self.heard) * (_TOKEN_BYTES + alternatives * _LOGPROB_BYTES)
 
     @property
     def lacks_prompt_logprobs(self) -> bool:

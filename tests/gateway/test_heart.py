@@ -10,9 +10,11 @@ from itertools import count
 from typing import Any
 from unittest.mock import patch
 
+import pytest
+
 from gateway.config import GatewayConfig
 from gateway.engine import Engine
-from gateway.errors import NoVerifier, PeerLost
+from gateway.errors import NoVerifier, PeerLost, ReaderTooSlow
 from gateway.metrics import Metrics
 from gateway.sequence import Sampling, Sequence
 from tests.fake_clock import run
@@ -148,5 +150,26 @@ def test_whoever_kills_every_verifier_that_computes_it_is_given_up() -> None:
             engine.submit([other])
             await ended(other)
             assert other.output == continuation(other.prompt, 8)
+
+    run(scenario())
+
+
+@pytest.mark.fault(14)
+def test_a_stream_that_nobody_reads_ends_at_what_may_be_left_unread() -> None:
+    async def scenario() -> None:
+        async with heart(FakeVerifier()) as engine:
+            unread, read, whole = (sequence(max_tokens=200) for _ in range(3))
+
+            def take() -> None:
+                read.heard = len(read.output)
+
+            read.listener, whole.hears_rounds = take, False
+            with patch("gateway.engine.MOST_UNREAD_BYTES", 100 * 200):
+                engine.submit([unread, read, whole])
+                await ended(unread, read, whole)
+            assert isinstance(unread.error, ReaderTooSlow)
+            assert len(unread.output) == 101
+            assert (read.error, whole.error) == (None, None)
+            assert len(read.output) == len(whole.output) == 200
 
     run(scenario())

@@ -106,7 +106,7 @@ def test_rows_are_gathered_as_torch_indexes_them_wherever_they_go(
 
 
 def test_a_feed_holds_memory_of_the_sequences_that_it_has_and_none_when_they_are_gone() -> None:
-    """8,000 slots of an 8B target's tails would be 8.5 GB."""
+    """Tails of all 8,000 slots would be 17 GB."""
     before = _resident()
     taps = Taps((1, 2, 3, 4), 1, 64)
     feed = Feed(taps, 8000, 4096, torch.bfloat16, torch.device("cpu"))
