@@ -15,7 +15,8 @@ from prometheus_client import start_http_server
 
 from draft_service.config import DraftServiceConfig
 from spire.process import announce, keep_announcing, on_passing_thread, run, stop_signal
-from spire.rpc.tls import Tls, in_words
+from spire.rpc.tls import in_words
+from spire.rpc.trust import Trust
 
 # isort: split
 from draft_service.activations import Follower, subscription
@@ -55,14 +56,15 @@ def main() -> None:
 
 async def serve(config: DraftServiceConfig) -> None:
     """Run until SIGTERM or SIGINT. Raises SpireError when it cannot or must not serve."""
-    tls = Tls.read(config.tls)
+    trust = Trust.read(config.tls, config.secret_file)
+    trust.check_host(config.host)
     keep_freed_memory()
     draft = on_passing_thread(lambda: _load(config))
-    server = new_server()
-    port = listen(server, config.host, config.port, tls)
-    async with connect(config.verifier, tls) as channel:
+    server = new_server(trust)
+    port = listen(server, config.host, config.port, trust)
+    async with connect(config.verifier, trust) as channel:
         stub = verifier_pb2_grpc.VerifierStub(channel)
-        info = await _meet(stub, config.verifier, tls)
+        info = await _meet(stub, config.verifier, trust)
         check_handshake(draft, config.draft, info)
         drafter = on_passing_thread(lambda: _drafter(draft, config, info.max_context))
         draft_id = config.draft_id or stable_id(config, port)
@@ -93,14 +95,14 @@ async def serve(config: DraftServiceConfig) -> None:
             worker.stop()
 
 
-async def _meet(stub: verifier_pb2_grpc.VerifierStub, address: str, tls: Tls | None) -> verifier_pb2.GetInfoResponse:
+async def _meet(stub: verifier_pb2_grpc.VerifierStub, address: str, trust: Trust) -> verifier_pb2.GetInfoResponse:
     """What the verifier tells of itself, as soon as it can be reached. Why it cannot is said once."""
     said = ""
     while True:
         try:
             return await stub.GetInfo(verifier_pb2.GetInfoRequest(), timeout=_HANDSHAKE_SECONDS)
         except grpc.aio.AioRpcError as error:
-            if (reason := in_words(error.details(), tls)) != said:
+            if (reason := in_words(error.details(), trust.tls)) != said:
                 said = reason
                 log.warning("unreachable", peer="verifier", address=address, reason=reason)
             await asyncio.sleep(_RETRY_SECONDS)

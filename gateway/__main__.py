@@ -24,7 +24,8 @@ from gateway.metrics import Metrics
 from spire.address import bind, join
 from spire.keys import refuse_open_address
 from spire.process import announce, keep_announcing, run, stop_signal
-from spire.rpc.tls import Tls, certificate_files
+from spire.rpc.tls import certificate_files
+from spire.rpc.trust import Trust
 
 log = structlog.get_logger("gateway")
 
@@ -41,7 +42,7 @@ async def serve(config: GatewayConfig) -> None:
     host, port = listener.getsockname()[:2]
     if guard.open_paths is None and not config.without_keys:
         refuse_open_address(host)
-    engine = Engine(config, Metrics(config.lanes), Tls.read(config.tls))
+    engine = Engine(config, Metrics(config.lanes), Trust.read(config.tls, config.secret_file))
     await engine.handshake()
     server = _Server(
         uvicorn.Config(

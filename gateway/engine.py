@@ -30,7 +30,7 @@ from gateway.sequence import Logprob, Sequence, State
 from gateway.speculation import Proposals, Speculation
 from spire.errors import InvalidRequest, MismatchError, NotFinite, OutOfCapacity
 from spire.rpc.errors import raise_for
-from spire.rpc.tls import Tls
+from spire.rpc.trust import ANYBODY, Trust
 from spire.v1 import tensor_pb2, verifier_pb2
 
 # How long to leave a verifier alone that had no place for a sequence.
@@ -45,7 +45,7 @@ log = structlog.get_logger("gateway")
 
 
 class Engine:
-    def __init__(self, config: GatewayConfig, metrics: Metrics, tls: Tls | None = None):
+    def __init__(self, config: GatewayConfig, metrics: Metrics, trust: Trust = ANYBODY):
         self.config = config
         self.metrics = metrics
         self.scheduler = Scheduler(config.max_batch, config.max_waiting, config.lanes)
@@ -57,10 +57,10 @@ class Engine:
             self._on_verifier_lost,
             self._on_verifier,
             self._on_prefilled,
-            tls,
+            trust,
             config.shared_memory,
         )
-        self.draft = DraftPeer(config.draft, self.verifier, config.propose_deadline, tls) if config.draft else None
+        self.draft = DraftPeer(config.draft, self.verifier, config.propose_deadline, trust) if config.draft else None
         self.speculation = Speculation(self.draft, self.verifier, config, metrics)
         self._rounds = Rounds(self.scheduler, self.speculation, self.verifier, config)
         self._draining = False

@@ -38,7 +38,8 @@ from spire.rpc.channel import (
     connect,
 )
 from spire.rpc.host import host_id
-from spire.rpc.tls import Tls, in_words
+from spire.rpc.tls import in_words
+from spire.rpc.trust import ANYBODY, Trust
 from spire.v1 import draft_pb2, verifier_pb2
 from spire.v1.draft_pb2_grpc import DraftStub
 from spire.v1.verifier_pb2_grpc import VerifierStub
@@ -101,14 +102,14 @@ class Peer(ABC, Generic[Answer]):
 
     name: str
 
-    def __init__(self, address: str, tls: Tls | None):
+    def __init__(self, address: str, trust: Trust):
         self.address = address
         self.up = False
         self.serving = False
         # Of the monotonic clock; while it is not usable.
         self.unusable_since = time.monotonic()
         self.circuit = Circuit()
-        self._channel, self._tls = connect(address, tls), tls
+        self._channel, self._trust = connect(address, trust), trust
         self._call: grpc.aio.StreamStreamCall | None = None
         # gRPC breaks a stream that two write to at once: lanes do.
         self._writing = asyncio.Lock()
@@ -309,7 +310,7 @@ class Peer(ABC, Generic[Answer]):
             future.set_result((answer, asyncio.get_running_loop().time()))
 
     def _complain(self, error: Exception) -> None:
-        reason = in_words(error.details(), self._tls) if isinstance(error, grpc.aio.AioRpcError) else error
+        reason = in_words(error.details(), self._trust.tls) if isinstance(error, grpc.aio.AioRpcError) else error
         if (complaint := f"{reason}") != self._complaint:
             self._complaint = complaint
             log.warning("unreachable", peer=self.name, address=self.address, reason=complaint)
@@ -330,10 +331,10 @@ class VerifierPeer(Peer[verifier_pb2.VerifyBatchResult]):
         on_lost: Callable[[], None],
         on_connected: Callable[[Model | None, Model], None],
         on_prefilled: Callable[[], None] = lambda: None,
-        tls: Tls | None = None,
+        trust: Trust = ANYBODY,
         shared_memory: str = "",
     ):
-        super().__init__(address, tls)
+        super().__init__(address, trust)
         self.model: Model | None = None
         self._shared_memory = shared_memory
         self._shortcut = Shortcut(shared_memory, self._receive, self.reset)
@@ -438,8 +439,8 @@ class VerifierPeer(Peer[verifier_pb2.VerifyBatchResult]):
 class DraftPeer(Peer[draft_pb2.ProposeBatchResult]):
     name = "draft"
 
-    def __init__(self, address: str, verifier: VerifierPeer, deadline: float, tls: Tls | None = None):
-        super().__init__(address, tls)
+    def __init__(self, address: str, verifier: VerifierPeer, deadline: float, trust: Trust = ANYBODY):
+        super().__init__(address, trust)
         self.info: draft_pb2.DraftGetInfoResponse | None = None
         self._deadline = deadline
         self._verifier = verifier

@@ -55,9 +55,10 @@ async def _of_grpc(address: str, directory: Path | None, timeout: float) -> str:
 
     from spire.rpc.channel import connect
     from spire.rpc.tls import Tls, in_words
+    from spire.rpc.trust import Trust
 
     tls = Tls.read(directory)
-    async with connect(address, tls) as channel:
+    async with connect(address, Trust(tls)) as channel:
         try:
             answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout)
         except grpc.aio.AioRpcError as error:

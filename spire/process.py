@@ -65,6 +65,11 @@ class ServiceConfig(BaseSettings):
         description="Directory with this service's tls.crt and tls.key, and ca.crt: services then talk by TLS, "
         "and only to those with a certificate of that CA. Made by `spire certs`.",
     )
+    secret_file: Path | None = Field(
+        None,
+        description="File with a secret that all services of a system share, which its owner alone can read: a service "
+        "then answers no call without it. `openssl rand -hex 32` makes one.",
+    )
 
 
 class ModelServiceConfig(ServiceConfig):

@@ -14,7 +14,7 @@ import structlog
 from prometheus_client import start_http_server
 
 from spire.process import announce, keep_announcing, on_passing_thread, run, stop_signal
-from spire.rpc.tls import Tls
+from spire.rpc.trust import Trust
 from verifier_service.config import VerifierConfig
 
 # isort: split
@@ -32,13 +32,14 @@ def main() -> None:
 
 async def serve(config: VerifierConfig) -> None:
     """Run until SIGTERM or SIGINT. Raises SpireError when it cannot serve."""
-    tls = Tls.read(config.tls)
+    trust = Trust.read(config.tls, config.secret_file)
+    trust.check_host(config.host)
     keep_freed_memory()
     set_threads(config.threads)
     engine, hosted = on_passing_thread(lambda: load(config))
     if config.metrics_port:
         start_http_server(config.metrics_port, config.host, registry=engine.metrics.registry)
-    async with listening(engine, hosted, config, tls, config.drain_seconds) as address:
+    async with listening(engine, hosted, config, trust, config.drain_seconds) as address:
         log.info(
             "verifier service listens",
             address=address,

@@ -35,7 +35,7 @@ from spire.model.tokenizer import ids_without_text, load_tokenizer
 from spire.process import stop_signal
 from spire.rpc.channel import PROTOCOL_VERSION, listen, new_server
 from spire.rpc.shapes import shape_to_wire
-from spire.rpc.tls import Tls
+from spire.rpc.trust import ANYBODY, Trust
 from spire.shapes import Shape
 from spire.v1 import draft_pb2_grpc
 from spire.v1 import verifier_pb2 as pb
@@ -179,20 +179,20 @@ def _room(config: VerifierConfig, shape: ModelConfig, dtype: torch.dtype, device
 
 @asynccontextmanager
 async def listening(
-    engine: Engine, hosted: Hosted, config: VerifierConfig, tls: Tls | None = None, drain_seconds: float = 0.0
+    engine: Engine, hosted: Hosted, config: VerifierConfig, trust: Trust = ANYBODY, drain_seconds: float = 0.0
 ) -> AsyncIterator[str]:
     """Serve inside this block. Gives the bound address; leaving it drains and stops the engine.
 
     One whose model is stuck cannot be stopped: then `engine.ended` is not done afterwards.
     """
-    server, healthy = new_server(), health.aio.HealthServicer()
+    server, healthy = new_server(trust), health.aio.HealthServicer()
     drafting = Drafting(engine)
     service = VerifierService(engine, hosted, config, drafting)
     rpc.add_VerifierServicer_to_server(service, server)
     draft_pb2_grpc.add_DraftingServicer_to_server(drafting, server)
     draft_pb2_grpc.add_DraftServicer_to_server(self_drafting(engine, hosted, config), server)
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
-    port = listen(server, config.host, config.port, tls)
+    port = listen(server, config.host, config.port, trust)
     engine.start()
     await server.start()
     await healthy.set("", health_pb2.HealthCheckResponse.SERVING)

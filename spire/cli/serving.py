@@ -42,7 +42,7 @@ def serving(
         further["verifier_service"] += ["--lossy-synthetic-acceptance", str(synthetic_acceptance)]
         further["gateway"] += ["--propose-deadline", _SLOW_DRAFT_SECONDS]
     with tempfile.TemporaryDirectory(prefix="spire-") as passing:
-        stack = Stack(pair, options, "127.0.0.1", 0, None, directory or Path(passing), further=further)
+        stack = Stack(pair, options, "127.0.0.1", 0, None, Path(passing), further=further, logs=directory)
         try:
             stack.start()
             yield _system(stack, ports)

@@ -39,6 +39,7 @@ from spire.keys import GATEWAY_KEY, authorization, refuse_open_address
 from spire.model.config import load_model_config
 from spire.model.tokenizer import ids_without_text, load_tokenizer
 from spire.options_file import read_options
+from spire.rpc.secret import make_secret
 from spire.rpc.tls import AUTHORITY
 
 console = Console(highlight=False, soft_wrap=True)
@@ -213,6 +214,7 @@ class Stack:
 
     def start(self) -> None:
         """Start each service once what it needs serves. Raises ServiceFailed with the last lines of one that ends."""
+        make_secret(self._secret_file)
         with console.status("") as status:
             model = ["--model", str(self.pair.model), *self.options.arguments()]
             verifier = self._launch("verifier_service", model, f"the verifier to load {self.pair.model}", status)
@@ -254,8 +256,14 @@ class Stack:
         for service in reversed(self.services):
             service.stop()
 
+    @property
+    def _secret_file(self) -> Path:
+        """What the services know one another by: no other process of this host has it."""
+        return self.directory / "secret"
+
     def _launch(self, module: str, arguments: list[str], what: str, status: Status, port: int = 0) -> str:
-        service = Service(module, [*arguments, *self.further.get(module, [])], self.directory, port, logs=self.logs)
+        arguments = [*arguments, "--secret-file", str(self._secret_file), *self.further.get(module, [])]
+        service = Service(module, arguments, self.directory, port, logs=self.logs)
         self.services.append(service)
         service.start()
         self._wait(status, what, service.serves)

@@ -5,12 +5,16 @@
 
 from __future__ import annotations
 
-import grpc
-import structlog
+import secrets
+from collections.abc import Callable
+from typing import Any
 
-from spire.address import is_loopback, join
+import grpc
+
+from spire.address import join
 from spire.errors import SpireError
-from spire.rpc.tls import Tls
+from spire.rpc.secret import SECRET_METADATA_KEY, SecretRequired
+from spire.rpc.trust import ANYBODY, Trust
 
 # A peer of another version would leave out what it does not know of: rules, adjustments, logprobs, salts, shared q.
 PROTOCOL_VERSION = 8
@@ -22,6 +26,9 @@ DRAFT_METADATA_KEY = "spire-draft"
 # In the metadata of a gateway's Rounds: who it is, and how many streams it opened before.
 GATEWAY_METADATA_KEY = "spire-gateway"
 STREAM_METADATA_KEY = "spire-stream"
+# In the metadata of every call: which process calls. No other knows it, so a name in use stays with whoever took it.
+CALLER_METADATA_KEY = "spire-caller"
+_CALLER = secrets.token_hex(16)
 # The boot id of its host, if it can open what the verifier makes in memory there.
 HOST_METADATA_KEY = "spire-host"
 
@@ -55,28 +62,76 @@ _SERVER_OPTIONS = [
 ]
 
 
-log = structlog.get_logger()
-
-
-def connect(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
+def connect(address: str, trust: Trust = ANYBODY, caller: str = _CALLER) -> grpc.aio.Channel:
     """A channel to `host:port`. It connects lazily and reconnects by itself."""
-    if tls is None:
-        return grpc.aio.insecure_channel(address, options=_CLIENT_OPTIONS)
-    return grpc.aio.secure_channel(address, tls.of_channel(), options=_CLIENT_OPTIONS)
+    if trust.tls is None:
+        channel = grpc.aio.insecure_channel(address, options=_CLIENT_OPTIONS)
+    else:
+        channel = grpc.aio.secure_channel(address, trust.tls.of_channel(), options=_CLIENT_OPTIONS)
+    secret = [(SECRET_METADATA_KEY, trust.secret.text)] if trust.secret else []
+    return _Introduced(channel, [(CALLER_METADATA_KEY, caller), *secret])
 
 
-def new_server() -> grpc.aio.Server:
-    return grpc.aio.server(options=_SERVER_OPTIONS)
+def new_server(trust: Trust = ANYBODY) -> grpc.aio.Server:
+    """A server without a port: see `listen`, which takes the same `trust`."""
+    interceptors = [SecretRequired(trust.secret)] if trust.secret else []
+    return grpc.aio.server(interceptors=interceptors, options=_SERVER_OPTIONS)
 
 
-def listen(server: grpc.aio.Server, host: str, port: int, tls: Tls | None) -> int:
-    """Open the port, 0 for a free one, and return it. Raises SpireError where that cannot be."""
+def listen(server: grpc.aio.Server, host: str, port: int, trust: Trust = ANYBODY) -> int:
+    """Open the port, 0 for a free one, and return it. Raises SpireError where that cannot or must not be."""
+    trust.check_host(host)
+    trust.warn(host)
     address = join(host, port)
     try:
-        if tls is not None:
-            return server.add_secure_port(address, tls.of_server())
-        if not is_loopback(host):
-            log.warning("whoever reaches this port is served: start with --tls, or keep others away", address=address)
+        if trust.tls is not None:
+            return server.add_secure_port(address, trust.tls.of_server())
         return server.add_insecure_port(address)
     except RuntimeError as error:
         raise SpireError(f"cannot listen on {address}: is another service there? Choose another --port") from error
+
+
+class _Introduced(grpc.aio.Channel):
+    """A channel whose every call begins with the same metadata.
+
+    An interceptor of gRPC's would put a queue and a task between a stream and each of its messages.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel, metadata: list[tuple[str, str]]):
+        self._channel, self._metadata = channel, metadata
+
+    def _introduced(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def introduced(*request: Any, metadata: Any = None, **options: Any) -> Any:
+            return call(*request, metadata=(*self._metadata, *(metadata or ())), **options)
+
+        return introduced
+
+    def unary_unary(self, *args: Any, **options: Any) -> Any:
+        return self._introduced(self._channel.unary_unary(*args, **options))
+
+    def unary_stream(self, *args: Any, **options: Any) -> Any:
+        return self._introduced(self._channel.unary_stream(*args, **options))
+
+    def stream_unary(self, *args: Any, **options: Any) -> Any:
+        return self._introduced(self._channel.stream_unary(*args, **options))
+
+    def stream_stream(self, *args: Any, **options: Any) -> Any:
+        return self._introduced(self._channel.stream_stream(*args, **options))
+
+    async def __aenter__(self) -> _Introduced:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self, grace: float | None = None) -> None:
+        await self._channel.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._channel.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._channel.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._channel.channel_ready()

@@ -185,8 +185,15 @@ def test_an_option_set_in_the_environment_file_reaches_its_service(service: str,
     assert composed("cpu", environment={option: value})["services"][service]["environment"][option] == value
 
 
-# What compose decides by its own layout: files, addresses, ways in. And what is for benchmarks alone.
-NOT_FOR_CONTAINERS = {"ready_file", "lossy_synthetic_acceptance", "https", "without_keys", "draft_id"}
+# What compose decides by its own layout: files, addresses, ways in (certificates and keys). And what is for benchmarks.
+NOT_FOR_CONTAINERS = {
+    "ready_file",
+    "lossy_synthetic_acceptance",
+    "https",
+    "without_keys",
+    "draft_id",
+    "secret_file",
+}
 
 
 @pytest.mark.parametrize("service", sorted(rules.OPTIONS))

@@ -35,7 +35,7 @@ async def meeting(**said: Any) -> AsyncIterator[DraftPeer]:
     )
     server = new_server()
     draft_pb2_grpc.add_DraftServicer_to_server(Said(info), server)
-    port = listen(server, "127.0.0.1", 0, None)
+    port = listen(server, "127.0.0.1", 0)
     await server.start()
     model = SimpleNamespace(info=verifier_pb2.GetInfoResponse(**OF_TARGET))
     verifier = cast(VerifierPeer, SimpleNamespace(address="verifier:1", model=model))

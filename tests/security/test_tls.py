@@ -19,6 +19,7 @@ from spire.certificates import make_certificates
 from spire.errors import SpireError
 from spire.rpc.channel import connect, listen, new_server
 from spire.rpc.tls import Tls, in_words
+from spire.rpc.trust import Trust
 from spire.v1 import verifier_pb2 as pb
 from spire.v1 import verifier_pb2_grpc as rpc
 from tests.gateway.conftest import eventually
@@ -30,7 +31,7 @@ ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 
 async def met(address: str, tls: Tls | None) -> str:
     """The name of the model at the address, or why it is not told."""
-    async with connect(address, tls) as channel:
+    async with connect(address, Trust(tls)) as channel:
         try:
             return (await rpc.VerifierStub(channel).GetInfo(pb.GetInfoRequest(), timeout=5)).model_name
         except grpc.aio.AioRpcError as error:
@@ -107,7 +108,7 @@ async def test_a_server_that_cannot_be_trusted_is_not_and_the_reason_is_told_in_
     # No certificate is for this address of loopback.
     host = "127.0.0.2" if server == "of another name" else "127.0.0.1"
     running = new_server()
-    port = listen(running, host, 0, its)
+    port = listen(running, host, 0, Trust(its))
     await running.start()
     try:
         assert told in in_words(await met(f"{host}:{port}", ours), ours)
