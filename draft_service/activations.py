@@ -37,6 +37,9 @@ _RETRY_SECONDS = 0.2
 # verifier's steps: a flipped bit can make a message so long that it never ends, while pings are answered.
 _STARVED_SECONDS = 3.0
 
+# Another draft has this one's name, or the secret has changed.
+_TURNED_AWAY = {grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED}
+
 INLINE, SHARED_MEMORY, CUDA_IPC = "inline", "shared_memory", "cuda_ipc"
 
 _CPU = torch.device("cpu")
@@ -86,8 +89,8 @@ class Follower:
             except grpc.aio.AioRpcError as error:
                 if error.code() == grpc.StatusCode.FAILED_PRECONDITION:
                     raise MismatchError(error.details()) from error
-                if self.following:
-                    log.warning("the verifier's activations stopped", code=error.code().name)
+                if self.following or error.code() in _TURNED_AWAY:
+                    log.warning("the verifier's activations stopped", code=error.code().name, reason=error.details())
             except (OutOfCapacity, TimeoutError) as error:
                 log.warning("too far behind the verifier: beginning anew", reason=str(error))
                 self._worker.forget_all()

@@ -348,6 +348,11 @@ class VerifierPeer(Peer[verifier_pb2.VerifyBatchResult]):
         self._stub = VerifierStub(self._channel)
         self._streams = count()
 
+    @property
+    def own_name(self) -> tuple[str, str]:
+        """What the metadata of a call say that is about this gateway's sequences."""
+        return GATEWAY_METADATA_KEY, self._gateway_id
+
     async def handshake(self) -> None:
         info = await self._stub.GetInfo(verifier_pb2.GetInfoRequest(), timeout=_CONTROL_DEADLINE)
         _same("protocol version", "this gateway", PROTOCOL_VERSION, "the verifier", info.protocol_version)
@@ -403,10 +408,11 @@ class VerifierPeer(Peer[verifier_pb2.VerifyBatchResult]):
     async def release(self, sequence_ids: list[str], seconds: float) -> None:
         """Free what these hold, within so many seconds. Raises AioRpcError."""
         request = verifier_pb2.ReleaseRequest(sequence_ids=sequence_ids)
-        self.cache_usage = (await self._stub.Release(request, timeout=self.limit(seconds))).cache_usage
+        answer = await self._stub.Release(request, timeout=self.limit(seconds), metadata=[self.own_name])
+        self.cache_usage = answer.cache_usage
 
     def _open(self) -> grpc.aio.StreamStreamCall:
-        metadata = [(GATEWAY_METADATA_KEY, self._gateway_id), (STREAM_METADATA_KEY, str(next(self._streams)))]
+        metadata = [self.own_name, (STREAM_METADATA_KEY, str(next(self._streams)))]
         if self._shared_memory:
             metadata.append((HOST_METADATA_KEY, host_id()))
         return self._stub.Rounds(metadata=metadata)
@@ -485,7 +491,7 @@ class DraftPeer(Peer[draft_pb2.ProposeBatchResult]):
         return await self._answer(await self._send(batch.batch_id, batch, deadline))
 
     def _open(self) -> grpc.aio.StreamStreamCall:
-        return self._stub.Rounds()
+        return self._stub.Rounds(metadata=[self._verifier.own_name])
 
     def _receive(self, message: draft_pb2.ProposeBatchResult) -> None:
         self._answered(message)

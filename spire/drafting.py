@@ -61,6 +61,8 @@ class ProposeTask:
     done: Future[ProposeAnswer] = field(default_factory=Future)
     arrived: float = field(default_factory=time.monotonic)
     absorbing_seconds: float = 0.0
+    # The gateway that asks, where one does.
+    asker: str = ""
 
 
 @dataclass(frozen=True)

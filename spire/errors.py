@@ -7,6 +7,7 @@ SpireError
 └── RequestError       what one caller asked for cannot be done
     ├── InvalidRequest     wrong by itself: shapes, ranges, unknown values
     ├── UnknownSequence    the verifier or draft holds no such sequence: replay it
+    ├── NotAllowed         the name that a peer goes by is another's
     ├── StaleBlock         a block for a base, round or stream that has passed
     ├── NotFinite          the model's numbers for this sequence went bad
     └── OutOfCapacity      no slot or queue place is free now: try again later
@@ -42,6 +43,10 @@ class InvalidRequest(RequestError):
 
 
 class UnknownSequence(RequestError):
+    pass
+
+
+class NotAllowed(RequestError):
     pass
 
 

@@ -57,8 +57,8 @@ class ServiceConfig(BaseSettings):
     )
     shared_memory: str = Field(
         "/dev/shm",
-        description="Directory in memory that services on one host all see: rounds and activations travel through it. "
-        "Empty: by gRPC, as between hosts.",
+        description="Directory in memory that services on one host all see: rounds and activations travel through it, "
+        "or through one inside that only their user can enter. Empty: by gRPC, as between hosts.",
     )
     tls: Path | None = Field(
         None,
@@ -91,6 +91,7 @@ _CANNOT_START = 2
 def run(name: str, config: type[Config], serve: Callable[[Config], Awaitable[None]]) -> None:
     """Serve until `serve` returns. What cannot start says why in one line on stderr and exits with code 2."""
     faulthandler.register(signal.SIGUSR1)
+    os.umask(0o077)  # what a service leaves in a file or offers by a socket is for its own user
     try:
         options = CliApp.run(config, cli_args=[_long_option(argument) for argument in sys.argv[1:]])
         _log_as_json(options.log_level)

@@ -163,7 +163,7 @@ class Blocks:
         return sorted(entries, key=lambda entry: entry.block.sequence.slot)
 
     def _read(self, item: Item, task: VerifyTask) -> Block | pb.VerifyResult:
-        sequence = self._slots.held(item.sequence_id)
+        sequence = self._slots.held(item.sequence_id, task.gateway)
         base = self._steps.cache.lengths[sequence.slot]
         if stored := sequence.stored_answer(item.round, item.base, base):
             return stored

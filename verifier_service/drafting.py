@@ -6,18 +6,20 @@ On one host both pass by a line instead, from one model's thread to the other's 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncIterator, Iterator
 from functools import partial
 
 import grpc
 
-from spire.errors import InvalidRequest
+from spire.errors import InvalidRequest, SpireError
 from spire.rpc.channel import DRAFT_METADATA_KEY
 from spire.rpc.errors import call_status
 from spire.rpc.line import Line
 from spire.v1 import draft_pb2 as pb
 from spire.v1 import draft_pb2_grpc as rpc
 from verifier_service.engine import Engine
+from verifier_service.names import Names, told
 from verifier_service.subscriber import Subscriber
 from verifier_service.tasks import GuessTask
 
@@ -69,22 +71,27 @@ class Drafting(rpc.DraftingServicer):
 
     def __init__(self, engine: Engine):
         self._engine = engine
+        self.names = Names("draft")
 
     async def Orders(
         self, guesses: AsyncIterator[pb.ProposeBatchResult], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.ProposeBatch]:
-        draft_id = str(dict(context.invocation_metadata() or ()).get(DRAFT_METADATA_KEY, ""))
-        if not draft_id:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the metadata lack {DRAFT_METADATA_KEY}: who is it?")
+        draft_id = told(context, DRAFT_METADATA_KEY)
+        try:
+            with self.names.held(draft_id, context), self._asked(draft_id) as stream:
+                await asyncio.wrap_future(self._engine.call(self._engine.orders.connect, draft_id, stream.send))
+                # The draft learns from this that it will be asked.
+                await context.send_initial_metadata(())
+                async for order in stream.orders(guesses):
+                    yield order
+        except SpireError as error:
+            await context.abort(call_status(error), str(error))
+
+    @contextlib.contextmanager
+    def _asked(self, draft_id: str) -> Iterator[OrdersStream]:
         stream = OrdersStream(self._engine, draft_id)
         try:
-            await asyncio.wrap_future(self._engine.call(self._engine.orders.connect, draft_id, stream.send))
-            # The draft learns from this that it will be asked.
-            await context.send_initial_metadata(())
-            async for order in stream.orders(guesses):
-                yield order
-        except InvalidRequest as error:
-            await context.abort(call_status(error), str(error))
+            yield stream
         finally:
             self._engine.call(self._engine.orders.disconnect, draft_id, stream.send)
 

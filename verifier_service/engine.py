@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 import structlog
@@ -184,13 +185,13 @@ class Engine:
             known = self.sequences.get(task.start.sequence_id)
             if known is None:
                 self.slots.admit(task)
-            elif known.start != task.start:
+            elif known.start != task.start or known.gateway != task.gateway:
                 raise InvalidRequest(f"sequence {known.id} is live with another Start")
             else:
                 if known.started is None:
                     again = StaleBlock(f"the Start of sequence {known.id} came again: that one will be answered")
                     self.slots.refuse(known.id, known.reply, again)
-                known.gateway, known.reply = task.gateway, task.reply
+                known.reply = task.reply
                 if known.started:
                     task.reply(pb.RoundsResponse(started=known.started))
         except RequestError as error:
@@ -203,11 +204,11 @@ class Engine:
         while self._drafting:
             task = self._drafting.popleft()
             with self.pace.step(f"draft {task.k}", task.k * len(task.guesses)):
-                seconds = answer(task, self._check_guess, self._propose)
+                seconds = answer(task, partial(self._check_guess, task.asker), self._propose)
             self.metrics.busy_seconds.labels("draft").inc(seconds)
 
-    def _check_guess(self, guess: Guess) -> None:
-        sequence = self.slots.held(guess.sequence_id)
+    def _check_guess(self, gateway: str, guess: Guess) -> None:
+        sequence = self.slots.held(guess.sequence_id, gateway)
         sequence.check_guess(guess, self.steps.cache.lengths[sequence.slot])
 
     def _propose(self, guesses: list[Guess], k: int, rows: SamplingRows) -> Drafted:

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import grpc
 import structlog
 
 from spire.errors import SpireError, StaleBlock
 from verifier_service.engine import Engine
+from verifier_service.names import Names
 
 log = structlog.get_logger("verifier_service")
 
@@ -28,11 +30,12 @@ class _Lease:
 class Leases:
     """A gateway numbers its streams, and the newest alone speaks for it: what a partition held back and lets go later
     was said by an older one, and would start sequences that nobody ever releases. The sequences of a gateway whose last
-    stream has been closed for `seconds` are freed.
+    stream has been closed for `seconds` are freed, and its name with them.
     """
 
     def __init__(self, engine: Engine, seconds: float):
         self._engine, self._seconds = engine, seconds
+        self.names = Names("gateway")
         self._leases: dict[str, _Lease] = {}
 
     @property
@@ -41,9 +44,10 @@ class Leases:
         return any(lease.streams for lease in self._leases.values())
 
     @contextmanager
-    def held(self, gateway: str, number: int, end: End) -> Iterator[None]:
-        """While this stream is open. Ends the gateway's older ones; raises StaleBlock when there was a newer one."""
-        lease = self._leases.setdefault(gateway, _Lease())
+    def held(self, gateway: str, context: grpc.aio.ServicerContext, number: int, end: End) -> Iterator[None]:
+        """While this stream is open. Ends the gateway's older ones; raises StaleBlock when there was a newer one, and
+        NotAllowed when another process has this name."""
+        lease = self._lease(gateway, context)
         _must_be_newest(number, lease.newest)
         lease.newest = number
         if lease.expiry:
@@ -59,8 +63,17 @@ class Leases:
             if not lease.streams:
                 lease.expiry = asyncio.get_running_loop().call_later(self._seconds, self._expire, gateway)
 
+    def _lease(self, gateway: str, context: grpc.aio.ServicerContext) -> _Lease:
+        if gateway in self._leases:
+            self.names.check(gateway, context)
+        else:
+            self.names.take(gateway, context)
+            self._leases[gateway] = _Lease()
+        return self._leases[gateway]
+
     def _expire(self, gateway: str) -> None:
         del self._leases[gateway]
+        self.names.leave(gateway)
         log.info("a gateway stayed away: its sequences are freed", gateway=gateway)
         self._engine.call(self._engine.slots.release_gateway, gateway)
 

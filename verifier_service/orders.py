@@ -67,7 +67,9 @@ class Orders:
         by_draft: defaultdict[str, list[tuple[Item, Sequence]]] = defaultdict(list)
         for item in task.items:
             sequence = self._sequences.get(item.sequence_id) if item.k and not item.tokens else None
-            if sequence and sequence.started and item.round == sequence.round + 1:
+            if not sequence or sequence.gateway != task.gateway:
+                continue
+            if sequence.started and item.round == sequence.round + 1:
                 by_draft[sequence.draft_id].append((item, sequence))
         for draft_id, asked in by_draft.items():
             items = [item for item, _ in asked]

@@ -190,7 +190,7 @@ async def listening(
     service = VerifierService(engine, hosted, config, drafting)
     rpc.add_VerifierServicer_to_server(service, server)
     draft_pb2_grpc.add_DraftingServicer_to_server(drafting, server)
-    draft_pb2_grpc.add_DraftServicer_to_server(self_drafting(engine, hosted, config), server)
+    draft_pb2_grpc.add_DraftServicer_to_server(self_drafting(engine, hosted, config, service.leases.names), server)
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     port = listen(server, config.host, config.port, trust)
     engine.start()

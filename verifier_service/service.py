@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +38,7 @@ from verifier_service.drafting import Drafting
 from verifier_service.engine import Engine
 from verifier_service.grammar import Grammars, Matcher
 from verifier_service.leases import Leases
+from verifier_service.names import Names, told
 from verifier_service.subscriber import Subscriber
 from verifier_service.tasks import CallTask, StartTask, VerifyTask
 
@@ -176,9 +177,9 @@ class RoundsStream:
         else:
             self._engine.submit(StartTask(start, self._gateway, self._reply))
 
-    def withdraw(self, sequence_ids: Sequence[str]) -> None:
-        """These have been released."""
-        if self._compiling:
+    def withdraw(self, gateway: str, sequence_ids: Sequence[str]) -> None:
+        """A gateway has released these."""
+        if self._compiling and gateway == self._gateway:
             self._compiling.withdraw(frozenset(sequence_ids))
 
     def _compiled(self, start: pb.Start, matcher: Matcher) -> None:
@@ -203,7 +204,7 @@ class RoundsStream:
             self._answers.put_nowait(None)
 
 
-def self_drafting(engine: Engine, hosted: Hosted, config: VerifierConfig) -> DraftServicer:
+def self_drafting(engine: Engine, hosted: Hosted, config: VerifierConfig, gateways: Names) -> DraftServicer:
     """The draft service's protocol, answered by the target itself: it follows nobody and remembers nothing."""
     ours = draft_pb2.DraftGetInfoResponse(
         protocol_version=PROTOCOL_VERSION,
@@ -225,7 +226,11 @@ def self_drafting(engine: Engine, hosted: Hosted, config: VerifierConfig) -> Dra
         engine.submit(task)
         return await asyncio.wrap_future(task.done)
 
-    return DraftServicer(lambda: ours, propose, hosted.info.vocab_size, engine.steps.device)
+    def asker(context: grpc.aio.ServicerContext) -> str:
+        gateways.check(name := told(context, GATEWAY_METADATA_KEY), context)
+        return name
+
+    return DraftServicer(lambda: ours, propose, hosted.info.vocab_size, engine.steps.device, asker=asker)
 
 
 class VerifierService(rpc.VerifierServicer):
@@ -252,14 +257,14 @@ class VerifierService(rpc.VerifierServicer):
     async def Rounds(
         self, requests: AsyncIterator[pb.RoundsRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.RoundsResponse]:
-        metadata = dict(context.invocation_metadata() or ())
-        gateway = str(metadata.get(GATEWAY_METADATA_KEY) or uuid.uuid4().hex)
-        number = str(metadata.get(STREAM_METADATA_KEY, ""))
+        gateway = told(context, GATEWAY_METADATA_KEY) or uuid.uuid4().hex
+        number = told(context, STREAM_METADATA_KEY)
         stream = RoundsStream(self._engine, gateway, self._compiler)
         self._streams.add(stream)
-        line = offer_line(self._shared_memory) if _is_near(str(metadata.get(HOST_METADATA_KEY, ""))) else None
+        line = None
         try:
-            with self.leases.held(gateway, int(number) if number.isdecimal() else 0, stream.end):
+            with self.leases.held(gateway, context, int(number) if number.isdecimal() else 0, stream.end):
+                line = offer_line(self._shared_memory) if _is_near(told(context, HOST_METADATA_KEY)) else None
                 # The gateway learns from this that its stream stands, before it has asked for anything.
                 await context.send_initial_metadata(())
                 if line:
@@ -281,19 +286,24 @@ class VerifierService(rpc.VerifierServicer):
         try:
             taps = Taps.read(request, self._hosted.info)
             self._check_room_for(request.draft_id)
+            with self._drafting.names.held(request.draft_id, context), self._counted(request.draft_id):
+                async with contextlib.aclosing(self._followed(request, taps, context)) as messages:
+                    async for message in messages:
+                        yield message
         except SpireError as error:
             await context.abort(call_status(error), str(error))
-        self._following += Counter([request.draft_id])
-        try:
-            async with contextlib.aclosing(self._followed(request, taps, context)) as messages:
-                async for message in messages:
-                    yield message
-        finally:
-            self._following -= Counter([request.draft_id])
 
     def _check_room_for(self, draft_id: str) -> None:
         if draft_id not in self._following and len(self._following) >= MAX_FOLLOWERS:
             raise OutOfCapacity(f"{MAX_FOLLOWERS} drafts follow this verifier already: that is the most it takes")
+
+    @contextlib.contextmanager
+    def _counted(self, draft_id: str) -> Iterator[None]:
+        self._following += Counter([draft_id])
+        try:
+            yield
+        finally:
+            self._following -= Counter([draft_id])
 
     async def _followed(
         self, request: pb.ActivationsRequest, taps: Taps, context: grpc.aio.ServicerContext
@@ -375,16 +385,25 @@ class VerifierService(rpc.VerifierServicer):
         self._engine.call(self._engine.publisher.unsubscribe, draft_id, subscriber.deliver)
 
     async def Resync(self, request: pb.ResyncRequest, context: grpc.aio.ServicerContext) -> pb.ResyncResponse:
-        await _check_named("a ResyncRequest", request.sequence_ids, context)
+        try:
+            check_named("a ResyncRequest", len(request.sequence_ids))
+            self._drafting.names.check(request.draft_id, context)
+        except SpireError as error:
+            await context.abort(call_status(error), str(error))
         done = self._engine.call(self._engine.replay, request.draft_id, list(request.sequence_ids))
         unknown = await asyncio.wrap_future(done)
         return pb.ResyncResponse(unknown=unknown)
 
     async def Release(self, request: pb.ReleaseRequest, context: grpc.aio.ServicerContext) -> pb.ReleaseResponse:
-        await _check_named("a ReleaseRequest", request.sequence_ids, context)
+        gateway = told(context, GATEWAY_METADATA_KEY)
+        try:
+            check_named("a ReleaseRequest", len(request.sequence_ids))
+            self.leases.names.check(gateway, context)
+        except SpireError as error:
+            await context.abort(call_status(error), str(error))
         for stream in self._streams:
-            stream.withdraw(request.sequence_ids)
-        done = self._engine.call(self._engine.slots.release, list(request.sequence_ids))
+            stream.withdraw(gateway, request.sequence_ids)
+        done = self._engine.call(self._engine.slots.release_own, gateway, list(request.sequence_ids))
         released = await asyncio.wrap_future(done)
         return pb.ReleaseResponse(released=released, cache_usage=self._engine.steps.cache.usage)
 
@@ -402,11 +421,3 @@ def _carrier(ring: Ring | None) -> str:
 def _is_near(host: str) -> bool:
     """Whether a peer that names this host can see what is made in memory here."""
     return bool(host) and host == host_id()
-
-
-async def _check_named(what: str, sequence_ids: Sequence[str], context: grpc.aio.ServicerContext) -> None:
-    """Ends the call when it names too many sequences."""
-    try:
-        check_named(what, len(sequence_ids))
-    except InvalidRequest as error:
-        await context.abort(call_status(error), str(error))

@@ -108,6 +108,13 @@ class Slots:
                 self.refuse(sequence.id, sequence.reply, UnknownSequence(f"sequence {sequence.id} has been released"))
         return len(freed)
 
+    def release_own(self, gateway: str, sequence_ids: Rows[str]) -> int:
+        """Free these of a gateway's own: others' are none of its business. Returns how many there were."""
+        known = [self.sequences[i] for i in sequence_ids if i in self.sequences]
+        if others := sum(sequence.gateway != gateway for sequence in known):
+            log.warning("refused to release what is another gateway's", gateway=gateway, sequences=others)
+        return self.release([sequence.id for sequence in known if sequence.gateway == gateway])
+
     def _free(self, sequence_ids: Rows[str]) -> list[Sequence]:
         known = [i for i in dict.fromkeys(sequence_ids) if i in self.sequences]
         freed = [self.sequences.pop(sequence_id) for sequence_id in known]
@@ -157,10 +164,10 @@ class Slots:
         self._metrics.expired.inc(count)
         return count
 
-    def held(self, sequence_id: str) -> Sequence:
-        """Raises UnknownSequence."""
+    def held(self, sequence_id: str, gateway: str) -> Sequence:
+        """A gateway's own. Raises UnknownSequence."""
         sequence = self.sequences.get(sequence_id)
-        if sequence is None:
+        if sequence is None or sequence.gateway != gateway:
             raise UnknownSequence(f"sequence {sequence_id} is not held here: start it again from its tokens")
         return sequence
 

@@ -77,7 +77,7 @@ class Service:
         self.ready_file.unlink(missing_ok=True)
         command = [sys.executable, "-m", self.module, *self.arguments]
         command += ["--port", str(self.port), "--ready-file", str(self.ready_file)]
-        with self.log.open("ab") as log:
+        with os.fdopen(os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as log:
             self.log_before = log.tell()
             self.process = subprocess.Popen(
                 command,

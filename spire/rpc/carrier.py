@@ -35,6 +35,7 @@ from torch import Tensor
 
 from spire.errors import InvalidRequest
 from spire.rpc import cuda_ipc
+from spire.rpc.host import own_directory
 from spire.rpc.tensors import copy_to, from_wire
 from spire.v1 import tensor_pb2
 from spire.v1 import verifier_pb2 as pb
@@ -66,6 +67,7 @@ class _Made:
     """
 
     def __init__(self, directory: Path, size: int, gpu: torch.device | None = None):
+        directory = own_directory(directory)
         _remove_abandoned(directory)
         self.size = _round_up(size, _HEADER_BYTES)
         self.offer = pb.Ring(name=_NAMES.replace("*", secrets.token_hex(16)), token=secrets.token_bytes(_TOKEN_BYTES))
@@ -95,7 +97,7 @@ class _Opened:
     def __init__(self, directory: Path, offer: pb.Ring, gpu: torch.device | None = None):
         if Path(offer.name).name != offer.name:
             raise InvalidRequest(f"a ring's name is a file name, {offer.name!r} is none")
-        file = directory / offer.name
+        file = own_directory(directory) / offer.name
         with file.open("r+b", buffering=0) as opened:
             least = _HEADER_BYTES if gpu else _HEADER_BYTES + 1
             if opened.read(_TOKEN_BYTES) != offer.token or os.fstat(opened.fileno()).st_size < least:

@@ -16,8 +16,9 @@ from spire.errors import SpireError
 from spire.rpc.secret import SECRET_METADATA_KEY, SecretRequired
 from spire.rpc.trust import ANYBODY, Trust
 
-# A peer of another version would leave out what it does not know of: rules, adjustments, logprobs, salts, shared q.
-PROTOCOL_VERSION = 8
+# A peer of another version would leave out what it does not know of: rules, adjustments, logprobs, salts, shared q, or
+# whose sequences it releases.
+PROTOCOL_VERSION = 9
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 
@@ -28,7 +29,7 @@ GATEWAY_METADATA_KEY = "spire-gateway"
 STREAM_METADATA_KEY = "spire-stream"
 # In the metadata of every call: which process calls. No other knows it, so a name in use stays with whoever took it.
 CALLER_METADATA_KEY = "spire-caller"
-_CALLER = secrets.token_hex(16)
+THIS_PROCESS = secrets.token_hex(16)
 # The boot id of its host, if it can open what the verifier makes in memory there.
 HOST_METADATA_KEY = "spire-host"
 
@@ -62,7 +63,7 @@ _SERVER_OPTIONS = [
 ]
 
 
-def connect(address: str, trust: Trust = ANYBODY, caller: str = _CALLER) -> grpc.aio.Channel:
+def connect(address: str, trust: Trust = ANYBODY, caller: str = THIS_PROCESS) -> grpc.aio.Channel:
     """A channel to `host:port`. It connects lazily and reconnects by itself."""
     if trust.tls is None:
         channel = grpc.aio.insecure_channel(address, options=_CLIENT_OPTIONS)

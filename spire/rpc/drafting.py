@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from spire.drafting import MAX_SPECULATION_DEPTH, Drafted, Guess, ProposeAnswer, ProposeTask
-from spire.errors import InvalidRequest, RequestError
+from spire.errors import InvalidRequest, RequestError, SpireError
 from spire.rpc.carrier import OverwritingRing
 from spire.rpc.errors import OK, call_status, item_status
 from spire.rpc.limits import check_named
@@ -27,6 +27,8 @@ from spire.v1 import tensor_pb2, verifier_pb2
 log = structlog.get_logger()
 
 Propose = Callable[[ProposeTask], Awaitable[ProposeAnswer]]
+# The gateway that a call is of. Raises SpireError where it is not.
+Asker = Callable[[grpc.aio.ServicerContext], str]
 
 
 @dataclass(frozen=True)
@@ -57,9 +59,10 @@ class DraftServicer(rpc.DraftServicer):
         vocab_size: int,
         device: torch.device | str = "cpu",
         q_ring: Callable[[], OverwritingRing | None] = lambda: None,
+        asker: Asker = lambda _: "",
     ):
         self._info, self._hand_over, self._vocab_size, self._device = info, propose, vocab_size, device
-        self._q_ring = q_ring
+        self._q_ring, self._asker = q_ring, asker
         # How the last sound batch was sampled, or of which sequences it was, and its rows: as a rule the next one is
         # the same again. One attribute, of several threads.
         self._last: tuple[tuple[str | bytes, ...], SamplingRows | None] = ((), None)
@@ -72,16 +75,19 @@ class DraftServicer(rpc.DraftServicer):
     async def Rounds(
         self, requests: AsyncIterator[pb.ProposeBatch], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.ProposeBatchResult]:
-        await context.send_initial_metadata(())  # the stream stands before anything is asked
-        async for batch in requests:
-            try:
+        try:
+            asker = self._asker(context)
+            await context.send_initial_metadata(())  # the stream stands before anything is asked
+            async for batch in requests:
                 check_named("a ProposeBatch", len(batch.items))
-            except InvalidRequest as error:
-                await context.abort(call_status(error), str(error))
-            yield await self.answer(batch)
+                yield await self.answer(batch, asker)
+        except SpireError as error:
+            await context.abort(call_status(error), str(error))
 
-    async def answer(self, batch: pb.ProposeBatch) -> pb.ProposeBatchResult:
+    async def answer(self, batch: pb.ProposeBatch, asker: str = "") -> pb.ProposeBatchResult:
         asked = self.asked(batch)
+        if asked.task:
+            asked.task.asker = asker
         return self.answered(asked, await self._hand_over(asked.task) if asked.task else None)
 
     def asked(self, batch: pb.ProposeBatch, of_verifier: bool = False) -> Asked:

@@ -7,6 +7,7 @@ import grpc
 from spire.errors import (
     InvalidRequest,
     MismatchError,
+    NotAllowed,
     NotFinite,
     OutOfCapacity,
     SpireError,
@@ -21,6 +22,7 @@ _TABLE: list[tuple[type[SpireError], pb.Code, grpc.StatusCode]] = [
     (StaleBlock, pb.CODE_FAILED_PRECONDITION, grpc.StatusCode.FAILED_PRECONDITION),
     (OutOfCapacity, pb.CODE_RESOURCE_EXHAUSTED, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (NotFinite, pb.CODE_DATA_LOSS, grpc.StatusCode.DATA_LOSS),
+    (NotAllowed, pb.CODE_NOT_FOUND, grpc.StatusCode.PERMISSION_DENIED),
     (MismatchError, pb.CODE_FAILED_PRECONDITION, grpc.StatusCode.FAILED_PRECONDITION),
 ]
 

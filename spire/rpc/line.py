@@ -17,6 +17,7 @@ from pathlib import Path
 import structlog
 
 from spire.errors import InvalidRequest
+from spire.rpc.host import own_directory
 from spire.v1 import verifier_pb2 as pb
 
 _NAMES = "spire-*.line"
@@ -71,6 +72,7 @@ class LineListener:
     """The end that is offered in a directory that both see. Raises OSError where no socket can be made there."""
 
     def __init__(self, directory: Path):
+        directory = own_directory(directory)
         _remove_abandoned(directory)
         self.offer = pb.Ring(name=_NAMES.replace("*", secrets.token_hex(16)), token=secrets.token_bytes(_TOKEN_BYTES))
         file = directory / self.offer.name
@@ -135,7 +137,7 @@ def open_line(directory: Path, offer: pb.Ring) -> Line:
     """The end that connects. Raises OSError when nobody listens, InvalidRequest for what is no file's name."""
     if Path(offer.name).name != offer.name:
         raise InvalidRequest(f"a line's name is a file name, {offer.name!r} is none")
-    file = directory / offer.name
+    file = own_directory(directory) / offer.name
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connected.connect(str(file))

@@ -42,6 +42,11 @@ class VerifierStub(object):
     activations of the newly committed positions. base grows by accepted + 1.
     6. Release ends it. A gateway whose stream stays closed for the lease loses its sequences.
 
+    Metadata of every call: `spire-secret`, where the services share one (without it UNAUTHENTICATED), and `spire-caller`,
+    a random text of the calling process. A gateway's name is its process' own until its lease has ended, a draft's while
+    it follows: whoever else uses it gets PERMISSION_DENIED. Release and a self-drafting verifier's Draft.Rounds name the
+    gateway as Rounds does; the sequences of others do not exist for it.
+
     A block is named by (sequence, round, base). A repeat of the last one returns the stored answer without a second
     draw; a stale one is refused. So a retry is always safe.
     """
@@ -100,6 +105,11 @@ class VerifierServicer(object):
     5. The verifier has the draft guess (Drafting in draft.proto), runs one forward, applies the rule, commits, answers VerifyBatchResult, and publishes the
     activations of the newly committed positions. base grows by accepted + 1.
     6. Release ends it. A gateway whose stream stays closed for the lease loses its sequences.
+
+    Metadata of every call: `spire-secret`, where the services share one (without it UNAUTHENTICATED), and `spire-caller`,
+    a random text of the calling process. A gateway's name is its process' own until its lease has ended, a draft's while
+    it follows: whoever else uses it gets PERMISSION_DENIED. Release and a self-drafting verifier's Draft.Rounds name the
+    gateway as Rounds does; the sequences of others do not exist for it.
 
     A block is named by (sequence, round, base). A repeat of the last one returns the stored answer without a second
     draw; a stale one is refused. So a retry is always safe.
@@ -198,6 +208,11 @@ class Verifier(object):
     5. The verifier has the draft guess (Drafting in draft.proto), runs one forward, applies the rule, commits, answers VerifyBatchResult, and publishes the
     activations of the newly committed positions. base grows by accepted + 1.
     6. Release ends it. A gateway whose stream stays closed for the lease loses its sequences.
+
+    Metadata of every call: `spire-secret`, where the services share one (without it UNAUTHENTICATED), and `spire-caller`,
+    a random text of the calling process. A gateway's name is its process' own until its lease has ended, a draft's while
+    it follows: whoever else uses it gets PERMISSION_DENIED. Release and a self-drafting verifier's Draft.Rounds name the
+    gateway as Rounds does; the sequences of others do not exist for it.
 
     A block is named by (sequence, round, base). A repeat of the last one returns the stored answer without a second
     draw; a stale one is refused. So a retry is always safe.

@@ -20,7 +20,7 @@ from spire.errors import MismatchError
 from spire.model.checkpoint import load_draft, load_target, save_draft
 from spire.model.config import DraftConfig
 from spire.model.draft import prune
-from spire.rpc.channel import PROTOCOL_VERSION, connect
+from spire.rpc.channel import GATEWAY_METADATA_KEY, PROTOCOL_VERSION, connect
 from spire.rpc.tensors import from_wire
 from spire.v1 import draft_pb2 as pb
 from spire.v1 import draft_pb2_grpc, tensor_pb2, verifier_pb2, verifier_pb2_grpc
@@ -28,6 +28,7 @@ from tests.draft.conftest import INLINE
 from tests.services import Services, running, start
 from tests.verifier.harness import answer_on
 
+NAME = (GATEWAY_METADATA_KEY, "test")
 SAMPLED = tensor_pb2.Sampling(temperature=1, top_p=1, seed=5)
 GREEDY = tensor_pb2.Sampling(temperature=0, top_p=1)
 
@@ -50,7 +51,7 @@ class Peers:
         return list((await self._round(verifier_pb2.RoundsRequest(verify=batch))).verified.results)
 
     async def _round(self, request: verifier_pb2.RoundsRequest) -> verifier_pb2.RoundsResponse:
-        call = self.verifier.Rounds(metadata=(("spire-gateway", "test"),))
+        call = self.verifier.Rounds(metadata=[NAME])
         try:
             await call.write(request)
             return await answer_on(call)
@@ -127,7 +128,7 @@ async def test_a_draft_that_is_behind_proposes_nothing_after_a_bounded_wait(peer
 async def test_nobody_waits_for_a_sequence_that_has_ended(peers: Peers) -> None:
     """As of a round that was ordered before the gateway knew that its text was whole."""
     token = await peers.start("over", [1, 2, 3])
-    await peers.verifier.Release(verifier_pb2.ReleaseRequest(sequence_ids=["over"]))
+    await peers.verifier.Release(verifier_pb2.ReleaseRequest(sequence_ids=["over"]), metadata=[NAME])
 
     async def heard() -> bool:
         return (await peers.propose(item("over", 3, token)))[0].status.code == tensor_pb2.CODE_NOT_FOUND
@@ -174,12 +175,12 @@ async def test_a_bad_item_is_refused_and_its_mate_is_served(peers: Peers, change
     assert proposals["bad"].status.code == tensor_pb2.CODE_INVALID_ARGUMENT
     assert says in proposals["bad"].status.message
     assert len(proposals[good].tokens) == 4
-    await peers.verifier.Release(verifier_pb2.ReleaseRequest(sequence_ids=[good]))
+    await peers.verifier.Release(verifier_pb2.ReleaseRequest(sequence_ids=[good]), metadata=[NAME])
 
 
 async def test_memory_of_a_sequence_ends_with_it_at_the_verifier(peers: Peers) -> None:
     token = await peers.start("ends", [1, 2, 3])
-    await peers.verifier.Release(verifier_pb2.ReleaseRequest(sequence_ids=["ends"]))
+    await peers.verifier.Release(verifier_pb2.ReleaseRequest(sequence_ids=["ends"]), metadata=[NAME])
 
     async def forgotten() -> bool:
         (proposal,) = await peers.propose(item("ends", 3, token))

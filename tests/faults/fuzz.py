@@ -242,7 +242,7 @@ class Fuzz:
         metadata = ((GATEWAY_METADATA_KEY, gateway), (STREAM_METADATA_KEY, self.rng.choice(("0", "1", "-1", "x"))))
         await self._stream(self.verifier.stream_stream("/spire.v1.Verifier/Rounds")(metadata=metadata), wires)
         release = verifier_pb2.ReleaseRequest(sequence_ids=IDS).SerializeToString()
-        await self._ended(self.verifier.unary_unary("/spire.v1.Verifier/Release")(release))
+        await self._ended(self.verifier.unary_unary("/spire.v1.Verifier/Release")(release, metadata=metadata))
 
     async def _propose(self) -> None:
         wires = self.hostile.stream(lambda: propose(self.rng))
@@ -261,7 +261,8 @@ class Fuzz:
         for path, right in (("Resync", resync), ("Release", release), ("GetInfo", verifier_pb2.GetInfoRequest)):
             for _ in range(GROUP // 10):
                 self.sent.messages += 1
-                await self._ended(self.verifier.unary_unary(f"/spire.v1.Verifier/{path}")(self.hostile.wire(right())))
+                call = self.verifier.unary_unary(f"/spire.v1.Verifier/{path}")
+                await self._ended(call(self.hostile.wire(right()), metadata=[(GATEWAY_METADATA_KEY, "fuzz")]))
 
     async def _follow(self) -> None:
         """Subscriptions: one that is taken never ends by itself."""

@@ -97,7 +97,7 @@ class Channel:
     def unary_unary(self, path: str, **_: object) -> Callable[..., Any]:
         method = getattr(self._verifier, path.rsplit("/", 1)[1], None)
 
-        async def call(request: Any, timeout: float | None = None) -> Any:
+        async def call(request: Any, timeout: float | None = None, metadata: object = None) -> Any:
             assert method is not None, path
             return await self._verifier.reached(lambda: method(request), timeout)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,23 +13,13 @@ from google.protobuf.descriptor import MethodDescriptor
 from hypothesis import given
 from hypothesis import strategies as st
 
-import spire.v1
 from spire.errors import SpireError
 from spire.health import refusal_of
-from spire.rpc.channel import connect
 from spire.rpc.secret import SECRET_METADATA_KEY, Secret, make_secret
 from spire.rpc.trust import Trust
 from tests.security.conftest import refused_start
+from tests.security.protocol import METHODS, answer
 from tests.services import Services, running, start
-
-PROTOS = [importlib.import_module(f"spire.v1.{m.name}") for m in pkgutil.iter_modules(spire.v1.__path__)]
-METHODS: list[MethodDescriptor] = [
-    method
-    for module in PROTOS
-    if module.__name__.endswith("_pb2")
-    for service in module.DESCRIPTOR.services_by_name.values()
-    for method in service.methods
-]
 
 
 @pytest.fixture(scope="module")
@@ -47,15 +35,6 @@ def secretive(stories_dir: Path, stories_draft_dir: Path, secret_file: Path) -> 
         stories_dir, stories_draft_dir, verifier_options=options, draft_options=options, gateway_options=options
     ) as services:
         yield services
-
-
-async def answer(address: str, method: MethodDescriptor, trust: Trust) -> grpc.StatusCode:
-    """The status of an empty call."""
-    kind = "_".join("stream" if streams else "unary" for streams in (method.client_streaming, method.server_streaming))
-    path = f"/{method.containing_service.full_name}/{method.name}"
-    async with connect(address, trust) as channel:
-        call = getattr(channel, kind)(path)(*([] if method.client_streaming else [b""]), timeout=10)
-        return await call.code()
 
 
 @pytest.mark.parametrize("came", [None, "another-secret-of-like-length"])

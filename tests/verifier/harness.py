@@ -15,7 +15,7 @@ import torch
 from spire.model.config import ModelConfig
 from spire.model.target import Target, WholeSequence
 from spire.rpc.carrier import OverwritingRing, RingReader
-from spire.rpc.channel import GATEWAY_METADATA_KEY, PROTOCOL_VERSION, STREAM_METADATA_KEY, connect
+from spire.rpc.channel import GATEWAY_METADATA_KEY, PROTOCOL_VERSION, STREAM_METADATA_KEY, THIS_PROCESS, connect
 from spire.rpc.host import host_id
 from spire.rpc.tensors import from_wire, to_wire
 from spire.v1 import tensor_pb2
@@ -90,10 +90,11 @@ async def code_of(call: grpc.aio.StreamStreamCall) -> grpc.StatusCode:
 class Client:
     """One gateway's stream. Answers are found by sequence id or batch id, in whatever order they come."""
 
-    def __init__(self, address: str, gateway: str = "test", stream: int = 0):
-        self.channel = connect(address)
+    def __init__(self, address: str, gateway: str = "test", stream: int = 0, caller: str = THIS_PROCESS):
+        self.channel = connect(address, caller=caller)
         self.stub = rpc.VerifierStub(self.channel)
-        self._call = self.stub.Rounds(metadata=((GATEWAY_METADATA_KEY, gateway), (STREAM_METADATA_KEY, str(stream))))
+        self.name = (GATEWAY_METADATA_KEY, gateway)
+        self._call = self.stub.Rounds(metadata=(self.name, (STREAM_METADATA_KEY, str(stream))))
         self._batches = 0
 
     async def start(
@@ -133,7 +134,8 @@ class Client:
         return await code_of(self._call)
 
     async def release(self, *sequence_ids: str) -> int:
-        return (await self.stub.Release(pb.ReleaseRequest(sequence_ids=sequence_ids))).released
+        request = pb.ReleaseRequest(sequence_ids=sequence_ids)
+        return (await self.stub.Release(request, metadata=[self.name])).released
 
     async def close(self) -> None:
         self._call.cancel()
@@ -151,11 +153,12 @@ class Follower:
         window: int = 8,
         sink: int = 1,
         shared_memory: Path | None = None,
+        caller: str = THIS_PROCESS,
     ):
         self.shared_memory = shared_memory
         self.ring: RingReader | None = None
         self.q_ring: OverwritingRing | None = None
-        self.channel = connect(address)
+        self.channel = connect(address, caller=caller)
         self.layers = (1, 2)
         self.rows: dict[str, dict[int, torch.Tensor]] = {}
         self.ended: list[str] = []
@@ -170,6 +173,10 @@ class Follower:
             host=host_id() if shared_memory else "",
         )
         self._call = rpc.VerifierStub(self.channel).Activations(self.request)
+
+    async def code(self) -> grpc.StatusCode:
+        """How the subscription ended."""
+        return await self._call.code()
 
     async def subscribed(self) -> None:
         await self._call.initial_metadata()
@@ -210,14 +217,20 @@ class Verifier:
         self.address, self.engine, self.info = address, engine, info
         self._opened: list[Client | Follower] = []
 
-    def client(self, gateway: str = "test", stream: int = 0) -> Client:
-        self._opened.append(client := Client(self.address, gateway, stream))
+    def client(self, gateway: str = "test", stream: int = 0, caller: str = THIS_PROCESS) -> Client:
+        self._opened.append(client := Client(self.address, gateway, stream, caller))
         return client
 
     async def follower(
-        self, draft_id: str = "draft", window: int = 8, sink: int = 1, shared_memory: Path | None = None
+        self,
+        draft_id: str = "draft",
+        window: int = 8,
+        sink: int = 1,
+        shared_memory: Path | None = None,
+        caller: str = THIS_PROCESS,
     ) -> Follower:
-        self._opened.append(follower := Follower(self.address, self.info, draft_id, window, sink, shared_memory))
+        follower = Follower(self.address, self.info, draft_id, window, sink, shared_memory, caller)
+        self._opened.append(follower)
         await follower.subscribed()
         return follower
 

@@ -74,7 +74,7 @@ async def met(verifier: Verifier, directory: Path, number: int = 0) -> AsyncIter
     maintaining = asyncio.create_task(peer.maintain())
     try:
         await until(lambda: peer.usable)
-        await peer.begin("a")  # whose answer comes behind the offer of a line
+        await peer.begin(f"a{number or ''}")  # whose answer comes behind the offer of a line
         yield peer
     finally:
         maintaining.cancel()

@@ -125,7 +125,7 @@ async def test_decoding_goes_on_between_the_chunks_of_a_long_prompt(running: Run
         for round_ in range(1, 6):
             await client.verify(pb.VerifyItem(sequence_id="a", round=round_, base=started.base + round_ - 1))
         assert verifier.engine.sequences["long"].started is None
-        (early,) = await client.verify(pb.VerifyItem(sequence_id="long", round=1, base=199))
+        (early,) = await other.verify(pb.VerifyItem(sequence_id="long", round=1, base=199))
         assert early.status.code == codes.CODE_FAILED_PRECONDITION
         assert (await other.read()).started.base == 199
 

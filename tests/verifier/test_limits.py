@@ -55,7 +55,7 @@ async def resync(client: Client) -> None:
 
 
 async def propose(client: Client) -> None:
-    rounds = draft_pb2_grpc.DraftStub(client.channel).Rounds()
+    rounds = draft_pb2_grpc.DraftStub(client.channel).Rounds(metadata=[client.name])
     await rounds.write(draft_pb2.ProposeBatch(items=[draft_pb2.ProposeItem(sequence_id=name) for name in TOO_MANY]))
     await rounds.read()
 

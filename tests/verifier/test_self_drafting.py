@@ -28,7 +28,7 @@ def guess(sequence_id: str, base: int, newest: int, k: int = 4, sampling: codes.
 
 async def propose(client: Client, *items: pb.ProposeItem) -> list[pb.Proposal]:
     """In the order of `items`."""
-    call = rpc.DraftStub(client.channel).Rounds()
+    call = rpc.DraftStub(client.channel).Rounds(metadata=[client.name])
     try:
         await call.write(pb.ProposeBatch(batch_id=1, items=items))
         by_id = {proposal.sequence_id: proposal for proposal in (await asyncio.wait_for(call.read(), 20)).proposals}
@@ -165,13 +165,14 @@ async def test_who_leaves_before_the_answer_does_not_end_the_engine(verifier: Ve
     token = (await client.start("a", prompt)).token
     verifier.engine.call(time.sleep, 0.5)
     if what == "propose":
-        call = rpc.DraftStub(client.channel).Rounds()
+        call = rpc.DraftStub(client.channel).Rounds(metadata=[client.name])
         await call.write(pb.ProposeBatch(batch_id=1, items=[guess("a", 9, token)]))
         await asyncio.sleep(0.1)
         call.cancel()
     else:
+        request = verifier_pb2.ReleaseRequest(sequence_ids=["b"])
         with pytest.raises(grpc.aio.AioRpcError):
-            await client.stub.Release(verifier_pb2.ReleaseRequest(sequence_ids=["b"]), timeout=0.1)
+            await client.stub.Release(request, metadata=[client.name], timeout=0.1)
     (proposal,) = await propose(client, guess("a", 9, token))
     assert len(proposal.tokens) == 4
     assert not verifier.engine.ended.done()
