@@ -46,7 +46,7 @@ async def serve(config: GatewayConfig) -> None:
     await engine.handshake()
     server = _Server(
         uvicorn.Config(
-            create_app(config, engine, guard),
+            create_app(config, engine, guard, host),
             http=partial(Connection, config),  # type: ignore[arg-type]
             ws="none",
             log_config=None,

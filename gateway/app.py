@@ -19,6 +19,7 @@ from gateway.admission import Quotas, seconds_allowed
 from gateway.answers import answer, unless_gone
 from gateway.aside import by_size
 from gateway.bodies import ModelName, bad_parameter, check_model, ignored_header, parse, read_body, refusals
+from gateway.browsers import Pages
 from gateway.chat import ChatCompletion, ChatRequest, chat_prompt
 from gateway.completion import Completion
 from gateway.config import GatewayConfig
@@ -26,6 +27,7 @@ from gateway.engine import Engine
 from gateway.errors import CLIENT_LEFT, BadParameter, UnknownModel, error_body, rest_error, retry_after
 from gateway.front import Front
 from gateway.keys import Guard
+from gateway.manual import add_manual
 from gateway.metrics import Exposition, Named
 from gateway.openapi import DocumentedApi, Limits, body_of, limits_of
 from gateway.page import PATHS as PAGE_PATHS
@@ -37,12 +39,13 @@ from gateway.schemas import CompletionRequest, check, check_logprobs, check_toke
 from gateway.sequence import GREEDY
 from gateway.tokenization import DetokenizeRequest, TokenizeRequest, add_tokenization
 from spire import __version__
+from spire.address import is_loopback
 from spire.errors import SpireError
 from spire.process_metrics import register_process
 
 
-def create_app(config: GatewayConfig, engine: Engine, guard: Guard) -> ASGIApp:
-    """The whole HTTP application. Its lifespan opens and closes the engine."""
+def create_app(config: GatewayConfig, engine: Engine, guard: Guard, host: str) -> ASGIApp:
+    """The whole HTTP application, reached at `host`. Its lifespan opens and closes the engine."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -52,15 +55,25 @@ def create_app(config: GatewayConfig, engine: Engine, guard: Guard) -> ASGIApp:
 
     bodies = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
     app = DocumentedApi(
-        bodies, lambda: _limits(engine), guard.open_paths, title="Spire", version=__version__, lifespan=lifespan
+        bodies,
+        lambda: _limits(engine),
+        guard.open_paths,
+        title="Spire",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
     )
     _handle_errors(app)
     _add_completions(app, config, engine)
     add_tokenization(app, engine)
     _add_state(app, config, engine)
     add_page(app)
+    add_manual(app)
     paths = frozenset(app.openapi()["paths"]) | PAGE_PATHS
-    front = Front(app, engine.metrics, guard, paths, config.max_body_bytes, config.body_deadline)
+    hosts = config.allow_host if is_loopback(host) else None
+    pages = Pages(hosts, config.cors_origins) if guard.open_paths is None else None
+    front = Front(app, engine.metrics, guard, paths, config.max_body_bytes, config.body_deadline, pages)
     return _for_browsers(front, config.cors_origins) if config.cors_origins else front
 
 
@@ -80,7 +93,7 @@ def _limits(engine: Engine) -> Limits:
 
 def _add_completions(app: FastAPI, config: GatewayConfig, engine: Engine) -> None:
     quotas = Quotas(config.requests_per_minute, config.tokens_per_minute)
-    declared = refusals(400, 404, 408, 413, 429, 500, 503, 504)
+    declared = refusals(400, 403, 404, 408, 413, 415, 429, 500, 503, 504)
 
     @app.post(
         "/v1/completions", responses=answers(CompletionResponse) | declared, openapi_extra=body_of(CompletionRequest)

@@ -32,9 +32,11 @@ _MOST_NAMED = 16
 _LONGEST_NAME, _LONGEST_VALUE = 64, 40
 _REFUSALS = {
     400: "The request is wrong",
+    403: "A page of another site asks",
     404: "No such model",
     408: "The body did not arrive in time",
     413: "The body is too large",
+    415: "The body is not declared to be JSON",
     429: "The queue is full",
     500: "Internal error",
     503: "No verifier",

@@ -91,6 +91,12 @@ class GatewayConfig(ServiceConfig):
         description="origins whose pages may call this gateway from a browser, '*' for all; without any, none may",
     )
 
+    allow_host: list[str] = Field(
+        default_factory=list,
+        description="a name beside those of loopback that requests may be for, where this gateway listens on loopback "
+        "without keys; any other Host gets 403, since a page's site may have its name resolve to this machine",
+    )
+
     propose_deadline: float = Field(
         0.25, gt=0, description="seconds a draft of its own may take before a round goes on without"
     )

@@ -33,6 +33,14 @@ class Unauthorized(RequestError):
         self.challenge = ", ".join(['Bearer realm="spire"', *filter(None, [problem])])
 
 
+class ForeignPage(RequestError):
+    """A page that a browser was shown asks, and not one of this gateway's own or of an origin that may."""
+
+
+class NotJson(RequestError):
+    """The body is not declared to be JSON."""
+
+
 class BodyTooLarge(RequestError):
     pass
 
@@ -79,6 +87,8 @@ class ShuttingDown(SpireError):
 
 _TABLE: list[tuple[type[SpireError], int, str, str]] = [
     (Unauthorized, 401, "authentication_error", "invalid_api_key"),
+    (ForeignPage, 403, "permission_error", "foreign_page"),
+    (NotJson, 415, "invalid_request_error", "unsupported_media_type"),
     (UnknownModel, 404, "not_found_error", "model_not_found"),
     (BodyTooLarge, 413, "invalid_request_error", "body_too_large"),
     (BodyTooSlow, 408, "invalid_request_error", "body_too_slow"),

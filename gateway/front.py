@@ -18,7 +18,8 @@ from typing import Any
 import structlog
 
 from gateway.aside import asker
-from gateway.errors import STATUSES, BodyTooLarge, BodyTooSlow, Unauthorized, rest_error
+from gateway.browsers import Pages
+from gateway.errors import STATUSES, BodyTooLarge, BodyTooSlow, ForeignPage, NotJson, Unauthorized, rest_error
 from gateway.keys import Guard
 from gateway.metrics import Metrics
 
@@ -52,9 +53,12 @@ class Front:
         paths: frozenset[str],
         max_body_bytes: int,
         body_deadline: float,
+        pages: Pages | None = None,
     ):
         self.app, self.metrics, self.guard, self.paths = app, metrics, guard, paths
         self.max_body_bytes, self.body_deadline = max_body_bytes, body_deadline
+        # Who asks for keys need not tell pages from programs.
+        self.pages = pages
         metrics.expect_responses([*paths, OTHER_PATH], STATUSES)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -87,10 +91,16 @@ class Front:
         try:
             state["key_name"] = self.guard.admit(scope)
             asker.set(state["key_name"] or str((scope.get("client") or ("",))[0]))
+            if self.pages:
+                self.pages.check(scope)
             body = await self._body(receive, self.max_body_bytes)
         except Unauthorized as error:
             await self._discard(receive)
             await _refuse(error, send_with_id, [(b"www-authenticate", error.challenge.encode())])
+            return
+        except (ForeignPage, NotJson) as error:
+            await self._discard(receive)
+            await _refuse(error, send_with_id)
             return
         except (BodyTooLarge, BodyTooSlow) as error:
             await _refuse(error, send_with_id)

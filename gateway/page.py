@@ -42,7 +42,7 @@ _POLICY = "; ".join(
         "frame-ancestors 'none'",
     ]
 )
-_HEADERS = {
+HEADERS = {
     "Content-Security-Policy": _POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -58,7 +58,7 @@ def add_page(app: FastAPI) -> None:
     async def file(http: Request) -> Response:
         path = http.scope["path"]
         kind = _TYPES[Path(_FILES[path]).suffix]
-        return Response(contents[path], media_type=kind, headers=_HEADERS)
+        return Response(contents[path], media_type=kind, headers=HEADERS)
 
     for path in contents:
         app.add_route(path, file, methods=["GET"], include_in_schema=False)

@@ -70,7 +70,7 @@ class DetokenizeResponse(BaseModel):
 
 
 def add_tokenization(app: FastAPI, engine: Engine) -> None:
-    declared = refusals(400, 404, 408, 413, 500, 503)
+    declared = refusals(400, 403, 404, 408, 413, 415, 500, 503)
 
     @app.post(
         "/tokenize",

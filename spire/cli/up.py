@@ -80,6 +80,10 @@ def up(
     without_keys: Annotated[
         bool, typer.Option("--without-keys", help="Serve other machines too without asking for keys.")
     ] = False,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(help="Another name by which a gateway without keys is asked; repeatable."),
+    ] = None,
     tls: Annotated[
         Path | None, typer.Option(help="Directory of spire certs: the services then talk by TLS to one another alone.")
     ] = None,
@@ -122,7 +126,7 @@ def up(
     options = ModelOptions(dtype, device, threads)
     with tempfile.TemporaryDirectory(prefix="spire-") as directory, _signals():
         further = {module: [*_certified(module, tls), *_logging(log_level)] for module in _MODULES}
-        further["gateway"] += [*_admission(keys, without_keys), *_encrypted(https)]
+        further["gateway"] += [*_admission(keys, without_keys), *_encrypted(https), *_named(allow_host or [])]
         further["verifier_service"] += ["--served-model-name", served_model_name] if served_model_name else []
         further["verifier_service"] += _cache(max_context, cache_gb)
         logs = _made(log_dir) if log_dir else None
@@ -161,6 +165,10 @@ def _cache(max_context: int | None, gigabytes: float | None) -> list[str]:
 def _admission(keys: Path | None, without_keys: bool) -> list[str]:
     """Whom the gateway lets in, as its arguments."""
     return [*(["--keys", str(keys)] if keys else []), *(["--without-keys"] if without_keys else [])]
+
+
+def _named(hosts: list[str]) -> list[str]:
+    return [text for host in hosts for text in ("--allow-host", host)]
 
 
 def _encrypted(https: Path | None) -> list[str]:
@@ -339,7 +347,7 @@ def _signals() -> Iterator[None]:
 def _made(directory: Path) -> Path:
     """The directory for logs. Raises SpireError where it cannot be made."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise SpireError(f"--log-dir {directory} cannot be made: {os.strerror(error.errno or 0)}") from error
     return directory

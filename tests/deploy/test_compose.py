@@ -193,6 +193,7 @@ NOT_FOR_CONTAINERS = {
     "without_keys",
     "draft_id",
     "secret_file",
+    "allow_host",
 }
 
 

@@ -119,7 +119,8 @@ def test_a_gateway_that_vanishes_without_a_word_leaves_only_its_own_sequences_to
 @pytest.mark.fault(18)
 def test_a_client_that_sends_half_a_body_is_told_and_cut_off(whole: System) -> None:
     with socket.create_connection(tuple(whole.gateway.address.split(":"))) as client:
-        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        client.sendall(head + b"Content-Length: 100\r\n\r\n{")
         client.settimeout(10)
         assert whatever_came(client).startswith(b"HTTP/1.1 408 ")
 

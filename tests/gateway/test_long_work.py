@@ -64,8 +64,10 @@ def ask(codec: TextCodec, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
         info = verifier_pb2.GetInfoResponse(model_name="stories", max_context=512, vocab_size=512)
         engine.verifier.model = Model(info, codec, ChatTemplate(CHAT_TEMPLATE, {}), 0)
         engine.verifier.up = engine.verifier.serving = True
-        app = create_app(config, engine, ByAddress(None))
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as http:
+        app = create_app(config, engine, ByAddress(None), "127.0.0.1")
+        headers = {"Content-Type": "application/json"}
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", headers=headers) as http:
             yield http
 
     return client

@@ -158,14 +158,15 @@ def test_a_reader_who_stops_reading_is_dropped_and_others_are_served(strict: tup
     aborted = api.metric("spire_sequences_total", finished_reason="abort")
     with connection(api) as stuck:
         stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        stuck.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        stuck.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         eventually(lambda: api.metric("spire_sequences_now", state="running") == 1)
         assert api.complete(PROMPT, max_tokens=3)["usage"]["completion_tokens"] == 3
         eventually(lambda: api.metric("spire_sequences_total", finished_reason="abort") >= aborted + 1)
 
 
 def _is_alive(one: socket.socket) -> bool:
-    one.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    one.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
     answer = b""
     while not answer.endswith(b"}"):
         answer += one.recv(4096)

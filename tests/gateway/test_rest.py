@@ -16,6 +16,7 @@ from gateway.metrics import ROUND_PARTS
 from tests.gateway.conftest import Api, eventually
 
 OFF = {"draft": "off"}
+JSON = {"Content-Type": "application/json"}
 PROMPTS = [
     "Once upon a time",
     "The little dog",
@@ -214,7 +215,7 @@ def test_bad_input_is_refused_by_name(api: Api, request_body: dict[str, Any], st
 )
 @pytest.mark.fault(17)
 def test_what_is_no_json_object_is_refused(api: Api, body: bytes) -> None:
-    response = api.http.post("/v1/completions", content=body)
+    response = api.http.post("/v1/completions", content=body, headers=JSON)
     assert response.status_code == 400
     assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
@@ -253,8 +254,8 @@ def test_a_large_body_is_refused_whether_it_is_announced_or_not(api: Api) -> Non
         for _ in range(40):
             yield piece
 
-    assert api.http.post("/v1/completions", content=piece * 40).status_code == 413
-    assert api.http.post("/v1/completions", content=dripped()).status_code == 413
+    assert api.http.post("/v1/completions", content=piece * 40, headers=JSON).status_code == 413
+    assert api.http.post("/v1/completions", content=dripped(), headers=JSON).status_code == 413
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -287,7 +288,7 @@ def seconds_to_free(api: Api, body: dict[str, Any]) -> float:
     url = httpx.URL(api.url)
     content = json.dumps(body).encode()
     with socket.create_connection((url.host, url.port)) as leaver:
-        leaver.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
+        leaver.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
         leaver.sendall(b"Content-Length: %d\r\n\r\n" % len(content) + content)
         eventually(lambda: api.metric("spire_sequences_now") == body["n"])
     return eventually(lambda: api.metric("spire_sequences_now") == 0)

@@ -109,7 +109,9 @@ def test_no_page_may_call_unless_its_origin_is_configured(api: Api) -> None:
 def test_a_configured_page_may_call_and_read_refusals(open_gateway: httpx.Client) -> None:
     allowed = open_gateway.options("/v1/completions", headers=PREFLIGHT)
     assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, PAGE)
-    too_large = open_gateway.post("/v1/completions", content=b"x" * 3_000_000, headers={"Origin": PAGE})
+    too_large = open_gateway.post(
+        "/v1/completions", content=b"x" * 3_000_000, headers={"Origin": PAGE, "Content-Type": "application/json"}
+    )
     assert (too_large.status_code, too_large.headers["access-control-allow-origin"]) == (413, PAGE)
     assert "X-Request-Id" in too_large.headers["access-control-expose-headers"]
 

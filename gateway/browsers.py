@@ -1,0 +1,53 @@
+"""What a web page may have a browser do here: nothing, unless the page is this gateway's own or of a named origin.
+
+A gateway that asks for keys needs none of this: a page of another site has no key. One without keys, as on loopback,
+tells its user's programs from such pages by what browsers say of pages: they ask before they send what is declared to
+be JSON from another site, and Origin and Host name the site, also one that has its name resolve to this machine (DNS
+rebinding). What it does not know: who may use an address that other machines reach.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from gateway.errors import ForeignPage, NotJson
+from spire.address import is_loopback
+
+_JSON = re.compile(rb"application/([\w.+-]+\+)?json\s*(;.*)?", re.IGNORECASE)
+
+
+class Pages:
+    """Tells requests of strange pages. `hosts` are the names that a request may be for besides those of loopback; None:
+    any, where others than this machine are meant to reach it."""
+
+    def __init__(self, hosts: Collection[str] | None, origins: Collection[str]):
+        self._hosts = None if hosts is None else {host.lower() for host in hosts}
+        self._origins = frozenset(origins)
+
+    def check(self, scope: Mapping[str, Any]) -> None:
+        """Raises ForeignPage or NotJson for a request that a strange page may have sent."""
+        headers = dict(scope["headers"])
+        host, origin = headers.get(b"host", b"").decode("latin-1"), headers.get(b"origin")
+        if self._hosts is not None and host and not self._is_ours(_name(host)):
+            raise ForeignPage(
+                f"this gateway is not {_name(host)[:80]!r}: ask for it at 127.0.0.1 or localhost, or "
+                "start it with --allow-host NAME"
+            )
+        if origin is not None and not self._is_welcome(origin.decode("latin-1"), host):
+            raise ForeignPage("a page of another site may not ask here: --cors-origins names those that may")
+        if scope["method"] == "POST" and not _JSON.fullmatch(headers.get(b"content-type", b"").strip()):
+            raise NotJson("the body's type must be declared: send the header 'Content-Type: application/json'")
+
+    def _is_ours(self, name: str) -> bool:
+        return is_loopback(name) or name.endswith(".localhost") or name in (self._hosts or ())
+
+    def _is_welcome(self, origin: str, host: str) -> bool:
+        return bool({origin, "*"} & self._origins) or urlsplit(origin).netloc.lower() == host.lower()
+
+
+def _name(host: str) -> str:
+    """A Host header without its port and brackets."""
+    return re.sub(r":\d*$", "", host).strip("[]").lower()
