@@ -17,7 +17,8 @@ import uvicorn
 
 from gateway.app import create_app
 from gateway.config import GatewayConfig
-from gateway.connections import Connection
+from gateway.connections import Connection, Connections
+from gateway.descriptors import ACCEPTED_AT_ONCE, Listener, Room, raise_limit
 from gateway.engine import Engine
 from gateway.keys import Guard, Keys
 from gateway.metrics import Metrics
@@ -38,7 +39,8 @@ async def serve(config: GatewayConfig) -> None:
     """Serve HTTP until a signal. Raises MismatchError when the peers do not belong together."""
     guard = Guard(Keys(config.keys) if config.keys else None)
     certificate, key = certificate_files(config.https) if config.https else (None, None)
-    listener = bind(config.host, config.port)
+    room = Room.within(raise_limit(), config.max_connections)
+    listener = Listener(bind(config.host, config.port), room.largest)
     host, port = listener.getsockname()[:2]
     if guard.open_paths is None and not config.without_keys:
         refuse_open_address(host)
@@ -47,7 +49,8 @@ async def serve(config: GatewayConfig) -> None:
     server = _Server(
         uvicorn.Config(
             create_app(config, engine, guard, host),
-            http=partial(Connection, config),  # type: ignore[arg-type]
+            http=partial(Connection, config, Connections(room.connections, listener.met)),  # type: ignore[arg-type]
+            backlog=ACCEPTED_AT_ONCE,
             ws="none",
             log_config=None,
             access_log=False,
@@ -59,7 +62,7 @@ async def serve(config: GatewayConfig) -> None:
         )
     )
     beside = [
-        _announce(server, join(host, port), config.ready_file),
+        _announce(server, listener, join(host, port), config.ready_file),
         _stop(server, engine),
         keep_announcing(config.ready_file),
     ]
@@ -86,9 +89,10 @@ async def _stop(server: uvicorn.Server, engine: Engine) -> None:
     await hurry  # nothing more hurries, but a signal must not kill
 
 
-async def _announce(server: uvicorn.Server, address: str, ready_file: Path | None) -> None:
+async def _announce(server: uvicorn.Server, listener: Listener, address: str, ready_file: Path | None) -> None:
     while not server.started:  # noqa: ASYNC110 - uvicorn tells in no other way
         await asyncio.sleep(0.01)
+    listener.have_waiting()
     announce(ready_file, address)
     log.info("listening", address=address, pid=os.getpid())
 

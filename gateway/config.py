@@ -82,7 +82,12 @@ class GatewayConfig(ServiceConfig):
     request_deadline: float = Field(
         3600.0, gt=0, description="most seconds a request may take; X-Request-Timeout asks for fewer"
     )
-    max_connections: int = Field(4096, ge=1, description="most connections of clients; more are closed at once")
+    max_connections: int = Field(
+        4096,
+        ge=1,
+        description="most connections of clients, or fewer where the "
+        "process may not open as many files; beyond that the longest idle is closed",
+    )
     max_choices: int = Field(256, ge=1, description="most choices (prompts x n) of one request")
     max_body_bytes: int = Field(2 * 1024 * 1024, ge=1024, description="largest request body; beyond that 413")
 

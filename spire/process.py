@@ -35,6 +35,7 @@ from structlog.typing import ExcInfo, Processor
 from spire.address import Host
 from spire.errors import SpireError
 from spire.options_file import options_file
+from spire.repeats import Repeats
 from spire.service_links import explain_link
 
 
@@ -164,11 +165,12 @@ async def keep_announcing(ready_file: Path | None, well: Callable[[], bool] = la
 
 
 def _log_as_json(level: str) -> None:
-    """Every line on stderr is one JSON object, also what libraries log."""
+    """Every line on stderr is one JSON object, also what libraries log. Repeats are counted."""
+    repeats = Repeats()
     stamps: list[Processor] = [structlog.processors.add_log_level, structlog.processors.TimeStamper(fmt="iso")]
     to_json = structlog.processors.JSONRenderer()
     structlog.configure(
-        processors=[*stamps, structlog.processors.format_exc_info, to_json],
+        processors=[repeats.processor, *stamps, structlog.processors.format_exc_info, to_json],
         wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
@@ -183,6 +185,7 @@ def _log_as_json(level: str) -> None:
     )
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter)
+    handler.addFilter(repeats.filter)
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
 
 

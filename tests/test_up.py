@@ -308,6 +308,32 @@ def test_a_start_that_fails_shows_nothing_of_an_earlier_log(tmp_path: Path) -> N
     assert service.log.read_text().startswith("the last run's words\n")
 
 
+@pytest.mark.fault(35)
+def test_a_log_that_has_grown_begins_anew_and_one_before_it_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spire.cli.service.LARGEST_LOG", 1000)
+    service = Service("gateway", ["--verifier", "127.0.0.1:9", "--startup-patience", "0"], tmp_path)
+    service.start()
+    try:
+        wait_until("it to serve", service.serves)
+        service.bound_log()
+        assert "listening" in service.log.read_text()
+        for flood in ("first", "second"):
+            with service.log.open("a") as log:
+                log.write(f"{flood} flood\n" * 200)
+            service.bound_log()
+            assert service.log.stat().st_size == 0
+            kept = service.log.with_suffix(".log.1")
+            assert f"{flood} flood" in kept.read_text()
+            assert kept.stat().st_mode & 0o077 == 0
+        assert {file.name for file in tmp_path.glob("*.log*")} == {"gateway.log", "gateway.log.1"}
+    finally:
+        service.ask_to_stop()
+        service.stop()
+    assert service.last_lines().strip().startswith('{"event": "draining"'), "the service goes on where the log begins"
+
+
 def test_how_much_is_held_can_be_said_and_is_shown(stories_dir: Path) -> None:
     command = up(stories_dir, Path("off"), "--once", "--prompt", "", "--max-context", "300", "--cache-gb", "0.1")
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=240)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from spire.address import join, reachable, split
 from spire.errors import SpireError
@@ -22,6 +24,8 @@ from spire.errors import SpireError
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 10.0
 _STEADY_SECONDS = 30.0
 _TAIL_LINES = 15
+# Bytes of a log, and of the one before it that is kept.
+LARGEST_LOG = 16 * 1024 * 1024
 # So many looks, ten a second, without a sign of life. Looks and not seconds: whoever looks may have been frozen too.
 _LOOKS_WITHOUT_A_SIGN = 300
 # More than a service takes to drain.
@@ -77,7 +81,7 @@ class Service:
         self.ready_file.unlink(missing_ok=True)
         command = [sys.executable, "-m", self.module, *self.arguments]
         command += ["--port", str(self.port), "--ready-file", str(self.ready_file)]
-        with os.fdopen(os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as log:
+        with _for_its_owner(self.log, os.O_APPEND) as log:
             self.log_before = log.tell()
             self.process = subprocess.Popen(
                 command,
@@ -134,6 +138,14 @@ class Service:
         lines = said.decode(errors="replace").splitlines()
         return "\n".join(f"  {line}" for line in lines[-count:]) or "  (it printed nothing)"
 
+    def bound_log(self) -> None:
+        """Begin the log anew once it is large, and keep one that was before. The service goes on appending to it."""
+        if self.log.stat().st_size > LARGEST_LOG:
+            with self.log.open("rb") as full, _for_its_owner(self.log.with_suffix(".log.1"), os.O_TRUNC) as kept:
+                shutil.copyfileobj(full, kept)
+            os.truncate(self.log, 0)
+            self.log_before = 0
+
     def ask_to_stop(self) -> None:
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
@@ -147,6 +159,11 @@ class Service:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+
+
+def _for_its_owner(file: Path, how: int) -> BinaryIO:
+    """A file to write that others cannot read if it is a new one."""
+    return os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | how, 0o600), "ab")
 
 
 def _ending(code: int) -> str:

@@ -255,6 +255,7 @@ class Stack:
         while True:
             for service in self.services:
                 service.keep_alive(_warn)
+                service.bound_log()
             time.sleep(_POLL_SECONDS)
 
     def stop(self) -> None:

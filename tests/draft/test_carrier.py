@@ -80,8 +80,8 @@ def test_a_draft_that_does_not_see_the_verifiers_memory_asks_for_inline_bytes(
 ) -> None:
     """As in containers of one host that share no directory."""
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
-    theirs.mkdir()
-    ours.mkdir()
+    theirs.mkdir(mode=0o700)
+    ours.mkdir(mode=0o700)
     with shared_in(pair, theirs, ours) as services:
         assert wait_until(lambda: carriers(services.draft) == [INLINE])
         assert accepted_tokens(complete(services.url, LONG)) > 0

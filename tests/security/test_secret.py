@@ -37,6 +37,7 @@ def secretive(stories_dir: Path, stories_draft_dir: Path, secret_file: Path) -> 
         yield services
 
 
+@pytest.mark.fault(36)
 @pytest.mark.parametrize("came", [None, "another-secret-of-like-length"])
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.full_name)
 async def test_no_call_is_answered_without_the_secret(

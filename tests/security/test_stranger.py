@@ -71,11 +71,13 @@ def test_it_is_another_user_who_reaches_the_services(tried: Tried) -> None:
     assert tried.outcome["health"] == ["SERVING", "SERVING"]
 
 
+@pytest.mark.fault(36)
 def test_every_call_of_another_user_is_refused(tried: Tried) -> None:
     assert len(tried.outcome["calls"]) == len(METHODS) * len(tried.services)
     assert set(tried.outcome["calls"].values()) == {"UNAUTHENTICATED"}
 
 
+@pytest.mark.fault(36)
 def test_no_file_or_socket_opens_for_another_user(tried: Tried) -> None:
     suffixes = {path.suffix for path in tried.files}
     assert suffixes >= {".log", ".ready", ".line", ".ring"}

@@ -34,6 +34,7 @@ async def ended(follower: Follower) -> bool:
     return True
 
 
+@pytest.mark.fault(36)
 async def test_the_name_of_a_gateway_that_is_there_cannot_be_taken_over(verifier: Verifier) -> None:
     await verifier.client().start("a", prompt_of(9))
     for stream in (0, 1):
@@ -58,6 +59,7 @@ async def test_a_gateway_s_name_is_its_own_until_its_lease_has_ended(running: Ru
         assert (await heir.start("c", prompt_of(9))).status.code == codes.CODE_OK
 
 
+@pytest.mark.fault(36)
 async def test_nobody_releases_what_is_another_gateway_s(verifier: Verifier) -> None:
     owner, other = verifier.client("owner"), verifier.client("other", caller=STRANGER)
     await owner.start("a", prompt_of(9))
@@ -95,6 +97,7 @@ async def test_nobody_verifies_starts_or_guesses_for_what_is_another_gateway_s(v
     assert mine.status.code == codes.CODE_OK
 
 
+@pytest.mark.fault(36)
 async def test_the_name_of_a_draft_that_follows_cannot_be_taken_over(verifier: Verifier) -> None:
     follower = await verifier.follower("draft")
     with pytest.raises(grpc.aio.AioRpcError, match="another process is draft draft now"):
