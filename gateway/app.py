@@ -70,9 +70,11 @@ def create_app(config: GatewayConfig, engine: Engine, guard: Guard, host: str) -
     _add_state(app, config, engine)
     add_page(app)
     add_manual(app)
-    paths = frozenset(app.openapi()["paths"]) | PAGE_PATHS
+    documented = app.openapi()["paths"]
+    paths = frozenset(documented) | PAGE_PATHS
     hosts = config.allow_host if is_loopback(host) else None
-    pages = Pages(hosts, config.cors_origins) if guard.open_paths is None else None
+    bodies_at = [path for path, operations in documented.items() if "post" in operations]
+    pages = Pages(hosts, config.cors_origins, bodies_at) if guard.open_paths is None else None
     front = Front(app, engine.metrics, guard, paths, config.max_body_bytes, config.body_deadline, pages)
     return _for_browsers(front, config.cors_origins) if config.cors_origins else front
 

@@ -21,11 +21,11 @@ _JSON = re.compile(rb"application/([\w.+-]+\+)?json\s*(;.*)?", re.IGNORECASE)
 
 class Pages:
     """Tells requests of strange pages. `hosts` are the names that a request may be for besides those of loopback; None:
-    any, where others than this machine are meant to reach it."""
+    any, where others than this machine are meant to reach it. `bodies`: paths that take JSON."""
 
-    def __init__(self, hosts: Collection[str] | None, origins: Collection[str]):
+    def __init__(self, hosts: Collection[str] | None, origins: Collection[str], bodies: Collection[str]):
         self._hosts = None if hosts is None else {host.lower() for host in hosts}
-        self._origins = frozenset(origins)
+        self._origins, self._bodies = frozenset(origins), frozenset(bodies)
 
     def check(self, scope: Mapping[str, Any]) -> None:
         """Raises ForeignPage or NotJson for a request that a strange page may have sent."""
@@ -38,7 +38,8 @@ class Pages:
             )
         if origin is not None and not self._is_welcome(origin.decode("latin-1"), host):
             raise ForeignPage("a page of another site may not ask here: --cors-origins names those that may")
-        if scope["method"] == "POST" and not _JSON.fullmatch(headers.get(b"content-type", b"").strip()):
+        takes_json = scope["method"] == "POST" and scope["path"] in self._bodies
+        if takes_json and not _JSON.fullmatch(headers.get(b"content-type", b"").strip()):
             raise NotJson("the body's type must be declared: send the header 'Content-Type: application/json'")
 
     def _is_ours(self, name: str) -> bool:

@@ -20,6 +20,7 @@ from tests.services import start
 
 BODY = json.dumps({"prompt": "x"}).encode()
 JSON = {"Content-Type": "application/json"}
+PATH = "/v1/completions"
 FRIEND = "https://friend.example"
 ALONE = ["-m", "gateway", "--verifier", "127.0.0.1:9", "--startup-patience", "0", "--port", "0"]
 
@@ -125,7 +126,7 @@ def test_the_manual_loads_nothing_from_elsewhere_and_names_every_call(gateway: h
 
 def scope(method: str = "POST", **headers: str) -> dict[str, Any]:
     sent = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-    return {"method": method, "headers": sent}
+    return {"method": method, "path": PATH, "headers": sent}
 
 
 @given(st.from_regex(r"[a-z0-9.\-]{1,40}", fullmatch=True))
@@ -133,7 +134,7 @@ def test_no_name_but_loopback_s_is_taken_for_it(name: str) -> None:
     ours = name == "localhost" or name.endswith(".localhost") or re.fullmatch(r"127(\.(0|[1-9]\d{0,2})){3}", name)
     if not ours:
         with pytest.raises(ForeignPage):
-            Pages([], []).check(scope("GET", host=f"{name}:8000"))
+            Pages([], [], [PATH]).check(scope("GET", host=f"{name}:8000"))
 
 
 @given(st.text(st.characters(codec="latin-1"), max_size=40))
@@ -141,6 +142,6 @@ def test_no_type_that_a_page_can_send_unasked_is_json(sent: str) -> None:
     """Of these a browser sends to another site without asking it first."""
     for simple in ("text/plain", "multipart/form-data", "application/x-www-form-urlencoded"):
         with pytest.raises(NotJson):
-            Pages([], []).check(
-                {"method": "POST", "headers": [(b"content-type", f"{simple};{sent}".encode("latin-1"))]}
+            Pages([], [], [PATH]).check(
+                {"method": "POST", "path": PATH, "headers": [(b"content-type", f"{simple};{sent}".encode("latin-1"))]}
             )
