@@ -137,6 +137,7 @@ def _add_completions(app: FastAPI, config: GatewayConfig, engine: Engine) -> Non
         prompts = await by_size(size, encode_prompts, request, model, config.max_choices // request.candidates)
         check_logprobs(request, [*map(len, prompts)])
         completion = kind(engine, request, model, prompts, http.state.request_id, seconds)
+        completion.key = http.state.key_name or ""
         completion.charge = quotas.charge(http.state.key_name, completion.most_tokens, time.monotonic())
         return completion
 

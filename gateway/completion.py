@@ -53,6 +53,8 @@ class Completion:
         self.engine, self.request, self.model, self.prompts = engine, request, model, prompts
         self._seconds = seconds
         self._deadline = asyncio.get_running_loop().time() + seconds
+        # Whose it is: keys share what there is.
+        self.key = ""
         # What the API key was charged; settled when the completion is over.
         self.charge = Charge(None, 0)
         self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
@@ -86,7 +88,7 @@ class Completion:
     def submit(self) -> None:
         """Raises QueueFull, InvalidRequest or NoVerifier."""
         try:
-            self.engine.submit([choice.sequence for choice in self.choices])
+            self.engine.submit([choice.sequence for choice in self.choices], self.key)
         except SpireError:
             self.charge.settle(0)
             raise

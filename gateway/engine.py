@@ -26,20 +26,25 @@ from gateway.peers import DraftPeer, Model, VerifierPeer
 from gateway.releases import Releases
 from gateway.rounds import Round, Rounds
 from gateway.scheduler import Scheduler
-from gateway.sequence import Logprob, Sequence, State
+from gateway.sequence import Logprob, Sequence, Stage, State
 from gateway.speculation import Proposals, Speculation
 from spire.errors import InvalidRequest, MismatchError, NotFinite, OutOfCapacity
 from spire.rpc.errors import raise_for
 from spire.rpc.trust import ANYBODY, Trust
 from spire.v1 import tensor_pb2, verifier_pb2
 
-# How long to leave a verifier alone that had no place for a sequence.
+# How long to leave a verifier alone that refused a sequence, which rather waits there until there is room.
 _FULL_PAUSE = 0.05
 # How long a new verifier's first sequences wait for the draft to follow it: what starts before then is never drafted.
 _DRAFT_PATIENCE = 2.0
 _PATROL = 0.25
 # What a client may leave unread of a stream beside what the kernel and the connection buffer. Its sequence ends then.
 MOST_UNREAD_BYTES = 2 << 20
+_STAGES = {
+    verifier_pb2.STAGE_WAITING: Stage.STALLED,
+    verifier_pb2.STAGE_ADMITTED: Stage.ADMITTED,
+    verifier_pb2.STAGE_COMPUTED: Stage.COMPUTED,
+}
 
 log = structlog.get_logger("gateway")
 
@@ -54,6 +59,7 @@ class Engine:
             config.verifier,
             gateway_id,
             self._on_started,
+            self._on_standing,
             self._on_verifier_lost,
             self._on_verifier,
             self._on_prefilled,
@@ -68,7 +74,9 @@ class Engine:
         self._ids = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._wakeup = asyncio.Event()
-        self._releases = Releases(self.verifier, self.scheduler, config.verify_deadline)
+        # Whether anything happened since it was last seen who may start.
+        self._stirred = False
+        self._releases = Releases(self.verifier, self.scheduler, config.verify_deadline, self._stir)
         self._drain = DrainRate()
         self._admit_from = 0.0
         self._met_verifier_at = 0.0
@@ -95,18 +103,21 @@ class Engine:
         self._ids += 1
         return f"{self._id_prefix}-{self._ids}-{request_id}"
 
-    def submit(self, sequences: list[Sequence]) -> None:
-        """Queue the choices of a request, all or none. Raises NoVerifier, ShuttingDown, QueueFull or InvalidRequest."""
+    def submit(self, sequences: list[Sequence], key: str = "") -> None:
+        """Queue the choices of a request of this API key, all or none.
+
+        Raises NoVerifier, ShuttingDown, QueueFull or InvalidRequest.
+        """
         _ = self.model
         now = time.monotonic()
         self._refuse_long_wait(now)
         try:
-            self.scheduler.add(sequences)
+            self.scheduler.add(sequences, key)
         except OutOfCapacity as error:
             raise QueueFull(str(error), self._retry_after(len(sequences), now)) from error
         for sequence in sequences:
             sequence.moments.arrived = now
-        self._wakeup.set()
+        self._stir()
 
     def _refuse_long_wait(self, now: float) -> None:
         """Raises QueueFull when whoever comes now would wait for longer than anybody shall."""
@@ -133,8 +144,8 @@ class Engine:
         draft, model = self.draft.info if self.draft else None, self.verifier.model
         return Gauges(
             running=len(self.scheduler.running),
-            starting=len(self.scheduler.starting),
-            waiting=len(self.scheduler.waiting),
+            starting=len(self.scheduler.starting) - len(self.scheduler.stalled),
+            waiting=len(self.scheduler.waiting) + len(self.scheduler.stalled),
             cache_usage=self.verifier.cache_usage,
             deepest=min(draft.max_speculation_depth, model.info.max_speculation_depth) if draft and model else 0,
             tasks=len(asyncio.all_tasks()),
@@ -222,8 +233,13 @@ class Engine:
 
     def _has_work(self, lane: int) -> bool:
         scheduler = self.scheduler
-        startable = scheduler.waiting and scheduler.held < scheduler.capacity and self._may_admit()
+        startable = scheduler.waiting and self._stirred and self._may_admit()
         return self.verifier.up and bool(self._rounds.has_next(lane) or scheduler.has_free or startable)
+
+    def _stir(self) -> None:
+        """Something happened: see whether there is work now."""
+        self._stirred = True
+        self._wakeup.set()
 
     def _may_admit(self) -> bool:
         now = time.monotonic()
@@ -243,7 +259,7 @@ class Engine:
             if now - self.verifier.unusable_since > patience:
                 lost = NoVerifier(f"the verifier did not come back within {patience:g} s")
                 self.finish(list(self.scheduler.waiting), "error", lost)
-        elif self.scheduler.starting and now - self._progress_at > self.verifier.limit(self.config.start_deadline):
+        elif self.scheduler.reading and now - self._progress_at > self.verifier.limit(self.config.start_deadline):
             log.warning("no prompt is read", seconds=self.verifier.limit(self.config.start_deadline))
             self.verifier.reset()
 
@@ -252,20 +268,24 @@ class Engine:
     async def step(self, lane: int) -> None:
         """Start what there is place for, and a lane's round. Raises PeerLost when the verifier goes away."""
         began = self._counted_until.pop(lane, None) or time.monotonic()
-        if not self.scheduler.starting:
+        if not self.scheduler.reading:
             self._progress_at = began
-        await self._start(self.scheduler.admit() if self._may_admit() else [])
+        await self._start(self._admitted())
         current = self._rounds.take(lane)
         if current is None:
             return
         try:
             await self._round(lane, current, began)
-        except BaseException:
+        except BaseException as error:
             self._forget_last(lane)
             self._rounds.forget_next(lane)
+            # With the verifier its sequences are lost in the midst of it.
+            if not isinstance(error, PeerLost):
+                self.scheduler.end_round(current.batch)
             raise
-        finally:
+        else:
             self.scheduler.end_round(current.batch)
+        finally:
             self._wakeup.set()
 
     async def _round(self, lane: int, current: Round, began: float) -> None:
@@ -302,6 +322,16 @@ class Engine:
         """
         before, self._over_at[lane] = self._over_at.get(lane), over_at
         return None if before is None else over_at - before
+
+    def _admitted(self) -> list[Sequence]:
+        if not self._may_admit():
+            return []
+        self._stirred = False
+        starts = self.scheduler.admit(make_room=not self._releases.under_way)
+        self.metrics.gave_way = self.scheduler.gave_way
+        if self.scheduler.has_ended:
+            self._releases.wake()
+        return starts
 
     async def _start(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
@@ -368,16 +398,27 @@ class Engine:
 
     def _on_started(self, message: verifier_pb2.Started) -> None:
         now = self._progress_at = time.monotonic()
-        self._wakeup.set()
+        self._stir()
         waiting = self.scheduler.starting.get(message.sequence_id)
         if waiting is None:
-            self._releases.add(message.sequence_id)
+            if message.status.code == tensor_pb2.CODE_OK:
+                self._releases.add(message.sequence_id)
         elif message.status.code != tensor_pb2.CODE_OK:
             self._refused(waiting, message.status, drafted=0)
         elif message.base != len(waiting.tokens):
             self._lose(waiting, f"{len(waiting.tokens)} tokens were sent, the verifier committed {message.base}")
         else:
             self._first_token(waiting, message, now)
+
+    def _on_standing(self, message: verifier_pb2.Standing) -> None:
+        stage = _STAGES.get(message.stage)
+        if stage is None:
+            return
+        if stage is not Stage.STALLED:
+            self._progress_at = time.monotonic()
+        for sequence_id in message.sequence_ids:
+            self.scheduler.stands(sequence_id, stage)
+        self._stir()
 
     def _first_token(self, sequence: Sequence, message: verifier_pb2.Started, now: float) -> None:
         try:
@@ -400,9 +441,13 @@ class Engine:
     def _refused(self, sequence: Sequence, status: tensor_pb2.ItemStatus, drafted: int) -> None:
         """The verifier says no to one item."""
         if status.code == tensor_pb2.CODE_RESOURCE_EXHAUSTED:
+            if sequence.state is State.STARTING:
+                self._admit_from = time.monotonic() + _FULL_PAUSE
+            else:
+                self.metrics.replays += 1
             self.scheduler.put_back(sequence)
-            self._admit_from = time.monotonic() + _FULL_PAUSE
             self._releases.wake()
+            self._stir()
             return
         try:
             raise_for(status)
@@ -421,6 +466,7 @@ class Engine:
         if not self.scheduler.lose(sequence):
             self.finish([sequence], "error", PeerLost(f"given up after several attempts: {reason}"))
         self._releases.wake()
+        self._stir()
 
     def _after_end(self, sequence: Sequence) -> None:
         now = time.monotonic()
@@ -428,7 +474,7 @@ class Engine:
             self._drain.emptied()
         self.metrics.sequence_finished(sequence, now)
         self._releases.wake()
-        self._wakeup.set()
+        self._stir()
         sequence.listener()
 
     # -- what happens to the verifier --------------------------------------------------------------------------------
@@ -446,7 +492,7 @@ class Engine:
             changed = MismatchError(f"the verifier now serves another target: {new!r} instead of {old!r}")
             log.error("target changed", reason=str(changed))
             self.finish(list(self.scheduler.waiting), "error", changed)
-        self._wakeup.set()
+        self._stir()
 
     def _on_prefilled(self) -> None:
         self._progress_at = time.monotonic()
@@ -456,7 +502,7 @@ class Engine:
         self._drain.emptied()
         given_up = self.scheduler.lose_all()
         self.finish(given_up, "error", PeerLost("the verifier was lost several times during this request"))
-        self._wakeup.set()
+        self._stir()
 
 
 def _logprobs_for(sequence: Sequence, message: verifier_pb2.Logprobs, tokens: int) -> abc.Sequence[Logprob]:

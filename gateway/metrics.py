@@ -121,6 +121,7 @@ class Metrics:
     accepted_at: list[int] = field(default_factory=list)
     fallbacks: dict[str, float] = field(default_factory=lambda: _zeros(FALLBACKS))
     replays: int = 0
+    gave_way: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
     finished: dict[str, float] = field(default_factory=lambda: _zeros(FINISH_REASONS))
@@ -270,6 +271,7 @@ class Exposition(Collector):
         yield counts.round_duration.family("spire_round_duration_seconds", "Seconds of a round.")
         yield counts.batch_size.family("spire_round_sequences", "Sequences in a round.")
         yield _counter("spire_replays", "Sequences started again after they were lost.", counts.replays)
+        yield _counter("spire_gave_way", "Sequences beyond their share that others took the place of.", counts.gave_way)
 
     def _peers(self, now: Gauges) -> Iterator[Metric]:
         up = GaugeMetricFamily(

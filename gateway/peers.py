@@ -328,6 +328,7 @@ class VerifierPeer(Peer[verifier_pb2.VerifyBatchResult]):
         address: str,
         gateway_id: str,
         on_started: Callable[[verifier_pb2.Started], None],
+        on_standing: Callable[[verifier_pb2.Standing], None],
         on_lost: Callable[[], None],
         on_connected: Callable[[Model | None, Model], None],
         on_prefilled: Callable[[], None] = lambda: None,
@@ -343,7 +344,8 @@ class VerifierPeer(Peer[verifier_pb2.VerifyBatchResult]):
         # What it told last of how long its steps take.
         self.pace = verifier_pb2.Pace()
         self._gateway_id = gateway_id
-        self._on_started, self._on_lost, self._on_connected = on_started, on_lost, on_connected
+        self._on_started, self._on_standing = on_started, on_standing
+        self._on_lost, self._on_connected = on_lost, on_connected
         self._on_prefilled = on_prefilled
         self._stub = VerifierStub(self._channel)
         self._streams = count()
@@ -434,6 +436,8 @@ class VerifierPeer(Peer[verifier_pb2.VerifyBatchResult]):
             if message.pace.prefilled != self.pace.prefilled:
                 self._on_prefilled()
             self.pace = message.pace
+        elif message.HasField("standing"):
+            self._on_standing(message.standing)
         elif message.HasField("line"):
             self._shortcut.open(message.line)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import grpc
 import structlog
@@ -20,12 +21,19 @@ log = structlog.get_logger("gateway")
 
 class Releases:
     """Wire ids whose place at the verifier is still to be freed, which happens between two steps: within `deadline`
-    seconds, as a round."""
+    seconds, as a round. `settled` is called when that has been done."""
 
-    def __init__(self, verifier: VerifierPeer, scheduler: Scheduler, deadline: float):
+    def __init__(self, verifier: VerifierPeer, scheduler: Scheduler, deadline: float, settled: Callable[[], None]):
         self._verifier, self._scheduler, self._deadline = verifier, scheduler, deadline
+        self._settled = settled
         self._pending: list[str] = []
+        self._sending = False
         self._something = asyncio.Event()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether the verifier has still to hear of any: there is soon more room than it knows of."""
+        return self._sending or bool(self._pending) or self._something.is_set()
 
     def wake(self) -> None:
         """The scheduler has let go of something."""
@@ -44,7 +52,12 @@ class Releases:
         while True:
             await self._something.wait()
             self._something.clear()
-            if not await self._send(self._deadline):
+            self._sending = True
+            sent = await self._send(self._deadline)
+            self._sending = False
+            if sent:
+                self._settled()
+            else:
                 await asyncio.sleep(_RETRY_SECONDS)
                 self.wake()
 

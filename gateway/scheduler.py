@@ -5,16 +5,19 @@ It is the one place where a sequence changes state. The engine tells it what hap
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
-from itertools import islice
+from itertools import count, islice
 from math import ceil
 
-from gateway.sequence import Logprob, Round, Sequence, State
+from gateway.queue import Held, Queue
+from gateway.sequence import Logprob, Round, Sequence, Stage, State
 from spire.errors import InvalidRequest, OutOfCapacity
 
-# A sequence lost this often without one new token in between is given up: it may be what kills the verifier.
+# A sequence lost this often, each time while it was computed and without one new token in between, is given up: it may
+# be what kills the verifier.
 MAX_FRUITLESS_LIVES = 4
+# While the verifier has no room, so many Starts wait there and not here: whatever becomes free is used at once.
+MOST_STALLED = 4
 
 
 # The sequences of a round, by wire id.
@@ -28,10 +31,15 @@ class Scheduler:
         self.capacity = capacity
         self.max_waiting = max_waiting
         self._lanes, self._least_lane = lanes, least_lane
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = Queue()
         self.starting: dict[str, Sequence] = {}
         self.running: dict[str, Sequence] = {}
         self._ended: list[str] = []
+        self._arrivals = count(1)
+        # How many went back to the queue because others had more right to their place.
+        self.gave_way = 0
+        # Whether the verifier had no room for the last Start that it told of.
+        self._full = False
 
     @property
     def idle(self) -> bool:
@@ -48,12 +56,22 @@ class Scheduler:
         return len(self.starting) + len(self.running)
 
     @property
+    def has_ended(self) -> bool:
+        """Whether there are places to be released."""
+        return bool(self._ended)
+
+    @property
     def unstarted(self) -> int:
         """Sequences that wait for a place, or for the first token of a life."""
         return len(self.waiting) + len(self.starting)
 
-    def add(self, sequences: Iterable[Sequence]) -> None:
-        """Queue the choices of one request, all or none.
+    @property
+    def reading(self) -> bool:
+        """Whether any sequence has room at the verifier and waits for its prompt to be read."""
+        return any(not sequence.stalled for sequence in self.starting.values())
+
+    def add(self, sequences: Iterable[Sequence], key: str = "") -> None:
+        """Queue the choices of one request of this key, all or none.
 
         Raises OutOfCapacity when the queue is too full for them, InvalidRequest when they never fit.
         """
@@ -64,20 +82,70 @@ class Scheduler:
             )
         if len(self.waiting) + len(new) > self.max_waiting:
             raise OutOfCapacity(f"{len(self.waiting)} of {self.max_waiting} queue places are taken: try again later")
-        self.waiting.extend(new)
+        arrivals = [next(self._arrivals) for _ in new]
+        for sequence, arrival in zip(new, arrivals, strict=True):
+            sequence.key, sequence.request, sequence.arrival = key, arrivals[0], arrival
+            self.waiting.add(sequence)
 
-    def admit(self) -> list[Sequence]:
-        """The sequences to start now: what fits, in order of arrival."""
-        starts = []
-        while self.waiting and self.held < self.capacity:
-            sequence = self.waiting.popleft()
-            sequence.state = State.STARTING
-            sequence.life += 1
-            sequence.round = sequence.under_way = 0
-            sequence.quiet = False
-            self.starting[sequence.wire_id] = sequence
+    def admit(self, make_room: bool = False) -> list[Sequence]:
+        """The sequences to start now: what fits, by shares and arrival. To `make_room`, where there is none, one that
+        is beyond its share goes back to the queue."""
+        starts: list[Sequence] = []
+        if not self.waiting and not self.stalled:
+            return starts
+        held = Held(one for one in [*self.running.values(), *self.starting.values()] if not one.stalled)
+        while sequence := self.waiting.next(held):
+            self._recall([one for one in self.stalled if held.before(sequence, one)])
+            if make_room and self.held >= self.capacity and not self.stalled:
+                make_room = not self._gives_way(held, sequence)
+            if not self._has_room:
+                break
+            self._start(sequence)
+            held.add(sequence)
             starts.append(sequence)
+        if make_room and (stalled := self.stalled):
+            self._gives_way(held, stalled[0])
         return starts
+
+    def _gives_way(self, held: Held, waiting: Sequence) -> bool:
+        """Whether one that is beyond its share has gone back to the queue for this one."""
+        if victim := held.beyond_share(waiting):
+            held.remove(victim)
+            self.put_back(victim)
+            self.gave_way += 1
+        return victim is not None
+
+    @property
+    def stalled(self) -> list[Sequence]:
+        """Those that wait for room at the verifier, in the order in which they get it."""
+        return [sequence for sequence in self.starting.values() if sequence.stalled]
+
+    @property
+    def _has_room(self) -> bool:
+        if self.held >= self.capacity:
+            return False
+        unread = sum(sequence.stage is not Stage.COMPUTED for sequence in self.starting.values())
+        return not self._full or unread < MOST_STALLED
+
+    def _start(self, sequence: Sequence) -> None:
+        self.waiting.remove(sequence)
+        sequence.state, sequence.stage = State.STARTING, Stage.SENT
+        sequence.life += 1
+        sequence.life_began = len(sequence.output)
+        sequence.round = sequence.under_way = 0
+        sequence.quiet = False
+        self.starting[sequence.wire_id] = sequence
+
+    def stands(self, wire_id: str, stage: Stage) -> None:
+        """The verifier tells how far a Start has come."""
+        sequence = self.starting.get(wire_id)
+        if sequence is None:
+            return
+        if stage is Stage.STALLED:
+            self._full = True
+        elif sequence.stage is Stage.SENT:
+            self._full = False
+        sequence.stage = stage
 
     def batch(self, after: Batch | None = None) -> Batch:
         """A lane's share of what runs, for a round: whoever is in no other, and of the batch that it comes right
@@ -131,23 +199,31 @@ class Scheduler:
         return kept
 
     def lose(self, sequence: Sequence) -> bool:
-        """The verifier no longer holds it: back to the front of the queue. False when it is given up instead."""
+        """The verifier no longer holds it: back to its place in the queue. False when it is given up instead."""
         sequence.fruitless_lives += 1
         if sequence.fruitless_lives >= MAX_FRUITLESS_LIVES:
             return False
-        self.put_back(sequence)
+        self._recall([sequence])
         return True
 
     def lose_all(self) -> list[Sequence]:
-        """The stream to the verifier is gone. Keeps the order of admission; returns what is given up."""
+        """The stream to the verifier is gone. Returns what is given up: of those that were not being computed none is
+        to blame."""
         held = [*self.running.values(), *self.starting.values()]
-        return [sequence for sequence in reversed(held) if not self.lose(sequence)]
+        self._recall(sequence for sequence in held if not sequence.computed)
+        self._full = False
+        return [sequence for sequence in held if sequence.computed and not self.lose(sequence)]
 
     def put_back(self, sequence: Sequence) -> None:
-        """To the front of the queue without blame: there was no place for it."""
-        self._leave(sequence)
-        sequence.state = State.WAITING
-        self.waiting.appendleft(sequence)
+        """Back to its place in the queue without blame: it gives way to others, or there was no room for it."""
+        sequence.came_back = True
+        self._recall([sequence])
+
+    def _recall(self, sequences: Iterable[Sequence]) -> None:
+        for sequence in sequences:
+            self._leave(sequence)
+            sequence.state = State.WAITING
+            self.waiting.add(sequence)
 
     def finish(self, sequence: Sequence, reason: str, error: Exception | None = None) -> None:
         """End it, from whatever state. Ending twice changes nothing."""

@@ -2,7 +2,7 @@
 
     WAITING ──schedule──► STARTING ──Started──► RUNNING ──► FINISHED
        ▲                     │                     │
-       └──────── lose ───────┴─────────────────────┘      (finish is legal from every state)
+       └── lose, give way ───┴─────────────────────┘      (finish is legal from every state)
 
 A lost sequence is started again from prompt + output under a new wire id, so nothing of its former life at a model
 service can meet the new one.
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, IntEnum
 from typing import Literal
 
 from spire.v1.verifier_pb2 import Adjustments
@@ -23,11 +23,26 @@ Rule = Literal["rejection", "block", "invariant"]
 GREEDY = "greedy"
 
 
+# Tokens that a sequence which had to give way generates before it may have to again: else it only starts.
+LEAST_RUN = 16
+
+
 class State(Enum):
     WAITING = "waiting"
     STARTING = "starting"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+class Stage(IntEnum):
+    """How far a STARTING sequence has come at the verifier, as that has told."""
+
+    SENT = 0
+    # There is no room yet: it waits there, behind those that were sent before it.
+    STALLED = 1
+    ADMITTED = 2
+    # Its prompt is being computed.
+    COMPUTED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +131,13 @@ class Sequence:
     # Computed prefixes are shared with sequences of the same salt.
     cache_salt: str = ""
 
+    # Whose it is, and which request's: places are shared between them. `arrival` orders all. Set by the scheduler.
+    key: str = ""
+    request: int = 0
+    arrival: int = 0
+
     state: State = State.WAITING
+    stage: Stage = Stage.SENT
     output: list[int] = field(default_factory=list)
     # Of each output token: whether the draft guessed it.
     from_draft: list[bool] = field(default_factory=list)
@@ -127,8 +148,10 @@ class Sequence:
     finish_reason: str | None = None
     error: Exception | None = None
 
-    # The life under the current wire id.
+    # The life under the current wire id, how much output it began with, and whether it had to give way before.
     life: int = 0
+    life_began: int = 0
+    came_back: bool = False
     round: int = 0
     # Its rounds that are under way. Where they are two, each gives one token.
     under_way: int = 0
@@ -136,7 +159,7 @@ class Sequence:
 
     # Of the prompt, copied from what the verifier held already.
     cached_tokens: int = 0
-    # Lives since the last new token: one that makes no progress is given up.
+    # Lives since the last new token that ended while it was computed: whoever ends each one is given up.
     fruitless_lives: int = 0
     rounds: list[Round] = field(default_factory=list)
     drafted: int = 0
@@ -152,6 +175,22 @@ class Sequence:
     hears_rounds: bool = True
     # Output tokens that the listener has taken, if it hears of them.
     heard: int = 0
+
+    @property
+    def stalled(self) -> bool:
+        """Whether it waits for room at the verifier."""
+        return self.state is State.STARTING and self.stage is Stage.STALLED
+
+    @property
+    def computed(self) -> bool:
+        """Whether the verifier computes it, as far as is known: only then may it be why that died."""
+        if self.state is State.STARTING:
+            return self.stage is Stage.COMPUTED
+        return self.state is State.RUNNING and self.under_way > 0
+
+    @property
+    def may_give_way(self) -> bool:
+        return not self.came_back or len(self.output) - self.life_began >= LEAST_RUN
 
     @property
     def wire_id(self) -> str:

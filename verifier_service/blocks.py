@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import structlog
 
-from spire.errors import InvalidRequest, RequestError, SpireError, UnknownSequence
+from spire.errors import InvalidRequest, RequestError, SpireError
 from spire.model.lost_device import end_if_device_lost
 from spire.rpc.carrier import OverwritingRingReader
 from spire.rpc.errors import OK
@@ -21,7 +21,7 @@ from verifier_service.batch import Block, Item, Limits, RaggedBatch, pad, q_prob
 from verifier_service.metrics import VerifierMetrics
 from verifier_service.orders import Orders
 from verifier_service.prefixes import Prefixes
-from verifier_service.sequence import not_finite, step_failed
+from verifier_service.sequence import not_finite, preempted, step_failed
 from verifier_service.slots import Slots
 from verifier_service.step import ModelSteps, Outcome
 from verifier_service.tasks import VerifyTask
@@ -190,7 +190,7 @@ class Blocks:
             victim = self._slots.preempt_youngest()
             for entry in entries:
                 if entry.block.sequence is victim:
-                    self._refuse(entry.task, entry.item, UnknownSequence(f"sequence {victim.id} was preempted"))
+                    self._refuse(entry.task, entry.item, preempted(victim.id))
             entries = [entry for entry in entries if entry.block.sequence is not victim]
         return entries
 

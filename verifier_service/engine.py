@@ -5,7 +5,7 @@ blocks that wait (all streams merged) and as much prompt as the token budget has
 waits for more than one chunk of prompt. With nothing to do the thread sleeps in its inbox.
 
 When memory runs out, what is parked for later prompts goes first, then the youngest sequence is preempted: its gateway
-starts it again from its tokens, as after any loss.
+starts it again from its tokens, as after any loss. What starts then waits here for room, in order.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from verifier_service.metrics import VerifierMetrics
 from verifier_service.orders import Orders
 from verifier_service.prefixes import Prefixes
 from verifier_service.prompts import Prompts
-from verifier_service.sequence import Sequence, not_finite, step_failed
+from verifier_service.sequence import Sequence, not_finite, standing, step_failed
 from verifier_service.slots import Slots
 from verifier_service.step import FIRST_POSITIONS, ModelSteps, Outcome, PromptChunk
 from verifier_service.tasks import CallTask, GuessTask, StartTask, VerifyTask
@@ -136,6 +136,7 @@ class Engine:
         self.pace.work()
         for task in arrived:
             self._accept(task)
+        self.slots.admit_waiting()
         self.orders.give_up_late()
         self._blocks.ask()
         self._draft_waiting()
@@ -145,8 +146,8 @@ class Engine:
     def _arrived(self) -> list[Task | None]:
         """What has arrived, the first of it; sleeps only when there is nothing else to do."""
         tasks, self._put_off = self._put_off, []
-        idle = not tasks and not self._drafting and not self._blocks.ready and not self._prompts
-        return tasks + self._inbox.take(MOST_TAKEN - len(tasks), self.orders.patience if idle else 0)
+        work = tasks or self._drafting or self._blocks.ready or self._prompts or self.slots.may_admit
+        return tasks + self._inbox.take(MOST_TAKEN - len(tasks), 0 if work else self.orders.patience)
 
     def _accept(self, task: Task | None) -> None:
         match task:
@@ -182,18 +183,23 @@ class Engine:
 
     def _accept_start(self, task: StartTask) -> None:
         try:
-            known = self.sequences.get(task.start.sequence_id)
-            if known is None:
+            sequence_id = task.start.sequence_id
+            known, waits = self.sequences.get(sequence_id), self.slots.waiting.get(sequence_id)
+            before = known or waits
+            if before is None:
                 self.slots.admit(task)
-            elif known.start != task.start or known.gateway != task.gateway:
-                raise InvalidRequest(f"sequence {known.id} is live with another Start")
+                return
+            if before.start != task.start or before.gateway != task.gateway:
+                raise InvalidRequest(f"sequence {sequence_id} is live with another Start")
+            if known and known.started:
+                task.reply(pb.RoundsResponse(started=known.started))
             else:
-                if known.started is None:
-                    again = StaleBlock(f"the Start of sequence {known.id} came again: that one will be answered")
-                    self.slots.refuse(known.id, known.reply, again)
-                known.reply = task.reply
-                if known.started:
-                    task.reply(pb.RoundsResponse(started=known.started))
+                again = StaleBlock(f"the Start of sequence {sequence_id} came again: that one will be answered")
+                self.slots.refuse(sequence_id, before.reply, again)
+            if known:
+                known.reply, known.tell = task.reply, task.tell
+            else:
+                self.slots.waiting.replace(task)
         except RequestError as error:
             self.slots.refuse(task.start.sequence_id, task.reply, error)
 
@@ -224,6 +230,7 @@ class Engine:
         began = time.perf_counter()
         taken = self._blocks.take()
         for sequence in self._prompts.unseen(taken.positions):
+            sequence.tell(standing(sequence.id, pb.STAGE_COMPUTED))
             self._reuse_prefix(sequence)
         chosen, chunk = self._prompts.next_chunk(taken.positions)
         verified, prefilled = self._forward(taken, chosen, chunk)
@@ -344,7 +351,7 @@ class Engine:
             for sequence, end, count, sound in zip(chosen, ends, chunk.counts, outcome.finite, strict=True)
         ]
         self._publish(lambda: self.publisher.store(self.publisher.shares(advances, outcome.taps_BTND)))
-        for row, sequence in enumerate(chosen):
+        for row, sequence in sorted(enumerate(chosen), key=lambda pair: pair[1].received):
             _add_work(sequence, began, outcome)
             if not outcome.finite[row]:
                 sequence.poisoned = True

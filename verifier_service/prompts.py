@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
 from spire.model.cache import TargetCache
@@ -15,12 +16,25 @@ from verifier_service.token_budget import TokenBudget
 _PADDING = 32
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Part:
-    """Prompts whose next `length` tokens, or a few less, are computed together."""
+    """Prompts whose next `shortest` to `length` tokens are computed together, padded to the longest."""
 
     chosen: list[Sequence]
     length: int
+    shortest: int
+
+    def fits(self, length: int) -> bool:
+        """Whether nobody is padded by much with one of this length beside them."""
+        return max(self.length, length) - min(self.shortest, length) <= _PADDING
+
+    def grown(self, length: int) -> int:
+        """Positions, padding counted, by which such a one makes it larger."""
+        return max(self.length, length) * (len(self.chosen) + 1) - self.length * len(self.chosen)
+
+    def add(self, sequence: Sequence, length: int) -> None:
+        self.chosen.append(sequence)
+        self.length, self.shortest = max(self.length, length), min(self.shortest, length)
 
 
 class Prompts:
@@ -72,36 +86,51 @@ class Prompts:
         return max(self._budget.positions - taken, -(-self._budget.positions // 4))
 
     def _parts(self, taken: int) -> list[_Part]:
-        """Who is in the next chunk: each takes what it needs of the room that is left, the first in turn first.
+        """Who is in the next chunk. Half of its room is the first's in turn; of the rest each takes what it needs, who
+        needs the least first: so a long prompt goes on, and no short one waits for all of it.
 
         Prompts of about the same length are one part.
         """
-        room, parts = self._room(taken), list[_Part]()
-        for sequence in self._in_turn():
-            length = min(self._remaining(sequence), room)
-            if length <= 0:
-                break
-            part = next((part for part in parts if 0 <= part.length - length <= min(_PADDING, room - length)), None)
-            # Padding may need memory that nobody promised.
-            if part and self._cache.reserve([sequence.slot], part.length):
-                part.chosen.append(sequence)
-                room -= part.length
-            else:
-                parts.append(_Part([sequence], length))
-                room -= length
+        parts: list[_Part] = []
+        by_age = self._in_turn(self._waiting)
+        if not by_age:
+            return parts
+        room = self._room(taken)
+        kept = min(self._remaining(by_age[0]), room // 2)
+        room -= kept
+        for sequence in self._in_turn(sorted(by_age, key=self._remaining)):
+            if sequence is by_age[0]:
+                room += kept
+            if length := min(self._remaining(sequence), room):
+                room -= self._place(sequence, length, parts, room)
         for part in parts:
             part.chosen.sort(key=lambda sequence: sequence.slot)
         return parts
 
-    def _in_turn(self) -> list[Sequence]:
-        """The oldest of each gateway, in the order of their turns, then the second of each, and so on."""
+    def _place(self, sequence: Sequence, length: int, parts: list[_Part], room: int) -> int:
+        """Put it into the part of those that are about as long, or one of its own. Returns the room that it takes."""
+        for part in parts:
+            # Padding may need memory that nobody promised.
+            if part.grown(length) <= room and part.fits(length) and self._reserve(part, sequence, length):
+                taken = part.grown(length)
+                part.add(sequence, length)
+                return taken
+        parts.append(_Part([sequence], length, length))
+        return length
+
+    def _reserve(self, part: _Part, sequence: Sequence, length: int) -> bool:
+        slots = [one.slot for one in [*part.chosen, sequence]]
+        return self._cache.reserve(slots, max(part.length, length))
+
+    def _in_turn(self, sequences: Rows[Sequence]) -> list[Sequence]:
+        """The first of each gateway, in the order of their turns, then the second of each, and so on."""
         before = Counter[str]()
         keys = []
-        for sequence in self._waiting:
+        for sequence in sequences:
             keys.append((before[sequence.gateway], self._turns.get(sequence.gateway, 0)))
             before[sequence.gateway] += 1
         order = sorted(range(len(keys)), key=keys.__getitem__)
-        return [self._waiting[index] for index in order]
+        return [sequences[index] for index in order]
 
     def _remaining(self, sequence: Sequence) -> int:
         return len(sequence.prompt_L) - self._cache.lengths[sequence.slot]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from spire.drafting import Guess
-from spire.errors import InvalidRequest, NotFinite, StaleBlock, UnknownSequence
+from spire.errors import InvalidRequest, NotFinite, OutOfCapacity, StaleBlock, UnknownSequence
 from spire.rpc.limits import MAX_LOGPROBS, MAX_SEQUENCE_ID
 from spire.rpc.sampling import check_sampling
 from spire.v1 import tensor_pb2
@@ -17,6 +17,8 @@ from verifier_service.histories import check_adjustments
 from verifier_service.logprobs import Scores
 
 Reply = Callable[[pb.RoundsResponse], None]
+# Tokens that a sequence which was sent away for want of room generates before it may be sent away again.
+LEAST_RUN = 16
 
 
 @dataclass
@@ -26,7 +28,9 @@ class Sequence:
     start: pb.Start
     slot: int
     gateway: str
+    # As of its StartTask.
     reply: Reply
+    tell: Reply
     prompt_L: Tensor
     received: float
     timings: pb.Timings = field(default_factory=pb.Timings)
@@ -53,6 +57,12 @@ class Sequence:
         self.id, self.draft_id = self.start.sequence_id, self.start.draft_id
         sampling = self.start.sampling
         self.needs_q = sampling.temperature > 0 and sampling.rule != tensor_pb2.RULE_INVARIANT
+
+    @property
+    def may_give_way(self) -> bool:
+        """Whether it has run for a while since it was sent away: else all that it does is to start again."""
+        came_back = 0 < self.start.prompt_tokens < len(self.start.tokens)
+        return not came_back or len(self.tokens) - len(self.start.tokens) >= LEAST_RUN
 
     @property
     def newest(self) -> int:
@@ -108,6 +118,18 @@ def check_start(start: pb.Start, vocab_size: int, max_context: int) -> None:
         raise InvalidRequest(message, "logprobs")
     check_sampling(start.sampling)
     check_adjustments(start.adjustments, vocab_size)
+
+
+def standing(sequence_id: str, stage: pb.Stage) -> pb.RoundsResponse:
+    """How far a Start has come."""
+    return pb.RoundsResponse(standing=pb.Standing(sequence_ids=[sequence_id], stage=stage))
+
+
+def preempted(sequence_id: str) -> OutOfCapacity:
+    """What is said to whoever asks for one that had to give way."""
+    return OutOfCapacity(
+        f"sequence {sequence_id} was preempted: start it again from its tokens, it waits for room then"
+    )
 
 
 def step_failed(sequence_id: str) -> UnknownSequence:

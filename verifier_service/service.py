@@ -175,7 +175,7 @@ class RoundsStream:
         if start.adjustments.HasField("grammar") and self._compiling:
             self._compiling.begin(start)
         else:
-            self._engine.submit(StartTask(start, self._gateway, self._reply))
+            self._engine.submit(StartTask(start, self._gateway, self._reply, self._send))
 
     def withdraw(self, gateway: str, sequence_ids: Sequence[str]) -> None:
         """A gateway has released these."""
@@ -183,7 +183,7 @@ class RoundsStream:
             self._compiling.withdraw(frozenset(sequence_ids))
 
     def _compiled(self, start: pb.Start, matcher: Matcher) -> None:
-        self._engine.submit(StartTask(start, self._gateway, self._reply, matcher))
+        self._engine.submit(StartTask(start, self._gateway, self._reply, self._send, matcher))
 
     def _refuse(self, start: pb.Start, error: SpireError) -> None:
         log.debug("refused", sequence=start.sequence_id, code=type(error).__name__)

@@ -12,16 +12,22 @@ from spire.v1 import draft_pb2
 from spire.v1 import verifier_pb2 as pb
 from verifier_service.batch import Item
 from verifier_service.grammar import Matcher
-from verifier_service.sequence import Reply
+from verifier_service.sequence import Reply, standing
 
 
 @dataclass(frozen=True)
 class StartTask:
     start: pb.Start
     gateway: str
+    # `reply` takes its answer, `tell` how far it has come before that.
     reply: Reply
+    tell: Reply
     matcher: Matcher | None = None
     received: float = field(default_factory=time.perf_counter)
+
+    def stands(self, stage: pb.Stage) -> None:
+        """Tell its gateway."""
+        self.tell(standing(self.start.sequence_id, stage))
 
 
 @dataclass

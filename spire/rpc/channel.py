@@ -18,7 +18,7 @@ from spire.rpc.trust import ANYBODY, Trust
 
 # A peer of another version would leave out what it does not know of: rules, adjustments, logprobs, salts, shared q, or
 # whose sequences it releases.
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 

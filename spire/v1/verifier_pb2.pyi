@@ -8,6 +8,13 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Stage(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    STAGE_UNSPECIFIED: _ClassVar[Stage]
+    STAGE_WAITING: _ClassVar[Stage]
+    STAGE_ADMITTED: _ClassVar[Stage]
+    STAGE_COMPUTED: _ClassVar[Stage]
+
 class Undrafted(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     UNDRAFTED_UNSPECIFIED: _ClassVar[Undrafted]
@@ -16,6 +23,10 @@ class Undrafted(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     UNDRAFTED_BEHIND: _ClassVar[Undrafted]
     UNDRAFTED_ERROR: _ClassVar[Undrafted]
     UNDRAFTED_OWING: _ClassVar[Undrafted]
+STAGE_UNSPECIFIED: Stage
+STAGE_WAITING: Stage
+STAGE_ADMITTED: Stage
+STAGE_COMPUTED: Stage
 UNDRAFTED_UNSPECIFIED: Undrafted
 UNDRAFTED_LOST: Undrafted
 UNDRAFTED_LATE: Undrafted
@@ -133,16 +144,18 @@ class RoundsRequest(_message.Message):
     def __init__(self, start: _Optional[_Union[Start, _Mapping]] = ..., verify: _Optional[_Union[VerifyBatch, _Mapping]] = ...) -> None: ...
 
 class RoundsResponse(_message.Message):
-    __slots__ = ("started", "verified", "line", "pace")
+    __slots__ = ("started", "verified", "line", "pace", "standing")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     VERIFIED_FIELD_NUMBER: _ClassVar[int]
     LINE_FIELD_NUMBER: _ClassVar[int]
     PACE_FIELD_NUMBER: _ClassVar[int]
+    STANDING_FIELD_NUMBER: _ClassVar[int]
     started: Started
     verified: VerifyBatchResult
     line: Ring
     pace: Pace
-    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., verified: _Optional[_Union[VerifyBatchResult, _Mapping]] = ..., line: _Optional[_Union[Ring, _Mapping]] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ...) -> None: ...
+    standing: Standing
+    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., verified: _Optional[_Union[VerifyBatchResult, _Mapping]] = ..., line: _Optional[_Union[Ring, _Mapping]] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ...) -> None: ...
 
 class Pace(_message.Message):
     __slots__ = ("step_seconds", "prefilled")
@@ -151,6 +164,14 @@ class Pace(_message.Message):
     step_seconds: float
     prefilled: int
     def __init__(self, step_seconds: _Optional[float] = ..., prefilled: _Optional[int] = ...) -> None: ...
+
+class Standing(_message.Message):
+    __slots__ = ("sequence_ids", "stage")
+    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    sequence_ids: _containers.RepeatedScalarFieldContainer[str]
+    stage: Stage
+    def __init__(self, sequence_ids: _Optional[_Iterable[str]] = ..., stage: _Optional[_Union[Stage, str]] = ...) -> None: ...
 
 class Start(_message.Message):
     __slots__ = ("sequence_id", "tokens", "sampling", "draft_id", "prompt_tokens", "adjustments", "logprobs", "prompt_logprobs", "cache_salt")

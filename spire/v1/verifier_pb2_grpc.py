@@ -32,7 +32,8 @@ class VerifierStub(object):
     1. The gateway opens one Rounds stream, with its id in the metadata key `spire-gateway` and in `spire-stream` how
     many it opened before. The newest speaks for it: older ones are ended, and what still arrives on them is dropped.
     In `spire-host` it may name its host, the boot id: on one host batches and their answers can go by a line.
-    2. It sends Start. The verifier prefills between other steps and answers Started with the first token.
+    2. It sends Start. The verifier tells how far that has come (Standing), prefills between other steps and answers
+    Started with the first token.
     The token at position `base` (counted from 0) is then the newest: sampled, not yet in the cache.
     3. The verifier sends the activations of the sink and the last window on the Activations stream of the draft
     that Start names.
@@ -96,7 +97,8 @@ class VerifierServicer(object):
     1. The gateway opens one Rounds stream, with its id in the metadata key `spire-gateway` and in `spire-stream` how
     many it opened before. The newest speaks for it: older ones are ended, and what still arrives on them is dropped.
     In `spire-host` it may name its host, the boot id: on one host batches and their answers can go by a line.
-    2. It sends Start. The verifier prefills between other steps and answers Started with the first token.
+    2. It sends Start. The verifier tells how far that has come (Standing), prefills between other steps and answers
+    Started with the first token.
     The token at position `base` (counted from 0) is then the newest: sampled, not yet in the cache.
     3. The verifier sends the activations of the sink and the last window on the Activations stream of the draft
     that Start names.
@@ -199,7 +201,8 @@ class Verifier(object):
     1. The gateway opens one Rounds stream, with its id in the metadata key `spire-gateway` and in `spire-stream` how
     many it opened before. The newest speaks for it: older ones are ended, and what still arrives on them is dropped.
     In `spire-host` it may name its host, the boot id: on one host batches and their answers can go by a line.
-    2. It sends Start. The verifier prefills between other steps and answers Started with the first token.
+    2. It sends Start. The verifier tells how far that has come (Standing), prefills between other steps and answers
+    Started with the first token.
     The token at position `base` (counted from 0) is then the newest: sampled, not yet in the cache.
     3. The verifier sends the activations of the sink and the last window on the Activations stream of the draft
     that Start names.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
 # Those that must be there; the manual may have more.
-CASES = range(1, 26)
+CASES = {*range(1, 26), 29, 30, 31, 34}
 
 
 def marked() -> dict[int, set[str]]:

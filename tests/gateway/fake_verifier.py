@@ -1,13 +1,15 @@
 """A verifier in memory: it speaks the protocol over a channel that is no network, and computes tokens by arithmetic.
 
 The gateway's own peers, rounds and engine run before it unchanged; `tests/fake_clock.py` gives both their time. A step
-takes `step_seconds`, verifies every batch that waits and reads `budget` positions of prompts, the oldest first.
+takes `step_seconds`, verifies every batch that waits and reads `budget` positions of prompts, the oldest first. What
+finds no room waits for it in order, as the protocol says; when memory runs out the youngest gives way.
 What it does not know: drafts, grammars, logprobs.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,6 +27,8 @@ from spire.rpc.errors import OK, item_status
 from spire.v1 import verifier_pb2 as pb
 
 VOCAB = 1000
+# Tokens that there is room for before anybody gives way again.
+LEAST_RUN = 16
 CONTEXT = 20_000
 
 
@@ -50,6 +54,7 @@ class Held:
     tokens: list[int]
     read: int = 0
     started: bool = False
+    waited: bool = False
 
     @property
     def unread(self) -> int:
@@ -120,7 +125,7 @@ def lost() -> grpc.aio.AioRpcError:
 
 @dataclass(eq=False)
 class FakeVerifier:
-    """`memory`: positions that all sequences may hold together. `starts` and `first_tokens` are what happened, by
+    """`memory`: positions that all sequences may hold together. `starts`, `admitted`, `first_tokens`: what happened, by
     sequence id, of all lives."""
 
     slots: int = 64
@@ -130,7 +135,9 @@ class FakeVerifier:
     alive: bool = True
     starts: list[str] = field(default_factory=list)
     first_tokens: list[str] = field(default_factory=list)
+    admitted: list[str] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
+    generated: Counter[str] = field(default_factory=Counter)
     # Called with the sequences that a step is about to compute, in the midst of it.
     in_step: Callable[[list[str]], None] = lambda ids: None
 
@@ -138,6 +145,8 @@ class FakeVerifier:
         self._epochs = count(1)
         self._epoch = next(self._epochs)
         self.held: dict[str, Held] = {}
+        self.waiting: dict[str, Held] = {}
+        self._preempted: set[str] = set()
         self._streams: list[Stream] = []
         self._batches: list[tuple[Stream, pb.VerifyBatch]] = []
         self._work = asyncio.Event()
@@ -157,7 +166,7 @@ class FakeVerifier:
 
     def die(self) -> None:
         """All that it held is gone, and every call fails."""
-        self.alive, self.held, self._batches = False, {}, []
+        self.alive, self.held, self.waiting, self._batches = False, {}, {}, []
         if self._task:
             self._task.cancel()
             self._task = None
@@ -203,9 +212,10 @@ class FakeVerifier:
     def Release(self, request: pb.ReleaseRequest) -> pb.ReleaseResponse:
         self.released += request.sequence_ids
         for sequence_id in request.sequence_ids:
-            held = self.held.pop(sequence_id, None)
+            held = self.held.pop(sequence_id, None) or self.waiting.pop(sequence_id, None)
             if held and not held.started:
                 self._refuse(held.stream, sequence_id, UnknownSequence("released"))
+        self._admit()
         return pb.ReleaseResponse(released=len(request.sequence_ids), cache_usage=self.used / self.memory)
 
     def opened(self) -> Stream:
@@ -231,10 +241,27 @@ class FakeVerifier:
 
     def _start(self, stream: Stream, start: pb.Start) -> None:
         self.starts.append(start.sequence_id)
-        if len(self.held) >= self.slots or self.used + len(start.tokens) + 1 > self.memory:
-            self._refuse(stream, start.sequence_id, OutOfCapacity("no memory is left"))
-        else:
-            self.held[start.sequence_id] = Held(start, stream, list(start.tokens))
+        self.waiting[start.sequence_id] = new = Held(start, stream, list(start.tokens))
+        self._admit()
+        if start.sequence_id in self.waiting:
+            new.waited = True
+            self._stands(new, pb.STAGE_WAITING)
+
+    def _admit(self) -> None:
+        while self.waiting:
+            sequence_id, first = next(iter(self.waiting.items()))
+            needed = len(first.tokens) + 1 + LEAST_RUN * (1 + len(self.held))
+            if len(self.held) >= self.slots or (self.held and self.used + needed > self.memory):
+                return
+            self.held[sequence_id] = self.waiting.pop(sequence_id)
+            self.admitted.append(sequence_id)
+            if first.waited:
+                self._stands(first, pb.STAGE_ADMITTED)
+            self._work.set()
+
+    def _stands(self, held: Held, stage: pb.Stage) -> None:
+        standing = pb.Standing(sequence_ids=[held.start.sequence_id], stage=stage)
+        held.stream.answer(pb.RoundsResponse(standing=standing))
 
     def _refuse(self, stream: Stream, sequence_id: str, error: SpireError) -> None:
         stream.answer(pb.RoundsResponse(started=pb.Started(sequence_id=sequence_id, status=item_status(error))))
@@ -263,6 +290,8 @@ class FakeVerifier:
         room, chunk = self.budget, {}
         for held in self.held.values():
             if not held.started and room:
+                if not held.read:
+                    self._stands(held, pb.STAGE_COMPUTED)
                 chunk[held] = length = min(room, held.unread)
                 room -= length
         return chunk
@@ -278,6 +307,7 @@ class FakeVerifier:
         token = following(held.tokens)
         held.tokens.append(token)
         self.first_tokens.append(sequence_id)
+        self.generated[sequence_id] += 1
         started = pb.Started(sequence_id=sequence_id, status=OK, base=len(held.start.tokens), token=token)
         held.stream.answer(pb.RoundsResponse(started=started))
 
@@ -289,14 +319,20 @@ class FakeVerifier:
             result = answer.verified.results.add(sequence_id=item.sequence_id, round=item.round)
             held = self.held.get(item.sequence_id)
             if held is None:
-                result.status.CopyFrom(item_status(UnknownSequence("not held here")))
+                gone = OutOfCapacity("preempted") if item.sequence_id in self._preempted else UnknownSequence("unknown")
+                result.status.CopyFrom(item_status(gone))
             else:
                 token = following(held.tokens)
                 held.tokens.append(token)
+                self.generated[item.sequence_id] += 1
                 result.status.CopyFrom(OK)
                 result.tokens.append(token)
         stream.answer(answer)
 
     def _make_room(self, positions: int) -> None:
-        while self.held and self.used + positions > self.memory:
-            self.held.popitem()
+        while len(self.held) > 1 and self.used + positions > self.memory:
+            sequence_id, youngest = self.held.popitem()
+            if youngest.started:
+                self._preempted.add(sequence_id)
+            else:
+                self._refuse(youngest.stream, sequence_id, OutOfCapacity("preempted"))

@@ -4,54 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from itertools import count
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 
-from gateway.config import GatewayConfig
-from gateway.engine import Engine
 from gateway.errors import NoVerifier, PeerLost, ReaderTooSlow
-from gateway.metrics import Metrics
-from gateway.sequence import Sampling, Sequence
 from tests.fake_clock import run
 from tests.gateway.fake_verifier import FakeVerifier, continuation
-
-_NUMBERS = count(1)
-
-
-def sequence(prompt: int = 5, max_tokens: int = 8) -> Sequence:
-    number = next(_NUMBERS)
-    return Sequence(f"s{number}", [2 + number % 900] * prompt, Sampling(), max_tokens)
-
-
-@asynccontextmanager
-async def heart(verifier: FakeVerifier, **options: Any) -> AsyncIterator[Engine]:
-    """The engine of a gateway that has met this verifier."""
-    config = GatewayConfig(_cli_parse_args=[], **options)
-    with patch("gateway.peers.connect", verifier.connect):
-        engine = Engine(config, Metrics(config.lanes))
-    await engine.handshake()
-    engine.open()
-    await until(lambda: engine.verifier.usable)
-    try:
-        yield engine
-    finally:
-        await engine.close()
-
-
-async def until(true: Any, within: float = 600.0) -> None:
-    began = time.monotonic()
-    while not true():
-        assert time.monotonic() - began < within, f"not within {within} s of fake time"
-        await asyncio.sleep(0.001)
-
-
-async def ended(*sequences: Sequence) -> None:
-    await until(lambda: all(one.finished for one in sequences))
+from tests.gateway.heart import ended, heart, sequence, until
 
 
 def test_an_hour_of_waiting_takes_no_time() -> None:
@@ -171,5 +131,51 @@ def test_a_stream_that_nobody_reads_ends_at_what_may_be_left_unread() -> None:
             assert len(unread.output) == 101
             assert (read.error, whole.error) == (None, None)
             assert len(read.output) == len(whole.output) == 200
+
+    run(scenario())
+
+
+@pytest.mark.fault(34)
+def test_ten_deaths_in_half_a_minute_lose_none_of_64_requests_that_wait() -> None:
+    """Each life is long enough to read a few prompts: what was not being read is not to blame for its end."""
+
+    async def scenario() -> None:
+        verifier = FakeVerifier(slots=32, budget=64, step_seconds=0.1)
+        async with heart(verifier, max_batch=32) as engine:
+            waiting = [sequence(300, 20) for _ in range(64)]
+            for one in waiting:
+                engine.submit([one])
+            for _ in range(10):
+                await asyncio.sleep(2)
+                verifier.die()
+                await asyncio.sleep(1)
+                verifier.revive()
+            assert not any(one.finished and one.error for one in waiting)
+            await ended(*waiting)
+            for one in waiting:
+                assert one.output == continuation(one.prompt, 20)
+
+    run(scenario())
+
+
+@pytest.mark.fault(34)
+def test_a_prompt_that_ends_four_verifiers_is_given_up_and_nobody_who_waits_beside_it() -> None:
+    async def scenario() -> None:
+        verifier = FakeVerifier(budget=64)
+        poison, *others = (sequence(100, 4) for _ in range(20))
+
+        def dies(ids: list[str]) -> None:
+            if any(wire_id.startswith(f"{poison.id}.") for wire_id in ids):
+                asyncio.get_running_loop().call_soon(verifier.die)
+                asyncio.get_running_loop().call_later(1, verifier.revive)
+
+        verifier.in_step = dies
+        async with heart(verifier) as engine:
+            for one in (poison, *others):
+                engine.submit([one])
+            await ended(poison, *others)
+            assert isinstance(poison.error, PeerLost)
+            for one in others:
+                assert one.output == continuation(one.prompt, 4)
 
     run(scenario())

@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from gateway.scheduler import MAX_FRUITLESS_LIVES, Batch, Scheduler
-from gateway.sequence import Logprob, Sampling, Sequence, State
+from gateway.scheduler import MAX_FRUITLESS_LIVES, MOST_STALLED, Batch, Scheduler
+from gateway.sequence import LEAST_RUN, Logprob, Sampling, Sequence, Stage, State
 from spire.errors import OutOfCapacity
 
 END = 1
@@ -57,12 +57,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         except OutOfCapacity:
             assert choices > room
 
-    @rule()
-    def admit(self) -> None:
-        queue = list(self.scheduler.waiting)
-        starts = self.scheduler.admit()
-        assert starts == queue[: len(starts)]
+    @rule(make_room=st.booleans())
+    def admit(self, make_room: bool) -> None:
+        before = list(self.scheduler.waiting)
+        starts = self.scheduler.admit(make_room)
         self.admitted += [s.wire_id for s in starts]
+        for request in {s.request for s in before}:
+            of_request = [s for s in before if s.request == request]
+            started = [s for s in starts if s.request == request]
+            assert started == of_request[: len(started)]
+
+    @rule(at=st.integers(0, 9), stage=st.sampled_from([Stage.STALLED, Stage.ADMITTED, Stage.COMPUTED]))
+    def stand(self, at: int, stage: Stage) -> None:
+        if one := self.one_of(State.STARTING, at):
+            self.scheduler.stands(one.wire_id, stage)
 
     @rule()
     def begin_round(self) -> None:
@@ -113,9 +121,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def lose(self, at: int, state: State) -> None:
         if one := self.one_of(state, at):
             output = list(one.output)
-            if self.scheduler.lose(one):
-                assert self.scheduler.waiting[0] is one
-            else:
+            if not self.scheduler.lose(one):
                 self.scheduler.finish(one, "error")
             assert one.output == output
 
@@ -144,6 +150,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert {s for s in self.all if s.state is State.STARTING} == set(scheduler.starting.values())
         assert {s for s in self.all if s.state is State.RUNNING} == set(scheduler.running.values())
         assert all(s.finish_reason for s in self.all if s.finished)
+
+    @invariant()
+    def they_wait_in_the_order_of_their_arrival(self) -> None:
+        arrivals = [s.arrival for s in self.scheduler.waiting]
+        assert arrivals == sorted(arrivals)
 
     @invariant()
     def whatever_is_in_no_round_may_begin_one(self) -> None:
@@ -175,12 +186,147 @@ TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_lost_sequences_return_to_the_front_in_the_order_they_came() -> None:
+def test_lost_sequences_return_to_where_they_were() -> None:
     scheduler = Scheduler(capacity=3, max_waiting=9)
     scheduler.add([sequence(name) for name in "abcde"])
     start_all(scheduler)
     assert scheduler.lose_all() == []
     assert names(scheduler.waiting) == list("abcde")
+
+
+def ask(scheduler: Scheduler, names: str, key: str = "") -> list[Sequence]:
+    """One request of a choice for each letter."""
+    choices = [sequence(name) for name in names]
+    scheduler.add(choices, key)
+    return choices
+
+
+def run_for(scheduler: Scheduler, tokens: int) -> None:
+    for one in list(scheduler.running.values()):
+        for _ in range(tokens):
+            scheduler.commit(one, [7], drafted=0)
+
+
+@pytest.mark.fault(29)
+def test_who_is_refused_goes_back_to_where_it_was_and_not_to_the_front() -> None:
+    scheduler = Scheduler(capacity=2, max_waiting=9)
+    for name in "abcd":
+        ask(scheduler, name)
+    a, b = scheduler.admit()
+    scheduler.put_back(b)
+    scheduler.put_back(a)
+    assert names(scheduler.waiting) == list("abcd")
+    assert names(scheduler.admit()) == ["a", "b"]
+
+
+@pytest.mark.fault(31)
+def test_a_request_of_many_choices_is_one_among_others_and_a_key_too() -> None:
+    scheduler = Scheduler(capacity=4, max_waiting=99)
+    ask(scheduler, "abcdefgh", "one")
+    ask(scheduler, "r", "one")
+    ask(scheduler, "s", "one")
+    ask(scheduler, "x", "other")
+    ask(scheduler, "y", "other")
+    assert names(scheduler.admit()) == ["a", "x", "r", "y"]
+
+
+@pytest.mark.fault(31)
+def test_the_youngest_beyond_its_share_gives_way_to_who_waits_until_it_has_no_more_than_its_share() -> None:
+    scheduler = Scheduler(capacity=6, max_waiting=99)
+    ask(scheduler, "abcdef")
+    start_all(scheduler)
+    ask(scheduler, "r")
+    ask(scheduler, "s")
+    assert names(scheduler.admit(make_room=True)) == ["r"]
+    assert names(scheduler.waiting) == ["f", "s"]
+    assert scheduler.admit() == [], "while places are being released nobody else gives way"
+    assert names(scheduler.admit(make_room=True)) == ["s"]
+    assert names(scheduler.waiting) == ["e", "f"]
+    assert scheduler.admit(make_room=True) == []
+
+
+def test_nobody_gives_way_to_its_equal() -> None:
+    scheduler = Scheduler(capacity=2, max_waiting=99)
+    for name in "abcd":
+        ask(scheduler, name)
+    start_all(scheduler)
+    assert scheduler.admit(make_room=True) == []
+    assert names(scheduler.running.values()) == ["a", "b"]
+
+
+@pytest.mark.fault(31)
+def test_who_came_back_runs_for_a_while_before_it_gives_way_again() -> None:
+    scheduler = Scheduler(capacity=2, max_waiting=99)
+    first, second = sequence("a", max_tokens=90), sequence("b", max_tokens=90)
+    scheduler.add([first, second])
+    start_all(scheduler)
+    (other,) = ask(scheduler, "r")
+    assert names(scheduler.admit(make_room=True)) == ["r"]
+    scheduler.finish(other, "abort")
+    assert start_all(scheduler) == [second]
+    ask(scheduler, "s")
+    run_for(scheduler, LEAST_RUN - 2)
+    assert names(scheduler.admit(make_room=True)) == ["s"]
+    assert first.state is State.WAITING, "the younger one has come back just now"
+    assert second.state is State.RUNNING
+
+
+@pytest.mark.fault(29)
+def test_while_the_verifier_has_no_room_only_a_few_prompts_wait_there() -> None:
+    scheduler = Scheduler(capacity=64, max_waiting=99)
+    for number in range(30):
+        ask(scheduler, chr(ord("A") + number))
+    starts = scheduler.admit()
+    assert len(starts) == 30, "until it says so there is room"
+    for one in starts[:10]:
+        scheduler.stands(one.wire_id, Stage.COMPUTED)
+        scheduler.started(one.wire_id, 7)
+    for one in starts[10:]:
+        scheduler.stands(one.wire_id, Stage.STALLED)
+    for one in starts[10:]:
+        scheduler.finish(one, "abort")
+    later = [sequence(f"later {number}") for number in range(20)]
+    for one in later:
+        scheduler.add([one])
+    assert scheduler.admit() == later[:MOST_STALLED]
+    assert scheduler.admit() == []
+    scheduler.stands(later[0].wire_id, Stage.STALLED)
+    scheduler.stands(later[0].wire_id, Stage.COMPUTED)
+    assert scheduler.admit() == [later[MOST_STALLED]]
+    scheduler.stands(later[1].wire_id, Stage.COMPUTED)
+    assert len(scheduler.admit()) == 15, "it had room at once: there is more"
+
+
+@pytest.mark.fault(31)
+def test_who_is_served_first_does_not_wait_behind_what_others_have_waiting_at_the_verifier() -> None:
+    scheduler = Scheduler(capacity=8, max_waiting=99)
+    many = ask(scheduler, "abcdefgh")
+    starts = scheduler.admit()
+    for one in starts:
+        scheduler.stands(one.wire_id, Stage.COMPUTED if one in many[:3] else Stage.STALLED)
+    ask(scheduler, "r")
+    assert names(scheduler.admit())[0] == "r"
+    assert {one.id for one in scheduler.waiting} <= set("defgh")
+    assert len(scheduler.take_ended()) == 5
+
+
+@pytest.mark.fault(34)
+def test_only_who_was_computed_when_a_verifier_died_is_to_blame() -> None:
+    scheduler = Scheduler(capacity=9, max_waiting=9)
+    waits, read, runs, rests = (ask(scheduler, name)[0] for name in "abcd")
+    for _ in range(MAX_FRUITLESS_LIVES - 1):
+        scheduler.admit()
+        for one in (runs, rests):
+            one.output.clear()
+            scheduler.started(one.wire_id, 7)
+        scheduler.stands(read.wire_id, Stage.COMPUTED)
+        runs.under_way = 1
+        assert scheduler.lose_all() == []
+        runs.fruitless_lives = 0
+    assert [one.fruitless_lives for one in (waits, read, rests)] == [0, MAX_FRUITLESS_LIVES - 1, 0]
+    scheduler.admit()
+    scheduler.stands(read.wire_id, Stage.COMPUTED)
+    assert scheduler.lose_all() == [read]
 
 
 def test_a_lost_sequence_starts_again_from_all_its_tokens_under_another_name() -> None:

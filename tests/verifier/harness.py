@@ -7,6 +7,7 @@ import contextlib
 import random
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -70,12 +71,16 @@ def distribution(ids_KM: torch.Tensor, probs_KM: torch.Tensor) -> pb.DraftDistri
     return pb.DraftDistribution(ids=to_wire(ids_KM.int()), probabilities=to_wire(probs_KM.float()))
 
 
-async def answer_on(call: grpc.aio.StreamStreamCall) -> pb.RoundsResponse:
-    """What comes next on a gateway's stream, but for the pace."""
+async def answer_on(
+    call: grpc.aio.StreamStreamCall, stand: Callable[[pb.Standing], None] = lambda standing: None
+) -> pb.RoundsResponse:
+    """What comes next on a gateway's stream, but for the pace and how far Starts have come: `stand` hears of these."""
     while True:
         answer = await asyncio.wait_for(call.read(), 20)
         assert isinstance(answer, pb.RoundsResponse), "the stream has ended"
-        if not answer.HasField("pace"):
+        if answer.HasField("standing"):
+            stand(answer.standing)
+        elif not answer.HasField("pace"):
             return answer
 
 
@@ -96,6 +101,7 @@ class Client:
         self.name = (GATEWAY_METADATA_KEY, gateway)
         self._call = self.stub.Rounds(metadata=(self.name, (STREAM_METADATA_KEY, str(stream))))
         self._batches = 0
+        self.stages: dict[str, list[pb.Stage]] = {}
 
     async def start(
         self, sequence_id: str, tokens: list[int], sampling: tensor_pb2.Sampling = GREEDY, draft_id: str = ""
@@ -127,7 +133,12 @@ class Client:
         return list(answer.results)
 
     async def read(self) -> pb.RoundsResponse:
-        return await answer_on(self._call)
+        """The next answer. How far Starts came before it is in `stages`."""
+        return await answer_on(self._call, self._stand)
+
+    def _stand(self, standing: pb.Standing) -> None:
+        for sequence_id in standing.sequence_ids:
+            self.stages.setdefault(sequence_id, []).append(standing.stage)
 
     async def code(self) -> grpc.StatusCode:
         """How the stream ended."""

@@ -37,6 +37,7 @@ class Near(VerifierPeer):
             verifier.address,
             f"near {number}",
             self.started.put_nowait,
+            lambda standing: None,
             self._count_loss,
             lambda before, now: None,
             shared_memory=str(directory),

@@ -24,15 +24,17 @@ async def until(condition: object, seconds: float = 10) -> None:
         await asyncio.sleep(0.01)
 
 
-async def test_slots_run_out_and_release_frees_them(running: Running, target: Target) -> None:
+async def test_who_finds_no_slot_waits_until_a_release_frees_one(running: Running, target: Target) -> None:
     async with running(max_sequences=2) as verifier:
         client = verifier.client()
         for name in ("a", "b"):
             assert (await client.start(name, prompt_of(9))).status.code == codes.CODE_OK
-        assert (await client.start("c", prompt_of(9))).status.code == codes.CODE_RESOURCE_EXHAUSTED
+        await client.send_start("c", prompt_of(30))
         assert await client.release("a") == 1
-        started = await client.start("c", prompt_of(30))
-        assert [started.token] == plain_greedy(target, prompt_of(30), 1)
+        started = (await client.read()).started
+        assert client.stages["c"] == [pb.STAGE_WAITING, pb.STAGE_ADMITTED, pb.STAGE_COMPUTED]
+        assert client.stages["b"] == [pb.STAGE_COMPUTED]
+        assert (started.sequence_id, [started.token]) == ("c", plain_greedy(target, prompt_of(30), 1))
         (gone,) = await client.verify(pb.VerifyItem(sequence_id="a", round=1, base=9))
         assert gone.status.code == codes.CODE_NOT_FOUND
 

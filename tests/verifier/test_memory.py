@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from spire.errors import SpireError
@@ -9,7 +11,9 @@ from spire.model.target import Target
 from spire.v1 import tensor_pb2 as codes
 from spire.v1 import verifier_pb2 as pb
 from tests.verifier.conftest import Running
-from tests.verifier.harness import plain_greedy, prompt_of
+from tests.verifier.harness import GREEDY, plain_greedy, prompt_of
+from tests.verifier.test_lifetimes import until
+from verifier_service.sequence import LEAST_RUN
 
 # Of 16 positions: three layers, keys and values, two heads of width 8, in float32.
 PAGE_BYTES = 3 * 2 * 2 * 16 * 8 * 4
@@ -39,13 +43,15 @@ async def test_the_youngest_is_preempted_and_starts_again_where_it_stood(running
             results = {result.sequence_id: result for result in await client.verify(*items)}
             assert list(results["old"].tokens) == tokens["old"][round_ : round_ + 1]
             if not preempted and results["young"].status.code != codes.CODE_OK:
-                assert results["young"].status.code == codes.CODE_NOT_FOUND
+                assert results["young"].status.code == codes.CODE_RESOURCE_EXHAUSTED
                 preempted = round_
         assert preempted is not None
         again = [*prompts["young"], *tokens["young"][:preempted]]
-        assert (await client.start("again", again)).status.code == codes.CODE_RESOURCE_EXHAUSTED
+        await client.send_start("again", again)
         await client.release("old")
-        assert (await client.start("again", again)).token == tokens["young"][preempted]
+        started = (await client.read()).started
+        assert (started.sequence_id, started.token) == ("again", tokens["young"][preempted])
+        assert client.stages["again"] == [pb.STAGE_WAITING, pb.STAGE_ADMITTED, pb.STAGE_COMPUTED]
 
 
 async def test_what_is_parked_makes_room_for_who_is_alive(running: Running, target: Target) -> None:
@@ -59,14 +65,51 @@ async def test_what_is_parked_makes_room_for_who_is_alive(running: Running, targ
 
 
 @pytest.mark.fault(16)
-async def test_prompts_that_do_not_fit_together_are_sent_away_one_by_one(running: Running) -> None:
+@pytest.mark.fault(29)
+async def test_prompts_that_do_not_fit_together_wait_for_one_another_and_none_goes_before_an_older_one(
+    running: Running,
+) -> None:
     async with running(cache_gb=gigabytes(14), max_depth=1) as verifier:
         client = verifier.client()
         assert (await client.start("a", prompt_of(150))).status.code == codes.CODE_OK
-        refused = await client.start("b", prompt_of(150, seed=1))
-        assert refused.status.code == codes.CODE_RESOURCE_EXHAUSTED
-        assert "no memory is left" in refused.status.message
-        assert (await client.start("c", prompt_of(20))).status.code == codes.CODE_OK
+        await client.send_start("b", prompt_of(150, seed=1))
+        await client.send_start("c", prompt_of(20))  # there is memory for it
+        await until(lambda: len([*verifier.engine.slots.waiting]) == 2)
+        await client.release("a")
+        assert [(await client.read()).started.sequence_id for _ in "bc"] == ["b", "c"]
+
+
+async def test_a_start_that_waits_for_room_can_be_withdrawn(running: Running) -> None:
+    async with running(max_sequences=1) as verifier:
+        client = verifier.client()
+        assert (await client.start("a", prompt_of(20))).status.code == codes.CODE_OK
+        await client.send_start("b", prompt_of(20))
+        await until(lambda: bool(verifier.engine.slots.waiting))
+        assert await client.release("b") == 1
+        withdrawn = (await client.read()).started
+        assert (withdrawn.sequence_id, withdrawn.status.code) == ("b", codes.CODE_NOT_FOUND)
+        assert not verifier.engine.slots.waiting
+
+
+@pytest.mark.fault(19)
+async def test_of_those_that_have_just_come_back_none_gives_way_while_another_can(
+    running: Running, target: Target
+) -> None:
+    """Else it would do nothing but start again. The oldest goes on whatever happens."""
+    async with running(max_depth=1, max_sequences=4) as verifier:
+        client, prompt = verifier.client(), prompt_of(40)
+        generated, slots = plain_greedy(target, prompt, 20), verifier.engine.slots
+        for name in ("old", "middle"):
+            assert (await client.start(name, prompt_of(20, seed=1))).status.code == codes.CODE_OK
+        back = pb.Start(sequence_id="back", tokens=[*prompt, *generated[:2]], prompt_tokens=40, sampling=GREEDY)
+        await client.send(pb.RoundsRequest(start=back))
+        assert (await client.read()).started.token == generated[2]
+        first = await asyncio.wrap_future(verifier.engine.call(slots.preempt_youngest))
+        assert first.id == "middle"
+        for round_ in range(1, LEAST_RUN):
+            item = pb.VerifyItem(sequence_id="back", round=round_)
+            assert [list(one.tokens) for one in await client.verify(item)] == [[generated[round_ + 2]]]
+        assert (await asyncio.wrap_future(verifier.engine.call(slots.preempt_youngest))).id == "back"
 
 
 @pytest.mark.fault(16)

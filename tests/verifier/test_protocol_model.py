@@ -78,7 +78,7 @@ class Gateways(RuleBasedStateMachine):
         self.engine.call(self.engine.slots.release, list(self.live)).result(20)
 
     def _start(self, start: pb.Start, gateway: str) -> pb.Started:
-        self.engine.submit(StartTask(start, gateway, self.replies.put))
+        self.engine.submit(StartTask(start, gateway, self.replies.put, lambda told: None))
         return self.replies.get(timeout=20).started
 
     def _verify(self, *items: pb.VerifyItem) -> list[pb.VerifyResult]:

@@ -3,89 +3,83 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from spire.errors import OutOfCapacity
+from spire.v1 import tensor_pb2 as codes
+from spire.v1 import verifier_pb2 as pb
 from tests.verifier.conftest import Running
 from tests.verifier.harness import prompt_of, slow_steps
-from verifier_service.slots import Shares
+from tests.verifier.test_lifetimes import until
+from verifier_service.tasks import StartTask
+from verifier_service.waiting import Waiting
 
 
-class Slots:
-    """Admissions and ends by one clock, as the verifier sees them."""
-
-    def __init__(self, total: int):
-        self.total, self.shares, self.held, self.now = total, Shares(total), Counter[str](), 0.0
-
-    def ask(self, gateway: str) -> bool:
-        self.now += 0.01
-        try:
-            self.shares.check(gateway, self.held, self.now)
-        except OutOfCapacity:
-            return False
-        if self.held.total() == self.total:
-            self.shares.refused(gateway, self.now)
-            return False
-        self.shares.admitted(gateway)
-        self.held[gateway] += 1
-        return True
+def task(name: str, gateway: str) -> StartTask:
+    return cast(StartTask, SimpleNamespace(start=pb.Start(sequence_id=name), gateway=gateway))
 
 
-def test_one_gateway_alone_may_have_everything() -> None:
-    slots = Slots(8)
-    assert [slots.ask("a") for _ in range(9)] == [True] * 8 + [False]
-
-
-@pytest.mark.fault(22)
-def test_who_came_first_gives_way_until_both_have_half() -> None:
-    slots = Slots(8)
-    for _ in range(8):
-        slots.ask("a")
-    assert not slots.ask("b")
-    for _ in range(8):
-        slots.held["a"] -= 1
-        slots.ask("a")
-        slots.ask("b")
-    assert slots.held == {"a": 4, "b": 4}
-
-
-def test_a_share_that_nobody_waits_for_any_more_is_free_again() -> None:
-    slots = Slots(4)
-    for _ in range(4):
-        slots.ask("a")
-    assert not slots.ask("b")
-    slots.held["a"] -= 1
-    assert not slots.ask("a")
-    slots.now += 2.1
-    assert slots.ask("a")
-
-
-@given(order=st.lists(st.sampled_from("abc"), min_size=30, max_size=90), total=st.integers(6, 18))
-def test_whoever_keeps_asking_comes_to_its_share_but_for_a_place_that_has_just_been_freed(
-    order: list[str], total: int
+@given(gateways=st.lists(st.sampled_from("abc"), min_size=1, max_size=40), places=st.integers(1, 12))
+def test_each_gateway_is_served_in_order_and_none_has_two_more_than_one_that_waits(
+    gateways: list[str], places: int
 ) -> None:
-    slots = Slots(total)
-    for _ in range(total):
-        slots.ask("a")
-    for gateway in order:
-        largest = slots.held.most_common(1)[0][0]
-        slots.held[largest] -= 1
-        for one in (gateway, *"abc"):
-            slots.ask(one)
-    assert slots.held.total() == total
-    assert min(slots.held[one] for one in "abc") >= total // 3 - 1
+    waiting, held, served = Waiting(40), Counter[str](), list[StartTask]()
+    for number, gateway in enumerate(gateways):
+        waiting.add(task(str(number), gateway))
+    while held.total() < places and (next_ := waiting.next(held)):
+        waiting.remove(next_.start.sequence_id)
+        held[next_.gateway] += 1
+        served.append(next_)
+    assert held.total() == min(places, len(gateways))
+    assert all(held[gateway] <= held[other.gateway] + 1 for gateway in held for other in waiting)
+    for gateway in "abc":
+        order = [int(one.start.sequence_id) for one in served if one.gateway == gateway]
+        assert order == [number for number, whose in enumerate(gateways) if whose == gateway][: len(order)]
 
 
-def test_the_message_says_what_the_share_is() -> None:
-    slots = Slots(4)
-    for _ in range(4):
-        slots.ask("a")
-    slots.ask("b")
-    with pytest.raises(OutOfCapacity, match="share of 2 of 4 slots"):
-        slots.shares.check("a", slots.held, slots.now)
+def test_more_than_a_gateway_can_ever_use_do_not_wait() -> None:
+    waiting = Waiting(2)
+    for name in "ab":
+        waiting.add(task(name, "one"))
+    with pytest.raises(OutOfCapacity, match="2 sequences of this gateway wait"):
+        waiting.add(task("c", "one"))
+    waiting.add(task("d", "other"))
+
+
+@pytest.mark.fault(22, 31)
+async def test_a_gateway_that_holds_everything_gives_way_with_its_youngest_until_both_have_half(
+    running: Running,
+) -> None:
+    async with running(max_sequences=4) as verifier:
+        flood, other = verifier.client("flood"), verifier.client("other")
+        for name in "abcd":
+            assert (await flood.start(name, prompt_of(20, seed=ord(name)))).status.code == codes.CODE_OK
+        for name in "xyz":
+            await other.send_start(name, prompt_of(20))
+        assert [(await other.read()).started.sequence_id for _ in range(2)] == ["x", "y"]
+        results = await flood.verify(*(pb.VerifyItem(sequence_id=name, round=1) for name in "abcd"))
+        assert [result.status.code for result in results] == [codes.CODE_OK] * 2 + [codes.CODE_RESOURCE_EXHAUSTED] * 2
+        assert [*verifier.engine.sequences] == ["a", "b", "x", "y"]
+        await flood.release("a")
+        assert (await other.read()).started.sequence_id == "z"
+
+
+async def test_what_nobody_waits_for_is_free_for_all(running: Running) -> None:
+    async with running(max_sequences=3) as verifier:
+        flood, other = verifier.client("flood"), verifier.client("other")
+        for name in "abc":
+            assert (await flood.start(name, prompt_of(20, seed=ord(name)))).status.code == codes.CODE_OK
+        await other.send_start("x", prompt_of(20))
+        assert (await other.read()).started.status.code == codes.CODE_OK
+        await flood.send_start("d", prompt_of(20))
+        await until(lambda: bool(verifier.engine.slots.waiting))
+        await other.release("x")
+        assert (await flood.read()).started.sequence_id == "d"
 
 
 @pytest.mark.fault(22)
