@@ -40,7 +40,7 @@ class VerifierConfig(ModelServiceConfig):
     token_budget: int = Field(
         0,
         ge=0,
-        description="Positions of one step: blocks to verify first, then prompts. 0: 16 to 512, as many as take half a "
+        description="Positions of one step: blocks to verify first, then prompts. 0: 64 to 512, as many as take half a "
         "second, or twice a step without prompts.",
     )
     # No shorter than the longest block that is drafted.

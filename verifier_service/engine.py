@@ -296,8 +296,11 @@ class Engine:
         positions, began = taken.positions + (sum(chunk.counts) if chunk else 0), time.perf_counter()
         with self.pace.step("prompt" if chunk else "verify", positions):
             outcomes = self.steps.run(taken.batch, chunk)
+        seconds = time.perf_counter() - began
         if chunk:
-            self._budget.observe(positions, time.perf_counter() - began)
+            self._budget.observe(positions, seconds)
+        else:
+            self._budget.observe_plain(seconds)
         return outcomes
 
     def _shares(self, entries: Rows[Entry], outcome: Outcome | None) -> list[Share]:
