@@ -81,8 +81,8 @@ class Gateways(RuleBasedStateMachine):
         self.engine.submit(StartTask(start, gateway, self.replies.put, lambda told: None))
         return self.replies.get(timeout=20).started
 
-    def _verify(self, *items: pb.VerifyItem) -> list[pb.VerifyResult]:
-        self.engine.submit(VerifyTask(pb.VerifyBatch(batch_id=1, items=items), "one", self.replies.put))
+    def _verify(self, gateway: str, *items: pb.VerifyItem) -> list[pb.VerifyResult]:
+        self.engine.submit(VerifyTask(pb.VerifyBatch(batch_id=1, items=items), gateway, self.replies.put))
         results = list(self.replies.get(timeout=20).verified.results)
         assert [result.sequence_id for result in results] == [item.sequence_id for item in items]
         return results
@@ -97,22 +97,38 @@ class Gateways(RuleBasedStateMachine):
         start = pb.Start(sequence_id=name, tokens=prompt_of(length), sampling=GREEDY)
         started = self._start(start, gateway)
         if live := self.live.get(name):
-            same = live.start == start
+            same = live.start == start and live.gateway == gateway
             assert started == live.first if same else started.status.code == INVALID
-            live.gateway = gateway if same else live.gateway
             return
         wanted = _reference(self.target, length)
         assert (started.status.code, started.base, started.token) == (OK, length, wanted[0])
         self.live[name] = Live(start, wanted, gateway, first=started)
 
-    @rule(names=st.sets(NAMES, min_size=1), right=st.integers(0, 3), wrong=st.integers(0, 1))
-    def go_on(self, names: set[str], right: int, wrong: int) -> None:
+    @rule(
+        names=st.sets(NAMES, min_size=1),
+        gateway=st.sampled_from(["one", "two"]),
+        right=st.integers(0, 3),
+        wrong=st.integers(0, 1),
+    )
+    def go_on(self, names: set[str], gateway: str, right: int, wrong: int) -> None:
         """A batch of whoever is live, each with draft tokens that are the target's own, and perhaps one that is not."""
-        batch = [live for name in sorted(names) if (live := self.live.get(name)) and live.done + 5 < LONGEST]
+        batch = [live for name in sorted(names) if (live := self._own(name, gateway))]
         items = [live.item(right, wrong) for live in batch]
         if not items:
             return
-        self._take(batch, items, self._verify(*items), right)
+        self._take(batch, items, self._verify(gateway, *items), right)
+
+    def _own(self, name: str, gateway: str) -> Live | None:
+        """This sequence, if it is that gateway's and has not grown too long."""
+        live = self.live.get(name)
+        return live if live and live.gateway == gateway and live.done + 5 < LONGEST else None
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def take_what_is_another_s(self, data: st.DataObject) -> None:
+        live = data.draw(st.sampled_from(list(self.live.values())))
+        (refused,) = self._verify("two" if live.gateway == "one" else "one", live.item(0, 0))
+        assert refused.status.code == NOT_FOUND
 
     def _take(self, batch: list[Live], items: list[pb.VerifyItem], results: list[pb.VerifyResult], right: int) -> None:
         for live, item, result in zip(batch, items, results, strict=True):
@@ -126,7 +142,7 @@ class Gateways(RuleBasedStateMachine):
         """A block whose answer was lost is answered again, without a second draw."""
         live = data.draw(st.sampled_from([live for live in self.live.values() if live.last]))
         assert live.last is not None
-        assert self._verify(live.last[0]) == [live.last[1]]
+        assert self._verify(live.gateway, live.last[0]) == [live.last[1]]
 
     @precondition(lambda self: self.live)
     @rule(
@@ -141,9 +157,10 @@ class Gateways(RuleBasedStateMachine):
         repeated = wrong.last is not None and (item.round, item.base) == (wrong.last[0].round, wrong.last[0].base)
         if repeated or (item.round, item.base) == (wrong.round + 1, wrong.base) or not item.base:
             return  # base 0 is wherever the round before ended
-        others = [live for live in self.live.values() if live is not wrong and mates and live.done + 5 < LONGEST]
+        own = [self._own(name, wrong.gateway) for name in self.live]
+        others = [live for live in own if live and live is not wrong and mates]
         items = [live.item(0, 0) for live in others]
-        refused, *fine = self._verify(item, *items)
+        refused, *fine = self._verify(wrong.gateway, item, *items)
         assert refused.status.code == STALE
         self._take(others, items, fine, 0)
 
@@ -153,14 +170,14 @@ class Gateways(RuleBasedStateMachine):
         live = data.draw(st.sampled_from(list(self.live.values())))
         item = live.item(0, 0)
         item.draft_tokens.extend(draft)
-        (result,) = self._verify(item)
+        (result,) = self._verify(live.gateway, item)
         assert result.status.code == INVALID
 
     @precondition(lambda self: len(self.live) < 3)
     @rule(data=st.data())
     def ask_for_what_is_not_there(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted({*"abc"} - self.live.keys())))
-        (result,) = self._verify(pb.VerifyItem(sequence_id=name, round=1, base=3))
+        (result,) = self._verify("one", pb.VerifyItem(sequence_id=name, round=1, base=3))
         assert result.status.code == NOT_FOUND
 
     @rule(name=NAMES)
