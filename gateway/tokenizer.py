@@ -166,42 +166,58 @@ def _half_character(text: bytes) -> bytes:
 class StopFilter:
     """Lets text through up to the first stop string, which it emits only if it is told to keep it.
 
-    The stop string that ends first wins, and of those ending together the one that begins first.
+    The stop string that ends first wins, and of those ending together the one that begins first. Each character is
+    looked at once, however much of a stop string is held back.
     """
 
     def __init__(self, stops: list[str], keep: bool = False):
-        self.stops, self._keep = stops, keep
+        self._stops, self._keep = [Stop(text) for text in stops], keep
         self.stopped = False
         self._held = ""
 
     def push(self, text: str, may_stop: bool = True) -> str:
         if self.stopped or not text:
             return ""
-        text = self._held + text
-        if may_stop and (cut := self._first_stop(text)) is not None:
-            self.stopped, self._held = True, ""
-            return text[:cut]
-        keep = len(text) - max((_overlap(text, stop) for stop in self.stops), default=0)
-        self._held = text[keep:]
-        return text[:keep]
+        if not self._stops:
+            return text
+        whole = self._held + text
+        for at, character in enumerate(text, len(self._held) + 1):
+            ended = [stop.length for stop in self._stops if stop.takes(character)]
+            if ended and may_stop:
+                self.stopped, self._held = True, ""
+                return whole[: at if self._keep else at - max(ended)]
+        keep = len(whole) - max(stop.begun for stop in self._stops)
+        self._held = whole[keep:]
+        return whole[:keep]
 
     def flush(self) -> str:
         held, self._held = self._held, ""
         return held
 
-    def _first_stop(self, text: str) -> int | None:
-        found = [(at + len(stop), at) for stop in self.stops if (at := text.find(stop)) >= 0]
-        return min(found)[0 if self._keep else 1] if found else None
 
+class Stop:
+    """One stop string, and how much of it a text has ended with so far (Knuth, Morris and Pratt)."""
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that a stop string may begin with, the whole stop string excluded."""
-    at = max(0, len(text) - len(stop) + 1)
-    while (at := text.find(stop[0], at)) >= 0:
-        if stop.startswith(text[at:]):
-            return len(text) - at
-        at += 1
-    return 0
+    def __init__(self, text: str):
+        self._text, self.length = text, len(text)
+        # borders[n]: of the first n characters, how many of their end are a beginning too, all of them excluded.
+        self._borders = [0, 0]
+        for character in text[1:]:
+            self._borders.append(self._longer(self._borders[-1], character))
+        self.begun = 0
+
+    def takes(self, character: str) -> bool:
+        """Whether the stop string ends with this character."""
+        self.begun = self._longer(self.begun, character)
+        if self.begun < self.length:
+            return False
+        self.begun = self._borders[self.begun]
+        return True
+
+    def _longer(self, begun: int, character: str) -> int:
+        while begun and self._text[begun] != character:
+            begun = self._borders[begun]
+        return begun + (self._text[begun] == character)
 
 
 class TextStream:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from gateway.tokenizer import PromptTooLong, StopFilter, TextCodec, TextStream
+from gateway.tokenizer import PromptTooLong, Stop, StopFilter, TextCodec, TextStream
 from spire.errors import MismatchError
 
 
@@ -136,6 +136,48 @@ def test_tokens_of_no_whole_character_are_shown_as_bytes(codec: TextCodec) -> No
     assert codec.token_text(1) == "</s>"
     the = codec.tokenizer.token_to_id("the")
     assert codec.token_bytes(the) is codec.token_bytes(the), "looked up, not decoded again: a chat shows thousands"
+
+
+class Letter(str):
+    """A character that counts how often it is compared."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        Letter.compared += 1
+        return super().__eq__(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
+def test_a_character_costs_the_same_however_much_of_a_stop_string_is_held_back() -> None:
+    stop = Stop(("a" * 500 + "b") * 2)
+    Letter.compared = 0
+    text = ("a" * 500 + "b" + "a" * 499) * 10
+    assert not any(stop.takes(Letter(character)) for character in text)
+    assert Letter.compared <= 4 * len(text)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    text=st.text("ab", max_size=30),
+    stops=st.lists(st.text("ab", min_size=1, max_size=8), min_size=1, max_size=4),
+    cuts=CUTS,
+)
+def test_what_is_held_back_is_the_longest_beginning_of_a_stop_string(
+    text: str, stops: list[str], cuts: list[int]
+) -> None:
+    filter_ = StopFilter(stops)
+    edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    shown = "".join(filter_.push(text[begin:end], may_stop=False) for begin, end in pairwise(edges))
+    held = max(
+        length for stop in stops for length in range(len(stop)) if text.endswith(stop[:length]) and length <= len(text)
+    )
+    assert shown == text[: len(text) - held]
+    assert shown + filter_.flush() == text
 
 
 def test_the_beginning_of_a_stop_string_is_held_back_and_shown_at_the_end() -> None:
