@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +24,9 @@ class Stretch:
     callback: str = ""
 
 
-@contextmanager
-def longest_stretch() -> Iterator[Stretch]:
-    """Watch asyncio's loops of this process while the block lasts."""
+@asynccontextmanager
+async def longest_stretch() -> AsyncIterator[Stretch]:
+    """Watch asyncio's loops of this process while the block lasts, its own steps too."""
     longest, run = Stretch(), asyncio.Handle._run
 
     def watched(handle: Any) -> None:
@@ -41,6 +41,9 @@ def longest_stretch() -> Iterator[Stretch]:
         gc.collect()
         gc.freeze()
         try:
+            # The step that is under way began unwatched, and the last one must end to be seen.
+            await asyncio.sleep(0)
             yield longest
+            await asyncio.sleep(0)
         finally:
             gc.unfreeze()

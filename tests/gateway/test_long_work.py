@@ -113,7 +113,7 @@ async def test_no_body_keeps_the_event_loop(ask: Callable[[], Any], kind: str) -
     assert len(body) <= MOST_BYTES
     async with ask() as http:
         await http.post(path, content=b"{}")
-        with longest_stretch() as longest:
+        async with longest_stretch() as longest:
             answer = await http.post(path, content=body)
     assert answer.status_code == (200 if kind in ("text", "tokens") else 404 if kind == "a model" else 400), (
         answer.text[:300]
@@ -205,7 +205,7 @@ async def test_a_long_output_is_made_text_in_stretches(codec: TextCodec) -> None
         sequence, count = choice.sequence, 4000
         sequence.output, sequence.from_draft = [300] * count, [False] * count
         sequence.logprobs = sequence.logprobs * count
-    with longest_stretch() as longest:
+    async with longest_stretch() as longest:
         await completion.whole()
     assert [choice.tokens for choice in completion.choices] == [4000] * 16
     assert longest.seconds < LONGEST, longest
