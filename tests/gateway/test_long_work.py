@@ -34,6 +34,7 @@ from tests.conftest import CHAT_TEMPLATE
 from tests.gateway.test_logprobs import decoded
 from tests.stretches import longest_stretch
 
+JSON = {"content-type": "application/json"}
 # Of processor time. What is small is done in a millisecond or two.
 LONGEST = 0.02
 MOST_BYTES = 2 << 20
@@ -112,9 +113,9 @@ async def test_no_body_keeps_the_event_loop(ask: Callable[[], Any], kind: str) -
     path, body = body_of(kind)
     assert len(body) <= MOST_BYTES
     async with ask() as http:
-        await http.post(path, content=b"{}")
+        await http.post(path, content=b"{}", headers=JSON)
         async with longest_stretch() as longest:
-            answer = await http.post(path, content=body)
+            answer = await http.post(path, content=body, headers=JSON)
     assert answer.status_code == (200 if kind in ("text", "tokens") else 404 if kind == "a model" else 400), (
         answer.text[:300]
     )
