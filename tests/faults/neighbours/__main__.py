@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -95,4 +97,5 @@ def beside(system: Stack, behaviour: Behaviour, clients: int, seconds: float, se
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the services end with it
     typer.run(neighbours)
