@@ -25,12 +25,12 @@ class _Job:
 
 
 class FairPool:
-    """At most `threads` daemon threads, which start when they are needed."""
+    """So many daemon `threads`, which start with the first work."""
 
     def __init__(self, threads: int, name: str):
-        self._most, self._name = threads, name
-        self._threads: list[threading.Thread] = []
-        self._idle = 0
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"{name}-{number}", daemon=True) for number in range(threads)
+        ]
         # In the order of their turns; those of askers that have a thread wait.
         self._queues: dict[str, deque[_Job]] = {}
         self._served: set[str] = set()
@@ -44,11 +44,10 @@ class FairPool:
         job = _Job(partial(function, *args), Future())
         with self._changed:
             self._queues.setdefault(asker, deque()).append(job)
-            if not self._idle and len(self._threads) < self._most:
-                thread = threading.Thread(target=self._serve, name=f"{self._name}-{len(self._threads)}", daemon=True)
-                self._threads.append(thread)
-                thread.start()
             self._changed.notify()
+            if not self._threads[0].ident:
+                for thread in self._threads:
+                    thread.start()
         return job.done
 
     def _serve(self) -> None:
@@ -64,10 +63,8 @@ class FairPool:
     def _next(self) -> tuple[str, _Job]:
         """The first job of whoever is next; its others wait until those of everybody else had a turn."""
         with self._changed:
-            self._idle += 1
             while (asker := next((one for one in self._queues if one not in self._served), None)) is None:
                 self._changed.wait()
-            self._idle -= 1
             queue = self._queues.pop(asker)
             job = queue.popleft()
             if queue:

@@ -140,8 +140,9 @@ class System:
     # -- the oracle ----------------------------------------------------------------------------------------------------
 
     def prime(self) -> None:
-        """Have the first grammar compiled: what that leaves behind, stays."""
-        httpx.post(f"{self.url}/v1/completions", json={"prompt": "x", "guided_regex": "[a-z]"}, timeout=SILENCE)
+        """Have the first grammar compiled, and the first long body read: what that leaves behind, stays."""
+        for body in ({"prompt": "x", "guided_regex": "[a-z]"}, {"prompt": "x " * 5000, "max_tokens": 1}):
+            httpx.post(f"{self.url}/v1/completions", json=body, timeout=SILENCE)
 
     def learn(self, requests: Sequence[Body]) -> None:
         """Ask once while nothing happens: what is then held and answered is what is right."""
