@@ -36,7 +36,8 @@ def test_a_draft_too_slow_for_a_round_is_left_out_of_all_but_a_few(apart: System
 
     report("3 draft slow by 1 s", apart.endure(slow_down, lambda: draft_is_absent(apart), heal))
     of_four_streams = timeouts[1] - timeouts[0]
-    assert 1 <= of_four_streams <= 2 * 4
+    # Of eight or more in the two seconds.
+    assert 1 <= of_four_streams <= 4 * 4
 
 
 @pytest.mark.fault(6)

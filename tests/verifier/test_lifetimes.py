@@ -30,6 +30,7 @@ async def test_who_finds_no_slot_waits_until_a_release_frees_one(running: Runnin
         for name in ("a", "b"):
             assert (await client.start(name, prompt_of(9))).status.code == codes.CODE_OK
         await client.send_start("c", prompt_of(30))
+        await until(lambda: bool(verifier.engine.slots.waiting))
         assert await client.release("a") == 1
         started = (await client.read()).started
         assert client.stages["c"] == [pb.STAGE_WAITING, pb.STAGE_ADMITTED, pb.STAGE_COMPUTED]

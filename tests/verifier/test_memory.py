@@ -48,6 +48,7 @@ async def test_the_youngest_is_preempted_and_starts_again_where_it_stood(running
         assert preempted is not None
         again = [*prompts["young"], *tokens["young"][:preempted]]
         await client.send_start("again", again)
+        await until(lambda: bool(verifier.engine.slots.waiting))
         await client.release("old")
         started = (await client.read()).started
         assert (started.sequence_id, started.token) == ("again", tokens["young"][preempted])
