@@ -183,6 +183,7 @@ def test_the_verifier_of_an_8b_shape_allocates_what_fits_an_80_gb_card(
     monkeypatch.setattr(server, "choose_device", lambda name: NOWHERE)
     monkeypatch.setattr(server, "free_memory", lambda device: 64 * GB)
     monkeypatch.setattr(server, "load_target", lambda *_: (target_without_memory(), "an 8B shape"))
+    monkeypatch.setattr(server.Engine, "measure", lambda self: None)
     directory, _ = write_pair(tmp_path, LLAMA_3_8B, LONGEST)
     options = {"model": directory, "dtype": "bfloat16", "lossy_synthetic_acceptance": 0.8}
     engine, hosted = server.load(VerifierConfig.model_validate(options))
