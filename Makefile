@@ -49,14 +49,14 @@ deploy/.env:
 test: lint  ## Everything CI runs: ruff, mypy, pytest.
 	$(VENV)/bin/python -m pytest $(ARGS)
 
-faults: $(VENV)/.dev  ## All 25 faults of docs/faults.md, slow ones too (SPIRE_FAULTS_MINUTES of kills, 10 if not said); figures in build/faults.json.
+faults: $(VENV)/.dev  ## All faults of docs/faults.md, slow ones too (SPIRE_FAULTS_MINUTES of kills, 10 if not said); figures in build/faults.json.
 	@mkdir -p build
 	SPIRE_FAULTS_REPORT=build/faults.json $(VENV)/bin/python -m pytest -m fault $(ARGS)
 
 faults-seen: $(VENV)/.dev  ## Faults and the panel that each colours within 30 s, in a real Prometheus (ten minutes; needs prometheus).
 	$(VENV)/bin/python -m pytest -m slow tests/deploy/test_faults_seen.py $(ARGS)
 
-fuzz: $(VENV)/.dev  ## 100,000 wrong messages to verifier and draft while clients stream; ARGS="--messages N --seed S"; figures in build/fuzz.json.
+fuzz: $(VENV)/.dev  ## 100,000 wrong messages to the verifier while clients stream; ARGS="--messages N --seed S"; figures in build/fuzz.json.
 	$(VENV)/bin/python -m tests.faults.fuzz $(ARGS)
 
 soak: $(VENV)/.dev  ## Mixed load with kills for MINUTES (30), on MODEL=DIR (DRAFT=DIR) instead of the bundled pair; ARGS="--trace FILE"; figures in build/soak.json.

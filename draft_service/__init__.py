@@ -1,1 +1,1 @@
-"""The draft service: guesses tokens with a SPIRe draft in constant memory per sequence."""
+"""The draft service: proposes draft tokens; a SPIRe draft needs constant memory per sequence."""

@@ -1,6 +1,6 @@
-"""`python -m draft_service --draft DIR --verifier HOST:PORT`: serve a SPIRe draft until SIGTERM.
+"""Serve a draft until SIGTERM: `python -m draft_service --draft DIR --verifier HOST:PORT`.
 
-It asks the verifier what it hosts, and refuses to start for another target than its own.
+The service asks the verifier which target it hosts and refuses to start if the draft was made for another target.
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import start_http_server
 
 from draft_service.config import DraftServiceConfig
-from spire.process import announce, keep_announcing, on_passing_thread, run, stop_signal
 from spire.rpc.tls import in_words
 from spire.rpc.trust import Trust
+from spire.service.heap import keep_freed_memory
+from spire.service.process import announce, keep_announcing, on_passing_thread, run, stop_signal
 
 # isort: split
 from draft_service.activations import Follower, subscription
 from draft_service.drafter import Drafter, held_positions
 from draft_service.identity import check_handshake, describe, stable_id
 from draft_service.metrics import registry_of
-from draft_service.orders import Orders
+from draft_service.replies import Replies
+from draft_service.requests import Requests
 from draft_service.worker import Worker
-from spire.address import join
-from spire.model.checkpoint import load_draft
+from spire.address import by_tcp, join
+from spire.checkpoints.weights import load_draft
+from spire.model.backends.packing import pack
 from spire.model.draft import Draft
-from spire.model.packing import pack
 from spire.model.placement import (
     choose_device,
     choose_dtype,
     draft_threads,
-    keep_freed_memory,
     loads_kernels_late,
     set_threads,
 )
-from spire.model.room import Wishes, free_memory, room_for
+from spire.perf.room import Wishes, free_memory, room_for
 from spire.rpc.channel import connect, listen, new_server
-from spire.rpc.drafting import DraftServicer
-from spire.v1 import draft_pb2, draft_pb2_grpc, verifier_pb2, verifier_pb2_grpc
+from spire.v1 import draft_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 
 _HANDSHAKE_SECONDS, _RETRY_SECONDS = 5.0, 0.2
 
-# A batch that takes longer, and eight times as long as its like did, is stuck.
+# A batch is stuck if it takes longer than this and longer than eight usual batches.
 _STUCK_SECONDS = 60.0
 
 log = structlog.get_logger("draft_service")
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 async def serve(config: DraftServiceConfig) -> None:
-    """Run until SIGTERM or SIGINT. Raises SpireError when it cannot or must not serve."""
+    """Serve until SIGTERM or SIGINT. Raises SpireError if the draft cannot be served or does not match the target."""
     trust = Trust.read(config.tls, config.secret_file)
     trust.check_host(config.host)
     keep_freed_memory()
@@ -74,29 +74,21 @@ async def serve(config: DraftServiceConfig) -> None:
             config.wait_ms / 1000,
             lambda ids: asyncio.run_coroutine_threadsafe(follower.resync(ids), loop),
         )
-        described = describe(draft_id, config.draft, drafter)
-
-        def own_info() -> draft_pb2.DraftGetInfoResponse:
-            return draft_pb2.DraftGetInfoResponse(following=follower.following and orders.connected, **described)
-
-        servicer = DraftServicer(
-            own_info, worker.propose, draft.config.vocab_size, drafter.device, lambda: follower.q_ring
-        )
-        orders = Orders(draft_pb2_grpc.DraftingStub(channel), draft_id, servicer, worker)
+        replies = Replies(draft.config.vocab_size, drafter.device, lambda: follower.q_ring)
+        requests = Requests(draft_pb2_grpc.DraftingStub(channel), draft_id, replies, worker)
         drafter.q_ring = lambda: follower.q_ring
-        follower = Follower(
-            stub, subscription(draft_id, draft.draft), worker, config.shared_memory, orders, drafter.device
-        )
-        draft_pb2_grpc.add_DraftServicer_to_server(servicer, server)
+        request = subscription(draft_id, draft.draft)
+        request.draft.CopyFrom(describe(draft_id, config.draft, drafter))
+        follower = Follower(stub, request, worker, config.shared_memory, drafter.device)
         worker.start()
         try:
-            await _run(config, server, follower, orders, worker, lambda: _announce(config, port, worker))
+            await _run(config, server, follower, requests, worker, lambda: _announce(config, port, worker))
         finally:
             worker.stop()
 
 
 async def _meet(stub: verifier_pb2_grpc.VerifierStub, address: str, trust: Trust) -> verifier_pb2.GetInfoResponse:
-    """What the verifier tells of itself, as soon as it can be reached. Why it cannot is said once."""
+    """Return the verifier's info once the verifier can be reached. A reason why it cannot is logged when it changes."""
     said = ""
     while True:
         try:
@@ -116,7 +108,7 @@ def _load(config: DraftServiceConfig) -> Draft:
 
 
 def _drafter(draft: Draft, config: DraftServiceConfig, max_context: int) -> Drafter:
-    """Ready for its first round. Raises CheckpointError when more sequences were asked for than fit."""
+    """Return a drafter ready for its first round. Raises CheckpointError if the requested sequences do not fit."""
     drafter = _with_memory(draft, config, max_context)
     if loads_kernels_late(drafter.device):
         drafter.warm_up()
@@ -124,9 +116,9 @@ def _drafter(draft: Draft, config: DraftServiceConfig, max_context: int) -> Draf
 
 
 def _with_memory(draft: Draft, config: DraftServiceConfig, max_context: int) -> Drafter:
-    """For as many sequences as fit the device."""
+    """Create a drafter for as many sequences as fit the device."""
     weight = draft.embed_tokens.weight
-    if weight.device.type == "cpu":  # memory comes with what is written
+    if weight.device.type == "cpu":  # memory is taken only when it is written
         return Drafter(draft, config.max_sequences, config.top_m, max_context)
     held, exactly = held_positions(draft, max_context), "max_sequences" in config.model_fields_set
     position_bytes = draft.config.kv_bytes_per_position // 2 * weight.dtype.itemsize
@@ -141,30 +133,31 @@ async def _run(
     config: DraftServiceConfig,
     server: grpc.aio.Server,
     follower: Follower,
-    orders: Orders,
+    requests: Requests,
     worker: Worker,
     say: Callable[[], None],
 ) -> None:
-    """Serve and follow until told to stop. Raises MismatchError when the verifier changes its target."""
+    """Serve and follow the verifier until a signal. Raises MismatchError if the verifier changes its target."""
     healthy = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     if config.metrics_port:
-        start_http_server(config.metrics_port, config.host, registry=registry_of(worker, follower))
+        start_http_server(config.metrics_port, by_tcp(config.host), registry=registry_of(worker, follower))
     await server.start()
     await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
     following, stopping = asyncio.create_task(follower.run()), asyncio.create_task(stop_signal())
-    await asyncio.sleep(0)  # it listens before anybody knows whom to stop
+    await asyncio.sleep(0)  # signal handlers are installed before the address is announced
     say()
 
     def well() -> bool:
         return not worker.pace.is_stuck(_STUCK_SECONDS)
 
     telling = asyncio.create_task(keep_announcing(config.ready_file, well))
-    watching, asked = asyncio.create_task(watch(healthy, well)), asyncio.create_task(orders.run())
+    watching, asked = asyncio.create_task(watch(healthy, well)), asyncio.create_task(requests.run())
     try:
-        await asyncio.wait({following, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if following.done():
-            following.result()
+        await asyncio.wait({following, asked, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (following, asked):  # neither ends but by an error
+            if task.done():
+                task.result()
     finally:
         for task in (following, stopping, telling, watching, asked):
             task.cancel()
@@ -173,7 +166,7 @@ async def _run(
 
 
 async def watch(healthy: health.aio.HealthServicer, well: Callable[[], bool]) -> None:
-    """A stuck model still answers pings: health tells the truth about it, and whoever supervises starts it again."""
+    """Report health every second: a process with a stuck model still answers pings, but must be restarted."""
     status = health_pb2.HealthCheckResponse
     while True:
         await asyncio.sleep(1)

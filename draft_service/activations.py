@@ -1,7 +1,7 @@
-"""Following the verifier: one server stream brings the activations of all sequences of this draft.
+"""The draft's subscription: one server stream brings the activations of all sequences of this draft.
 
-On one host it brings places in a ring of shared memory instead of bytes, and on one GPU in a ring of that GPU's memory,
-if that can be opened here, and offers another ring for q, and a line by which the smaller messages come sooner.
+Activations travel inline. If verifier and draft run on one host, activations lie in a ring of shared memory, or in a
+ring of GPU memory if both run on one GPU, and the stream brings their places only. A second ring takes q.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import grpc
@@ -18,7 +17,6 @@ import structlog
 import torch
 
 from draft_service.drafter import Span, Verified
-from draft_service.orders import Orders
 from draft_service.worker import Worker
 from spire.errors import InvalidRequest, MismatchError, OutOfCapacity
 from spire.model.config import DraftConfig
@@ -26,19 +24,21 @@ from spire.rpc.carrier import OverwritingRing, RingReader
 from spire.rpc.channel import PROTOCOL_VERSION
 from spire.rpc.cuda_ipc import gpu_of
 from spire.rpc.host import host_id
-from spire.rpc.line import Line, open_line
 from spire.rpc.tensors import from_wire
-from spire.v1 import draft_pb2
 from spire.v1 import verifier_pb2 as pb
 from spire.v1 import verifier_pb2_grpc as rpc
 
 _RETRY_SECONDS = 0.2
-# How long proposals may wait for activations in vain before the stream counts as stuck, or as long as eight of the
-# verifier's steps: a flipped bit can make a message so long that it never ends, while pings are answered.
+# The stream is stuck if requests wait longer than this, and longer than eight of the verifier's steps, for activations:
+# a flipped bit can make a message so long that it never ends, while pings are still answered.
 _STARVED_SECONDS = 3.0
 
-# Another draft has this one's name, or the secret has changed.
-_TURNED_AWAY = {grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED}
+# Another process uses this draft's id, the id is reserved, or the secret has changed.
+_TURNED_AWAY = {
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.INVALID_ARGUMENT,
+}
 
 INLINE, SHARED_MEMORY, CUDA_IPC = "inline", "shared_memory", "cuda_ipc"
 
@@ -48,7 +48,7 @@ log = structlog.get_logger()
 
 
 class Follower:
-    """Subscribes, absorbs, and subscribes again when the verifier was lost. Every subscription begins with a replay."""
+    """Subscribes to activations, and again whenever the stream breaks. Every subscription begins with a replay."""
 
     def __init__(
         self,
@@ -56,32 +56,29 @@ class Follower:
         request: pb.ActivationsRequest,
         worker: Worker,
         shared_memory: str,
-        orders: Orders | None = None,
         device: torch.device = _CPU,
     ):
-        self._stub, self._request, self._worker, self._orders = stub, request, worker, orders
+        self._stub, self._request, self._worker = stub, request, worker
         self._shared_memory = Path(shared_memory)
         self._device, host = device, host_id() if shared_memory else ""
-        # By which rows may come, the best first: the host and the GPU that a subscription names for it.
+        # (host, GPU) to name in a subscription, the fastest carrier first.
         gpu = gpu_of(device) if host else ""
         self._ways = list(dict.fromkeys([(host, gpu), (host, ""), ("", "")]))
-        # One thread, however often a subscription breaks while the verifier's memory is being opened.
+        # A single thread, even if several subscriptions break while rings are being opened.
         self._opening = ThreadPoolExecutor(1, "opening")
         self._ring: RingReader | None = None
-        # By which the verifier that is followed now says what is small and due at once.
-        self.line: Line | None = None
-        # Where the verifier that is followed now reads q from.
+        # The ring from which the current verifier reads q.
         self.q_ring: OverwritingRing | None = None
         self.following = False
         self.bytes_received = {INLINE: 0, SHARED_MEMORY: 0, CUDA_IPC: 0}
         self.subscriptions = 0
 
     async def run(self) -> None:
-        """Never returns. Raises MismatchError when the verifier hosts another target now."""
+        """Follow the verifier; never returns. Raises MismatchError if draft and verifier no longer match."""
         way = 0
         while True:
             self._request.host, self._request.gpu = self._ways[way]
-            # Only the subscription that follows a failure does without: the verifier after that may be another.
+            # Use a slower carrier for one subscription only: the next one may reach another verifier.
             tried, way = way, 0
             call = self._stub.Activations(self._request)
             try:
@@ -99,7 +96,6 @@ class Follower:
                 log.warning("activations cannot be taken up: asking for them otherwise", error=str(error))
             finally:
                 self.following, self._ring, self.q_ring = False, None, None
-                self._hang_up()
                 call.cancel()
             await asyncio.sleep(_RETRY_SECONDS)
             while self._worker.behind:  # noqa: ASYNC110 - a replay now would only be dropped again
@@ -121,14 +117,14 @@ class Follower:
             starving.cancel()
 
     async def _starved(self) -> None:
-        """Raises TimeoutError when nothing has come for too long that proposals wait for."""
+        """Raise TimeoutError once requests have waited too long without any activations arriving."""
         while not self._worker.starves(_STARVED_SECONDS):  # noqa: ASYNC110 - plain data
             await asyncio.sleep(_STARVED_SECONDS / 10)
-        raise TimeoutError("no activations came while proposals waited for them, for longer than the verifier's steps")
+        raise TimeoutError("no activations came while requests waited for them, for longer than the verifier's steps")
 
     async def _take_all(self, call: grpc.aio.UnaryStreamCall) -> None:
         async for message in call:
-            if message is None:  # gRPC's way to say that the bytes were no such message
+            if message is None:  # gRPC could not parse the bytes
                 raise InvalidRequest("the verifier sent what cannot be read")
             if message.HasField("ring"):
                 await self._open(message)
@@ -138,11 +134,9 @@ class Follower:
                 self._worker.absorb(*self._taken(message))
 
     async def _open(self, offers: pb.ActivationsResponse) -> None:
-        """Map the verifier's memory, if it offers any. Not on the event loop: it is touched page by page."""
+        """Map the offered rings. This runs off the event loop because mapping touches every page."""
         loop = asyncio.get_running_loop()
         self._ring, self.q_ring = await loop.run_in_executor(self._opening, self._opened, offers)
-        if self._orders and offers.line.name:
-            self._dial(offers.line, self._orders)
         self._say_how()
 
     def _opened(self, offers: pb.ActivationsResponse) -> tuple[RingReader | None, OverwritingRing | None]:
@@ -154,40 +148,17 @@ class Follower:
     def _opened_ring(self, offer: pb.Ring) -> RingReader:
         return RingReader(self._shared_memory, offer, self._device if offer.gpu_handle else None)
 
-    def _dial(self, offer: pb.Ring, orders: Orders) -> None:
-        try:
-            self.line = open_line(self._shared_memory, offer)
-        except OSError as error:
-            log.warning("no line to the verifier: all goes by gRPC", error=str(error))
-        else:
-            self._worker.read(self.line, partial(self._hear, self.line, orders))
-
-    def _hang_up(self) -> None:
-        if self.line:
-            self.line.close()
-        self.line = None
-
-    def _hear(self, line: Line, orders: Orders, packet: bytes) -> None:
-        """On the model's thread."""
-        if line is not self.line:
-            return  # of an earlier subscription
-        told = draft_pb2.Told.FromString(packet)
-        if told.HasField("activations"):
-            self._worker.absorb_now(*self._taken(told.activations))
-        elif told.HasField("order"):
-            orders.take(told.order, line)
-
     def _say_how(self) -> None:
         carrier = self._carrier if self._ring else INLINE
         log.info("following the verifier's activations", subscription=self.subscriptions, carrier=carrier)
 
     @property
     def _carrier(self) -> str:
-        """By which what lies in a ring comes."""
+        """The carrier of rows that lie in the ring."""
         return CUDA_IPC if self._ring and self._ring.on_gpu else SHARED_MEMORY
 
     def _taken(self, message: pb.ActivationsResponse) -> tuple[Verified, Callable[[], None]]:
-        """What a message says, and what to do once it is absorbed. Raises InvalidRequest."""
+        """Return a message's content and the callback for when it is absorbed. Raises InvalidRequest."""
         spans = [Span(s.sequence_id, s.start, s.count, s.reset) for s in message.spans]
         rows = self._ring.rows(message) if self._ring else from_wire(message.rows)
         shape, tokens = list(message.rows.shape), list(message.tokens)
@@ -205,14 +176,14 @@ class Follower:
         return (lambda: ring.release(taken)) if ring else (lambda: None)
 
     async def resync(self, sequence_ids: list[str]) -> None:
-        """Ask for a replay. A verifier that cannot be reached will replay when it is back."""
+        """Ask for a replay of these sequences. An unreachable verifier will replay them when it is back."""
         request = pb.ResyncRequest(draft_id=self._request.draft_id, sequence_ids=sequence_ids)
         with contextlib.suppress(grpc.aio.AioRpcError):
             await self._stub.Resync(request, timeout=5)
 
 
 def subscription(draft_id: str, draft: DraftConfig) -> pb.ActivationsRequest:
-    """What a draft of this configuration needs of the verifier."""
+    """Return the subscription request of a draft with this configuration."""
     return pb.ActivationsRequest(
         draft_id=draft_id,
         target_fingerprint=draft.target_fingerprint,

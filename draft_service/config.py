@@ -1,4 +1,4 @@
-"""Options of the draft service: command line, then environment (`SPIRE_DRAFT_*`), then these defaults."""
+"""Options of the draft service: command line, environment (`SPIRE_DRAFT_*`), options file, defaults, in this order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from spire.address import Peer
-from spire.process import ModelServiceConfig
+from spire.service.process import ModelServiceConfig
 
 
 class DraftServiceConfig(ModelServiceConfig):
@@ -32,5 +32,5 @@ class DraftServiceConfig(ModelServiceConfig):
         4096, ge=1, description="Tokens kept of a draft distribution; vocabularies up to this size are sent whole."
     )
     wait_ms: float = Field(
-        50.0, ge=0, description="How long a proposal waits for activations that are still on the way."
+        50.0, ge=0, description="How long a request waits for activations that are still on the way."
     )

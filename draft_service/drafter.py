@@ -1,7 +1,7 @@
-"""The drafter: absorbs what was verified, proposes tokens. Everything here runs on one thread.
+"""The drafter: absorbs verified positions and proposes draft tokens. Everything here runs on one thread.
 
-It is a deterministic function of the verifier's stream and of the requests: what is lost with the process comes again
-by replay. Per-sequence work is bookkeeping of integers; every tensor operation covers the whole batch.
+The drafter is a deterministic function of the verifier's stream and of the requests: a replay restores what is lost
+with the process. Per-sequence work is integer bookkeeping; every tensor operation covers the whole batch.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import structlog
 import torch
 from torch import Tensor
 
-from spire.drafting import MAX_SPECULATION_DEPTH, Drafted, Guess, draft_tokens
+from spire.decoding.drafting import MAX_SPECULATION_DEPTH, Drafted, DraftItem, draft_tokens
+from spire.decoding.randomness import Purpose
+from spire.decoding.sampling import SamplingRows
 from spire.errors import StaleBlock, UnknownSequence
+from spire.model.backends.fused_draft import FusedRound
 from spire.model.draft import Draft
 from spire.model.draft_memory import DraftMemory
-from spire.model.fused_draft import FusedRound
 from spire.model.token_memory import TokenMemory
-from spire.randomness import Purpose
 from spire.rpc.carrier import OverwritingRing
 from spire.rpc.sampling import ONE_OF_EACH, from_protos
-from spire.sampling import SamplingRows
 
-# More than can end while a round of theirs is under way.
+# Ended sequences to remember: more than can end during one round.
 _ENDED_KEPT = 4096
 
 _WARMING_DEPTH = 2
@@ -35,7 +35,7 @@ log = structlog.get_logger("draft_service")
 
 @dataclass(slots=True)
 class Span:
-    """Consecutive verified positions of one sequence, `rows` long, as they lie in a message's tensor."""
+    """Verified positions start .. start + count - 1 of one sequence; `reset` begins a replay."""
 
     sequence_id: str
     start: int
@@ -45,7 +45,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Verified:
-    """What a message of the verifier says of R positions: activations of the tapped layers, and tokens if asked for."""
+    """Activations of the tapped layers [R, N, D] at R verified positions, and their tokens if the draft needs them."""
 
     spans: list[Span]
     rows_RND: Tensor
@@ -53,13 +53,13 @@ class Verified:
 
 
 def held_positions(draft: Draft, max_context: int) -> int:
-    """How many positions of a sequence a draft keeps keys and values of at most."""
+    """Return the largest number of positions per sequence whose keys and values a draft keeps."""
     spire = draft.draft
     return spire.sink + spire.window if spire.tapped_layers else max_context + MAX_SPECULATION_DEPTH
 
 
 class Drafter:
-    """Slots of memory by sequence id, and the rounds drafted from them. `max_context` is the longest sequence."""
+    """Memory slots by sequence id, and the rounds drafted from them. `max_context`: positions of a sequence at most."""
 
     def __init__(self, draft: Draft, max_sequences: int, top_m: int, max_context: int):
         self.draft = draft
@@ -69,20 +69,17 @@ class Drafter:
             else TokenMemory(draft, max_sequences, max_context)
         )
         self.device, self.dtype = draft.embed_tokens.weight.device, draft.embed_tokens.weight.dtype
-        # Where the verifier reads q from, if that is on this host.
+        # Returns the ring from which the verifier reads q, if both run on this host.
         self.q_ring: Callable[[], OverwritingRing | None] = lambda: None
         self.top_m = top_m if top_m < draft.config.vocab_size else None
         self.slots: dict[str, int] = {}
         self.absorbed: dict[str, int] = {}
         self._free = list(range(max_sequences))[::-1]
-        # Those that ended last: nobody needs to wait for what is still to come of them.
+        # The sequences that ended last, oldest first: requests do not wait for their activations.
         self._ended: dict[str, None] = {}
 
     def warm_up(self) -> None:
-        """Absorb and draft for sequences that are nobody's. Nothing of them stays.
-
-        On a GPU the first round takes longer than a verifier waits: whoever decodes meanwhile would lose their guesses.
-        """
+        """Absorb and draft for dummy sequences: on a GPU the first round takes longer than a verifier waits."""
         ids = [f"warming up {number}" for number in range(len(ONE_OF_EACH))][: self.memory.slots]
         spans = [Span(sequence_id, 0, 1, reset=True) for sequence_id in ids]
         tapped = (len(self.draft.draft.tapped_layers), self.draft.config.hidden_size)
@@ -91,13 +88,13 @@ class Drafter:
             self.absorb(Verified(spans, rows_RND, [0] * len(ids)))
             for chosen in (ids[:1], ids):
                 rows = from_protos(ONE_OF_EACH[: len(chosen)], self.device)
-                self.propose([Guess(sequence_id, 1, 0) for sequence_id in chosen], _WARMING_DEPTH, rows)
+                self.propose([DraftItem(sequence_id, 1, 0) for sequence_id in chosen], _WARMING_DEPTH, rows)
         self._drop(ids[::-1])
 
-    # --- what the verifier says ---------------------------------------------------------------------------------
+    # --- activations --------------------------------------------------------------------------------------------
 
     def forget_all(self) -> None:
-        """A new subscription begins: whatever is still alive will be replayed."""
+        """Drop all sequences: a new subscription replays those that are still live."""
         self._drop(list(self.slots))
 
     def end(self, sequence_ids: list[str]) -> None:
@@ -114,7 +111,7 @@ class Drafter:
                 log.debug("sequence ends", sequence=sequence_id)
 
     def absorb(self, verified: Verified) -> list[str]:
-        """Take a message into memory. Returns the sequences that have a gap and need a replay."""
+        """Absorb a message. Return the sequences that have a gap and need a replay."""
         slots = [self._slot_for(span) for span in verified.spans]
         if isinstance(self.memory, TokenMemory):
             self._absorb_tokens(self.memory, verified, slots)
@@ -125,7 +122,7 @@ class Drafter:
 
     def _absorb_activations(self, memory: DraftMemory, verified: Verified, slots: list[int | None]) -> None:
         spans, rows_RND = verified.spans, verified.rows_RND
-        # By lists, until it is one tensor: each of torch's steps, and of numpy's, costs more than all of this.
+        # Lists, until one tensor is made of them: each call of torch or numpy costs more than all of this.
         of_slots, positions, ends = list[int](), list[int](), list[int]()
         for span, slot in zip(spans, slots, strict=True):
             end = span.start + span.count
@@ -147,7 +144,7 @@ class Drafter:
             first += span.count
 
     def _slot_for(self, span: Span) -> int | None:
-        """The slot that a span's rows belong in; None when they cannot be used."""
+        """Return the slot for a span's rows, or None if the rows cannot be used."""
         held = self.absorbed.get(span.sequence_id)
         if span.reset:
             if held is None:
@@ -158,35 +155,35 @@ class Drafter:
                 self._ended.pop(span.sequence_id, None)
             self.memory.forget(self.slots[span.sequence_id])
         elif held is None or self.draft.draft.sink < held < span.start:
-            # Only the window of a replay, which follows the sink, may begin further on.
+            # A gap: only the window of a replay, which follows the sink, may skip positions.
             return None
         self.absorbed[span.sequence_id] = span.start + span.count
         return self.slots[span.sequence_id]
 
-    # --- what the gateway asks ------------------------------------------------------------------------------------
+    # --- draft requests -------------------------------------------------------------------------------------------
 
-    def behind(self, guess: Guess) -> bool:
-        """Whether verified positions up to the guess's base are still to come: of a sequence that has ended none is."""
-        held = self.absorbed.get(guess.sequence_id)
-        return guess.sequence_id not in self._ended if held is None else held < guess.base
+    def behind(self, item: DraftItem) -> bool:
+        """True if positions before the item's base are still to come; never for a sequence that has ended."""
+        held = self.absorbed.get(item.sequence_id)
+        return item.sequence_id not in self._ended if held is None else held < item.base
 
-    def staleness(self, guess: Guess) -> int:
-        """How many verified positions up to the guess's base are still to come: all, where nothing has arrived."""
-        return max(0, guess.base - self.absorbed.get(guess.sequence_id, 0))
+    def staleness(self, item: DraftItem) -> int:
+        """Return the number of positions before the item's base that are not absorbed yet."""
+        return max(0, item.base - self.absorbed.get(item.sequence_id, 0))
 
-    def check(self, guess: Guess) -> None:
-        """Raises UnknownSequence or StaleBlock when no guess can be made from what is held now."""
-        absorbed = self.absorbed.get(guess.sequence_id)
+    def check(self, item: DraftItem) -> None:
+        """Raise UnknownSequence or StaleBlock unless exactly the positions before the item's base are absorbed."""
+        absorbed = self.absorbed.get(item.sequence_id)
         if absorbed is None:
-            raise UnknownSequence(f"nothing of sequence {guess.sequence_id!r} has arrived from the verifier")
-        if absorbed != guess.base:
-            raise StaleBlock(f"sequence {guess.sequence_id!r}: base {guess.base} asked, {absorbed} absorbed")
+            raise UnknownSequence(f"nothing of sequence {item.sequence_id!r} has arrived from the verifier")
+        if absorbed != item.base:
+            raise StaleBlock(f"sequence {item.sequence_id!r}: base {item.base} asked, {absorbed} absorbed")
 
-    def propose(self, guesses: list[Guess], k: int, rows: SamplingRows) -> Drafted:
+    def propose(self, items: list[DraftItem], k: int, rows: SamplingRows) -> Drafted:
         """Draft k tokens for each of B sequences in k fixed-shape passes."""
-        bases = [guess.base for guess in guesses]
-        memory = self.memory.round([self.slots[guess.sequence_id] for guess in guesses], bases, k)
-        newest_B = torch.tensor([guess.newest_token for guess in guesses], device=self.device)
+        bases = [item.base for item in items]
+        memory = self.memory.round([self.slots[item.sequence_id] for item in items], bases, k)
+        newest_B = torch.tensor([item.newest_token for item in items], device=self.device)
         base_B = torch.tensor(bases, device=self.device)
         if isinstance(memory, FusedRound) and self.top_m is None and rows.of_softmax_alone:
             uniforms_BK = rows.uniforms(base_B, k, Purpose.DRAFT)

@@ -1,4 +1,4 @@
-"""What the draft service tells Prometheus. Read from the objects when scraped: nothing is counted twice."""
+"""Prometheus metrics of the draft service, read from its objects at each scrape: nothing is counted twice."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from draft_service.activations import Follower
 from draft_service.worker import Worker
-from spire.process_metrics import register_process
+from spire.service.process_metrics import register_process
 
 
 class DraftCollector(Collector):
@@ -45,7 +45,7 @@ class DraftCollector(Collector):
 
 
 def registry_of(worker: Worker, follower: Follower) -> CollectorRegistry:
-    registry = CollectorRegistry(auto_describe=True)  # so that it can be asked for some names only
+    registry = CollectorRegistry(auto_describe=True)  # so that a scrape can select metrics by name
     registry.register(DraftCollector(worker, follower))
     register_process(registry)
     return registry

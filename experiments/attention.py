@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
-import spire.process  # noqa: F401  # isort: skip  # before torch: the OpenMP settings of the services
+import spire.service.process  # noqa: F401  # isort: skip  # before torch: the OpenMP settings of the services
 
 import torch
 import typer

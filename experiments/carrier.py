@@ -48,17 +48,17 @@ from torch import Tensor
 from draft_service.activations import CUDA_IPC, INLINE, SHARED_MEMORY, Follower
 from draft_service.drafter import Verified
 from draft_service.worker import Worker
-from spire.hardware import Cost
+from spire.perf.hardware import Cost
+from spire.perf.loopback import wire_cost
 from spire.rpc.carrier import Ring
 from spire.rpc.channel import connect, new_server
 from spire.rpc.cuda_ipc import gpu_of
 from spire.rpc.host import host_id
-from spire.rpc.loopback import wire_cost
 from spire.v1 import verifier_pb2 as pb
 from spire.v1 import verifier_pb2_grpc as rpc
-from verifier_service.delivery import Delivery, Picked
-from verifier_service.service import MAX_RING_BYTES
-from verifier_service.subscriber import Subscriber
+from verifier_service.feed.delivery import Delivery, Picked
+from verifier_service.feed.subscriber import Subscriber
+from verifier_service.serve.service import MAX_RING_BYTES
 
 console = Console(stderr=True)
 
@@ -312,10 +312,9 @@ class TimedRing(Ring):
 
     copied = 0
 
-    def put(self, rows: Tensor) -> pb.RingSlice:
-        place = super().put(rows)
+    def settle(self) -> None:
+        super().settle()
         TimedRing.copied = time.monotonic_ns()
-        return place
 
 
 async def serve_rounds(shape: Shape, rounds: int, directory: Path) -> None:

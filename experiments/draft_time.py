@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import spire.process  # noqa: F401  # isort: skip  # before torch: the OpenMP settings of the services
+import spire.service.process  # noqa: F401  # isort: skip  # before torch: the OpenMP settings of the services
 
 import structlog
 import torch
@@ -25,11 +25,12 @@ from rich.console import Console
 from rich.table import Table
 
 from draft_service.drafter import Drafter, Span, Verified
-from spire.drafting import Guess
-from spire.model.checkpoint import load_draft
-from spire.model.packing import pack
-from spire.model.placement import choose_dtype, draft_threads, keep_freed_memory, set_threads
+from spire.checkpoints.weights import load_draft
+from spire.decoding.drafting import DraftItem
+from spire.model.backends.packing import pack
+from spire.model.placement import choose_dtype, draft_threads, set_threads
 from spire.rpc.sampling import from_protos
+from spire.service.heap import keep_freed_memory
 from spire.v1 import tensor_pb2 as pb
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -79,7 +80,7 @@ def measure(path: Path, batch: int, short: int, long: int, k: int, repeats: int)
     }
 
 
-def _absorbed(drafter: Drafter, batch: int, context: int) -> list[Guess]:
+def _absorbed(drafter: Drafter, batch: int, context: int) -> list[DraftItem]:
     """Sequences of so many verified positions: the sink and the window that a replay would bring."""
     draft = drafter.draft
     sink, window = draft.draft.sink, draft.draft.window
@@ -89,7 +90,7 @@ def _absorbed(drafter: Drafter, batch: int, context: int) -> list[Guess]:
         spans = [Span(name, 0, sink, True), Span(name, context - window, window, False)]
         taps_RND = torch.randn(sink + window, len(draft.draft.tapped_layers), draft.config.hidden_size)
         drafter.absorb(Verified(spans, taps_RND, []))
-        guesses.append(Guess(name, context, number))
+        guesses.append(DraftItem(name, context, number))
     return guesses
 
 

@@ -224,7 +224,7 @@ def _measure(cell: CellPlan, measurement: Measurement, held_out: Path) -> dict[s
     command += ["--k", str(measurement.k), "--temperature", str(measurement.temperature), "--json"]
     command += ["--rule", "rejection"]  # the paper's
     # A busy machine must not cost a round its draft: what is measured is acceptance, not time.
-    extra = {"SPIRE_GATEWAY_PROPOSE_DEADLINE": "60", "SPIRE_DRAFT_WAIT_MS": "20000"}
+    extra = {"SPIRE_GATEWAY_DRAFT_DEADLINE": "60", "SPIRE_DRAFT_WAIT_MS": "20000"}
     (figures,) = json.loads(run_spire(command, extra))["acceptance"]
     return asdict(measurement) | figures
 

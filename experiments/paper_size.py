@@ -23,9 +23,9 @@ import typer
 from paper import ROOT, run_spire
 from rich.console import Console
 
-from spire.documents import Chats
+from spire.checkpoints.tokenizer import load_tokenizer
 from spire.files import write_whole
-from spire.model.tokenizer import load_tokenizer
+from spire.text.documents import Chats
 from spire.training.corpus import END, START, TokenStream
 
 RESULTS = ROOT / "experiments" / "results" / "paper_size.json"

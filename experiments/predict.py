@@ -15,10 +15,10 @@ from typing import Annotated
 
 import typer
 
-from spire import calibration
-from spire.bench.prediction import Model
+from spire.bench.prediction import PairModel
 from spire.cli.paths import BUNDLED
-from spire.hardware import Hardware
+from spire.perf import calibration
+from spire.perf.hardware import Hardware
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -43,7 +43,7 @@ def modelled(cell: dict, hardware: Hardware) -> dict:
     """As `spire bench` does: at the mean of the positions that a request comes to have."""
     generated = round(cell["generated"] / cell["requests"])
     depth = None if cell["k"] == "auto" else cell["k"]
-    model = Model(BUNDLED / "target", BUNDLED / "draft", hardware)
+    model = PairModel(BUNDLED / "target", BUNDLED / "draft", hardware)
     return model.predict(cell["batch"], cell["context"] + generated // 2, depth, cell["tau"])
 
 

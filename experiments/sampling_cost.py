@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Annotated
 
-import spire.process  # noqa: F401  # isort: skip  # before torch: the OpenMP settings of the services
+import spire.service.process  # noqa: F401  # isort: skip  # before torch: the OpenMP settings of the services
 
 import torch
 import typer
@@ -22,13 +22,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from spire.model.placement import keep_freed_memory
+from spire.decoding.sampling import SamplingRows, probabilities, top_m
+from spire.decoding.verification import SparseDistribution, verify
 from spire.rpc.sampling import from_protos
-from spire.sampling import SamplingRows, probabilities, top_m
+from spire.service.heap import keep_freed_memory
 from spire.v1 import tensor_pb2 as pb
 from spire.v1 import verifier_pb2
-from spire.verification import SparseDistribution, verify
-from verifier_service.pipeline import Pipeline
+from verifier_service.sampling.pipeline import Pipeline
 
 PIPELINES: dict[str, dict[str, float]] = {
     "temperature": {},

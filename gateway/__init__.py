@@ -1,1 +1,1 @@
-"""The gateway: REST in, rounds out. It holds every request's text and tokens, and never imports torch."""
+"""The gateway: takes REST requests and drives rounds. Holds text and tokens of every request; never imports torch."""

@@ -1,7 +1,7 @@
-"""`python -m gateway --verifier HOST:PORT [--draft HOST:PORT] --port 8000`: serve REST until SIGTERM.
+"""The gateway process: `python -m gateway --verifier HOST:PORT --port 8000` serves REST until SIGTERM.
 
-Refuses to start when verifier and draft do not belong together. A peer that is not there yet is no reason: requests
-get 503 until a verifier comes, and plain decoding until a draft comes.
+Refuses to start if the verifier speaks another protocol version, but starts without a verifier: requests get 503 until
+one comes, and are decoded plainly until a draft follows the verifier.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from pathlib import Path
 import structlog
 import uvicorn
 
-from gateway.app import create_app
+from gateway.api.app import create_app
 from gateway.config import GatewayConfig
-from gateway.connections import Connection, Connections
-from gateway.descriptors import ACCEPTED_AT_ONCE, Listener, Room, raise_limit
-from gateway.engine import Engine
-from gateway.keys import Guard, Keys
+from gateway.http.connections import Connection, Connections
+from gateway.http.descriptors import ACCEPTED_AT_ONCE, DescriptorRoom, Listener, raise_limit
+from gateway.http.keys import Guard, Keys
 from gateway.metrics import Metrics
+from gateway.rounds.engine import Engine
 from spire.address import bind, join
-from spire.keys import refuse_open_address
-from spire.process import announce, keep_announcing, run, stop_signal
 from spire.rpc.tls import certificate_files
 from spire.rpc.trust import Trust
+from spire.service.heap import return_freed_memory
+from spire.service.keys import refuse_open_address
+from spire.service.process import announce, keep_announcing, run, stop_signal
 
 log = structlog.get_logger("gateway")
 
@@ -36,15 +37,16 @@ def main() -> None:
 
 
 async def serve(config: GatewayConfig) -> None:
-    """Serve HTTP until a signal. Raises MismatchError when the peers do not belong together."""
+    """Serve HTTP until a signal. Raises MismatchError if the verifier speaks another protocol version."""
+    return_freed_memory()
     guard = Guard(Keys(config.keys) if config.keys else None)
     certificate, key = certificate_files(config.https) if config.https else (None, None)
-    room = Room.within(raise_limit(), config.max_connections)
+    room = DescriptorRoom.within(raise_limit(), config.max_connections)
     listener = Listener(bind(config.host, config.port), room.largest)
     host, port = listener.getsockname()[:2]
     if guard.open_paths is None and not config.without_keys:
         refuse_open_address(host)
-    engine = Engine(config, Metrics(config.lanes), Trust.read(config.tls, config.secret_file))
+    engine = Engine(config, Metrics(), Trust.read(config.tls, config.secret_file))
     await engine.handshake()
     server = _Server(
         uvicorn.Config(
@@ -73,20 +75,20 @@ async def serve(config: GatewayConfig) -> None:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals alone: what is running gets its time before HTTP ends."""
+    """A server that leaves signals to `_stop`, so that running requests get time to end before HTTP does."""
 
     def capture_signals(self) -> contextlib.nullcontext[None]:  # type: ignore[override]
         return contextlib.nullcontext()
 
 
 async def _stop(server: uvicorn.Server, engine: Engine) -> None:
-    """On a signal drain, on a second one at once; then end."""
+    """Drain the engine after a signal, or end its requests at once after a second signal; then stop the server."""
     await stop_signal()
     log.info("draining")
     hurry = asyncio.create_task(stop_signal())
     await engine.drain(hurry)
     server.should_exit = True
-    await hurry  # nothing more hurries, but a signal must not kill
+    await hurry  # the engine has drained: a second signal hurries nothing more, but must not kill the process
 
 
 async def _announce(server: uvicorn.Server, listener: Listener, address: str, ready_file: Path | None) -> None:

@@ -1,7 +1,7 @@
-"""Work whose size a client chooses, off the event loop: on threads that all who ask share fairly.
+"""Threads, shared fairly between askers, for work whose size a client chooses: it must not block the event loop.
 
-Python's own code gives the interpreter back by itself. Whatever is called in one piece there must let go of it, as
-tokenizers do with batches, or be short.
+Python code releases the interpreter lock by itself. A native call must release it too, as tokenizers do for batches,
+or be short.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-from spire.fair_pool import FairPool
+from spire.service.fair_pool import FairPool
 
 Result = TypeVar("Result")
 
-# Who asks: an API key's name, or where keys are not asked for, a client's address.
+# The name of the API key that the current request came with, or the client's address if no keys are needed.
 asker: ContextVar[str] = ContextVar("asker", default="")
-# What a request of so many bytes asks for is done sooner than handed over.
+# The largest request, in bytes, whose work takes less time than handing it to a thread.
 SMALL = 2000
 _POOL = FairPool(4, "aside")
 _LONGEST_STRETCH = 0.004
 
 
 async def aside(function: Callable[..., Result], *args: Any) -> Result:
-    """What the function returns or raises, on another thread. Cancelled in time, it is not called."""
+    """Run the function on another thread and return its result. If cancelled before it begins, it is never called."""
     return await _POOL.run(asker.get(), function, *args)
 
 
 async def by_size(size: int, function: Callable[..., Result], *args: Any) -> Result:
-    """The same; at once where there is little to do."""
+    """Run the function at once if `size` (bytes of the request) is at most SMALL, else on another thread."""
     return function(*args) if size <= SMALL else await aside(function, *args)
 
 
 class Stretch:
-    """One task's work on the event loop: it lets others go on whenever it has taken long enough."""
+    """The work of one task on the event loop: `breathe` yields to other tasks if the work has run for too long."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()

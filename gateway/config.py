@@ -1,19 +1,21 @@
-"""What the gateway is told: options of `python -m gateway`, each also as SPIRE_GATEWAY_<NAME>.
+"""The options of `python -m gateway`, each also as SPIRE_GATEWAY_<NAME>.
 
-What a peer can tell (model, context, vocabulary, tokenizer) is asked at the handshake, not configured here.
+Does not know: model, context, vocabulary and tokenizer. The verifier tells them at the handshake.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import CliImplicitFlag, NoDecode, SettingsConfigDict
 
+from gateway.draft import AUTO, OFF
 from gateway.sequence import Rule
 from spire.address import Host, Peer
-from spire.process import ServiceConfig
+from spire.service.process import ServiceConfig
 
 
 class GatewayConfig(ServiceConfig):
@@ -28,10 +30,10 @@ class GatewayConfig(ServiceConfig):
     )
 
     verifier: Peer = Field("127.0.0.1:50051", description="HOST:PORT of the verifier service")
-    draft: Peer = Field(
-        "",
-        description="HOST:PORT of the draft service, or of the verifier again to let the target draft for itself "
-        "(MagicDec); without one, decoding is plain",
+    draft: str = Field(
+        AUTO,
+        description="kind, name or id of the draft to use among those that the verifier tells of: magicdec lets the "
+        "target draft for itself; auto takes one that follows the verifier, off decodes plainly",
     )
     host: Host = Field("127.0.0.1", description="address to serve HTTP on")
     port: int = Field(8000, ge=0, le=65535, description="port to serve HTTP on; 0 chooses a free one")
@@ -62,13 +64,6 @@ class GatewayConfig(ServiceConfig):
         ("rejection", "block", "invariant"), min_length=1, description="the rules that may be used, comma-separated"
     )
     max_batch: int = Field(64, ge=1, description="most sequences decoded together")
-    lanes: int = Field(
-        1,
-        ge=1,
-        le=2,
-        description="rounds under way at once, each of its share of the sequences: with 2, one half is drafted while "
-        "the other is verified",
-    )
     max_waiting: int = Field(1024, ge=1, description="most sequences queued; beyond that requests get 429")
     max_queue_seconds: float | None = Field(
         None,
@@ -102,7 +97,7 @@ class GatewayConfig(ServiceConfig):
         "without keys; any other Host gets 403, since a page's site may have its name resolve to this machine",
     )
 
-    propose_deadline: float = Field(
+    draft_deadline: float = Field(
         0.25, gt=0, description="seconds a draft of its own may take before a round goes on without"
     )
     verify_deadline: float = Field(
@@ -151,6 +146,15 @@ class GatewayConfig(ServiceConfig):
     draft_price: float = Field(0.0, ge=0, description="the same of the draft's devices, where it has any of its own")
     vllm_metrics: bool = Field(True, description="also export the vllm:* names that existing dashboards read")
 
+    @field_validator("draft")
+    @classmethod
+    def _no_address(cls, value: str) -> str:
+        if re.search(r":\d+$", value):
+            raise ValueError(
+                f"{value!r} is an address: the verifier knows its drafts, so say auto, off, magicdec, or a draft's name"
+            )
+        return value or OFF
+
     @field_validator("rules", mode="before")
     @classmethod
     def _separate(cls, value: Any) -> Any:
@@ -158,7 +162,7 @@ class GatewayConfig(ServiceConfig):
 
     @property
     def prices(self) -> dict[str, float]:
-        """By service; none unless the verifier's is known."""
+        """The price of an hour by service; empty unless the verifier's price is configured."""
         return {} if self.price is None else {"verifier": self.price, "draft": self.draft_price}
 
     @model_validator(mode="after")
@@ -176,6 +180,6 @@ class GatewayConfig(ServiceConfig):
         return self
 
     def rule_for(self, wanted: Rule | None, seeded: bool) -> Rule:
-        """The rule of a request that wants one, or leaves it open."""
+        """The rule of a request: the wanted one, else the configured one, else the usual one with or without a seed."""
         usual: Rule = "invariant" if seeded else "block"
         return wanted or self.rule or (usual if usual in self.rules else self.rules[0])

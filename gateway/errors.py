@@ -1,4 +1,4 @@
-"""What can go wrong at the gateway, and the one table that turns it into REST errors."""
+"""The errors of the gateway, and the one table that turns errors into REST errors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from spire.errors import InvalidRequest, NotFinite, OutOfCapacity, RequestError,
 
 
 class BadParameter(InvalidRequest):
-    """A request's parameter is wrong; `param` names it."""
+    """The parameter `param` of a request is wrong."""
 
     def __init__(self, param: str, message: str, code: str = "invalid_value"):
         super().__init__(message, param)
@@ -16,7 +16,7 @@ class BadParameter(InvalidRequest):
 
 
 def over_context(param: str, max_context: int, however: str) -> BadParameter:
-    """A request is too long, in the words that clients look for when they want to shorten it."""
+    """Return the error for a request that is too long, in the words by which clients know that they can shorten it."""
     message = f"This model's maximum context length is {max_context} tokens. However, {however}"
     return BadParameter(param, message, "context_length_exceeded")
 
@@ -26,7 +26,7 @@ class UnknownModel(RequestError):
 
 
 class Unauthorized(RequestError):
-    """No API key, or none that is known; `challenge` is what WWW-Authenticate says of it."""
+    """The API key is missing or unknown; `challenge` is the value of the WWW-Authenticate header."""
 
     def __init__(self, message: str, problem: str = ""):
         super().__init__(message)
@@ -34,7 +34,7 @@ class Unauthorized(RequestError):
 
 
 class ForeignPage(RequestError):
-    """A page that a browser was shown asks, and not one of this gateway's own or of an origin that may."""
+    """The request may come from a foreign web page: neither this gateway's own nor one of an allowed origin."""
 
 
 class NotJson(RequestError):
@@ -50,7 +50,7 @@ class BodyTooSlow(RequestError):
 
 
 class QueueFull(OutOfCapacity):
-    """Too many wait already; `retry_after` seconds from now there may be room."""
+    """Too many sequences wait already; there may be room in `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: int):
         super().__init__(message)
@@ -58,11 +58,11 @@ class QueueFull(OutOfCapacity):
 
 
 class OverQuota(QueueFull):
-    """An API key has had what it may have for now."""
+    """An API key has used up its requests or tokens for now."""
 
 
 class DeadlinePassed(RequestError):
-    """The request took longer than it may."""
+    """The request took longer than its deadline allows."""
 
 
 class PeerLost(SpireError):
@@ -70,11 +70,11 @@ class PeerLost(SpireError):
 
 
 class ReaderTooSlow(SpireError):
-    """A client does not read what it is sent."""
+    """A client leaves too much of its answer unread."""
 
 
 class NoVerifier(SpireError):
-    """No verifier can be reached now; in `seconds` there may be one."""
+    """No verifier can be reached now; there may be one in `seconds`."""
 
     def __init__(self, message: str, seconds: int = 0):
         super().__init__(message)
@@ -82,7 +82,7 @@ class NoVerifier(SpireError):
 
 
 class ShuttingDown(SpireError):
-    """This gateway takes nothing more."""
+    """This gateway shuts down and takes no more requests."""
 
 
 _TABLE: list[tuple[type[SpireError], int, str, str]] = [
@@ -102,9 +102,9 @@ _TABLE: list[tuple[type[SpireError], int, str, str]] = [
     (DeadlinePassed, 504, "timeout_error", "deadline_passed"),
     (NotFinite, 500, "internal_error", "not_finite"),
 ]
-# Of a client that left before it was answered.
+# The status of a request whose client left before the answer.
 CLIENT_LEFT = 499
-# Every status that is answered: 307 and 405 are the router's.
+# Every status of a response; 307 and 405 are the router's.
 STATUSES = sorted({200, 307, 405, CLIENT_LEFT} | {status for _, status, _, _ in _TABLE})
 _RETRY_AFTER_SECONDS = {429: 1, 503: 2}
 
@@ -114,7 +114,7 @@ def error_body(message: str, kind: str, param: str | None, code: str | None) -> 
 
 
 def rest_error(error: Exception) -> tuple[int, dict[str, Any]]:
-    """HTTP status and body of an error. What is not Spire's own says nothing of the inside."""
+    """Return HTTP status and body of an error. An error that is not Spire's own reveals no internals."""
     for kind, status, name, code in _TABLE:
         if isinstance(error, kind):
             param, code = getattr(error, "param", None) or None, getattr(error, "code", code)
@@ -124,6 +124,6 @@ def rest_error(error: Exception) -> tuple[int, dict[str, Any]]:
 
 
 def retry_after(error: Exception, status: int) -> dict[str, str]:
-    """The header that says when to ask again; none where asking again is of no use."""
+    """Return the Retry-After header of an error; empty if asking again is of no use."""
     seconds = getattr(error, "retry_after", _RETRY_AFTER_SECONDS.get(status))
     return {} if seconds is None else {"Retry-After": str(seconds)}

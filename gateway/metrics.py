@@ -1,9 +1,9 @@
-"""What the gateway counts, and how Prometheus reads it.
+"""The gateway's counters and their exposition to Prometheus.
 
-Counting is plain arithmetic on one thread, so that a round costs no locks; the exposition is built when it is read.
-Every figure is stored once: the `vllm:*` names that existing dashboards read are the same numbers again.
+Counting is plain arithmetic on one thread, so that a round needs no locks; the exposition is built at each scrape.
+Every number is stored once: the `vllm:*` names, which existing dashboards read, show the same numbers.
 
-What it does not know: what the model services measure of themselves (their own metrics ports do).
+Does not know: the metrics of the model services, which have metrics ports of their own.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from gateway.depth import DEEPEST
-from gateway.sequence import Sequence
-from spire.histogram import Histogram
+from gateway.sequence import DEEPEST, Sequence
+from spire.service.histogram import Histogram
 
 _MILLISECONDS = (2, 4, 6, 8, 10, 15, 20, 25, 30, 40, 60, 80, 100, 200, 400, 600, 800, 1000, 2000, 4000, 8000)
 INTER_TOKEN_BUCKETS = tuple(milliseconds / 1000 for milliseconds in _MILLISECONDS)
@@ -26,24 +25,25 @@ FIRST_TOKEN_BUCKETS = (0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 
 REQUEST_BUCKETS = (0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 25.0, 50.0, 100.0, 200.0, 400.0)
 BATCH_BUCKETS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 
-# Where a round's time goes. `draft_wait`: for activations on their way, or for the verifier where it drafts itself;
-# `verify_queue`: for the verifier's other work, prefill above all; `wire`: between asking and answer, what neither
-# service counted.
+# The parts of a round's seconds. `draft_wait`: waiting for activations, or for the verifier if the target drafts for
+# itself; `verify_queue`: waiting for the verifier's other work, mostly prefill; `wire`: the time between request and
+# answer that neither service counted.
 ROUND_PARTS = ("propose", "verify_forward", "verify_sample", "draft_wait", "verify_queue", "wire", "gateway")
 FINISH_REASONS = ("stop", "length", "abort", "error")
 FALLBACKS = ("draft_absent", "draft_timeout", "draft_lost", "draft_behind", "draft_error")
-# Of rounds that were to be drafted: those that were, whatever came of it, and the sampled ones that were not.
+# Rounds that were to be drafted: those for which the draft was asked, and those left plain for comparison.
 DECODINGS = ("speculative", "plain")
 
 
 def parts_of_round(
     seconds: float, models: tuple[float, float, float], waited: float, queued: float, asked: float
 ) -> tuple[float, ...]:
-    """Split a round's seconds, in the order of ROUND_PARTS.
+    """Split the seconds of a round into its parts, in the order of ROUND_PARTS.
 
-    `models` is what the services took, by their own clocks. What else passed of `asked`, from asking to answer, is the
-    wire's, the rest the gateway's. Of what is told to have been waited for, some was in the round before, where this
-    one was sent ahead; so was what the models took beyond `seconds`, which counts here all the same.
+    `models`: seconds to propose, verify and sample, by the services' clocks; `waited` and `queued`: seconds of
+    draft_wait and verify_queue; `asked`: seconds from request to answer. The rest of `asked` is the wire's, the rest of
+    `seconds` the gateway's. A round sent ahead began during the round before: waiting that exceeds `seconds` is left
+    out, but the time of the models is counted in full.
     """
     left = max(0.0, seconds - sum(models))
     waited = min(waited, left)
@@ -53,7 +53,7 @@ def parts_of_round(
     return (*models, waited, queued, asked - told, max(0.0, seconds - asked))
 
 
-# vLLM numbers its engines; there is one verifier behind a gateway.
+# The `engine` label of vLLM's metrics; a gateway has one verifier.
 _ENGINE = "0"
 
 
@@ -63,16 +63,16 @@ def _zeros(names: tuple[str, ...]) -> dict[str, float]:
 
 @dataclass
 class Gauges:
-    """What is true now, asked when Prometheus reads."""
+    """The current state of the gateway, read at each scrape."""
 
     running: int = 0
     starting: int = 0
     waiting: int = 0
-    # Share of the verifier's cache.
+    # Share of the verifier's cache that live sequences hold.
     cache_usage: float = 0.0
-    # Most draft tokens of a block, by the handshakes: how many series there are.
+    # The most draft tokens of a block, by the handshakes; the number of series by position follows.
     deepest: int = 0
-    # Of the event loop: what grows when something is not cleaned up.
+    # Tasks of the event loop: their number grows when something is not cleaned up.
     tasks: int = 0
     verifier_up: bool = False
     # None where no draft is configured.
@@ -83,28 +83,25 @@ class Gauges:
     draft_kind: str = ""
     draft_name: str = ""
     draft_state_bytes: int = 0
-    # By peer: for how long it is left alone after an answer that came too late.
+    # Seconds that each peer is left alone after a late answer; 0 if it is not.
     circuits: dict[str, float] = field(default_factory=dict)
-    # Of automatic rounds: what is chosen now, and what is expected of it.
+    # The k chosen last for automatic sequences, and the tokens expected of a round at that k.
     k: int = 0
     tau: float = 1.0
-    # None where no plain rounds are run to compare with.
+    # None if there are no plain rounds to compare with.
     multiplier: float | None = 1.0
     # None without a calibrated machine.
     multiplier_modelled: float | None = None
-    # By service; empty where none are configured.
+    # The price of an hour by service; empty if none is configured.
     prices: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
 class Metrics:
-    """The gateway's counters. `now` of every method is seconds of one monotonic clock."""
+    """The gateway's counters. `now` is in seconds of the monotonic clock in every method."""
 
-    # Rounds may be under way in so many lanes at once.
-    lanes: int = 1
     rounds: int = 0
-    # By lane.
-    round_seconds: list[dict[str, float]] = field(init=False)
+    round_seconds: dict[str, float] = field(default_factory=lambda: _zeros(ROUND_PARTS))
     round_duration: Histogram = field(default_factory=lambda: Histogram(INTER_TOKEN_BUCKETS))
     compared_rounds: dict[str, float] = field(default_factory=lambda: _zeros(DECODINGS))
     compared_tokens: dict[str, float] = field(default_factory=lambda: _zeros(DECODINGS))
@@ -112,11 +109,11 @@ class Metrics:
     # Rounds by the draft tokens of their deepest block.
     rounds_at: list[int] = field(default_factory=lambda: [0] * (DEEPEST + 1))
     batch_size: Histogram = field(default_factory=lambda: Histogram(BATCH_BUCKETS))
-    # Sequences' rounds that carried draft tokens, and what became of them.
+    # Blocks with draft tokens, and the draft tokens drafted and accepted.
     drafts: int = 0
     drafted: int = 0
     accepted: int = 0
-    # Of those, what became output: not what lay behind the end of a text.
+    # Accepted draft tokens that became output: none behind the end of a text.
     drafted_output: int = 0
     accepted_at: list[int] = field(default_factory=list)
     fallbacks: dict[str, float] = field(default_factory=lambda: _zeros(FALLBACKS))
@@ -132,28 +129,24 @@ class Metrics:
     queue_time: Histogram = field(default_factory=lambda: Histogram(REQUEST_BUCKETS))
     request_time: Histogram = field(default_factory=lambda: Histogram(REQUEST_BUCKETS))
 
-    def __post_init__(self) -> None:
-        self.round_seconds = [_zeros(ROUND_PARTS) for _ in range(self.lanes)]
-
-    def round(self, lane: int, seconds: tuple[float, ...], sequences: int, k: int) -> None:
-        """One round: its seconds in the order of ROUND_PARTS, the draft tokens of its deepest block."""
+    def round(self, seconds: tuple[float, ...], sequences: int, k: int) -> None:
+        """Count a round: `seconds` in the order of ROUND_PARTS, `k` draft tokens in the deepest block."""
         self.rounds += 1
         self.rounds_at.extend([0] * (k + 1 - len(self.rounds_at)))
         self.rounds_at[k] += 1
-        by_part = self.round_seconds[lane]
         for part, spent in zip(ROUND_PARTS, seconds, strict=True):
-            by_part[part] += spent
+            self.round_seconds[part] += spent
         self.round_duration.observe(sum(seconds))
         self.batch_size.observe(sequences)
 
     def compared(self, decoding: str, tokens: int, seconds: float) -> None:
-        """A round that was to be drafted, and was or was not; `tokens` are those that became output."""
+        """Count a round that was to be drafted, by its `decoding` of DECODINGS; `tokens` became output."""
         self.compared_rounds[decoding] += 1
         self.compared_tokens[decoding] += tokens
         self.compared_seconds[decoding] += seconds
 
     def drafted_block(self, drafted: int, accepted: int, kept: int) -> None:
-        """`kept`: how many of the block's tokens became output, of the accepted ones and the target's own."""
+        """Count a block with draft tokens. `kept`: the tokens that became output, accepted or the target's own."""
         self.drafts += 1
         self.drafted += drafted
         self.accepted += accepted
@@ -164,7 +157,7 @@ class Metrics:
             self.accepted_at[position] += 1
 
     def token_times(self, sequence: Sequence, tokens: int, now: float) -> None:
-        """Stamp new tokens of a sequence: those of one round share the time since the one before."""
+        """Record when new tokens of a sequence came: the tokens of a round share the time since its last token."""
         moments = sequence.moments
         self.generated_tokens += tokens
         if moments.first_token:
@@ -184,7 +177,7 @@ class Metrics:
             self.per_output_token.observe((moments.last_token - moments.first_token) / (len(sequence.output) - 1))
 
     def expect_responses(self, paths: Iterable[str], statuses: Iterable[int]) -> None:
-        """Have a series for each from the beginning: one that comes with its first response hides it from `rate`."""
+        """Begin a series at 0 for every path and status: `rate` misses the response that creates a series."""
         self.responses = {(path, str(status)): 0 for path, status in product(paths, statuses)}
 
     def response(self, path: str, status: int) -> None:
@@ -193,7 +186,7 @@ class Metrics:
 
 
 class Exposition(Collector):
-    """Builds the families anew at every scrape."""
+    """A Prometheus collector that builds its metric families anew at every scrape."""
 
     def __init__(self, metrics: Metrics, gauges: Callable[[], Gauges], vllm_names: bool):
         self.metrics, self.gauges, self.vllm_names = metrics, gauges, vllm_names
@@ -246,7 +239,7 @@ class Exposition(Collector):
             yield GaugeMetricFamily("spire_multiplier_measured", help_text, value=now.multiplier)
 
     def _comparison(self, now: Gauges) -> Iterator[Metric]:
-        """What speculation is worth: against rounds that were left plain, by the performance model, in money."""
+        """Yield the worth of speculation: compared with rounds left plain, by the performance model, and in money."""
         counts, label = self.metrics, "decoding"
         yield _labelled("spire_compared_rounds", "Rounds that were to be drafted.", label, counts.compared_rounds)
         yield _labelled("spire_compared_tokens", "Tokens that those rounds gave.", label, counts.compared_tokens)
@@ -263,10 +256,9 @@ class Exposition(Collector):
     def _rounds(self) -> Iterator[Metric]:
         counts = self.metrics
         yield _counter("spire_rounds", "Rounds.", counts.rounds)
-        parts = CounterMetricFamily("spire_round_seconds", "Seconds of rounds, by part.", labels=["lane", "part"])
-        for lane, by_part in enumerate(counts.round_seconds):
-            for part, seconds in by_part.items():
-                parts.add_metric([str(lane), part], seconds)
+        parts = CounterMetricFamily("spire_round_seconds", "Seconds of rounds, by part.", labels=["part"])
+        for part, seconds in counts.round_seconds.items():
+            parts.add_metric([part], seconds)
         yield parts
         yield counts.round_duration.family("spire_round_duration_seconds", "Seconds of a round.")
         yield counts.batch_size.family("spire_round_sequences", "Sequences in a round.")
@@ -314,9 +306,9 @@ class Exposition(Collector):
 
 @dataclass(frozen=True)
 class Named(Collector):
-    """Of all families those that have a sample of one of these names: writing the others takes time from rounds.
+    """The families that have a sample of one of these names: writing the others would take time from rounds.
 
-    A registry's own restriction knows no family that was not there when it was made, as prices or a multiplier.
+    A registry's own restriction misses families that come later than it, such as prices or a multiplier.
     """
 
     all: Collector
@@ -340,7 +332,7 @@ def _labelled(name: str, help_text: str, label: str, values: dict[str, float]) -
 
 
 def _with_labels(family: Metric, labels: dict[str, str]) -> Metric:
-    """The same family with these labels on every sample, before its own."""
+    """Put these labels on every sample of the family, before the sample's own."""
     family.samples = [sample._replace(labels=labels | sample.labels) for sample in family.samples]
     return family
 
@@ -350,5 +342,5 @@ def _positions(name: str, help_text: str, counts: Metrics, now: Gauges) -> Metri
 
 
 def _numbered(counts: list[int], at_least: int) -> dict[str, float]:
-    """By place, as many as there may come to be: no request makes a series."""
+    """The counts by index, filled with zeros up to `at_least` entries: no request creates a series."""
     return {str(at): float(n) for at, n in enumerate(counts + [0] * (at_least - len(counts)))}

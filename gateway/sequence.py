@@ -1,11 +1,11 @@
-"""One choice of one request: its tokens, how it is sampled, where it stands. Only the scheduler changes its state.
+"""A sequence: one choice of a request, with its tokens, sampling and state. Only the scheduler changes the state.
 
     WAITING ──schedule──► STARTING ──Started──► RUNNING ──► FINISHED
        ▲                     │                     │
        └── lose, give way ───┴─────────────────────┘      (finish is legal from every state)
 
-A lost sequence is started again from prompt + output under a new wire id, so nothing of its former life at a model
-service can meet the new one.
+A lost sequence starts again from prompt + output under a new wire id, so that nothing from its former life at a model
+service can be mistaken for the new life's.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Literal
 from spire.v1.verifier_pb2 import Adjustments
 
 Rule = Literal["rejection", "block", "invariant"]
-# What every rule is at temperature 0.
+# The rule that is used at temperature 0, whatever the request says.
 GREEDY = "greedy"
-
-
-# Tokens that a sequence which had to give way generates before it may have to again: else it only starts.
+# The largest automatic k: the most that our drafts draft, which pays for few sequences.
+DEEPEST = 16
+# Tokens that a sequence which gave way generates before it may have to again: otherwise it would do nothing but start.
 LEAST_RUN = 16
 
 
@@ -35,19 +35,19 @@ class State(Enum):
 
 
 class Stage(IntEnum):
-    """How far a STARTING sequence has come at the verifier, as that has told."""
+    """How far a STARTING sequence has come at the verifier, as the verifier reported last."""
 
     SENT = 0
-    # There is no room yet: it waits there, behind those that were sent before it.
+    # No room yet: the sequence waits at the verifier, behind the sequences sent before it.
     STALLED = 1
     ADMITTED = 2
-    # Its prompt is being computed.
+    # The prompt is being computed.
     COMPUTED = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one sequence is sampled. `seed` is always there: the gateway draws one when the caller gave none."""
+    """The sampling parameters of a sequence. If the caller gives no `seed`, the gateway draws one."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -62,15 +62,15 @@ class Sampling:
         return self.rule if self.temperature else GREEDY
 
 
-# In some way that does not take more memory than need be.
+# (token, logprob) pairs. Any Sequence, so that a compact one can hold them.
 Top = abc.Sequence[tuple[int, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """The natural logarithm of a token's probability, and (token, logprob) of the likeliest ones at its position.
+    """The logprob (natural logarithm) of a token, and (token, logprob) of the likeliest tokens at its position.
 
-    `rank` is 1 for the likeliest token, and 0 where it is not known: only prompts' tokens have one.
+    `rank` is 1 for the likeliest token, and 0 if unknown: only tokens of prompts have a rank.
     """
 
     token: float
@@ -79,11 +79,11 @@ class Logprob:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
-    """What one round did for a sequence: it gave `tokens` of its output from place `begin` on.
+class RoundResult:
+    """The result of a round for one sequence: `tokens` new tokens, the first at index `begin` of the output.
 
-    Of `drafted` draft tokens the target accepted `accepted`; one more is its own. Where the output ends in the midst of
-    a round, `tokens` is less than accepted + 1.
+    The target accepted `accepted` of `drafted` draft tokens and added one token of its own. `tokens` is less than
+    accepted + 1 if the output ends within the round.
     """
 
     begin: int
@@ -94,7 +94,7 @@ class Round:
 
 @dataclass(slots=True)
 class Moments:
-    """When things happened, in seconds of the gateway's own clock. Written by the engine, 0 until it happened."""
+    """Times of a sequence's events in seconds of the monotonic clock, 0 before. Written by the engine and `Metrics`."""
 
     arrived: float = 0.0
     admitted: float = 0.0
@@ -103,7 +103,7 @@ class Moments:
     finished: float = 0.0
 
 
-# About what Python takes for an output token, its origin and its round, and for a token with its logprob.
+# Approximate memory of an output token with its origin and round, and of one logprob with its token.
 _TOKEN_BYTES, _LOGPROB_BYTES = 200, 120
 
 
@@ -117,21 +117,21 @@ class Sequence:
     prompt: list[int]
     sampling: Sampling
     max_tokens: int
-    # Most draft tokens of a round; 0 decodes plainly.
+    # The most draft tokens of a round; 0 decodes plainly.
     k: int = 0
     end_tokens: frozenset[int] = frozenset()
-    # Whether k is chosen anew for every round.
+    # True if the gateway chooses k anew for every round.
     automatic: bool = False
-    # Whether the draft was not told what its last round gave.
-    quiet: bool = False
+    # True if the activations of the newest round or Start are kept back from the draft.
+    paused: bool = False
     adjustments: Adjustments | None = None
-    # How many of the likeliest tokens come with each token's logprob; None asks for no logprobs at all.
+    # The number of likeliest tokens that come with each token's logprob; None asks for no logprobs at all.
     top_logprobs: int | None = None
     wants_prompt_logprobs: bool = False
-    # Computed prefixes are shared with sequences of the same salt.
+    # Computed prefixes are shared only between sequences of the same salt.
     cache_salt: str = ""
 
-    # Whose it is, and which request's: places are shared between them. `arrival` orders all. Set by the scheduler.
+    # The API key and the request, which share places fairly, and the order among all sequences. Set by the scheduler.
     key: str = ""
     request: int = 0
     arrival: int = 0
@@ -139,51 +139,51 @@ class Sequence:
     state: State = State.WAITING
     stage: Stage = Stage.SENT
     output: list[int] = field(default_factory=list)
-    # Of each output token: whether the draft guessed it.
+    # For each output token, whether it was a draft token.
     from_draft: list[bool] = field(default_factory=list)
-    # Of each output token, if they are asked for.
+    # For each output token, if logprobs are asked for.
     logprobs: list[Logprob] = field(default_factory=list)
-    # Of the prompt's tokens but the first; None until they have come.
+    # For each token of the prompt but the first; None until the verifier has sent them.
     prompt_logprobs: abc.Sequence[Logprob] | None = None
     finish_reason: str | None = None
     error: Exception | None = None
 
-    # The life under the current wire id, how much output it began with, and whether it had to give way before.
+    # The current life, the length of the output when it began, and whether the sequence was ever put back in the queue.
     life: int = 0
     life_began: int = 0
     came_back: bool = False
     round: int = 0
-    # Its rounds that are under way. Where they are two, each gives one token.
+    # Rounds planned and not over: at most the one that the engine runs and the next.
     under_way: int = 0
     draft_id: str = ""
 
-    # Of the prompt, copied from what the verifier held already.
+    # Tokens of the prompt that the verifier copied from another sequence's prefix instead of computing them.
     cached_tokens: int = 0
-    # Lives since the last new token that ended while it was computed: whoever ends each one is given up.
+    # Lives lost while computed, since the last new token: after too many, the sequence is given up.
     fruitless_lives: int = 0
-    rounds: list[Round] = field(default_factory=list)
+    rounds: list[RoundResult] = field(default_factory=list)
     drafted: int = 0
     accepted: int = 0
-    # accepted_histogram[a] = rounds in which a draft tokens were accepted.
+    # accepted_histogram[a]: the number of rounds in which a draft tokens were accepted.
     accepted_histogram: list[int] = field(default_factory=list)
-    # The same of rounds with room for k tokens before max_tokens: what τ at k is the mean of.
+    # The same for rounds with room for k draft tokens before max_tokens: τ at k is measured from these.
     full_depth_histogram: list[int] = field(default_factory=list)
 
     moments: Moments = field(default_factory=Moments)
     listener: Callable[[], None] = _no_listener
-    # Whether the listener hears of every round or of the end alone.
+    # True: the listener is called after every round; False: only when the sequence ends.
     hears_rounds: bool = True
-    # Output tokens that the listener has taken, if it hears of them.
+    # The number of output tokens that the listener has taken.
     heard: int = 0
 
     @property
     def stalled(self) -> bool:
-        """Whether it waits for room at the verifier."""
+        """True if the sequence waits for room at the verifier."""
         return self.state is State.STARTING and self.stage is Stage.STALLED
 
     @property
     def computed(self) -> bool:
-        """Whether the verifier computes it, as far as is known: only then may it be why that died."""
+        """True if the verifier may be computing the sequence: only then can the sequence be why the verifier died."""
         if self.state is State.STARTING:
             return self.stage is Stage.COMPUTED
         return self.state is State.RUNNING and self.under_way > 0
@@ -194,17 +194,17 @@ class Sequence:
 
     @property
     def wire_id(self) -> str:
-        """Its name at the model services, a new one for each life."""
+        """The id of the sequence at the model services, new for each life."""
         return f"{self.id}.{self.life}"
 
     @property
     def base(self) -> int:
-        """Positions whose cache is committed while it runs: all but the newest token."""
+        """The number of committed positions of a running sequence: all but the newest token."""
         return len(self.prompt) + len(self.output) - 1
 
     @property
     def unread_bytes(self) -> int:
-        """What is kept of tokens that a listener to every round has not taken."""
+        """The approximate memory of output tokens that the listener has not taken; 0 unless `hears_rounds`."""
         if not self.hears_rounds:
             return 0
         alternatives = 0 if self.top_logprobs is None else 1 + self.top_logprobs
@@ -212,7 +212,7 @@ class Sequence:
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
-        """Whether the next Start asks for them: what came in an earlier life is kept."""
+        """True if the next Start asks for prompt logprobs: those from an earlier life are kept."""
         return self.wants_prompt_logprobs and self.prompt_logprobs is None
 
     @property
@@ -221,7 +221,7 @@ class Sequence:
 
     @property
     def tokens(self) -> list[int]:
-        """What a (re)start begins from."""
+        """Prompt and output so far: the tokens that a Start sends."""
         return self.prompt + self.output
 
     @property
@@ -230,17 +230,17 @@ class Sequence:
 
     @property
     def room(self) -> int:
-        """Draft tokens that the next round has a use for: it yields one token more than it drafts."""
+        """The most draft tokens that the next round can use, beside the one token that the target adds."""
         return max(0, self.tokens_left - 1)
 
     @property
     def depth(self) -> int:
-        """Speculation depth of the next round."""
+        """The speculation depth of the next round."""
         return min(self.k, self.room)
 
     @property
     def speculates(self) -> bool:
-        """Whether any of its rounds may be drafted."""
+        """True if any round of the sequence may be drafted."""
         return self.automatic or self.k > 0
 
     @property

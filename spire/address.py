@@ -1,6 +1,6 @@
-"""Where services listen and are reached: HOST:PORT, with an IPv6 host in brackets where a port follows it.
+"""Addresses of services: HOST:PORT ([HOST]:PORT for IPv6), or unix:PATH, a socket that only this host can reach.
 
-What it does not know: names. They are resolved by whoever connects or listens.
+Does not know: name resolution, which is done on connecting or listening.
 """
 
 from __future__ import annotations
@@ -15,17 +15,31 @@ from pydantic import AfterValidator
 from spire.errors import SpireError
 
 _ADDRESS = re.compile(r"(?P<host>\[[^\[\]]+\]|[^\[\]:/]+):(?P<port>\d{1,5})")
-# gRPC resolves these by itself.
+# Target schemes that gRPC resolves by itself.
 _TARGET = re.compile(r"(dns|unix|unix-abstract|ipv4|ipv6|xds):.+")
 
 
+# What gRPC takes as the path of a Unix socket: it gives other characters a meaning of their own.
+_UNIX_PATH = re.compile(r"/[A-Za-z0-9._/~+=@-]+")
+_LONGEST_UNIX_PATH = 107
+
+
+def is_unix(host: str) -> bool:
+    """True if `host` is unix:PATH, which has no port."""
+    return host.startswith("unix:")
+
+
 def join(host: str, port: int) -> str:
-    """HOST:PORT, or [HOST]:PORT for IPv6."""
+    """Return HOST:PORT, [HOST]:PORT for IPv6, or unix:PATH."""
+    if is_unix(host):
+        return host
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def split(address: str) -> tuple[str, int]:
-    """Host without brackets, and port. Raises ValueError for what is no HOST:PORT."""
+    """Return the host without brackets and the port, or unix:PATH and 0. Raises ValueError for anything else."""
+    if is_unix(address):
+        return address, 0
     found = _ADDRESS.fullmatch(address)
     if found is None or int(found["port"]) > 65535:
         raise ValueError(f"{address!r} is not HOST:PORT, as in 10.0.0.1:50051, verifier:50051 or [::1]:50051")
@@ -33,17 +47,22 @@ def split(address: str) -> tuple[str, int]:
 
 
 def bare(host: str) -> str:
-    """A host without the brackets of an IPv6 address."""
+    """Return `host` without the brackets of an IPv6 address."""
     return host[1:-1] if host[:1] + host[-1:] == "[]" else host
 
 
 def is_loopback(host: str) -> bool:
-    """True where only this machine reaches what listens there."""
+    """True if `host` is a loopback address, which only this machine can reach."""
     return host == "localhost" or ((number := _number(host)) is not None and number.is_loopback)
 
 
+def by_tcp(host: str) -> str:
+    """Return the TCP host for the metrics of a service that listens on `host`: loopback for unix:PATH."""
+    return "127.0.0.1" if is_unix(host) else host
+
+
 def reachable(host: str) -> str:
-    """Where this machine reaches what listens at `host`: loopback where that is every address."""
+    """Return the host by which this machine reaches a listener on `host`: loopback for a wildcard address."""
     number = _number(host or "0.0.0.0")
     if number is None or not number.is_unspecified:
         return host
@@ -51,7 +70,7 @@ def reachable(host: str) -> str:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A TCP socket that is bound and does not listen yet; port 0 takes a free one. Raises SpireError."""
+    """Return a bound TCP socket that does not listen yet; port 0 picks a free port. Raises SpireError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -84,6 +103,21 @@ def _peer(address: str) -> str:
     return address
 
 
-Host = Annotated[str, AfterValidator(bare)]
-# Of another service; empty for none.
+def fits_unix(path: str) -> bool:
+    """True if a Unix socket can have this path: absolute, at most 107 bytes, letters, digits and ._/~+=@- only."""
+    return len(path.encode()) <= _LONGEST_UNIX_PATH and _UNIX_PATH.fullmatch(path) is not None
+
+
+def _host(host: str) -> str:
+    if is_unix(host) and not fits_unix(path := host.removeprefix("unix:")):
+        raise ValueError(
+            f"unix:{path} cannot be a socket: name an absolute path of at most {_LONGEST_UNIX_PATH} bytes, of letters, "
+            "digits and ._/~+=@-"
+        )
+    return bare(host)
+
+
+# Address to listen on: a host, or unix:PATH.
+Host = Annotated[str, AfterValidator(_host)]
+# Address of another service; empty for none.
 Peer = Annotated[str, AfterValidator(_peer)]

@@ -1,21 +1,21 @@
-"""The exception tree of Spire. One root, so that a boundary needs one table to translate it.
+"""The exceptions of Spire. They have one root, so that one table translates them at a boundary.
 
 SpireError
 ├── CheckpointError    a model directory that cannot be served, naming the file
-├── DataError          training or evaluation data that cannot be used
-├── MismatchError      two peers that do not belong together, naming both values
-└── RequestError       what one caller asked for cannot be done
+├── DataError          a command's data or files that cannot be used
+├── MismatchError      two peers that do not match, naming both values
+└── RequestError       a request that cannot be carried out
     ├── InvalidRequest     wrong by itself: shapes, ranges, unknown values
     ├── UnknownSequence    the verifier or draft holds no such sequence: replay it
-    ├── NotAllowed         the name that a peer goes by is another's
-    ├── StaleBlock         a block for a base, round or stream that has passed
-    ├── NotFinite          the model's numbers for this sequence went bad
-    └── OutOfCapacity      no slot or queue place is free now: try again later
+    ├── NotAllowed         the name that a peer uses belongs to another peer
+    ├── StaleBlock         a block for a past base, round or stream
+    ├── NotFinite          non-finite logits for this sequence
+    └── OutOfCapacity      no free slot or queue place: try again later
 """
 
 
 class SpireError(Exception):
-    """Root of every error that Spire raises on purpose. The message is for people."""
+    """Root of all errors that Spire raises on purpose. The message is for people."""
 
 
 class CheckpointError(SpireError):
@@ -35,7 +35,7 @@ class RequestError(SpireError):
 
 
 class InvalidRequest(RequestError):
-    """`param` names the field that is wrong; empty where no single one is."""
+    """A request that is wrong by itself. `param` names the wrong field, or is empty if no single field is wrong."""
 
     def __init__(self, message: str, param: str = ""):
         super().__init__(message)

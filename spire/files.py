@@ -1,4 +1,4 @@
-"""Files that commands leave: each appears whole or not at all. And where they keep what only saves time."""
+"""Atomic writes of files, and the directory of the user's cache."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from spire.errors import DataError
 
 
 def user_cache() -> Path:
-    """Calibrations, tokenized corpora: `$XDG_CACHE_HOME/spire`, under `~/.cache` where that is not set.
+    """Return the directory of calibrations and tokenized corpora: `$XDG_CACHE_HOME/spire`, or `~/.cache/spire`.
 
-    Deleting it costs only time.
+    Deleting the directory costs only time.
     """
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spire"
 
 
 def write_whole(file: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a file beside `file`, then put it in place: it appears whole or not at all.
+    """Write `file` atomically: call `write` with a temporary path beside `file`, then rename.
 
-    Raises DataError, naming the file, when it cannot be written.
+    Raises DataError, naming the file, if writing fails.
     """
     unfinished = file.with_name(f"{file.stem}.{os.getpid()}.part{file.suffix}")
     try:

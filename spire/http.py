@@ -1,7 +1,7 @@
-"""HTTP clients: our own processes and this machine are reached directly, others by the environment's proxies.
+"""HTTP clients: direct to Spire's processes and this machine, through the environment's proxies to other hosts.
 
-Which authorities are trusted is the environment's (SSL_CERT_FILE, SSL_CERT_DIR) in both cases. What measures goes
-directly too: through a proxy it would measure the proxy.
+Trusted authorities come from the environment (SSL_CERT_FILE, SSL_CERT_DIR) in both cases. Measurements connect directly
+too, because they would otherwise measure the proxy.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from spire.errors import SpireError
 
 
 def direct_client(**options: Any) -> httpx.Client:
-    """A client that knows no proxy. Raises SpireError where the trusted certificates cannot be read."""
+    """Return a client without proxies. Raises SpireError if the trusted certificates cannot be read."""
     with _explained():
         return httpx.Client(transport=httpx.HTTPTransport(), **options)
 
 
 def direct_async_client(limits: httpx.Limits, **options: Any) -> httpx.AsyncClient:
-    """The same for many requests at once."""
+    """Return an asynchronous client without proxies. Raises SpireError if the trusted certificates cannot be read."""
     with _explained():
         return httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(limits=limits), **options)
 
 
 def client_for(url: str, **options: Any) -> httpx.Client:
-    """A client for what listens at `url`, which may be another machine: through the environment's proxy for it.
+    """Return a client for `url`, through the environment's proxy if one is set for that host.
 
-    Raises SpireError where `url` is none, or that proxy cannot be used.
+    Raises SpireError if `url` is invalid, the proxy cannot be used or the trusted certificates cannot be read.
     """
     if not goes_by_proxy(url):
         return direct_client(**options)
@@ -42,9 +42,9 @@ def client_for(url: str, **options: Any) -> httpx.Client:
 
 
 def goes_by_proxy(url: str) -> bool:
-    """True where the environment names a proxy for `url`. This machine needs none, whatever no_proxy says.
+    """True if the environment sets a proxy for `url`; never for this machine, whatever no_proxy says.
 
-    Raises SpireError where `url` is none.
+    Raises SpireError if `url` is invalid.
     """
     try:
         address = httpx.URL(url)
@@ -56,13 +56,13 @@ def goes_by_proxy(url: str) -> bool:
 
 
 def past_proxy(url: str) -> str:
-    """A remark for who measures `url` directly and finds nobody; empty where no proxy is named for it."""
+    """Return a remark for the error that a measurement cannot reach `url` directly; empty if no proxy is set for it."""
     return "; measurements do not go through the environment's proxy" if goes_by_proxy(url) else ""
 
 
 @contextmanager
 def _explained(by_proxy: bool = False) -> Iterator[None]:
-    """Turn what making a client raises into one sentence, about the environment's proxies where it goes `by_proxy`."""
+    """Turn errors of creating a client into a SpireError, which blames the environment's proxies if `by_proxy`."""
     try:
         yield
     except (ImportError, ValueError, httpx.InvalidURL) as error:

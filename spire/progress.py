@@ -1,4 +1,4 @@
-"""A bar for what takes long, on stderr from its first second; where nobody watches a terminal, a line."""
+"""Progress of long reads on stderr: a bar on a terminal, else one line."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-# What is read in less than a second needs no bar.
+# Fewer bytes are read in less than a second and need no bar.
 _SMALL = 1_000_000
 
 
 @contextmanager
 def bytes_shown(doing: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Gives what takes the number of bytes read since it was called last, of `total`."""
+    """Show progress towards `total` bytes. The yielded function takes the number of bytes read since its last call."""
     console = Console(stderr=True, highlight=False)
     if total < _SMALL:
         yield lambda _: None

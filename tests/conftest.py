@@ -13,13 +13,14 @@ from hypothesis import settings
 
 from spire.bench.prompts import PromptSource
 from tests import smollm2
+from tests.paths import TESTS
 from tests.services import Service, Services, running, start
 
 # Triton asks when it is first imported: without a GPU its kernels are interpreted.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-FIXTURES = Path(__file__).parent / "fixtures"
+FIXTURES = TESTS / "fixtures"
 
 # How long an example takes says something of the machine, nothing of the code.
 settings.register_profile("spire", deadline=None)
@@ -46,7 +47,7 @@ def no_proxies() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def stories_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A real, small target: stories260K, converted from llama2.c's format. float32, vocabulary 512, context 512."""
-    from spire.model.convert import convert_llama2c
+    from spire.checkpoints.convert import convert_llama2c
 
     out = tmp_path_factory.mktemp("models") / "stories260K"
     source = FIXTURES / "stories260K"
@@ -100,7 +101,7 @@ def smollm2_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     """SmolLM2-135M-Instruct in Hugging Face layout, bfloat16: vocabulary 49,152, context 8,192, a chat template."""
     if named := os.environ.get(smollm2.DIRECTORY):
         return Path(named)
-    from spire.model.gguf.convert import convert_gguf
+    from spire.checkpoints.gguf.convert import convert_gguf
 
     out = tmp_path_factory.mktemp("models") / "SmolLM2-135M-Instruct"
     convert_gguf(request.getfixturevalue("smollm2_gguf"), out)
@@ -129,7 +130,7 @@ def source(stories_dir: Path, prose: list[Path]) -> PromptSource:
 @pytest.fixture(scope="session")
 def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `spire certs` makes: a CA, and a directory for each service."""
-    from spire.certificates import make_certificates
+    from spire.service.certificates import make_certificates
 
     directory = tmp_path_factory.mktemp("certs")
     make_certificates(directory)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-import verifier_service.step
-from spire.randomness import Purpose
-from spire.sampling import SamplingRows, draw
-from spire.verification import SparseDistribution, Verdict
+import verifier_service.engine.step
+from spire.decoding.randomness import Purpose
+from spire.decoding.sampling import SamplingRows, draw
+from spire.decoding.verification import SparseDistribution, Verdict
 from verifier_service.__main__ import main
 
 
@@ -26,7 +26,7 @@ def accept_everything(
     return Verdict.of(draft_BK, counts_B, last_B)
 
 
-verifier_service.step.verify = accept_everything
+verifier_service.engine.step.verify = accept_everything
 
 if __name__ == "__main__":
     main()

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 
-from spire.model.checkpoint import load_target, save_draft, save_target
+from spire.checkpoints.weights import load_target, save_draft, save_target
 from spire.model.config import DraftConfig, ModelConfig
 from spire.model.draft import prune
 from spire.model.target import Target, WholeSequence

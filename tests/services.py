@@ -17,7 +17,7 @@ from typing import Literal
 
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 _PATIENCE_SECONDS = 240
-_WAITS, _IS_WAITED_FOR = ("--wait-ms", "2000"), ("--propose-deadline", "20")
+_WAITS, _IS_WAITED_FOR = ("--wait-ms", "2000"), ("--draft-deadline", "20")
 
 
 @dataclass
@@ -119,13 +119,11 @@ def running(
             follower = None
             gateway_command = [*gateway, "--verifier", target.address, "--port", "0"]
             gateway_command += [*([] if k is None else ["--k", str(k)]), *gateway_options]
-            if draft == "magicdec":
-                gateway_command += ["--draft", target.address]
-            elif draft is not None:
+            gateway_command += ["--draft", "off" if draft is None else "magicdec" if draft == "magicdec" else "auto"]
+            if isinstance(draft, Path):
                 options = ["--draft", str(draft), "--verifier", target.address, *common, *draft_options]
                 follower = start(["-m", "draft_service", *options], directory)
                 services.append(follower)
-                gateway_command += ["--draft", follower.address]
             front = start(gateway_command, directory)
             services.append(front)
             system = Services(f"http://{front.address}", target, front, follower, directory)

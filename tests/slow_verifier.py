@@ -9,8 +9,8 @@ import sys
 import time
 
 from verifier_service.__main__ import main
-from verifier_service.batch import RaggedBatch
-from verifier_service.step import ModelSteps, Outcome, PromptChunk
+from verifier_service.engine.batch import RaggedBatch
+from verifier_service.engine.step import ModelSteps, Outcome, PromptChunk
 
 _run = ModelSteps.run
 _step, _prefill = (float(sys.argv.pop(1)) for _ in range(2))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from spire.drafting import Drafted
-from spire.sampling import SamplingRows
+from spire.decoding.drafting import Drafted
+from spire.decoding.sampling import SamplingRows
 from verifier_service.__main__ import main
-from verifier_service.step import ModelSteps
+from verifier_service.engine.step import ModelSteps
 
 _draft = ModelSteps.draft
 

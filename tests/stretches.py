@@ -1,6 +1,7 @@
 """How long callbacks keep an event loop from everything else, in processor time of its thread.
 
-Of wall time a busy machine would have its share; the processor's is the code's own.
+Of wall time a busy machine would have its share; the processor's is the code's own, but for what a virtual machine is
+kept from by others. That is not there every time, as what the code takes is: of three runs the best one counts.
 """
 
 from __future__ import annotations
@@ -8,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
+
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -47,3 +50,14 @@ async def longest_stretch() -> AsyncIterator[Stretch]:
             await asyncio.sleep(0)
         finally:
             gc.unfreeze()
+
+
+async def longest_stretch_of(work: Callable[[], Awaitable[Result]]) -> tuple[Stretch, Result]:
+    """The longest stretch of the best of three runs, and what the last one returned."""
+    best = None
+    for _ in range(3):
+        async with longest_stretch() as longest:
+            result = await work()
+        best = longest if best is None or longest.seconds < best.seconds else best
+    assert best is not None
+    return best, result

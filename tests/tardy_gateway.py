@@ -6,20 +6,20 @@ import random
 import time
 
 from gateway.__main__ import main
-from gateway.peers import VerifierPeer
+from gateway.verifier_client import VerifierClient
 from spire.v1 import verifier_pb2
 
 _random = random.Random(0)
-_receive = VerifierPeer._receive
+_receive = VerifierClient._receive
 
 
-def receive_late(self: VerifierPeer, message: verifier_pb2.RoundsResponse) -> None:
+def receive_late(self: VerifierClient, message: verifier_pb2.RoundsResponse) -> None:
     if _random.random() < 0.3:
         time.sleep(0.008)  # nobody else runs meanwhile: as if it waited for a core
     _receive(self, message)
 
 
-VerifierPeer._receive = receive_late  # type: ignore[method-assign]
+VerifierClient._receive = receive_late  # type: ignore[method-assign]
 
 if __name__ == "__main__":
     main()

@@ -12,8 +12,9 @@ from types import ModuleType
 import pytest
 
 from tests.conftest import FIXTURES
+from tests.paths import ROOT
 
-EXPERIMENTS = Path(__file__).parents[1] / "experiments"
+EXPERIMENTS = ROOT / "experiments"
 
 
 @pytest.mark.timeout(1500)  # a dozen processes, one after another, on whatever machine

@@ -28,12 +28,11 @@ from experiments.gpu.system import served
 from experiments.gpu.table import table
 from spire.cli.paths import Pair
 from spire.errors import SpireError
-from spire.shapes import LLAMA_3_8B
+from spire.perf.shapes import LLAMA_3_8B
+from tests.paths import ROOT
 
 # Seven services are started, on whatever machine.
 pytestmark = pytest.mark.timeout(1600)
-
-ROOT = Path(__file__).parents[1]
 
 
 def make_gpu(out: Path, *more: str) -> subprocess.CompletedProcess[str]:

@@ -6,11 +6,14 @@ import ast
 import resource
 import subprocess
 import sys
+from collections import Counter
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.paths import ROOT
+
 SERVICES = ("gateway", "verifier_service", "draft_service")
 
 
@@ -48,27 +51,107 @@ def test_the_shared_package_imports_no_service() -> None:
     assert not wrong
 
 
+def modules() -> dict[str, Path]:
+    """Dotted name and file of each module of ours that nobody generates."""
+    files = [file for package in ("spire", *SERVICES) for file in (ROOT / package).rglob("*.py")]
+    names = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file for file in files}
+    return {name: file for name, file in names.items() if not name.startswith("spire.v1")}
+
+
+def imports_within(package: str) -> dict[str, set[str]]:
+    """Which of a package's modules and packages import which of the others."""
+    known, graph = modules(), dict[str, set[str]]()
+    for name, file in known.items():
+        if name.startswith(f"{package}."):
+            child = name.removeprefix(f"{package}.").split(".")[0]
+            ours = {used for used in imported_names(file) & known.keys() if used.startswith(f"{package}.")}
+            graph.setdefault(child, set()).update(used.removeprefix(f"{package}.").split(".")[0] for used in ours)
+    return {child: used - {child} for child, used in graph.items()}
+
+
+def circle_in(package: str) -> list[str]:
+    """Parts of a package that import one another in a circle, if any do."""
+    try:
+        TopologicalSorter(imports_within(package)).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def imported_names(file: Path) -> set[str]:
+    """Modules that are imported, also as names of their package."""
+    froms = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
+    return imported_modules(file) | {f"{node.module}.{alias.name}" for node in froms for alias in node.names}
+
+
+PACKAGES = sorted(name for name, file in modules().items() if file.name == "__init__.py")
+
+
+@pytest.mark.parametrize("package", [name for name in PACKAGES if name != "spire.model"])
+def test_arrows_between_the_parts_of_a_package_go_down_only(package: str) -> None:
+    assert circle_in(package) == []
+
+
+def test_the_check_of_arrows_would_see_one_that_goes_up() -> None:
+    """A control: layers and their backends still import each other."""
+    assert circle_in("spire.model")
+
+
+def test_no_module_is_longer_than_400_lines() -> None:
+    assert {name: count for name, file in modules().items() if (count := file.read_text().count("\n")) > 400} == {}
+
+
+def test_no_function_has_more_than_50_lines_behind_its_declarations_and_its_docstring() -> None:
+    functions = [
+        (f"{name}.{node.name}", node)
+        for name, file in modules().items()
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    assert {name: lines for name, node in functions if (lines := lines_of(node)) > 50} == {}
+
+
+def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    body = function.body[1:] if ast.get_docstring(function) else function.body
+    return (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
+
+
+def test_no_two_classes_have_one_name() -> None:
+    classes = Counter(
+        node.name
+        for file in modules().values()
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert {name: count for name, count in classes.items() if count > 1} == {}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_package_has_more_than_15_modules(package: str) -> None:
+    assert len(list((ROOT / package.replace(".", "/")).glob("*.py"))) <= 15
+
+
 @pytest.mark.parametrize(
     "module",
     [
         "spire",
-        "spire.calibration",
-        "spire.chat_messages",
+        "spire.perf.calibration",
+        "spire.text.chat_messages",
         "spire.cli",
         "spire.errors",
-        "spire.hardware",
-        "spire.machine_memory",
-        "spire.memory_need",
+        "spire.perf.hardware",
+        "spire.service.machine_memory",
+        "spire.perf.memory_need",
         "spire.model.config",
-        "spire.perf_model",
-        "spire.plots",
-        "spire.rpc.loopback",
+        "spire.perf.perf_model",
+        "spire.perf.plots",
+        "spire.perf.loopback",
         "spire.rpc.channel",
         "spire.rpc.errors",
-        "spire.shapes",
+        "spire.perf.shapes",
         "spire.v1.verifier_pb2_grpc",
         "spire.v1.draft_pb2_grpc",
-        "gateway.app",
+        "gateway.api.app",
     ],
 )
 def test_importing_it_does_not_import_torch(module: str) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from spire.model.checkpoint import load_target, save_draft
+from spire.checkpoints.weights import load_target, save_draft
 from spire.model.config import DraftConfig
 from spire.model.draft import last_layers, prune
 

@@ -1,7 +1,7 @@
-"""`python -m verifier_service --model DIR`: serve a target until SIGTERM.
+"""Serve a target until SIGTERM: `python -m verifier_service --model DIR`.
 
-Options: `verifier_service/config.py`. Exit code 2 with one line on stderr when it cannot start, 3 when its model was
-stuck at the end, 4 when its GPU was lost.
+Options: `verifier_service/config.py`. Exit code 2, with one line on stderr, if the service cannot start; 3 if the model
+was stuck at shutdown; 4 if the GPU was lost.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import os
 import structlog
 from prometheus_client import start_http_server
 
-from spire.process import announce, keep_announcing, on_passing_thread, run, stop_signal
+from spire.address import by_tcp
 from spire.rpc.trust import Trust
+from spire.service.heap import keep_freed_memory
+from spire.service.process import announce, keep_announcing, on_passing_thread, run, stop_signal
 from verifier_service.config import VerifierConfig
 
 # isort: split
-from spire.model.placement import keep_freed_memory, set_threads
-from verifier_service.server import listening, load
+from spire.model.placement import set_threads
+from verifier_service.serve.server import listening, load
 
 _STUCK = 3
 
@@ -31,14 +33,14 @@ def main() -> None:
 
 
 async def serve(config: VerifierConfig) -> None:
-    """Run until SIGTERM or SIGINT. Raises SpireError when it cannot serve."""
+    """Serve until SIGTERM or SIGINT. Raises SpireError if the target cannot be served."""
     trust = Trust.read(config.tls, config.secret_file)
     trust.check_host(config.host)
     keep_freed_memory()
     set_threads(config.threads)
     engine, hosted = on_passing_thread(lambda: load(config))
     if config.metrics_port:
-        start_http_server(config.metrics_port, config.host, registry=engine.metrics.registry)
+        start_http_server(config.metrics_port, by_tcp(config.host), registry=engine.metrics.registry)
     async with listening(engine, hosted, config, trust, config.drain_seconds) as address:
         log.info(
             "verifier service listens",
@@ -51,7 +53,7 @@ async def serve(config: VerifierConfig) -> None:
             cache_gb=round(engine.steps.cache.bytes / 1e9, 3),
         )
         stopping = asyncio.create_task(stop_signal())
-        await asyncio.sleep(0)  # it listens before anybody knows whom to stop
+        await asyncio.sleep(0)  # signal handlers are installed before the address is announced
         announce(config.ready_file, address)
         telling = asyncio.create_task(
             keep_announcing(config.ready_file, lambda: not engine.pace.is_stuck(config.stuck_seconds))
@@ -63,7 +65,7 @@ async def serve(config: VerifierConfig) -> None:
             await stopping
     telling.cancel()
     if not engine.ended.done():
-        os._exit(_STUCK)  # no thread can be ended from outside, and none in a model outlives its interpreter
+        os._exit(_STUCK)  # a thread cannot be killed, and one inside a model does not survive the interpreter's end
     await ended
 
 

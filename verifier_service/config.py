@@ -1,4 +1,4 @@
-"""Options of the verifier service: command line, then environment (`SPIRE_VERIFIER_*`), then these defaults."""
+"""Options of the verifier: command line, environment (`SPIRE_VERIFIER_*`), options file, defaults, in this order."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 from pydantic import Field
 from pydantic_settings import CliSuppress, SettingsConfigDict
 
-from spire.process import ModelServiceConfig
 from spire.rpc.limits import MAX_NAMED
+from spire.service.process import ModelServiceConfig
 
 
 class VerifierConfig(ModelServiceConfig):
@@ -43,7 +43,7 @@ class VerifierConfig(ModelServiceConfig):
         description="Positions of one step: blocks to verify first, then prompts. 0: 64 to 512, as many as take half a "
         "second, or twice a step without prompts.",
     )
-    # No shorter than the longest block that is drafted.
+    # At least as long as the deepest block that is drafted.
     self_window: int = Field(
         64, ge=16, description="MagicDec: last positions of its own cache that the target drafts through."
     )

@@ -1,6 +1,6 @@
-"""What the verifier counts, in Prometheus' names. One registry per service, so that tests can run several.
+"""Prometheus metrics of the verifier. One registry per service, so that tests can run several services.
 
-Every label is there from the beginning: a series that appears with its first event hides that event from `rate`.
+Every label exists from the beginning: a series that appears with its first event hides that event from `rate`.
 """
 
 from __future__ import annotations
@@ -10,16 +10,18 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from spire.model.cache import TargetCache
-from spire.process_metrics import register_process
 from spire.rpc.errors import code_name
+from spire.service.process_metrics import register_process
 from spire.v1 import tensor_pb2
 
 _KINDS = ("verify", "prefill", "draft")
+# Carriers of draft requests; internal: the target drafts for itself.
+GRPC, INTERNAL = "grpc", "internal"
 _CODES = [code_name(code) for code in tensor_pb2.Code.values() if code > tensor_pb2.CODE_OK]
 
 
 class VerifierMetrics:
-    """`kind` is `verify`, `prefill`, or `draft` where the target drafts for itself."""
+    """Counters and gauges of a verifier. `kind` is `verify`, `prefill`, or `draft` if the target drafts for itself."""
 
     def __init__(self, slots: int, cache: TargetCache):
         self.registry = CollectorRegistry()
@@ -38,6 +40,10 @@ class VerifierMetrics:
         self.expired = self._counter("expired_sequences", "Sequences freed because their gateway stayed away.")
         self.preempted = self._counter("preempted_sequences", "Sequences sent away because memory ran out.")
         self.cached_tokens = self._counter("cached_prompt_tokens", "Prompt positions copied from another sequence.")
+        self.rounds = self._counter("rounds", "Batches of gateways, by what carried them.", "carrier", (GRPC,))
+        self.draft_requests = self._counter(
+            "draft_requests", "Requests to drafts, by what carried them.", "carrier", (GRPC, INTERNAL)
+        )
         self.slots_used = self._gauge("slots_used", "Sequences held.")
         self._gauge("slots", "Sequences that can be held.").set(slots)
         self._gauge("cache_bytes", "Bytes that the target's cache may come to hold.").set(cache.bytes)
@@ -49,7 +55,7 @@ class VerifierMetrics:
         parked.set_function(lambda: cache.parked_bytes)
 
     def step(self, kind: str, positions: int, seconds: float) -> None:
-        """One forward, or one kind's share of it."""
+        """Count one forward, or the share of one kind in it."""
         self.steps.labels(kind).inc()
         self.positions.labels(kind).inc(positions)
         self.busy_seconds.labels(kind).inc(seconds)

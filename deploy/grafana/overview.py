@@ -1,4 +1,4 @@
-"""What clients get: requests, speed, queue, errors."""
+"""The dashboard of clients: requests, speed, queue, errors."""
 
 from __future__ import annotations
 

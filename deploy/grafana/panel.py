@@ -1,4 +1,4 @@
-"""What a panel is: a title, what to do about it, a unit, a colour for each range of values, and queries by legend.
+"""A panel: a title, what to do about it, a unit, a colour for each range of values, and queries by legend.
 
 Colours are the thresholds that tests cross with faults: a panel that was never seen to change colour says nothing.
 """

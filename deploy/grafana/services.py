@@ -1,4 +1,4 @@
-"""Where the time of a round goes, and what each service holds."""
+"""The dashboard of services: the time of a round by part, and the memory that each service holds."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ SERVICES = [
     ),
     Panel(
         "Fallbacks by reason",
-        "Blocks a second. draft_absent, draft_lost: is it running? draft_timeout: too slow for --propose-deadline. "
+        "Blocks a second. draft_absent, draft_lost: is it running? draft_timeout: too slow for --draft-deadline. "
         "draft_behind: activations come too late. draft_error: it refuses, usually for want of places "
         "(--max-sequences).",
         "ops",

@@ -1,4 +1,4 @@
-"""Whether speculation pays, and why."""
+"""The dashboard of speculation: its gain, predicted and measured, and the reasons."""
 
 from __future__ import annotations
 

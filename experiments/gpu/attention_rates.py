@@ -12,9 +12,9 @@ from experiments.gpu.findings import Finding, Findings
 from experiments.gpu.machine_rates import copy_rate
 from experiments.gpu.part import Setting
 from experiments.gpu.shapes import shape_of
-from spire.microbenchmarks import Bench
 from spire.model.layers import additive, attend
-from spire.shapes import Shape
+from spire.perf.microbenchmarks import Bench
+from spire.perf.shapes import Shape
 
 _BATCHES, _CONTEXTS, _TOKENS = (32, 8, 64), (8192, 4096, 1024), (1, 5, 9, 17)
 # As much as no cache holds is read before a layer comes again.
@@ -46,7 +46,7 @@ class Layers:
     """Keys and values of `batch` sequences of `context` positions, of as many layers as no cache holds."""
 
     def __init__(self, setting: Setting, shape: Shape, batch: int, context: int):
-        from spire.model import paged_attention
+        from spire.model.backends import paged_attention
 
         self.kernels, self.shape, self.batch, self.context = paged_attention, shape, batch, context
         self.bench = Bench(setting.device, torch.bfloat16, setting.least_seconds / 3)

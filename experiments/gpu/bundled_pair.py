@@ -10,7 +10,7 @@ import torch
 from experiments.gpu.findings import Finding, Findings
 from experiments.gpu.part import Setting
 from experiments.gpu.system import served
-from spire.bench.acceptance import Acceptance, acceptance
+from spire.bench.acceptance import MeasuredAcceptance, acceptance
 from spire.bench.client import Client, Completed, Request
 from spire.bench.prompts import BUNDLED_TEXT, PromptSource
 from spire.bench.system import FALLBACKS, System
@@ -33,7 +33,7 @@ def measure(setting: Setting, findings: Findings) -> None:
     findings.add(Finding(f"{_AT_ONCE} requests at once, prompts included", rate, "tokens/s"))
 
 
-def _acceptance(setting: Setting, findings: Findings) -> tuple[Acceptance, dict[str, float]]:
+def _acceptance(setting: Setting, findings: Findings) -> tuple[MeasuredAcceptance, dict[str, float]]:
     """And how many blocks had no guess, by reason."""
     pair = choose_pair(None, None)
     context, request = (_TINY_CONTEXT, _TINY_REQUEST) if setting.tiny else (_CONTEXT, _REQUEST)

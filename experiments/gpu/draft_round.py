@@ -15,14 +15,14 @@ from experiments.gpu.machine_rates import copy_rate
 from experiments.gpu.part import Setting
 from experiments.gpu.shapes import shape_of
 from spire.bench.synthetic import config_of
-from spire.drafting import Guess
-from spire.microbenchmarks import Bench
+from spire.checkpoints.random_weights import draw_weights
+from spire.decoding.drafting import DraftItem
+from spire.model.backends.packing import pack
 from spire.model.config import DraftConfig
 from spire.model.draft import Draft, last_layers
-from spire.model.packing import pack
-from spire.model.random_weights import draw_weights
+from spire.perf.microbenchmarks import Bench
+from spire.perf.shapes import trained_draft
 from spire.rpc.sampling import from_protos
-from spire.shapes import trained_draft
 from spire.v1.tensor_pb2 import Sampling
 
 _BATCHES, _TINY_BATCHES = (32, 1), (2,)
@@ -77,4 +77,4 @@ def _verified(drafter: Drafter, spans: list[Span]) -> Verified:
 
 def _round(drafter: Drafter, batch: int) -> None:
     rows = from_protos([Sampling(temperature=1, top_p=1)] * batch, drafter.device)
-    drafter.propose([Guess(str(row), _CONTEXT, row) for row in range(batch)], _DEPTH, rows)
+    drafter.propose([DraftItem(str(row), _CONTEXT, row) for row in range(batch)], _DEPTH, rows)

@@ -7,7 +7,7 @@ is waited for.
 
 from __future__ import annotations
 
-from spire.shapes import Shape
+from spire.perf.shapes import Shape
 
 _PRODUCTS, _KEYS_AND_VALUES = 1.2, 1.05
 _LAUNCH_SECONDS = 16e-6

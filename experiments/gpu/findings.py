@@ -57,7 +57,7 @@ class Findings:
 
 
 def _gpu_is_lost(error: Exception) -> bool:
-    from spire.model.lost_device import device_lost
+    from spire.lost_device import device_lost
 
     return device_lost(error)
 

@@ -11,7 +11,7 @@ from experiments.gpu.packages import ROOT
 from experiments.gpu.part import Setting
 
 # By name: what others import is not on such a machine.
-_FILES = ("tests/draft/test_cuda_ipc.py", "tests/faults/test_services_lost.py")
+_FILES = ("tests/draft_service/test_cuda_ipc.py", "tests/faults/test_services_lost.py")
 _OUTCOMES = re.compile(r"(\d+) (passed|failed|error|skipped)")
 _LAST = 4000
 

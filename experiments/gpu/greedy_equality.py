@@ -12,7 +12,7 @@ from experiments.gpu.findings import Finding, Findings
 from experiments.gpu.part import Setting
 from experiments.gpu.system import served
 from spire.bench.client import Client, Request
-from spire.bench.divergence import Divergence, divergence
+from spire.bench.peers.divergence import Divergence, divergence
 from spire.bench.prompts import BUNDLED_TEXT, PromptSource
 from spire.bench.system import System
 from spire.cli.paths import choose_pair

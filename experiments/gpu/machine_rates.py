@@ -14,9 +14,9 @@ from experiments.gpu.expectation import weight_bytes
 from experiments.gpu.findings import Finding, Findings
 from experiments.gpu.part import Setting
 from experiments.gpu.shapes import shape_of
-from spire.microbenchmarks import Bench
+from spire.perf.microbenchmarks import Bench
+from spire.perf.shapes import Shape
 from spire.rpc.cuda_ipc import share
-from spire.shapes import Shape
 
 _ROWS = (1, 8, 32, 64, 128, 160, 256)
 # Layers whose weights are read in turns, so that no cache holds the next one's.

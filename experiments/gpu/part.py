@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Sets how OpenMP waits, as the services do: before torch.
-import spire.process  # noqa: F401
+import spire.service.process  # noqa: F401
 
 # isort: split
 import torch

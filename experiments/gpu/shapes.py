@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from experiments.gpu.part import Setting
-from spire.shapes import LLAMA_3_8B, Shape
+from spire.perf.shapes import LLAMA_3_8B, Shape
 
 _TINY = Shape(layers=4, hidden_size=64, intermediate_size=128, heads=4, kv_heads=2, head_dim=16, vocab_size=512)
 

@@ -14,17 +14,17 @@ from experiments.gpu.machine_rates import copy_rate
 from experiments.gpu.part import Setting
 from experiments.gpu.shapes import shape_of
 from spire.bench.synthetic import config_of
-from spire.microbenchmarks import Bench
+from spire.checkpoints.random_weights import draw_weights
+from spire.model.backends.packing import pack
 from spire.model.cache import TargetCache
 from spire.model.draft import last_layers
-from spire.model.packing import pack
-from spire.model.random_weights import draw_weights
 from spire.model.self_speculation import SparseAttention
 from spire.model.target import Target
-from spire.shapes import SERVED_SINK, SERVED_WINDOW, trained_draft
-from verifier_service.batch import RaggedBatch
-from verifier_service.pipeline import Pipeline
-from verifier_service.step import ModelSteps
+from spire.perf.microbenchmarks import Bench
+from spire.perf.shapes import SERVED_SINK, SERVED_WINDOW, trained_draft
+from verifier_service.engine.batch import RaggedBatch
+from verifier_service.engine.step import ModelSteps
+from verifier_service.sampling.pipeline import Pipeline
 
 _DEPTH = 4
 # Sequences and positions of each, the one that matters most first.

@@ -24,8 +24,8 @@ from spire.bench.synthetic import write_pair
 from spire.bench.system import System
 from spire.bench.throughput import Figures, figures_of_steps
 from spire.cli.paths import Pair
-from spire.keys import authorization
-from spire.shapes import Shape, trained_draft
+from spire.perf.shapes import Shape, trained_draft
+from spire.service.keys import authorization
 
 _ACCEPTANCE = 0.8
 # Prompts must be through before the first sequence ends: many of their positions in each step.

@@ -1,8 +1,8 @@
 """τ through the services: mean tokens per round of speculation, with its 95 % interval.
 
-τ = accepted + 1, averaged over rounds with room for k draft tokens (the last rounds of a request draft less, because
-there is less to generate; that is known before the round, so leaving them out biases nothing). Rounds in which the
-draft had nothing to say count. The interval takes contexts as independent and rounds of one context as not.
+τ = accepted + 1, averaged over rounds with room for k draft tokens. The last rounds of a request draft less because
+less is left to generate; this is known before the round, so excluding these rounds adds no bias. Rounds without a
+draft reply count. The interval treats contexts as independent, and rounds of one context as dependent.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 from spire.bench.client import Completed, Request
 from spire.errors import DataError
 
-# Kept in a draft's directory.
+# File in a draft's directory.
 RECORD = "acceptance.json"
 
 
 @dataclass(frozen=True)
-class Acceptance:
-    """`prefix_acceptance[i]`: share of rounds whose first i + 1 draft tokens were all accepted.
+class MeasuredAcceptance:
+    """Measured acceptance. `prefix_acceptance[i]`: share of rounds whose first i + 1 draft tokens were all accepted.
 
-    `tokens_per_second` is end to end, prompts included, with as many requests at once as the measurement had.
+    `tokens_per_second` is end to end, prefill included, at the concurrency of the measurement.
     """
 
     contexts: int
@@ -44,12 +44,12 @@ class Acceptance:
         return asdict(self)
 
 
-def read_record(file: Path) -> list[Acceptance]:
-    """What `spire eval acceptance --json` printed, kept with a draft. Raises DataError when it is something else."""
+def read_record(file: Path) -> list[MeasuredAcceptance]:
+    """Read a saved output of `spire eval acceptance --json`. Raises DataError for any other content."""
     try:
         cells = json.loads(file.read_text())["acceptance"]
-        known = {field.name for field in fields(Acceptance)}
-        found = [Acceptance(**{name: value for name, value in cell.items() if name in known}) for cell in cells]
+        known = {field.name for field in fields(MeasuredAcceptance)}
+        found = [MeasuredAcceptance(**{name: value for name, value in cell.items() if name in known}) for cell in cells]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{file} is not what 'spire eval acceptance --json' prints: {error!r}") from error
     if not found:
@@ -57,8 +57,8 @@ def read_record(file: Path) -> list[Acceptance]:
     return found
 
 
-def acceptance(completions: list[Completed], context: int, request: Request) -> Acceptance:
-    """Figures of one cell from its completions."""
+def acceptance(completions: list[Completed], context: int, request: Request) -> MeasuredAcceptance:
+    """Compute the acceptance of one cell from its completions."""
     k = request.k or 0
     histograms = [_histogram(c, k) for c in completions]
     total = [sum(histogram[a] for histogram in histograms) for a in range(k + 1)]
@@ -68,7 +68,7 @@ def acceptance(completions: list[Completed], context: int, request: Request) -> 
     tau, half_width = ratio_with_interval(
         [sum((a + 1) * count for a, count in enumerate(h)) for h in histograms], [sum(h) for h in histograms]
     )
-    return Acceptance(
+    return MeasuredAcceptance(
         contexts=len(completions),
         context=context,
         k=k,
@@ -85,7 +85,7 @@ def acceptance(completions: list[Completed], context: int, request: Request) -> 
 
 
 def ratio_with_interval(numerators: list[float], denominators: list[int]) -> tuple[float, float]:
-    """Σ numerators / Σ denominators and the half-width of its 95 % interval (delta method over the pairs)."""
+    """Return Σ numerators / Σ denominators and the half-width of its 95 % interval (delta method over the pairs)."""
     n, total = len(numerators), sum(denominators)
     if not total:
         return math.nan, math.nan

@@ -1,9 +1,9 @@
-"""How many requests a second a system takes, and what it does with four times as many.
+"""Search for the capacity of a gateway in requests per second, and its behaviour at four times that rate.
 
-*Capacity* is the highest rate of arrivals at which nobody is refused and the 99th percentile of the time to first token
-stays within a bound. Arrivals are a Poisson process: nobody waits for anybody before asking.
+*Capacity* is the highest arrival rate at which no request is refused and the 99th percentile of the time to first token
+stays within a bound. Arrivals are a Poisson process: no client waits for another.
 
-What it does not know: clients that come back after a refusal.
+Does not know: clients that retry after a refusal.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from dataclasses import dataclass
 
 from spire.bench.client import Request
 from spire.bench.prompts import PromptSource
-from spire.bench.stream import Refusal, Streamed, Timed, stream_all, stream_each
+from spire.bench.stream import HttpRefusal, Streamed, Timed, stream_all, stream_each
 from spire.bench.throughput import inter_token_ms, percentile
-from spire.keys import authorization
+from spire.service.keys import authorization
 
-# The search ends when the rates that hold and that do not are so close.
+# The search ends when the ratio of the lowest failing rate to the highest holding rate is at most this.
 _CLOSE = 1.15
-# As multiples of the first rate, which is one request after the other.
+# Multiples of the first rate, which is that of sequential requests.
 _SLOWEST, _FASTEST = 1 / 16, 4096.0
 OVERLOAD = 4
 
 
 @dataclass(frozen=True)
 class Arriving:
-    """Requests of one kind: tokens of prompt and output, for how many seconds they arrive."""
+    """Requests with prompts of `context` tokens that arrive for `seconds` seconds."""
 
     source: PromptSource
     context: int
@@ -37,7 +37,7 @@ class Arriving:
     seconds: float
 
     def at(self, rate: float, seed: int) -> list[Timed]:
-        """So many a second on average, at least two."""
+        """Draw Poisson arrivals of `rate` requests per second, at least two requests."""
         rng, moments = random.Random(seed), [0.0]
         while (moment := moments[-1] + rng.expovariate(rate)) < self.seconds or len(moments) < 2:
             moments.append(moment)
@@ -47,7 +47,7 @@ class Arriving:
 
 @dataclass(frozen=True)
 class Trial:
-    """What clients saw at one rate. Milliseconds; None where nobody saw any."""
+    """Measurements by the clients at one arrival rate; `refused` counts by HTTP status. None: no request gave any."""
 
     rate: float
     requests: int
@@ -64,9 +64,9 @@ class Trial:
 
 @dataclass(frozen=True)
 class Capacity:
-    """Every trial of the search, the best of those that held, and the one at four times its rate.
+    """All trials of the search, the trial with the highest rate that held, and the trial at four times that rate.
 
-    `alone_ms`: how long a request waits for its first token with none beside it. Over the bound no rate was tried.
+    `alone_ms` is the time to first token of a single request. If it exceeds `bound_ms`, no rate is tried.
     """
 
     bound_ms: float
@@ -77,14 +77,14 @@ class Capacity:
 
     @property
     def stretch(self) -> float | None:
-        """Inter-token latency at the overload over that at capacity, 99th percentiles."""
+        """The 99th percentile of inter-token latency under overload, relative to that at capacity."""
         if not self.best or not self.overload or not self.overload.inter_token_ms_p99:
             return None
         return self.overload.inter_token_ms_p99 / (self.best.inter_token_ms_p99 or float("inf"))
 
 
 def find(url: str, arriving: Arriving, bound_ms: float, seed: int, tell: Callable[[Trial], None]) -> Capacity:
-    """Search for the capacity of the gateway at `url`, then ask for four times as much."""
+    """Search for the capacity of the gateway at `url`, then run four times that rate. `tell` receives each trial."""
     lone = alone(url, arriving, seed)
     alone_ms = 1000 * (lone.first - lone.sent)
     trials: list[Trial] = []
@@ -105,14 +105,14 @@ def find(url: str, arriving: Arriving, bound_ms: float, seed: int, tell: Callabl
 
 
 def alone(url: str, arriving: Arriving, seed: int) -> Streamed:
-    """A request with none beside it, after one that is not counted: a service that has just started is slow."""
+    """Send a single request and return its answer. An uncounted request warms the service up first."""
     for prompt in arriving.source.cut(2, arriving.context, seed - 1):
         (answer,) = asyncio.run(stream_all(url, [Timed(arriving.request.streamed(prompt, seed))], authorization()))
     return answer
 
 
 def search(holds: Callable[[float], bool], first: float = 1.0) -> None:
-    """Ask whether rates hold: twice or half as many until one does and another does not, then between the two."""
+    """Call `holds` with rates: double or halve until one rate holds and another does not, then bisect."""
     good, bad = None, None
     rate = first
     while _SLOWEST <= rate / first <= _FASTEST:
@@ -131,10 +131,10 @@ def search(holds: Callable[[float], bool], first: float = 1.0) -> None:
 
 
 def run(url: str, arriving: Arriving, rate: float, seed: int) -> Trial:
-    """One rate, until everything that was asked is answered. Raises BenchError for what is no refusal."""
+    """Run one rate until all requests are answered. Raises BenchError for a failure other than a refusal."""
     outcomes = asyncio.run(stream_each(url, arriving.at(rate, seed), authorization()))
     answers = [one for one in outcomes if isinstance(one, Streamed)]
-    refusals = [one for one in outcomes if isinstance(one, Refusal)]
+    refusals = [one for one in outcomes if isinstance(one, HttpRefusal)]
     waits = [1000 * (one.first - one.sent) for one in answers]
     gaps = inter_token_ms(answers)
     took = max(one.last for one in answers) - min(one.sent for one in answers) if answers else 1.0

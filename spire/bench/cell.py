@@ -1,4 +1,4 @@
-"""A cell of the benchmark: one load on one system at one depth, measured several times, with what it is compared to."""
+"""A cell of the benchmark: several runs of one load on one system at one depth, with the runs it is compared to."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Depth = int | Literal["auto"]
 
 @dataclass(frozen=True)
 class Cell:
-    """`system` is "spire", a peer's name or a URL. `k` 0 is plain decoding; None where nobody was told a depth.
+    """One cell. `system` is "spire", a peer's name or a URL. `k` 0 is plain decoding, None if no depth was requested.
 
-    `batch` and `context` are None of a trace's requests, whose file is `trace`. `plain` holds the runs of our own k = 0
-    that alternated with these or, for another system, were measured in the same run; `modelled` is what the performance
-    model says. `synthetic`: text and acceptance are made up.
+    For a trace, `batch` and `context` are None and `trace` is its name. `plain` holds the k = 0 runs that alternated
+    with these or, for another system, Spire's from the same benchmark. `modelled` holds the performance model's
+    figures. `synthetic` is True if text and acceptance are artificial.
     """
 
     system: str
@@ -39,27 +39,27 @@ class Cell:
 
     @property
     def decode_runs(self) -> list[float]:
-        """Decode tokens per second of each run; empty where they could not be seen."""
+        """Decode tokens per second of each run; empty if any run has none."""
         rates = [run.decode_tokens_per_second for run in self.runs]
         return [rate for rate in rates if rate is not None] if None not in rates else []
 
     @property
     def multiplier_measured(self) -> float | None:
-        """Decode tokens per second over those of k = 0 in the same run."""
+        """Decode tokens per second relative to `plain`."""
         rate = self.figures.decode_tokens_per_second
         plain = medians(self.plain).decode_tokens_per_second if self.plain else None
         return rate / plain if rate and plain else None
 
     @property
     def multiplier_end_to_end(self) -> float | None:
-        """The same with prefill."""
+        """End-to-end tokens per second, prefill included, relative to `plain`."""
         if not self.plain:
             return None
         return self.figures.end_to_end_tokens_per_second / medians(self.plain).end_to_end_tokens_per_second
 
     @property
     def delta_t(self) -> float | None:
-        """Δt: a round's time over that of a plain step of the same run, both as the clients see them."""
+        """Δt: the time of a round relative to that of a plain step, both as seen by the clients."""
         plain = medians(self.plain).round_ms_seen if self.plain else None
         seen = self.figures.round_ms_seen
         return seen / plain if seen and plain else None
@@ -70,7 +70,7 @@ class Cell:
         return modelled
 
     def to_json(self) -> dict[str, Any]:
-        """Every figure by its name, in milliseconds, bytes and tokens per second."""
+        """Return all figures by name, in milliseconds, bytes and tokens per second."""
         figures = self.figures
         named = {
             name: getattr(self, name) for name in ("system", "draft", "k", "batch", "context", "trace", "synthetic")

@@ -1,4 +1,4 @@
-"""The REST client of the measurements: many completions at once, each answered with its own figures."""
+"""The REST client of the measurements: concurrent completions, each returned with the gateway's metrics."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import httpx
 
 from spire.errors import SpireError
 from spire.http import direct_async_client, past_proxy
-from spire.keys import authorization
+from spire.service.keys import authorization
 
 
 class BenchError(SpireError):
-    """The service under measurement did not answer as it must."""
+    """Error for a service under measurement that does not answer as required."""
 
 
 @dataclass(frozen=True)
 class Completed:
-    """One answered request: its tokens, what the gateway measured of it, when it was sent and answered (seconds)."""
+    """One completed request: its tokens, the gateway's metrics, and the times of sending and answer (monotonic s)."""
 
     token_ids: list[int]
     usage: dict[str, Any]
@@ -36,16 +36,16 @@ class Completed:
 
 @dataclass(frozen=True)
 class Request:
-    """What every request of a measurement shares. `k` 0 is plain decoding, None leaves it to the gateway.
+    """Parameters shared by all requests of a measurement. `k` 0 is plain decoding; None lets the gateway choose.
 
-    `rule` is said always, and is the default of requests without a seed: these have one.
+    `rule` is always sent; its default here is the gateway's default for requests without a seed, but these have one.
     """
 
     max_tokens: int
     temperature: float = 1.0
     k: int | None = 4
     rule: str = "block"
-    # Told to a Spire gateway, which then knows no prompt from requests of another salt.
+    # Sent to a Spire gateway only: its prefix cache does not share prompts between salts.
     cache_salt: str = ""
 
     def body(self, prompt: list[int], seed: int) -> dict[str, Any]:
@@ -64,23 +64,23 @@ class Request:
         return body | {"speculation": {"rule": self.rule} | depth}
 
     def streamed(self, prompt: list[int], seed: int) -> dict[str, Any]:
-        """The same as events, each with the ids of its tokens."""
+        """Return the body of a streamed request whose events carry token ids."""
         streaming = {"stream": True, "stream_options": {"include_usage": True}}
         return self.body(prompt, seed) | streaming
 
     def standard(self, prompt: list[int] | str, seed: int, model: str) -> dict[str, Any]:
-        """Fields that any server of OpenAI's completions knows."""
+        """Return a body with only the fields that any server of OpenAI's completions API accepts."""
         body = {"model": model, "prompt": prompt, "max_tokens": self.max_tokens, "temperature": self.temperature}
         return body | {"seed": seed, "stream": True, "stream_options": {"include_usage": True}}
 
 
-# An answer that is sent whole gives no sign of life before. The gateway ends what takes longer than an hour, its
-# --request-deadline, and says so.
+# A response that is not streamed sends nothing before it is complete. The gateway itself ends requests after an hour,
+# its --request-deadline.
 _ANSWERED_WITHIN = httpx.Timeout(30.0, read=3660.0, pool=None)
 
 
 class Client:
-    """Completions of one running gateway."""
+    """A client for completions of one running gateway, as an async context manager."""
 
     def __init__(self, url: str, concurrency: int):
         self.url, self.concurrency = url.rstrip("/"), concurrency
@@ -96,7 +96,7 @@ class Client:
     async def complete_all(
         self, request: Request, prompts: list[list[int]], on_done: Callable[[Completed], None] = lambda _: None
     ) -> list[Completed]:
-        """Every prompt, at most `concurrency` at once, in order of the prompts. Raises BenchError for a refusal."""
+        """Complete all prompts, at most `concurrency` at once, in their order. Raises BenchError if a request fails."""
         gate = asyncio.Semaphore(self.concurrency)
 
         async def one(index: int, prompt: list[int]) -> Completed:

@@ -1,6 +1,6 @@
-"""An HTTP exchange whose answer is only kept while it comes, each piece with its moment, and read when all is over.
+"""An HTTP exchange that records each received piece with its time and parses the answer after the measurement.
 
-The client of a measurement shares the processor with what it measures: HTTP is parsed when that no longer counts.
+The client shares the processor with the system under measurement, so HTTP is parsed when its cost no longer counts.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from spire.bench.client import BenchError
 from spire.http import past_proxy
 
 
-class Refusal(BenchError):
-    """A request was answered by a status of its own, so many seconds after it was sent."""
+class HttpRefusal(BenchError):
+    """Error for a request answered with a status other than 200, `seconds` after it was sent."""
 
     def __init__(self, message: str, status: int):
         super().__init__(message)
@@ -27,7 +27,7 @@ class Refusal(BenchError):
 
 
 class Exchange(asyncio.Protocol):
-    """A connection for one request. `sent` is its moment, `pieces` what came back and when, of the monotonic clock."""
+    """A connection for one request. `sent` and the (time, bytes) in `pieces` are of the monotonic clock."""
 
     def __init__(self) -> None:
         self.sent = 0.0
@@ -50,8 +50,7 @@ class Exchange(asyncio.Protocol):
             self.over.set_result(None)
 
     async def finish(self, silence: float) -> None:
-        """Wait for the answer's end, however long it takes. Raises TimeoutError after `silence` seconds without a
-        byte of it."""
+        """Wait for the end of the answer. Raises TimeoutError after `silence` seconds without a received byte."""
         while not self.over.done():
             heard = self.pieces[-1][0] if self.pieces else self.sent
             left = heard + silence - time.monotonic()
@@ -67,7 +66,7 @@ _Exchange = TypeVar("_Exchange", bound=Exchange)
 
 
 async def connect(url: str, exchange: Callable[[], _Exchange]) -> _Exchange:
-    """Raises BenchError when nobody answers there."""
+    """Connect an exchange to the server of `url`. Raises BenchError if the server cannot be reached."""
     remark, parts = past_proxy(url), urlsplit(url)
     secure = ssl.create_default_context() if parts.scheme == "https" else None
     port = parts.port or (443 if secure else 80)
@@ -80,7 +79,7 @@ async def connect(url: str, exchange: Callable[[], _Exchange]) -> _Exchange:
 
 
 def request_to(url: str, headers: dict[str, str], body: bytes | None = None) -> bytes:
-    """A POST of JSON, or a GET where there is no body. The server's closing is the end of its answer."""
+    """Return the bytes of a POST of JSON, or of a GET without a body. The server closes the connection afterwards."""
     parts = urlsplit(url)
     headers = {"Host": parts.netloc, "Connection": "close"} | headers
     if body is not None:
@@ -95,11 +94,11 @@ def request_to(url: str, headers: dict[str, str], body: bytes | None = None) -> 
     return b"".join(http.send(event) or b"" for event in events)
 
 
-# --- when it is over --------------------------------------------------------------------------------------------------
+# --- after the load ---------------------------------------------------------------------------------------------------
 
 
 def body_of(url: str, exchange: Exchange) -> Iterator[tuple[float, bytes]]:
-    """The answer's body as it came. Raises Refusal for another status than 200, BenchError if it breaks off."""
+    """Yield (time, bytes) of the body. Raises HttpRefusal for a status but 200, BenchError if it is cut off."""
     http = h11.Connection(h11.CLIENT)
     http.send(h11.Request(method="POST", target="/", headers=[("Host", "-"), ("Connection", "close")]))
     http.send(h11.EndOfMessage())
@@ -114,7 +113,7 @@ def body_of(url: str, exchange: Exchange) -> Iterator[tuple[float, bytes]]:
             yield moment, bytes(event.data)
     if refused:
         said = message.decode(errors="replace")[:500]
-        refusal = Refusal(f"{url} answered {refused.status_code}: {said}", refused.status_code)
+        refusal = HttpRefusal(f"{url} answered {refused.status_code}: {said}", refused.status_code)
         refusal.seconds = exchange.pieces[-1][0] - exchange.sent
         raise refusal
 

@@ -1,6 +1,6 @@
-"""Loads: a batch sent at once, or requests as they arrived at a real service. What runs them, in turns, by depth.
+"""Loads of the benchmark, a batch sent at once or a recorded trace, and their runs at alternating depths.
 
-A trace is a CSV like the Azure LLM inference traces: TIMESTAMP, ContextTokens, GeneratedTokens, one row a request.
+A trace is a CSV like the Azure LLM inference traces: TIMESTAMP, ContextTokens, GeneratedTokens, one row per request.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from spire.bench.prompts import PromptSource
 from spire.bench.stream import Timed
 from spire.bench.system import System
 from spire.bench.throughput import Figures, measure
-from spire.documents import decoded
 from spire.errors import DataError
-from spire.text_files import open_unpacked
+from spire.text.documents import decoded
+from spire.text.text_files import open_unpacked
 
 _COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
@@ -30,7 +30,7 @@ Body = Callable[[Request, list[int], int], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Batch:
-    """`batch` requests at once, each of `context` prompt tokens and `generate` more."""
+    """A load of `batch` simultaneous requests, each with `context` prompt tokens and `generate` generated tokens."""
 
     source: PromptSource
     batch: int
@@ -45,9 +45,9 @@ class Batch:
         return f"{self.batch} × {self.context} tokens"
 
     def requests(self, k: int | None, seed: int, body: Body = Request.streamed) -> list[Timed]:
-        """Prompts and randomness are the seed's, whatever k: what depths are compared by should be all that differs.
+        """Return the requests of one run. Prompts and request seeds depend on `seed` only, so depths are comparable.
 
-        No cache knows a prompt from another depth's run, nor from another seed's.
+        Salts differ by depth, and prompts by seed: no prefix cache knows a prompt from another depth or seed.
         """
         request = Request(self.generate, self.temperature, k, cache_salt=_salt(k))
         prompts = self.source.cut(self.batch, self.context, seed)
@@ -56,7 +56,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request of a trace: seconds after the first, and its tokens."""
+    """A request of a trace: arrival in seconds after the first request, prompt tokens, generated tokens."""
 
     at: float
     context: int
@@ -65,7 +65,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests at the times of a trace, with prompts of its lengths."""
+    """A load with the arrival times, prompt lengths and output lengths of a trace."""
 
     source: PromptSource
     arrivals: list[Arrival]
@@ -103,9 +103,9 @@ def alternate(
     done: Callable[[], None],
     split_turns: int = 3,
 ) -> dict[Depth, list[Figures]]:
-    """`repeats` runs of a load at each depth, in turns that begin with another depth each time.
+    """Run a load `repeats` times at each depth, in turns that begin with alternating depths.
 
-    In each turn all depths get the same prompts and seeds. In the first `split_turns` their rounds are split.
+    In a turn all depths get the same prompts and seeds. The first `split_turns` turns split round times into parts.
     """
     runs: dict[Depth, list[Figures]] = {depth: [] for depth in depths}
     for repeat in range(repeats):
@@ -118,9 +118,9 @@ def alternate(
 
 
 def read_trace(file: Path, max_context: int, seconds: float, rate: float) -> list[Arrival]:
-    """The first `seconds` of a trace, `rate` times as fast. Lengths are scaled so that its longest request just fits.
+    """Read the first `seconds` of a trace replayed `rate` times as fast, lengths scaled down to fit `max_context`.
 
-    It may be compressed. Raises DataError naming the file, and the line that is no request.
+    The file may be compressed. Raises DataError naming the file, and the line of an invalid request.
     """
     with open_unpacked(file) as stream:
         lines = csv.DictReader(decoded(line, str(file), number) for number, line in enumerate(stream, 1))
@@ -130,7 +130,7 @@ def read_trace(file: Path, max_context: int, seconds: float, rate: float) -> lis
     scale = min(1.0, max_context / max(row.context + row.generated for row in rows))
     began = rows[0].at
     return [
-        # Two of each at least: a start token and one of text, and a time between two tokens.
+        # At least two of each: a start token and a text token; two generated tokens for one inter-token latency.
         Arrival((row.at - began) / rate, max(2, int(row.context * scale)), max(2, int(row.generated * scale)))
         for row in rows
         if (row.at - began) / rate <= seconds

@@ -1,7 +1,7 @@
-"""What the performance model says of a pair on a calibrated machine. Nothing is fitted to a run.
+"""Predictions of the performance model for a target and draft on a calibrated machine. Costs are not fitted to a run.
 
-Acceptance is the record kept with the draft (`spire eval acceptance`); of a draft without one the τ of the run itself,
-and `tau_modelled_from` says which. Costs are microbenchmarks' (`spire doctor --calibrate`).
+Acceptance comes from the record kept with the draft (`spire eval acceptance`) or, without one, from the τ of the run;
+`tau_modelled_from` names the source. Costs come from microbenchmarks (`spire doctor --calibrate`).
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from pathlib import Path
 from typing import Any
 
 from spire.bench.acceptance import RECORD, read_record
-from spire.hardware import Hardware
 from spire.model.config import load_draft_config, load_model_config
-from spire.perf_model import Acceptance, best_k, multiplier
-from spire.shapes import Draft, DraftKind, Shape, trained_draft
+from spire.perf.hardware import Hardware
+from spire.perf.perf_model import AcceptanceModel, best_k, multiplier
+from spire.perf.shapes import DraftKind, DraftShape, Shape, trained_draft
 
-# As deep as any service speculates.
+# The greatest k of any service.
 _POSITIONS = 16
 
 
 @dataclass(frozen=True)
-class Model:
-    """A target with a draft of its own, or one that drafts for itself where `draft` is None, on `hardware`."""
+class PairModel:
+    """A target and its draft on `hardware`; with `draft` None the target drafts for itself (MagicDec)."""
 
     target: Path
     draft: Path | None
     hardware: Hardware
-    # Of every draft token, where that is made up.
+    # Acceptance probability of every draft token; set only for artificial acceptance.
     accept_rate: float | None = None
 
     def predict(self, batch: int, context: int, k: int | None, tau: float | None) -> dict[str, Any]:
-        """`multiplier_modelled` of k draft tokens, of the model's own best k for None; with the τ that it took.
+        """Return the modelled multiplier and Δt for k draft tokens, or for the modelled best k if k is None.
 
-        `context` is the mean of a run's positions, `tau` what the run gave.
+        `context` is the mean context of a run, `tau` its measured τ. `multiplier_modelled` is None if τ is unknown.
         """
         known = self._known(context)
         if known is None and (k is None or tau is None):
@@ -52,24 +52,24 @@ class Model:
         told = {"multiplier_modelled": modelled, "k_modelled": k, "delta_t_modelled": tau / modelled}
         return told | {"tau_modelled_from": self._source(known)}
 
-    def _source(self, known: Acceptance | None) -> str:
+    def _source(self, known: AcceptanceModel | None) -> str:
         if self.accept_rate is not None:
             return "the accept rate"
         return "record" if known else "this run"
 
-    def _known(self, context: int) -> Acceptance | None:
-        """What is made up, or was measured of the draft before at the nearest context."""
+    def _known(self, context: int) -> AcceptanceModel | None:
+        """Return the artificial acceptance, or the draft's recorded acceptance at the nearest context, if any."""
         if self.accept_rate is not None:
-            return Acceptance(tuple(self.accept_rate**position for position in range(1, _POSITIONS + 1)))
+            return AcceptanceModel(tuple(self.accept_rate**position for position in range(1, _POSITIONS + 1)))
         if self.draft is None or not (file := self.draft / RECORD).is_file():
             return None
         nearest = min(read_record(file), key=lambda cell: abs(math.log(cell.context / context)))
-        return Acceptance(tuple(nearest.prefix_acceptance))
+        return AcceptanceModel(tuple(nearest.prefix_acceptance))
 
 
-def served_draft(directory: Path) -> Draft:
-    """The costs of the draft in this directory, as it is served."""
+def served_draft(directory: Path) -> DraftShape:
+    """Return the shape and cache sizes of the draft in `directory`, as it is served."""
     config = load_draft_config(directory)
-    # A draft without the target's activations keeps its whole past, whatever part of it is attended.
+    # A draft without the target's activations caches its whole past, even if it attends to a window only.
     kind: DraftKind = "spire" if config.tapped_layers else "vanilla"
-    return Draft(kind, Shape.of(load_model_config(directory)), config.window, config.sink)
+    return DraftShape(kind, Shape.of(load_model_config(directory)), config.window, config.sink)

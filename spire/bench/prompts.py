@@ -1,22 +1,22 @@
-"""Prompts cut from real text: a start token and a stretch of a book, exactly as long as asked, as token ids."""
+"""Prompts cut from real text, as token ids: a start token and an excerpt, exactly as long as requested."""
 
 from __future__ import annotations
 
 import random
 from pathlib import Path
 
-from spire.documents import Chats, read_documents
+from spire.checkpoints.tokenizer import load_tokenizer
 from spire.errors import DataError
 from spire.model.config import load_model_config
-from spire.model.tokenizer import load_tokenizer
 from spire.progress import bytes_shown
-from spire.text_files import bytes_to_read, find_files
+from spire.text.documents import Chats, read_documents
+from spire.text.text_files import bytes_to_read, find_files
 
 BUNDLED_TEXT = Path(__file__).parent / "prose.txt"
 
 
 class PromptSource:
-    """Text, tokenized once with the tokenizer of a model directory, whose template makes text of chats."""
+    """Documents, tokenized once with the tokenizer of a model directory, whose template converts chats to text."""
 
     def __init__(self, model: Path, data: list[Path]):
         config = load_model_config(model)
@@ -28,7 +28,7 @@ class PromptSource:
             self.documents: list[list[int]] = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
 
     def cut(self, count: int, length: int, seed: int) -> list[list[int]]:
-        """`count` prompts of `length` tokens from random places; documents are chosen by their length."""
+        """Cut `count` prompts of `length` tokens from random places. Raises DataError if no document is long enough."""
         body = length - (self.start is not None)
         fitting = [document for document in self.documents if len(document) >= body]
         if not fitting:

@@ -1,7 +1,7 @@
-"""Streamed completions, each event stamped when it arrives: the load and the clock of `spire bench`.
+"""Streamed completions whose events are timed on arrival: the load generator of `spire bench`.
 
-Any server that streams OpenAI's completions will do. What it does not know: retries. A broken stream ends the
-measurement, and so does a refusal where none is expected.
+Works with any server that streams OpenAI's completions. A broken stream ends the measurement, and so does a refusal
+where none is expected. Does not know: retries.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spire.bench.client import BenchError
-from spire.bench.exchange import Exchange, Refusal, body_of, connect, request_to
+from spire.bench.exchange import Exchange, HttpRefusal, body_of, connect, request_to
 
-# An answer may take hours. One of which nothing has come for so long, no piece and no sign of life, does not come.
+# An answer may take hours; after this time without any received byte it counts as broken off.
 _SILENCE_SECONDS = 1800
 _EVENT, _END = b"data: {", b'"finish_reason":"'
-# The first chunk is the end of a prefill; the second one comes from a round.
+# The first chunk comes from the prefill, the second from a round.
 ROUND_CHUNK = 2
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A request's body and when it is sent, in seconds after the load begins."""
+    """A request body and when to send it, in seconds after the start of the load."""
 
     body: dict[str, Any]
     at: float = 0.0
@@ -33,9 +33,9 @@ class Timed:
 
 @dataclass
 class Streamed:
-    """One answer. `arrivals` are (moment, tokens) of each chunk that brought any; moments are of the monotonic clock.
+    """One streamed answer. `arrivals` holds (monotonic time, tokens) of each chunk with tokens.
 
-    `exact`: whether chunks told their tokens. Otherwise the total of `usage` is spread evenly over them.
+    `exact` is True if the tokens of each chunk are known; otherwise the total of `usage` is spread evenly over chunks.
     """
 
     sent: float
@@ -57,8 +57,8 @@ class Streamed:
         return self.arrivals[-1][0]
 
 
-class Listener:
-    """Hears, while the load runs, that all requests have been in a round and that one of them has ended."""
+class LoadListener:
+    """Events of a running load: all requests have been in a round, and the first request has ended."""
 
     def __init__(self, requests: int):
         self._outside = requests
@@ -74,9 +74,9 @@ class Listener:
 
 
 class _Recorder(Exchange):
-    """Tells the listener what comes, without reading it."""
+    """An exchange that notifies the listener from byte patterns, without parsing the answer."""
 
-    def __init__(self, listener: Listener):
+    def __init__(self, listener: LoadListener):
         super().__init__()
         self._listener = listener
         self._events, self._decodes = 0, False
@@ -101,22 +101,24 @@ class _Recorder(Exchange):
 
 
 async def stream_all(
-    url: str, requests: list[Timed], headers: dict[str, str] | None = None, listener: Listener | None = None
+    url: str, requests: list[Timed], headers: dict[str, str] | None = None, listener: LoadListener | None = None
 ) -> list[Streamed]:
-    """Send each request when it is due and read every answer to its end. Raises BenchError for a refusal."""
-    recorders = await _record_all(url, requests, headers or {}, listener or Listener(len(requests)))
+    """Send each request when it is due and read all answers to their end. Raises BenchError for a refusal."""
+    recorders = await _record_all(url, requests, headers or {}, listener or LoadListener(len(requests)))
     return [_read(url, recorder) for recorder in recorders]
 
 
 async def stream_each(
     url: str, requests: list[Timed], headers: dict[str, str] | None = None
-) -> list[Streamed | Refusal]:
-    """The same for a server that may refuse some of them."""
-    recorders = await _record_all(url, requests, headers or {}, Listener(len(requests)))
+) -> list[Streamed | HttpRefusal]:
+    """Send each request when it is due and return its answer or refusal. Raises BenchError for other failures."""
+    recorders = await _record_all(url, requests, headers or {}, LoadListener(len(requests)))
     return [_outcome(url, recorder) for recorder in recorders]
 
 
-async def _record_all(url: str, requests: list[Timed], headers: dict[str, str], listener: Listener) -> list[_Recorder]:
+async def _record_all(
+    url: str, requests: list[Timed], headers: dict[str, str], listener: LoadListener
+) -> list[_Recorder]:
     began = time.monotonic()
 
     async def one(request: Timed) -> _Recorder:
@@ -126,7 +128,7 @@ async def _record_all(url: str, requests: list[Timed], headers: dict[str, str], 
     return await asyncio.gather(*map(one, requests))
 
 
-async def _record(url: str, body: dict[str, Any], more: dict[str, str], listener: Listener) -> _Recorder:
+async def _record(url: str, body: dict[str, Any], more: dict[str, str], listener: LoadListener) -> _Recorder:
     address = url.rstrip("/") + "/v1/completions"
     request = request_to(address, {"Accept": "text/event-stream"} | more, json.dumps(body).encode())
     recorder = await connect(address, lambda: _Recorder(listener))
@@ -140,7 +142,7 @@ async def _record(url: str, body: dict[str, Any], more: dict[str, str], listener
     return recorder
 
 
-# --- when it is over --------------------------------------------------------------------------------------------------
+# --- after the load ---------------------------------------------------------------------------------------------------
 
 
 def _read(url: str, recorder: _Recorder) -> Streamed:
@@ -162,10 +164,10 @@ def _read(url: str, recorder: _Recorder) -> Streamed:
     return answer
 
 
-def _outcome(url: str, recorder: _Recorder) -> Streamed | Refusal:
+def _outcome(url: str, recorder: _Recorder) -> Streamed | HttpRefusal:
     try:
         return _read(url, recorder)
-    except Refusal as refusal:
+    except HttpRefusal as refusal:
         return refusal
 
 
@@ -182,7 +184,7 @@ def _spread(url: str, answer: Streamed) -> None:
 
 
 def _events(url: str, recorder: _Recorder) -> Iterator[tuple[float, dict[str, Any]]]:
-    """The server-sent events of an answer, each with the moment its last byte came."""
+    """Yield the server-sent events of an answer, each with the arrival time of its last byte."""
     unfinished = b""
     for moment, data in body_of(url, recorder):
         *events, unfinished = (unfinished + data).replace(b"\r\n", b"\n").split(b"\n\n")

@@ -1,7 +1,7 @@
-"""A pair of a known shape with random weights, and a tokenizer of bytes: what `spire bench --shape` serves.
+"""The pair that `spire bench --shape` serves: target and draft of a known shape, random weights, a byte tokenizer.
 
-Its text means nothing, so acceptance must be made up as well (`--accept-rate`); only its time is real. The services
-draw the weights, each on its device.
+The text is meaningless, so acceptance must be artificial as well (`--accept-rate`); only the times are real. Each
+service draws the weights on its own device.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from spire.model.checkpoint import fingerprint
+from spire.checkpoints.random_weights import RANDOM_WEIGHTS
+from spire.checkpoints.weights import fingerprint
 from spire.model.config import DraftConfig, ModelConfig
 from spire.model.draft import last_layers
-from spire.model.random_weights import RANDOM_WEIGHTS
-from spire.shapes import Shape, trained_draft
+from spire.perf.shapes import Shape, trained_draft
 
 
 def write_pair(directory: Path, shape: Shape, positions: int) -> tuple[Path, Path]:
-    """Directories of a target of this shape and of a SPIRe draft by the paper's rule, a quarter of its layers."""
+    """Write a target of this shape and a SPIRe draft by the paper's rule (a quarter of the layers); return both."""
     config = config_of(shape, positions)
     rule = trained_draft("spire", shape)
     tapped = last_layers(config, rule.shape.layers)
@@ -35,7 +35,7 @@ def write_pair(directory: Path, shape: Shape, positions: int) -> tuple[Path, Pat
 
 
 def config_of(shape: Shape, positions: int) -> ModelConfig:
-    """A target of this shape, of up to so many positions."""
+    """Return the configuration of a target of this shape with at most `positions` positions."""
     return ModelConfig(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
@@ -56,7 +56,7 @@ def _write(directory: Path, config: ModelConfig, more: dict[str, Any]) -> None:
 
 
 def _bytes_tokenizer(vocab_size: int) -> Tokenizer:
-    """A token for each byte; the rest of the vocabulary stands for nothing that text holds."""
+    """Return a tokenizer with one token per byte. The rest of the vocabulary never occurs in text."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: at for at, token in enumerate(["<s>", *letters])}
     vocabulary |= {f"<{at}>": at for at in range(len(vocabulary), vocab_size)}

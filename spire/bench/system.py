@@ -1,6 +1,6 @@
-"""The system under measurement: a gateway and, where they are ours, the processes behind it.
+"""The system under measurement: a gateway and, if `spire bench` started them, the services behind the gateway.
 
-What it does not know: memory of a GPU, and processes of another machine.
+Does not know: GPU memory, and processes on another machine.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from spire.bench.client import BenchError
 from spire.bench.exchange import Exchange, body_of, connect, request_to
-from spire.keys import authorization
+from spire.service.keys import authorization
 
 Counters = dict[str, float]
 
 _BUSY = {"verifier": "spire_verifier_busy_seconds_total", "draft": "spire_draft_busy_seconds_total"}
 ROUND_SECONDS, ROUNDS, FALLBACKS = "spire_round_seconds_total", "spire_rounds_total", "spire_fallbacks_total"
 DRAFT_STATE_BYTES = "spire_draft_state_bytes_per_sequence"
-# A page is asked for while all decode: of all its samples only these, because writing them takes time from a round.
+# A page is requested while all sequences decode: only these samples, because writing more would slow a round down.
 _ASKED = urlencode(
     [("name[]", name) for name in (ROUND_SECONDS, ROUNDS, FALLBACKS, DRAFT_STATE_BYTES, *_BUSY.values())]
 )
 _PATIENCE_SECONDS = 60
-# What Linux takes as: forget the peak of resident memory.
+# Written to clear_refs, this value resets the peak of resident memory on Linux.
 _FORGET_PEAK = "5"
 
 
 @dataclass(frozen=True)
 class Page:
-    """What /metrics of a service said. It is read when the load is over."""
+    """The /metrics page of a service, parsed only after the load."""
 
     address: str
     exchange: Exchange
@@ -43,7 +43,7 @@ class Page:
 
     @property
     def samples(self) -> Counters:
-        """Every sample by its name, `name{label=value}{label=value}...` where it has labels, which are in order."""
+        """All samples by name; labels follow the name in sorted order as `name{label=value}{label=value}...`."""
         text = b"".join(data for _, data in body_of(self.address, self.exchange)).decode()
         return {
             sample.name + "".join(f"{{{k}={v}}}" for k, v in sorted(sample.labels.items())): sample.value
@@ -57,13 +57,13 @@ class Page:
 
 @dataclass(frozen=True)
 class Scrape:
-    """The gateway's page and those of the model services by name."""
+    """The metrics pages of the gateway and, by name, of the model services."""
 
     gateway: Page
     services: dict[str, Page]
 
     def busy_since(self, earlier: Scrape) -> dict[str, float]:
-        """The share of the time between two scrapes that each model service computed."""
+        """Return, for each model service, the share of the time since `earlier` in which it computed."""
         shares = {}
         for name, page in self.services.items():
             before = earlier.services[name]
@@ -73,23 +73,23 @@ class Scrape:
 
 @dataclass(frozen=True)
 class System:
-    """`processes` and `metrics` hold process ids and /metrics addresses by service: none of a gateway only named."""
+    """A gateway, with process ids and /metrics addresses by service; both are empty if only the URL is known."""
 
     url: str
     processes: dict[str, int] = field(default_factory=dict)
     metrics: dict[str, str] = field(default_factory=dict)
 
     async def scrape(self) -> Scrape:
-        """Read all pages, each over a new connection: one opened earlier may have been closed while a cell ran.
+        """Fetch all pages over new connections, because earlier ones may have been closed while a cell ran.
 
-        Raises BenchError when a service does not tell its metrics.
+        Raises BenchError if a service does not answer.
         """
         addresses = [f"{self.url}/metrics", *self.metrics.values()]
         gateway, *services = await asyncio.gather(*map(_page, addresses))
         return Scrape(gateway, dict(zip(self.metrics, services, strict=True)))
 
     def forget_peak(self) -> None:
-        """Let peak memory begin from what is used now, where the system can."""
+        """Reset the services' peaks of resident memory to the current use, if the operating system supports it."""
         for process in self.processes.values():
             try:
                 Path(f"/proc/{process}/clear_refs").write_text(_FORGET_PEAK)
@@ -97,9 +97,9 @@ class System:
                 return
 
     def peak_bytes(self) -> int | None:
-        """The services' peaks of resident memory added up; None where unknown.
+        """Return the sum of the services' peaks of resident memory; None if unknown.
 
-        It is an upper bound: the peaks need not have met, and what is shared counts in each.
+        The sum is an upper bound: peaks may occur at different times, and shared memory counts in each process.
         """
         try:
             return sum(map(_peak, self.processes.values())) if self.processes else None

@@ -1,17 +1,17 @@
-"""What the clients of a load see, and where the time of a round goes.
+"""Figures of a load as its clients see them, and the parts of a round's time.
 
-*Decode* tokens per second are those while all requests decode: from the last one's first round to the first one's end,
-each request counted from its first chunk in that interval to its last. *End to end* is everything: all tokens over the
-time from the first request to the last token, prefill included. An inter-token latency is the time between two chunks
-over the tokens of the later one.
+*Decode* tokens per second are measured while all requests decode: from the first round of the last request to the end
+of the first request, each request counted from its first to its last chunk in that interval. *End to end* tokens per
+second are all tokens over the time from the first request to the last token, prefill included. An inter-token latency
+is the time between two chunks divided by the tokens of the later chunk.
 
-The counters of a round's parts are read as soon as all decode, which takes some milliseconds from the round it falls
-into. That round counts in a mean round, because those counters have it, but not in the rate, unless too few are left.
-It would mislead the gateway's choice of k, too: so of several runs only the first ones have their rounds split.
+The counters of a round's parts are read as soon as all requests decode, which slows the current round down. That round
+counts in the mean round, because the counters include it, but not in the decode rate, unless too few rounds are left.
+The slower round also misleads the gateway's choice of k, so only the first of several runs have their rounds split.
 
-A batch is run twice on the same prompts: the first pass, whose prompts nobody has seen, gives the end-to-end figures;
-the second, whose prefill a prefix cache saves, lets all requests decode together for most of their tokens, and gives
-the others. Without a prefix cache (`cached_tokens` 0) both passes are alike.
+A batch is run twice on the same prompts. The first pass, with prompts unknown to any cache, gives the end-to-end
+figures. The second pass skips prefill through the prefix cache, so that all requests decode together for most of their
+tokens, and gives the other figures. Without a prefix cache (`cached_tokens` 0) both passes are alike.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from spire.bench.stream import ROUND_CHUNK, Listener, Streamed, Timed, stream_all
+from spire.bench.stream import ROUND_CHUNK, LoadListener, Streamed, Timed, stream_all
 from spire.bench.system import DRAFT_STATE_BYTES, FALLBACKS, ROUND_SECONDS, ROUNDS, Counters, Scrape, System
-from spire.keys import FOREIGN_KEY, authorization
+from spire.service.keys import FOREIGN_KEY, authorization
 
-# The two model steps, forward and sampling. Everything else in a round is overhead, except the wait for another
-# sequence's prefill, which is not the round's own and is left out of both sides.
+# Parts of a round spent in the models. All other parts are overhead, except the wait for another sequence's prefill:
+# this part does not belong to the round and is left out of numerator and denominator.
 MODEL_PARTS = {"propose", "verify_forward", "verify_sample"}
 OTHERS_PREFILL = "verify_queue"
-# What the parts may miss of a round, or have too much.
+# Allowed relative difference between the sum of the parts and the round that the clients see.
 SPLIT_TOLERANCE = 0.05
 
 
 @dataclass(frozen=True)
 class Figures:
-    """One run, or medians of several. None is what could not be seen: no moment with all decoding, no such metric.
+    """Figures of one run, or medians of several runs. None: no time with all requests decoding, or no such metric.
 
-    `round_ms` is a mean round by part while all decode, `round_ms_seen` the same as the clients' time between chunks;
-    `overhead` the share of it outside the models. `mean_k`: draft tokens a round. `busy`: share of the time that each
-    model service computed. `fallbacks`: blocks decoded plainly for want of a draft, by reason. `peak_memory_bytes`: of
-    the services' processes, GPU memory not included.
+    `round_ms`: mean round by part while all requests decode; `round_ms_seen`: the same round as the clients' time
+    between chunks; `overhead`: its share outside the models. `mean_k`: draft tokens per round. `busy`: share of the
+    time in which each model service computed. `fallbacks`: blocks decoded plainly for lack of a draft reply, by reason.
+    `peak_memory_bytes`: memory of the services' processes, without GPU memory.
     """
 
     requests: int
@@ -67,12 +67,12 @@ class Figures:
 
     @property
     def round_total_ms(self) -> float | None:
-        """Δt: the sum of a mean round's parts."""
+        """The sum of the parts of a mean round, in milliseconds."""
         return sum(self.round_ms.values()) if self.round_ms else None
 
     @property
     def split_covers(self) -> float | None:
-        """The parts' sum over the round that the clients see."""
+        """The sum of the parts relative to the round that the clients see."""
         return self.round_total_ms / self.round_ms_seen if self.round_total_ms and self.round_ms_seen else None
 
     @property
@@ -89,8 +89,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Pass:
-    """The answers to a load. `scrapes` span the time in which all decode, or the whole load where there is none; None
-    where counters were not read."""
+    """Answers to a load. `scrapes`, if any, span the time in which all requests decode or, for a trace, the load."""
 
     answers: list[Streamed]
     scrapes: tuple[Scrape, Scrape] | None
@@ -98,9 +97,9 @@ class Pass:
 
 
 async def measure(system: System, requests: list[Timed], together: bool = True, split: bool = True) -> Figures:
-    """Run a load on a Spire gateway. `together`: all are sent at once, and the time in which all decode counts.
+    """Run a load on a Spire gateway. `together`: requests are sent at once, and rates count while all of them decode.
 
-    `split`: read the services' counters while all decode.
+    `split`: read the services' counters while all requests decode.
     """
     system.forget_peak()
     twice = together and len(requests) > 1
@@ -110,7 +109,7 @@ async def measure(system: System, requests: list[Timed], together: bool = True, 
 
 
 async def measure_foreign(url: str, requests: list[Timed], together: bool = True) -> Figures:
-    """The same load at any server that streams completions: no splits, and τ only if it is Spire."""
+    """Run a load on any server that streams completions: no round parts, and τ only from a Spire gateway."""
     key = authorization(FOREIGN_KEY)
     first = Pass(await stream_all(url, requests, key), None, together)
     second = Pass(await stream_all(url, requests, key), None, together) if together and len(requests) > 1 else first
@@ -118,7 +117,7 @@ async def measure_foreign(url: str, requests: list[Timed], together: bool = True
 
 
 def figures_of_steps(answers: list[Streamed], peak: int | None) -> Figures:
-    """Figures of one run of something that generates in this way, however it was timed."""
+    """Compute the figures of one run from timed answers that started together, for example of a peer process."""
     run = Pass(answers, None, together=True)
     return _figures(run, run, peak)
 
@@ -136,7 +135,7 @@ async def _run_whole(system: System, requests: list[Timed]) -> Pass:
 
 
 async def _run_split(system: System, requests: list[Timed]) -> Pass:
-    listener = Listener(len(requests))
+    listener = LoadListener(len(requests))
     scrapes = asyncio.gather(_scrape_when(listener.all_decode, system), _scrape_when(listener.one_ended, system))
     try:
         answers = await stream_all(system.url, requests, authorization(), listener)
@@ -165,7 +164,7 @@ def _figures(first: Pass, second: Pass, peak: int | None) -> Figures:
     told = [a.metrics["speculative_decoding"] for a in second.answers if "speculative_decoding" in a.metrics]
     before, after = second.scrapes or (None, None)
     counters = after.gateway.samples if after else {}
-    # A split of rounds without all requests in them would be of no batch at all.
+    # Parts of rounds without all requests would belong to no particular batch size.
     alike = stretches is not None or not second.together
     return Figures(
         requests=len(first.answers),
@@ -193,10 +192,10 @@ Stretch = list[tuple[float, int]]
 
 
 def decoding_together(answers: list[Streamed], since: float = 0.0) -> list[Stretch] | None:
-    """Each answer's arrivals from the last one's first round to the first one's end; None where these are too few.
+    """Return the arrivals of each answer while all answers decode; None if any answer has fewer than two of them.
 
-    `since`: from the first round that is over after that moment. Arrivals of one round come a little apart: each
-    answer's own nearest to these moments are its first and its last.
+    The interval is from the last answer's first round (after `since`) to the first answer's end. Arrivals of one round
+    differ slightly in time, so each answer begins and ends with its arrivals nearest to the ends of the interval.
     """
     firsts = [[moment for moment, _ in answer.arrivals[ROUND_CHUNK - 1 :] if moment >= since][:1] for answer in answers]
     if not all(firsts):
@@ -217,14 +216,14 @@ def _rate(stretches: list[Stretch] | None) -> float | None:
 
 
 def _round_seen(stretches: list[Stretch] | None) -> float | None:
-    """Mean milliseconds between two chunks: there is one a round."""
+    """Return the mean milliseconds between two chunks; each round gives one chunk."""
     if stretches is None:
         return None
     return 1000 * statistics.fmean((s[-1][0] - s[0][0]) / (len(s) - 1) for s in stretches)
 
 
 def inter_token_ms(answers: list[Streamed]) -> list[float]:
-    """For each token after a first chunk its share of the time since the chunk before."""
+    """Return, for each token after the first chunk, its share of the time since the previous chunk."""
     return [
         1000 * (later - earlier) / count
         for answer in answers
@@ -250,7 +249,7 @@ def _round_ms(before: Counters, after: Counters) -> dict[str, float] | None:
 
 
 def _grown(name: str, before: Counters, after: Counters, label: str) -> dict[str, float]:
-    """What a counter has grown by, by the value of a label, whatever its other labels are."""
+    """Return the growth of a counter by the value of `label`, summed over other labels."""
     grown: dict[str, float] = defaultdict(float)
     for sample, value in after.items():
         if sample.startswith(name + "{"):
@@ -266,12 +265,12 @@ def percentile(values: list[float], share: float) -> float:
 # --- several runs -----------------------------------------------------------------------------------------------------
 
 
-# What only a run tells whose rounds were split.
+# Fields that only runs with split rounds have.
 _OF_SPLIT = {"round_ms", "round_ms_seen", "busy", "fallbacks", "draft_state_bytes_per_sequence"}
 
 
 def medians(runs: list[Figures]) -> Figures:
-    """The median of each figure; of a mean round the mean of the runs, so that its parts still add up."""
+    """Return the median of each figure, but the mean of a round's time and parts, so that the parts still add up."""
     split = [run for run in runs if run.fallbacks is not None] or runs
     columns = {
         name: [getattr(run, name) for run in (split if name in _OF_SPLIT else runs)]

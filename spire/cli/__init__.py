@@ -1,6 +1,6 @@
-"""The `spire` command. One module per command group; importing it does not import torch.
+"""The `spire` command. Each command group is a module; importing this package does not import torch.
 
-Every option is also an environment variable: SPIRE_<COMMAND>_<OPTION>, for example SPIRE_UP_PORT.
+Every option can also be set by an environment variable SPIRE_<COMMAND>_<OPTION>, for example SPIRE_UP_PORT.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import typer
 from rich.console import Console
 
 import spire
-from spire.cli import bench, capacity, certs, complete, convert, doctor, keys, measure, perf_model, train, up
+from spire.cli import certs, complete, convert, doctor, keys, train, up
+from spire.cli.bench import bench, capacity
+from spire.cli.perf import measure, perf_model
 from spire.errors import SpireError
-from spire.options_file import read_options
+from spire.service.options_file import read_options
 
 app = typer.Typer(
     name="spire",
@@ -53,7 +55,7 @@ def root(
 
 
 def main() -> None:
-    """Run the command line. What Spire raises on purpose becomes one line and exit code 1."""
+    """Run the command line. A SpireError becomes one line on stderr and exit code 1."""
     try:
         app(default_map=read_options())
     except SpireError as error:

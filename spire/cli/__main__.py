@@ -1,4 +1,4 @@
-"""`python -m spire.cli`: the same as the `spire` command, where no script is installed."""
+"""`python -m spire.cli`: the `spire` command without an installed script."""
 
 from spire.cli import main
 

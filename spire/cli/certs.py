@@ -1,10 +1,10 @@
-"""`spire certs DIR`: certificates by which the services know one another.
+"""`spire certs DIR`: make certificates by which the services authenticate one another.
 
     spire certs tls && spire up --tls tls
     spire certs tls --host verifier.internal --host 10.0.0.7
     python -m verifier_service --tls tls/verifier ...
 
-What it does not know: an authority that you have already. Its certificates do as well: docs/security.md.
+Does not know: an existing CA of yours, whose certificates work as well (docs/security.md).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def certs(
 ) -> None:
     """Make a CA and a certificate for each service, for `spire up --tls DIR` or each service's own --tls."""
     try:
-        from spire.certificates import SERVICES, make_certificates
+        from spire.service.certificates import SERVICES, make_certificates
     except ImportError as error:
         raise SpireError("certificates need cryptography: pip install 'spire-serve[certs]'") from error
 

@@ -1,6 +1,6 @@
-"""`spire complete "prompt"`: one completion from a running gateway, streamed to the terminal.
+"""`spire complete "prompt"`: request a completion from a running gateway and stream it to the terminal.
 
-What it does not know: anything about models; it is a REST client like any other.
+Does not know: models. The command is a REST client like any other.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from spire.cli.gateway_client import Completion, GatewayError, run_completion, stream_completion
+from spire.cli.gateway_client import ClientCompletion, GatewayError, run_completion, stream_completion
 from spire.cli.origins import ASKED, Origins, Painter
 from spire.http import client_for
 
@@ -102,35 +102,37 @@ def complete(
         truncate_prompt_tokens=truncate,
         speculation=_given(rule=rule, draft=draft, k=k),
     )
-    if not special_tokens:
-        request["add_special_tokens"] = False
-    if keep_special:
-        request["skip_special_tokens"] = False
-    if show_speculation:
-        if echo:
-            raise typer.BadParameter("--show-speculation marks what is generated: leave --echo out")
-        # Where in the text a token begins is told with its logprob.
+    request |= {} if special_tokens else {"add_special_tokens": False}
+    request |= {"skip_special_tokens": False} if keep_special else {}
+    if show_speculation and echo:
+        raise typer.BadParameter("--show-speculation marks what is generated: leave --echo out")
+    if show_speculation:  # the gateway reports the text offset of a token with its logprob
         request = {"logprobs": 0} | request | ASKED
     several = (n or 1) > 1 or best_of is not None
-    result = Completion(prompt)
+    painter = Painter() if show_speculation else None
     with client_for(url, timeout=None) as client:
-        pieces: Iterable[dict[str, Any]] = stream_completion(client, url, result, **request)
-        if several or as_json or not stream or prompt_logprobs is not None:
+        if as_json or several or not stream or prompt_logprobs is not None:
             result = run_completion(client, url, prompt, **request)
-            pieces = result.choices
-        if as_json:
-            typer.echo(result.as_json())
-            return
-        _print_text(pieces, Painter() if show_speculation else None, several)
-    for completed in result.choices if prompt_logprobs is not None else []:
+            if as_json:
+                return typer.echo(result.as_json())
+            _print_text(result.choices, painter, several)
+        else:
+            result = ClientCompletion(prompt)
+            _print_text(stream_completion(client, url, result, **request), painter, several)
+    _print_behind(result, prompt_logprobs is not None, logprobs is not None)
+
+
+def _print_behind(result: ClientCompletion, prompt_logprobs: bool, logprobs: bool) -> None:
+    """Print what follows the text: the logprobs that were asked for, and a summary."""
+    for completed in result.choices if prompt_logprobs else []:
         _print_prompt_logprobs(completed["prompt_logprobs"])
-    for completed in result.choices if logprobs is not None else []:
+    for completed in result.choices if logprobs else []:
         _print_logprobs(completed)
     Console(stderr=True, highlight=False).print(f"[dim]{result.summary}[/]")
 
 
 def _given(**options: Any) -> dict[str, Any]:
-    """Those that were given: a gateway has defaults of its own."""
+    """Return the options that were given; the gateway has defaults for the others."""
     return {name: value for name, value in options.items() if value is not None and value is not False and value != {}}
 
 
@@ -153,7 +155,7 @@ def _biases(given: list[str]) -> dict[str, float]:
 
 
 def _print_text(pieces: Iterable[dict[str, Any]], painter: Painter | None, several: bool) -> None:
-    """Pieces of one choice, or several choices, each whole."""
+    """Print the pieces of one choice or, with `several`, whole choices."""
     if painter:
         typer.echo(painter.legend, err=True)
     origins = Origins()
@@ -173,14 +175,14 @@ def _print_text(pieces: Iterable[dict[str, Any]], painter: Painter | None, sever
 
 
 def _print_logprobs(choice: dict[str, Any]) -> None:
-    """A line for each token: its logprob, itself, the likeliest others."""
+    """Print a line for each token: its logprob, the token, the most probable alternatives."""
     told = choice["logprobs"]
     for token, logprob, top in zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True):
         _print_token(token, logprob, top or {})
 
 
 def _print_prompt_logprobs(positions: list[dict[str, Any] | None]) -> None:
-    """The same of the prompt's tokens but the first, of which nothing is known."""
+    """Print a line for each token of the prompt except the first, which has no logprob."""
     for position in filter(None, positions):
         (token, *others) = position.values()
         tops = {other["decoded_token"]: other["logprob"] for other in others}

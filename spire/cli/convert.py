@@ -1,4 +1,4 @@
-"""`spire convert`: checkpoints of other formats as directories that `spire up --model` takes."""
+"""`spire convert`: convert checkpoints of other formats to directories for `spire up --model`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Out = Annotated[Path, typer.Option(help="Directory to write.")]
 
 
 class StoredType(StrEnum):
-    """The type that weights are written in."""
+    """The dtype of the written weights."""
 
     BFLOAT16 = "bfloat16"
     FLOAT32 = "float32"
@@ -31,7 +31,7 @@ def gguf(
     """Convert a GGUF file: weights dequantised; tokenizer, chat template, end tokens and context length kept."""
     import torch
 
-    from spire.model.gguf.convert import convert_gguf
+    from spire.checkpoints.gguf.convert import convert_gguf
 
     _report(out, convert_gguf(file, out, getattr(torch, dtype)))
 
@@ -43,7 +43,7 @@ def llama2c(
     out: _Out,
 ) -> None:
     """Convert a llama2.c model, in float32, with its tokenizer."""
-    from spire.model.convert import convert_llama2c
+    from spire.checkpoints.convert import convert_llama2c
 
     _report(out, convert_llama2c(weights, tokenizer, out))
 

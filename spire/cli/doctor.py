@@ -1,6 +1,6 @@
-"""`spire doctor`: what this machine has, what is missing, and what to do about it.
+"""`spire doctor`: check this machine, the models and a running gateway, with advice on each fault.
 
-What it does not know: speed. That is measured, with `spire doctor --calibrate`, not guessed from a list of parts.
+Does not know: speed, which `spire doctor --calibrate` measures instead of guessing it from the hardware.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from spire.calibration import default_file
-from spire.cli.calibrate import measure_machine
 from spire.cli.paths import OFF, choose_pair
-from spire.cli.shapes import random_pair
+from spire.cli.perf.calibrate import measure_machine
+from spire.cli.perf.shapes import random_pair
 from spire.errors import SpireError
 from spire.http import client_for
-from spire.keys import GATEWAY_KEY, authorization
 from spire.model.config import MAGICDEC, load_model_config
-from spire.shapes import SHAPES
+from spire.perf.calibration import default_file
+from spire.perf.shapes import SHAPES
+from spire.service.keys import GATEWAY_KEY, authorization
 
-# Longest sequence of a shape without a model.
+# Maximum positions of a sequence for a shape without a model.
 _SHAPE_POSITIONS = 2048
 
 
 class Check(NamedTuple):
-    """`advice` says what to do; `ok` is False only for what keeps `spire up` from working."""
+    """A result of a check. `ok` is False for a fault that must be fixed; `advice` says what to do, if anything."""
 
     name: str
     value: str
@@ -179,7 +179,7 @@ def _models(model: Path | None, draft: str | None) -> Iterator[Check]:
 
 def _fingerprint(directory: Path) -> Check:
     try:
-        from spire.model.checkpoint import load_target
+        from spire.checkpoints.weights import load_target
 
         return Check("target", f"{directory} ({load_target(directory)[1]})")
     except ImportError:
@@ -189,7 +189,7 @@ def _fingerprint(directory: Path) -> Check:
 
 
 def _tokenizer(directory: Path) -> Check:
-    from spire.model.tokenizer import ids_without_text, load_tokenizer
+    from spire.checkpoints.tokenizer import ids_without_text, load_tokenizer
 
     try:
         vocab_size = load_model_config(directory).vocab_size
@@ -219,7 +219,9 @@ def _gateway(url: str) -> Iterator[Check]:
 def _port(url: str) -> Check:
     address = httpx.URL(url)
     try:
-        socket.create_connection((address.host, address.port or 80), timeout=1).close()
+        socket.create_connection(
+            (address.host, address.port or {"https": 443}.get(address.scheme, 80)), timeout=1
+        ).close()
     except OSError:
         return Check(f"gateway {url}", "not running", advice="start it with: spire up")
     advice = "something else listens there: choose another port with spire up --port"

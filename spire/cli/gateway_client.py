@@ -1,4 +1,4 @@
-"""One completion from a running gateway, whole or as it comes. A REST client like any other."""
+"""REST client for a completion from a running gateway, in one response or streamed."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 import httpx
 
 from spire.errors import SpireError
-from spire.keys import GATEWAY_KEY, authorization
+from spire.service.keys import GATEWAY_KEY, authorization
 
 
 class GatewayError(SpireError):
-    """The gateway could not be reached, or refused; the message says which and what to do."""
+    """The gateway was unreachable, refused the request or broke off; the message says which, and what to do."""
 
 
 @dataclass
-class Completion:
-    """What came back, and how long the client waited for it, in seconds."""
+class ClientCompletion:
+    """The gateway's answer, and the seconds that the client waited for all of it."""
 
     prompt: str
-    # As the gateway answers them; of a stream, put together from its pieces.
+    # Choices in the gateway's format; those of a stream are joined from its pieces.
     choices: list[dict[str, Any]] = field(default_factory=list)
     usage: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Completion:
 
     @property
     def tau(self) -> float | None:
-        """Mean tokens a round, from the gateway's metrics; None when nothing was drafted."""
+        """Mean tokens per round from the gateway's metrics; None if nothing was drafted."""
         rounds = self.metrics.get("speculative_decoding") or {}
         return rounds.get("mean_acceptance_length") if rounds.get("num_draft_tokens") else None
 
@@ -63,8 +63,8 @@ class Completion:
         return json.dumps(body | {"choices": self.choices, "metrics": self.metrics, **figures}, ensure_ascii=False)
 
 
-def run_completion(client: httpx.Client, url: str, prompt: str, **request: Any) -> Completion:
-    """One completion in one answer. Raises GatewayError."""
+def run_completion(client: httpx.Client, url: str, prompt: str, **request: Any) -> ClientCompletion:
+    """Request a completion in one response. Raises GatewayError."""
     began = time.perf_counter()
     body = {"prompt": prompt, "return_metrics": True, **request}
     with _explained(url):
@@ -72,7 +72,7 @@ def run_completion(client: httpx.Client, url: str, prompt: str, **request: Any) 
     if response.status_code != httpx.codes.OK:
         raise GatewayError(_refusal(response))
     answer = response.json()
-    return Completion(
+    return ClientCompletion(
         prompt,
         answer["choices"],
         answer.get("usage") or {},
@@ -81,8 +81,10 @@ def run_completion(client: httpx.Client, url: str, prompt: str, **request: Any) 
     )
 
 
-def stream_completion(client: httpx.Client, url: str, result: Completion, **request: Any) -> Iterator[dict[str, Any]]:
-    """Pieces of the one choice as they come; `result` is filled on the way. Raises GatewayError, also in mid-stream."""
+def stream_completion(
+    client: httpx.Client, url: str, result: ClientCompletion, **request: Any
+) -> Iterator[dict[str, Any]]:
+    """Yield the pieces of the only choice as they arrive, and fill `result`. Raises GatewayError, also mid-stream."""
     began = time.perf_counter()
     options = {"stream": True, "stream_options": {"include_usage": True}, "return_metrics": True}
     body = {"prompt": result.prompt, **options, **request}
@@ -105,7 +107,7 @@ def stream_completion(client: httpx.Client, url: str, result: Completion, **requ
 
 
 def joined(begun: dict[str, Any], piece: dict[str, Any]) -> dict[str, Any]:
-    """A choice and what it grows by: texts and lists one after the other, and otherwise the newer value."""
+    """Return a choice extended by a piece: text and lists are appended, other values replaced, dictionaries joined."""
     whole = begun | piece
     for name, value in begun.items():
         if isinstance(value, dict):
@@ -123,7 +125,7 @@ def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def _explained(url: str) -> Iterator[None]:
-    """Turns what httpx raises into one sentence that says what to do."""
+    """Turn an error of httpx into a GatewayError."""
     try:
         yield
     except httpx.ConnectError as error:

@@ -1,10 +1,10 @@
-"""`spire key`: the file of API keys that a gateway asks for.
+"""`spire key`: manage the file of API keys that a gateway accepts.
 
-    spire key create alice --file keys      prints the key, this once
+    spire key create alice --file keys      prints the key, only this once
     python -m gateway --keys keys           or spire up --keys keys
-    spire key revoke alice --file keys      a running gateway sees it with the next request
+    spire key revoke alice --file keys      a running gateway notices at the next request
 
-What it does not know: any key that it has made. The file holds hashes.
+Does not know: the keys that were created. The file holds only their hashes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from spire.errors import DataError
-from spire.keys import GATEWAY_KEY, create_key, read_keys, revoke_key
+from spire.service.keys import GATEWAY_KEY, create_key, read_keys, revoke_key
 
 app = typer.Typer(help="API keys of a gateway.", no_args_is_help=True)
 

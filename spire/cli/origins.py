@@ -1,6 +1,6 @@
-"""Who chose which part of a text: the draft, whose guess was accepted, or the target.
+"""Origins of the parts of a generated text: accepted draft tokens, or tokens chosen by the target.
 
-A gateway says it for each token (`return_token_origins`), and with logprobs where in the text each token begins.
+The gateway reports the origin of each token (`return_token_origins`) and, with logprobs, its offset in the text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ASKED = {"return_token_origins": True, "return_token_ids": True}
 
 
 class Origins:
-    """The text of one choice in runs of one origin, however its pieces come."""
+    """Division of the text of one choice, which arrives in pieces, into runs of one origin."""
 
     def __init__(self) -> None:
         self._told = 0
@@ -28,7 +28,7 @@ class Origins:
         self._origins: list[Origin] = []
 
     def runs(self, piece: dict[str, Any]) -> Iterator[tuple[str, Origin]]:
-        """What a piece adds. Some of its tokens' text may come later; the offsets of what is there are there too."""
+        """Yield the runs of the next piece. A token's text may come after its offset and origin, but never before."""
         self._offsets += (piece["logprobs"] or {}).get("text_offset", [])
         self._origins += piece["token_origins"]
         begin, self._told = self._told, self._told + len(piece["text"])
@@ -41,7 +41,7 @@ class Origins:
 
 
 class Painter:
-    """Marks the draft's runs: by colour on a terminal, else by brackets."""
+    """Marking of draft runs: by colour on a terminal unless NO_COLOR is set, else by brackets."""
 
     def __init__(self, coloured: bool | None = None):
         self.coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR") if coloured is None else coloured
@@ -60,6 +60,6 @@ class Painter:
         return ("⟦" if drafted else "⟧") + text if turned else text
 
     def end(self) -> str:
-        """What closes the last run."""
+        """Return the closing bracket of an open run, or ""."""
         was_open, self._open = self._open, False
         return "⟧" if was_open else ""

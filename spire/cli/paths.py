@@ -1,4 +1,4 @@
-"""Where models come from: an option, SPIRE_MODEL and SPIRE_DRAFT, or the pair in the repository's `models/`."""
+"""Choice of target and draft: options, SPIRE_MODEL and SPIRE_DRAFT, or the pair in the repository's `models/`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ OFF = "off"
 
 @dataclass(frozen=True)
 class Pair:
-    """A target directory and its draft's; without one either the target drafts for itself or decoding is plain.
+    """A target directory and a draft directory. Without a draft, the target drafts for itself or decoding is plain.
 
-    `note` says why it is plain when nobody asked for it.
+    `magicdec`: the target drafts for itself. `note` explains plain decoding that was not requested.
     """
 
     model: Path
@@ -31,7 +31,7 @@ class Pair:
 
 
 def choose_pair(model: Path | None, draft: str | None) -> Pair:
-    """The directories to serve. Raises CheckpointError, saying what to do, for one that is not there."""
+    """Return the directories to serve. Raises CheckpointError for a directory that is missing or cannot be served."""
     target = model or BUNDLED / "target"
     if model is None and not target.is_dir():
         raise CheckpointError(f"no bundled model at {target}: name a Llama-architecture directory with --model DIR")

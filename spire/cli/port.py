@@ -1,4 +1,4 @@
-"""The port of an option, which Kubernetes may have filled with an address."""
+"""Parser of port options, whose environment variables Kubernetes may set to an address."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import typer
 
-from spire.service_links import explain_link
+from spire.service.links import explain_link
 
 
 def port_of(variable: str) -> Callable[[str], int]:
-    """A parser of ports from 0 to 65535, given on the command line or in this environment variable."""
+    """Return a parser of ports from 0 to 65535, given on the command line or in the environment variable `variable`."""
 
     def port(text: str) -> int:
         number = int(text) if str(text).isascii() and str(text).isdecimal() else -1

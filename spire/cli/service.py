@@ -1,7 +1,7 @@
-"""One service as a child process: started, watched, restarted on the same port, and never left behind.
+"""A service as a child process that is started, watched, restarted on the same port, and never left behind.
 
-The child binds a free port, writes its address into a ready file, and touches that every second while it is well. On
-Linux the kernel ends it when this process dies, however that happens; elsewhere only an orderly end of this one does.
+The child binds a free port, writes its address to a ready file, and touches the ready file every second while it is
+well. On Linux the kernel kills the child however this process dies; elsewhere only an orderly end stops the child.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -24,21 +25,21 @@ from spire.errors import SpireError
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 10.0
 _STEADY_SECONDS = 30.0
 _TAIL_LINES = 15
-# Bytes of a log, and of the one before it that is kept.
+# Size in bytes above which a log begins anew; one earlier log is kept.
 LARGEST_LOG = 16 * 1024 * 1024
-# So many looks, ten a second, without a sign of life. Looks and not seconds: whoever looks may have been frozen too.
+# Polls, ten per second, without a touch of the ready file. Polls and not seconds: this process may be frozen too.
 _LOOKS_WITHOUT_A_SIGN = 300
-# More than a service takes to drain.
+# Longer than a service takes to drain.
 _GRACE_SECONDS = 15.0
 
 
 class ServiceFailed(SpireError):
-    """A service ended before it served. The message holds its last lines."""
+    """A service ended during start-up. The message contains the last lines of its log."""
 
 
 @dataclass
 class Service:
-    """`arguments` follow `python -m module`; the supervisor adds port and ready file, which lies in `directory`."""
+    """The child process `python -m module` with `arguments`, a port, and a ready file in `directory`."""
 
     module: str
     arguments: Sequence[str]
@@ -52,9 +53,9 @@ class Service:
     wait: float = _FIRST_WAIT / 2
     sign: float = 0.0
     looks: int = 0
-    # Where the log goes, if not into `directory`.
+    # Directory of the log; None for `directory`.
     logs: Path | None = None
-    # The size in bytes of a log that was kept there, when this process was started.
+    # Offset in the log at which the output of the current process begins.
     log_before: int = 0
 
     @property
@@ -63,7 +64,7 @@ class Service:
 
     @property
     def reached_at(self) -> str:
-        """Where others on this machine reach it, once it serves."""
+        """The address for processes on this machine, once the service serves."""
         assert self.address is not None
         host, port = split(self.address)
         return join(reachable(host), port)
@@ -77,7 +78,7 @@ class Service:
         return self.directory / f"{self.name}.ready"
 
     def start(self) -> None:
-        """Start the process. Call from the main thread: the kernel ties the child to the thread that made it."""
+        """Start the process. Only the main thread may call it: the kernel ties a child to the thread that starts it."""
         self.ready_file.unlink(missing_ok=True)
         command = [sys.executable, "-m", self.module, *self.arguments]
         command += ["--port", str(self.port), "--ready-file", str(self.ready_file)]
@@ -94,13 +95,13 @@ class Service:
         self.started_at, self.restart_at = time.monotonic(), None
 
     def serves(self) -> bool:
-        """Whether the ready file holds an address."""
+        """True once the ready file has held an address, which is stored with its port."""
         if self.address is None and self.ready_file.exists() and (text := self.ready_file.read_text().strip()):
             self.address, (_, self.port) = text, split(text)
         return self.address is not None
 
     def must_be_alive(self) -> None:
-        """Raises ServiceFailed with the last lines of a service that has ended."""
+        """Raise ServiceFailed with the last lines of the log if the process has ended."""
         if (code := self.exit_code()) is not None:
             raise ServiceFailed(f"the {self.name} service {_ending(code)}:\n{self.last_lines()}")
 
@@ -108,8 +109,7 @@ class Service:
         return None if self.process is None else self.process.poll()
 
     def keep_alive(self, say: Callable[[str], None]) -> None:
-        """Restart the process when it has died, waiting longer after each death that follows a short life. One that is
-        frozen or stuck is ended first."""
+        """Restart the process if it has ended, after a wait that grows with each short life; kill it if it is stuck."""
         code = self.exit_code()
         if code is None:
             self._end_if_stuck(say)
@@ -133,25 +133,26 @@ class Service:
             self.looks = 0
 
     def last_lines(self, count: int = _TAIL_LINES) -> str:
-        """The last lines of the log since this process was started."""
+        """Return the last lines of the log since the process was started."""
         said = self.log.read_bytes()[self.log_before :] if self.log.exists() else b""
         lines = said.decode(errors="replace").splitlines()
         return "\n".join(f"  {line}" for line in lines[-count:]) or "  (it printed nothing)"
 
     def bound_log(self) -> None:
-        """Begin the log anew once it is large, and keep one that was before. The service goes on appending to it."""
-        if self.log.stat().st_size > LARGEST_LOG:
-            with self.log.open("rb") as full, _for_its_owner(self.log.with_suffix(".log.1"), os.O_TRUNC) as kept:
-                shutil.copyfileobj(full, kept)
-            os.truncate(self.log, 0)
-            self.log_before = 0
+        """Begin the log anew once it is large, and keep one earlier log. The service goes on appending to the file."""
+        with suppress(FileNotFoundError):  # the user has removed it
+            if self.log.stat().st_size > LARGEST_LOG:
+                with self.log.open("rb") as full, _for_its_owner(self.log.with_suffix(".log.1"), os.O_TRUNC) as kept:
+                    shutil.copyfileobj(full, kept)
+                os.truncate(self.log, 0)
+                self.log_before = 0
 
     def ask_to_stop(self) -> None:
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
 
     def stop(self) -> None:
-        """Wait for the end that was asked for; a service that does not end is killed."""
+        """Wait until the process ends after `ask_to_stop`; kill it after the grace period."""
         if self.process is None:
             return
         try:
@@ -162,7 +163,7 @@ class Service:
 
 
 def _for_its_owner(file: Path, how: int) -> BinaryIO:
-    """A file to write that others cannot read if it is a new one."""
+    """Open a file for appending with the extra flag `how`. Other users cannot read a newly created file."""
     return os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | how, 0o600), "ab")
 
 
@@ -171,7 +172,7 @@ def _ending(code: int) -> str:
 
 
 def _die_with(parent: int) -> Callable[[], None] | None:
-    """What the child runs first: ask Linux for SIGKILL when the parent dies."""
+    """Return the child's first action: ask Linux for SIGKILL when the parent dies. None on other systems."""
     if not sys.platform.startswith("linux"):
         return None
     prctl = ctypes.CDLL(None, use_errno=True).prctl
@@ -179,7 +180,7 @@ def _die_with(parent: int) -> Callable[[], None] | None:
 
     def ask() -> None:
         prctl(set_parent_death_signal, signal.SIGKILL)
-        if os.getppid() != parent:  # the parent died before the kernel was asked
+        if os.getppid() != parent:  # the parent died before prctl
             os._exit(1)
 
     return ask

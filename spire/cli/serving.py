@@ -1,4 +1,4 @@
-"""The system that a measurement talks to: one that runs already, or one started for it and stopped after it."""
+"""The system under measurement: one that already runs, or one started for the measurement and stopped after it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from spire.address import join, split
+from spire.address import by_tcp, join, split
 from spire.bench.system import System
 from spire.cli.paths import Pair
 from spire.cli.service import Service
 from spire.cli.up import ModelOptions, Stack
 
-# A shape may be far too large for the machine that it is measured on, and a round must still get its draft.
+# A shape may be far too large for this machine; a round must still get its slow draft reply.
 _SLOW_DRAFT_SECONDS = "25"
 
 
@@ -27,10 +27,10 @@ def serving(
     gateway_options: Sequence[str] = (),
     directory: Path | None = None,
 ) -> Iterator[System]:
-    """The gateway at `url` if given, else services that live as long as this block.
+    """Yield the gateway at `url` if given, else a system of services that are stopped at the end of the block.
 
     With `synthetic_acceptance` the verifier is lossy: it accepts draft tokens at that rate, whatever the target says.
-    Logs are written into `directory`, or one that lives as long.
+    Logs are written to `directory`, or to a temporary directory.
     """
     if url is not None:
         yield System(url.rstrip("/"))
@@ -40,7 +40,7 @@ def serving(
     further["gateway"] = [*gateway_options]
     if synthetic_acceptance is not None:
         further["verifier_service"] += ["--lossy-synthetic-acceptance", str(synthetic_acceptance)]
-        further["gateway"] += ["--propose-deadline", _SLOW_DRAFT_SECONDS]
+        further["gateway"] += ["--draft-deadline", _SLOW_DRAFT_SECONDS]
     with tempfile.TemporaryDirectory(prefix="spire-") as passing:
         stack = Stack(pair, options, "127.0.0.1", 0, None, Path(passing), further=further, logs=directory)
         try:
@@ -57,13 +57,13 @@ def _system(stack: Stack, ports: dict[str, int]) -> System:
 
 
 def _metrics(service: Service, ports: dict[str, int]) -> str:
-    """Its options may have it listen elsewhere than at 127.0.0.1, metrics too."""
+    """Return the service's metrics address. Its host is that of the service, which options may set to any address."""
     host, _ = split(service.reached_at)
-    return f"http://{join(host, ports[service.module])}/metrics"
+    return f"http://{join(by_tcp(host), ports[service.module])}/metrics"
 
 
 def _free_ports(count: int) -> list[int]:
-    """As many that nobody listens at, all different."""
+    """Return `count` different free ports of 127.0.0.1."""
     with ExitStack() as stack:
         probes = [stack.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:

@@ -1,10 +1,10 @@
-"""`spire train`: a target from text, and a draft for a target. Both resume what they find in --out.
+"""`spire train`: train a target on text, or a draft for a target. Both resume an unfinished run found in --out.
 
     spire train target --data books/ --out runs/target
     spire train draft --target runs/target --data books/ --out runs/draft
     spire train draft --target runs/target --data books/ --out runs/vanilla --kind vanilla
 
-An option that is not given keeps the value of the bundled pair's recipe.
+Options that are not given have the values of the bundled pair's recipe.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ _NOT_RECIPE = {"data", "out", "valid", "device", "compiled", "minutes", "target"
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:
-    """The recipe's values that the command line names."""
+    """Return the recipe's values that were given on the command line."""
     return {name: value for name, value in options.items() if name not in _NOT_RECIPE and value is not None}
 
 

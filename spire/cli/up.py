@@ -1,12 +1,12 @@
-"""`spire up`: verifier, draft and gateway as processes on this machine, one completion to show that they work.
+"""`spire up`: run verifier, draft and gateway as processes on this machine, and show that they work by a completion.
 
-    spire up                          the bundled pair, on what hardware there is
+    spire up                          the bundled pair, on the available hardware
     spire up --model DIR --draft magicdec
                                       any Llama-architecture directory, which drafts for itself
-    spire up --model DIR --draft off  the same, plain decoding
+    spire up --model DIR --draft off  the same model with plain decoding
     spire up --once                   stop after the completion
 
-What it does not know: other machines. There each service is started by its own `python -m`.
+Does not know: other machines, where each service is started by its own `python -m`.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
 
-from spire.address import bare, bind, join, reachable
-from spire.cli.gateway_client import Completion, stream_completion
-from spire.cli.paths import Pair, choose_pair
+from spire.address import bare, bind, fits_unix, join, reachable
+from spire.checkpoints.tokenizer import ids_without_text, load_tokenizer
+from spire.cli.gateway_client import ClientCompletion, stream_completion
+from spire.cli.paths import OFF, Pair, choose_pair
 from spire.cli.port import port_of
 from spire.cli.service import Service
 from spire.errors import SpireError
 from spire.http import direct_client
-from spire.keys import GATEWAY_KEY, authorization, refuse_open_address
-from spire.model.config import load_model_config
-from spire.model.tokenizer import ids_without_text, load_tokenizer
-from spire.options_file import read_options
+from spire.model.config import MAGICDEC, load_model_config
 from spire.rpc.secret import make_secret
 from spire.rpc.tls import AUTHORITY
+from spire.service.keys import GATEWAY_KEY, authorization, refuse_open_address
+from spire.service.options_file import read_options
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -50,7 +50,7 @@ _FIRST_PROMPT = "It was a cold and stormy night, and"
 
 
 class _Stopped(Exception):
-    """SIGINT or SIGTERM came."""
+    """SIGINT or SIGTERM was received."""
 
 
 def up(
@@ -127,6 +127,7 @@ def up(
     with tempfile.TemporaryDirectory(prefix="spire-") as directory, _signals():
         further = {module: [*_certified(module, tls), *_logging(log_level)] for module in _MODULES}
         further["gateway"] += [*_admission(keys, without_keys), *_encrypted(https), *_named(allow_host or [])]
+        further["verifier_service"] += [] if tls else _private_host(Path(directory))
         further["verifier_service"] += ["--served-model-name", served_model_name] if served_model_name else []
         further["verifier_service"] += _cache(max_context, cache_gb)
         logs = _made(log_dir) if log_dir else None
@@ -157,13 +158,13 @@ def _logging(level: str | None) -> list[str]:
 
 
 def _cache(max_context: int | None, gigabytes: float | None) -> list[str]:
-    """How much the verifier may hold, as its arguments; what nobody said is left to it."""
+    """Return the verifier's arguments for the size of its cache; the verifier chooses values that are None."""
     given = {"--max-context": max_context, "--cache-gb": gigabytes}
     return [text for name, value in given.items() if value is not None for text in (name, str(value))]
 
 
 def _admission(keys: Path | None, without_keys: bool) -> list[str]:
-    """Whom the gateway lets in, as its arguments."""
+    """Return the gateway's arguments for API keys."""
     return [*(["--keys", str(keys)] if keys else []), *(["--without-keys"] if without_keys else [])]
 
 
@@ -172,7 +173,7 @@ def _named(hosts: list[str]) -> list[str]:
 
 
 def _encrypted(https: Path | None) -> list[str]:
-    """How clients speak to the gateway, as its arguments. This process then trusts the authority in that directory."""
+    """Return the gateway's arguments for HTTPS. This process then trusts the CA in that directory, if there is one."""
     if https is None:
         return []
     if (authority := https / AUTHORITY).is_file():
@@ -182,7 +183,7 @@ def _encrypted(https: Path | None) -> list[str]:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """What both model services are told; None leaves it to them."""
+    """Options of both model services; a service chooses values that are None."""
 
     dtype: str | None
     device: str | None
@@ -195,7 +196,7 @@ class ModelOptions:
 
 @dataclass
 class Stack:
-    """The services in the order in which they depend on one another."""
+    """The services of a system, each listed after the services it depends on."""
 
     pair: Pair
     options: ModelOptions
@@ -204,15 +205,15 @@ class Stack:
     k: int | None
     directory: Path
     services: list[Service] = field(default_factory=list)
-    # Further arguments of a service, by module.
+    # Further arguments by module.
     further: dict[str, list[str]] = field(default_factory=dict)
-    # Whether clients speak HTTPS.
+    # True if clients use HTTPS.
     secure: bool = False
-    # Where logs go, if not into `directory`, which ends with the stack.
+    # Directory of the logs; None for `directory`, which is temporary.
     logs: Path | None = None
-    # Whether the gateway answers this process: without a key it may not.
+    # False if the gateway refuses this process, which has no valid API key.
     admitted: bool = True
-    # What its /ready says.
+    # The gateway's last answer to /ready.
     ready: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -221,7 +222,7 @@ class Stack:
         return f"{'https' if self.secure else 'http'}://{address}"
 
     def start(self) -> None:
-        """Start each service once what it needs serves. Raises ServiceFailed with the last lines of one that ends."""
+        """Start each service once the services it needs are ready. Raises ServiceFailed if a service ends."""
         make_secret(self._secret_file)
         with console.status("") as status:
             model = ["--model", str(self.pair.model), *self.options.arguments()]
@@ -229,10 +230,8 @@ class Stack:
             gateway = ["--verifier", verifier, "--host", self.host]
             if self.pair.draft is not None:
                 follow = ["--draft", str(self.pair.draft), "--verifier", verifier, *self.options.arguments()]
-                draft = self._launch("draft_service", follow, f"the draft to load {self.pair.draft}", status)
-                gateway += ["--draft", draft]
-            elif self.pair.magicdec:
-                gateway += ["--draft", verifier]
+                self._launch("draft_service", follow, f"the draft to load {self.pair.draft}", status)
+            gateway += ["--draft", "auto" if self.pair.draft else MAGICDEC if self.pair.magicdec else OFF]
             if self.k is not None:
                 gateway += ["--k", str(self.k)]
             self._launch("gateway", gateway, "the gateway to listen", status, self.port)
@@ -251,7 +250,7 @@ class Stack:
         console.print(f"  logs        {self.logs or self.directory}\n")
 
     def watch(self) -> None:
-        """Restart what dies, until a signal comes."""
+        """Restart services that end or are stuck, and bound their logs, until a signal raises an exception."""
         while True:
             for service in self.services:
                 service.keep_alive(_warn)
@@ -259,7 +258,7 @@ class Stack:
             time.sleep(_POLL_SECONDS)
 
     def stop(self) -> None:
-        """Ask all, the gateway first so that it stops taking requests, then wait for all."""
+        """Ask all services to stop, the gateway first, so that no new request is accepted; then wait for all."""
         for service in reversed(self.services):
             service.ask_to_stop()
         for service in reversed(self.services):
@@ -267,7 +266,7 @@ class Stack:
 
     @property
     def _secret_file(self) -> Path:
-        """What the services know one another by: no other process of this host has it."""
+        """The file of the secret by which the services recognise each other; other users cannot read it."""
         return self.directory / "secret"
 
     def _launch(self, module: str, arguments: list[str], what: str, status: Status, port: int = 0) -> str:
@@ -287,7 +286,7 @@ class Stack:
             time.sleep(_POLL_SECONDS)
 
     def _gateway_is_ready(self) -> bool:
-        """Whether the gateway answers for the verifier and, where there is one, the draft; or will not tell."""
+        """True if gateway, verifier and any draft are ready, or the gateway asks for a key. Raises SpireError."""
         try:
             with direct_client(timeout=2) as client:
                 answer = client.get(f"{self.url}/ready", headers=authorization())
@@ -308,8 +307,8 @@ class Stack:
 
 
 def show_completion(url: str, prompt: str) -> None:
-    """Print a completion as it comes: a large model takes minutes for it. Raises GatewayError."""
-    completion = Completion(prompt)
+    """Stream a completion to the terminal, because a large model may take minutes. Raises GatewayError."""
+    completion = ClientCompletion(prompt)
     console.print(f"[bold]{escape(prompt)}[/]", end="")
     with direct_client(timeout=None) as client:
         for piece in stream_completion(client, url, completion, max_tokens=64, temperature=0.8, seed=1):
@@ -322,7 +321,7 @@ def _warn(text: str) -> None:
 
 
 def _look_at_tokenizer(model: Path) -> None:
-    """Warn of ids that it has no text for. Raises CheckpointError where it does not fit the model."""
+    """Warn of token ids without text. Raises CheckpointError if the tokenizer does not fit the model."""
     vocab_size = load_model_config(model).vocab_size
     if without := ids_without_text(load_tokenizer(model, vocab_size), vocab_size):
         _warn(f"{without} of the model's {vocab_size} ids have no text: its tokenizer does not know them")
@@ -330,7 +329,7 @@ def _look_at_tokenizer(model: Path) -> None:
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """SIGINT and SIGTERM raise _Stopped, once: a second Ctrl-C does not interrupt the stopping."""
+    """Raise _Stopped at the first SIGINT or SIGTERM, and ignore later ones: they must not interrupt the stopping."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         for name in (signal.SIGINT, signal.SIGTERM):
@@ -346,7 +345,7 @@ def _signals() -> Iterator[None]:
 
 
 def _made(directory: Path) -> Path:
-    """The directory for logs. Raises SpireError where it cannot be made."""
+    """Make the directory for logs and return it. Raises SpireError if it cannot be made."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -354,9 +353,15 @@ def _made(directory: Path) -> Path:
     return directory
 
 
+def _private_host(directory: Path) -> list[str]:
+    """Return the options for a socket in a directory that no other user may enter, unless a host is configured."""
+    path = str(directory / "verifier.sock")
+    configured = os.environ.get("SPIRE_VERIFIER_HOST") or "host" in read_options().get("verifier", {})
+    return [] if configured or not fits_unix(path) else ["--host", f"unix:{path}"]
+
+
 def _asks_for_keys(keys: Path | None, without_keys: bool) -> bool:
-    """False where a gateway so started, its own environment and options file included, lets in whoever reaches it
-    without anybody having said so."""
+    """True if an option, the gateway's environment or its options file names API keys or permits serving without."""
     own = {str(name).replace("-", "_"): value for name, value in read_options().get("gateway", {}).items()}
     told = os.environ.get("SPIRE_GATEWAY_WITHOUT_KEYS") or own.get("without_keys")
     return bool(keys or without_keys or told or own.get("keys"))

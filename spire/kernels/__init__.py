@@ -1,8 +1,7 @@
-"""Kernels of ours for x86 processors: bfloat16 by matrix tiles (AMX) or pairs (AVX512-BF16), float32 by vectors
-(AVX-512, AVX2).
+"""C kernels for x86 processors: bfloat16 with AMX or AVX512-BF16, float32 with AVX-512 or AVX2.
 
-Built at installation where there is a C compiler. Without it, or on another processor, torch's kernels serve. All of
-them compute a number of a row or a query by the same sum in the same order whoever else is computed.
+They are built at installation if a C compiler is found. Otherwise, or on another processor, torch's kernels are used.
+Every kernel sums the numbers of a row or query in the same order, whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -20,24 +19,24 @@ try:
     from spire.kernels import compiled
 
     _compiled: Any = compiled
-except ImportError:  # it was installed where there is no compiler
+except ImportError:  # installed without a C compiler
     _compiled = None
 
 COMPILED = _compiled is not None
-# What `spire.randomness` has a kernel for, on any processor; None without one.
+# Kernel of `spire.decoding.randomness`, for any processor; None if not compiled.
 uniforms: Callable[..., None] | None = _compiled and _compiled.uniforms
-# Vocabularies that kernels draw from are a multiple of this, which `sampling.h` has too.
+# The sampling kernels need a vocabulary size that is a multiple of this, as in `sampling.h`.
 SHARES = 32
-# Numbers that one thread is done with before another has woken.
+# Fewer elements are copied by one thread, which finishes before another one has woken.
 _SHARED = 2**19
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """Those for one type of numbers. What they are called with is in `compiled.pyi`.
+    """The kernels of one instruction set, for one dtype. `compiled.pyi` documents their arguments.
 
-    `block`: outputs of a weight that lie together. Heads that they attend for are as wide as a multiple of
-    `head_multiple`. `most_queries` of each key, or None for any.
+    `block`: outputs of a weight that are stored together. `head_multiple`: attention needs a head_dim that is a
+    multiple of this. `most_queries`: the maximum number of queries per key in attention, None for any.
     """
 
     index: int
@@ -57,13 +56,13 @@ class Kernels:
         return of_these
 
     def attends(self, head_dim: int) -> bool:
-        """Whether they can for heads of this width."""
+        """True if the attention kernels support `head_dim`."""
         return head_dim % self.head_multiple == 0 and head_dim <= int(_compiled.MOST_WIDTH)
 
 
 @cache
 def every_kernels() -> tuple[Kernels, ...]:
-    """All that this processor can run, the fastest first. To ask is what lets it."""
+    """Enable and return all kernels that this processor can run, the fastest first. Call before any kernel."""
     found = _compiled.available() if COMPILED else []
     return tuple(
         Kernels(index, name, torch.bfloat16 if narrow else torch.float32, block, multiple, most or None)
@@ -73,33 +72,33 @@ def every_kernels() -> tuple[Kernels, ...]:
 
 @cache
 def kernels_for(dtype: torch.dtype) -> Kernels | None:
-    """The fastest for a model whose numbers are of this type on this processor, if there are any."""
+    """Return the fastest kernels for `dtype` on this processor, or None."""
     return next((kernels for kernels in every_kernels() if kernels.dtype == dtype), None)
 
 
 def collects(x_KV: Tensor) -> bool:
-    """Whether `collect` takes rows such as these."""
+    """True if `collect` supports a tensor of this dtype and layout."""
     fits = x_KV.dtype == torch.bfloat16 and x_KV.is_contiguous() and x_KV.shape[-1] % 16 == 0
     return fits and bool(every_kernels())
 
 
 def collect(rows_KV: Sequence[Tensor | None], K: int, V: int) -> tuple[Tensor, Tensor, Tensor]:
-    """B tensors in bfloat16 of up to K rows as one [B, K, V], and in float32 each row's sum and least number [B, K].
+    """Collect B bfloat16 tensors of up to K rows into one [B, K, V], with each row's sum and minimum, float32 [B, K].
 
-    That is all that is asked of most of q, in one pass over it. What is not there is zero.
+    One pass over q computes all that is needed to check it. Absent rows are zero.
     """
     return _collected([(0, 0) if rows is None else (rows.data_ptr(), len(rows)) for rows in rows_KV], K, V)
 
 
 def collect_from(x_XKV: Tensor, rows: Sequence[int | None]) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of some rows of one tensor."""
+    """Collect the tensors x_XKV[row] as `collect` does; None stands for an absent one."""
     _, K, V = x_XKV.shape
     first, step = x_XKV.data_ptr(), K * V * x_XKV.element_size()
     return _collected([(0, 0) if row is None else (first + row * step, K) for row in rows], K, V)
 
 
 def _collected(places: Sequence[tuple[int, int]], K: int, V: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Addresses, and how many of K there are at each."""
+    """Collect from `places`, each an address and the number of rows there, at most K."""
     B = len(places)
     addresses_B, counts_B = torch.from_numpy(np.array([*zip(*places, strict=True)]))
     together_BKV, (sums_BK, leasts_BK) = torch.empty(B, K, V, dtype=torch.bfloat16), torch.empty(2, B, K)

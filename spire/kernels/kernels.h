@@ -145,7 +145,7 @@ typedef struct {
   int B, K, V;
 } Collection;
 
-/* Uniform numbers of each of B sequences for the T positions behind its base: `spire.randomness.uniforms_behind`. */
+/* Uniform numbers of each of B sequences for the T positions behind its base: `spire.decoding.randomness.uniforms_behind`. */
 typedef struct {
   const uint64_t *seeds, *choices, *salted, *bases; /* [B] */
   double *found;                                    /* [B, T] */

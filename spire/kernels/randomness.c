@@ -1,4 +1,4 @@
-/* `spire.randomness` for the few numbers of a round: hashing them by numpy is mostly dispatch. */
+/* `spire.decoding.randomness` for the few numbers of a round: hashed by torch they are mostly dispatch. */
 
 #include "kernels.h"
 

@@ -1,5 +1,5 @@
 /* What is drawn from logits, by `exponential` and vectors of the file that includes this: a draft's tokens, and those
-   of a target by the rejection rule and that of blocks (`spire.sampling`, `spire.verification`). V is a multiple of SHARES. */
+   of a target by the rejection rule and that of blocks (`spire.decoding`). V is a multiple of SHARES. */
 
 #define SHARES 32 /* of a distribution, summed together */
 
@@ -136,7 +136,7 @@ static int reject(const Verdict *work, int b, int count) {
 }
 
 /* Block verification: of the prefixes, each with a weight, the longest whose coin says that it stands
-   (`spire.verification`). Leaves what the token behind is drawn from in its row. */
+   (`spire.decoding.verification`). Leaves what the token behind is drawn from in its row. */
 static int reject_blocks(const Verdict *work, int b, int count) {
   Pair pairs[work->T];
   float weights[work->T];

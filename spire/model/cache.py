@@ -1,15 +1,15 @@
 """The target's cache: keys and values of all slots, and which positions of them are committed.
 
-A slot has room for the longest sequence, but on a CPU only as address space: memory comes when a page is first written
-and goes when its sequence does, so what is held is what sequences fill, and a `budget` bounds it (as vAttention does on
-a GPU). What a slot holds is contiguous.
-`attend` writes behind the committed length; `commit` alone moves that length on, and `rewind` back. So a rejected token
-is simply never committed, and the next append overwrites it. A batch is ragged: short rows are padded, their padding
-likewise.
+A slot has room for the longest sequence, but on a CPU only as address space: a page takes memory when it is first
+written, and gives it back after its sequence has ended, once another slot needs it. Sequences thus take the memory that
+they fill, bounded by a `budget` (as vAttention does on a GPU). The positions of a slot are contiguous.
+`attend` writes after the committed length; only `commit` and `rewind` change that length. A rejected token is therefore
+never committed, and the next append overwrites it. A batch is ragged: short rows are padded, and their padding is
+overwritten in the same way.
 
 Shapes: N layers, B sequences, T new positions, S attended positions, L positions of a slot, G key/value heads, K head
 width, R rows of a forward over several views.
-What it does not know: pages on a GPU, where all of a slot is allocated from the start.
+Does not know: pages on a GPU, where all of a slot is allocated at the start.
 """
 
 from __future__ import annotations
@@ -23,20 +23,22 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from spire.errors import OutOfCapacity
 from spire.kernels import kernels_for
 from spire.model import paging
+from spire.model.backends.fused_attention import FusedAttention, FusedPools
+from spire.model.backends.gpu_kernels import gpu_kernels
 from spire.model.config import ModelConfig
-from spire.model.contiguous_attention import ContiguousAttention
-from spire.model.fused_attention import FusedAttention, FusedPools
-from spire.model.gpu_kernels import gpu_kernels
 from spire.model.layers import additive, attend
 from spire.model.pool import Pool
 
+_STEP = 64
+
 
 class TargetCache:
-    """Keys and values of `slots` sequences of up to `capacity` committed positions each, in `budget` bytes at most.
+    """Keys and values of `slots` sequences of up to `capacity` committed positions each, in at most `budget` bytes.
 
     `parking` more slots follow: they are never allocated, only copied to and from.
     """
@@ -72,17 +74,17 @@ class TargetCache:
         self.keys = [Pool(shape, dtype, device) for _ in layers]
         self.values = [Pool(shape, dtype, device) for _ in layers]
         self.fused = self._fused_pools(config, dtype) if self.on_cpu else None
-        # Kernels for a GPU's few queries, where there are any.
+        # GPU kernels for few queries, or None.
         self.paged = None if self.on_cpu else gpu_kernels(self.keys[0].tensor, self.queries_per_key)
-        # Pages of each slot: those promised to its occupant, which it is charged, and those that are, or may be, backed
-        # by memory. What is backed beyond that stays until another slot needs it.
+        # Pages of each slot: those promised to its sequence, and those held, which may be backed by memory. Pages held
+        # beyond the promised ones stay until another slot needs memory.
         self._promised = [0] * len(self.lengths)
         self._held = [0] * len(self.lengths)
         self._free = list(range(slots))
 
     @property
     def _pages_at_first(self) -> int:
-        """What there must be memory for: one sequence on a CPU, all that is allocated from the start elsewhere."""
+        """The least budget in pages: one sequence on a CPU, elsewhere all slots, allocated at the start."""
         return self.pages if self.on_cpu else len(self.lengths)
 
     @staticmethod
@@ -90,7 +92,7 @@ class TargetCache:
         return device.type == "cpu"
 
     def _fused_pools(self, config: ModelConfig, dtype: torch.dtype) -> FusedPools | None:
-        """For kernels of ours, if there are any that attend for such a model, or else a CPU's flash kernel does."""
+        """The pools for this project's CPU kernels, or None where torch's flash kernel has to attend."""
         kernels = kernels_for(dtype)
         if not kernels or not kernels.attends(config.head_dim):
             return None
@@ -102,32 +104,32 @@ class TargetCache:
 
     @property
     def bytes(self) -> int:
-        """What it may come to hold."""
+        """The most bytes that the cache may hold."""
         return self._budget * self.page_bytes
 
     @property
     def held_bytes(self) -> int:
-        """What may be backed by memory: more than is promised where a slot's last occupant was longer."""
+        """Bytes that may be backed by memory: more than promised if a slot's last sequence was longer."""
         return sum(self._held) * self.page_bytes
 
     @property
     def live_bytes(self) -> int:
-        """What is promised to the sequences there are. Any thread may ask."""
+        """Bytes promised to live sequences. Any thread may read it."""
         return sum(self._promised[: self.slots]) * self.page_bytes
 
     @property
     def parked_bytes(self) -> int:
-        """What is promised to parked slots. Any thread may ask."""
+        """Bytes promised to parked slots. Any thread may read it."""
         return sum(self._promised[self.slots :]) * self.page_bytes
 
     def may_park(self, place: int, length: int) -> bool:
-        """Whether so much can be parked there: all that is parked together is half of the cache at most."""
+        """True if `length` positions may be parked in slot `place`: parked slots share half of the cache."""
         others = sum(self._promised[self.slots :]) - self._promised[place]
         return others + self._pages_for(length) <= self._budget // 2
 
     @property
     def usage(self) -> float:
-        """Share of it, in [0, 1], that the sequences there are have been promised. Any thread may ask."""
+        """The share of the cache, in [0, 1], that is promised to live sequences. Any thread may read it."""
         return self.live_bytes / self.bytes
 
     @property
@@ -135,7 +137,7 @@ class TargetCache:
         return len(self._free)
 
     def allocate(self) -> int:
-        """The lowest free slot, so that sequences stay neighbours. Raises OutOfCapacity when all are taken."""
+        """Take the lowest free slot, so that sequences stay adjacent. Raises OutOfCapacity if none is free."""
         if not self._free:
             raise OutOfCapacity(f"all {self.slots} sequences that this verifier can hold are taken")
         slot = heapq.heappop(self._free)
@@ -143,9 +145,9 @@ class TargetCache:
         return slot
 
     def free(self, slot: int, scrub: bool = False) -> None:
-        """Give a slot back. `scrub` clears it, for a sequence whose numbers were not finite.
+        """Give a slot back. `scrub` zeroes its numbers, for a sequence with non-finite ones.
 
-        Its memory stays for whoever takes the slot next, until another one needs it: nobody is charged for it.
+        The slot keeps its memory, charged to no sequence, for its next sequence or until another slot needs it.
         """
         if scrub:
             for pool in self._pools:
@@ -154,12 +156,12 @@ class TargetCache:
         heapq.heappush(self._free, slot)
 
     def empty(self, slot: int) -> None:
-        """Forget what a slot holds and give its memory back."""
+        """Discard the content of a slot and give its memory back."""
         self.lengths[slot] = self._promised[slot] = 0
         self._give_back(slot, self._held[slot])
 
     def reserve(self, slots: Sequence[int], new_tokens: int) -> bool:
-        """Promise each of these slots memory for `new_tokens` more positions, or none of them: False."""
+        """Promise each slot memory for `new_tokens` more positions, or return False and promise nothing."""
         needed = {slot: self._pages_for(self.lengths[slot] + new_tokens) for slot in slots}
         grown = {slot: pages for slot, pages in needed.items() if pages > self._promised[slot]}
         if not grown:
@@ -177,7 +179,7 @@ class TargetCache:
         return min(self.pages, -(-length // self.page))
 
     def _make_room(self, pages: int) -> None:
-        """Let so many more be backed: take what lies beyond promises, and no more of it than is needed."""
+        """Give back as many unpromised pages as needed so that `pages` more can be held."""
         excess = sum(self._held) + pages - self._budget
         for slot in reversed(range(len(self._held))):
             if excess <= 0:
@@ -187,7 +189,7 @@ class TargetCache:
             excess -= spare
 
     def _give_back(self, slot: int, pages: int) -> None:
-        """The memory of a slot's last pages."""
+        """Give back the memory of the last `pages` held pages of a slot."""
         left = self._held[slot] - pages
         if pages:
             for pool in self._pools:
@@ -195,7 +197,7 @@ class TargetCache:
         self._held[slot] = left
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Let `target` hold what `source` holds up to `length`. Raises OutOfCapacity when there is no memory."""
+        """Copy the first `length` positions of slot `source` to `target`. Raises OutOfCapacity if memory is short."""
         self.lengths[target] = 0
         if not self.reserve([target], length):
             raise OutOfCapacity(f"no memory for a copy of {length} positions")
@@ -204,19 +206,18 @@ class TargetCache:
         self.lengths[target] = length
 
     def rewind(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        """Take back what a slot holds from `lengths` on: a draft's guesses stay only until they are verified."""
+        """Set committed lengths back, as for a draft's rejected guesses. Raises OutOfCapacity if a slot holds less."""
         for slot, length in zip(slots, lengths, strict=True):
             if length > self.lengths[slot]:
                 raise OutOfCapacity(f"slot {slot} holds {self.lengths[slot]} positions, not the {length} to go back to")
             self.lengths[slot] = length
 
     def view(self, slots: Sequence[int], new_tokens: int, decoding: bool = False, causal: bool = True) -> BatchView:
-        """What one forward needs to append `new_tokens` positions to each of these slots.
+        """Return the view for one forward that appends `new_tokens` positions to each of these slots.
 
-        `decoding`: they are no part of a prompt. Kernels that are made for few queries attend for these alone: numbers
-        of a prompt shall not depend on where chunks end, so chunks of any length are attended by one kernel. Unless it
-        is `causal` the view must be told what each position may `see`.
-        Raises OutOfCapacity when there is no memory for them.
+        `decoding`: the positions are not part of a prompt. Kernels for few queries attend only for these: the numbers
+        of a prompt must not depend on where chunks end, so one kernel attends for chunks of any length. If `causal` is
+        False, the caller must set by `see` what each position attends to. Raises OutOfCapacity if there is no memory.
         """
         if not self.reserve(slots, new_tokens):
             raise OutOfCapacity(f"no memory for {new_tokens} more positions of {len(slots)} sequences")
@@ -230,7 +231,7 @@ class TargetCache:
         return BatchView(self, slots, new_tokens, fused, paged)
 
     def gather(self, slots: Sequence[int], positions_BS: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of all N layers' keys and values at chosen committed positions of these slots, [N, B, G, S, K]."""
+        """Copy all N layers' keys and values at chosen committed positions of these slots, each [N, B, G, S, K]."""
         slots_B1 = torch.tensor(slots, device=positions_BS.device)[:, None]
         places_BGS = self.places(slots_B1, positions_BS).transpose(1, 2).contiguous()
         gathered = []
@@ -242,13 +243,13 @@ class TargetCache:
         return gathered[0], gathered[1]
 
     def places(self, slots_B1: Tensor, positions_BT: Tensor) -> Tensor:
-        """Where the keys of these positions stand, [B, T, G], in a pool seen as a list of single keys."""
+        """Return the index of each position's keys, [B, T, G], in a pool viewed as a list of single keys."""
         _, G, L, _ = self.keys[0].tensor.shape
         heads_G = torch.arange(G, device=positions_BT.device)
         return (slots_B1[..., None] * G + heads_G) * L + positions_BT[..., None]
 
     def commit(self, slots: Sequence[int], counts: Sequence[int]) -> None:
-        """Make the first counts[i] appended positions of each slot part of its sequence."""
+        """Commit the first counts[i] appended positions of each slot. Raises OutOfCapacity beyond `capacity`."""
         for slot, count in zip(slots, counts, strict=True):
             if self.lengths[slot] + count > self.capacity:
                 raise OutOfCapacity(f"slot {slot} holds {self.lengths[slot]} positions, {count} more do not fit")
@@ -256,7 +257,7 @@ class TargetCache:
 
 
 class BatchView:
-    """The cache during one forward over some slots, T new positions each: implements the target's KeyValues."""
+    """The cache during one forward over some slots, with T new positions each. Implements the target's KeyValues."""
 
     def __init__(
         self,
@@ -271,29 +272,22 @@ class BatchView:
         self._lengths, self.shape = lengths, (len(lengths), new_tokens)
         self.fused = [FusedAttention(pools, slots, lengths, new_tokens)] if pools else []
         if pools:
-            return  # kernels need no mask, and know the places
-        # Padding of a row that is nearly full piles up in the last column, which is never committed.
+            return  # these kernels compute mask and places themselves
+        # Padding of a nearly full row all goes to the last column, which is never committed.
         last_column = cache.pages * cache.page - 1
         columns_BT = self.positions_BT.clamp(max=last_column)
         slots_B1 = torch.tensor(slots, device=device)[:, None]
         self._places_R = cache.places(slots_B1, columns_BT).flatten()
-        needed = [min(length + new_tokens, last_column + 1) for length in lengths]
-        self._slots_B = slots_B1[:, 0]
+        # Read multiples of _STEP positions, so that the order of sums does not depend on where a chunk ends.
+        read = (-(-(length + new_tokens) // _STEP) * _STEP for length in lengths)
+        self._needed = [min(positions, last_column + 1) for positions in read]
+        self._slots, self._slots_B = slots, slots_B1[:, 0]
         if paged:
-            self._pages = paged.slot_pages(self._slots_B, cache.keys[0].tensor, -(-max(needed) // paged.PAGE))
+            self._pages = paged.slot_pages(self._slots_B, cache.keys[0].tensor, -(-max(self._needed) // paged.PAGE))
             self._lengths_B = self.positions_BT[:, 0].int()
             return
-        self._attention: ContiguousAttention | None = None
-        if cache.on_cpu:
-            self._attention = ContiguousAttention(slots, needed, cache.pages * cache.page, new_tokens)
-        order = self._attention.order if self._attention else list(range(len(slots)))
-        self._in_order = order == sorted(order)
-        self._order_B = torch.tensor(order, device=device)
-        columns = self._attention.columns if self._attention else max(needed)
-        self.columns_1S = torch.arange(columns, device=device)[None]
-        # Whole pages that everybody sees need no mask.
-        first = min(lengths) // cache.page * cache.page
-        self.see(self.columns_1S[:, None, first:] <= columns_BT[..., None])
+        self.columns_1S = torch.arange(max(self._needed), device=device)[None]
+        self.see(self.columns_1S[:, None] <= columns_BT[..., None])
 
     @cached_property
     def positions_BT(self) -> Tensor:
@@ -301,14 +295,15 @@ class BatchView:
         return torch.tensor(self._lengths, device=device)[:, None] + torch.arange(self.shape[1], device=device)
 
     def see(self, visible_BTS: Tensor) -> None:
-        """Let each new position attend to these of the last columns, and to all before them."""
+        """Set the columns that each new position attends to. Not supported with fused attention."""
         assert not self.fused
         self._mask_B1TS = additive(visible_BTS, self._cache.keys[0].tensor.dtype)
-        if self._attention:
-            self._attention.see(self._in_their_order(self._mask_B1TS[:, 0]).repeat(1, self._cache.queries_per_key, 1))
+        if self._cache.on_cpu:
+            each = zip(self._mask_B1TS.split(1), self._needed, strict=True)
+            self._masks = [mask[..., :end].repeat(1, 1, self._cache.queries_per_key, 1) for mask, end in each]
 
     def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
-        """Store the new positions of one layer; what its queries find in all positions up to their own."""
+        """Store a layer's new keys and values, and attend to all positions up to each query's own, [B, H, T, K]."""
         if self.fused:
             return self.fused[0].attend(layer, queries_BHTK, keys_BGTK, values_BGTK)
         keys, values = self._cache.keys[layer].tensor, self._cache.values[layer].tensor
@@ -317,22 +312,23 @@ class BatchView:
             longest = max(self._lengths)
             found: Tensor = self._paged.attend(queries_BHTK, keys, values, self._pages, self._lengths_B, longest)
             return found
-        if self._attention is None:
-            columns = self.columns_1S.shape[1]
-            keys, values = (pool.index_select(0, self._slots_B)[:, :, :columns] for pool in (keys, values))
-            return attend(queries_BHTK, keys, values, self._mask_B1TS)
-        # Queries of one key are rows of one product, so that each key and value byte is read once.
-        queries_BGRK = self._in_their_order(queries_BHTK).unflatten(1, (keys_BGTK.shape[1], -1)).flatten(2, 3)
-        parts = self._attention.attend(queries_BGRK, keys, values)
-        found_BHTK = (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(queries_BHTK.shape)
-        return found_BHTK if self._in_order else torch.empty_like(found_BHTK).index_copy_(0, self._order_B, found_BHTK)
+        if self._cache.on_cpu:
+            return torch.cat([self._of_slot(row, queries, keys, values) for row, queries in enumerate(queries_BHTK)])
+        columns = self.columns_1S.shape[1]
+        keys, values = (pool.index_select(0, self._slots_B)[:, :, :columns] for pool in (keys, values))
+        return attend(queries_BHTK, keys, values, self._mask_B1TS)
 
-    def _in_their_order(self, x_B: Tensor) -> Tensor:
-        """Rows of the batch as they are read."""
-        return x_B if self._in_order else x_B.index_select(0, self._order_B)
+    def _of_slot(self, row: int, queries_HTK: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Attention of one row, [1, H, T, K], which reads the slot in place. Queries of one key/value head are rows of
+        one product, so that each key and value byte is read once."""
+        mask_11RS, slot = self._masks[row], self._slots[row]
+        keys_1GSK, values_1GSK = (pool[slot : slot + 1, :, : mask_11RS.shape[-1]] for pool in (keys, values))
+        queries_1GRK = queries_HTK.unflatten(0, (keys.shape[1], -1)).flatten(1, 2)[None]
+        found_1GRK = scaled_dot_product_attention(queries_1GRK, keys_1GSK, values_1GSK, mask_11RS)
+        return found_1GRK.reshape(1, *queries_HTK.shape)
 
     def store(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> None:
-        """Write the new positions of one layer behind what is committed. Kernels of ours do so as they attend."""
+        """Write a layer's new keys and values after the committed positions. Fused attention does so itself."""
         if self.fused:
             return
         for pool, new_BGTK in ((self._cache.keys[layer], keys_BGTK), (self._cache.values[layer], values_BGTK)):
@@ -340,9 +336,9 @@ class BatchView:
 
 
 class Stretches:
-    """Several views in one forward, their rows one after the other as one row of R positions: also a KeyValues.
+    """Several views in one forward, with their rows concatenated to one row of R positions. Implements KeyValues.
 
-    Weights are read once for all of them; each attends for itself.
+    Weights are read once for all views; each view attends separately.
     """
 
     def __init__(self, views: Sequence[BatchView]):
@@ -367,5 +363,5 @@ class Stretches:
         return torch.cat(attended, dim=1)[None]
 
     def split(self, of_1R: Tensor) -> list[Tensor]:
-        """What a forward gave for R rows [1, R, ...], by view: [B, T, ...]."""
+        """Split the output of a forward over R rows, [1, R, ...], by view: [B, T, ...]."""
         return [of_1R[0, rows].unflatten(0, view.shape) for view, rows in zip(self._views, self._rows, strict=True)]

@@ -1,8 +1,8 @@
-"""The `config.json` of a checkpoint, as frozen values. No torch here: the gateway and the CLI read it too.
+"""The `config.json` of a checkpoint, as frozen values. Without torch, because the gateway and the CLI read it too.
 
 A target is any Llama-architecture directory in Hugging Face layout. A draft is a directory of the same kind whose
-`config.json` carries a `spire_draft` section. `families` says which keys count; unsupported values are refused by name.
-Numbers that no model has are refused here, before anybody takes memory for them.
+`config.json` has a `spire_draft` section. `families` says which keys count; unsupported values are refused by name.
+Sizes beyond any real model are refused before memory is allocated for them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from spire.errors import CheckpointError
 from spire.model.directory import read_object
 from spire.model.families import FAMILIES, HARMLESS_ROPE, NEUTRAL_ROPE, Family, is_neutral
 
-# The target drafts for itself: no draft directory, no training. What a verifier is as a draft: its kind, and the id
-# that Start names; no activations are published to it.
+# The target drafts for itself, without draft directory and training. This is both the kind of that draft and its id in
+# Start. No activations are published to it.
 MAGICDEC = "magicdec"
 
-# Far above what any model has, and far below what brings a machine down.
+# Limits far above any real model, and far below what exhausts a machine.
 Count = Annotated[int, Field(ge=1, le=100_000)]
 Width = Annotated[int, Field(ge=1, le=1_000_000)]
 Positions = Annotated[int, Field(ge=1, le=1_000_000_000)]
@@ -102,18 +102,18 @@ class ModelConfig(BaseModel):
 
     @property
     def weights(self) -> int:
-        """How many numbers its matrices hold."""
+        """The number of weights in the matrices."""
         attention = 2 * self.head_dim * (self.num_attention_heads + self.num_key_value_heads)
         layer = self.hidden_size * (attention + 3 * self.intermediate_size)
         return self.num_hidden_layers * layer + (2 - self.tie_word_embeddings) * self.vocab_size * self.hidden_size
 
     @property
     def kv_bytes_per_position(self) -> int:
-        """Bytes of keys and values that one position costs in a 2-byte type, all layers."""
+        """Bytes of keys and values per position in a 2-byte type, all layers."""
         return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * 2
 
     def to_hugging_face(self) -> dict[str, Any]:
-        """The `config.json` that `transformers` and this loader both open."""
+        """Return the `config.json` that `transformers` and this loader both open."""
         rope = self.rope.model_dump(include={"rope_type", "rope_theta", *FAMILIES["llama"].ropes[self.rope.rope_type]})
         ends = list(self.eos_token_ids)
         return self.model_dump(exclude={"rope", "eos_token_ids", "torch_dtype"}) | {
@@ -128,7 +128,7 @@ class ModelConfig(BaseModel):
 
 
 class DraftConfig(BaseModel):
-    """What makes a directory a draft: which target it belongs to, and what its layers remember.
+    """The section that makes a directory a draft: the target it belongs to, and what its layers remember.
 
     `tapped_layers[i]` is the number of target layers passed before the activation that draft layer i remembers of
     verified positions: for a target of 8 layers and a SPIRe draft of 2 it is (6, 7). Without any, each layer remembers
@@ -155,7 +155,7 @@ class DraftConfig(BaseModel):
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The raw `config.json` of a checkpoint directory. Raises CheckpointError that names the file."""
+    """Return the raw `config.json` of a checkpoint directory. Raises CheckpointError that names the file."""
     file = directory / "config.json"
     if not file.is_file():
         if gguf := directory if directory.suffix == ".gguf" else next(directory.glob("*.gguf"), None):
@@ -165,7 +165,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def load_model_config(directory: Path) -> ModelConfig:
-    """Shape of the checkpoint in `directory`. Raises CheckpointError naming what cannot be served."""
+    """Return the shape of the checkpoint in `directory`. Raises CheckpointError naming what cannot be served."""
     raw, file = read_config(directory), directory / "config.json"
     try:
         return model_config_of(raw)
@@ -176,19 +176,19 @@ def load_model_config(directory: Path) -> ModelConfig:
 
 
 def model_config_of(raw: dict[str, Any]) -> ModelConfig:
-    """The shape in a `config.json` with these values. Raises ValueError naming a key that cannot be served."""
+    """Return the shape in a `config.json` with these values. Raises ValueError naming a key that cannot be served."""
     return ModelConfig.model_validate(_from_hugging_face(raw, _family(raw)))
 
 
 def unknown_keys(directory: Path) -> list[str]:
-    """Keys of a `config.json` that nobody here knows: they change nothing, and may be meant to."""
+    """Return the unknown keys of a `config.json`: they are ignored, but may be meant to have an effect."""
     raw = read_config(directory)
     family = _family(raw)
     return sorted(raw.keys() - family.read - family.harmless - family.neutral.keys())
 
 
 def _family(raw: dict[str, Any]) -> Family:
-    """Raises ValueError for a model_type or an architecture that is not served."""
+    """Return the family of a model. Raises ValueError for a model_type or an architecture that is not served."""
     kind = raw.get("model_type", "llama")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(f"model_type is {short(kind)}; served is {_listed(FAMILIES)}")
@@ -200,7 +200,7 @@ def _family(raw: dict[str, Any]) -> Family:
 
 
 def _from_hugging_face(raw: dict[str, Any], family: Family) -> dict[str, Any]:
-    """The fields of ModelConfig, checked for nothing but what this family does not build. Raises ValueError."""
+    """Return the fields of ModelConfig, not validated yet. Raises ValueError for what this family does not support."""
     unused = {"sliding_window"} if raw.get("use_sliding_window") is False else set()
     _refuse_unbuilt({name: value for name, value in raw.items() if name not in unused}, family.neutral)
     values = {name: value for name, value in raw.items() if name in family.read and value is not None}
@@ -212,7 +212,8 @@ def _from_hugging_face(raw: dict[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _rope(raw: dict[str, Any], family: Family) -> dict[str, Any]:
-    """Both spellings: `rope_parameters` of transformers 5, `rope_theta` + `rope_scaling` before it."""
+    """Return the fields of RopeConfig from either spelling: `rope_parameters` of transformers 5, or `rope_theta` +
+    `rope_scaling` before it. Raises ValueError for what this family does not support."""
     given = {name: raw[name] for name in ("rope_parameters", "rope_scaling") if raw.get(name)}
     if wrong := [name for name, section in given.items() if not isinstance(section, dict)]:
         raise ValueError(f"{wrong[0]} is {short(raw[wrong[0]])}; it must be an object")
@@ -232,13 +233,13 @@ def _rope(raw: dict[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _one_spelling(section: dict[str, Any]) -> dict[str, Any]:
-    """A rope section with `type`, the older name, as `rope_type`, and without nulls."""
+    """Return a rope section without nulls, and with the older key `type` as `rope_type`."""
     older = {} if section.get("type") is None else {"rope_type": section["type"]}
     return older | {name: value for name, value in section.items() if name != "type" and value is not None}
 
 
 def _merged(sections: list[dict[str, Any]]) -> dict[str, Any]:
-    """One rope of sections that must agree, but that one alone may carry `rope_theta`. Raises ValueError."""
+    """Merge rope sections. Raises ValueError unless they agree; `rope_theta` may be in only one of them."""
     merged: dict[str, Any] = {}
     for section in sections:
         merged |= section
@@ -257,7 +258,7 @@ def _refuse_unbuilt(values: dict[str, Any], neutral: Mapping[str, tuple[Any, ...
 
 
 def load_draft_config(directory: Path) -> DraftConfig:
-    """The `spire_draft` section of a draft's `config.json`. Raises CheckpointError when it is no draft."""
+    """Return the `spire_draft` section of a `config.json`. Raises CheckpointError if it is missing or invalid."""
     raw = read_config(directory)
     section = raw.get("spire_draft")
     if section is None:
@@ -269,7 +270,7 @@ def load_draft_config(directory: Path) -> DraftConfig:
 
 
 def in_words(error: ValidationError) -> str:
-    """Each wrong key with its value, in one line."""
+    """Return all invalid keys, with values and messages, in one line."""
     return "; ".join(
         f"{'.'.join(map(str, e['loc']))} is {short(e['input'])}: {e['msg']}"
         if e["loc"] and e["type"] != "missing"
@@ -279,7 +280,7 @@ def in_words(error: ValidationError) -> str:
 
 
 def short(value: Any) -> str:
-    """A value as Python writes it, cut where it is long."""
+    """Return the repr of a value, cut off if it is long."""
     text = repr(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]} …"
 

@@ -1,6 +1,6 @@
 """Files of a checkpoint directory as text and JSON objects. Git LFS pointers and error pages are recognised.
 
-A clone without Git LFS holds pointers instead of weights and tokenizers, a failed download an error page.
+A clone without Git LFS holds pointers instead of weights and tokenizers, a failed download holds an error page.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _PAGES = (b"<!doctype html", b"<html")
 
 
 def refuse_stand_in(file: Path) -> None:
-    """Raises CheckpointError for a Git LFS pointer, a web page or an empty file in the place of `file`."""
+    """Raise CheckpointError if `file` is unreadable, empty, a Git LFS pointer or a web page."""
     try:
         with file.open("rb") as opened:
             head = opened.read(256)
@@ -31,12 +31,12 @@ def refuse_stand_in(file: Path) -> None:
 
 
 def is_pointer(head: bytes) -> bool:
-    """True for the beginning of a Git LFS pointer."""
+    """True if a file that begins with `head` is a Git LFS pointer."""
     return head.startswith(_POINTER)
 
 
 def read_text(file: Path) -> str:
-    """The text of a file, which is UTF-8. Raises CheckpointError that names the file."""
+    """Return the text of a UTF-8 file. Raises CheckpointError that names the file."""
     refuse_stand_in(file)
     try:
         return file.read_text(encoding="utf-8")
@@ -45,7 +45,7 @@ def read_text(file: Path) -> str:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The JSON object that a file holds. Raises CheckpointError that names the file."""
+    """Return the JSON object in a file. Raises CheckpointError that names the file."""
     text = read_text(file)
     try:
         raw = json.loads(text)
@@ -57,5 +57,5 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def read_object_if_any(file: Path) -> dict[str, Any]:
-    """The same; empty where there is no such file."""
+    """Return the JSON object in a file, or an empty one if there is no such file. Raises like `read_object`."""
     return read_object(file) if file.is_file() else {}

@@ -1,10 +1,10 @@
 """The draft (paper section 3): layers that attend to memory vectors instead of their own past.
 
-At position t, draft layer i computes queries from its own input, but keys and values come from memory vectors of
-earlier positions. In a SPIRe draft these are the *target's* activation entering the layer it was initialised from where
-the position is verified, and the draft's own feedback memory where it was drafted in this round. Where they are the
-layer's own input everywhere, the same forward is an ordinary decoder: the vanilla draft, and an ablation of SPIRe.
-Training and serving run the same forward; who gathers the keys differs (`BlockRollouts` and `OwnPast` here,
+At position t, draft layer i computes queries from its own input, but keys and values from memory vectors of earlier
+positions. In a SPIRe draft, the memory vector of a verified position is the *target's* activation entering the layer
+that layer i was initialised from; that of a position drafted in this round is the draft's own feedback memory. If all
+memory vectors are the layer's own input, the same forward is an ordinary decoder: the vanilla draft, and an ablation of
+SPIRe. Training and serving run the same forward with different memories (`BlockRollouts` and `OwnPast` here,
 `draft_memory` while serving).
 
 Shapes: B sequences, T positions, S memories, N draft layers, D width, G key/value heads, K head width.
@@ -13,7 +13,7 @@ Shapes: B sequences, T positions, S memories, N draft layers, D width, G key/val
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple, Protocol, cast
 
@@ -22,40 +22,37 @@ from torch import Tensor, nn
 
 from spire.errors import DataError
 from spire.model.config import DraftConfig, ModelConfig
-from spire.model.layers import Layer, RMSNorm, Rope, additive, attend
-from spire.model.linears import Linears
+from spire.model.layers import Layer, Rope, additive, attend
 from spire.model.target import Target, WholeSequence
 
 _OWN_INPUT_SHARE = 0.9
 
 
 class Memory(Protocol):
-    """What the draft needs of its memory during one forward."""
+    """The memory of a draft during one forward."""
 
     positions_BT: Tensor
 
     def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
-        """Remember the layer's own input at these positions; what its queries find in all there is, [B, H, T, K]."""
+        """Store the keys and values of a layer's own input, and attend to all the memory, [B, H, T, K]."""
         ...
 
 
 class FeedbackMemory(Memory, Protocol):
-    """What a draft with feedback needs besides."""
+    """The memory of a draft with feedback during one forward."""
 
     @property
     def passes_follow(self) -> bool:
-        """Whether this pass is not the last of its round: nobody would look at what the last one remembers."""
+        """True unless this pass is the last of its round, whose feedback memory would never be read."""
         ...
 
     def replace(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> None:
-        """Let feedback memory take the place of the own input for the passes that follow in this round."""
+        """Replace this pass's keys and values by those of the feedback memory, for later passes of the round."""
         ...
 
 
-class Draft(Linears):
-    """Token ids and a memory in, hidden states out; the memory gains these positions."""
-
-    together = (("lm_head",),)
+class Draft(nn.Module):
+    """The draft model: token ids and a memory in, hidden states out. Adds the positions to the memory."""
 
     def __init__(self, config: ModelConfig, draft: DraftConfig):
         super().__init__()
@@ -63,16 +60,18 @@ class Draft(Linears):
         self.config, self.draft = config, draft
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config) for _ in range(N))
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         if draft.feedback:
             self.memory_weights = nn.Parameter(_near_own_input(N))
         self.rope = Rope(config.head_dim, config.rope)
+        # Set by `pack`: a kernel in place of the unembedding.
+        self.fused_head: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, tokens_BT: Tensor, memory: Memory) -> Tensor:
-        """One pass: hidden states [B, T, D] after the final norm, from which the next token is guessed.
+        """Run one pass and return the hidden states [B, T, D] after the final norm, which predict the next token.
 
         A draft with feedback must be given a FeedbackMemory.
         """
@@ -89,12 +88,12 @@ class Draft(Linears):
         return self.norm(hidden_BTD)
 
     def feedback(self, passed_LBTD: Tensor) -> Tensor:
-        """m^i = Σ_l softmax(w_i)_l · x^l over l = 0..N (paper section 3.3), [N, B, T, D]."""
+        """Return m^i = Σ_l softmax(w_i)_l · x^l over l = 0..N (paper section 3.3), [N, B, T, D]."""
         weights_NL = self.memory_weights.softmax(dim=-1).to(passed_LBTD.dtype)
         return (weights_NL @ passed_LBTD.flatten(1)).unflatten(1, passed_LBTD.shape[1:])
 
     def remembered(self, taps_BTND: Tensor, positions_BT: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Each layer's keys and values [B, G, T, K] of the target's activations at verified positions."""
+        """Return each layer's keys and values [B, G, T, K] of the target's activations at verified positions."""
         rope = self.rope(positions_BT, taps_BTND.dtype)
         return [
             layer.keys_values(taps_BTND[:, :, index], rope)
@@ -102,21 +101,21 @@ class Draft(Linears):
         ]
 
     def unembed(self, hidden_D: Tensor) -> Tensor:
-        """Logits in fp32 for any selection of hidden states [..., D]."""
-        return self.project(hidden_D, "lm_head").float()
+        """Return logits in fp32 for any selection of hidden states [..., D]."""
+        return (self.fused_head or self.lm_head)(hidden_D).float()
 
 
 def _near_own_input(layers: int) -> Tensor:
-    """Memory weights [N, N + 1] that begin with softmax weight 0.9 on each layer's own input."""
+    """Initial memory weights [N, N + 1], with softmax weight 0.9 on each layer's own input."""
     weights = torch.zeros(layers, layers + 1)
     own = math.log(_OWN_INPUT_SHARE / (1 - _OWN_INPUT_SHARE) * layers)
     return weights.fill_diagonal_(own)
 
 
 def prune(target: Target, draft: DraftConfig, copied_layers: tuple[int, ...]) -> Draft:
-    """A draft initialised from `target` (section 3.2): embedding, the `copied_layers`, norm and unembedding.
+    """Initialise a draft from `target` (section 3.2): embedding, the `copied_layers`, norm and unembedding.
 
-    Embedding and unembedding are copied apart even where the target ties them: only the embedding will be scaled.
+    Embedding and unembedding are copied separately even if the target ties them: only the embedding will be scaled.
     """
     update = {"num_hidden_layers": len(copied_layers), "tie_word_embeddings": False}
     pruned = Draft(target.config.model_copy(update=update), draft)
@@ -128,7 +127,7 @@ def prune(target: Target, draft: DraftConfig, copied_layers: tuple[int, ...]) ->
 
 
 def last_layers(target: ModelConfig, count: int) -> tuple[int, ...]:
-    """The paper's choice of layers to copy. Raises DataError when the target has no more than `count`."""
+    """Return the last `count` layers, the paper's choice to copy. Raises DataError unless 0 < count < all layers."""
     depth = target.num_hidden_layers
     if not 0 < count < depth:
         raise DataError(f"layers is {count}: a draft of a target of {depth} layers has 1 to {depth - 1}")
@@ -137,10 +136,10 @@ def last_layers(target: ModelConfig, count: int) -> tuple[int, ...]:
 
 @torch.no_grad()
 def input_scale(target: Target, entered_layer: int, tokens_BT: Tensor) -> float:
-    """How much larger what enters `entered_layer` in the target is than an embedding: what a draft's is scaled by.
+    """Return the factor that scales a draft's embedding to the activations entering `entered_layer` of the target.
 
-    Behind several layers the residual stream may be a thousand times larger than an embedding. The copied layers add
-    to it in that proportion, and an embedding of its own size would be drowned: the draft would hardly see its token.
+    After several layers the residual stream may be a thousand times larger than an embedding. The copied layers add to
+    the stream in that proportion, so the draft would hardly see its token without this scale.
     """
     taps = target(tokens_BT, WholeSequence(tokens_BT), (entered_layer,)).taps_BTND
     assert taps is not None
@@ -149,7 +148,7 @@ def input_scale(target: Target, entered_layer: int, tokens_BT: Tensor) -> float:
 
 
 class Sparse(Protocol):
-    """What of the past is attended: the first `sink` positions, the `window` before the current one, perhaps itself."""
+    """The attended past: the first `sink` positions, the `window` before the current one, and perhaps itself."""
 
     @property
     def sink(self) -> int: ...
@@ -162,7 +161,7 @@ class Sparse(Protocol):
 
 
 def visible(queries_BT: Tensor, keys_BS: Tensor, sparse: Sparse) -> Tensor:
-    """StreamingLLM's mask [B, T, S] by text position: the sink, the `window` positions before, and itself.
+    """Return StreamingLLM's mask [B, T, S] by text position: the sink, the `window` positions before, perhaps itself.
 
     A key position of -1 is an empty place.
     """
@@ -172,25 +171,26 @@ def visible(queries_BT: Tensor, keys_BS: Tensor, sparse: Sparse) -> Tensor:
 
 
 class RolloutBlocks(NamedTuple):
-    """Which positions the k passes over a training sequence feed: `starts_T` + 0..k-1."""
+    """The positions that the k passes over a training sequence feed: `starts_T` + 0..k-1."""
 
     starts_T: Tensor
     k: int
 
     @classmethod
     def of(cls, length: int, k: int, offset: int, device: torch.device | str = "cpu") -> RolloutBlocks:
-        """Blocks of k after every k-th prefix, shifted by `offset` in 1..k (position 0 is never drafted from).
+        """Return blocks of k after every k-th prefix, shifted by `offset` in 1..k (no draft begins at position 0).
 
-        Every position fed has a next token in the sequence.
+        Every fed position has a next token in the sequence.
         """
         return cls(torch.arange((length - 1 - k) // k, device=device) * k + offset, k)
 
 
 class BlockRollouts:
-    """The memory of one training sequence: target activations before each block, the draft's own memory inside it.
+    """The memory of B training sequences: target activations before each block, the draft's own memory inside it.
 
-    Keys are those of all L verified positions, then those of the blocks at each pass so far; the mask lets each block
-    see the past before it and its own passes. One masked attention per pass, not one window gathered per block.
+    The keys are those of all L verified positions, then those of the blocks at each pass so far. The mask lets each
+    block attend to the past before it and to its own passes. One masked attention per pass replaces one gathered window
+    per block.
     """
 
     def __init__(self, draft: Draft, taps_BLND: Tensor, blocks: RolloutBlocks):
@@ -203,7 +203,7 @@ class BlockRollouts:
         self.passed = -1
 
     def advance(self) -> Tensor:
-        """Begin the next pass; return the positions [T] that it feeds."""
+        """Begin the next pass and return the positions [T] that it feeds."""
         self.passed += 1
         starts_T = self.blocks.starts_T
         fed = torch.cat([starts_T + j for j in range(self.passed + 1)])
@@ -230,7 +230,7 @@ class BlockRollouts:
 
 
 class OwnPast:
-    """The memory of one training sequence where each layer remembers its own input: one pass over all positions."""
+    """The memory of B training sequences if each layer remembers its own input: one pass over all positions."""
 
     passes = 1
 
@@ -244,7 +244,7 @@ class OwnPast:
             self.mask = additive(visible(self.fed_T[None], self.fed_T[None], draft.draft), torch.float32)
 
     def advance(self) -> Tensor:
-        """Begin the only pass; return the positions [T] that it feeds: all that have a next token."""
+        """Begin the only pass and return the positions [T] that it feeds: all that have a next token."""
         return self.fed_T
 
     def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """A SPIRe draft's memory while serving: a constant number of key/value pairs per sequence, whatever its context.
 
-A slot holds the sink and a ring over the last `window` verified positions. The k positions of a round live beside a
-working copy, or where kernels of ours draft (`fused_draft`) beside the slots themselves, and are dropped when the round
-ends: a rejected token can never evict a committed one, and no rollback exists.
+A slot holds the sink and a ring of the last `window` verified positions. The k positions of a round are kept in a
+working copy, or beside the slots if kernels draft (`fused_draft`), and are dropped when the round ends. A rejected
+token can therefore never evict a committed one, and there is no rollback.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from spire.model.backends.fused_draft import FusedDraft, FusedRound
+from spire.model.backends.fused_layer import MOST_ROTATIONS, FusedLayer, kernels_of
 from spire.model.draft import Draft, visible
-from spire.model.fused_draft import FusedDraft, FusedRound
-from spire.model.fused_layer import MOST_ROTATIONS, FusedLayer, kernels_of
 from spire.model.layers import additive, attend
 
 
 class DraftMemory:
-    """Keys and values [N, slots, G, sink + window, K] and the text position that each place holds, -1 when empty."""
+    """Keys and values [N, slots, G, sink + window, K] and the text position of each place, -1 if empty."""
 
     def __init__(self, draft: Draft, slots: int):
         config, spire = draft.config, draft.draft
@@ -35,7 +35,7 @@ class DraftMemory:
             self._fused = FusedDraft(draft, kernels, self.keys_NXGSK, self.values_NXGSK, self.positions_XS)
 
     def bytes_per_sequence(self) -> int:
-        """Bytes of one slot: a constant of the configuration."""
+        """Return the bytes of one slot, a constant of the configuration."""
         pairs = self.keys_NXGSK[:, 0].numel() * self.keys_NXGSK.element_size() * 2
         return pairs + self.places * self.positions_XS.element_size()
 
@@ -45,7 +45,7 @@ class DraftMemory:
     def absorb(self, slots_R: Tensor, positions_R: Tensor, ends_R: Tensor, taps_RND: Tensor) -> None:
         """Project and store the target's activations of R verified positions, of any sequences in any order.
 
-        Rows of the message that reached up to `ends` are passed over when neither sink nor window will hold them.
+        Positions are skipped if neither sink nor window holds them once their sequence has reached `ends_R`.
         """
         if self._fused:
             self._fused.absorb(slots_R, positions_R, ends_R, taps_RND)
@@ -61,7 +61,7 @@ class DraftMemory:
             self.values_NXGSK[layer][slots_R, :, places_R] = values[0].transpose(0, 1)
 
     def round(self, slots: Sequence[int], bases: Sequence[int], k: int) -> RoundMemory | FusedRound:
-        """A round of k passes over these slots, the newest tokens standing at `bases`."""
+        """Return the memory of a round of k passes over these slots, with the newest tokens at `bases`."""
         device = self.positions_XS.device
         slots_B, base_B = torch.tensor(slots, device=device), torch.tensor(bases, device=device)
         if self._fused and (end := max(bases) + k) <= MOST_ROTATIONS:
@@ -70,7 +70,7 @@ class DraftMemory:
 
 
 class RoundMemory:
-    """Sink, window and scratch, N times [B, G, sink + window + k, K], of the sequences of one round."""
+    """Sink, window and scratch places of the sequences of one round, N times [B, G, sink + window + k, K]."""
 
     def __init__(self, memory: DraftMemory, slots_B: Tensor, base_B: Tensor, k: int):
         self.draft, self.places = memory.draft, memory.places
@@ -83,7 +83,7 @@ class RoundMemory:
         self.passes = -1
 
     def next_logits(self, tokens_B: Tensor) -> Tensor:
-        """Feed the next position of every sequence: logits [B, V] of the one after it."""
+        """Feed the next position of every sequence and return the logits [B, V] of the position after it."""
         self.passes += 1
         now = slice(self.passes, self.passes + 1)
         self.positions_BT, self.mask = self.positions_BK[:, now], self.masks_B1KS[:, :, now]
@@ -104,7 +104,7 @@ class RoundMemory:
 
 
 def _with_scratch(pool_NXGSK: Tensor, slots_B: Tensor, k: int) -> tuple[Tensor, ...]:
-    """A working copy for each layer. Selecting is eight times as fast as indexing behind a slice."""
+    """Return a working copy for each layer. `index_select` is far faster than indexing behind a slice."""
     N, _, G, S, K = pool_NXGSK.shape
     pairs_NBGSK = pool_NXGSK.new_empty(N, len(slots_B), G, S + k, K)
     torch.index_select(pool_NXGSK, 1, slots_B, out=pairs_NBGSK[:, :, :, :S])

@@ -1,8 +1,8 @@
-"""Which keys of a `config.json` count, for each `model_type` that can be served. Data: a family is one entry.
+"""The keys of a `config.json` that count, for each `model_type` that can be served. Pure data: one entry per family.
 
-Every key is in one of three places. `read`: it shapes the model. `harmless`: it changes no number of inference.
-`neutral`: it would change numbers and is not built, so only values that leave the model as it is are taken, or lists of
-such. Keys in none of them are unknown: they change nothing here, and whoever starts the model is told their names.
+A known key is in one of three sets. `read`: shapes the model. `harmless`: does not change inference. `neutral`: would
+change inference and is not supported, so that only values that leave the model unchanged are accepted, or lists of
+them. Other keys are unknown: they are ignored, and the operator is told their names.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Family:
-    """The keys of one `model_type`. `ropes` are the rope types that are built, with the keys that each must have."""
+    """The keys of one `model_type`. `ropes` maps each supported rope type to the keys that it requires."""
 
     architectures: tuple[str, ...]
     read: frozenset[str]
@@ -24,11 +24,11 @@ class Family:
 
 
 def is_neutral(value: Any, taken: tuple[Any, ...]) -> bool:
-    """True for a value, or a list of values, that leaves the model as it is."""
+    """True if a value, or every value of a list, is among the `taken` ones, which leave the model unchanged."""
     return all(is_neutral(one, taken) for one in value) if isinstance(value, list) else value in taken
 
 
-# Of transformers' base class: what a file says of itself, of training, of outputs that are not asked for.
+# Keys of transformers' base class about the file itself, training, and outputs that are not used.
 _HARMLESS = frozenset(
     {
         "_attn_implementation",
@@ -66,7 +66,7 @@ _HARMLESS = frozenset(
         "use_return_dict",
     }
 )
-# Of generation: older files kept there what generation_config.json holds now.
+# Keys of generation, which older files hold instead of generation_config.json.
 _GENERATION = frozenset(
     {
         "bad_words_ids",
@@ -98,7 +98,7 @@ _GENERATION = frozenset(
     }
 )
 _OFF = (None, False)
-# What other decoders and derived ones are given.
+# Keys of other decoders, and of decoders derived from Llama.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": _OFF,
     "alibi": _OFF,
@@ -170,7 +170,7 @@ FAMILIES: dict[str, Family] = {
                 "vocab_size",
             }
         ),
-        # How a product is cut up for tensor parallelism in training leaves it the same product.
+        # pretraining_tp splits products for tensor parallelism, which does not change their results.
         harmless=_HARMLESS | _GENERATION | {"pretraining_tp"},
         neutral=_NEUTRAL,
         ropes={
@@ -180,7 +180,7 @@ FAMILIES: dict[str, Family] = {
         },
     )
 }
-# In a rope section of any type: as above.
+# Neutral and harmless keys of a rope section of any type.
 NEUTRAL_ROPE: dict[str, tuple[Any, ...]] = {
     "attention_factor": (None, 1),
     "factor": (None, 1),

@@ -1,4 +1,4 @@
-"""Pages of a cache: positions of a sequence are promised, held and given back by pages on a CPU. No torch here."""
+"""Pages of a cache: on a CPU, positions are promised, held and given back by pages. Does not import torch."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ PAGE = 128
 
 
 def positions_of(capacity: int) -> int:
-    """Positions whose memory a slot takes that can commit so many.
+    """Return the positions that a slot needs memory for in order to commit `capacity` positions.
 
-    At least one column more than can be committed: there the padding of full rows goes.
+    At least one column can never be committed: the padding of full rows goes there.
     """
     return (capacity // PAGE + 1) * PAGE
 
 
 def capacity_of(positions: int) -> int:
-    """The most that can be committed in the memory of so many positions."""
+    """Return the most positions that can be committed in a slot with memory for `positions` positions."""
     return max(0, positions // PAGE * PAGE - 1)

@@ -1,4 +1,4 @@
-"""One layer's keys or values in memory: address space for all slots, which costs what is written.
+"""One layer's keys or values in memory: address space for all slots, which takes memory only where it is written.
 
 Shapes: X slots, G key/value heads, L positions, K head width, R places.
 """
@@ -13,12 +13,12 @@ import sys
 import torch
 from torch import Tensor
 
-# Where MAP_NORESERVE has the value of Linux's generic headers. Other machines (POWER, MIPS, SPARC) have their own.
+# Machines where MAP_NORESERVE has the value of Linux's generic headers; POWER, MIPS and SPARC have other values.
 _GENERIC = {"x86_64", "aarch64", "riscv64", "s390x", "loongarch64"}
 
 
 def not_reserved(system: str, machine: str) -> int:
-    """The flag MAP_NORESERVE: without it Linux refuses more address space than it has memory. 0 where not known."""
+    """Return the flag MAP_NORESERVE, or 0 if unknown. Without it, Linux refuses more address space than memory."""
     named: int | None = getattr(mmap, "MAP_NORESERVE", None)  # Python 3.13
     if named is not None:
         return named
@@ -26,14 +26,14 @@ def not_reserved(system: str, machine: str) -> int:
 
 
 class Pool:
-    """Keys or values, [X, G, L, K] of zeros. On a CPU nothing is backed before it is written."""
+    """Keys or values [X, G, L, K], initially zero. On a CPU, memory is backed only once it is written."""
 
     def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device | str):
         _, self._heads, self._positions, width = shape
         self._row_bytes = width * dtype.itemsize
         self._memory: mmap.mmap | None = None
         if torch.device(device).type != "cpu" or not hasattr(mmap, "MAP_ANONYMOUS"):
-            # Zeros, not empty: attention weighs masked columns with 0, and 0 times a stray NaN is NaN.
+            # Zeros, not empty: attention weights masked columns with 0, and 0 times a stray NaN is NaN.
             self.tensor = torch.zeros(shape, dtype=dtype, device=device)
         else:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | not_reserved(sys.platform, platform.machine())
@@ -41,18 +41,18 @@ class Pool:
             self.tensor = torch.frombuffer(self._memory, dtype=dtype).view(shape)
 
     def read(self, places_BGS: Tensor, copy_BGSK: Tensor) -> None:
-        """Copy what stands at these places of all single keys or values."""
+        """Copy the rows at `places_BGS`, indices into the pool viewed as a list of single keys or values."""
         K = copy_BGSK.shape[-1]
         torch.index_select(self.tensor.view(-1, K), 0, places_BGS.flatten(), out=copy_BGSK.view(-1, K))
 
     def write(self, places_R: Tensor, new_RK: Tensor) -> None:
-        """Put these at their places."""
+        """Write the rows `new_RK` to `places_R`, indices as in `read`."""
         self.tensor.view(-1, new_RK.shape[-1]).index_copy_(0, places_R, new_RK)
 
     def release(self, slot: int, first: int, end: int) -> None:
-        """Give the memory of a slot's positions back, from `first` to before `end`, behind which nothing is held.
+        """Give back the memory of a slot's positions from `first` to before `end`. Nothing may be held from `end` on.
 
-        They are zeros again, but for the ends of odd sizes.
+        On a CPU the positions are zero again, except in partial pages at the ends; elsewhere they stay as they are.
         """
         if self._memory is None or not hasattr(mmap, "MADV_DONTNEED"):
             return
@@ -67,5 +67,5 @@ class Pool:
 
 
 def _page_from(byte: int) -> int:
-    """Where the operating system's first page from there on begins."""
+    """Return the first boundary of the operating system's pages at or after `byte`."""
     return -(-byte // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,12 +1,12 @@
 """MagicDec: the target drafts for itself, through the sink and the last positions of its own cache.
 
-Speculation for any checkpoint with no training at all. A pass is the target's own forward over another view of its
-cache, copied once a round and never written back: a rejected guess cannot matter, and verification appends the same
-positions itself.
+This is speculation for any checkpoint without training. A pass is the target's own forward over a sparse view of its
+cache, which is copied once per round and never written back: a rejected guess has no effect, and verification appends
+the same positions itself.
 
-Positions are those within the sparse cache (Xiao et al., 2024): the window keeps its distances of the text, and the
-sink stands just before it. Rotations compose, so instead of rotating each query a second time for the sink, the sink's
-few keys are moved after it.
+Positions are those within the sparse cache (Xiao et al., 2024): the window keeps its distances in the text, and the
+sink stands just before the window. Rotations compose, so the few keys of the sink are rotated forward instead of
+rotating each query a second time for the sink.
 
 Shapes: N layers, B sequences, S places (sink, window, then k guesses), G key/value heads, K head width, V vocabulary.
 """
@@ -19,16 +19,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from spire.model.backends.fused_attention import FusedAttention
 from spire.model.cache import TargetCache
 from spire.model.draft import visible
-from spire.model.fused_attention import FusedAttention
 from spire.model.layers import additive, attend, rotate
 from spire.model.target import Target
 
 
 @dataclass(frozen=True)
 class SparseAttention:
-    """StreamingLLM's mask: the first `sink` positions and the `window` positions before the current one."""
+    """StreamingLLM's mask: the first `sink` positions, the `window` before the current one, and itself."""
 
     sink: int = 1
     window: int = 64
@@ -36,7 +36,7 @@ class SparseAttention:
 
 
 class SelfSpeculation:
-    """A round of k <= window passes over B slots, newest tokens at their committed lengths: the target's KeyValues."""
+    """k <= window passes over B slots, whose newest tokens are at the committed lengths. Implements KeyValues."""
 
     positions_BT: Tensor
     fused: Sequence[FusedAttention] = ()
@@ -47,7 +47,7 @@ class SelfSpeculation:
         self._target, self._sparse = target, sparse
         self._positions_BK = base_B1 + torch.arange(k, device=device)
         held_BS = _held_positions(base_B1, self._positions_BK, sparse)
-        # Empty places and those of guesses are filled with something finite: a masked NaN would still spread.
+        # Empty places and places of guesses are filled with finite numbers: a masked NaN would still spread.
         committed_BS = torch.where(held_BS < base_B1, held_BS, 0).clamp(min=0)
         self._keys_NBGSK, self._values_NBGSK = cache.gather(slots, committed_BS)
         self._sinks_NBGSK = self._keys_NBGSK[:, :, :, : sparse.sink].clone()
@@ -55,7 +55,7 @@ class SelfSpeculation:
         self._passes = -1
 
     def next_logits(self, tokens_B: Tensor) -> Tensor:
-        """Feed the next position of every sequence: logits [B, V] of the one after it."""
+        """Feed the next position of every sequence and return the logits [B, V] of the position after it."""
         self._passes += 1
         now = slice(self._passes, self._passes + 1)
         self.positions_BT, self._mask = self._positions_BK[:, now], self._masks_B1KS[:, :, now]
@@ -63,21 +63,21 @@ class SelfSpeculation:
         return self._target.unembed(self._target(tokens_B[:, None], self).hidden_BTD)[:, 0]
 
     def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
-        """Keep a guess's keys and values for this round, beside those of sink and window."""
+        """Store a guess's keys and values for this round, and attend to sink, window and guesses, [B, H, T, K]."""
         place = self._sparse.sink + self._sparse.window + self._passes
         for places, new in ((self._keys_NBGSK, keys_BGTK), (self._values_NBGSK, values_BGTK)):
             places[layer][:, :, place : place + 1] = new
         return attend(queries_BHTK, self._keys_NBGSK[layer], self._values_NBGSK[layer], self._mask)
 
     def _move_sinks(self) -> None:
-        """Past the positions that lie unseen before the window, so that the sink stands right in front of it."""
+        """Rotate the sink's keys past the unseen positions, so that the sink stands right before the window."""
         unseen_BT = (self.positions_BT - self._sparse.sink - self._sparse.window).clamp(min=0)
         rope = self._target.rope(unseen_BT, self._sinks_NBGSK.dtype)
         self._keys_NBGSK[:, :, :, : self._sparse.sink] = rotate(self._sinks_NBGSK, rope)
 
 
 def _held_positions(base_B1: Tensor, guesses_BK: Tensor, sparse: SparseAttention) -> Tensor:
-    """The text position in each place, -1 where there is none: a sink position inside the window counts once."""
+    """The text position of each place, -1 if empty. A sink position inside the window is held once."""
     sink_S = torch.arange(sparse.sink, device=base_B1.device)
     window_BS = base_B1 - sparse.window + torch.arange(sparse.window, device=base_B1.device)
     held_sink_BS = torch.where(sink_S < base_B1, sink_S, -1)

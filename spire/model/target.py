@@ -1,42 +1,41 @@
 """The target: a Llama-architecture decoder with one forward.
 
-Prefill, verification and plain decoding are the same call with a different number of new tokens. Training is the
-same call with a cache that keeps nothing. The draft's food, the activations entering chosen layers, is a local.
+Prefill, verification and plain decoding are the same call with a different number of new tokens. Training is the same
+call with a cache that keeps nothing. The forward also returns the activations entering chosen layers, for the draft.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
+from spire.model.backends.fused_attention import FusedAttention
+from spire.model.backends.fused_layer import FusedNorm
+from spire.model.backends.fused_target import FusedStack
 from spire.model.config import ModelConfig
-from spire.model.fused_attention import FusedAttention
-from spire.model.fused_layer import FusedNorm
-from spire.model.fused_target import FusedStack
-from spire.model.layers import Layer, RMSNorm, Rope, attend
-from spire.model.linears import Linears
+from spire.model.layers import Layer, Rope, attend
 
 
 class KeyValues(Protocol):
-    """What the target needs of a cache during one forward."""
+    """The cache of the target during one forward."""
 
     @property
     def positions_BT(self) -> Tensor: ...
 
-    # Where kernels of ours attend for all of it; nowhere, or in parts, if it is empty.
+    # Attention by this project's kernels; empty unless they serve every row of the forward.
     fused: Sequence[FusedAttention]
 
     def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
-        """Store the new positions' keys and values of one layer; what its queries find, [B, H, T, K]."""
+        """Store a layer's keys and values of the new positions, and attend for its queries, [B, H, T, K]."""
         ...
 
 
 class WholeSequence:
-    """No cache: every position of B sequences at once, causal. What training and teacher forcing use."""
+    """No cache: all positions of B sequences at once, causal. For training and teacher forcing."""
 
     def __init__(self, tokens_BT: Tensor):
         B, T = tokens_BT.shape
@@ -48,34 +47,33 @@ class WholeSequence:
 
 
 class TargetOutput(NamedTuple):
-    """`hidden_BTD` after the final norm (unembed the rows you need) and `taps_BTND`, the tapped activations."""
+    """The hidden states after the final norm (unembed the rows you need) and the tapped activations."""
 
     hidden_BTD: Tensor
     taps_BTND: Tensor | None
 
 
-class Target(Linears):
+class Target(nn.Module):
     """Token ids in, hidden states and tapped activations out. Parameter names are Hugging Face's under `model.`."""
-
-    together = (("lm_head",),)
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
-        self.norm: nn.RMSNorm | FusedNorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm: nn.RMSNorm | FusedNorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self.rope = Rope(config.head_dim, config.rope)
-        # All layers at once, over a cache where kernels attend: `pack` says so.
+        # Set by `pack`: kernels in place of the unembedding, and of all layers at once where attention is fused.
+        self.fused_head: Callable[[Tensor], Tensor] | None = None
         self.stack: FusedStack | None = None
 
     def forward(self, tokens_BT: Tensor, cache: KeyValues, tapped_layers: tuple[int, ...] = ()) -> TargetOutput:
         """Append T tokens per sequence to `cache`.
 
-        `tapped_layers` are counts of layers passed: the activation *entering* that layer (0 is the embedding).
+        `tapped_layers` are numbers of layers passed: i taps the activation *entering* layer i (0 is the embedding).
         """
         if self.stack and self.stack.takes(cache.fused):
             return TargetOutput(*self.stack(tokens_BT, cache.fused, tapped_layers))
@@ -89,5 +87,5 @@ class Target(Linears):
         return TargetOutput(self.norm(hidden_BTD), taps_BTND)
 
     def unembed(self, hidden_D: Tensor) -> Tensor:
-        """Logits in fp32 for any selection of hidden states [..., D]."""
-        return self.project(hidden_D, "lm_head").float()
+        """Return logits in fp32 for any selection of hidden states [..., D]."""
+        return (self.fused_head or self.lm_head)(hidden_D).float()

@@ -1,7 +1,7 @@
-"""The memory, while serving, of a draft that is sent tokens: it keeps keys and values of its own past.
+"""The serving memory of a draft that is sent tokens: keys and values of its own past.
 
-What a vanilla draft needs, and SPIRe's ablation without target activations. It grows with the context, up to what the
-target can hold. Guesses are kept as they were computed: those that the verifier accepts need not be fed again.
+For a vanilla draft, and for SPIRe's ablation without target activations. The memory grows with the context, up to what
+the target can hold. Keys and values of guesses are kept as computed, so that accepted guesses need not be fed again.
 
 Shapes: B sequences, T positions, V vocabulary, G key/value heads, K head width.
 """
@@ -13,33 +13,35 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from spire.drafting import MAX_SPECULATION_DEPTH
+from spire.decoding.drafting import MAX_SPECULATION_DEPTH
 from spire.model.cache import TargetCache
 from spire.model.draft import Draft, visible
 
-# Positions of a prompt that one forward feeds.
+# Positions of a prompt per forward.
 _CHUNK = 512
 
 
 class TokenMemory:
-    """Slots of `capacity` positions, the tokens that have been verified, and those whose keys are held."""
+    """Slots of `capacity` positions, with their verified tokens and the tokens whose keys are held (`fed`)."""
 
     def __init__(self, draft: Draft, slots: int, capacity: int):
         weight = draft.embed_tokens.weight
         self.draft, self.slots = draft, slots
         self.cache = TargetCache(draft.config, slots, capacity + MAX_SPECULATION_DEPTH, weight.dtype, weight.device)
+        # Kernels can attend if each position sees all positions before it.
+        self._dense = draft.draft.attends_self and draft.draft.window >= capacity
         self.verified: list[list[int]] = [[] for _ in range(slots)]
         self.fed: list[list[int]] = [[] for _ in range(slots)]
 
     def bytes_per_sequence(self) -> int:
-        """Bytes of one slot, as large as the longest sequence needs."""
+        """Return the bytes of one slot, which has room for the longest sequence."""
         return self.cache.bytes // self.slots
 
     def forget(self, slot: int) -> None:
         self.verified[slot], self.fed[slot] = [], []
 
     def absorb(self, slot: int, start: int, tokens: Sequence[int]) -> None:
-        """Take the tokens at verified positions start.. of a slot. What was not guessed right is fed."""
+        """Take the tokens at verified positions `start`.. of a slot, and feed those that were not guessed correctly."""
         verified = self.verified[slot]
         verified[start:] = tokens
         fed = self.fed[slot]
@@ -52,21 +54,23 @@ class TokenMemory:
             fed += chunk
 
     def round(self, slots: Sequence[int], bases: Sequence[int], k: int) -> TokenRound:
-        """A round of k passes over these slots, the newest tokens standing at `bases`."""
+        """Return a round of k passes over these slots, with the newest tokens at `bases`."""
         return TokenRound(self, slots, bases)
 
     def _append(self, slots: Sequence[int], starts: Sequence[int], tokens_BT: Tensor) -> Tensor:
-        """Feed T tokens per slot at positions starts..; hidden states [B, T, D]. Ascending slots are faster."""
+        """Feed T tokens per slot from positions `starts` on, to hidden states [B, T, D]. Ascending slots are faster."""
         self.cache.rewind(slots, starts)
-        view = self.cache.view(slots, tokens_BT.shape[1], causal=False)
-        view.see(visible(view.positions_BT, view.columns_1S, self.draft.draft))
+        T = tokens_BT.shape[1]
+        view = self.cache.view(slots, T, decoding=T <= 2, causal=self._dense)
+        if not self._dense:
+            view.see(visible(view.positions_BT, view.columns_1S, self.draft.draft))
         hidden_BTD = self.draft(tokens_BT, view)
-        self.cache.commit(slots, [tokens_BT.shape[1]] * len(slots))
+        self.cache.commit(slots, [T] * len(slots))
         return hidden_BTD
 
 
 class TokenRound:
-    """The passes of one round: the first feeds the last verified and the newest token, each other a guess."""
+    """A round: the first pass feeds the last verified and the newest token, each later one a guess."""
 
     def __init__(self, memory: TokenMemory, slots: Sequence[int], bases: Sequence[int]):
         self._memory = memory
@@ -82,7 +86,7 @@ class TokenRound:
             del memory.fed[slot][start:]
 
     def next_logits(self, tokens_B: Tensor) -> Tensor:
-        """Feed the next position of every sequence: logits [B, V] of the one after it."""
+        """Feed the next position of every sequence and return the logits [B, V] of the position after it."""
         tokens_BT = torch.cat((self._before_BT, tokens_B[self._order_B][:, None]), dim=1)
         hidden_BTD = self._memory._append(self._slots, self._starts, tokens_BT)
         for slot, tokens in zip(self._slots, tokens_BT.tolist(), strict=True):
@@ -93,6 +97,6 @@ class TokenRound:
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many leading elements are equal."""
+    """The number of equal leading elements."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))

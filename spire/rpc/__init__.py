@@ -1,1 +1,1 @@
-"""What every service needs to talk to another: channels, tensors on the wire, the table of errors."""
+"""Communication between services: channels, trust, tensors on the wire, shared memory, error codes."""

@@ -1,20 +1,19 @@
-"""How numbers in bulk travel between two processes of one host: through rings in shared memory, beside inline bytes.
+"""Rings in shared memory, which carry activations and q between verifier and draft on one host.
 
-The verifier makes the rings and names them in the first response of a subscription; the draft opens them. Each is
-written once, straight from the tensor, and gRPC carries position and length only (`Ring` and `RingSlice` in
-verifier.proto).
+The verifier creates the rings and names them in the first response of a subscription; the draft opens them. A tensor is
+copied into a ring once, and gRPC carries its position and length only (`Ring` and `RingSlice` in verifier.proto).
 
-- Activations, from the verifier to the draft: a `Ring` and its `RingReader`. Every row counts, so the reader says how
-  far it has read, and a full ring blocks nobody: these rows then travel inline.
-- q, from the draft to the verifier, past the gateway: an `OverwritingRing` and its reader. A proposal may never be
-  verified, so nobody waits for anybody: the newest overwrites the oldest, and the reader sees when that has happened.
+- Activations, from the verifier to the draft: `Ring` and `RingReader`. Every row is needed, so the reader publishes how
+  far it has read. A full ring does not block: the rows then travel inline.
+- q, from the draft to the verifier: `OverwritingRing` and `OverwritingRingReader`. A draft reply may never be verified,
+  so neither side waits: the newest q overwrites the oldest, and the reader detects overwritten data.
 
-Nothing is left behind when either process is killed: the draft removes a file's name as soon as it has opened it, and a
-name whose maker died before that is removed by the next who makes a ring in the directory.
+No file is left behind when a process is killed: the draft unlinks a file as soon as it has opened it, and the next ring
+made in the directory removes the files of dead makers.
 
-Where both run on one GPU, activations never leave it: the ring's bytes are memory of the GPU that both map, and the
-header stays on the host. What is not there: rings between two GPUs, and q in a GPU's memory. Nor other systems than
-Linux: without a boot id no host can be named, and a draft without a host is sent inline bytes.
+If both services run on one GPU, the bytes of the ring of activations are GPU memory that both map; the header stays on
+the host. Does not know: rings between two GPUs, q in GPU memory, and systems other than Linux (without a boot id the
+draft has no host id, and data travel inline).
 """
 
 from __future__ import annotations
@@ -42,28 +41,28 @@ from spire.v1 import verifier_pb2 as pb
 
 _HEADER_BYTES = 4096
 _TOKEN_BYTES = 16
-# Of the header seen as 64-bit integers: everything before this position has been read; everything before that one may
-# have been written, or is being written now.
+# Indices into the header as 64-bit integers. _READ: all before this position has been read. _WRITTEN: all before this
+# position has been written or is being written.
 _READ, _WRITTEN = 8, 16
-# How many bytes a ring in a GPU's memory has.
+# Index of the size in bytes of a ring in GPU memory.
 _GPU_BYTES = 2
 _ALIGNMENT = 64
 _NAMES = "spire-*.ring"
-# No position gets there: it would take centuries.
+# Positions stay below this, which would take centuries to reach.
 _NO_POSITION = 2**63
-# What one tensor may take of an overwriting ring: by the time it is overwritten, as many of others have come.
+# One tensor may take 1/_LARGEST_PART of an overwriting ring, so that many more are written before it is overwritten.
 _LARGEST_PART = 4
-# An overwriting ring begins at a random multiple of its size.
+# The first position of an overwriting ring is its size times a random number of this many bits.
 _FIRST_BITS = 32
 
-# Bytes of the host, or of a GPU.
+# Bytes on the host or on a GPU.
 Memory = memoryview | Tensor
 
 
 class _Made:
-    """The end that makes the memory. It is allocated and faulted in at once: a page's first touch takes microseconds.
+    """The end that creates the memory, and faults it in at once, because the first access to a page is slow.
 
-    Raises OSError when the directory cannot be written or has not `size` bytes left, or the GPU has none to share.
+    Raises OSError if the directory cannot be written or lacks `size` free bytes, or the GPU cannot share memory.
     """
 
     def __init__(self, directory: Path, size: int, gpu: torch.device | None = None):
@@ -76,9 +75,9 @@ class _Made:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         weakref.finalize(self, file.unlink, missing_ok=True)
         with os.fdopen(descriptor, "r+b", buffering=0):
-            # The mapping keeps a duplicate of the descriptor, and so the lock: it says that the maker is alive.
+            # The lock shows that the maker is alive. The mapping duplicates the descriptor, which keeps the lock.
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Without this a full file system would be noticed by SIGBUS.
+            # Without this a full file system would show as SIGBUS.
             os.posix_fallocate(descriptor, 0, _HEADER_BYTES + (self.size if on_gpu is None else 0))
             memory = mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         memory[:_TOKEN_BYTES] = self.offer.token
@@ -88,10 +87,10 @@ class _Made:
 
 
 class _Opened:
-    """The end that opens it, which removes the file's name: it can be opened once.
+    """The end that opens the memory and unlinks its file, so that a ring can be opened once.
 
-    Raises OSError when there is no such file, or the GPU's memory cannot be opened, and InvalidRequest when it is not
-    the offered one.
+    Raises OSError if there is no such file or the GPU memory cannot be opened, and InvalidRequest if the file or the
+    GPU memory is not the offered one.
     """
 
     def __init__(self, directory: Path, offer: pb.Ring, gpu: torch.device | None = None):
@@ -102,7 +101,7 @@ class _Opened:
             least = _HEADER_BYTES if gpu else _HEADER_BYTES + 1
             if opened.read(_TOKEN_BYTES) != offer.token or os.fstat(opened.fileno()).st_size < least:
                 raise InvalidRequest(f"{file} is not the ring that the verifier offered: is its directory shared?")
-            # Faults come now, not later.
+            # MAP_POPULATE takes the page faults now, not later.
             memory = mmap.mmap(opened.fileno(), 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
             file.unlink()
         self._header, on_host = _parts(memory)
@@ -111,34 +110,21 @@ class _Opened:
 
 
 class Ring(_Made):
-    """The writing end for activations. With `gpu` they are kept in its memory."""
+    """The writing end for activations, in the memory of `gpu` if given."""
 
     def __init__(self, directory: Path, size: int, gpu: torch.device | None = None):
         super().__init__(directory, size, gpu)
-        # Positions: where the next row goes, and where the unread begin whatever the reader says.
+        # _head: position of the next row. _floor: all before this position is read, whatever the reader says.
         self._head = self._floor = 0
 
-    @property
-    def all_read(self) -> bool:
-        """Whether the reader has read everything that was put here."""
-        return max(self._floor, self._header[_READ]) >= self._head
-
-    def put(self, rows: Tensor) -> pb.RingSlice:
-        """Copy a tensor of any device into the ring. The slice's length is 0 when it does not fit now."""
-        there, place = self.claim(rows.shape, rows.dtype)
-        if there is not None:
-            copy_to(there, rows)
-            self.settle()
-        return place
-
     def settle(self) -> None:
-        """Wait until what was written is there for the reader: before it is told, and of a GPU only."""
+        """Wait until the GPU has finished writing to the ring; call before telling the reader. No wait on the host."""
         _wait_for(self._bytes)
 
     def claim(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor | None, pb.RingSlice]:
-        """A tensor in the ring, to be written at once, and where that is: None and a length of 0 if it does not fit.
+        """Return a tensor in the ring, to be written at once, and its slice; None and length 0 if there is no room.
 
-        `settle` before the reader is told.
+        Call `settle` after writing, before telling the reader.
         """
         length = math.prod(shape) * dtype.itemsize
         position = self._place(length)
@@ -151,36 +137,36 @@ class Ring(_Made):
     def _place(self, length: int) -> int | None:
         read = max(self._floor, min(self._header[_READ], self._head))
         if read == self._head:
-            # All has been read: begin at the front again, so that whatever the ring can hold fits.
+            # All has been read: start again at the front, so that any tensor up to the ring's size fits.
             read = self._floor = self._head = _round_up(self._head, self.size)
         position = _next_place(self._head, length, self.size)
         return position if position + length <= read + self.size else None
 
 
 class RingReader(_Opened):
-    """The reading end for activations. With `gpu`, the one whose memory they are kept in."""
+    """The reading end for activations. `gpu` is the GPU whose memory holds the ring, if any."""
 
     @property
     def on_gpu(self) -> bool:
         return isinstance(self._bytes, Tensor)
 
     def rows(self, message: pb.ActivationsResponse) -> Tensor:
-        """A message's rows: a view of the ring, good until the slice is released, or a copy of what came inline.
+        """Return a message's rows: a view of the ring, valid until `release`, or a copy of inline bytes.
 
-        Raises InvalidRequest for a slice outside the ring, and when length, shape and dtype disagree.
+        Raises InvalidRequest for a slice outside the ring, and if length, shape and dtype disagree.
         """
         if not message.slice.length and message.slice.position < _NO_POSITION:
             return from_wire(message.rows)
         return from_wire(message.rows, data=_view(self._bytes, message.slice, _ALIGNMENT))
 
     def release(self, taken: pb.RingSlice) -> None:
-        """The rows of this slice, and of all before it, have been read: the writer may use their memory again."""
+        """Mark this slice and all before it as read, so that the writer may reuse the memory."""
         _wait_for(self._bytes)
         self._header[_READ] = taken.position + taken.length
 
 
 class OverwritingRing(_Opened):
-    """The writing end for q."""
+    """The writing end for q. Any thread may call `put` and `claim`."""
 
     def __init__(self, directory: Path, offer: pb.Ring):
         super().__init__(directory, offer)
@@ -188,7 +174,7 @@ class OverwritingRing(_Opened):
         self._claiming = threading.Lock()
 
     def put(self, numbers: Tensor) -> pb.RingSlice:
-        """Copy a tensor of any device over what is oldest. The slice's length is 0 when it is too large."""
+        """Copy a tensor of any device over the oldest data. The slice's length is 0 if the tensor is too large."""
         claimed = self.claim(numbers.shape, numbers.dtype)
         if claimed is None:
             return pb.RingSlice()
@@ -197,13 +183,13 @@ class OverwritingRing(_Opened):
         return place
 
     def claim(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, pb.RingSlice] | None:
-        """A tensor in the place of what is oldest, to be written, and where that is; None for one that is too large."""
+        """Return a tensor over the oldest data, to be written, and its slice; None if it is empty or too large."""
         length = math.prod(shape) * dtype.itemsize
         if not length or length > self.size // _LARGEST_PART:
             return None
         with self._claiming:
             position = _next_place(self._head, length, self.size)
-            # Before the first byte, so that whoever reads what was there cannot miss it.
+            # Published before the first byte is written, so that a reader of the old data cannot miss the change.
             self._head = self._header[_WRITTEN] = position + length
         return _tensor_at(self._bytes, position % self.size, shape, dtype), pb.RingSlice(
             position=position, length=length
@@ -211,41 +197,41 @@ class OverwritingRing(_Opened):
 
 
 class OverwritingRingReader(_Made):
-    """The reading end for q. Its positions begin anywhere: those of another ring are none of this one's."""
+    """The reading end for q. Its first position is random, so that slices of another ring are detected."""
 
     def __init__(self, directory: Path, size: int):
         super().__init__(directory, size)
         self._first = self._header[_WRITTEN] = secrets.randbits(_FIRST_BITS) * self.size
 
     def view(self, message: tensor_pb2.Tensor, place: pb.RingSlice, dtype: torch.dtype | None = None) -> Tensor | None:
-        """The tensor whose data were put there, where they lie; None if something newer does, or nothing of this ring.
+        """Return a view of the tensor at `place`; None if overwritten or from another ring.
 
-        What is read of it is good if `holds` says so afterwards. Raises InvalidRequest for a slice that reaches around
-        the ring's end, and as `from_wire` does.
+        Data read from the view are valid only if `holds` is still true afterwards. Raises InvalidRequest for a slice
+        that crosses the ring's end, and where `from_wire` does.
         """
         if not self.holds(place):
             return None
         return from_wire(message, dtype, _view(self._bytes, place, alignment=1))
 
     def holds(self, place: pb.RingSlice) -> bool:
-        """Whether nothing newer lies where these data were put, and they were put here."""
+        """True if the data at `place` were written to this ring and are not overwritten."""
         written = self._header[_WRITTEN]
         return self._first <= place.position and written - self.size <= place.position <= written - place.length
 
 
 def _parts(memory: mmap.mmap) -> tuple[memoryview, memoryview]:
-    """The header as 64-bit integers, and the ring's bytes."""
+    """Return the header as 64-bit integers, and the ring's bytes."""
     return memoryview(memory)[:_HEADER_BYTES].cast("Q"), memoryview(memory)[_HEADER_BYTES:]
 
 
 def _next_place(head: int, length: int, size: int) -> int:
-    """The first position from `head` on where so many bytes do not go around the ring's end."""
+    """Return the first aligned position from `head` on where `length` bytes do not cross the ring's end."""
     position = _round_up(head, _ALIGNMENT)
     return _round_up(position, size) if position % size + length > size else position
 
 
 def _share_gpu(size: int, offer: pb.Ring, gpu: torch.device) -> Tensor:
-    """So many bytes of a GPU, which the offer tells of; the token is behind them."""
+    """Allocate `size` bytes on a GPU, followed by the token, and put their handle into the offer."""
     memory, offer.gpu_handle = cuda_ipc.share(size + _TOKEN_BYTES, gpu)
     try:
         memory[size:] = torch.tensor(list(offer.token), dtype=torch.uint8)
@@ -278,7 +264,7 @@ def _tensor_at(memory: Memory, place: int, shape: Sequence[int], dtype: torch.dt
 
 
 def _view(memory: Memory, taken: pb.RingSlice, alignment: int) -> Memory:
-    """A slice's bytes. Raises InvalidRequest when they do not lie in the ring."""
+    """Return the bytes of a slice. Raises InvalidRequest if the slice does not lie in the ring."""
     place = taken.position % len(memory)
     if taken.position >= _NO_POSITION or place % alignment or place + taken.length > len(memory):
         raise InvalidRequest(
@@ -288,7 +274,7 @@ def _view(memory: Memory, taken: pb.RingSlice, alignment: int) -> Memory:
 
 
 def _remove_abandoned(directory: Path) -> None:
-    """Remove the names of rings whose makers have died: the kernel dropped their locks."""
+    """Remove the files of rings whose makers have died: the kernel released their locks."""
     for file in directory.glob(_NAMES):
         with contextlib.suppress(OSError), file.open("rb") as found:
             fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)

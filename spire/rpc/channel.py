@@ -1,40 +1,40 @@
-"""Channels and servers with one set of options, so that a frozen or vanished peer is noticed in seconds.
+"""gRPC channels and servers, with common options that detect a frozen or vanished peer within seconds.
 
-`http2.ping_timeout_ms` matters: its default lets a frozen peer hide for a minute.
+`http2.ping_timeout_ms` matters: with its default a frozen peer is noticed after a minute.
 """
 
 from __future__ import annotations
 
 import secrets
+import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
 
-from spire.address import join
+from spire.address import is_unix, join
 from spire.errors import SpireError
 from spire.rpc.secret import SECRET_METADATA_KEY, SecretRequired
 from spire.rpc.trust import ANYBODY, Trust
 
-# A peer of another version would leave out what it does not know of: rules, adjustments, logprobs, salts, shared q, or
-# whose sequences it releases.
-PROTOCOL_VERSION = 10
+# A peer of another version would ignore fields that it does not know: rules, adjustments, logprobs, salts, shared q, or
+# the owner of released sequences.
+PROTOCOL_VERSION = 12
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 
-# In the metadata of a draft's Orders: who it is.
+# In the metadata of a draft's Requests: the draft's id.
 DRAFT_METADATA_KEY = "spire-draft"
-# In the metadata of a gateway's Rounds: who it is, and how many streams it opened before.
+# In the metadata of a gateway's Rounds: the gateway's id, and the number of streams that it opened before.
 GATEWAY_METADATA_KEY = "spire-gateway"
 STREAM_METADATA_KEY = "spire-stream"
-# In the metadata of every call: which process calls. No other knows it, so a name in use stays with whoever took it.
+# In the metadata of every call: the calling process. No other process knows the value, so none can take a name in use.
 CALLER_METADATA_KEY = "spire-caller"
 THIS_PROCESS = secrets.token_hex(16)
-# The boot id of its host, if it can open what the verifier makes in memory there.
-HOST_METADATA_KEY = "spire-host"
 
-# A peer that is gone without a word is noticed within their sum, which is to be less than 5 s. Of that silence before a
-# ping is the lesser part: on a busy machine a peer that is alive may be slow to answer one, and every stream is lost.
+# A vanished peer is noticed within the sum of the two, which must be below 5 s. The time to answer a ping is the longer
+# part: on a busy machine a live peer may be slow to answer, and a missed ping loses every stream.
 _PING_AFTER_MS, _PING_ANSWERED_MS = 1000, 3000
 _KEEPALIVE = [
     ("grpc.keepalive_time_ms", _PING_AFTER_MS),
@@ -44,7 +44,7 @@ _KEEPALIVE = [
 
 _CLIENT_OPTIONS = [
     *_KEEPALIVE,
-    # Services reach one another directly, whatever proxy the environment names.
+    # Services connect directly, whatever proxy the environment sets.
     ("grpc.enable_http_proxy", 0),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
@@ -66,7 +66,7 @@ _SERVER_OPTIONS = [
 
 
 def connect(address: str, trust: Trust = ANYBODY, caller: str = THIS_PROCESS) -> grpc.aio.Channel:
-    """A channel to `host:port`. It connects lazily and reconnects by itself."""
+    """Return a channel to HOST:PORT or unix:PATH, which connects lazily and reconnects by itself."""
     if trust.tls is None:
         channel = grpc.aio.insecure_channel(address, options=_CLIENT_OPTIONS)
     else:
@@ -76,14 +76,19 @@ def connect(address: str, trust: Trust = ANYBODY, caller: str = THIS_PROCESS) ->
 
 
 def new_server(trust: Trust = ANYBODY) -> grpc.aio.Server:
-    """A server without a port: see `listen`, which takes the same `trust`."""
+    """Return a server without a port. Pass the same `trust` to `listen`."""
     interceptors = [SecretRequired(trust.secret)] if trust.secret else []
     return grpc.aio.server(interceptors=interceptors, options=_SERVER_OPTIONS)
 
 
 def listen(server: grpc.aio.Server, host: str, port: int, trust: Trust = ANYBODY) -> int:
-    """Open the port, 0 for a free one, and return it. Raises SpireError where that cannot or must not be."""
+    """Open the port, 0 for a free one, and return its number. The port is ignored if `host` is unix:PATH.
+
+    Raises SpireError if listening fails, or if other machines could reach a server without TLS or secret.
+    """
     trust.check_host(host)
+    if is_unix(host):
+        _check_free(Path(host.removeprefix("unix:")))
     trust.warn(host)
     address = join(host, port)
     try:
@@ -91,13 +96,24 @@ def listen(server: grpc.aio.Server, host: str, port: int, trust: Trust = ANYBODY
             return server.add_secure_port(address, trust.tls.of_server())
         return server.add_insecure_port(address)
     except RuntimeError as error:
-        raise SpireError(f"cannot listen on {address}: is another service there? Choose another --port") from error
+        raise SpireError(f"cannot listen on {address}: is another service there? Choose another address") from error
+
+
+def _check_free(path: Path) -> None:
+    """Raise SpireError if anything but an abandoned socket is there: gRPC would remove it."""
+    if not path.exists():
+        return
+    if not path.is_socket():
+        raise SpireError(f"cannot listen on unix:{path}: the file there is no socket. Choose another --host")
+    with socket.socket(socket.AF_UNIX) as trying:
+        if trying.connect_ex(str(path)) == 0:
+            raise SpireError(f"cannot listen on unix:{path}: another service listens there. Choose another --host")
 
 
 class _Introduced(grpc.aio.Channel):
-    """A channel whose every call begins with the same metadata.
+    """A channel that adds the same metadata to every call.
 
-    An interceptor of gRPC's would put a queue and a task between a stream and each of its messages.
+    A gRPC interceptor would add a queue and a task to each message of a stream.
     """
 
     def __init__(self, channel: grpc.aio.Channel, metadata: list[tuple[str, str]]):

@@ -1,8 +1,8 @@
-"""Memory of one GPU that two processes of a host map both: CUDA's inter-process communication.
+"""GPU memory shared by two processes of one host, through CUDA IPC.
 
-Through the driver's own library, which every host with a GPU has, because torch gives out parts of larger allocations:
-whoever opened one could see, and change, what else lies there. What is not here: telling when something that was
-written is there. Who writes waits for its stream before it says so, and who has read for its own (`Ring`).
+The driver's library is called directly, because torch hands out parts of larger allocations: a process that opened one
+could read and change the rest. Does not know: synchronisation. The writer waits for its stream before it announces
+data, the reader before it releases them (`Ring`, `RingReader`).
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import torch
 from torch import Tensor
 
 _HANDLE_BYTES = 64
-# Of cuIpcOpenMemHandle: the only flag there is, and it must be given.
+# The only flag of cuIpcOpenMemHandle, which is mandatory.
 _LAZY_PEER_ACCESS = 1
 
 
 class _Handle(ctypes.Structure):
-    """CUipcMemHandle, which is passed by value."""
+    """CUipcMemHandle, passed by value."""
 
     _fields_ = (("reserved", ctypes.c_ubyte * _HANDLE_BYTES),)
 
 
 class _Bytes:
-    """Memory as torch sees it without a copy; given back by `give_back` once no tensor is left of it."""
+    """GPU memory that torch views without a copy. The driver call named `give_back` frees it after its last tensor."""
 
     def __init__(self, address: int, length: int, device: torch.device, give_back: str):
         self.__cuda_array_interface__ = {
@@ -38,17 +38,17 @@ class _Bytes:
             "strides": None,
             "version": 2,
         }
-        # Not at the process's end, which gives back everything.
+        # Not at exit, when the driver frees everything.
         weakref.finalize(self, _give_back, address, device, give_back).atexit = False
 
 
 def gpu_of(device: torch.device) -> str:
-    """Which GPU that is, by the name that all processes have for it; empty where it is none."""
+    """Return the UUID of a GPU, the same in all processes; empty for another device."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def share(length: int, device: torch.device) -> tuple[Tensor, bytes]:
-    """So many bytes of a GPU, an allocation of their own, and the handle that others open them by. Raises OSError."""
+    """Allocate `length` bytes of a GPU, and return them with the handle for `opened`. Raises OSError."""
     with _calling(device):
         address, handle = ctypes.c_uint64(), _Handle()
         _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(length))
@@ -58,7 +58,7 @@ def share(length: int, device: torch.device) -> tuple[Tensor, bytes]:
 
 
 def opened(handle: bytes, length: int, device: torch.device) -> Tensor:
-    """The bytes that another process shares of this GPU. Raises OSError."""
+    """Map the bytes that another process shares on this GPU. Raises OSError."""
     if len(handle) != _HANDLE_BYTES:
         raise OSError(f"a handle of GPU memory has {_HANDLE_BYTES} bytes, {len(handle)} came")
     with _calling(device):
@@ -68,13 +68,13 @@ def opened(handle: bytes, length: int, device: torch.device) -> Tensor:
 
 
 def wait_for(memory: Tensor) -> None:
-    """Until what this thread has asked to be read and written on this memory's GPU is done."""
+    """Wait for the current stream of this thread on the GPU of `memory`."""
     torch.cuda.current_stream(memory.device).synchronize()
 
 
 @contextlib.contextmanager
 def _calling(device: torch.device) -> Iterator[None]:
-    """With this the calling thread has a context on that device. Whatever CUDA says is an OSError."""
+    """Give the calling thread a CUDA context on `device`, and turn errors of CUDA into OSError."""
     try:
         with torch.cuda.device(device):
             torch.cuda.synchronize()

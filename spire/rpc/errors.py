@@ -1,4 +1,4 @@
-"""The one table between Spire's errors and what travels: the status of a batch item, and gRPC's of a whole call."""
+"""Translate Spire's errors to and from the status of a batch item, and to the gRPC status of a whole call."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ OK = pb.ItemStatus(code=pb.CODE_OK)
 
 
 def item_status(error: SpireError) -> pb.ItemStatus:
-    """The status of the one item that failed."""
+    """Return the status of a failed batch item."""
     code = next((code for kind, code, _ in _TABLE if isinstance(error, kind)), pb.CODE_INVALID_ARGUMENT)
     return pb.ItemStatus(code=code, message=str(error), param=error.param if isinstance(error, InvalidRequest) else "")
 
 
 def code_name(code: pb.Code) -> str:
-    """As metrics and logs call it: `not_found`."""
+    """Return the name of a code in metrics and logs, such as `not_found`."""
     return pb.Code.Name(code).removeprefix("CODE_").lower()
 
 
 def raise_for(status: pb.ItemStatus) -> None:
-    """Raise what an item's status says, if it says anything."""
+    """Raise the error of an item's status, unless the status is OK."""
     if status.code != pb.CODE_OK:
         kind = next((kind for kind, code, _ in _TABLE if code == status.code), InvalidRequest)
         raise InvalidRequest(status.message, status.param) if kind is InvalidRequest else kind(status.message)
 
 
 def call_status(error: SpireError) -> grpc.StatusCode:
-    """The status of a whole call that failed."""
+    """Return the gRPC status of a failed call."""
     return next((status for kind, _, status in _TABLE if isinstance(error, kind)), grpc.StatusCode.UNKNOWN)

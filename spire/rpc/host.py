@@ -1,4 +1,4 @@
-"""Which host this is: processes of one can share memory and sockets. Imports no torch, for the gateway."""
+"""Identify this host, whose processes can share memory. Imports no torch, for the gateway."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def host_id() -> str:
-    """What all processes of a running kernel have in common, in containers too. Empty where it cannot be told."""
+    """Return the kernel's boot id, the same for all processes of this host, also in containers; empty if unknown."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -18,9 +18,9 @@ def host_id() -> str:
 
 
 def own_directory(shared: Path) -> Path:
-    """Where processes of one user meet: this directory where nobody else may enter it, else one of their own inside.
+    """Return a directory for the processes of one user: `shared` if no other user may enter it, else one inside it.
 
-    Raises OSError where there is none and none can be made, and where another user could enter it.
+    Raises OSError if the directory cannot be created, or another user could enter it.
     """
     if _is_own(shared):
         return shared

@@ -1,4 +1,4 @@
-"""Sampling parameters from the wire to tensors. Imports torch, so the gateway never does."""
+"""Convert sampling parameters from the wire to tensors. Imports torch, so the gateway must not import it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
+from spire.decoding.sampling import Rule, SamplingRows
 from spire.errors import InvalidRequest
-from spire.sampling import Rule, SamplingRows
 from spire.v1 import tensor_pb2 as pb
 
-# Each kind of parameters that is computed in its own way, the usual one first.
+# One set of parameters for each code path of sampling, the most common first.
 ONE_OF_EACH = (
     pb.Sampling(temperature=1, top_p=1),
     pb.Sampling(temperature=0, top_p=1),
@@ -22,7 +22,7 @@ ONE_OF_EACH = (
 
 
 def from_protos(samplings: Sequence[pb.Sampling], device: torch.device | str = "cpu") -> SamplingRows:
-    """One row per message."""
+    """Return the parameters as tensors with one row per message."""
     return SamplingRows(
         temperature_B=torch.tensor([s.temperature for s in samplings], dtype=torch.float32, device=device),
         top_k_B=torch.tensor([s.top_k for s in samplings], dtype=torch.int64, device=device),
@@ -35,7 +35,7 @@ def from_protos(samplings: Sequence[pb.Sampling], device: torch.device | str = "
 
 
 def check_sampling(sampling: pb.Sampling) -> None:
-    """Raises InvalidRequest naming the parameter that cannot be used."""
+    """Raise InvalidRequest, naming the parameter, if a parameter is out of range."""
     if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
         raise InvalidRequest(
             f"temperature is {sampling.temperature}: it must be finite and not negative", "temperature"

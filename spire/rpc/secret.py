@@ -1,8 +1,8 @@
-"""A secret that the services of one system share: each call carries it, and a server answers no call without it.
+"""A secret that the services of one system share: every call carries the secret, and servers refuse calls without it.
 
-It is one word in a file that only its owner, or its owner's group, can read. `spire up` makes one at every start; for
-services that are started alone `openssl rand -hex 32` does. It never stands in arguments, the environment or a log.
-What it does not do: hide anything. Beyond one host TLS does (`spire/rpc/tls.py`).
+The secret is one word in a file that only its owner, or the owner's group, can read. `spire up` makes a secret at every
+start; `openssl rand -hex 32` makes one for services started alone. The secret never appears in arguments, the
+environment or a log. Does not know: encryption, which TLS does between hosts (`spire/rpc/tls.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import structlog
 from spire.errors import SpireError
 
 SECRET_METADATA_KEY = "spire-secret"
-# Whoever supervises a service asks for its health and nothing else, and has no secret.
+# A supervisor asks only for a service's health, and has no secret.
 _OPEN_TO_ALL = "/grpc.health.v1.Health/"
 _TEXT = re.compile(r"[\x21-\x7e]{16,512}")
 _READABLE_BY_OTHERS = 0o007
@@ -35,7 +35,7 @@ class Secret:
 
     @classmethod
     def read(cls, file: Path | None) -> Secret | None:
-        """What --secret-file holds; None where no file was named. Raises SpireError naming the file."""
+        """Read --secret-file; None if no file is given. Raises SpireError naming the file."""
         if file is None:
             return None
         try:
@@ -52,14 +52,14 @@ class Secret:
         return cls(text)
 
     def is_in(self, metadata: dict[str, str | bytes]) -> bool:
-        """True for a call that carries it. Takes as long for any other text of its length."""
+        """True if a call's metadata hold the secret. Compares in constant time."""
         presented = metadata.get(SECRET_METADATA_KEY, "")
         presented = presented.encode() if isinstance(presented, str) else presented
         return secrets.compare_digest(presented, self.text.encode())
 
 
 def make_secret(file: Path) -> None:
-    """A new secret in a new file that its owner alone can read."""
+    """Write a new secret to a new file that only its owner can read."""
     with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as made:
         made.write(secrets.token_hex(32))
 
@@ -68,7 +68,7 @@ Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
 
 class SecretRequired(grpc.aio.ServerInterceptor):
-    """Refuses every call without the secret but those for the service's health."""
+    """Refuse calls without the secret, except health checks."""
 
     def __init__(self, secret: Secret):
         self._secret = secret
@@ -83,7 +83,7 @@ class SecretRequired(grpc.aio.ServerInterceptor):
 
 
 def _refusing(reason: str) -> grpc.RpcMethodHandler:
-    """A handler of any kind of call, which reads nothing of it."""
+    """Return a handler that refuses calls of any kind without reading their messages."""
 
     async def refuse(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, reason)

@@ -1,4 +1,4 @@
-"""Tensors on the wire: raw little-endian bytes, a dtype and a shape. Imports torch, so the gateway never does."""
+"""Tensors on the wire: raw little-endian bytes, dtype and shape. Imports torch, so the gateway must not import it."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _TO_WIRE = {
     torch.int32: pb.DTYPE_INT32,
 }
 _FROM_WIRE = {wire: dtype for dtype, wire in _TO_WIRE.items()}
-# Bytes that one thread copies sooner than another is woken to help.
+# Up to this many bytes, one thread has finished copying before another is woken to help.
 _COPIED_ALONE = 512 * 1024
 
 
 def host_bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
-    """Of a contiguous tensor on the host, where they are: the last dimension has become one of bytes."""
+    """Return a view of a contiguous tensor on the host as bytes: the last dimension becomes bytes."""
     return tensor.view(torch.uint8).numpy()
 
 
 def copy_to(there: Tensor, tensor: Tensor) -> None:
-    """Copy to contiguous memory, between any devices.
+    """Copy `tensor` to the contiguous tensor `there`, between any devices.
 
-    Torch has its threads share more than 32,768 numbers. On a host whose processors are busy, the one that must be
-    woken for that comes later than one alone has copied half a megabyte.
+    Torch shares larger copies among threads. On a busy host, waking a thread takes longer than a small copy by one
+    thread, so small copies on the host bypass torch.
     """
     on_host = tensor.device.type == there.device.type == "cpu"
     if on_host and tensor.is_contiguous() and tensor.nbytes <= _COPIED_ALONE:
@@ -42,20 +42,20 @@ def copy_to(there: Tensor, tensor: Tensor) -> None:
 
 
 def to_wire(tensor: Tensor) -> pb.Tensor:
-    """Encode float32, bfloat16 or int32. bfloat16 travels through a view of its bytes."""
+    """Encode a float32, bfloat16 or int32 tensor."""
     message = pb.Tensor()
     put(message, tensor)
     return message
 
 
 def put(message: pb.Tensor, tensor: Tensor) -> None:
-    """Encode into a message's empty field, because a message that is built from messages copies their bytes again."""
+    """Encode a tensor into an empty message field in place: assigning a finished message would copy its bytes again."""
     put_shape(message, tensor.dtype, tensor.shape)
     message.data = tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def without_data(tensor: Tensor) -> pb.Tensor:
-    """Dtype and shape alone, for a tensor whose bytes travel otherwise."""
+    """Encode dtype and shape only, for a tensor whose bytes travel through shared memory."""
     message = pb.Tensor()
     put_shape(message, tensor.dtype, tensor.shape)
     return message
@@ -67,9 +67,9 @@ def put_shape(message: pb.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> N
 
 
 def from_wire(message: pb.Tensor, dtype: torch.dtype | None = None, data: memoryview | Tensor | None = None) -> Tensor:
-    """Decode a copy of the message's bytes, or a view of the writable bytes, of any device, that came otherwise.
+    """Decode a copy of the message's bytes, or a view of `data`: writable bytes, on any device, from shared memory.
 
-    Raises InvalidRequest when bytes, shape and dtype disagree, or when `dtype` is not what came.
+    Raises InvalidRequest if bytes, shape and dtype disagree, or if the tensor is not of type `dtype`.
     """
     found = _FROM_WIRE.get(message.dtype)
     if found is None or (dtype is not None and found != dtype):
@@ -85,5 +85,5 @@ def from_wire(message: pb.Tensor, dtype: torch.dtype | None = None, data: memory
         flat = torch.frombuffer(raw, dtype=found) if size else torch.empty(0, dtype=found)
     try:
         return flat.view(tuple(message.shape))
-    except RuntimeError as error:  # sizes around a 0 may overflow
+    except RuntimeError as error:  # with a 0 among the sizes, the others may overflow
         raise InvalidRequest(f"no tensor has the shape {list(message.shape)}: {error}") from error

@@ -1,9 +1,9 @@
-"""Mutual TLS between the services: each has a certificate, its key, and the CA that both sides trust, in a directory.
+"""Mutual TLS between services. Each has a directory with its certificate, its key, and the CA that both sides trust.
 
     tls.crt  tls.key  ca.crt        as in a Kubernetes secret; `spire certs` makes such directories
 
-Whoever has a certificate of the CA is let in, and a server's must be for the name that it is called by. What it does
-not know: which service a certificate is for, and renewal: a service reads its files when it starts.
+Every client with a certificate of the CA is accepted. A server's certificate must be for the name that clients use.
+Does not know: which service a certificate is for, and renewal: a service reads its files when it starts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from spire.errors import SpireError
 
 CERTIFICATE, KEY, AUTHORITY = "tls.crt", "tls.key", "ca.crt"
 
-# What gRPC says of a handshake that failed, and what to do. Whom a server turns away is not told why.
+# gRPC's messages about a failed handshake, and the remedies. A server does not tell a refused client the reason.
 _CONNECTING, _TURNED_AWAY = "failed to connect", "Socket closed"
 _REASONS = {
     "WRONG_VERSION_NUMBER": "it does not speak TLS: start it with --tls too",
@@ -30,7 +30,7 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class Tls:
-    """PEM as it is in the files."""
+    """The PEM contents of the three files."""
 
     certificate: bytes
     key: bytes
@@ -38,7 +38,7 @@ class Tls:
 
     @classmethod
     def read(cls, directory: Path | None) -> Tls | None:
-        """What a service was told by --tls; None where it was told nothing. Raises SpireError naming the file."""
+        """Read the directory of --tls; None if not given. Raises SpireError naming the file."""
         if directory is None:
             return None
         certificate, key = certificate_files(directory)
@@ -57,10 +57,10 @@ class Tls:
 
 
 def certificate_files(directory: Path) -> tuple[Path, Path]:
-    """A certificate and its key. Raises SpireError where they are not there or not for one another."""
+    """Return the files of certificate and key. Raises SpireError if they cannot be read or do not match."""
     certificate, key = directory / CERTIFICATE, directory / KEY
     try:
-        # Without a password a key that needs one would be asked for at the terminal.
+        # Without `password`, an encrypted key would prompt at the terminal.
         ssl.create_default_context().load_cert_chain(certificate, key, password="")
     except (OSError, ValueError) as error:
         raise SpireError(_complaint(directory, f"{CERTIFICATE} and {KEY}", error)) from error
@@ -72,7 +72,7 @@ def _complaint(directory: Path, names: str, error: Exception) -> str:
 
 
 def in_words(details: str | None, tls: Tls | None) -> str:
-    """Why a peer cannot be reached: what gRPC says, and what it means if it is about TLS."""
+    """Return why a peer cannot be reached: gRPC's details, with an explanation if TLS is the cause."""
     said = details or "no reason was given"
     reason = next((words for sign, words in _REASONS.items() if sign in said), "")
     if not reason and _CONNECTING in said and _TURNED_AWAY in said:

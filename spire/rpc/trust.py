@@ -1,6 +1,6 @@
-"""What a service knows its peers by: certificates, a secret, both, or nothing.
+"""How a service authenticates its peers: certificates, a secret, both, or nothing.
 
-With nothing it listens on loopback alone, where every user of the host reaches it.
+With nothing a service listens only on loopback or a Unix socket. Every user of the host can reach loopback.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import structlog
 
-from spire.address import is_loopback
+from spire.address import is_loopback, is_unix
 from spire.errors import SpireError
 from spire.rpc.secret import Secret
 from spire.rpc.tls import Tls
@@ -25,20 +25,26 @@ class Trust:
 
     @classmethod
     def read(cls, tls: Path | None, secret_file: Path | None) -> Trust:
-        """What --tls and --secret-file say. Raises SpireError naming the file that cannot be used."""
+        """Read --tls and --secret-file. Raises SpireError naming the file that cannot be used."""
         return cls(Tls.read(tls), Secret.read(secret_file))
 
     def check_host(self, host: str) -> None:
-        """Raises SpireError where other machines would reach a service that could not tell its peers from them."""
-        if not (self.tls or self.secret or is_loopback(host)):
+        """Raise SpireError if `host` cannot be served: if other machines could reach it and the service has neither TLS
+        nor a secret, if it is a Unix socket in no directory, or one with TLS."""
+        if is_unix(host):
+            if self.tls:
+                raise SpireError(f"--host {host} and --tls do not go together: certificates name hosts. Leave one out")
+            if not _directory(host).is_dir():
+                raise SpireError(f"--host {host}: there is no directory {_directory(host)}")
+        if not (self.tls or self.secret or _stays_here(host)):
             raise SpireError(
                 f"--host {host} is reached by other machines, and whoever reached it could read all prompts and use "
                 "the model: give every service --tls DIR (`spire certs`) or --secret-file FILE, or listen on 127.0.0.1"
             )
 
     def warn(self, host: str) -> None:
-        """Log what listening there leaves open, if anything."""
-        if self.tls or (self.secret and is_loopback(host)):
+        """Log a warning if others could read the traffic or call a service that listens on `host`."""
+        if self.tls or (self.secret and _stays_here(host)) or _is_private(host):
             return
         if self.secret:
             log.warning("secret and prompts can be read on the network: start with --tls, too", host=host)
@@ -46,6 +52,20 @@ class Trust:
             log.warning(
                 "any user of this host can read prompts and use the model: start with --secret-file or --tls", host=host
             )
+
+
+def _stays_here(host: str) -> bool:
+    """True if only this machine can reach a listener on `host`."""
+    return is_unix(host) or is_loopback(host)
+
+
+def _is_private(host: str) -> bool:
+    """True if only one user can reach `host`: a socket in a directory that no other user may enter."""
+    return is_unix(host) and not _directory(host).stat().st_mode & 0o077
+
+
+def _directory(unix_host: str) -> Path:
+    return Path(unix_host.removeprefix("unix:")).parent
 
 
 ANYBODY = Trust()

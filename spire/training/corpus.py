@@ -1,7 +1,6 @@
-"""Text in, token windows out. The order of the windows is a function of (seed, step) alone.
+"""Token windows from text. The order of the windows is a function of (seed, step) alone.
 
-So a run that was killed resumes bit for bit, and nothing about the order needs to be stored. What a corpus may be
-written in is `spire.documents`.
+So an interrupted run resumes bit for bit without a stored order. `spire.text.documents` reads the files of a corpus.
 """
 
 from __future__ import annotations
@@ -14,26 +13,26 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from spire.documents import Chats, read_documents
 from spire.errors import DataError
 from spire.files import user_cache, write_whole
 from spire.progress import bytes_shown
-from spire.text_files import bytes_to_read, find_files
+from spire.text.documents import Chats, read_documents
+from spire.text.text_files import bytes_to_read, find_files
 
 START, END = "<s>", "</s>"
-# Of how documents are read: what an earlier version left in the cache is not used.
+# Version of the document reader: tokens cached by an earlier version are not reused.
 _READER = b"2"
 
 
 def corpus_texts(paths: Iterable[Path], chats: Chats, doing: str) -> Iterator[str]:
-    """Every document under `paths`, while a bar says how far `doing` that is. Raises DataError naming what is wrong."""
+    """Yield all documents under `paths`, with a progress bar labelled `doing`. Raises DataError naming the fault."""
     files = find_files(paths)
     with bytes_shown(doing, bytes_to_read(files)) as told:
         yield from read_documents(files, chats, told)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE with `<s>` = 0 and `</s>` = 1, which puts `<s>` before every prompt it encodes."""
+    """Train a byte-level BPE with `<s>` = 0 and `</s>` = 1 that adds `<s>` before each encoded prompt."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -41,7 +40,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         vocab_size=vocab_size,
         special_tokens=[START, END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,  # who gives the texts shows how far they are read
+        show_progress=False,  # the caller's `texts` show their own progress
     )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -51,16 +50,16 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 class TokenStream:
-    """A corpus as one row of token ids, document after document, each ended by the end token."""
+    """A corpus as one row of token ids, document after document, each followed by the end token."""
 
     def __init__(self, tokens: NDArray[np.uint32], start_token: int, name: str = ""):
         self.tokens, self.start_token = tokens, start_token
-        # Tells apart what is derived from different streams.
+        # Identifies the stream in the names of files derived from it.
         self.name = name
 
     @classmethod
     def build(cls, paths: list[Path], tokenizer: Tokenizer, start: int, end: int, chats: Chats) -> TokenStream:
-        """Encode `paths`, or reuse what an earlier run left in the user's cache for the same files and tokenizer."""
+        """Encode `paths`, or reuse the cached tokens of an earlier run with the same files, tokenizer and template."""
         name = _key(find_files(paths), tokenizer, chats)
         file = user_cache() / f"tokens-{name}.npy"
         if not file.exists():
@@ -73,7 +72,7 @@ class TokenStream:
         return cls(np.load(file, mmap_mode="r"), start, name)
 
     def batch(self, seed: int, step: int, batch: int, length: int) -> NDArray[np.int64]:
-        """Training windows [batch, length] of one step, each the start token and a random stretch of text."""
+        """Return the training windows [batch, length] of one step: the start token and a random stretch of text."""
         if len(self.tokens) < length:
             raise DataError(f"the corpus holds {len(self.tokens):,} tokens, fewer than one sequence of {length}")
         starts = np.random.default_rng((seed, step)).integers(0, len(self.tokens) - length + 2, size=batch)
@@ -85,7 +84,7 @@ class TokenStream:
 
 
 def _key(files: list[Path], tokenizer: Tokenizer, chats: Chats) -> str:
-    """What tokens are kept by: another one where anything that they come from is another."""
+    """Return the cache key of encoded tokens: it changes with the files, the tokenizer, the template or the reader."""
     key = hashlib.sha256(_READER + tokenizer.to_str().encode() + chats.key.encode())
     for file in files:
         key.update(f"{file.resolve()}{file.stat().st_size}{file.stat().st_mtime_ns}".encode())

@@ -1,9 +1,9 @@
-"""`spire train draft`: a draft for a frozen target (paper sections 3.2 to 3.4, 4.1).
+"""`spire train draft`: training of a draft for a frozen target (paper sections 3.2 to 3.4, 4.1).
 
 A SPIRe draft learns by block rollouts: on each training sequence k passes follow every k-th prefix, all blocks in
-parallel and with teacher forcing. The target runs once per sequence; its activations are captured on the fly and never
-stored. The offset of the blocks is drawn for each step. The paper's ablations and its vanilla baseline are values of
-the same recipe: what the draft starts from, what it remembers, what it learns from.
+parallel and with teacher forcing. The target runs once per sequence; its activations are used at once and never stored.
+The offset of the blocks is drawn for each step. The paper's ablations and its vanilla baseline are values of the same
+recipe: the draft's initialisation, its memory, and its loss.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spire.documents import Chats
+from spire.checkpoints.tokenizer import load_tokenizer
+from spire.checkpoints.weights import load_draft, load_target, save_draft
 from spire.errors import DataError
-from spire.model.checkpoint import load_draft, load_target, save_draft
 from spire.model.config import DraftConfig, ModelConfig, load_model_config
 from spire.model.draft import BlockRollouts, Draft, OwnPast, RolloutBlocks, input_scale, last_layers, prune
 from spire.model.target import Target, WholeSequence
-from spire.model.tokenizer import load_tokenizer
-from spire.shapes import SERVED_SINK, SERVED_WINDOW, quarter_of
-from spire.text_files import find_files
+from spire.perf.shapes import SERVED_SINK, SERVED_WINDOW, quarter_of
+from spire.text.documents import Chats
+from spire.text.text_files import find_files
 from spire.training.corpus import TokenStream
 from spire.training.on_policy import OnPolicy
 from spire.training.run import (
@@ -44,14 +44,14 @@ Loss = Literal["mixed", "mixed-log", "data"]
 
 @dataclass(frozen=True)
 class DraftRecipe:
-    """Everything that determines a draft besides its target and the text. The defaults are the bundled draft's.
+    """All values that determine a draft besides its target and the text. The defaults are those of the bundled draft.
 
-    `recipe_for` fits them to a target: `layers` is a quarter of its layers there.
+    `recipe_for` adapts the defaults to a target; there `layers` is a quarter of the target's layers.
 
-    `start_from` is the directory of a draft to train further, instead of one made from `init`.
-    `on_policy` is the share of the short sequences whose second half the target has written itself.
-    `loss`: "mixed" is the paper's ω · CE(p, q) − (1 − ω) · α; "mixed-log" has log α for α; "data" is cross-entropy on
-    the text itself. ω goes linearly from `omega` to `omega_final`.
+    `start_from` is the directory of a draft to train further, instead of a new draft made by `init`.
+    `on_policy` is the share of the short sequences whose second half is sampled from the target.
+    `loss`: "mixed" is the paper's ω · CE(p, q) − (1 − ω) · α; "mixed-log" has log α in place of α; "data" is
+    cross-entropy on the text itself. ω goes linearly from `omega` to `omega_final`.
     """
 
     kind: Literal["spire", "vanilla"] = "spire"
@@ -88,7 +88,7 @@ class DraftRecipe:
         return self.omega + (self.omega_final - self.omega) * step / self.steps
 
     def copied(self, target: ModelConfig) -> tuple[int, ...]:
-        """The target's layers that the draft starts from, and whose inputs it remembers."""
+        """Return the target layers to copy, whose inputs the draft remembers. Raises DataError for a missing layer."""
         if self.copied_layers is None:
             return last_layers(target, self.layers)
         if wrong := [layer for layer in self.copied_layers if not 0 <= layer < target.num_hidden_layers]:
@@ -99,7 +99,7 @@ class DraftRecipe:
 
 
 def recipe_for(target_directory: Path, given: dict[str, Any]) -> DraftRecipe:
-    """The recipe of the kind of draft that is asked for, with what is `given`. Raises DataError for unknown values."""
+    """Return the recipe for the target, with the values in `given`. Raises DataError for unknown values."""
     choices = get_type_hints(DraftRecipe)
     for name in ("kind", "init", "loss", "optimizer"):
         if name in given and given[name] not in get_args(choices[name]):
@@ -112,14 +112,14 @@ def recipe_for(target_directory: Path, given: dict[str, Any]) -> DraftRecipe:
 
 
 def _layers(target: ModelConfig, given: dict[str, Any]) -> int:
-    """Those of the draft that is trained further, else a quarter of the target's."""
+    """Return the number of layers of the draft that is trained further, else a quarter of the target's."""
     if "start_from" in given:
         return load_model_config(Path(given["start_from"])).num_hidden_layers
     return quarter_of(target.num_hidden_layers)
 
 
 def _vanilla(target: ModelConfig) -> dict[str, Any]:
-    """The paper's baseline (section 4.1): half the layers at half the width, cross-entropy on data, the whole past."""
+    """Return the values of the paper's baseline (section 4.1), whose width `_half_as_wide` halves."""
     return {
         "layers": max(1, target.num_hidden_layers // 2),
         "init": "random",
@@ -139,11 +139,11 @@ def train_draft(
     recipe: DraftRecipe,
     execution: Execution = Execution(),
 ) -> bool:
-    """Train, checkpointing into `out/run`, and write the finished draft to `out`. Resumes what it finds there.
+    """Train a draft with checkpoints in `out/run`, resuming from the one found there; write the result to `out`.
 
-    Returns False when the time ran out first.
+    Returns False if the time ran out before the last step.
     """
-    find_files([*data, *valid])  # what is not there is told before a large target is loaded
+    find_files([*data, *valid])  # reports missing files before a large target is loaded
     work, device = out / "run", execution.device
     target, identity = load_target(target_directory)
     target = target.to(device)
@@ -156,12 +156,7 @@ def train_draft(
     )
     torch.manual_seed(recipe.seed)
     draft = new_draft(target, identity, recipe).to(device).requires_grad_(True).train()
-    factor = 1.0
-    if recipe.scale_input:
-        sample_BT = torch.from_numpy(stream.batch(recipe.seed, 0, 4, recipe.short_length)).to(device)
-        factor = input_scale(target, recipe.copied(target.config)[0], sample_BT)
-        if recipe.start_from is None:
-            draft.embed_tokens.weight.data.mul_(factor)
+    factor = _scale_embedding(draft, target, stream, recipe)
     optimizers = _optimizers(draft, recipe, factor)
     checkpoint = Checkpoint(work, {**{k: v for k, v in asdict(recipe).items() if k != "steps"}, "target": identity})
     objective = torch.compile(rollout_loss, dynamic=False) if execution.compiled else rollout_loss
@@ -187,9 +182,20 @@ def train_draft(
     return done
 
 
+def _scale_embedding(draft: Draft, target: Target, stream: TokenStream, recipe: DraftRecipe) -> float:
+    """Return the factor between embedding and copied layers' input; scale a new draft's embedding by it."""
+    if not recipe.scale_input:
+        return 1.0
+    weight = draft.embed_tokens.weight
+    sample_BT = torch.from_numpy(stream.batch(recipe.seed, 0, 4, recipe.short_length)).to(weight.device)
+    factor = input_scale(target, recipe.copied(target.config)[0], sample_BT)
+    if recipe.start_from is None:
+        weight.data.mul_(factor)
+    return factor
+
+
 def new_draft(target: Target, identity: str, recipe: DraftRecipe) -> Draft:
-    """A draft as it is before the first step. Raises DataError where the recipe does not fit the target, or the draft
-    that it starts from."""
+    """Return the draft before the first step. Raises DataError unless the recipe fits the target and `start_from`."""
     fresh = _fresh_draft(target, identity, recipe)
     if recipe.start_from is None:
         return fresh
@@ -202,7 +208,7 @@ def new_draft(target: Target, identity: str, recipe: DraftRecipe) -> Draft:
 
 
 def _described(draft: Draft) -> dict[str, Any]:
-    """What two drafts have in common of which one can be trained on as the other."""
+    """Return the settings that must be equal to continue training one draft as the other."""
     return draft.config.model_dump(mode="json", exclude={"torch_dtype"}) | draft.draft.model_dump(mode="json")
 
 
@@ -239,7 +245,7 @@ def _half_as_wide(target: ModelConfig, layers: int) -> ModelConfig:
 
 
 def _optimizers(draft: Draft, recipe: DraftRecipe, input_factor: float) -> list[torch.optim.Optimizer]:
-    """What is learned, and how fast. A scaled embedding needs steps scaled alike."""
+    """Return optimizers of the trainable parameters. A scaled embedding gets a learning rate scaled by its factor."""
     if recipe.freeze_embeddings:
         draft.embed_tokens.requires_grad_(False)
         draft.lm_head.requires_grad_(False)
@@ -255,7 +261,7 @@ def _optimizers(draft: Draft, recipe: DraftRecipe, input_factor: float) -> list[
 def rollout_loss(
     draft: Draft, target: Target, tokens_BL: Tensor, blocks: RolloutBlocks, loss: Loss, omega: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """The loss, and α unless the target is not needed for it; both means over drafted positions."""
+    """Return the loss and α, both means over drafted positions; α is None if the loss does not need the target."""
     losses, alphas = [], []
     for positions_T, log_q, p in _passes(draft, target, tokens_BL, blocks, needs_p=loss != "data"):
         if p is None:
@@ -271,7 +277,7 @@ def rollout_loss(
 def _passes(
     draft: Draft, target: Target, tokens_BL: Tensor, blocks: RolloutBlocks, needs_p: bool
 ) -> list[tuple[Tensor, Tensor, Tensor | None]]:
-    """Of each pass over the sequences: the positions fed, log q, and p where it is needed."""
+    """Return for each pass over the sequences: the positions fed [T], log q [B, T, V], and p [B, T, V] if needed."""
     tapped = draft.draft.tapped_layers
     taps_BLND, p_BLV = None, None
     if tapped or needs_p:
@@ -289,7 +295,7 @@ def _passes(
 
 
 def _alpha(p: Tensor, log_q: Tensor) -> Tensor:
-    """Σ_x min(p(x), q(x)): how likely a draft token is accepted under the rejection rule."""
+    """Return Σ_x min(p(x), q(x)): the probability that a draft token is accepted under the rejection rule."""
     return torch.minimum(p, log_q.exp()).sum(dim=-1)
 
 
@@ -297,9 +303,9 @@ def _alpha(p: Tensor, log_q: Tensor) -> Tensor:
 def validation_figures(
     draft: Draft, target: Target, stream: TokenStream, recipe: DraftRecipe, device: str, batches: int = 8
 ) -> dict[str, float]:
-    """Over fixed windows of held-out text: mean α, and the τ it would give if every guess stood on the text itself.
+    """Return mean α and the teacher-forced τ over fixed windows of held-out text.
 
-    τ = 1 + Σ_i E[α_1 · … · α_i] over blocks of k positions. On policy it is measured by `spire eval acceptance`.
+    τ = 1 + Σ_i E[α_1 · … · α_i] over blocks of k positions. `spire eval acceptance` measures τ on policy.
     """
     alphas, taus = [], []
     for number in range(batches):
@@ -308,7 +314,7 @@ def validation_figures(
             blocks = _blocks(recipe, number, recipe.short_length, device)
             passes = _passes(draft, target, tokens_BT, blocks, needs_p=True)
         alpha_kBT = torch.stack([_alpha(p, log_q) for _, log_q, p in passes if p is not None])
-        if len(passes) == 1:  # every position at once: blocks are stretches of neighbours
+        if len(passes) == 1:  # one pass feeds all positions: blocks are consecutive positions
             alpha_kBT = alpha_kBT[0].unfold(1, recipe.k, recipe.k).permute(2, 0, 1)
         alphas.append(alpha_kBT.mean())
         taus.append(1 + alpha_kBT.cumprod(dim=0).mean(dim=(1, 2)).sum())

@@ -1,4 +1,4 @@
-"""How good a target is on held-out text: bits per byte, and whether long contexts help as they should.
+"""Evaluation of a target on held-out text: bits per byte, and the gain from long contexts.
 
 Shapes: B windows, T positions, V vocabulary.
 """
@@ -22,7 +22,7 @@ _EARLY, _LATE = (256, 512), (1500, 2000)
 
 @dataclass(frozen=True)
 class TargetFigures:
-    """Losses are nats a token. `early` and `late` are of the same tokens, seen at two ranges of positions."""
+    """Figures of a target. Losses are nats per token; `early` and `late` are the same tokens at different positions."""
 
     windows: int
     tokens: int
@@ -42,7 +42,7 @@ class TargetFigures:
 def evaluate_target(
     target: Target, tokenizer: Tokenizer, prompts: list[list[int]], advance: Callable[[], None]
 ) -> TargetFigures:
-    """Figures over windows of 2,001 tokens, each beginning with the start token. Raises DataError for other lengths."""
+    """Evaluate windows of 2,001 tokens, each beginning with the start token. Raises DataError for other lengths."""
     if any(len(prompt) != _LATE[1] + 1 for prompt in prompts):
         raise DataError(f"windows must have {_LATE[1] + 1} tokens")
     losses, early, late, size = [], [], [], 0
@@ -70,7 +70,7 @@ def evaluate_target(
 
 
 def _same_tokens_early(target: Target, prompt: list[int]) -> float:
-    """Mean loss of the late tokens when they stand at the early positions instead, in two halves."""
+    """Return the mean loss of the late tokens when moved to the early positions, in two halves."""
     width = _EARLY[1] - _EARLY[0]
     sums = []
     for first in (_LATE[0], _LATE[1] - width):
@@ -80,7 +80,7 @@ def _same_tokens_early(target: Target, prompt: list[int]) -> float:
 
 
 def token_losses(target: Target, tokens: list[int]) -> Tensor:
-    """Cross-entropy in nats of each token after the first, [T - 1]."""
+    """Return the cross-entropy in nats of each token after the first, [T - 1]."""
     tokens_1T = torch.tensor([tokens])
     logits_TV = target.unembed(target(tokens_1T[:, :-1], WholeSequence(tokens_1T[:, :-1])).hidden_BTD)[0]
     return torch.nn.functional.cross_entropy(logits_TV, tokens_1T[0, 1:], reduction="none")

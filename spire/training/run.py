@@ -1,7 +1,7 @@
-"""What every training run shares: its directory, its checkpoint, its progress line.
+"""The common parts of training runs: checkpoint, optimizers, schedule, progress, and the training loop.
 
-A checkpoint is a safetensors file of parameters and optimizer state plus a JSON of the step. It is written beside
-the old one and renamed, so a kill at any moment leaves a whole one.
+A checkpoint is a safetensors file of parameters and optimizer state, with step and recipe as metadata. A new checkpoint
+is written beside the old one and renamed, so that a kill at any moment leaves a complete checkpoint.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SAVE_EVERY = 200
 
 
 class Checkpoint:
-    """The resumable state of a run in one file, `run/state.safetensors`."""
+    """The resumable state of a run in one file, `state.safetensors` in the run's directory."""
 
     def __init__(self, directory: Path, recipe: dict[str, Any]):
         self.file = directory / "state.safetensors"
@@ -38,7 +38,7 @@ class Checkpoint:
         directory.mkdir(parents=True, exist_ok=True)
 
     def save(self, step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-        # Tied tensors are written twice: safetensors refuses those that share memory.
+        # Tied tensors are written twice, because safetensors refuses tensors that share memory.
         tensors = {f"model.{name}": tensor.detach().clone() for name, tensor in model.state_dict().items()}
         for number, optimizer in enumerate(optimizers):
             for parameter, state in optimizer.state_dict()["state"].items():
@@ -49,7 +49,7 @@ class Checkpoint:
         write_whole(self.file, lambda unfinished: save_file(whole, unfinished, metadata=metadata))
 
     def resume(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> int:
-        """Load what was saved and return the step to go on with; 0 when there is nothing to resume."""
+        """Load the saved state and return the next step, or 0 without one. Raises DataError for another recipe."""
         if not self.file.exists():
             return 0
         with safe_open(self.file, framework="pt") as stored:
@@ -84,9 +84,9 @@ def _optimizer_state(tensors: dict[str, Tensor], prefix: str) -> dict[int, dict[
 def muon_and_adamw(
     model: nn.Module, layers: nn.Module, muon_rate: float, adamw_rate: float, muon_weight_decay: float = 0.0
 ) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of `layers`, AdamW for everything else in `model`.
+    """Return Muon for the matrices of `layers` and AdamW for all other parameters of `model`.
 
-    A draft needs what its target had: Muon leaves matrices so large that AdamW's small steps hardly move them.
+    A draft needs the optimizer of its target: Muon's matrices are so large that AdamW's small steps hardly move them.
     """
     matrices = [p for p in layers.parameters() if p.ndim == 2]
     chosen = {id(p) for p in matrices}
@@ -96,7 +96,7 @@ def muon_and_adamw(
 
 
 def adamw(model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
-    """AdamW for everything."""
+    """Return AdamW for all trainable parameters."""
     return [_adamw([p for p in model.parameters() if p.requires_grad], rate)]
 
 
@@ -111,7 +111,7 @@ def _with_initial_rate(optimizer: torch.optim.Optimizer) -> torch.optim.Optimize
 
 
 def scale_rate(optimizers: list[torch.optim.Optimizer], parameter: Tensor, factor: float) -> None:
-    """Give one parameter `factor` times the rate of its group: a larger tensor needs larger steps."""
+    """Set the rate of one parameter to `factor` times that of its group, because a larger tensor needs larger steps."""
     for optimizer in optimizers:
         for group in list(optimizer.param_groups):
             others = [p for p in group["params"] if p is not parameter]
@@ -123,7 +123,7 @@ def scale_rate(optimizers: list[torch.optim.Optimizer], parameter: Tensor, facto
 
 
 def set_rates(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
-    """Every learning rate as a share of the one it began with."""
+    """Set each learning rate to `factor` times its initial value."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
@@ -131,7 +131,7 @@ def set_rates(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Learning rate: a short warm-up, constant, then linear to zero over the last `decay_share` of the steps."""
+    """A learning rate schedule: linear warm-up, constant, then linear to zero over the last `decay_share` of steps."""
 
     steps: int
     decay_share: float
@@ -142,7 +142,7 @@ class Schedule:
 
 
 class ProgressLog:
-    """A progress bar with figures for people, and one JSON line per report in `log.jsonl` for machines."""
+    """A progress bar with figures, and one JSON line per report in `log.jsonl`."""
 
     def __init__(self, directory: Path, total: int, start: int):
         self.lines = (directory / "log.jsonl").open("a", buffering=1)
@@ -173,13 +173,13 @@ class ProgressLog:
         self.note(step, seconds=round(seconds, 1), **figures)
 
     def note(self, step: int, **figures: float) -> None:
-        """For machines alone."""
+        """Write a line to `log.jsonl` only."""
         self.lines.write(json.dumps({"step": step, **figures}) + "\n")
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a run will take from here: seconds, and bytes of memory at most."""
+    """Predicted cost of the remaining steps: seconds, and peak bytes of memory."""
 
     steps: int
     seconds: float
@@ -191,9 +191,9 @@ class Prediction:
 
 
 def predict(lengths: list[int], first: int, forward: Callable[[int], StepResult], model: nn.Module) -> Prediction:
-    """Rehearse one step of each length, which compiles it too, and count how many of each are to come.
+    """Predict the cost of steps with these `lengths`, by timing one step of each length, which also compiles it.
 
-    Nothing is learned from a rehearsal. The update itself is not timed: it is small beside the passes.
+    The timed steps do not change the model. The optimizer's update is not timed, because it is short.
     """
     seconds = 0.0
     for length, count in Counter(lengths).items():
@@ -218,7 +218,7 @@ def _peak_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Execution:
-    """How a run is carried out: nothing here changes what is learned. After `minutes` it stops, to be gone on with."""
+    """How a run is executed, without effect on the result. After `minutes` the run stops and can be resumed."""
 
     device: str = "cpu"
     compiled: bool = True
@@ -226,7 +226,7 @@ class Execution:
 
 
 class StepResult(NamedTuple):
-    """What one step gave: the loss to go down, other figures to show, and the tokens it saw."""
+    """The result of one step's forward: the loss, other figures to show, and the number of tokens."""
 
     loss: Tensor
     figures: dict[str, float]
@@ -244,9 +244,9 @@ def train_steps(
     validate: Callable[[], dict[str, float]],
     minutes: float | None = None,
 ) -> bool:
-    """Every step from where the checkpoint left off: forward, backward, clip, update; now and then report and save.
+    """Run the steps from the checkpoint on: forward, backward, clip, update, with reports and saves at intervals.
 
-    Returns whether all steps are done; False when the `minutes` ran out first.
+    Returns True if all steps are done, False if the `minutes` ran out first.
     """
     began = time.monotonic()
     first = checkpoint.resume(model, optimizers)

@@ -1,8 +1,8 @@
-"""`spire train target`: a small Llama-architecture target from text, on a CPU or a GPU.
+"""`spire train target`: training of a small Llama-architecture target from text, on a CPU or a GPU.
 
-Muon for the layers' matrices, AdamW for the rest; constant then linear learning rate; short and long sequences mixed
-from the start (a quarter of the steps are long, all while the rate decays), so that no position is unseen.
-What it does not know: more than one device.
+Muon updates the matrices of the layers, AdamW all other parameters. The learning rate is constant, then linear. Short
+and long sequences are mixed from the start (a quarter of the steps are long, and all steps while the rate decays), so
+that all positions are trained. Does not know: more than one device.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from rich.console import Console
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from spire.documents import Chats
-from spire.model.checkpoint import save_target
+from spire.checkpoints.tokenizer import load_tokenizer
+from spire.checkpoints.weights import save_target
 from spire.model.config import ModelConfig
 from spire.model.target import Target, WholeSequence
-from spire.model.tokenizer import load_tokenizer
+from spire.text.documents import Chats
 from spire.training.corpus import END, START, TokenStream, corpus_texts, train_tokenizer
 from spire.training.run import Checkpoint, Execution, Schedule, StepResult, muon_and_adamw, train_steps
 
 
 @dataclass(frozen=True)
 class TargetRecipe:
-    """Everything that determines a target besides the text. The defaults are the bundled target's."""
+    """All values that determine a target besides the text. The defaults are those of the bundled target."""
 
     steps: int = 3000
     tokens_per_step: int = 4096
@@ -70,9 +70,9 @@ class TargetRecipe:
 def train_target(
     data: list[Path], valid: list[Path], out: Path, recipe: TargetRecipe, execution: Execution = Execution()
 ) -> bool:
-    """Train, checkpointing into `out/run`, and write the finished checkpoint to `out`. Resumes what it finds there.
+    """Train a target with checkpoints in `out/run`, resuming from the one found there; write the result to `out`.
 
-    Returns False when the time ran out first.
+    Returns False if the time ran out before the last step.
     """
     work, device = out / "run", execution.device
     chats = Chats(out)
@@ -85,7 +85,7 @@ def train_target(
     target = Target(recipe.model_config()).to(device)
     initialise(target, target.layers)
     optimizers = muon_and_adamw(target, target.layers, recipe.muon_rate, recipe.adamw_rate, recipe.muon_weight_decay)
-    # The number of steps may change until the rate decays: before that it touches nothing.
+    # The number of steps may change until the rate decays: it has no effect before.
     checkpoint = Checkpoint(work, {k: v for k, v in asdict(recipe).items() if k != "steps"})
     loss_of = torch.compile(next_token_loss, dynamic=False) if execution.compiled else next_token_loss
 
@@ -108,7 +108,7 @@ def train_target(
 
 
 def next_token_loss(target: Target, tokens_BT: Tensor) -> Tensor:
-    """Mean cross-entropy in nats of each token given those before it."""
+    """Return the mean cross-entropy in nats of each token given the tokens before it."""
     output = target(tokens_BT[:, :-1], WholeSequence(tokens_BT[:, :-1]))
     logits = target.unembed(output.hidden_BTD)
     return F.cross_entropy(logits.flatten(0, 1), tokens_BT[:, 1:].flatten())
@@ -116,7 +116,7 @@ def next_token_loss(target: Target, tokens_BT: Tensor) -> Tensor:
 
 @torch.no_grad()
 def validation_loss(target: Target, stream: TokenStream, length: int, device: str, batches: int = 8) -> float:
-    """Mean loss over fixed windows of held-out text."""
+    """Return the mean loss over fixed windows of held-out text."""
     losses = []
     for number in range(batches):
         tokens_BT = torch.from_numpy(stream.batch(0, number, 8, length)).to(device)
@@ -135,16 +135,16 @@ def _tokenizer(data: list[Path], out: Path, vocab_size: int, chats: Chats) -> To
 
 
 def _told_when_over(texts: Iterator[str]) -> Iterator[str]:
-    """What follows the reading takes long as well, and shows nothing."""
+    """Yield the texts, then announce the learning of the vocabulary, which takes long and shows no progress."""
     yield from texts
     Console(stderr=True, highlight=False).print("tokenizer: learning its vocabulary")
 
 
 def initialise(model: nn.Module, layers: nn.ModuleList) -> None:
-    """Normal(0, 0.02), the embedding normal(0, 1); what writes into the residual stream smaller by sqrt(2 · layers).
+    """Initialise matrices by normal(0, 0.02), divided by sqrt(2 · layers) if they write into the residual stream.
 
-    An embedding as large as what the layers write keeps the stream's size level: behind a small one Muon's steps let it
-    grow a thousandfold, and the loss is higher from the first hundred steps on.
+    The embedding gets normal(0, 1), as large as the outputs of the layers, so that the residual stream keeps its scale:
+    with a small embedding, Muon's steps let the stream grow far beyond that scale, and the loss is higher.
     """
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2 and name != "memory_weights":

@@ -26,31 +26,23 @@ from spire.v1 import tensor_pb2 as spire_dot_v1_dot_tensor__pb2
 from spire.v1 import verifier_pb2 as spire_dot_v1_dot_verifier__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14spire/v1/draft.proto\x12\x08spire.v1\x1a\x15spire/v1/tensor.proto\x1a\x17spire/v1/verifier.proto\"m\n\x04Told\x12\x34\n\x0b\x61\x63tivations\x18\x01 \x01(\x0b\x32\x1d.spire.v1.ActivationsResponseH\x00\x12\'\n\x05order\x18\x02 \x01(\x0b\x32\x16.spire.v1.ProposeBatchH\x00\x42\x06\n\x04\x62ody\"\x15\n\x13\x44raftGetInfoRequest\"\xda\x02\n\x14\x44raftGetInfoResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x10\n\x08\x64raft_id\x18\x02 \x01(\t\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x12\n\nmodel_name\x18\x04 \x01(\t\x12\x1a\n\x12target_fingerprint\x18\x05 \x01(\t\x12\x16\n\x0etokenizer_hash\x18\x06 \x01(\t\x12\x12\n\nvocab_size\x18\x07 \x01(\r\x12\x1d\n\x15max_speculation_depth\x18\x08 \x01(\r\x12 \n\x18state_bytes_per_sequence\x18\t \x01(\x04\x12\x15\n\rmax_sequences\x18\n \x01(\r\x12\x11\n\tfollowing\x18\x0b \x01(\x08\x12#\n\x05shape\x18\x0c \x01(\x0b\x32\x14.spire.v1.ModelShape\x12\x0e\n\x06window\x18\r \x01(\r\x12\x0c\n\x04sink\x18\x0e \x01(\r\"\\\n\x0cProposeBatch\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12$\n\x05items\x18\x02 \x03(\x0b\x32\x15.spire.v1.ProposeItem\x12\x14\n\x0cstep_seconds\x18\x03 \x01(\x01\"w\n\x0bProposeItem\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x0c\n\x04\x62\x61se\x18\x02 \x01(\r\x12\x14\n\x0cnewest_token\x18\x03 \x01(\r\x12\t\n\x01k\x18\x04 \x01(\r\x12$\n\x08sampling\x18\x05 \x01(\x0b\x32\x12.spire.v1.Sampling\"\x9b\x01\n\x12ProposeBatchResult\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12%\n\tproposals\x18\x02 \x03(\x0b\x32\x12.spire.v1.Proposal\x12\"\n\x07timings\x18\x03 \x01(\x0b\x32\x11.spire.v1.Timings\x12\"\n\x07guesses\x18\x05 \x01(\x0b\x32\x11.spire.v1.GuessesJ\x04\x08\x04\x10\x05\"A\n\x07Guesses\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12&\n\x01q\x18\x02 \x01(\x0b\x32\x1b.spire.v1.DraftDistribution\"}\n\x08Proposal\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12$\n\x06status\x18\x02 \x01(\x0b\x32\x14.spire.v1.ItemStatus\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12&\n\x01q\x18\x04 \x01(\x0b\x32\x1b.spire.v1.DraftDistribution2\x95\x01\n\x05\x44raft\x12H\n\x07GetInfo\x12\x1d.spire.v1.DraftGetInfoRequest\x1a\x1e.spire.v1.DraftGetInfoResponse\x12\x42\n\x06Rounds\x12\x16.spire.v1.ProposeBatch\x1a\x1c.spire.v1.ProposeBatchResult(\x01\x30\x01\x32N\n\x08\x44rafting\x12\x42\n\x06Orders\x12\x1c.spire.v1.ProposeBatchResult\x1a\x16.spire.v1.ProposeBatch(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14spire/v1/draft.proto\x12\x08spire.v1\x1a\x15spire/v1/tensor.proto\x1a\x17spire/v1/verifier.proto\"a\n\x0c\x44raftRequest\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12)\n\x05items\x18\x02 \x03(\x0b\x32\x1a.spire.v1.DraftRequestItem\x12\x14\n\x0cstep_seconds\x18\x03 \x01(\x01\"|\n\x10\x44raftRequestItem\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x0c\n\x04\x62\x61se\x18\x02 \x01(\r\x12\x14\n\x0cnewest_token\x18\x03 \x01(\r\x12\t\n\x01k\x18\x04 \x01(\r\x12$\n\x08sampling\x18\x05 \x01(\x0b\x32\x12.spire.v1.Sampling\"\x9a\x01\n\nDraftReply\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12\'\n\x05items\x18\x02 \x03(\x0b\x32\x18.spire.v1.DraftReplyItem\x12\"\n\x07timings\x18\x03 \x01(\x0b\x32\x11.spire.v1.Timings\x12\'\n\x07uniform\x18\x05 \x01(\x0b\x32\x16.spire.v1.UniformReplyJ\x04\x08\x04\x10\x05\"F\n\x0cUniformReply\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12&\n\x01q\x18\x02 \x01(\x0b\x32\x1b.spire.v1.DraftDistribution\"\x83\x01\n\x0e\x44raftReplyItem\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12$\n\x06status\x18\x02 \x01(\x0b\x32\x14.spire.v1.ItemStatus\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12&\n\x01q\x18\x04 \x01(\x0b\x32\x1b.spire.v1.DraftDistribution2H\n\x08\x44rafting\x12<\n\x08Requests\x12\x14.spire.v1.DraftReply\x1a\x16.spire.v1.DraftRequest(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'spire.v1.draft_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TOLD']._serialized_start=82
-  _globals['_TOLD']._serialized_end=191
-  _globals['_DRAFTGETINFOREQUEST']._serialized_start=193
-  _globals['_DRAFTGETINFOREQUEST']._serialized_end=214
-  _globals['_DRAFTGETINFORESPONSE']._serialized_start=217
-  _globals['_DRAFTGETINFORESPONSE']._serialized_end=563
-  _globals['_PROPOSEBATCH']._serialized_start=565
-  _globals['_PROPOSEBATCH']._serialized_end=657
-  _globals['_PROPOSEITEM']._serialized_start=659
-  _globals['_PROPOSEITEM']._serialized_end=778
-  _globals['_PROPOSEBATCHRESULT']._serialized_start=781
-  _globals['_PROPOSEBATCHRESULT']._serialized_end=936
-  _globals['_GUESSES']._serialized_start=938
-  _globals['_GUESSES']._serialized_end=1003
-  _globals['_PROPOSAL']._serialized_start=1005
-  _globals['_PROPOSAL']._serialized_end=1130
-  _globals['_DRAFT']._serialized_start=1133
-  _globals['_DRAFT']._serialized_end=1282
-  _globals['_DRAFTING']._serialized_start=1284
-  _globals['_DRAFTING']._serialized_end=1362
+  _globals['_DRAFTREQUEST']._serialized_start=82
+  _globals['_DRAFTREQUEST']._serialized_end=179
+  _globals['_DRAFTREQUESTITEM']._serialized_start=181
+  _globals['_DRAFTREQUESTITEM']._serialized_end=305
+  _globals['_DRAFTREPLY']._serialized_start=308
+  _globals['_DRAFTREPLY']._serialized_end=462
+  _globals['_UNIFORMREPLY']._serialized_start=464
+  _globals['_UNIFORMREPLY']._serialized_end=534
+  _globals['_DRAFTREPLYITEM']._serialized_start=537
+  _globals['_DRAFTREPLYITEM']._serialized_end=668
+  _globals['_DRAFTING']._serialized_start=670
+  _globals['_DRAFTING']._serialized_end=742
 # @@protoc_insertion_point(module_scope)

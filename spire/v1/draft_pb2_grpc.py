@@ -25,139 +25,12 @@ if _version_not_supported:
     )
 
 
-class DraftStub(object):
-    """The draft guesses. All it knows of a sequence came on the verifier's Activations stream and can come again, so
-    losing it costs speed and never a request. Its memory of a sequence ends when the verifier says so.
-
-    A draft that follows a verifier is asked by it: see Drafting. Whoever else wants guesses asks by Rounds, as a gateway
-    does of a verifier that drafts for itself.
-    """
-
-    def __init__(self, channel):
-        """Constructor.
-
-        Args:
-            channel: A grpc.Channel.
-        """
-        self.GetInfo = channel.unary_unary(
-                '/spire.v1.Draft/GetInfo',
-                request_serializer=spire_dot_v1_dot_draft__pb2.DraftGetInfoRequest.SerializeToString,
-                response_deserializer=spire_dot_v1_dot_draft__pb2.DraftGetInfoResponse.FromString,
-                _registered_method=True)
-        self.Rounds = channel.stream_stream(
-                '/spire.v1.Draft/Rounds',
-                request_serializer=spire_dot_v1_dot_draft__pb2.ProposeBatch.SerializeToString,
-                response_deserializer=spire_dot_v1_dot_draft__pb2.ProposeBatchResult.FromString,
-                _registered_method=True)
-
-
-class DraftServicer(object):
-    """The draft guesses. All it knows of a sequence came on the verifier's Activations stream and can come again, so
-    losing it costs speed and never a request. Its memory of a sequence ends when the verifier says so.
-
-    A draft that follows a verifier is asked by it: see Drafting. Whoever else wants guesses asks by Rounds, as a gateway
-    does of a verifier that drafts for itself.
-    """
-
-    def GetInfo(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Rounds(self, request_iterator, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-
-def add_DraftServicer_to_server(servicer, server):
-    rpc_method_handlers = {
-            'GetInfo': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetInfo,
-                    request_deserializer=spire_dot_v1_dot_draft__pb2.DraftGetInfoRequest.FromString,
-                    response_serializer=spire_dot_v1_dot_draft__pb2.DraftGetInfoResponse.SerializeToString,
-            ),
-            'Rounds': grpc.stream_stream_rpc_method_handler(
-                    servicer.Rounds,
-                    request_deserializer=spire_dot_v1_dot_draft__pb2.ProposeBatch.FromString,
-                    response_serializer=spire_dot_v1_dot_draft__pb2.ProposeBatchResult.SerializeToString,
-            ),
-    }
-    generic_handler = grpc.method_handlers_generic_handler(
-            'spire.v1.Draft', rpc_method_handlers)
-    server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('spire.v1.Draft', rpc_method_handlers)
-
-
- # This class is part of an EXPERIMENTAL API.
-class Draft(object):
-    """The draft guesses. All it knows of a sequence came on the verifier's Activations stream and can come again, so
-    losing it costs speed and never a request. Its memory of a sequence ends when the verifier says so.
-
-    A draft that follows a verifier is asked by it: see Drafting. Whoever else wants guesses asks by Rounds, as a gateway
-    does of a verifier that drafts for itself.
-    """
-
-    @staticmethod
-    def GetInfo(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/spire.v1.Draft/GetInfo',
-            spire_dot_v1_dot_draft__pb2.DraftGetInfoRequest.SerializeToString,
-            spire_dot_v1_dot_draft__pb2.DraftGetInfoResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Rounds(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/spire.v1.Draft/Rounds',
-            spire_dot_v1_dot_draft__pb2.ProposeBatch.SerializeToString,
-            spire_dot_v1_dot_draft__pb2.ProposeBatchResult.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-
 class DraftingStub(object):
-    """Served by the verifier: what it asks of a draft that follows it, and what that guesses. The draft's id is in the
-    metadata key `spire-draft`; its newest stream is the one that is asked.
+    """Served by the verifier: what it asks of a draft that follows it, and the tokens that it drafts. The draft's id is in
+    the metadata key `spire-draft`; its newest stream is the one that is asked.
+
+    All that a draft knows of a sequence came on the verifier's Activations stream and can come again, so losing it costs
+    speed and never a request. Its memory of a sequence ends when the verifier says so.
     """
 
     def __init__(self, channel):
@@ -166,19 +39,22 @@ class DraftingStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.Orders = channel.stream_stream(
-                '/spire.v1.Drafting/Orders',
-                request_serializer=spire_dot_v1_dot_draft__pb2.ProposeBatchResult.SerializeToString,
-                response_deserializer=spire_dot_v1_dot_draft__pb2.ProposeBatch.FromString,
+        self.Requests = channel.stream_stream(
+                '/spire.v1.Drafting/Requests',
+                request_serializer=spire_dot_v1_dot_draft__pb2.DraftReply.SerializeToString,
+                response_deserializer=spire_dot_v1_dot_draft__pb2.DraftRequest.FromString,
                 _registered_method=True)
 
 
 class DraftingServicer(object):
-    """Served by the verifier: what it asks of a draft that follows it, and what that guesses. The draft's id is in the
-    metadata key `spire-draft`; its newest stream is the one that is asked.
+    """Served by the verifier: what it asks of a draft that follows it, and the tokens that it drafts. The draft's id is in
+    the metadata key `spire-draft`; its newest stream is the one that is asked.
+
+    All that a draft knows of a sequence came on the verifier's Activations stream and can come again, so losing it costs
+    speed and never a request. Its memory of a sequence ends when the verifier says so.
     """
 
-    def Orders(self, request_iterator, context):
+    def Requests(self, request_iterator, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -187,10 +63,10 @@ class DraftingServicer(object):
 
 def add_DraftingServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Orders': grpc.stream_stream_rpc_method_handler(
-                    servicer.Orders,
-                    request_deserializer=spire_dot_v1_dot_draft__pb2.ProposeBatchResult.FromString,
-                    response_serializer=spire_dot_v1_dot_draft__pb2.ProposeBatch.SerializeToString,
+            'Requests': grpc.stream_stream_rpc_method_handler(
+                    servicer.Requests,
+                    request_deserializer=spire_dot_v1_dot_draft__pb2.DraftReply.FromString,
+                    response_serializer=spire_dot_v1_dot_draft__pb2.DraftRequest.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -201,12 +77,15 @@ def add_DraftingServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Drafting(object):
-    """Served by the verifier: what it asks of a draft that follows it, and what that guesses. The draft's id is in the
-    metadata key `spire-draft`; its newest stream is the one that is asked.
+    """Served by the verifier: what it asks of a draft that follows it, and the tokens that it drafts. The draft's id is in
+    the metadata key `spire-draft`; its newest stream is the one that is asked.
+
+    All that a draft knows of a sequence came on the verifier's Activations stream and can come again, so losing it costs
+    speed and never a request. Its memory of a sequence ends when the verifier says so.
     """
 
     @staticmethod
-    def Orders(request_iterator,
+    def Requests(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -219,9 +98,9 @@ class Drafting(object):
         return grpc.experimental.stream_stream(
             request_iterator,
             target,
-            '/spire.v1.Drafting/Orders',
-            spire_dot_v1_dot_draft__pb2.ProposeBatchResult.SerializeToString,
-            spire_dot_v1_dot_draft__pb2.ProposeBatch.FromString,
+            '/spire.v1.Drafting/Requests',
+            spire_dot_v1_dot_draft__pb2.DraftReply.SerializeToString,
+            spire_dot_v1_dot_draft__pb2.DraftRequest.FromString,
             options,
             channel_credentials,
             insecure,

@@ -144,18 +144,52 @@ class RoundsRequest(_message.Message):
     def __init__(self, start: _Optional[_Union[Start, _Mapping]] = ..., verify: _Optional[_Union[VerifyBatch, _Mapping]] = ...) -> None: ...
 
 class RoundsResponse(_message.Message):
-    __slots__ = ("started", "verified", "line", "pace", "standing")
+    __slots__ = ("started", "verified", "pace", "standing", "drafts")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     VERIFIED_FIELD_NUMBER: _ClassVar[int]
-    LINE_FIELD_NUMBER: _ClassVar[int]
     PACE_FIELD_NUMBER: _ClassVar[int]
     STANDING_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_FIELD_NUMBER: _ClassVar[int]
     started: Started
     verified: VerifyBatchResult
-    line: Ring
     pace: Pace
     standing: Standing
-    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., verified: _Optional[_Union[VerifyBatchResult, _Mapping]] = ..., line: _Optional[_Union[Ring, _Mapping]] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ...) -> None: ...
+    drafts: Drafts
+    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., verified: _Optional[_Union[VerifyBatchResult, _Mapping]] = ..., pace: _Optional[_Union[Pace, _Mapping]] = ..., standing: _Optional[_Union[Standing, _Mapping]] = ..., drafts: _Optional[_Union[Drafts, _Mapping]] = ...) -> None: ...
+
+class Drafts(_message.Message):
+    __slots__ = ("drafts",)
+    DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    drafts: _containers.RepeatedCompositeFieldContainer[DraftInfo]
+    def __init__(self, drafts: _Optional[_Iterable[_Union[DraftInfo, _Mapping]]] = ...) -> None: ...
+
+class DraftInfo(_message.Message):
+    __slots__ = ("draft_id", "kind", "model_name", "tokenizer_hash", "vocab_size", "max_speculation_depth", "state_bytes_per_sequence", "max_sequences", "shape", "window", "sink", "available")
+    DRAFT_ID_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_HASH_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_SPECULATION_DEPTH_FIELD_NUMBER: _ClassVar[int]
+    STATE_BYTES_PER_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    SINK_FIELD_NUMBER: _ClassVar[int]
+    AVAILABLE_FIELD_NUMBER: _ClassVar[int]
+    draft_id: str
+    kind: str
+    model_name: str
+    tokenizer_hash: str
+    vocab_size: int
+    max_speculation_depth: int
+    state_bytes_per_sequence: int
+    max_sequences: int
+    shape: ModelShape
+    window: int
+    sink: int
+    available: bool
+    def __init__(self, draft_id: _Optional[str] = ..., kind: _Optional[str] = ..., model_name: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_speculation_depth: _Optional[int] = ..., state_bytes_per_sequence: _Optional[int] = ..., max_sequences: _Optional[int] = ..., shape: _Optional[_Union[ModelShape, _Mapping]] = ..., window: _Optional[int] = ..., sink: _Optional[int] = ..., available: bool = ...) -> None: ...
 
 class Pace(_message.Message):
     __slots__ = ("step_seconds", "prefilled")
@@ -174,7 +208,7 @@ class Standing(_message.Message):
     def __init__(self, sequence_ids: _Optional[_Iterable[str]] = ..., stage: _Optional[_Union[Stage, str]] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("sequence_id", "tokens", "sampling", "draft_id", "prompt_tokens", "adjustments", "logprobs", "prompt_logprobs", "cache_salt")
+    __slots__ = ("sequence_id", "tokens", "sampling", "draft_id", "prompt_tokens", "adjustments", "logprobs", "prompt_logprobs", "cache_salt", "paused")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -184,6 +218,7 @@ class Start(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
     sequence_id: str
     tokens: _containers.RepeatedScalarFieldContainer[int]
     sampling: _tensor_pb2.Sampling
@@ -193,7 +228,8 @@ class Start(_message.Message):
     logprobs: int
     prompt_logprobs: bool
     cache_salt: str
-    def __init__(self, sequence_id: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_tensor_pb2.Sampling, _Mapping]] = ..., draft_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., adjustments: _Optional[_Union[Adjustments, _Mapping]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: bool = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    paused: bool
+    def __init__(self, sequence_id: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_tensor_pb2.Sampling, _Mapping]] = ..., draft_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., adjustments: _Optional[_Union[Adjustments, _Mapping]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: bool = ..., cache_salt: _Optional[str] = ..., paused: bool = ...) -> None: ...
 
 class Adjustments(_message.Message):
     __slots__ = ("logit_bias", "allowed_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "end_tokens", "grammar")
@@ -279,22 +315,22 @@ class VerifyBatch(_message.Message):
     def __init__(self, batch_id: _Optional[int] = ..., items: _Optional[_Iterable[_Union[VerifyItem, _Mapping]]] = ..., patience_seconds: _Optional[float] = ...) -> None: ...
 
 class VerifyItem(_message.Message):
-    __slots__ = ("sequence_id", "round", "base", "draft_tokens", "q", "quiet", "k")
+    __slots__ = ("sequence_id", "round", "base", "draft_tokens", "q", "paused", "k")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     Q_FIELD_NUMBER: _ClassVar[int]
-    QUIET_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
     K_FIELD_NUMBER: _ClassVar[int]
     sequence_id: str
     round: int
     base: int
     draft_tokens: _containers.RepeatedScalarFieldContainer[int]
     q: DraftDistribution
-    quiet: bool
+    paused: bool
     k: int
-    def __init__(self, sequence_id: _Optional[str] = ..., round: _Optional[int] = ..., base: _Optional[int] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., q: _Optional[_Union[DraftDistribution, _Mapping]] = ..., quiet: bool = ..., k: _Optional[int] = ...) -> None: ...
+    def __init__(self, sequence_id: _Optional[str] = ..., round: _Optional[int] = ..., base: _Optional[int] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., q: _Optional[_Union[DraftDistribution, _Mapping]] = ..., paused: bool = ..., k: _Optional[int] = ...) -> None: ...
 
 class DraftDistribution(_message.Message):
     __slots__ = ("ids", "probabilities", "ids_slice", "probabilities_slice")
@@ -357,7 +393,7 @@ class Timings(_message.Message):
     def __init__(self, queue_seconds: _Optional[float] = ..., forward_seconds: _Optional[float] = ..., sample_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ...) -> None: ...
 
 class ActivationsRequest(_message.Message):
-    __slots__ = ("draft_id", "target_fingerprint", "protocol_version", "tapped_layers", "sink", "window", "tokens", "host", "gpu")
+    __slots__ = ("draft_id", "target_fingerprint", "protocol_version", "tapped_layers", "sink", "window", "tokens", "host", "gpu", "draft")
     DRAFT_ID_FIELD_NUMBER: _ClassVar[int]
     TARGET_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -367,6 +403,7 @@ class ActivationsRequest(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     GPU_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_FIELD_NUMBER: _ClassVar[int]
     draft_id: str
     target_fingerprint: str
     protocol_version: int
@@ -376,10 +413,11 @@ class ActivationsRequest(_message.Message):
     tokens: bool
     host: str
     gpu: str
-    def __init__(self, draft_id: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., protocol_version: _Optional[int] = ..., tapped_layers: _Optional[_Iterable[int]] = ..., sink: _Optional[int] = ..., window: _Optional[int] = ..., tokens: bool = ..., host: _Optional[str] = ..., gpu: _Optional[str] = ...) -> None: ...
+    draft: DraftInfo
+    def __init__(self, draft_id: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., protocol_version: _Optional[int] = ..., tapped_layers: _Optional[_Iterable[int]] = ..., sink: _Optional[int] = ..., window: _Optional[int] = ..., tokens: bool = ..., host: _Optional[str] = ..., gpu: _Optional[str] = ..., draft: _Optional[_Union[DraftInfo, _Mapping]] = ...) -> None: ...
 
 class ActivationsResponse(_message.Message):
-    __slots__ = ("spans", "rows", "ended", "tokens", "ring", "slice", "q_ring", "line")
+    __slots__ = ("spans", "rows", "ended", "tokens", "ring", "slice", "q_ring")
     SPANS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
@@ -387,7 +425,6 @@ class ActivationsResponse(_message.Message):
     RING_FIELD_NUMBER: _ClassVar[int]
     SLICE_FIELD_NUMBER: _ClassVar[int]
     Q_RING_FIELD_NUMBER: _ClassVar[int]
-    LINE_FIELD_NUMBER: _ClassVar[int]
     spans: _containers.RepeatedCompositeFieldContainer[ActivationSpan]
     rows: _tensor_pb2.Tensor
     ended: _containers.RepeatedScalarFieldContainer[str]
@@ -395,8 +432,7 @@ class ActivationsResponse(_message.Message):
     ring: Ring
     slice: RingSlice
     q_ring: Ring
-    line: Ring
-    def __init__(self, spans: _Optional[_Iterable[_Union[ActivationSpan, _Mapping]]] = ..., rows: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ended: _Optional[_Iterable[str]] = ..., tokens: _Optional[_Iterable[int]] = ..., ring: _Optional[_Union[Ring, _Mapping]] = ..., slice: _Optional[_Union[RingSlice, _Mapping]] = ..., q_ring: _Optional[_Union[Ring, _Mapping]] = ..., line: _Optional[_Union[Ring, _Mapping]] = ...) -> None: ...
+    def __init__(self, spans: _Optional[_Iterable[_Union[ActivationSpan, _Mapping]]] = ..., rows: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., ended: _Optional[_Iterable[str]] = ..., tokens: _Optional[_Iterable[int]] = ..., ring: _Optional[_Union[Ring, _Mapping]] = ..., slice: _Optional[_Union[RingSlice, _Mapping]] = ..., q_ring: _Optional[_Union[Ring, _Mapping]] = ...) -> None: ...
 
 class Ring(_message.Message):
     __slots__ = ("name", "token", "gpu_handle")

@@ -31,7 +31,6 @@ class VerifierStub(object):
     The life of a sequence, as messages:
     1. The gateway opens one Rounds stream, with its id in the metadata key `spire-gateway` and in `spire-stream` how
     many it opened before. The newest speaks for it: older ones are ended, and what still arrives on them is dropped.
-    In `spire-host` it may name its host, the boot id: on one host batches and their answers can go by a line.
     2. It sends Start. The verifier tells how far that has come (Standing), prefills between other steps and answers
     Started with the first token.
     The token at position `base` (counted from 0) is then the newest: sampled, not yet in the cache.
@@ -39,14 +38,14 @@ class VerifierStub(object):
     that Start names.
     4. The gateway sends VerifyBatch: per sequence how many tokens its draft shall guess after the newest one (none is
     plain decoding), or tokens that were guessed. It may send the next one before this one is answered.
-    5. The verifier has the draft guess (Drafting in draft.proto), runs one forward, applies the rule, commits, answers VerifyBatchResult, and publishes the
-    activations of the newly committed positions. base grows by accepted + 1.
+    5. The verifier has the draft guess (Drafting in draft.proto), runs one forward, applies the rule, commits, answers
+    VerifyBatchResult, and publishes the activations of the newly committed positions. base grows by accepted + 1.
     6. Release ends it. A gateway whose stream stays closed for the lease loses its sequences.
 
     Metadata of every call: `spire-secret`, where the services share one (without it UNAUTHENTICATED), and `spire-caller`,
     a random text of the calling process. A gateway's name is its process' own until its lease has ended, a draft's while
-    it follows: whoever else uses it gets PERMISSION_DENIED. Release and a self-drafting verifier's Draft.Rounds name the
-    gateway as Rounds does; the sequences of others do not exist for it.
+    it follows: whoever else uses it gets PERMISSION_DENIED. Release names the gateway as
+    Rounds does; the sequences of others do not exist for it.
 
     A block is named by (sequence, round, base). A repeat of the last one returns the stored answer without a second
     draw; a stale one is refused. So a retry is always safe.
@@ -96,7 +95,6 @@ class VerifierServicer(object):
     The life of a sequence, as messages:
     1. The gateway opens one Rounds stream, with its id in the metadata key `spire-gateway` and in `spire-stream` how
     many it opened before. The newest speaks for it: older ones are ended, and what still arrives on them is dropped.
-    In `spire-host` it may name its host, the boot id: on one host batches and their answers can go by a line.
     2. It sends Start. The verifier tells how far that has come (Standing), prefills between other steps and answers
     Started with the first token.
     The token at position `base` (counted from 0) is then the newest: sampled, not yet in the cache.
@@ -104,14 +102,14 @@ class VerifierServicer(object):
     that Start names.
     4. The gateway sends VerifyBatch: per sequence how many tokens its draft shall guess after the newest one (none is
     plain decoding), or tokens that were guessed. It may send the next one before this one is answered.
-    5. The verifier has the draft guess (Drafting in draft.proto), runs one forward, applies the rule, commits, answers VerifyBatchResult, and publishes the
-    activations of the newly committed positions. base grows by accepted + 1.
+    5. The verifier has the draft guess (Drafting in draft.proto), runs one forward, applies the rule, commits, answers
+    VerifyBatchResult, and publishes the activations of the newly committed positions. base grows by accepted + 1.
     6. Release ends it. A gateway whose stream stays closed for the lease loses its sequences.
 
     Metadata of every call: `spire-secret`, where the services share one (without it UNAUTHENTICATED), and `spire-caller`,
     a random text of the calling process. A gateway's name is its process' own until its lease has ended, a draft's while
-    it follows: whoever else uses it gets PERMISSION_DENIED. Release and a self-drafting verifier's Draft.Rounds name the
-    gateway as Rounds does; the sequences of others do not exist for it.
+    it follows: whoever else uses it gets PERMISSION_DENIED. Release names the gateway as
+    Rounds does; the sequences of others do not exist for it.
 
     A block is named by (sequence, round, base). A repeat of the last one returns the stored answer without a second
     draw; a stale one is refused. So a retry is always safe.
@@ -200,7 +198,6 @@ class Verifier(object):
     The life of a sequence, as messages:
     1. The gateway opens one Rounds stream, with its id in the metadata key `spire-gateway` and in `spire-stream` how
     many it opened before. The newest speaks for it: older ones are ended, and what still arrives on them is dropped.
-    In `spire-host` it may name its host, the boot id: on one host batches and their answers can go by a line.
     2. It sends Start. The verifier tells how far that has come (Standing), prefills between other steps and answers
     Started with the first token.
     The token at position `base` (counted from 0) is then the newest: sampled, not yet in the cache.
@@ -208,14 +205,14 @@ class Verifier(object):
     that Start names.
     4. The gateway sends VerifyBatch: per sequence how many tokens its draft shall guess after the newest one (none is
     plain decoding), or tokens that were guessed. It may send the next one before this one is answered.
-    5. The verifier has the draft guess (Drafting in draft.proto), runs one forward, applies the rule, commits, answers VerifyBatchResult, and publishes the
-    activations of the newly committed positions. base grows by accepted + 1.
+    5. The verifier has the draft guess (Drafting in draft.proto), runs one forward, applies the rule, commits, answers
+    VerifyBatchResult, and publishes the activations of the newly committed positions. base grows by accepted + 1.
     6. Release ends it. A gateway whose stream stays closed for the lease loses its sequences.
 
     Metadata of every call: `spire-secret`, where the services share one (without it UNAUTHENTICATED), and `spire-caller`,
     a random text of the calling process. A gateway's name is its process' own until its lease has ended, a draft's while
-    it follows: whoever else uses it gets PERMISSION_DENIED. Release and a self-drafting verifier's Draft.Rounds name the
-    gateway as Rounds does; the sequences of others do not exist for it.
+    it follows: whoever else uses it gets PERMISSION_DENIED. Release names the gateway as
+    Rounds does; the sequences of others do not exist for it.
 
     A block is named by (sequence, round, base). A repeat of the last one returns the stored answer without a second
     draw; a stale one is refused. So a retry is always safe.

@@ -71,7 +71,7 @@ def _scored(model: Path, tokens: list[int], begin: int) -> tuple[float, bool]:
     """The log probability of the tokens from `begin`, and whether each is the most probable one."""
     import torch
 
-    from spire.model.checkpoint import load_target
+    from spire.checkpoints.weights import load_target
     from spire.model.target import WholeSequence
 
     target, _ = load_target(model)

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import CHECKS, load_all_checks
 
-from gateway.openapi import decimals_up_to
+from gateway.api.openapi import decimals_up_to
 
 OPERATIONS = {
     "POST /v1/completions",

@@ -13,7 +13,6 @@ import subprocess
 from collections.abc import Callable, Iterator
 from functools import cache
 from ipaddress import ip_address
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +20,9 @@ from pydantic_settings import BaseSettings
 
 from draft_service.config import DraftServiceConfig
 from gateway.config import GatewayConfig
+from tests.paths import ROOT
 from verifier_service.config import VerifierConfig
 
-ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 PROFILES = ("cpu", "gpu", "observability", "setup")
 PUBLISHED = {"proxy", "prometheus", "grafana"}

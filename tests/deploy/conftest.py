@@ -14,8 +14,6 @@ import pytest
 from tests.deploy.compose import DEPLOY
 from tests.services import Services, running
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture(scope="session")
 def promtool() -> str:

@@ -99,7 +99,7 @@ def everything_is_probed(manifests: list[Manifest]) -> Iterator[str]:
             asks = container(pod).get(probe, {})
             said = " ".join(asks.get("exec", {}).get("command", []))
             path, port = asks.get("httpGet", {}).get("path"), _port(pod, "grpc")
-            if path != "/health" and f"spire.health 127.0.0.1:{port} --tls" not in said:
+            if path != "/health" and f"spire.service.health 127.0.0.1:{port} --tls" not in said:
                 yield f"{name} has no {probe} that it answers"
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import httpx
 import yaml
 
-from tests.deploy.conftest import ROOT
 from tests.gateway.conftest import eventually
-from tests.verifier.harness import free_port
+from tests.paths import ROOT
+from tests.verifier_service.harness import free_port
 
 CONFIGURATION = ROOT / "deploy" / "prometheus"
 # Scraped every second: what Grafana would take as $__rate_interval is at least four times that.

@@ -161,14 +161,14 @@ def test_publishing_elsewhere_is_one_option_and_the_check_sees_it() -> None:
 
 
 def test_the_target_may_draft_for_itself() -> None:
-    config = composed("cpu", environment={"SPIRE_DRAFTS": "0", "SPIRE_DRAFT_ADDRESS": "verifier:50051"})
+    config = composed("cpu", environment={"SPIRE_DRAFTS": "0", "SPIRE_GATEWAY_DRAFT": "magicdec"})
     assert config["services"]["draft"]["scale"] == 0
-    assert config["services"]["gateway"]["environment"]["SPIRE_GATEWAY_DRAFT"] == "verifier:50051"
+    assert config["services"]["gateway"]["environment"]["SPIRE_GATEWAY_DRAFT"] == "magicdec"
 
 
 def test_speculation_may_be_off() -> None:
-    config = composed("cpu", environment={"SPIRE_DRAFTS": "0", "SPIRE_DRAFT_ADDRESS": ""})
-    assert config["services"]["gateway"]["environment"]["SPIRE_GATEWAY_DRAFT"] == ""
+    config = composed("cpu", environment={"SPIRE_DRAFTS": "0", "SPIRE_GATEWAY_DRAFT": "off"})
+    assert config["services"]["gateway"]["environment"]["SPIRE_GATEWAY_DRAFT"] == "off"
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.deploy.conftest import ROOT
 from tests.deploy.prometheus import Prometheus, problem, prometheus
 from tests.faults.history import Load, bodies
 from tests.faults.system import System, system
 from tests.gateway.conftest import eventually
+from tests.paths import ROOT
 
 GRAFANA = ROOT / "deploy" / "grafana"
 FILES = sorted((GRAFANA / "dashboards").glob("*.json"))
@@ -27,7 +27,7 @@ PANELS: dict[str, dict[str, Any]] = {
 }
 EXPRESSIONS = [(name, target["expr"]) for name, panel in PANELS.items() for target in panel["targets"]]
 MEASURING = [
-    *("--k", "4", "--propose-deadline", "5", "--plain-share", "0.1", "--price", "2.5", "--draft-price", "0.5"),
+    *("--k", "4", "--draft-deadline", "5", "--plain-share", "0.1", "--price", "2.5", "--draft-price", "0.5"),
     *("--calibration", str(ROOT / "experiments/results/calibration.json")),
 ]
 

@@ -22,10 +22,10 @@ from tests.deploy.test_dashboards import PANELS, targets_of
 from tests.faults.history import Load, bodies
 from tests.faults.system import System, system
 from tests.gateway.conftest import eventually
-from tests.gateway.test_automatic_k import self_draft
+from tests.gateway.rounds.test_automatic_k import self_draft
 
 SEEN_WITHIN = 30.0
-GATEWAY = ["--k", "4", "--max-batch", "4", "--max-waiting", "24", "--propose-deadline", "1"]
+GATEWAY = ["--k", "4", "--max-batch", "4", "--max-waiting", "24", "--draft-deadline", "1"]
 # Ten pages of 128 positions: what runs always needs four at most.
 VERIFIER = ["--stuck-seconds", "3", "--cache-gb", "0.00165"]
 # Longer than it takes on a machine that does other things too: no block falls back without a fault.

@@ -18,7 +18,7 @@ import pytest
 from tests.deploy.compose import ROOT, composed
 from tests.deploy.images import TOOLS, Container, Images, end
 from tests.gateway.conftest import eventually
-from tests.verifier.harness import free_port
+from tests.verifier_service.harness import free_port
 
 _ABSENT = [tool for tool in TOOLS if shutil.which(tool) is None]
 

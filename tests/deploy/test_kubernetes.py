@@ -101,7 +101,7 @@ BREAKS: list[tuple[Rule, str, Break]] = [
     (
         rules.services_lead_to_pods_at_the_ports_that_are_called,
         "another port",
-        lambda m: change(m, "gateway", "SPIRE_GATEWAY_DRAFT", "draft:50051"),
+        lambda m: change(m, "gateway", "SPIRE_GATEWAY_VERIFIER", "verifier:50052"),
     ),
     (
         rules.services_lead_to_pods_at_the_ports_that_are_called,
@@ -172,7 +172,7 @@ BREAKS: list[tuple[Rule, str, Break]] = [
     (
         rules.every_selector_matches_pods,
         "a label that no pod has",
-        lambda m: of_kind(m, "Service")["draft"]["spec"]["selector"].update(tier="draft"),
+        lambda m: of_kind(m, "Service")["verifier"]["spec"]["selector"].update(tier="verifier"),
     ),
     (
         rules.every_selector_matches_pods,

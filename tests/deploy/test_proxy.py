@@ -20,7 +20,7 @@ import pytest
 from tests.deploy.compose import DEPLOY
 from tests.gateway.conftest import eventually
 from tests.services import Services
-from tests.verifier.harness import free_port
+from tests.verifier_service.harness import free_port
 
 pytestmark = pytest.mark.skipif(shutil.which("nginx") is None, reason="needs nginx: apt-get install nginx-light")
 

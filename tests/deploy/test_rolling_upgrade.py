@@ -18,7 +18,7 @@ from tests.deploy.compose import DEPLOY
 from tests.faults.history import bodies
 from tests.faults.system import System, system
 from tests.services import Service, start
-from tests.verifier.harness import free_port
+from tests.verifier_service.harness import free_port
 
 
 def told(name: str, option: str) -> list[str]:
@@ -48,7 +48,7 @@ def roll(whole: System, name: str) -> Service:
     command, port = last.command.copy(), free_port()
     command[command.index("--metrics-port") + 1] = str(port)
     following = start(command, whole.directory)
-    for proxy in (whole.to_verifier, whole.activations) if name == "verifier" else (whole.to_draft,):
+    for proxy in (whole.to_verifier, whole.activations) if name == "verifier" else ():
         assert proxy.target == last.address
         proxy.target = following.address
     setattr(whole, name, following)

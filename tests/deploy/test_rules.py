@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from tests.deploy.conftest import ROOT
+from tests.paths import ROOT
 
 PROMETHEUS = ROOT / "deploy" / "prometheus"
 RULE_TESTS = ROOT / "tests" / "deploy" / "alerts.test.yml"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import httpx
 
-from spire.keys import create_key
+from spire.service.keys import create_key
 from tests.deploy.compose import DEPLOY, PROFILES, composed
 from tests.deploy.conftest import make_secrets
 from tests.gateway.conftest import eventually

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from spire.drafting import Drafted
+from spire.decoding.drafting import Drafted
 
 GPU_LOST = "CUDA error: device-side assert triggered"
 
@@ -40,13 +40,13 @@ def lose_gpu(switch: Path) -> None:
 
 
 def break_verifier(on: Path) -> None:
-    from verifier_service.engine import Engine
-    from verifier_service.step import ModelSteps
-    from verifier_service.tasks import VerifyTask
+    from verifier_service.engine.engine import VerifierEngine
+    from verifier_service.engine.step import ModelSteps
+    from verifier_service.engine.tasks import VerifyTask
 
-    whole_step = Engine._step
+    whole_step = VerifierEngine._step
 
-    def step(self: Engine) -> None:
+    def step(self: VerifierEngine) -> None:
         while (on / "stuck").exists():
             time.sleep(0.01)
         for sequence in self.slots.sequences.values():
@@ -54,9 +54,9 @@ def break_verifier(on: Path) -> None:
                 self.steps.cache.values[0].tensor[sequence.slot, :, 0] = float("nan")
         whole_step(self)
 
-    submit = Engine.submit
+    submit = VerifierEngine.submit
 
-    def take(self: Engine, task: object) -> None:
+    def take(self: VerifierEngine, task: object) -> None:
         items = task.batch.items if isinstance(task, VerifyTask) else []
         if (on / "brittle").exists() and any(item.sequence_id not in self.sequences for item in items):
             os._exit(1)
@@ -75,8 +75,8 @@ def break_verifier(on: Path) -> None:
         return whole_run(self, *args)  # type: ignore[arg-type]
 
     ModelSteps.run = run  # type: ignore[method-assign,assignment]
-    Engine._step = step  # type: ignore[method-assign]
-    Engine.submit = take  # type: ignore[method-assign,assignment]
+    VerifierEngine._step = step  # type: ignore[method-assign]
+    VerifierEngine.submit = take  # type: ignore[method-assign,assignment]
 
 
 def break_draft(on: Path) -> None:

@@ -1,11 +1,11 @@
-"""`make fuzz`: wrong messages by the hundred thousand for verifier and draft, while clients' texts may not change.
+"""`make fuzz`: wrong messages by the hundred thousand for the verifier, while clients' texts may not change.
 
     python -m tests.faults.fuzz --messages 100000 --seed 1
 
 Each is right but for one field, or made up field by field, or bytes gone bad. Groups of them go over streams and calls
 of their own; each has to be answered or refused by name, and no process may die, hang or hold more than before. A
 message that breaks something is found again by its seed. Exit status 1 when a bound breaks.
-What it does not know: messages that are right one by one and wrong together (tests/verifier/test_protocol_model.py).
+What it does not know: messages that are right one by one and wrong together (test_protocol_model.py).
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from spire.rpc.channel import DRAFT_METADATA_KEY, GATEWAY_METADATA_KEY, PROTOCOL
 from spire.v1 import draft_pb2, tensor_pb2, verifier_pb2
 from tests.faults.history import Load, bodies
 from tests.faults.system import System, system
+from tests.paths import ROOT
 
-MODELS = Path(__file__).parents[2] / "models"
+MODELS = ROOT / "models"
 GROUP = 50
 PATIENCE = 60.0
 IDS = ("a", "b", "c", "d", "", "x" * 257, "\x00", "日本")
@@ -177,20 +178,14 @@ def verify(rng: random.Random) -> verifier_pb2.RoundsRequest:
     return verifier_pb2.RoundsRequest(verify=verifier_pb2.VerifyBatch(batch_id=rng.randrange(9), items=items))
 
 
-def propose(rng: random.Random) -> draft_pb2.ProposeBatch:
+def guess(rng: random.Random) -> draft_pb2.DraftReply:
     items = [
-        draft_pb2.ProposeItem(sequence_id=name, base=rng.randrange(40), newest_token=7, k=3, sampling=sampling())
+        draft_pb2.DraftReplyItem(
+            sequence_id=name, status=tensor_pb2.ItemStatus(code=tensor_pb2.CODE_OK), tokens=[5, 6, 7]
+        )
         for name in rng.sample(IDS[:4], 2)
     ]
-    return draft_pb2.ProposeBatch(batch_id=rng.randrange(9), items=items)
-
-
-def guess(rng: random.Random) -> draft_pb2.ProposeBatchResult:
-    proposals = [
-        draft_pb2.Proposal(sequence_id=name, status=tensor_pb2.ItemStatus(code=tensor_pb2.CODE_OK), tokens=[5, 6, 7])
-        for name in rng.sample(IDS[:4], 2)
-    ]
-    return draft_pb2.ProposeBatchResult(batch_id=rng.randrange(9), proposals=proposals)
+    return draft_pb2.DraftReply(batch_id=rng.randrange(9), items=items)
 
 
 @dataclass
@@ -216,10 +211,9 @@ class Sent:
 
 @dataclass
 class Fuzz:
-    """Sends to the services of one system. A channel lives as long as somebody holds it."""
+    """Sends to the verifier, which alone is called. A channel lives as long as somebody holds it."""
 
     verifier: grpc.aio.Channel
-    draft: grpc.aio.Channel
     rng: random.Random
     hostile: Hostile
     sent: Sent = field(default_factory=Sent)
@@ -227,7 +221,7 @@ class Fuzz:
     async def group(self) -> None:
         """One stream or a few calls of wrong messages; waits until all has been answered."""
         number = self.sent.messages
-        kinds = [self._rounds, self._rounds, self._propose, self._guess, self._calls, self._follow]
+        kinds = [self._rounds, self._rounds, self._guess, self._calls, self._follow]
         chosen = self.rng.choice(kinds)
         try:
             await asyncio.wait_for(chosen(), PATIENCE)
@@ -244,16 +238,11 @@ class Fuzz:
         release = verifier_pb2.ReleaseRequest(sequence_ids=IDS).SerializeToString()
         await self._ended(self.verifier.unary_unary("/spire.v1.Verifier/Release")(release, metadata=metadata))
 
-    async def _propose(self) -> None:
-        wires = self.hostile.stream(lambda: propose(self.rng))
-        self.sent.messages += GROUP
-        await self._stream(self.draft.stream_stream("/spire.v1.Draft/Rounds")(), wires)
-
     async def _guess(self) -> None:
         wires = self.hostile.stream(lambda: guess(self.rng))
         self.sent.messages += GROUP
         metadata = ((DRAFT_METADATA_KEY, self.rng.choice(("d1", "d2", ""))),)
-        await self._stream(self.verifier.stream_stream("/spire.v1.Drafting/Orders")(metadata=metadata), wires)
+        await self._stream(self.verifier.stream_stream("/spire.v1.Drafting/Requests")(metadata=metadata), wires)
 
     async def _calls(self) -> None:
         resync = lambda: verifier_pb2.ResyncRequest(draft_id="nobody", sequence_ids=self.rng.sample(IDS, 3))  # noqa: E731
@@ -323,15 +312,13 @@ async def _write(call: grpc.aio.StreamStreamCall[bytes, bytes], wires: list[byte
 
 
 async def attack(whole: System, messages: int, seed: int, tick: Callable[[int], None]) -> Sent:
-    """Send so many messages to verifier and draft, past the gateway."""
+    """Send so many messages to the verifier, as gateways and drafts."""
     rng = random.Random(seed)
     async with AsyncExitStack() as stack:
-        verifier, draft = (connect(service.address) for service in (whole.verifier, whole.draft))
-        stack.push_async_callback(verifier.close)
-        stack.push_async_callback(draft.close)
+        verifier = await stack.enter_async_context(connect(whole.verifier.address))
         info = await verifier.unary_unary("/spire.v1.Verifier/GetInfo")(b"")
         fingerprint = verifier_pb2.GetInfoResponse.FromString(info).target_fingerprint
-        fuzz = Fuzz(verifier, draft, rng, Hostile(rng, fingerprint))
+        fuzz = Fuzz(verifier, rng, Hostile(rng, fingerprint))
         while fuzz.sent.messages < messages and len(fuzz.sent.broken) < 10:
             await fuzz.group()
             tick(fuzz.sent.messages)

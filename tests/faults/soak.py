@@ -35,9 +35,10 @@ from tests.faults.arrivals import arrivals, poisson, pool
 from tests.faults.history import SILENCE, Body, Load, Record, in_order, stream_into
 from tests.faults.system import System, system
 from tests.gateway.conftest import eventually
+from tests.paths import ROOT
 from tests.untrained import untrained_draft
 
-MODELS = Path(__file__).parents[2] / "models"
+MODELS = ROOT / "models"
 # Tokens of the longest request, where the target has so many: its prompt is three quarters of them, 1,900.
 LONGEST = 2534
 MOST_AT_ONCE = 32

@@ -1,6 +1,6 @@
-"""Verifier, draft and gateway as processes, a breakable wire between any two, and what of them must return to baseline.
+"""Verifier, draft and gateway as processes, breakable wires between them, and what of them must return to baseline.
 
-gateway ── to_verifier ──► verifier ◄── activations, orders ── draft ◄── to_draft: who are you? ── gateway
+gateway ── to_verifier ──► verifier ◄── activations, orders ── draft
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.faults.history import SILENCE, Body, Load, Record, undisturbed
 from tests.faults.proxy import Proxy, proxied
 from tests.gateway.conftest import eventually
 from tests.services import Service, start
-from tests.verifier.harness import free_port
+from tests.verifier_service.harness import free_port
 
 SETTLED_WITHIN = 5.0
 
@@ -45,7 +45,6 @@ class System:
     draft: Service
     gateway: Service
     to_verifier: Proxy
-    to_draft: Proxy
     activations: Proxy
     metrics_ports: dict[str, int]
     expected: dict[str, Record] = field(default_factory=dict)
@@ -120,7 +119,7 @@ class System:
 
     def heal(self) -> None:
         """Undo whatever a failed test left behind."""
-        for proxy in (self.to_verifier, self.to_draft, self.activations):
+        for proxy in (self.to_verifier, self.activations):
             proxy.heal()
         for name in ("verifier", "draft"):
             service: Service = getattr(self, name)
@@ -238,11 +237,10 @@ def system(
         follow = ["--draft", str(draft), "--verifier", activations.address, *common, str(ports["draft"])]
         follow += ["--shared-memory", ""] if apart else []
         follower = run(*failing, "draft_service", *follow, *draft_options)
-        to_draft = wire(follower)
         # On another host than the verifier: all that it says passes the wires.
-        peers = ["--verifier", to_verifier.address, "--draft", to_draft.address, "--port", "0", "--shared-memory", ""]
+        peers = ["--verifier", to_verifier.address, "--port", "0"]
         gateway = run("-m", "gateway", *peers, *gateway_options)
-        built = System(directory, verifier, follower, gateway, to_verifier, to_draft, activations, ports)
+        built = System(directory, verifier, follower, gateway, to_verifier, activations, ports)
         stack.callback(built.stop)
         eventually(built.is_whole, within=SILENCE)
         yield built

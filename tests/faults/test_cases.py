@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
-from pathlib import Path
 
-TESTS = Path(__file__).parents[1]
+from tests.paths import TESTS
+
 # Those that must be there; the manual may have more.
 CASES = {*range(1, 26), 29, 30, 31, 34}
 

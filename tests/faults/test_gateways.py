@@ -25,7 +25,6 @@ LONG = {"prompt": "Once", "temperature": 0, "max_tokens": 400, "ignore_eos": Tru
 def gateway(whole: System, *options: str, verifier: str = "") -> Iterator[Service]:
     """One more gateway at the shared verifier, without a draft."""
     command = ["-m", "gateway", "--verifier", verifier or whole.verifier.address, "--port", "0", *options]
-    command += ["--shared-memory", ""] if verifier else []  # all that it says passes the wire
     service = start(command, whole.directory)
     try:
         wait_until_connected(service, {"verifier"})

@@ -10,7 +10,6 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
 import pytest
@@ -20,11 +19,13 @@ from tests.faults.history import Body, Load, bodies
 from tests.faults.system import Endured, System, system
 from tests.faults.test_services_lost import draft_is_absent, is_unready
 from tests.gateway.conftest import eventually
+from tests.paths import ROOT
 
-MODELS = Path(__file__).parents[2] / "models"
+MODELS = ROOT / "models"
 MINUTES = float(os.environ.get("SPIRE_FAULTS_MINUTES", "10"))
-# Whose median is taken: on a machine that others share, single ones differ by a tenth.
-PAIRS = 10
+# Of runs of a second each, whose ratios differ by a tenth. By a sign test, more than `MOST_BELOW` of them are below the
+# bound less than once in a hundred times where the median is at it.
+PAIRS, MOST_BELOW = 60, 39
 BETWEEN_KILLS = 10.0
 # Every third kill is the verifier's, too.
 DRAFT_KILLS_PER_VERIFIER_KILL = 3
@@ -71,7 +72,7 @@ def test_a_draft_that_lags_costs_no_more_than_a_twentieth_of_plain_decoding(bund
         bundled.activations.heal()
         eventually(bundled.is_whole, within=30)
     print(f"a draft {milliseconds} ms late: {median(ratios):.3f} of plain decoding, of", *(f"{r:.2f}" for r in ratios))
-    assert median(ratios) >= 0.95, ratios
+    assert sum(ratio < 0.95 for ratio in ratios) <= MOST_BELOW, sorted(ratios)
 
 
 def of_plain(whole: System, first: bool) -> float:

@@ -1,6 +1,6 @@
 """Cases 1, 2, 4, 5 and 10 to 12: a model service dies, freezes, gets stuck or lies, and no client notices.
 
-The slow ones have quick relatives in tests/gateway/test_resilience.py, without figures.
+The slow ones have quick relatives in tests/gateway/rounds/test_resilience.py, without figures.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from spire.model.lost_device import LOST_DEVICE
+from spire.lost_device import LOST_DEVICE
 from tests.faults.conftest import Report
 from tests.faults.failing import GPU_LOST
 from tests.faults.history import Load, Record, stream_into

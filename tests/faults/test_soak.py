@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from spire.model.checkpoint import load_target
+from spire.checkpoints.weights import load_target
 from spire.model.config import load_draft_config, load_model_config
 from tests.faults import history
 from tests.faults.arrivals import poisson

@@ -11,8 +11,8 @@ from typing import Any
 from unittest.mock import patch
 
 from gateway.config import GatewayConfig
-from gateway.engine import Engine
 from gateway.metrics import Metrics
+from gateway.rounds.engine import Engine
 from gateway.sequence import Sampling, Sequence
 from tests.gateway.fake_verifier import FakeVerifier
 
@@ -27,9 +27,9 @@ def sequence(prompt: int = 5, max_tokens: int = 8) -> Sequence:
 @asynccontextmanager
 async def heart(verifier: FakeVerifier, **options: Any) -> AsyncIterator[Engine]:
     """The engine of a gateway that has met this verifier."""
-    config = GatewayConfig(_cli_parse_args=[], **options)
-    with patch("gateway.peers.connect", verifier.connect):
-        engine = Engine(config, Metrics(config.lanes))
+    config = GatewayConfig(_cli_parse_args=[], **{"draft": "off"} | options)
+    with patch("gateway.verifier_client.connect", verifier.connect):
+        engine = Engine(config, Metrics())
     await engine.handshake()
     engine.open()
     await until(lambda: engine.verifier.usable)

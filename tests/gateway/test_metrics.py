@@ -18,10 +18,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from gateway.metrics import DECODINGS, ROUND_PARTS, Metrics, parts_of_round
 from gateway.sequence import Sampling, Sequence
 from tests.gateway.conftest import Api, eventually
+from tests.paths import ROOT
 from tests.services import running
-from tests.verifier.harness import free_port
+from tests.verifier_service.harness import free_port
 
-ROOT = Path(__file__).parents[2]
 PROMPTS = ["Once upon a time" + " there" * index for index in range(4)]
 LONG: dict[str, Any] = {"max_tokens": 90, "ignore_eos": True, "return_metrics": True}
 MEASURING = [
@@ -155,14 +155,14 @@ def test_by_default_no_round_is_left_plain_and_nothing_unmeasured_is_told(api: A
 
 def test_the_modelled_multiplier_is_the_performance_model_s(measuring: Api) -> None:
     """One sequence at a time, so that its load is known."""
-    from spire import calibration
-    from spire.perf_model import multiplier
-    from spire.shapes import Draft, Shape
+    from spire.perf import calibration
+    from spire.perf.perf_model import multiplier
+    from spire.perf.shapes import DraftShape, Shape
 
     for prompt in PROMPTS:
         measuring.complete(prompt, **LONG)
     target = Shape(5, 64, 172, heads=8, kv_heads=4, head_dim=8, vocab_size=512)
-    draft = Draft("spire", Shape(2, 64, 172, heads=8, kv_heads=4, head_dim=8, vocab_size=512), window=16)
+    draft = DraftShape("spire", Shape(2, 64, 172, heads=8, kv_heads=4, head_dim=8, vocab_size=512), window=16)
     hardware = calibration.load(ROOT / "experiments/results/calibration.json").hardware
     # The last round of a request may be shallower than the others.
     none, all_accepted = (
@@ -215,9 +215,9 @@ def test_the_parts_of_a_round_are_its_time_or_its_models_if_these_took_longer(
 def cost_of_a_round(sequences: int, k: int = 4, accepted: int = 3) -> float:
     """Seconds that all three services spend on counting one round."""
     from draft_service.worker import STALENESS_BUCKETS
-    from spire.histogram import Histogram
     from spire.model.cache import TargetCache
     from spire.model.config import load_model_config
+    from spire.service.histogram import Histogram
     from verifier_service.metrics import VerifierMetrics
 
     metrics = Metrics()
@@ -229,7 +229,7 @@ def cost_of_a_round(sequences: int, k: int = 4, accepted: int = 3) -> float:
         for sequence in batch:
             metrics.drafted_block(k, accepted, accepted + 1)
             metrics.token_times(sequence, accepted + 1, 1.0)
-        metrics.round(0, (0.001,) * len(ROUND_PARTS), sequences, k)
+        metrics.round((0.001,) * len(ROUND_PARTS), sequences, k)
         metrics.compared("speculative", (accepted + 1) * sequences, 0.01)
 
     def services() -> None:

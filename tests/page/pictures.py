@@ -6,9 +6,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tests.page.conftest import browser, opened
+from tests.paths import ROOT
 from tests.services import running
 
-ROOT = Path(__file__).parents[2]
 PICTURES = {"light": "page.png", "dark": "page-dark.png"}
 PROMPT = "The old man looked at the sea and"
 

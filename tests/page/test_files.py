@@ -10,16 +10,16 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.page import PATHS
+from gateway.http.page import PATHS
+from tests.paths import ROOT
 from tests.services import Services
 
-ROOT = Path(__file__).parents[2]
-FILES = sorted((ROOT / "gateway" / "static").iterdir())
+FILES = sorted((ROOT / "gateway" / "http" / "static").iterdir())
 
 
 def test_every_file_is_part_of_the_package() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    patterns = project["tool"]["setuptools"]["package-data"]["gateway"]
+    patterns = project["tool"]["setuptools"]["package-data"]["gateway.http"]
     assert len(FILES) > 3
     assert [file for file in FILES if not any(fnmatch(f"static/{file.name}", pattern) for pattern in patterns)] == []
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from spire.keys import create_key
+from spire.service.keys import create_key
 from tests.gateway.conftest import Api, eventually
 from tests.page.conftest import PATIENCE, Page, opened
+from tests.paths import TESTS
 from tests.services import Service, Services, running, start
 
 PROMPT = "Once upon a time"
@@ -263,7 +263,7 @@ def test_a_gateway_that_is_gone_is_told_of(driver: Any, stories_dir: Any) -> Non
 
 
 def test_a_prompt_that_takes_long_to_read_is_told_of_until_the_first_token(driver: Any, stories_dir: Any) -> None:
-    slow = Path(__file__).parents[1] / "slow_verifier.py"
+    slow = TESTS / "slow_verifier.py"
     with running(stories_dir, verifier=[str(slow), "0.02", "4"]) as services:
         page = opened(driver, services.url)
         page.load()

@@ -9,11 +9,12 @@ import pytest
 
 from tests.gateway.conftest import eventually
 from tests.page.conftest import PATIENCE, opened
+from tests.paths import TESTS
 from tests.services import running
-from tests.test_large_vocabulary import VOCABULARY, with_vocabulary
+from tests.spire.model.test_large_vocabulary import VOCABULARY, with_vocabulary
 from tests.untrained import untrained_draft
 
-SLOW = str(Path(__file__).parents[1] / "slow_verifier.py")
+SLOW = str(TESTS / "slow_verifier.py")
 
 
 @pytest.mark.slow

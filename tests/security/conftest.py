@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from spire.keys import create_key
+from spire.service.keys import create_key
 from tests.services import Services, running, start
 
 

@@ -46,13 +46,9 @@ def opens(file: Path) -> set[str]:
         found.add("list")
     except OSError:
         pass
-    for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET):
-        with socket.socket(socket.AF_UNIX, kind) as connecting:
-            try:
-                connecting.connect(str(file))
-                found.add("connect")
-            except OSError:
-                pass
+    with socket.socket(socket.AF_UNIX) as connecting:
+        if connecting.connect_ex(str(file)) == 0:
+            found.add("connect")
     return found
 
 

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.browsers import Pages
 from gateway.errors import ForeignPage, NotJson
-from spire.keys import create_key
+from gateway.http.browsers import ForeignPages
+from spire.service.keys import create_key
 from tests.services import start
 
 BODY = json.dumps({"prompt": "x"}).encode()
@@ -134,7 +134,7 @@ def test_no_name_but_loopback_s_is_taken_for_it(name: str) -> None:
     ours = name == "localhost" or name.endswith(".localhost") or re.fullmatch(r"127(\.(0|[1-9]\d{0,2})){3}", name)
     if not ours:
         with pytest.raises(ForeignPage):
-            Pages([], [], [PATH]).check(scope("GET", host=f"{name}:8000"))
+            ForeignPages([], [], [PATH]).check(scope("GET", host=f"{name}:8000"))
 
 
 @given(st.text(st.characters(codec="latin-1"), max_size=40))
@@ -142,6 +142,6 @@ def test_no_type_that_a_page_can_send_unasked_is_json(sent: str) -> None:
     """Of these a browser sends to another site without asking it first."""
     for simple in ("text/plain", "multipart/form-data", "application/x-www-form-urlencoded"):
         with pytest.raises(NotJson):
-            Pages([], [], [PATH]).check(
+            ForeignPages([], [], [PATH]).check(
                 {"method": "POST", "path": PATH, "headers": [(b"content-type", f"{simple};{sent}".encode("latin-1"))]}
             )

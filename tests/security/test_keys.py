@@ -22,20 +22,21 @@ from schemathesis import Case
 from schemathesis.checks import CHECKS, load_all_checks
 from typer.testing import CliRunner
 
-from gateway.front import Front
-from gateway.keys import OPEN_PATHS, Guard, Keys
+from gateway.http.front import Front
+from gateway.http.keys import OPEN_PATHS, Guard, Keys
 from gateway.metrics import Metrics
-from spire.bench.against import Server
 from spire.bench.client import BenchError, Client, Request
+from spire.bench.peers.against import Server
 from spire.bench.stream import Timed, stream_all
 from spire.cli import app
 from spire.errors import SpireError
-from spire.keys import authorization, create_key, digest, read_keys, revoke_key
+from spire.service.keys import authorization, create_key, digest, read_keys, revoke_key
 from tests.gateway.conftest import eventually
+from tests.paths import ROOT
 from tests.security.conftest import Guarded, refused_start
 from tests.services import start
 
-STATIC = Path(__file__).parents[2] / "gateway" / "static"
+STATIC = ROOT / "gateway" / "http" / "static"
 PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/ready", "/version", "/metrics"]
 PATHS += ["/openapi.json", "/docs", "/redoc", "/nowhere", "/static", "/static/", "/index.html"]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from spire.checkpoints.weights import load_draft, load_target
 from spire.errors import CheckpointError
-from spire.model.checkpoint import load_draft, load_target
 from tests.security.conftest import refused_start
 
 

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spire.errors import SpireError
-from spire.health import refusal_of
 from spire.rpc.secret import SECRET_METADATA_KEY, Secret, make_secret
 from spire.rpc.trust import Trust
+from spire.service.health import refusal_of
 from tests.security.conftest import refused_start
 from tests.security.protocol import METHODS, answer
 from tests.services import Services, running, start
@@ -50,7 +50,7 @@ async def test_no_call_is_answered_without_the_secret(
 
 
 def test_the_protocol_has_calls_to_refuse() -> None:
-    assert {method.name for method in METHODS} >= {"Rounds", "Activations", "Orders", "Release", "GetInfo"}
+    assert {method.name for method in METHODS} >= {"Rounds", "Activations", "Requests", "Release", "GetInfo"}
 
 
 async def test_whoever_has_the_secret_is_answered_and_health_answers_everybody(

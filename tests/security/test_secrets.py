@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from spire.keys import create_key
+from spire.service.keys import create_key
 from tests.gateway.conftest import eventually
 from tests.services import Service, running
-from tests.verifier.harness import free_port
+from tests.verifier_service.harness import free_port
 
 # Nothing else says it, whatever a library makes of letters, and no client but this one comes from that address.
 MARKER = "Quokka Zanzibar"
@@ -256,7 +256,7 @@ def test_no_log_metric_or_error_holds_a_prompt_a_key_or_a_client_s_address(watch
 def test_what_a_library_logs_is_json_without_what_its_exception_quotes() -> None:
     program = f"""
 import logging
-from spire.process import ServiceConfig, run
+from spire.service.process import ServiceConfig, run
 
 async def serve(config):
     try:

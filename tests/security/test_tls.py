@@ -15,11 +15,11 @@ import grpc
 import httpx
 import pytest
 
-from spire.certificates import make_certificates
 from spire.errors import SpireError
 from spire.rpc.channel import connect, listen, new_server
 from spire.rpc.tls import Tls, in_words
 from spire.rpc.trust import Trust
+from spire.service.certificates import make_certificates
 from spire.v1 import verifier_pb2 as pb
 from spire.v1 import verifier_pb2_grpc as rpc
 from tests.gateway.conftest import eventually

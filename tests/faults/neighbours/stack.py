@@ -18,8 +18,8 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from spire.keys import GATEWAY_KEY, create_key
-from tests.verifier.harness import free_port
+from spire.service.keys import GATEWAY_KEY, create_key
+from tests.verifier_service.harness import free_port
 
 MODULES = ("verifier_service", "draft_service", "gateway")
 PATIENCE_SECONDS = 240.0

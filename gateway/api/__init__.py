@@ -1,0 +1,1 @@
+"""The REST API: endpoints, completions and their answers."""

@@ -1,0 +1,85 @@
+"""The HTTP response of a completion: one JSON object, or server-sent events. A disconnect frees the sequences."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from gateway.api.completion import Completion
+from gateway.aside import aside
+from gateway.errors import CLIENT_LEFT
+from gateway.text.json_pieces import chunks_of
+
+Answer = TypeVar("Answer")
+
+_JSON = "application/json"
+
+
+async def answer(http: Request, completion: Completion, headers: dict[str, str]) -> Response:
+    """Submit a completion and return its response. Raises what `submit` raises, DeadlinePassed or a choice's error."""
+    completion.submit()
+    begun: EventStream | None = None
+    try:
+        if completion.request.stream:
+            # An error before the first event is answered with its own status, not as an event.
+            if await unless_gone(http.receive, completion.begun()):
+                begun = EventStream(completion, headers)
+            return begun or Response(status_code=CLIENT_LEFT)
+        whole = await unless_gone(http.receive, completion.whole())
+        return Response(status_code=CLIENT_LEFT) if whole is None else json_answer(whole, headers)
+    finally:
+        if begun is None:
+            completion.close()
+
+
+def json_answer(answer: dict[str, Any], headers: dict[str, str]) -> Response:
+    """Return a JSON response. A long answer is encoded while it is sent, and never held as a whole."""
+    chunks = chunks_of(answer)
+    first = next(chunks)
+    second = next(chunks, None)
+    if second is None:
+        return Response(first, headers=headers, media_type=_JSON)
+    return StreamingResponse(_written([first, second], chunks), headers=headers, media_type=_JSON)
+
+
+async def _written(begun: list[bytes], rest: Iterator[bytes]) -> AsyncIterator[bytes]:
+    for chunk in begun:
+        yield chunk
+    while chunk := await aside(next, rest, b""):
+        yield chunk
+
+
+class EventStream(StreamingResponse):
+    """A response of server-sent events. The sequences are freed however the stream ends."""
+
+    def __init__(self, completion: Completion, headers: dict[str, str]):
+        headers = headers | {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(completion.events(), headers=headers, media_type="text/event-stream")
+        self.completion = completion
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.completion.close()
+
+
+async def unless_gone(receive: Callable[[], Awaitable[Any]], answer: Coroutine[Any, Any, Answer]) -> Answer | None:
+    """Return the answer; None if the client disconnects first, which cancels the work."""
+    work, gone = asyncio.ensure_future(answer), asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return work.result() if work.done() else None
+    finally:
+        work.cancel()
+        gone.cancel()
+
+
+async def _disconnected(receive: Callable[[], Awaitable[Any]]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

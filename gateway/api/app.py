@@ -1,0 +1,274 @@
+"""The REST surface: routes, their checks, and errors as `{"error": {message, type, param, code}}`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Query, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
+
+from gateway.api.answers import answer, unless_gone
+from gateway.api.chat import ChatCompletion, ChatRequest, chat_prompt
+from gateway.api.completion import Completion
+from gateway.api.openapi import DocumentedApi, Limits, body_of, limits_of
+from gateway.api.responses import ChatResponse, CompletionResponse, answers
+from gateway.api.tokenization import DetokenizeRequest, TokenizeRequest, add_tokenization
+from gateway.aside import by_size
+from gateway.config import GatewayConfig
+from gateway.errors import CLIENT_LEFT, BadParameter, UnknownModel, error_body, rest_error, retry_after
+from gateway.http.browsers import ForeignPages
+from gateway.http.front import Front
+from gateway.http.keys import Guard
+from gateway.http.manual import add_manual
+from gateway.http.page import PATHS as PAGE_PATHS
+from gateway.http.page import add_page
+from gateway.metrics import Exposition, Named
+from gateway.requests.bodies import ModelName, bad_parameter, check_model, ignored_header, parse, read_body, refusals
+from gateway.requests.prompts import encode_prompts
+from gateway.requests.schemas import CompletionRequest, check, check_logprobs, check_tokens
+from gateway.rounds.admission import Quotas, seconds_allowed
+from gateway.rounds.engine import Engine
+from gateway.sequence import GREEDY
+from gateway.verifier_client import ServedModel
+from spire import __version__
+from spire.address import is_loopback
+from spire.errors import SpireError
+from spire.service.process_metrics import register_process
+
+
+def create_app(config: GatewayConfig, engine: Engine, guard: Guard, host: str) -> ASGIApp:
+    """Return the HTTP application, which listens at `host`. Its lifespan opens and closes the engine."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        engine.open()
+        yield
+        await engine.close()
+
+    bodies = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+    app = DocumentedApi(
+        bodies,
+        lambda: _limits(engine),
+        guard.open_paths,
+        title="Spire",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
+    _handle_errors(app)
+    _add_completions(app, config, engine)
+    add_tokenization(app, engine)
+    _add_state(app, config, engine)
+    add_page(app)
+    add_manual(app)
+    documented = app.openapi()["paths"]
+    paths = frozenset(documented) | PAGE_PATHS
+    hosts = config.allow_host if is_loopback(host) else None
+    bodies_at = [path for path, operations in documented.items() if "post" in operations]
+    pages = ForeignPages(hosts, config.cors_origins, bodies_at) if guard.open_paths is None else None
+    front = Front(app, engine.metrics, guard, paths, config.max_body_bytes, config.body_deadline, pages)
+    return _for_browsers(front, config.cors_origins) if config.cors_origins else front
+
+
+def _for_browsers(app: ASGIApp, origins: list[str]) -> ASGIApp:
+    """Let pages of these origins use the application. The outermost layer, so that pages can read refusals too."""
+    shown = ["X-Request-Id", "X-Spire-Ignored", "Retry-After"]
+    return CORSMiddleware(app, origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=shown)
+
+
+def _limits(engine: Engine) -> Limits:
+    model = engine.verifier.model
+    return {"draft-name": {"enum": _drafts(engine)}} | (limits_of(model) if model else {})
+
+
+# -- completions -----------------------------------------------------------------------------------------------------
+
+
+def _add_completions(app: FastAPI, config: GatewayConfig, engine: Engine) -> None:
+    quotas = Quotas(config.requests_per_minute, config.tokens_per_minute)
+    declared = refusals(400, 403, 404, 408, 413, 415, 429, 500, 503, 504)
+
+    @app.post(
+        "/v1/completions", responses=answers(CompletionResponse) | declared, openapi_extra=body_of(CompletionRequest)
+    )
+    async def complete(http: Request) -> Response:
+        """Complete one or more prompts, as one JSON object or as server-sent events."""
+        return await _answered(http, _completion(http))
+
+    @app.post("/v1/chat/completions", responses=answers(ChatResponse) | declared, openapi_extra=body_of(ChatRequest))
+    async def chat(http: Request) -> Response:
+        """Answer a conversation, with the chat template of the model's tokenizer."""
+        return await _answered(http, _chat_completion(http))
+
+    async def _answered(http: Request, made: Coroutine[Any, Any, tuple[Completion, dict[str, str]]]) -> Response:
+        asked = await unless_gone(http.receive, made)
+        return Response(status_code=CLIENT_LEFT) if asked is None else await answer(http, *asked)
+
+    async def _completion(http: Request) -> tuple[Completion, dict[str, str]]:
+        body = await http.body()
+        request = await by_size(len(body), _checked, body)
+        return await _made(http, request, Completion, len(body)), ignored_header(request)
+
+    async def _chat_completion(http: Request) -> tuple[Completion, dict[str, str]]:
+        asked, model = await read_body(http, ChatRequest, engine)
+        size = len(await http.body())
+        prompt = await by_size(size, chat_prompt, asked.messages, model, asked, asked.add_special_tokens)
+        request = asked.as_completion(prompt, model.info.max_context)
+        await by_size(size, check, request)
+        return await _made(http, request, ChatCompletion, size), ignored_header(asked)
+
+    async def _made(http: Request, request: CompletionRequest, kind: type[Completion], size: int) -> Completion:
+        model = engine.model
+        check_model(request.model, model)
+        _check_draft(request, engine)
+        _check_rule(request, config)
+        _check_grammar(request, model)
+        check_tokens(request, model.info.vocab_size)
+        seconds = seconds_allowed(http.headers, config.request_deadline)
+        prompts = await by_size(size, encode_prompts, request, model, config.max_choices // request.candidates)
+        check_logprobs(request, [*map(len, prompts)])
+        completion = kind(engine, request, model, prompts, http.state.request_id, seconds)
+        completion.key = http.state.key_name or ""
+        completion.charge = quotas.charge(http.state.key_name, completion.most_tokens, time.monotonic())
+        return completion
+
+
+def _checked(body: bytes) -> CompletionRequest:
+    request = parse(body, CompletionRequest)
+    check(request)
+    return request
+
+
+def _check_draft(request: CompletionRequest, engine: Engine) -> None:
+    wanted, known = request.speculation.draft, _drafts(engine)
+    if wanted not in known:
+        raise BadParameter("speculation.draft", f"no draft {wanted[:64]!r} is connected; known: {', '.join(known)}")
+
+
+def _drafts(engine: Engine) -> list[str]:
+    info = engine.draft.info if engine.draft else None
+    return ["off", "auto"] + ([info.model_name, info.kind] if info else [])
+
+
+def _check_rule(request: CompletionRequest, config: GatewayConfig) -> None:
+    if (rule := request.speculation.rule) is not None and rule not in config.rules:
+        raise BadParameter("speculation.rule", f"rule {rule!r} is not on here; these are: {', '.join(config.rules)}")
+
+
+def _check_grammar(request: CompletionRequest, model: ServedModel) -> None:
+    if request.shape is not None and model.info.no_grammars:
+        raise BadParameter(request.shape.field, f"no grammar can be asked for: {model.info.no_grammars}")
+
+
+# -- the state of the service ----------------------------------------------------------------------------------------
+
+
+def _add_state(app: FastAPI, config: GatewayConfig, engine: Engine) -> None:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Exposition(engine.metrics, engine.gauges, config.vllm_metrics))
+    register_process(registry)
+
+    @app.get("/v1/models", responses=refusals(503))
+    async def models() -> dict[str, Any]:
+        """List the one model that is served."""
+        return {"object": "list", "data": [_model_card(engine)]}
+
+    @app.get("/v1/models/{name:path}", responses=refusals(404, 503))
+    async def model(name: ModelName) -> dict[str, Any]:
+        card = _model_card(engine)
+        if name != card["id"]:
+            raise UnknownModel(f"model {name!r} is not served here; {card['id']!r} is")
+        return card
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        """Report that the gateway is alive."""
+        return {"status": "ok"}
+
+    @app.get("/ready", responses=refusals(503))
+    async def ready() -> dict[str, Any]:
+        """Report if completions can be served, and if they can be drafted."""
+        model = engine.model
+        draft = "off" if engine.draft is None else "connected" if engine.draft.up else "absent"
+        status = "ready" if draft == "connected" else "degraded"
+        kind = engine.draft.info.kind if engine.draft and engine.draft.info else None
+        return {
+            "status": status,
+            "model": model.name,
+            "verifier": "connected",
+            "draft": draft,
+            "draft_kind": kind,
+            "max_context": model.info.max_context,
+            "max_sequences": model.info.max_sequences,
+        }
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+    @app.get("/metrics", response_class=Response)
+    async def metrics(
+        names: Annotated[list[str] | None, Query(alias="name[]", description="Only families of these samples.")] = None,
+    ) -> Response:
+        """Return the metrics as Prometheus text."""
+        collected = Named(registry, frozenset(names)) if names else registry
+        return Response(generate_latest(collected), media_type=CONTENT_TYPE_LATEST)
+
+
+def _model_card(engine: Engine) -> dict[str, Any]:
+    model, draft = engine.model, engine.draft.info if engine.draft else None
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.seen_at,
+        "owned_by": "spire",
+        "max_model_len": model.info.max_context,
+        "fingerprint": model.info.target_fingerprint,
+        "dtype": model.info.dtype,
+        "rules": [GREEDY, *engine.config.rules],
+        "suggested_sampling": {field.name: value for field, value in model.info.suggested_sampling.ListFields()},
+        "draft": {
+            "name": draft.model_name,
+            "kind": draft.kind,
+            "k": "auto" if engine.config.k is None else engine.config.k,
+            "max_k": min(draft.max_speculation_depth, model.info.max_speculation_depth),
+        }
+        if draft
+        else None,
+    }
+
+
+# -- errors ----------------------------------------------------------------------------------------------------------
+
+
+def _handle_errors(app: FastAPI) -> None:
+    @app.exception_handler(SpireError)
+    async def ours(_: Request, error: SpireError) -> Response:
+        return _error_response(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        return _error_response(bad_parameter(error.errors()))
+
+    @app.exception_handler(HTTPException)
+    async def http(_: Request, error: HTTPException) -> Response:
+        body = error_body(str(error.detail), "invalid_request_error", None, None)
+        return JSONResponse(body, error.status_code, headers=error.headers)
+
+    @app.exception_handler(Exception)
+    async def unexpected(_: Request, error: Exception) -> Response:
+        return _error_response(error)
+
+
+def _error_response(error: Exception) -> Response:
+    status, body = rest_error(error)
+    return JSONResponse(body, status, headers=retry_after(error, status))

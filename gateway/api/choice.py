@@ -1,0 +1,149 @@
+"""One choice of a completion: the new output of its sequence as text, logprobs and token origins.
+
+Tokens are read from the sequence, where the engine commits them, and decoded here while the next round runs.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+
+from gateway.api.logprobs import LogprobEntry, PromptEntries, arrays, mean
+from gateway.sequence import RoundResult, Sequence
+from gateway.text.json_pieces import Shared
+from gateway.text.tokenizer import TextCodec, TextStream
+
+# Most tokens of a choice that are decoded at once: more would block the event loop.
+_MOST_PULLED = 64
+
+
+class Echo:
+    """A prompt echoed in front of its choices: its text, and the offset of each of its tokens.
+
+    All choices of a prompt share one Echo: the verifier scores the prompt for the first choice only, and the logprobs
+    are encoded once.
+    """
+
+    def __init__(self, text: str, offsets: list[int]):
+        self.text, self.offsets = text, offsets
+        # The sequence that gets the prompt's logprobs; None if none are shown.
+        self.scored: Sequence | None = None
+        self._shown: dict[str, Shared] = {}
+
+    @classmethod
+    def of_text(cls, codec: TextCodec, prompt: str, add_special_tokens: bool) -> Echo:
+        return cls(prompt, codec.offsets(prompt, add_special_tokens))
+
+    @classmethod
+    def of_tokens(cls, codec: TextCodec, prompt: list[int], skip_special_tokens: bool) -> Echo:
+        stream = TextStream(codec, [], [], skip_special_tokens=skip_special_tokens)
+        return cls(stream.push(prompt) + stream.flush(), stream.offsets)
+
+    @property
+    def awaited(self) -> bool:
+        """True until the prompt's logprobs arrive; always False if none are shown."""
+        return self.scored is not None and self.scored.prompt_logprobs is None
+
+    def arrays(self, codec: TextCodec, top: int) -> dict[str, Shared]:
+        """Return the prompt's logprobs in the completions format; empty if there are none."""
+        if self.scored is not None and self.scored.prompt_logprobs is not None and not self._shown:
+            entries = PromptEntries(self.scored.prompt, self.scored.prompt_logprobs, self.offsets)
+            self._shown = {name: Shared(shown) for name, shown in arrays(entries, codec, top).items()}
+        return self._shown
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The new output of one choice.
+
+    `entries` holds the logprobs of tokens whose text has been emitted: those of text held back come in a later piece.
+    `echo` precedes the text and has its own logprobs.
+    """
+
+    index: int
+    echo: Echo | None
+    text: str
+    tokens: list[int]
+    origins: list[str]
+    rounds: list[RoundResult]
+    entries: list[LogprobEntry]
+    finish_reason: str | None
+
+
+class Choice:
+    """One sequence as a choice of the answer: its output as text, pulled in pieces."""
+
+    def __init__(self, index: int, sequence: Sequence, text: TextStream):
+        self.index, self.sequence, self._text = index, sequence, text
+        self.finish_reason: str | None = None
+        self._echo: Echo | None = None
+        self._seen = 0
+        # Characters in front of the output, characters of output emitted, and tokens whose logprobs were emitted.
+        self._begin = self._emitted = self._told = 0
+        self._told_rounds = 0
+
+    def begin_with(self, echo: Echo) -> None:
+        """Put the echoed prompt in front of the text."""
+        self._echo, self._begin = echo, len(echo.text)
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens that belong to the text; tokens after a stop string do not count."""
+        return self._text.taken
+
+    @property
+    def accepted(self) -> int:
+        return min(self.sequence.accepted, self.tokens)
+
+    @property
+    def rejected(self) -> int:
+        return self.sequence.drafted - self.accepted
+
+    @property
+    def mean_logprob(self) -> float:
+        return mean(self.sequence.logprobs[: self.tokens])
+
+    def pull(self) -> Piece | None:
+        """Return the output since the last pull, at most _MOST_PULLED tokens; None if there is nothing to send."""
+        if self.finish_reason is not None or (self._echo is not None and self._echo.awaited):
+            return None
+        sequence, taken = self.sequence, self._text.taken
+        new = sequence.output[self._seen : self._seen + _MOST_PULLED]
+        self._seen += len(new)
+        sequence.heard = self._seen
+        text = self._text.push(new)
+        over = sequence.finished and self._seen == len(sequence.output)
+        if over and not self._text.stopped:
+            text += self._text.flush()
+        if self._text.stopped:
+            self.finish_reason = "stop"
+        elif over:
+            self.finish_reason = sequence.finish_reason
+        elif not new:
+            return None
+        self._emitted += len(text)
+        origins = ["draft" if drafted else "target" for drafted in sequence.from_draft[taken : self.tokens]]
+        echo, self._echo = self._echo, None
+        tokens, rounds, entries = sequence.output[taken : self.tokens], self._new_rounds(), self._new_entries()
+        return Piece(self.index, echo, text, tokens, origins, rounds, entries, self.finish_reason)
+
+    def _new_rounds(self) -> list[RoundResult]:
+        """Return the rounds since the last pull, without the tokens that a stop string has cut off."""
+        new = self.sequence.rounds[self._told_rounds :]
+        self._told_rounds += len(new)
+        if not self._text.stopped:
+            return new
+        return [
+            replace(round_, tokens=min(round_.tokens, self.tokens - round_.begin))
+            for round_ in new
+            if round_.begin < self.tokens
+        ]
+
+    def _new_entries(self) -> list[LogprobEntry]:
+        """Return the new entries: tokens with emitted text, and at the end all others that no stop string cut off."""
+        whole = self.finish_reason is not None and not self._text.stopped
+        end = self.tokens if whole else bisect_left(self._text.offsets, self._emitted)
+        told, self._told = self._told, end
+        sequence, offsets = self.sequence, self._text.offsets[told:end]
+        places = [self._begin + offset for offset in offsets]
+        return [*map(LogprobEntry, sequence.output[told:end], sequence.logprobs[told:end], places)]

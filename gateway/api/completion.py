@@ -1,0 +1,354 @@
+"""One completion in progress: its choices, and the answer made of them as JSON or as events."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from itertools import chain
+from typing import Any
+
+import structlog
+
+from gateway.api.choice import Choice, Echo, Piece
+from gateway.api.logprobs import arrays, of_prompt
+from gateway.api.usage import metrics, usage
+from gateway.aside import Stretch, aside
+from gateway.errors import BadParameter, DeadlinePassed, rest_error
+from gateway.requests.adjustments import adjustments_of, field_of
+from gateway.requests.schemas import CompletionRequest
+from gateway.rounds.admission import Charge
+from gateway.rounds.engine import Engine
+from gateway.sequence import Sampling, Sequence
+from gateway.text.json_pieces import Joined, Large, Shared, pieces_of
+from gateway.text.tokenizer import TextStream
+from gateway.verifier_client import ServedModel
+from spire.errors import InvalidRequest, SpireError
+from spire.v1.verifier_pb2 import Adjustments
+
+log = structlog.get_logger("gateway")
+
+_PING = b": ping\n\n"
+_DONE = b"data: [DONE]\n\n"
+# Most sequences of a request that the log names.
+_MOST_LOGGED = 4
+
+
+class Completion:
+    """Submits the sequences of a request and makes the answer of them. `close` frees sequences that still run."""
+
+    id_prefix = "cmpl"
+    object = "text_completion"
+
+    def __init__(
+        self,
+        engine: Engine,
+        request: CompletionRequest,
+        model: ServedModel,
+        prompts: list[list[int]],
+        request_id: str,
+        seconds: float,
+    ):
+        self.engine, self.request, self.model, self.prompts = engine, request, model, prompts
+        self._seconds = seconds
+        self._deadline = asyncio.get_running_loop().time() + seconds
+        # The name of the client's API key: capacity is shared between keys.
+        self.key = ""
+        # The tokens charged to the API key; settled when the completion ends.
+        self.charge = Charge(None, 0)
+        self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self._changed = asyncio.Event()
+        adjustments = adjustments_of(request, model.info.end_tokens)
+        sequences = [
+            sequence
+            for prompt in prompts
+            for sequence in sequences_of(engine, request, model, prompt, adjustments, request_id)
+        ]
+        first = [sequence.id for sequence in sequences[:_MOST_LOGGED]]
+        log.debug("completion begins", id=self.id, choices=len(sequences), sequences=first)
+        self.choices = [self._choice(index, sequence) for index, sequence in enumerate(sequences)]
+
+    def _choice(self, index: int, sequence: Sequence) -> Choice:
+        request = self.request
+        sequence.listener = self._changed.set
+        sequence.hears_rounds = request.stream or bool(request.stops)
+        text = TextStream(
+            self.model.codec,
+            sequence.prompt,
+            request.stops,
+            keep_stop=request.include_stop_str_in_output,
+            min_tokens=request.min_tokens,
+            silent=frozenset() if request.include_stop_str_in_output else sequence.end_tokens,
+            skip_special_tokens=request.skip_special_tokens,
+        )
+        return Choice(index, sequence, text)
+
+    def submit(self) -> None:
+        """Queue all choices, or none. Raises QueueFull, InvalidRequest, NoVerifier or ShuttingDown."""
+        try:
+            self.engine.submit([choice.sequence for choice in self.choices], self.key)
+        except SpireError:
+            self.charge.settle(0)
+            raise
+
+    def close(self) -> None:
+        self.engine.finish([choice.sequence for choice in self.choices], "abort")
+        self.charge.settle(self._used_tokens())
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens that the request may use: its prompts, and `max_tokens` for each choice."""
+        prompts = sum(map(len, self.prompts))
+        return prompts + sum(choice.sequence.max_tokens for choice in self.choices)
+
+    def _used_tokens(self) -> int:
+        """Return the tokens used: all output, and the prompts whose first choice was admitted."""
+        first_choices = self.choices[:: self.request.candidates]
+        prompts = sum(len(choice.sequence.prompt) for choice in first_choices if choice.sequence.moments.admitted)
+        return prompts + sum(len(choice.sequence.output) for choice in self.choices)
+
+    async def begun(self) -> bool:
+        """Return True at the first token, or after `idle_ping` seconds. Raises a choice's error, or DeadlinePassed."""
+        await self._hear(self.engine.config.idle_ping)
+        for choice in self.choices:
+            self._check(choice)
+        return True
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the answer as one object, to be written in pieces. Raises the error of a choice, or DeadlinePassed."""
+        pieces: list[list[Piece]] = [[] for _ in self.choices]
+        async for piece in self._pieces():
+            if piece is not None:
+                pieces[piece.index].append(piece)
+        return self._answer(pieces)
+
+    def _chosen(self) -> list[Choice]:
+        """Return the n best candidates of each prompt, best first; all in order if only n were generated."""
+        n, candidates = self.request.n, self.request.candidates
+        if n == candidates:
+            return self.choices
+        groups = [self.choices[at : at + candidates] for at in range(0, len(self.choices), candidates)]
+        return [
+            choice
+            for group in groups
+            for choice in sorted(group, key=lambda choice: choice.mean_logprob, reverse=True)[:n]
+        ]
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yield the answer as server-sent events. An error in mid-stream becomes an event too."""
+        try:
+            async for piece in self._pieces(ping=self.engine.config.idle_ping):
+                if piece is None:
+                    yield _PING
+                elif self._says_something(piece):
+                    yield await self._event_of(piece)
+            if self.request.include_usage or self.request.return_metrics:
+                yield _event(self._last_chunk())
+        except Exception as error:
+            yield _event(rest_error(error)[1])
+        yield _DONE
+
+    def _says_something(self, piece: Piece) -> bool:
+        said = piece.echo or piece.text or piece.entries or piece.finish_reason
+        return bool(said) or (bool(piece.tokens) and self._tells_tokens)
+
+    async def _event_of(self, piece: Piece) -> bytes:
+        """Return a piece as an event; off the event loop if the piece echoes a prompt, which may be long."""
+
+        def event() -> bytes:
+            return _event(self._chunk(piece))
+
+        return event() if piece.echo is None else await aside(event)
+
+    async def _pieces(self, ping: float | None = None) -> AsyncIterator[Piece | None]:
+        """Yield the new output of the choices as it comes; None when nothing came for `ping` seconds."""
+        if self.request.echo:
+            await aside(self._echo_prompts)
+        unfinished, stretch = self.choices, Stretch()
+        while unfinished:
+            if not await self._hear(ping):
+                yield None
+                continue
+            self._changed.clear()
+            for choice in unfinished:
+                self._check(choice)
+                while (piece := choice.pull()) is not None:
+                    if piece.finish_reason is not None:
+                        self.engine.finish([choice.sequence], piece.finish_reason)
+                    yield piece
+                    await stretch.breathe()
+            unfinished = [choice for choice in unfinished if choice.finish_reason is None]
+
+    async def _hear(self, patience: float | None) -> bool:
+        """Wait for progress of any choice: False if none came within `patience` seconds. Raises DeadlinePassed."""
+        until = self._deadline
+        if patience is not None:
+            until = min(until, asyncio.get_running_loop().time() + patience)
+        try:
+            async with asyncio.timeout_at(until):
+                await self._changed.wait()
+        except TimeoutError:
+            if until == self._deadline:
+                raise DeadlinePassed(f"the request was not done within {self._seconds:g} s") from None
+            return False
+        return True
+
+    def _check(self, choice: Choice) -> None:
+        """Raise the choice's error, if any. A field that the verifier refuses gets the request's own name for it."""
+        error = choice.sequence.error
+        if isinstance(error, InvalidRequest) and (field := field_of(self.request, error.param)):
+            raise BadParameter(field, str(error)) from error
+        if error is not None:
+            raise error
+
+    def _echo_prompts(self) -> None:
+        request, codec = self.request, self.model.codec
+        given = [request.prompt] if isinstance(request.prompt, str) else request.prompt
+        for at, tokens in enumerate(self.prompts):
+            if isinstance(given[at], str) and request.truncate_prompt_tokens is None:
+                echo = Echo.of_text(codec, given[at], request.add_special_tokens)
+            else:
+                echo = Echo.of_tokens(codec, tokens, request.skip_special_tokens)
+            choices = self.choices[at * request.candidates :][: request.candidates]
+            echo.scored = choices[0].sequence if request.scores_prompt and request.logprobs is not None else None
+            for choice in choices:
+                choice.begin_with(echo)
+
+    @property
+    def _tells_tokens(self) -> bool:
+        return self.request.return_token_ids or self.request.return_token_origins or self.request.return_rounds
+
+    # -- objects of the answer ---------------------------------------------------------------------------------------
+
+    def _head(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": self.object,
+            "created": self.created,
+            "model": self.model.name,
+            "system_fingerprint": f"spire-{self.model.info.target_fingerprint[:16]}",
+        }
+
+    def _answer(self, pieces: list[list[Piece]]) -> dict[str, Any]:
+        """Return the whole answer, made of the pieces of each choice. A choice is built only when it is written."""
+        answer, scores = self._head(), self._prompt_logprobs()
+        answer["choices"] = Large(
+            self._choice_object(index, choice, pieces[choice.index], scores)
+            for index, choice in enumerate(self._chosen())
+        )
+        answer |= self._beside_choices(scores)
+        answer["usage"] = self._usage()
+        if self.request.return_metrics:
+            answer["metrics"] = metrics(self.choices)
+        return answer
+
+    def _choice_object(self, index: int, choice: Choice, pieces: list[Piece], scores: list[Shared]) -> dict[str, Any]:
+        whole = Piece(
+            index,
+            next((piece.echo for piece in pieces), None),
+            "".join(piece.text for piece in pieces),
+            [*chain.from_iterable(piece.tokens for piece in pieces)],
+            [*chain.from_iterable(piece.origins for piece in pieces)],
+            [*chain.from_iterable(piece.rounds for piece in pieces)],
+            [*chain.from_iterable(piece.entries for piece in pieces)],
+            choice.finish_reason,
+        )
+        answer = self._piece_object(whole)
+        if self.request.return_token_ids:
+            answer["prompt_token_ids"] = choice.sequence.prompt
+        return answer | self._in_choice(choice, scores)
+
+    def _prompt_logprobs(self) -> list[Shared]:
+        """Return the logprobs of each prompt as the API shows them; empty if not requested."""
+        if (top := self.request.prompt_logprobs) is None:
+            return []
+        scored = [choice.sequence for choice in self.choices[:: self.request.candidates]]
+        return [Shared(of_prompt(each.prompt, each.prompt_logprobs or [], self.model.codec, top)) for each in scored]
+
+    def _in_choice(self, choice: Choice, scores: list[Shared]) -> dict[str, Any]:
+        """Return the fields about the prompt that belong to each choice."""
+        return {"prompt_logprobs": scores[choice.index // self.request.candidates]} if scores else {}
+
+    def _beside_choices(self, scores: list[Shared]) -> dict[str, Any]:
+        """Return the fields about the prompt that belong to the answer itself."""
+        return {}
+
+    def _piece_object(self, piece: Piece) -> dict[str, Any]:
+        request = self.request
+        logprobs = None if request.logprobs is None else self._logprobs(piece, request.logprobs)
+        answer = {"index": piece.index, **self._said(piece), "logprobs": logprobs, "finish_reason": piece.finish_reason}
+        if request.return_token_ids:
+            answer["token_ids"] = piece.tokens
+        if request.return_token_origins:
+            answer["token_origins"] = piece.origins
+        if request.return_rounds:
+            answer["rounds"] = [asdict(round_) for round_ in piece.rounds]
+        return answer
+
+    def _said(self, piece: Piece) -> dict[str, Any]:
+        return {"text": piece.echo.text + piece.text if piece.echo else piece.text}
+
+    def _logprobs(self, piece: Piece, top: int) -> dict[str, Any]:
+        codec = self.model.codec
+        of_echo = piece.echo.arrays(codec, top) if piece.echo else {}
+        own = arrays(piece.entries, codec, top)
+        return {name: Joined([of_echo[name], shown] if of_echo else [shown]) for name, shown in own.items()}
+
+    def _chunk(self, piece: Piece) -> dict[str, Any]:
+        chunk = self._head() | {"choices": Large([self._piece_object(piece)])}
+        if self.request.include_usage:
+            chunk["usage"] = self._usage() if self.request.continuous_usage else None
+        return chunk
+
+    def _usage(self) -> dict[str, Any]:
+        return usage(self.prompts, self.choices, self.request.candidates)
+
+    def _last_chunk(self) -> dict[str, Any]:
+        chunk = self._head() | {"choices": []}
+        if self.request.include_usage:
+            chunk["usage"] = self._usage()
+        if self.request.return_metrics:
+            chunk["metrics"] = metrics(self.choices)
+        return chunk
+
+
+def sequences_of(
+    engine: Engine,
+    request: CompletionRequest,
+    model: ServedModel,
+    prompt: list[int],
+    adjustments: Adjustments | None,
+    request_id: str,
+) -> list[Sequence]:
+    """Return the candidates for one prompt as sequences. Only the first requests the prompt's logprobs, for all."""
+    speculation, seed, config = request.speculation, request.chosen_seed(), engine.config
+    k = 0 if speculation.draft == "off" else config.k if speculation.k is None else speculation.k
+    rule = config.rule_for(speculation.rule, request.seed is not None)
+    end_tokens = {*request.stop_token_ids}
+    if request.shape is not None or not request.ignore_eos:
+        end_tokens.update(model.info.end_tokens)
+    return [
+        Sequence(
+            id=engine.new_id(request_id),
+            prompt=prompt,
+            sampling=Sampling(
+                request.temperature, max(0, request.top_k), request.top_p, seed, choice, request.min_p, rule
+            ),
+            max_tokens=request.max_tokens,
+            k=k or 0,
+            automatic=k is None,
+            end_tokens=frozenset(end_tokens),
+            adjustments=adjustments,
+            top_logprobs=request.most_logprobs,
+            wants_prompt_logprobs=request.scores_prompt and choice == 0,
+            cache_salt=request.cache_salt or "",
+        )
+        for choice in range(request.candidates)
+    ]
+
+
+def _event(message: dict[str, Any]) -> bytes:
+    return b"data: " + b"".join(pieces_of(message)) + b"\n\n"

@@ -1,0 +1,57 @@
+"""Refuses requests of foreign web pages: pages that are neither this gateway's own nor of an allowed origin.
+
+A gateway with API keys does not need this check: a foreign page has no key. A gateway without keys, as on loopback,
+tells its user's programs from foreign pages by what browsers do: a browser asks the gateway before it sends a foreign
+page's request with a JSON content type, and the headers Origin and Host name the page's site, even if the site has its
+name resolve to this machine (DNS rebinding). Does not know: who may use an address that other machines reach.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from gateway.errors import ForeignPage, NotJson
+from spire.address import is_loopback
+
+_JSON = re.compile(rb"application/([\w.+-]+\+)?json\s*(;.*)?", re.IGNORECASE)
+
+
+class ForeignPages:
+    """Recognizes requests of foreign pages.
+
+    `hosts` are the host names, besides those of loopback, that a request may name; None allows any name, where other
+    machines may reach the gateway. `origins` are the allowed origins, `bodies` the paths that take JSON.
+    """
+
+    def __init__(self, hosts: Collection[str] | None, origins: Collection[str], bodies: Collection[str]):
+        self._hosts = None if hosts is None else {host.lower() for host in hosts}
+        self._origins, self._bodies = frozenset(origins), frozenset(bodies)
+
+    def check(self, scope: Mapping[str, Any]) -> None:
+        """Raise ForeignPage or NotJson for a request that a foreign page may have sent."""
+        headers = dict(scope["headers"])
+        host, origin = headers.get(b"host", b"").decode("latin-1"), headers.get(b"origin")
+        if self._hosts is not None and host and not self._is_ours(_name(host)):
+            raise ForeignPage(
+                f"this gateway is not {_name(host)[:80]!r}: ask for it at 127.0.0.1 or localhost, or "
+                "start it with --allow-host NAME"
+            )
+        if origin is not None and not self._is_welcome(origin.decode("latin-1"), host):
+            raise ForeignPage("a page of another site may not ask here: --cors-origins names those that may")
+        takes_json = scope["method"] == "POST" and scope["path"] in self._bodies
+        if takes_json and not _JSON.fullmatch(headers.get(b"content-type", b"").strip()):
+            raise NotJson("the body's type must be declared: send the header 'Content-Type: application/json'")
+
+    def _is_ours(self, name: str) -> bool:
+        return is_loopback(name) or name.endswith(".localhost") or name in (self._hosts or ())
+
+    def _is_welcome(self, origin: str, host: str) -> bool:
+        return bool({origin, "*"} & self._origins) or urlsplit(origin).netloc.lower() == host.lower()
+
+
+def _name(host: str) -> str:
+    """Return a Host header without its port and brackets."""
+    return re.sub(r":\d*$", "", host).strip("[]").lower()

@@ -1,0 +1,119 @@
+"""Client connections, with two deadlines that uvicorn lacks: to send a request's head, and to read the answer.
+
+A connection that misses a deadline is aborted, so that neither the connection nor its buffers are held for ever. Where
+there are too many connections, the one that has been idle for longest is aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import h11
+import structlog
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from gateway.config import GatewayConfig
+
+# The kernel's buffer for an answer that the client does not read. By default the kernel lets it grow to megabytes.
+_SEND_BUFFER_BYTES = 256 * 1024
+
+
+log = structlog.get_logger("gateway")
+
+
+class Connections:
+    """All open connections. Beyond `most`, the longest idle one is aborted. `met` is told each one's descriptor."""
+
+    def __init__(self, most: int, met: Callable[[int], None]):
+        self._most, self.met = most, met
+        self._open: set[Connection] = set()
+        # Connections between two requests, the longest idle first.
+        self._idle: dict[Connection, None] = {}
+
+    def opened(self, connection: Connection) -> None:
+        self._open.add(connection)
+        self._idle[connection] = None
+        if len(self._open) > self._most:
+            log.warning("too many connections: the longest idle is closed", most=self._most)
+            next(iter(self._idle)).cut()
+
+    def settled(self, connection: Connection, idle: bool) -> None:
+        """Record if the connection is idle, that is between two requests."""
+        if not idle:
+            self._idle.pop(connection, None)
+        elif connection in self._open:
+            self._idle.setdefault(connection)
+
+    def closed(self, connection: Connection) -> None:
+        self._open.discard(connection)
+        self._idle.pop(connection, None)
+
+
+class Connection(H11Protocol):
+    """A connection whose client has `head_deadline` seconds to send a request's line and headers.
+
+    Once the write buffer is full, the client has `reading_deadline` seconds to read enough to drain it.
+    """
+
+    def __init__(self, limits: GatewayConfig, every: Connections, **of_uvicorn: Any):
+        super().__init__(**of_uvicorn)
+        self._limits, self._all = limits, every
+        self._head: asyncio.TimerHandle | None = None
+        self._reading: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        self._expect_head()
+        self._all.met(transport.get_extra_info("socket").fileno())
+        self._all.opened(self)
+
+    def cut(self) -> None:
+        """Abort the connection. It no longer counts as open, though its descriptor is closed a moment later."""
+        self._all.closed(self)
+        self.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        """Start the head deadline at a later request's first bytes: until then, uvicorn's `idle_seconds` applies."""
+        if self._head is None and self.conn.their_state in (h11.IDLE, h11.DONE):
+            self._expect_head()
+        super().data_received(data)
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.conn.their_state is not h11.IDLE:
+            _cancel(self._head)
+            self._head = None
+        self._settle()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._settle()
+
+    def _settle(self) -> None:
+        self._all.settled(self, idle=self.cycle is None or self.cycle.response_complete)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._reading = self.loop.call_later(self._limits.reading_deadline, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        _cancel(self._reading)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._all.closed(self)
+        _cancel(self._head)
+        _cancel(self._reading)
+
+    def _expect_head(self) -> None:
+        self._head = self.loop.call_later(self._limits.head_deadline, self.transport.abort)
+
+
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()

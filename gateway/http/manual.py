@@ -1,0 +1,72 @@
+"""The manual of the API at `/docs`: a plain HTML page made of the OpenAPI document, without scripts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from html import escape
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse
+
+from gateway.http.page import HEADERS
+
+PATH = "/docs"
+
+
+def add_manual(app: FastAPI) -> None:
+    async def manual(_: Request) -> HTMLResponse:
+        return HTMLResponse(rendered(app.openapi()), headers=HEADERS)
+
+    app.add_route(PATH, manual, methods=["GET"], include_in_schema=False)
+
+
+def rendered(document: dict[str, Any]) -> str:
+    """Return an OpenAPI document as HTML."""
+    title = escape(f"{document['info']['title']} {document['info']['version']}")
+    head = f'<meta charset="utf-8"><title>{title}</title><link rel="stylesheet" href="/static/page.css">'
+    operations = "".join(
+        _operation(method, path, operation)
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+    )
+    schemas = "".join(_folded(name, schema, name) for name, schema in document["components"]["schemas"].items())
+    about = 'The same for programs: <a href="/openapi.json">/openapi.json</a>.'
+    body = f"<main><h1>{title}</h1><p>{about}</p>{operations}<h2>Schemas</h2>{schemas}</main>"
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{body}</body></html>'
+
+
+def _operation(method: str, path: str, operation: dict[str, Any]) -> str:
+    answers = "".join(
+        f"<dt>{escape(status)}</dt><dd>{escape(answer['description'])}{_links(answer)}</dd>"
+        for status, answer in operation["responses"].items()
+    )
+    about = escape(operation.get("description", operation.get("summary", "")))
+    body = operation.get("requestBody")
+    takes = f"<p>Takes{_links(body)}</p>" if body else ""
+    parameters = _folded("Parameters", operation["parameters"]) if operation.get("parameters") else ""
+    return f"<h2>{method.upper()} {escape(path)}</h2><p>{about}</p>{takes}{parameters}<dl>{answers}</dl>"
+
+
+def _links(part: Any) -> str:
+    """Return links to the schemas that a part of the document refers to."""
+    return "".join(f' <a href="#{escape(name)}">{escape(name)}</a>' for name in dict.fromkeys(_named(part)))
+
+
+def _named(part: Any) -> Iterator[str]:
+    if isinstance(part, list):
+        for each in part:
+            yield from _named(each)
+    elif isinstance(part, dict):
+        for key, value in part.items():
+            if key == "$ref":
+                yield value.rpartition("/")[2]
+            else:
+                yield from _named(value)
+
+
+def _folded(title: str, content: Any, anchor: str = "") -> str:
+    text = escape(json.dumps(content, indent=2, ensure_ascii=False))
+    place = f' id="{escape(anchor)}"' if anchor else ""
+    return f"<details{place}><summary>{escape(title)}</summary><pre>{text}</pre></details>"

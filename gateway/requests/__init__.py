@@ -1,0 +1,1 @@
+"""Request bodies: their fields, checked and turned into prompts, output shapes and logit adjustments."""

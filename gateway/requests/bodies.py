@@ -1,0 +1,180 @@
+"""The request bodies of all routes: JSON parsed by a schema, and the refusals that OpenAPI declares."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from fastapi import Request
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    GetJsonSchemaHandler,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+from gateway.aside import by_size
+from gateway.errors import BadParameter, UnknownModel
+from gateway.requests.fields import GENERATION, Lists, ignored_fields, shown
+from gateway.rounds.engine import Engine
+from gateway.text.json_reader import read_json
+from gateway.verifier_client import ServedModel
+
+_NULL = {"type": "null"}
+# The most ignored fields that the header names.
+_MOST_NAMED = 16
+# Errors cut a wrong model name to _LONGEST_NAME characters and leave out a wrong value above _LONGEST_VALUE.
+_LONGEST_NAME, _LONGEST_VALUE = 64, 40
+_REFUSALS = {
+    400: "The request is wrong",
+    403: "A page of another site asks",
+    404: "No such model",
+    408: "The body did not arrive in time",
+    413: "The body is too large",
+    415: "The body is not declared to be JSON",
+    429: "The queue is full",
+    500: "Internal error",
+    503: "No verifier",
+    504: "The request took longer than it may",
+}
+
+
+# Fields whose values errors never show: a log of errors must not hold the texts of requests.
+_TEXTS = (("prompt",), ("messages",), ("stop",))
+_UNION_MEMBERS = {"str", "list[str]", "dict[str,any]"}
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(BaseModel):
+    error: ErrorDetail
+
+
+# By these formats the OpenAPI document takes its limits from the served model: see `gateway/api/openapi.py`.
+ModelName = Annotated[str, Field(json_schema_extra={"format": "model-id"})]
+TokenCount = Annotated[int, Field(json_schema_extra={"format": "token-count"})]
+TokenId = Annotated[int, Field(json_schema_extra={"format": "token-id", "minimum": 0})]
+
+
+class _FirstError(FailFast):
+    # The members of a union must be hashable.
+    __hash__ = object.__hash__
+
+
+# Report only the first wrong item of a list: finding them all in a long list would block the gateway for seconds.
+FIRST_ERROR = _FirstError()
+
+
+TokenIds = Annotated[list[TokenId], FIRST_ERROR]
+Texts = Annotated[list[str], FIRST_ERROR]
+
+
+class Part(BaseModel):
+    """An object in a body: `null` stands for a field's default. Unknown fields: `gateway/requests/fields.py`."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_default(cls, raw: Any) -> Any:
+        return {key: value for key, value in raw.items() if value is not None} if isinstance(raw, dict) else raw
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        schema = handler(core)
+        fields = handler.resolve_ref_schema(schema)
+        for name in fields["properties"].keys() - {*fields.get("required", [])}:
+            fields["properties"][name] = _nullable(fields["properties"][name])
+        return schema
+
+
+def _nullable(field: JsonSchemaValue) -> JsonSchemaValue:
+    inside = set() if "anyOf" in field else field.keys() - {"title", "description", "default"}
+    about = {name: value for name, value in field.items() if name not in {*inside, "anyOf"}}
+    kinds = field.get("anyOf") or [{name: field[name] for name in sorted(inside)}]
+    return about | {"anyOf": [*(kind for kind in kinds if kind != _NULL), _NULL]}
+
+
+class RequestBody(Part):
+    """A whole body."""
+
+    lists: ClassVar[Lists] = GENERATION
+
+    model: ModelName | None = None
+    # The dotted paths of the ignored fields.
+    _ignored: list[str] = PrivateAttr(default_factory=list)
+
+
+Body = TypeVar("Body", bound=RequestBody)
+
+
+def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return the OpenAPI declaration of the error responses of a route."""
+    return {status: {"model": ErrorResponse, "description": _REFUSALS[status]} for status in statuses}
+
+
+def parse(body: bytes, schema: type[Body]) -> Body:
+    """Parse a body by its schema and record the ignored fields. Raises BadParameter."""
+    raw = read_json(body)
+    if not isinstance(raw, dict):
+        raise BadParameter("body", "the body must be a JSON object", "invalid_json")
+    ignored = ignored_fields(raw, schema, schema.lists)
+    try:
+        request = schema.model_validate(raw)
+    except ValidationError as error:
+        raise bad_parameter(error.errors(include_url=False)) from error
+    request._ignored = ignored
+    return request
+
+
+async def read_body(http: Request, schema: type[Body], engine: Engine) -> tuple[Body, ServedModel]:
+    """Return the parsed body and the served model. Raises BadParameter, NoVerifier, ShuttingDown or UnknownModel."""
+    body = await http.body()
+    request = await by_size(len(body), parse, body, schema)
+    model = engine.model
+    check_model(request.model, model)
+    return request, model
+
+
+def bad_parameter(problems: Any) -> BadParameter:
+    """Return the error for the problems that pydantic found, under the name of the first field concerned."""
+    return BadParameter(_place(problems[0]["loc"]) or "body", "; ".join(map(_told, problems[:8])))
+
+
+def _place(loc: tuple[str | int, ...]) -> str:
+    """The path of a field as errors spell it, such as `messages[0].role`.
+
+    Pydantic reports a union once for each of its types and adds the type's name, which is left out here.
+    """
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc if part not in _UNION_MEMBERS]
+    return "".join(parts).removeprefix(".")
+
+
+def _told(problem: Any) -> str:
+    """Describe what is wrong with a field, with its value if that is short and no text of the request."""
+    value, told = problem.get("input"), problem["loc"][:1] not in _TEXTS
+    short = isinstance(value, int | float) or (isinstance(value, str) and len(value) <= _LONGEST_VALUE)
+    came = f", {value!r} came" if told and short and len(repr(value)) <= _LONGEST_VALUE else ""
+    return f"{_place(problem['loc']) or 'body'}: {problem['msg']}{came}"
+
+
+def check_model(wanted: str | None, model: ServedModel) -> None:
+    """Raise UnknownModel if a request wants a model other than the served one."""
+    if wanted is not None and wanted != model.name:
+        raise UnknownModel(f"model {wanted[:_LONGEST_NAME]!r} is not served here; {model.name!r} is")
+
+
+def ignored_header(request: RequestBody) -> dict[str, str]:
+    """Return the header that names the ignored fields; empty if there are none."""
+    names = sorted(request._ignored)
+    return {"X-Spire-Ignored": ", ".join(map(shown, names[:_MOST_NAMED]))} if names else {}

@@ -1,0 +1,218 @@
+"""Fields of a request that its schema does not have: refused by name if they would change the answer, else ignored.
+
+`fields.toml` lists the refused fields, with the values that ask for nothing, and the fields that cannot change an
+answer. Fields of the schema are honoured, whatever the lists say. A field in no list is ignored too, unless its name is
+one edit away from the name of an honoured or refused field that the body lacks: it is then refused, and the error
+suggests that name. A slip in the name of an ignored field costs nothing.
+
+Does not know: what the fields of a schema mean, and what is inside a field without a schema of its own, such as a JSON
+schema for the output.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel
+
+from gateway.errors import BadParameter
+
+# The fewest letters of a known name that is suggested: too many names are one edit away from a shorter one.
+_SHORTEST_GUESSED = 4
+_MOST_SHOWN = 64
+# The most different unknown names of a body: each is compared with all known names.
+_MOST_UNKNOWN = 64
+_UNKNOWN = "unknown_parameter"
+
+
+@dataclass(frozen=True)
+class PartOf:
+    """Annotation of a field that pydantic does not parse: each object in the field has the fields of `schema`."""
+
+    schema: type[BaseModel]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An unsupported field: its values that ask for nothing, and the field to use instead, if any."""
+
+    neutral: tuple[Any, ...]
+    instead: str = ""
+
+    def asks_for_nothing(self, value: Any) -> bool:
+        return any(
+            value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in self.neutral
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Lists:
+    """The fields that a group of routes refuses or ignores, by dotted path."""
+
+    refused: dict[str, Refusal]
+    ignored: frozenset[str]
+
+    def __contains__(self, path: str) -> bool:
+        return path in self.refused or path in self.ignored
+
+    def refused_inside(self, kind: str) -> set[str]:
+        """The names of the refused fields of the object at the dotted path `kind`."""
+        return {name for parent, _, name in (path.rpartition(".") for path in self.refused) if parent == kind}
+
+
+def _refusals(table: dict[str, Any]) -> dict[str, Refusal]:
+    return {path: Refusal(tuple(neutral), table["instead"].get(path, "")) for path, neutral in table["refused"].items()}
+
+
+def _read_lists() -> tuple[Lists, Lists]:
+    """Return the lists of the generation routes and of the tokenization routes."""
+    table = tomllib.loads((Path(__file__).parent / "fields.toml").read_text(encoding="utf-8"))
+    generation = Lists(_refusals(table), frozenset(table["ignored"]["names"]))
+    of_messages = {path: refusal for path, refusal in generation.refused.items() if path.startswith("messages.")}
+    refused = of_messages | _refusals(table["tokenization"])
+    return generation, Lists(refused, generation.ignored | generation.refused.keys() - refused.keys())
+
+
+GENERATION, TOKENIZATION = _read_lists()
+
+
+def ignored_fields(body: dict[str, Any], schema: type[BaseModel], lists: Lists) -> list[str]:
+    """Return the dotted path of each ignored field of a body, once. Raises BadParameter for a refused field.
+
+    A field that is `null` counts as absent.
+    """
+    return list(dict.fromkeys(_ignored(body, schema, _Unknown(lists), "", "")))
+
+
+def _ignored(body: dict[str, Any], schema: type[BaseModel], unknown: _Unknown, kind: str, where: str) -> Iterator[str]:
+    """Yield the ignored fields of an object at the dotted path `kind`; `where` is that path with list indexes."""
+    lists = unknown.lists
+    fields = _fields_of(schema)
+    for name, value in body.items():
+        path, place = _join(kind, name), _join(where, name)
+        if value is None:
+            continue
+        if name in fields:
+            yield from _ignored_inside(value, fields[name], unknown, path, place)
+        elif path in lists.refused:
+            _check(lists.refused[path], value, place)
+        elif path in lists.ignored:
+            yield path
+        elif not getattr(schema, "passes_others_on", False):
+            if (guess := unknown.meant_by(name, schema, kind, place)) and body.get(guess) is None:
+                raise BadParameter(shown(place), f"{shown(place)} is not known: did you mean {guess}?", _UNKNOWN)
+            if schema.model_config.get("extra") == "forbid":
+                raise BadParameter(
+                    shown(place), f"{shown(place)} is not known: {kind} has {', '.join(fields)}", _UNKNOWN
+                )
+            yield path
+
+
+def _ignored_inside(
+    value: Any, part: type[BaseModel] | None, unknown: _Unknown, path: str, place: str
+) -> Iterator[str]:
+    """Yield the ignored fields of a value that is an object of the schema `part` or a list of such objects."""
+    if part is not None:
+        items = [(f"{place}[{at}]", item) for at, item in enumerate(value)] if isinstance(value, list) else []
+        for where, item in items or [(place, value)]:
+            if isinstance(item, dict):
+                yield from _ignored(item, part, unknown, path, where)
+
+
+def _check(refusal: Refusal, value: Any, place: str) -> None:
+    """Raise BadParameter unless the value asks for nothing."""
+    if not refusal.asks_for_nothing(value):
+        neutral = " or ".join(json.dumps(value) for value in refusal.neutral)
+        advice = f"use {refusal.instead} instead" if refusal.instead else "leave it out"
+        nothing = f", or send {neutral}" if neutral else ""
+        raise BadParameter(place, f"{place} is not supported: {advice}{nothing}", "unsupported_parameter")
+
+
+def _join(parent: str, name: str) -> str:
+    return f"{parent}.{name}" if parent else name
+
+
+def shown(name: str) -> str:
+    """Return a field's name for errors and headers: cut, in ASCII, quoted if empty or with a space at either end."""
+    quoted = ascii(name[:_MOST_SHOWN])
+    bare = quoted[1:-1]
+    return bare if bare and bare == bare.strip() else quoted
+
+
+# -- schemas -----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _fields_of(schema: type[BaseModel]) -> dict[str, type[BaseModel] | None]:
+    """The fields by the names in requests, each with the schema of the objects in it, or None."""
+    return {
+        info.alias or name: next((part for part in map(_part_in, [info.annotation, *info.metadata]) if part), None)
+        for name, info in schema.model_fields.items()
+    }
+
+
+def _part_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, PartOf):
+        return annotation.schema
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((part for part in map(_part_in, get_args(annotation)) if part), None)
+
+
+# -- names that are nearly known ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Unknown:
+    """The unknown names of one body by the path of their object, each with the known name it is close to, if any."""
+
+    lists: Lists
+    _meant: dict[tuple[str, str], str | None] = field(default_factory=dict)
+
+    def meant_by(self, name: str, schema: type[BaseModel], kind: str, place: str) -> str | None:
+        """Return the known name that was meant, or None. Raises BadParameter beyond _MOST_UNKNOWN different names."""
+        if (kind, name) not in self._meant:
+            if len(self._meant) == _MOST_UNKNOWN:
+                message = f"{shown(place)} is not known, like {_MOST_UNKNOWN} others: leave them out"
+                raise BadParameter(shown(place), message, _UNKNOWN)
+            self._meant[kind, name] = _guess(name[:_MOST_SHOWN], schema, self.lists, kind)
+        return self._meant[kind, name]
+
+
+def _guess(name: str, schema: type[BaseModel], lists: Lists, kind: str) -> str | None:
+    """Return the known name whose letters equal the name's or differ in one that is added, missing, other or moved."""
+    letters = _letters(name)
+    whole, near = _spellings(schema, lists, kind)
+    if letters in whole:
+        return whole[letters]
+    found = {known for shorter in _one_less(letters) for known in near.get(shorter, ())}
+    return next(iter(get_close_matches(name, sorted(found), 1, 0)), None)
+
+
+@cache
+def _spellings(schema: type[BaseModel], lists: Lists, kind: str) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """The honoured and refused names of an object, by their letters, and by their letters with at most one left out."""
+    known = sorted({*_fields_of(schema), *lists.refused_inside(kind)})
+    near: dict[str, list[str]] = {}
+    for name in known:
+        if len(_letters(name)) < _SHORTEST_GUESSED:
+            continue
+        for shorter in _one_less(_letters(name)):
+            near.setdefault(shorter, []).append(name)
+    return {_letters(name): name for name in known}, near
+
+
+def _letters(name: str) -> str:
+    return "".join(filter(str.isalnum, name)).lower()
+
+
+def _one_less(letters: str) -> set[str]:
+    """The letters, and the letters with each one left out in turn."""
+    return {letters, *(letters[:at] + letters[at + 1 :] for at in range(len(letters)))}

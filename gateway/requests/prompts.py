@@ -1,0 +1,126 @@
+"""The prompts of a request: texts and token ids, checked and encoded to fit the model's context."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from gateway.errors import BadParameter, over_context
+from gateway.text.tokenizer import PromptTooLong
+from gateway.verifier_client import ServedModel
+from spire.text.kinds import kind_of
+
+Prompt = str | list[int]
+
+# More tokens than any body holds.
+_ANY_LENGTH = 2**31
+
+
+class Prompted(Protocol):
+    """The parts of a request that decide how its prompts are encoded."""
+
+    prompt: Any
+    max_tokens: int
+    add_special_tokens: bool
+    truncate_prompt_tokens: int | None
+
+    @property
+    def prompt_name(self) -> str:
+        """The name of the field that the prompt came in."""
+
+    @property
+    def limit_name(self) -> str:
+        """The name of the field that `max_tokens` came in."""
+
+
+def encode_prompts(request: Prompted, model: ServedModel, max_prompts: int) -> list[list[int]]:
+    """Encode every prompt to token ids, with room for the output in the context. Raises BadParameter."""
+    context = model.info.max_context
+    longest = context if request.truncate_prompt_tokens is None else _ANY_LENGTH
+    prompts = prompts_of(request.prompt, longest, model.info.vocab_size, max_prompts)
+    return [_encoded(prompt, request, model, longest) for prompt in prompts]
+
+
+def _encoded(prompt: Prompt, request: Prompted, model: ServedModel, longest: int) -> list[int]:
+    context = model.info.max_context
+    try:
+        special = request.add_special_tokens
+        tokens = model.codec.encode(prompt, longest, special) if isinstance(prompt, str) else prompt
+    except PromptTooLong as error:
+        raise over_context("prompt", context, error.however) from error
+    if (kept := request.truncate_prompt_tokens) is not None:
+        tokens = tokens[-max(1, context - request.max_tokens if kept == -1 else kept) :]
+    if not tokens:
+        raise BadParameter("prompt", "a prompt has no tokens")
+    if len(tokens) + request.max_tokens > context:
+        raise _no_room(request, len(tokens), context)
+    return tokens
+
+
+def prompts_of(value: Any, max_context: int, vocab_size: int, max_prompts: int) -> list[Prompt]:
+    """Return the prompts: texts unchanged, token ids checked against vocabulary and context. Raises BadParameter."""
+    if isinstance(value, str):
+        return [text_prompt(value, "prompt")]
+    if not isinstance(value, list) or not value:
+        raise BadParameter("prompt", "prompt must be a string, a list of strings, or one or more lists of token ids")
+    if _is_token(value[0]):
+        return [_token_ids(value, max_context, vocab_size, "prompt")]
+    if len(value) > max_prompts:
+        raise BadParameter("prompt", f"prompt holds {len(value)} prompts; a request may hold {max_prompts} choices")
+    return [_one_of_many(item, value[0], max_context, vocab_size, f"prompt[{at}]") for at, item in enumerate(value)]
+
+
+def _one_of_many(item: Any, first: Any, max_context: int, vocab_size: int, where: str) -> Prompt:
+    if isinstance(first, str) and isinstance(item, str):
+        return text_prompt(item, where)
+    if isinstance(first, list) and isinstance(item, list):
+        return _token_ids(item, max_context, vocab_size, where)
+    raise BadParameter("prompt", f"{where} is {kind_of(item)}: a prompt list holds only strings or only lists of ids")
+
+
+def text_prompt(text: str, where: str) -> str:
+    """Return the text. Raises BadParameter if it is empty or not valid Unicode."""
+    if not text:
+        raise BadParameter("prompt", f"{where} is empty")
+    check_unicode(text, "prompt", where)
+    return text
+
+
+def check_unicode(text: str, param: str, where: str = "") -> None:
+    """Raise BadParameter for a text with half a surrogate pair, which UTF-8 cannot encode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadParameter(param, f"{where or param} is no valid Unicode text: {error.reason}") from error
+
+
+def _token_ids(ids: list[Any], max_context: int, vocab_size: int, where: str) -> list[int]:
+    if not ids:
+        raise BadParameter("prompt", f"{where} is empty")
+    if len(ids) > max_context:
+        raise over_context("prompt", max_context, result_of("prompt", len(ids)))
+    for token in ids:
+        if not _is_token(token):
+            raise BadParameter("prompt", f"{where} holds {kind_of(token)} among token ids")
+        if not 0 <= token < vocab_size:
+            raise BadParameter("prompt", f"{where} holds token id {token}; ids end at {vocab_size - 1}")
+    return ids
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def result_of(name: str, tokens: int) -> str:
+    return f"your {name} resulted in {tokens} tokens. Please reduce the length of the {name}."
+
+
+def _no_room(request: Prompted, prompt_tokens: int, max_context: int) -> BadParameter:
+    """The error for a prompt without room for its output: names the prompt if it fills the context, else the limit."""
+    name, wanted = request.prompt_name, request.max_tokens
+    if prompt_tokens > max_context:
+        return over_context(name, max_context, result_of(name, prompt_tokens))
+    however = (
+        f"you requested {prompt_tokens + wanted} tokens ({prompt_tokens} in the {name}, {wanted} in the completion). "
+        f"Please reduce the length of the {name} or completion."
+    )
+    return over_context(name if prompt_tokens == max_context else request.limit_name, max_context, however)

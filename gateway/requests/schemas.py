@@ -1,0 +1,287 @@
+"""The body of `POST /v1/completions`, and its checks.
+
+Does not know: the model, but for the size of its vocabulary; unknown fields, which `gateway/requests/fields.py` judges.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, WithJsonSchema, model_validator
+
+from gateway.errors import BadParameter
+from gateway.requests.bodies import Part, Texts, TokenCount, TokenIds
+from gateway.requests.structured import StructuredRequest
+from gateway.sequence import Rule
+from spire.rpc.limits import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_STOP_TOKENS
+
+_TOKENS_SCHEMA = {"type": "array", "minItems": 1, "items": {"type": "integer", "format": "token-id", "minimum": 0}}
+_PROMPT_SCHEMA = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
+        _TOKENS_SCHEMA,
+        {"type": "array", "minItems": 1, "items": _TOKENS_SCHEMA},
+    ]
+}
+_MOST_STOPS = 4
+_LONGEST_STOP = 1024
+_MOST_CANDIDATES = 16
+_LARGEST_BIAS = 100.0
+_LONGEST_SALT = 256
+# The most logprobs that the answer to one request may hold: some 100 MB while it is made and written.
+MOST_LOGPROBS = 1 << 21
+
+# Limits of fields that the types do not express and `check` enforces.
+_STOP_SCHEMA = {"type": "string", "minLength": 1, "maxLength": _LONGEST_STOP}
+_STOPS_SCHEMA = {"anyOf": [_STOP_SCHEMA, {"type": "array", "maxItems": _MOST_STOPS, "items": _STOP_SCHEMA}]}
+_BIAS_SCHEMA = {
+    "type": "object",
+    "description": "by token id",
+    "maxProperties": MAX_LOGIT_BIASES,
+    "propertyNames": {"format": "token-id-text"},
+    "additionalProperties": {"type": ["number", "null"], "minimum": -_LARGEST_BIAS, "maximum": _LARGEST_BIAS},
+}
+_TRUNCATION_SCHEMA = {"anyOf": [{"const": -1}, {"type": "integer", "minimum": 1}]}
+# stream_options are allowed only in a stream.
+STREAM_SCHEMA: dict[str, JsonValue] = {
+    "anyOf": [
+        {"properties": {"stream": {"const": True}}, "required": ["stream"]},
+        {"properties": {"stream_options": {"type": "null"}}},
+    ]
+}
+
+NEWER_LIMIT = "the newer name of max_tokens, and counts before it"
+
+# prompt_logprobs are not allowed in a stream.
+PROMPT_LOGPROBS_SCHEMA: dict[str, JsonValue] = {
+    "anyOf": [
+        {"properties": {"stream": {"enum": [False, None]}}},
+        {"properties": {"prompt_logprobs": {"type": "null"}}},
+    ]
+}
+
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIASES:
+        raise ValueError(f"it may have {MAX_LOGIT_BIASES} entries, {len(value)} came")
+    return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
+
+
+class StreamOptions(Part):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class SpeculationFields(Part):
+    """How this request is drafted: by the connected draft (its name, its kind or "auto"), or not at all ("off").
+
+    Nobody else has this field: what is unknown in it is refused.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    draft: Annotated[str, Field(json_schema_extra={"format": "draft-name"})] = "auto"
+    k: int | None = Field(
+        default=None, ge=0, le=64, description="draft tokens a round; by default the gateway's choice"
+    )
+    rule: Rule | None = Field(default=None, description="by default invariant with a seed, block without")
+
+
+class GenerationRequest(StructuredRequest):
+    """What completions and chats have in common."""
+
+    model_config = ConfigDict(json_schema_extra={"allOf": [STREAM_SCHEMA, PROMPT_LOGPROBS_SCHEMA]})
+
+    temperature: float = Field(1.0, ge=0, le=2, allow_inf_nan=False)
+    top_p: float = Field(1.0, gt=0, le=1, allow_inf_nan=False)
+    top_k: int = Field(0, ge=-1, lt=2**31, description="0 and -1 keep all tokens")
+    min_p: float = Field(0.0, ge=0, le=1, allow_inf_nan=False)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    n: int = Field(1, ge=1, le=_MOST_CANDIDATES)
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_without_nulls), WithJsonSchema(_BIAS_SCHEMA)] = Field(
+        default_factory=dict
+    )
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100, allow_inf_nan=False)
+    allowed_token_ids: TokenIds | None = Field(None, json_schema_extra={"minItems": 1, "maxItems": MAX_ALLOWED_TOKENS})
+    max_completion_tokens: TokenCount | None = Field(None, ge=0, description=NEWER_LIMIT)
+    min_tokens: TokenCount = Field(0, ge=0, description="not more than max_tokens")
+    stop: Annotated[str | Texts, WithJsonSchema(_STOPS_SCHEMA)] = Field(default_factory=list)
+    stop_token_ids: TokenIds = Field(default_factory=list, json_schema_extra={"maxItems": MAX_STOP_TOKENS})
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = Field(True, description="false: special tokens are part of the text, by their names")
+    ignore_eos: bool = False
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="of each token of the prompt, and of so many others; not in a stream"
+    )
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = Field(
+        None,
+        min_length=1,
+        max_length=_LONGEST_SALT,
+        description="computed prompts are shared only with requests of the same salt: nobody else can tell by a "
+        "faster answer that a prompt was seen before",
+    )
+    speculation: SpeculationFields = Field(default_factory=SpeculationFields)
+    return_token_ids: bool = False
+    return_token_origins: bool = False
+    return_rounds: bool = False
+    return_metrics: bool = False
+
+
+class CompletionRequest(GenerationRequest):
+    # The name of the field that the prompt came in.
+    prompt_name: ClassVar[str] = "prompt"
+
+    prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
+    max_tokens: TokenCount = Field(16, ge=0, description="0 only with echo")
+    best_of: int | None = Field(None, ge=1, le=_MOST_CANDIDATES, description="not less than n; not in a stream")
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    add_special_tokens: bool = True
+    truncate_prompt_tokens: Annotated[int | None, WithJsonSchema(_TRUNCATION_SCHEMA)] = Field(
+        None, ge=-1, description="keep this many tokens of each prompt's end; -1 keeps what the context has room for"
+    )
+
+    @model_validator(mode="after")
+    def _newer_limit_counts(self) -> Self:
+        if self.max_completion_tokens is not None:
+            self.max_tokens = self.max_completion_tokens
+        return self
+
+    @property
+    def limit_name(self) -> str:
+        """The name of the field with which the caller limits the output."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def candidates(self) -> int:
+        """The number of texts generated for each prompt: the best n of them are the answer."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def scores_prompt(self) -> bool:
+        return self.prompt_logprobs is not None or (self.echo and self.logprobs is not None)
+
+    @property
+    def most_logprobs(self) -> int | None:
+        """The number of likeliest tokens wanted at a position of prompt or output; None if no logprobs are needed."""
+        wanted = [number for number in (self.logprobs, self.prompt_logprobs) if number is not None]
+        if self.candidates > self.n:
+            wanted.append(0)  # the candidates are ranked by their logprobs
+        return max(wanted, default=None)
+
+    @property
+    def biases(self) -> dict[int, float]:
+        return {int(token): bias for token, bias in self.logit_bias.items()}
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    def chosen_seed(self) -> int:
+        """Return the caller's seed as an unsigned 64-bit number, or a random one if there is none."""
+        return secrets.randbits(64) if self.seed is None else self.seed % 2**64
+
+
+# -- checks that need no model ---------------------------------------------------------------------------------------
+
+
+def check(request: CompletionRequest) -> None:
+    """Check what pydantic's types cannot express. Raises BadParameter."""
+    limit = request.limit_name
+    if request.max_tokens == 0 and not request.echo:
+        raise BadParameter(limit, f"{limit} of 0 needs echo: ask for at least 1, or for the prompt's echo")
+    if request.min_tokens > request.max_tokens:
+        message = f"min_tokens of {request.min_tokens} is more than {limit} of {request.max_tokens}"
+        raise BadParameter("min_tokens", message)
+    if request.stream_options is not None and not request.stream:
+        raise BadParameter("stream_options", "stream_options is only allowed with stream: true")
+    if request.prompt_logprobs is not None and request.stream:
+        raise BadParameter("prompt_logprobs", "prompt_logprobs come with the whole answer: leave stream out")
+    if request.truncate_prompt_tokens == 0:
+        raise BadParameter("truncate_prompt_tokens", "truncate_prompt_tokens of 0 leaves no prompt: keep at least 1")
+    _check_best_of(request)
+    _check_stops(request.stops)
+    _check_biases(request.logit_bias)
+    _ = request.shape  # raises for several shapes, and for one that is plainly wrong
+
+
+def _check_best_of(request: CompletionRequest) -> None:
+    if request.candidates < request.n:
+        raise BadParameter("best_of", f"best_of of {request.best_of} is less than n of {request.n}")
+    if request.stream and request.candidates > request.n:
+        raise BadParameter("best_of", f"the best of {request.best_of} texts is known at their end: leave stream out")
+
+
+def _check_stops(stops: list[str]) -> None:
+    if len(stops) > _MOST_STOPS:
+        raise BadParameter("stop", f"at most {_MOST_STOPS} stop strings are allowed, {len(stops)} came")
+    for stop in stops:
+        if not stop:
+            raise BadParameter("stop", "a stop string must not be empty")
+        if len(stop) > _LONGEST_STOP:
+            raise BadParameter("stop", f"a stop string may have {_LONGEST_STOP} characters, one has {len(stop)}")
+
+
+def _check_biases(biases: dict[str, float]) -> None:
+    if len(biases) > MAX_LOGIT_BIASES:
+        raise BadParameter("logit_bias", f"logit_bias may have {MAX_LOGIT_BIASES} entries, {len(biases)} came")
+    for token, bias in biases.items():
+        if not (token.isascii() and token.isdigit() and len(token) <= 10):
+            raise BadParameter("logit_bias", f"logit_bias has the key {token[:40]!r}: keys are token ids, as text")
+        if not abs(bias) <= _LARGEST_BIAS:
+            raise BadParameter(
+                "logit_bias", f"logit_bias of token {token} is {bias:g}; it may be from {-_LARGEST_BIAS:g} to 100"
+            )
+
+
+# -- checks against the model ----------------------------------------------------------------------------------------
+
+
+def check_tokens(request: CompletionRequest, vocab_size: int) -> None:
+    """Check that every token id in the request's fields is one of the model's. Raises BadParameter."""
+    _check_ids("stop_token_ids", request.stop_token_ids, MAX_STOP_TOKENS, vocab_size)
+    _check_ids("logit_bias", list(request.biases), MAX_LOGIT_BIASES, vocab_size)
+    if request.allowed_token_ids is not None:
+        _check_ids("allowed_token_ids", request.allowed_token_ids, MAX_ALLOWED_TOKENS, vocab_size)
+        if not request.allowed_token_ids:
+            raise BadParameter("allowed_token_ids", "allowed_token_ids is empty: no token could come")
+
+
+def check_logprobs(request: CompletionRequest, prompt_lengths: list[int]) -> None:
+    """Check that the answer has at most MOST_LOGPROBS, of tokens and their alternatives. Raises BadParameter."""
+    if request.most_logprobs is None:
+        return
+    scored = sum(prompt_lengths) if request.scores_prompt else 0
+    generated = len(prompt_lengths) * request.candidates * request.max_tokens
+    if (numbers := (scored + generated) * (1 + request.most_logprobs)) > MOST_LOGPROBS:
+        name = "logprobs" if request.logprobs is not None else "prompt_logprobs"
+        raise BadParameter(
+            name if request.most_logprobs else "best_of",
+            f"{numbers} logprobs could come, of {scored} tokens of prompts, {generated} of output and "
+            f"{request.most_logprobs} others beside each: a request may have {MOST_LOGPROBS}. "
+            f"Ask for fewer choices, {request.limit_name}, prompts or logprobs",
+        )
+
+
+def _check_ids(name: str, ids: list[int], most: int, vocab_size: int) -> None:
+    if len(ids) > most:
+        raise BadParameter(name, f"{name} may have {most} token ids, {len(ids)} came")
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise BadParameter(name, f"{name} holds token id {token}; ids are from 0 to {vocab_size - 1}")

@@ -1,0 +1,50 @@
+"""Estimate of τ, the mean tokens of a round, at every depth, from the blocks of earlier rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class Acceptance:
+    """Estimates the chance that the draft token at each position is accepted if all before it are. Forgets slowly.
+
+    Under the block rule, the chance also depends on the tokens after it. This is ignored: rounds of a greater depth
+    slightly underestimate τ of a smaller depth.
+    """
+
+    # Memory in blocks, and at least in rounds: workloads drift, and a large batch shows many blocks at once.
+    _BLOCKS, _ROUNDS = 500.0, 20.0
+    # Prior rate of the first position, and weight of a prior: a rarely tried position takes the rate before it.
+    _FIRST, _WEIGHT = 0.75, 4.0
+
+    def __init__(self, deepest: int):
+        self.tried, self.accepted = [0.0] * deepest, [0.0] * deepest
+        self.idle = 0
+
+    def observe(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """Learn from the (draft tokens, accepted tokens) of a round's blocks; a round without blocks is idle."""
+        if not blocks:
+            self.idle += 1
+            return
+        keep = (1 - min(1 / self._ROUNDS, len(blocks) / self._BLOCKS)) ** (1 + min(self.idle, self._ROUNDS))
+        self.idle = 0
+        self.tried = [count * keep for count in self.tried]
+        self.accepted = [count * keep for count in self.accepted]
+        for drafted, accepted in blocks:
+            for position in range(min(drafted, accepted + 1, len(self.tried))):
+                self.tried[position] += 1
+                self.accepted[position] += position < accepted
+
+    def taus(self) -> list[float]:
+        """Return τ at depths 0, 1, …"""
+        rate, prefix, taus = self._FIRST, 1.0, [1.0]
+        for tried, accepted in zip(self.tried, self.accepted, strict=True):
+            rate = (accepted + self._WEIGHT * rate) / (tried + self._WEIGHT)
+            prefix *= rate
+            taus.append(taus[-1] + prefix)
+        return taus
+
+    @property
+    def doubt(self) -> float:
+        """The relative variance of log τ: higher with few blocks and after idle rounds."""
+        return 0.2 / (self.tried[0] + 1) + 2e-4 * min(self.idle, 1000)

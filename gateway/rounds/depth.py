@@ -1,0 +1,279 @@
+"""The depth controller: picks k, possibly 0, for every round of a batch from the results of earlier rounds.
+
+A round at depth k yields τ(k) tokens a sequence and takes Δt(k, load) seconds; the best k has the most tokens a second.
+τ costs nothing to learn: a round at depth k also shows the yield of every smaller depth. Δt of depths that were not run
+is inferred from those that were, with an uncertainty; where this could change the choice, the controller probes another
+depth for a round, within a time budget. Where plain rounds are best, it probes drafting now and then, because a slow
+draft may have recovered. The first round after a change between drafted and plain is not timed, because it includes
+work left by the round before (activations to send or to absorb). So a probe of the other kind takes two rounds.
+
+A pure data structure: no I/O, clock, torch, async or randomness. `Speculation` calls `choose` before a round and
+`observe` or `missed` after it.
+
+Does not know: requests. Rounds that mix depths are not timed; k is chosen for them as if they had a single depth.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from gateway.rounds.acceptance import Acceptance
+from gateway.rounds.round_times import Load, RoundTimes
+from gateway.sequence import DEEPEST
+
+# Greatest k in the first rounds of a load: deep rounds may take many times as long as with fewer sequences.
+_AT_FIRST = 8
+# Share of the time of rounds with automatic sequences that may be spent on probes (depths other than the best known),
+# and how many rounds' time may be saved up for them; more where one probe costs more.
+PROBE_SHARE = 0.01
+_CREDIT_ROUNDS = 4.0
+# Share of the same time for routine probes of drafting where plain rounds are best.
+_CHECK_SHARE = 0.005
+# A round that takes this many times its expected time is a surprise. Where drafting loses, a probe of drafting that is
+# one puts off the next probe until the time of a plain round has been saved up, because the first may be an outlier;
+# the second in a row, until twice its own time has been.
+_SURPRISE = 3.0
+# A probe that takes this many times less than expected shows that the draft has recovered, for all loads.
+_RECOVERED = 2.0
+# Greatest distance between cells at which a round in one answers a probe planned in the other.
+_NEAR = 2
+# After this many drafted rounds in a row that are surprises, plain rounds are probed at any cost.
+_SLOW_IN_A_ROW = 4
+# Rounds after which a cell learns only from its own rounds.
+_FEW = 8
+# Number of rounds for which a finding is expected to be of use.
+_HORIZON = 2000.0
+# A depth that is more standard deviations than this behind the best one is not worth a probe.
+_OUT_OF_REACH = 4.0
+# Numbers of probes to consider: one often shows too little to be worth its cost where several would be.
+_LOOKS = (1, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A probe of drafting at depth k where plain rounds are best, its expected time, and that of a plain round."""
+
+    load: Load
+    k: int
+    seconds: float
+    usual_seconds: float
+
+
+class DepthController:
+    """Picks k for the automatic sequences of a round: those that leave k to the gateway."""
+
+    def __init__(self, deepest: int = DEEPEST):
+        self.deepest = deepest
+        self.acceptance = Acceptance(deepest)
+        self.times: dict[tuple[int, int, bool], RoundTimes] = {}
+        # Seconds that probes may still cost; None before the first measurement.
+        self._credit: float | None = None
+        self._probing: Probe | None = None
+        # Depths already decided for the next rounds: the rest of a probe of the other kind, or the first rounds of all.
+        self._next: list[int] = []
+        # Depth and seconds of the first round, until there is a second one at the same depth.
+        self._first: tuple[int, float] | None = None
+        # Whether the last round was drafted; None if unknown.
+        self._drafted: bool | None = None
+        # Whether the last probe of drafting was a surprise, and the seconds until the next one.
+        self._surprised, self._pause = False, 0.0
+        # Number of drafted rounds in a row that were surprises, the log seconds expected at each depth before the first
+        # of them, and whether to probe plain rounds.
+        self._slow, self._usual, self._doubted = 0, list[float](), False
+        # The cell where plain rounds were best at the last choice (None if drafting was), and the seconds that a probe
+        # of drafting costs there, which may always be saved up.
+        self._plain_cell: tuple[int, int, bool] | None = None
+        self._look_seconds = 0.0
+
+    def choose(self, load: Load, rooms: Iterable[int]) -> int:
+        """Return the depth of the next round. `rooms`: the most tokens that each automatic sequence could draft."""
+        counts = Counter(min(room, self.deepest) for room in rooms)
+        deepest = max(counts, default=0)
+        if not deepest:
+            return 0
+        if self._next:
+            return min(self._next.pop(0), deepest)
+        if load.cell == self._plain_cell and (self._pause or (self._credit or 0.0) < self._look_seconds):
+            return 0
+        times, taus = self._times(load), self.acceptance.taus()
+        if times.own < _FEW:
+            deepest = min(deepest, _AT_FIRST)
+        plain, mean = load.sequences - counts.total(), times.at(load)
+        worth = [math.log(_tokens(taus, counts, k, plain)) - mean[k] for k in range(deepest + 1)]
+        best = max(range(deepest + 1), key=worth.__getitem__)
+        self._plain_cell = None if best else load.cell
+        return self._probe(load, times, mean, taus, worth, best)
+
+    def observe(self, load: Load, k: int | None, seconds: float, blocks: Sequence[tuple[int, int]]) -> None:
+        """Learn from a round at depth k; k is None if no single depth explains its time.
+
+        `seconds` excludes other sequences' prompts. `blocks`: (draft tokens, accepted tokens) of blocks to be drafted.
+        """
+        self.acceptance.observe(blocks)
+        if self._turned(k):
+            k = None
+        self._settle(load, k, seconds, bool(blocks))
+        if k is None or k > self.deepest:
+            return
+        if self._credit is None:
+            # No estimate could reveal an outlier yet: the faster of two rounds counts. Two plain rounds follow.
+            first, self._first = self._first, (k, seconds)
+            if first is None or first[0] != k:
+                self._next = [k]
+                return
+            seconds, self._next = min(first[1], seconds), [0, 0]
+        times = self._times(load)
+        self._see_whether_slow(times, load, k, seconds)
+        times.observe(load, k, seconds)
+        if k:
+            self._plain_cell = None
+        # Rounds without automatic sequences pay for no probes.
+        saved = PROBE_SHARE * seconds * load.automatic
+        credit = 2 * seconds if self._credit is None else self._credit + saved
+        self._credit = min(credit, max(_CREDIT_ROUNDS * seconds, self._look_seconds))
+        self._pause = max(0.0, self._pause - seconds * load.automatic)
+
+    def _see_whether_slow(self, times: RoundTimes, load: Load, k: int, seconds: float) -> None:
+        """Request a probe of plain rounds if drafted ones have become far slower: the draft alone may be the cause."""
+        if not k or times.own < _FEW:
+            return
+        usual = self._usual if self._slow else times.at(load)
+        if seconds < _SURPRISE * math.exp(usual[k]):
+            self._slow = 0
+            return
+        self._slow, self._usual = self._slow + 1, usual
+        if self._slow == _SLOW_IN_A_ROW:
+            times.doubt()
+            self._doubted = True
+
+    def missed(self, load: Load, k: int, seconds: float) -> None:
+        """Learn from a round that waited `seconds` in vain for k draft tokens: drafting takes longer than that.
+
+        The round counts even right after a plain one: a late draft is left alone, so no other round at depth k follows.
+        """
+        self.acceptance.observe([])
+        self._settle(load, None, seconds, guessed=False)
+        self._drafted, self._next = True, []
+        times = self._times(load)
+        if k <= self.deepest and math.log(seconds) > times.at(load)[k]:
+            times.observe(load, k, seconds)
+
+    def _turned(self, k: int | None) -> bool:
+        """Record whether this round was drafted. True if the round before was of the other kind."""
+        before, self._drafted = self._drafted, None if k is None else k > 0
+        return None not in (before, self._drafted) and before != self._drafted
+
+    def _settle(self, load: Load, k: int | None, seconds: float, guessed: bool) -> None:
+        """End a pending probe of drafting: a failed or slow one pauses probes, a fast one puts estimates in doubt."""
+        probe, lost = self._probing, k is None and not guessed
+        if probe is None or not (lost or k == probe.k):
+            return
+        self._probing = None
+        if not lost and 0 < _distance(load.cell, probe.load.cell) <= _NEAR:
+            # The load has changed since the probe was planned: a round in a nearby cell answers it.
+            self._times(probe.load).observe(probe.load, probe.k, seconds)
+        if lost or seconds > _SURPRISE * probe.seconds:
+            self._pause = (2 * seconds if self._surprised else probe.usual_seconds) / PROBE_SHARE
+            self._surprised = True
+        else:
+            self._surprised = False
+            if _RECOVERED * seconds < probe.seconds:
+                self._times(load).doubt()
+                for times in self.times.values():
+                    times.look_again = True
+
+    def multiplier(self, load: Load, k: int) -> float:
+        """Return tokens per second at depth k over those of plain decoding, as estimated for this load."""
+        times = self._times(load)
+        return self.acceptance.taus()[k] * math.exp(times.mean[0] - times.mean[k])
+
+    def _times(self, load: Load) -> RoundTimes:
+        """Return the round times of this load's cell."""
+        known = self.times.get(load.cell)
+        if known is None or known.rounds < _FEW:
+            known = self.times[load.cell] = self._begun(load.cell, known)
+        return known
+
+    def _begun(self, cell: tuple[int, int, bool], known: RoundTimes | None) -> RoundTimes:
+        """Return times of the nearest cell for a new cell, or for a young one (`known`) if an adjacent one has more."""
+        others = [(_distance(cell, at), times) for at, times in self.times.items() if times.last and at != cell]
+        if known:
+            others = [(distance, it) for distance, it in others if distance <= 1 and it.worth(distance) > known.rounds]
+        if not others:
+            return known or RoundTimes(self.deepest)
+        distance, teacher = min(others, key=lambda one: (one[0], -one[1].rounds))
+        fresh = RoundTimes(self.deepest)
+        fresh.of_neighbour(teacher, distance)
+        return fresh
+
+    def _probe(
+        self, load: Load, times: RoundTimes, mean: list[float], taus: list[float], worth: list[float], best: int
+    ) -> int:
+        """Return the best depth, or another depth if probing it promises more than it costs."""
+        if self._credit is None or (best == 0 and self._pause):
+            return best
+        level = math.exp(mean[best])
+        costs = [
+            math.exp(m) * (1 - math.exp(w - worth[best])) * (1 if _same_kind(k, best) else 2)
+            for k, (m, w) in enumerate(zip(mean, worth, strict=False))
+        ]
+        affordable = [k for k, cost in enumerate(costs) if k != best and cost <= self._credit]
+        gains = {
+            k: level * self._expected_gain(load, times, taus, k, best, worth[best] - worth[k]) - costs[k]
+            for k in affordable
+        }
+        chosen = max(affordable, key=gains.__getitem__, default=best)
+        if chosen != best and gains[chosen] <= 0:
+            chosen = best
+        other = 0 if best else max(range(1, len(worth)), key=worth.__getitem__)
+        if best and self._doubted:
+            chosen, self._doubted = 0, False
+        elif best == 0 and times.look_again:
+            chosen, times.look_again = other, False
+        elif chosen == best and times.check_due and other in affordable:
+            # A slow draft may have recovered.
+            times.checked(math.inf if best else costs[other] / level / _CHECK_SHARE)
+            chosen = other
+        self._look_seconds = 0.0 if best else costs[other]
+        if chosen != best:
+            self._credit = max(0.0, self._credit - costs[chosen])
+            self._next = [] if _same_kind(chosen, best) else [chosen]
+            self._probing = None if best else Probe(load, chosen, math.exp(mean[chosen]), level)
+        return chosen
+
+    def _expected_gain(
+        self, load: Load, times: RoundTimes, taus: list[float], k: int, best: int, behind: float
+    ) -> float:
+        """Return the expected gain, in rounds at the best depth, of probing k, which is `behind` in log tokens/s."""
+        doubt = self.acceptance.doubt * math.log(taus[k] / taus[best]) ** 2
+        most = 0.0
+        for looks in _LOOKS:
+            shown = times.shows(k, best, looks)
+            if k > best:  # a round shallower than the best depth shows no more of τ
+                shown += doubt**2 / (doubt + 0.2 / (looks * load.sequences))
+            if behind < _OUT_OF_REACH * (deviation := math.sqrt(shown)):
+                most = max(most, _HORIZON * _mean_lead(behind, deviation) / looks)
+        return most
+
+
+def _same_kind(k: int, other: int) -> bool:
+    """True if both depths are drafted or both are plain."""
+    return (k > 0) == (other > 0)
+
+
+def _tokens(taus: list[float], counts: Counter[int], k: int, plain: int) -> float:
+    """Return the tokens of a round: `counts[room]` sequences draft min(k, room), `plain` ones do not depend on k."""
+    return plain + sum(count * taus[min(k, room)] for room, count in counts.items())
+
+
+def _distance(cell: tuple[int, int, bool], other: tuple[int, int, bool]) -> float:
+    return abs(cell[0] - other[0]) + abs(cell[1] - other[1]) + (cell[2] != other[2])
+
+
+def _mean_lead(behind: float, deviation: float) -> float:
+    """Return the mean of max(0, lead) where lead is normal with mean -behind and the given standard deviation."""
+    z = behind / deviation
+    return deviation * (math.exp(-z * z / 2) / math.sqrt(2 * math.pi) - z * math.erfc(z / math.sqrt(2)) / 2)

@@ -1,0 +1,364 @@
+"""The engine: runs the rounds, from choosing sequences and k to committing the verifier's tokens and calling listeners.
+
+`_round` is the system in a few lines; the rest handles failures. A draft that is gone, slow or behind costs speed and
+never a request. A sequence that the verifier loses, alone or with all others, starts again from its tokens.
+Does not know: text. Listeners read `sequence.output` while the next round is under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Iterable
+from math import ceil
+
+import grpc
+import structlog
+
+from gateway.config import GatewayConfig
+from gateway.draft import OFF, ChosenDraft
+from gateway.errors import NoVerifier, PeerLost, QueueFull, ShuttingDown
+from gateway.metrics import Gauges, Metrics, parts_of_round
+from gateway.rounds.admission import DrainRate
+from gateway.rounds.clock import RoundClock, Took
+from gateway.rounds.messages import wire_start
+from gateway.rounds.outcomes import Outcomes
+from gateway.rounds.planner import Round, Rounds
+from gateway.rounds.releases import Releases
+from gateway.rounds.scheduler import Scheduler
+from gateway.rounds.speculation import DraftPlan, Speculation
+from gateway.sequence import Sequence, Stage
+from gateway.verifier_client import ServedModel, VerifierClient
+from spire.errors import MismatchError, OutOfCapacity
+from spire.rpc.trust import ANYBODY, Trust
+from spire.v1 import verifier_pb2
+
+# Seconds that the first sequences of a new verifier wait for the draft: a sequence started without is never drafted.
+_DRAFT_PATIENCE = 2.0
+_PATROL = 0.25
+_STAGES = {
+    verifier_pb2.STAGE_WAITING: Stage.STALLED,
+    verifier_pb2.STAGE_ADMITTED: Stage.ADMITTED,
+    verifier_pb2.STAGE_COMPUTED: Stage.COMPUTED,
+}
+
+log = structlog.get_logger("gateway")
+
+
+class Engine:
+    def __init__(self, config: GatewayConfig, metrics: Metrics, trust: Trust = ANYBODY):
+        self.config = config
+        self.metrics = metrics
+        self.scheduler = Scheduler(config.max_batch, config.max_waiting)
+        gateway_id = uuid.uuid4().hex[:12]
+        self.verifier = VerifierClient(
+            config.verifier,
+            gateway_id,
+            self._on_started,
+            self._on_standing,
+            self._on_verifier_lost,
+            self._on_verifier,
+            self._on_prefilled,
+            self._on_drafts,
+            trust,
+        )
+        self.draft = None if config.draft == OFF else ChosenDraft(config.draft)
+        self.speculation = Speculation(self.draft, self.verifier, config, metrics)
+        self._rounds = Rounds(self.scheduler, self.speculation, self.verifier, config)
+        self._draining = False
+        self._id_prefix = gateway_id
+        self._ids = 0
+        self._tasks: list[asyncio.Task[None]] = []
+        self._wakeup = asyncio.Event()
+        # Whether anything happened since sequences were last admitted.
+        self._stirred = False
+        self._releases = Releases(self.verifier, self.scheduler, config.verify_deadline, self._stir)
+        self._drain = DrainRate()
+        self._outcomes = Outcomes(self.scheduler, metrics, self._releases, self._drain, self._stir)
+        self._clock = RoundClock()
+        self._met_verifier_at = 0.0
+        # When a prefill last made progress.
+        self._progress_at = time.monotonic()
+
+    # -- interface to the rest of the gateway ------------------------------------------------------------------------
+
+    @property
+    def model(self) -> ServedModel:
+        """The model served. Raises NoVerifier if no verifier is usable, ShuttingDown if the gateway is draining."""
+        if self._draining:
+            raise ShuttingDown("this gateway is shutting down: ask another one, or try again later")
+        if self.verifier.model is None or not self.verifier.usable:
+            raise NoVerifier("no verifier is connected: try again later", ceil(self.verifier.seconds_until_back))
+        return self.verifier.model
+
+    def new_id(self, request_id: str) -> str:
+        """Return a sequence id, unique across gateways. It contains the request id for the model services' logs."""
+        self._ids += 1
+        return f"{self._id_prefix}-{self._ids}-{request_id}"
+
+    def submit(self, sequences: list[Sequence], key: str = "") -> None:
+        """Queue all choices of a request of this API key, or none.
+
+        Raises NoVerifier, ShuttingDown, QueueFull or InvalidRequest.
+        """
+        _ = self.model
+        now = time.monotonic()
+        self._refuse_long_wait(now)
+        try:
+            self.scheduler.add(sequences, key)
+        except OutOfCapacity as error:
+            raise QueueFull(str(error), self._retry_after(len(sequences), now)) from error
+        for sequence in sequences:
+            sequence.moments.arrived = now
+        self._stir()
+
+    def _refuse_long_wait(self, now: float) -> None:
+        """Raise QueueFull if a new sequence would wait longer than max_queue_seconds for its first token."""
+        most, waiting = self.config.max_queue_seconds, self.scheduler.unstarted
+        expected = self._drain.seconds_for(waiting, now)
+        if most is not None and expected is not None and expected > most:
+            raise QueueFull(
+                f"{waiting} sequences wait for their first token, which takes about {expected:.0f} s: try again later",
+                self._retry_after(1, now),
+            )
+
+    def _retry_after(self, waiting: int, now: float) -> int:
+        """Return the whole seconds until `waiting` more sequences have their first token, at least one step."""
+        return self._drain.retry_after(waiting, now, at_least=self.verifier.pace.step_seconds)
+
+    def finish(self, sequences: Iterable[Sequence], reason: str, error: Exception | None = None) -> None:
+        """End sequences in any state and free what they hold."""
+        self._outcomes.finish(sequences, reason, error)
+
+    def gauges(self) -> Gauges:
+        draft, model = self.draft.info if self.draft else None, self.verifier.model
+        return Gauges(
+            running=len(self.scheduler.running),
+            starting=len(self.scheduler.starting) - len(self.scheduler.stalled),
+            waiting=len(self.scheduler.waiting) + len(self.scheduler.stalled),
+            cache_usage=self.verifier.cache_usage,
+            deepest=min(draft.max_speculation_depth, model.info.max_speculation_depth) if draft and model else 0,
+            tasks=len(asyncio.all_tasks()),
+            verifier_up=self.verifier.usable,
+            draft_up=self.draft.up if self.draft else None,
+            model_name=model.name if model else "",
+            draft_kind=draft.kind if draft else "",
+            draft_name=draft.model_name if draft else "",
+            draft_state_bytes=draft.state_bytes_per_sequence if draft else 0,
+            circuits={"verifier": self.verifier.circuit.seconds}
+            | ({"draft": self.draft.circuit.seconds} if self.draft else {}),
+            k=self.speculation.k,
+            tau=self.speculation.tau,
+            multiplier=self.speculation.multiplier,
+            multiplier_modelled=self.speculation.multiplier_modelled,
+            prices=self.config.prices,
+        )
+
+    # -- lifecycle ---------------------------------------------------------------------------------------------------
+
+    async def handshake(self) -> None:
+        """Do the handshake with the verifier, or leave it for later after startup_patience. Raises MismatchError."""
+        deadline = time.monotonic() + self.config.startup_patience
+        while True:
+            try:
+                await self.verifier.handshake()
+                return
+            except grpc.aio.AioRpcError:
+                if time.monotonic() >= deadline:
+                    log.warning("starting without", peer="verifier", address=self.verifier.address)
+                    return
+                await asyncio.sleep(0.1)
+
+    def open(self) -> None:
+        """Start the background tasks."""
+        loops = [self._run(), self._releases.run(), self.verifier.maintain()]
+        self._tasks = [asyncio.create_task(loop) for loop in loops]
+
+    async def drain(self, hurry: asyncio.Task[None]) -> None:
+        """Refuse new requests and wait for current ones; fail the rest after drain_seconds or when `hurry` is done."""
+        self._draining = True
+        deadline = time.monotonic() + self.config.drain_seconds
+        while not self.scheduler.idle and not hurry.done() and time.monotonic() < deadline:  # noqa: ASYNC110 - plain data
+            await asyncio.sleep(0.02)
+        self._give_up()
+
+    def _give_up(self) -> None:
+        everyone = [*self.scheduler.running.values(), *self.scheduler.starting.values(), *self.scheduler.waiting]
+        self.finish(everyone, "error", ShuttingDown("the gateway was shut down before this request ended"))
+
+    async def close(self) -> None:
+        self._give_up()
+        await self._releases.send_last()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.verifier.close()
+
+    async def _run(self) -> None:
+        while True:
+            await self._until_work()
+            try:
+                await self.step()
+            except PeerLost as error:
+                log.warning("round lost", reason=str(error))
+            except Exception:  # a bug must not end the loop: running sequences fail, later ones may not
+                log.exception("round failed")
+                self.finish(list(self.scheduler.running.values()), "error", RuntimeError("the round failed"))
+                self.verifier.reset()
+
+    async def _until_work(self) -> None:
+        while not self._has_work():
+            self._clock.forget()
+            self._wakeup.clear()
+            try:
+                async with asyncio.timeout(None if self.scheduler.idle else self._pause()):
+                    await self._wakeup.wait()
+            except TimeoutError:
+                self._patrol()
+
+    def _has_work(self) -> bool:
+        scheduler = self.scheduler
+        startable = scheduler.waiting and self._stirred and self._may_admit()
+        return self.verifier.up and bool(self._rounds.has_next or scheduler.has_free or startable)
+
+    def _stir(self) -> None:
+        """Record that something happened and wake the loop to check for work."""
+        self._stirred = True
+        self._wakeup.set()
+
+    def _may_admit(self) -> bool:
+        now = time.monotonic()
+        draft_may_come = self.draft is not None and not self.draft.up and now < self._met_verifier_at + _DRAFT_PATIENCE
+        return self.verifier.usable and now >= self._outcomes.admit_from and not draft_may_come
+
+    def _pause(self) -> float:
+        if self._may_admit() or not self.verifier.usable:
+            return _PATROL
+        return min(_PATROL, max(0.01, self._outcomes.admit_from - time.monotonic()))
+
+    def _patrol(self) -> None:
+        """Check timeouts when nothing has happened for a while: of an unusable verifier, and of prefill."""
+        now = time.monotonic()
+        if not self.verifier.usable:
+            patience = self.verifier.patience(self.config.verifier_patience)
+            if now - self.verifier.unusable_since > patience:
+                lost = NoVerifier(f"the verifier did not come back within {patience:g} s")
+                self.finish(list(self.scheduler.waiting), "error", lost)
+        elif self.scheduler.reading and now - self._progress_at > self.verifier.limit(self.config.start_deadline):
+            log.warning("no prompt is read", seconds=self.verifier.limit(self.config.start_deadline))
+            self.verifier.reset()
+
+    # -- rounds ------------------------------------------------------------------------------------------------------
+
+    async def step(self) -> None:
+        """Start the sequences for which there is room, and run a round. Raises PeerLost if the verifier is lost."""
+        began = self._clock.begin(time.monotonic())
+        if not self.scheduler.reading:
+            self._progress_at = began
+        await self._start(self._admitted())
+        current = self._rounds.take()
+        if current is None:
+            return
+        try:
+            await self._round(current, began)
+        except BaseException as error:
+            self._clock.forget()
+            self._rounds.forget_next()
+            # On PeerLost the round stays under way, so that `lose_all` knows which sequences were being computed.
+            if not isinstance(error, PeerLost):
+                self.scheduler.end_round(current.batch)
+            raise
+        else:
+            self.scheduler.end_round(current.batch)
+        finally:
+            self._wakeup.set()
+
+    async def _round(self, current: Round, began: float) -> None:
+        """Send a round, await the answer, commit and learn. The round's time counts from `began`."""
+        await self._rounds.send(current)
+        if current.asked is None:
+            return
+        answer, asked_seconds = await self.verifier.answer(current.asked)
+        await self._rounds.follow()
+        batch, plan = current.sent, current.plan
+        self.speculation.settle(plan, answer)
+        shown = self.speculation.shown_by(batch, plan, answer)
+        kept = self._outcomes.commit(self.scheduler.still(current.batch), answer, plan)
+        queued = answer.timings.queue_seconds
+        took = self._clock.end(time.monotonic(), began, current.sent_at, asked_seconds, queued, answer.over_at)
+        self._account(took, batch, plan, answer.timings, kept)
+        self.speculation.learn(current.load, shown, plan, answer.timings, took)
+
+    def _admitted(self) -> list[Sequence]:
+        if not self._may_admit():
+            return []
+        self._stirred = False
+        starts = self.scheduler.admit(make_room=not self._releases.under_way)
+        self.metrics.gave_way = self.scheduler.gave_way
+        if self.scheduler.has_ended:
+            self._releases.wake()
+        return starts
+
+    async def _start(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            if not sequence.moments.admitted:
+                sequence.moments.admitted = time.monotonic()
+                self.metrics.queue_time.observe(sequence.moments.admitted - sequence.moments.arrived)
+            sequence.draft_id = self.speculation.draft_for(sequence)
+            self.speculation.pause(sequence)
+            await self.verifier.start(wire_start(sequence), self.config.verify_deadline)
+
+    def _account(
+        self, took: Took, batch: list[Sequence], plan: DraftPlan, verified: verifier_pb2.Timings, kept: int
+    ) -> None:
+        models = (plan.model_seconds, verified.forward_seconds, verified.sample_seconds)
+        parts = parts_of_round(took.seconds, models, plan.waited_seconds, took.queued, took.asked)
+        self.metrics.round(parts, len(batch), max(map(plan.drafted, batch)))
+        if plan.decoding:
+            self.metrics.compared(plan.decoding, kept, took.seconds)
+
+    # -- events of sequences -----------------------------------------------------------------------------------------
+
+    def _on_started(self, message: verifier_pb2.Started) -> None:
+        now = self._progress_at = time.monotonic()
+        self._stir()
+        self._outcomes.started(message, now)
+
+    def _on_standing(self, message: verifier_pb2.Standing) -> None:
+        stage = _STAGES.get(message.stage)
+        if stage is None:
+            return
+        if stage is not Stage.STALLED:
+            self._progress_at = time.monotonic()
+        for sequence_id in message.sequence_ids:
+            self.scheduler.stands(sequence_id, stage)
+        self._stir()
+
+    # -- events of the verifier --------------------------------------------------------------------------------------
+
+    def _on_verifier(self, before: ServedModel | None, model: ServedModel) -> None:
+        self.scheduler.capacity = min(self.config.max_batch, model.info.max_sequences or self.config.max_batch)
+        if before is None or before.info.epoch != model.info.epoch:
+            self._releases.forget()
+            self._met_verifier_at = time.monotonic()
+        if before is not None and before.info.target_fingerprint != model.info.target_fingerprint:
+            old, new = before.info.target_fingerprint, model.info.target_fingerprint
+            changed = MismatchError(f"the verifier now serves another target: {new!r} instead of {old!r}")
+            log.error("target changed", reason=str(changed))
+            self.finish(list(self.scheduler.waiting), "error", changed)
+        self._stir()
+
+    def _on_drafts(self, drafts: Iterable[verifier_pb2.DraftInfo]) -> None:
+        if self.draft:
+            self.draft.told(drafts)
+        self._stir()
+
+    def _on_prefilled(self) -> None:
+        self._progress_at = time.monotonic()
+
+    def _on_verifier_lost(self) -> None:
+        if self.draft:
+            self.draft.lost()
+        self._outcomes.lose_all()
+        self._stir()

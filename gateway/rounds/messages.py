@@ -1,0 +1,124 @@
+"""Conversion of sequences to protocol messages, and of logprobs from them."""
+
+from __future__ import annotations
+
+import math
+import sys
+from array import array
+from collections import abc
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from gateway.sequence import Logprob, Rule, Sampling, Sequence
+from spire.errors import MismatchError
+from spire.v1 import tensor_pb2, verifier_pb2
+
+_RULES: dict[Rule, tensor_pb2.Rule] = {
+    "rejection": tensor_pb2.RULE_REJECTION,
+    "block": tensor_pb2.RULE_BLOCK,
+    "invariant": tensor_pb2.RULE_INVARIANT,
+}
+_FORMATS = {tensor_pb2.DTYPE_FLOAT32: "f", tensor_pb2.DTYPE_INT32: "i"}
+
+
+def wire_start(sequence: Sequence) -> verifier_pb2.Start:
+    """Return the Start of a sequence's current life: its tokens so far and all that determines the next ones."""
+    message = verifier_pb2.Start(
+        sequence_id=sequence.wire_id,
+        tokens=sequence.tokens,
+        sampling=wire_sampling(sequence.sampling),
+        draft_id=sequence.draft_id,
+        prompt_tokens=len(sequence.prompt),
+        adjustments=sequence.adjustments,
+        prompt_logprobs=sequence.lacks_prompt_logprobs,
+        cache_salt=sequence.cache_salt,
+        paused=sequence.paused,
+    )
+    if sequence.top_logprobs is not None:
+        message.logprobs = sequence.top_logprobs
+    return message
+
+
+@lru_cache(4096)
+def wire_sampling(sampling: Sampling) -> tensor_pb2.Sampling:
+    """Return sampling parameters as a message. Cached."""
+    return tensor_pb2.Sampling(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        # Must not become 0 as a float32.
+        top_p=max(sampling.top_p, 1e-30),
+        seed=sampling.seed,
+        choice=sampling.choice,
+        min_p=sampling.min_p,
+        rule=_RULES[sampling.rule],
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Likeliest(abc.Sequence[tuple[int, float]]):
+    """The (token, logprob) pairs of the likeliest tokens at one position, in eight bytes each."""
+
+    ids: array[int]
+    numbers: array[float]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice):
+            return Likeliest(self.ids[at], self.numbers[at])
+        return self.ids[at], self.numbers[at]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, abc.Sequence) and list(self) == list(other)
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs(abc.Sequence[Logprob]):
+    """The logprobs of many tokens in the compact form of the message; each Logprob is built on access."""
+
+    numbers: array[float]
+    ranks: array[int]
+    ids: array[int]
+    others: array[float]
+    # Number of likeliest tokens at each position.
+    width: int
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, at: Any) -> Any:
+        if isinstance(at, slice):
+            return [self[place] for place in range(*at.indices(len(self)))]
+        begin = range(len(self))[at] * self.width
+        top = Likeliest(self.ids[begin : begin + self.width], self.others[begin : begin + self.width])
+        return Logprob(self.numbers[at], top, self.ranks[at] if self.ranks else 0)
+
+
+def logprobs_of(message: verifier_pb2.Logprobs, tokens: int, top: int, ranked: bool = False) -> Logprobs:
+    """Return the logprobs of `tokens` tokens, each with up to `top` likeliest ones. Raises MismatchError."""
+    numbers = _values(message.tokens, tensor_pb2.DTYPE_FLOAT32)
+    ranks = _values(message.ranks, tensor_pb2.DTYPE_INT32) if ranked else array("i")
+    if len(numbers) != tokens or (ranked and len(ranks) != tokens):
+        raise MismatchError(f"{tokens} tokens came with {len(numbers)} logprobs and {len(ranks)} ranks")
+    if not top or not tokens:
+        return Logprobs(numbers, ranks, array("i"), array("f"), 0)
+    ids = _values(message.top_ids, tensor_pb2.DTYPE_INT32)
+    others = _values(message.top, tensor_pb2.DTYPE_FLOAT32)
+    width = len(ids) // tokens
+    if not 0 < width <= top or len(ids) != width * tokens or len(others) != len(ids):
+        came = f"{len(ids)} ids and {len(others)} logprobs"
+        raise MismatchError(f"the {top} likeliest of {tokens} tokens were asked for, but {came} came")
+    return Logprobs(numbers, ranks, ids, others, width)
+
+
+def _values(tensor: tensor_pb2.Tensor, dtype: tensor_pb2.DType) -> array[Any]:
+    """Return a tensor's numbers in row-major order; none if the tensor is absent. Raises MismatchError."""
+    count = math.prod(tensor.shape) if tensor.shape else 0
+    if count and (tensor.dtype != dtype or len(tensor.data) != 4 * count):
+        raise MismatchError(f"{len(tensor.data)} bytes of dtype {tensor.dtype} came for shape {list(tensor.shape)}")
+    values = array(_FORMATS[dtype], tensor.data[: 4 * count])
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values

@@ -1,0 +1,58 @@
+"""The performance model's prediction for the rounds, on a calibrated machine and for the models served.
+
+Shapes come from the handshakes; batch, context, k and τ from the rounds. Nothing is fitted to measured round times.
+Does not know: whether the calibration is of the machine that serves, and whether verifier and draft share a host (the
+wire is counted as if they did).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+import structlog
+
+from gateway.rounds.round_times import Load
+from spire.perf import calibration
+from spire.perf.hardware import Hardware
+from spire.perf.perf_model import multiplier
+from spire.perf.shape_messages import shape_from_wire
+from spire.perf.shapes import DraftKind, DraftShape, Shape
+from spire.v1 import verifier_pb2
+
+log = structlog.get_logger("gateway")
+
+
+class RoundModel:
+    """Predicts the multiplier of speculation. `widths`: the shape of the target used for the calibration."""
+
+    def __init__(self, hardware: Hardware, widths: Shape):
+        self._hardware, self._widths = hardware, widths
+        self._warned = False
+
+    @classmethod
+    def of(cls, file: Path) -> RoundModel:
+        """Load a calibration file. Raises SpireError, which says how to calibrate, if the file is no calibration."""
+        found = calibration.load(file)
+        return cls(found.hardware, found.target)
+
+    def multiplier(
+        self,
+        target: verifier_pb2.GetInfoResponse,
+        draft: verifier_pb2.DraftInfo,
+        load: Load,
+        k: int,
+        tau: float,
+    ) -> float | None:
+        """Return the multiplier of k draft tokens under this load, or None if a service does not tell its shape."""
+        if not (target.HasField("shape") and draft.HasField("shape")):
+            return None
+        shape = shape_from_wire(target.shape)
+        self._warn_of_other_widths(shape)
+        drafting = DraftShape(cast(DraftKind, draft.kind), shape_from_wire(draft.shape), draft.window, draft.sink)
+        return multiplier(shape, drafting, load.sequences, max(1, round(load.context)), k, tau, self._hardware)
+
+    def _warn_of_other_widths(self, shape: Shape) -> None:
+        if shape != self._widths and not self._warned:
+            self._warned = True
+            log.warning("calibrated with another target", calibrated=str(self._widths), served=str(shape))

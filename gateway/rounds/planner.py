@@ -1,0 +1,118 @@
+"""Planning and sending of rounds, one ahead of the answer where that pays.
+
+A round can be sent before the previous one is answered: the verifier knows where that one ends, and asks the draft.
+Does not know: the meaning of an answer.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from gateway.config import GatewayConfig
+from gateway.rounds.round_times import Load
+from gateway.rounds.scheduler import Batch, Scheduler
+from gateway.rounds.speculation import DraftPlan, Speculation
+from gateway.sequence import Sequence
+from gateway.verifier_client import SentBatch, VerifierClient
+from spire.v1 import verifier_pb2
+
+
+@dataclass(slots=True)
+class Round:
+    """A batch with its load and k.
+
+    `request` is set when it is written, for the sequences in `sent`; `asked` is set when the request is sent.
+    """
+
+    batch: Batch
+    load: Load
+    plain: bool
+    plan: DraftPlan = field(default_factory=DraftPlan)
+    sent: list[Sequence] = field(default_factory=list)
+    sent_at: float = 0.0
+    request: verifier_pb2.RoundsRequest | None = None
+    asked: SentBatch | None = None
+
+
+class Rounds:
+    """Plans and sends at most two rounds: the one under way, which the engine holds, and the next one."""
+
+    def __init__(self, scheduler: Scheduler, speculation: Speculation, verifier: VerifierClient, config: GatewayConfig):
+        self._scheduler, self._speculation, self._verifier = scheduler, speculation, verifier
+        self._deadline, self._patience = config.verify_deadline, config.draft_deadline
+        # The round after the one under way.
+        self._next: Round | None = None
+
+    @property
+    def has_next(self) -> bool:
+        return self._next is not None
+
+    def take(self) -> Round | None:
+        """Return the next round, or None if no sequence is free for one."""
+        following, self._next = self._next, None
+        return following or self._planned(self._scheduler.batch())
+
+    async def send(self, current: Round) -> None:
+        """Send a round unless it was sent ahead, plan the next one, and send that ahead where it pays."""
+        if current.asked is None:
+            await self._ask(current)
+        if following := self._planned(self._scheduler.batch(after=current.batch)):
+            self._next = following
+            if not current.plain or len(current.sent) <= self._most_ahead:
+                await self.follow()
+            elif following.plain:
+                # Written now so that it can be sent as soon as the answer arrives.
+                self._write(following)
+
+    async def follow(self) -> None:
+        """Send the next round unless it has been sent."""
+        if self._next and self._next.asked is None:
+            await self._ask(self._next)
+
+    def forget_next(self) -> None:
+        following, self._next = self._next, None
+        if following:
+            self._scheduler.end_round(following.batch)
+            if following.asked:
+                following.asked.answer.cancel()
+
+    @property
+    def _most_ahead(self) -> int:
+        """The largest plain round, in sequences, behind which the next round is sent at once."""
+        return self._verifier.model.info.most_sequences_ahead if self._verifier.model else 0
+
+    def _planned(self, batch: Batch) -> Round | None:
+        """Choose k for a batch and return its round; None if the batch is empty."""
+        if not batch:
+            return None
+        sequences = list(batch.values())
+        load = self._speculation.choose(sequences, bool(self._scheduler.starting))
+        return Round(batch, load, not any(map(self._speculation.depth, sequences)))
+
+    async def _ask(self, planned: Round) -> None:
+        """Send a round to the verifier if any of its sequences still runs."""
+        if planned.request is None or planned.sent != self._scheduler.still(planned.batch):
+            self._write(planned)
+        if planned.sent and planned.request:
+            planned.sent_at = time.monotonic()
+            # Sent before other tasks run: listeners of the round before have text to write now.
+            planned.asked = await self._verifier.ask(planned.request, self._deadline)
+
+    def _write(self, planned: Round) -> None:
+        """Write a round's request without sending it."""
+        planned.sent = self._scheduler.still(planned.batch)
+        planned.plan = self._speculation.ask(planned.sent)
+        planned.request = self._request(planned.sent, planned.plan)
+
+    def _request(self, batch: list[Sequence], plan: DraftPlan) -> verifier_pb2.RoundsRequest:
+        # Filled in place: a message built from other messages would copy them.
+        request = verifier_pb2.RoundsRequest()
+        request.verify.patience_seconds = self._patience
+        for sequence in batch:
+            before = sequence.under_way - 1  # rounds not answered yet
+            item = request.verify.items.add(sequence_id=sequence.wire_id)
+            item.round, item.base = sequence.round + before + 1, 0 if before else sequence.base
+            item.k = plan.asked.get(sequence.wire_id, 0)
+            item.paused = self._speculation.pause(sequence)
+        return request

@@ -1,0 +1,99 @@
+"""The queue of sequences that wait for a place: first come, first served, within shares. A pure data structure.
+
+API keys share the places, and the requests of a key share the places of that key. The next sequence belongs to the key
+and request with the fewest places, at equality to the one that came first.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from heapq import merge
+from operator import attrgetter
+
+from gateway.sequence import Sequence
+
+_by_arrival = attrgetter("arrival")
+
+
+class Held:
+    """The number of places that each key and each request holds."""
+
+    def __init__(self, sequences: Iterable[Sequence] = ()):
+        self._sequences = list(sequences)
+        self.of_key = Counter(one.key for one in self._sequences)
+        self.of_request = Counter(one.request for one in self._sequences)
+
+    def add(self, sequence: Sequence) -> None:
+        self._sequences.append(sequence)
+        self.of_key[sequence.key] += 1
+        self.of_request[sequence.request] += 1
+
+    def remove(self, sequence: Sequence) -> None:
+        self._sequences.remove(sequence)
+        self.of_key[sequence.key] -= 1
+        self.of_request[sequence.request] -= 1
+
+    def before(self, one: Sequence, other: Sequence) -> bool:
+        """True if `one` is served before `other`."""
+        if one.key == other.key:
+            return (self.of_request[one.request], one.arrival) < (self.of_request[other.request], other.arrival)
+        return (self.of_key[one.key], one.arrival) < (self.of_key[other.key], other.arrival)
+
+    def beyond_share(self, waiting: Sequence) -> Sequence | None:
+        """Return the sequence that gives way to `waiting`, or None if shares are as equal as can be.
+
+        This is the youngest sequence of the key with the most places, or else of the request with the most places of
+        the key of `waiting`. None too if all candidates have just come back.
+        """
+        key = max(self.of_key, key=self.of_key.__getitem__, default=waiting.key)
+        theirs = [one for one in self._sequences if one.key == key]
+        if self.of_key[key] < self.of_key[waiting.key] + 2:
+            ours = Counter(one.request for one in self._sequences if one.key == waiting.key)
+            request = max(ours, key=ours.__getitem__, default=waiting.request)
+            if ours[request] < ours[waiting.request] + 2:
+                return None
+            theirs = [one for one in self._sequences if one.request == request]
+        return max((one for one in theirs if one.may_give_way), key=_by_arrival, default=None)
+
+
+class Queue:
+    """Waiting sequences in the order of arrival. A sequence that comes back keeps its arrival."""
+
+    def __init__(self, sequences: Iterable[Sequence] = ()) -> None:
+        # Sequences by key and request; each list is sorted by arrival.
+        self._waiting: dict[str, dict[int, list[Sequence]]] = {}
+        self._count = 0
+        for sequence in sequences:
+            self.add(sequence)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Sequence]:
+        requests = [request for of_key in self._waiting.values() for request in of_key.values()]
+        return merge(*requests, key=_by_arrival)
+
+    def add(self, sequence: Sequence) -> None:
+        """Insert a sequence at its place by arrival."""
+        insort(self._waiting.setdefault(sequence.key, {}).setdefault(sequence.request, []), sequence, key=_by_arrival)
+        self._count += 1
+
+    def remove(self, sequence: Sequence) -> None:
+        of_key = self._waiting[sequence.key]
+        of_key[sequence.request].remove(sequence)
+        if not of_key[sequence.request]:
+            del of_key[sequence.request]
+        if not of_key:
+            del self._waiting[sequence.key]
+        self._count -= 1
+
+    def next(self, held: Held) -> Sequence | None:
+        """Return the sequence to serve next, given the places `held`, without removing the sequence."""
+
+        def turn(one: Sequence) -> tuple[int, int]:
+            return held.of_request[one.request], one.arrival
+
+        firsts = [min((request[0] for request in of_key.values()), key=turn) for of_key in self._waiting.values()]
+        return min(firsts, key=lambda one: (held.of_key[one.key], one.arrival), default=None)

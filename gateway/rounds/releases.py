@@ -1,0 +1,80 @@
+"""Release of ended sequences at the verifier: in batches, in the background, repeated until each has succeeded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import grpc
+import structlog
+
+from gateway.rounds.scheduler import Scheduler
+from gateway.verifier_client import VerifierClient
+from spire.rpc.limits import MAX_NAMED
+
+_RETRY_SECONDS = 0.25
+# Deadline of the last release. Shutdown does not wait longer: the verifier frees a lost gateway's sequences by itself.
+_LAST_SECONDS = 5.0
+
+log = structlog.get_logger("gateway")
+
+
+class Releases:
+    """Wire ids to release at the verifier, between two steps, within `deadline` seconds; then `settled` is called."""
+
+    def __init__(self, verifier: VerifierClient, scheduler: Scheduler, deadline: float, settled: Callable[[], None]):
+        self._verifier, self._scheduler, self._deadline = verifier, scheduler, deadline
+        self._settled = settled
+        self._pending: list[str] = []
+        self._sending = False
+        self._something = asyncio.Event()
+
+    @property
+    def under_way(self) -> bool:
+        """True while releases are pending: the verifier will soon have more room than it knows of."""
+        return self._sending or bool(self._pending) or self._something.is_set()
+
+    def wake(self) -> None:
+        """Wake the background task because there are places to release."""
+        self._something.set()
+
+    def add(self, wire_id: str) -> None:
+        """Release a wire id that the scheduler does not know."""
+        self._pending.append(wire_id)
+        self.wake()
+
+    def forget(self) -> None:
+        """Drop all pending releases, because a new verifier process holds none of these sequences."""
+        self._pending.clear()
+
+    async def run(self) -> None:
+        while True:
+            await self._something.wait()
+            self._something.clear()
+            self._sending = True
+            sent = await self._send(self._deadline)
+            self._sending = False
+            if sent:
+                self._settled()
+            else:
+                await asyncio.sleep(_RETRY_SECONDS)
+                self.wake()
+
+    async def send_last(self) -> None:
+        """Release all ended sequences at shutdown, with a short deadline."""
+        await self._send(_LAST_SECONDS)
+
+    async def _send(self, seconds: float) -> bool:
+        """Release all ended sequences. False if some could not be released and stay pending."""
+        self._pending += self._scheduler.take_ended()
+        while ids := self._pending[:MAX_NAMED]:
+            if not self._verifier.up:
+                return False
+            self._pending = self._pending[MAX_NAMED:]
+            try:
+                await self._verifier.release(ids, seconds)
+            except grpc.aio.AioRpcError as error:
+                log.warning("release failed", sequences=len(ids), reason=error.details())
+                self._pending = ids + self._pending
+                return False
+        return True

@@ -1,0 +1,272 @@
+"""The scheduler: which sequences wait, start and run in a batch. A pure data structure: no I/O, clock, torch or async.
+
+Only the scheduler changes the state of a sequence. The engine reports events to the scheduler and asks what to do next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import count, islice
+
+from gateway.rounds.queue import Held, Queue
+from gateway.sequence import Logprob, RoundResult, Sequence, Stage, State
+from spire.errors import InvalidRequest, OutOfCapacity
+
+# A sequence lost this often, each time while it was computed and without a new token in between, is given up: it may be
+# the cause of the verifier's failures.
+MAX_FRUITLESS_LIVES = 4
+# Most Starts that wait at the verifier while it has no room, so that freed room is used at once.
+MOST_STALLED = 4
+
+
+# The sequences of a round, by wire id.
+Batch = dict[str, Sequence]
+
+
+class Scheduler:
+    def __init__(self, capacity: int, max_waiting: int):
+        self.capacity = capacity
+        self.max_waiting = max_waiting
+        self.waiting = Queue()
+        self.starting: dict[str, Sequence] = {}
+        self.running: dict[str, Sequence] = {}
+        self._ended: list[str] = []
+        self._arrivals = count(1)
+        # Number of sequences put back in the queue because another was more entitled to their place.
+        self.gave_way = 0
+        # Whether the verifier had no room for the last Start that it reported on.
+        self._full = False
+
+    @property
+    def idle(self) -> bool:
+        return not (self.waiting or self.starting or self.running)
+
+    @property
+    def has_free(self) -> bool:
+        """True if a running sequence has no round under way."""
+        return any(not sequence.under_way for sequence in self.running.values())
+
+    @property
+    def held(self) -> int:
+        """The number of sequences that hold a place at the verifier."""
+        return len(self.starting) + len(self.running)
+
+    @property
+    def has_ended(self) -> bool:
+        """True if there are places to release."""
+        return bool(self._ended)
+
+    @property
+    def unstarted(self) -> int:
+        """The number of sequences that wait for a place or for the first token of a life."""
+        return len(self.waiting) + len(self.starting)
+
+    @property
+    def reading(self) -> bool:
+        """True if a starting sequence waits for its prefill rather than for room at the verifier."""
+        return any(not sequence.stalled for sequence in self.starting.values())
+
+    def add(self, sequences: Iterable[Sequence], key: str = "") -> None:
+        """Queue all choices of one request of this key, or none.
+
+        Raises OutOfCapacity if the queue has too little room now, InvalidRequest if the choices can never fit.
+        """
+        new = list(sequences)
+        if len(new) > self.max_waiting:
+            raise InvalidRequest(
+                f"{len(new)} choices are asked for at once, and the queue has {self.max_waiting} places", "n"
+            )
+        if len(self.waiting) + len(new) > self.max_waiting:
+            raise OutOfCapacity(f"{len(self.waiting)} of {self.max_waiting} queue places are taken: try again later")
+        arrivals = [next(self._arrivals) for _ in new]
+        for sequence, arrival in zip(new, arrivals, strict=True):
+            sequence.key, sequence.request, sequence.arrival = key, arrivals[0], arrival
+            self.waiting.add(sequence)
+
+    def admit(self, make_room: bool = False) -> list[Sequence]:
+        """Return the sequences to start, by shares and arrival. If full, `make_room` puts one beyond its share back."""
+        starts: list[Sequence] = []
+        if not self.waiting and not self.stalled:
+            return starts
+        held = self._holders
+        stalled = Queue(self.stalled)
+        while sequence := self.waiting.next(held):
+            if (ahead := stalled.next(held)) and held.before(ahead, sequence):
+                stalled.remove(ahead)
+                held.add(ahead)
+                continue
+            self._recall(stalled)
+            stalled = Queue()
+            if make_room and self.held >= self.capacity and not self.stalled:
+                make_room = not self._gives_way(held, sequence)
+            if not self._has_room:
+                break
+            self._start(sequence)
+            held.add(sequence)
+            starts.append(sequence)
+        if make_room and self.stalled:
+            self._gives_way(self._holders, self.stalled[0])
+        return starts
+
+    @property
+    def _holders(self) -> Held:
+        """The places held at the verifier, without those of stalled sequences."""
+        return Held(one for one in [*self.running.values(), *self.starting.values()] if not one.stalled)
+
+    def _gives_way(self, held: Held, waiting: Sequence) -> bool:
+        """Put a sequence beyond its share back in the queue in favour of `waiting`. False if there is none."""
+        if victim := held.beyond_share(waiting):
+            held.remove(victim)
+            self.put_back(victim)
+            self.gave_way += 1
+        return victim is not None
+
+    @property
+    def stalled(self) -> list[Sequence]:
+        """The sequences that wait for room at the verifier, in the order in which they get it."""
+        return [sequence for sequence in self.starting.values() if sequence.stalled]
+
+    @property
+    def _has_room(self) -> bool:
+        if self.held >= self.capacity:
+            return False
+        unread = sum(sequence.stage is not Stage.COMPUTED for sequence in self.starting.values())
+        return not self._full or unread < MOST_STALLED
+
+    def _start(self, sequence: Sequence) -> None:
+        self.waiting.remove(sequence)
+        sequence.state, sequence.stage = State.STARTING, Stage.SENT
+        sequence.life += 1
+        sequence.life_began = len(sequence.output)
+        sequence.round = sequence.under_way = 0
+        sequence.paused = False
+        self.starting[sequence.wire_id] = sequence
+
+    def stands(self, wire_id: str, stage: Stage) -> None:
+        """Record the stage that the verifier reports for a Start."""
+        sequence = self.starting.get(wire_id)
+        if sequence is None:
+            return
+        if stage is Stage.STALLED:
+            self._full = True
+        elif sequence.stage is Stage.SENT:
+            self._full = False
+        sequence.stage = stage
+
+    def batch(self, after: Batch | None = None) -> Batch:
+        """Return the next round's sequences: running ones without a round under way. Call `end_round` after the round.
+
+        With `after`, the batch under way, also its sequences with tokens left after one token per round under way.
+        """
+        batch = {
+            wire_id: one
+            for wire_id, one in self.running.items()
+            if not one.under_way or (after and wire_id in after and one.tokens_left > one.under_way)
+        }
+        for sequence in batch.values():
+            sequence.under_way += 1
+        return batch
+
+    def still(self, batch: Batch) -> list[Sequence]:
+        """Return the sequences of a batch that still run, in the same life."""
+        return [sequence for wire_id, sequence in batch.items() if self.running.get(wire_id) is sequence]
+
+    def end_round(self, batch: Batch) -> None:
+        for sequence in self.still(batch):
+            sequence.under_way -= 1
+
+    def started(
+        self, wire_id: str, token: int, cached_tokens: int = 0, logprobs: Iterable[Logprob] = ()
+    ) -> Sequence | None:
+        """Take the first token of a life. None if that life is over. `cached_tokens` were copied, not computed."""
+        sequence = self.starting.pop(wire_id, None)
+        if sequence is None:
+            return None
+        sequence.state = State.RUNNING
+        self.running[wire_id] = sequence
+        if not sequence.output:
+            sequence.cached_tokens = cached_tokens
+        self._extend(sequence, [token], logprobs)
+        return sequence
+
+    def commit(self, sequence: Sequence, tokens: list[int], drafted: int, logprobs: Iterable[Logprob] = ()) -> int:
+        """Commit one round's tokens, the accepted ones and one more. Return how many were kept."""
+        accepted = len(tokens) - 1
+        sequence.round += 1
+        sequence.drafted += drafted
+        _count(sequence.accepted_histogram, accepted)
+        if sequence.depth == sequence.k:
+            _count(sequence.full_depth_histogram, accepted)
+        begin = len(sequence.output)
+        kept = self._extend(sequence, tokens, logprobs)
+        sequence.rounds.append(RoundResult(begin, kept, drafted, accepted))
+        sequence.accepted += min(accepted, kept)
+        return kept
+
+    def lose(self, sequence: Sequence) -> bool:
+        """Put a sequence that the verifier lost back at its place in the queue. False if it is given up instead."""
+        sequence.fruitless_lives += 1
+        if sequence.fruitless_lives >= MAX_FRUITLESS_LIVES:
+            return False
+        self._recall([sequence])
+        return True
+
+    def lose_all(self) -> list[Sequence]:
+        """Put all sequences back in the queue; return those given up instead. Only computed ones are to blame."""
+        held = [*self.running.values(), *self.starting.values()]
+        self._recall(sequence for sequence in held if not sequence.computed)
+        self._full = False
+        return [sequence for sequence in held if sequence.computed and not self.lose(sequence)]
+
+    def put_back(self, sequence: Sequence) -> None:
+        """Put a sequence back at its place in the queue without blame: to make room, or for lack of room."""
+        sequence.came_back = True
+        self._recall([sequence])
+
+    def _recall(self, sequences: Iterable[Sequence]) -> None:
+        for sequence in sequences:
+            self._leave(sequence)
+            sequence.state = State.WAITING
+            self.waiting.add(sequence)
+
+    def finish(self, sequence: Sequence, reason: str, error: Exception | None = None) -> None:
+        """End a sequence in any state. Ending it twice changes nothing."""
+        if sequence.finished:
+            return
+        if sequence.state is State.WAITING:
+            self.waiting.remove(sequence)
+        self._leave(sequence)
+        sequence.state = State.FINISHED
+        sequence.finish_reason = reason
+        sequence.error = error
+
+    def take_ended(self) -> list[str]:
+        """Return the wire ids whose place at the verifier can be released, each only once."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _leave(self, sequence: Sequence) -> None:
+        holder = {State.STARTING: self.starting, State.RUNNING: self.running}.get(sequence.state)
+        if holder is not None:
+            del holder[sequence.wire_id]
+            self._ended.append(sequence.wire_id)
+
+    def _extend(self, sequence: Sequence, tokens: list[int], logprobs: Iterable[Logprob]) -> int:
+        """Keep tokens up to the end of the text; return how many. All tokens but the last are draft tokens."""
+        sequence.fruitless_lives = 0
+        room = tokens[: sequence.tokens_left]
+        end = next((at for at, token in enumerate(room) if token in sequence.end_tokens), None)
+        kept = room if end is None else room[: end + 1]
+        sequence.output += kept
+        sequence.from_draft += [at < len(tokens) - 1 for at in range(len(kept))]
+        sequence.logprobs += islice(logprobs, len(kept))
+        if end is not None:
+            self.finish(sequence, "stop")
+        elif sequence.tokens_left == 0:
+            self.finish(sequence, "length")
+        return len(kept)
+
+
+def _count(histogram: list[int], value: int) -> None:
+    histogram.extend([0] * (value + 1 - len(histogram)))
+    histogram[value] += 1

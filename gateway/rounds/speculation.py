@@ -1,0 +1,268 @@
+"""Speculation: the choice of k, the plan of what the draft is asked, and learning from rounds.
+
+A draft that is gone, slow or behind costs speed and never a request: blocks without draft tokens are decoded plainly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import structlog
+
+from gateway.config import GatewayConfig
+from gateway.draft import ChosenDraft
+from gateway.metrics import Metrics
+from gateway.rounds.clock import Took
+from gateway.rounds.depth import DepthController
+from gateway.rounds.modelled import RoundModel
+from gateway.rounds.round_times import Load
+from gateway.sequence import Sequence
+from gateway.verifier_client import VerifierClient
+from spire.v1 import tensor_pb2, verifier_pb2
+
+# Plain rounds in a row after which the draft is paused, because following a sequence is work, and rounds that the draft
+# gets to catch up before it is asked again.
+_PLAIN_ROUNDS, _CATCHING_UP = 8, 2
+# Share of a batch that must have had one depth for the round's time to count for that depth.
+_MOST_OF_A_BATCH = 0.75
+
+_FALLBACKS = {
+    verifier_pb2.UNDRAFTED_LOST: "draft_lost",
+    verifier_pb2.UNDRAFTED_LATE: "draft_timeout",
+    verifier_pb2.UNDRAFTED_BEHIND: "draft_behind",
+    verifier_pb2.UNDRAFTED_ERROR: "draft_error",
+    verifier_pb2.UNDRAFTED_OWING: "draft_absent",
+}
+_MISSED = {
+    verifier_pb2.UNDRAFTED_LOST: "the verifier has no connection of the draft",
+    verifier_pb2.UNDRAFTED_LATE: "the draft did not answer the verifier in time",
+    verifier_pb2.UNDRAFTED_OWING: "the draft still owes the verifier an answer",
+}
+
+log = structlog.get_logger("gateway")
+
+
+@dataclass(slots=True)
+class DraftPlan:
+    """How the blocks of a round are drafted, by wire id.
+
+    `asked`: the depths asked of the draft, none once `lost`. The answer gives `counts` (draft tokens) and the seconds.
+    """
+
+    draft_id: str = ""
+    asked: dict[str, int] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    lost: bool = False
+    # Depths by wire id if the round waited for the draft in vain until the deadline.
+    late: dict[str, int] = field(default_factory=dict)
+    # For a round that was to be drafted: speculative, or plain if left plain for comparison. Empty for other rounds.
+    decoding: str = ""
+    model_seconds: float = 0.0
+    waited_seconds: float = 0.0
+
+    def drafted(self, sequence: Sequence) -> int:
+        return self.counts.get(sequence.wire_id, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """A round as evidence for k: the single depth its time belongs to, if any, and (depth, accepted) of its blocks."""
+
+    depth: int | None
+    blocks: list[tuple[int, int]]
+
+
+class Speculation:
+    """The draft as the rounds see it, if there is one, and the choice of k."""
+
+    def __init__(self, draft: ChosenDraft | None, verifier: VerifierClient, config: GatewayConfig, metrics: Metrics):
+        self._draft, self._verifier, self._config, self._metrics = draft, verifier, config, metrics
+        self._depths = DepthController()
+        # Load and k of the last round for which k was chosen.
+        self._load, self.k = Load(1, 1), 0
+        # Load and depth of the last drafted round whose time belongs to a single depth.
+        self._seen: tuple[Load, int] | None = None
+        self._model = RoundModel.of(config.calibration) if config.calibration else None
+        # Number of rounds in a row with k = 0; the k for which the draft is catching up, and the rounds until then.
+        self._plain_rounds, self._postponed, self._catching_up = 0, 0, 0
+        # Accumulated plain_share; at 1 a round is left plain.
+        self._plain_due = 0.0
+
+    @property
+    def tau(self) -> float:
+        """The expected tokens of a round at the k chosen last."""
+        return self._depths.acceptance.taus()[self.k]
+
+    @property
+    def multiplier(self) -> float | None:
+        """Measured tokens/s over those of plain decoding; None for a fixed k without both drafted and plain rounds."""
+        if self._config.k is None:
+            return self._depths.multiplier(self._load, self.k)
+        return self._depths.multiplier(*self._seen) if self._seen and self._config.plain_share else None
+
+    @property
+    def multiplier_modelled(self) -> float | None:
+        """The performance model's multiplier of the last drafted round, with the measured τ; None if unknown."""
+        target, draft = self._verifier.model, self._draft.info if self._draft else None
+        if not (self._model and self._seen and target and draft and self._seen[1] <= self._depths.deepest):
+            return None
+        load, k = self._seen
+        return self._model.multiplier(target.info, draft, load, k, self._depths.acceptance.taus()[k])
+
+    def draft_for(self, sequence: Sequence) -> str:
+        """Return the id of the draft that gets the activations, even if briefly away; empty for none."""
+        return self._draft.info.draft_id if sequence.speculates and self._draft and self._draft.info else ""
+
+    def choose(self, batch: list[Sequence], prefilling: bool) -> Load:
+        """Choose k for the automatic sequences of a batch. Return the load."""
+        context = sum(sequence.base for sequence in batch) / len(batch)
+        automatic = [sequence for sequence in batch if sequence.automatic]
+        load = Load(len(batch), context, prefilling, bool(automatic))
+        rooms = [self._most(sequence) for sequence in automatic]
+        if any(rooms):
+            self._load, self.k = load, self._next_k(load, rooms)
+        for sequence in automatic:
+            sequence.k = self.k
+        return load
+
+    def _next_k(self, load: Load, rooms: list[int]) -> int:
+        """Return the controller's k, or 0 while an idle draft catches up for it."""
+        if self._catching_up:
+            self._catching_up -= 1
+            return 0 if self._catching_up else self._postponed
+        k = self._depths.choose(load, rooms)
+        if k and self._draft_idle:
+            self._postponed, self._catching_up, self._plain_rounds = k, _CATCHING_UP, 0
+            return 0
+        self._plain_rounds = 0 if k else self._plain_rounds + 1
+        return k
+
+    @property
+    def _draft_idle(self) -> bool:
+        """True after enough plain rounds to pause the draft. Never for a draft in the verifier: it follows nothing."""
+        return self._plain_rounds >= _PLAIN_ROUNDS and not (self._draft and self._draft.in_verifier)
+
+    def pause(self, sequence: Sequence) -> bool:
+        """Pause a sequence if its draft will not be asked next round (away or idle). Return whether it is paused."""
+        away = self._draft is None or not self._draft.up
+        sequence.paused = away or (sequence.automatic and self._draft_idle)
+        return sequence.paused
+
+    def ask(self, batch: list[Sequence]) -> DraftPlan:
+        """Return the plan for drafting this batch's round."""
+        if self._draft is None:
+            return DraftPlan(lost=True)
+        if not self._draft.up:
+            self._metrics.fallbacks["draft_absent"] += sum(map(self._misses_draft, batch))
+            return DraftPlan()
+        # A paused sequence catches up first.
+        wanted = [(s, depth) for s in batch if not s.paused and (depth := self.depth(s))]
+        if not wanted:
+            return DraftPlan()
+        if self._left_plain():
+            return DraftPlan(decoding="plain")
+        return DraftPlan(
+            self._draft.id, {sequence.wire_id: depth for sequence, depth in wanted}, decoding="speculative"
+        )
+
+    def _left_plain(self) -> bool:
+        """True if this round is left plain, one in 1 / plain_share, to measure plain decoding."""
+        self._plain_due += self._config.plain_share
+        if self._plain_due < 1:
+            return False
+        self._plain_due -= 1
+        return True
+
+    def depth(self, sequence: Sequence) -> int:
+        """Return how many tokens to draft for a sequence in the round that k was chosen for."""
+        return min(sequence.k, self._most(sequence)) if sequence.k else 0
+
+    def _most(self, sequence: Sequence) -> int:
+        """Return how many tokens could be drafted for a sequence: at most what both services take, 0 without its draft.
+
+        While the draft is away, rounds are plain: they are sent ahead and learned from as such.
+        """
+        draft, model = (self._draft.info if self._draft and self._draft.up else None), self._verifier.model
+        if draft is None or model is None or not self._follows(sequence):
+            return 0
+        return min(sequence.room, draft.max_speculation_depth, model.info.max_speculation_depth)
+
+    def _misses_draft(self, sequence: Sequence) -> bool:
+        """True if the sequence would be drafted were its draft available."""
+        return sequence.depth > 0 and self._follows(sequence)
+
+    def _follows(self, sequence: Sequence) -> bool:
+        """True if the current draft gets the activations of the sequence."""
+        return (
+            self._draft is not None and self._draft.info is not None and sequence.draft_id == self._draft.info.draft_id
+        )
+
+    def settle(self, plan: DraftPlan, answer: verifier_pb2.VerifyBatchResult) -> None:
+        """Update the plan and the state of the draft from the verifier's answer."""
+        if not plan.asked or self._draft is None:
+            return
+        found: set[verifier_pb2.Undrafted] = set()
+        for result in answer.results:
+            if result.undrafted:
+                self._metrics.fallbacks[_FALLBACKS.get(result.undrafted, "draft_error")] += 1
+                found.add(result.undrafted)
+            elif result.status.code == tensor_pb2.CODE_OK:
+                plan.counts[result.sequence_id] = result.drafted
+            else:  # the draft tokens may be the cause
+                plan.counts[result.sequence_id] = plan.asked.get(result.sequence_id, 0)
+        plan.model_seconds = answer.drafting.forward_seconds + answer.drafting.sample_seconds
+        plan.waited_seconds = answer.drafting.queue_seconds
+        if missed := found & _MISSED.keys():
+            if missed == {verifier_pb2.UNDRAFTED_LATE}:
+                plan.late = plan.asked
+            plan.lost, plan.asked = True, {}
+            log.warning("decoding plainly", reason=_MISSED[min(missed)])
+        if plan.draft_id != self._draft.id:
+            return
+        if verifier_pb2.UNDRAFTED_LATE in found:
+            self._draft.late()
+        elif not missed:
+            self._draft.in_time()
+
+    def shown_by(self, batch: list[Sequence], plan: DraftPlan, answer: verifier_pb2.VerifyBatchResult) -> Evidence:
+        """Return what a round shows. Call before the commit: afterwards the draft may not follow all sequences."""
+        return Evidence(self._explained_by(batch, plan), self._blocks(answer, plan))
+
+    def learn(self, load: Load, shown: Evidence, plan: DraftPlan, verified: verifier_pb2.Timings, took: Took) -> None:
+        """Learn from a round."""
+        if shown.depth and plan.decoding == "speculative" and not plan.lost:
+            self._seen = load, shown.depth
+        own = took.by_verifier - took.queued - self._of_others(load, plan, verified)
+        # Less than its own forward: its wait overlapped with the round before and was subtracted twice.
+        possible = own >= verified.forward_seconds + verified.sample_seconds
+        if plan.late and shown.depth and possible:
+            self._depths.missed(load, shown.depth, own)
+        else:
+            self._depths.observe(load, shown.depth if possible else None, own, shown.blocks)
+
+    def _explained_by(self, batch: list[Sequence], plan: DraftPlan) -> int | None:
+        """Return the depth that a round's time belongs to, or None if too few sequences had the greatest depth.
+
+        A round that waited for its draft in vain counts: its time is a lower bound for drafting.
+        """
+        if plan.lost and not plan.late:
+            return None
+        depths_by_id = plan.late or plan.counts
+        depths = [depths_by_id.get(sequence.wire_id, 0) for sequence in batch if self._follows(sequence)]
+        if not depths:
+            return None if plan.asked or plan.late else 0  # no sequence speculates
+        deepest = max(depths)
+        if depths.count(deepest) < _MOST_OF_A_BATCH * len(batch) or (deepest == 0 and plan.asked):
+            return None
+        return deepest
+
+    def _blocks(self, answer: verifier_pb2.VerifyBatchResult, plan: DraftPlan) -> list[tuple[int, int]]:
+        """Return (depth, accepted) of every block asked of the draft; blocks that it left out count as rejected."""
+        fine = {result.sequence_id: result for result in answer.results if result.status.code == tensor_pb2.CODE_OK}
+        return [(depth, fine[wire_id].accepted) for wire_id, depth in plan.asked.items() if wire_id in fine]
+
+    def _of_others(self, load: Load, plan: DraftPlan, verified: verifier_pb2.Timings) -> float:
+        """Return the seconds of a round spent on other sequences' prompts, beside its own work."""
+        waited = plan.waited_seconds if self._draft and self._draft.in_verifier else 0.0
+        beside = verified.total_seconds - verified.forward_seconds - verified.sample_seconds if load.prefilling else 0.0
+        return waited + max(0.0, beside)

@@ -1,0 +1,116 @@
+"""Writes JSON in pieces, so that no piece takes long to encode and the whole is never held in memory.
+
+A list that occurs several times in an answer, as the prompt's logprobs in each choice, is encoded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from pydantic_core import to_json
+
+# The items of a list and the characters of a string that are encoded at once.
+_ITEMS, _CHARACTERS = 64, 1 << 16
+_CHUNK_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, eq=False)
+class Shown:
+    """A list of `show(item)` for each item, computed when the list is written."""
+
+    items: Sequence[Any]
+    show: Callable[[Any], Any]
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.show, self.items)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+@dataclass(frozen=True)
+class Large:
+    """A list of large items, each made and encoded only when its turn comes."""
+
+    items: Iterable[Any]
+
+
+class Shared:
+    """A list that is encoded once, however often it occurs."""
+
+    def __init__(self, items: Shown | list[Any]):
+        self._items = items
+
+    @cached_property
+    def pieces(self) -> list[bytes]:
+        return list(_runs(self._items))
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The concatenation of several lists."""
+
+    parts: Sequence[Shared | Shown | list[Any]]
+
+
+def pieces_of(value: Any) -> Iterator[bytes]:
+    """Yield the JSON of a value in pieces. Every large part must be a list, a string or one of the classes above."""
+    if isinstance(value, dict):
+        yield from _enclosed(b"{", (_member(name, item) for name, item in value.items()), b"}")
+    elif isinstance(value, Large):
+        yield from _enclosed(b"[", map(pieces_of, value.items), b"]")
+    elif isinstance(value, Joined):
+        yield from _enclosed(b"[", ([run] for part in value.parts for run in _runs(part)), b"]")
+    elif isinstance(value, Shared | Shown | list):
+        yield from _enclosed(b"[", ([run] for run in _runs(value)), b"]")
+    elif isinstance(value, str) and len(value) > _CHARACTERS:
+        yield b'"'
+        for at in range(0, len(value), _CHARACTERS):
+            yield to_json(value[at : at + _CHARACTERS])[1:-1]
+        yield b'"'
+    else:
+        yield to_json(value)
+
+
+def chunks_of(value: Any) -> Iterator[bytes]:
+    """Yield the JSON of a value in chunks that are large enough to send."""
+    pieces: list[bytes] = []
+    size = 0
+    for piece in pieces_of(value):
+        pieces.append(piece)
+        size += len(piece)
+        if size >= _CHUNK_BYTES:
+            yield b"".join(pieces)
+            pieces, size = [], 0
+    if pieces:
+        yield b"".join(pieces)
+
+
+def _member(name: str, item: Any) -> Iterator[bytes]:
+    yield to_json(name) + b":"
+    yield from pieces_of(item)
+
+
+def _enclosed(begin: bytes, members: Iterable[Iterable[bytes]], end: bytes) -> Iterator[bytes]:
+    yield begin
+    for at, member in enumerate(members):
+        if at:
+            yield b","
+        yield from member
+    yield end
+
+
+def _runs(items: Shared | Shown | list[Any]) -> Iterable[bytes]:
+    """Return the JSON of a list's items, some items at a time, without the brackets."""
+    if isinstance(items, Shared):
+        return items.pieces
+    given, show = (items.items, items.show) if isinstance(items, Shown) else (items, _itself)
+    runs = (given[at : at + _ITEMS] for at in range(0, len(given), _ITEMS))
+    return (to_json([show(item) for item in run])[1:-1] for run in runs)
+
+
+def _itself(item: Any) -> Any:
+    return item

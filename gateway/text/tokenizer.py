@@ -1,0 +1,268 @@
+"""Text to tokens and back, with the tokenizer that the verifier serves.
+
+Text is emitted in pieces. Text that may be an incomplete character or the beginning of a stop string is held back, so
+the pieces of a choice together are the decoding of its tokens up to the stop string; only bytes that form no character
+may decode differently. The emitted text depends on the tokens alone, never on how rounds grouped them.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from functools import cache, partial
+from itertools import accumulate
+
+from spire.checkpoints.tokenizer import tokenizer_of
+from spire.errors import InvalidRequest, MismatchError
+
+# The last tokens of the prompt, decoded in front of the first piece: else some tokenizers drop its leading space.
+_CONTEXT_TOKENS = 4
+_BROKEN = "\ufffd"
+_UTF8 = codecs.getincrementaldecoder("utf-8")
+_ONE_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class PromptTooLong(InvalidRequest):
+    """The prompt has more tokens than allowed; `however` explains this to the client."""
+
+    def __init__(self, however: str):
+        super().__init__(however)
+        self.however = however
+
+
+class TextCodec:
+    """Encodes prompts and decodes tokens."""
+
+    def __init__(self, tokenizer_json: bytes):
+        try:
+            self.tokenizer = tokenizer_of(tokenizer_json)
+        except Exception as error:  # tokenizers raises bare Exception
+            raise MismatchError(f"the verifier's tokenizer.json cannot be read: {error}") from error
+        added = self.tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(token for token, about in added.items() if about.special)
+        # Cached: logprobs need them for many alternatives at each position.
+        self.token_bytes, self.token_text = cache(self._token_bytes), cache(self._token_text)
+        self.longest_token = max((len(token) for token in self.tokenizer.get_vocab()), default=1)
+
+    def encode(self, text: str, max_tokens: int, add_special_tokens: bool = True) -> list[int]:
+        """Return a text's token ids. Raises PromptTooLong if its length alone proves more than `max_tokens` tokens."""
+        if len(text) > max_tokens * self.longest_token:
+            raise PromptTooLong(
+                f"your prompt has {len(text)} characters, and a token at most {self.longest_token}. "
+                "Please reduce the length of the prompt."
+            )
+        # A batch of one: only for batches does the library release the interpreter lock.
+        return self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def _token_bytes(self, token: int) -> bytes:
+        """Return the bytes that a token adds to a text; for a special token its name, for an unknown id nothing."""
+        # The text of the second of two such tokens: some tokenizers drop the leading space of the first.
+        text = self.decode([token, token])[len(self.decode([token])) :]
+        name = self.tokenizer.id_to_token(token) or ""
+        return _bytes_of(name) if _BROKEN in text else (text or name).encode()
+
+    def offsets(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the number of characters before each token of an encoded text."""
+        (encoding,) = self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        return [*accumulate((begin for begin, _ in encoding.offsets), max)]
+
+    def voiceless(self, skip_special_tokens: bool) -> frozenset[int]:
+        """Return the tokens that add no text: the special tokens if they are skipped, else none."""
+        return self._special if skip_special_tokens else frozenset()
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool = True) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+
+    def decode_long(self, tokens: list[int]) -> str:
+        """Return the text of any number of tokens, with special tokens, without holding the interpreter lock."""
+        return self.tokenizer.decode_batch([tokens], skip_special_tokens=False)[0]
+
+    def _token_text(self, token: int) -> str:
+        """Return one token as text to show: a special token's name; `bytes:\\xe2` if it has incomplete characters."""
+        raw = self.token_bytes(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(chr(byte) if 32 <= byte < 127 else f"\\x{byte:02x}" for byte in raw)
+
+
+def _bytes_of(name: str) -> bytes:
+    """Return the bytes of a token with incomplete characters by its name: `<0xE2>`, or in GPT-2's byte alphabet."""
+    if one := _ONE_BYTE.fullmatch(name):
+        return bytes.fromhex(one[1])
+    alphabet = _byte_alphabet()
+    return b"".join(bytes([alphabet[letter]]) if letter in alphabet else letter.encode() for letter in name)
+
+
+@cache
+def _byte_alphabet() -> dict[str, int]:
+    """Return the byte of each letter: a printable byte is its own letter, the others have letters after Latin-1."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
+
+
+class Detokenizer:
+    """Turns tokens into text, whole characters only.
+
+    A token's cost does not grow with the text: only the first bytes of an incomplete character, three at most, are held
+    back; all else is decoded once and emitted. Bytes that form no character are each emitted as a broken character.
+    """
+
+    def __init__(self, codec: TextCodec, prompt: list[int], skip_special_tokens: bool = True):
+        self._codec = codec
+        self._voiceless = codec.voiceless(skip_special_tokens)
+        self._decode = partial(codec.decode, skip_special_tokens=skip_special_tokens)
+        # Tokens emitted already, decoded again in front of the next ones, and their text.
+        self._context = prompt[-_CONTEXT_TOKENS:]
+        self._before = self._decode(self._context)
+        if self._before.endswith(_BROKEN):
+            self._context, self._before = [], ""
+        # Tokens not emitted yet: they end with an incomplete character, whose bytes are in `_half`.
+        self._held: list[int] = []
+        self._half = b""
+
+    def push(self, token: int) -> str:
+        """Return the text that this token completes."""
+        if token in self._voiceless:
+            return ""
+        self._held.append(token)
+        self._half = _half_character(self._half + self._codec.token_bytes(token))
+        return self._tell(len(self._held) - self._tokens_of_half())
+
+    def flush(self) -> str:
+        """Return the text still held back, even an incomplete character."""
+        self._half = b""
+        return self._tell(len(self._held))
+
+    def _tokens_of_half(self) -> int:
+        """Return how many of the last held tokens contain the incomplete character."""
+        size = count = 0
+        while size < len(self._half):
+            count += 1
+            size += len(self._codec.token_bytes(self._held[-count]))
+        return count
+
+    def _tell(self, count: int) -> str:
+        told, self._held = self._held[:count], self._held[count:]
+        if not told:
+            return ""
+        whole, alone = self._decode(self._context + told), self._decode(told)
+        # Some tokenizers decode a whole run of bytes as broken if its end is: text emitted already stays.
+        text = whole[len(self._before) :] if whole.startswith(self._before) else alone
+        # While such a run goes on, its beginning stays the context: without it, the rest would decode differently.
+        if (alone and text.endswith(alone)) or not self._context:
+            self._context, self._before = told, alone
+        return text
+
+
+def _half_character(text: bytes) -> bytes:
+    """Return the bytes at the end of a UTF-8 text that begin a character and may still be completed."""
+    reader = _UTF8("replace")
+    reader.decode(text)
+    return reader.getstate()[0]
+
+
+class StopFilter:
+    """Passes text on up to the first stop string, which is emitted only with `keep`.
+
+    The stop string that ends first wins; of several that end together, the one that begins first. Each character is
+    processed once, however much text is held back.
+    """
+
+    def __init__(self, stops: list[str], keep: bool = False):
+        self._stops, self._keep = [Stop(text) for text in stops], keep
+        self.stopped = False
+        self._held = ""
+
+    def push(self, text: str, may_stop: bool = True) -> str:
+        if self.stopped or not text:
+            return ""
+        if not self._stops:
+            return text
+        whole = self._held + text
+        for at, character in enumerate(text, len(self._held) + 1):
+            ended = [stop.length for stop in self._stops if stop.takes(character)]
+            if ended and may_stop:
+                self.stopped, self._held = True, ""
+                return whole[: at if self._keep else at - max(ended)]
+        keep = len(whole) - max(stop.begun for stop in self._stops)
+        self._held = whole[keep:]
+        return whole[:keep]
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+
+class Stop:
+    """One stop string, and how much of its beginning the text so far ends with (Knuth, Morris and Pratt)."""
+
+    def __init__(self, text: str):
+        self._text, self.length = text, len(text)
+        # borders[n]: the length of the longest proper prefix of the first n characters that is also their suffix.
+        self._borders = [0, 0]
+        for character in text[1:]:
+            self._borders.append(self._longer(self._borders[-1], character))
+        self.begun = 0
+
+    def takes(self, character: str) -> bool:
+        """Add a character to the text, and return True if it completes the stop string."""
+        self.begun = self._longer(self.begun, character)
+        if self.begun < self.length:
+            return False
+        self.begun = self._borders[self.begun]
+        return True
+
+    def _longer(self, begun: int, character: str) -> int:
+        while begun and self._text[begun] != character:
+            begun = self._borders[begun]
+        return begun + (self._text[begun] == character)
+
+
+class TextStream:
+    """The text of one choice as it grows: detokenizer, then stop filter.
+
+    `taken` counts the tokens that belong to the choice: all pushed tokens, up to the one that completed a stop string.
+    `offsets` holds the number of characters before each of them. `silent` tokens add no text; special tokens add text
+    only without `skip_special_tokens`. No stop string ends a choice of fewer than `min_tokens` tokens.
+    """
+
+    def __init__(
+        self,
+        codec: TextCodec,
+        prompt: list[int],
+        stops: list[str],
+        *,
+        keep_stop: bool = False,
+        min_tokens: int = 0,
+        silent: frozenset[int] = frozenset(),
+        skip_special_tokens: bool = True,
+    ):
+        self._detokenizer = Detokenizer(codec, prompt, skip_special_tokens)
+        self._filter = StopFilter(stops, keep_stop)
+        self._min_tokens, self._silent = min_tokens, silent
+        self._characters = 0
+        self.taken = 0
+        self.offsets: list[int] = []
+
+    @property
+    def stopped(self) -> bool:
+        return self._filter.stopped
+
+    def push(self, tokens: list[int]) -> str:
+        return "".join(self._push_one(token) for token in tokens if not self.stopped)
+
+    def _push_one(self, token: int) -> str:
+        self.taken += 1
+        self.offsets.append(self._characters)
+        text = "" if token in self._silent else self._detokenizer.push(token)
+        self._characters += len(text)
+        return self._filter.push(text, may_stop=self.taken >= self._min_tokens)
+
+    def flush(self) -> str:
+        """Return the text still held back: an incomplete character, or the beginning of a stop string."""
+        if self.stopped:
+            return ""
+        text = self._filter.push(self._detokenizer.flush())
+        return text if self.stopped else text + self._filter.flush()

@@ -1,0 +1,364 @@
+"""The connection to the verifier: a handshake, then one long-lived stream, reopened whenever it breaks.
+
+The verifier is `up` from a good handshake until the stream breaks, ends or is reset; pending answers then raise
+PeerLost. A late answer resets the stream too, because a stuck stream looks like a slow one. The verifier is then left
+alone for a while, twice as long each time; answers in time shorten that.
+
+A verifier whose health check says that it does not serve, because it drains or its model is stuck, keeps its stream but
+is not `usable`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
+from itertools import count
+
+import grpc
+import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from gateway.circuit import Circuit
+from gateway.errors import PeerLost
+from gateway.text.tokenizer import TextCodec
+from spire.errors import MismatchError, SpireError
+from spire.rpc.channel import (
+    GATEWAY_METADATA_KEY,
+    PROTOCOL_VERSION,
+    STREAM_METADATA_KEY,
+    connect,
+)
+from spire.rpc.tls import in_words
+from spire.rpc.trust import ANYBODY, Trust
+from spire.service.pace import limit
+from spire.text.chat_template import ChatTemplate
+from spire.v1 import verifier_pb2
+from spire.v1.verifier_pb2_grpc import VerifierStub
+
+_CONTROL_DEADLINE = 5.0
+_HEALTH_SECONDS = 1.0
+# Seconds between attempts to reach a peer that is not there: no request waits for an attempt.
+_SHORTEST_RETRY, _LONGEST_RETRY = 0.2, 1.0
+
+log = structlog.get_logger("gateway")
+
+
+@dataclass(frozen=True, slots=True)
+class SentBatch:
+    """A sent batch: the future of (answer, time of reading it), the time of sending, and the seconds to wait."""
+
+    answer: asyncio.Future[tuple[verifier_pb2.VerifyBatchResult, float]]
+    at: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model that the verifier serves, as told at the handshake."""
+
+    info: verifier_pb2.GetInfoResponse
+    codec: TextCodec
+    chat_template: ChatTemplate
+    seen_at: int
+
+    @property
+    def name(self) -> str:
+        return self.info.model_name
+
+
+class VerifierClient:
+    """The verifier's address, the stream to it, and the pending answers.
+
+    Clients may read the errors raised here, so the address is only in the log.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        gateway_id: str,
+        on_started: Callable[[verifier_pb2.Started], None],
+        on_standing: Callable[[verifier_pb2.Standing], None],
+        on_lost: Callable[[], None],
+        on_connected: Callable[[ServedModel | None, ServedModel], None],
+        on_prefilled: Callable[[], None] = lambda: None,
+        on_drafts: Callable[[Iterable[verifier_pb2.DraftInfo]], None] = lambda _: None,
+        trust: Trust = ANYBODY,
+    ):
+        self.address = address
+        self.up = False
+        self.serving = False
+        # Monotonic time; valid while the verifier is not usable.
+        self.unusable_since = time.monotonic()
+        self.circuit = Circuit()
+        self.model: ServedModel | None = None
+        # Share of the verifier's cache that live sequences hold, as last reported.
+        self.cache_usage = 0.0
+        # How long the verifier's steps take, as last reported.
+        self.pace = verifier_pb2.Pace()
+        self._gateway_id = gateway_id
+        self._on_started, self._on_standing = on_started, on_standing
+        self._on_lost, self._on_connected = on_lost, on_connected
+        self._on_prefilled, self._on_drafts = on_prefilled, on_drafts
+        self._channel, self._trust = connect(address, trust), trust
+        self._stub = VerifierStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+        self._streams = count()
+        self._call: grpc.aio.StreamStreamCall | None = None
+        # gRPC breaks a stream that two tasks write to at once.
+        self._writing = asyncio.Lock()
+        # Pending answers by batch id, each with the time at which it was read from the stream.
+        self._answers: dict[int, asyncio.Future[tuple[verifier_pb2.VerifyBatchResult, float]]] = {}
+        self._batch_ids = count(1)
+        self._retry = _SHORTEST_RETRY
+        self._late = False
+        self._complaint = ""
+
+    @property
+    def usable(self) -> bool:
+        """True if the verifier can take new work."""
+        return self.up and self.serving
+
+    async def maintain(self) -> None:
+        """Handshake, follow the stream until it breaks, and try again, for ever."""
+        while True:
+            try:
+                await self._must_serve()
+                await self.handshake()
+                await self._follow()
+            except (grpc.aio.AioRpcError, SpireError) as error:
+                self._complain(error)
+            except Exception:  # whatever the verifier sent, the client must connect again
+                log.exception("connection failed", peer="verifier", address=self.address)
+            await self._pause()
+
+    async def close(self) -> None:
+        self.reset()
+        await self._channel.close()
+
+    def reset(self) -> None:
+        """Drop the stream; `maintain` opens a new one."""
+        self._is(up=False)
+        if self._call is not None:
+            self._call.cancel()
+
+    async def _pause(self) -> None:
+        pause = self.circuit.seconds if self._late else self._retry
+        self._late = False
+        await asyncio.sleep(pause)
+        self._retry = min(self._retry * 2, _LONGEST_RETRY)
+
+    def _is(self, up: bool, serving: bool = True) -> None:
+        if self.usable and not (up and serving):
+            self.unusable_since = time.monotonic()
+        self.up, self.serving = up, serving
+
+    async def _serves(self) -> bool:
+        """Return whether the health check says that the verifier serves. Raises AioRpcError if nothing answers."""
+        answer = await self._health.Check(health_pb2.HealthCheckRequest(), timeout=_CONTROL_DEADLINE)
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    async def _must_serve(self) -> None:
+        if not await self._serves():
+            raise PeerLost("the verifier is there and does not serve: it drains or is stuck")
+
+    async def _watch(self) -> None:
+        """Poll the health of the verifier while the stream stands: one whose model is stuck still answers pings."""
+        while self.up:
+            await asyncio.sleep(_HEALTH_SECONDS)
+            try:
+                serving = await self._serves()
+            except grpc.aio.AioRpcError as error:
+                self._complain(error)
+                self.reset()
+                return
+            if serving != self.serving:
+                log.warning("serving" if serving else "not serving", peer="verifier", address=self.address)
+            self._is(self.up, serving)
+
+    async def _follow(self) -> None:
+        call = self._call = self._open()
+        self._is(up=True)
+        log.info("connected", peer="verifier", address=self.address)
+        self._complaint, self._retry = "", _SHORTEST_RETRY
+        watch = asyncio.create_task(self._watch())
+        try:
+            while (message := await call.read()) is not grpc.aio.EOF:
+                if message is None:  # gRPC could not parse the bytes
+                    raise PeerLost("the verifier sent what cannot be read")
+                self._receive(message)
+        except asyncio.CancelledError:
+            if _cancelled():
+                raise
+        finally:
+            self._is(up=False)
+            watch.cancel()
+            call.cancel()
+            for future in self._answers.values():
+                if not future.done():
+                    future.set_exception(PeerLost("the stream to the verifier broke"))
+            self._on_lost()
+
+    async def _write(self, message: verifier_pb2.RoundsRequest) -> None:
+        call = self._call
+        if call is None or not self.up:
+            raise PeerLost("the verifier is not connected")
+        try:
+            async with self._writing:
+                await call.write(message)
+        except asyncio.CancelledError:
+            if _cancelled():
+                raise
+            raise PeerLost("the stream to the verifier was reset") from None
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            self._complain(error)
+            self.reset()
+            raise PeerLost("the stream to the verifier broke") from error
+
+    async def ask(self, request: verifier_pb2.RoundsRequest, seconds: float) -> SentBatch:
+        """Send a request with the items of `verify` without waiting for its answer. Raises PeerLost.
+
+        The answer is due within `seconds`, or later if the model is slow.
+        """
+        request.verify.batch_id = batch_id = next(self._batch_ids)
+        loop = asyncio.get_running_loop()
+        asked = SentBatch(loop.create_future(), loop.time(), seconds)
+        self._answers[batch_id] = asked.answer
+        asked.answer.add_done_callback(lambda answer: self._forget(batch_id, answer))
+        try:
+            async with self._in_time(asked):
+                await self._write(request)
+        except BaseException:
+            asked.answer.cancel()
+            raise
+        return asked
+
+    async def answer(self, asked: SentBatch) -> tuple[verifier_pb2.VerifyBatchResult, float]:
+        """Wait for an answer; return it with the seconds from sending the batch to reading it. Raises PeerLost."""
+        loop = asyncio.get_running_loop()
+        try:
+            # The limit may grow meanwhile, when the verifier reports slower steps.
+            while not asked.answer.done() and (left := asked.at + self.limit(asked.seconds) - loop.time()) > 0:
+                await asyncio.wait([asked.answer], timeout=left)
+        except asyncio.CancelledError:
+            asked.answer.cancel()
+            raise
+        if not asked.answer.done():
+            asked.answer.cancel()
+            raise self._too_late(asked.seconds)
+        answer, read_at = asked.answer.result()
+        self.circuit.in_time()
+        return answer, read_at - asked.at
+
+    @contextlib.asynccontextmanager
+    async def _in_time(self, asked: SentBatch) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout_at(asked.at + self.limit(asked.seconds)):
+                yield
+        except TimeoutError:
+            raise self._too_late(asked.seconds) from None
+
+    def _forget(self, batch_id: int, answer: asyncio.Future[tuple[verifier_pb2.VerifyBatchResult, float]]) -> None:
+        del self._answers[batch_id]
+        if not answer.cancelled():
+            answer.exception()  # marks it retrieved: a stream that broke during the write has failed the answer too
+
+    def _too_late(self, seconds: float) -> PeerLost:
+        self.circuit.late()
+        self._late = True
+        self.reset()
+        return PeerLost(f"the verifier did not answer within {self.limit(seconds):g} s")
+
+    def _answered(self, answer: verifier_pb2.VerifyBatchResult) -> None:
+        future = self._answers.get(answer.batch_id)
+        if future is not None and not future.done():
+            future.set_result((answer, asyncio.get_running_loop().time()))
+
+    def _complain(self, error: Exception) -> None:
+        reason = in_words(error.details(), self._trust.tls) if isinstance(error, grpc.aio.AioRpcError) else error
+        if (complaint := f"{reason}") != self._complaint:
+            self._complaint = complaint
+            log.warning("unreachable", peer="verifier", address=self.address, reason=complaint)
+
+    @property
+    def own_name(self) -> tuple[str, str]:
+        """The metadata entry that names this gateway in calls about its sequences."""
+        return GATEWAY_METADATA_KEY, self._gateway_id
+
+    async def handshake(self) -> None:
+        info = await self._stub.GetInfo(verifier_pb2.GetInfoRequest(), timeout=_CONTROL_DEADLINE)
+        _same("protocol version", "this gateway", PROTOCOL_VERSION, "the verifier", info.protocol_version)
+        before = self.model
+        if before is None or before.info.epoch != info.epoch:
+            answer = await self._stub.GetTokenizer(verifier_pb2.GetTokenizerRequest(), timeout=_CONTROL_DEADLINE)
+            codec = TextCodec(answer.tokenizer_json)
+            chat_template = ChatTemplate(answer.chat_template, dict(answer.special_tokens))
+            self.cache_usage = 0.0
+        else:
+            codec, chat_template = before.codec, before.chat_template
+        same = before is not None and before.info.target_fingerprint == info.target_fingerprint
+        seen_at = before.seen_at if before is not None and same else int(time.time())
+        self.model = ServedModel(info, codec, chat_template, seen_at)
+        self._on_connected(before, self.model)
+
+    async def start(self, message: verifier_pb2.Start, deadline: float) -> None:
+        """Send a Start; its Started is passed to `on_started`. Raises PeerLost."""
+        try:
+            async with asyncio.timeout(self.limit(deadline)):
+                await self._write(verifier_pb2.RoundsRequest(start=message))
+        except TimeoutError:
+            raise self._too_late(deadline) from None
+
+    def limit(self, seconds: float) -> float:
+        return limit(self.pace.step_seconds, seconds)
+
+    @property
+    def load_seconds(self) -> float:
+        """The seconds that the verifier met last took to load; 0 before the first handshake."""
+        return self.model.info.load_seconds if self.model else 0.0
+
+    @property
+    def seconds_until_back(self) -> float:
+        """The seconds that a lost verifier's successor is still expected to load; 0 while the verifier is usable."""
+        return 0.0 if self.usable else max(0.0, self.unusable_since + self.load_seconds - time.monotonic())
+
+    def patience(self, seconds: float) -> float:
+        """The seconds to wait for a lost verifier's successor: `seconds`, and twice what the verifier took to load."""
+        return seconds + 2 * self.load_seconds
+
+    async def release(self, sequence_ids: list[str], seconds: float) -> None:
+        """Free the places of these sequences within `seconds`, or longer if the model is slow. Raises AioRpcError."""
+        request = verifier_pb2.ReleaseRequest(sequence_ids=sequence_ids)
+        answer = await self._stub.Release(request, timeout=self.limit(seconds), metadata=[self.own_name])
+        self.cache_usage = answer.cache_usage
+
+    def _open(self) -> grpc.aio.StreamStreamCall:
+        return self._stub.Rounds(metadata=[self.own_name, (STREAM_METADATA_KEY, str(next(self._streams)))])
+
+    def _receive(self, message: verifier_pb2.RoundsResponse) -> None:
+        if message.HasField("verified"):
+            self.cache_usage = message.verified.cache_usage
+            self._answered(message.verified)
+        elif message.HasField("started"):
+            self._on_started(message.started)
+        elif message.HasField("pace"):
+            if message.pace.prefilled != self.pace.prefilled:
+                self._on_prefilled()
+            self.pace = message.pace
+        elif message.HasField("standing"):
+            self._on_standing(message.standing)
+        elif message.HasField("drafts"):
+            self._on_drafts(message.drafts.drafts)
+
+
+def _cancelled() -> bool:
+    """True if this task itself is being cancelled: a cancelled call raises CancelledError in its users too."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _same(what: str, first: str, first_value: object, second: str, second_value: object) -> None:
+    if first_value != second_value:
+        raise MismatchError(f"{what} differs: {first} has {first_value!r}, {second} has {second_value!r}")

@@ -1,0 +1,1 @@
+"""Measurements of other servers and libraries under the same loads."""

@@ -1,0 +1,118 @@
+"""Peers: alternatives to Spire, measured on the same checkpoint, prompts and dtype, in the same run.
+
+Each peer is a separate process, started while no Spire service computes. Only the times and tokens of a peer's steps
+are known, so the *decode* rate covers all steps after the first, which includes the prefill.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from spire.bench.cell import Cell
+from spire.bench.load import Batch
+from spire.bench.stream import Streamed
+from spire.bench.throughput import Figures, figures_of_steps
+from spire.errors import SpireError
+from spire.model.config import load_draft_config
+
+TRANSFORMERS = "transformers"
+_ALONE = "transformers assists one sequence at a time: measured at batch 1 only"
+
+
+@dataclass(frozen=True)
+class Task:
+    """The measurements of a peer. `assistant` is a draft that is a language model by itself, if there is one."""
+
+    model: Path
+    assistant: Path | None
+    loads: Sequence[Batch]
+    dtype: str
+    k: int
+    repeats: int
+    seed: int
+
+
+def check(names: Sequence[str]) -> None:
+    """Check the names of peers. Raises SpireError for an unknown peer or one that is not installed."""
+    for name in names:
+        if name != TRANSFORMERS:
+            raise SpireError(f"--peers {name} is not known: there is {TRANSFORMERS}")
+        if find_spec(name) is None:
+            raise SpireError(f"--peers {name} needs it installed: pip install 'spire-serve[peers]'")
+
+
+def assistant_of(drafts: Sequence[Path]) -> Path | None:
+    """Return the first draft that needs no target activations, which transformers can load, or None."""
+    return next((draft for draft in drafts if load_draft_config(draft).kind == "vanilla"), None)
+
+
+def run_transformers(task: Task) -> Iterator[Cell]:
+    """Yield the cells as they are measured. Raises SpireError with the last lines of a process that fails."""
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    command = [sys.executable, "-m", "spire.bench.peers.transformers_peer"]
+    with tempfile.TemporaryFile("w+") as told, tempfile.TemporaryFile("w+") as complaints:
+        json.dump(_message(task), told)
+        told.seek(0)
+        with subprocess.Popen(
+            command, stdin=told, stdout=subprocess.PIPE, stderr=complaints, env=environment, text=True
+        ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                yield _cell(json.loads(line))
+        if process.returncode:
+            complaints.seek(0)
+            last = "\n".join(complaints.read().strip().splitlines()[-8:])
+            raise SpireError(f"{TRANSFORMERS} ended with exit code {process.returncode}:\n{last}")
+
+
+def cells(task: Task) -> int:
+    """Return the number of cells that `run_transformers` will yield."""
+    modes = 3 if task.assistant else 2
+    return sum(modes if load.batch == 1 else 1 for load in task.loads)
+
+
+def _message(task: Task) -> dict[str, Any]:
+    loads = [
+        {
+            "batch": load.batch,
+            "context": load.context,
+            "generate": load.generate,
+            "prompts": [
+                load.source.cut(load.batch, load.context, task.seed + 1_000_000 * at) for at in range(task.repeats)
+            ],
+        }
+        for load in task.loads
+    ]
+    assistant = str(task.assistant) if task.assistant else None
+    common = {"model": str(task.model), "assistant": assistant, "dtype": task.dtype, "k": task.k}
+    return common | {"loads": loads, "temperature": task.loads[0].temperature}
+
+
+def _cell(answer: dict[str, Any]) -> Cell:
+    runs = [_figures(run["stamps"], answer["batch"], answer["peak_memory_bytes"]) for run in answer["runs"]]
+    way = ", ".join(f"{name} {value}" for name, value in answer["way"].items())
+    system, note = f"{TRANSFORMERS} {answer['mode']}", way
+    if answer["mode"] != "generate":
+        note += f" ({_ALONE})"
+    return Cell(system, None, None, answer["batch"], answer["context"], runs, note=note)
+
+
+def _figures(stamps: list[tuple[float, int]], batch: int, peak: int | None) -> Figures:
+    """Compute the figures of a run in which all sequences of the batch advance together."""
+    arrivals, before = [], 0
+    for moment, tokens in stamps:
+        arrivals.append((moment, tokens - before))
+        before = tokens
+    steps = len(stamps) - 1
+    accepted = stamps[-1][1] - stamps[0][1] - steps
+    told = {"num_spec_steps": steps, "num_accepted_draft_tokens": accepted}
+    return figures_of_steps([Streamed(0.0, arrivals, metrics={"speculative_decoding": told})] * batch, peak)

@@ -1,0 +1,1 @@
+"""Checkpoint directories: weights, tokenizers, and conversion from other formats."""

@@ -1,0 +1,73 @@
+"""Read the `generation_config.json` of a checkpoint: end tokens and suggested sampling parameters.
+
+The end tokens are added to those of `config.json`, because chat models name the token that ends a turn only here. The
+suggested sampling parameters are reported to clients and never applied by default, so that a request means the same on
+every model. Invalid suggestions are left out.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from spire.errors import CheckpointError
+from spire.model.config import ModelConfig, in_words, short
+from spire.model.directory import read_object_if_any
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class SuggestedSampling(BaseModel):
+    """The part of `generation_config.json` that is told to clients; None where it says nothing."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
+
+    do_sample: bool | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    top_p: Share | None = None
+    min_p: Share | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    max_new_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+
+
+class Generation(NamedTuple):
+    """End tokens (those of `config.json` first), suggested sampling, and one line about the suggestions left out."""
+
+    end_tokens: tuple[int, ...]
+    sampling: SuggestedSampling
+    unusable: str
+
+
+def read_generation(directory: Path, config: ModelConfig) -> Generation:
+    """Read end tokens and suggested sampling. Raises CheckpointError for an end token outside the vocabulary."""
+    file = directory / "generation_config.json"
+    raw = read_object_if_any(file)
+    sampling, unusable = _suggested(raw)
+    return Generation(
+        tuple(dict.fromkeys([*config.eos_token_ids, *_end_tokens(raw, config, file)])), sampling, unusable
+    )
+
+
+def _end_tokens(raw: dict[str, Any], config: ModelConfig, file: Path) -> list[int]:
+    """Return the token ids under `eos_token_id`; older files write -1 for none."""
+    said = raw.get("eos_token_id")
+    ends = [end for end in (said if isinstance(said, list) else [said]) if end not in (None, -1)]
+    for end in ends:
+        if type(end) is not int or not 0 <= end < config.vocab_size:
+            raise CheckpointError(
+                f"{file}: eos_token_id {short(end)} is no token of a vocabulary of {config.vocab_size}"
+            )
+    return ends
+
+
+def _suggested(raw: dict[str, Any]) -> tuple[SuggestedSampling, str]:
+    """Return the valid suggestions, and the invalid ones in words: no error, because suggestions are never applied."""
+    try:
+        return SuggestedSampling.model_validate(raw), ""
+    except ValidationError as error:
+        wrong = {one["loc"][0] for one in error.errors()}
+        usable = {name: value for name, value in raw.items() if name not in wrong}
+        return SuggestedSampling.model_validate(usable), in_words(error)

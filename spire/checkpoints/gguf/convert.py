@@ -1,0 +1,66 @@
+"""Convert one GGUF file to one checkpoint directory. Everything is checked before anything is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spire.checkpoints.gguf.file import GgufFile
+from spire.checkpoints.gguf.shape import model_config
+from spire.checkpoints.gguf.tokenizer import read_tokenizer
+from spire.checkpoints.gguf.weights import plan, write_weights
+from spire.errors import CheckpointError
+from spire.files import write_whole
+from spire.model.config import ModelConfig
+
+# GGUF's names of sampling parameters -> those of generation_config.json.
+_SAMPLING = {
+    "temp": "temperature",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+
+
+def convert_gguf(path: Path, out: Path, dtype: torch.dtype = torch.bfloat16) -> ModelConfig:
+    """Write the model in `path` to `out`, which must be empty or absent: weights as `dtype`, the rest as JSON.
+
+    Raises CheckpointError, naming the file and the key or tensor that is damaged or cannot be served exactly.
+    """
+    file = GgufFile(path)
+    shape = model_config(file)
+    found = read_tokenizer(file, shape.vocab_size)
+    config = shape.model_copy(update={"bos_token_id": found.start, "eos_token_ids": found.ends})
+    weights = plan(file, config)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out} is not an empty directory: name a new one with --out")
+    write_weights(file, weights, config, out, dtype)
+    write_whole(out / "tokenizer.json", lambda unfinished: found.tokenizer.save(str(unfinished)))
+    context = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.max_position_embeddings}
+    _write_json(out / "tokenizer_config.json", context | found.config)
+    _write_json(out / "generation_config.json", _generation(file, config))
+    name = {"_name_or_path": file.text("general.name", path.stem)}
+    # config.json is written last: without it a directory is no model, so an interrupted conversion is not served.
+    _write_json(out / "config.json", config.to_hugging_face() | {"dtype": str(dtype).removeprefix("torch.")} | name)
+    return config
+
+
+def _generation(file: GgufFile, config: ModelConfig) -> dict[str, Any]:
+    stored = config.to_hugging_face()
+    tokens = {key: stored[key] for key in ("bos_token_id", "eos_token_id")}
+    sampling: dict[str, Any] = {
+        name: file.number(f"general.sampling.{key}")
+        for key, name in _SAMPLING.items()
+        if f"general.sampling.{key}" in file.keys
+    }
+    if "general.sampling.top_k" in file.keys:
+        sampling["top_k"] = file.whole("general.sampling.top_k")
+    return tokens | ({"do_sample": True} | sampling if sampling else {})
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    write_whole(path, lambda unfinished: unfinished.write_text(text, encoding="utf-8"))

@@ -1,0 +1,186 @@
+"""Convert a SentencePiece BPE vocabulary to a `tokenizers` tokenizer with the same ids, without sentencepiece itself.
+
+Two formats are read: SentencePiece's `.model`, and llama2.c's `.bin` of the same vocabulary, which holds pieces and
+scores but no normalisation (spaces are then kept as they are, as in llama2.c's own encoder). A control piece such as
+`<s>` in a text is encoded as the control token, as in every Hugging Face tokenizer; SentencePiece would spell it out.
+
+Does not know: Unigram vocabularies, which are refused.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
+
+from spire.errors import CheckpointError
+from spire.model.directory import refuse_stand_in
+
+UNKNOWN, START, END = 0, 1, 2  # ids in every llama2.c and Llama vocabulary
+_SPACE = "▁"
+_NORMAL, _BYTE, _BPE = 1, 6, 2
+_LLAMA2C_MARKS = {"\n<s>\n": "<s>", "\n</s>\n": "</s>"}
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Pieces in order of their ids, their scores (higher scores merge first), and how text is normalised."""
+
+    pieces: list[str]
+    scores: list[float]
+    mergeable: list[bool]
+    keeps_extra_spaces: bool = True
+    puts_space_in_front: bool = True
+    charsmap: bytes = b""
+
+
+def read_vocabulary(file: Path) -> Vocabulary:
+    """Read the vocabulary in `file`. Raises CheckpointError if the file has neither of the two formats."""
+    if not file.is_file():
+        raise CheckpointError(f"{file} does not exist: --tokenizer takes a SentencePiece .model or llama2.c .bin file")
+    refuse_stand_in(file)
+    raw = file.read_bytes()
+    try:
+        vocabulary = _read_llama2c(raw) if file.suffix == ".bin" else _read_model(raw)
+    except (struct.error, IndexError, UnicodeDecodeError, TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"{file} is no SentencePiece vocabulary ({error!r}): truncated or another format"
+        ) from error
+    if vocabulary is None:
+        raise CheckpointError(f"{file} holds no BPE vocabulary: only SentencePiece BPE can be converted")
+    return vocabulary
+
+
+def to_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
+    """Return a tokenizer with SentencePiece's ids that prepends `<s>`."""
+    names = [vocabulary.pieces[number] for number in (UNKNOWN, START, END)]
+    tokenizer = without_special_tokens(vocabulary, UNKNOWN)
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{names[START]} $A", special_tokens=[(names[START], START)]
+    )
+    return tokenizer
+
+
+def without_special_tokens(vocabulary: Vocabulary, unknown: int) -> Tokenizer:
+    """Return a tokenizer with SentencePiece's ids to which all pieces are text; `unknown` is the unknown token's id."""
+    ids = {piece: number for number, piece in enumerate(vocabulary.pieces)}
+    unknown_piece = vocabulary.pieces[unknown]
+    bpe = models.BPE(ids, _merges(vocabulary, ids), unk_token=unknown_piece, fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(bpe)
+    tokenizer.normalizer = _normalizer(vocabulary)
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if vocabulary.puts_space_in_front:
+        steps.append(decoders.Strip(" ", 1, 0))
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer
+
+
+def _merges(vocabulary: Vocabulary, ids: dict[str, int]) -> list[tuple[str, str]]:
+    """Return every pair of pieces that forms a piece, best score first: SentencePiece's order of merging."""
+    ranked = []
+    for piece, score, mergeable in zip(vocabulary.pieces, vocabulary.scores, vocabulary.mergeable, strict=True):
+        for cut in range(1, len(piece)) if mergeable else ():
+            left, right = piece[:cut], piece[cut:]
+            if left in ids and right in ids:
+                ranked.append((-score, ids[left], ids[right], left, right))
+    return [(left, right) for *_, left, right in sorted(ranked)]
+
+
+def _normalizer(vocabulary: Vocabulary) -> normalizers.Normalizer:
+    steps: list[normalizers.Normalizer] = []
+    if vocabulary.charsmap:
+        steps.append(normalizers.Precompiled(vocabulary.charsmap))
+    if not vocabulary.keeps_extra_spaces:
+        steps.append(normalizers.Replace(Regex(r"\A +| +\z"), ""))
+        steps.append(normalizers.Replace(Regex(" {2,}"), " "))
+    if vocabulary.puts_space_in_front:
+        steps.append(normalizers.Prepend(_SPACE))
+    return normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
+
+
+def _read_llama2c(raw: bytes) -> Vocabulary:
+    """Parse int32 longest piece, then for each piece float32 score, int32 length, bytes (spaces as spaces)."""
+    pieces: list[str] = []
+    scores: list[float] = []
+    at = 4
+    while at < len(raw):
+        score, length = struct.unpack_from("<fi", raw, at)
+        at += 8
+        if not 0 <= length <= len(raw) - at:
+            raise IndexError(f"piece {len(pieces)} would be {length} bytes long")
+        text = raw[at : at + length].decode()
+        pieces.append(_LLAMA2C_MARKS.get(text, text.replace(" ", _SPACE)))
+        scores.append(score)
+        at += length
+    return Vocabulary(pieces, scores, [number > END and not _names_byte(piece) for number, piece in enumerate(pieces)])
+
+
+def _names_byte(piece: str) -> bool:
+    return len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">")
+
+
+def _read_model(raw: bytes) -> Vocabulary | None:
+    """Parse a ModelProto: 1 pieces (1 text, 2 score, 3 type), 2 trainer (3 model type), 3 normalizer. None: not BPE."""
+    pieces: list[str] = []
+    scores: list[float] = []
+    mergeable: list[bool] = []
+    trainer: dict[int, int | bytes] = {}
+    normalizer: dict[int, int | bytes] = {}
+    for field, value in _fields(raw):
+        if field == 1:
+            piece = dict(_fields(_bytes(value)))
+            pieces.append(_bytes(piece[1]).decode())
+            scores.append(struct.unpack("<f", _bytes(piece.get(2, bytes(4))))[0])
+            mergeable.append(piece.get(3, _NORMAL) == _NORMAL)
+        elif field == 2:
+            trainer = dict(_fields(_bytes(value)))
+        elif field == 3:
+            normalizer = dict(_fields(_bytes(value)))
+    if not pieces or trainer.get(3) != _BPE:
+        return None
+    return Vocabulary(
+        pieces,
+        scores,
+        mergeable,
+        keeps_extra_spaces=not normalizer.get(4, 1),
+        puts_space_in_front=bool(normalizer.get(3, 1)),
+        charsmap=_bytes(normalizer.get(2, b"")),
+    )
+
+
+def _fields(raw: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Yield the (number, value) pairs of a protobuf message: integers for varints, bytes for all other types."""
+    at = 0
+    while at < len(raw):
+        tag, at = _varint(raw, at)
+        wire = tag & 7
+        if wire == 0:
+            number, at = _varint(raw, at)
+            yield tag >> 3, number
+            continue
+        length, at = _varint(raw, at) if wire == 2 else ({1: 8, 5: 4}[wire], at)
+        if at + length > len(raw):
+            raise IndexError(f"field {tag >> 3} ends beyond the file")
+        yield tag >> 3, raw[at : at + length]
+        at += length
+
+
+def _varint(raw: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = raw[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            return value, at
+
+
+def _bytes(value: int | bytes) -> bytes:
+    if isinstance(value, int):
+        raise TypeError("a number where text was expected")
+    return value

@@ -1,0 +1,97 @@
+"""Load a checkpoint's tokenizer, with the same ids as transformers 5 gives for the same directory.
+
+The tokenizer is read from `tokenizer.json` and the tokens declared beside it (`special_tokens`). Truncation and padding
+that training left in the file are never applied. `add_bos_token` and `add_eos_token` of `tokenizer_config.json` are
+ignored: transformers uses the post-processor of `tokenizer.json`.
+
+Does not know: tokenizers without a `tokenizer.json`, and those made by a checkpoint's own code.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+
+from spire.checkpoints.special_tokens import DeclaredTokens, read_declared
+from spire.errors import CheckpointError
+from spire.model.directory import read_object
+
+
+def load_tokenizer(directory: Path, vocab_size: int | None = None) -> Tokenizer:
+    """Load the tokenizer of `directory`. Raises CheckpointError, also for ids beyond `vocab_size`."""
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        raise CheckpointError(f"{file} does not exist: {_instead(directory)}")
+    raw = read_object(file)
+    if not isinstance(raw.get("model"), dict):
+        raise CheckpointError(f"{file} holds no model of a tokenizer: its key 'model' is {raw.get('model')!r}")
+    declared = read_declared(directory, raw)
+    if declared.settings.get("split_special_tokens"):
+        raise CheckpointError(f"{directory / 'tokenizer_config.json'}: split_special_tokens is not supported")
+    try:
+        tokenizer = _built(file, raw, declared)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises bare Exceptions, and panics that are no Exception
+        raise CheckpointError(f"{file} cannot be read as a tokenizer: {error}") from error
+    if vocab_size is not None:
+        _check_fits(tokenizer, vocab_size, file)
+    return tokenizer
+
+
+def tokenizer_of(tokenizer_json: bytes) -> Tokenizer:
+    """Parse a `tokenizer.json`, without its truncation and padding. Raises the library's bare Exception."""
+    return _unbounded(Tokenizer.from_buffer(tokenizer_json))
+
+
+def ids_without_text(tokenizer: Tokenizer, vocab_size: int) -> int:
+    """The number of ids in the model's vocabulary without a token in the tokenizer."""
+    return vocab_size - len({token for token in tokenizer.get_vocab().values() if token < vocab_size})
+
+
+def _instead(directory: Path) -> str:
+    """Return advice for a directory without `tokenizer.json`."""
+    if not (directory / "tokenizer.model").is_file():
+        return "a model is served with its own tokenizer"
+    return (
+        "tokenizer.model is not read. AutoTokenizer of transformers opens it, and its save_pretrained writes the other"
+    )
+
+
+def _built(file: Path, raw: dict[str, Any], declared: DeclaredTokens) -> Tokenizer:
+    is_llama = declared.is_llama and raw["model"].get("type", "BPE") == "BPE"
+    tokenizer = _unbounded(_as_llama(raw, declared.settings) if is_llama else Tokenizer.from_file(str(file)))
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    lacking = {token.content: token for token in declared.in_order() if token.content not in known}
+    tokenizer.add_tokens(list(lacking.values()))
+    return tokenizer
+
+
+def _unbounded(tokenizer: Tokenizer) -> Tokenizer:
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _as_llama(raw: dict[str, Any], settings: dict[str, Any]) -> Tokenizer:
+    """Return the LlamaTokenizer that transformers builds from this vocabulary and these merges."""
+    model = raw["model"] | {"unk_token": None, "fuse_unk": True, "byte_fallback": True}
+    tokenizer = Tokenizer.from_str(json.dumps(raw | {"model": model, "normalizer": None, "added_tokens": []}))
+    in_front = settings.get("add_prefix_space") is not False
+    scheme = ("always" if settings.get("legacy") else "first") if in_front else "never"
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("▁", scheme, split=False)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if in_front else steps)
+    return tokenizer
+
+
+def _check_fits(tokenizer: Tokenizer, vocab_size: int, file: Path) -> None:
+    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
+    if largest >= vocab_size:
+        raise CheckpointError(
+            f"{file}: the tokenizer has {largest + 1} tokens, the model's vocab_size is {vocab_size}: it could not be "
+            f"given the last ones, such as {token!r}. Take the tokenizer that belongs to these weights"
+        )

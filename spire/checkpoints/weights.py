@@ -1,0 +1,194 @@
+"""Load and save weights in Hugging Face layout: `config.json` and safetensors (sharded or not), never pickle.
+
+Does not know: quantised weights and architectures other than Llama's, which are refused by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from spire.checkpoints.random_weights import draw_weights, has_random_weights
+from spire.errors import CheckpointError
+from spire.files import write_whole
+from spire.model.config import ModelConfig, load_draft_config, load_model_config
+from spire.model.directory import read_object, refuse_stand_in
+from spire.model.draft import Draft
+from spire.model.target import Target
+
+Module = TypeVar("Module", Target, Draft)
+
+_SAMPLED_ELEMENTS = 1024
+# Tensors of other dtypes are quantised.
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+def load_target(
+    directory: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> tuple[Target, str]:
+    """Load the target in inference mode, and compute its fingerprint. Raises CheckpointError naming the file."""
+    config = load_model_config(directory)
+    if has_random_weights(directory):
+        return draw_weights(lambda: Target(config), dtype, device), fingerprint(config, {})
+    tensors = _load_named(directory, config)
+    target = _filled(lambda: Target(config), tensors, directory)
+    return target.to(dtype).to(device).eval().requires_grad_(False), fingerprint(config, tensors)
+
+
+def load_draft(directory: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Draft:
+    """Load the draft in inference mode. Raises CheckpointError naming the file."""
+    config, kind = load_model_config(directory), load_draft_config(directory)
+    if (taps := len(kind.tapped_layers)) not in (0, config.num_hidden_layers):
+        raise CheckpointError(
+            f"{directory / 'config.json'}: spire_draft taps {taps} layers, and num_hidden_layers is "
+            f"{config.num_hidden_layers}: each layer of a draft remembers one, or none does"
+        )
+    if has_random_weights(directory):
+        return draw_weights(lambda: Draft(config, kind), dtype, device)
+    draft = _filled(lambda: Draft(config, kind), _load_named(directory, config), directory)
+    return draft.to(dtype).to(device).eval().requires_grad_(False)
+
+
+def _load_named(directory: Path, config: ModelConfig) -> dict[str, Tensor]:
+    """Return all tensors under the parameter names of our modules, including `lm_head.weight` of a tied checkpoint."""
+    tensors = {_without_prefix(name): tensor for name, tensor in load_tensors(directory).items()}
+    if config.tie_word_embeddings and (embedding := tensors.get("embed_tokens.weight")) is not None:
+        own = tensors.setdefault("lm_head.weight", embedding)
+        if own is not embedding and not torch.equal(own, embedding):
+            raise CheckpointError(
+                f"{directory}: config.json says tie_word_embeddings, and lm_head.weight differs from "
+                "embed_tokens.weight: set tie_word_embeddings to false if the output matrix is its own"
+            )
+    return tensors
+
+
+def _filled(build: Callable[[], Module], tensors: dict[str, Tensor], directory: Path) -> Module:
+    """Return a module that uses these tensors as stored, without allocating other memory."""
+    with torch.device("meta"):
+        module = build()
+    wanted = module.state_dict()
+    _check({name: tensor.shape for name, tensor in wanted.items()}, tensors, directory)
+    module.load_state_dict({name: tensors[name] for name in wanted}, assign=True)
+    if module.config.tie_word_embeddings:
+        module.lm_head.weight = module.embed_tokens.weight
+    return module
+
+
+def save_draft(directory: Path, draft: Draft, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write a draft checkpoint: like a target's, with a `spire_draft` section in `config.json`."""
+    config = draft.config.to_hugging_face() | {
+        "dtype": str(dtype).removeprefix("torch."),
+        "spire_draft": draft.draft.model_dump(mode="json"),
+    }
+    save_directory(directory, config, _stored_names(draft, draft.config), dtype)
+
+
+def save_target(directory: Path, target: Target, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write `config.json` and `model.safetensors`, which `load_target` and transformers can both load."""
+    config = target.config.to_hugging_face() | {"dtype": str(dtype).removeprefix("torch.")}
+    save_directory(directory, config, _stored_names(target, target.config), dtype)
+
+
+def _stored_names(module: nn.Module, config: ModelConfig) -> dict[str, Tensor]:
+    return {
+        name if name.startswith("lm_head.") else f"model.{name}": tensor
+        for name, tensor in module.state_dict().items()
+        if not (config.tie_word_embeddings and name == "lm_head.weight")
+    }
+
+
+def save_directory(directory: Path, config: dict[str, object], tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """Write `config.json` and `model.safetensors`, each atomically."""
+    ready = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors.items()}
+    write_tensors(directory / "model.safetensors", ready)
+    write_whole(
+        directory / "config.json", lambda unfinished: unfinished.write_text(json.dumps(config, indent=2) + "\n")
+    )
+
+
+def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
+    """Write one safetensors file atomically."""
+
+    def write(unfinished: Path) -> None:
+        save_file(tensors, unfinished, metadata={"format": "pt"})
+        unfinished.chmod(0o644)  # safetensors makes the file readable by its owner only
+
+    write_whole(file, write)
+
+
+def load_tensors(directory: Path) -> dict[str, Tensor]:
+    """Load all tensors of a checkpoint as stored. Raises CheckpointError for a missing or truncated file."""
+    tensors: dict[str, Tensor] = {}
+    for file in _weight_files(directory):
+        if not file.is_file():
+            raise CheckpointError(f"{file} does not exist: {_instead(file.parent)}")
+        refuse_stand_in(file)
+        try:
+            with safe_open(file, framework="pt") as shard:
+                tensors |= {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise CheckpointError(f"{file} cannot be read ({error}): truncated or not a safetensors file") from error
+    return tensors
+
+
+def _instead(directory: Path) -> str:
+    """Return the reason and advice for a directory without safetensors."""
+    pickles = sorted(file.name for file in directory.glob("*") if file.suffix in _PICKLES)
+    if not pickles:
+        return "the checkpoint is incomplete"
+    return (
+        f"{pickles[0]} is not opened, because a pickle can run any code. Save the model as safetensors, for example "
+        "with save_pretrained of transformers, where you trust it"
+    )
+
+
+def _check(shapes: dict[str, torch.Size], tensors: dict[str, Tensor], directory: Path) -> None:
+    """Raise CheckpointError for missing, unknown, misshapen or quantised tensors."""
+    known = {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
+    if missing := sorted(shapes.keys() - known.keys()):
+        raise CheckpointError(f"{directory}: {len(missing)} tensors are missing, the first is {missing[0]!r}")
+    if unknown := sorted(known.keys() - shapes.keys()):
+        raise CheckpointError(f"{directory}: {len(unknown)} tensors are not Llama's, the first is {unknown[0]!r}")
+    for name, shape in shapes.items():
+        if shape != known[name].shape:
+            raise CheckpointError(
+                f"{directory}: {name} has shape {list(known[name].shape)}, config.json asks for {list(shape)}"
+            )
+        if (dtype := known[name].dtype) not in _FLOATS:
+            kind = str(dtype).removeprefix("torch.")
+            raise CheckpointError(f"{directory}: {name} is {kind}: quantised weights are not served")
+
+
+def fingerprint(config: ModelConfig, tensors: dict[str, Tensor]) -> str:
+    """Return a hash of a target's shape and about 1,024 elements of every stored tensor, whatever the sharding."""
+    digest = hashlib.sha256(config.model_dump_json(exclude={"torch_dtype"}).encode())
+    for name in sorted(tensors):
+        flat = tensors[name].reshape(-1)
+        step = max(1, flat.numel() // _SAMPLED_ELEMENTS)
+        digest.update(f"{name}{list(tensors[name].shape)}".encode())
+        digest.update(flat[::step].float().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        return [directory / "model.safetensors"]
+    places = read_object(index).get("weight_map")
+    names = set(places.values()) if isinstance(places, dict) else set()
+    if not names or any(not isinstance(name, str) or Path(name).name != name for name in names):
+        raise CheckpointError(f"{index} is no safetensors index: its weight_map names no files of this directory")
+    return [directory / name for name in sorted(names)]
+
+
+def _without_prefix(name: str) -> str:
+    return name.removeprefix("model.")

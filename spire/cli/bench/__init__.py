@@ -1,0 +1,1 @@
+"""`spire bench` and `spire capacity`."""

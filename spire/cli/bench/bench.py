@@ -1,0 +1,298 @@
+"""`spire bench`: measure the gain of speculation through the REST endpoint, beside the performance model's prediction.
+
+    spire bench                                           the bundled pair at 1, 4 and 16 requests
+    spire bench --drafts off,vanilla=DIR,magicdec,spire --batch 1,4,16,64 --context 128,512,1900 --k 0,4,auto
+    spire bench --trace azure_llm_2023_conv.csv.xz --trace-seconds 60
+    spire bench --url http://127.0.0.1:8000               services that already run
+    spire bench --drafts spire --peers transformers --against http://127.0.0.1:9000
+                                                          beside others; without --drafts only that server
+    spire bench --shape llama-3-8b --layers 4 --accept-rate 0.8
+                                                          no trained weights: SYNTHETIC acceptance, real time
+
+For each draft, the services are started once and warmed up, then each load runs at all depths in turns. k = 0 is always
+one of the depths, so that a multiplier compares runs of one warm system. `spire.bench.throughput` defines the figures.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from spire.bench.cell import AUTO, SPIRE, Cell, Depth
+from spire.bench.load import Batch, Load, Trace, read_trace
+from spire.bench.peers.against import Server
+from spire.bench.peers.servers import check
+from spire.bench.prompts import BUNDLED_TEXT, PromptSource
+from spire.checkpoints.tokenizer import load_tokenizer
+from spire.cli.bench import report as bench_report
+from spire.cli.bench.comparison import Chosen, Run, progress_bar
+from spire.cli.paths import OFF, Pair, choose_pair
+from spire.cli.perf.shapes import random_pair
+from spire.cli.serving import serving
+from spire.cli.up import ModelOptions
+from spire.errors import SpireError
+from spire.model.config import MAGICDEC, load_model_config
+from spire.perf import calibration, plots
+from spire.perf.calibration import Calibration
+from spire.perf.shapes import SHAPES, Shape
+from spire.service.keys import FOREIGN_KEY
+
+_DEEPEST = 16
+
+
+@dataclass(frozen=True)
+class Served:
+    """A target with the draft meant by `--drafts spire`, and their title in outputs."""
+
+    pair: Pair
+    title: str
+
+    @property
+    def plain(self) -> Pair:
+        return Pair(self.pair.model, None)
+
+    @property
+    def shape(self) -> Shape:
+        return Shape.of(load_model_config(self.pair.model))
+
+
+def bench(
+    drafts: Annotated[
+        str | None,
+        typer.Option(
+            help="With commas: off, spire (the bundled one), magicdec, a directory, NAME=DIR. Each is measured beside "
+            "k = 0 in its own services. Default: spire for the bundled target, magicdec for another."
+        ),
+    ] = None,
+    batch: Annotated[str, typer.Option(help="Requests at once; several with commas.")] = "1,4,16",
+    context: Annotated[str, typer.Option(help="Tokens of each prompt; several with commas.")] = "512",
+    generate: Annotated[int, typer.Option(help="Tokens generated after each prompt.", min=8)] = 128,
+    k: Annotated[
+        str, typer.Option(help="Speculation depths with commas; auto leaves it to the gateway. 0 is always measured.")
+    ] = "4",
+    repeats: Annotated[int, typer.Option(help="Runs of each cell, in turns; medians are shown.", min=1)] = 3,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0)] = 1.0,
+    trace: Annotated[
+        Path | None, typer.Option(help="Instead of batches: arrivals and lengths of a CSV like the Azure LLM traces.")
+    ] = None,
+    trace_seconds: Annotated[float, typer.Option(help="How long its load lasts.", min=1)] = 60.0,
+    rate: Annotated[float, typer.Option(help="Its arrivals this many times as fast.", min=0.001)] = 1.0,
+    peers: Annotated[str | None, typer.Option(help="What else to measure at the same batches: transformers.")] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            help="URL of any server of OpenAI's completions that gets the same load; alone unless --drafts. "
+            f"It is sent the key in {FOREIGN_KEY}, if any."
+        ),
+    ] = None,
+    as_text: Annotated[
+        bool, typer.Option("--as-text", help="It gets prompts as text: its tokenizer is another.")
+    ] = False,
+    url: Annotated[str | None, typer.Option(help="A gateway that runs already. Default: services are started.")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="The target; its tokenizer cuts prompts. Default: the bundled one.")
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option(help=f"Instead of a model: {', '.join(SHAPES)} with random weights; SYNTHETIC.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="Only so many layers of that shape.", min=2)] = None,
+    accept_rate: Annotated[
+        float | None, typer.Option(help="How often a draft token of that shape stands, by coin flips.", min=0, max=1)
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, bfloat16 or float32.")] = None,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(help="Text to cut prompts from, as docs/data.md lists it; repeatable. Default: bundled."),
+    ] = None,
+    hardware: Annotated[
+        Path | None, typer.Option(help="Calibration file of the model's figures. Default: spire doctor --calibrate's.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write bench.png here: measured beside modelled.")] = None,
+    seed: Annotated[int, typer.Option(help="Decides where prompts are cut.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Tokens per second with and without speculation in one run, beside the model's, and where a round's time goes."""
+    others = peers.split(",") if peers else []
+    check(others)
+    if others and shape:
+        raise SpireError("--peers and --shape exclude each other: peers load weights, and a shape has none")
+    if plot:
+        plots.require()
+    contexts, batches, depths = _numbers(context), _numbers(batch), _depths(k)
+    with _serve(model, shape, layers, accept_rate, max(contexts) + generate) as served:
+        stacks = [] if against and not (drafts or url) else _choose(drafts, served, url)
+        target = served.pair.model
+        longest = load_model_config(target).max_position_embeddings
+        source = PromptSource(target, data or [BUNDLED_TEXT])
+        if trace is None:
+            _refuse_too_long(max(contexts), generate, longest)
+            grid = [(length, size) for length in contexts for size in batches]
+            loads: list[Load] = [Batch(source, size, length, generate, temperature) for length, size in grid]
+        else:
+            loads = [Trace(source, read_trace(trace, longest, trace_seconds, rate), temperature, trace.name)]
+        machine = _calibration(hardware, served, dtype, accept_rate is not None)
+        run = Run(loads, depths, repeats, seed, machine.hardware if machine else None, accept_rate)
+        tokenizer = load_tokenizer(target) if as_text else None
+        server = Server.meet(against, tokenizer) if against else None
+        report = Report(served.title, _machine(machine), as_json)
+        with report.told(), progress_bar() as progress:
+            for chosen in stacks:
+                begun = f"asking {url}" if url else "starting the services"
+                task = progress.add_task(f"{chosen.name}: {begun}", total=None)
+                with serving(url, chosen.pair, ModelOptions(dtype, None, None), accept_rate) as system:
+                    report.cells.extend(run.of(system, chosen, progress, task))
+            if others:
+                own = [chosen.pair.draft for chosen in stacks if chosen.pair.draft]
+                report.cells.extend(run.peers(target, own, dtype or "auto", report.cells, progress))
+            if server:
+                report.cells.extend(run.against(server, report.cells, progress))
+        if plot:
+            bench_report.plot(plot, report.cells)
+
+
+@dataclass
+class Report:
+    """The cells measured so far, and the form in which they are printed."""
+
+    target: str
+    machine: dict[str, Any]
+    as_json: bool
+    cells: list[Cell] = field(default_factory=list)
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Print the cells when the block ends, even by an error: the cells measured before it are not lost."""
+        complete = False
+        try:
+            yield
+            complete = True
+        finally:
+            if self.as_json and self.cells:
+                found = {"bench": [cell.to_json() for cell in self.cells], "complete": complete}
+                typer.echo(json.dumps(found | {"target": self.target, "machine": self.machine}))
+            elif self.cells:
+                bench_report.show(self.cells, self.target)
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
+def _choose(drafts: str | None, served: Served, url: str | None) -> list[Chosen]:
+    """Return the stacks to start. Each measures plain decoding too; `off` has a stack only if it is the only draft."""
+    if url and drafts is None:
+        return [Chosen("as served", served.plain, known=False)]
+    default = SPIRE if served.pair.draft else MAGICDEC
+    wanted = [_named(text.strip(), served) for text in (drafts or default).split(",")]
+    stacks = [chosen for chosen in wanted if chosen.name != OFF] or wanted[:1]
+    if url and len(stacks) > 1:
+        raise typer.BadParameter("--url serves one draft: name it alone in --drafts, or none")
+    return stacks
+
+
+def _named(text: str, served: Served) -> Chosen:
+    name, _, directory = text.partition("=")
+    model = served.pair.model
+    if directory:
+        return Chosen(name, choose_pair(model, directory))
+    if name in (OFF, MAGICDEC):
+        return Chosen(name, choose_pair(model, name))
+    if name == SPIRE:
+        if served.pair.draft is None:
+            raise SpireError(f"the bundled draft is not {model}'s: name its own with --drafts spire=DIR")
+        return Chosen(name, served.pair)
+    if name == "vanilla":
+        raise SpireError("no vanilla draft is bundled: train one (spire train draft) and name it: --drafts vanilla=DIR")
+    if not Path(name).is_dir():
+        raise SpireError(f"--drafts {name} is no directory and none of {OFF}, {SPIRE}, {MAGICDEC}, NAME=DIR")
+    return Chosen(Path(name).name, choose_pair(model, name))
+
+
+@contextmanager
+def _serve(
+    model: Path | None, shape: str | None, layers: int | None, rate: float | None, longest: int
+) -> Iterator[Served]:
+    """Yield the pair to measure: a model's pair, or one with random weights whose files live as long as the block."""
+    if shape is None and rate is None:
+        if layers is not None:
+            raise SpireError("--layers belongs to --shape")
+        pair = choose_pair(model, None)
+        yield Served(pair, str(pair.model) if model else "bundled")
+        return
+    if shape is None or rate is None:
+        raise SpireError("--accept-rate and --shape belong together: random weights accept nothing by themselves")
+    if model is not None:
+        raise SpireError("--model and --shape exclude each other: one names weights, the other has none")
+    with random_pair(shape, layers, longest) as (pair, title):
+        yield Served(pair, f"{title}, random weights, SYNTHETIC acceptance {rate:g}")
+
+
+def _depths(text: str) -> list[Depth]:
+    depths: list[Depth] = [
+        AUTO if part == AUTO else _numbers(part, least=0)[0] for part in text.replace(" ", "").split(",")
+    ]
+    if wrong := [depth for depth in depths if depth != AUTO and depth > _DEEPEST]:
+        raise typer.BadParameter(f"--k {wrong[0]}: a depth is at most {_DEEPEST}, or {AUTO}")
+    return list(dict.fromkeys([0, *depths]))
+
+
+def _numbers(text: str, least: int = 1) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is not a list of whole numbers like 1,4,16") from error
+    if min(numbers) < least:
+        raise typer.BadParameter(f"{text!r} has a number below {least}")
+    return numbers
+
+
+def _refuse_too_long(context: int, generate: int, longest: int) -> None:
+    if context + generate > longest:
+        raise SpireError(
+            f"{context} prompt tokens and {generate} more do not fit the target's {longest} positions: "
+            "lower --context or --generate"
+        )
+
+
+def _calibration(file: Path | None, served: Served, dtype: str | None, synthetic: bool) -> Calibration | None:
+    """Return the calibration of `file`, else a new one if `synthetic`, else the default file's, else None."""
+    if file is None and synthetic:
+        return _calibrate(served.pair, dtype)
+    if file is None and not calibration.default_file().is_file():
+        _note("no modelled figures: measure this machine once with 'spire doctor --calibrate'")
+        return None
+    found = calibration.load(file or calibration.default_file())
+    if found.target != served.shape or dtype not in (None, "auto", found.dtype):
+        _note(f"modelled figures are of another target or type: the calibration is of {found.target}, {found.dtype}")
+    return found
+
+
+def _calibrate(pair: Pair, dtype: str | None) -> Calibration:
+    """Calibrate this machine at the widths of a pair, in a child process, so that all memory is freed."""
+    with tempfile.TemporaryDirectory(prefix="spire-") as directory:
+        file = Path(directory) / "calibration.json"
+        command = [sys.executable, "-m", "spire.cli", "doctor", "--calibrate", "--out", str(file), "--json"]
+        pair_options = ["--model", str(pair.model), "--draft", str(pair.draft)]
+        pair_options += ["--dtype", dtype] if dtype else []
+        subprocess.run([*command, *pair_options], check=True, stdout=subprocess.DEVNULL)
+        return calibration.load(file)
+
+
+def _note(text: str) -> None:
+    Console(stderr=True, highlight=False).print(f"[yellow]note:[/] {text}")
+
+
+def _machine(calibrated: Calibration | None) -> dict[str, Any]:
+    here = {"system": platform.platform(), "processor": platform.processor(), "cores": os.cpu_count()}
+    return here | {"calibrated": asdict(calibrated.machine) if calibrated else None}

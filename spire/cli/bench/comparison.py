@@ -1,0 +1,141 @@
+"""The measurements of `spire bench`, in order: each draft in its own services, then peers, then another server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from spire.bench.cell import AUTO, SPIRE, Cell, Depth
+from spire.bench.load import Batch, Load, alternate
+from spire.bench.peers.against import Server
+from spire.bench.peers.servers import TRANSFORMERS, Task, assistant_of, run_transformers
+from spire.bench.peers.servers import cells as peer_cells
+from spire.bench.prediction import PairModel
+from spire.bench.system import System
+from spire.cli.paths import Pair
+from spire.perf.hardware import Hardware
+
+_WARM_TOKENS, _WARM_REQUESTS = 16, 4
+# Unmeasured runs of each load at automatic k, because the choice of k learns while serving.
+_LEARNING = 8
+# Depth of a peer if no fixed depth above 0 is requested.
+_LOOKED_UP = 4
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A draft's name in outputs and the pair to serve. `known` is False for the unknown draft of a running gateway."""
+
+    name: str
+    pair: Pair
+    known: bool = True
+
+
+@dataclass(frozen=True)
+class Run:
+    """The measurements of each stack of services."""
+
+    loads: list[Load]
+    depths: list[Depth]
+    repeats: int
+    seed: int
+    hardware: Hardware | None
+    # Acceptance probability of every draft token; set only for synthetic acceptance.
+    accept_rate: float | None = None
+
+    def of(self, system: System, chosen: Chosen, progress: Progress, task: TaskID) -> Iterator[Cell]:
+        """Yield the cell of each load at each depth, after an unmeasured warm-up.
+
+        Unless a load is a trace, automatic k sees each load before it is measured, as on a server in use.
+        """
+        depths: list[Depth] = self.depths if chosen.pair.speculates or not chosen.known else [0]
+        learning = _LEARNING if AUTO in depths and not any(load.trace for load in self.loads) else 0
+        total = len(depths) + (self.repeats * len(depths) + learning) * len(self.loads)
+        progress.update(task, description=f"{chosen.name}: warming", total=total)
+        self._warm(system, depths, lambda: progress.advance(task))
+        for at, load in enumerate(self.loads):
+            progress.update(task, description=f"{chosen.name}: {load.name}")
+            seed = self.seed + 1000 * at
+            alternate(system, load, [AUTO], learning, seed + 500, lambda: progress.advance(task), split_turns=0)
+            runs = alternate(system, load, depths, self.repeats, seed, lambda: progress.advance(task))
+            for depth in depths:
+                cell = Cell(SPIRE, chosen.name, depth, load.batch, load.context, runs[depth], runs[0], trace=load.trace)
+                modelled = self._modelled(chosen, load, cell)
+                yield replace(cell, modelled=modelled, synthetic=self.accept_rate is not None)
+
+    def peers(
+        self, target: Path, drafts: list[Path], dtype: str, cells: list[Cell], progress: Progress
+    ) -> Iterator[Cell]:
+        """Yield the cells of the peers, compared to Spire's plain decoding of the same batch and context."""
+        batches = [load for load in self.loads if isinstance(load, Batch)]
+        depth = next((depth for depth in self.depths if depth not in (0, AUTO)), _LOOKED_UP)
+        assert depth != AUTO
+        task = Task(target, assistant_of(drafts), batches, dtype, depth, self.repeats, self.seed)
+        row = progress.add_task(TRANSFORMERS, total=peer_cells(task))
+        for cell in run_transformers(task):
+            yield self._beside_plain(cell, cells)
+            progress.advance(row)
+
+    def against(self, server: Server, cells: list[Cell], progress: Progress) -> Iterator[Cell]:
+        """Yield the cell of each load on another server, compared to Spire's plain decoding of the same load."""
+        row = progress.add_task(server.url, total=len(self.loads) * (self.repeats + 1))
+        for at, load in enumerate(self.loads):
+            cell = server.measure(load, self.repeats, self.seed + 1000 * at, lambda: progress.advance(row))
+            yield self._beside_plain(cell, cells)
+
+    def _warm(self, system: System, depths: list[Depth], done: Callable[[], None]) -> None:
+        """Run a short batch, as wide as the widest load, at each depth."""
+        load = self.loads[0]
+        width = max(load.batch or _WARM_REQUESTS for load in self.loads)
+        shortest = min(load.context or _WARM_TOKENS for load in self.loads)
+        warming = Batch(load.source, width, shortest, _WARM_TOKENS, load.temperature)
+        alternate(system, warming, depths, 1, self.seed - 1, done)
+
+    def _modelled(self, chosen: Chosen, load: Load, cell: Cell) -> dict[str, Any]:
+        if self.hardware is None or not chosen.known or cell.k == 0 or not isinstance(load, Batch):
+            return {}
+        model = PairModel(chosen.pair.model, chosen.pair.draft, self.hardware, self.accept_rate)
+        depth = None if cell.k == AUTO else cell.k
+        return model.predict(load.batch, load.context + load.generate // 2, depth, cell.figures.tau)
+
+    def _beside_plain(self, cell: Cell, cells: list[Cell]) -> Cell:
+        same = [c.runs for c in cells if c.k == 0 and (c.batch, c.context) == (cell.batch, cell.context)]
+        return replace(cell, plain=same[-1] if same else None, synthetic=self.accept_rate is not None)
+
+
+def progress_bar() -> Progress:
+    """Return a progress display on stderr: a bar or, if stderr is not a terminal, a line for each event."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        return _Lines(console=console, disable=True)
+    columns: list[Any] = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
+    columns += [TimeElapsedColumn(), TimeRemainingColumn()]
+    return Progress(*columns, console=console)
+
+
+class _Lines(Progress):
+    def add_task(self, description: str, *given: Any, **named: Any) -> TaskID:
+        self.console.print(description)
+        return super().add_task(description, *given, **named)
+
+    def update(self, task_id: TaskID, **named: Any) -> None:
+        super().update(task_id, **named)
+        self.console.print(self._tasks[task_id].description)
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        super().advance(task_id, advance)
+        task = self._tasks[task_id]
+        self.console.print(f"{task.description}, {task.completed:.0f} of {task.total or 0:.0f}")

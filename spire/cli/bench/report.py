@@ -1,0 +1,193 @@
+"""Tables of `spire bench`: throughput, latency, the parts of a round, and the machine. Each table fits 80 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from spire.bench.cell import Cell
+from spire.errors import SpireError
+from spire.perf import plots
+
+# Parts of a round by column. The column "other" shows further parts that a gateway reports.
+_PARTS = {
+    "draft": ("propose",),
+    "verify": ("verify_forward",),
+    "sample": ("verify_sample",),
+    "waits": ("draft_wait", "verify_queue"),
+    "wire": ("wire",),
+    "gateway": ("gateway",),
+}
+_UNKNOWN = "–"
+
+Columns = dict[str, Callable[[Cell], str]]
+
+
+def show(cells: list[Cell], target: str) -> None:
+    """Print the tables of each system and draft, then remarks."""
+    console = Console(highlight=False)
+    console.print(f"target: {target}")
+    for (system, draft), group in groupby(cells, key=lambda cell: (cell.system, cell.draft)):
+        for table in _tables(system if draft is None else f"draft {draft}", list(group)):
+            console.print(table)
+    for line in _remarks(cells):
+        console.print(line)
+
+
+def plot(directory: Path, cells: list[Cell]) -> Path:
+    """Plot measured beside modelled multipliers. Raises SpireError without matplotlib or without a multiplier."""
+    panels: dict[str, list[tuple[str, float | None, float | None]]] = {}
+    for cell in cells:
+        if cell.draft is not None and cell.k != 0 and cell.multiplier_measured:
+            panel = panels.setdefault(f"{cell.draft}, k = {cell.k}", [])
+            panel.append((f"L {cell.context}\nB {cell.batch}", cell.multiplier_measured, cell.multiplier_modelled))
+    if not panels:
+        raise SpireError("--plot: no depth above 0 was measured beside k = 0 with all requests decoding")
+    directory.mkdir(parents=True, exist_ok=True)
+    file = directory / "bench.png"
+    synthetic = ", SYNTHETIC acceptance" if any(cell.synthetic for cell in cells) else ""
+    plots.write_multipliers(file, f"decode throughput over k = 0 of the same run{synthetic}", panels)
+    return file
+
+
+def _tables(name: str, cells: list[Cell]) -> Iterator[Table]:
+    if cells[0].draft is None:
+        yield _table(name, _OTHERS, cells)
+        return
+    synthetic = " — SYNTHETIC acceptance" if cells[0].synthetic else ""
+    yield _table(f"{name}{synthetic}: tokens per second", _THROUGHPUT, cells)
+    yield _table(f"{name}{synthetic}: latency, ms", _LATENCY, cells)
+    if any(cell.figures.round_ms for cell in cells):
+        when = "" if cells[0].trace else " while all decode"
+        yield _table(f"{name}{synthetic}: a mean round{when}, ms", _split(cells), cells)
+    if any(cell.figures.busy or cell.figures.peak_memory_bytes for cell in cells):
+        yield _table(f"{name}{synthetic}: the machine", _MACHINE, cells)
+
+
+def _table(title: str, columns: Columns, cells: list[Cell]) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in columns:
+        table.add_column(heading, justify="right", overflow="fold")
+    for cell in cells:
+        table.add_row(*(column(cell) for column in columns.values()))
+    return table
+
+
+def _remarks(cells: list[Cell]) -> Iterator[str]:
+    if any(cell.figures.decode_tokens_per_second is None for cell in cells if cell.batch):
+        yield f"decode {_UNKNOWN}: the first request had ended before the last one was in a round"
+    measured = [cell for cell in cells if cell.figures.split_adds_up is not None]
+    if off := [cell for cell in measured if not cell.figures.split_adds_up]:
+        named = ", ".join(f"{c.draft} k={c.k} {c.batch}×{c.context} {c.figures.split_covers:.0%}" for c in off)
+        yield f"parts of a round that miss the round the clients see by more than 5 %: {named}"
+    elif measured:
+        yield "the parts of every round add up to the round the clients see, within 5 %"
+    for cell in cells:
+        if lost := {reason: count for reason, count in (cell.figures.fallbacks or {}).items() if count}:
+            told = ", ".join(f"{count:g} {reason}" for reason, count in lost.items())
+            what = f"{cell.draft} k={cell.k} {cell.batch}×{cell.context}"
+            yield f"blocks decoded plainly for want of a draft: {what}: {told}"
+    yield from dict.fromkeys(f"{cell.system}: {cell.note}" for cell in cells if cell.note)
+
+
+# --- columns ----------------------------------------------------------------------------------------------------------
+
+
+def _number(value: float | None, digits: int = 0) -> str:
+    return _UNKNOWN if value is None else f"{value:,.{digits}f}"
+
+
+def _milliseconds(value: float | None) -> str:
+    """Format with about three significant digits."""
+    return _number(value, 0 if value and value >= 100 else 1 if value and value >= 10 else 2)
+
+
+def _depth(cell: Cell) -> str:
+    return _UNKNOWN if cell.k is None else str(cell.k)
+
+
+def _spread(cell: Cell) -> str:
+    runs = cell.decode_runs
+    return f"{min(runs):.0f}–{max(runs):.0f}" if runs else _UNKNOWN
+
+
+def _part(*names: str) -> Callable[[Cell], str]:
+    def shown(cell: Cell) -> str:
+        split = cell.figures.round_ms
+        return _milliseconds(None if split is None else sum(split.get(name, 0.0) for name in names))
+
+    return shown
+
+
+def _split(cells: list[Cell]) -> Columns:
+    """Return the columns of the mean round: its parts, their sum, and the round time that clients saw."""
+    known = {name for names in _PARTS.values() for name in names}
+    others = {name for cell in cells for name in cell.figures.round_ms or ()} - known
+    parts = _PARTS | {"other": tuple(others)} if others else _PARTS
+    columns: Columns = {"L": _WHAT["context"], "B": _WHAT["B"], "k": _depth}
+    columns |= {heading: _part(*names) for heading, names in parts.items()}
+    columns["sum"] = lambda cell: _milliseconds(cell.figures.round_total_ms)
+    columns["seen"] = lambda cell: _milliseconds(cell.figures.round_ms_seen)
+    return columns
+
+
+def _busy(service: str) -> Callable[[Cell], str]:
+    def shown(cell: Cell) -> str:
+        busy = cell.figures.busy or {}
+        return f"{busy[service]:.0%}" if service in busy else _UNKNOWN
+
+    return shown
+
+
+def _megabytes(cell: Cell) -> str:
+    peak = cell.figures.peak_memory_bytes
+    return _number(None if peak is None else peak / 1e6)
+
+
+_WHAT: Columns = {
+    "context": lambda cell: _number(cell.context) if cell.trace is None else "trace",
+    "B": lambda cell: _number(cell.batch),
+    "k": _depth,
+}
+_THROUGHPUT: Columns = _WHAT | {
+    "decode": lambda cell: _number(cell.figures.decode_tokens_per_second, 1),
+    "min–max": _spread,
+    "× plain": lambda cell: _number(cell.multiplier_measured, 2),
+    "modelled": lambda cell: _number(cell.multiplier_modelled, 2),
+    "end to end": lambda cell: _number(cell.figures.end_to_end_tokens_per_second, 1),
+    "× its plain": lambda cell: _number(cell.multiplier_end_to_end, 2),
+}
+_LATENCY: Columns = _WHAT | {
+    "first token p50": lambda cell: _number(cell.figures.time_to_first_token_ms_p50),
+    "p99": lambda cell: _number(cell.figures.time_to_first_token_ms_p99),
+    "later p50": lambda cell: _number(cell.figures.inter_token_ms_p50, 1),
+    " p99": lambda cell: _number(cell.figures.inter_token_ms_p99, 1),
+    "τ": lambda cell: _number(cell.figures.tau, 2),
+    "mean k": lambda cell: _number(cell.figures.mean_k, 2),
+}
+_OTHERS: Columns = {
+    "context": _WHAT["context"],
+    "B": _WHAT["B"],
+    "decode": lambda cell: _number(cell.figures.decode_tokens_per_second, 1),
+    "min–max": _spread,
+    "× our plain": lambda cell: _number(cell.multiplier_measured, 2),
+    "end to end": lambda cell: _number(cell.figures.end_to_end_tokens_per_second, 1),
+    "first token p50": lambda cell: _number(cell.figures.time_to_first_token_ms_p50),
+    "later p50": lambda cell: _number(cell.figures.inter_token_ms_p50, 1),
+    "p99": lambda cell: _number(cell.figures.inter_token_ms_p99, 1),
+    "τ": lambda cell: _number(cell.figures.tau, 2),
+}
+_MACHINE: Columns = _WHAT | {
+    "verifier busy": _busy("verifier"),
+    "draft busy": _busy("draft"),
+    "outside models": lambda cell: _number(cell.figures.overhead and 100 * cell.figures.overhead, 1) + " %",
+    "peak MB": _megabytes,
+    "Δt": lambda cell: _number(cell.delta_t, 2),
+    "Δt modelled": lambda cell: _number(cell.modelled.get("delta_t_modelled"), 2),
+    "draft B/seq": lambda cell: _number(cell.figures.draft_state_bytes_per_sequence),
+}

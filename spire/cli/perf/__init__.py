@@ -1,0 +1,1 @@
+"""`spire perf-model`, `spire eval` and `spire doctor --calibrate`."""

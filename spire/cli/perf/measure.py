@@ -1,0 +1,200 @@
+"""`spire eval`: measure a draft through the REST endpoint of real services, and the quality of a target.
+
+    spire eval acceptance --draft runs/draft --data prose/ --context 512,1900
+    spire eval acceptance --rule rejection,block,invariant
+    spire eval divergence --dtype bfloat16
+    spire eval target --data prose/
+
+Without --url, services are started for the measurement and stopped after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from spire.bench.acceptance import MeasuredAcceptance, acceptance
+from spire.bench.client import Client, Completed, Request
+from spire.bench.peers.divergence import Divergence, divergence
+from spire.bench.prompts import BUNDLED_TEXT, PromptSource
+from spire.cli.paths import choose_pair
+from spire.cli.serving import serving
+from spire.cli.up import ModelOptions
+
+evaluate = typer.Typer(help="Measure what a draft gives.", no_args_is_help=True)
+
+Url = Annotated[str | None, typer.Option(help="A gateway that runs already. Default: services are started.")]
+Model = Annotated[Path | None, typer.Option(help="The target; its tokenizer cuts prompts. Default: the bundled one.")]
+Draft = Annotated[
+    str | None,
+    typer.Option(help="Draft directory, 'magicdec' or 'off'. Default: the bundled target's draft."),
+]
+Dtype = Annotated[str | None, typer.Option(help="auto, bfloat16 or float32.")]
+Data = Annotated[
+    list[Path] | None,
+    typer.Option(help="Text to cut prompts from, as docs/data.md lists it; repeatable. Default: bundled."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.", min=0)]
+Concurrency = Annotated[int, typer.Option(help="Requests at once.", min=1)]
+Seed = Annotated[int, typer.Option(help="Decides where prompts are cut.")]
+
+
+@evaluate.command("acceptance")
+def eval_acceptance(
+    url: Url = None,
+    model: Model = None,
+    draft: Draft = None,
+    dtype: Dtype = None,
+    data: Data = None,
+    contexts: Annotated[int, typer.Option(help="How many prompts.", min=2)] = 512,
+    context: Annotated[str, typer.Option(help="Tokens of each prompt; several with commas.")] = "512",
+    generate: Annotated[int, typer.Option(help="Tokens generated after each prompt.", min=8)] = 64,
+    k: Annotated[int, typer.Option(help="Speculation depth.", min=1, max=16)] = 4,
+    temperature: Temperature = 1.0,
+    rule: Annotated[
+        str, typer.Option(help="block, rejection or invariant; several with commas, on the same prompts.")
+    ] = "block",
+    concurrency: Concurrency = 16,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Mean tokens per round τ with its 95 % interval, and acceptance by position, through the services."""
+    pair = choose_pair(model, draft)
+    source = PromptSource(pair.model, data or [BUNDLED_TEXT])
+    requests = [Request(generate + 1, temperature, k, name.strip()) for name in rule.split(",")]
+    prompts = {length: source.cut(contexts, length, seed) for length in _numbers(context)}
+    with serving(url, pair, ModelOptions(dtype, None, None)) as served:
+        cells = [
+            asyncio.run(_acceptance(served.url, cut, request, concurrency, length))
+            for length, cut in prompts.items()
+            for request in requests
+        ]
+    if as_json:
+        typer.echo(json.dumps({"acceptance": [cell.to_json() for cell in cells]}))
+    else:
+        Console().print(_acceptance_table(cells))
+
+
+@evaluate.command("divergence")
+def eval_divergence(
+    url: Url = None,
+    model: Model = None,
+    draft: Draft = None,
+    dtype: Dtype = None,
+    data: Data = None,
+    contexts: Annotated[int, typer.Option(help="How many prompts.", min=2)] = 128,
+    context: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 512,
+    generate: Annotated[int, typer.Option(help="Tokens generated after each prompt.", min=8)] = 128,
+    k: Annotated[int, typer.Option(help="Speculation depth.", min=1, max=16)] = 4,
+    temperature: Temperature = 1.0,
+    concurrency: Concurrency = 16,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """How often the text of a seed parts from plain decoding's under the invariant rule: never in float32.
+
+    In bfloat16 one token more or fewer in a forward rounds differently, and a token can turn where two are as good as
+    equal. Counted is the first parting of each text.
+    """
+    pair = choose_pair(model, draft)
+    prompts = PromptSource(pair.model, data or [BUNDLED_TEXT]).cut(contexts, context, seed)
+    drafted, plain = (Request(generate, temperature, depth, "invariant") for depth in (k, 0))
+    with serving(url, pair, ModelOptions(dtype, None, None)) as served:
+        plainly, guessed, alone = (
+            [one.token_ids for one in asyncio.run(_complete(served.url, prompts, request, at_once, title))]
+            for request, at_once, title in (
+                (plain, concurrency, "plain"),
+                (drafted, concurrency, f"k = {k}"),
+                (plain, 1, "plain, alone"),
+            )
+        )
+    cells = [divergence(f"speculation, k = {k}", guessed, plainly), divergence("batch mates alone", alone, plainly)]
+    if as_json:
+        typer.echo(json.dumps({"divergence": [cell.to_json() for cell in cells]}))
+    else:
+        Console().print(_divergence_table(cells))
+
+
+@evaluate.command("target")
+def eval_target(
+    model: Model = None,
+    data: Data = None,
+    windows: Annotated[int, typer.Option(help="Windows of 2,001 tokens to measure on.", min=2)] = 200,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """A target's bits per byte on held-out text, and its loss on the same tokens early and late in the context."""
+    from spire.checkpoints.tokenizer import load_tokenizer
+    from spire.checkpoints.weights import load_target
+    from spire.training.evaluation import evaluate_target
+
+    directory = choose_pair(model, "off").model
+    prompts = PromptSource(directory, data or [BUNDLED_TEXT]).cut(windows, 2001, seed)
+    with _progress(as_json) as progress:
+        task = progress.add_task("windows", total=windows)
+        target = load_target(directory)[0]
+        tokenizer = load_tokenizer(directory, target.config.vocab_size)
+        figures = evaluate_target(target, tokenizer, prompts, lambda: progress.advance(task))
+    if as_json:
+        typer.echo(json.dumps({"target": figures.to_json()}))
+        return
+    table = Table("figure", "value", title=f"{directory.name} on {figures.tokens:,} tokens")
+    for name, value in figures.to_json().items():
+        table.add_row(name, f"{value:.4f}" if isinstance(value, float) else str(value))
+    Console().print(table)
+
+
+async def _acceptance(
+    url: str, prompts: list[list[int]], request: Request, concurrency: int, context: int
+) -> MeasuredAcceptance:
+    return acceptance(await _complete(url, prompts, request, concurrency, f"context {context}"), context, request)
+
+
+async def _complete(
+    url: str, prompts: list[list[int]], request: Request, concurrency: int, title: str
+) -> list[Completed]:
+    with _progress(False) as progress:
+        task = progress.add_task(f"{title}, {request.rule}", total=len(prompts))
+        async with Client(url, concurrency) as client:
+            return await client.complete_all(request, prompts, lambda _: progress.advance(task))
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is not a list of whole numbers like 1,4,16") from error
+
+
+def _progress(quiet: bool) -> Progress:
+    columns: list[Any] = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
+    columns += [TimeElapsedColumn(), TimeRemainingColumn()]
+    return Progress(*columns, console=Console(stderr=True), disable=quiet)
+
+
+def _divergence_table(cells: list[Divergence]) -> Table:
+    table = Table("what differs", "texts", "tokens", "partings", "per 1,000 tokens", "± 95 %", title="invariant rule")
+    for cell in cells:
+        row = (cell.what, cell.texts, cell.tokens, cell.partings)
+        table.add_row(*map(str, row), f"{cell.per_1000:.3f}", f"{cell.per_1000_ci95:.3f}")
+    return table
+
+
+def _acceptance_table(cells: list[MeasuredAcceptance]) -> Table:
+    table = Table(title="τ through the services")
+    for heading in ("context", "contexts", "k", "temperature", "rule", "rounds", "τ", "± 95 %", "prefix", "tokens/s"):
+        table.add_column(heading, justify="right")
+    for cell in cells:
+        prefix = " ".join(f"{share:.2f}" for share in cell.prefix_acceptance)
+        row = (cell.context, cell.contexts, cell.k, cell.temperature, cell.rule, cell.rounds)
+        rate = f"{cell.tokens_per_second:.0f}"
+        table.add_row(*map(str, row), f"{cell.tau:.3f}", f"{cell.tau_ci95:.3f}", prefix, rate)
+    return table

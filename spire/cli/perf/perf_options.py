@@ -1,0 +1,225 @@
+"""Values of the options of `spire perf-model`: targets, drafts with their acceptance, devices, and the wire."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from spire.bench.acceptance import RECORD, read_record
+from spire.bench.prediction import served_draft
+from spire.cli.paths import BUNDLED
+from spire.cli.perf.perf_report import Candidate
+from spire.errors import SpireError
+from spire.model.config import load_draft_config, load_model_config
+from spire.perf import calibration
+from spire.perf.hardware import GPUS, Carrier, Hardware, gpu
+from spire.perf.perf_model import PAPER_K, PAPER_TAU, AcceptanceModel
+from spire.perf.shapes import SHAPES, DraftKind, DraftShape, Shape, paper_draft, trained_draft
+from spire.perf.wire import Wire, wire_of
+
+_KINDS: dict[str, DraftKind] = {"vanilla": "vanilla", "magicdec": "magicdec", "spire": "spire"}
+_CARRIERS: dict[str, Carrier] = {"shared_memory": "shared_memory", "grpc": "grpc"}
+POWERS = [2**exponent for exponent in range(21)]
+
+
+@dataclass(frozen=True)
+class TargetOption:
+    """A target by name. `longest` is the maximum number of positions of a sequence; None if the paper sets no bound.
+
+    `context` and `contexts` are the defaults of table and map. `tied`: embedding and unembedding are one matrix.
+    """
+
+    name: str
+    shape: Shape
+    longest: int | None
+    context: int
+    contexts: list[int]
+    tied: bool = False
+    directory: Path | None = None
+
+    @property
+    def of_the_paper(self) -> bool:
+        return self.name in _PAPER_TARGETS
+
+    def check(self, option: str, contexts: list[int]) -> list[int]:
+        """Return `contexts`. Raises SpireError if one of them exceeds the maximum positions of this target."""
+        if self.longest is not None and max(contexts) > self.longest:
+            raise SpireError(f"{option} {max(contexts)}: {self.name} takes at most {self.longest} positions")
+        return contexts
+
+
+# With the contexts of the paper's Figures 4 and 6.
+_PAPER_TARGETS = {
+    "seqax-67m": TargetOption("seqax-67m", SHAPES["seqax-67m"].shape, None, 512, POWERS[5:14]),
+    "llama-3-70b": TargetOption("llama-3-70b", SHAPES["llama-3-70b"].shape, None, 65536, POWERS[12:]),
+}
+
+
+def find_target(name: str) -> TargetOption:
+    """Return the target of a known shape, of the bundled pair or of a directory. Raises SpireError for other names."""
+    if name in _PAPER_TARGETS:
+        return _PAPER_TARGETS[name]
+    if name in SHAPES:
+        known = SHAPES[name]
+        assert known.longest is not None
+        return TargetOption(name, known.shape, known.longest, *_contexts(known.longest))
+    directory = BUNDLED / "target" if name == "bundled" else Path(name)
+    if name != "bundled" and not directory.is_dir():
+        raise SpireError(f"--target {name} is no directory and none of {', '.join([*SHAPES, 'bundled'])}")
+    config = load_model_config(directory)
+    longest = config.max_position_embeddings
+    return TargetOption(name, Shape.of(config), longest, *_contexts(longest), config.tie_word_embeddings, directory)
+
+
+def _contexts(longest: int) -> tuple[int, list[int]]:
+    """Return the default context of the table and the default contexts of the map."""
+    return min(512, longest), [context for context in POWERS if 32 <= context <= longest][-9:] or [longest]
+
+
+# --- drafts -----------------------------------------------------------------------------------------------------------
+
+
+def find_candidate(
+    name: str, goal: TargetOption, given: AcceptanceModel | None, context: int, window: str | None, machine: Hardware
+) -> Candidate:
+    served = _draft(name, goal)
+    acceptance = given or _recorded(name, goal, context) or _published(name, goal)
+    if served.kind == "vanilla":
+        return Candidate(name, acceptance, {"all": served})
+    rules = [served.window] if window is None else [None if window == "paper" else numbers(window)[0]]
+    if window is None and goal.of_the_paper:
+        rules.append(None)
+    if machine.measured and served.kind == "spire":
+        if rules[0] != served.window:
+            raise SpireError(f"--window {window}: a SPIRe draft's pass was measured with its own window")
+        rules = [served.window]
+    return Candidate(name, acceptance, {_window_name(rule): replace(served, window=rule) for rule in rules})
+
+
+def _draft_directory(name: str, goal: TargetOption) -> Path | None:
+    """Return the directory that `name` means; None for a draft that is only modelled."""
+    if goal.directory == BUNDLED / "target" and name == "spire":
+        return BUNDLED / "draft"
+    return None if name in _KINDS else Path(name)
+
+
+def _draft(name: str, goal: TargetOption) -> DraftShape:
+    directory = _draft_directory(name, goal)
+    if directory is None:
+        return (paper_draft if goal.of_the_paper else trained_draft)(_KINDS[name], goal.shape)
+    if not directory.is_dir():
+        raise SpireError(f"--draft {name} is no directory and none of {', '.join(_KINDS)}")
+    _check_pair(directory, goal)
+    return served_draft(directory)
+
+
+def _check_pair(directory: Path, goal: TargetOption) -> None:
+    """Raise SpireError if the sizes of the draft show that it belongs to another target."""
+    draft, target = Shape.of(load_model_config(directory)), goal.shape
+    tapped = load_draft_config(directory).tapped_layers
+    sizes = {"vocabulary": "vocab_size"} if target.vocab_size else {}
+    if tapped:
+        sizes |= {"width": "hidden_size", "heads": "heads", "KV heads": "kv_heads", "head width": "head_dim"}
+    for what, name in sizes.items():
+        ours, theirs = getattr(draft, name), getattr(target, name)
+        if ours != theirs:
+            raise SpireError(
+                f"--draft {directory} is of another target: its {what} is {ours}, {goal.name} has {theirs}"
+            )
+    if tapped and max(tapped) >= target.layers:
+        raise SpireError(
+            f"--draft {directory} is of another target: it is sent what enters layer {max(tapped)}, counted from 0, "
+            f"{goal.name} has {target.layers}"
+        )
+
+
+def _window_name(window: int | None) -> str:
+    return "L/8" if window is None else str(window)
+
+
+def find_acceptance(tau: float | None, shares: str | None, k: int, drafts: list[str]) -> AcceptanceModel | None:
+    if tau is None and shares is None:
+        return None
+    if tau is not None and shares is not None:
+        raise typer.BadParameter("--tau and --acceptance say the same thing: give one of them")
+    if len(drafts) > 1:
+        raise typer.BadParameter("--tau and --acceptance belong to one draft: give one --draft")
+    if tau is not None:
+        return AcceptanceModel.of_tau(tau, k)
+    return AcceptanceModel(tuple(_shares(shares or "")))
+
+
+def _recorded(name: str, goal: TargetOption, context: int) -> AcceptanceModel | None:
+    """Return the draft's recorded acceptance at the nearest context; None without a record."""
+    directory = _draft_directory(name, goal)
+    if directory is None or not (file := directory / RECORD).is_file():
+        return None
+    cells = read_record(file)
+    nearest = min(cells, key=lambda cell: abs(math.log(cell.context / context)))
+    return AcceptanceModel(tuple(nearest.prefix_acceptance))
+
+
+def _published(name: str, goal: TargetOption) -> AcceptanceModel:
+    """Return the paper's acceptance, which it also assumes for Llama-3-70B. Raises SpireError for any other draft."""
+    if goal.of_the_paper and name in _KINDS:
+        return AcceptanceModel.of_tau(PAPER_TAU[_KINDS[name]], PAPER_K)
+    raise SpireError(
+        f"no τ is known of draft {name} for target {goal.name}: measure it with 'spire eval acceptance' while the pair "
+        "is served, and give --tau, or --acceptance with the shares it prints"
+    )
+
+
+def find_hardware(name: str | None, hoi: float, bytes_per_value: int | None, shape: Shape) -> Hardware:
+    if name is None:
+        return Hardware.of_intensity(hoi, bytes_per_value or 1)
+    if name in GPUS:
+        return gpu(name, bytes_per_value or 2)
+    file = calibration.default_file() if name == calibration.CALIBRATED else Path(name)
+    if name != calibration.CALIBRATED and not file.is_file():
+        known = ", ".join([*GPUS, calibration.CALIBRATED])
+        raise SpireError(f"--hardware {name} is no file and none of {known}")
+    found = calibration.load(file)
+    if bytes_per_value not in (None, found.hardware.bytes_per_value):
+        raise SpireError(f"--bytes {bytes_per_value}: {file} was measured with {found.dtype}")
+    if found.target != shape:
+        note = f"{file} was measured at the widths of another target: {found.target}"
+        Console(stderr=True, highlight=False).print(f"[yellow]note:[/] {note}")
+    return found.hardware
+
+
+def find_wire(
+    carrier: str | None, machine: Hardware, another: bool, round_trip_ms: float | None, gb_per_s: float | None
+) -> Wire:
+    """Return the wire to a draft on its own device. Without `carrier`, `another` kind of device is on another host.
+
+    Raises SpireError for relative hardware and for an unknown carrier.
+    """
+    if machine.relative:
+        raise SpireError("--split needs the seconds of a device: name one with --hardware")
+    name = carrier or ("grpc" if another else "shared_memory")
+    if name not in _CARRIERS:
+        raise SpireError(f"--carrier {name} is none of {', '.join(_CARRIERS)}")
+    wire = wire_of(_CARRIERS[name], machine)
+    round_trip = None if round_trip_ms is None else round_trip_ms / 1000
+    return wire.with_stream(round_trip, None if gb_per_s is None else 1e-9 / gb_per_s)
+
+
+def numbers(text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is not a list of whole numbers like 1,4,16") from error
+    if min(numbers) < 1:
+        raise typer.BadParameter(f"{text!r} has a number below 1")
+    return numbers
+
+
+def _shares(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is not a list of shares like 0.8,0.6,0.5") from error

@@ -1,0 +1,1 @@
+"""The rules of speculative decoding: sampling, drafting, verification, randomness."""

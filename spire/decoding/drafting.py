@@ -1,0 +1,153 @@
+"""Drafting: a task for a draft, the k passes that answer it, and the result.
+
+Each pass feeds one token per sequence and draws the next token from the draft's distribution.
+
+Shapes: B sequences, K passes, V vocabulary, M candidates kept of a distribution.
+Does not know: which model drafts, and in which process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from spire.decoding.randomness import Purpose
+from spire.decoding.sampling import SamplingRows, Share, draw, pick, probabilities, top_m, with_invariant
+from spire.errors import RequestError
+from spire.lost_device import end_if_device_lost
+from spire.v1.verifier_pb2 import RingSlice
+
+# The largest k of any draft in this project.
+MAX_SPECULATION_DEPTH = 16
+
+
+@dataclass(slots=True)
+class DraftItem:
+    """One sequence of a batch to draft for; `newest_token` is at position `base`."""
+
+    sequence_id: str
+    base: int
+    newest_token: int
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """k draft tokens per sequence [B, k] and the distributions that they were drawn from, [B, k, m].
+
+    Without `ids_BKM`, the distributions cover the whole vocabulary. If all sequences use the invariant rule there are
+    no distributions, because this rule does not use q.
+    """
+
+    tokens_BK: Tensor
+    ids_BKM: Tensor | None
+    probs_BKM: Tensor | None
+    # The slice of the q ring that holds `probs_BKM`, if it was written there.
+    place: RingSlice | None = None
+
+
+@dataclass
+class DraftTask:
+    """A batch to draft for: B items, their sampling rows, and the largest k of any item.
+
+    `absorbing_seconds`: the time since arrival that the model spent absorbing activations.
+    """
+
+    items: list[DraftItem]
+    rows: SamplingRows
+    k: int
+    done: Future[DraftResult] = field(default_factory=Future)
+    arrived: float = field(default_factory=time.monotonic)
+    absorbing_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class DraftResult:
+    """`drafted` has one row for each item in `ready`; `refused` has the errors of the other items."""
+
+    drafted: Drafted | None
+    ready: list[int]
+    refused: dict[int, RequestError]
+    queue_seconds: float
+    forward_seconds: float
+
+
+def answer(
+    task: DraftTask,
+    check: Callable[[DraftItem], None],
+    propose: Callable[[list[DraftItem], int, SamplingRows], Drafted],
+) -> float:
+    """Draft for the items that pass `check`, on the calling thread, and return the seconds taken.
+
+    The future of the task completes even after an exception. An item that fails `check` does not affect the other
+    items. Nothing is computed for a cancelled task.
+    """
+    began = time.monotonic()
+    if not task.done.set_running_or_notify_cancel():
+        return 0.0
+    try:
+        refused = _refusals(task, check)
+        ready = [index for index in range(len(task.items)) if index not in refused]
+        drafted = None
+        if ready and task.k:
+            items, rows = [task.items[index] for index in ready], task.rows
+            if refused:
+                rows = rows.select(torch.tensor(ready, device=rows.temperature_B.device))
+            drafted = propose(items, task.k, rows)
+        absorbing = task.absorbing_seconds
+        queued, worked = began - task.arrived - absorbing, absorbing + time.monotonic() - began
+        task.done.set_result(DraftResult(drafted, ready, refused, queued, worked))
+    except Exception as error:  # keep the thread running, unless its GPU is lost
+        end_if_device_lost(error)
+        task.done.set_exception(error)
+    return time.monotonic() - began
+
+
+def _refusals(task: DraftTask, check: Callable[[DraftItem], None]) -> dict[int, RequestError]:
+    refused: dict[int, RequestError] = {}
+    for index, item in enumerate(task.items):
+        try:
+            check(item)
+        except RequestError as error:
+            refused[index] = error
+    return refused
+
+
+def draft_tokens(
+    next_logits: Callable[[Tensor], Tensor],
+    newest_B: Tensor,
+    base_B: Tensor,
+    k: int,
+    rows: SamplingRows,
+    candidates: int | None,
+) -> Drafted:
+    """Draft k tokens per sequence in k passes, beginning with the newest tokens, which are at positions `base_B`.
+
+    `next_logits` feeds tokens [B] at the next position and returns the logits [B, V] of the position after it. Tokens
+    are drawn from the `candidates` most probable tokens, which are also sent as q; None stands for the whole
+    vocabulary, rounded to bfloat16. Under the invariant rule tokens are picked from the whole distribution, and if all
+    sequences use this rule no q is returned.
+    """
+    tokens_B, tokens, ids, probs = newest_B, [], [], []
+    uniforms_BK = rows.uniforms(base_B, k, Purpose.DRAFT)
+    all_invariant = rows.invariant is Share.ALL
+    for position, uniforms_B in enumerate(uniforms_BK.unbind(1), start=1):
+        position_B = base_B + position
+        probs_BV = probabilities(next_logits(tokens_B)[:, None], rows)[:, 0]
+        if all_invariant:
+            tokens_B = pick(probs_BV, rows, position_B)
+        else:
+            ids_BM, probs_BM = (None, probs_BV.bfloat16()) if candidates is None else top_m(probs_BV, candidates)
+            drawn_B = draw(probs_BM, uniforms_B)
+            drawn_B = drawn_B if ids_BM is None else ids_BM.gather(1, drawn_B[:, None])[:, 0]
+            tokens_B = with_invariant(drawn_B, probs_BV, rows, position_B)
+            probs.append(probs_BM)
+            ids += [] if ids_BM is None else [ids_BM]
+        tokens.append(tokens_B)
+    return Drafted(
+        torch.stack(tokens, 1), torch.stack(ids, 1) if ids else None, torch.stack(probs, 1) if probs else None
+    )

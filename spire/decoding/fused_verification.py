@@ -1,0 +1,51 @@
+"""Rejection and block verification, from logits to tokens, by one CPU kernel: `spire/kernels/sampling.h`.
+
+The kernel replaces `sampling.probabilities` and `verification.verify` for sequences that are greedy or draw from the
+whole softmax. It skips what cannot change the verdict: positions after the first token that rejection verification
+rejects, and residuals of prefixes shorter than the one that block verification accepts.
+
+Shapes: B sequences, K draft tokens at most, T = K + 1 positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spire.decoding.randomness import Purpose
+from spire.decoding.sampling import SamplingRows, Share
+from spire.decoding.verification import SparseDistribution, Verdict
+from spire.kernels import SHARES, every_kernels
+
+
+def judges(logits_BTV: Tensor, q: SparseDistribution | None, rows: SamplingRows) -> bool:
+    """True if the kernel can verify this batch."""
+    _, T, V = logits_BTV.shape
+    if logits_BTV.device.type != "cpu" or V % SHARES or not every_kernels() or not rows.of_softmax_alone:
+        return False
+    if T == 1:
+        return True
+    return rows.greedy is Share.ALL if q is None else q.collected
+
+
+def judge(
+    logits_BTV: Tensor,
+    draft_BK: Tensor,
+    counts_B: Tensor,
+    q: SparseDistribution | None,
+    rows: SamplingRows,
+    base_B: Tensor,
+) -> tuple[Verdict, Tensor]:
+    """Return the verdict and, int64 [B], 1 for rows whose real logits are finite. Overwrites the fp32 logits."""
+    B, T, V = logits_BTV.shape
+    coins_BK = rows.uniforms(base_B, T - 1, Purpose.ACCEPT) if q else torch.empty(B, 0)
+    uniforms_BT = rows.uniforms(base_B, T, Purpose.SAMPLE)
+    accepted_B, finite_B = torch.empty(2, B, dtype=torch.int64)
+    verdict = Verdict(accepted_B, torch.empty(B, T, dtype=torch.int64))
+    of_q = (q.probs_BKM, q.sum_BK) if q else (torch.empty(0), torch.empty(0))
+    of_rows = (rows.temperature_B, rows.by_blocks_B)
+    given = [x.contiguous() for x in (*of_rows, draft_BK, counts_B, *of_q, coins_BK, uniforms_BT)]
+    found = (accepted_B, verdict.tokens_BT, finite_B)
+    addresses = (x.data_ptr() for x in (logits_BTV, *given, *found))
+    every_kernels()[0].judge(*addresses, B, T, V, torch.get_num_threads() if B > 1 else 1)
+    return verdict, finite_B

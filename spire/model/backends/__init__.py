@@ -1,0 +1,1 @@
+"""Backends of the model: kernels for CPUs and GPUs."""

@@ -1,0 +1,60 @@
+"""Attention to contiguous slots by this project's CPU kernels: `spire/kernels/vectors.h` and `tiles.c`.
+
+The sums of a query do not depend on the number of other queries: not on the batch, nor on how many tokens are verified.
+
+Shapes: N layers, B sequences, T new positions, H query heads, G key/value heads, K head width, L positions of a slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from spire.kernels import Kernels
+
+
+class FusedPools:
+    """Addresses of N layers' keys and values, each [slots, G, L, K] in one layout. The tensors must outlive them."""
+
+    def __init__(self, kernels: Kernels, keys: Sequence[Tensor], values: Sequence[Tensor]):
+        self.kernels = kernels
+        _, self.heads, self.columns, self.width = keys[0].shape
+        self.strides = keys[0].stride()[:2]
+        addresses = [(pool.data_ptr(), other.data_ptr()) for pool, other in zip(keys, values, strict=True)]
+        self.addresses_N2 = torch.tensor(addresses, dtype=torch.int64)
+
+
+class FusedAttention:
+    """Attention of T new positions of each slot to its first `lengths` positions and to one another."""
+
+    def __init__(self, pools: FusedPools, slots: Sequence[int], lengths: Sequence[int], new_tokens: int):
+        self.pools, self.new_tokens, self.end = pools, new_tokens, max(lengths) + new_tokens
+        self._slots_B, self._lengths_B = torch.tensor(slots), torch.tensor(lengths)
+
+    @property
+    def rows(self) -> int:
+        return len(self._slots_B) * self.new_tokens
+
+    @property
+    def stretch(self) -> tuple[int, ...]:
+        """B, T and the addresses of slots and lengths, valid while this object lives."""
+        return len(self._slots_B), self.new_tokens, self._slots_B.data_ptr(), self._lengths_B.data_ptr()
+
+    def attend(self, layer: int, queries_BHTK: Tensor, new_keys_BGTK: Tensor, new_values_BGTK: Tensor) -> Tensor:
+        """Store a layer's new keys and values in the pools, and attend for its queries, [B, H, T, K]."""
+        B, H, T, K = queries_BHTK.shape
+        found_BTHK = torch.empty(B, T, H, K, dtype=queries_BHTK.dtype)
+        new = [_rows(x) for x in (queries_BHTK, new_keys_BGTK, new_values_BGTK)]
+        pools = self.pools
+        addresses = (*pools.addresses_N2[layer].tolist(), found_BTHK.data_ptr(), *self.stretch[2:])
+        strides = [part for x in new for part in (x.data_ptr(), *x.stride()[:3])]
+        shape = (B, T, H, pools.heads, K, pools.columns, *pools.strides)
+        pools.kernels.attend(*strides, *addresses, *shape, torch.get_num_threads())
+        return found_BTHK.transpose(1, 2)
+
+
+def _rows(x_BHTK: Tensor) -> Tensor:
+    """Return the same numbers with contiguous rows [K]."""
+    return x_BHTK if x_BHTK.stride(-1) == 1 else x_BHTK.contiguous()

@@ -1,0 +1,109 @@
+"""A SPIRe draft with one kernel each for its memory, passes and draws: `spire/kernels/draft.h`.
+
+A draft is so small that its passes in torch are mostly dispatch. Keys and values of a round's own positions are kept
+beside the memory, which is read in place.
+
+Shapes: B sequences, k passes, R verified positions, N layers, S places of a slot, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from spire.kernels import Kernels
+from spire.model.backends.fused_layer import FusedLayer, FusedProduct, Rotations
+from spire.model.draft import Draft
+
+
+class FusedDraft:
+    """A packed draft and the memory of its slots, by address: both must outlive this object."""
+
+    def __init__(self, draft: Draft, kernels: Kernels, keys_NXGSK: Tensor, values_NXGSK: Tensor, positions_XS: Tensor):
+        self.draft, self.kernels, self.positions_XS = draft, kernels, positions_XS
+        layers = cast(Sequence[FusedLayer], draft.layers)
+        memories = zip(layers, keys_NXGSK, values_NXGSK, strict=True)
+        table = [[*layer.addresses, keys.data_ptr(), values.data_ptr()] for layer, keys, values in memories]
+        self.layers = torch.tensor(table, dtype=torch.int64)
+        self.feedback = draft.memory_weights.softmax(dim=-1).float() if draft.draft.feedback else None
+        self.unembedding = cast(FusedProduct, draft.fused_head).weight
+        self.rotations = Rotations(draft.rope, kernels.dtype)
+
+    def absorb(self, slots_R: Tensor, positions_R: Tensor, ends_R: Tensor, taps_RND: Tensor) -> None:
+        """Project and store the target's activations of R verified positions, except positions that neither sink nor
+        window holds once their sequence has reached `ends_R`."""
+        config, spire = self.draft.config, self.draft.draft
+        R, N, D = taps_RND.shape
+        if not R:
+            return
+        G, K = config.num_key_value_heads, config.head_dim
+        rope = self.rotations.at(positions_R, int(ends_R.max()))
+        scratch = torch.empty(R * 2 * (D + G * K), dtype=self.kernels.dtype)
+        numbers = (x.contiguous() for x in (taps_RND, positions_R, ends_R, slots_R))
+        tensors = (self.layers, *numbers, *rope, self.positions_XS, scratch)
+        shape = (R, N, D, config.num_attention_heads, G, K, self.positions_XS.shape[1], spire.window, spire.sink)
+        self.kernels.absorb(*_addresses(tensors), config.rms_norm_eps, *shape, torch.get_num_threads())
+
+
+class FusedRound:
+    """k passes over these slots, with the newest tokens at `base_B`, all below position `end` <= MOST_ROTATIONS."""
+
+    def __init__(self, fused: FusedDraft, slots_B: Tensor, base_B: Tensor, k: int, end: int):
+        draft, config, spire = fused.draft, fused.draft.config, fused.draft.draft
+        B, N, S = len(slots_B), config.num_hidden_layers, fused.positions_XS.shape[1]
+        H, G, K = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        D, F = config.hidden_size, config.intermediate_size
+        self._kernels, self._k, self._passes = fused.kernels, k, 0
+        rope = fused.rotations.until(end)
+        own = torch.empty(N * 2 * B * G * k * K, dtype=fused.kernels.dtype)
+        scratch = torch.empty(B * (D * (N + 3) + K * (2 * H + 2 * G + 2) + F), dtype=fused.kernels.dtype)
+        self._logits_BV = torch.empty(B, config.vocab_size)
+        weights = (fused.layers, draft.embed_tokens.weight, draft.norm.weight, fused.unembedding, fused.feedback)
+        place = (fused.positions_XS, slots_B.contiguous(), base_B.contiguous(), *rope)
+        # Keeps the tensors alive while their addresses are used.
+        self._tensors = (*weights, *place, own, scratch, self._logits_BV)
+        shape = (B, k, N, D, H, G, K, F, config.vocab_size, S, spire.window, spire.sink, spire.attends_self)
+        self._round = (*_addresses(self._tensors), config.rms_norm_eps, *shape)
+
+    def next_logits(self, tokens_B: Tensor) -> Tensor:
+        """Feed the next position of every sequence; return the next logits [B, V], valid until the next pass."""
+        given = tokens_B.contiguous()
+        self._kernels.draft_pass(self._round, self._passes, given.data_ptr(), torch.get_num_threads())
+        self._passes += 1
+        return self._logits_BV
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """[B, k, V]"""
+        B, V = self._logits_BV.shape
+        return B, self._k, V
+
+    def drawn(
+        self, newest_B: Tensor, temperature_B: Tensor, uniforms_BK: Tensor, probs_BKV: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Run all passes and return tokens [B, k] and the bfloat16 softmax [B, k, V] that each was drawn from.
+
+        The softmax is written to `probs_BKV` if given. Greedy rows get the most probable tokens, and their
+        distributions are not written.
+        """
+        tokens_KB = newest_B.new_empty(self._k, len(newest_B))
+        if probs_BKV is None:
+            probs_BKV = torch.empty(self.shape, dtype=torch.bfloat16)
+        given = [x.contiguous() for x in (newest_B, temperature_B, uniforms_BK)]
+        self._kernels.draft_round(self._round, *_addresses((*given, tokens_KB, probs_BKV)), torch.get_num_threads())
+        return tokens_KB.T, probs_BKV
+
+
+def draw(
+    kernels: Kernels, logits_BV: Tensor, temperature_B: Tensor, uniforms_B: Tensor, tokens_B: Tensor, probs_BV: Tensor
+) -> None:
+    """Write tokens and, for rows that are not greedy, the distributions they were drawn from. Overwrites the logits."""
+    tensors = (logits_BV, temperature_B, uniforms_B, tokens_B, probs_BV)
+    kernels.draw(*_addresses(tensors), probs_BV.stride(0), *logits_BV.shape, torch.get_num_threads())
+
+
+def _addresses(tensors: Sequence[Tensor | None]) -> list[int]:
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]

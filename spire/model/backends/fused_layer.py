@@ -1,0 +1,157 @@
+"""Layers of two kernels each, one before attention and one after it: `spire/kernels/layer.h`.
+
+The numbers of a row do not depend on the other rows or on how many there are. With `fused_attention`, the numbers of a
+position are therefore bitwise equal whether the position is decoded, verified, or alone.
+
+Shapes: B sequences, T positions, R = B * T rows, D width, E outputs, H query heads, G key/value heads, K head width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from spire.kernels import Kernels, kernels_for
+from spire.model.config import ModelConfig
+from spire.model.layers import Layer, Rope, Rotation
+
+# The numbers of inputs and of outputs of a product must be multiples of this.
+_MULTIPLE = 32
+# The most positions whose rotations are cached: as long as contexts are, in less memory than their keys and values.
+MOST_ROTATIONS = 2**18
+
+
+def kernels_of(config: ModelConfig, weight: Tensor) -> Kernels | None:
+    """Return the kernels that can compute layers and logits of such a model with such weights here, or None."""
+    biased = config.attention_bias or config.mlp_bias
+    widths = (config.hidden_size, config.intermediate_size, config.head_dim, config.vocab_size)
+    if weight.device.type != "cpu" or biased or any(width % _MULTIPLE for width in widths):
+        return None
+    return kernels_for(weight.dtype)
+
+
+class FusedLayer(Layer):
+    """A layer with weights laid out for kernels. It can no longer be trained or saved."""
+
+    def __init__(self, layer: Layer, kernels: Kernels):
+        nn.Module.__init__(self)
+        self._kernels = kernels
+        attention, mlp = layer.self_attn, layer.mlp
+        self.head_dim, self.kv_heads = attention.head_dim, attention.kv_heads
+        self.heads, self.inner = attention.q_proj.out_features // self.head_dim, mlp.down_proj.in_features
+        norms = (layer.input_layernorm, layer.post_attention_layernorm)
+        self.eps = norms[0].eps or torch.finfo(kernels.dtype).eps
+        self._norm, self._norm_inside = (norm.weight.detach().contiguous() for norm in norms)
+        self._queries_keys_values = blocked(
+            torch.cat(_weights(attention.q_proj, attention.k_proj, attention.v_proj)), kernels
+        )
+        self._keys_values = self._queries_keys_values[self.heads * self.head_dim // kernels.block :]
+        self._output, self._down = (blocked(weight, kernels) for weight in _weights(attention.o_proj, mlp.down_proj))
+        # Half of the outputs of each block are gates, the other half are their ups.
+        halves = [weight.unflatten(0, (-1, kernels.block // 2)) for weight in _weights(mlp.gate_proj, mlp.up_proj)]
+        self._gate_and_up = blocked(torch.stack(halves, dim=1).flatten(0, 2), kernels)
+
+    @property
+    def addresses(self) -> list[int]:
+        """The addresses of the weights in the order of the kernels, valid while the layer lives."""
+        weights = (self._norm, self._queries_keys_values, self._output)
+        return [x.data_ptr() for x in (*weights, self._norm_inside, self._gate_and_up, self._down)]
+
+    def queries_keys_values(self, input_BTD: Tensor, rope: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        projected = self._projected(input_BTD, rope, self._queries_keys_values)
+        kv = self.kv_heads
+        return projected[:, : self.heads], projected[:, self.heads : -kv], projected[:, -kv:]
+
+    def keys_values(self, memory_BTD: Tensor, rope: Rotation) -> tuple[Tensor, Tensor]:
+        projected = self._projected(memory_BTD, rope, self._keys_values)
+        return projected[:, : self.kv_heads], projected[:, self.kv_heads :]
+
+    def behind(self, input_BTD: Tensor, attended_BHTK: Tensor) -> Tensor:
+        B, T, D = input_BTD.shape
+        given, attended_BTE = input_BTD.contiguous(), attended_BHTK.transpose(1, 2).contiguous()
+        hidden, normed, out_BTD = torch.empty(3, B * T, D, dtype=self._kernels.dtype).unbind()
+        inside = torch.empty(B * T, self.inner, dtype=self._kernels.dtype)
+        weights = (self._output, self._norm_inside, self._gate_and_up, self._down)
+        addresses = (x.data_ptr() for x in (given, attended_BTE, *weights, hidden, normed, inside, out_BTD))
+        shape = (B * T, D, self.heads * self.head_dim, self.inner)
+        self._kernels.behind_attention(*addresses, self.eps, *shape, torch.get_num_threads())
+        return out_BTD.view(B, T, D)
+
+    def _projected(self, input_BTD: Tensor, rope: Rotation, weight: Tensor) -> Tensor:
+        """Project normalised inputs by (part of) the weights to heads [B, heads, T, K], rotated except for values."""
+        B, T, D = input_BTD.shape
+        E = len(weight) * self._kernels.block
+        given, normed = input_BTD.contiguous(), torch.empty(B * T, D, dtype=self._kernels.dtype)
+        projected_RE, heads = torch.empty(B * T, E, dtype=self._kernels.dtype), E // self.head_dim
+        tensors = (given, self._norm, weight, *(part.contiguous() for part in rope), normed, projected_RE)
+        shape = (B * T, D, E, heads - self.kv_heads, self.head_dim)
+        self._kernels.before_attention(*(x.data_ptr() for x in tensors), self.eps, *shape, torch.get_num_threads())
+        return projected_RE.view(B, T, heads, self.head_dim).transpose(1, 2)
+
+
+class FusedNorm(nn.Module):
+    """RMSNorm by a kernel that computes each row independently of the others."""
+
+    def __init__(self, norm: nn.RMSNorm, kernels: Kernels):
+        super().__init__()
+        self._kernels, self.weight = kernels, norm.weight
+        self.eps = norm.eps or torch.finfo(kernels.dtype).eps
+
+    def forward(self, x_D: Tensor) -> Tensor:
+        given = x_D.contiguous()
+        out_D, D = torch.empty_like(given), x_D.shape[-1]
+        addresses = (x.data_ptr() for x in (given, self.weight, out_D))
+        self._kernels.norm(*addresses, self.eps, x_D.numel() // D, D, torch.get_num_threads())
+        return out_D
+
+
+class Rotations:
+    """Cosines and signed sines of the first positions, cached because computing them takes many operations."""
+
+    def __init__(self, rope: Rope, dtype: torch.dtype):
+        self._rope, self._dtype = rope, dtype
+        self._kept_PK: tuple[Tensor, ...] = (torch.empty(0), torch.empty(0))
+
+    def at(self, positions_R: Tensor, end: int) -> list[Tensor]:
+        """Return cosines and signed sines [R, K] of positions below `end`."""
+        if end > MOST_ROTATIONS:
+            return self._computed(positions_R)
+        return [kept_PK.index_select(0, positions_R) for kept_PK in self.until(end)]
+
+    def until(self, end: int) -> tuple[Tensor, ...]:
+        """Return cosines and signed sines [P, K] of all positions below `end` <= MOST_ROTATIONS, and of some more."""
+        if end > len(self._kept_PK[0]):
+            self._kept_PK = tuple(self._computed(torch.arange(1 << max(10, (end - 1).bit_length()))))
+        return self._kept_PK
+
+    def _computed(self, positions_R: Tensor) -> list[Tensor]:
+        return [found_11RK[0, 0] for found_11RK in self._rope(positions_R[None], self._dtype)]
+
+
+class FusedProduct:
+    """A linear map by a kernel, with fp32 outputs because it sums in fp32."""
+
+    def __init__(self, linear: nn.Linear, kernels: Kernels):
+        self._kernels = kernels
+        self.weight = blocked(linear.weight.detach(), kernels)
+
+    def __call__(self, x_D: Tensor) -> Tensor:
+        given = x_D.contiguous()
+        D, E = x_D.shape[-1], len(self.weight) * self._kernels.block
+        out_E = torch.empty(*x_D.shape[:-1], E)
+        addresses = (x.data_ptr() for x in (given, self.weight, out_E))
+        self._kernels.project(*addresses, x_D.numel() // D, D, E, torch.get_num_threads())
+        return out_E
+
+
+def _weights(*linears: nn.Linear) -> list[Tensor]:
+    return [linear.weight.detach() for linear in linears]
+
+
+def blocked(weight_ED: Tensor, kernels: Kernels) -> Tensor:
+    """Return a weight as kernels read it, by blocks of outputs: [E / block, D / pair, block, pair]. `pair` is 2 for
+    bfloat16, which is multiplied in pairs, and 1 for float32."""
+    E, D = weight_ED.shape
+    pair = torch.float32.itemsize // kernels.dtype.itemsize
+    blocks = weight_ED.view(E // kernels.block, kernels.block, D // pair, pair).transpose(1, 2)
+    return blocks.contiguous()

@@ -1,0 +1,72 @@
+"""The target's forward, except for logits, by one kernel: `spire/kernels/target.h`.
+
+Layer by layer, a forward of few rows is mostly dispatch, and each operation may have to wait while another thread holds
+the interpreter.
+
+Shapes: B sequences, T positions, R = B * T rows, N layers, D width, K head width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from spire.kernels import Kernels
+from spire.model.backends.fused_attention import FusedAttention, FusedPools
+from spire.model.backends.fused_layer import MOST_ROTATIONS, FusedLayer, Rotations
+
+if TYPE_CHECKING:
+    from spire.model.target import Target
+
+
+class FusedStack:
+    """All layers of a packed target, which must outlive this object."""
+
+    def __init__(self, target: Target, kernels: Kernels):
+        layers = cast(Sequence[FusedLayer], target.layers)
+        self._config, self._kernels, self._rotations = target.config, kernels, Rotations(target.rope, kernels.dtype)
+        self._eps = layers[0].eps
+        self._embedding_VD, self._norm_D = (x.weight.detach() for x in (target.embed_tokens, target.norm))
+        self._weights = torch.tensor([layer.addresses for layer in layers], dtype=torch.int64)
+        # The pools of the last call, and per layer the addresses of its weights and of these pools' keys and values.
+        self._layers: tuple[FusedPools | None, Tensor] = None, self._weights
+
+    def takes(self, attentions: Sequence[FusedAttention]) -> bool:
+        """True if the kernel can compute these attentions: at least one, all ending within MOST_ROTATIONS."""
+        return bool(attentions) and max(attention.end for attention in attentions) <= MOST_ROTATIONS
+
+    def __call__(
+        self, tokens_BT: Tensor, attentions: Sequence[FusedAttention], tapped_layers: Sequence[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the final norm's output [B, T, D] and the activations [B, T, taps, D] that enter the tapped layers, if
+        any.
+
+        Rows are those of `attentions`, concatenated. Raises IndexError for a token outside the vocabulary.
+        """
+        config, pools = self._config, attentions[0].pools
+        B, T = tokens_BT.shape
+        R, D, V = B * T, config.hidden_size, config.vocab_size
+        H, G, K, F = config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.intermediate_size
+        firsts = accumulate((attention.rows for attention in attentions), initial=0)
+        stretches = torch.tensor([(first, *it.stretch) for first, it in zip(firsts, attentions, strict=False)])
+        rotations = self._rotations.until(max(attention.end for attention in attentions))
+        tapped, tokens = torch.tensor(tapped_layers), tokens_BT.contiguous()
+        scratch = torch.empty(R * (3 * D + K * (2 * H + 2 * G + 2) + F), dtype=self._kernels.dtype)
+        taps_BTND = torch.empty(B, T, len(tapped_layers), D, dtype=self._kernels.dtype)
+        out_BTD = torch.empty(B, T, D, dtype=self._kernels.dtype)
+        given = (self._layers_over(pools), stretches, tapped, tokens, self._embedding_VD, self._norm_D, *rotations)
+        shape = (R, len(self._weights), D, H, G, K, F, V, len(rotations[0]), pools.columns)
+        addresses = (tensor.data_ptr() for tensor in (*given, scratch, taps_BTND, out_BTD))
+        counts = (len(attentions), len(tapped_layers))
+        self._kernels.forward(*addresses, self._eps, *counts, *shape, *pools.strides, torch.get_num_threads())
+        return out_BTD, taps_BTND if tapped_layers else None
+
+    def _layers_over(self, pools: FusedPools) -> Tensor:
+        """Per layer, the addresses of its weights and of its keys and values in these pools."""
+        if self._layers[0] is not pools:
+            self._layers = pools, torch.cat((self._weights, pools.addresses_N2), dim=1)
+        return self._layers[1]

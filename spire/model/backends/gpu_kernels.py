@@ -1,0 +1,35 @@
+"""This project's GPU kernels, if available: Triton compiles them when they are first tried, with a C compiler."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+import structlog
+from torch import Tensor
+
+from spire.lost_device import device_lost
+
+log = structlog.get_logger()
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    return tensor.device.type == "cuda"
+
+
+def gpu_kernels(pool_XGLK: Tensor, queries_per_key: int) -> ModuleType | None:
+    """Return `paged_attention`, tried on such a pool of keys; None, logged on a GPU, where torch must attend instead.
+
+    Raises errors that cost this process its GPU.
+    """
+    if not on_gpu(pool_XGLK):
+        return None
+    try:
+        kernels = importlib.import_module("spire.model.backends.paged_attention")
+        kernels.try_out(pool_XGLK, queries_per_key)
+    except Exception as error:  # a compiler may raise anything, and torch can serve instead
+        if device_lost(error):
+            raise
+        log.warning("no kernels of ours for this GPU: torch's operations serve", reason=repr(error)[:200])
+        return None
+    return kernels

@@ -1,0 +1,181 @@
+"""Attention of few new positions to pages of keys and values, on a GPU: kernels in Triton.
+
+A sequence is split into stretches, so that a few long sequences also fill a GPU. One program reads a stretch of one
+key/value head once, for all queries of the head's group; a second kernel joins the stretches. Sequences are split at
+fixed positions, so the order of sums does not depend on the batch.
+
+A pool is viewed as rows of K numbers, in which a page of key/value head g begins at `page * page_rows + g * head_rows`.
+This covers consecutive pages that hold all heads, and slots whose heads are contiguous (`slot_pages`).
+
+Shapes: B sequences, G key/value heads, H query heads, T new positions, K head width, X slots, P pages of a sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PAGE = 64
+# Limits of a program's queries per key: a product on the GPU's matrix units has 16 rows or more.
+_LEAST_ROWS, _MOST_ROWS = 16, 128
+_WIDTHS = (16, 32, 64, 128, 256)
+# Stretches that `_join` reads at once.
+_JOINED = 16
+_LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The positions of a stretch, and compiler options. The defaults were the fastest that were tried on an H200."""
+
+    split: int = 1024
+    warps: int = 4
+    stages: int = 3
+
+
+FASTEST = Tuning()
+
+
+@dataclass(frozen=True)
+class Pages:
+    """The pages of each sequence, [B, P] int32, and the distances in rows of a pool between pages and between heads."""
+
+    table_BP: Tensor
+    page_rows: int
+    head_rows: int
+
+
+def slot_pages(slots_B: Tensor, pool_XGLK: Tensor, pages: int) -> Pages:
+    """Return the first `pages` pages of each slot, or all of them if a slot has fewer."""
+    _, G, L, _ = pool_XGLK.shape
+    first_B1 = slots_B[:, None] * (G * L // PAGE)
+    table_BP = first_B1 + torch.arange(min(pages, L // PAGE), device=slots_B.device)
+    return Pages(table_BP.int(), PAGE, L)
+
+
+def attends(queries_per_key: int, new_tokens: int, width: int) -> bool:
+    """True if the kernels support so many queries per key and heads of this width."""
+    return queries_per_key * new_tokens <= _MOST_ROWS and width in _WIDTHS
+
+
+def try_out(pool_XGLK: Tensor, queries_per_key: int) -> None:
+    """Attend once with each kernel that such a pool can need, so that Triton compiles it now.
+
+    Raises RuntimeError for a wrong result, and Triton's errors where a kernel cannot be compiled.
+    """
+    _, G, _, K = pool_XGLK.shape
+    keys = torch.ones(1, G, PAGE, K, dtype=pool_XGLK.dtype, device=pool_XGLK.device)
+    slots_B, lengths_B = (torch.zeros(1, dtype=dtype, device=keys.device) for dtype in (torch.int64, torch.int32))
+    rows = _LEAST_ROWS
+    while attends(queries_per_key, T := max(1, rows // queries_per_key), K):
+        queries = torch.ones(1, G * queries_per_key, T, K, dtype=keys.dtype, device=keys.device)
+        if not attend(queries, keys, keys, slot_pages(slots_B, keys, 1), lengths_B, 0).eq(1).all():
+            raise RuntimeError("attention over ones is not one")
+        rows *= 2
+
+
+def attend(
+    queries_BHTK: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pages: Pages,
+    lengths_B: Tensor,
+    longest: int,
+    tuning: Tuning = FASTEST,
+) -> Tensor:
+    """Return the attention of T new positions to all positions up to their own, [B, H, T, K].
+
+    `lengths_B` are the positions before the new ones, int32, and `longest` is the largest of them. The pools must
+    already contain the new keys and values.
+    """
+    B, H, T, K = queries_BHTK.shape
+    G = keys.shape[1]
+    rows = max(_LEAST_ROWS, triton.next_power_of_2(H // G * T))
+    splits = triton.cdiv(longest + T, tuning.split)
+    queries_BHTK = queries_BHTK.contiguous()
+    found_BHTK = torch.empty_like(queries_BHTK)
+    parts = queries_BHTK.new_empty(B, H * T, splits, K, dtype=torch.float32)
+    weights = queries_BHTK.new_empty(B, H * T, splits, dtype=torch.float32)
+    shape = (T, H // G, G, pages.table_BP.shape[1], pages.page_rows, pages.head_rows, splits)
+    _stretch[(B, G, splits)](
+        queries_BHTK, keys, values, pages.table_BP, lengths_B, parts, weights, K**-0.5 * _LOG2_E, *shape,
+        ROWS=rows, K=K, PAGE=PAGE, SPLIT=tuning.split, num_warps=tuning.warps, num_stages=tuning.stages,
+    )  # fmt: skip
+    _join[(B, H * T)](
+        parts, weights, lengths_B, found_BHTK, T, H * T, splits, K=K, SPLIT=tuning.split, JOINED=_JOINED, num_warps=2
+    )
+    return found_BHTK
+
+
+@triton.jit(do_not_specialize=["T", "GROUP", "G", "pages", "page_rows", "head_rows", "splits"])
+def _stretch(
+    queries, keys, values, table, lengths, parts, weights, scale, T, GROUP, G, pages, page_rows, head_rows, splits,
+    ROWS: tl.constexpr, K: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    sequence, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(lengths + sequence)
+    begin = split * SPLIT
+    # Padding after a full sequence has no page.
+    end = tl.minimum(tl.minimum(begin + SPLIT, length + T), pages * PAGE)
+    if begin < end:
+        row, k, at = tl.arange(0, ROWS), tl.arange(0, K), tl.arange(0, PAGE)
+        used = row < GROUP * T
+        # The queries of a group are contiguous: head by head, with T positions each.
+        first = (sequence * G + head) * GROUP * T
+        q = tl.load(queries + (first + row)[:, None] * K + k[None, :], mask=used[:, None], other=0.0)
+        last = length + row % T
+        greatest = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        found = tl.zeros([ROWS, K], tl.float32)
+        # A constant number of steps, so that the next pages are loaded while one is multiplied.
+        for step in range(SPLIT // PAGE):
+            now = begin + step * PAGE
+            page = tl.load(table + sequence * pages + now // PAGE, mask=now < end, other=0).to(tl.int64)
+            place = (page * page_rows + head * head_rows + at) * K
+            there = now + at < end
+            key = tl.load(keys + place[None, :] + k[:, None], mask=there[None, :], other=0.0)
+            scores = tl.dot(q, key, input_precision="ieee") * scale
+            seen = there[None, :] & ((now + at)[None, :] <= last[:, None])
+            scores = tl.where(seen, scores, float("-inf"))
+            new = tl.maximum(greatest, tl.max(scores, 1))
+            # A query that has seen no key yet subtracts 0, because -inf - -inf is NaN.
+            base = tl.where(new == float("-inf"), 0.0, new)
+            p = tl.exp2(scores - base[:, None])
+            kept = tl.exp2(greatest - base)
+            total = total * kept + tl.sum(p, 1)
+            value = tl.load(values + place[:, None] + k[None, :], mask=there[:, None], other=0.0)
+            found = found * kept[:, None] + tl.dot(p.to(value.dtype), value, input_precision="ieee")
+            greatest = new
+        weight = tl.where(total > 0, greatest + tl.log2(total), float("-inf"))
+        found = found / tl.where(total > 0, total, 1.0)[:, None]
+        to = (first + row) * splits + split
+        tl.store(weights + to, weight, mask=used)
+        tl.store(parts + to[:, None] * K + k[None, :], found, mask=used[:, None])
+
+
+@triton.jit(do_not_specialize=["T", "rows", "splits"])
+def _join(parts, weights, lengths, found, T, rows, splits, K: tl.constexpr, SPLIT: tl.constexpr, JOINED: tl.constexpr):
+    sequence, row = tl.program_id(0), tl.program_id(1)
+    count = tl.minimum(tl.cdiv(tl.load(lengths + sequence) + T, SPLIT), splits)
+    of_row = sequence * rows + row
+    split, k = tl.arange(0, JOINED), tl.arange(0, K)
+    greatest, total, sum_K = float("-inf"), 0.0, tl.zeros([K], tl.float32)
+    first = 0
+    while first < count:
+        used = first + split < count
+        at = of_row * splits + first + split
+        weight = tl.load(weights + at, mask=used, other=float("-inf"))
+        # Every query sees the first stretch, so the maximum is finite.
+        new = tl.maximum(greatest, tl.max(weight, 0))
+        share = tl.exp2(weight - new)
+        kept = tl.exp2(greatest - new)
+        part = tl.load(parts + at[:, None] * K + k[None, :], mask=used[:, None], other=0.0)
+        sum_K = sum_K * kept + tl.sum(part * share[:, None], 0)
+        total = total * kept + tl.sum(share, 0)
+        greatest = new
+        first += JOINED
+    tl.store(found + of_row * K + k, (sum_K / total).to(found.dtype.element_ty))

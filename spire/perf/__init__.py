@@ -1,0 +1,1 @@
+"""Costs of serving: the performance model, its calibration, and memory."""

@@ -1,0 +1,189 @@
+"""The calibration of this machine: all microbenchmarks, in three passes, on the threads that serve a pair.
+
+Run it with `spire doctor --calibrate`. Does not know: how the parts are measured (see `microbenchmarks`).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields, is_dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+# Imported before torch, because it sets how OpenMP waits, as in the services.
+import spire.service.process  # noqa: F401
+
+# isort: split
+import torch
+
+from spire.model.backends.fused_layer import kernels_of
+from spire.model.config import DraftConfig, ModelConfig
+from spire.model.placement import choose_device, choose_dtype
+from spire.perf.calibration import Calibration, Machine
+from spire.perf.hardware import Hardware, Measured, ModelCosts
+from spire.perf.loopback import wire_cost
+from spire.perf.microbenchmarks import (
+    Bench,
+    draft_costs,
+    draft_sampling_cost,
+    fused_draft_costs,
+    kv_read_cost,
+    products,
+    read_bandwidth,
+    target_layer_costs,
+    threads_of,
+    verify_sampling_cost,
+)
+from spire.perf.shapes import Shape
+from spire.service.heap import keep_freed_memory
+from spire.service.machine_memory import memory_limit
+
+# Each part is measured this often, alternating with the others: on a shared machine memory speed varies over time.
+PASSES = 3
+STEPS = (
+    "layers",
+    "layers, other type",
+    "reading memory",
+    "reading keys and values",
+    "target without layers",
+    "verification's sampling",
+    "draft's layers",
+    "draft without layers",
+    "draft's sampling",
+    "wire",
+)
+
+
+@torch.inference_mode()
+def calibrate(
+    target: ModelConfig,
+    draft: DraftConfig,
+    least_seconds: float = 0.2,
+    begin: Callable[[str], None] = lambda step: None,
+    dtype: str = "auto",
+) -> Calibration:
+    """Measure this machine at the widths of `target` and of a SPIRe draft with one layer per tapped layer.
+
+    `dtype` "auto" is the type that services choose on this machine. `begin` is called with each of STEPS as the step
+    begins, PASSES times; each step takes at least a few times `least_seconds`.
+    """
+    began = time.perf_counter()
+    keep_freed_memory()  # as the services do
+    device = choose_device("auto")
+    bench = Bench(device, choose_dtype(dtype, device), least_seconds)
+    other = replace(bench, dtype=torch.float32 if bench.dtype == torch.bfloat16 else torch.bfloat16)
+    threads, threads_for_draft = torch.get_num_threads(), threads_of(target, draft)
+    passes = [_every_part(target, draft, bench, other, threads_for_draft, begin) for _ in range(PASSES)]
+    measured, bandwidth, matmul_other = medians(passes)
+    machine, matmul = _machine(device, threads, threads_for_draft), measured.target.matmul
+    hardware = Hardware(
+        name=machine.device,
+        flops_per_second=max(speed for _, speed in matmul),
+        bytes_per_second=bandwidth,
+        bytes_per_value=bench.dtype.itemsize,
+        measured=measured,
+        memory_bytes=_memory_bytes(device),
+        carrier="cuda_ipc" if device.type == "cuda" else "shared_memory",
+    )
+    return Calibration(
+        measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        took_seconds=round(time.perf_counter() - began, 1),
+        machine=machine,
+        target=Shape.of(target),
+        dtype=_name(bench.dtype),
+        matmul={_name(bench.dtype): matmul, _name(other.dtype): matmul_other},
+        hardware=hardware,
+    )
+
+
+def _every_part(
+    target: ModelConfig,
+    draft: DraftConfig,
+    bench: Bench,
+    other: Bench,
+    threads_for_draft: int,
+    begin: Callable[[str], None],
+) -> tuple[Measured, float, tuple[tuple[int, float], ...]]:
+    """Measure all parts once. Returns the costs, the memory bandwidth (bytes/s) and the products in the other dtype."""
+    steps = iter(STEPS)
+
+    def step(measure: Callable[[], Any]) -> Any:
+        begin(next(steps))
+        return measure()
+
+    matmul = step(partial(products, target, bench))
+    matmul_other = step(partial(products, target, other))
+    bandwidth = step(partial(read_bandwidth, bench))
+    kv_read = step(partial(kv_read_cost, target, bench))
+    fused = kernels_of(target, bench.randn(0)) is not None
+    target_layer, pass_layer = step(partial(target_layer_costs, target, matmul, bandwidth, fused, bench))
+    verify_sampling = step(partial(verify_sampling_cost, target.vocab_size, bench))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads_for_draft)
+    try:
+        draft_matmul = step(partial(products, target, bench))
+        if fused:
+            draft_layer, draft_round = step(partial(fused_draft_costs, target, draft, draft_matmul, bandwidth, bench))
+        else:
+            draft_layer, draft_round = step(partial(draft_costs, target, draft, bench))
+        draft_sampling = step(partial(draft_sampling_cost, target, bench))
+    finally:
+        torch.set_num_threads(threads)
+    measured = Measured(
+        target=ModelCosts(matmul, target_layer, verify_sampling),
+        draft=ModelCosts(draft_matmul, draft_layer, draft_sampling),
+        kv_read=kv_read,
+        draft_round=draft_round,
+        wire=step(wire_cost),
+        pass_layer=pass_layer,
+    )
+    return measured, bandwidth, matmul_other
+
+
+def medians(passes: Sequence[Any]) -> Any:
+    """Return the median of each figure over an odd number of passes, in the form of one pass."""
+    first = passes[0]
+    if is_dataclass(first) and not isinstance(first, type):
+        each = {part.name: medians([getattr(one, part.name) for one in passes]) for part in fields(first)}
+        return replace(first, **each)
+    if isinstance(first, tuple):
+        return tuple(medians(part) for part in zip(*passes, strict=True))
+    return None if first is None else statistics.median(passes)
+
+
+def _memory_bytes(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else memory_limit()
+
+
+def _machine(device: torch.device, threads: int, threads_for_draft: int) -> Machine:
+    processor = _processor()
+    return Machine(
+        system=f"{platform.system()} {platform.machine()}",
+        processor=processor,
+        cores=os.cpu_count() or 1,
+        threads=threads,
+        draft_threads=threads_for_draft,
+        device=torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{processor}, {threads} thread{'s' * (threads > 1)}",
+        torch=torch.__version__,
+    )
+
+
+def _processor() -> str:
+    try:
+        lines: Iterable[str] = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = ()
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,400 @@
+"""Microbenchmarks for the performance model: each part of a step alone, at the widths of a given pair.
+
+The parts are a layer's matrix products by rows, memory reads, attention over far more than the processor's cache, a
+model without these, and sampling. `spire.perf.calibrator` runs them all.
+Shapes: B sequences, T new positions, N draft layers, D width, V vocabulary. Nothing is fitted to a whole model's run.
+Does not know: how parts slow each other down, or what a GPU hides behind work.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar, cast
+
+# Imported before torch, because it sets how OpenMP waits, as in the services.
+import spire.service.process  # noqa: F401
+
+# isort: split
+import torch
+from torch import Tensor, nn
+
+from spire.decoding.drafting import Drafted, draft_tokens
+from spire.decoding.fused_verification import judge, judges
+from spire.decoding.sampling import SamplingRows, probabilities
+from spire.decoding.verification import SparseDistribution, verify
+from spire.kernels import Kernels
+from spire.model.backends.fused_draft import draw
+from spire.model.backends.fused_layer import kernels_of
+from spire.model.backends.packing import pack, replace_head
+from spire.model.cache import BatchView, TargetCache
+from spire.model.config import DraftConfig, ModelConfig
+from spire.model.draft import Draft
+from spire.model.draft_memory import DraftMemory
+from spire.model.layers import Layer, Rope, Rotation, attend
+from spire.model.placement import draft_threads
+from spire.model.target import Target
+from spire.perf.hardware import Cost, Curve, Hardware, Measured, ModelCosts
+from spire.perf.perf_model import draft_seconds, verify_seconds
+from spire.perf.shapes import DraftShape, Shape
+from spire.rpc.sampling import from_protos
+from spire.v1.tensor_pb2 import RULE_BLOCK, Sampling
+
+_ROWS = (1, 4, 16, 64, 256, 1024)
+# (sequences, tokens) between which costs are assumed linear: one sequence decoding, sixteen verifying four tokens.
+_FEW, _MANY, _DEPTH = (1, 1), (16, 5), 4
+# New tokens per sequence: attention is bound by memory for few tokens, and by arithmetic for many.
+_VERIFIED = (1, 3, 5, 9)
+_BEYOND_ANY_CACHE = 256 * 2**20
+_SKELETON_LAYERS = 8
+# Bound on the parameters of a model whose layers keep their weights.
+_MOST_PARAMETERS = 32_000_000
+_SKELETON_VOCABULARY = 256
+_WHOLE_Q = 4096
+
+Model = TypeVar("Model", Target, Draft)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Device and dtype of the measurements, and the least time for each of them."""
+
+    device: torch.device
+    dtype: torch.dtype
+    least_seconds: float = 0.2
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Return the median seconds of one call, over at least 3 calls after 2 warm-up calls."""
+        return self.by_turns(work)[0]
+
+    def by_turns(self, *works: Callable[[], object]) -> list[float]:
+        """Return the median seconds of each function. The calls alternate, so that disturbances affect all alike."""
+        for work in works * 2:
+            self._timed(work)
+        times: list[list[float]] = []
+        until = time.perf_counter() + len(works) * self.least_seconds
+        while len(times) < 3 or time.perf_counter() < until:
+            times.append([self._timed(work) for work in works])
+        return [statistics.median(of_one) for of_one in zip(*times, strict=True)]
+
+    def _timed(self, work: Callable[[], object]) -> float:
+        began = time.perf_counter()
+        work()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter() - began
+
+    def randn(self, *shape: int) -> Tensor:
+        return torch.randn(shape, dtype=self.dtype, device=self.device)
+
+
+def products(config: ModelConfig, bench: Bench) -> tuple[tuple[int, float], ...]:
+    """Measure (rows, FLOP/s) of the seven matrix products of one layer, packed as served.
+
+    The time includes the operations between the products. Weights of a small layer stay in the processor's cache.
+    """
+    alone = config.model_copy(update={"num_hidden_layers": 1, "vocab_size": _SKELETON_VOCABULARY})
+    model = Target(alone).to(bench.device, bench.dtype).requires_grad_(False)
+    flops_per_row = sum(2 * one.weight.numel() for one in model.layers.modules() if isinstance(one, nn.Linear))
+    model = pack(model)
+    layer = cast(Layer, model.layers[0])
+
+    def compute(input_1RD: Tensor, attended_1HRK: Tensor, rope: Rotation) -> None:
+        layer.queries_keys_values(input_1RD, rope)
+        layer.behind(input_1RD, attended_1HRK)
+
+    def speed(rows: int) -> float:
+        rope = model.rope(torch.arange(rows, device=bench.device)[None], bench.dtype)
+        input_1RD = bench.randn(1, rows, config.hidden_size)
+        attended_1HRK = bench.randn(1, config.num_attention_heads, rows, config.head_dim)
+        return flops_per_row * rows / bench.seconds(partial(compute, input_1RD, attended_1HRK, rope))
+
+    return tuple((rows, speed(rows)) for rows in _ROWS)
+
+
+def read_bandwidth(bench: Bench) -> float:
+    """Measure the bytes per second of reading memory, over a range far larger than any cache."""
+    numbers = torch.ones(_BEYOND_ANY_CACHE // 4, device=bench.device)
+    return numbers.nbytes / bench.seconds(numbers.sum)
+
+
+def kv_read_cost(config: ModelConfig, bench: Bench) -> Curve:
+    """Measure attention of 16 sequences over 2,048 positions: seconds per byte of keys and values, by new tokens."""
+    sequences, positions = _MANY[0], 2048
+    per_layer = sequences * positions * 2 * config.num_key_value_heads * config.head_dim * bench.dtype.itemsize
+    layers = max(1, -(-_BEYOND_ANY_CACHE // per_layer))
+    cache = TargetCache(
+        config.model_copy(update={"num_hidden_layers": layers}), sequences, positions - 1, bench.dtype, bench.device
+    )
+    for pool in (*cache.keys, *cache.values):
+        pool.tensor.normal_()  # untouched zeros share one physical page, which is always in cache
+    slots = [cache.allocate() for _ in range(sequences)]
+    cache.commit(slots, [positions - max(_VERIFIED) - 1] * sequences)
+
+    def reading(tokens: int) -> Callable[[], None]:
+        queries = bench.randn(sequences, config.num_attention_heads, tokens, config.head_dim)
+        new = bench.randn(sequences, config.num_key_value_heads, tokens, config.head_dim)
+
+        def read() -> None:
+            view = cache.view(slots, tokens, decoding=True)
+            for layer in range(layers):
+                view.attend(layer, queries, new, new)
+
+        return read
+
+    seconds = bench.by_turns(*map(reading, _VERIFIED))
+    return Curve(
+        tuple((tokens, of_all / (layers * per_layer)) for tokens, of_all in zip(_VERIFIED, seconds, strict=True))
+    )
+
+
+def target_layer_costs(
+    config: ModelConfig, matmul: tuple[tuple[int, float], ...], bandwidth: float, fused: bool, bench: Bench
+) -> tuple[Cost, Cost | None]:
+    """Measure seconds per layer by rows: in verification and, if computed differently, in the target's draft passes."""
+    by_layer = target_layer_cost(config, bench)
+    return (fused_target_layer_cost(config, matmul, bandwidth, bench), by_layer) if fused else (by_layer, None)
+
+
+def target_layer_cost(config: ModelConfig, bench: Bench) -> Cost:
+    """Measure seconds per layer by rows of a target forward without matrix products and without reading the cache."""
+    layers = min(config.num_hidden_layers, _SKELETON_LAYERS)
+    small = config.model_copy(update={"num_hidden_layers": layers, "vocab_size": _SKELETON_VOCABULARY})
+    with torch.device("meta"):
+        model = Target(small)
+    model = _without_layers(model, _rows(_MANY), bench)
+    cache = TargetCache(small, _MANY[0], _MANY[1], bench.dtype, bench.device)
+    slots = [cache.allocate() for _ in range(_MANY[0])]
+    tapped = tuple(range(layers - 1, layers))
+
+    def seconds(batch: int, tokens: int) -> float:
+        tokens_BT = torch.ones(batch, tokens, dtype=torch.int64, device=bench.device)
+        return bench.seconds(
+            lambda: model(tokens_BT, _Unread(cache.view(slots[:batch], tokens, decoding=True), bench), tapped)
+        )
+
+    return _line((_rows(_FEW), seconds(*_FEW)), (_rows(_MANY), seconds(*_MANY)), layers)
+
+
+def fused_target_layer_cost(
+    config: ModelConfig, matmul: tuple[tuple[int, float], ...], bandwidth: float, bench: Bench
+) -> Cost:
+    """Measure `target_layer_cost` for a target whose layers are one kernel, less its products' predicted seconds."""
+    alone = config.model_copy(update={"num_hidden_layers": 1})
+    fitting = max(1, _MOST_PARAMETERS // Shape.of(alone).body_parameters)
+    layers = min(config.num_hidden_layers, _SKELETON_LAYERS, fitting)
+    small = config.model_copy(update={"num_hidden_layers": layers, "vocab_size": _SKELETON_VOCABULARY})
+    model = pack(Target(small).to(bench.device, bench.dtype).requires_grad_(False))
+    cache = TargetCache(small, _MANY[0], _MANY[1], bench.dtype, bench.device)
+    slots = [cache.allocate() for _ in range(_MANY[0])]
+    body = replace(Shape.of(small), vocab_size=0)
+    products = Hardware("", 1.0, bandwidth, bench.dtype.itemsize, measured=_only_products(matmul))
+
+    def seconds(batch: int, tokens: int) -> float:
+        tokens_BT = torch.ones(batch, tokens, dtype=torch.int64, device=bench.device)
+        of_all = bench.seconds(
+            lambda: model(tokens_BT, cache.view(slots[:batch], tokens, decoding=True), (layers - 1,))
+        )
+        return max(0.0, of_all - verify_seconds(body, batch, 0, tokens - 1, products))
+
+    return _line((_rows(_FEW), seconds(*_FEW)), (_rows(_MANY), seconds(*_MANY)), layers)
+
+
+def draft_costs(config: ModelConfig, draft: DraftConfig, bench: Bench) -> tuple[Cost, Cost]:
+    """Measure a SPIRe draft without matrix products: seconds of a layer's pass by rows, and of a round by sequences.
+
+    The round is measured without passes. The draft's memory is full, and each pass reads it.
+    """
+    with torch.device("meta"):
+        model = _draft_shell(config, draft, _SKELETON_VOCABULARY)
+    memory = DraftMemory(_without_layers(model, _rows(_MANY), bench), _MANY[0])
+    return _of_layer_and_round(memory, bench, lambda batch: 0.0)
+
+
+def fused_draft_costs(
+    config: ModelConfig, draft: DraftConfig, matmul: tuple[tuple[int, float], ...], bandwidth: float, bench: Bench
+) -> tuple[Cost, Cost]:
+    """Measure `draft_costs` for a draft whose pass is one kernel, less its products' predicted seconds."""
+    model = _draft_shell(config, draft, _SKELETON_VOCABULARY).to(bench.device, bench.dtype).requires_grad_(False)
+    costs = DraftShape("spire", Shape.of(model.config))
+    alone = Hardware("", 1.0, bandwidth, bench.dtype.itemsize, measured=_only_products(matmul))
+    memory = DraftMemory(pack(model), _MANY[0])
+    return _of_layer_and_round(memory, bench, lambda batch: draft_seconds(costs, batch, 0, 1, alone))
+
+
+def draft_sampling_cost(config: ModelConfig, bench: Bench) -> Cost:
+    """Measure the seconds from a draft's logits to its tokens, by the number of logits."""
+    vocabulary, kernels = config.vocab_size, kernels_of(config, bench.randn(0))
+
+    def seconds(batch: int) -> float:
+        if kernels and vocabulary <= _WHOLE_Q:
+            return bench.seconds(_drawing(kernels, logits[:batch].float(), bench))
+        return bench.seconds(lambda: _draft(vocabulary, batch, _DEPTH, logits, bench)) / _DEPTH
+
+    logits = bench.randn(_MANY[0], vocabulary)
+    return _line((vocabulary, seconds(1)), (_MANY[0] * vocabulary, seconds(_MANY[0])))
+
+
+def verify_sampling_cost(vocabulary: int, bench: Bench) -> Cost:
+    """Measure the seconds from a target's logits to the committed tokens under the block rule, by number of logits."""
+
+    def seconds(batch: int, tokens: int) -> float:
+        k, rows = tokens - 1, _sampling_rows(batch, bench)
+        logits_BTV = bench.randn(batch, tokens, vocabulary)
+        counts_B = torch.full((batch,), k, device=bench.device)
+        draft_BK, q = torch.empty(batch, 0, dtype=torch.int64, device=bench.device), None
+        if k:
+            drafted = _draft(vocabulary, batch, k, logits_BTV[:, 0], bench)
+            assert drafted.probs_BKM is not None  # the block rule needs q
+            draft_BK, q = drafted.tokens_BK, SparseDistribution(drafted.ids_BKM, drafted.probs_BKM)
+            if drafted.ids_BKM is None:
+                q = SparseDistribution.whole(list(drafted.probs_BKM), k, vocabulary, bench.device)
+
+        def sample() -> None:
+            logits, given = logits_BTV.to(torch.float32, copy=True), (draft_BK, counts_B, q, rows, counts_B)
+            if judges(logits, q, rows):
+                verdict, _ = judge(logits, *given)
+            else:
+                verdict = verify(probabilities(logits, rows), *given)
+            verdict.tokens_BT.tolist()
+
+        return bench.seconds(sample)
+
+    few, many = (vocabulary * _rows(size) for size in (_FEW, _MANY))
+    return _line((few, seconds(*_FEW)), (many, seconds(*_MANY)))
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+
+def _given(features: int, rows: int, bench: Bench) -> Callable[[Tensor], Tensor]:
+    """Return a stand-in for a matrix product that returns a precomputed output."""
+    output_RE = bench.randn(rows, features)
+    return lambda x: output_RE[: x.numel() // x.shape[-1]].view(*x.shape[:-1], -1)
+
+
+class _Unread:
+    """A cache view that attends to the new positions only. Stores them unless the attention kernel would do so."""
+
+    def __init__(self, view: BatchView, bench: Bench):
+        self._view, self.positions_BT = view, view.positions_BT
+        B, T = view.positions_BT.shape
+        self._mask = torch.zeros(B, 1, T, T, dtype=bench.dtype, device=bench.device)
+
+    def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
+        self._view.store(layer, keys_BGTK, values_BGTK)
+        return attend(queries_BHTK, keys_BGTK, values_BGTK, self._mask)
+
+
+class _GivenLayer(Layer):
+    """A stand-in for a layer: all results for up to `rows` rows are precomputed, except attention."""
+
+    def __init__(self, config: ModelConfig, rows: int, bench: Bench):
+        nn.Module.__init__(self)
+        heads = config.num_attention_heads + 2 * config.num_key_value_heads
+        self._kv_heads = config.num_key_value_heads
+        self._projected = bench.randn(rows, heads, config.head_dim)
+        self._out = bench.randn(rows, config.hidden_size)
+
+    def queries_keys_values(self, input_BTD: Tensor, rope: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        B, T, _ = input_BTD.shape
+        heads = self._projected[: B * T].unflatten(0, (B, T)).transpose(1, 2)
+        queries = heads.shape[1] - 2 * self._kv_heads
+        return heads[:, :queries], heads[:, queries : -self._kv_heads], heads[:, -self._kv_heads :]
+
+    def keys_values(self, memory_BTD: Tensor, rope: Rotation) -> tuple[Tensor, Tensor]:
+        return self.queries_keys_values(memory_BTD, rope)[1:]
+
+    def behind(self, input_BTD: Tensor, attended_BHTK: Tensor) -> Tensor:
+        B, T, D = input_BTD.shape
+        return self._out[: B * T].view(B, T, D)
+
+
+def _without_layers(model: Model, rows: int, bench: Bench) -> Model:
+    """Replace layers and unembedding by stand-ins without weights, so that a model of any size fits in memory."""
+    model.layers = nn.ModuleList(_GivenLayer(model.config, rows, bench) for _ in model.layers)
+    replace_head(model, _given(model.config.vocab_size, rows, bench))
+    model = model.to(bench.dtype).to_empty(device=bench.device).requires_grad_(False)
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.normal_()
+    model.rope = Rope(model.config.head_dim, model.config.rope)
+    return model
+
+
+def _draft_shell(config: ModelConfig, draft: DraftConfig, vocabulary: int) -> Draft:
+    update = {"num_hidden_layers": len(draft.tapped_layers), "vocab_size": vocabulary}
+    return Draft(config.model_copy(update=update), draft)
+
+
+def threads_of(config: ModelConfig, draft: DraftConfig) -> int:
+    """Return the number of threads with which a draft of this size is served."""
+    with torch.device("meta"):
+        return draft_threads(_draft_shell(config, draft, config.vocab_size)) or torch.get_num_threads()
+
+
+def _of_layer_and_round(memory: DraftMemory, bench: Bench, products: Callable[[int], float]) -> tuple[Cost, Cost]:
+    """Measure a layer's pass, less the seconds of `products(batch)`, by sequences, and a round without passes."""
+    few, many = _FEW[0], _MANY[0]
+    once = {batch: bench.seconds(_draft_round(memory, batch, 0, bench)) for batch in (few, many)}
+
+    def one_pass(batch: int) -> float:
+        passes = bench.seconds(_draft_round(memory, batch, _DEPTH, bench)) - once[batch]
+        return max(0.0, passes / _DEPTH - products(batch))
+
+    layer = _line((few, one_pass(few)), (many, one_pass(many)), memory.draft.config.num_hidden_layers)
+    return layer, _line((few, once[few]), (many, once[many]))
+
+
+def _draft_round(memory: DraftMemory, batch: int, passes: int, bench: Bench) -> Callable[[], None]:
+    """Return a function that absorbs `_DEPTH` positions per sequence, begins a round, and runs `passes` passes."""
+    draft, config = memory.draft.draft, memory.draft.config
+    slots, base = list(range(batch)), draft.sink + draft.window
+    tokens_B = torch.ones(batch, dtype=torch.int64, device=bench.device)
+    slots_R = torch.arange(batch, device=bench.device).repeat_interleave(_DEPTH)
+    positions_R = torch.arange(base - _DEPTH, base, device=bench.device).repeat(batch)
+    taps_RND = bench.randn(batch * _DEPTH, config.num_hidden_layers, config.hidden_size)
+
+    def run() -> None:
+        memory.absorb(slots_R, positions_R, torch.full_like(positions_R, base), taps_RND)
+        round_ = memory.round(slots, [base] * batch, _DEPTH)
+        for _ in range(passes):
+            round_.next_logits(tokens_B)
+
+    return run
+
+
+def _drawing(kernels: Kernels, logits_BV: Tensor, bench: Bench) -> Callable[[], None]:
+    """Return a function that draws a token per row with one kernel, in place, so each call reuses the last output."""
+    rows, tokens_B = _sampling_rows(len(logits_BV), bench), torch.zeros(len(logits_BV), dtype=torch.int64)
+    probs_BV, uniforms_B = torch.empty_like(logits_BV, dtype=torch.bfloat16), torch.rand(len(logits_BV)).double()
+    return lambda: draw(kernels, logits_BV, rows.temperature_B, uniforms_B, tokens_B, probs_BV)
+
+
+def _draft(vocabulary: int, batch: int, k: int, logits_BV: Tensor, bench: Bench) -> Drafted:
+    newest_B = torch.zeros(batch, dtype=torch.int64, device=bench.device)
+    candidates = None if vocabulary <= _WHOLE_Q else _WHOLE_Q
+    rows = _sampling_rows(batch, bench)
+    return draft_tokens(lambda _: logits_BV[:batch].float(), newest_B, newest_B, k, rows, candidates)
+
+
+def _only_products(matmul: tuple[tuple[int, float], ...]) -> Measured:
+    costs = ModelCosts(matmul, Cost(), Cost())
+    return Measured(target=costs, draft=costs, kv_read=Curve(((1, 0.0),)), draft_round=Cost(), wire=Cost())
+
+
+def _sampling_rows(batch: int, bench: Bench) -> SamplingRows:
+    usual = [Sampling(temperature=1, top_p=1, seed=seed, rule=RULE_BLOCK) for seed in range(batch)]
+    return from_protos(usual, bench.device)
+
+
+def _rows(size: tuple[int, int]) -> int:
+    return size[0] * size[1]
+
+
+def _line(few: tuple[float, float], many: tuple[float, float], share: float = 1.0) -> Cost:
+    """Return the line through two measurements (n, seconds), divided by `share`, with slope and offset at least 0."""
+    each = max(0.0, (many[1] - few[1]) / (many[0] - few[0]))
+    return Cost(max(0.0, few[1] - few[0] * each) / share, each / share)

@@ -1,0 +1,194 @@
+"""Figures of the performance model: the paper's Figures 3, 4 and 6, a map of the best k, measured versus modelled.
+
+`--plot DIR` of `spire perf-model` and `spire bench` needs matplotlib: pip install 'spire-serve[plot]'.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spire.errors import SpireError
+from spire.perf.hardware import Hardware
+from spire.perf.perf_model import BestDepth, critical_context, operational_intensity
+from spire.perf.shapes import Shape
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_BELOW, _ABOVE, _NEUTRAL = "#b35806", "#01665e", "#f5f5f5"
+_OFF = "#d9d9d9"
+_NOT_FITTING = "–"
+_LARGEST_BATCH = 2**14
+
+
+def require() -> None:
+    """Check that matplotlib is installed. Raises SpireError if not."""
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise SpireError("plots need matplotlib: pip install 'spire-serve[plot]'") from error
+
+
+def short(n: int) -> str:
+    """Format 1024 as 1k, 1048576 as 1M, and numbers that are not multiples of 1024 in full."""
+    for unit, size in (("M", 2**20), ("k", 2**10)):
+        if n >= size and n % size == 0:
+            return f"{n // size}{unit}"
+    return str(n)
+
+
+def write_speedup(
+    file: Path, title: str, panels: dict[str, list[list[float | None]]], batches: Sequence[int], contexts: Sequence[int]
+) -> None:
+    """Plot multipliers by batch (rows) and context (columns), one panel per draft, as in Figures 4 and 6.
+
+    None marks a cell that does not fit the device.
+    """
+    figure, axes = _grids(len(panels), batches, contexts)
+    from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
+
+    values = [value for grid in panels.values() for row in grid for value in row if value is not None]
+    norm = TwoSlopeNorm(1, vmin=min([0.5, *values]), vmax=max([1.5, *values]))
+    colours = LinearSegmentedColormap.from_list("speedup", (_BELOW, _NEUTRAL, _ABOVE))
+    for axis, (name, grid) in zip(axes, panels.items(), strict=True):
+        numbers = [[math.nan if value is None else value for value in row] for row in grid]
+        image = axis.imshow(numbers, norm=norm, cmap=colours, aspect="auto")
+        axis.set_title(name, fontsize=11)
+        for row, values_of_row in enumerate(grid):
+            for column, value in enumerate(values_of_row):
+                if value is None:
+                    _write(axis, column, row, _NOT_FITTING, "black")
+                    continue
+                dark = abs(norm(value) - 0.5) > 0.36
+                _write(axis, column, row, f"{value:.2f}", "white" if dark else "black")
+    bar = figure.colorbar(image, ax=axes, pad=0.015, aspect=28)
+    bar.set_label("throughput over plain decoding")
+    figure.suptitle(title, fontsize=12)
+    figure.savefig(file, dpi=150)
+
+
+def write_map(
+    file: Path,
+    title: str,
+    panels: dict[str, list[list[BestDepth | None]]],
+    batches: Sequence[int],
+    contexts: Sequence[int],
+) -> None:
+    """Plot the best depth k and its multiplier by batch and context; hatched grey where speculation is off.
+
+    None marks a cell that does not fit the device.
+    """
+    figure, axes = _grids(len(panels), batches, contexts)
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import BoundaryNorm, ListedColormap
+    from matplotlib.patches import Rectangle
+
+    deepest = max([2, *(choice.k for grid in panels.values() for row in grid for choice in row if choice)])
+    shades = [_shade((k - 1) / (deepest - 1)) for k in range(1, deepest + 1)]
+    for axis, (name, grid) in zip(axes, panels.items(), strict=True):
+        axis.set_title(name, fontsize=11)
+        axis.set_xlim(-0.5, len(contexts) - 0.5)
+        axis.set_ylim(len(batches) - 0.5, -0.5)
+        for row, choices in enumerate(grid):
+            for column, choice in enumerate(choices):
+                if choice is None:
+                    _write(axis, column, row, _NOT_FITTING, "black")
+                    continue
+                look: dict[str, Any] = {"facecolor": _OFF, "hatch": "////", "edgecolor": "white"}
+                if not choice.off:
+                    look = {"facecolor": shades[choice.k - 1], "edgecolor": "white"}
+                axis.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, linewidth=0.5, **look))
+                text = "off" if choice.off else f"k={choice.k}\n{choice.multiplier:.2f}"
+                _write(axis, column, row, text, "white" if not choice.off and choice.k > deepest / 2 else "black")
+    shown = ScalarMappable(BoundaryNorm([k + 0.5 for k in range(deepest + 1)], deepest), ListedColormap(shades))
+    bar = figure.colorbar(shown, ax=axes, pad=0.015, aspect=28, ticks=range(1, deepest + 1))
+    bar.set_label("best speculation depth k")
+    figure.suptitle(title, fontsize=12)
+    figure.savefig(file, dpi=150)
+
+
+def write_intensity(file: Path, title: str, target: Shape, contexts: Sequence[int], k: int, hardware: Hardware) -> None:
+    """Plot FLOPs per byte of verification by batch, a curve per context, and the hardware's HOI (Figure 3)."""
+    figure = _figure(7.5, 4.8)
+    axis = figure.add_subplot()
+    batches = [2**exponent for exponent in range(_LARGEST_BATCH.bit_length())]
+    longest = critical_context(target, k, hardware)
+    for index, context in enumerate(contexts):
+        curve = [operational_intensity(target, batch, context, k, hardware.bytes_per_value) for batch in batches]
+        critical = context == longest
+        colour = _shade(1 - index / max(1, len(contexts) - 1))
+        axis.plot(batches, curve, color=colour, linewidth=2.6 if critical else 1.3)
+        label = f"L = {short(context)}" + (", the critical context" if critical else "")
+        axis.annotate(label, (batches[-1], curve[-1]), (5, 0), textcoords="offset points", va="center", fontsize=8)
+    hoi = hardware.operational_intensity
+    axis.axhline(hoi, color=_BELOW, linestyle="--", linewidth=1.2, label=f"hardware: {hoi:,.0f} FLOPs per byte")
+    axis.legend(loc="upper left", frameon=False, labelcolor=_BELOW, fontsize=9)
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set_xlim(1, _LARGEST_BATCH)
+    axis.set_xticks(batches[::2], [short(batch) for batch in batches[::2]])
+    axis.set_xlabel("batch size B")
+    axis.set_ylabel(f"FLOPs per byte of verifying k = {k} tokens")
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.set_title(title, fontsize=12)
+    figure.savefig(file, dpi=150)
+
+
+def write_multipliers(file: Path, title: str, panels: dict[str, list[tuple[str, float | None, float | None]]]) -> None:
+    """Plot throughput relative to plain decoding: a panel per draft, (name, measured, modelled) per cell."""
+    widest = max(map(len, panels.values()))
+    figure = _figure(1.6 + 0.62 * widest, 0.6 + 2.4 * len(panels))
+    for axis, (name, cells) in zip(figure.subplots(len(panels), squeeze=False).flat, panels.items(), strict=True):
+        for column, (label, colour) in enumerate((("measured", _ABOVE), ("modelled", _OFF))):
+            heights = [cell[1 + column] or 0.0 for cell in cells]
+            bars = axis.bar([at + 0.4 * column for at in range(len(cells))], heights, 0.38, label=label, color=colour)
+            axis.bar_label(bars, [f"{height:.2f}" if height else "" for height in heights], fontsize=7)
+        axis.axhline(1, color=_BELOW, linestyle="--", linewidth=1)
+        axis.set_xticks([at + 0.2 for at in range(len(cells))], [cell[0] for cell in cells], fontsize=7)
+        axis.set_ylabel("over plain decoding")
+        axis.set_title(name, fontsize=11)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+    figure.suptitle(title, fontsize=12)
+    figure.savefig(file, dpi=150)
+
+
+def _figure(width: float, height: float) -> Figure:
+    require()
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _grids(panels: int, batches: Sequence[int], contexts: Sequence[int]) -> tuple[Figure, list[Axes]]:
+    """Return a figure with `panels` axes, at most three in a row."""
+    columns = min(panels, 3)
+    rows = -(-panels // columns)
+    figure = _figure(1.8 + 0.58 * len(contexts) * columns, 0.5 + (1.0 + 0.42 * len(batches)) * rows)
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axis in axes[panels:]:
+        axis.remove()
+    for axis in axes[:panels]:
+        axis.set_xticks(range(len(contexts)), [short(context) for context in contexts])
+        axis.set_yticks(range(len(batches)), [short(batch) for batch in batches])
+        axis.set_xlabel("context L")
+        axis.set_ylabel("batch size B")
+        axis.tick_params(length=0)
+        axis.spines[:].set_visible(False)
+    return figure, axes[:panels]
+
+
+def _write(axis: Axes, column: int, row: int, text: str, colour: str) -> None:
+    axis.text(column, row, text, ha="center", va="center", fontsize=8, color=colour)
+
+
+def _shade(share: float) -> tuple[float, float, float]:
+    """Return a teal from light (0) to dark (1)."""
+    light, dark = (0.78, 0.92, 0.90), (0.0, 0.30, 0.28)
+    red, green, blue = (a + share * (b - a) for a, b in zip(light, dark, strict=True))
+    return red, green, blue

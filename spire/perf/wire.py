@@ -1,0 +1,96 @@
+"""Costs of the messages of a round between verifier, draft and gateway, by carrier.
+
+There are three carriers: `cuda_ipc` on one GPU (activations stay in GPU memory), `shared_memory` on one host, `grpc`
+between hosts. A draft on the target's device is reached by `Hardware.carrier`; MagicDec drafts in the verifier. Pure
+arithmetic: no torch, no files, no clock.
+
+Does not know: a copy between GPU and host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from spire.errors import InvalidRequest
+from spire.perf.hardware import Carrier, Cost, Hardware
+from spire.perf.shapes import DraftShape, Shape
+
+# Assumed cost of a gRPC stream between two processes of one machine if not measured: see `spire.perf.loopback`.
+STREAM = Cost(fixed=0.14e-3, each=1 / 1.7e9)
+
+# Seconds per byte through a ring in shared memory: the time difference of two messages over their size difference
+# (experiments/results/carrier.json, by experiments/carrier.py).
+RING_BYTE = (1.050e-3 - 0.311e-3) / (14_417_920 - 55_296)
+
+# A vocabulary of up to this many tokens sends q whole in bfloat16; a larger one sends the top tokens with ids in fp32.
+# Greedy requests send no q.
+_Q_TOP_M = 4096
+_TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Seconds of a round trip of a message, of a byte of activations, and of a byte of tokens and q."""
+
+    carrier: Carrier
+    round_trip: float
+    activations: float
+    guesses: float
+
+    def with_stream(self, round_trip: float | None, byte: float | None) -> Wire:
+        """Replace the seconds of a round trip and of a byte where the arguments are not None."""
+        wire = self if round_trip is None else replace(self, round_trip=round_trip)
+        return wire if byte is None else replace(wire, activations=byte, guesses=byte)
+
+
+def wire_of(carrier: Carrier, hardware: Hardware) -> Wire:
+    """Return the cost of a carrier. Messages cost what was measured with the hardware, else STREAM.
+
+    Raises InvalidRequest for relative hardware, which has no seconds.
+    """
+    if hardware.relative:
+        raise InvalidRequest(f"{hardware.name} has no seconds that a wire's could be added to: name a device")
+    stream = hardware.measured.wire if hardware.measured else STREAM
+    if carrier == "grpc":
+        return Wire(carrier, stream.fixed, stream.each, stream.each)
+    # A copy within a GPU's memory reads and writes each byte.
+    rows = 2 / hardware.bytes_per_second if carrier == "cuda_ipc" else RING_BYTE
+    return Wire(carrier, stream.fixed, rows, RING_BYTE)
+
+
+def answer_bytes(batch: float, tau: float) -> float:
+    """Return the bytes of a round's tokens from verifier to gateway."""
+    return batch * tau * _TOKEN_BYTES
+
+
+def guess_bytes(target: Shape, draft: DraftShape, batch: float, k: int) -> float:
+    """Return the bytes of a round's draft tokens and q from draft to verifier; 0 for MagicDec."""
+    if draft.kind == "magicdec":
+        return 0.0
+    q_row = target.vocab_size * 2 if target.vocab_size <= _Q_TOP_M else _Q_TOP_M * (_TOKEN_BYTES + 4)
+    return batch * k * (_TOKEN_BYTES + q_row)
+
+
+def activation_bytes(draft: DraftShape, batch: float, tau: float, bytes_per_value: float) -> float:
+    """Return the bytes of activations sent to the draft for the tokens committed in a round."""
+    return batch * tau * draft.activations_per_token * bytes_per_value
+
+
+def wire_bytes(target: Shape, draft: DraftShape, batch: float, k: int, tau: float, bytes_per_value: float) -> float:
+    """Return all bytes of a round of speculation."""
+    drafted = guess_bytes(target, draft, batch, k) + activation_bytes(draft, batch, tau, bytes_per_value)
+    return drafted + answer_bytes(batch, tau)
+
+
+def plain_wire_seconds(batch: float, wire: Wire) -> float:
+    """Return the wire seconds of a plain step: a round trip between gateway and verifier, and the tokens."""
+    return wire.round_trip + answer_bytes(batch, 1) * wire.guesses
+
+
+def wire_seconds(
+    target: Shape, draft: DraftShape, batch: float, k: int, tau: float, bytes_per_value: float, wire: Wire
+) -> float:
+    """Return the wire seconds of a round: round trips gateway-verifier and, unless MagicDec, verifier-draft."""
+    rows = activation_bytes(draft, batch, tau, bytes_per_value) * wire.activations
+    guesses = (guess_bytes(target, draft, batch, k) + answer_bytes(batch, tau)) * wire.guesses
+    return (1 if draft.kind == "magicdec" else 2) * wire.round_trip + rows + guesses

@@ -1,0 +1,1 @@
+"""Parts common to all services: process, options, health, metrics, API keys, certificates."""

@@ -1,0 +1,133 @@
+"""Make a CA and one certificate per service for mutual TLS (`spire certs`).
+
+The CA's key is stored beside the certificates, which suits tests and a machine or two. Certificates of an existing CA
+work as well (`spire/rpc/tls.py` names the files).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from spire.address import bare
+from spire.errors import DataError
+from spire.rpc.tls import AUTHORITY, CERTIFICATE, KEY
+
+SERVICES = ("gateway", "verifier", "draft")
+
+_AUTHORITY_KEY = "ca.key"
+_AUTHORITY_DAYS = 3650
+_ON_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
+# Certificates are valid from this long ago, because clocks differ.
+_BACKDATED = timedelta(hours=1)
+
+
+def make_certificates(directory: Path, hosts: Sequence[str] = (), days: float = 365) -> None:
+    """Write `directory`/gateway, /verifier and /draft. The CA is created only if absent: a second call renews.
+
+    Each certificate is valid for the service's name, loopback and `hosts`. Raises DataError for an unusable file.
+    """
+    try:
+        authority = _Authority.open(directory)
+        for name in SERVICES:
+            authority.issue(name, directory / name, (name, *_ON_THIS_MACHINE, *hosts), days)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{directory}: certificates cannot be made: {error}") from error
+
+
+class _Authority:
+    def __init__(self, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate):
+        self.key, self.certificate = key, certificate
+
+    @classmethod
+    def open(cls, directory: Path) -> _Authority:
+        key_file, file = directory / _AUTHORITY_KEY, directory / AUTHORITY
+        if not key_file.exists():
+            _new_authority(key_file, file)
+        key = load_pem_private_key(key_file.read_bytes(), None)
+        if not isinstance(key, ec.EllipticCurvePrivateKey):
+            raise ValueError(f"{key_file} is no key that was made here")
+        return cls(key, x509.load_pem_x509_certificate(file.read_bytes()))
+
+    def issue(self, name: str, directory: Path, hosts: Sequence[str], days: float) -> None:
+        key = ec.generate_private_key(ec.SECP256R1())
+        usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
+        certificate = (
+            _unsigned(name, self.certificate.subject, key, days)
+            .add_extension(x509.SubjectAlternativeName([_general_name(host) for host in hosts]), critical=False)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(usage, critical=False)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key()), critical=False)
+            .sign(self.key, SHA256())
+        )
+        _write_key(directory / KEY, key)
+        _write(directory / CERTIFICATE, certificate.public_bytes(Encoding.PEM))
+        _write(directory / AUTHORITY, self.certificate.public_bytes(Encoding.PEM))
+
+
+def _new_authority(key_file: Path, file: Path) -> None:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = "Spire's own CA"
+    certificate = (
+        _unsigned(name, _called(name), key, _AUTHORITY_DAYS)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_signs_certificates(), critical=True)
+        .sign(key, SHA256())
+    )
+    _write(file, certificate.public_bytes(Encoding.PEM))
+    _write_key(key_file, key)
+
+
+def _unsigned(name: str, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: float) -> x509.CertificateBuilder:
+    now = datetime.now(UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(_called(name))
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _BACKDATED)
+        .not_valid_after(now + timedelta(days=days))
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    )
+
+
+def _called(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
+def _signs_certificates() -> x509.KeyUsage:
+    others = ("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
+    never = dict.fromkeys((*others, "encipher_only", "decipher_only"), False)
+    return x509.KeyUsage(key_cert_sign=True, crl_sign=True, **never)
+
+
+def _general_name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ip_address(bare(host)))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _write_key(file: Path, key: ec.EllipticCurvePrivateKey) -> None:
+    _write(file, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()), mode=0o600)
+
+
+def _write(file: Path, content: bytes, mode: int = 0o644) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.unlink(missing_ok=True)
+    file.touch(mode)
+    file.write_bytes(content)

@@ -1,0 +1,82 @@
+"""A thread pool that several askers share fairly: each has its own queue, and the queues take turns.
+
+An asker occupies one thread at a time, so that in a pool of several threads another asker's job starts at once. A job
+whose future is cancelled before its start never runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class _Job:
+    work: Callable[[], Any]
+    done: Future[Any]
+
+
+class FairPool:
+    """A pool of `threads` daemon threads, which start with the first job."""
+
+    def __init__(self, threads: int, name: str):
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"{name}-{number}", daemon=True) for number in range(threads)
+        ]
+        # In order of turns. The queue of an asker that occupies a thread is skipped.
+        self._queues: dict[str, deque[_Job]] = {}
+        self._served: set[str] = set()
+        self._changed = threading.Condition()
+
+    async def run(self, asker: str, function: Callable[..., Result], *args: Any) -> Result:
+        """Run `function` on a thread and return its result. If cancelled before its start, `function` never runs."""
+        return await asyncio.wrap_future(self.submit(asker, function, *args))
+
+    def submit(self, asker: str, function: Callable[..., Result], *args: Any) -> Future[Result]:
+        job = _Job(partial(function, *args), Future())
+        with self._changed:
+            self._queues.setdefault(asker, deque()).append(job)
+            self._changed.notify()
+            if not self._threads[0].ident:
+                for thread in self._threads:
+                    thread.start()
+        return job.done
+
+    def _serve(self) -> None:
+        while True:
+            asker, job = self._next()
+            if job.done.set_running_or_notify_cancel():
+                _do(job)
+            del job
+            with self._changed:
+                self._served.discard(asker)
+                self._changed.notify()
+
+    def _next(self) -> tuple[str, _Job]:
+        """Wait for and return the next asker and its first job. The asker's other jobs go to the end of the turns."""
+        with self._changed:
+            while (asker := next((one for one in self._queues if one not in self._served), None)) is None:
+                self._changed.wait()
+            queue = self._queues.pop(asker)
+            job = queue.popleft()
+            if queue:
+                self._queues[asker] = queue
+            self._served.add(asker)
+            return asker, job
+
+
+def _do(job: _Job) -> None:
+    try:
+        result = job.work()
+    except BaseException as error:  # panics of libraries are no Exception
+        job.done.set_exception(error)
+    else:
+        job.done.set_result(result)

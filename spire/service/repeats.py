@@ -1,0 +1,68 @@
+"""Bound the size of logs: of each kind of line the first few per minute are written, the rest are only counted.
+
+Debug lines are never left out: a debug log is asked for, and has a line for every request.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import structlog
+from structlog.typing import EventDict, WrappedLogger
+
+MOST, SECONDS = 20, 60.0
+# A bound, because libraries may log a different text every time.
+_MOST_KINDS = 1000
+
+
+@dataclass
+class _Kind:
+    since: float
+    count: int = 0
+
+
+class Repeats:
+    """Counts log lines by kind, for all loggers of a process. Any thread may call it. `clock` is in seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._kinds: dict[Hashable, _Kind] = {}
+        self._counting = threading.Lock()
+
+    def count(self, kind: Hashable) -> int | None:
+        """Count a line. Return the number of lines of its kind left out before it, or None to leave it out too."""
+        now = self._clock()
+        with self._counting:
+            known = self._kinds.get(kind)
+            left_out = 0
+            if known is None or now - known.since >= SECONDS:
+                left_out = max(0, known.count - MOST) if known else 0
+                known = self._new(kind, now)
+            known.count += 1
+            return left_out if known.count <= MOST else None
+
+    def _new(self, kind: Hashable, now: float) -> _Kind:
+        if len(self._kinds) >= _MOST_KINDS:
+            self._kinds.clear()
+        self._kinds[kind] = made = _Kind(now)
+        return made
+
+    def processor(self, _: WrappedLogger, level: str, event: EventDict) -> EventDict:
+        """Processor for structlog. The kind of a line is its level, event and peer."""
+        if level == "debug":
+            return event
+        left_out = self.count((level, event.get("event"), event.get("peer")))
+        if left_out is None:
+            raise structlog.DropEvent
+        return {**event, "left_out": left_out} if left_out else event
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Filter for a logging handler. The kind of a record is its logger, level and message before formatting."""
+        left_out = self.count((record.name, record.levelno, record.msg))
+        if left_out:
+            record.msg = f"{record.msg} (and {left_out} more like this before)"
+        return left_out is not None

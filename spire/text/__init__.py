@@ -1,0 +1,1 @@
+"""Text files, documents, and chat messages rendered by a chat template."""

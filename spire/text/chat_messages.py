@@ -1,0 +1,75 @@
+"""Chat messages in the form that templates take: one reader for serving and for training.
+
+Text only. Templates also get the other fields of a message, except fields of tools and audio.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spire.text.chat_template import TemplateRefusal
+from spire.text.kinds import kind_of
+
+ROLES = ("system", "developer", "user", "assistant")
+# Fields that are not passed to templates, with the neutral values that are accepted. Other values are refused.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "tool_calls": ([],),
+    "function_call": (),
+    "tools": ([],),
+    "audio": (),
+    "refusal": ("",),
+    "prefix": (False,),
+}
+# Fields that are not passed to templates, whatever their value.
+IGNORED = frozenset({"annotations"})
+_LONGEST_SHOWN = 40
+
+
+def plain_message(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return a message in the form that a template takes: content as one string, and no null fields.
+
+    `message` must have a role and content. Raises TemplateRefusal naming the field, prefixed by `where`.
+    """
+    _check_role(message["role"], f"{where}.role")
+    content = _text_of(message["content"], f"{where}.content")
+    for name, neutral in UNSUPPORTED.items():
+        if (value := message.get(name)) is not None and not any(_same(value, one) for one in neutral):
+            raise _unsupported(f"{where}.{name}", f"{where}.{name} is not supported")
+    left_out = UNSUPPORTED.keys() | IGNORED
+    kept = {name: value for name, value in message.items() if value is not None and name not in left_out}
+    return kept | {"content": content}
+
+
+def _check_role(role: Any, where: str) -> None:
+    if not isinstance(role, str):
+        raise TemplateRefusal(f"{where} is {kind_of(role)}: it must be a string", param=where)
+    if role not in ROLES:
+        known = ", ".join(ROLES)
+        message = f"role {role[:_LONGEST_SHOWN]!r} is not supported (no tools are); these are: {known}"
+        raise TemplateRefusal(message, param=where)
+
+
+def _text_of(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        message = f"{where} is {kind_of(content)}: it must be a string, or a list of text parts"
+        raise TemplateRefusal(message, param=where)
+    return "\n".join(_text_part(part, f"{where}[{at}]") for at, part in enumerate(content))
+
+
+def _text_part(part: Any, where: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else kind_of(part)
+    if kind != "text":
+        raise _unsupported(where, f"{where} is {str(kind)[:_LONGEST_SHOWN]}: only text is supported")
+    if not isinstance(text := part.get("text"), str):
+        raise TemplateRefusal(f"{where}.text is {kind_of(text)}: it must be a string", param=f"{where}.text")
+    return text
+
+
+def _same(value: Any, other: Any) -> bool:
+    return type(value) is type(other) and bool(value == other)
+
+
+def _unsupported(param: str, message: str) -> TemplateRefusal:
+    return TemplateRefusal(message, "unsupported_parameter", param)

@@ -1,0 +1,186 @@
+"""Text documents: the reader of all files given with --data, for training and measurements.
+
+A .txt file is a document, and so is each line of a .jsonl file: its `text`, or its `messages` by a model's chat
+template. Text is UTF-8, with or without a byte order mark; only \\n ends a line of JSONL. Blank documents are skipped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from spire.checkpoints.chat_template import read_chat_template
+from spire.errors import DataError
+from spire.model.directory import is_pointer
+from spire.text.chat_messages import plain_message
+from spire.text.chat_template import ChatTemplate, TemplateRefusal
+from spire.text.kinds import kind_of
+from spire.text.text_files import TextFile, Told, reading, text_files
+
+# A template that writes more than this is broken: no document is so long.
+_MOST_CHARACTERS = 1 << 28
+# First bytes of files that are not UTF-8 text, and advice for each.
+_BEGINNINGS = {
+    b"\xff\xfe": "UTF-16: convert it to UTF-8 (iconv -f UTF-16 -t UTF-8)",
+    b"\xfe\xff": "UTF-16: convert it to UTF-8 (iconv -f UTF-16 -t UTF-8)",
+    b"\x1f\x8b": "compressed by gzip: give it a name that ends in .gz",
+    b"\xfd7zXZ\x00": "compressed by xz: give it a name that ends in .xz",
+    b"BZh": "compressed by bzip2: give it a name that ends in .bz2",
+    b"PK\x03\x04": "a zip archive: give it a name that ends in .zip",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd: unpack it",
+    b"%PDF": "a PDF: extract its text",
+}
+_HEAD = 512
+_MOST_KEYS, _LONGEST_KEY = 8, 40
+
+
+class _Unusable(Exception):
+    """Error for a line that cannot be used; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class Chats:
+    """The conversion of messages to text by the chat template in the directory `model`."""
+
+    model: Path
+
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """The chat template of the model. Raises CheckpointError if the template cannot be read."""
+        found = read_chat_template(self.model)
+        return ChatTemplate(found.template, found.special_tokens)
+
+    @property
+    def key(self) -> str:
+        """A hash that identifies the template and its special tokens."""
+        return hashlib.sha256(repr((self.template.source, self.template.special_tokens)).encode()).hexdigest()
+
+    def text(self, messages: list[dict[str, Any]]) -> str:
+        if not self.template.source:
+            raise _Unusable(f"'messages' need a chat template, and {self.model} has none")
+        try:
+            return self.template.render(messages, _MOST_CHARACTERS, add_generation_prompt=False)
+        except TemplateRefusal as error:
+            raise _Unusable(" ".join(str(error).split())) from error
+
+
+def read_documents(files: list[Path], chats: Chats, told: Told = lambda _: None) -> Iterator[str]:
+    """Yield all documents of `files` (see find_files) in a fixed order; `told` is called with numbers of bytes read.
+
+    Raises DataError naming the file, the line and the key that cannot be used, or the files if they hold no text.
+    """
+    empty = True
+    for file in text_files(files, told):
+        with reading(file.name):
+            for text in _lines(file, chats) if file.json_lines else _whole(file):
+                if text and not text.isspace():
+                    empty = False
+                    yield text
+    if empty:
+        raise DataError(f"no text found in {', '.join(map(str, files))}")
+
+
+def _whole(file: TextFile) -> Iterator[str]:
+    raw = file.stream.read()
+    _refuse_other_files(file.name, raw[:_HEAD])
+    yield decoded(raw, file.name)
+
+
+def _lines(file: TextFile, chats: Chats) -> Iterator[str]:
+    for number, line in enumerate(file.stream, 1):
+        if number == 1:
+            _refuse_other_files(file.name, line[:_HEAD])
+        if not line.strip():
+            continue
+        try:
+            yield _text_of(decoded(line.rstrip(b"\r\n"), file.name, number), chats)
+        except _Unusable as error:
+            raise DataError(f"{file.name}, line {number}: {error}") from error
+
+
+def decoded(raw: bytes, name: str, first_line: int = 1) -> str:
+    """Decode UTF-8 without its byte order mark. Raises DataError naming the file, the line and the invalid byte."""
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        at, byte = error.start, raw[error.start]
+        line = first_line + raw.count(b"\n", 0, at)
+        column = at - (raw.rfind(b"\n", 0, at) + 1) + 1
+        # Not `from error`, which would keep the whole file in memory.
+        raise DataError(
+            f"{name}, line {line}: byte {column} is 0x{byte:02x}, which is not UTF-8. Convert the file, "
+            "for example from Latin-1: iconv -f ISO-8859-1 -t UTF-8"
+        ) from None
+
+
+def _refuse_other_files(name: str, head: bytes) -> None:
+    for beginning, what in _BEGINNINGS.items():
+        if head.startswith(beginning):
+            raise DataError(f"{name} is {what}")
+    if is_pointer(head):
+        raise DataError(f"{name} is a Git LFS pointer, not the file itself: run `git lfs pull` in its directory")
+    if head.count(0) > len(head) // 8:
+        raise DataError(f"{name} has zero bytes: it is no text, or UTF-16 (iconv -f UTF-16LE -t UTF-8 converts that)")
+
+
+def _text_of(line: str, chats: Chats) -> str:
+    """Return the document of a JSONL line. Raises _Unusable."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise _Unusable(f"not JSON: {error.msg} at column {error.colno}") from None
+    except (ValueError, RecursionError) as error:
+        raise _Unusable(f"not JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise _Unusable(f"{kind_of(record)}, not an object with 'text' or 'messages'")
+    if "text" in record:
+        key, text = "text", record["text"]
+        if not isinstance(text, str):
+            raise _Unusable(f"'text' is {kind_of(text)}, not text")
+    elif "messages" in record:
+        if record.get("tools") or record.get("functions"):
+            raise _Unusable("'tools' are not supported: templates get messages alone")
+        key, text = "messages", chats.text(_messages(record["messages"]))
+    else:
+        raise _Unusable(f"no 'text' and no 'messages', but {_named(record)}")
+    _refuse_surrogates(key, text)
+    return text
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    """Return messages in the form that a template takes, with the content of each as one string."""
+    if not isinstance(value, list) or not value:
+        found = "empty" if value == [] else kind_of(value)
+        raise _Unusable(f"'messages' is {found}, not a list of messages")
+    return [_message(message, f"messages[{at}]") for at, message in enumerate(value)]
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise _Unusable(f"{where!r} is {kind_of(message)}, not an object with 'role' and 'content'")
+    for name in ("role", "content"):
+        if name not in message:
+            raise _Unusable(f"{where!r} has no {name!r}, but {_named(message)}")
+    try:
+        return plain_message(message, where)
+    except TemplateRefusal as error:
+        raise _Unusable(str(error)) from error
+
+
+def _refuse_surrogates(key: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        raise _Unusable(f"{key!r} has an unpaired surrogate (\\u{code:04x}) at character {error.start + 1}") from None
+
+
+def _named(record: dict[str, Any]) -> str:
+    names = [repr(name if len(name) <= _LONGEST_KEY else f"{name[:_LONGEST_KEY]}…") for name in record]
+    more = [f"{len(names) - _MOST_KEYS} more"] if len(names) > _MOST_KEYS else []
+    return ", ".join([*names[:_MOST_KEYS], *more]) or "nothing"

@@ -1,0 +1,20 @@
+"""Names of the kinds of JSON values, for error messages about a value of the wrong kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_KINDS = {
+    str: "a string",
+    bool: "a boolean",
+    int: "an integer",
+    float: "a number",
+    list: "a list",
+    dict: "an object",
+    type(None): "null",
+}
+
+
+def kind_of(value: Any) -> str:
+    """Return the kind of a value in words, for example "an integer" for 5."""
+    return _KINDS.get(type(value), type(value).__name__)

@@ -1,0 +1,197 @@
+"""Text files as streams of bytes: plain, compressed, in archives, and in directories.
+
+The suffix of a name decides, regardless of case: .gz, .xz and .bz2 are decompressed while reading, .tar and .zip hold
+further files. In directories and archives only files with the suffix of a text file are read; a file given by its own
+name needs no such suffix. Does not know: encodings, and archives in archives.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import os
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+from spire.errors import DataError
+
+_UNPACKERS: dict[str, Callable[[Any], Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+_SHORT = {".tgz": ".tar.gz", ".txz": ".tar.xz", ".tbz2": ".tar.bz2"}
+_JSON_LINES, _TEXT, _TAR, _ZIP = {".jsonl", ".ndjson"}, {".txt", ".text", ".md"}, ".tar", ".zip"
+_NOT_TEXT = {
+    ".json": "write one object a line, as .jsonl",
+    ".csv": "write one object a line, as .jsonl",
+    ".tsv": "write one object a line, as .jsonl",
+    ".parquet": "write it as .jsonl",
+    ".arrow": "write it as .jsonl",
+    ".zst": "unpack it, or pack it as .gz or .xz",
+    ".7z": "unpack it, or pack it as .zip or .tar.xz",
+    ".rar": "unpack it, or pack it as .zip or .tar.xz",
+}
+_BLOCK = 512
+
+Told = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A file's name for messages and its unpacked bytes. The stream is valid until the iterator advances."""
+
+    name: str
+    json_lines: bool
+    stream: IO[bytes]
+
+
+def find_files(paths: Iterable[Path]) -> list[Path]:
+    """Return each file, and the sorted text files of each directory. Raises DataError for a missing or empty path."""
+    found: list[Path] = []
+    for path in paths:
+        if not path.exists():
+            raise DataError(f"{path} does not exist: --data takes text, JSONL, directories or archives of them")
+        if not path.is_dir():
+            found.append(path)
+            continue
+        inside = sorted(file for file in _walk(path) if _is_text(file.name))
+        if not inside:
+            raise DataError(f"{path} holds no .txt or .jsonl file: name archives and files of other names themselves")
+        found += inside
+    return found
+
+
+def bytes_to_read(files: Iterable[Path]) -> int:
+    """Return the bytes that reading all files takes. A compressed .tar counts twice: it is first read for its index."""
+    return sum(file.stat().st_size * (2 if _is_packed_tar(*_suffix(file.name)) else 1) for file in files)
+
+
+def text_files(files: Iterable[Path], told: Told = lambda _: None) -> Iterator[TextFile]:
+    """Yield the files, and those in archives sorted by name; `told` is called with numbers of bytes read from disk.
+
+    Raises DataError naming a file that cannot be read.
+    """
+    for path in files:
+        suffix, _ = _suffix(path.name)
+        if advice := _NOT_TEXT.get(suffix):
+            raise DataError(f"{path} is {suffix}, which is not read: {advice}")
+        with open_unpacked(path, told) as stream:
+            if suffix == _TAR:
+                yield from _in_tar(str(path), stream)
+            elif suffix == _ZIP:
+                yield from _in_zip(str(path), stream)
+            else:
+                yield TextFile(str(path), suffix in _JSON_LINES, stream)
+
+
+@contextmanager
+def open_unpacked(path: Path, told: Told = lambda _: None) -> Iterator[IO[bytes]]:
+    """Open a file and decompress it while reading. Raises DataError naming the file."""
+    with reading(str(path)), _Counted(path, told) as raw, io.BufferedReader(raw) as file:
+        yield _unpacked(file, path.name)
+
+
+@contextmanager
+def reading(name: str) -> Iterator[None]:
+    """Convert the errors of reading a file into a DataError with one line that names the file."""
+    try:
+        yield
+    except EOFError as error:
+        raise DataError(f"{name} is cut off: it ends before what was compressed does. Copy it again") from error
+    except (gzip.BadGzipFile, lzma.LZMAError, zlib.error, tarfile.TarError, zipfile.BadZipFile) as error:
+        raise DataError(f"{name} is damaged or cut off ({error}): copy it again") from error
+    except (zipfile.LargeZipFile, NotImplementedError, RuntimeError) as error:  # a password, another compression
+        raise DataError(f"{name} cannot be unpacked: {error}") from error
+    except OSError as error:
+        raise DataError(f"{name} cannot be read: {error.strerror or error}") from error
+
+
+class _Counted(io.FileIO):
+    """A file that calls `told` with the number of bytes of each read."""
+
+    def __init__(self, path: Path, told: Told):
+        super().__init__(path)
+        self._told = told
+
+    def readinto(self, buffer: Any) -> int | None:
+        count = super().readinto(buffer)
+        self._told(count or 0)
+        return count
+
+    def readall(self) -> bytes:
+        data = super().readall()
+        self._told(len(data))
+        return data
+
+
+def _walk(directory: Path) -> Iterator[Path]:
+    """Yield the files under `directory`, following links but never into a directory already seen."""
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{error.filename} cannot be read: {error.strerror}") from error
+
+    seen: set[str] = set()
+    for parent, below, names in os.walk(directory, onerror=refuse, followlinks=True):
+        seen.add(os.path.realpath(parent))
+        below[:] = sorted(name for name in below if os.path.realpath(Path(parent, name)) not in seen)
+        yield from (Path(parent, name) for name in names)
+
+
+def _suffix(name: str) -> tuple[str, str]:
+    """Return the lower-case suffix of a file's kind and that of its compression, which may be empty."""
+    lower = name.lower()
+    for short, whole in _SHORT.items():
+        lower = lower.removesuffix(short) + whole if lower.endswith(short) else lower
+    path = PurePosixPath(lower)
+    if path.suffix in _UNPACKERS:
+        return PurePosixPath(path.stem).suffix, path.suffix
+    return path.suffix, ""
+
+
+def _is_packed_tar(suffix: str, compressed: str) -> bool:
+    return suffix == _TAR and bool(compressed)
+
+
+def _is_text(name: str) -> bool:
+    """True if a file found in a directory or archive is text. macOS keeps metadata of a file in `._name` beside it."""
+    return not name.startswith("._") and _suffix(name)[0] in _TEXT | _JSON_LINES
+
+
+def _unpacked(file: IO[bytes], name: str) -> IO[bytes]:
+    _, compressed = _suffix(name)
+    unpacked: IO[bytes] = _UNPACKERS[compressed](file) if compressed else file
+    return unpacked
+
+
+def _in_tar(name: str, stream: IO[bytes]) -> Iterator[TextFile]:
+    with tarfile.open(fileobj=stream, mode="r:") as archive:
+        members = [member for member in archive.getmembers() if member.isfile() and _is_text(Path(member.name).name)]
+        stream.seek(archive.offset)
+        if stream.read(_BLOCK) != bytes(_BLOCK):
+            raise DataError(f"{name} is damaged or cut off (it has no end): copy it again")
+        if not members:
+            raise DataError(f"{name} holds no .txt or .jsonl file")
+        for member in sorted(members, key=lambda member: member.name):
+            packed = archive.extractfile(member)
+            assert packed is not None  # it is a file
+            yield TextFile(f"{name}:{member.name}", _is_json_lines(member.name), _unpacked(packed, member.name))
+
+
+def _in_zip(name: str, stream: IO[bytes]) -> Iterator[TextFile]:
+    with zipfile.ZipFile(stream) as archive:
+        members = [info for info in archive.infolist() if not info.is_dir() and _is_text(Path(info.filename).name)]
+        if not members:
+            raise DataError(f"{name} holds no .txt or .jsonl file")
+        for info in sorted(members, key=lambda info: info.filename):
+            with archive.open(info) as packed:
+                inside = _unpacked(packed, info.filename)
+                yield TextFile(f"{name}:{info.filename}", _is_json_lines(info.filename), inside)
+
+
+def _is_json_lines(name: str) -> bool:
+    return _suffix(name)[0] in _JSON_LINES

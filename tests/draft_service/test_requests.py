@@ -1,0 +1,76 @@
+"""What the verifier asks of a draft: it is drafted alike wherever q lies, and asked again when a stream breaks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+
+from draft_service.activations import INLINE, SHARED_MEMORY
+from spire.v1 import tensor_pb2
+from spire.v1 import verifier_pb2 as pb
+from tests.draft_service.conftest import eventually
+from tests.draft_service.harness import SAMPLED, Following, following
+
+DEPTH = 3
+
+
+def texts(results: list[pb.VerifyResult]) -> list[tuple[int, list[int]]]:
+    return [(result.drafted, list(result.tokens)) for result in results]
+
+
+def carriers(both: Following) -> set[str]:
+    """By which activations came."""
+    return {carrier for carrier, count in both.follower.bytes_received.items() if count}
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        pytest.param(SAMPLED, id="judged by q"),
+        pytest.param(tensor_pb2.Sampling(top_p=1), id="greedy"),
+        pytest.param(tensor_pb2.Sampling(temperature=1, top_p=1, rule=tensor_pb2.RULE_INVARIANT), id="invariant"),
+    ],
+)
+async def test_in_shared_memory_rows_and_q_are_what_they_are_inline(
+    pair: tuple[Path, Path], tmp_path: Path, sampling: tensor_pb2.Sampling
+) -> None:
+    found = []
+    for shared, carrier in ((str(tmp_path), SHARED_MEMORY), ("", INLINE)):
+        async with following(pair, shared) as both:
+            await both.start("a", [1, 2, 3, 4, 5], sampling)
+            found.append(await both.decode("a", 10, DEPTH))
+            assert carriers(both) == {carrier}
+    assert texts(found[0]) == texts(found[1])
+    assert {result.drafted for result in found[0]} == {DEPTH}
+    assert sum(result.accepted for result in found[0]) > 0
+
+
+@pytest.mark.parametrize("broken", ["from_protos", "_add_uniform"], ids=["reading the request", "making the reply"])
+async def test_a_request_that_fails_is_answered_with_nothing_and_the_next_is_drafted(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    async with following(pair) as both:
+        await both.start("a", [1, 2, 3, 4, 5])
+        with monkeypatch.context() as patch:
+            patch.setattr(f"draft_service.replies.{broken}", Mock(side_effect=RuntimeError("no memory")))
+            (plain,) = await both.decode("a", 1, DEPTH)
+        assert (plain.drafted, len(plain.tokens)) == (0, 1)
+        assert plain.undrafted not in (pb.UNDRAFTED_LATE, pb.UNDRAFTED_LOST)
+        assert (await both.decode("a", 1, DEPTH))[0].drafted == DEPTH
+
+
+async def test_a_draft_whose_stream_breaks_is_asked_again_on_the_next(pair: tuple[Path, Path]) -> None:
+    async with following(pair) as both:
+        await both.start("a", [1, 2, 3, 4, 5])
+        assert {result.drafted for result in await both.decode("a", 3, DEPTH)} == {DEPTH}
+        await both.stop_draft()
+        (plain,) = await both.decode("a", 1, DEPTH)
+        assert plain.undrafted == pb.UNDRAFTED_LOST
+        await both.start_draft()
+
+        async def drafted() -> bool:
+            return (await both.decode("a", 1, DEPTH))[0].drafted == DEPTH
+
+        assert await eventually(drafted)

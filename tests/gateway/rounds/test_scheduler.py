@@ -1,0 +1,461 @@
+"""The scheduler holds its invariants under any history, and keeps order."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from gateway.rounds.scheduler import MAX_FRUITLESS_LIVES, MOST_STALLED, Batch, Scheduler
+from gateway.sequence import LEAST_RUN, Logprob, Sampling, Sequence, Stage, State
+from spire.errors import OutOfCapacity
+
+END = 1
+
+
+def sequence(name: str, prompt: int = 3, max_tokens: int = 8, k: int = 4) -> Sequence:
+    return Sequence(name, list(range(2, 2 + prompt)), Sampling(), max_tokens, k, frozenset({END}))
+
+
+def names(sequences: object) -> list[str]:
+    return [s.id for s in sequences]  # type: ignore[attr-defined]
+
+
+def start_all(scheduler: Scheduler) -> list[Sequence]:
+    starts = scheduler.admit()
+    for one in starts:
+        scheduler.started(one.wire_id, 7)
+    return starts
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Random histories of what the engine may tell a scheduler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduler = Scheduler(capacity=3, max_waiting=5)
+        # Rounds under way: the second one of those who are not in the first, or sent ahead.
+        self.rounds: list[Batch] = []
+        self.ahead = False
+        self.all: list[Sequence] = []
+        self.admitted: list[str] = []
+        self.ended: list[str] = []
+
+    def one_of(self, state: State, at: int) -> Sequence | None:
+        found = [s for s in self.all if s.state is state]
+        return found[at % len(found)] if found else None
+
+    @rule(choices=st.integers(1, 3), max_tokens=st.integers(1, 6))
+    def add(self, choices: int, max_tokens: int) -> None:
+        new = [sequence(f"s{len(self.all) + i}", max_tokens=max_tokens) for i in range(choices)]
+        room = self.scheduler.max_waiting - len(self.scheduler.waiting)
+        try:
+            self.scheduler.add(new)
+            assert choices <= room
+            self.all += new
+        except OutOfCapacity:
+            assert choices > room
+
+    @rule(make_room=st.booleans())
+    def admit(self, make_room: bool) -> None:
+        waiting, stalled = list(self.scheduler.waiting), self.scheduler.stalled
+        starts = self.scheduler.admit(make_room)
+        self.admitted += [s.wire_id for s in starts]
+        recalled = [s for s in stalled if s in starts or s.state is State.WAITING]
+        before = sorted([*waiting, *recalled], key=lambda s: s.arrival)
+        for request in {s.request for s in before}:
+            of_request = [s for s in before if s.request == request]
+            started = [s for s in starts if s.request == request]
+            assert started == of_request[: len(started)]
+
+    @rule(at=st.integers(0, 9), stage=st.sampled_from([Stage.STALLED, Stage.ADMITTED, Stage.COMPUTED]))
+    def stand(self, at: int, stage: Stage) -> None:
+        if one := self.one_of(State.STARTING, at):
+            self.scheduler.stands(one.wire_id, stage)
+
+    @rule()
+    def begin_round(self) -> None:
+        if len(self.rounds) == 2:
+            return
+        batch = self.scheduler.batch()
+        assert all(s.state is State.RUNNING for s in batch.values())
+        assert not any(batch.keys() & other.keys() for other in self.rounds)
+        self.rounds.append(batch)
+        self.ahead = False
+
+    @rule()
+    def begin_round_ahead(self) -> None:
+        if len(self.rounds) != 1:
+            return
+        (before,) = self.rounds
+        batch = self.scheduler.batch(after=before)
+        for wire_id, one in batch.items():
+            assert one.state is State.RUNNING
+            assert one.under_way == 1 + (wire_id in before)
+            assert one.tokens_left >= one.under_way
+        self.rounds.append(batch)
+        self.ahead = True
+
+    @rule(at=st.integers(0, 1))
+    def end_round(self, at: int) -> None:
+        if at < len(self.rounds):
+            over = self.rounds.pop(0 if self.ahead else at)
+            assert self.scheduler.still(over) == [
+                s for wire_id, s in over.items() if s.state is State.RUNNING and s.wire_id == wire_id
+            ]
+            self.scheduler.end_round(over)
+
+    @rule(at=st.integers(0, 9), token=st.sampled_from([END, 7]))
+    def started(self, at: int, token: int) -> None:
+        if one := self.one_of(State.STARTING, at):
+            assert self.scheduler.started(one.wire_id, token) is one
+
+    @rule(at=st.integers(0, 9), tokens=st.lists(st.sampled_from([7, 7, 7, END]), min_size=1, max_size=5))
+    def commit(self, at: int, tokens: list[int]) -> None:
+        if one := self.one_of(State.RUNNING, at):
+            before = len(one.output)
+            kept = self.scheduler.commit(one, tokens, drafted=4)
+            assert one.output[before:] == tokens[:kept]
+            assert END not in one.output[:-1]
+
+    @rule(at=st.integers(0, 9), state=st.sampled_from([State.STARTING, State.RUNNING]))
+    def lose(self, at: int, state: State) -> None:
+        if one := self.one_of(state, at):
+            output = list(one.output)
+            if not self.scheduler.lose(one):
+                self.scheduler.finish(one, "error")
+            assert one.output == output
+
+    @rule()
+    def lose_all(self) -> None:
+        for given_up in self.scheduler.lose_all():
+            self.scheduler.finish(given_up, "error")
+        assert self.scheduler.held == 0
+
+    @rule(at=st.integers(0, 9), state=st.sampled_from(list(State)))
+    def finish(self, at: int, state: State) -> None:
+        if one := self.one_of(state, at):
+            reason = one.finish_reason
+            self.scheduler.finish(one, "abort")
+            assert one.finish_reason == (reason or "abort")
+
+    @rule()
+    def take_ended(self) -> None:
+        self.ended += self.scheduler.take_ended()
+        assert self.scheduler.take_ended() == []
+
+    @invariant()
+    def everyone_is_where_its_state_says(self) -> None:
+        scheduler = self.scheduler
+        assert {s for s in self.all if s.state is State.WAITING} == set(scheduler.waiting)
+        assert {s for s in self.all if s.state is State.STARTING} == set(scheduler.starting.values())
+        assert {s for s in self.all if s.state is State.RUNNING} == set(scheduler.running.values())
+        assert all(s.finish_reason for s in self.all if s.finished)
+
+    @invariant()
+    def they_wait_in_the_order_of_their_arrival(self) -> None:
+        arrivals = [s.arrival for s in self.scheduler.waiting]
+        assert arrivals == sorted(arrivals)
+
+    @invariant()
+    def whatever_is_in_no_round_may_begin_one(self) -> None:
+        for wire_id, one in self.scheduler.running.items():
+            assert one.under_way == sum(wire_id in batch for batch in self.rounds)
+        busy = {wire_id for batch in self.rounds for wire_id in batch}
+        assert self.scheduler.has_free == bool(self.scheduler.running.keys() - busy)
+
+    @invariant()
+    def no_more_are_held_than_there_are_places(self) -> None:
+        assert self.scheduler.held <= self.scheduler.capacity
+
+    @invariant()
+    def nothing_is_generated_beyond_the_limit(self) -> None:
+        for one in self.all:
+            assert len(one.output) <= one.max_tokens
+            assert one.depth < max(1, one.tokens_left)
+            if one.state is State.RUNNING:
+                assert one.base == len(one.tokens) - 1
+
+    @invariant()
+    def every_place_is_released_exactly_once(self) -> None:
+        told = self.ended + self.scheduler._ended
+        held = [s.wire_id for s in [*self.scheduler.starting.values(), *self.scheduler.running.values()]]
+        assert sorted(told + held) == sorted(self.admitted)
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_lost_sequences_return_to_where_they_were() -> None:
+    scheduler = Scheduler(capacity=3, max_waiting=9)
+    scheduler.add([sequence(name) for name in "abcde"])
+    start_all(scheduler)
+    assert scheduler.lose_all() == []
+    assert names(scheduler.waiting) == list("abcde")
+
+
+def ask(scheduler: Scheduler, names: str, key: str = "") -> list[Sequence]:
+    """One request of a choice for each letter."""
+    choices = [sequence(name) for name in names]
+    scheduler.add(choices, key)
+    return choices
+
+
+def run_for(scheduler: Scheduler, tokens: int) -> None:
+    for one in list(scheduler.running.values()):
+        for _ in range(tokens):
+            scheduler.commit(one, [7], drafted=0)
+
+
+@pytest.mark.fault(29)
+def test_who_is_refused_goes_back_to_where_it_was_and_not_to_the_front() -> None:
+    scheduler = Scheduler(capacity=2, max_waiting=9)
+    for name in "abcd":
+        ask(scheduler, name)
+    a, b = scheduler.admit()
+    scheduler.put_back(b)
+    scheduler.put_back(a)
+    assert names(scheduler.waiting) == list("abcd")
+    assert names(scheduler.admit()) == ["a", "b"]
+
+
+@pytest.mark.fault(31)
+def test_a_request_of_many_choices_is_one_among_others_and_a_key_too() -> None:
+    scheduler = Scheduler(capacity=4, max_waiting=99)
+    ask(scheduler, "abcdefgh", "one")
+    ask(scheduler, "r", "one")
+    ask(scheduler, "s", "one")
+    ask(scheduler, "x", "other")
+    ask(scheduler, "y", "other")
+    assert names(scheduler.admit()) == ["a", "x", "r", "y"]
+
+
+@pytest.mark.fault(31)
+def test_the_youngest_beyond_its_share_gives_way_to_who_waits_until_it_has_no_more_than_its_share() -> None:
+    scheduler = Scheduler(capacity=6, max_waiting=99)
+    ask(scheduler, "abcdef")
+    start_all(scheduler)
+    ask(scheduler, "r")
+    ask(scheduler, "s")
+    assert names(scheduler.admit(make_room=True)) == ["r"]
+    assert names(scheduler.waiting) == ["f", "s"]
+    assert scheduler.admit() == [], "while places are being released nobody else gives way"
+    assert names(scheduler.admit(make_room=True)) == ["s"]
+    assert names(scheduler.waiting) == ["e", "f"]
+    assert scheduler.admit(make_room=True) == []
+
+
+def test_nobody_gives_way_to_its_equal() -> None:
+    scheduler = Scheduler(capacity=2, max_waiting=99)
+    for name in "abcd":
+        ask(scheduler, name)
+    start_all(scheduler)
+    assert scheduler.admit(make_room=True) == []
+    assert names(scheduler.running.values()) == ["a", "b"]
+
+
+@pytest.mark.fault(31)
+def test_who_came_back_runs_for_a_while_before_it_gives_way_again() -> None:
+    scheduler = Scheduler(capacity=2, max_waiting=99)
+    first, second = sequence("a", max_tokens=90), sequence("b", max_tokens=90)
+    scheduler.add([first, second])
+    start_all(scheduler)
+    (other,) = ask(scheduler, "r")
+    assert names(scheduler.admit(make_room=True)) == ["r"]
+    scheduler.finish(other, "abort")
+    assert start_all(scheduler) == [second]
+    ask(scheduler, "s")
+    run_for(scheduler, LEAST_RUN - 2)
+    assert names(scheduler.admit(make_room=True)) == ["s"]
+    assert first.state is State.WAITING, "the younger one has come back just now"
+    assert second.state is State.RUNNING
+
+
+@pytest.mark.fault(29)
+def test_while_the_verifier_has_no_room_only_a_few_prompts_wait_there() -> None:
+    scheduler = Scheduler(capacity=64, max_waiting=99)
+    for number in range(30):
+        ask(scheduler, chr(ord("A") + number))
+    starts = scheduler.admit()
+    assert len(starts) == 30, "until it says so there is room"
+    for one in starts[:10]:
+        scheduler.stands(one.wire_id, Stage.COMPUTED)
+        scheduler.started(one.wire_id, 7)
+    for one in starts[10:]:
+        scheduler.stands(one.wire_id, Stage.STALLED)
+    for one in starts[10:]:
+        scheduler.finish(one, "abort")
+    later = [sequence(f"later {number}") for number in range(20)]
+    for one in later:
+        scheduler.add([one])
+    assert scheduler.admit() == later[:MOST_STALLED]
+    assert scheduler.admit() == []
+    scheduler.stands(later[0].wire_id, Stage.STALLED)
+    scheduler.stands(later[0].wire_id, Stage.COMPUTED)
+    assert scheduler.admit() == [later[MOST_STALLED]]
+    scheduler.stands(later[1].wire_id, Stage.COMPUTED)
+    assert len(scheduler.admit()) == 15, "it had room at once: there is more"
+
+
+@pytest.mark.fault(31)
+def test_who_is_served_first_does_not_wait_behind_what_others_have_waiting_at_the_verifier() -> None:
+    scheduler = Scheduler(capacity=8, max_waiting=99)
+    many = ask(scheduler, "abcdefgh")
+    starts = scheduler.admit()
+    for one in starts:
+        scheduler.stands(one.wire_id, Stage.COMPUTED if one in many[:3] else Stage.STALLED)
+    ask(scheduler, "r")
+    assert names(scheduler.admit())[0] == "r"
+    assert {one.id for one in scheduler.waiting} <= set("defgh")
+    assert len(scheduler.take_ended()) == 5
+
+
+@pytest.mark.fault(31)
+def test_no_choice_of_a_request_passes_an_earlier_one_that_waits_at_the_verifier() -> None:
+    scheduler = Scheduler(capacity=2, max_waiting=99)
+    earlier, ended, _ = ask(scheduler, "abc")
+    for one in scheduler.admit():
+        scheduler.stands(one.wire_id, Stage.STALLED)
+    scheduler.finish(ended, "abort")
+    ask(scheduler, "r")
+    assert names(scheduler.admit()) == ["r"]
+    assert earlier.state is State.STARTING
+    assert names(scheduler.waiting) == ["c"]
+
+
+@pytest.mark.fault(34)
+def test_only_who_was_computed_when_a_verifier_died_is_to_blame() -> None:
+    scheduler = Scheduler(capacity=9, max_waiting=9)
+    waits, read, runs, rests = (ask(scheduler, name)[0] for name in "abcd")
+    for _ in range(MAX_FRUITLESS_LIVES - 1):
+        scheduler.admit()
+        for one in (runs, rests):
+            one.output.clear()
+            scheduler.started(one.wire_id, 7)
+        scheduler.stands(read.wire_id, Stage.COMPUTED)
+        runs.under_way = 1
+        assert scheduler.lose_all() == []
+        runs.fruitless_lives = 0
+    assert [one.fruitless_lives for one in (waits, read, rests)] == [0, MAX_FRUITLESS_LIVES - 1, 0]
+    scheduler.admit()
+    scheduler.stands(read.wire_id, Stage.COMPUTED)
+    assert scheduler.lose_all() == [read]
+
+
+def test_a_lost_sequence_starts_again_from_all_its_tokens_under_another_name() -> None:
+    scheduler = Scheduler(capacity=1, max_waiting=9)
+    scheduler.add([sequence("a")])
+    (one,) = start_all(scheduler)
+    scheduler.commit(one, [8, 9], drafted=1)
+    first_name = one.wire_id
+    assert scheduler.lose(one)
+    (again,) = scheduler.admit()
+    assert again is one
+    assert one.tokens == [2, 3, 4, 7, 8, 9]
+    assert one.wire_id != first_name
+    assert one.round == 0
+    assert scheduler.started(first_name, 5) is None
+    assert scheduler.take_ended() == [first_name]
+
+
+def test_a_sequence_that_is_lost_again_and_again_without_a_token_is_given_up() -> None:
+    scheduler = Scheduler(capacity=1, max_waiting=9)
+    scheduler.add([sequence("a")])
+    lives = 0
+    while scheduler.waiting:
+        (one,) = scheduler.admit()
+        lives += 1
+        if not scheduler.lose(one):
+            scheduler.finish(one, "error")
+    assert lives == MAX_FRUITLESS_LIVES
+
+
+def test_a_sequence_put_back_for_want_of_room_is_not_blamed() -> None:
+    scheduler = Scheduler(capacity=1, max_waiting=9)
+    scheduler.add([sequence("a")])
+    for _ in range(3 * MAX_FRUITLESS_LIVES):
+        (one,) = scheduler.admit()
+        scheduler.put_back(one)
+    assert one.fruitless_lives == 0
+
+
+def test_a_request_is_queued_whole_or_not_at_all() -> None:
+    scheduler = Scheduler(capacity=1, max_waiting=3)
+    scheduler.add([sequence("a"), sequence("b")])
+    with pytest.raises(OutOfCapacity, match="2 of 3"):
+        scheduler.add([sequence("c"), sequence("d")])
+    assert names(scheduler.waiting) == ["a", "b"]
+
+
+def test_tokens_after_an_end_token_do_not_count() -> None:
+    scheduler = Scheduler(capacity=1, max_waiting=3)
+    scheduler.add([sequence("a")])
+    (one,) = start_all(scheduler)
+    assert scheduler.commit(one, [8, END, 9, 10], drafted=3) == 2
+    assert (one.output, one.finish_reason, one.accepted) == ([7, 8, END], "stop", 2)
+
+
+def test_drafting_stops_short_of_max_tokens() -> None:
+    scheduler = Scheduler(capacity=1, max_waiting=3)
+    scheduler.add([sequence("a", max_tokens=4, k=8)])
+    (one,) = start_all(scheduler)
+    assert one.depth == 2
+    scheduler.commit(one, [8, 9], drafted=2)
+    assert one.depth == 0
+
+
+def test_of_a_rounds_tokens_all_but_the_last_are_the_drafts() -> None:
+    scheduler = Scheduler(capacity=1, max_waiting=3)
+    scheduler.add([sequence("a", max_tokens=7)])
+    (one,) = start_all(scheduler)
+    scheduler.commit(one, [8, 9, 10], drafted=4)
+    scheduler.commit(one, [11], drafted=4)
+    scheduler.commit(one, [12, 13, 14], drafted=2)
+    assert one.output == [7, 8, 9, 10, 11, 12, 13]
+    assert one.from_draft == [False, True, True, False, False, True, True]
+
+
+def test_logprobs_keep_in_step_with_the_tokens_that_are_kept() -> None:
+    scheduler = Scheduler(capacity=1, max_waiting=3)
+    scheduler.add([sequence("a")])
+    (one,) = scheduler.admit()
+    scheduler.started(one.wire_id, 7, logprobs=[Logprob(-7, [])])
+    scheduler.commit(one, [8, END, 9], drafted=2, logprobs=[Logprob(-8, []), Logprob(-1, []), Logprob(-9, [])])
+    assert [logprob.token for logprob in one.logprobs] == [-token for token in one.output] == [-7, -8, -END]
+
+
+def test_a_sequence_without_output_ends_when_its_prompt_is_done() -> None:
+    scheduler = Scheduler(capacity=1, max_waiting=3)
+    scheduler.add([sequence("a", max_tokens=0)])
+    (one,) = start_all(scheduler)
+    assert (one.output, one.finish_reason) == ([], "length")
+    assert scheduler.take_ended() == [one.wire_id]
+
+
+def test_whoever_starts_beside_a_round_is_in_the_next_one() -> None:
+    scheduler = Scheduler(capacity=16, max_waiting=16)
+    scheduler.add([sequence(str(i)) for i in range(8)])
+    start_all(scheduler)
+    current = scheduler.batch()
+    scheduler.add([sequence("new")])
+    (new,) = start_all(scheduler)
+    scheduler.end_round(current)
+    assert list(scheduler.batch().values()) == [*current.values(), new]
+
+
+def test_a_round_sent_ahead_is_of_those_who_need_another_one_and_of_whoever_has_started() -> None:
+    scheduler = Scheduler(capacity=16, max_waiting=16)
+    scheduler.add([sequence("goes on", max_tokens=3), sequence("ends", max_tokens=2)])
+    start_all(scheduler)
+    current = scheduler.batch()
+    scheduler.add([sequence("new")])
+    start_all(scheduler)
+    following = scheduler.batch(after=current)
+    assert names(following.values()) == ["goes on", "new"]
+    for one in current.values():
+        scheduler.commit(one, [7], drafted=0)
+    scheduler.end_round(current)
+    assert not scheduler.batch()
+    assert names(scheduler.batch(after=following).values()) == ["new"]

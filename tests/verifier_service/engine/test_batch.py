@@ -1,0 +1,97 @@
+"""Whatever a draft said of many blocks at once is padded to what each of them would have brought by itself."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from verifier_service.engine.batch import Block, Q, pad
+from verifier_service.engine.sequence import HeldSequence
+
+V = 16
+CPU = torch.device("cpu")
+
+
+def block(slot: int, tokens: list[int], q: Q | None) -> Block:
+    return Block(cast(HeldSequence, SimpleNamespace(newest=slot, slot=slot)), 7, 1, tokens, q)
+
+
+def distributions(X: int, K: int, dtype: torch.dtype) -> Tensor:
+    """q [X, K, V]"""
+    return torch.rand(X, K, V, generator=torch.Generator().manual_seed(K)).softmax(dim=-1).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@given(
+    k=st.integers(1, 4),
+    rows=st.lists(st.integers(0, 4), min_size=1, max_size=5, unique=True),
+    greedy=st.integers(0, 6),
+    other=st.booleans(),
+)
+def test_rows_of_one_tensor_are_padded_as_tensors_of_their_own(
+    dtype: torch.dtype, k: int, rows: list[int], greedy: int, other: bool
+) -> None:
+    """Beside a block that needs no q, of any length, and perhaps one whose q is of another draft."""
+    probs_XKV, others_XKV = distributions(5, k, dtype), distributions(1, 2, dtype)
+    tokens = list(range(1, k + 1))
+
+    def padded(shared: bool) -> list[Tensor]:
+        def q_of(probs_XKV: Tensor, row: int) -> Q:
+            return Q(probs_XKV, V, row=row) if shared else Q(probs_XKV[row], V)
+
+        blocks = [block(slot, tokens, q_of(probs_XKV, row)) for slot, row in enumerate(rows)]
+        blocks.append(block(len(blocks), [3] * greedy, None))
+        if other:
+            blocks.append(block(len(blocks), [1, 2], q_of(others_XKV, 0)))
+        batch = pad(blocks, CPU)
+        assert batch.q is not None
+        assert batch.q.probs_BKM.shape[:2] == batch.draft_BK.shape
+        return [batch.tokens_BT, batch.counts_B, batch.widths_B, batch.q.probs_BKM, batch.q.sum_BK, batch.q.least_BK]
+
+    for found, expected in zip(padded(shared=True), padded(shared=False), strict=True):
+        assert torch.equal(found, expected)
+
+
+@given(
+    k=st.integers(1, 4),
+    rows=st.lists(st.integers(0, 4), min_size=1, max_size=5, unique=True),
+    longest=st.integers(1, 4),
+    greedy=st.integers(0, 4),
+)
+def test_candidates_of_one_tensor_are_padded_as_tensors_of_their_own(
+    k: int, rows: list[int], longest: int, greedy: int
+) -> None:
+    """As the target's own are: of three candidates, drafted as deep as the deepest block was asked for."""
+    depth, M = max(k, longest), 3
+    probs_XKM = distributions(5, depth, torch.float32)[..., :M].contiguous()
+    ids_XKM = torch.stack([torch.randperm(V)[:M] for _ in range(5 * depth)]).view(5, depth, M)
+
+    def padded(shared: bool) -> list[Tensor]:
+        def q_of(row: int) -> Q:
+            whole = Q(probs_XKM, M, ids_XKM, row)
+            return whole if shared else Q(probs_XKM[row, :k], M, ids_XKM[row, :k])
+
+        blocks = [block(slot, list(range(1, k + 1)), q_of(row)) for slot, row in enumerate(rows)]
+        blocks.append(block(len(blocks), [3] * min(greedy, depth), None))
+        batch = pad(blocks, CPU)
+        assert batch.q is not None
+        assert batch.q.ids_BKM is not None
+        there_BK = torch.zeros(batch.draft_BK.shape, dtype=torch.bool)
+        there_BK[: len(rows), :k] = True
+        probs_BKM = batch.q.probs_BKM.masked_fill(~there_BK[..., None], 0)
+        return [
+            batch.tokens_BT,
+            batch.counts_B,
+            probs_BKM,
+            batch.q.ids_BKM[there_BK],
+            batch.q.of(batch.draft_BK)[there_BK],
+        ]
+
+    for found, expected in zip(padded(shared=True), padded(shared=False), strict=True):
+        assert torch.equal(found, expected)

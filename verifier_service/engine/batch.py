@@ -1,0 +1,289 @@
+"""The items of a round as one padded batch: the checks of each item, then tensors.
+
+Shapes: B sequences, K draft tokens at most, T = K + 1 (the newest token and the draft tokens), M candidates of q.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spire.decoding.verification import Q_PROBLEMS, SparseDistribution, check_q
+from spire.errors import InvalidRequest
+from spire.rpc.carrier import OverwritingRingReader
+from spire.rpc.tensors import from_wire
+from spire.v1 import tensor_pb2
+from spire.v1 import verifier_pb2 as pb
+from verifier_service.engine.sequence import HeldSequence
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The limits that each block is checked against."""
+
+    vocab_size: int
+    max_context: int
+    max_depth: int
+
+
+@dataclass(slots=True)
+class Item:
+    """One item of a VerifyBatch, read once from the message, and its draft tokens.
+
+    `q`: the distribution that the draft tokens were drawn from: a message, or the q of many blocks and this item's row.
+    """
+
+    index: int
+    sequence_id: str
+    round: int
+    base: int
+    k: int
+    paused: bool
+    tokens: Rows[int]
+    q: pb.DraftDistribution | tuple[QOfMany, int] | None
+
+    @classmethod
+    def read(cls, item: pb.VerifyItem, index: int) -> Item:
+        tokens = item.draft_tokens
+        q = item.q if tokens and item.HasField("q") else None
+        drafted = list(tokens) if tokens else ()
+        return cls(index, item.sequence_id, item.round, item.base, item.k, item.paused, drafted, q)
+
+
+class QOfMany(Protocol):
+    """The q of many blocks."""
+
+    def of(self, row: int, vocab_size: int, ring: OverwritingRingReader | None) -> Q | None:
+        """Return the q of block `row`; None if the q has been overwritten."""
+
+
+@dataclass(slots=True)
+class Q:
+    """The distributions that k tokens were drawn from, over M candidates; without `ids`, over the whole vocabulary.
+
+    `row`: the row of this block, if the tensors [X, K, M] belong to many blocks. `ring` and `places`: where q lies in
+    shared memory, if it does; a draft may overwrite q there before it has been read.
+    """
+
+    probs: Tensor
+    width: int
+    ids: Tensor | None = None
+    row: int | None = None
+    ring: OverwritingRingReader | None = None
+    places: tuple[pb.RingSlice, ...] = ()
+
+    @property
+    def probs_KM(self) -> Tensor:
+        return self.probs if self.row is None else self.probs[self.row]
+
+    @property
+    def ids_KM(self) -> Tensor | None:
+        return self.ids if self.row is None or self.ids is None else self.ids[self.row]
+
+    @property
+    def holds(self) -> bool:
+        """True if q has not been overwritten so far."""
+        return all(self.ring is not None and self.ring.holds(place) for place in self.places)
+
+
+@dataclass(slots=True)
+class Block:
+    """One item that passed its checks: the draft tokens after the newest token of a sequence, and their q."""
+
+    sequence: HeldSequence
+    base: int
+    round: int
+    tokens: Rows[int]
+    q: Q | None = None
+    paused: bool = False
+
+    @property
+    def has_its_q(self) -> bool:
+        return self.q is None or self.q.holds
+
+    def without_tokens(self) -> Block:
+        """Return an empty block, to replace a block whose q cannot be used."""
+        return replace(self, tokens=[], q=None)
+
+    @property
+    def k(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def width(self) -> int:
+        return self.q.width if self.q else 0
+
+
+@dataclass(frozen=True)
+class RaggedBatch:
+    """Blocks padded to the longest. `q` is None if no block has one."""
+
+    slots: list[int]
+    counts: list[int]
+    tokens_BT: Tensor
+    counts_B: Tensor
+    base_B: Tensor
+    q: SparseDistribution | None
+    widths_B: Tensor
+
+    @property
+    def draft_BK(self) -> Tensor:
+        return self.tokens_BT[:, 1:]
+
+    @classmethod
+    def alike(
+        cls, slots: list[int], tokens: list[int], base: int, q: SparseDistribution | None, device: torch.device
+    ) -> RaggedBatch:
+        """Return a batch of equal blocks, one per slot: `tokens` (the newest and the draft tokens) at `base`."""
+        counts = [len(tokens) - 1] * len(slots)
+        return cls(
+            slots=slots,
+            counts=counts,
+            tokens_BT=torch.tensor([tokens] * len(slots), device=device),
+            counts_B=torch.tensor(counts, device=device),
+            base_B=torch.full((len(slots),), base, device=device),
+            q=q,
+            widths_B=torch.zeros(len(slots), dtype=torch.int64, device=device),
+        )
+
+
+class SharedQ:
+    """The q of many blocks with k tokens each, sent by their draft in one message."""
+
+    def __init__(self, q: pb.DraftDistribution, blocks: int, k: int):
+        self._places, self._message = (q.probabilities_slice,), q.probabilities
+        self._blocks, self._k = blocks, k
+        self._probs_XKV: Tensor | None = None
+
+    def of(self, row: int, vocab_size: int, ring: OverwritingRingReader | None) -> Q | None:
+        """Return the q of block `row`; None if the q has been overwritten. Raises InvalidRequest for a wrong shape."""
+        if self._probs_XKV is None:
+            probs_XKV = _read_probabilities(self._message, *self._places, ring)
+            if probs_XKV is None:
+                return None
+            expected = (self._blocks, self._k, vocab_size)
+            if probs_XKV.shape != expected:
+                raise InvalidRequest(f"q without ids has shape {list(probs_XKV.shape)}, expected {list(expected)}")
+            self._probs_XKV = probs_XKV
+        return Q(self._probs_XKV, vocab_size, None, row, ring, self._places)
+
+
+def read_block(
+    item: Item, sequence: HeldSequence, base: int, limits: Limits, q_ring: OverwritingRingReader | None
+) -> Block:
+    """Check one item against its sequence and return its block. Raises InvalidRequest.
+
+    The block is empty if the q of its draft tokens has been overwritten in `q_ring`, the ring of the draft.
+    """
+    k = len(item.tokens)
+    if k > limits.max_depth:
+        raise InvalidRequest(f"{k} draft tokens came, at most {limits.max_depth} are taken")
+    if base + k + 1 > limits.max_context:
+        raise InvalidRequest(f"positions up to {base + k} do not fit the context of {limits.max_context}")
+    if k and (largest := max(item.tokens)) >= limits.vocab_size:
+        raise InvalidRequest(f"draft token {largest} is outside the vocabulary of {limits.vocab_size}")
+    if k == 0 or not sequence.needs_q:
+        return Block(sequence, base, item.round, item.tokens, None, item.paused)
+    if item.q is None:
+        raise InvalidRequest("q is missing: a sampled sequence needs what its draft tokens were drawn from")
+    if isinstance(item.q, tuple):
+        of_many, row = item.q
+        q = of_many.of(row, limits.vocab_size, q_ring)
+    else:
+        q = _read_q(item.q, k, limits.vocab_size, q_ring)
+    return Block(sequence, base, item.round, item.tokens if q else [], q, item.paused)
+
+
+def _read_q(q: pb.DraftDistribution, k: int, vocab_size: int, ring: OverwritingRingReader | None) -> Q | None:
+    """Return the q of one block; None if the q has been overwritten. Raises InvalidRequest for wrong shapes."""
+    places = tuple(place for place in (q.ids_slice, q.probabilities_slice) if place.length)
+    probs_KM = _read_probabilities(q.probabilities, q.probabilities_slice, ring)
+    if probs_KM is None:
+        return None
+    if not q.HasField("ids"):
+        if probs_KM.shape != (k, vocab_size):
+            raise InvalidRequest(f"q without ids has shape {list(probs_KM.shape)}, expected [{k}, {vocab_size}]")
+        return Q(probs_KM, vocab_size, None, None, ring, places)
+    ids_KM = _read_tensor(q.ids, q.ids_slice, ring, torch.int32)
+    if ids_KM is None:
+        return None
+    fits = ids_KM.ndim == 2 and len(ids_KM) == k and 0 < ids_KM.shape[1] <= vocab_size
+    if ids_KM.shape != probs_KM.shape or not fits:
+        raise InvalidRequest(
+            f"q has ids of shape {list(ids_KM.shape)} and probabilities of shape {list(probs_KM.shape)}, "
+            f"expected [{k}, m] for both, m at most {vocab_size}"
+        )
+    return Q(probs_KM, probs_KM.shape[1], ids_KM, None, ring, places)
+
+
+def _read_probabilities(
+    message: tensor_pb2.Tensor, place: pb.RingSlice, ring: OverwritingRingReader | None
+) -> Tensor | None:
+    probs = _read_tensor(message, place, ring)
+    if probs is not None and not probs.is_floating_point():
+        raise InvalidRequest("q has probabilities that are no floating-point numbers")
+    return probs
+
+
+def _read_tensor(
+    message: tensor_pb2.Tensor,
+    place: pb.RingSlice,
+    ring: OverwritingRingReader | None,
+    dtype: torch.dtype | None = None,
+) -> Tensor | None:
+    if not place.length:
+        return from_wire(message, dtype)
+    return ring.view(message, place, dtype) if ring else None
+
+
+def pad(blocks: Rows[Block], device: torch.device) -> RaggedBatch:
+    """Make one batch of these blocks; short rows are padded with token 0."""
+    counts = [block.k for block in blocks]
+    K = max(counts)
+    tokens_BT = np.array([[block.sequence.newest, *block.tokens, *[0] * (K - block.k)] for block in blocks])
+    numbers = np.array([counts, [block.base for block in blocks], [block.width for block in blocks]])
+    counts_B, base_B, widths_B = torch.from_numpy(numbers).to(device)
+    return RaggedBatch(
+        slots=[block.sequence.slot for block in blocks],
+        counts=counts,
+        tokens_BT=torch.from_numpy(tokens_BT).to(device),
+        counts_B=counts_B,
+        base_B=base_B,
+        q=_pad_q(blocks, K, device),
+        widths_B=widths_B,
+    )
+
+
+def _pad_q(blocks: Rows[Block], K: int, device: torch.device) -> SparseDistribution | None:
+    """Collect the q of all blocks in one distribution [B, K, M]; None if no block has one."""
+    of_blocks = [block.q for block in blocks]
+    carried = [q for q in of_blocks if q]
+    if not carried:
+        return None
+    first, M = carried[0], max(q.width for q in carried)
+    if first.row is not None and first.probs.shape[1] >= K and all(q.probs is first.probs for q in carried):
+        rows, ids_XKM = [q.row if q else None for q in of_blocks], None if first.ids is None else first.ids[:, :K]
+        return SparseDistribution.of_rows(ids_XKM, first.probs[:, :K], rows, device)
+    if all(q.ids is None for q in carried):
+        rows_KM = [q.probs_KM[: block.k] if q else None for block, q in zip(blocks, of_blocks, strict=True)]
+        return SparseDistribution.whole(rows_KM, K, M, device)
+    probs_BKM, ids_BKM = torch.zeros(len(blocks), K, M), torch.zeros(len(blocks), K, M, dtype=torch.int64)
+    for row, (block, q) in enumerate(zip(blocks, of_blocks, strict=True)):
+        if q:
+            probs_BKM[row, : block.k, : q.width] = q.probs_KM[: block.k]
+            ids_BKM[row, : block.k, : q.width] = torch.arange(q.width) if q.ids_KM is None else q.ids_KM[: block.k]
+    return SparseDistribution(ids_BKM.to(device), probs_BKM.to(device))
+
+
+def q_problems(batch: RaggedBatch, vocab_size: int) -> list[str]:
+    """Return the problem of each row's q; empty if q is sound or absent."""
+    if batch.q is None:
+        return [""] * len(batch.counts)
+    carried_B = torch.where(batch.widths_B > 0, batch.counts_B, 0)
+    found = check_q(batch.q, batch.draft_BK, carried_B, batch.widths_B, vocab_size).tolist()
+    return [Q_PROBLEMS[problem] for problem in found]

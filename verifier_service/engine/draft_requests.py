@@ -1,0 +1,208 @@
+"""Draft requests for waiting blocks, and the draft replies. Everything runs on the engine's thread.
+
+The gateway chooses k, and the verifier knows the newest token. So the verifier asks a draft as soon as that token is
+committed, and the draft replies to the verifier directly. A block whose draft reply is late or lost is decoded plainly.
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import count
+
+from spire.decoding.drafting import MAX_SPECULATION_DEPTH
+from spire.model.config import MAGICDEC
+from spire.service.pace import Pace
+from spire.v1 import draft_pb2, tensor_pb2
+from spire.v1 import verifier_pb2 as pb
+from verifier_service.engine.batch import Item, Limits, SharedQ
+from verifier_service.engine.drafts import Drafts
+from verifier_service.engine.self_drafting import SelfDrafting, Wish
+from verifier_service.engine.sequence import HeldSequence
+from verifier_service.engine.tasks import VerifyTask
+
+# The longest time, in seconds, that a gateway may give drafts to reply.
+_MOST_PATIENCE = 60.0
+
+# Copies the message before it returns: the next request may reuse the message with other numbers.
+Send = Callable[[draft_pb2.DraftRequest], None]
+
+
+@dataclass(frozen=True)
+class OutstandingRequest:
+    """A draft request under way: the items of a batch that one draft drafts for, and the deadline of its reply."""
+
+    draft_id: str
+    task: VerifyTask
+    items: list[Item]
+    at: float
+    deadline: float
+
+
+class DraftRequests:
+    """The draft requests under way. `drafts` is told which drafts can be asked."""
+
+    def __init__(
+        self,
+        sequences: Mapping[str, HeldSequence],
+        limits: Limits,
+        pace: Pace,
+        self_drafting: SelfDrafting,
+        drafts: Drafts | None = None,
+    ):
+        self._sequences, self._limits, self._pace, self._self_drafting = sequences, limits, pace, self_drafting
+        self.drafts = drafts
+        self._connected: dict[str, Send] = {}
+        # draft id -> (sequences of the last request, its message): the next request is usually for the same sequences.
+        self._last: dict[str, tuple[list[HeldSequence], draft_pb2.DraftRequest]] = {}
+        self._under_way: dict[int, OutstandingRequest] = {}
+        # draft id -> the last request whose reply was late: the draft is not asked again until it has replied.
+        self._owed: dict[str, int] = {}
+        self._ids = count(1)
+
+    def connect(self, draft_id: str, send: Send) -> None:
+        """Send the requests of this draft with `send` from now on. Its requests under way are given up as lost."""
+        self._lose(draft_id)
+        self._connected[draft_id] = send
+        self._tell(draft_id)
+
+    def disconnect(self, draft_id: str, send: Send) -> None:
+        if self._connected.get(draft_id) == send:
+            del self._connected[draft_id]
+            self._last.pop(draft_id, None)
+            self._lose(draft_id)
+            self._tell(draft_id)
+
+    def _tell(self, draft_id: str) -> None:
+        if self.drafts:
+            self.drafts.may_be_asked(draft_id, draft_id in self._connected and draft_id not in self._owed)
+
+    def place(self, task: VerifyTask) -> None:
+        """Send the draft requests of a batch. The previous blocks of its sequences must have been concluded."""
+        by_draft: defaultdict[str, list[tuple[Item, HeldSequence]]] = defaultdict(list)
+        for item in task.items:
+            sequence = self._sequences.get(item.sequence_id) if item.k and not item.tokens else None
+            if not sequence or sequence.gateway != task.gateway:
+                continue
+            if sequence.started and item.round == sequence.round + 1:
+                by_draft[sequence.draft_id].append((item, sequence))
+        for draft_id, asked in by_draft.items():
+            if draft_id == MAGICDEC:
+                self._self_drafting.ask(task, [Wish(item, one, self._depth(item, one)) for item, one in asked])
+                continue
+            items = [item for item, _ in asked]
+            send = self._connected.get(draft_id)
+            if send is None:
+                _plainly(task, items, pb.UNDRAFTED_LOST)
+            elif draft_id in self._owed:
+                _plainly(task, items, pb.UNDRAFTED_OWING)
+            else:
+                send(self._request(draft_id, task, items, [sequence for _, sequence in asked]))
+
+    def _request(
+        self, draft_id: str, task: VerifyTask, items: list[Item], sequences: list[HeldSequence]
+    ) -> draft_pb2.DraftRequest:
+        now, request_id = time.perf_counter(), next(self._ids)
+        patience = min(max(0.0, task.batch.patience_seconds), _MOST_PATIENCE)  # NaN becomes 0
+        self._under_way[request_id] = OutstandingRequest(draft_id, task, items, now, now + patience)
+        task.awaited += 1
+        batch = self._message(draft_id, sequences)
+        batch.batch_id, batch.step_seconds = request_id, self._pace.step_seconds
+        for item, sequence, asked in zip(items, sequences, batch.items, strict=True):
+            asked.base, asked.newest_token = len(sequence.tokens) - 1, sequence.newest
+            asked.k = self._depth(item, sequence)
+        return batch
+
+    def _depth(self, item: Item, sequence: HeldSequence) -> int:
+        room = self._limits.max_context - len(sequence.tokens)
+        return max(0, min(item.k, self._limits.max_depth, MAX_SPECULATION_DEPTH, room))
+
+    def _message(self, draft_id: str, sequences: list[HeldSequence]) -> draft_pb2.DraftRequest:
+        """Return a request for these sequences, without the fields that change every round."""
+        known, batch = self._last.get(draft_id, ([], draft_pb2.DraftRequest()))
+        if len(known) != len(sequences) or not all(map(operator.is_, known, sequences)):
+            batch = draft_pb2.DraftRequest(items=[_asked(sequence) for sequence in sequences])
+            self._last[draft_id] = sequences, batch
+        return batch
+
+    def take(self, draft_id: str, reply: draft_pb2.DraftReply, received: float) -> None:
+        """Take a draft reply that came at time `received`. The reply to a request that was given up is ignored."""
+        if self._owed.get(draft_id) == reply.batch_id:
+            del self._owed[draft_id]
+            self._tell(draft_id)
+        request = self._under_way.get(reply.batch_id)
+        if request is None or request.draft_id != draft_id:
+            return
+        del self._under_way[reply.batch_id]
+        task = request.task
+        if reply.HasField("uniform"):
+            _take_all_over(request, reply.uniform)
+        else:
+            replies = {drafted.sequence_id: drafted for drafted in reply.items}
+            for item in request.items:
+                if why := _taken_over(item, replies.get(item.sequence_id)):
+                    task.undrafted[item.sequence_id] = why
+        task.awaited -= 1
+        task.drafting_seconds = max(task.drafting_seconds, received - request.at)
+        if reply.timings.forward_seconds >= task.drafting.forward_seconds:
+            task.drafting.CopyFrom(reply.timings)
+
+    def give_up_late(self) -> None:
+        """Give up the requests whose deadline has passed: their blocks are decoded plainly."""
+        now = time.perf_counter()
+        for request_id in [i for i, request in self._under_way.items() if request.deadline <= now]:
+            draft_id = self._under_way[request_id].draft_id
+            self._owed[draft_id] = request_id
+            self._give_up(request_id, pb.UNDRAFTED_LATE)
+            self._tell(draft_id)
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds until the next deadline; None if no request is under way."""
+        deadlines = [request.deadline for request in self._under_way.values()]
+        return max(0.0, min(deadlines) - time.perf_counter()) if deadlines else None
+
+    def _lose(self, draft_id: str) -> None:
+        self._owed.pop(draft_id, None)
+        for request_id in [i for i, request in self._under_way.items() if request.draft_id == draft_id]:
+            self._give_up(request_id, pb.UNDRAFTED_LOST)
+
+    def _give_up(self, request_id: int, why: pb.Undrafted) -> None:
+        request = self._under_way.pop(request_id)
+        request.task.awaited -= 1
+        request.task.drafting_seconds = max(request.task.drafting_seconds, time.perf_counter() - request.at)
+        _plainly(request.task, request.items, why)
+
+
+def _asked(sequence: HeldSequence) -> draft_pb2.DraftRequestItem:
+    return draft_pb2.DraftRequestItem(sequence_id=sequence.id, sampling=sequence.start.sampling)
+
+
+def _plainly(task: VerifyTask, items: list[Item], why: pb.Undrafted) -> None:
+    for item in items:
+        task.undrafted[item.sequence_id] = why
+
+
+def _take_all_over(request: OutstandingRequest, uniform: draft_pb2.UniformReply) -> None:
+    """Give every item its draft tokens and q from a uniform reply. All are decoded plainly if the reply is invalid."""
+    k, rest = divmod(len(uniform.tokens), len(request.items))
+    if rest or not 0 < k <= min(item.k for item in request.items):
+        _plainly(request.task, request.items, pb.UNDRAFTED_ERROR)
+        return
+    tokens = list(uniform.tokens)
+    shared = SharedQ(uniform.q, len(request.items), k) if uniform.HasField("q") else None
+    for row, item in enumerate(request.items):
+        item.tokens, item.q = tokens[row * k : row * k + k], (shared, row) if shared else None
+
+
+def _taken_over(item: Item, drafted: draft_pb2.DraftReplyItem | None) -> pb.Undrafted | None:
+    """Give the item its draft tokens and q. Return the reason if the reply cannot be used, else None."""
+    if drafted is None or drafted.status.code != tensor_pb2.CODE_OK or len(drafted.tokens) > item.k:
+        return pb.UNDRAFTED_ERROR
+    if not drafted.tokens:
+        return pb.UNDRAFTED_BEHIND
+    item.tokens, item.q = list(drafted.tokens), drafted.q if drafted.HasField("q") else None
+    return None

@@ -1,0 +1,383 @@
+"""The engine: one thread that owns the target, its cache and every sequence. Other threads submit tasks to it.
+
+A turn takes the tasks that have arrived, lets the target draft for itself where it is asked to, and runs one step: a
+single forward over all waiting blocks (of all streams) and as much prompt as the token budget allows. So decoding never
+waits for more than one chunk of prompt. With nothing to do, the thread sleeps in its inbox.
+
+When memory runs out, parked prefixes are dropped first, then the youngest sequence is preempted: its gateway starts it
+again from its tokens, as after any loss. A Start without room waits in `slots` for its turn.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import structlog
+import torch
+
+from spire.errors import InvalidRequest, RequestError, StaleBlock
+from spire.lost_device import end_if_device_lost
+from spire.rpc.carrier import OverwritingRingReader
+from spire.rpc.errors import OK
+from spire.service.inbox import Inbox
+from spire.service.pace import Pace
+from spire.v1 import verifier_pb2 as pb
+from verifier_service.engine.batch import Limits
+from verifier_service.engine.blocks import Blocks, Entry, StepWork
+from verifier_service.engine.draft_requests import DraftRequests
+from verifier_service.engine.prefixes import Prefixes
+from verifier_service.engine.prompts import Prompts
+from verifier_service.engine.self_drafting import SelfDrafting
+from verifier_service.engine.sequence import HeldSequence, not_finite, standing, step_failed
+from verifier_service.engine.slots import Slots
+from verifier_service.engine.step import FIRST_POSITIONS, ModelSteps, Outcome, PromptChunk
+from verifier_service.engine.tasks import CallTask, ReplyTask, StartTask, VerifyTask
+from verifier_service.engine.token_budget import TokenBudget
+from verifier_service.feed.delivery import Deliver
+from verifier_service.feed.feed import Advance, Taps
+from verifier_service.feed.publisher import FeedRows, Publisher
+from verifier_service.metrics import VerifierMetrics
+from verifier_service.sampling.logprobs import Scores
+
+log = structlog.get_logger("verifier_service")
+Result = TypeVar("Result")
+Task = StartTask | VerifyTask | ReplyTask | CallTask
+
+# The most tasks that one turn takes: steps go on, however many tasks arrive.
+MOST_TAKEN = 256
+
+
+class VerifierEngine:
+    def __init__(
+        self,
+        steps: ModelSteps,
+        publisher: Publisher,
+        prefixes: Prefixes,
+        limits: Limits,
+        metrics: VerifierMetrics,
+        token_budget: int,
+    ):
+        self.steps, self.publisher, self.prefixes = steps, publisher, prefixes
+        self.limits, self.metrics = limits, metrics
+        self.pace, self._budget = Pace(), TokenBudget(token_budget)
+        self._prompts = Prompts(steps.cache, self._budget)
+        # The number of prompt positions computed so far.
+        self.prefilled = 0
+        self.slots = Slots(steps, publisher, prefixes, self._prompts, limits, metrics)
+        self.sequences = self.slots.sequences
+        # By draft id. Set by the gRPC service, from the event loop's thread.
+        self.q_rings: dict[str, OverwritingRingReader] = {}
+        self._self_drafting = SelfDrafting(steps, self.sequences, metrics, self.pace)
+        self.draft_requests = DraftRequests(self.sequences, limits, self.pace, self._self_drafting)
+        self._blocks = Blocks(steps, self.slots, prefixes, limits, metrics, self.q_rings, self.draft_requests)
+        self._inbox: Inbox[Task | None] = Inbox()
+        # Tasks for the next turn that arrived during a step, when `_ask_ahead` took only the batches from the inbox.
+        self._put_off: list[Task | None] = []
+        self._stopping = False
+        # Done when the thread has ended; carries the error if it died.
+        self.ended: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, name="target-model", daemon=True)
+
+    # --- from any thread ----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Tell the thread to end after its turn; `ended` is done when it has."""
+        self._inbox.put(None)
+
+    def submit(self, task: StartTask | VerifyTask | ReplyTask) -> None:
+        self._inbox.put(task)
+
+    def call(self, function: Callable[..., Result], *args: Any) -> Future[Result]:
+        """Run `function` on the engine's thread between two steps."""
+        done: Future[Result] = Future()
+        self._inbox.put(CallTask(lambda: function(*args), done))
+        return done
+
+    def measure(self) -> None:
+        """Time a step with a dummy prompt, so that even the first real step has a time limit. Call before `start`."""
+        with self.pace.step("prompt", FIRST_POSITIONS):
+            self.steps.take_first()
+
+    # --- on the engine's thread ---------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            with torch.inference_mode():
+                while not self._stopping:
+                    self._turn()
+            self.ended.set_result(None)
+        except BaseException as error:
+            end_if_device_lost(error)
+            log.exception("the engine has died")
+            self.ended.set_exception(error)
+
+    def _turn(self) -> None:
+        self._blocks.ask()
+        arrived = self._arrived()
+        self.pace.work()
+        for task in arrived:
+            self._accept(task)
+        self.slots.admit_waiting()
+        self.draft_requests.give_up_late()
+        self._blocks.ask()
+        self._self_drafting.draft()
+        self._step()
+        self.pace.rest()
+
+    def _arrived(self) -> list[Task | None]:
+        """Return the tasks that have arrived, MOST_TAKEN at most; sleep only if there is nothing else to do."""
+        tasks, self._put_off = self._put_off, []
+        work = tasks or self._self_drafting or self._blocks.ready or self._prompts or self.slots.may_admit
+        return tasks + self._inbox.take(MOST_TAKEN - len(tasks), 0 if work else self.draft_requests.patience)
+
+    def _accept(self, task: Task | None) -> None:
+        match task:
+            case None:
+                self._stopping = True
+            case StartTask():
+                self._accept_start(task)
+            case VerifyTask():
+                self._blocks.add(task)
+            case ReplyTask():
+                self.draft_requests.take(task.draft_id, task.reply, task.received)
+            case CallTask():
+                self._accept_call(task)
+
+    def _accept_call(self, task: CallTask) -> None:
+        if not task.done.set_running_or_notify_cancel():
+            return  # the caller has cancelled it, and setting the result of a cancelled future is an error
+        try:
+            task.done.set_result(task.function())
+        except Exception as error:
+            end_if_device_lost(error)
+            task.done.set_exception(error)
+
+    # --- sequences ----------------------------------------------------------------------------------------------
+
+    def _accept_start(self, task: StartTask) -> None:
+        try:
+            sequence_id = task.start.sequence_id
+            known, waits = self.sequences.get(sequence_id), self.slots.waiting.get(sequence_id)
+            before = known or waits
+            if before is None:
+                self.slots.admit(task)
+                return
+            if before.start != task.start or before.gateway != task.gateway:
+                raise InvalidRequest(f"sequence {sequence_id} is live with another Start")
+            if known and known.started:
+                task.reply(pb.RoundsResponse(started=known.started))
+            else:
+                again = StaleBlock(f"the Start of sequence {sequence_id} came again: that one will be answered")
+                self.slots.refuse(sequence_id, before.reply, again)
+            if known:
+                known.reply, known.tell = task.reply, task.tell
+            else:
+                self.slots.waiting.replace(task)
+        except RequestError as error:
+            self.slots.refuse(task.start.sequence_id, task.reply, error)
+
+    # --- a step ---------------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        """Run one ragged forward over all waiting batches and a chunk of prompt; answer and publish."""
+        began = time.perf_counter()
+        work = self._blocks.take()
+        for sequence in self._prompts.unseen(work.positions):
+            self._reuse_prefix(sequence)
+        chosen, chunk = self._prompts.next_chunk(work.positions)
+        verified, prefilled = self._forward(work, chosen, chunk)
+        over = time.perf_counter()
+        if work.drafted:
+            # Ask first: drafts read their requests while this thread gathers the activations that they need.
+            self._ask_ahead()
+        else:
+            self._answer(work, verified, began, over)
+        shares = self._shares(work.entries, verified)
+        self._publish(lambda: self.publisher.announce(shares))
+        self._publish(lambda: self.publisher.store(shares))
+        if work.drafted:
+            # Answer last: where all processors are busy, the gateway would run now instead of this thread.
+            self._answer(work, verified, began, over)
+        if chunk and prefilled:
+            self._advance_prompts(chosen, chunk, prefilled, began)
+
+    def _answer(self, work: StepWork, verified: Outcome | None, began: float, over: float) -> None:
+        if verified:
+            self._blocks.write_answers(work, verified)
+            self._blocks.count(work, verified)
+        work.answer(verified, began, over, self.steps.cache.usage)
+
+    def _ask_ahead(self) -> None:
+        """Ask drafts for the batches that gateways sent ahead; look for them in the inbox if none is waiting already.
+
+        No sequence may be added or removed during a step, so all other tasks wait for the next turn.
+        """
+        if self._blocks.ask():
+            return
+        for task in self._inbox.take(MOST_TAKEN, 0):
+            if isinstance(task, VerifyTask):
+                self._blocks.add(task)
+            else:
+                self._put_off.append(task)
+        self._blocks.ask()
+
+    def _forward(
+        self, work: StepWork, chosen: Rows[HeldSequence], chunk: PromptChunk | None
+    ) -> tuple[Outcome | None, Outcome | None]:
+        """Run the forward and advance its sequences. If it fails, answer with errors and release its sequences."""
+        if not work.batch and not chunk:
+            return None, None
+        try:
+            verified, prefilled = self._timed(work, chunk)
+        except Exception as error:
+            end_if_device_lost(error)
+            log.exception("a step failed", blocks=len(work.entries), prompts=len(chosen))
+            self._blocks.fail(work)
+            for sequence in chosen:
+                self.slots.fail_start(sequence, step_failed(sequence.id))
+            return None, None
+        if verified:
+            self._blocks.conclude(work, verified)
+        if chunk and prefilled:
+            self.metrics.step("prefill", sum(chunk.counts), prefilled.seconds)
+            self.prefilled += sum(chunk.counts)
+        return verified, prefilled
+
+    def _timed(self, work: StepWork, chunk: PromptChunk | None) -> tuple[Outcome | None, Outcome | None]:
+        positions, began = work.positions + (sum(chunk.counts) if chunk else 0), time.perf_counter()
+        with self.pace.step("prompt" if chunk else "verify", positions):
+            outcomes = self.steps.run(work.batch, chunk)
+        seconds = time.perf_counter() - began
+        if chunk:
+            self._budget.observe(positions, seconds)
+        else:
+            self._budget.observe_plain(seconds)
+        return outcomes
+
+    def _shares(self, entries: Rows[Entry], outcome: Outcome | None) -> list[FeedRows]:
+        if outcome is None:
+            return []
+        advances = [
+            _advance(block.sequence, block.base, accepted + 1 if outcome.sound(row) else 0, block.paused)
+            for row, (block, accepted) in enumerate(
+                zip((entry.block for entry in entries), outcome.accepted, strict=True)
+            )
+        ]
+        shares: list[FeedRows] = []
+        self._publish(lambda: shares.extend(self.publisher.shares(advances, outcome.taps_BTND)))
+        return shares
+
+    # --- prefill ------------------------------------------------------------------------------------------------
+
+    def _reuse_prefix(self, sequence: HeldSequence) -> None:
+        """Copy the prefix of the prompt that another sequence holds, instead of computing it.
+
+        The sink and the window are computed all the same: a replay to a draft needs their activations. If there is a
+        prefix to copy, the sink is computed first, in the chunk of a normal step; then this is called again.
+        """
+        sink, window = self.publisher.replayed(sequence.draft_id)
+        prompt, computed = sequence.start.tokens, self.steps.cache.lengths[sequence.slot]
+        if not sequence.before_copy:
+            sequence.tell(standing(sequence.id, pb.STAGE_COMPUTED))
+        donor, length = self.prefixes.longest(prompt[: len(prompt) - 1 - window], sequence.start.cache_salt)
+        if length <= max(sink, computed) or sequence.start.prompt_logprobs:  # logprobs need every position computed
+            sequence.compared = True
+        elif computed < sink:
+            sequence.before_copy = sink
+        else:
+            sequence.compared = True
+            self.steps.cache.copy(donor, sequence.slot, length)
+            self.publisher.skip(sequence.id, sequence.draft_id, list(prompt[computed:length]))
+            sequence.cached_tokens = length
+            self.metrics.cached_tokens.inc(length)
+
+    def _advance_prompts(self, chosen: Rows[HeldSequence], chunk: PromptChunk, outcome: Outcome, began: float) -> None:
+        """Keep the activations of the prefilled positions; answer the Starts that are complete or have failed."""
+        ends = [self.steps.cache.lengths[sequence.slot] for sequence in chosen]
+        advances = [
+            _advance(sequence, end - count, count) if sound else _advance(sequence, end, 0)
+            for sequence, end, count, sound in zip(chosen, ends, chunk.counts, outcome.finite, strict=True)
+        ]
+        self._publish(lambda: self.publisher.store(self.publisher.shares(advances, outcome.taps_BTND)))
+        for row, sequence in sorted(enumerate(chosen), key=lambda pair: pair[1].received):
+            _add_work(sequence, began, outcome)
+            if not outcome.finite[row]:
+                sequence.poisoned = True
+                self.slots.fail_start(sequence, not_finite(sequence))
+                continue
+            if scores := outcome.scores[row]:
+                sequence.scores.append(scores)
+            if refusal := outcome.refused[row]:
+                self.slots.fail_start(sequence, refusal)
+            elif chunk.last[row]:
+                self._finish_start(sequence, outcome.tokens[row][0], outcome.logprobs[row])
+
+    def _finish_start(self, sequence: HeldSequence, token: int, logprobs: pb.Logprobs | None) -> None:
+        base = self.steps.cache.lengths[sequence.slot]
+        sequence.tokens.append(token)
+        sequence.started = pb.Started(
+            sequence_id=sequence.id,
+            status=OK,
+            base=base,
+            token=token,
+            timings=sequence.timings,
+            cached_tokens=sequence.cached_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=Scores.join(sequence.scores).to_proto() if sequence.scores else None,
+        )
+        sequence.scores.clear()
+        self._prompts.remove(sequence)
+        self.metrics.tokens.inc()
+        sequence.reply(pb.RoundsResponse(started=sequence.started))
+        if sequence.draft_id:
+            begin = self.publisher.pause if sequence.start.paused else self.publisher.replay
+            self._publish(lambda: begin(sequence.draft_id, [sequence.id]))
+
+    # --- activations --------------------------------------------------------------------------------------------
+
+    def subscribe(self, draft_id: str, taps: Taps, deliver: Deliver) -> None:
+        self._publish(lambda: self.publisher.subscribe(draft_id, taps, deliver))
+        self.steps.tapped_layers = self.publisher.layers
+
+    def replay(self, draft_id: str, sequence_ids: Rows[str]) -> list[str]:
+        """Replay sink and window of these sequences to the draft. Return the ids of which nothing is kept for it."""
+        self._publish(lambda: self.publisher.replay(draft_id, sequence_ids))
+        return self.publisher.unknown(draft_id, sequence_ids)
+
+    def replay_all(self, draft_id: str, deliver: Deliver) -> None:
+        self._publish(lambda: self.publisher.replay_all(draft_id, deliver))
+
+    def _publish(self, publish: Callable[[], object]) -> None:
+        """Run `publish` and count what it published. Errors are only logged: they cost speed, never a sequence."""
+        replays, published = self.publisher.replays, self.publisher.bytes_published
+        try:
+            publish()
+        except Exception as error:
+            end_if_device_lost(error)
+            log.exception("activations could not be published")
+        if self.publisher.replays > replays:
+            self.metrics.replays.inc(self.publisher.replays - replays)
+        if self.publisher.bytes_published > published:
+            self.metrics.activation_bytes.inc(self.publisher.bytes_published - published)
+
+
+def _advance(sequence: HeldSequence, start: int, count: int, paused: bool = False) -> Advance:
+    tokens = sequence.tokens[start : start + count]
+    return Advance(sequence.id, sequence.draft_id, sequence.slot, start, tokens, paused)
+
+
+def _add_work(sequence: HeldSequence, began: float, outcome: Outcome) -> None:
+    """Add a chunk of prompt to the timings of its sequence; the time outside its chunks counts as queueing."""
+    timings = sequence.timings
+    timings.forward_seconds += outcome.forward_seconds
+    timings.sample_seconds += outcome.sample_seconds
+    timings.total_seconds += time.perf_counter() - began
+    timings.queue_seconds = time.perf_counter() - sequence.received - timings.total_seconds

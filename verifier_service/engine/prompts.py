@@ -1,0 +1,141 @@
+"""Prompts that wait for prefill: which positions the next chunk computes, and how many."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+from spire.model.cache import TargetCache
+from verifier_service.engine.sequence import HeldSequence
+from verifier_service.engine.step import PromptChunk
+from verifier_service.engine.token_budget import TokenBudget
+
+# The most padding of a row, in positions: to compute so many costs less than another part.
+_PADDING = 32
+
+
+@dataclass
+class _Part:
+    """Prompts whose next `shortest` to `length` tokens are computed together, padded to the longest."""
+
+    chosen: list[HeldSequence]
+    length: int
+    shortest: int
+
+    def fits(self, length: int) -> bool:
+        """True if no prompt needs much padding when one of this length is added."""
+        return max(self.length, length) - min(self.shortest, length) <= _PADDING
+
+    def grown(self, length: int) -> int:
+        """The number of positions, padding included, that a prompt of this length would add."""
+        return max(self.length, length) * (len(self.chosen) + 1) - self.length * len(self.chosen)
+
+    def add(self, sequence: HeldSequence, length: int) -> None:
+        self.chosen.append(sequence)
+        self.length, self.shortest = max(self.length, length), min(self.shortest, length)
+
+
+class Prompts:
+    """Sequences that are not prefilled yet, oldest first. Gateways take turns; `budget` sizes the chunk of a step."""
+
+    def __init__(self, cache: TargetCache, budget: TokenBudget):
+        self._cache, self._budget = cache, budget
+        self._waiting: list[HeldSequence] = []
+        # gateway -> the turn in which its last prompt left, for the gateways with prompts that wait.
+        self._turns: dict[str, int] = {}
+        self._turn = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, sequence: HeldSequence) -> None:
+        self._waiting.append(sequence)
+
+    def remove(self, sequence: HeldSequence) -> None:
+        self._waiting.remove(sequence)
+        self._turn += 1
+        self._turns[sequence.gateway] = self._turn
+        self._turns = {waiting.gateway: self._turns.get(waiting.gateway, 0) for waiting in self._waiting}
+
+    def unseen(self, taken: int) -> Iterator[HeldSequence]:
+        """Yield sequences of the next chunk that may copy a prefix, until all have been compared with other prompts."""
+        while new := [one for part in self._parts(taken) for one in part.chosen if self._may_copy(one)]:
+            yield new[0]
+
+    def _may_copy(self, sequence: HeldSequence) -> bool:
+        return not sequence.compared and self._cache.lengths[sequence.slot] >= sequence.before_copy
+
+    def next_chunk(self, taken: int) -> tuple[list[HeldSequence], PromptChunk | None]:
+        """Return the next chunk, as much prompt as fits beside the `taken` positions of blocks, and its sequences."""
+        parts = self._parts(taken)
+        if not parts:
+            return [], None
+        chosen = [sequence for part in parts for sequence in part.chosen]
+        starts = [self._cache.lengths[sequence.slot] for sequence in chosen]
+        lengths = [part.length for part in parts for _ in part.chosen]
+        tokens = [s.prompt_L[at : at + length] for s, at, length in zip(chosen, starts, lengths, strict=True)]
+        last = [len(s.prompt_L) == at + len(c) for s, at, c in zip(chosen, starts, tokens, strict=True)]
+        following = [
+            list(s.start.tokens[at + 1 : at + 1 + len(c)]) if s.start.prompt_logprobs else []
+            for s, at, c in zip(chosen, starts, tokens, strict=True)
+        ]
+        slots, rows = [sequence.slot for sequence in chosen], [len(part.chosen) for part in parts]
+        return chosen, PromptChunk(slots, tokens, last, following, rows)
+
+    def _room(self, taken: int) -> int:
+        """Positions left for prompts: at least a quarter of the budget, or prompts would starve beside many blocks."""
+        return max(self._budget.positions - taken, -(-self._budget.positions // 4))
+
+    def _parts(self, taken: int) -> list[_Part]:
+        """Choose the prompts of the next chunk; those of about the same length form one part.
+
+        Up to half of the room is kept for the prompt whose turn it is. The rest goes to the prompts that need the least
+        first. So a long prompt advances, and short prompts do not wait for all of it.
+        """
+        parts: list[_Part] = []
+        by_age = self._in_turn(self._waiting)
+        if not by_age:
+            return parts
+        room = self._room(taken)
+        kept = min(self._remaining(by_age[0]), room // 2)
+        room -= kept
+        for sequence in self._in_turn(sorted(by_age, key=self._remaining)):
+            if sequence is by_age[0]:
+                room += kept
+            if length := min(self._remaining(sequence), room):
+                room -= self._place(sequence, length, parts, room)
+        for part in parts:
+            part.chosen.sort(key=lambda sequence: sequence.slot)
+        return parts
+
+    def _place(self, sequence: HeldSequence, length: int, parts: list[_Part], room: int) -> int:
+        """Add the sequence to a part of about its length, or to a new one. Return the number of positions added."""
+        for part in parts:
+            # Padding may need memory that has not been reserved.
+            if part.grown(length) <= room and part.fits(length) and self._reserve(part, sequence, length):
+                taken = part.grown(length)
+                part.add(sequence, length)
+                return taken
+        parts.append(_Part([sequence], length, length))
+        return length
+
+    def _reserve(self, part: _Part, sequence: HeldSequence, length: int) -> bool:
+        slots = [one.slot for one in [*part.chosen, sequence]]
+        return self._cache.reserve(slots, max(part.length, length))
+
+    def _in_turn(self, sequences: Rows[HeldSequence]) -> list[HeldSequence]:
+        """Order sequences: the first of each gateway, by the gateways' turns, then the second of each, and so on."""
+        before = Counter[str]()
+        keys = []
+        for sequence in sequences:
+            keys.append((before[sequence.gateway], self._turns.get(sequence.gateway, 0)))
+            before[sequence.gateway] += 1
+        order = sorted(range(len(keys)), key=keys.__getitem__)
+        return [sequences[index] for index in order]
+
+    def _remaining(self, sequence: HeldSequence) -> int:
+        """The number of positions to compute until the sequence may copy a prefix, or until its prompt is complete."""
+        computed, whole = self._cache.lengths[sequence.slot], len(sequence.prompt_L)
+        return (whole if computed >= sequence.before_copy else sequence.before_copy) - computed

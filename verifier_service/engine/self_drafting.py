@@ -1,0 +1,101 @@
+"""The target as its own draft (MagicDec): asked as other drafts are, without gRPC, on the engine's thread."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+import structlog
+from torch import Tensor
+
+from spire.decoding.drafting import Drafted
+from spire.lost_device import end_if_device_lost
+from spire.rpc.carrier import OverwritingRingReader
+from spire.service.pace import Pace
+from spire.v1 import verifier_pb2 as pb
+from verifier_service.engine.batch import Item, Q
+from verifier_service.engine.sequence import HeldSequence
+from verifier_service.engine.step import ModelSteps
+from verifier_service.engine.tasks import VerifyTask
+from verifier_service.metrics import INTERNAL, VerifierMetrics
+
+log = structlog.get_logger("verifier_service")
+
+
+@dataclass(frozen=True)
+class Wish:
+    """An item of a batch, its sequence, and the number of tokens to draft for it."""
+
+    item: Item
+    sequence: HeldSequence
+    depth: int
+
+
+@dataclass(frozen=True)
+class OwnQ:
+    """The q of many blocks drafted by the target, [X, K, M]; without ids, M is the vocabulary."""
+
+    probs_XKM: Tensor
+    ids_XKM: Tensor | None
+
+    def of(self, row: int, vocab_size: int, ring: OverwritingRingReader | None) -> Q:
+        """Return the q of block `row`."""
+        return Q(self.probs_XKM, self.probs_XKM.shape[-1], self.ids_XKM, row)
+
+
+class SelfDrafting:
+    """Batches that wait for the target to draft for itself, oldest first."""
+
+    def __init__(self, steps: ModelSteps, sequences: Mapping[str, HeldSequence], metrics: VerifierMetrics, pace: Pace):
+        self._steps, self._sequences, self._metrics, self._pace = steps, sequences, metrics, pace
+        self._waiting: deque[tuple[VerifyTask, Rows[Wish], float]] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def ask(self, task: VerifyTask, wishes: Rows[Wish]) -> None:
+        """Queue these items of a batch, to be drafted for before the next step. The batch waits for the tokens."""
+        task.awaited += 1
+        self._metrics.draft_requests.labels(INTERNAL).inc()
+        self._waiting.append((task, wishes, time.perf_counter()))
+
+    def draft(self) -> None:
+        """Draft for each waiting batch. If drafting fails, its blocks are decoded plainly."""
+        while self._waiting:
+            task, wishes, asked_at = self._waiting.popleft()
+            began = time.perf_counter()
+            try:
+                # Skip sequences that have ended meanwhile.
+                self._draft(
+                    [wish for wish in wishes if self._sequences.get(wish.sequence.id) is wish.sequence and wish.depth]
+                )
+            except Exception as error:
+                end_if_device_lost(error)
+                log.exception("the target could not draft for itself", blocks=len(wishes))
+                task.undrafted.update({wish.sequence.id: pb.UNDRAFTED_ERROR for wish in wishes})
+            over = time.perf_counter()
+            task.awaited -= 1
+            task.drafting.queue_seconds, task.drafting.forward_seconds = began - asked_at, over - began
+            task.drafting_seconds = max(task.drafting_seconds, over - asked_at)
+            self._metrics.busy_seconds.labels("draft").inc(over - began)
+
+    def _draft(self, wishes: list[Wish]) -> None:
+        if not wishes:
+            return
+        wishes.sort(key=lambda wish: wish.sequence.slot)  # the order of slots in a step
+        k = max(wish.depth for wish in wishes)
+        with self._pace.step(f"draft {k}", k * len(wishes)):
+            drafted = self._drafted(wishes, k)
+        self._metrics.steps.labels("draft").inc(k)
+        self._metrics.positions.labels("draft").inc(k * len(wishes))
+        q = None if drafted.probs_BKM is None else OwnQ(drafted.probs_BKM, drafted.ids_BKM)
+        for row, (wish, tokens) in enumerate(zip(wishes, drafted.tokens_BK.tolist(), strict=True)):
+            wish.item.tokens, wish.item.q = tokens[: wish.depth], (q, row) if q else None
+
+    def _drafted(self, wishes: list[Wish], k: int) -> Drafted:
+        slots = [wish.sequence.slot for wish in wishes]
+        newest = [wish.sequence.newest for wish in wishes]
+        return self._steps.draft(slots, newest, k, self._steps.pipeline.of(slots))

@@ -1,0 +1,220 @@
+"""Which sequence holds which slot, from admission to release, and all state that is kept by slot.
+
+A Start without room waits. Gateways share the room: the next Start admitted is of the gateway that holds the fewest
+sequences, and the youngest sequence of the gateway that holds the most is preempted for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as Rows
+
+import structlog
+import torch
+
+from spire.errors import InvalidRequest, SpireError, UnknownSequence
+from spire.rpc.errors import code_name, item_status
+from spire.v1 import tensor_pb2
+from spire.v1 import verifier_pb2 as pb
+from verifier_service.engine.batch import Limits
+from verifier_service.engine.prefixes import Prefixes
+from verifier_service.engine.prompts import Prompts
+from verifier_service.engine.sequence import LEAST_RUN, HeldSequence, Reply, check_start, preempted
+from verifier_service.engine.step import ModelSteps
+from verifier_service.engine.tasks import StartTask
+from verifier_service.engine.waiting import Waiting
+from verifier_service.feed.publisher import Publisher
+from verifier_service.metrics import VerifierMetrics
+
+log = structlog.get_logger("verifier_service")
+# The most preempted sequences that are remembered until they are started again or released.
+_MOST_PREEMPTED = 4096
+
+
+class Slots:
+    """The sequences that hold slots, in order of admission, and the Starts that wait for room."""
+
+    def __init__(
+        self,
+        steps: ModelSteps,
+        publisher: Publisher,
+        prefixes: Prefixes,
+        prompts: Prompts,
+        limits: Limits,
+        metrics: VerifierMetrics,
+    ):
+        self.sequences: dict[str, HeldSequence] = {}
+        self._cache, self._pipeline = steps.cache, steps.pipeline
+        self._publisher, self._prefixes, self._prompts = publisher, prefixes, prompts
+        self._limits, self._metrics = limits, metrics
+        self.waiting = Waiting(self._cache.slots)
+        # Starts since the last `admit_waiting`; whether anything came or went since: else there is no more room.
+        self._new: list[str] = []
+        self._changed = False
+        # sequence id -> gateway
+        self._preempted: dict[str, str] = {}
+
+    def admit(self, task: StartTask) -> None:
+        """Queue a Start until there is room for it. Raises InvalidRequest, or OutOfCapacity if too many wait."""
+        check_start(task.start, self._limits.vocab_size, self._limits.max_context)
+        if task.start.adjustments.HasField("grammar") and task.matcher is None:
+            raise InvalidRequest("grammars are not available at this verifier", "grammar")
+        self.waiting.add(task)
+        self._new.append(task.start.sequence_id)
+        self._changed = True
+
+    @property
+    def may_admit(self) -> bool:
+        """True if a waiting Start may have room by now."""
+        return bool(self.waiting) and self._changed
+
+    def admit_waiting(self) -> None:
+        """Begin waiting sequences while there is room; preempt others beyond their share. Call between two steps."""
+        while self.waiting and (task := self.waiting.next(self._held())):
+            slot = self._slot_for(len(task.start.tokens)) if self._changed else None
+            if slot is not None:
+                self.waiting.remove(task.start.sequence_id)
+                self._begin(task, slot)
+            elif victim := self._beyond_share(task.gateway):
+                self.preempt(victim)
+            else:
+                break
+        self._changed = False
+        for task in filter(None, map(self.waiting.get, self._new)):
+            task.stands(pb.STAGE_WAITING)
+        self._new.clear()
+
+    def _held(self) -> Counter[str]:
+        return Counter(sequence.gateway for sequence in self.sequences.values())
+
+    def _beyond_share(self, gateway: str) -> HeldSequence | None:
+        """The youngest preemptible sequence of the gateway with the most, if this gateway holds at least two fewer."""
+        held = self._held()
+        largest = max(held, key=held.__getitem__, default=gateway)
+        if held[largest] < held[gateway] + 2:
+            return None
+        theirs = [s for s in self.sequences.values() if s.gateway == largest and s.may_give_way]
+        return theirs[-1] if theirs else None
+
+    def _begin(self, task: StartTask, slot: int) -> None:
+        start = task.start
+        self._preempted.pop(start.sequence_id, None)
+        self._prefixes.begin(slot, start.tokens, start.cache_salt)
+        prompt_L = torch.tensor(list(start.tokens))
+        sequence = HeldSequence(start, slot, task.gateway, task.reply, task.tell, prompt_L, task.received)
+        self._pipeline.assign(slot, start, task.matcher)
+        self.sequences[sequence.id] = sequence
+        self._prompts.add(sequence)
+        self._publisher.join(sequence.id, sequence.draft_id, slot)
+        self._measure()
+        if start.sequence_id not in self._new:
+            task.stands(pb.STAGE_ADMITTED)
+        log.debug("sequence begins", sequence=sequence.id, tokens=len(start.tokens), draft_id=sequence.draft_id)
+
+    def _slot_for(self, length: int) -> int | None:
+        """Allocate a slot with memory for a prompt and its first tokens, besides the next tokens of all sequences."""
+        if not self._cache.free_slots:
+            return None
+        slot, run = self._cache.allocate(), LEAST_RUN + self._limits.max_depth
+        live = [sequence.slot for sequence in self.sequences.values()]
+        while not (self._cache.reserve(live, run) and self._cache.reserve([slot], length + run)):
+            if not self._prefixes.shed():
+                self._cache.free(slot)
+                return None
+        return slot
+
+    def release(self, sequence_ids: Rows[str]) -> int:
+        """Free these sequences, also those that wait; ignore unknown ids. Return the number of sequences freed."""
+        for sequence_id in sequence_ids:
+            self._preempted.pop(sequence_id, None)
+        withdrawn = list(filter(None, map(self.waiting.remove, sequence_ids)))
+        freed = self._free(sequence_ids)
+        unanswered = [(task.start.sequence_id, task.reply) for task in withdrawn]
+        unanswered += [(sequence.id, sequence.reply) for sequence in freed if sequence.started is None]
+        for sequence_id, reply in unanswered:
+            self.refuse(sequence_id, reply, UnknownSequence(f"sequence {sequence_id} has been released"))
+        self._changed = self._changed or bool(withdrawn)
+        return len(withdrawn) + len(freed)
+
+    def release_own(self, gateway: str, sequence_ids: Rows[str]) -> int:
+        """Free those of these sequences that belong to this gateway. Return the number of sequences freed."""
+        whose = {sequence_id: self._gateway_of(sequence_id) for sequence_id in sequence_ids}
+        if others := sum(known not in (gateway, None) for known in whose.values()):
+            log.warning("refused to release what is another gateway's", gateway=gateway, sequences=others)
+        return self.release([sequence_id for sequence_id, known in whose.items() if known == gateway])
+
+    def _gateway_of(self, sequence_id: str) -> str | None:
+        """The gateway of a sequence that is held, waiting or preempted; None if the sequence is unknown."""
+        known = self.sequences.get(sequence_id) or self.waiting.get(sequence_id)
+        return known.gateway if known else self._preempted.get(sequence_id)
+
+    def _free(self, sequence_ids: Rows[str]) -> list[HeldSequence]:
+        known = [i for i in dict.fromkeys(sequence_ids) if i in self.sequences]
+        freed = [self.sequences.pop(sequence_id) for sequence_id in known]
+        for sequence in freed:
+            held = 0 if sequence.poisoned else self._cache.lengths[sequence.slot]
+            self._prefixes.end(sequence.slot, sequence.tokens[:held])
+            self._pipeline.release(sequence.slot)
+            self._cache.free(sequence.slot, scrub=sequence.poisoned)
+            if sequence.started is None:
+                self._prompts.remove(sequence)
+            log.debug("sequence ends", sequence=sequence.id, rounds=sequence.round)
+        self._publisher.end(known)
+        self._measure()
+        self._changed = self._changed or bool(freed)
+        return freed
+
+    def refusal(self, sequence_id: str, error: SpireError) -> tensor_pb2.ItemStatus:
+        """Return the status that answers an item with this error; count and log the refusal."""
+        status = item_status(error)
+        code = code_name(status.code)
+        self._metrics.refused.labels(code).inc()
+        log.debug("refused", sequence=sequence_id, code=code)
+        return status
+
+    def refuse(self, sequence_id: str, reply: Reply, error: SpireError) -> None:
+        """Answer a Start with an error."""
+        status = self.refusal(sequence_id, error)
+        reply(pb.RoundsResponse(started=pb.Started(sequence_id=sequence_id, status=status)))
+
+    def fail_start(self, sequence: HeldSequence, error: SpireError) -> None:
+        """Free an admitted sequence and answer its Start with an error."""
+        self._free([sequence.id])
+        self.refuse(sequence.id, sequence.reply, error)
+
+    def preempt_youngest(self) -> HeldSequence:
+        """Preempt the youngest sequence that may give way, or else the youngest; the oldest only if it is alone."""
+        by_age = list(self.sequences.values())
+        victim = next((s for s in reversed(by_age[1:]) if s.may_give_way), by_age[-1])
+        self.preempt(victim)
+        return victim
+
+    def preempt(self, sequence: HeldSequence) -> None:
+        """Free a sequence. Its gateway is told with the next block, or at once if it waits for the first token."""
+        self._metrics.preempted.inc()
+        if sequence.started is None:
+            self.fail_start(sequence, preempted(sequence.id))
+        else:
+            self._free([sequence.id])
+            self._preempted[sequence.id] = sequence.gateway
+            if len(self._preempted) > _MOST_PREEMPTED:
+                del self._preempted[next(iter(self._preempted))]
+
+    def release_gateway(self, gateway: str) -> int:
+        """Free all sequences of a gateway that has gone, also those that wait. Return their number."""
+        waiting = [task.start.sequence_id for task in self.waiting if task.gateway == gateway]
+        count = self.release([*waiting, *(s.id for s in self.sequences.values() if s.gateway == gateway)])
+        self._metrics.expired.inc(count)
+        return count
+
+    def held(self, sequence_id: str, gateway: str) -> HeldSequence:
+        """Return a sequence of this gateway. Raises UnknownSequence, or OutOfCapacity if it was preempted."""
+        if self._preempted.get(sequence_id) == gateway:
+            raise preempted(sequence_id)
+        sequence = self.sequences.get(sequence_id)
+        if sequence is None or sequence.gateway != gateway:
+            raise UnknownSequence(f"sequence {sequence_id} is not held here: start it again from its tokens")
+        return sequence
+
+    def _measure(self) -> None:
+        self._metrics.slots_used.set(len(self.sequences))

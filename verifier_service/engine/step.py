@@ -1,0 +1,274 @@
+"""The model work of a step: one forward, the sampling pipeline, the verification rule, the commit.
+
+Verification and prefill both append positions to the cache, and share one forward if both have work.
+Drafting (MagicDec) is the same forward over a sparse copy of the cache, and commits nothing.
+
+Shapes: B sequences, T new positions, N tapped layers, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from spire.decoding.drafting import Drafted, draft_tokens
+from spire.decoding.fused_verification import judge, judges
+from spire.decoding.sampling import SamplingRows, sample
+from spire.decoding.verification import SparseDistribution, verify
+from spire.errors import InvalidRequest
+from spire.model.cache import Stretches, TargetCache
+from spire.model.self_speculation import SelfSpeculation, SparseAttention
+from spire.model.target import Target, TargetOutput
+from spire.rpc.sampling import ONE_OF_EACH
+from spire.v1 import verifier_pb2 as pb
+from verifier_service.engine.batch import RaggedBatch
+from verifier_service.sampling.logprobs import Scores
+from verifier_service.sampling.pipeline import Pipeline
+from verifier_service.sampling.synthetic import Verify
+
+_WARMING_DEPTH = 2
+# Positions of the dummy step by which a verifier learns how long a step takes.
+FIRST_POSITIONS = 2
+# The number of positions whose logits are in memory at once while a prompt is scored.
+_SCORED_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class PromptChunk:
+    """The next tokens of B prompts; `last` is true for the final chunk of a prompt.
+
+    `following`: the prompt token after each of these tokens, if the logprobs of the prompt are asked for. `parts`: the
+    numbers of neighbouring rows, of about the same length, that are padded and computed together.
+    """
+
+    slots: list[int]
+    tokens: list[Tensor]
+    last: list[bool]
+    following: list[list[int]]
+    parts: list[int]
+
+    def rectangles(self) -> list[tuple[list[int], Tensor]]:
+        """Return the slots and the padded tokens [B, T] of each part."""
+        bounds = pairwise(accumulate(self.parts, initial=0))
+        return [
+            (self.slots[at:end], torch.nn.utils.rnn.pad_sequence(self.tokens[at:end], batch_first=True))
+            for at, end in bounds
+        ]
+
+    @property
+    def counts(self) -> list[int]:
+        return [len(chunk) for chunk in self.tokens]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Per row: whether its logits or hidden states are finite, the number of accepted draft tokens, the new tokens, the
+    reason why the sequence is `refused`, the logprobs of the new tokens, and the `scores` of prompt tokens.
+
+    If verification and prefill shared a forward, its seconds are divided in proportion to their positions.
+    """
+
+    finite: list[bool]
+    accepted: list[int]
+    tokens: list[list[int]]
+    refused: list[InvalidRequest | None]
+    logprobs: list[pb.Logprobs | None]
+    scores: list[Scores | None]
+    taps_BTND: Tensor | None
+    forward_seconds: float
+    sample_seconds: float
+
+    def sound(self, row: int) -> bool:
+        """True if the sequence of this row can go on."""
+        return self.finite[row] and not self.refused[row]
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_seconds + self.sample_seconds
+
+
+class ModelSteps:
+    """The steps of the target and its cache. Called by one thread only, in inference mode.
+
+    `sparse`: what the target attends to when it drafts. `top_m`: how many of the most probable tokens its q keeps.
+    """
+
+    def __init__(self, target: Target, cache: TargetCache, pipeline: Pipeline, sparse: SparseAttention, top_m: int):
+        self.target, self.cache, self.pipeline = target, cache, pipeline
+        self.device = cache.device
+        self.tapped_layers: tuple[int, ...] = ()
+        # The verification rule: decides which draft tokens are accepted.
+        self.rule: Verify = verify
+        self._sparse, self._top_m = sparse, top_m if top_m < target.config.vocab_size else None
+
+    def warm_up(self) -> None:
+        """Prefill and verify dummy sequences, then free them: requests would wait for the slow first step of a GPU."""
+        samplings = ONE_OF_EACH[: self.cache.free_slots]
+        slots = [self.cache.allocate() for _ in samplings]
+        prompt, block = [0] * _WARMING_DEPTH, [0] * (_WARMING_DEPTH + 1)
+        for slot, sampling in zip(slots, samplings, strict=True):
+            self.pipeline.assign(slot, pb.Start(tokens=prompt, sampling=sampling), None)
+        with torch.inference_mode():
+            for chosen in (slots[:1], slots):
+                some = len(chosen)
+                prompts = [torch.tensor(prompt)] * some
+                self.cache.rewind(chosen, [0] * some)
+                self.run(None, PromptChunk(chosen, prompts, [True] * some, [[] for _ in chosen], [some]))
+                probs_BKV = torch.ones(some, _WARMING_DEPTH, self.target.config.vocab_size, device=self.device)
+                for q in (None, SparseDistribution(None, probs_BKV.bfloat16())):
+                    self.cache.rewind(chosen, [len(prompt)] * some)
+                    self.run(RaggedBatch.alike(chosen, block, len(prompt), q, self.device), None)
+        for slot in slots:
+            self.pipeline.release(slot)
+            self.cache.free(slot)
+
+    def take_first(self) -> None:
+        """Prefill a short dummy prompt, then free its slot."""
+        slot = self.cache.allocate()
+        prompt = [0] * FIRST_POSITIONS
+        self.pipeline.assign(slot, pb.Start(tokens=prompt, sampling=ONE_OF_EACH[0]), None)
+        with torch.inference_mode():
+            self.run(None, PromptChunk([slot], [torch.tensor(prompt)], [True], [[]], [1]))
+        self.pipeline.release(slot)
+        self.cache.free(slot)
+
+    def draft(self, slots: Rows[int], newest: Rows[int], k: int, rows: SamplingRows) -> Drafted:
+        """Draft k tokens after the newest token of each slot with the target, without writing to its cache."""
+        base_B = torch.tensor([self.cache.lengths[slot] for slot in slots], device=self.device)
+        round_ = SelfSpeculation(self.target, self.cache, slots, k, self._sparse)
+        newest_B = torch.tensor(newest, device=self.device)
+        return draft_tokens(round_.next_logits, newest_B, base_B, k, rows, self._top_m)
+
+    def run(self, batch: RaggedBatch | None, chunk: PromptChunk | None) -> tuple[Outcome | None, Outcome | None]:
+        """Run one forward over blocks to verify and a chunk of prompts; return the outcome of each, None if absent."""
+        began = time.perf_counter()
+        blocks = [(batch.slots, batch.tokens_BT)] if batch else []
+        outputs = self._append(blocks, chunk.rectangles() if chunk else [])
+        forward = time.perf_counter() - began
+        of_blocks, of_prompts = outputs[: len(blocks)], outputs[len(blocks) :]
+        share = sum(map(_positions, of_blocks)) / sum(map(_positions, outputs))
+        verified = self._conclude(batch, of_blocks[0], forward * share) if batch else None
+        prefilled = self._prefilled(chunk, _joined(of_prompts), forward * (1 - share)) if chunk else None
+        return verified, prefilled
+
+    def _append(
+        self, blocks: list[tuple[list[int], Tensor]], prompts: list[tuple[list[int], Tensor]]
+    ) -> list[TargetOutput]:
+        """Run one forward over the slots and tokens [B, T] of all blocks and prompts; return the output of each."""
+        stretches = [(slots, tokens_BT.to(self.device)) for slots, tokens_BT in [*blocks, *prompts]]
+        views = [
+            self.cache.view(slots, tokens_BT.shape[1], decoding=at < len(blocks))
+            for at, (slots, tokens_BT) in enumerate(stretches)
+        ]
+        if len(views) == 1:
+            return [self.target(stretches[0][1], views[0], self.tapped_layers)]
+        together = Stretches(views)
+        tokens_1R = torch.cat([tokens_BT.flatten() for _, tokens_BT in stretches])[None]
+        hidden, taps = self.target(tokens_1R, together, self.tapped_layers)
+        split_taps = [None] * len(views) if taps is None else together.split(taps)
+        return [TargetOutput(*output) for output in zip(together.split(hidden), split_taps, strict=True)]
+
+    def _conclude(self, batch: RaggedBatch, output: TargetOutput, forward_seconds: float) -> Outcome:
+        """Apply the verification rule to each row; commit the newest token and the accepted draft tokens."""
+        began = time.perf_counter()
+        logits_BTV = self.target.unembed(output.hidden_BTD)
+        forward_seconds += time.perf_counter() - began
+        began = time.perf_counter()
+        rows, drawn_from = self.pipeline.of(batch.slots), None
+        arguments = (batch.draft_BK, batch.counts_B, batch.q, rows, batch.base_B)
+        usual = self.rule is verify and self.pipeline.leaves_alone(batch.slots)
+        if usual and judges(logits_BTV, batch.q, rows):
+            verdict, finite_B = judge(logits_BTV, *arguments)
+        else:
+            finite_B = self._finite(logits_BTV, batch.counts_B)
+            drawn_from = self.pipeline.distributions(
+                batch.slots, rows, logits_BTV, batch.draft_BK, batch.counts, batch.base_B
+            )
+            verdict = self.rule(drawn_from.p_BTV, *arguments)
+        finite, accepted = [bool(row) for row in finite_B.tolist()], verdict.accepted_B.tolist()
+        tokens = [row[: a + 1] for row, a in zip(verdict.tokens_BT.tolist(), accepted, strict=True)]
+        refused: list[InvalidRequest | None] = [None] * len(tokens)
+        logprobs: list[pb.Logprobs | None] = [None] * len(tokens)
+        if drawn_from:
+            refused = drawn_from.refusals(verdict.accepted_B)
+            logprobs = self.pipeline.logprobs(batch.slots, rows, drawn_from, tokens)
+        sound = [row and not refusal for row, refusal in zip(finite, refused, strict=True)]
+        self._commit(batch.slots, [a + 1 for a in accepted], sound)
+        self.pipeline.advance(batch.slots, [t if good else [] for t, good in zip(tokens, sound, strict=True)])
+        seconds = time.perf_counter() - began
+        scores: list[Scores | None] = [None] * len(tokens)
+        return Outcome(finite, accepted, tokens, refused, logprobs, scores, output.taps_BTND, forward_seconds, seconds)
+
+    def _finite(self, logits_BTV: Tensor, counts_B: Tensor) -> Tensor:
+        """Return whether the logits of each row are all finite, padding excluded, [B]."""
+        position_T = torch.arange(logits_BTV.shape[1], device=self.device)
+        return (logits_BTV.sum(dim=-1).isfinite() | (position_T > counts_B[:, None])).all(dim=1)
+
+    def _prefilled(self, chunk: PromptChunk, output: TargetOutput, forward_seconds: float) -> Outcome:
+        """Commit the chunk of each prompt; draw the first token of the prompts that it completes."""
+        began = time.perf_counter()
+        counts = chunk.counts
+        at_B = torch.tensor(counts, device=self.device) - 1
+        hidden_BD = output.hidden_BTD[torch.arange(len(counts), device=self.device), at_B]
+        finite = hidden_BD.sum(dim=-1).isfinite().tolist()
+        self._commit(chunk.slots, counts, finite)
+        scores = [self._score(*row) for row in zip(chunk.slots, output.hidden_BTD, chunk.following, strict=True)]
+        tokens, refused, logprobs = self._first_tokens(chunk, hidden_BD, finite)
+        seconds = time.perf_counter() - began
+        return Outcome(
+            finite, [0] * len(counts), tokens, refused, logprobs, scores, output.taps_BTND, forward_seconds, seconds
+        )
+
+    def _score(self, slot: int, hidden_TD: Tensor, following: Rows[int]) -> Scores | None:
+        """Return the logprobs of the prompt tokens that follow these positions; None without such tokens."""
+        parts = []
+        for at in range(0, len(following), _SCORED_AT_ONCE):
+            tokens = following[at : at + _SCORED_AT_ONCE]
+            logits_TV = self.target.unembed(hidden_TD[at : at + len(tokens)])
+            parts.append(self.pipeline.score(slot, logits_TV, tokens))
+        return Scores.join(parts) if parts else None
+
+    def _commit(self, slots: Rows[int], counts: Rows[int], sound: Rows[bool]) -> None:
+        self.cache.commit(slots, [count if good else 0 for count, good in zip(counts, sound, strict=True)])
+
+    def _first_tokens(
+        self, chunk: PromptChunk, hidden_BD: Tensor, finite: Rows[bool]
+    ) -> tuple[list[list[int]], list[InvalidRequest | None], list[pb.Logprobs | None]]:
+        """Return for each prompt that is complete: its first token, why the sequence cannot go on, and the logprobs."""
+        tokens: list[list[int]] = [[] for _ in chunk.slots]
+        refused: list[InvalidRequest | None] = [None] * len(tokens)
+        logprobs: list[pb.Logprobs | None] = [None] * len(tokens)
+        ending = [row for row, (last, sound) in enumerate(zip(chunk.last, finite, strict=True)) if last and sound]
+        if not ending:
+            return tokens, refused, logprobs
+        slots = [chunk.slots[row] for row in ending]
+        rows, none_BK = self.pipeline.of(slots), torch.empty(len(slots), 0, dtype=torch.int64, device=self.device)
+        position_B = torch.tensor([self.cache.lengths[slot] for slot in slots], device=self.device)
+        logits_B1V = self.target.unembed(hidden_BD[ending])[:, None]
+        base_B = position_B - 1
+        drawn_from = self.pipeline.distributions(slots, rows, logits_B1V, none_BK, [0] * len(slots), base_B)
+        drawn = sample(drawn_from.p_BTV[:, 0], rows, base_B).tolist()
+        refusals = drawn_from.refusals(torch.zeros_like(position_B))
+        found = self.pipeline.logprobs(slots, rows, drawn_from, [[token] for token in drawn])
+        self.pipeline.advance(slots, [[] if no else [token] for token, no in zip(drawn, refusals, strict=True)])
+        for row, token, refusal, of_token in zip(ending, drawn, refusals, found, strict=True):
+            tokens[row], refused[row], logprobs[row] = [token], refusal, of_token
+        return tokens, refused, logprobs
+
+
+def _positions(output: TargetOutput) -> int:
+    return output.hidden_BTD.shape[0] * output.hidden_BTD.shape[1]
+
+
+def _joined(parts: list[TargetOutput]) -> TargetOutput:
+    """Join the rows of all parts, padded to the longest."""
+    if len(parts) == 1:
+        return parts[0]
+    hidden = torch.nn.utils.rnn.pad_sequence([row for part in parts for row in part.hidden_BTD], batch_first=True)
+    taps = [row for part in parts if part.taps_BTND is not None for row in part.taps_BTND]
+    return TargetOutput(hidden, torch.nn.utils.rnn.pad_sequence(taps, batch_first=True) if taps else None)

@@ -1,0 +1,1 @@
+"""Activations of committed positions: kept for replay, and sent to drafts."""

@@ -1,0 +1,140 @@
+"""Deliveries to a draft: rows of activations, the spans that they belong to, and the sequences that have ended.
+
+Does not know: how a delivery reaches the draft, or what is kept for a replay.
+
+Shapes: X source rows, R rows (positions of all sequences one after the other), N tapped layers, D width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, compress, pairwise
+
+import torch
+from torch import Tensor
+
+from spire.rpc.tensors import copy_to, host_bytes
+from spire.v1 import verifier_pb2 as pb
+
+_TOKEN_BYTES = 5  # the longest varint of a token
+
+
+@dataclass(frozen=True)
+class Picked:
+    """R rows of a tensor [X, N, D]: those at `places`, or all if None. They are gathered only when needed."""
+
+    from_XND: Tensor
+    places: list[int] | None = None
+
+    def __len__(self) -> int:
+        return len(self.from_XND) if self.places is None else len(self.places)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return len(self), *self.from_XND.shape[1:]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.from_XND.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.from_XND.itemsize
+
+    def of(self, counts: Rows[int], kept: Rows[bool]) -> Picked:
+        """Select whole groups of neighbouring rows: `counts` are the groups' sizes, `kept` tells which to select."""
+        places = range(len(self.from_XND)) if self.places is None else self.places
+        bounds = compress(pairwise(accumulate(counts, initial=0)), kept)
+        return Picked(self.from_XND, [place for at, end in bounds for place in places[at:end]])
+
+    @cached_property
+    def rows_RND(self) -> Tensor:
+        """The rows as a tensor [R, N, D] on the same device."""
+        if self.places is None:
+            return self.from_XND
+        gathered_RND = self.from_XND.new_empty(self.shape)
+        self.gather(gathered_RND)
+        return gathered_RND
+
+    def gather(self, to_RND: Tensor) -> None:
+        """Write the rows to contiguous memory of the same device or of the host."""
+        device = self.from_XND.device
+        if self.places is None:
+            copy_to(to_RND, self.from_XND)
+        elif device.type == "cpu":
+            # Every place is valid; if numpy had to check, it would gather into a buffer first.
+            host_bytes(self.from_XND.flatten(1)).take(self.places, 0, host_bytes(to_RND.flatten(1)), "clip")
+        else:
+            places_R = torch.tensor(self.places, device=device)
+            if to_RND.device == device:
+                torch.index_select(self.from_XND, 0, places_R, out=to_RND)
+            else:
+                copy_to(to_RND, self.from_XND[places_R])
+
+
+NO_ROWS = Picked(torch.empty(0, 0, 0))
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """One delivery to a draft: R positions in the order of the spans, or the sequences that have ended.
+
+    A whole replay replaces everything not yet delivered. `tokens` has R entries, or none.
+    """
+
+    spans: Rows[pb.ActivationSpan] = ()
+    rows: Picked = NO_ROWS
+    tokens: Rows[int] = ()
+    ended: Rows[str] = ()
+    whole_replay: bool = False
+
+
+Deliver = Callable[[Delivery], None]
+
+
+def spans_of(sequence_id: str, positions: list[int], reset: bool) -> list[pb.ActivationSpan]:
+    """Return one span per stretch of consecutive positions. With `reset` the first span begins a replay."""
+    starts = [positions[0], *(b for a, b in pairwise(positions) if b != a + 1)] if positions else []
+    bounds = [*(positions.index(start) for start in starts), len(positions)]
+    return [
+        pb.ActivationSpan(sequence_id=sequence_id, start=positions[a], count=b - a, reset=reset and a == 0)
+        for a, b in pairwise(bounds)
+    ]
+
+
+def frames(delivery: Delivery, max_bytes: int) -> Iterator[Delivery]:
+    """Split the positions of a delivery into parts of at most `max_bytes`, or of one row. Spans may be split too."""
+    rows = delivery.rows
+    if not len(rows):
+        return
+    limit = max(1, max_bytes // (rows.nbytes // len(rows) + _TOKEN_BYTES))
+    if len(rows) <= limit:
+        yield delivery
+        return
+    rows_RND = rows.rows_RND
+    first, room = 0, limit
+    batch: list[pb.ActivationSpan] = []
+
+    def part() -> Delivery:
+        stretch = slice(first, first + limit)
+        return Delivery(batch, Picked(rows_RND[stretch]), delivery.tokens[stretch])
+
+    for span in delivery.spans:
+        done = 0
+        while done < span.count:
+            count = min(room, span.count - done)
+            batch.append(
+                pb.ActivationSpan(
+                    sequence_id=span.sequence_id, start=span.start + done, count=count, reset=span.reset and done == 0
+                )
+            )
+            done, room = done + count, room - count
+            if room == 0:
+                yield part()
+                first, batch, room = first + limit, [], limit
+    if batch:
+        yield part()

@@ -1,0 +1,236 @@
+"""The feed of one draft: a bounded tail of activations kept for replay, and what the draft has not been sent yet.
+
+Shapes: R rows (positions of all sequences one after the other), N tapped layers, D width.
+Does not know: other drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from itertools import compress
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from spire.errors import InvalidRequest, MismatchError
+from spire.model.pool import Pool
+from spire.rpc.channel import PROTOCOL_VERSION
+from spire.rpc.limits import MAX_TAPPED_POSITIONS
+from spire.rpc.tensors import host_bytes
+from spire.v1 import verifier_pb2 as pb
+from verifier_service.feed.delivery import NO_ROWS, Deliver, Delivery, Picked, spans_of
+
+# Rows that may be put off: processing many together takes hardly longer than processing a few.
+MOST_PENDING = 256
+
+Places = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Taps:
+    """The contents of a subscription: tapped layers, as counts of layers passed; sink; window; whether tokens too."""
+
+    layers: tuple[int, ...]
+    sink: int
+    window: int
+    tokens: bool = False
+
+    @classmethod
+    def read(cls, request: pb.ActivationsRequest, target: pb.GetInfoResponse) -> Taps:
+        """Check a subscription request. Raises MismatchError, naming both values, or InvalidRequest."""
+        if request.protocol_version != PROTOCOL_VERSION:
+            raise MismatchError(
+                f"the draft speaks protocol {request.protocol_version}, the verifier {PROTOCOL_VERSION}"
+            )
+        if request.target_fingerprint != target.target_fingerprint:
+            raise MismatchError(
+                f"the draft belongs to target {request.target_fingerprint}, "
+                f"the verifier serves {target.target_fingerprint}"
+            )
+        if not request.draft_id or request.window == 0 or bool(request.tapped_layers) == request.tokens:
+            raise InvalidRequest(
+                "a subscription needs a draft_id, a window of at least 1, and either tapped layers or tokens"
+            )
+        if (highest := max(request.tapped_layers, default=0)) >= target.num_layers:
+            raise InvalidRequest(f"tapped layer {highest} does not exist: the target has {target.num_layers}")
+        if len(set(request.tapped_layers)) < len(request.tapped_layers):
+            raise InvalidRequest(f"a layer is tapped twice: {list(request.tapped_layers)}")
+        # Memory for sink and window is held for every sequence, and no sequence is longer than the context.
+        sink, window = (min(count, target.max_context) for count in (request.sink, request.window))
+        if request.tapped_layers and sink + window > MAX_TAPPED_POSITIONS:
+            raise MismatchError(
+                f"the draft asks for the activations of {sink + window} positions of every sequence (sink {sink}, "
+                f"window {window}), the verifier keeps {MAX_TAPPED_POSITIONS} at most: train one with a smaller window"
+            )
+        return cls(tuple(request.tapped_layers), sink, window, request.tokens)
+
+
+@dataclass(slots=True)
+class Advance:
+    """Tokens committed at positions start .. of one sequence; its draft need not be told yet if it is `paused`."""
+
+    sequence_id: str
+    draft_id: str
+    slot: int
+    start: int
+    tokens: list[int]
+    paused: bool = False
+
+    @property
+    def count(self) -> int:
+        return len(self.tokens)
+
+
+class Feed:
+    """One draft's taps, the tails of its sequences, and `deliver` while the draft is subscribed."""
+
+    def __init__(self, taps: Taps, slots: int, width: int, dtype: torch.dtype, device: torch.device):
+        self.taps = taps
+        self.deliver: Deliver | None = None
+        # sequence id -> (slot, committed length)
+        self.members: dict[str, tuple[int, int]] = {}
+        # sequence id -> every committed token, where the draft wants them
+        self._tokens: dict[str, list[int]] = {}
+        # sequence id -> the first position that the draft has not been sent, because it was paused
+        self._unsent: dict[str, int] = {}
+        # Advances and their rows that are not yet written to the tails.
+        self._pending: list[tuple[Rows[Advance], Tensor]] = []
+        self._pending_rows = 0
+        self._entries, self._tapped = taps.sink + taps.window, (len(taps.layers), width)
+        # The tails of all slots; None without sequences. On a CPU memory is taken only when it is written.
+        self._pool: Pool | None = None
+        self._no_row = torch.zeros(0, *self._tapped, dtype=dtype, device=device)
+        self._shape = slots, 1, self._entries, len(taps.layers) * width
+
+    @property
+    def _tails(self) -> Tensor:
+        """The tails by slot and entry, [slots, sink + window, N, D]."""
+        if self._pool is None:
+            self._pool = Pool(self._shape, self._no_row.dtype, self._no_row.device)
+        return self._pool.tensor.view(-1, self._entries, *self._tapped)
+
+    def join(self, sequence_id: str, slot: int) -> None:
+        self.members[sequence_id] = (slot, 0)
+        self._tokens[sequence_id] = []
+
+    def leave(self, sequence_id: str) -> bool:
+        """Forget a sequence. Return False if the sequence is not in this feed."""
+        if sequence_id not in self.members:
+            return False
+        self._tokens.pop(sequence_id, None)
+        self._unsent.pop(sequence_id, None)
+        slot, _ = self.members.pop(sequence_id)
+        if not self.members:
+            self._pool, self._pending, self._pending_rows = None, [], 0
+        elif self._pool:
+            self._pool.release(slot, 0, self._entries)
+        return True
+
+    def store(self, advances: Rows[Advance], rows_RND: Tensor) -> None:
+        """Keep the rows and tokens that a replay needs."""
+        for a in advances:
+            self.members[a.sequence_id] = (a.slot, a.start + a.count)
+            if self.taps.tokens:
+                self._tokens[a.sequence_id] += a.tokens
+        self._pending.append((advances, rows_RND))
+        self._pending_rows += len(rows_RND)
+        if self._pending_rows > MOST_PENDING:
+            self._write_tails()
+
+    def _write_tails(self) -> None:
+        """Write pending rows to the tails: each sink position has its own entry, the window is a ring."""
+        advances = [a for stored, _ in self._pending for a in stored]
+        if not advances or not self.taps.layers:
+            self._pending, self._pending_rows = [], 0
+            return
+        rows = [rows_RND for _, rows_RND in self._pending]
+        self._pending, self._pending_rows = [], 0
+        counts = [a.count for a in advances]
+        slots_R = np.repeat([a.slot for a in advances], counts)
+        # Rows that have dropped out of the window must not overwrite those in the window. Neither may rows of a
+        # sequence that has left: another sequence may have its slot.
+        lengths = [self.members[a.sequence_id][1] if a.sequence_id in self.members else -1 for a in advances]
+        ends_R = np.repeat(lengths, counts)
+        positions_R = np.concatenate([np.arange(a.start, a.start + a.count) for a in advances])
+        sink, window = self.taps.sink, self.taps.window
+        for kept_R, entry_R in (
+            ((positions_R < sink) & (ends_R >= 0), positions_R),
+            ((positions_R >= ends_R - window) & (ends_R >= 0), sink + positions_R % window),
+        ):
+            _put_rows(self._tails, (slots_R[kept_R], entry_R[kept_R]), rows, kept_R.nonzero()[0])
+
+    def skip(self, sequence_id: str, tokens: list[int]) -> None:
+        slot, length = self.members[sequence_id]
+        self.members[sequence_id] = (slot, length + len(tokens))
+        if self.taps.tokens:
+            self._tokens[sequence_id] += tokens
+
+    def pause(self, sequence_ids: Rows[str]) -> None:
+        """Send nothing of these sequences, not even what is kept already, until they are no longer paused."""
+        self._unsent |= {sequence_id: 0 for sequence_id in sequence_ids if sequence_id in self.members}
+
+    def no_rows(self, count: int) -> Tensor:
+        """Return the activations [R, 0, D] of `count` positions for a feed without tapped layers."""
+        return self._no_row.new_zeros(count, *self._tapped)
+
+    def advance(self, advances: Rows[Advance], rows: Picked) -> Delivery:
+        """Return the delivery of committed positions, without sequences that are paused or still have to catch up."""
+        for a in advances:
+            if a.paused:
+                self._unsent.setdefault(a.sequence_id, a.start)
+        told = [a.sequence_id not in self._unsent for a in advances]
+        if not any(told):
+            return Delivery()
+        if not all(told):
+            rows = rows.of([a.count for a in advances], told)
+            advances = list(compress(advances, told))
+        spans = [pb.ActivationSpan(sequence_id=a.sequence_id, start=a.start, count=a.count) for a in advances]
+        tokens = [token for a in advances for token in a.tokens] if self.taps.tokens else []
+        return Delivery(spans, rows, tokens)
+
+    def catch_up(self, advances: Rows[Advance]) -> Delivery:
+        """Return what was not sent of sequences that are no longer paused; a replay where not all of that is kept."""
+        woken = [a.sequence_id for a in advances if not a.paused and a.sequence_id in self._unsent]
+        return self._kept([(sequence_id, self._unsent[sequence_id]) for sequence_id in woken])
+
+    def replay(self, sequence_ids: Rows[str], whole: bool = False) -> Delivery:
+        """Return everything kept of these sequences; the first span of each resets the draft's memory."""
+        return self._kept([(sequence_id, 0) for sequence_id in sequence_ids], whole)
+
+    def _kept(self, wanted: Rows[tuple[str, int]], whole: bool = False) -> Delivery:
+        """Return for each (sequence id, start) the positions from `start` on, or all kept ones if some are not kept."""
+        if wanted:  # empty in most rounds
+            self._write_tails()
+        spans: list[pb.ActivationSpan] = []
+        rows: list[Tensor] = []
+        tokens: list[int] = []
+        sink, window = self.taps.sink, self.taps.window
+        for sequence_id, start in wanted:
+            slot, length = self.members[sequence_id]
+            oldest = 0 if self.taps.tokens else length - window
+            reset = not start or start < oldest
+            positions = self._kept_positions(length) if reset else list(range(start, length))
+            spans += spans_of(sequence_id, positions, reset)
+            entries = [p if p < sink else sink + p % window for p in positions]
+            rows.append(self._tails[slot, entries] if self.taps.layers else self.no_rows(len(positions)))
+            tokens += [self._tokens[sequence_id][p] for p in positions] if self.taps.tokens else []
+            self._unsent.pop(sequence_id, None)
+        return Delivery(spans, Picked(torch.cat(rows)) if rows else NO_ROWS, tokens, whole_replay=whole)
+
+    def _kept_positions(self, length: int) -> list[int]:
+        if self.taps.tokens:
+            return list(range(length))
+        first = max(0, length - self.taps.window)
+        return [*range(min(self.taps.sink, first)), *range(first, length)]
+
+
+def _put_rows(to: Tensor, places: tuple[Places, Places], rows: Rows[Tensor], chosen_R: Places) -> None:
+    """Write the chosen rows to the places (slots, entries)."""
+    if to.device.type == "cpu":
+        host_bytes(to)[places] = np.concatenate([host_bytes(each) for each in rows])[chosen_R]
+    else:
+        slots_R, entries_R, rows_R = (torch.from_numpy(x).to(to.device) for x in (*places, chosen_R))
+        to[slots_R, entries_R] = torch.cat(list(rows))[rows_R]

@@ -1,0 +1,75 @@
+"""Compiling the grammars of Starts beside the rounds, so that other requests do not wait.
+
+A grammar may take all the time that its limits allow. An asker that sends many delays only its own grammars, and a
+grammar that is no longer wanted is not begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+
+import structlog
+
+from spire.errors import InvalidRequest, NotFinite, SpireError, UnknownSequence
+from spire.service.fair_pool import FairPool
+from spire.v1 import verifier_pb2 as pb
+from verifier_service.sampling.grammar import Grammars, Matcher
+
+log = structlog.get_logger("verifier_service")
+# Grammars compiled at once, of different askers: the other processors are needed for decoding.
+_AT_ONCE = 2
+
+Compiled = Callable[[pb.Start, Matcher], None]
+Refused = Callable[[pb.Start, SpireError], None]
+
+
+class Compiler:
+    """Compiles for all gateways; askers take turns."""
+
+    def __init__(self, grammars: Grammars):
+        self._grammars = grammars
+        self._pool = FairPool(_AT_ONCE, "grammars")
+
+    async def compile(self, gateway: str, grammar: pb.Grammar) -> Matcher:
+        """Compile a grammar. Raises InvalidRequest. A call that is cancelled before its turn is never begun."""
+        return await self._pool.run(f"{gateway} {grammar.asker}", self._grammars.compile, grammar)
+
+
+class Compiling:
+    """The Starts of one stream that wait for their grammars. Each is passed to `compiled` or `refused` once."""
+
+    def __init__(self, compiler: Compiler, gateway: str, compiled: Compiled, refused: Refused):
+        self._compiler, self._gateway = compiler, gateway
+        self._compiled, self._refused = compiled, refused
+        self._tasks: dict[asyncio.Task[None], pb.Start] = {}
+
+    def begin(self, start: pb.Start) -> None:
+        task = asyncio.create_task(self._compile(start))
+        self._tasks[task] = start
+        task.add_done_callback(self._tasks.pop)
+
+    def withdraw(self, sequence_ids: Collection[str]) -> None:
+        """Refuse the Starts of these sequences, which have been released."""
+        for task, start in self._tasks.items():
+            if start.sequence_id in sequence_ids and not task.cancelling():
+                task.cancel()
+                self._refused(start, UnknownSequence(f"sequence {start.sequence_id} has been released"))
+
+    def end(self) -> None:
+        """Cancel all Starts unanswered: the stream is over, and a gateway that reconnects has released them."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def _compile(self, start: pb.Start) -> None:
+        try:
+            matcher = await self._compiler.compile(self._gateway, start.adjustments.grammar)
+        except asyncio.CancelledError:
+            raise
+        except InvalidRequest as error:
+            self._refused(start, error)
+        except BaseException as error:  # the library's panics are not Exceptions
+            log.exception("a grammar could not be compiled")
+            self._refused(start, NotFinite(f"the verifier could not compile the grammar: {error}"))
+        else:
+            self._compiled(start, matcher)

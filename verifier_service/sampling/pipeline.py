@@ -1,0 +1,162 @@
+"""The sampling pipeline by slot: each sequence's parameters, history and grammar, and the p and logprobs they give.
+
+Logits are adjusted (bias, penalties, masks, grammar) with the history that each position would have if the draft tokens
+before it were accepted; `spire.decoding.sampling` does the rest. Only `assign`, `advance` and `release` change state.
+
+Shapes: B sequences, A of them adjusted, T positions, K = T - 1 draft tokens, V vocabulary, n tokens of one sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from spire.decoding.sampling import SamplingRows, probabilities
+from spire.errors import InvalidRequest
+from spire.rpc.sampling import from_protos
+from spire.v1 import tensor_pb2
+from spire.v1 import verifier_pb2 as pb
+from verifier_service.sampling.grammar import Grammars, Matcher
+from verifier_service.sampling.histories import Histories
+from verifier_service.sampling.logprobs import Scores, log_p, scores_of
+
+_STUCK = "no token is possible here: allowed tokens, min_tokens and grammar exclude each other, or numbers overflow"
+
+
+@dataclass(frozen=True)
+class Distributions:
+    """p and the adjusted logits [B, T, V]. `problems`: rows whose grammar can no longer be followed.
+
+    `possible_BT` is False where adjustments left no token or no finite logit, and None if nothing was adjusted.
+    """
+
+    p_BTV: Tensor
+    logits_BTV: Tensor
+    possible_BT: Tensor | None
+    problems: dict[int, InvalidRequest]
+
+    def refusals(self, accepted_B: Tensor) -> list[InvalidRequest | None]:
+        """Return why each row cannot continue, or None. Only its accepted tokens and the token after them count."""
+        if self.possible_BT is None:
+            return [self.problems.get(row) for row in range(len(accepted_B))]
+        position_T = torch.arange(self.possible_BT.shape[1], device=accepted_B.device)
+        stuck = (~self.possible_BT & (position_T <= accepted_B[:, None])).any(dim=1).tolist()
+        return [self.problems.get(row) or (InvalidRequest(_STUCK) if none else None) for row, none in enumerate(stuck)]
+
+
+class Pipeline:
+    """Sampling parameters, histories and grammars by slot. Parameters are tensors: a round selects its rows."""
+
+    def __init__(self, slots: int, vocab_size: int, device: torch.device, grammars: Grammars | None = None):
+        self._rows = from_protos([tensor_pb2.Sampling(top_p=1)] * slots, device)
+        # Slots and rows of the last batch; the next batch usually has the same slots.
+        self._last: tuple[Rows[int], SamplingRows] = ((), self._rows)
+        self._histories = Histories(vocab_size, device)
+        self._grammars, self._matchers = grammars, dict[int, Matcher]()
+        # By slot, why its grammar can no longer be followed.
+        self._problems: dict[int, InvalidRequest] = {}
+        # By slot, how many alternatives are reported with each token.
+        self._logprobs: dict[int, int] = {}
+
+    def assign(self, slot: int, start: pb.Start, matcher: Matcher | None) -> None:
+        """Begin a sequence in this slot. Tokens that it generated before a restart are part of its history."""
+        new, self._last = from_protos([start.sampling]), ((), self._rows)
+        for parameter in fields(SamplingRows):
+            getattr(self._rows, parameter.name)[slot] = getattr(new, parameter.name)[0]
+        prompt_tokens = start.prompt_tokens or len(start.tokens)
+        # A sequence with only a grammar needs no history.
+        if any(wish.name != "grammar" for wish, _ in start.adjustments.ListFields()):
+            self._histories.assign(slot, start.adjustments, start.tokens, prompt_tokens)
+        if matcher is not None:
+            self._matchers[slot] = matcher
+            self._follow(slot, start.tokens[prompt_tokens:])
+        if start.HasField("logprobs"):
+            self._logprobs[slot] = start.logprobs
+
+    def release(self, slot: int) -> None:
+        self._histories.release(slot)
+        self._matchers.pop(slot, None)
+        self._problems.pop(slot, None)
+        self._logprobs.pop(slot, None)
+
+    def advance(self, slots: Rows[int], tokens: Rows[Rows[int]]) -> None:
+        """Append new tokens to the sequences in these slots."""
+        self._histories.advance(slots, tokens)
+        for slot, gained in zip(slots, tokens, strict=True):
+            if slot in self._matchers:
+                self._follow(slot, gained)
+
+    def _follow(self, slot: int, tokens: Rows[int]) -> None:
+        try:
+            self._matchers[slot].advance(tokens)
+        except InvalidRequest as error:
+            self._problems[slot] = error
+
+    def leaves_alone(self, slots: Rows[int]) -> bool:
+        """True if no sequence in these slots has adjustments, a grammar or logprobs."""
+        asked = (self._logprobs, self._matchers, self._problems, self._histories.rows)
+        return all(of.keys().isdisjoint(slots) for of in asked)
+
+    def of(self, slots: Rows[int]) -> SamplingRows:
+        last, rows = self._last
+        if list(slots) != list(last):
+            rows = self._rows.select(torch.tensor(slots, device=self._rows.seed_B.device))
+            self._last = list(slots), rows
+        return rows
+
+    def distributions(
+        self,
+        slots: Rows[int],
+        rows: SamplingRows,
+        logits_BTV: Tensor,
+        draft_BK: Tensor,
+        counts: Rows[int],
+        base_B: Tensor,
+    ) -> Distributions:
+        """Return the distributions of the tokens after `base`. Takes over `logits_BTV` and changes it in place."""
+        adjusted = self._histories.adjust(slots, logits_BTV, draft_BK, base_B)
+        masked, problems = self._mask(slots, logits_BTV, draft_BK, counts)
+        possible_BT = None
+        if adjusted or masked:
+            possible_BT = logits_BTV.amax(dim=-1).isfinite()
+            logits_BTV.masked_fill_(~possible_BT[..., None], 0.0)
+        return Distributions(probabilities(logits_BTV, rows), logits_BTV, possible_BT, problems)
+
+    def _mask(
+        self, slots: Rows[int], logits_BTV: Tensor, draft_BK: Tensor, counts: Rows[int]
+    ) -> tuple[bool, dict[int, InvalidRequest]]:
+        """Mask what grammars forbid, in place. Return whether there are grammars, and the rows whose grammar failed."""
+        problems = {row: self._problems[slot] for row, slot in enumerate(slots) if slot in self._problems}
+        rows = [row for row, slot in enumerate(slots) if slot in self._matchers and row not in problems]
+        if not rows or self._grammars is None:
+            return False, problems
+        drafts = [draft_BK[row, : counts[row]].tolist() for row in rows]
+        matchers = [self._matchers[slots[row]] for row in rows]
+        for row, mask in zip(rows, self._grammars.masks(list(zip(matchers, drafts, strict=True))), strict=True):
+            if isinstance(mask, InvalidRequest):
+                problems[row] = mask
+            else:
+                logits_BTV[row, : len(mask)].masked_fill_(~mask.to(logits_BTV.device), -torch.inf)
+        return True, problems
+
+    def logprobs(
+        self, slots: Rows[int], rows: SamplingRows, distributions: Distributions, tokens: Rows[Rows[int]]
+    ) -> list[pb.Logprobs | None]:
+        """Return for each row the logprobs of its new tokens, or None if not asked for."""
+        asked = [row for row, slot in enumerate(slots) if slot in self._logprobs]
+        found: list[pb.Logprobs | None] = [None] * len(slots)
+        if asked:
+            index = torch.tensor(asked, device=distributions.p_BTV.device)
+            log_p_ATV = log_p(distributions.p_BTV[index], distributions.logits_BTV[index], rows.select(index))
+            for log_p_TV, row in zip(log_p_ATV, asked, strict=True):
+                found[row] = scores_of(log_p_TV, tokens[row], self._logprobs[slots[row]]).to_proto()
+        return found
+
+    def score(self, slot: int, logits_TV: Tensor, tokens: Rows[int]) -> Scores:
+        """Return the logprobs of prompt tokens from the logits before them. Adjustments apply to the output only."""
+        rows = self.of([slot])
+        p_BTV = probabilities(logits_TV[None], rows)
+        return scores_of(log_p(p_BTV, logits_TV[None], rows)[0], tokens, self._logprobs.get(slot, 0), ranked=True)

@@ -1,0 +1,1 @@
+"""The verifier's gRPC services for gateways and drafts, and the names of the callers."""

@@ -1,0 +1,236 @@
+"""Starting the verifier service from its options: load the target, size its cache, open the port."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import structlog
+import torch
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from spire.address import join
+from spire.checkpoints.chat_template import read_chat_template
+from spire.checkpoints.generation import read_generation
+from spire.checkpoints.names import model_name
+from spire.checkpoints.random_weights import has_random_weights
+from spire.checkpoints.tokenizer import ids_without_text, load_tokenizer
+from spire.checkpoints.weights import load_target
+from spire.errors import CheckpointError
+from spire.model.backends.packing import pack
+from spire.model.cache import TargetCache
+from spire.model.config import ModelConfig, load_model_config, unknown_keys
+from spire.model.placement import choose_device, choose_dtype, leaves_cores, loads_kernels_late
+from spire.model.self_speculation import SparseAttention
+from spire.model.target import Target
+from spire.perf.room import Room, Wishes, free_memory, room_for
+from spire.perf.shape_messages import shape_to_wire
+from spire.perf.shapes import Shape
+from spire.rpc.channel import PROTOCOL_VERSION, listen, new_server
+from spire.rpc.trust import ANYBODY, Trust
+from spire.service.process import stop_signal
+from spire.v1 import draft_pb2_grpc
+from spire.v1 import verifier_pb2 as pb
+from spire.v1 import verifier_pb2_grpc as rpc
+from verifier_service.config import VerifierConfig
+from verifier_service.engine.batch import Limits
+from verifier_service.engine.drafts import Drafts
+from verifier_service.engine.engine import VerifierEngine
+from verifier_service.engine.prefixes import Prefixes
+from verifier_service.engine.step import ModelSteps
+from verifier_service.feed.publisher import Publisher
+from verifier_service.metrics import VerifierMetrics
+from verifier_service.sampling.grammar import Grammars
+from verifier_service.sampling.pipeline import Pipeline
+from verifier_service.sampling.synthetic import coin_flips
+from verifier_service.serve.draft_connections import DraftConnections
+from verifier_service.serve.leases import Leases
+from verifier_service.serve.service import Hosted, VerifierService
+
+log = structlog.get_logger("verifier_service")
+
+# On a host without a spare core, sending the next round ahead of a plain round's answers pays for at most this many
+# sequences: with more, the gateway's work on the answers delays the next round.
+_FEW_SEQUENCES = 4
+# Seconds that the engine's last turn may take at shutdown, and after a second stop signal.
+_LAST_TURN, _LAST_TURN_HURRIED = 10.0, 1.0
+
+
+def load(config: VerifierConfig) -> tuple[VerifierEngine, Hosted]:
+    """Load the target; return the engine and the description of the target. Raises CheckpointError."""
+    began = time.monotonic()
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device)
+    shape = load_model_config(config.model)
+    _wishes(config).check(shape.max_position_embeddings)
+    tokenizer = _read_tokenizer(config.model, shape)
+    end_tokens, sampling, unusable = read_generation(config.model, shape)
+    if unusable:
+        log.warning("suggestions of generation_config.json are left out", unusable=unusable)
+    if config.lossy_synthetic_acceptance is None and has_random_weights(config.model):
+        raise CheckpointError(f"{config.model} holds a shape and no weights: only measurements of time can serve it")
+    target, fingerprint = load_target(config.model, dtype, device)
+    packed = pack(target)
+    room = _room(config, shape, dtype, device)
+    grammars, no_grammars = _read_grammars(tokenizer.tokenizer_json, shape, end_tokens)
+    engine = _build_engine(packed, config, room, dtype, device, grammars)
+    if loads_kernels_late(device):
+        engine.steps.warm_up()
+    engine.measure()
+    info = pb.GetInfoResponse(
+        protocol_version=PROTOCOL_VERSION,
+        model_name=_model_name(config),
+        target_fingerprint=fingerprint,
+        tokenizer_hash=hashlib.sha256((config.model / "tokenizer.json").read_bytes()).hexdigest()[:16],
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        num_layers=shape.num_hidden_layers,
+        max_context=room.context,
+        max_sequences=room.sequences,
+        end_tokens=end_tokens,
+        epoch=uuid.uuid4().hex,
+        dtype=str(dtype).removeprefix("torch."),
+        max_speculation_depth=config.max_depth,
+        no_grammars=no_grammars,
+        shape=shape_to_wire(Shape.of(shape)),
+        most_sequences_ahead=room.sequences if leaves_cores(device) else _FEW_SEQUENCES,
+        suggested_sampling=pb.SuggestedSampling(**sampling.model_dump(exclude_none=True)),
+        load_seconds=time.monotonic() - began,
+    )
+    return engine, Hosted(info, tokenizer, grammars)
+
+
+def _read_grammars(
+    tokenizer_json: bytes, shape: ModelConfig, end_tokens: tuple[int, ...]
+) -> tuple[Grammars | None, str]:
+    """Return the grammar compiler, or None and the reason: the target is then served without structured output."""
+    try:
+        return Grammars(tokenizer_json, shape.vocab_size, end_tokens), ""
+    except CheckpointError as error:
+        log.warning("no structured output", reason=str(error))
+        return None, str(error)
+
+
+def _model_name(config: VerifierConfig) -> str:
+    """Return the name that requests ask for; a lossy verifier's name says so."""
+    name, rate = config.served_model_name or model_name(config.model), config.lossy_synthetic_acceptance
+    return name if rate is None else f"{name} (LOSSY: synthetic acceptance {rate})"
+
+
+def _read_tokenizer(model: Path, shape: ModelConfig) -> pb.GetTokenizerResponse:
+    """Read the tokenizer and the chat template. Log unused keys of config.json and token ids without text."""
+    tokenizer, chat = load_tokenizer(model, shape.vocab_size), read_chat_template(model)
+    if unknown := unknown_keys(model):
+        log.info("keys of config.json that nobody reads", keys=unknown)
+    if without := ids_without_text(tokenizer, shape.vocab_size):
+        log.info("ids of the vocabulary without text", ids=without, vocab_size=shape.vocab_size)
+    return pb.GetTokenizerResponse(
+        tokenizer_json=tokenizer.to_str().encode(), chat_template=chat.template, special_tokens=chat.special_tokens
+    )
+
+
+def _build_engine(
+    target: Target,
+    config: VerifierConfig,
+    room: Room,
+    dtype: torch.dtype,
+    device: torch.device,
+    grammars: Grammars | None,
+) -> VerifierEngine:
+    shape, slots = target.config, room.sequences
+    cache = TargetCache(
+        shape,
+        slots,
+        room.context,
+        dtype,
+        device,
+        parking=slots if config.prefix_cache and device.type == "cpu" else 0,
+        budget=room.budget,
+    )
+    sparse = SparseAttention(config.self_sink, config.self_window)
+    steps = ModelSteps(target, cache, Pipeline(slots, shape.vocab_size, device, grammars), sparse, config.self_top_m)
+    if (rate := config.lossy_synthetic_acceptance) is not None:
+        log.warning("LOSSY: what the target says of draft tokens is ignored", synthetic_acceptance=rate)
+        steps.rule = coin_flips(rate)
+    publisher = Publisher(slots, shape.hidden_size, dtype, device)
+    limits = Limits(shape.vocab_size, room.context, config.max_depth)
+    prefixes = Prefixes(cache, config.prefix_cache)
+    return VerifierEngine(steps, publisher, prefixes, limits, VerifierMetrics(slots, cache), config.token_budget)
+
+
+def _wishes(config: VerifierConfig) -> Wishes:
+    exactly = "max_sequences" in config.model_fields_set
+    return Wishes(config.max_sequences, exactly, config.max_context, int(config.cache_gb * 1e9))
+
+
+def _room(config: VerifierConfig, shape: ModelConfig, dtype: torch.dtype, device: torch.device) -> Room:
+    """Return the number and length of sequences that fit. Call it when the weights are in memory."""
+    position_bytes = shape.kv_bytes_per_position // 2 * dtype.itemsize
+    at_once = device.type != "cpu"
+    return room_for(_wishes(config), shape.max_position_embeddings, position_bytes, free_memory(device), at_once)
+
+
+@asynccontextmanager
+async def listening(
+    engine: VerifierEngine, hosted: Hosted, config: VerifierConfig, trust: Trust = ANYBODY, drain_seconds: float = 0.0
+) -> AsyncIterator[str]:
+    """Serve inside this block. Yields the bound address; leaving the block drains and stops the engine.
+
+    An engine whose model is stuck cannot be stopped: `engine.ended` is then not done afterwards.
+    """
+    server, healthy = new_server(trust), health.aio.HealthServicer()
+    drafting, drafts = DraftConnections(engine), Drafts(hosted.info, config.self_window, config.self_sink)
+    engine.draft_requests.drafts = drafts
+    service = VerifierService(engine, hosted, config, drafting, drafts)
+    rpc.add_VerifierServicer_to_server(service, server)
+    draft_pb2_grpc.add_DraftingServicer_to_server(drafting, server)
+    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    port = listen(server, config.host, config.port, trust)
+    engine.start()
+    await server.start()
+    await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
+    watch = asyncio.create_task(_watch(engine, healthy, config.stuck_seconds))
+    try:
+        yield join(config.host, port)
+    finally:
+        hurry = asyncio.create_task(stop_signal())
+        watch.cancel()
+        await healthy.enter_graceful_shutdown()
+        await _drained(engine, service.leases, drain_seconds, hurry)
+        await server.stop(grace=2)
+        await _ended(engine, hurry)
+        hurry.cancel()
+
+
+async def _drained(engine: VerifierEngine, leases: Leases, seconds: float, hurry: asyncio.Task[None]) -> None:
+    """Wait until no gateway or no sequence is left, `seconds` have passed, or another stop signal arrives."""
+    deadline = time.monotonic() + seconds
+    while leases.any_open and engine.slots.sequences and not engine.ended.done():
+        if hurry.done() or time.monotonic() > deadline:
+            break
+        await asyncio.sleep(0.05)
+
+
+async def _ended(engine: VerifierEngine, hurry: asyncio.Task[None]) -> None:
+    """Stop the engine. Wait until its thread has ended or counts as stuck, which is sooner after another signal."""
+    engine.stop()
+    began = time.monotonic()
+    while not engine.ended.done():
+        if time.monotonic() - began > (_LAST_TURN_HURRIED if hurry.done() else _LAST_TURN):
+            log.error("the model is stuck and does not end")
+            break
+        await asyncio.sleep(0.01)
+
+
+async def _watch(engine: VerifierEngine, healthy: health.aio.HealthServicer, stuck_seconds: float) -> None:
+    """Report health every second: a service with a stuck engine still answers pings."""
+    status = health_pb2.HealthCheckResponse
+    while True:
+        await asyncio.sleep(1)
+        stuck = engine.pace.is_stuck(stuck_seconds)
+        await healthy.set("", status.NOT_SERVING if stuck else status.SERVING)

@@ -1,0 +1,371 @@
+"""The verifier's gRPC service: translate a call, call the engine, translate back. Runs on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import grpc
+import structlog
+
+from spire.errors import InvalidRequest, OutOfCapacity, SpireError
+from spire.rpc.carrier import OverwritingRingReader, Ring
+from spire.rpc.channel import GATEWAY_METADATA_KEY, STREAM_METADATA_KEY
+from spire.rpc.cuda_ipc import gpu_of
+from spire.rpc.errors import call_status, item_status
+from spire.rpc.host import host_id
+from spire.rpc.limits import MAX_FOLLOWERS, check_named
+from spire.v1 import verifier_pb2 as pb
+from spire.v1 import verifier_pb2_grpc as rpc
+from verifier_service.config import VerifierConfig
+from verifier_service.engine.drafts import Drafts, check_draft_id
+from verifier_service.engine.engine import VerifierEngine
+from verifier_service.engine.tasks import StartTask, VerifyTask
+from verifier_service.feed.feed import Taps
+from verifier_service.feed.subscriber import Subscriber
+from verifier_service.metrics import GRPC
+from verifier_service.sampling.compiling import Compiler, Compiling
+from verifier_service.sampling.grammar import Grammars, Matcher
+from verifier_service.serve.draft_connections import DraftConnections
+from verifier_service.serve.leases import Leases
+from verifier_service.serve.names import told
+
+log = structlog.get_logger("verifier_service")
+
+# The ring of activations holds a whole replay, or three rounds of an 8B target at 64 sequences; the ring of q holds
+# four rounds of 64 sequences at k = 8 and a vocabulary of 4,096. A container has 64 MiB for both by default.
+MAX_RING_BYTES, Q_RING_BYTES = 44 * 1024 * 1024, 18 * 1024 * 1024
+# Seconds between two checks whether the pace that gateways are told has changed.
+_PACE_SECONDS = 1.0
+# Placeholder in a stream's queue for the newest message about drafts.
+_DRAFTS = pb.RoundsResponse()
+# Seconds that a ring in a GPU's memory outlives its subscription.
+_STILL_MAPPED_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Hosted:
+    """The served model. If `grammars` is None, Starts with a grammar are refused."""
+
+    info: pb.GetInfoResponse
+    tokenizer: pb.GetTokenizerResponse
+    grammars: Grammars | None
+
+
+Made = TypeVar("Made", Ring, OverwritingRingReader)
+
+
+class RoundsStream:
+    """One gateway's stream: requests go to the engine, and answers are sent as they become ready."""
+
+    def __init__(self, engine: VerifierEngine, gateway: str, compiler: Compiler | None):
+        self._engine, self._gateway = engine, gateway
+        self._compiling = Compiling(compiler, gateway, self._compiled, self._refuse) if compiler else None
+        self._loop = asyncio.get_running_loop()
+        self._answers: asyncio.Queue[pb.RoundsResponse | SpireError | None] = asyncio.Queue()
+        self._outstanding = 0
+        self._closing = False
+        self._ended = False
+        # The newest message about drafts while its placeholder waits in the queue.
+        self._drafts: pb.RoundsResponse | None = None
+
+    def end(self, error: SpireError) -> None:
+        """Ignore further requests and fail the call with `error`."""
+        self._ended = True
+        self._answers.put_nowait(error)
+
+    async def answers(self, requests: AsyncIterator[pb.RoundsRequest]) -> AsyncIterator[pb.RoundsResponse]:
+        """Yield answers until the gateway has closed its side and all its requests are answered. Raises SpireError."""
+        reader, teller = asyncio.create_task(self._read(requests)), asyncio.create_task(self._tell_pace())
+        try:
+            while (answer := await self._answers.get()) is not None:
+                if isinstance(answer, SpireError):
+                    raise answer
+                if answer is _DRAFTS:
+                    message, self._drafts = self._drafts, None
+                    if message:
+                        yield message
+                else:
+                    yield answer
+        finally:
+            reader.cancel()
+            teller.cancel()
+            if self._compiling:
+                self._compiling.end()
+
+    async def _read(self, requests: AsyncIterator[pb.RoundsRequest]) -> None:
+        try:
+            async for request in requests:
+                if self._ended:
+                    return
+                match request.WhichOneof("body"):
+                    case "start":
+                        self._start(request.start)
+                    case "verify":
+                        check_named("a VerifyBatch", len(request.verify.items))
+                        self._engine.metrics.rounds.labels(GRPC).inc()
+                        self._engine.submit(VerifyTask(request.verify, self._gateway, self._reply))
+                    case None:
+                        self._answers.put_nowait(InvalidRequest("a RoundsRequest came without a body"))
+                        continue
+                self._outstanding += 1
+            self._closing = True
+            self._end_if_answered()
+        except InvalidRequest as error:
+            self._answers.put_nowait(error)
+        except Exception as error:  # mostly bytes that are not a request
+            self._answers.put_nowait(InvalidRequest(f"a request cannot be read: {error!r}"))
+
+    async def _tell_pace(self) -> None:
+        """Tell the gateway the pace whenever it changes, unless answers still wait to be read."""
+        told = None
+        while True:
+            pace = pb.Pace(step_seconds=self._engine.pace.step_seconds, prefilled=self._engine.prefilled)
+            if pace != told and (told is None or self._answers.empty()):
+                told = pace
+                self._answers.put_nowait(pb.RoundsResponse(pace=pace))
+            await asyncio.sleep(_PACE_SECONDS)
+
+    def tell_drafts(self, message: pb.RoundsResponse) -> None:
+        """Tell the gateway about drafts. Any thread may call it."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._keep_newest, message)
+
+    def _keep_newest(self, message: pb.RoundsResponse) -> None:
+        """Replace a message about drafts that the gateway has not read yet, because it is out of date."""
+        if self._drafts is None:
+            self._answers.put_nowait(_DRAFTS)
+        self._drafts = message
+
+    def send(self, answer: pb.RoundsResponse | SpireError) -> None:
+        """Send a message that does not count as the answer to a request. Any thread may call it."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._answers.put_nowait, answer)
+
+    def _start(self, start: pb.Start) -> None:
+        if start.adjustments.HasField("grammar") and self._compiling:
+            self._compiling.begin(start)
+        else:
+            self._engine.submit(StartTask(start, self._gateway, self._reply, self.send))
+
+    def withdraw(self, gateway: str, sequence_ids: Sequence[str]) -> None:
+        """Withdraw released sequences that still wait for their grammars, if this is the gateway's stream."""
+        if self._compiling and gateway == self._gateway:
+            self._compiling.withdraw(frozenset(sequence_ids))
+
+    def _compiled(self, start: pb.Start, matcher: Matcher) -> None:
+        self._engine.submit(StartTask(start, self._gateway, self._reply, self.send, matcher))
+
+    def _refuse(self, start: pb.Start, error: SpireError) -> None:
+        log.debug("refused", sequence=start.sequence_id, code=type(error).__name__)
+        self._take(pb.RoundsResponse(started=pb.Started(sequence_id=start.sequence_id, status=item_status(error))))
+
+    def _reply(self, response: pb.RoundsResponse) -> None:
+        """Send the answer to a request. The engine's thread calls this."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._take, response)
+
+    def _take(self, response: pb.RoundsResponse) -> None:
+        self._answers.put_nowait(response)
+        self._outstanding -= 1
+        self._end_if_answered()
+
+    def _end_if_answered(self) -> None:
+        if self._closing and self._outstanding <= 0:
+            self._answers.put_nowait(None)
+
+
+class VerifierService(rpc.VerifierServicer):
+    """Serves `spire.v1.Verifier`. The engine holds the state of sequences."""
+
+    def __init__(
+        self, engine: VerifierEngine, hosted: Hosted, config: VerifierConfig, drafting: DraftConnections, drafts: Drafts
+    ):
+        self._engine, self._hosted, self._shared_memory = engine, hosted, config.shared_memory
+        self._drafting, self._drafts = drafting, drafts
+        self.leases = Leases(engine, config.lease_seconds)
+        self._subscribers: dict[str, Subscriber] = {}
+        # The number of subscriptions by draft id: a newer one may begin before the older one has ended.
+        self._following: Counter[str] = Counter()
+        self._compiler = Compiler(hosted.grammars) if hosted.grammars else None
+        self._streams: set[RoundsStream] = set()
+
+    async def GetInfo(self, request: pb.GetInfoRequest, context: grpc.aio.ServicerContext) -> pb.GetInfoResponse:
+        return self._hosted.info
+
+    async def GetTokenizer(
+        self, request: pb.GetTokenizerRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetTokenizerResponse:
+        return self._hosted.tokenizer
+
+    async def Rounds(
+        self, requests: AsyncIterator[pb.RoundsRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.RoundsResponse]:
+        gateway = told(context, GATEWAY_METADATA_KEY) or uuid.uuid4().hex
+        number = told(context, STREAM_METADATA_KEY)
+        stream = RoundsStream(self._engine, gateway, self._compiler)
+        self._streams.add(stream)
+        try:
+            with self.leases.held(gateway, context, int(number) if number.isdecimal() else 0, stream.end):
+                # The metadata tell the gateway that its stream is open, before its first request.
+                await context.send_initial_metadata(())
+                with self._drafts.telling(stream.tell_drafts):
+                    async for response in stream.answers(requests):
+                        yield response
+        except SpireError as error:
+            await context.abort(call_status(error), str(error))
+        finally:
+            self._streams.discard(stream)
+
+    async def Activations(
+        self, request: pb.ActivationsRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.ActivationsResponse]:
+        try:
+            check_draft_id(request.draft_id)
+            taps = Taps.read(request, self._hosted.info)
+            if request.HasField("draft"):
+                self._drafts.check(request.draft)
+            self._check_room_for(request.draft_id)
+            with self._drafting.names.held(request.draft_id, context), self._counted(request.draft_id):
+                async with self._followed(request, taps, context) as (subscriber, offer):
+                    if offer:
+                        yield offer
+                    with self._named(request):
+                        async for message in subscriber.messages():
+                            yield message
+        except SpireError as error:
+            await context.abort(call_status(error), str(error))
+
+    def _check_room_for(self, draft_id: str) -> None:
+        if draft_id not in self._following and len(self._following) >= MAX_FOLLOWERS:
+            raise OutOfCapacity(f"{MAX_FOLLOWERS} drafts follow this verifier already: that is the most it takes")
+
+    @contextlib.contextmanager
+    def _counted(self, draft_id: str) -> Iterator[None]:
+        self._following += Counter([draft_id])
+        try:
+            yield
+        finally:
+            self._following -= Counter([draft_id])
+
+    @contextlib.asynccontextmanager
+    async def _followed(
+        self, request: pb.ActivationsRequest, taps: Taps, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[tuple[Subscriber, pb.ActivationsResponse | None]]:
+        """Subscribe a draft inside this block. Yields its subscriber, and an offer of rings for a draft with a host."""
+        near = _is_near(request.host)
+        ring, q_ring = await asyncio.to_thread(self._share, taps, request.gpu) if near else (None, None)
+        subscriber, subscribed = self._subscribe(request.draft_id, taps, ring)
+        if q_ring:
+            self._engine.q_rings[request.draft_id] = q_ring
+        try:
+            # Sequences that start after the draft has received the metadata are followed. The draft then forgets
+            # everything: the messages that follow begin with a replay.
+            await asyncio.wrap_future(subscribed)
+            await context.send_initial_metadata(())
+            offer = pb.ActivationsResponse(
+                ring=ring.offer if ring else pb.Ring(), q_ring=q_ring.offer if q_ring else pb.Ring()
+            )
+            yield subscriber, offer if request.host else None
+        finally:
+            self._unsubscribe(request.draft_id, subscriber)
+            if self._engine.q_rings.get(request.draft_id) is q_ring:
+                self._engine.q_rings.pop(request.draft_id, None)
+            if ring and ring.offer.gpu_handle:
+                # The memory must not be freed while the draft maps it; the draft soon learns of the stream's end.
+                asyncio.get_running_loop().call_later(_STILL_MAPPED_SECONDS, _keep, ring)
+
+    def _named(self, request: pb.ActivationsRequest) -> contextlib.AbstractContextManager[None]:
+        """Tell gateways about a draft inside this block, if the draft takes requests."""
+        if not request.HasField("draft"):
+            return contextlib.nullcontext()
+        return self._drafts.followed_by(request.draft_id, request.draft)
+
+    def _share(self, taps: Taps, gpu: str) -> tuple[Ring | None, OverwritingRingReader | None]:
+        """Make the rings for a draft on this host: for rows, if any are sent, and for q. Call it off the event loop."""
+        size, device = min(MAX_RING_BYTES, self._engine.publisher.replay_bytes(taps)), self._engine.steps.device
+        ring = None
+        if size and gpu and gpu == gpu_of(device):
+            ring = self._made(partial(Ring, gpu=device), size)
+        if size and ring is None:
+            ring = self._made(Ring, size)
+        return ring, self._made(OverwritingRingReader, Q_RING_BYTES)
+
+    def _made(self, kind: Callable[[Path, int], Made], size: int) -> Made | None:
+        try:
+            return kind(Path(self._shared_memory), size) if self._shared_memory else None
+        except OSError as error:
+            log.warning("no shared memory for a draft", directory=self._shared_memory, bytes=size, error=str(error))
+            return None
+
+    def _subscribe(self, draft_id: str, taps: Taps, ring: Ring | None) -> tuple[Subscriber, Future[None]]:
+        """Subscribe a draft, ending its older stream. The future is done once the draft's sequences are followed."""
+        if former := self._subscribers.pop(draft_id, None):
+            former.close()
+        subscriber = Subscriber(
+            asyncio.get_running_loop(),
+            lambda deliver: self._engine.call(self._engine.replay_all, draft_id, deliver),
+            ring,
+        )
+        self._subscribers[draft_id] = subscriber
+        subscribed = self._engine.call(self._engine.subscribe, draft_id, taps, subscriber.deliver)
+        log.info(
+            "a draft follows",
+            draft_id=draft_id,
+            tapped_layers=taps.layers,
+            sink=taps.sink,
+            window=taps.window,
+            carrier=_carrier(ring),
+        )
+        return subscriber, subscribed
+
+    def _unsubscribe(self, draft_id: str, subscriber: Subscriber) -> None:
+        if self._subscribers.get(draft_id) is subscriber:
+            del self._subscribers[draft_id]
+        self._engine.call(self._engine.publisher.unsubscribe, draft_id, subscriber.deliver)
+
+    async def Resync(self, request: pb.ResyncRequest, context: grpc.aio.ServicerContext) -> pb.ResyncResponse:
+        try:
+            check_named("a ResyncRequest", len(request.sequence_ids))
+            self._drafting.names.check(request.draft_id, context)
+        except SpireError as error:
+            await context.abort(call_status(error), str(error))
+        done = self._engine.call(self._engine.replay, request.draft_id, list(request.sequence_ids))
+        unknown = await asyncio.wrap_future(done)
+        return pb.ResyncResponse(unknown=unknown)
+
+    async def Release(self, request: pb.ReleaseRequest, context: grpc.aio.ServicerContext) -> pb.ReleaseResponse:
+        gateway = told(context, GATEWAY_METADATA_KEY)
+        try:
+            check_named("a ReleaseRequest", len(request.sequence_ids))
+            self.leases.names.check(gateway, context)
+        except SpireError as error:
+            await context.abort(call_status(error), str(error))
+        for stream in self._streams:
+            stream.withdraw(gateway, request.sequence_ids)
+        done = self._engine.call(self._engine.slots.release_own, gateway, list(request.sequence_ids))
+        released = await asyncio.wrap_future(done)
+        return pb.ReleaseResponse(released=released, cache_usage=self._engine.steps.cache.usage)
+
+
+def _keep(ring: Ring) -> None:
+    """Keep the ring alive until this is called."""
+
+
+def _carrier(ring: Ring | None) -> str:
+    if ring is None:
+        return "inline bytes"
+    return "memory of the GPU" if ring.offer.gpu_handle else "shared memory"
+
+
+def _is_near(host: str) -> bool:
+    """True if a peer that names `host` shares memory with this process."""
+    return bool(host) and host == host_id()
