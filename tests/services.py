@@ -70,6 +70,7 @@ def wait_until_connected(gateway: Service, peers: set[str]) -> None:
 
 def start(command: Sequence[str], directory: Path) -> Service:
     """Run `python <command>` and wait until it says where it listens. Raises RuntimeError with its log if it dies."""
+    assert command[0] == "-m", f"{command[0]} run by its path would find tests/spire in the place of spire"
     ready = Path(tempfile.mktemp(dir=directory, suffix=".ready"))
     log = ready.with_suffix(".log")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SPIRE_")}

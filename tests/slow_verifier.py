@@ -1,6 +1,6 @@
 """The verifier service with a target so large that a step takes STEP seconds, and a chunk of prompts PREFILL more:
 
-python tests/slow_verifier.py STEP PREFILL --model ...
+python -m tests.slow_verifier STEP PREFILL --model ...
 """
 
 from __future__ import annotations

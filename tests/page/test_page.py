@@ -11,7 +11,6 @@ import pytest
 from spire.service.keys import create_key
 from tests.gateway.conftest import Api, eventually
 from tests.page.conftest import PATIENCE, Page, opened
-from tests.paths import TESTS
 from tests.services import Service, Services, running, start
 
 PROMPT = "Once upon a time"
@@ -263,8 +262,7 @@ def test_a_gateway_that_is_gone_is_told_of(driver: Any, stories_dir: Any) -> Non
 
 
 def test_a_prompt_that_takes_long_to_read_is_told_of_until_the_first_token(driver: Any, stories_dir: Any) -> None:
-    slow = TESTS / "slow_verifier.py"
-    with running(stories_dir, verifier=[str(slow), "0.02", "4"]) as services:
+    with running(stories_dir, verifier=["-m", "tests.slow_verifier", "0.02", "4"]) as services:
         page = opened(driver, services.url)
         page.load()
         eventually(lambda: page.state == "ready, without a draft", PATIENCE)

@@ -9,12 +9,11 @@ import pytest
 
 from tests.gateway.conftest import eventually
 from tests.page.conftest import PATIENCE, opened
-from tests.paths import TESTS
 from tests.services import running
 from tests.spire.model.test_large_vocabulary import VOCABULARY, with_vocabulary
 from tests.untrained import untrained_draft
 
-SLOW = str(TESTS / "slow_verifier.py")
+SLOW = ["-m", "tests.slow_verifier"]
 
 
 @pytest.mark.slow
@@ -25,7 +24,7 @@ def test_a_slow_target_is_waited_for_and_both_lanes_come_to_their_end(
 ) -> None:
     target = with_vocabulary(stories_dir, VOCABULARY, tmp_path / "target")
     draft = untrained_draft(target, tmp_path / "draft")
-    with running(target, draft, verifier=[SLOW, step, prefill], k=None) as services:
+    with running(target, draft, verifier=[*SLOW, step, prefill], k=None) as services:
         page = opened(driver, services.url)
         page.load_ready()
         page.find("#beside").click()

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from scipy.stats import chi2, chisquare
 
 from tests.markov import VOCABULARY, logits_after_each_token, write_markov_pair
-from tests.paths import TESTS
 from tests.services import Services, running
 
 # Thousands of tokens, on whatever machine.
@@ -27,7 +26,7 @@ pytestmark = pytest.mark.timeout(1200)
 
 CHOICES, REQUESTS, LENGTH, START = 15, 420, 8, 3
 FALSE_ALARM = 1e-5
-LOSSY = str(TESTS / "lossy_verifier.py")
+LOSSY = ["-m", "tests.lossy_verifier"]
 PENALTIES = {"presence_penalty": 0.7, "frequency_penalty": 0.4}
 # By how many tokens q holds: rule, k, and how the request samples.
 CELLS: dict[int, list[tuple[str, int, dict[str, float]]]] = {
@@ -98,7 +97,7 @@ def test_a_target_that_drafts_for_itself_keeps_its_distribution(
 
 
 def test_a_verifier_that_accepts_everything_fails(pair: tuple[Path, Path], logits: NDArray[np.float64]) -> None:
-    with running(*pair, verifier=[LOSSY]) as lossy:
+    with running(*pair, verifier=LOSSY) as lossy:
         drawn, _ = generate(lossy.url, {"temperature": 1.0}, {"rule": "rejection"})
         penalised, _ = generate(lossy.url, {"temperature": 1.0} | PENALTIES, {"rule": "rejection"})
     for p_values in (fit(drawn, reference(logits, temperature=1.0)), fit_penalised(penalised, logits, **PENALTIES)):

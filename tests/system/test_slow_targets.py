@@ -26,17 +26,17 @@ from spire.bench.system import System
 from spire.bench.throughput import measure
 from spire.cli import app
 from spire.cli.service import Service
-from tests.paths import ROOT, TESTS
+from tests.paths import ROOT
 from tests.services import Services, running, start, wait_until_connected
 from tests.spire.model.test_large_vocabulary import VOCABULARY, with_vocabulary
 
-SLOW = str(TESTS / "slow_verifier.py")
+SLOW = ["-m", "tests.slow_verifier"]
 
 
 @pytest.fixture(scope="module")
 def slow(stories_dir: Path) -> Iterator[Services]:
     """A gateway that waits less for a head than its target takes for a prompt."""
-    with running(stories_dir, verifier=[SLOW, "0.05", "2.5"], gateway_options=["--head-deadline", "2.2"]) as services:
+    with running(stories_dir, verifier=[*SLOW, "0.05", "2.5"], gateway_options=["--head-deadline", "2.2"]) as services:
         yield services
 
 
@@ -134,7 +134,7 @@ def nothing_was_lost(services: Services) -> bool:
 def test_limits_of_any_length_follow_a_slower_target(stories_dir: Path) -> None:
     floors = ["--verify-deadline", "0.3", "--start-deadline", "0.3"]
     with running(
-        stories_dir, verifier=[SLOW, "0.4", "1.5"], verifier_options=["--stuck-seconds", "0.3"], gateway_options=floors
+        stories_dir, verifier=[*SLOW, "0.4", "1.5"], verifier_options=["--stuck-seconds", "0.3"], gateway_options=floors
     ) as services:
         answers = ask_two(services)
         assert [answer.status_code for answer in answers] == [200, 200]
@@ -207,7 +207,7 @@ def test_every_measurement_finishes_on_a_slow_target(
         found: dict[str, Any] = json.loads(done.stdout)
         return found
 
-    slowly = [SLOW, step, prefill]
+    slowly = [*SLOW, step, prefill]
     with running(large_dir, "magicdec", verifier=slowly, verifier_options=CHUNKS, k=None) as services:
         cells = measured("bench", "--batch", "2", "--k", "0,2", "--repeats", "1")["bench"]
         assert [cell["generated"] for cell in cells] == [16, 16]

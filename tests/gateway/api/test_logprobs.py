@@ -31,11 +31,10 @@ from spire.text.chat_template import ChatTemplate
 from spire.v1 import tensor_pb2, verifier_pb2
 from tests.gateway.api.test_rest import OFF, stream
 from tests.gateway.conftest import Api
-from tests.paths import TESTS
 from tests.services import running
 
 PROMPT = "Once upon a time, there was a little"
-FORGETFUL = TESTS / "forgetful_verifier.py"
+FORGETFUL = ["-m", "tests.forgetful_verifier"]
 WAYS = [OFF, {"k": 1}, {"k": 4}]
 TOLERANCE = 2e-4
 
@@ -237,7 +236,7 @@ def test_every_choice_and_prompt_has_its_own_logprobs(api: Api, reference: Refer
 def test_a_round_without_its_logprobs_is_replayed(api: Api, stories_dir: Path) -> None:
     request: dict[str, Any] = {"max_tokens": 60, "seed": 5, "logprobs": 2, "echo": True, "return_token_ids": True}
     (expected,) = api.complete(PROMPT, **request, speculation=OFF)["choices"]
-    with running(stories_dir, verifier=(str(FORGETFUL),)) as system:
+    with running(stories_dir, verifier=FORGETFUL) as system:
         forgetful = Api(system.url)
         (choice,) = forgetful.complete(PROMPT, **request)["choices"]
         assert forgetful.metric("spire_replays_total") > 5

@@ -15,12 +15,11 @@ from gateway.sequence import DEEPEST
 from tests.draft_service.test_carrier import activation_bytes
 from tests.gateway.conftest import Api, eventually
 from tests.gateway.rounds.test_resilience import revive
-from tests.paths import TESTS
 from tests.services import Services, running
 from tests.verifier_service.harness import free_port
 
-CROWDED = str(TESTS / "crowded_verifier.py")
-PROMPT_GATEWAY, TARDY_GATEWAY = ["-m", "gateway"], [str(TESTS / "tardy_gateway.py")]
+CROWDED = ["-m", "tests.crowded_verifier"]
+PROMPT_GATEWAY, TARDY_GATEWAY = ["-m", "gateway"], ["-m", "tests.tardy_gateway"]
 PROMPT = "Once upon a time"
 # Two tapped layers of stories260K in float32.
 BYTES_OF_A_POSITION = 2 * 64 * 4
@@ -31,7 +30,7 @@ LONG: dict[str, Any] = {"max_tokens": 100, "ignore_eos": True, "return_metrics":
 def crowded(stories_dir: Path) -> Iterator[tuple[Services, Api]]:
     """A target that drafts well for itself, on a machine where that pays for few sequences only."""
     window = ["--self-window", "200"]
-    with running(stories_dir, "magicdec", k=None, verifier=[CROWDED], verifier_options=window) as services:
+    with running(stories_dir, "magicdec", k=None, verifier=CROWDED, verifier_options=window) as services:
         yield services, Api(services.url)
 
 
@@ -138,7 +137,7 @@ def test_a_draft_that_guesses_badly_is_soon_asked_no_more_and_told_of_little(
 def test_a_draft_that_dies_and_returns_leaves_the_choice_as_it_was(stories_dir: Path, tmp_path: Path) -> None:
     """With the target itself as a vanilla draft, so that guesses are good."""
     draft = self_draft(stories_dir, tmp_path)
-    with running(stories_dir, draft, k=None, verifier=[CROWDED]) as services:
+    with running(stories_dir, draft, k=None, verifier=CROWDED) as services:
         api = Api(services.url)
         for _ in range(4):
             rounds_of(api, 1)

@@ -11,10 +11,9 @@ import pytest
 from tests.gateway.api.test_rest import OFF, PROMPTS
 from tests.gateway.conftest import Api, eventually
 from tests.gateway.rounds.test_resilience import LONG, PROMPT, in_flight, plain, revive
-from tests.paths import TESTS
 from tests.services import Services, running
 
-SLOW_AT_DRAFTING = str(TESTS / "slowly_drafting_verifier.py")
+SLOW_AT_DRAFTING = ["-m", "tests.slowly_drafting_verifier"]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +41,7 @@ def test_greedy_text_is_the_targets_own_whether_guesses_are_right_or_wrong(api: 
 
 def test_guesses_are_waited_for_as_verifications_are(stories_dir: Path) -> None:
     """A draft of its own that took as long would be given up in every round."""
-    options = {"verifier": [SLOW_AT_DRAFTING], "gateway_options": ["--draft-deadline", "0.2"]}
+    options = {"verifier": SLOW_AT_DRAFTING, "gateway_options": ["--draft-deadline", "0.2"]}
     with running(stories_dir, "magicdec", **options, patient=False) as system:
         api = Api(system.url)
         assert api.complete(PROMPT, max_tokens=10, temperature=0, ignore_eos=True)["choices"]

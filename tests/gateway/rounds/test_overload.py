@@ -17,11 +17,10 @@ import pytest
 
 from gateway.config import GatewayConfig
 from tests.gateway.conftest import Api, eventually
-from tests.paths import TESTS
 from tests.services import Services, running
 
 PROMPT = "Once upon a time"
-CROWDED = str(TESTS / "crowded_verifier.py")
+CROWDED = ["-m", "tests.crowded_verifier"]
 LONG = {"max_tokens": 400, "ignore_eos": True}
 
 
@@ -30,7 +29,7 @@ def strict(stories_dir: Path) -> Iterator[tuple[Services, Api]]:
     """A gateway with little patience, in front of a target that takes 20 ms for a token."""
     options = ["--max-batch", "1", "--max-waiting", "2", "--head-deadline", "2", "--reading-deadline", "0.2"]
     options += ["--max-connections", "12", "--idle-seconds", "12"]
-    with running(stories_dir, verifier=[CROWDED], gateway_options=options) as services:
+    with running(stories_dir, verifier=CROWDED, gateway_options=options) as services:
         yield services, Api(services.url)
 
 
