@@ -76,7 +76,7 @@ class StreamOptions(Part):
     continuous_usage_stats: bool = False
 
 
-class SpeculationFields(Part):
+class Speculation(Part):
     """How this request is drafted: by the connected draft (its name, its kind or "auto"), or not at all ("off").
 
     Nobody else has this field: what is unknown in it is refused.
@@ -128,7 +128,7 @@ class GenerationRequest(StructuredRequest):
         description="computed prompts are shared only with requests of the same salt: nobody else can tell by a "
         "faster answer that a prompt was seen before",
     )
-    speculation: SpeculationFields = Field(default_factory=SpeculationFields)
+    speculation: Speculation = Field(default_factory=Speculation)
     return_token_ids: bool = False
     return_token_origins: bool = False
     return_rounds: bool = False

@@ -7,7 +7,7 @@ depth for a round, within a time budget. Where plain rounds are best, it probes 
 draft may have recovered. The first round after a change between drafted and plain is not timed, because it includes
 work left by the round before (activations to send or to absorb). So a probe of the other kind takes two rounds.
 
-A pure data structure: no I/O, clock, torch, async or randomness. `Speculation` calls `choose` before a round and
+A pure data structure: no I/O, clock, torch, async or randomness. `Drafting` calls `choose` before a round and
 `observe` or `missed` after it.
 
 Does not know: requests. Rounds that mix depths are not timed; k is chosen for them as if they had a single depth.

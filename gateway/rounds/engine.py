@@ -22,12 +22,12 @@ from gateway.errors import NoVerifier, PeerLost, QueueFull, ShuttingDown
 from gateway.metrics import Gauges, Metrics, parts_of_round
 from gateway.rounds.admission import DrainRate
 from gateway.rounds.clock import RoundClock, Took
+from gateway.rounds.drafting import Drafting, DraftPlan
 from gateway.rounds.messages import wire_start
 from gateway.rounds.outcomes import Outcomes
 from gateway.rounds.planner import Round, Rounds
 from gateway.rounds.releases import Releases
 from gateway.rounds.scheduler import Scheduler
-from gateway.rounds.speculation import DraftPlan, Speculation
 from gateway.sequence import Sequence, Stage
 from gateway.verifier_client import ServedModel, VerifierClient
 from spire.errors import MismatchError, OutOfCapacity
@@ -64,8 +64,8 @@ class Engine:
             trust,
         )
         self.draft = None if config.draft == OFF else ChosenDraft(config.draft)
-        self.speculation = Speculation(self.draft, self.verifier, config, metrics)
-        self._rounds = Rounds(self.scheduler, self.speculation, self.verifier, config)
+        self.drafting = Drafting(self.draft, self.verifier, config, metrics)
+        self._rounds = Rounds(self.scheduler, self.drafting, self.verifier, config)
         self._draining = False
         self._id_prefix = gateway_id
         self._ids = 0
@@ -148,10 +148,10 @@ class Engine:
             draft_state_bytes=draft.state_bytes_per_sequence if draft else 0,
             circuits={"verifier": self.verifier.circuit.seconds}
             | ({"draft": self.draft.circuit.seconds} if self.draft else {}),
-            k=self.speculation.k,
-            tau=self.speculation.tau,
-            multiplier=self.speculation.multiplier,
-            multiplier_modelled=self.speculation.multiplier_modelled,
+            k=self.drafting.k,
+            tau=self.drafting.tau,
+            multiplier=self.drafting.multiplier,
+            multiplier_modelled=self.drafting.multiplier_modelled,
             prices=self.config.prices,
         )
 
@@ -282,13 +282,13 @@ class Engine:
         answer, asked_seconds = await self.verifier.answer(current.asked)
         await self._rounds.follow()
         batch, plan = current.sent, current.plan
-        self.speculation.settle(plan, answer)
-        shown = self.speculation.shown_by(batch, plan, answer)
+        self.drafting.settle(plan, answer)
+        shown = self.drafting.shown_by(batch, plan, answer)
         kept = self._outcomes.commit(self.scheduler.still(current.batch), answer, plan)
         queued = answer.timings.queue_seconds
         took = self._clock.end(time.monotonic(), began, current.sent_at, asked_seconds, queued, answer.over_at)
         self._account(took, batch, plan, answer.timings, kept)
-        self.speculation.learn(current.load, shown, plan, answer.timings, took)
+        self.drafting.learn(current.load, shown, plan, answer.timings, took)
 
     def _admitted(self) -> list[Sequence]:
         if not self._may_admit():
@@ -305,8 +305,8 @@ class Engine:
             if not sequence.moments.admitted:
                 sequence.moments.admitted = time.monotonic()
                 self.metrics.queue_time.observe(sequence.moments.admitted - sequence.moments.arrived)
-            sequence.draft_id = self.speculation.draft_for(sequence)
-            self.speculation.pause(sequence)
+            sequence.draft_id = self.drafting.draft_for(sequence)
+            self.drafting.pause(sequence)
             await self.verifier.start(wire_start(sequence), self.config.verify_deadline)
 
     def _account(

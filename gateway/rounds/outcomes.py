@@ -14,10 +14,10 @@ import structlog
 from gateway.errors import PeerLost, ReaderTooSlow
 from gateway.metrics import Metrics
 from gateway.rounds.admission import DrainRate
+from gateway.rounds.drafting import DraftPlan
 from gateway.rounds.messages import logprobs_of
 from gateway.rounds.releases import Releases
 from gateway.rounds.scheduler import Scheduler
-from gateway.rounds.speculation import DraftPlan
 from gateway.sequence import Logprob, Sequence, State
 from spire.errors import InvalidRequest, MismatchError, NotFinite
 from spire.rpc.errors import raise_for

@@ -10,9 +10,9 @@ import time
 from dataclasses import dataclass, field
 
 from gateway.config import GatewayConfig
+from gateway.rounds.drafting import Drafting, DraftPlan
 from gateway.rounds.round_times import Load
 from gateway.rounds.scheduler import Batch, Scheduler
-from gateway.rounds.speculation import DraftPlan, Speculation
 from gateway.sequence import Sequence
 from gateway.verifier_client import SentBatch, VerifierClient
 from spire.v1 import verifier_pb2
@@ -38,8 +38,8 @@ class Round:
 class Rounds:
     """Plans and sends at most two rounds: the one under way, which the engine holds, and the next one."""
 
-    def __init__(self, scheduler: Scheduler, speculation: Speculation, verifier: VerifierClient, config: GatewayConfig):
-        self._scheduler, self._speculation, self._verifier = scheduler, speculation, verifier
+    def __init__(self, scheduler: Scheduler, drafting: Drafting, verifier: VerifierClient, config: GatewayConfig):
+        self._scheduler, self._drafting, self._verifier = scheduler, drafting, verifier
         self._deadline, self._patience = config.verify_deadline, config.draft_deadline
         # The round after the one under way.
         self._next: Round | None = None
@@ -87,8 +87,8 @@ class Rounds:
         if not batch:
             return None
         sequences = list(batch.values())
-        load = self._speculation.choose(sequences, bool(self._scheduler.starting))
-        return Round(batch, load, not any(map(self._speculation.depth, sequences)))
+        load = self._drafting.choose(sequences, bool(self._scheduler.starting))
+        return Round(batch, load, not any(map(self._drafting.depth, sequences)))
 
     async def _ask(self, planned: Round) -> None:
         """Send a round to the verifier if any of its sequences still runs."""
@@ -102,7 +102,7 @@ class Rounds:
     def _write(self, planned: Round) -> None:
         """Write a round's request without sending it."""
         planned.sent = self._scheduler.still(planned.batch)
-        planned.plan = self._speculation.ask(planned.sent)
+        planned.plan = self._drafting.ask(planned.sent)
         planned.request = self._request(planned.sent, planned.plan)
 
     def _request(self, batch: list[Sequence], plan: DraftPlan) -> verifier_pb2.RoundsRequest:
@@ -114,5 +114,5 @@ class Rounds:
             item = request.verify.items.add(sequence_id=sequence.wire_id)
             item.round, item.base = sequence.round + before + 1, 0 if before else sequence.base
             item.k = plan.asked.get(sequence.wire_id, 0)
-            item.paused = self._speculation.pause(sequence)
+            item.paused = self._drafting.pause(sequence)
         return request

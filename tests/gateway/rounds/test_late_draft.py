@@ -15,10 +15,10 @@ from gateway.circuit import Circuit
 from gateway.config import GatewayConfig
 from gateway.metrics import Metrics
 from gateway.rounds.clock import Took
+from gateway.rounds.drafting import Drafting
 from gateway.rounds.messages import wire_start
 from gateway.rounds.planner import Rounds
 from gateway.rounds.scheduler import Scheduler
-from gateway.rounds.speculation import Speculation
 from gateway.sequence import Sampling, Sequence, State
 from spire.v1 import verifier_pb2
 
@@ -40,7 +40,7 @@ class Verifier:
 
 
 class Draft:
-    """As far as speculation sees it: left alone for as long as its circuit says whenever it was late."""
+    """As far as Drafting sees it: left alone for as long as its circuit says whenever it was late."""
 
     in_verifier = False
 
@@ -76,15 +76,15 @@ def answer_to(asked: dict[str, int], why: verifier_pb2.Undrafted) -> verifier_pb
 async def waits_beside_a_draft_that_is_always_late(seconds: float) -> int:
     """Rounds that waited for it in vain."""
     draft, metrics = Draft(), Metrics()
-    speculation = Speculation(draft, Verifier(), GatewayConfig(), metrics)  # type: ignore[arg-type]
+    drafting = Drafting(draft, Verifier(), GatewayConfig(), metrics)  # type: ignore[arg-type]
     batch = running(Scheduler(SEQUENCES, SEQUENCES))
     now, waits = 0.0, 0
     while now < seconds:
         draft.at(now)
-        load = speculation.choose(batch, prefilling=False)
-        plan = speculation.ask(batch)
+        load = drafting.choose(batch, prefilling=False)
+        plan = drafting.ask(batch)
         for sequence in batch:
-            speculation.pause(sequence)
+            drafting.pause(sequence)
             sequence.output.append(5)
         waited = bool(plan.asked)
         waits += waited
@@ -92,10 +92,10 @@ async def waits_beside_a_draft_that_is_always_late(seconds: float) -> int:
         now += took
         draft.at(now)
         answer = answer_to(plan.asked, verifier_pb2.UNDRAFTED_LATE)
-        speculation.settle(plan, answer)
-        shown = speculation.shown_by(batch, plan, answer)
+        drafting.settle(plan, answer)
+        shown = drafting.shown_by(batch, plan, answer)
         timings = verifier_pb2.Timings(forward_seconds=PLAIN_SECONDS / 2, total_seconds=PLAIN_SECONDS)
-        speculation.learn(load, shown, plan, timings, Took(took, took, 0.0, took))
+        drafting.learn(load, shown, plan, timings, Took(took, took, 0.0, took))
     return waits
 
 
@@ -107,31 +107,31 @@ async def test_a_draft_that_is_always_late_is_waited_for_by_few_rounds() -> None
 
 def test_whoever_was_late_is_left_alone_and_not_who_has_taken_its_place() -> None:
     draft = Draft()
-    speculation = Speculation(draft, Verifier(), GatewayConfig(k=4), Metrics())  # type: ignore[arg-type]
+    drafting = Drafting(draft, Verifier(), GatewayConfig(k=4), Metrics())  # type: ignore[arg-type]
     batch = running(Scheduler(SEQUENCES, SEQUENCES))
     for sequence in batch:
         sequence.k, sequence.automatic = 4, False
-    plan = speculation.ask(batch)
+    plan = drafting.ask(batch)
     draft.id = "another"
-    speculation.settle(plan, answer_to(plan.asked, verifier_pb2.UNDRAFTED_LATE))
+    drafting.settle(plan, answer_to(plan.asked, verifier_pb2.UNDRAFTED_LATE))
     assert draft.circuit.seconds == 0
     assert plan.lost
     draft.id = "draft"
-    plan = speculation.ask(batch)
-    speculation.settle(plan, answer_to(plan.asked, verifier_pb2.UNDRAFTED_LATE))
+    plan = drafting.ask(batch)
+    drafting.settle(plan, answer_to(plan.asked, verifier_pb2.UNDRAFTED_LATE))
     assert draft.circuit.seconds > 0
 
 
 def test_while_the_draft_is_idle_starts_publish_nothing_to_it() -> None:
-    draft, speculation_paused = Draft(), []
-    speculation = Speculation(draft, Verifier(), GatewayConfig(), Metrics())  # type: ignore[arg-type]
+    draft, paused = Draft(), []
+    drafting = Drafting(draft, Verifier(), GatewayConfig(), Metrics())  # type: ignore[arg-type]
     batch = running(Scheduler(SEQUENCES, SEQUENCES))
     for plain_rounds in (0, 7, 8):
-        speculation._plain_rounds = plain_rounds
-        speculation_paused.append([speculation.pause(sequence) for sequence in batch])
+        drafting._plain_rounds = plain_rounds
+        paused.append([drafting.pause(sequence) for sequence in batch])
     batch[0].automatic = False  # its k was asked for
-    assert speculation.pause(batch[0]) is False
-    assert speculation_paused == [[False] * SEQUENCES, [False] * SEQUENCES, [True] * SEQUENCES]
+    assert drafting.pause(batch[0]) is False
+    assert paused == [[False] * SEQUENCES, [False] * SEQUENCES, [True] * SEQUENCES]
     assert wire_start(batch[1]).paused
 
 
@@ -141,14 +141,14 @@ async def test_beside_a_draft_that_is_away_rounds_are_sent_ahead_as_plain_ones_a
     draft, verifier, config, metrics = Draft(), Verifier(), GatewayConfig(k=k), Metrics()
     draft.up = False
     scheduler = Scheduler(SEQUENCES, SEQUENCES)
-    speculation = Speculation(draft, verifier, config, metrics)  # type: ignore[arg-type]
+    drafting = Drafting(draft, verifier, config, metrics)  # type: ignore[arg-type]
     for sequence in running(scheduler):
         sequence.k, sequence.automatic = k or 0, k is None
-    rounds = Rounds(scheduler, speculation, verifier, config)  # type: ignore[arg-type]
+    rounds = Rounds(scheduler, drafting, verifier, config)  # type: ignore[arg-type]
     current = rounds.take()
     assert current is not None
     await rounds.send(current)
     assert len(verifier.asked) == 2
     assert all(item.paused and not item.k for request in verifier.asked for item in request.verify.items)
-    assert speculation.shown_by(current.sent, current.plan, verifier_pb2.VerifyBatchResult()).depth == 0
+    assert drafting.shown_by(current.sent, current.plan, verifier_pb2.VerifyBatchResult()).depth == 0
     assert metrics.fallbacks["draft_absent"] == (2 * SEQUENCES if k else 0)

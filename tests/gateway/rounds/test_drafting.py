@@ -7,8 +7,8 @@ from unittest.mock import Mock
 from gateway.config import GatewayConfig
 from gateway.metrics import Metrics
 from gateway.rounds.clock import Took
+from gateway.rounds.drafting import Drafting, DraftPlan, Evidence
 from gateway.rounds.round_times import Load
-from gateway.rounds.speculation import DraftPlan, Evidence, Speculation
 from spire.v1 import verifier_pb2
 
 LOAD, SHOWN = Load(1, 1900.0, prefilling=True), Evidence(4, [(4, 2)])
@@ -16,11 +16,11 @@ LOAD, SHOWN = Load(1, 1900.0, prefilling=True), Evidence(4, [(4, 2)])
 
 def taught(*rounds: tuple[float, float]) -> float:
     """How much rounds are thought to differ, after some of so many seconds, so many of them in a queue."""
-    speculation = Speculation(None, Mock(), GatewayConfig(), Metrics())
+    drafting = Drafting(None, Mock(), GatewayConfig(), Metrics())
     for seconds, queued in rounds:
         timings = verifier_pb2.Timings(forward_seconds=0.005, total_seconds=0.005)
-        speculation.learn(LOAD, SHOWN, DraftPlan(), timings, Took(seconds, seconds, queued, seconds))
-    (times,) = speculation._depths.times.values()
+        drafting.learn(LOAD, SHOWN, DraftPlan(), timings, Took(seconds, seconds, queued, seconds))
+    (times,) = drafting._depths.times.values()
     return times.noise
 
 

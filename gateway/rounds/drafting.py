@@ -1,4 +1,4 @@
-"""Speculation: the choice of k, the plan of what the draft is asked, and learning from rounds.
+"""Drafting: the choice of k, the plan of what the draft is asked, and learning from rounds.
 
 A draft that is gone, slow or behind costs speed and never a request: blocks without draft tokens are decoded plainly.
 """
@@ -72,7 +72,7 @@ class Evidence:
     blocks: list[tuple[int, int]]
 
 
-class Speculation:
+class Drafting:
     """The draft as the rounds see it, if there is one, and the choice of k."""
 
     def __init__(self, draft: ChosenDraft | None, verifier: VerifierClient, config: GatewayConfig, metrics: Metrics):
