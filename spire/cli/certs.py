@@ -18,7 +18,7 @@ from spire.errors import SpireError
 
 
 def certs(
-    directory: Annotated[Path, typer.Argument(help="Where to write; a CA that is there already is used again.")],
+    directory: Annotated[Path, typer.Argument(help="Directory to write; an existing CA in it is used again.")],
     host: Annotated[
         list[str] | None, typer.Option(help="Name or address under which services are called; repeatable.")
     ] = None,

@@ -23,49 +23,62 @@ _DEFAULT_URL = "http://127.0.0.1:8000"
 def complete(
     prompt: Annotated[str, typer.Argument(help="Text to continue.")],
     url: Annotated[str, typer.Option(help="Where the gateway listens.")] = _DEFAULT_URL,
-    model: Annotated[str | None, typer.Option(help="Refuse any other model than this.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model that must be served; any other is an error.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64,
-    min_tokens: Annotated[int | None, typer.Option(help="Do not end before so many.")] = None,
+    min_tokens: Annotated[int | None, typer.Option(help="Fewest tokens to generate.")] = None,
     temperature: Annotated[float, typer.Option(help="0 takes the most probable token.")] = 1.0,
     top_p: Annotated[float | None, typer.Option(help="Sample from the smallest set with this probability.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Sample from this many most probable tokens.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Drop tokens less probable than this share of the best.")] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Drop tokens whose probability is below this share of the highest.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
     n: Annotated[int | None, typer.Option("-n", "--n", help="How many texts; several are not streamed.")] = None,
-    best_of: Annotated[int | None, typer.Option(help="Generate so many and answer the n most probable.")] = None,
+    best_of: Annotated[int | None, typer.Option(help="Generate this many texts and print the n most probable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; repeatable.")] = None,
     stop_token: Annotated[list[int] | None, typer.Option(help="End at this token id; repeatable.")] = None,
-    include_stop: Annotated[bool, typer.Option("--include-stop", help="Keep what ended the text.")] = False,
+    include_stop: Annotated[bool, typer.Option("--include-stop", help="Keep the stop text in the output.")] = False,
     keep_special: Annotated[bool, typer.Option("--keep-special", help="Show special tokens in the text.")] = False,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end token.")] = False,
-    echo: Annotated[bool, typer.Option("--echo", help="Put the prompt in front.")] = False,
-    logprobs: Annotated[int | None, typer.Option(help="Tell each token's logprob, and of so many others.")] = None,
-    prompt_logprobs: Annotated[int | None, typer.Option(help="The same of the prompt's tokens.")] = None,
-    presence_penalty: Annotated[float | None, typer.Option(help="Against tokens that the text has.")] = None,
-    frequency_penalty: Annotated[float | None, typer.Option(help="The same, for each time.")] = None,
-    cache_salt: Annotated[
-        str | None, typer.Option(help="Share what was computed of the prompt only with requests of the same salt.")
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue after the model's end token.")] = False,
+    echo: Annotated[bool, typer.Option("--echo", help="Print the prompt before the text.")] = False,
+    logprobs: Annotated[
+        int | None, typer.Option(help="Print each token's logprob and those of this many alternatives.")
     ] = None,
-    repetition_penalty: Annotated[float | None, typer.Option(help="A factor against the prompt's tokens too.")] = None,
+    prompt_logprobs: Annotated[
+        int | None, typer.Option(help="Print logprobs of the prompt's tokens, with this many alternatives.")
+    ] = None,
+    presence_penalty: Annotated[
+        float | None, typer.Option(help="Penalty for tokens that the text already has.")
+    ] = None,
+    frequency_penalty: Annotated[
+        float | None, typer.Option(help="Penalty for each time that the text already has the token.")
+    ] = None,
+    cache_salt: Annotated[
+        str | None, typer.Option(help="Share cached prompts only with requests of the same salt.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Penalty factor for tokens of the prompt and the text; 1 is none.")
+    ] = None,
     logit_bias: Annotated[list[str] | None, typer.Option(help="TOKEN_ID=BIAS, from -100 to 100; repeatable.")] = None,
-    allow_token: Annotated[list[int] | None, typer.Option(help="Take no other token ids than these.")] = None,
+    allow_token: Annotated[list[int] | None, typer.Option(help="Allow only these token ids; repeatable.")] = None,
     json_schema: Annotated[Path | None, typer.Option(help="A file: the text is JSON of this schema.")] = None,
     regex: Annotated[str | None, typer.Option(help="The text matches this regular expression.")] = None,
     grammar: Annotated[Path | None, typer.Option(help="A file: the text follows this grammar (Lark or GBNF).")] = None,
-    choice: Annotated[list[str] | None, typer.Option(help="The text is this or another choice; repeatable.")] = None,
+    choice: Annotated[list[str] | None, typer.Option(help="The text is one of the given choices; repeatable.")] = None,
     json_whitespace: Annotated[
-        bool, typer.Option("--json-whitespace", help="Let the model lay JSON out; else it is compact.")
+        bool,
+        typer.Option("--json-whitespace", help="Allow white space between JSON tokens; otherwise JSON is compact."),
     ] = False,
-    special_tokens: Annotated[bool, typer.Option(help="Put the start token in front of the prompt.")] = True,
+    special_tokens: Annotated[bool, typer.Option(help="Prepend the start token to the prompt.")] = True,
     truncate: Annotated[
-        int | None, typer.Option(help="Keep so many of the prompt's last tokens; -1: what fits.")
+        int | None, typer.Option(help="Keep only this many of the prompt's last tokens; -1: as many as fit.")
     ] = None,
     rule: Annotated[str | None, typer.Option(help="block, rejection, or invariant (the default with --seed).")] = None,
-    draft: Annotated[str | None, typer.Option(help="Who guesses, by name; 'off' decodes plainly.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Draft to use, by name; 'off' decodes plainly.")] = None,
     k: Annotated[int | None, typer.Option("-k", "--k", help="Draft tokens a round.")] = None,
     stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print text as it comes.")] = True,
     show_speculation: Annotated[
-        bool, typer.Option("--show-speculation", help="Mark what the draft guessed and what the target chose.")
+        bool, typer.Option("--show-speculation", help="Mark tokens by who chose them: draft or target.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
 ) -> None:

@@ -46,10 +46,12 @@ class Check(NamedTuple):
 
 def doctor(
     model: Annotated[
-        Path | None, typer.Option(help="Target to look at. Default: the bundled one.", envvar="SPIRE_MODEL")
+        Path | None, typer.Option(help="Target directory to check. Default: the bundled one.", envvar="SPIRE_MODEL")
     ] = None,
-    draft: Annotated[str | None, typer.Option(help="Its draft, 'magicdec' or 'off'.", envvar="SPIRE_DRAFT")] = None,
-    url: Annotated[str, typer.Option(help="Where a gateway might run.")] = "http://127.0.0.1:8000",
+    draft: Annotated[
+        str | None, typer.Option(help="Draft directory, 'magicdec' or 'off'.", envvar="SPIRE_DRAFT")
+    ] = None,
+    url: Annotated[str, typer.Option(help="Address at which to look for a running gateway.")] = "http://127.0.0.1:8000",
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Measure this machine for spire perf-model instead; under a minute.")
     ] = False,
@@ -59,7 +61,7 @@ def doctor(
     shape: Annotated[
         str | None, typer.Option(help=f"With --calibrate, in place of a model: {', '.join(SHAPES)}, random weights.")
     ] = None,
-    layers: Annotated[int | None, typer.Option(help="Only so many layers of that shape.", min=2)] = None,
+    layers: Annotated[int | None, typer.Option(help="Use only this many layers of the shape.", min=2)] = None,
     dtype: Annotated[str, typer.Option(help="With --calibrate: auto, bfloat16 or float32.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:

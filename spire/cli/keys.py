@@ -19,7 +19,7 @@ from spire.service.keys import GATEWAY_KEY, create_key, read_keys, revoke_key
 
 app = typer.Typer(help="API keys of a gateway.", no_args_is_help=True)
 
-Name = Annotated[str, typer.Argument(help="Whose key it is: logs and limits know it by this name.")]
+Name = Annotated[str, typer.Argument(help="Name of the key's owner, for logs and limits.")]
 File = Annotated[Path, typer.Option(help="The file of keys that the gateway is given.", envvar="SPIRE_GATEWAY_KEYS")]
 
 

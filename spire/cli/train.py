@@ -29,16 +29,16 @@ Data = Annotated[
 Valid = Annotated[
     list[Path] | None, typer.Option(help="Held-out text for the validation figure, in the same forms; repeatable.")
 ]
-Out = Annotated[Path, typer.Option(help="Directory of the checkpoint; the run's state is kept in its run/.")]
+Out = Annotated[Path, typer.Option(help="Directory of the checkpoint; the run's state lies in its run/.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Compiled = Annotated[
     bool, typer.Option("--compile/--no-compile", help="torch.compile the loss: slow start, fast steps.")
 ]
 Minutes = Annotated[
-    float | None, typer.Option(help="Stop after so long, to be gone on with by the same command.", min=0)
+    float | None, typer.Option(help="Stop after this many minutes; the same command continues the run.", min=0)
 ]
 Steps = Annotated[int | None, typer.Option(help="Optimizer steps.", min=1)]
-Seed = Annotated[int | None, typer.Option(help="Decides initial weights and the order of the data.")]
+Seed = Annotated[int | None, typer.Option(help="Seed of the initial weights and of the order of the data.")]
 TokensPerStep = Annotated[int | None, typer.Option(help="Tokens of one batch.", min=1)]
 ShortLength = Annotated[int | None, typer.Option(help="Tokens of most training sequences.", min=2)]
 LongLength = Annotated[int | None, typer.Option(help="Tokens of the long training sequences.", min=2)]
@@ -101,7 +101,10 @@ def draft(
         str, typer.Option(help="spire; or vanilla: an independent model of half the layers at half the width.")
     ] = "spire",
     layers: Annotated[
-        int | None, typer.Option(help="Layers, the target's last ones. Default: a quarter of its layers.", min=1)
+        int | None,
+        typer.Option(
+            help="Number of layers, copied from the target's last ones. Default: a quarter of the target's.", min=1
+        ),
     ] = None,
     copied_layers: Annotated[
         str | None, typer.Option(help="Copy these target layers instead of the last ones, e.g. 3,7 (0 is the first).")
@@ -111,17 +114,23 @@ def draft(
         str | None, typer.Option(help="Directory of a draft to train further, instead of making one.")
     ] = None,
     scale_input: Annotated[
-        bool | None, typer.Option(help="Scale the embedding to what enters the copied layer in the target.")
+        bool | None, typer.Option(help="Scale the embedding to the input of the first copied layer in the target.")
     ] = None,
     activations: Annotated[
-        bool | None, typer.Option(help="Remember the target's activations, or each layer's own input.")
+        bool | None, typer.Option(help="Attend to the target's activations, or to each layer's own input.")
     ] = None,
-    feedback: Annotated[bool | None, typer.Option(help="Feedback memory at drafted positions, or own input.")] = None,
+    feedback: Annotated[
+        bool | None, typer.Option(help="Feedback memory at drafted positions, or each layer's own input.")
+    ] = None,
     self_key: Annotated[bool | None, typer.Option(help="Whether a position attends to itself.")] = None,
-    window: Annotated[int | None, typer.Option(help="Positions remembered before the current one.", min=1)] = None,
-    sink: Annotated[int | None, typer.Option(help="First positions that are always remembered.", min=0)] = None,
+    window: Annotated[
+        int | None, typer.Option(help="Window: positions before the current one that attention keeps.", min=1)
+    ] = None,
+    sink: Annotated[
+        int | None, typer.Option(help="Positions at the beginning that attention keeps (sinks).", min=0)
+    ] = None,
     k: Annotated[
-        int | None, typer.Option(help="Speculation depth trained for: passes after each prefix.", min=1)
+        int | None, typer.Option(help="Speculation depth to train for: draft passes after each prefix.", min=1)
     ] = None,
     loss: Annotated[
         str | None, typer.Option(help="mixed (the paper's), mixed-log (log α instead of α) or data (hard targets).")
@@ -130,14 +139,14 @@ def draft(
         float | None, typer.Option(help="MixedLoss: share of cross-entropy beside acceptance.", min=0, max=1)
     ] = None,
     omega_final: Annotated[
-        float | None, typer.Option(help="ω at the last step, where it is to change. Default: as --omega.", min=0, max=1)
+        float | None, typer.Option(help="ω at the last step, if it changes. Default: --omega.", min=0, max=1)
     ] = None,
     freeze_embeddings: Annotated[
         bool | None, typer.Option(help="Leave embedding and unembedding as the target has them.")
     ] = None,
     on_policy: Annotated[
         float | None,
-        typer.Option(help="Share of the short sequences half written by the target itself.", min=0, max=1),
+        typer.Option(help="Share of the short sequences whose second half the target wrote.", min=0, max=1),
     ] = None,
     optimizer: Annotated[str | None, typer.Option(help="muon (with AdamW for the rest) or adamw.")] = None,
 ) -> None:

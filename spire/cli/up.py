@@ -61,7 +61,7 @@ def up(
     draft: Annotated[
         str | None,
         typer.Option(
-            help="Draft directory of that target, 'magicdec' if it shall draft for itself, 'off' for plain decoding.",
+            help="Draft directory, 'magicdec' (the target drafts for itself) or 'off' (plain decoding).",
             envvar="SPIRE_DRAFT",
         ),
     ] = None,
@@ -78,23 +78,26 @@ def up(
         typer.Option(help="File of API keys that requests must come with: see spire key.", envvar="SPIRE_GATEWAY_KEYS"),
     ] = None,
     without_keys: Annotated[
-        bool, typer.Option("--without-keys", help="Serve other machines too without asking for keys.")
+        bool, typer.Option("--without-keys", help="Serve other machines without API keys.")
     ] = False,
     allow_host: Annotated[
         list[str] | None,
-        typer.Option(help="Another name by which a gateway without keys is asked; repeatable."),
+        typer.Option(help="Accept this Host header too, at a gateway without keys; repeatable."),
     ] = None,
     tls: Annotated[
-        Path | None, typer.Option(help="Directory of spire certs: the services then talk by TLS to one another alone.")
+        Path | None,
+        typer.Option(
+            help="Directory that spire certs wrote: the services then speak TLS and know one another by certificate."
+        ),
     ] = None,
     https: Annotated[
         Path | None, typer.Option(help="Directory with tls.crt and tls.key: clients then speak HTTPS.")
     ] = None,
     log_dir: Annotated[
-        Path | None, typer.Option(help="Directory for the services' logs, which stay there. Default: a passing one.")
+        Path | None, typer.Option(help="Directory for the services' logs. Default: a temporary one.")
     ] = None,
     log_level: Annotated[
-        str | None, typer.Option(help="debug, info, warning or error; debug tells of every request.")
+        str | None, typer.Option(help="debug, info, warning or error; debug logs every request.")
     ] = None,
     k: Annotated[
         int | None,
@@ -104,13 +107,14 @@ def up(
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of each model service.", min=1)] = None,
     max_context: Annotated[
-        int | None, typer.Option(help="Longest sequence, prompt and output. Default: the model's, if it fits.", min=1)
+        int | None,
+        typer.Option(help="Longest sequence, prompt and output together. Default: the model's, if it fits.", min=1),
     ] = None,
     cache_gb: Annotated[
-        float | None, typer.Option(help="Memory for the target's cache. Default: what fits what is free.", min=0)
+        float | None, typer.Option(help="Memory for the target's cache. Default: what fits into free memory.", min=0)
     ] = None,
     prompt: Annotated[
-        str, typer.Option(help="Text to complete once everything serves; empty for none.")
+        str, typer.Option(help="Prompt to complete once everything serves; empty for none.")
     ] = _FIRST_PROMPT,
     once: Annotated[bool, typer.Option("--once", help="Stop after the first completion.")] = False,
 ) -> None:

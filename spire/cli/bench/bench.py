@@ -72,7 +72,7 @@ def bench(
     drafts: Annotated[
         str | None,
         typer.Option(
-            help="With commas: off, spire (the bundled one), magicdec, a directory, NAME=DIR. Each is measured beside "
+            help="Drafts, with commas: off, spire (the bundled one), magicdec, a directory, NAME=DIR; each beside "
             "k = 0 in its own services. Default: spire for the bundled target, magicdec for another."
         ),
     ] = None,
@@ -85,31 +85,30 @@ def bench(
     repeats: Annotated[int, typer.Option(help="Runs of each cell, in turns; medians are shown.", min=1)] = 3,
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0)] = 1.0,
     trace: Annotated[
-        Path | None, typer.Option(help="Instead of batches: arrivals and lengths of a CSV like the Azure LLM traces.")
+        Path | None,
+        typer.Option(help="Replay arrivals and lengths of a CSV like the Azure LLM traces, instead of batches."),
     ] = None,
-    trace_seconds: Annotated[float, typer.Option(help="How long its load lasts.", min=1)] = 60.0,
-    rate: Annotated[float, typer.Option(help="Its arrivals this many times as fast.", min=0.001)] = 1.0,
-    peers: Annotated[str | None, typer.Option(help="What else to measure at the same batches: transformers.")] = None,
+    trace_seconds: Annotated[float, typer.Option(help="Seconds of the trace to replay.", min=1)] = 60.0,
+    rate: Annotated[float, typer.Option(help="Speed factor for the trace's arrivals.", min=0.001)] = 1.0,
+    peers: Annotated[str | None, typer.Option(help="Peer to measure at the same batches: transformers.")] = None,
     against: Annotated[
         str | None,
         typer.Option(
-            help="URL of any server of OpenAI's completions that gets the same load; alone unless --drafts. "
-            f"It is sent the key in {FOREIGN_KEY}, if any."
+            help="URL of another server of OpenAI's completions API, to measure too; alone unless --drafts. "
+            f"The key in {FOREIGN_KEY} is sent along, if set."
         ),
     ] = None,
     as_text: Annotated[
-        bool, typer.Option("--as-text", help="It gets prompts as text: its tokenizer is another.")
+        bool, typer.Option("--as-text", help="Send prompts as text, for a server with another tokenizer.")
     ] = False,
     url: Annotated[str | None, typer.Option(help="A gateway that runs already. Default: services are started.")] = None,
-    model: Annotated[
-        Path | None, typer.Option(help="The target; its tokenizer cuts prompts. Default: the bundled one.")
-    ] = None,
+    model: Annotated[Path | None, typer.Option(help="Target directory. Default: the bundled one.")] = None,
     shape: Annotated[
         str | None, typer.Option(help=f"Instead of a model: {', '.join(SHAPES)} with random weights; SYNTHETIC.")
     ] = None,
-    layers: Annotated[int | None, typer.Option(help="Only so many layers of that shape.", min=2)] = None,
+    layers: Annotated[int | None, typer.Option(help="Use only this many layers of the shape.", min=2)] = None,
     accept_rate: Annotated[
-        float | None, typer.Option(help="How often a draft token of that shape stands, by coin flips.", min=0, max=1)
+        float | None, typer.Option(help="Probability that a draft token is accepted, for --shape.", min=0, max=1)
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, bfloat16 or float32.")] = None,
     data: Annotated[
@@ -117,13 +116,14 @@ def bench(
         typer.Option(help="Text to cut prompts from, as docs/data.md lists it; repeatable. Default: bundled."),
     ] = None,
     hardware: Annotated[
-        Path | None, typer.Option(help="Calibration file of the model's figures. Default: spire doctor --calibrate's.")
+        Path | None,
+        typer.Option(help="Calibration file for predictions. Default: the one spire doctor --calibrate wrote."),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write bench.png here: measured beside modelled.")] = None,
-    seed: Annotated[int, typer.Option(help="Decides where prompts are cut.")] = 0,
+    plot: Annotated[Path | None, typer.Option(help="Write bench.png (measured and modelled) here.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the places where prompts are cut.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
-    """Tokens per second with and without speculation in one run, beside the model's, and where a round's time goes."""
+    """Measure tokens per second with and without speculation in one run, predict them, and split a round's time."""
     others = peers.split(",") if peers else []
     check(others)
     if others and shape:

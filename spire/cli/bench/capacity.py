@@ -31,14 +31,12 @@ console = Console(stderr=True, highlight=False)
 
 def capacity(
     url: Annotated[str | None, typer.Option(help="A gateway that runs already. Default: services are started.")] = None,
-    model: Annotated[
-        Path | None, typer.Option(help="The target; its tokenizer cuts prompts. Default: the bundled one.")
-    ] = None,
+    model: Annotated[Path | None, typer.Option(help="Target directory. Default: the bundled one.")] = None,
     draft: Annotated[
         str | None, typer.Option(help="Draft directory, 'magicdec' or 'off'. Default: the bundled target's draft.")
     ] = None,
     first_token: Annotated[
-        float, typer.Option(help="Seconds that 99 of 100 may wait for their first token, at most.", min=0.01)
+        float, typer.Option(help="Bound in seconds for the 99th percentile of the time to the first token.", min=0.01)
     ] = 2.0,
     context: Annotated[int, typer.Option(help="Tokens of each prompt.", min=2)] = 512,
     generate: Annotated[int, typer.Option(help="Tokens generated after each prompt.", min=2)] = 64,
@@ -49,10 +47,10 @@ def capacity(
         list[Path] | None,
         typer.Option(help="Text to cut prompts from, as docs/data.md lists it; repeatable. Default: bundled."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Decides prompts and moments of arrival.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of prompts and arrival times.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
-    """The highest rate of requests that are all served in time, and what becomes of four times as many."""
+    """Find the highest request rate that is served in time, and measure four times that rate."""
     pair = choose_pair(model, draft)
     source = PromptSource(pair.model, data or [BUNDLED_TEXT])
     arriving = Arriving(source, context, Request(generate, temperature, None), seconds)

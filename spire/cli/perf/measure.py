@@ -28,10 +28,10 @@ from spire.cli.paths import choose_pair
 from spire.cli.serving import serving
 from spire.cli.up import ModelOptions
 
-evaluate = typer.Typer(help="Measure what a draft gives.", no_args_is_help=True)
+evaluate = typer.Typer(help="Measure what a draft gains.", no_args_is_help=True)
 
 Url = Annotated[str | None, typer.Option(help="A gateway that runs already. Default: services are started.")]
-Model = Annotated[Path | None, typer.Option(help="The target; its tokenizer cuts prompts. Default: the bundled one.")]
+Model = Annotated[Path | None, typer.Option(help="Target directory. Default: the bundled one.")]
 Draft = Annotated[
     str | None,
     typer.Option(help="Draft directory, 'magicdec' or 'off'. Default: the bundled target's draft."),
@@ -44,7 +44,7 @@ Data = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.", min=0)]
 Concurrency = Annotated[int, typer.Option(help="Requests at once.", min=1)]
-Seed = Annotated[int, typer.Option(help="Decides where prompts are cut.")]
+Seed = Annotated[int, typer.Option(help="Seed of the places where prompts are cut.")]
 
 
 @evaluate.command("acceptance")

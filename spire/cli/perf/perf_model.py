@@ -52,9 +52,10 @@ def perf_model(
         float | None, typer.Option(help="Mean tokens a round at depth k. Default: the paper's, for its targets.")
     ] = None,
     acceptance: Annotated[
-        str | None, typer.Option(help="Instead of τ: shares of rounds whose first 1, 2, ... draft tokens all stand.")
+        str | None,
+        typer.Option(help="Instead of τ: shares of rounds in which the first 1, 2, ... draft tokens are all accepted."),
     ] = None,
-    hoi: Annotated[float, typer.Option(help="FLOPs per byte of the hardware, where --hardware names none.")] = 600.0,
+    hoi: Annotated[float, typer.Option(help="FLOPs per byte of the hardware, without --hardware.")] = 600.0,
     hardware: Annotated[
         str | None,
         typer.Option(help=f"{', '.join(GPUS)}, 'calibrated' (spire doctor --calibrate), or a calibration file."),
@@ -63,36 +64,40 @@ def perf_model(
         int | None,
         typer.Option("--bytes", help="Bytes of a weight or cached value. Default: 1 with --hoi, 2 on a GPU."),
     ] = None,
-    devices: Annotated[int, typer.Option(help="How many of --hardware share the target without loss.", min=1)] = 1,
+    devices: Annotated[int, typer.Option(help="Devices of --hardware that share the target, without loss.", min=1)] = 1,
     window: Annotated[
         str | None,
-        typer.Option(help="'paper' (L/8) or positions. Default: what is served, for the paper's targets beside L/8."),
+        typer.Option(
+            help="The draft's window: 'paper' (L/8) or positions. Default: as served; for the paper's targets both."
+        ),
     ] = None,
     batches: Annotated[str | None, typer.Option(help="Batches of the map, with commas. Default: 1 to 128.")] = None,
     contexts: Annotated[str | None, typer.Option(help="Contexts of the map, with commas.")] = None,
     split: Annotated[bool, typer.Option("--split", help="Also model the draft on a device of its own.")] = False,
     draft_hardware: Annotated[
-        str | None, typer.Option(help="That device, as for --hardware. Default: the same as the target's.")
+        str | None, typer.Option(help="Device of the draft, as for --hardware. Default: the target's.")
     ] = None,
     carrier: Annotated[
         str | None,
         typer.Option(
-            help="To the draft apart: shared_memory (one host) or grpc (two). Default: grpc with --draft-hardware."
+            help="Carrier to a draft on its own device: shared_memory (one host) or grpc (two). "
+            "Default: grpc with --draft-hardware."
         ),
     ] = None,
     lanes: Annotated[
-        int, typer.Option(help="Groups in flight: with 2 one is drafted while the other is verified.", min=1, max=2)
+        int, typer.Option(help="Batches in flight: with 2, one is drafted while the other is verified.", min=1, max=2)
     ] = 2,
     round_trip_ms: Annotated[
-        float | None, typer.Option(help="Of a message to the draft apart. Default: calibrated, or 0.14.", min=0)
+        float | None,
+        typer.Option(help="Round trip of a message to a draft on its own device. Default: calibrated, or 0.14.", min=0),
     ] = None,
     wire_gb_per_s: Annotated[
         float | None,
-        typer.Option(help="To the draft apart, in 10⁹ bytes. Default: that of the carrier.", min=0.001),
+        typer.Option(help="Bandwidth to a draft on its own device, in 10⁹ bytes/s. Default: the carrier's.", min=0.001),
     ] = None,
-    price: Annotated[float | None, typer.Option(help="Of an hour of one --hardware device.", min=0)] = None,
+    price: Annotated[float | None, typer.Option(help="Price of one --hardware device for an hour.", min=0)] = None,
     draft_price: Annotated[
-        float | None, typer.Option(help="Of an hour of one of the draft's devices. Default: --price.", min=0)
+        float | None, typer.Option(help="Price of one of the draft's devices for an hour. Default: --price.", min=0)
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Write speedup.png, intensity.png and map.png here.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
