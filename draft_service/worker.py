@@ -83,7 +83,7 @@ class Worker:
         self._inbox.put(lambda: self._absorb_of(subscription, verified, then))
 
     def do(self, action: Callable[[], None]) -> None:
-        """Run an action on the model thread, behind what has arrived before it. An exception is logged."""
+        """Queue an action for the model thread and return. If the action raises, the exception is logged."""
         self._inbox.put(action)
 
     def draft(self, task: DraftTask) -> None:

@@ -25,7 +25,7 @@ _LONGEST_STRETCH = 0.004
 
 
 async def aside(function: Callable[..., Result], *args: Any) -> Result:
-    """Run the function on another thread and return its result. If cancelled before it begins, it is never called."""
+    """Run a function on another thread and return its result. A caller cancelled before that never has it called."""
     return await _POOL.run(asker.get(), function, *args)
 
 

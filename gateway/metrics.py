@@ -157,7 +157,7 @@ class Metrics:
             self.accepted_at[position] += 1
 
     def token_times(self, sequence: Sequence, tokens: int, now: float) -> None:
-        """Record when new tokens of a sequence came: the tokens of a round share the time since its last token."""
+        """Record times between tokens: the time since the sequence's last token, split evenly over its new ones."""
         moments = sequence.moments
         self.generated_tokens += tokens
         if moments.first_token:

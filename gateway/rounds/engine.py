@@ -176,7 +176,7 @@ class Engine:
         self._tasks = [asyncio.create_task(loop) for loop in loops]
 
     async def drain(self, hurry: asyncio.Task[None]) -> None:
-        """Refuse new requests and wait for current ones; fail the rest after drain_seconds or when `hurry` is done."""
+        """Refuse new requests, let current ones finish; fail the rest after drain_seconds or once `hurry` is done."""
         self._draining = True
         deadline = time.monotonic() + self.config.drain_seconds
         while not self.scheduler.idle and not hurry.done() and time.monotonic() < deadline:  # noqa: ASYNC110 - plain data

@@ -14,7 +14,8 @@ Depth = int | Literal["auto"]
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell. `system` is "spire", a peer's name or a URL. `k` 0 is plain decoding, None if no depth was requested.
+    """One system at one depth and load. `system` is "spire", another server's name or a URL. `k` 0 is plain decoding,
+    None leaves k to the server.
 
     For a trace, `batch` and `context` are None and `trace` is its name. `plain` holds the k = 0 runs that alternated
     with these or, for another system, Spire's from the same benchmark. `modelled` holds the performance model's

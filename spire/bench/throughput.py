@@ -216,7 +216,7 @@ def _rate(stretches: list[Stretch] | None) -> float | None:
 
 
 def _round_seen(stretches: list[Stretch] | None) -> float | None:
-    """Return the mean milliseconds between two chunks; each round gives one chunk."""
+    """Return the mean round as a client sees it, in milliseconds: each round sends one chunk. None without chunks."""
     if stretches is None:
         return None
     return 1000 * statistics.fmean((s[-1][0] - s[0][0]) / (len(s) - 1) for s in stretches)

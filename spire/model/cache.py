@@ -257,7 +257,7 @@ class TargetCache:
 
 
 class BatchView:
-    """The cache during one forward over some slots, with T new positions each. Implements the target's KeyValues."""
+    """A view of the cache for one forward over B slots, T new positions in each. Implements the target's KeyValues."""
 
     def __init__(
         self,

@@ -41,7 +41,7 @@ class Pool:
             self.tensor = torch.frombuffer(self._memory, dtype=dtype).view(shape)
 
     def read(self, places_BGS: Tensor, copy_BGSK: Tensor) -> None:
-        """Copy the rows at `places_BGS`, indices into the pool viewed as a list of single keys or values."""
+        """Copy the keys or values at `places_BGS` to `copy_BGSK`. A place is a row of the pool viewed as [rows, K]."""
         K = copy_BGSK.shape[-1]
         torch.index_select(self.tensor.view(-1, K), 0, places_BGS.flatten(), out=copy_BGSK.view(-1, K))
 

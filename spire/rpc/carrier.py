@@ -118,7 +118,7 @@ class Ring(_Made):
         self._head = self._floor = 0
 
     def settle(self) -> None:
-        """Wait until the GPU has finished writing to the ring; call before telling the reader. No wait on the host."""
+        """Wait until the GPU has written to the ring; call before telling the reader. Host memory needs no wait."""
         _wait_for(self._bytes)
 
     def claim(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor | None, pb.RingSlice]:

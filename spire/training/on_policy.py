@@ -41,7 +41,7 @@ class OnPolicy:
         return cls(stream, np.load(file), share)
 
     def batch(self, seed: int, step: int, batch: int, length: int) -> NDArray[np.int64]:
-        """Return the training windows [batch, length] of one step, a function of (seed, step) alone."""
+        """Return the training windows [batch, length] of one step. For one shape they depend on (seed, step) alone."""
         rows_BL = self.stream.batch(seed, step, batch, length)
         if length == self.written_NL.shape[1]:
             rng = np.random.default_rng((seed, step, 2))

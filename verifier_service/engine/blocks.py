@@ -119,7 +119,7 @@ class Blocks:
     # --- before the step ------------------------------------------------------------------------------------------
 
     def take(self) -> StepWork:
-        """Take the work of the next step. Items that cannot be run are answered with an error in their batch."""
+        """Return the work of the next step. An item that cannot be run gets an error in its batch's answer."""
         tasks = self._batches()
         try:
             entries = self._with_room(self._admissible(tasks))

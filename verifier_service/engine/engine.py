@@ -356,7 +356,7 @@ class VerifierEngine:
         self._publish(lambda: self.publisher.replay_all(draft_id, deliver))
 
     def _publish(self, publish: Callable[[], object]) -> None:
-        """Run `publish` and count what it published. Errors are only logged: they cost speed, never a sequence."""
+        """Run `publish` and count its replays and bytes. Errors are only logged: they cost drafts, never a sequence."""
         replays, published = self.publisher.replays, self.publisher.bytes_published
         try:
             publish()

@@ -169,7 +169,7 @@ class Feed:
             self._tokens[sequence_id] += tokens
 
     def pause(self, sequence_ids: Rows[str]) -> None:
-        """Send nothing of these sequences, not even what is kept already, until they are no longer paused."""
+        """Hold back the activations of these sequences, kept ones too, until they are resumed."""
         self._unsent |= {sequence_id: 0 for sequence_id in sequence_ids if sequence_id in self.members}
 
     def no_rows(self, count: int) -> Tensor:

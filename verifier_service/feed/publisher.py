@@ -160,7 +160,7 @@ class Publisher:
             self._deliver(feed.deliver, feed.replay(known))
 
     def pause(self, draft_id: str, sequence_ids: Rows[str]) -> None:
-        """Send nothing of these sequences to their draft until they are no longer paused."""
+        """Hold back the activations of these sequences from their draft until a block of theirs is not paused."""
         self._keep_later()
         if feed := self.feeds.get(draft_id):
             feed.pause(sequence_ids)

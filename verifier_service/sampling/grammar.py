@@ -223,7 +223,7 @@ def _wrong(message: str) -> InvalidRequest:
 
 
 def _check(state: LLMatcher) -> None:
-    """Raise InvalidRequest if the library has given up on this state."""
+    """Raise InvalidRequest if this state is one of error."""
     if words := grammar_trial.error(state):
         _refuse(words)
 

@@ -48,7 +48,7 @@ class _Rows:
 
 
 class Histories:
-    """Bias, bans and token counts of adjusted sequences: one row each, in tensors that grow as needed."""
+    """Bias, bans and token counts of the sequences whose logits are adjusted: one row each, added as needed."""
 
     def __init__(self, vocab_size: int, device: torch.device):
         self.vocab_size, self.device = vocab_size, device

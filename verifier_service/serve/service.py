@@ -83,7 +83,10 @@ class RoundsStream:
         self._answers.put_nowait(error)
 
     async def answers(self, requests: AsyncIterator[pb.RoundsRequest]) -> AsyncIterator[pb.RoundsResponse]:
-        """Yield answers until the gateway has closed its side and all its requests are answered. Raises SpireError."""
+        """Yield answers until the gateway has closed its side of the stream and every request is answered.
+
+        Raises SpireError for a message that breaks the protocol.
+        """
         reader, teller = asyncio.create_task(self._read(requests)), asyncio.create_task(self._tell_pace())
         try:
             while (answer := await self._answers.get()) is not None:

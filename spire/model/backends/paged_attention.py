@@ -63,7 +63,7 @@ def attends(queries_per_key: int, new_tokens: int, width: int) -> bool:
 
 
 def try_out(pool_XGLK: Tensor, queries_per_key: int) -> None:
-    """Attend once with each kernel that such a pool can need, so that Triton compiles it now.
+    """Run each kernel that can serve this pool once, so that Triton compiles it now and not during a request.
 
     Raises RuntimeError for a wrong result, and Triton's errors where a kernel cannot be compiled.
     """
