@@ -24,7 +24,7 @@ ONE_LINE := awk -v shown="$$(test -t 2 && echo yes)" \
 	'shown && /^(Collecting|Installing)/ { printf "\r\033[K  %s", substr($$0, 1, 70); fflush() } END { if (shown) printf "\r\033[K" }'
 
 .DEFAULT_GOAL := help
-.PHONY: help serve compose-up compose-down images-test test faults faults-seen fuzz soak neighbours pictures gpu gpu-wheels lint format protos clean
+.PHONY: help serve compose-up compose-down images-test check test faults faults-seen fuzz soak neighbours pictures gpu gpu-wheels lint format protos clean
 
 help:  ## List what can be made.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ compose-down:  ## Stop it; what runs may end, volumes and secrets stay.
 
 deploy/.env:
 	cp deploy/.env.example $@
+
+check: lint  ## ruff, mypy, and the tests that start no processes (a minute).
+	$(VENV)/bin/python -m pytest -q -m "not slow and not processes" $(ARGS)
 
 test: lint  ## Everything CI runs: ruff, mypy, pytest.
 	$(VENV)/bin/python -m pytest $(ARGS)

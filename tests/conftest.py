@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,9 +24,21 @@ if not Path("/dev/nvidiactl").exists():
 
 FIXTURES = TESTS / "fixtures"
 
+# What starts processes: fixtures by name, and what test modules import.
+STARTING_FIXTURES = {"changing", "driver", "guarded", "services", "serving", "shared", "shared_apart", "system"}
+STARTERS = {id(starter) for starter in (running, start, subprocess, multiprocessing)}
+
 # How long an example takes says something of the machine, nothing of the code.
 settings.register_profile("spire", deadline=None)
 settings.load_profile("spire")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """Mark tests that start processes, which `make check` leaves out."""
+    for item in items:
+        imported = set(map(id, vars(item.module).values()))
+        if STARTERS & imported or STARTING_FIXTURES & set(item.fixturenames) or TESTS / "faults" in item.path.parents:
+            item.add_marker(pytest.mark.processes)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -31,8 +31,8 @@ BETWEEN_KILLS = 10.0
 DRAFT_KILLS_PER_VERIFIER_KILL = 3
 # Of the kills that the minutes have room for: the round of a verifier's kill takes longer.
 LEAST_SHARE_OF_KILLS = 0.75
-# Seconds from the kill of a draft.
-TAU_BACK_WITHIN = 10.0
+# Seconds from when a killed draft is connected again: how long a process takes to start is the machine's.
+TAU_BACK_WITHIN = 5.0
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60 * MINUTES + 900)]
 
@@ -109,15 +109,15 @@ def test_minutes_of_kills_cost_no_request_no_token_and_no_speed_for_long(report:
                     break
                 if number % DRAFT_KILLS_PER_VERIFIER_KILL == 0:
                     report("4 verifier killed, for minutes", kill(whole, load, "verifier"))
-                killed = time.monotonic()
-                report("1 draft killed, for minutes", kill(whole, load, "draft"))
-                returns.append(back(whole, 0.95 * usual) - killed)
+                killed, endured = time.monotonic(), kill(whole, load, "draft")
+                report("1 draft killed, for minutes", endured)
+                returns.append(back(whole, 0.95 * usual) - killed - endured.recovery)
                 assert returns[-1] < TAU_BACK_WITHIN, f"τ of {usual:.2f} does not return"
                 time.sleep(max(0.0, began + BETWEEN_KILLS - time.monotonic()))
         assert whole.wrong(load.records) == {}
         assert whole.leaks() == {}
         assert len(returns) >= LEAST_SHARE_OF_KILLS * 60 * MINUTES / BETWEEN_KILLS
-        kills = f"{len(returns)} kills, τ {usual:.2f}, back at most {max(returns):.1f} s after each"
+        kills = f"{len(returns)} kills, τ {usual:.2f}, back at most {max(returns):.1f} s after the draft"
         print(f"{kills}; {load.refusals} refusals while unready")
 
 
