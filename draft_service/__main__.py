@@ -6,16 +6,16 @@ The service asks the verifier which target it hosts and refuses to start if the 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import grpc
 import structlog
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from prometheus_client import start_http_server
 
 from draft_service.config import DraftServiceConfig
 from spire.rpc.tls import in_words
 from spire.rpc.trust import Trust
+from spire.service.health import keep_reporting
 from spire.service.heap import keep_freed_memory
 from spire.service.process import announce, keep_announcing, on_passing_thread, run, stop_signal
 
@@ -24,20 +24,13 @@ from draft_service.activations import Follower, subscription
 from draft_service.drafter import Drafter, held_positions
 from draft_service.identity import check_handshake, describe, stable_id
 from draft_service.metrics import registry_of
-from draft_service.replies import Replies
 from draft_service.requests import Requests
 from draft_service.worker import Worker
 from spire.address import by_tcp, join
 from spire.checkpoints.weights import load_draft
 from spire.model.backends.packing import pack
 from spire.model.draft import Draft
-from spire.model.placement import (
-    choose_device,
-    choose_dtype,
-    draft_threads,
-    loads_kernels_late,
-    set_threads,
-)
+from spire.model.placement import choose_device, choose_dtype, draft_threads, loads_kernels_late, set_threads
 from spire.perf.room import Wishes, free_memory, room_for
 from spire.rpc.channel import connect, listen, new_server
 from spire.v1 import draft_pb2_grpc, verifier_pb2, verifier_pb2_grpc
@@ -70,19 +63,16 @@ async def serve(config: DraftServiceConfig) -> None:
         draft_id = config.draft_id or stable_id(config, port)
         loop = asyncio.get_running_loop()
         worker = Worker(
-            drafter,
-            config.wait_ms / 1000,
-            lambda ids: asyncio.run_coroutine_threadsafe(follower.resync(ids), loop),
+            drafter, config.wait_ms / 1000, lambda ids: asyncio.run_coroutine_threadsafe(follower.resync(ids), loop)
         )
-        replies = Replies(draft.config.vocab_size, drafter.device, lambda: follower.q_ring)
-        requests = Requests(draft_pb2_grpc.DraftingStub(channel), draft_id, replies, worker)
+        requests = Requests(draft_pb2_grpc.DraftingStub(channel), draft_id, worker)
         drafter.q_ring = lambda: follower.q_ring
         request = subscription(draft_id, draft.draft)
         request.draft.CopyFrom(describe(draft_id, config.draft, drafter))
         follower = Follower(stub, request, worker, config.shared_memory, drafter.device)
         worker.start()
         try:
-            await _run(config, server, follower, requests, worker, lambda: _announce(config, port, worker))
+            await _run(config, server, follower, requests, worker, join(config.host, port))
         finally:
             worker.stop()
 
@@ -108,25 +98,22 @@ def _load(config: DraftServiceConfig) -> Draft:
 
 
 def _drafter(draft: Draft, config: DraftServiceConfig, max_context: int) -> Drafter:
-    """Return a drafter ready for its first round. Raises CheckpointError if the requested sequences do not fit."""
-    drafter = _with_memory(draft, config, max_context)
+    """Return a drafter, ready for its first round, for as many sequences as fit the device.
+
+    Raises CheckpointError if the requested sequences do not fit.
+    """
+    weight, sequences = draft.embed_tokens.weight, config.max_sequences
+    if weight.device.type != "cpu":  # on a CPU memory is taken only when it is written
+        held, exactly = held_positions(draft, max_context), "max_sequences" in config.model_fields_set
+        position_bytes = draft.config.kv_bytes_per_position // 2 * weight.dtype.itemsize
+        wishes = Wishes(sequences, exactly, held)
+        sequences = room_for(wishes, held, position_bytes, free_memory(weight.device), at_once=True).sequences
+        if sequences < config.max_sequences:
+            log.warning("more sequences do not fit the GPU and are decoded plainly", sequences=sequences)
+    drafter = Drafter(draft, sequences, config.top_m, max_context)
     if loads_kernels_late(drafter.device):
         drafter.warm_up()
     return drafter
-
-
-def _with_memory(draft: Draft, config: DraftServiceConfig, max_context: int) -> Drafter:
-    """Create a drafter for as many sequences as fit the device."""
-    weight = draft.embed_tokens.weight
-    if weight.device.type == "cpu":  # memory is taken only when it is written
-        return Drafter(draft, config.max_sequences, config.top_m, max_context)
-    held, exactly = held_positions(draft, max_context), "max_sequences" in config.model_fields_set
-    position_bytes = draft.config.kv_bytes_per_position // 2 * weight.dtype.itemsize
-    wishes = Wishes(config.max_sequences, exactly, held)
-    room = room_for(wishes, held, position_bytes, free_memory(weight.device), at_once=True)
-    if room.sequences < config.max_sequences:
-        log.warning("more sequences do not fit the GPU and are decoded plainly", sequences=room.sequences)
-    return Drafter(draft, room.sequences, config.top_m, max_context)
 
 
 async def _run(
@@ -135,7 +122,7 @@ async def _run(
     follower: Follower,
     requests: Requests,
     worker: Worker,
-    say: Callable[[], None],
+    address: str,
 ) -> None:
     """Serve and follow the verifier until a signal. Raises MismatchError if the verifier changes its target."""
     healthy = health.aio.HealthServicer()
@@ -143,40 +130,26 @@ async def _run(
     if config.metrics_port:
         start_http_server(config.metrics_port, by_tcp(config.host), registry=registry_of(worker, follower))
     await server.start()
-    await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
-    following, stopping = asyncio.create_task(follower.run()), asyncio.create_task(stop_signal())
-    await asyncio.sleep(0)  # signal handlers are installed before the address is announced
-    say()
 
     def well() -> bool:
         return not worker.pace.is_stuck(_STUCK_SECONDS)
 
+    running = (follower.run(), requests.run(), stop_signal(), keep_reporting(healthy, well))
+    following, asked, stopping, reporting = (asyncio.create_task(each) for each in running)
+    await asyncio.sleep(0)  # signal handlers are installed before the address is announced
+    log.info("listening", address=address, bytes_per_sequence=worker.drafter.memory.bytes_per_sequence())
+    announce(config.ready_file, address)
     telling = asyncio.create_task(keep_announcing(config.ready_file, well))
-    watching, asked = asyncio.create_task(watch(healthy, well)), asyncio.create_task(requests.run())
     try:
         await asyncio.wait({following, asked, stopping}, return_when=asyncio.FIRST_COMPLETED)
         for task in (following, asked):  # neither ends but by an error
             if task.done():
                 task.result()
     finally:
-        for task in (following, stopping, telling, watching, asked):
+        for task in (following, asked, stopping, reporting, telling):
             task.cancel()
         await healthy.enter_graceful_shutdown()
         await server.stop(grace=2)
-
-
-async def watch(healthy: health.aio.HealthServicer, well: Callable[[], bool]) -> None:
-    """Report health every second: a process with a stuck model still answers pings, but must be restarted."""
-    status = health_pb2.HealthCheckResponse
-    while True:
-        await asyncio.sleep(1)
-        await healthy.set("", status.SERVING if well() else status.NOT_SERVING)
-
-
-def _announce(config: DraftServiceConfig, port: int, worker: Worker) -> None:
-    address = join(config.host, port)
-    log.info("listening", address=address, bytes_per_sequence=worker.drafter.memory.bytes_per_sequence())
-    announce(config.ready_file, address)
 
 
 if __name__ == "__main__":

@@ -34,15 +34,9 @@ _RETRY_SECONDS = 0.2
 _STARVED_SECONDS = 3.0
 
 # Another process uses this draft's id, the id is reserved, or the secret has changed.
-_TURNED_AWAY = {
-    grpc.StatusCode.PERMISSION_DENIED,
-    grpc.StatusCode.UNAUTHENTICATED,
-    grpc.StatusCode.INVALID_ARGUMENT,
-}
+_TURNED_AWAY = {grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INVALID_ARGUMENT}
 
 INLINE, SHARED_MEMORY, CUDA_IPC = "inline", "shared_memory", "cuda_ipc"
-
-_CPU = torch.device("cpu")
 
 log = structlog.get_logger()
 
@@ -56,7 +50,7 @@ class Follower:
         request: pb.ActivationsRequest,
         worker: Worker,
         shared_memory: str,
-        device: torch.device = _CPU,
+        device: torch.device = torch.device("cpu"),
     ):
         self._stub, self._request, self._worker = stub, request, worker
         self._shared_memory = Path(shared_memory)
@@ -140,22 +134,21 @@ class Follower:
         self._say_how()
 
     def _opened(self, offers: pb.ActivationsResponse) -> tuple[RingReader | None, OverwritingRing | None]:
+        gpu = self._device if offers.ring.gpu_handle else None
         return (
-            self._opened_ring(offers.ring) if offers.ring.name else None,
+            RingReader(self._shared_memory, offers.ring, gpu) if offers.ring.name else None,
             OverwritingRing(self._shared_memory, offers.q_ring) if offers.q_ring.name else None,
         )
 
-    def _opened_ring(self, offer: pb.Ring) -> RingReader:
-        return RingReader(self._shared_memory, offer, self._device if offer.gpu_handle else None)
-
     def _say_how(self) -> None:
-        carrier = self._carrier if self._ring else INLINE
-        log.info("following the verifier's activations", subscription=self.subscriptions, carrier=carrier)
+        log.info("following the verifier's activations", subscription=self.subscriptions, carrier=self._carrier)
 
     @property
     def _carrier(self) -> str:
-        """The carrier of rows that lie in the ring."""
-        return CUDA_IPC if self._ring and self._ring.on_gpu else SHARED_MEMORY
+        """The carrier of the rows that fit into the ring, if there is one."""
+        if self._ring is None:
+            return INLINE
+        return CUDA_IPC if self._ring.on_gpu else SHARED_MEMORY
 
     def _taken(self, message: pb.ActivationsResponse) -> tuple[Verified, Callable[[], None]]:
         """Return a message's content and the callback for when it is absorbed. Raises InvalidRequest."""
@@ -169,11 +162,8 @@ class Follower:
             self.bytes_received[self._carrier] += message.slice.length
         else:
             self.bytes_received[INLINE] += len(message.rows.data)
-        return Verified(spans, rows, tokens), self._release(message.slice)
-
-    def _release(self, taken: pb.RingSlice) -> Callable[[], None]:
-        ring = self._ring
-        return (lambda: ring.release(taken)) if ring else (lambda: None)
+        ring, taken = self._ring, message.slice
+        return Verified(spans, rows, tokens), (lambda: ring.release(taken)) if ring else (lambda: None)
 
     async def resync(self, sequence_ids: list[str]) -> None:
         """Ask for a replay of these sequences. An unreachable verifier will replay them when it is back."""

@@ -15,11 +15,7 @@ class DraftServiceConfig(ModelServiceConfig):
     """Where the draft is, whom it follows, where it listens."""
 
     model_config = SettingsConfigDict(
-        env_prefix="SPIRE_DRAFT_",
-        frozen=True,
-        cli_prog_name="draft_service",
-        cli_kebab_case=True,
-        pyproject_toml_table_header=("draft",),
+        env_prefix="SPIRE_DRAFT_", cli_prog_name="draft_service", pyproject_toml_table_header=("draft",)
     )
 
     draft: Path = Field(description="Draft checkpoint directory.")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain, compress, zip_longest
 
 import structlog
-import torch
 from torch import Tensor
 
+from draft_service.drafter import Drafter
 from spire.decoding.drafting import MAX_SPECULATION_DEPTH, Drafted, DraftItem, DraftResult, DraftTask
 from spire.decoding.sampling import SamplingRows, Share
 from spire.errors import InvalidRequest, RequestError
@@ -35,22 +35,12 @@ class ParsedRequest:
     refused: dict[str, RequestError]
     task: DraftTask | None
 
-    @property
-    def alike(self) -> bool:
-        """True if no item is refused and all have the same k."""
-        return not self.refused and len(set(self.depths)) == 1
-
 
 class Replies:
-    """Parses draft requests and builds replies. `q_ring` returns the ring for q if the verifier is on this host."""
+    """Parses draft requests and builds replies."""
 
-    def __init__(
-        self,
-        vocab_size: int,
-        device: torch.device | str = "cpu",
-        q_ring: Callable[[], OverwritingRing | None] = lambda: None,
-    ):
-        self._vocab_size, self._device, self._q_ring = vocab_size, device, q_ring
+    def __init__(self, drafter: Drafter):
+        self._drafter, self._vocab_size = drafter, drafter.draft.config.vocab_size
         # Sequence ids and sampling rows of the last request without refusals. The next request usually names the same
         # sequences, and the sampling parameters of a sequence never change.
         self._last: tuple[tuple[str, ...], SamplingRows | None] = ((), None)
@@ -73,7 +63,7 @@ class Replies:
         task = None
         if items:
             if rows is None or refused:
-                rows = from_protos([item.sampling for item in wanted], self._device)
+                rows = from_protos([item.sampling for item in wanted], self._drafter.device)
             if not refused:
                 self._last = sequence_ids, rows
             task = DraftTask(items, rows, max(depths))
@@ -84,8 +74,9 @@ class Replies:
         reply = pb.DraftReply(batch_id=parsed.batch_id)
         if result and parsed.task:
             _log_refusals({parsed.items[index].sequence_id: error for index, error in result.refused.items()})
-            if not _add_uniform(reply, parsed, result, self._q_ring()):
-                _add_items(reply, parsed, result, parsed.task.rows, self._q_ring())
+            ring = self._drafter.q_ring()
+            if not _add_uniform(reply, parsed, result, ring):
+                _add_items(reply, parsed, result, parsed.task.rows, ring)
             reply.timings.queue_seconds = result.queue_seconds
             reply.timings.forward_seconds = result.forward_seconds
         reply.items.extend(
@@ -129,7 +120,9 @@ def _add_uniform(
 ) -> bool:
     """Add the tokens and q of all items at once. Return False and add nothing if items differ or q is not in a ring."""
     drafted = result.drafted
-    if not parsed.alike or parsed.task is None or drafted is None or drafted.ids_BKM is not None or result.refused:
+    if parsed.refused or result.refused or len(set(parsed.depths)) > 1:
+        return False
+    if parsed.task is None or drafted is None or drafted.ids_BKM is not None:
         return False
     judged, probs_BKM = parsed.task.rows.judged_by_q, drafted.probs_BKM
     if judged is not Share.NONE:
@@ -145,11 +138,7 @@ def _add_uniform(
 
 
 def _add_items(
-    reply: pb.DraftReply,
-    parsed: ParsedRequest,
-    result: DraftResult,
-    rows: SamplingRows,
-    ring: OverwritingRing | None,
+    reply: pb.DraftReply, parsed: ParsedRequest, result: DraftResult, rows: SamplingRows, ring: OverwritingRing | None
 ) -> None:
     """Add a reply for each item. Messages are filled in place because q is large if it does not lie in the ring."""
     for index, error in result.refused.items():

@@ -26,8 +26,8 @@ log = structlog.get_logger("draft_service")
 class Requests:
     """Receives draft requests and sends the replies. Runs on the event loop."""
 
-    def __init__(self, stub: rpc.DraftingStub, draft_id: str, replies: Replies, worker: Worker):
-        self._stub, self._draft_id, self._replies, self._worker = stub, draft_id, replies, worker
+    def __init__(self, stub: rpc.DraftingStub, draft_id: str, worker: Worker):
+        self._stub, self._draft_id, self._worker, self._replies = stub, draft_id, worker, Replies(worker.drafter)
         # True while the stream is open.
         self.connected = False
 

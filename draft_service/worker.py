@@ -101,12 +101,13 @@ class Worker:
         """Answer the pending tasks that are due. Keep no reference to an answer: its ring's subscription may end."""
         looked_at, self._pending = self._pending, []
         for task in looked_at:
-            if self._due(task):
-                self._notice(task)
-                with self.pace.step(f"draft {task.k}", task.k * len(task.items)):
-                    self.busy_seconds += answer(task, self.drafter.check, self.drafter.propose)
-            else:
+            if time.monotonic() < task.arrived + self._wait and self._behind(task):
                 self._pending.append(task)
+                continue
+            if self._starved_since is None and self._behind(task):
+                self._starved_since = time.monotonic()
+            with self.pace.step(f"draft {task.k}", task.k * len(task.items)):
+                self.busy_seconds += answer(task, self.drafter.check, self.drafter.propose)
 
     def _take(self) -> bool:
         """Wait for messages, at most until a pending task is late, and process them. Return False to stop."""
@@ -116,15 +117,12 @@ class Worker:
         for action in arrived:
             if action is None:
                 return False
-            self._do(action)
+            try:
+                action()
+            except Exception as error:  # keep the thread: a worse draft costs speed, no draft costs more
+                end_if_device_lost(error)
+                log.exception("something that arrived could not be taken")
         return True
-
-    def _do(self, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except Exception as error:  # keep the thread: a worse draft costs speed, no draft costs more
-            end_if_device_lost(error)
-            log.exception("something that arrived could not be taken")
 
     def _await_activations(self, task: DraftTask) -> None:
         for item in task.items:
@@ -136,13 +134,8 @@ class Worker:
             return None
         return max(0.0, min(task.arrived for task in self._pending) + self._wait - time.monotonic())
 
-    def _due(self, task: DraftTask) -> bool:
-        late = time.monotonic() >= task.arrived + self._wait
-        return late or not any(self.drafter.behind(item) for item in task.items)
-
-    def _notice(self, task: DraftTask) -> None:
-        if self._starved_since is None and any(self.drafter.behind(item) for item in task.items):
-            self._starved_since = time.monotonic()
+    def _behind(self, task: DraftTask) -> bool:
+        return any(self.drafter.behind(item) for item in task.items)
 
     def _absorb_of(self, subscription: int, verified: Verified, then: Callable[[], object]) -> None:
         if subscription != self._subscription:

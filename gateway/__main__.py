@@ -18,7 +18,7 @@ import uvicorn
 from gateway.api.app import create_app
 from gateway.config import GatewayConfig
 from gateway.http.connections import Connection, Connections
-from gateway.http.descriptors import ACCEPTED_AT_ONCE, DescriptorRoom, Listener, raise_limit
+from gateway.http.descriptors import ACCEPTED_AT_ONCE, WAITING, Listener, raise_limit, room_within
 from gateway.http.keys import Guard, Keys
 from gateway.metrics import Metrics
 from gateway.rounds.engine import Engine
@@ -41,8 +41,8 @@ async def serve(config: GatewayConfig) -> None:
     return_freed_memory()
     guard = Guard(Keys(config.keys) if config.keys else None)
     certificate, key = certificate_files(config.https) if config.https else (None, None)
-    room = DescriptorRoom.within(raise_limit(), config.max_connections)
-    listener = Listener(bind(config.host, config.port), room.largest)
+    most_connections, largest = room_within(raise_limit(), config.max_connections)
+    listener = Listener(bind(config.host, config.port), largest)
     host, port = listener.getsockname()[:2]
     if guard.open_paths is None and not config.without_keys:
         refuse_open_address(host)
@@ -51,7 +51,7 @@ async def serve(config: GatewayConfig) -> None:
     server = _Server(
         uvicorn.Config(
             create_app(config, engine, guard, host),
-            http=partial(Connection, config, Connections(room.connections, listener.met)),  # type: ignore[arg-type]
+            http=partial(Connection, config, Connections(most_connections, listener.met)),  # type: ignore[arg-type]
             backlog=ACCEPTED_AT_ONCE,
             ws="none",
             log_config=None,
@@ -63,12 +63,11 @@ async def serve(config: GatewayConfig) -> None:
             ssl_keyfile=key,
         )
     )
-    beside = [
-        _announce(server, listener, join(host, port), config.ready_file),
-        _stop(server, engine),
-        keep_announcing(config.ready_file),
+    tasks = [
+        asyncio.create_task(_announce(server, listener, join(host, port), config.ready_file)),
+        asyncio.create_task(_stop(server, engine)),
+        asyncio.create_task(keep_announcing(config.ready_file)),
     ]
-    tasks = [asyncio.create_task(task) for task in beside]
     await server.serve(sockets=[listener])
     for task in tasks:
         task.cancel()
@@ -94,7 +93,7 @@ async def _stop(server: uvicorn.Server, engine: Engine) -> None:
 async def _announce(server: uvicorn.Server, listener: Listener, address: str, ready_file: Path | None) -> None:
     while not server.started:  # noqa: ASYNC110 - uvicorn tells in no other way
         await asyncio.sleep(0.01)
-    listener.have_waiting()
+    listener.listen(WAITING)  # once the event loop listens, which has fewer wait
     announce(ready_file, address)
     log.info("listening", address=address, pid=os.getpid())
 

@@ -160,19 +160,10 @@ class GatewayConfig(ServiceConfig):
     def _separate(cls, value: Any) -> Any:
         return value.split(",") if isinstance(value, str) else value
 
-    @property
-    def prices(self) -> dict[str, float]:
-        """The price of an hour by service; empty unless the verifier's price is configured."""
-        return {} if self.price is None else {"verifier": self.price, "draft": self.draft_price}
-
     @model_validator(mode="after")
-    def _default_is_on(self) -> GatewayConfig:
+    def _consistent(self) -> GatewayConfig:
         if self.rule is not None and self.rule not in self.rules:
             raise ValueError(f"rule {self.rule!r} is none of the rules that may be used: {', '.join(self.rules)}")
-        return self
-
-    @model_validator(mode="after")
-    def _keys_or_none(self) -> GatewayConfig:
         if self.keys and self.without_keys:
             raise ValueError(
                 f"keys are in {self.keys}, and without_keys says that none are asked for: drop one of them"

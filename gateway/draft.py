@@ -54,20 +54,13 @@ class ChosenDraft:
         return self.info is not None and self.info.kind == MAGICDEC
 
     def told(self, drafts: Iterable[verifier_pb2.DraftInfo]) -> None:
-        """Take over the list of drafts that the verifier sent, and choose one."""
+        """Take over the list of drafts that the verifier sent, and choose one. Empty: the verifier was lost."""
         self._drafts = [draft for draft in drafts if self._fits(draft)]
         self._choose()
-
-    def lost(self) -> None:
-        """Forget all drafts: the verifier was lost."""
-        self.told([])
 
     def late(self) -> None:
         self.circuit.late()
         self._left_alone_until = time.monotonic() + self.circuit.seconds
-
-    def in_time(self) -> None:
-        self.circuit.in_time()
 
     def _fits(self, draft: verifier_pb2.DraftInfo) -> bool:
         if self._wanted == AUTO:
@@ -85,9 +78,7 @@ class ChosenDraft:
             self.circuit, self._left_alone_until, self._gone_since = Circuit(), 0.0, None
         if known:
             self.info = known
-        self._is(available=known is not None and known.available)
-
-    def _is(self, available: bool) -> None:
+        available = known is not None and known.available
         if available != self._available and self.info:
             said = "connected" if available else "cannot be asked"
             log.info(said, peer="draft", draft=self.id, kind=self.info.kind, model=self.info.model_name)

@@ -49,6 +49,10 @@ class BodyTooSlow(RequestError):
     pass
 
 
+class ClientLeft(RequestError):
+    """The client has disconnected before the answer."""
+
+
 class QueueFull(OutOfCapacity):
     """Too many sequences wait already; there may be room in `retry_after` seconds."""
 
@@ -92,6 +96,7 @@ _TABLE: list[tuple[type[SpireError], int, str, str]] = [
     (UnknownModel, 404, "not_found_error", "model_not_found"),
     (BodyTooLarge, 413, "invalid_request_error", "body_too_large"),
     (BodyTooSlow, 408, "invalid_request_error", "body_too_slow"),
+    (ClientLeft, 499, "invalid_request_error", "client_left"),
     (ReaderTooSlow, 408, "invalid_request_error", "reader_too_slow"),
     (OverQuota, 429, "rate_limit_error", "rate_limit_exceeded"),
     (OutOfCapacity, 429, "rate_limit_error", "queue_full"),
@@ -102,10 +107,8 @@ _TABLE: list[tuple[type[SpireError], int, str, str]] = [
     (DeadlinePassed, 504, "timeout_error", "deadline_passed"),
     (NotFinite, 500, "internal_error", "not_finite"),
 ]
-# The status of a request whose client left before the answer.
-CLIENT_LEFT = 499
 # Every status of a response; 307 and 405 are the router's.
-STATUSES = sorted({200, 307, 405, CLIENT_LEFT} | {status for _, status, _, _ in _TABLE})
+STATUSES = sorted({200, 307, 405} | {status for _, status, _, _ in _TABLE})
 _RETRY_AFTER_SECONDS = {429: 1, 503: 2}
 
 
@@ -123,7 +126,9 @@ def rest_error(error: Exception) -> tuple[int, dict[str, Any]]:
     return 500, error_body(message, "internal_error", None, "internal_error")
 
 
-def retry_after(error: Exception, status: int) -> dict[str, str]:
-    """Return the Retry-After header of an error; empty if asking again is of no use."""
-    seconds = getattr(error, "retry_after", _RETRY_AFTER_SECONDS.get(status))
-    return {} if seconds is None else {"Retry-After": str(seconds)}
+def error_headers(error: Exception, status: int) -> dict[str, str]:
+    """Return the headers of an error: when to ask again, if that is of any use, and how to name an API key."""
+    headers = {"WWW-Authenticate": error.challenge} if isinstance(error, Unauthorized) else {}
+    if (seconds := getattr(error, "retry_after", _RETRY_AFTER_SECONDS.get(status))) is not None:
+        headers["Retry-After"] = str(seconds)
+    return headers

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Literal
 
+from spire.v1.tensor_pb2 import Sampling
 from spire.v1.verifier_pb2 import Adjustments
 
 Rule = Literal["rejection", "block", "invariant"]
@@ -46,27 +47,6 @@ class Stage(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
-    """The sampling parameters of a sequence. If the caller gives no `seed`, the gateway draws one."""
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    choice: int = 0
-    min_p: float = 0.0
-    rule: Rule = "rejection"
-
-    @property
-    def rule_used(self) -> str:
-        return self.rule if self.temperature else GREEDY
-
-
-# (token, logprob) pairs. Any Sequence, so that a compact one can hold them.
-Top = abc.Sequence[tuple[int, float]]
-
-
-@dataclass(frozen=True, slots=True)
 class Logprob:
     """The logprob (natural logarithm) of a token, and (token, logprob) of the likeliest tokens at its position.
 
@@ -74,7 +54,8 @@ class Logprob:
     """
 
     token: float
-    top: Top
+    # Any Sequence, so that a compact one can hold them.
+    top: abc.Sequence[tuple[int, float]]
     rank: int = 0
 
 
@@ -92,23 +73,8 @@ class RoundResult:
     accepted: int
 
 
-@dataclass(slots=True)
-class Moments:
-    """Times of a sequence's events in seconds of the monotonic clock, 0 before. Written by the engine and `Metrics`."""
-
-    arrived: float = 0.0
-    admitted: float = 0.0
-    first_token: float = 0.0
-    last_token: float = 0.0
-    finished: float = 0.0
-
-
 # Approximate memory of an output token with its origin and round, and of one logprob with its token.
 _TOKEN_BYTES, _LOGPROB_BYTES = 200, 120
-
-
-def _no_listener() -> None:
-    return None
 
 
 @dataclass(slots=True, eq=False)
@@ -169,8 +135,12 @@ class Sequence:
     # The same for rounds with room for k draft tokens before max_tokens: τ at k is measured from these.
     full_depth_histogram: list[int] = field(default_factory=list)
 
-    moments: Moments = field(default_factory=Moments)
-    listener: Callable[[], None] = _no_listener
+    # Times of its events in seconds of the monotonic clock, 0 before. Written by the engine and `Metrics`.
+    arrived_at: float = 0.0
+    admitted_at: float = 0.0
+    first_token_at: float = 0.0
+    last_token_at: float = 0.0
+    listener: Callable[[], None] = lambda: None
     # True: the listener is called after every round; False: only when the sequence ends.
     hears_rounds: bool = True
     # The number of output tokens that the listener has taken.
@@ -214,10 +184,6 @@ class Sequence:
     def lacks_prompt_logprobs(self) -> bool:
         """True if the next Start asks for prompt logprobs: those from an earlier life are kept."""
         return self.wants_prompt_logprobs and self.prompt_logprobs is None
-
-    @property
-    def newest_token(self) -> int:
-        return self.output[-1]
 
     @property
     def tokens(self) -> list[int]:

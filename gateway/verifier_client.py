@@ -11,9 +11,8 @@ is not `usable`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
 
@@ -25,12 +24,7 @@ from gateway.circuit import Circuit
 from gateway.errors import PeerLost
 from gateway.text.tokenizer import TextCodec
 from spire.errors import MismatchError, SpireError
-from spire.rpc.channel import (
-    GATEWAY_METADATA_KEY,
-    PROTOCOL_VERSION,
-    STREAM_METADATA_KEY,
-    connect,
-)
+from spire.rpc.channel import GATEWAY_METADATA_KEY, PROTOCOL_VERSION, STREAM_METADATA_KEY, connect
 from spire.rpc.tls import in_words
 from spire.rpc.trust import ANYBODY, Trust
 from spire.service.pace import limit
@@ -98,7 +92,8 @@ class VerifierClient:
         self.cache_usage = 0.0
         # How long the verifier's steps take, as last reported.
         self.pace = verifier_pb2.Pace()
-        self._gateway_id = gateway_id
+        # Names this gateway in calls about its sequences.
+        self._name = GATEWAY_METADATA_KEY, gateway_id
         self._on_started, self._on_standing = on_started, on_standing
         self._on_lost, self._on_connected = on_lost, on_connected
         self._on_prefilled, self._on_drafts = on_prefilled, on_drafts
@@ -125,14 +120,17 @@ class VerifierClient:
         """Handshake, follow the stream until it breaks, and try again, for ever."""
         while True:
             try:
-                await self._must_serve()
+                if not await self._serves():
+                    raise PeerLost("the verifier is there and does not serve: it drains or is stuck")
                 await self.handshake()
                 await self._follow()
             except (grpc.aio.AioRpcError, SpireError) as error:
                 self._complain(error)
             except Exception:  # whatever the verifier sent, the client must connect again
                 log.exception("connection failed", peer="verifier", address=self.address)
-            await self._pause()
+            pause, self._late = self.circuit.seconds if self._late else self._retry, False
+            await asyncio.sleep(pause)
+            self._retry = min(self._retry * 2, _LONGEST_RETRY)
 
     async def close(self) -> None:
         self.reset()
@@ -144,12 +142,6 @@ class VerifierClient:
         if self._call is not None:
             self._call.cancel()
 
-    async def _pause(self) -> None:
-        pause = self.circuit.seconds if self._late else self._retry
-        self._late = False
-        await asyncio.sleep(pause)
-        self._retry = min(self._retry * 2, _LONGEST_RETRY)
-
     def _is(self, up: bool, serving: bool = True) -> None:
         if self.usable and not (up and serving):
             self.unusable_since = time.monotonic()
@@ -159,10 +151,6 @@ class VerifierClient:
         """Return whether the health check says that the verifier serves. Raises AioRpcError if nothing answers."""
         answer = await self._health.Check(health_pb2.HealthCheckRequest(), timeout=_CONTROL_DEADLINE)
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
-
-    async def _must_serve(self) -> None:
-        if not await self._serves():
-            raise PeerLost("the verifier is there and does not serve: it drains or is stuck")
 
     async def _watch(self) -> None:
         """Poll the health of the verifier while the stream stands: one whose model is stuck still answers pings."""
@@ -179,7 +167,8 @@ class VerifierClient:
             self._is(self.up, serving)
 
     async def _follow(self) -> None:
-        call = self._call = self._open()
+        metadata = [self._name, (STREAM_METADATA_KEY, str(next(self._streams)))]
+        call = self._call = self._stub.Rounds(metadata=metadata)
         self._is(up=True)
         log.info("connected", peer="verifier", address=self.address)
         self._complaint, self._retry = "", _SHORTEST_RETRY
@@ -201,13 +190,16 @@ class VerifierClient:
                     future.set_exception(PeerLost("the stream to the verifier broke"))
             self._on_lost()
 
-    async def _write(self, message: verifier_pb2.RoundsRequest) -> None:
+    async def _write(self, message: verifier_pb2.RoundsRequest, seconds: float) -> None:
+        """Write a message within `seconds`, or longer if the model is slow. Raises PeerLost."""
         call = self._call
         if call is None or not self.up:
             raise PeerLost("the verifier is not connected")
         try:
-            async with self._writing:
+            async with asyncio.timeout(self.limit(seconds)), self._writing:
                 await call.write(message)
+        except TimeoutError:
+            raise self._too_late(seconds) from None
         except asyncio.CancelledError:
             if _cancelled():
                 raise
@@ -228,8 +220,7 @@ class VerifierClient:
         self._answers[batch_id] = asked.answer
         asked.answer.add_done_callback(lambda answer: self._forget(batch_id, answer))
         try:
-            async with self._in_time(asked):
-                await self._write(request)
+            await self._write(request, seconds)
         except BaseException:
             asked.answer.cancel()
             raise
@@ -251,14 +242,6 @@ class VerifierClient:
         answer, read_at = asked.answer.result()
         self.circuit.in_time()
         return answer, read_at - asked.at
-
-    @contextlib.asynccontextmanager
-    async def _in_time(self, asked: SentBatch) -> AsyncIterator[None]:
-        try:
-            async with asyncio.timeout_at(asked.at + self.limit(asked.seconds)):
-                yield
-        except TimeoutError:
-            raise self._too_late(asked.seconds) from None
 
     def _forget(self, batch_id: int, answer: asyncio.Future[tuple[verifier_pb2.VerifyBatchResult, float]]) -> None:
         del self._answers[batch_id]
@@ -282,14 +265,12 @@ class VerifierClient:
             self._complaint = complaint
             log.warning("unreachable", peer="verifier", address=self.address, reason=complaint)
 
-    @property
-    def own_name(self) -> tuple[str, str]:
-        """The metadata entry that names this gateway in calls about its sequences."""
-        return GATEWAY_METADATA_KEY, self._gateway_id
-
     async def handshake(self) -> None:
         info = await self._stub.GetInfo(verifier_pb2.GetInfoRequest(), timeout=_CONTROL_DEADLINE)
-        _same("protocol version", "this gateway", PROTOCOL_VERSION, "the verifier", info.protocol_version)
+        if (theirs := info.protocol_version) != PROTOCOL_VERSION:
+            raise MismatchError(
+                f"protocol version differs: this gateway has {PROTOCOL_VERSION!r}, the verifier has {theirs!r}"
+            )
         before = self.model
         if before is None or before.info.epoch != info.epoch:
             answer = await self._stub.GetTokenizer(verifier_pb2.GetTokenizerRequest(), timeout=_CONTROL_DEADLINE)
@@ -305,11 +286,7 @@ class VerifierClient:
 
     async def start(self, message: verifier_pb2.Start, deadline: float) -> None:
         """Send a Start; its Started is passed to `on_started`. Raises PeerLost."""
-        try:
-            async with asyncio.timeout(self.limit(deadline)):
-                await self._write(verifier_pb2.RoundsRequest(start=message))
-        except TimeoutError:
-            raise self._too_late(deadline) from None
+        await self._write(verifier_pb2.RoundsRequest(start=message), deadline)
 
     def limit(self, seconds: float) -> float:
         return limit(self.pace.step_seconds, seconds)
@@ -324,18 +301,11 @@ class VerifierClient:
         """The seconds that a lost verifier's successor is still expected to load; 0 while the verifier is usable."""
         return 0.0 if self.usable else max(0.0, self.unusable_since + self.load_seconds - time.monotonic())
 
-    def patience(self, seconds: float) -> float:
-        """The seconds to wait for a lost verifier's successor: `seconds`, and twice what the verifier took to load."""
-        return seconds + 2 * self.load_seconds
-
     async def release(self, sequence_ids: list[str], seconds: float) -> None:
         """Free the places of these sequences within `seconds`, or longer if the model is slow. Raises AioRpcError."""
         request = verifier_pb2.ReleaseRequest(sequence_ids=sequence_ids)
-        answer = await self._stub.Release(request, timeout=self.limit(seconds), metadata=[self.own_name])
+        answer = await self._stub.Release(request, timeout=self.limit(seconds), metadata=[self._name])
         self.cache_usage = answer.cache_usage
-
-    def _open(self) -> grpc.aio.StreamStreamCall:
-        return self._stub.Rounds(metadata=[self.own_name, (STREAM_METADATA_KEY, str(next(self._streams)))])
 
     def _receive(self, message: verifier_pb2.RoundsResponse) -> None:
         if message.HasField("verified"):
@@ -357,8 +327,3 @@ def _cancelled() -> bool:
     """True if this task itself is being cancelled: a cancelled call raises CancelledError in its users too."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
-
-
-def _same(what: str, first: str, first_value: object, second: str, second_value: object) -> None:
-    if first_value != second_value:
-        raise MismatchError(f"{what} differs: {first} has {first_value!r}, {second} has {second_value!r}")

@@ -17,8 +17,6 @@ from spire.errors import SpireError
 _ADDRESS = re.compile(r"(?P<host>\[[^\[\]]+\]|[^\[\]:/]+):(?P<port>\d{1,5})")
 # Target schemes that gRPC resolves by itself.
 _TARGET = re.compile(r"(dns|unix|unix-abstract|ipv4|ipv6|xds):.+")
-
-
 # What gRPC takes as the path of a Unix socket: it gives other characters a meaning of their own.
 _UNIX_PATH = re.compile(r"/[A-Za-z0-9._/~+=@-]+")
 _LONGEST_UNIX_PATH = 107

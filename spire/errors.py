@@ -1,17 +1,4 @@
-"""The exceptions of Spire. They have one root, so that one table translates them at a boundary.
-
-SpireError
-├── CheckpointError    a model directory that cannot be served, naming the file
-├── DataError          a command's data or files that cannot be used
-├── MismatchError      two peers that do not match, naming both values
-└── RequestError       a request that cannot be carried out
-    ├── InvalidRequest     wrong by itself: shapes, ranges, unknown values
-    ├── UnknownSequence    the verifier or draft holds no such sequence: replay it
-    ├── NotAllowed         the name that a peer uses belongs to another peer
-    ├── StaleBlock         a block for a past base, round or stream
-    ├── NotFinite          non-finite logits for this sequence
-    └── OutOfCapacity      no free slot or queue place: try again later
-"""
+"""The exceptions of Spire. They have one root, so that one table translates them at a boundary."""
 
 
 class SpireError(Exception):
@@ -19,23 +6,26 @@ class SpireError(Exception):
 
 
 class CheckpointError(SpireError):
-    pass
+    """A model directory that cannot be served. The message names the file."""
 
 
 class DataError(SpireError):
-    pass
+    """A command's data or files that cannot be used."""
 
 
 class MismatchError(SpireError):
-    pass
+    """Two peers that do not match. The message names both values."""
 
 
 class RequestError(SpireError):
-    pass
+    """A request that cannot be carried out."""
 
 
 class InvalidRequest(RequestError):
-    """A request that is wrong by itself. `param` names the wrong field, or is empty if no single field is wrong."""
+    """A request that is wrong by itself: shapes, ranges, unknown values.
+
+    `param` names the wrong field, or is empty if no single field is wrong.
+    """
 
     def __init__(self, message: str, param: str = ""):
         super().__init__(message)
@@ -43,20 +33,20 @@ class InvalidRequest(RequestError):
 
 
 class UnknownSequence(RequestError):
-    pass
+    """The verifier or draft holds no such sequence: replay it."""
 
 
 class NotAllowed(RequestError):
-    pass
+    """The name that a peer uses belongs to another peer."""
 
 
 class StaleBlock(RequestError):
-    pass
+    """A block for a past base, round or stream."""
 
 
 class NotFinite(RequestError):
-    pass
+    """Non-finite logits for this sequence."""
 
 
 class OutOfCapacity(RequestError):
-    pass
+    """No free slot or queue place: try again later."""

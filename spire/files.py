@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from spire.errors import DataError
 
@@ -30,3 +32,9 @@ def write_whole(file: Path, write: Callable[[Path], object]) -> None:
     except Exception as error:
         unfinished.unlink(missing_ok=True)
         raise DataError(f"{file} cannot be written ({error}): is the disk full?") from error
+
+
+def write_json(file: Path, content: dict[str, Any]) -> None:
+    """Write a JSON object to `file` atomically. Raises like `write_whole`."""
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    write_whole(file, lambda unfinished: unfinished.write_text(text, encoding="utf-8"))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 
 import structlog
 import torch
@@ -29,22 +28,14 @@ def end_if_device_lost(error: BaseException) -> None:
         os._exit(LOST_DEVICE)
 
 
-def device_lost(error: BaseException) -> bool:
+def device_lost(error: BaseException | None) -> bool:
     """True if `error` or one of its causes is a CUDA error other than out of memory."""
-    return any(map(_is_fatal, _with_causes(error)))
-
-
-def _is_fatal(error: BaseException) -> bool:
-    if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, RuntimeError):
-        return False
-    text = str(error)
-    of_cuda = isinstance(error, torch.AcceleratorError) or _CUDA_ERROR.search(text)
-    return bool(of_cuda) and not _OUT_OF_MEMORY.search(text)
-
-
-def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        yield error
+        text, of_memory = str(error), isinstance(error, torch.OutOfMemoryError)
+        of_cuda = isinstance(error, torch.AcceleratorError) or _CUDA_ERROR.search(text)
+        if isinstance(error, RuntimeError) and of_cuda and not of_memory and not _OUT_OF_MEMORY.search(text):
+            return True
         error = error.__cause__ or error.__context__
+    return False

@@ -7,7 +7,6 @@ was stuck at shutdown; 4 if the GPU was lost.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 
 import structlog
@@ -61,8 +60,7 @@ async def serve(config: VerifierConfig) -> None:
         ended = asyncio.wrap_future(engine.ended)
         await asyncio.wait([stopping, ended], return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await stopping
+        await asyncio.wait([stopping])
     telling.cancel()
     if not engine.ended.done():
         os._exit(_STUCK)  # a thread cannot be killed, and one inside a model does not survive the interpreter's end

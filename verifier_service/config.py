@@ -15,11 +15,7 @@ class VerifierConfig(ModelServiceConfig):
     """Which target, how many sequences, where it listens."""
 
     model_config = SettingsConfigDict(
-        env_prefix="SPIRE_VERIFIER_",
-        frozen=True,
-        cli_prog_name="verifier_service",
-        cli_kebab_case=True,
-        pyproject_toml_table_header=("verifier",),
+        env_prefix="SPIRE_VERIFIER_", cli_prog_name="verifier_service", pyproject_toml_table_header=("verifier",)
     )
 
     model: Path = Field(description="Target checkpoint directory in Hugging Face layout, with its tokenizer.json.")
@@ -52,10 +48,7 @@ class VerifierConfig(ModelServiceConfig):
         4096, ge=1, description="MagicDec: tokens kept of a draft distribution; smaller vocabularies are sent whole."
     )
     lossy_synthetic_acceptance: CliSuppress[float | None] = Field(
-        None,
-        ge=0,
-        le=1,
-        description="LOSSY, for benchmarks without trained weights: draft tokens stand so often.",
+        None, ge=0, le=1, description="LOSSY, for benchmarks without trained weights: draft tokens stand so often."
     )
     lease_seconds: float = Field(30.0, ge=0, description="A gateway whose stream stays closed this long is forgotten.")
     stuck_seconds: float = Field(

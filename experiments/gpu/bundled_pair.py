@@ -44,8 +44,7 @@ def _acceptance(setting: Setting, findings: Findings) -> tuple[MeasuredAcceptanc
             return await client.complete_all(request, prompts)
 
     def fallbacks(system: System) -> dict[str, float]:
-        samples = asyncio.run(system.scrape()).gateway.samples
-        return {name.removeprefix(FALLBACKS): count for name, count in samples.items() if name.startswith(FALLBACKS)}
+        return asyncio.run(system.scrape())["gateway"].by("reason", FALLBACKS)
 
     with served(setting, findings, pair) as system:
         return acceptance(asyncio.run(complete(system.url)), context, request), fallbacks(system)

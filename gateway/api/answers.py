@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.api.completion import Completion
 from gateway.aside import aside
-from gateway.errors import CLIENT_LEFT
+from gateway.errors import ClientLeft
 from gateway.text.json_pieces import chunks_of
 
 Answer = TypeVar("Answer")
@@ -21,19 +21,21 @@ _JSON = "application/json"
 
 
 async def answer(http: Request, completion: Completion, headers: dict[str, str]) -> Response:
-    """Submit a completion and return its response. Raises what `submit` raises, DeadlinePassed or a choice's error."""
+    """Submit a completion and return its response.
+
+    Raises what `submit` raises, ClientLeft, DeadlinePassed or the error of a choice.
+    """
     completion.submit()
-    begun: EventStream | None = None
+    stream: EventStream | None = None
     try:
         if completion.request.stream:
             # An error before the first event is answered with its own status, not as an event.
-            if await unless_gone(http.receive, completion.begun()):
-                begun = EventStream(completion, headers)
-            return begun or Response(status_code=CLIENT_LEFT)
-        whole = await unless_gone(http.receive, completion.whole())
-        return Response(status_code=CLIENT_LEFT) if whole is None else json_answer(whole, headers)
+            await unless_gone(http.receive, completion.begun())
+            stream = EventStream(completion, headers)
+            return stream
+        return json_answer(await unless_gone(http.receive, completion.whole()), headers)
     finally:
-        if begun is None:
+        if stream is None:
             completion.close()
 
 
@@ -69,12 +71,14 @@ class EventStream(StreamingResponse):
             self.completion.close()
 
 
-async def unless_gone(receive: Callable[[], Awaitable[Any]], answer: Coroutine[Any, Any, Answer]) -> Answer | None:
-    """Return the answer; None if the client disconnects first, which cancels the work."""
+async def unless_gone(receive: Callable[[], Awaitable[Any]], answer: Coroutine[Any, Any, Answer]) -> Answer:
+    """Return the answer. Raises ClientLeft if the client disconnects first, which cancels the work."""
     work, gone = asyncio.ensure_future(answer), asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return work.result() if work.done() else None
+        if not work.done():
+            raise ClientLeft("the client has disconnected")
+        return work.result()
     finally:
         work.cancel()
         gone.cancel()

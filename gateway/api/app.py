@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
@@ -18,19 +18,19 @@ from starlette.types import ASGIApp
 from gateway.api.answers import answer, unless_gone
 from gateway.api.chat import ChatCompletion, ChatRequest, chat_prompt
 from gateway.api.completion import Completion
+from gateway.api.exposition import Exposition, Named
 from gateway.api.openapi import DocumentedApi, Limits, body_of, limits_of
 from gateway.api.responses import ChatResponse, CompletionResponse, answers
 from gateway.api.tokenization import DetokenizeRequest, TokenizeRequest, add_tokenization
 from gateway.aside import by_size
 from gateway.config import GatewayConfig
-from gateway.errors import CLIENT_LEFT, BadParameter, UnknownModel, error_body, rest_error, retry_after
+from gateway.errors import BadParameter, error_body
 from gateway.http.browsers import ForeignPages
-from gateway.http.front import Front
+from gateway.http.front import Front, error_response
 from gateway.http.keys import Guard
 from gateway.http.manual import add_manual
 from gateway.http.page import PATHS as PAGE_PATHS
 from gateway.http.page import add_page
-from gateway.metrics import Exposition, Named
 from gateway.requests.bodies import ModelName, bad_parameter, check_model, ignored_header, parse, read_body, refusals
 from gateway.requests.prompts import encode_prompts
 from gateway.requests.schemas import CompletionRequest, check, check_logprobs, check_tokens
@@ -53,21 +53,15 @@ def create_app(config: GatewayConfig, engine: Engine, guard: Guard, host: str) -
         yield
         await engine.close()
 
+    def limits() -> Limits:
+        return limits_of(engine.verifier.model, _drafts(engine))
+
     bodies = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
-    app = DocumentedApi(
-        bodies,
-        lambda: _limits(engine),
-        guard.open_paths,
-        title="Spire",
-        version=__version__,
-        lifespan=lifespan,
-        docs_url=None,
-        redoc_url=None,
-    )
+    app = DocumentedApi(bodies, limits, guard.open_paths, title="Spire", version=__version__, lifespan=lifespan)
     _handle_errors(app)
     _add_completions(app, config, engine)
     add_tokenization(app, engine)
-    _add_state(app, config, engine)
+    _add_state(app, engine)
     add_page(app)
     add_manual(app)
     documented = app.openapi()["paths"]
@@ -76,18 +70,13 @@ def create_app(config: GatewayConfig, engine: Engine, guard: Guard, host: str) -
     bodies_at = [path for path, operations in documented.items() if "post" in operations]
     pages = ForeignPages(hosts, config.cors_origins, bodies_at) if guard.open_paths is None else None
     front = Front(app, engine.metrics, guard, paths, config.max_body_bytes, config.body_deadline, pages)
-    return _for_browsers(front, config.cors_origins) if config.cors_origins else front
-
-
-def _for_browsers(app: ASGIApp, origins: list[str]) -> ASGIApp:
-    """Let pages of these origins use the application. The outermost layer, so that pages can read refusals too."""
+    if not config.cors_origins:
+        return front
+    # The outermost layer, so that pages can read refusals too.
     shown = ["X-Request-Id", "X-Spire-Ignored", "Retry-After"]
-    return CORSMiddleware(app, origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=shown)
-
-
-def _limits(engine: Engine) -> Limits:
-    model = engine.verifier.model
-    return {"draft-name": {"enum": _drafts(engine)}} | (limits_of(model) if model else {})
+    return CORSMiddleware(
+        front, config.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=shown
+    )
 
 
 # -- completions -----------------------------------------------------------------------------------------------------
@@ -102,16 +91,12 @@ def _add_completions(app: FastAPI, config: GatewayConfig, engine: Engine) -> Non
     )
     async def complete(http: Request) -> Response:
         """Complete one or more prompts, as one JSON object or as server-sent events."""
-        return await _answered(http, _completion(http))
+        return await answer(http, *await unless_gone(http.receive, _completion(http)))
 
     @app.post("/v1/chat/completions", responses=answers(ChatResponse) | declared, openapi_extra=body_of(ChatRequest))
     async def chat(http: Request) -> Response:
         """Answer a conversation, with the chat template of the model's tokenizer."""
-        return await _answered(http, _chat_completion(http))
-
-    async def _answered(http: Request, made: Coroutine[Any, Any, tuple[Completion, dict[str, str]]]) -> Response:
-        asked = await unless_gone(http.receive, made)
-        return Response(status_code=CLIENT_LEFT) if asked is None else await answer(http, *asked)
+        return await answer(http, *await unless_gone(http.receive, _chat_completion(http)))
 
     async def _completion(http: Request) -> tuple[Completion, dict[str, str]]:
         body = await http.body()
@@ -129,9 +114,7 @@ def _add_completions(app: FastAPI, config: GatewayConfig, engine: Engine) -> Non
     async def _made(http: Request, request: CompletionRequest, kind: type[Completion], size: int) -> Completion:
         model = engine.model
         check_model(request.model, model)
-        _check_draft(request, engine)
-        _check_rule(request, config)
-        _check_grammar(request, model)
+        _check_offered(request, engine, model)
         check_tokens(request, model.info.vocab_size)
         seconds = seconds_allowed(http.headers, config.request_deadline)
         prompts = await by_size(size, encode_prompts, request, model, config.max_choices // request.candidates)
@@ -148,33 +131,29 @@ def _checked(body: bytes) -> CompletionRequest:
     return request
 
 
-def _check_draft(request: CompletionRequest, engine: Engine) -> None:
-    wanted, known = request.speculation.draft, _drafts(engine)
-    if wanted not in known:
-        raise BadParameter("speculation.draft", f"no draft {wanted[:64]!r} is connected; known: {', '.join(known)}")
+def _check_offered(request: CompletionRequest, engine: Engine, model: ServedModel) -> None:
+    """Raise BadParameter if the request wants a draft, a rule or a grammar that is not to be had here."""
+    draft, drafts = request.speculation.draft, _drafts(engine)
+    if draft not in drafts:
+        raise BadParameter("speculation.draft", f"no draft {draft[:64]!r} is connected; known: {', '.join(drafts)}")
+    rule, rules = request.speculation.rule, engine.config.rules
+    if rule is not None and rule not in rules:
+        raise BadParameter("speculation.rule", f"rule {rule!r} is not on here; these are: {', '.join(rules)}")
+    if request.shape is not None and model.info.no_grammars:
+        raise BadParameter(request.shape.field, f"no grammar can be asked for: {model.info.no_grammars}")
 
 
 def _drafts(engine: Engine) -> list[str]:
-    info = engine.draft.info if engine.draft else None
+    info = engine.draft_info
     return ["off", "auto"] + ([info.model_name, info.kind] if info else [])
-
-
-def _check_rule(request: CompletionRequest, config: GatewayConfig) -> None:
-    if (rule := request.speculation.rule) is not None and rule not in config.rules:
-        raise BadParameter("speculation.rule", f"rule {rule!r} is not on here; these are: {', '.join(config.rules)}")
-
-
-def _check_grammar(request: CompletionRequest, model: ServedModel) -> None:
-    if request.shape is not None and model.info.no_grammars:
-        raise BadParameter(request.shape.field, f"no grammar can be asked for: {model.info.no_grammars}")
 
 
 # -- the state of the service ----------------------------------------------------------------------------------------
 
 
-def _add_state(app: FastAPI, config: GatewayConfig, engine: Engine) -> None:
+def _add_state(app: FastAPI, engine: Engine) -> None:
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(Exposition(engine.metrics, engine.gauges, config.vllm_metrics))
+    registry.register(Exposition(engine))
     register_process(registry)
 
     @app.get("/v1/models", responses=refusals(503))
@@ -184,10 +163,8 @@ def _add_state(app: FastAPI, config: GatewayConfig, engine: Engine) -> None:
 
     @app.get("/v1/models/{name:path}", responses=refusals(404, 503))
     async def model(name: ModelName) -> dict[str, Any]:
-        card = _model_card(engine)
-        if name != card["id"]:
-            raise UnknownModel(f"model {name!r} is not served here; {card['id']!r} is")
-        return card
+        check_model(name, engine.model)
+        return _model_card(engine)
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -200,13 +177,12 @@ def _add_state(app: FastAPI, config: GatewayConfig, engine: Engine) -> None:
         model = engine.model
         draft = "off" if engine.draft is None else "connected" if engine.draft.up else "absent"
         status = "ready" if draft == "connected" else "degraded"
-        kind = engine.draft.info.kind if engine.draft and engine.draft.info else None
         return {
             "status": status,
             "model": model.name,
             "verifier": "connected",
             "draft": draft,
-            "draft_kind": kind,
+            "draft_kind": engine.draft_info.kind if engine.draft_info else None,
             "max_context": model.info.max_context,
             "max_sequences": model.info.max_sequences,
         }
@@ -225,7 +201,7 @@ def _add_state(app: FastAPI, config: GatewayConfig, engine: Engine) -> None:
 
 
 def _model_card(engine: Engine) -> dict[str, Any]:
-    model, draft = engine.model, engine.draft.info if engine.draft else None
+    model, draft = engine.model, engine.draft_info
     return {
         "id": model.name,
         "object": "model",
@@ -240,7 +216,7 @@ def _model_card(engine: Engine) -> dict[str, Any]:
             "name": draft.model_name,
             "kind": draft.kind,
             "k": "auto" if engine.config.k is None else engine.config.k,
-            "max_k": min(draft.max_speculation_depth, model.info.max_speculation_depth),
+            "max_k": engine.deepest,
         }
         if draft
         else None,
@@ -252,23 +228,15 @@ def _model_card(engine: Engine) -> dict[str, Any]:
 
 def _handle_errors(app: FastAPI) -> None:
     @app.exception_handler(SpireError)
-    async def ours(_: Request, error: SpireError) -> Response:
-        return _error_response(error)
+    @app.exception_handler(Exception)
+    async def any_other(_: Request, error: Exception) -> Response:
+        return error_response(error)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
-        return _error_response(bad_parameter(error.errors()))
+        return error_response(bad_parameter(error.errors()))
 
     @app.exception_handler(HTTPException)
     async def http(_: Request, error: HTTPException) -> Response:
         body = error_body(str(error.detail), "invalid_request_error", None, None)
         return JSONResponse(body, error.status_code, headers=error.headers)
-
-    @app.exception_handler(Exception)
-    async def unexpected(_: Request, error: Exception) -> Response:
-        return _error_response(error)
-
-
-def _error_response(error: Exception) -> Response:
-    status, body = rest_error(error)
-    return JSONResponse(body, status, headers=retry_after(error, status))

@@ -5,18 +5,19 @@ Text only: tools and images are refused with an error that names the field (tool
 
 from __future__ import annotations
 
+import json
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, JsonValue, WithJsonSchema
 
-from gateway.api.choice import Choice, Piece
+from gateway.api.choice import Piece
 from gateway.api.completion import Completion
 from gateway.api.logprobs import contents
 from gateway.errors import BadParameter, over_context
-from gateway.requests.bodies import FIRST_ERROR, Part, TokenCount
+from gateway.requests.bodies import FIRST_ERROR, Part, RequestBody, TokenCount, check_unicode
 from gateway.requests.fields import PartOf
-from gateway.requests.prompts import check_unicode, result_of
+from gateway.requests.prompts import result_of
 from gateway.requests.schemas import (
     NEWER_LIMIT,
     PROMPT_LOGPROBS_SCHEMA,
@@ -24,14 +25,28 @@ from gateway.requests.schemas import (
     CompletionRequest,
     GenerationRequest,
 )
-from gateway.requests.template_options import TEMPLATE_SCHEMA, TemplateOptions
-from gateway.text.json_pieces import Shared
-from gateway.text.tokenizer import PromptTooLong
+from gateway.requests.structured import deeper_than
 from gateway.verifier_client import ServedModel
 from spire.rpc.limits import MAX_LOGPROBS
 from spire.text.chat_messages import ROLES, plain_message
 from spire.text.chat_template import TemplateRefusal
 
+# The variables of a template that the gateway sets, beside the special tokens, whose names end in _SPECIAL_TOKEN.
+_OURS = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+_SPECIAL_TOKEN = "_token"
+_MOST_VARIABLE_BYTES = 16 << 10
+_DEEPEST_VARIABLES = 8
+_VARIABLES_SCHEMA = {
+    "type": "object",
+    "propertyNames": {"not": {"anyOf": [{"enum": [*_OURS]}, {"pattern": f"{_SPECIAL_TOKEN}$"}]}},
+}
+# Either an answer begins or the last message continues, not both.
+TEMPLATE_SCHEMA: dict[str, JsonValue] = {
+    "anyOf": [
+        {"properties": {"continue_final_message": {"enum": [False, None]}}},
+        {"properties": {"add_generation_prompt": {"enum": [False, None]}}},
+    ]
+}
 # top_logprobs is allowed only with logprobs.
 _LOGPROBS_SCHEMA: dict[str, JsonValue] = {
     "anyOf": [
@@ -65,6 +80,42 @@ class Message(Part):
     def given(self) -> dict[str, Any]:
         """The message as the client sent it, with unknown fields, which the template may read."""
         return {**(self.model_extra or {}), "role": self.role, "content": self.content}
+
+
+class TemplateOptions(RequestBody):
+    """A request with messages, which a template makes a prompt of."""
+
+    add_generation_prompt: bool | None = Field(
+        None, description="end the prompt where the assistant's answer begins; the default unless the last one goes on"
+    )
+    continue_final_message: bool = Field(
+        False, description="leave the last message open at the end of its text, so that the answer goes on with it"
+    )
+    chat_template_kwargs: Annotated[dict[str, Any] | None, WithJsonSchema(_VARIABLES_SCHEMA)] = Field(
+        None, description="variables for the chat template, as enable_thinking"
+    )
+
+    @property
+    def begins_answer(self) -> bool:
+        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
+
+    def check_template_options(self) -> None:
+        """Check the options of the chat template. Raises BadParameter."""
+        if self.continue_final_message and self.begins_answer:
+            raise BadParameter(
+                "continue_final_message",
+                "continue_final_message and add_generation_prompt exclude each other: leave one of them out",
+            )
+        name, variables = "chat_template_kwargs", self.chat_template_kwargs or {}
+        for variable in variables:
+            if variable in _OURS or variable.endswith(_SPECIAL_TOKEN):
+                raise BadParameter(f"{name}.{variable[:64]}", f"{name} must not set {variable[:64]}: the gateway does")
+        if deeper_than(_DEEPEST_VARIABLES, variables):
+            raise BadParameter(name, f"{name} is nested deeper than {_DEEPEST_VARIABLES} levels: give it fewer")
+        text = json.dumps(variables, ensure_ascii=False)
+        check_unicode(text, name)
+        if (size := len(text.encode())) > _MOST_VARIABLE_BYTES:
+            raise BadParameter(name, f"{name} may have {_MOST_VARIABLE_BYTES} bytes of JSON, it has {size}")
 
 
 class ConversationRequest(CompletionRequest):
@@ -102,36 +153,24 @@ class ChatRequest(GenerationRequest, TemplateOptions):
 def chat_prompt(
     messages: list[Message], model: ServedModel, options: TemplateOptions, add_special_tokens: bool
 ) -> list[int]:
-    """Return the token ids of the prompt that the model's chat template makes of messages. Raises BadParameter."""
+    """Return the token ids of the prompt that the model's chat template makes of messages. Raises InvalidRequest."""
     options.check_template_options()
-    context, codec = model.info.max_context, model.codec
-    if len(messages) > model.info.max_context:
-        raise over_context("messages", model.info.max_context, f"you sent {len(messages)} messages. Please send fewer.")
-    try:
-        plain = [plain_message(message.given, f"messages[{at}]") for at, message in enumerate(messages)]
-    except TemplateRefusal as error:
-        raise BadParameter(error.param, str(error), error.code) from error
-    most = context * codec.longest_token
-    if not model.chat_template.source:
+    context, codec, template = model.info.max_context, model.codec, model.chat_template
+    if len(messages) > context:
+        raise over_context("messages", context, f"you sent {len(messages)} messages. Please send fewer.")
+    plain = [plain_message(message.given, f"messages[{at}]") for at, message in enumerate(messages)]
+    if not template.source:
         message = "the model's tokenizer has no chat template: ask /v1/completions with a prompt instead"
         raise BadParameter("messages", message)
+    most, variables = context * codec.longest_token, options.chat_template_kwargs
     try:
-        text = model.chat_template.render(
-            plain,
-            most,
-            options.begins_answer,
-            options.continue_final_message,
-            options.chat_template_kwargs,
-        )
+        text = template.render(plain, most, options.begins_answer, options.continue_final_message, variables)
     except TemplateRefusal as error:
         if error.code == "context_length_exceeded":
             raise over_context("messages", context, f"{error}. Please reduce the length of the messages.") from error
-        raise BadParameter(error.param, str(error), error.code) from error
+        raise
     check_unicode(text, "messages")
-    try:
-        tokens = codec.encode(text, context, add_special_tokens)
-    except PromptTooLong as error:
-        raise over_context("messages", context, error.however) from error
+    tokens = codec.encode(text, context, add_special_tokens, "messages")
     if not tokens:
         raise BadParameter("messages", "the messages make a prompt without tokens")
     return tokens
@@ -141,6 +180,7 @@ class ChatCompletion(Completion):
     """A completion answered in the format of the chat API."""
 
     id_prefix = "chatcmpl"
+    scores_in_choices = False
 
     @cached_property
     def _begun(self) -> set[int]:
@@ -149,12 +189,6 @@ class ChatCompletion(Completion):
 
     def _head(self) -> dict[str, Any]:
         return super()._head() | {"object": "chat.completion.chunk" if self.request.stream else "chat.completion"}
-
-    def _in_choice(self, choice: Choice, scores: list[Shared]) -> dict[str, Any]:
-        return {}
-
-    def _beside_choices(self, scores: list[Shared]) -> dict[str, Any]:
-        return {"prompt_logprobs": scores[0]} if scores else {}
 
     def _said(self, piece: Piece) -> dict[str, Any]:
         if not self.request.stream:

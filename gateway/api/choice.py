@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, replace
+from math import inf
 
-from gateway.api.logprobs import LogprobEntry, PromptEntries, arrays, mean
+from gateway.api.logprobs import LogprobEntry, PromptEntries, arrays
 from gateway.sequence import RoundResult, Sequence
 from gateway.text.json_pieces import Shared
 from gateway.text.tokenizer import TextCodec, TextStream
@@ -29,15 +30,6 @@ class Echo:
         # The sequence that gets the prompt's logprobs; None if none are shown.
         self.scored: Sequence | None = None
         self._shown: dict[str, Shared] = {}
-
-    @classmethod
-    def of_text(cls, codec: TextCodec, prompt: str, add_special_tokens: bool) -> Echo:
-        return cls(prompt, codec.offsets(prompt, add_special_tokens))
-
-    @classmethod
-    def of_tokens(cls, codec: TextCodec, prompt: list[int], skip_special_tokens: bool) -> Echo:
-        stream = TextStream(codec, [], [], skip_special_tokens=skip_special_tokens)
-        return cls(stream.push(prompt) + stream.flush(), stream.offsets)
 
     @property
     def awaited(self) -> bool:
@@ -77,7 +69,6 @@ class Choice:
         self.index, self.sequence, self._text = index, sequence, text
         self.finish_reason: str | None = None
         self._echo: Echo | None = None
-        self._seen = 0
         # Characters in front of the output, characters of output emitted, and tokens whose logprobs were emitted.
         self._begin = self._emitted = self._told = 0
         self._told_rounds = 0
@@ -92,27 +83,20 @@ class Choice:
         return self._text.taken
 
     @property
-    def accepted(self) -> int:
-        return min(self.sequence.accepted, self.tokens)
-
-    @property
-    def rejected(self) -> int:
-        return self.sequence.drafted - self.accepted
-
-    @property
     def mean_logprob(self) -> float:
-        return mean(self.sequence.logprobs[: self.tokens])
+        """The mean logprob of its tokens; -inf for none."""
+        logprobs = self.sequence.logprobs[: self.tokens]
+        return sum(logprob.token for logprob in logprobs) / len(logprobs) if logprobs else -inf
 
     def pull(self) -> Piece | None:
         """Return the output since the last pull, at most _MOST_PULLED tokens; None if there is nothing to send."""
         if self.finish_reason is not None or (self._echo is not None and self._echo.awaited):
             return None
         sequence, taken = self.sequence, self._text.taken
-        new = sequence.output[self._seen : self._seen + _MOST_PULLED]
-        self._seen += len(new)
-        sequence.heard = self._seen
+        new = sequence.output[sequence.heard : sequence.heard + _MOST_PULLED]
+        sequence.heard += len(new)
         text = self._text.push(new)
-        over = sequence.finished and self._seen == len(sequence.output)
+        over = sequence.finished and sequence.heard == len(sequence.output)
         if over and not self._text.stopped:
             text += self._text.flush()
         if self._text.stopped:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -21,11 +22,12 @@ from gateway.requests.adjustments import adjustments_of, field_of
 from gateway.requests.schemas import CompletionRequest
 from gateway.rounds.admission import Charge
 from gateway.rounds.engine import Engine
-from gateway.sequence import Sampling, Sequence
+from gateway.sequence import Sequence
 from gateway.text.json_pieces import Joined, Large, Shared, pieces_of
 from gateway.text.tokenizer import TextStream
 from gateway.verifier_client import ServedModel
 from spire.errors import InvalidRequest, SpireError
+from spire.v1.tensor_pb2 import Sampling
 from spire.v1.verifier_pb2 import Adjustments
 
 log = structlog.get_logger("gateway")
@@ -41,6 +43,8 @@ class Completion:
 
     id_prefix = "cmpl"
     object = "text_completion"
+    # Whether each choice tells the logprobs of its prompt, or the answer itself those of its only prompt.
+    scores_in_choices = True
 
     def __init__(
         self,
@@ -62,11 +66,7 @@ class Completion:
         self.created = int(time.time())
         self._changed = asyncio.Event()
         adjustments = adjustments_of(request, model.info.end_tokens)
-        sequences = [
-            sequence
-            for prompt in prompts
-            for sequence in sequences_of(engine, request, model, prompt, adjustments, request_id)
-        ]
+        sequences = [one for prompt in prompts for one in self._sequences(prompt, adjustments, request_id)]
         first = [sequence.id for sequence in sequences[:_MOST_LOGGED]]
         log.debug("completion begins", id=self.id, choices=len(sequences), sequences=first)
         self.choices = [self._choice(index, sequence) for index, sequence in enumerate(sequences)]
@@ -85,6 +85,40 @@ class Completion:
             skip_special_tokens=request.skip_special_tokens,
         )
         return Choice(index, sequence, text)
+
+    def _sequences(self, prompt: list[int], adjustments: Adjustments | None, request_id: str) -> list[Sequence]:
+        """Return the candidates for one prompt as sequences. Only the first requests the prompt's logprobs, for all."""
+        request, speculation, config = self.request, self.request.speculation, self.engine.config
+        seed = secrets.randbits(64) if request.seed is None else request.seed % 2**64
+        k = 0 if speculation.draft == "off" else config.k if speculation.k is None else speculation.k
+        rule = config.rule_for(speculation.rule, request.seed is not None)
+        end_tokens = {*request.stop_token_ids}
+        if request.shape is not None or not request.ignore_eos:
+            end_tokens.update(self.model.info.end_tokens)
+        return [
+            Sequence(
+                id=self.engine.new_id(request_id),
+                prompt=prompt,
+                sampling=Sampling(
+                    temperature=request.temperature,
+                    top_k=max(0, request.top_k),
+                    top_p=max(request.top_p, 1e-30),  # must not become 0 as a float32
+                    seed=seed,
+                    choice=choice,
+                    min_p=request.min_p,
+                    rule=f"RULE_{rule.upper()}",
+                ),
+                max_tokens=request.max_tokens,
+                k=k or 0,
+                automatic=k is None,
+                end_tokens=frozenset(end_tokens),
+                adjustments=adjustments,
+                top_logprobs=request.most_logprobs,
+                wants_prompt_logprobs=request.scores_prompt and choice == 0,
+                cache_salt=request.cache_salt or "",
+            )
+            for choice in range(request.candidates)
+        ]
 
     def submit(self) -> None:
         """Queue all choices, or none. Raises QueueFull, InvalidRequest, NoVerifier or ShuttingDown."""
@@ -107,15 +141,14 @@ class Completion:
     def _used_tokens(self) -> int:
         """Return the tokens used: all output, and the prompts whose first choice was admitted."""
         first_choices = self.choices[:: self.request.candidates]
-        prompts = sum(len(choice.sequence.prompt) for choice in first_choices if choice.sequence.moments.admitted)
+        prompts = sum(len(choice.sequence.prompt) for choice in first_choices if choice.sequence.admitted_at)
         return prompts + sum(len(choice.sequence.output) for choice in self.choices)
 
-    async def begun(self) -> bool:
-        """Return True at the first token, or after `idle_ping` seconds. Raises a choice's error, or DeadlinePassed."""
+    async def begun(self) -> None:
+        """Return at the first token, or after `idle_ping` seconds. Raises a choice's error, or DeadlinePassed."""
         await self._hear(self.engine.config.idle_ping)
         for choice in self.choices:
             self._check(choice)
-        return True
 
     async def whole(self) -> dict[str, Any]:
         """Return the answer as one object, to be written in pieces. Raises the error of a choice, or DeadlinePassed."""
@@ -144,24 +177,22 @@ class Completion:
                 if piece is None:
                     yield _PING
                 elif self._says_something(piece):
-                    yield await self._event_of(piece)
+                    # Off the event loop if the piece echoes a prompt, which may be long.
+                    yield self._event_of(piece) if piece.echo is None else await aside(self._event_of, piece)
             if self.request.include_usage or self.request.return_metrics:
-                yield _event(self._last_chunk())
+                yield self._event_of(None)
         except Exception as error:
             yield _event(rest_error(error)[1])
         yield _DONE
 
     def _says_something(self, piece: Piece) -> bool:
+        request = self.request
+        tells_tokens = request.return_token_ids or request.return_token_origins or request.return_rounds
         said = piece.echo or piece.text or piece.entries or piece.finish_reason
-        return bool(said) or (bool(piece.tokens) and self._tells_tokens)
+        return bool(said or (piece.tokens and tells_tokens))
 
-    async def _event_of(self, piece: Piece) -> bytes:
-        """Return a piece as an event; off the event loop if the piece echoes a prompt, which may be long."""
-
-        def event() -> bytes:
-            return _event(self._chunk(piece))
-
-        return event() if piece.echo is None else await aside(event)
+    def _event_of(self, piece: Piece | None) -> bytes:
+        return _event(self._chunk(piece))
 
     async def _pieces(self, ping: float | None = None) -> AsyncIterator[Piece | None]:
         """Yield the new output of the choices as it comes; None when nothing came for `ping` seconds."""
@@ -209,17 +240,14 @@ class Completion:
         given = [request.prompt] if isinstance(request.prompt, str) else request.prompt
         for at, tokens in enumerate(self.prompts):
             if isinstance(given[at], str) and request.truncate_prompt_tokens is None:
-                echo = Echo.of_text(codec, given[at], request.add_special_tokens)
+                echo = Echo(given[at], codec.offsets(given[at], request.add_special_tokens))
             else:
-                echo = Echo.of_tokens(codec, tokens, request.skip_special_tokens)
+                stream = TextStream(codec, [], [], skip_special_tokens=request.skip_special_tokens)
+                echo = Echo(stream.push(tokens) + stream.flush(), stream.offsets)
             choices = self.choices[at * request.candidates :][: request.candidates]
             echo.scored = choices[0].sequence if request.scores_prompt and request.logprobs is not None else None
             for choice in choices:
                 choice.begin_with(echo)
-
-    @property
-    def _tells_tokens(self) -> bool:
-        return self.request.return_token_ids or self.request.return_token_origins or self.request.return_rounds
 
     # -- objects of the answer ---------------------------------------------------------------------------------------
 
@@ -239,7 +267,8 @@ class Completion:
             self._choice_object(index, choice, pieces[choice.index], scores)
             for index, choice in enumerate(self._chosen())
         )
-        answer |= self._beside_choices(scores)
+        if scores and not self.scores_in_choices:
+            answer["prompt_logprobs"] = scores[0]
         answer["usage"] = self._usage()
         if self.request.return_metrics:
             answer["metrics"] = metrics(self.choices)
@@ -259,7 +288,9 @@ class Completion:
         answer = self._piece_object(whole)
         if self.request.return_token_ids:
             answer["prompt_token_ids"] = choice.sequence.prompt
-        return answer | self._in_choice(choice, scores)
+        if scores and self.scores_in_choices:
+            answer["prompt_logprobs"] = scores[choice.index // self.request.candidates]
+        return answer
 
     def _prompt_logprobs(self) -> list[Shared]:
         """Return the logprobs of each prompt as the API shows them; empty if not requested."""
@@ -267,14 +298,6 @@ class Completion:
             return []
         scored = [choice.sequence for choice in self.choices[:: self.request.candidates]]
         return [Shared(of_prompt(each.prompt, each.prompt_logprobs or [], self.model.codec, top)) for each in scored]
-
-    def _in_choice(self, choice: Choice, scores: list[Shared]) -> dict[str, Any]:
-        """Return the fields about the prompt that belong to each choice."""
-        return {"prompt_logprobs": scores[choice.index // self.request.candidates]} if scores else {}
-
-    def _beside_choices(self, scores: list[Shared]) -> dict[str, Any]:
-        """Return the fields about the prompt that belong to the answer itself."""
-        return {}
 
     def _piece_object(self, piece: Piece) -> dict[str, Any]:
         request = self.request
@@ -297,57 +320,17 @@ class Completion:
         own = arrays(piece.entries, codec, top)
         return {name: Joined([of_echo[name], shown] if of_echo else [shown]) for name, shown in own.items()}
 
-    def _chunk(self, piece: Piece) -> dict[str, Any]:
-        chunk = self._head() | {"choices": Large([self._piece_object(piece)])}
+    def _chunk(self, piece: Piece | None) -> dict[str, Any]:
+        """Return a chunk with this piece, or the last one, with the usage and metrics that are asked for."""
+        chunk = self._head() | {"choices": Large([self._piece_object(piece)] if piece else [])}
         if self.request.include_usage:
-            chunk["usage"] = self._usage() if self.request.continuous_usage else None
+            chunk["usage"] = self._usage() if piece is None or self.request.continuous_usage else None
+        if piece is None and self.request.return_metrics:
+            chunk["metrics"] = metrics(self.choices)
         return chunk
 
     def _usage(self) -> dict[str, Any]:
         return usage(self.prompts, self.choices, self.request.candidates)
-
-    def _last_chunk(self) -> dict[str, Any]:
-        chunk = self._head() | {"choices": []}
-        if self.request.include_usage:
-            chunk["usage"] = self._usage()
-        if self.request.return_metrics:
-            chunk["metrics"] = metrics(self.choices)
-        return chunk
-
-
-def sequences_of(
-    engine: Engine,
-    request: CompletionRequest,
-    model: ServedModel,
-    prompt: list[int],
-    adjustments: Adjustments | None,
-    request_id: str,
-) -> list[Sequence]:
-    """Return the candidates for one prompt as sequences. Only the first requests the prompt's logprobs, for all."""
-    speculation, seed, config = request.speculation, request.chosen_seed(), engine.config
-    k = 0 if speculation.draft == "off" else config.k if speculation.k is None else speculation.k
-    rule = config.rule_for(speculation.rule, request.seed is not None)
-    end_tokens = {*request.stop_token_ids}
-    if request.shape is not None or not request.ignore_eos:
-        end_tokens.update(model.info.end_tokens)
-    return [
-        Sequence(
-            id=engine.new_id(request_id),
-            prompt=prompt,
-            sampling=Sampling(
-                request.temperature, max(0, request.top_k), request.top_p, seed, choice, request.min_p, rule
-            ),
-            max_tokens=request.max_tokens,
-            k=k or 0,
-            automatic=k is None,
-            end_tokens=frozenset(end_tokens),
-            adjustments=adjustments,
-            top_logprobs=request.most_logprobs,
-            wants_prompt_logprobs=request.scores_prompt and choice == 0,
-            cache_salt=request.cache_salt or "",
-        )
-        for choice in range(request.candidates)
-    ]
 
 
 def _event(message: dict[str, Any]) -> bytes:

@@ -76,11 +76,10 @@ def _by_id(codec: TextCodec, top: int, entry: LogprobEntry) -> dict[str, Any] | 
     ranked += [
         (other, number, rank) for rank, (other, number) in enumerate(entry.logprob.top[:top], 1) if other != entry.token
     ]
-    return {str(id_): _ranked(id_, number, rank, codec) for id_, number, rank in ranked}
-
-
-def _ranked(token: int, logprob: float, rank: int, codec: TextCodec) -> dict[str, Any]:
-    return {"logprob": _shown(logprob), "rank": rank, "decoded_token": codec.token_text(token)}
+    return {
+        str(id_): {"logprob": _shown(number), "rank": rank, "decoded_token": codec.token_text(id_)}
+        for id_, number, rank in ranked
+    }
 
 
 def _named(token: int, logprob: float, codec: TextCodec) -> dict[str, Any]:
@@ -99,8 +98,3 @@ def _alternatives(codec: TextCodec, top: int, entry: LogprobEntry) -> dict[str, 
 
 def _shown(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else _IMPOSSIBLE
-
-
-def mean(logprobs: list[Logprob]) -> float:
-    """Return the mean of tokens' logprobs; -inf for no tokens."""
-    return sum(logprob.token for logprob in logprobs) / len(logprobs) if logprobs else -math.inf

@@ -45,7 +45,7 @@ class DocumentedApi(FastAPI):
         open_paths: frozenset[str] | None = None,
         **options: Any,
     ):
-        super().__init__(**options)
+        super().__init__(docs_url=None, redoc_url=None, **options)
         self._limits, self._open_paths = limits, open_paths
         _, definitions = models_json_schema([(body, "validation") for body in bodies], ref_template=_COMPONENTS)
         self._bodies = definitions["$defs"]
@@ -54,26 +54,25 @@ class DocumentedApi(FastAPI):
         document = super().openapi()
         document["components"]["schemas"].update(self._bodies)
         if self._open_paths is not None:
-            _ask_for_keys(document, self._open_paths)
+            document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+            document["security"] = [{"key": []}]
+            for path, operations in document["paths"].items():
+                for operation in operations.values():
+                    if path in self._open_paths:
+                        operation["security"] = []
+                    else:
+                        operation["responses"]["401"] = _UNAUTHORIZED
         limited: dict[str, Any] = _limited(document, self._limits())
         return limited
 
 
-def _ask_for_keys(document: dict[str, Any], open_paths: frozenset[str]) -> None:
-    document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-    document["security"] = [{"key": []}]
-    for path, operations in document["paths"].items():
-        for operation in operations.values():
-            if path in open_paths:
-                operation["security"] = []
-            else:
-                operation["responses"]["401"] = _UNAUTHORIZED
-
-
-def limits_of(model: ServedModel) -> Limits:
-    """Return the limits that the served model sets: JSON Schema keywords for each `format`."""
+def limits_of(model: ServedModel | None, drafts: list[str]) -> Limits:
+    """Return the limits that the connected services set: JSON Schema keywords for each `format`."""
+    limits: Limits = {"draft-name": {"enum": drafts}}
+    if model is None:
+        return limits
     largest_id = model.info.vocab_size - 1
-    return {
+    return limits | {
         "token-id": {"maximum": largest_id},
         "token-id-text": {"pattern": f"^({decimals_up_to(largest_id)})$"},
         "token-count": {"maximum": model.info.max_context - 1},

@@ -9,27 +9,23 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, WithJsonSchema
 
 from gateway.api.answers import json_answer, unless_gone
-from gateway.api.chat import Message, chat_prompt
+from gateway.api.chat import TEMPLATE_SCHEMA, Message, TemplateOptions, chat_prompt
 from gateway.api.openapi import body_of
 from gateway.aside import by_size
-from gateway.errors import CLIENT_LEFT, BadParameter, over_context
+from gateway.errors import BadParameter
 from gateway.requests.bodies import FIRST_ERROR, RequestBody, TokenIds, ignored_header, read_body, refusals
 from gateway.requests.fields import TOKENIZATION, Lists
 from gateway.requests.prompts import text_prompt
-from gateway.requests.template_options import TEMPLATE_SCHEMA, TemplateOptions
+from gateway.requests.schemas import check_ids
 from gateway.rounds.engine import Engine
 from gateway.text.json_pieces import Shown
-from gateway.text.tokenizer import PromptTooLong
 from gateway.verifier_client import ServedModel
 
 _MOST_TOKENS = 1 << 18
 
 
 def _alone(given: str, absent: str) -> JsonValue:
-    return {
-        "required": [given],
-        "properties": {given: {"not": {"type": "null"}}, absent: {"type": "null"}},
-    }
+    return {"required": [given], "properties": {given: {"not": {"type": "null"}}, absent: {"type": "null"}}}
 
 
 class TokenizeRequest(TemplateOptions):
@@ -72,18 +68,11 @@ class DetokenizeResponse(BaseModel):
 def add_tokenization(app: FastAPI, engine: Engine) -> None:
     declared = refusals(400, 403, 404, 408, 413, 415, 500, 503)
 
-    @app.post(
-        "/tokenize",
-        response_model=TokenizeResponse,
-        responses=declared,
-        openapi_extra=body_of(TokenizeRequest),
-    )
+    @app.post("/tokenize", response_model=TokenizeResponse, responses=declared, openapi_extra=body_of(TokenizeRequest))
     async def tokenize(http: Request) -> Response:
         """Return the token ids that a completion would make of a prompt, or of messages."""
         request, model = await read_body(http, TokenizeRequest, engine)
         tokens = await unless_gone(http.receive, by_size(len(await http.body()), _tokens_of, request, model))
-        if tokens is None:
-            return Response(status_code=CLIENT_LEFT)
         context = model.info.max_context
         answer: dict[str, Any] = {"tokens": tokens, "count": len(tokens), "max_model_len": context}
         if request.return_token_strs:
@@ -91,23 +80,18 @@ def add_tokenization(app: FastAPI, engine: Engine) -> None:
         return json_answer(answer, ignored_header(request))
 
     @app.post(
-        "/detokenize",
-        response_model=DetokenizeResponse,
-        responses=declared,
-        openapi_extra=body_of(DetokenizeRequest),
+        "/detokenize", response_model=DetokenizeResponse, responses=declared, openapi_extra=body_of(DetokenizeRequest)
     )
     async def detokenize(http: Request) -> Response:
         """Return the text of token ids, with special tokens spelled out."""
         request, model = await read_body(http, DetokenizeRequest, engine)
         size = len(await http.body())
         text = await unless_gone(http.receive, by_size(size, _text_of, request.tokens, model))
-        if text is None:
-            return Response(status_code=CLIENT_LEFT)
         return json_answer({"prompt": text}, ignored_header(request))
 
 
 def _text_of(tokens: list[int], model: ServedModel) -> str:
-    _check_ids(tokens, model.info.vocab_size)
+    check_ids("tokens", tokens, _MOST_TOKENS, model.info.vocab_size)
     return model.codec.decode_long(tokens)
 
 
@@ -119,12 +103,4 @@ def _tokens_of(request: TokenizeRequest, model: ServedModel) -> list[int]:
         return chat_prompt(request.messages, model, request, special)
     request.check_template_options()
     text, special = text_prompt(request.prompt or "", "prompt"), request.add_special_tokens is not False
-    try:
-        return model.codec.encode(text, model.info.max_context, special)
-    except PromptTooLong as error:
-        raise over_context("prompt", model.info.max_context, error.however) from error
-
-
-def _check_ids(tokens: list[int], vocab_size: int) -> None:
-    if wrong := next((token for token in tokens if not 0 <= token < vocab_size), None):
-        raise BadParameter("tokens", f"there is no token {wrong}; ids end at {vocab_size - 1}")
+    return model.codec.encode(text, model.info.max_context, special)

@@ -6,7 +6,8 @@ from itertools import zip_longest
 from typing import Any
 
 from gateway.api.choice import Choice
-from gateway.sequence import Sequence
+from gateway.sequence import GREEDY, Sequence
+from spire.v1.tensor_pb2 import Rule
 
 
 def usage(prompts: list[list[int]], choices: list[Choice], candidates: int) -> dict[str, Any]:
@@ -15,14 +16,16 @@ def usage(prompts: list[list[int]], choices: list[Choice], candidates: int) -> d
     completion_tokens = sum(choice.tokens for choice in choices)
     # Of each prompt's first choice only: the others may copy what it computed.
     cached_tokens = sum(choice.sequence.cached_tokens for choice in choices[::candidates])
+    accepted = sum(min(choice.sequence.accepted, choice.tokens) for choice in choices)
+    drafted = sum(choice.sequence.drafted for choice in choices)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
         "completion_tokens_details": {
-            "accepted_prediction_tokens": sum(choice.accepted for choice in choices),
-            "rejected_prediction_tokens": sum(choice.rejected for choice in choices),
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
         },
     }
 
@@ -30,16 +33,18 @@ def usage(prompts: list[list[int]], choices: list[Choice], candidates: int) -> d
 def metrics(choices: list[Choice]) -> dict[str, Any]:
     """Return times and speculation figures of choices that all have tokens."""
     sequences = [choice.sequence for choice in choices]
-    arrived = sequences[0].moments.arrived
-    first = min(sequence.moments.first_token for sequence in sequences)
-    last = max(sequence.moments.last_token for sequence in sequences)
-    gaps = sum(sequence.moments.last_token - sequence.moments.first_token for sequence in sequences)
+    sampling = sequences[0].sampling
+    rule = Rule.Name(sampling.rule).removeprefix("RULE_").lower() if sampling.temperature else GREEDY
+    arrived = sequences[0].arrived_at
+    first = min(sequence.first_token_at for sequence in sequences)
+    last = max(sequence.last_token_at for sequence in sequences)
+    gaps = sum(sequence.last_token_at - sequence.first_token_at for sequence in sequences)
     later_tokens = sum(max(0, len(sequence.output) - 1) for sequence in sequences)
     return {
         "time_to_first_token_ms": 1000 * (first - arrived),
         "mean_itl_ms": 1000 * gaps / later_tokens if later_tokens else None,
         "tokens_per_second": sum(choice.tokens for choice in choices) / (last - arrived),
-        "speculative_decoding": {"rule": sequences[0].sampling.rule_used, **speculation_figures(sequences)},
+        "speculative_decoding": {"rule": rule, **speculation_figures(sequences)},
     }
 
 

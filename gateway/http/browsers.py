@@ -34,24 +34,17 @@ class ForeignPages:
         """Raise ForeignPage or NotJson for a request that a foreign page may have sent."""
         headers = dict(scope["headers"])
         host, origin = headers.get(b"host", b"").decode("latin-1"), headers.get(b"origin")
-        if self._hosts is not None and host and not self._is_ours(_name(host)):
-            raise ForeignPage(
-                f"this gateway is not {_name(host)[:80]!r}: ask for it at 127.0.0.1 or localhost, or "
-                "start it with --allow-host NAME"
-            )
-        if origin is not None and not self._is_welcome(origin.decode("latin-1"), host):
-            raise ForeignPage("a page of another site may not ask here: --cors-origins names those that may")
+        if self._hosts is not None and host:
+            name = re.sub(r":\d*$", "", host).strip("[]").lower()  # without port and brackets
+            if not (is_loopback(name) or name.endswith(".localhost") or name in self._hosts):
+                raise ForeignPage(
+                    f"this gateway is not {name[:80]!r}: ask for it at 127.0.0.1 or localhost, or "
+                    "start it with --allow-host NAME"
+                )
+        if origin is not None:
+            page = origin.decode("latin-1")
+            if not ({page, "*"} & self._origins or urlsplit(page).netloc.lower() == host.lower()):
+                raise ForeignPage("a page of another site may not ask here: --cors-origins names those that may")
         takes_json = scope["method"] == "POST" and scope["path"] in self._bodies
         if takes_json and not _JSON.fullmatch(headers.get(b"content-type", b"").strip()):
             raise NotJson("the body's type must be declared: send the header 'Content-Type: application/json'")
-
-    def _is_ours(self, name: str) -> bool:
-        return is_loopback(name) or name.endswith(".localhost") or name in (self._hosts or ())
-
-    def _is_welcome(self, origin: str, host: str) -> bool:
-        return bool({origin, "*"} & self._origins) or urlsplit(origin).netloc.lower() == host.lower()
-
-
-def _name(host: str) -> str:
-    """Return a Host header without its port and brackets."""
-    return re.sub(r":\d*$", "", host).strip("[]").lower()

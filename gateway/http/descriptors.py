@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import resource
 import socket
-from dataclasses import dataclass
 
 import structlog
 
@@ -21,8 +20,8 @@ _ARRIVING = 32
 _MOST_REFUSED = 256
 # Connections accepted in one turn of the event loop.
 ACCEPTED_AT_ONCE = 16
-# Connections that may wait in the kernel until they are accepted.
-_WAITING = 2048
+# Connections that may wait in the kernel until they are accepted: asyncio has only those wait that it accepts at once.
+WAITING = 2048
 
 log = structlog.get_logger("gateway")
 
@@ -36,17 +35,12 @@ def raise_limit() -> int:
     return 2**20 if soft == resource.RLIM_INFINITY else soft
 
 
-@dataclass(frozen=True)
-class DescriptorRoom:
-    """The number of connections there is room for, and the largest descriptor that a connection may have."""
+def room_within(limit: int, most: int) -> tuple[int, int]:
+    """Return for how many connections, at most `most`, there is room, and the largest descriptor that one may have.
 
-    connections: int
-    largest: int
-
-    @classmethod
-    def within(cls, limit: int, most: int) -> DescriptorRoom:
-        """Return the room for at most `most` connections in a process that may open `limit` files."""
-        return cls(max(1, min(most, limit - _OWN - _ARRIVING)), max(limit // 2, limit - _OWN // 2) - 1)
+    `limit`: the number of files that this process may open.
+    """
+    return max(1, min(most, limit - _OWN - _ARRIVING)), max(limit // 2, limit - _OWN // 2) - 1
 
 
 class Listener(socket.socket):
@@ -90,7 +84,3 @@ class Listener(socket.socket):
                 with contextlib.suppress(OSError):
                     unmet.shutdown(socket.SHUT_RDWR)
                 return
-
-    def have_waiting(self) -> None:
-        """Let more connections wait in the kernel than are accepted at once. Call this once the event loop listens."""
-        self.listen(_WAITING)

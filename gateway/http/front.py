@@ -8,26 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import re
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from typing import Any
 
 import structlog
+from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.aside import asker
-from gateway.errors import STATUSES, BodyTooLarge, BodyTooSlow, ForeignPage, NotJson, Unauthorized, rest_error
+from gateway.errors import STATUSES, BodyTooLarge, BodyTooSlow, error_headers, rest_error
 from gateway.http.browsers import ForeignPages
 from gateway.http.keys import Guard
 from gateway.metrics import Metrics
+from spire.errors import RequestError
 
 log = structlog.get_logger("gateway")
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 # The label of unknown paths in the response counts.
 OTHER_PATH = "other"
@@ -46,7 +41,7 @@ class Front:
 
     def __init__(
         self,
-        app: App,
+        app: ASGIApp,
         metrics: Metrics,
         guard: Guard,
         paths: frozenset[str],
@@ -60,31 +55,27 @@ class Front:
         self.pages = pages
         metrics.expect_responses([*paths, OTHER_PATH], STATUSES)
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
-        headers = dict(scope["headers"])
-        request_id = headers.get(_REQUEST_ID, b"")
+        request_id = dict(scope["headers"]).get(_REQUEST_ID, b"")
         if not _ACCEPTABLE_ID.fullmatch(request_id):
             request_id = uuid.uuid4().hex.encode()
         state = scope.setdefault("state", {})
         state |= {"request_id": request_id.decode(), "key_name": None}
         path = scope["path"] if scope["path"] in self.paths else OTHER_PATH
-        if scope["method"] == "HEAD":
-            scope, send = {**scope, "method": "GET"}, _without_body(send)
+        if head := scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", []), (_REQUEST_ID, request_id)]
-                self.metrics.response(path, message["status"])
-                log.debug(
-                    "answered",
-                    path=path,
-                    status=message["status"],
-                    request_id=state["request_id"],
-                    key=state["key_name"],
-                )
+                status, key = message["status"], state["key_name"]
+                self.metrics.response(path, status)
+                log.debug("answered", path=path, status=status, request_id=state["request_id"], key=key)
+            elif head and message["type"] == "http.response.body":
+                message = {**message, "body": b""}
             await send(message)
 
         try:
@@ -93,24 +84,18 @@ class Front:
             if self.pages:
                 self.pages.check(scope)
             body = await self._body(receive, self.max_body_bytes)
-        except Unauthorized as error:
-            await self._discard(receive)
-            await _refuse(error, send_with_id, [(b"www-authenticate", error.challenge.encode())])
-            return
-        except (ForeignPage, NotJson) as error:
-            await self._discard(receive)
-            await _refuse(error, send_with_id)
-            return
-        except (BodyTooLarge, BodyTooSlow) as error:
-            await _refuse(error, send_with_id)
+        except RequestError as error:
+            if not isinstance(error, BodyTooLarge | BodyTooSlow):
+                # Read and dropped: a client still sending when the connection closes gets a reset, not the answer.
+                with contextlib.suppress(BodyTooLarge, BodyTooSlow):
+                    await self._body(receive, most=0)
+            refusal = error_response(error)
+            # Closing the connection tells the client to stop sending the body.
+            refusal.headers["Connection"] = "close"
+            await refusal(scope, receive, send_with_id)
             return
         if body is not None:
             await self.app(scope, _replay(body, receive), send_with_id)
-
-    async def _discard(self, receive: Receive) -> None:
-        """Read and drop the body: a client still sending when the connection closes gets a reset, not the answer."""
-        with contextlib.suppress(BodyTooLarge, BodyTooSlow):
-            await self._body(receive, most=0)
 
     async def _body(self, receive: Receive, most: int) -> bytes | None:
         """Return the whole body; None if the client has disconnected. Raises BodyTooLarge or BodyTooSlow."""
@@ -133,13 +118,6 @@ class Front:
             raise BodyTooSlow(f"the request body did not arrive within {self.body_deadline:g} s") from None
 
 
-def _without_body(send: Send) -> Send:
-    async def send_head(message: Message) -> None:
-        await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
-
-    return send_head
-
-
 def _replay(body: bytes, receive: Receive) -> Receive:
     """Return a `receive` that gives the body that was read, then what the client sends next."""
     pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -150,9 +128,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replayed
 
 
-async def _refuse(error: Exception, send: Send, more: Sequence[tuple[bytes, bytes]] = ()) -> None:
-    status, answer = rest_error(error)
-    # Closing the connection tells the client to stop sending the body.
-    headers = [(b"content-type", b"application/json"), (b"connection", b"close"), *more]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
+def error_response(error: Exception) -> JSONResponse:
+    """Return the response that tells an error."""
+    status, body = rest_error(error)
+    return JSONResponse(body, status, error_headers(error, status))

@@ -18,7 +18,7 @@ import structlog
 from gateway.errors import Unauthorized
 from gateway.http.page import PATHS as PAGE_PATHS
 from spire.errors import DataError, SpireError
-from spire.service.keys import KnownKey, digest, read_keys
+from spire.service.keys import digest, read_keys
 
 OPEN_PATHS = frozenset({"/health"}) | PAGE_PATHS
 
@@ -50,18 +50,14 @@ class Keys:
         if (version := _version(self._file)) == self._seen:
             return
         self._seen = version
-        self._keys = self._read_again()
-        log.info("API keys read again", file=str(self._file), keys=len(self._keys))
-
-    def _read_again(self) -> list[KnownKey]:
         try:
-            keys, wrong = read_keys(self._file)
+            self._keys, wrong = read_keys(self._file)
         except SpireError as error:
             log.error("no API keys: every request is refused", reason=str(error))
-            return []
+            self._keys, wrong = [], []
         if wrong:
             log.error("some lines are no API keys", file=str(self._file), lines=wrong)
-        return keys
+        log.info("API keys read again", file=str(self._file), keys=len(self._keys))
 
 
 def _version(file: Path) -> tuple[int, ...] | None:

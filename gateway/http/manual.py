@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
 from html import escape
 from typing import Any
 
@@ -12,14 +12,12 @@ from fastapi.responses import HTMLResponse
 
 from gateway.http.page import HEADERS
 
-PATH = "/docs"
-
 
 def add_manual(app: FastAPI) -> None:
     async def manual(_: Request) -> HTMLResponse:
         return HTMLResponse(rendered(app.openapi()), headers=HEADERS)
 
-    app.add_route(PATH, manual, methods=["GET"], include_in_schema=False)
+    app.add_route("/docs", manual, methods=["GET"], include_in_schema=False)
 
 
 def rendered(document: dict[str, Any]) -> str:
@@ -51,19 +49,8 @@ def _operation(method: str, path: str, operation: dict[str, Any]) -> str:
 
 def _links(part: Any) -> str:
     """Return links to the schemas that a part of the document refers to."""
-    return "".join(f' <a href="#{escape(name)}">{escape(name)}</a>' for name in dict.fromkeys(_named(part)))
-
-
-def _named(part: Any) -> Iterator[str]:
-    if isinstance(part, list):
-        for each in part:
-            yield from _named(each)
-    elif isinstance(part, dict):
-        for key, value in part.items():
-            if key == "$ref":
-                yield value.rpartition("/")[2]
-            else:
-                yield from _named(value)
+    names = re.findall(r'"\$ref": "[^"]*?([^"/]+)"', json.dumps(part))
+    return "".join(f' <a href="#{escape(name)}">{escape(name)}</a>' for name in dict.fromkeys(names))
 
 
 def _folded(title: str, content: Any, anchor: str = "") -> str:

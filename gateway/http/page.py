@@ -19,28 +19,14 @@ _TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-_FILES = {
-    "/": "index.html",
-    "/static/page.css": "page.css",
-    "/static/page.js": "page.js",
-    "/static/api.js": "api.js",
-    "/static/choice.js": "choice.js",
-    "/static/lane.js": "lane.js",
-    "/static/icon.svg": "icon.svg",
+_FILES = {"/": "index.html"} | {
+    f"/static/{name}": name for name in ("page.css", "page.js", "api.js", "choice.js", "lane.js", "icon.svg")
 }
 PATHS = frozenset(_FILES)
 
-_POLICY = "; ".join(
-    [
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        "img-src 'self'",
-        "connect-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-    ]
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 HEADERS = {
     "Content-Security-Policy": _POLICY,

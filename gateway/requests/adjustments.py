@@ -6,8 +6,10 @@ from collections.abc import Iterable
 
 from gateway.aside import asker
 from gateway.requests.schemas import CompletionRequest
-from gateway.requests.structured import OutputShape
 from spire.v1.verifier_pb2 import Adjustments, Grammar
+
+# The fields of a request that have another name at the verifier.
+_FIELDS = {"allowed_tokens": "allowed_token_ids", "end_tokens": "stop_token_ids", "rule": "speculation.rule"}
 
 
 def adjustments_of(request: CompletionRequest, end_tokens: Iterable[int]) -> Adjustments | None:
@@ -17,8 +19,10 @@ def adjustments_of(request: CompletionRequest, end_tokens: Iterable[int]) -> Adj
         allowed_tokens=request.allowed_token_ids,
         presence_penalty=request.presence_penalty,
         frequency_penalty=request.frequency_penalty,
-        grammar=_grammar_of(request.shape),
     )
+    if (shape := request.shape) is not None:
+        text: dict[str, str] = {shape.kind: shape.text}
+        adjustments.grammar.CopyFrom(Grammar(**text, json_whitespace=shape.whitespace, asker=asker.get()))
     if request.repetition_penalty != 1:
         adjustments.repetition_penalty = request.repetition_penalty
     if request.min_tokens:
@@ -29,28 +33,9 @@ def adjustments_of(request: CompletionRequest, end_tokens: Iterable[int]) -> Adj
 
 def field_of(request: CompletionRequest, param: str) -> str:
     """Return the name of the request's field that the verifier calls `param`; empty if there is none."""
-    match param:
-        case "tokens":
-            return request.prompt_name
-        case "grammar":
-            return request.shape.field if request.shape else ""
-        case "allowed_tokens":
-            return "allowed_token_ids"
-        case "end_tokens":
-            return "stop_token_ids"
-        case "rule":
-            return "speculation.rule"
-        case _:
-            return param if param in type(request).model_fields else ""
-
-
-def _grammar_of(shape: OutputShape | None) -> Grammar | None:
-    if shape is None:
-        return None
-    match shape.kind:
-        case "json_schema":
-            return Grammar(json_schema=shape.text, json_whitespace=shape.whitespace, asker=asker.get())
-        case "regex":
-            return Grammar(regex=shape.text, asker=asker.get())
-        case "lark":
-            return Grammar(lark=shape.text, asker=asker.get())
+    if param == "tokens":
+        return request.prompt_name
+    if param == "grammar":
+        return request.shape.field if request.shape else ""
+    name = _FIELDS.get(param, param)
+    return name if param in _FIELDS or name in type(request).model_fields else ""

@@ -168,6 +168,14 @@ def _told(problem: Any) -> str:
     return f"{_place(problem['loc']) or 'body'}: {problem['msg']}{came}"
 
 
+def check_unicode(text: str, param: str, where: str = "") -> None:
+    """Raise BadParameter for a text with half a surrogate pair, which UTF-8 cannot encode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadParameter(param, f"{where or param} is no valid Unicode text: {error.reason}") from error
+
+
 def check_model(wanted: str | None, model: ServedModel) -> None:
     """Raise UnknownModel if a request wants a model other than the served one."""
     if wanted is not None and wanted != model.name:

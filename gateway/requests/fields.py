@@ -1,9 +1,7 @@
 """Fields of a request that its schema does not have: refused by name if they would change the answer, else ignored.
 
-`fields.toml` lists the refused fields, with the values that ask for nothing, and the fields that cannot change an
-answer. Fields of the schema are honoured, whatever the lists say. A field in no list is ignored too, unless its name is
-one edit away from the name of an honoured or refused field that the body lacks: it is then refused, and the error
-suggests that name. A slip in the name of an ignored field costs nothing.
+`fields.toml` lists both kinds. A field in no list is ignored too, unless its name is one edit away from the name of an
+honoured or refused field that the body lacks: it is then refused, and the error suggests that name.
 
 Does not know: what the fields of a schema mean, and what is inside a field without a schema of its own, such as a JSON
 schema for the output.
@@ -46,11 +44,6 @@ class Refusal:
     neutral: tuple[Any, ...]
     instead: str = ""
 
-    def asks_for_nothing(self, value: Any) -> bool:
-        return any(
-            value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in self.neutral
-        )
-
 
 @dataclass(frozen=True, eq=False)
 class Lists:
@@ -59,24 +52,22 @@ class Lists:
     refused: dict[str, Refusal]
     ignored: frozenset[str]
 
-    def __contains__(self, path: str) -> bool:
-        return path in self.refused or path in self.ignored
-
     def refused_inside(self, kind: str) -> set[str]:
         """The names of the refused fields of the object at the dotted path `kind`."""
         return {name for parent, _, name in (path.rpartition(".") for path in self.refused) if parent == kind}
 
 
 def _refusals(table: dict[str, Any]) -> dict[str, Refusal]:
-    return {path: Refusal(tuple(neutral), table["instead"].get(path, "")) for path, neutral in table["refused"].items()}
+    entries = {path: entry if isinstance(entry, dict) else {"neutral": entry} for path, entry in table.items()}
+    return {path: Refusal(tuple(entry["neutral"]), entry.get("instead", "")) for path, entry in entries.items()}
 
 
 def _read_lists() -> tuple[Lists, Lists]:
     """Return the lists of the generation routes and of the tokenization routes."""
     table = tomllib.loads((Path(__file__).parent / "fields.toml").read_text(encoding="utf-8"))
-    generation = Lists(_refusals(table), frozenset(table["ignored"]["names"]))
+    generation = Lists(_refusals(table["refused"]), frozenset(table["ignored"]["names"]))
     of_messages = {path: refusal for path, refusal in generation.refused.items() if path.startswith("messages.")}
-    refused = of_messages | _refusals(table["tokenization"])
+    refused = of_messages | _refusals(table["tokenization"]["refused"])
     return generation, Lists(refused, generation.ignored | generation.refused.keys() - refused.keys())
 
 
@@ -128,7 +119,7 @@ def _ignored_inside(
 
 def _check(refusal: Refusal, value: Any, place: str) -> None:
     """Raise BadParameter unless the value asks for nothing."""
-    if not refusal.asks_for_nothing(value):
+    if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in refusal.neutral):
         neutral = " or ".join(json.dumps(value) for value in refusal.neutral)
         advice = f"use {refusal.instead} instead" if refusal.instead else "leave it out"
         nothing = f", or send {neutral}" if neutral else ""

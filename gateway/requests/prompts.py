@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from gateway.errors import BadParameter, over_context
-from gateway.text.tokenizer import PromptTooLong
+from gateway.requests.bodies import check_unicode
+from gateway.requests.schemas import CompletionRequest
 from gateway.verifier_client import ServedModel
 from spire.text.kinds import kind_of
 
@@ -15,38 +16,17 @@ Prompt = str | list[int]
 _ANY_LENGTH = 2**31
 
 
-class Prompted(Protocol):
-    """The parts of a request that decide how its prompts are encoded."""
-
-    prompt: Any
-    max_tokens: int
-    add_special_tokens: bool
-    truncate_prompt_tokens: int | None
-
-    @property
-    def prompt_name(self) -> str:
-        """The name of the field that the prompt came in."""
-
-    @property
-    def limit_name(self) -> str:
-        """The name of the field that `max_tokens` came in."""
-
-
-def encode_prompts(request: Prompted, model: ServedModel, max_prompts: int) -> list[list[int]]:
+def encode_prompts(request: CompletionRequest, model: ServedModel, max_prompts: int) -> list[list[int]]:
     """Encode every prompt to token ids, with room for the output in the context. Raises BadParameter."""
     context = model.info.max_context
     longest = context if request.truncate_prompt_tokens is None else _ANY_LENGTH
-    prompts = prompts_of(request.prompt, longest, model.info.vocab_size, max_prompts)
+    prompts = _prompts_of(request.prompt, longest, model.info.vocab_size, max_prompts)
     return [_encoded(prompt, request, model, longest) for prompt in prompts]
 
 
-def _encoded(prompt: Prompt, request: Prompted, model: ServedModel, longest: int) -> list[int]:
-    context = model.info.max_context
-    try:
-        special = request.add_special_tokens
-        tokens = model.codec.encode(prompt, longest, special) if isinstance(prompt, str) else prompt
-    except PromptTooLong as error:
-        raise over_context("prompt", context, error.however) from error
+def _encoded(prompt: Prompt, request: CompletionRequest, model: ServedModel, longest: int) -> list[int]:
+    context, special = model.info.max_context, request.add_special_tokens
+    tokens = model.codec.encode(prompt, longest, special) if isinstance(prompt, str) else prompt
     if (kept := request.truncate_prompt_tokens) is not None:
         tokens = tokens[-max(1, context - request.max_tokens if kept == -1 else kept) :]
     if not tokens:
@@ -56,7 +36,7 @@ def _encoded(prompt: Prompt, request: Prompted, model: ServedModel, longest: int
     return tokens
 
 
-def prompts_of(value: Any, max_context: int, vocab_size: int, max_prompts: int) -> list[Prompt]:
+def _prompts_of(value: Any, max_context: int, vocab_size: int, max_prompts: int) -> list[Prompt]:
     """Return the prompts: texts unchanged, token ids checked against vocabulary and context. Raises BadParameter."""
     if isinstance(value, str):
         return [text_prompt(value, "prompt")]
@@ -85,14 +65,6 @@ def text_prompt(text: str, where: str) -> str:
     return text
 
 
-def check_unicode(text: str, param: str, where: str = "") -> None:
-    """Raise BadParameter for a text with half a surrogate pair, which UTF-8 cannot encode."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise BadParameter(param, f"{where or param} is no valid Unicode text: {error.reason}") from error
-
-
 def _token_ids(ids: list[Any], max_context: int, vocab_size: int, where: str) -> list[int]:
     if not ids:
         raise BadParameter("prompt", f"{where} is empty")
@@ -114,7 +86,7 @@ def result_of(name: str, tokens: int) -> str:
     return f"your {name} resulted in {tokens} tokens. Please reduce the length of the {name}."
 
 
-def _no_room(request: Prompted, prompt_tokens: int, max_context: int) -> BadParameter:
+def _no_room(request: CompletionRequest, prompt_tokens: int, max_context: int) -> BadParameter:
     """The error for a prompt without room for its output: names the prompt if it fills the context, else the limit."""
     name, wanted = request.prompt_name, request.max_tokens
     if prompt_tokens > max_context:

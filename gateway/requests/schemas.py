@@ -5,7 +5,6 @@ Does not know: the model, but for the size of its vocabulary; unknown fields, wh
 
 from __future__ import annotations
 
-import secrets
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, WithJsonSchema, model_validator
@@ -193,10 +192,6 @@ class CompletionRequest(GenerationRequest):
     def continuous_usage(self) -> bool:
         return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
-    def chosen_seed(self) -> int:
-        """Return the caller's seed as an unsigned 64-bit number, or a random one if there is none."""
-        return secrets.randbits(64) if self.seed is None else self.seed % 2**64
-
 
 # -- checks that need no model ---------------------------------------------------------------------------------------
 
@@ -215,32 +210,22 @@ def check(request: CompletionRequest) -> None:
         raise BadParameter("prompt_logprobs", "prompt_logprobs come with the whole answer: leave stream out")
     if request.truncate_prompt_tokens == 0:
         raise BadParameter("truncate_prompt_tokens", "truncate_prompt_tokens of 0 leaves no prompt: keep at least 1")
-    _check_best_of(request)
-    _check_stops(request.stops)
-    _check_biases(request.logit_bias)
-    _ = request.shape  # raises for several shapes, and for one that is plainly wrong
-
-
-def _check_best_of(request: CompletionRequest) -> None:
     if request.candidates < request.n:
         raise BadParameter("best_of", f"best_of of {request.best_of} is less than n of {request.n}")
     if request.stream and request.candidates > request.n:
         raise BadParameter("best_of", f"the best of {request.best_of} texts is known at their end: leave stream out")
-
-
-def _check_stops(stops: list[str]) -> None:
-    if len(stops) > _MOST_STOPS:
-        raise BadParameter("stop", f"at most {_MOST_STOPS} stop strings are allowed, {len(stops)} came")
-    for stop in stops:
+    if len(request.stops) > _MOST_STOPS:
+        raise BadParameter("stop", f"at most {_MOST_STOPS} stop strings are allowed, {len(request.stops)} came")
+    for stop in request.stops:
         if not stop:
             raise BadParameter("stop", "a stop string must not be empty")
         if len(stop) > _LONGEST_STOP:
             raise BadParameter("stop", f"a stop string may have {_LONGEST_STOP} characters, one has {len(stop)}")
+    _check_biases(request.logit_bias)
+    _ = request.shape  # raises for several shapes, and for one that is plainly wrong
 
 
 def _check_biases(biases: dict[str, float]) -> None:
-    if len(biases) > MAX_LOGIT_BIASES:
-        raise BadParameter("logit_bias", f"logit_bias may have {MAX_LOGIT_BIASES} entries, {len(biases)} came")
     for token, bias in biases.items():
         if not (token.isascii() and token.isdigit() and len(token) <= 10):
             raise BadParameter("logit_bias", f"logit_bias has the key {token[:40]!r}: keys are token ids, as text")
@@ -255,10 +240,10 @@ def _check_biases(biases: dict[str, float]) -> None:
 
 def check_tokens(request: CompletionRequest, vocab_size: int) -> None:
     """Check that every token id in the request's fields is one of the model's. Raises BadParameter."""
-    _check_ids("stop_token_ids", request.stop_token_ids, MAX_STOP_TOKENS, vocab_size)
-    _check_ids("logit_bias", list(request.biases), MAX_LOGIT_BIASES, vocab_size)
+    check_ids("stop_token_ids", request.stop_token_ids, MAX_STOP_TOKENS, vocab_size)
+    check_ids("logit_bias", list(request.biases), MAX_LOGIT_BIASES, vocab_size)
     if request.allowed_token_ids is not None:
-        _check_ids("allowed_token_ids", request.allowed_token_ids, MAX_ALLOWED_TOKENS, vocab_size)
+        check_ids("allowed_token_ids", request.allowed_token_ids, MAX_ALLOWED_TOKENS, vocab_size)
         if not request.allowed_token_ids:
             raise BadParameter("allowed_token_ids", "allowed_token_ids is empty: no token could come")
 
@@ -279,7 +264,8 @@ def check_logprobs(request: CompletionRequest, prompt_lengths: list[int]) -> Non
         )
 
 
-def _check_ids(name: str, ids: list[int], most: int, vocab_size: int) -> None:
+def check_ids(name: str, ids: list[int], most: int, vocab_size: int) -> None:
+    """Raise BadParameter if a field has over `most` token ids, or one that the vocabulary lacks."""
     if len(ids) > most:
         raise BadParameter(name, f"{name} may have {most} token ids, {len(ids)} came")
     for token in ids:

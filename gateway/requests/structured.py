@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -15,8 +14,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, JsonValue
 
 from gateway.errors import BadParameter
-from gateway.requests.bodies import Part, RequestBody, Texts
-from gateway.requests.prompts import check_unicode
+from gateway.requests.bodies import Part, RequestBody, Texts, check_unicode
 from spire.rpc.limits import MAX_GRAMMAR_BYTES
 from spire.text.kinds import kind_of
 
@@ -29,11 +27,7 @@ _REGEX_SYNTAX = re.compile(r"[\\.+*?()|\[\]{}^$]")
 _OBJECT = {"type": "object"}
 
 _TEXT: dict[str, JsonValue] = {"minLength": 1, "maxLength": MAX_GRAMMAR_BYTES}
-_CHOICE: dict[str, JsonValue] = {
-    "minItems": 1,
-    "maxItems": _MOST_CHOICES,
-    "items": {"type": "string", "minLength": 1},
-}
+_CHOICE: dict[str, JsonValue] = {"minItems": 1, "maxItems": _MOST_CHOICES, "items": {"type": "string", "minLength": 1}}
 _GRAMMAR_WORDS = "a context-free grammar in Lark's notation, or in llama.cpp's (GBNF)"
 _CHOICE_WORDS = "the output is one of these"
 _WHITESPACE_WORDS = "only with JSON: a regular expression for what may stand between its tokens"
@@ -106,17 +100,17 @@ class StructuredRequest(RequestBody):
     def shape(self) -> OutputShape | None:
         """The shape that is asked for, or None. Raises BadParameter for several, and for one that is plainly wrong."""
         outputs = self.structured_outputs or StructuredOutputs()
-        fields: dict[str, tuple[str, Any]] = {
-            "response_format": ("json", _schema_of(self.response_format)),
-            "guided_json": ("json", self.guided_json),
+        fields: dict[str, tuple[Kind, Any]] = {
+            "response_format": ("json_schema", _schema_of(self.response_format)),
+            "guided_json": ("json_schema", self.guided_json),
             "guided_regex": ("regex", self.guided_regex),
-            "guided_grammar": ("grammar", self.guided_grammar),
-            "guided_choice": ("choice", self.guided_choice),
-            "structured_outputs.json": ("json", outputs.json_schema),
+            "guided_grammar": ("lark", self.guided_grammar),
+            "guided_choice": ("regex", self.guided_choice),
+            "structured_outputs.json": ("json_schema", outputs.json_schema),
             "structured_outputs.regex": ("regex", outputs.regex),
-            "structured_outputs.grammar": ("grammar", outputs.grammar),
-            "structured_outputs.choice": ("choice", outputs.choice),
-            "structured_outputs.json_object": ("json", _OBJECT if outputs.json_object else None),
+            "structured_outputs.grammar": ("lark", outputs.grammar),
+            "structured_outputs.choice": ("regex", outputs.choice),
+            "structured_outputs.json_object": ("json_schema", _OBJECT if outputs.json_object else None),
         }
         given = {name: field for name, field in fields.items() if field[1] is not None}
         if len(given) > 1:
@@ -124,11 +118,13 @@ class StructuredRequest(RequestBody):
         if self.structured_outputs and not any(name.startswith("structured_outputs") for name in given):
             kinds = "json, regex, grammar, choice or json_object"
             raise BadParameter("structured_outputs", f"structured_outputs asks for no shape: give it {kinds}")
-        of_json = any(way == "json" for way, _ in given.values())
-        whitespace = _whitespace_of(self, outputs) if of_json else _no_whitespace(self, outputs)
-        for name, (way, value) in given.items():
-            kind, write = _WAYS[way]
-            return OutputShape(name, kind, _checked(name, write(name, value)), whitespace)
+        whitespace = _whitespace_of(self, outputs, of_json=any(kind == "json_schema" for kind, _ in given.values()))
+        for name, (kind, value) in given.items():
+            if kind == "json_schema":
+                text = _schema_text(name, value)
+            else:
+                text = _one_of(name, value) if isinstance(value, list) else value
+            return OutputShape(name, kind, _checked(name, text), whitespace)
         return None
 
 
@@ -169,10 +165,6 @@ def deeper_than(levels: int, value: Any) -> bool:
     return levels < 0 or any(deeper_than(levels - 1, item) for item in inner)
 
 
-def _as_it_is(_: str, text: str) -> str:
-    return text
-
-
 def _one_of(name: str, choices: list[str]) -> str:
     """Return a regular expression that matches these texts and no other."""
     if not choices:
@@ -199,38 +191,24 @@ def _check_size(name: str, *texts: str) -> None:
         raise BadParameter(name, f"{name} may have {MAX_GRAMMAR_BYTES} bytes, it has {size}")
 
 
-_WAYS: dict[str, tuple[Kind, Callable[[str, Any], str]]] = {
-    "json": ("json_schema", _schema_text),
-    "regex": ("regex", _as_it_is),
-    "grammar": ("lark", _as_it_is),
-    "choice": ("regex", _one_of),
-}
-
-
-def _no_whitespace(request: StructuredRequest, outputs: StructuredOutputs) -> str:
-    """Return "", as the output is not JSON. Raises BadParameter for a field that asks for white space in JSON."""
-    asked: dict[str, object] = {
+def _whitespace_of(request: StructuredRequest, outputs: StructuredOutputs, of_json: bool) -> str:
+    """Return the regular expression for the white space between JSON tokens; empty allows none."""
+    said: dict[str, Any] = {
         "json_whitespace": request.json_whitespace,
         "structured_outputs.disable_any_whitespace": outputs.disable_any_whitespace,
         "guided_whitespace_pattern": request.guided_whitespace_pattern,
         "structured_outputs.whitespace_pattern": outputs.whitespace_pattern,
     }
-    for name, value in asked.items():
-        if value:
-            raise BadParameter(name, f"{name} is about the white space in JSON, and no JSON is asked for: leave it out")
-    return ""
-
-
-def _whitespace_of(request: StructuredRequest, outputs: StructuredOutputs) -> str:
-    """Return the regular expression for the white space between JSON tokens; empty allows none."""
-    flexible, disabled = request.json_whitespace, outputs.disable_any_whitespace
-    said = {
-        "json_whitespace": None if flexible is None else _LAYOUT if flexible else "",
-        "structured_outputs.disable_any_whitespace": None if disabled is None else "" if disabled else _LAYOUT,
-        "guided_whitespace_pattern": request.guided_whitespace_pattern,
-        "structured_outputs.whitespace_pattern": outputs.whitespace_pattern,
-    }
-    given = {name: pattern for name, pattern in said.items() if pattern is not None}
+    if not of_json:
+        for name, value in said.items():
+            if value:
+                message = f"{name} is about the white space in JSON, and no JSON is asked for: leave it out"
+                raise BadParameter(name, message)
+        return ""
+    given = {name: value for name, value in said.items() if value is not None}
+    for flag, allows in (("json_whitespace", True), ("structured_outputs.disable_any_whitespace", False)):
+        if flag in given:
+            given[flag] = _LAYOUT if given[flag] is allows else ""
     if len({bool(pattern) for pattern in given.values()}) > 1:
         raise BadParameter(max(given), f"{' and '.join(given)} contradict each other: leave all but one out")
     # A pattern says more than a flag that allows white space; `said` has the patterns last.

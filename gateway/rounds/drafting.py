@@ -111,7 +111,7 @@ class Drafting:
 
     def draft_for(self, sequence: Sequence) -> str:
         """Return the id of the draft that gets the activations, even if briefly away; empty for none."""
-        return self._draft.info.draft_id if sequence.speculates and self._draft and self._draft.info else ""
+        return self._draft.id if sequence.speculates and self._draft else ""
 
     def choose(self, batch: list[Sequence], prefilling: bool) -> Load:
         """Choose k for the automatic sequences of a batch. Return the load."""
@@ -153,7 +153,7 @@ class Drafting:
         if self._draft is None:
             return DraftPlan(lost=True)
         if not self._draft.up:
-            self._metrics.fallbacks["draft_absent"] += sum(map(self._misses_draft, batch))
+            self._metrics.fallbacks["draft_absent"] += sum(s.depth > 0 and self._follows(s) for s in batch)
             return DraftPlan()
         # A paused sequence catches up first.
         wanted = [(s, depth) for s in batch if not s.paused and (depth := self.depth(s))]
@@ -187,15 +187,9 @@ class Drafting:
             return 0
         return min(sequence.room, draft.max_speculation_depth, model.info.max_speculation_depth)
 
-    def _misses_draft(self, sequence: Sequence) -> bool:
-        """True if the sequence would be drafted were its draft available."""
-        return sequence.depth > 0 and self._follows(sequence)
-
     def _follows(self, sequence: Sequence) -> bool:
         """True if the current draft gets the activations of the sequence."""
-        return (
-            self._draft is not None and self._draft.info is not None and sequence.draft_id == self._draft.info.draft_id
-        )
+        return self._draft is not None and sequence.draft_id == self._draft.id != ""
 
     def settle(self, plan: DraftPlan, answer: verifier_pb2.VerifyBatchResult) -> None:
         """Update the plan and the state of the draft from the verifier's answer."""
@@ -222,17 +216,25 @@ class Drafting:
         if verifier_pb2.UNDRAFTED_LATE in found:
             self._draft.late()
         elif not missed:
-            self._draft.in_time()
+            self._draft.circuit.in_time()
 
     def shown_by(self, batch: list[Sequence], plan: DraftPlan, answer: verifier_pb2.VerifyBatchResult) -> Evidence:
-        """Return what a round shows. Call before the commit: afterwards the draft may not follow all sequences."""
-        return Evidence(self._explained_by(batch, plan), self._blocks(answer, plan))
+        """Return what a round shows. Call before the commit: afterwards the draft may not follow all sequences.
+
+        Blocks that the draft was asked for and left out count as rejected.
+        """
+        fine = {result.sequence_id: result for result in answer.results if result.status.code == tensor_pb2.CODE_OK}
+        blocks = [(depth, fine[wire_id].accepted) for wire_id, depth in plan.asked.items() if wire_id in fine]
+        return Evidence(self._explained_by(batch, plan), blocks)
 
     def learn(self, load: Load, shown: Evidence, plan: DraftPlan, verified: verifier_pb2.Timings, took: Took) -> None:
         """Learn from a round."""
         if shown.depth and plan.decoding == "speculative" and not plan.lost:
             self._seen = load, shown.depth
-        own = took.by_verifier - took.queued - self._of_others(load, plan, verified)
+        waited = plan.waited_seconds if self._draft and self._draft.in_verifier else 0.0
+        beside = verified.total_seconds - verified.forward_seconds - verified.sample_seconds if load.prefilling else 0.0
+        # Without the time that was spent on the prompts of other sequences.
+        own = took.by_verifier - took.queued - (waited + max(0.0, beside))
         # Less than its own forward: its wait overlapped with the round before and was subtracted twice.
         possible = own >= verified.forward_seconds + verified.sample_seconds
         if plan.late and shown.depth and possible:
@@ -255,14 +257,3 @@ class Drafting:
         if depths.count(deepest) < _MOST_OF_A_BATCH * len(batch) or (deepest == 0 and plan.asked):
             return None
         return deepest
-
-    def _blocks(self, answer: verifier_pb2.VerifyBatchResult, plan: DraftPlan) -> list[tuple[int, int]]:
-        """Return (depth, accepted) of every block asked of the draft; blocks that it left out count as rejected."""
-        fine = {result.sequence_id: result for result in answer.results if result.status.code == tensor_pb2.CODE_OK}
-        return [(depth, fine[wire_id].accepted) for wire_id, depth in plan.asked.items() if wire_id in fine]
-
-    def _of_others(self, load: Load, plan: DraftPlan, verified: verifier_pb2.Timings) -> float:
-        """Return the seconds of a round spent on other sequences' prompts, beside its own work."""
-        waited = plan.waited_seconds if self._draft and self._draft.in_verifier else 0.0
-        beside = verified.total_seconds - verified.forward_seconds - verified.sample_seconds if load.prefilling else 0.0
-        return waited + max(0.0, beside)

@@ -11,6 +11,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Iterable
+from itertools import count
 from math import ceil
 
 import grpc
@@ -19,10 +20,10 @@ import structlog
 from gateway.config import GatewayConfig
 from gateway.draft import OFF, ChosenDraft
 from gateway.errors import NoVerifier, PeerLost, QueueFull, ShuttingDown
-from gateway.metrics import Gauges, Metrics, parts_of_round
+from gateway.metrics import Metrics, parts_of_round
 from gateway.rounds.admission import DrainRate
-from gateway.rounds.clock import RoundClock, Took
-from gateway.rounds.drafting import Drafting, DraftPlan
+from gateway.rounds.clock import RoundClock
+from gateway.rounds.drafting import Drafting
 from gateway.rounds.messages import wire_start
 from gateway.rounds.outcomes import Outcomes
 from gateway.rounds.planner import Round, Rounds
@@ -67,8 +68,7 @@ class Engine:
         self.drafting = Drafting(self.draft, self.verifier, config, metrics)
         self._rounds = Rounds(self.scheduler, self.drafting, self.verifier, config)
         self._draining = False
-        self._id_prefix = gateway_id
-        self._ids = 0
+        self._id_prefix, self._ids = gateway_id, count(1)
         self._tasks: list[asyncio.Task[None]] = []
         self._wakeup = asyncio.Event()
         # Whether anything happened since sequences were last admitted.
@@ -76,6 +76,7 @@ class Engine:
         self._releases = Releases(self.verifier, self.scheduler, config.verify_deadline, self._stir)
         self._drain = DrainRate()
         self._outcomes = Outcomes(self.scheduler, metrics, self._releases, self._drain, self._stir)
+        self.finish = self._outcomes.finish
         self._clock = RoundClock()
         self._met_verifier_at = 0.0
         # When a prefill last made progress.
@@ -92,10 +93,20 @@ class Engine:
             raise NoVerifier("no verifier is connected: try again later", ceil(self.verifier.seconds_until_back))
         return self.verifier.model
 
+    @property
+    def draft_info(self) -> verifier_pb2.DraftInfo | None:
+        """The chosen draft as the verifier last described it, even while it is away; None before one was met."""
+        return self.draft.info if self.draft else None
+
+    @property
+    def deepest(self) -> int:
+        """The most draft tokens of a block, by the handshakes; 0 before both were met."""
+        draft, model = self.draft_info, self.verifier.model
+        return min(draft.max_speculation_depth, model.info.max_speculation_depth) if draft and model else 0
+
     def new_id(self, request_id: str) -> str:
         """Return a sequence id, unique across gateways. It contains the request id for the model services' logs."""
-        self._ids += 1
-        return f"{self._id_prefix}-{self._ids}-{request_id}"
+        return f"{self._id_prefix}-{next(self._ids)}-{request_id}"
 
     def submit(self, sequences: list[Sequence], key: str = "") -> None:
         """Queue all choices of a request of this API key, or none.
@@ -103,57 +114,24 @@ class Engine:
         Raises NoVerifier, ShuttingDown, QueueFull or InvalidRequest.
         """
         _ = self.model
-        now = time.monotonic()
-        self._refuse_long_wait(now)
-        try:
-            self.scheduler.add(sequences, key)
-        except OutOfCapacity as error:
-            raise QueueFull(str(error), self._retry_after(len(sequences), now)) from error
-        for sequence in sequences:
-            sequence.moments.arrived = now
-        self._stir()
-
-    def _refuse_long_wait(self, now: float) -> None:
-        """Raise QueueFull if a new sequence would wait longer than max_queue_seconds for its first token."""
-        most, waiting = self.config.max_queue_seconds, self.scheduler.unstarted
-        expected = self._drain.seconds_for(waiting, now)
+        now, waiting = time.monotonic(), self.scheduler.unstarted
+        most, expected = self.config.max_queue_seconds, self._drain.seconds_for(waiting, now)
         if most is not None and expected is not None and expected > most:
             raise QueueFull(
                 f"{waiting} sequences wait for their first token, which takes about {expected:.0f} s: try again later",
                 self._retry_after(1, now),
             )
+        try:
+            self.scheduler.add(sequences, key)
+        except OutOfCapacity as error:
+            raise QueueFull(str(error), self._retry_after(len(sequences), now)) from error
+        for sequence in sequences:
+            sequence.arrived_at = now
+        self._stir()
 
     def _retry_after(self, waiting: int, now: float) -> int:
         """Return the whole seconds until `waiting` more sequences have their first token, at least one step."""
         return self._drain.retry_after(waiting, now, at_least=self.verifier.pace.step_seconds)
-
-    def finish(self, sequences: Iterable[Sequence], reason: str, error: Exception | None = None) -> None:
-        """End sequences in any state and free what they hold."""
-        self._outcomes.finish(sequences, reason, error)
-
-    def gauges(self) -> Gauges:
-        draft, model = self.draft.info if self.draft else None, self.verifier.model
-        return Gauges(
-            running=len(self.scheduler.running),
-            starting=len(self.scheduler.starting) - len(self.scheduler.stalled),
-            waiting=len(self.scheduler.waiting) + len(self.scheduler.stalled),
-            cache_usage=self.verifier.cache_usage,
-            deepest=min(draft.max_speculation_depth, model.info.max_speculation_depth) if draft and model else 0,
-            tasks=len(asyncio.all_tasks()),
-            verifier_up=self.verifier.usable,
-            draft_up=self.draft.up if self.draft else None,
-            model_name=model.name if model else "",
-            draft_kind=draft.kind if draft else "",
-            draft_name=draft.model_name if draft else "",
-            draft_state_bytes=draft.state_bytes_per_sequence if draft else 0,
-            circuits={"verifier": self.verifier.circuit.seconds}
-            | ({"draft": self.draft.circuit.seconds} if self.draft else {}),
-            k=self.drafting.k,
-            tau=self.drafting.tau,
-            multiplier=self.drafting.multiplier,
-            multiplier_modelled=self.drafting.multiplier_modelled,
-            prices=self.config.prices,
-        )
 
     # -- lifecycle ---------------------------------------------------------------------------------------------------
 
@@ -189,7 +167,7 @@ class Engine:
 
     async def close(self) -> None:
         self._give_up()
-        await self._releases.send_last()
+        await self._releases.send()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -220,7 +198,7 @@ class Engine:
     def _has_work(self) -> bool:
         scheduler = self.scheduler
         startable = scheduler.waiting and self._stirred and self._may_admit()
-        return self.verifier.up and bool(self._rounds.has_next or scheduler.has_free or startable)
+        return self.verifier.up and bool(self._rounds.next or scheduler.has_free or startable)
 
     def _stir(self) -> None:
         """Record that something happened and wake the loop to check for work."""
@@ -241,7 +219,7 @@ class Engine:
         """Check timeouts when nothing has happened for a while: of an unusable verifier, and of prefill."""
         now = time.monotonic()
         if not self.verifier.usable:
-            patience = self.verifier.patience(self.config.verifier_patience)
+            patience = self.config.verifier_patience + 2 * self.verifier.load_seconds
             if now - self.verifier.unusable_since > patience:
                 lost = NoVerifier(f"the verifier did not come back within {patience:g} s")
                 self.finish(list(self.scheduler.waiting), "error", lost)
@@ -256,7 +234,7 @@ class Engine:
         began = self._clock.begin(time.monotonic())
         if not self.scheduler.reading:
             self._progress_at = began
-        await self._start(self._admitted())
+        await self._start()
         current = self._rounds.take()
         if current is None:
             return
@@ -285,38 +263,30 @@ class Engine:
         self.drafting.settle(plan, answer)
         shown = self.drafting.shown_by(batch, plan, answer)
         kept = self._outcomes.commit(self.scheduler.still(current.batch), answer, plan)
-        queued = answer.timings.queue_seconds
-        took = self._clock.end(time.monotonic(), began, current.sent_at, asked_seconds, queued, answer.over_at)
-        self._account(took, batch, plan, answer.timings, kept)
-        self.drafting.learn(current.load, shown, plan, answer.timings, took)
-
-    def _admitted(self) -> list[Sequence]:
-        if not self._may_admit():
-            return []
-        self._stirred = False
-        starts = self.scheduler.admit(make_room=not self._releases.under_way)
-        self.metrics.gave_way = self.scheduler.gave_way
-        if self.scheduler.has_ended:
-            self._releases.wake()
-        return starts
-
-    async def _start(self, sequences: list[Sequence]) -> None:
-        for sequence in sequences:
-            if not sequence.moments.admitted:
-                sequence.moments.admitted = time.monotonic()
-                self.metrics.queue_time.observe(sequence.moments.admitted - sequence.moments.arrived)
-            sequence.draft_id = self.drafting.draft_for(sequence)
-            self.drafting.pause(sequence)
-            await self.verifier.start(wire_start(sequence), self.config.verify_deadline)
-
-    def _account(
-        self, took: Took, batch: list[Sequence], plan: DraftPlan, verified: verifier_pb2.Timings, kept: int
-    ) -> None:
-        models = (plan.model_seconds, verified.forward_seconds, verified.sample_seconds)
+        timings, now = answer.timings, time.monotonic()
+        took = self._clock.end(now, began, current.sent_at, asked_seconds, timings.queue_seconds, answer.over_at)
+        models = (plan.model_seconds, timings.forward_seconds, timings.sample_seconds)
         parts = parts_of_round(took.seconds, models, plan.waited_seconds, took.queued, took.asked)
         self.metrics.round(parts, len(batch), max(map(plan.drafted, batch)))
         if plan.decoding:
             self.metrics.compared(plan.decoding, kept, took.seconds)
+        self.drafting.learn(current.load, shown, plan, timings, took)
+
+    async def _start(self) -> None:
+        """Start the sequences for which there is room."""
+        if not self._may_admit():
+            return
+        self._stirred = False
+        starts = self.scheduler.admit(make_room=not self._releases.under_way)
+        if self.scheduler.has_ended:
+            self._releases.wake()
+        for sequence in starts:
+            if not sequence.admitted_at:
+                sequence.admitted_at = time.monotonic()
+                self.metrics.queue_time.observe(sequence.admitted_at - sequence.arrived_at)
+            sequence.draft_id = self.drafting.draft_for(sequence)
+            self.drafting.pause(sequence)
+            await self.verifier.start(wire_start(sequence), self.config.verify_deadline)
 
     # -- events of sequences -----------------------------------------------------------------------------------------
 
@@ -359,6 +329,6 @@ class Engine:
 
     def _on_verifier_lost(self) -> None:
         if self.draft:
-            self.draft.lost()
+            self.draft.told([])
         self._outcomes.lose_all()
         self._stir()

@@ -7,55 +7,32 @@ import sys
 from array import array
 from collections import abc
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
-from gateway.sequence import Logprob, Rule, Sampling, Sequence
+from gateway.sequence import Logprob, Sequence
 from spire.errors import MismatchError
 from spire.v1 import tensor_pb2, verifier_pb2
 
-_RULES: dict[Rule, tensor_pb2.Rule] = {
-    "rejection": tensor_pb2.RULE_REJECTION,
-    "block": tensor_pb2.RULE_BLOCK,
-    "invariant": tensor_pb2.RULE_INVARIANT,
-}
 _FORMATS = {tensor_pb2.DTYPE_FLOAT32: "f", tensor_pb2.DTYPE_INT32: "i"}
 
 
 def wire_start(sequence: Sequence) -> verifier_pb2.Start:
     """Return the Start of a sequence's current life: its tokens so far and all that determines the next ones."""
-    message = verifier_pb2.Start(
+    return verifier_pb2.Start(
         sequence_id=sequence.wire_id,
         tokens=sequence.tokens,
-        sampling=wire_sampling(sequence.sampling),
+        sampling=sequence.sampling,
         draft_id=sequence.draft_id,
         prompt_tokens=len(sequence.prompt),
         adjustments=sequence.adjustments,
         prompt_logprobs=sequence.lacks_prompt_logprobs,
         cache_salt=sequence.cache_salt,
         paused=sequence.paused,
-    )
-    if sequence.top_logprobs is not None:
-        message.logprobs = sequence.top_logprobs
-    return message
-
-
-@lru_cache(4096)
-def wire_sampling(sampling: Sampling) -> tensor_pb2.Sampling:
-    """Return sampling parameters as a message. Cached."""
-    return tensor_pb2.Sampling(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        # Must not become 0 as a float32.
-        top_p=max(sampling.top_p, 1e-30),
-        seed=sampling.seed,
-        choice=sampling.choice,
-        min_p=sampling.min_p,
-        rule=_RULES[sampling.rule],
+        logprobs=sequence.top_logprobs,
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Likeliest(abc.Sequence[tuple[int, float]]):
     """The (token, logprob) pairs of the likeliest tokens at one position, in eight bytes each."""
 
@@ -69,9 +46,6 @@ class Likeliest(abc.Sequence[tuple[int, float]]):
         if isinstance(at, slice):
             return Likeliest(self.ids[at], self.numbers[at])
         return self.ids[at], self.numbers[at]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, abc.Sequence) and list(self) == list(other)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +63,6 @@ class Logprobs(abc.Sequence[Logprob]):
         return len(self.numbers)
 
     def __getitem__(self, at: Any) -> Any:
-        if isinstance(at, slice):
-            return [self[place] for place in range(*at.indices(len(self)))]
         begin = range(len(self))[at] * self.width
         top = Likeliest(self.ids[begin : begin + self.width], self.others[begin : begin + self.width])
         return Logprob(self.numbers[at], top, self.ranks[at] if self.ranks else 0)

@@ -37,22 +37,14 @@ class RoundModel:
         return cls(found.hardware, found.target)
 
     def multiplier(
-        self,
-        target: verifier_pb2.GetInfoResponse,
-        draft: verifier_pb2.DraftInfo,
-        load: Load,
-        k: int,
-        tau: float,
+        self, target: verifier_pb2.GetInfoResponse, draft: verifier_pb2.DraftInfo, load: Load, k: int, tau: float
     ) -> float | None:
         """Return the multiplier of k draft tokens under this load, or None if a service does not tell its shape."""
         if not (target.HasField("shape") and draft.HasField("shape")):
             return None
         shape = shape_from_wire(target.shape)
-        self._warn_of_other_widths(shape)
-        drafting = DraftShape(cast(DraftKind, draft.kind), shape_from_wire(draft.shape), draft.window, draft.sink)
-        return multiplier(shape, drafting, load.sequences, max(1, round(load.context)), k, tau, self._hardware)
-
-    def _warn_of_other_widths(self, shape: Shape) -> None:
         if shape != self._widths and not self._warned:
             self._warned = True
             log.warning("calibrated with another target", calibrated=str(self._widths), served=str(shape))
+        drafting = DraftShape(cast(DraftKind, draft.kind), shape_from_wire(draft.shape), draft.window, draft.sink)
+        return multiplier(shape, drafting, load.sequences, max(1, round(load.context)), k, tau, self._hardware)

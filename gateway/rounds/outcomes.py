@@ -95,13 +95,12 @@ class Outcomes:
         except MismatchError as error:
             self._lose(sequence, str(error))
             return
-        before = len(sequence.output)
-        self._scheduler.started(message.sequence_id, message.token, message.cached_tokens, logprobs)
+        kept = self._scheduler.started(sequence, message.token, message.cached_tokens, logprobs)
         if self._scheduler.unstarted:
             self._drain.started(now)
         else:
             self._drain.emptied()
-        self._after_tokens(sequence, len(sequence.output) - before, now)
+        self._after_tokens(sequence, kept, now)
 
     def _after_tokens(self, sequence: Sequence, kept: int, now: float) -> None:
         self._metrics.token_times(sequence, kept, now)

@@ -41,16 +41,12 @@ class Rounds:
     def __init__(self, scheduler: Scheduler, drafting: Drafting, verifier: VerifierClient, config: GatewayConfig):
         self._scheduler, self._drafting, self._verifier = scheduler, drafting, verifier
         self._deadline, self._patience = config.verify_deadline, config.draft_deadline
-        # The round after the one under way.
-        self._next: Round | None = None
-
-    @property
-    def has_next(self) -> bool:
-        return self._next is not None
+        # The round after the one under way, if it is planned.
+        self.next: Round | None = None
 
     def take(self) -> Round | None:
         """Return the next round, or None if no sequence is free for one."""
-        following, self._next = self._next, None
+        following, self.next = self.next, None
         return following or self._planned(self._scheduler.batch())
 
     async def send(self, current: Round) -> None:
@@ -58,8 +54,11 @@ class Rounds:
         if current.asked is None:
             await self._ask(current)
         if following := self._planned(self._scheduler.batch(after=current.batch)):
-            self._next = following
-            if not current.plain or len(current.sent) <= self._most_ahead:
+            self.next = following
+            model = self._verifier.model
+            # The largest plain round, in sequences, behind which the next round is sent at once.
+            most_ahead = model.info.most_sequences_ahead if model else 0
+            if not current.plain or len(current.sent) <= most_ahead:
                 await self.follow()
             elif following.plain:
                 # Written now so that it can be sent as soon as the answer arrives.
@@ -67,20 +66,15 @@ class Rounds:
 
     async def follow(self) -> None:
         """Send the next round unless it has been sent."""
-        if self._next and self._next.asked is None:
-            await self._ask(self._next)
+        if self.next and self.next.asked is None:
+            await self._ask(self.next)
 
     def forget_next(self) -> None:
-        following, self._next = self._next, None
+        following, self.next = self.next, None
         if following:
             self._scheduler.end_round(following.batch)
             if following.asked:
                 following.asked.answer.cancel()
-
-    @property
-    def _most_ahead(self) -> int:
-        """The largest plain round, in sequences, behind which the next round is sent at once."""
-        return self._verifier.model.info.most_sequences_ahead if self._verifier.model else 0
 
     def _planned(self, batch: Batch) -> Round | None:
         """Choose k for a batch and return its round; None if the batch is empty."""
@@ -103,16 +97,12 @@ class Rounds:
         """Write a round's request without sending it."""
         planned.sent = self._scheduler.still(planned.batch)
         planned.plan = self._drafting.ask(planned.sent)
-        planned.request = self._request(planned.sent, planned.plan)
-
-    def _request(self, batch: list[Sequence], plan: DraftPlan) -> verifier_pb2.RoundsRequest:
         # Filled in place: a message built from other messages would copy them.
-        request = verifier_pb2.RoundsRequest()
+        planned.request = request = verifier_pb2.RoundsRequest()
         request.verify.patience_seconds = self._patience
-        for sequence in batch:
+        for sequence in planned.sent:
             before = sequence.under_way - 1  # rounds not answered yet
             item = request.verify.items.add(sequence_id=sequence.wire_id)
             item.round, item.base = sequence.round + before + 1, 0 if before else sequence.base
-            item.k = plan.asked.get(sequence.wire_id, 0)
+            item.k = planned.plan.asked.get(sequence.wire_id, 0)
             item.paused = self._drafting.pause(sequence)
-        return request

@@ -52,7 +52,7 @@ class Releases:
             await self._something.wait()
             self._something.clear()
             self._sending = True
-            sent = await self._send(self._deadline)
+            sent = await self.send(self._deadline)
             self._sending = False
             if sent:
                 self._settled()
@@ -60,11 +60,7 @@ class Releases:
                 await asyncio.sleep(_RETRY_SECONDS)
                 self.wake()
 
-    async def send_last(self) -> None:
-        """Release all ended sequences at shutdown, with a short deadline."""
-        await self._send(_LAST_SECONDS)
-
-    async def _send(self, seconds: float) -> bool:
+    async def send(self, seconds: float = _LAST_SECONDS) -> bool:
         """Release all ended sequences. False if some could not be released and stay pending."""
         self._pending += self._scheduler.take_ended()
         while ids := self._pending[:MAX_NAMED]:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 # Cap on the growth of the noise variance that a single round may suggest, as a multiple of that variance.
 _MOST_NOISE = 3.0
 
-_Matrix = list[list[float]]
-
 
 def _expected_shape(k: int) -> float:
     return math.log(1 + 0.2 * (k > 0) + 0.12 * k)
@@ -71,7 +69,9 @@ class RoundTimes:
         self.depths = range(deepest + 1)
         # Each depth relative to the level, the level at the load of the first round here, the powers.
         self.mean = [*map(_expected_shape, self.depths), 0.0, *self._POWERS]
-        self._prior = _bordered([[_shape_covariance(j, k) for k in self.depths] for j in self.depths])
+        # Zeros for the level and the powers: `_unsettle` gives them their variances.
+        depths = [[*(_shape_covariance(j, k) for k in self.depths), 0.0, 0.0, 0.0] for j in self.depths]
+        self._prior = [*depths, *([0.0] * len(self.mean) for _ in range(3))]
         self.covariance = [list(row) for row in self._prior]
         self._unsettle([self._POWER_DEVIATION**2] * 2)
         # Variance of the log seconds of one round.
@@ -174,11 +174,6 @@ class RoundTimes:
 def _total(state: list[float], k: int, grown: tuple[float, float]) -> float:
     """Project a state, or a row of its covariance, on a round at depth k under a load that has grown by `grown`."""
     return state[k] + state[_LEVEL] + grown[0] * state[_SEQUENCES] + grown[1] * state[_CONTEXT]
-
-
-def _bordered(matrix: _Matrix) -> _Matrix:
-    """Return the matrix with zeros added for the level and the powers."""
-    return [[*row, 0.0, 0.0, 0.0] for row in matrix] + [[0.0] * (len(matrix) + 3) for _ in range(3)]
 
 
 def _density(residual: float, variance: float) -> float:

@@ -78,9 +78,9 @@ class Scheduler:
             )
         if len(self.waiting) + len(new) > self.max_waiting:
             raise OutOfCapacity(f"{len(self.waiting)} of {self.max_waiting} queue places are taken: try again later")
-        arrivals = [next(self._arrivals) for _ in new]
-        for sequence, arrival in zip(new, arrivals, strict=True):
-            sequence.key, sequence.request, sequence.arrival = key, arrivals[0], arrival
+        for sequence in new:
+            sequence.arrival = next(self._arrivals)
+            sequence.key, sequence.request = key, new[0].arrival
             self.waiting.add(sequence)
 
     def admit(self, make_room: bool = False) -> list[Sequence]:
@@ -175,19 +175,14 @@ class Scheduler:
         for sequence in self.still(batch):
             sequence.under_way -= 1
 
-    def started(
-        self, wire_id: str, token: int, cached_tokens: int = 0, logprobs: Iterable[Logprob] = ()
-    ) -> Sequence | None:
-        """Take the first token of a life. None if that life is over. `cached_tokens` were copied, not computed."""
-        sequence = self.starting.pop(wire_id, None)
-        if sequence is None:
-            return None
+    def started(self, sequence: Sequence, token: int, cached_tokens: int = 0, logprobs: Iterable[Logprob] = ()) -> int:
+        """Take the first token of a life. Return how many were kept. `cached_tokens` were copied, not computed."""
+        del self.starting[sequence.wire_id]
         sequence.state = State.RUNNING
-        self.running[wire_id] = sequence
+        self.running[sequence.wire_id] = sequence
         if not sequence.output:
             sequence.cached_tokens = cached_tokens
-        self._extend(sequence, [token], logprobs)
-        return sequence
+        return self._extend(sequence, [token], logprobs)
 
     def commit(self, sequence: Sequence, tokens: list[int], drafted: int, logprobs: Iterable[Logprob] = ()) -> int:
         """Commit one round's tokens, the accepted ones and one more. Return how many were kept."""

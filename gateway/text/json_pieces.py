@@ -62,10 +62,9 @@ def pieces_of(value: Any) -> Iterator[bytes]:
         yield from _enclosed(b"{", (_member(name, item) for name, item in value.items()), b"}")
     elif isinstance(value, Large):
         yield from _enclosed(b"[", map(pieces_of, value.items), b"]")
-    elif isinstance(value, Joined):
-        yield from _enclosed(b"[", ([run] for part in value.parts for run in _runs(part)), b"]")
-    elif isinstance(value, Shared | Shown | list):
-        yield from _enclosed(b"[", ([run] for run in _runs(value)), b"]")
+    elif isinstance(value, Joined | Shared | Shown | list):
+        parts = value.parts if isinstance(value, Joined) else [value]
+        yield from _enclosed(b"[", ([run] for part in parts for run in _runs(part)), b"]")
     elif isinstance(value, str) and len(value) > _CHARACTERS:
         yield b'"'
         for at in range(0, len(value), _CHARACTERS):
@@ -107,10 +106,6 @@ def _runs(items: Shared | Shown | list[Any]) -> Iterable[bytes]:
     """Return the JSON of a list's items, some items at a time, without the brackets."""
     if isinstance(items, Shared):
         return items.pieces
-    given, show = (items.items, items.show) if isinstance(items, Shown) else (items, _itself)
-    runs = (given[at : at + _ITEMS] for at in range(0, len(given), _ITEMS))
-    return (to_json([show(item) for item in run])[1:-1] for run in runs)
-
-
-def _itself(item: Any) -> Any:
-    return item
+    shown = Shown(items, lambda item: item) if isinstance(items, list) else items
+    runs = (shown.items[at : at + _ITEMS] for at in range(0, len(shown), _ITEMS))
+    return (to_json([shown.show(item) for item in run])[1:-1] for run in runs)

@@ -12,22 +12,15 @@ import re
 from functools import cache, partial
 from itertools import accumulate
 
+from gateway.errors import over_context
 from spire.checkpoints.tokenizer import tokenizer_of
-from spire.errors import InvalidRequest, MismatchError
+from spire.errors import MismatchError
 
 # The last tokens of the prompt, decoded in front of the first piece: else some tokenizers drop its leading space.
 _CONTEXT_TOKENS = 4
 _BROKEN = "\ufffd"
 _UTF8 = codecs.getincrementaldecoder("utf-8")
 _ONE_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-
-
-class PromptTooLong(InvalidRequest):
-    """The prompt has more tokens than allowed; `however` explains this to the client."""
-
-    def __init__(self, however: str):
-        super().__init__(however)
-        self.however = however
 
 
 class TextCodec:
@@ -39,18 +32,16 @@ class TextCodec:
         except Exception as error:  # tokenizers raises bare Exception
             raise MismatchError(f"the verifier's tokenizer.json cannot be read: {error}") from error
         added = self.tokenizer.get_added_tokens_decoder()
-        self._special = frozenset(token for token, about in added.items() if about.special)
+        self.special = frozenset(token for token, about in added.items() if about.special)
         # Cached: logprobs need them for many alternatives at each position.
         self.token_bytes, self.token_text = cache(self._token_bytes), cache(self._token_text)
         self.longest_token = max((len(token) for token in self.tokenizer.get_vocab()), default=1)
 
-    def encode(self, text: str, max_tokens: int, add_special_tokens: bool = True) -> list[int]:
-        """Return a text's token ids. Raises PromptTooLong if its length alone proves more than `max_tokens` tokens."""
+    def encode(self, text: str, max_tokens: int, add_special_tokens: bool = True, name: str = "prompt") -> list[int]:
+        """Return a text's token ids. Raises BadParameter if its length alone proves that it has over `max_tokens`."""
         if len(text) > max_tokens * self.longest_token:
-            raise PromptTooLong(
-                f"your prompt has {len(text)} characters, and a token at most {self.longest_token}. "
-                "Please reduce the length of the prompt."
-            )
+            however = f"your prompt has {len(text)} characters, and a token at most {self.longest_token}."
+            raise over_context(name, max_tokens, f"{however} Please reduce the length of the prompt.")
         # A batch of one: only for batches does the library release the interpreter lock.
         return self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
@@ -65,10 +56,6 @@ class TextCodec:
         """Return the number of characters before each token of an encoded text."""
         (encoding,) = self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
         return [*accumulate((begin for begin, _ in encoding.offsets), max)]
-
-    def voiceless(self, skip_special_tokens: bool) -> frozenset[int]:
-        """Return the tokens that add no text: the special tokens if they are skipped, else none."""
-        return self._special if skip_special_tokens else frozenset()
 
     def decode(self, tokens: list[int], skip_special_tokens: bool = True) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
@@ -111,7 +98,7 @@ class Detokenizer:
 
     def __init__(self, codec: TextCodec, prompt: list[int], skip_special_tokens: bool = True):
         self._codec = codec
-        self._voiceless = codec.voiceless(skip_special_tokens)
+        self._voiceless = codec.special if skip_special_tokens else frozenset[int]()
         self._decode = partial(codec.decode, skip_special_tokens=skip_special_tokens)
         # Tokens emitted already, decoded again in front of the next ones, and their text.
         self._context = prompt[-_CONTEXT_TOKENS:]
@@ -127,7 +114,9 @@ class Detokenizer:
         if token in self._voiceless:
             return ""
         self._held.append(token)
-        self._half = _half_character(self._half + self._codec.token_bytes(token))
+        reader = _UTF8("replace")
+        reader.decode(self._half + self._codec.token_bytes(token))
+        self._half = reader.getstate()[0]  # bytes that begin a character and may still be completed
         return self._tell(len(self._held) - self._tokens_of_half())
 
     def flush(self) -> str:
@@ -154,13 +143,6 @@ class Detokenizer:
         if (alone and text.endswith(alone)) or not self._context:
             self._context, self._before = told, alone
         return text
-
-
-def _half_character(text: bytes) -> bytes:
-    """Return the bytes at the end of a UTF-8 text that begin a character and may still be completed."""
-    reader = _UTF8("replace")
-    reader.decode(text)
-    return reader.getstate()[0]
 
 
 class StopFilter:

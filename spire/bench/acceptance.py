@@ -60,11 +60,12 @@ def read_record(file: Path) -> list[MeasuredAcceptance]:
 def acceptance(completions: list[Completed], context: int, request: Request) -> MeasuredAcceptance:
     """Compute the acceptance of one cell from its completions."""
     k = request.k or 0
-    histograms = [_histogram(c, k) for c in completions]
+    told = [c.metrics["speculative_decoding"] for c in completions]
+    histograms = [(each["full_depth_histogram"] + [0] * (k + 1))[: k + 1] for each in told]
     total = [sum(histogram[a] for histogram in histograms) for a in range(k + 1)]
     rounds, generated = sum(total), sum(c.tokens for c in completions)
     seconds = max(c.answered for c in completions) - min(c.sent for c in completions)
-    all_rounds = sum(c.metrics["speculative_decoding"]["num_spec_steps"] for c in completions)
+    all_rounds = sum(each["num_spec_steps"] for each in told)
     tau, half_width = ratio_with_interval(
         [sum((a + 1) * count for a, count in enumerate(h)) for h in histograms], [sum(h) for h in histograms]
     )
@@ -92,8 +93,3 @@ def ratio_with_interval(numerators: list[float], denominators: list[int]) -> tup
     ratio = sum(numerators) / total
     residuals = sum((a - ratio * b) ** 2 for a, b in zip(numerators, denominators, strict=True))
     return ratio, 1.96 * math.sqrt(residuals / max(n - 1, 1) * n) / total
-
-
-def _histogram(completed: Completed, k: int) -> list[int]:
-    counts = list(completed.metrics["speculative_decoding"]["full_depth_histogram"])
-    return (counts + [0] * (k + 1))[: k + 1]

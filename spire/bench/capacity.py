@@ -85,7 +85,8 @@ class Capacity:
 
 def find(url: str, arriving: Arriving, bound_ms: float, seed: int, tell: Callable[[Trial], None]) -> Capacity:
     """Search for the capacity of the gateway at `url`, then run four times that rate. `tell` receives each trial."""
-    lone = alone(url, arriving, seed)
+    for prompt in arriving.source.cut(2, arriving.context, seed - 1):  # the first warms the service up
+        (lone,) = asyncio.run(stream_all(url, [Timed(arriving.request.streamed(prompt, seed))], authorization()))
     alone_ms = 1000 * (lone.first - lone.sent)
     trials: list[Trial] = []
 
@@ -102,13 +103,6 @@ def find(url: str, arriving: Arriving, bound_ms: float, seed: int, tell: Callabl
         overload = run(url, arriving, OVERLOAD * best.rate, seed + 100_000 * len(trials))
         tell(overload)
     return Capacity(bound_ms, alone_ms, trials, best, overload)
-
-
-def alone(url: str, arriving: Arriving, seed: int) -> Streamed:
-    """Send a single request and return its answer. An uncounted request warms the service up first."""
-    for prompt in arriving.source.cut(2, arriving.context, seed - 1):
-        (answer,) = asyncio.run(stream_all(url, [Timed(arriving.request.streamed(prompt, seed))], authorization()))
-    return answer
 
 
 def search(holds: Callable[[float], bool], first: float = 1.0) -> None:

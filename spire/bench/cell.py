@@ -44,40 +44,36 @@ class Cell:
         rates = [run.decode_tokens_per_second for run in self.runs]
         return [rate for rate in rates if rate is not None] if None not in rates else []
 
+    def _relative(self, figure: str) -> float | None:
+        """Return a figure of these runs relative to that of `plain`; None without either of them."""
+        ours, plain = (getattr(medians(runs), figure) if runs else None for runs in (self.runs, self.plain))
+        return ours / plain if ours and plain else None
+
     @property
     def multiplier_measured(self) -> float | None:
         """Decode tokens per second relative to `plain`."""
-        rate = self.figures.decode_tokens_per_second
-        plain = medians(self.plain).decode_tokens_per_second if self.plain else None
-        return rate / plain if rate and plain else None
+        return self._relative("decode_tokens_per_second")
 
     @property
     def multiplier_end_to_end(self) -> float | None:
         """End-to-end tokens per second, prefill included, relative to `plain`."""
-        if not self.plain:
-            return None
-        return self.figures.end_to_end_tokens_per_second / medians(self.plain).end_to_end_tokens_per_second
+        return self._relative("end_to_end_tokens_per_second")
 
     @property
     def delta_t(self) -> float | None:
         """Δt: the time of a round relative to that of a plain step, both as seen by the clients."""
-        plain = medians(self.plain).round_ms_seen if self.plain else None
-        seen = self.figures.round_ms_seen
-        return seen / plain if seen and plain else None
+        return self._relative("round_ms_seen")
 
     @property
     def multiplier_modelled(self) -> float | None:
-        modelled: float | None = self.modelled.get("multiplier_modelled")
-        return modelled
+        return self.modelled.get("multiplier_modelled")
 
     def to_json(self) -> dict[str, Any]:
         """Return all figures by name, in milliseconds, bytes and tokens per second."""
         figures = self.figures
-        named = {
-            name: getattr(self, name) for name in ("system", "draft", "k", "batch", "context", "trace", "synthetic")
-        }
+        what = ("system", "draft", "k", "batch", "context", "trace", "synthetic")
         return {
-            **named,
+            **{name: getattr(self, name) for name in what},
             **asdict(figures),
             "runs": len(self.runs),
             "decode_tokens_per_second_runs": self.decode_runs,
@@ -86,8 +82,8 @@ class Cell:
             "delta_t_modelled": None,
             "multiplier_measured": self.multiplier_measured,
             "multiplier_end_to_end": self.multiplier_end_to_end,
-            "multiplier_modelled": self.multiplier_modelled,
-            **{name: value for name, value in self.modelled.items() if name != "multiplier_modelled"},
+            "multiplier_modelled": None,
+            **self.modelled,
             "round_total_ms": figures.round_total_ms,
             "split_covers": figures.split_covers,
             "split_adds_up": figures.split_adds_up,

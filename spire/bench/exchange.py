@@ -21,9 +21,9 @@ from spire.http import past_proxy
 class HttpRefusal(BenchError):
     """Error for a request answered with a status other than 200, `seconds` after it was sent."""
 
-    def __init__(self, message: str, status: int):
+    def __init__(self, message: str, status: int, seconds: float):
         super().__init__(message)
-        self.status, self.seconds = status, 0.0
+        self.status, self.seconds = status, seconds
 
 
 class Exchange(asyncio.Protocol):
@@ -113,9 +113,8 @@ def body_of(url: str, exchange: Exchange) -> Iterator[tuple[float, bytes]]:
             yield moment, bytes(event.data)
     if refused:
         said = message.decode(errors="replace")[:500]
-        refusal = HttpRefusal(f"{url} answered {refused.status_code}: {said}", refused.status_code)
-        refusal.seconds = exchange.pieces[-1][0] - exchange.sent
-        raise refusal
+        seconds = exchange.pieces[-1][0] - exchange.sent
+        raise HttpRefusal(f"{url} answered {refused.status_code}: {said}", refused.status_code, seconds)
 
 
 def _events(url: str, http: h11.Connection, pieces: list[tuple[float, bytes]]) -> Iterator[tuple[float, Any]]:

@@ -36,7 +36,9 @@ class PairModel:
 
         `context` is the mean context of a run, `tau` its measured τ. `multiplier_modelled` is None if τ is unknown.
         """
-        known = self._known(context)
+        known = recorded_acceptance(self.draft, context) if self.draft and self.accept_rate is None else None
+        if self.accept_rate is not None:
+            known = AcceptanceModel(tuple(self.accept_rate**position for position in range(1, _POSITIONS + 1)))
         if known is None and (k is None or tau is None):
             return {"multiplier_modelled": None}
         shape = Shape.of(load_model_config(self.target))
@@ -50,21 +52,16 @@ class PairModel:
             tau = known.tau(k) if known else tau or 1.0
             modelled = multiplier(shape, draft, batch, context, k, tau, self.hardware)
         told = {"multiplier_modelled": modelled, "k_modelled": k, "delta_t_modelled": tau / modelled}
-        return told | {"tau_modelled_from": self._source(known)}
+        source = "the accept rate" if self.accept_rate is not None else "record" if known else "this run"
+        return told | {"tau_modelled_from": source}
 
-    def _source(self, known: AcceptanceModel | None) -> str:
-        if self.accept_rate is not None:
-            return "the accept rate"
-        return "record" if known else "this run"
 
-    def _known(self, context: int) -> AcceptanceModel | None:
-        """Return the artificial acceptance, or the draft's recorded acceptance at the nearest context, if any."""
-        if self.accept_rate is not None:
-            return AcceptanceModel(tuple(self.accept_rate**position for position in range(1, _POSITIONS + 1)))
-        if self.draft is None or not (file := self.draft / RECORD).is_file():
-            return None
-        nearest = min(read_record(file), key=lambda cell: abs(math.log(cell.context / context)))
-        return AcceptanceModel(tuple(nearest.prefix_acceptance))
+def recorded_acceptance(draft: Path, context: int) -> AcceptanceModel | None:
+    """Return the acceptance recorded with a draft at the nearest context; None without a record. Raises DataError."""
+    if not (file := draft / RECORD).is_file():
+        return None
+    nearest = min(read_record(file), key=lambda cell: abs(math.log(cell.context / context)))
+    return AcceptanceModel(tuple(nearest.prefix_acceptance))
 
 
 def served_draft(directory: Path) -> DraftShape:

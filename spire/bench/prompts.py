@@ -37,9 +37,5 @@ class PromptSource:
         rng = random.Random(seed)
         chosen = rng.choices(fitting, weights=[len(document) - body + 1 for document in fitting], k=count)
         prefix = [] if self.start is None else [self.start]
-        return [prefix + _stretch(document, body, rng) for document in chosen]
-
-
-def _stretch(document: list[int], length: int, rng: random.Random) -> list[int]:
-    start = rng.randrange(len(document) - length + 1)
-    return document[start : start + length]
+        starts = [rng.randrange(len(document) - body + 1) for document in chosen]
+        return [prefix + document[start : start + body] for document, start in zip(chosen, starts, strict=True)]

@@ -61,16 +61,14 @@ class LoadListener:
     """Events of a running load: all requests have been in a round, and the first request has ended."""
 
     def __init__(self, requests: int):
-        self._outside = requests
+        self._requests, self._decoding = requests, set[object]()
         self.all_decode, self.one_ended = asyncio.Event(), asyncio.Event()
 
-    def decodes(self) -> None:
-        self._outside -= 1
-        if not self._outside:
+    def decodes(self, request: object) -> None:
+        """Note that a request has been in a round, or has ended."""
+        self._decoding.add(request)
+        if len(self._decoding) == self._requests:
             self.all_decode.set()
-
-    def ended(self) -> None:
-        self.one_ended.set()
 
 
 class _Recorder(Exchange):
@@ -78,25 +76,19 @@ class _Recorder(Exchange):
 
     def __init__(self, listener: LoadListener):
         super().__init__()
-        self._listener = listener
-        self._events, self._decodes = 0, False
+        self._listener, self._events = listener, 0
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._events += data.count(_EVENT)
         if self._events >= ROUND_CHUNK:
-            self._tell_decodes()
+            self._listener.decodes(self)
         if _END in data:
-            self._listener.ended()
-
-    def _tell_decodes(self) -> None:
-        if not self._decodes:
-            self._decodes = True
-            self._listener.decodes()
+            self._listener.one_ended.set()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._tell_decodes()
-        self._listener.ended()
+        self._listener.decodes(self)
+        self._listener.one_ended.set()
         super().connection_lost(error)
 
 
@@ -104,7 +96,7 @@ async def stream_all(
     url: str, requests: list[Timed], headers: dict[str, str] | None = None, listener: LoadListener | None = None
 ) -> list[Streamed]:
     """Send each request when it is due and read all answers to their end. Raises BenchError for a refusal."""
-    recorders = await _record_all(url, requests, headers or {}, listener or LoadListener(len(requests)))
+    recorders = await _record_all(url, requests, headers or {}, listener)
     return [_read(url, recorder) for recorder in recorders]
 
 
@@ -112,34 +104,30 @@ async def stream_each(
     url: str, requests: list[Timed], headers: dict[str, str] | None = None
 ) -> list[Streamed | HttpRefusal]:
     """Send each request when it is due and return its answer or refusal. Raises BenchError for other failures."""
-    recorders = await _record_all(url, requests, headers or {}, LoadListener(len(requests)))
+    recorders = await _record_all(url, requests, headers or {})
     return [_outcome(url, recorder) for recorder in recorders]
 
 
 async def _record_all(
-    url: str, requests: list[Timed], headers: dict[str, str], listener: LoadListener
+    url: str, requests: list[Timed], headers: dict[str, str], listener: LoadListener | None = None
 ) -> list[_Recorder]:
+    address, told = url.rstrip("/") + "/v1/completions", listener or LoadListener(len(requests))
     began = time.monotonic()
 
     async def one(request: Timed) -> _Recorder:
         await asyncio.sleep(began + request.at - time.monotonic())
-        return await _record(url, request.body, headers, listener)
+        message = request_to(address, {"Accept": "text/event-stream"} | headers, json.dumps(request.body).encode())
+        recorder = await connect(address, lambda: _Recorder(told))
+        recorder.send(message)
+        try:
+            await recorder.finish(_SILENCE_SECONDS)
+        except TimeoutError as error:
+            raise BenchError(f"{url} broke off: nothing of an answer came for {_SILENCE_SECONDS} s") from error
+        finally:
+            recorder.close()
+        return recorder
 
     return await asyncio.gather(*map(one, requests))
-
-
-async def _record(url: str, body: dict[str, Any], more: dict[str, str], listener: LoadListener) -> _Recorder:
-    address = url.rstrip("/") + "/v1/completions"
-    request = request_to(address, {"Accept": "text/event-stream"} | more, json.dumps(body).encode())
-    recorder = await connect(address, lambda: _Recorder(listener))
-    recorder.send(request)
-    try:
-        await recorder.finish(_SILENCE_SECONDS)
-    except TimeoutError as error:
-        raise BenchError(f"{url} broke off: nothing of an answer came for {_SILENCE_SECONDS} s") from error
-    finally:
-        recorder.close()
-    return recorder
 
 
 # --- after the load ---------------------------------------------------------------------------------------------------

@@ -14,22 +14,17 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from spire.checkpoints.random_weights import RANDOM_WEIGHTS
 from spire.checkpoints.weights import fingerprint
-from spire.model.config import DraftConfig, ModelConfig
-from spire.model.draft import last_layers
-from spire.perf.shapes import Shape, trained_draft
+from spire.model.config import ModelConfig
+from spire.perf.shapes import Shape, trained_config
 
 
 def write_pair(directory: Path, shape: Shape, positions: int) -> tuple[Path, Path]:
     """Write a target of this shape and a SPIRe draft by the paper's rule (a quarter of the layers); return both."""
     config = config_of(shape, positions)
-    rule = trained_draft("spire", shape)
-    tapped = last_layers(config, rule.shape.layers)
-    draft = DraftConfig(
-        target_fingerprint=fingerprint(config, {}), tapped_layers=tapped, window=rule.window or 0, sink=rule.sink
-    )
+    draft = trained_config(config, fingerprint(config, {}))
     _write(directory / "target", config, {})
     _bytes_tokenizer(shape.vocab_size).save(str(directory / "target" / "tokenizer.json"))
-    of_draft = config.model_copy(update={"num_hidden_layers": len(tapped)})
+    of_draft = config.model_copy(update={"num_hidden_layers": len(draft.tapped_layers)})
     _write(directory / "draft", of_draft, {"spire_draft": draft.model_dump(mode="json")})
     return directory / "target", directory / "draft"
 

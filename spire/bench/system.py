@@ -6,25 +6,24 @@ Does not know: GPU memory, and processes on another machine.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from urllib.parse import urlencode
 
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from spire.bench.client import BenchError
 from spire.bench.exchange import Exchange, body_of, connect, request_to
 from spire.service.keys import authorization
 
-Counters = dict[str, float]
-
-_BUSY = {"verifier": "spire_verifier_busy_seconds_total", "draft": "spire_draft_busy_seconds_total"}
+BUSY = {"verifier": "spire_verifier_busy_seconds_total", "draft": "spire_draft_busy_seconds_total"}
 ROUND_SECONDS, ROUNDS, FALLBACKS = "spire_round_seconds_total", "spire_rounds_total", "spire_fallbacks_total"
 DRAFT_STATE_BYTES = "spire_draft_state_bytes_per_sequence"
 # A page is requested while all sequences decode: only these samples, because writing more would slow a round down.
-_ASKED = urlencode(
-    [("name[]", name) for name in (ROUND_SECONDS, ROUNDS, FALLBACKS, DRAFT_STATE_BYTES, *_BUSY.values())]
-)
+_ASKED = urlencode([("name[]", name) for name in (ROUND_SECONDS, ROUNDS, FALLBACKS, DRAFT_STATE_BYTES, *BUSY.values())])
 _PATIENCE_SECONDS = 60
 # Written to clear_refs, this value resets the peak of resident memory on Linux.
 _FORGET_PEAK = "5"
@@ -41,34 +40,23 @@ class Page:
     def moment(self) -> float:
         return self.exchange.pieces[-1][0]
 
-    @property
-    def samples(self) -> Counters:
-        """All samples by name; labels follow the name in sorted order as `name{label=value}{label=value}...`."""
+    @cached_property
+    def samples(self) -> list[Sample]:
+        """All samples of the page."""
         text = b"".join(data for _, data in body_of(self.address, self.exchange)).decode()
-        return {
-            sample.name + "".join(f"{{{k}={v}}}" for k, v in sorted(sample.labels.items())): sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-        }
+        return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
-    def seconds_busy(self, service: str) -> float:
-        return sum(value for sample, value in self.samples.items() if sample.startswith(_BUSY[service]))
+    def total(self, name: str) -> float:
+        """Return the sum of the samples of this name."""
+        return sum(sample.value for sample in self.samples if sample.name == name)
+
+    def by(self, label: str, name: str) -> dict[str, float]:
+        """Return the samples of this name by their only label."""
+        return {sample.labels[label]: sample.value for sample in self.samples if sample.name == name}
 
 
-@dataclass(frozen=True)
-class Scrape:
-    """The metrics pages of the gateway and, by name, of the model services."""
-
-    gateway: Page
-    services: dict[str, Page]
-
-    def busy_since(self, earlier: Scrape) -> dict[str, float]:
-        """Return, for each model service, the share of the time since `earlier` in which it computed."""
-        shares = {}
-        for name, page in self.services.items():
-            before = earlier.services[name]
-            shares[name] = (page.seconds_busy(name) - before.seconds_busy(name)) / (page.moment - before.moment)
-        return shares
+# Pages of one moment: that of the gateway and, by name, those of the model services.
+Scrape = dict[str, Page]
 
 
 @dataclass(frozen=True)
@@ -84,9 +72,8 @@ class System:
 
         Raises BenchError if a service does not answer.
         """
-        addresses = [f"{self.url}/metrics", *self.metrics.values()]
-        gateway, *services = await asyncio.gather(*map(_page, addresses))
-        return Scrape(gateway, dict(zip(self.metrics, services, strict=True)))
+        addresses = {"gateway": f"{self.url}/metrics"} | self.metrics
+        return dict(zip(addresses, await asyncio.gather(*map(_page, addresses.values())), strict=True))
 
     def forget_peak(self) -> None:
         """Reset the services' peaks of resident memory to the current use, if the operating system supports it."""
@@ -97,14 +84,21 @@ class System:
                 return
 
     def peak_bytes(self) -> int | None:
-        """Return the sum of the services' peaks of resident memory; None if unknown.
+        """Return the services' peak of resident memory; None if unknown."""
+        return peak_of(self.processes.values())
 
-        The sum is an upper bound: peaks may occur at different times, and shared memory counts in each process.
-        """
-        try:
-            return sum(map(_peak, self.processes.values())) if self.processes else None
-        except (OSError, StopIteration):
-            return None
+
+def peak_of(processes: Iterable[int]) -> int | None:
+    """Return the sum of processes' peaks of resident memory in bytes; None if unknown or without a process.
+
+    The sum is an upper bound: peaks may occur at different times, and shared memory counts in each process.
+    """
+    try:
+        lines = [line for process in processes for line in Path(f"/proc/{process}/status").read_text().splitlines()]
+    except OSError:
+        return None
+    peaks = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")]
+    return sum(peaks) if peaks else None
 
 
 async def _page(address: str) -> Page:
@@ -119,8 +113,3 @@ async def _page(address: str) -> Page:
     if not exchange.pieces:
         raise BenchError(f"{address} ended the connection without an answer")
     return Page(address, exchange)
-
-
-def _peak(process: int) -> int:
-    lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))

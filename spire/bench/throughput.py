@@ -19,13 +19,12 @@ from __future__ import annotations
 import asyncio
 import math
 import statistics
-from collections import defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from spire.bench.stream import ROUND_CHUNK, LoadListener, Streamed, Timed, stream_all
-from spire.bench.system import DRAFT_STATE_BYTES, FALLBACKS, ROUND_SECONDS, ROUNDS, Counters, Scrape, System
+from spire.bench.system import BUSY, DRAFT_STATE_BYTES, FALLBACKS, ROUND_SECONDS, ROUNDS, Page, Scrape, System
 from spire.service.keys import FOREIGN_KEY, authorization
 
 # Parts of a round spent in the models. All other parts are overhead, except the wait for another sequence's prefill:
@@ -87,13 +86,8 @@ class Figures:
         return 1 - sum(ms for part, ms in self.round_ms.items() if part in MODEL_PARTS) / own
 
 
-@dataclass(frozen=True)
-class Pass:
-    """Answers to a load. `scrapes`, if any, span the time in which all requests decode or, for a trace, the load."""
-
-    answers: list[Streamed]
-    scrapes: tuple[Scrape, Scrape] | None
-    together: bool
+# Metrics at the beginning and the end of the time in which all requests decode or, for a trace, of the load.
+Span = tuple[Scrape, Scrape] | None
 
 
 async def measure(system: System, requests: list[Timed], together: bool = True, split: bool = True) -> Figures:
@@ -103,46 +97,39 @@ async def measure(system: System, requests: list[Timed], together: bool = True, 
     """
     system.forget_peak()
     twice = together and len(requests) > 1
-    first = await _run(system, requests, together, split and not twice)
-    second = await _run(system, requests, together, split) if twice else first
-    return _figures(first, second, system.peak_bytes())
+    first, span = await _run(system, requests, together, split and not twice)
+    second, span = await _run(system, requests, together, split) if twice else (first, span)
+    return _figures(first, second, span, together, system.peak_bytes())
 
 
 async def measure_foreign(url: str, requests: list[Timed], together: bool = True) -> Figures:
     """Run a load on any server that streams completions: no round parts, and τ only from a Spire gateway."""
     key = authorization(FOREIGN_KEY)
-    first = Pass(await stream_all(url, requests, key), None, together)
-    second = Pass(await stream_all(url, requests, key), None, together) if together and len(requests) > 1 else first
-    return _figures(first, second, None)
+    first = await stream_all(url, requests, key)
+    second = await stream_all(url, requests, key) if together and len(requests) > 1 else first
+    return _figures(first, second, None, together, None)
 
 
 def figures_of_steps(answers: list[Streamed], peak: int | None) -> Figures:
     """Compute the figures of one run from timed answers that started together, for example of a peer process."""
-    run = Pass(answers, None, together=True)
-    return _figures(run, run, peak)
+    return _figures(answers, answers, None, True, peak)
 
 
-async def _run(system: System, requests: list[Timed], together: bool, split: bool) -> Pass:
-    if together:
-        return await (_run_split if split else _run_whole)(system, requests)
-    before = await system.scrape()
-    answers = await stream_all(system.url, requests, authorization())
-    return Pass(answers, (before, await system.scrape()), together)
-
-
-async def _run_whole(system: System, requests: list[Timed]) -> Pass:
-    return Pass(await stream_all(system.url, requests, authorization()), None, together=True)
-
-
-async def _run_split(system: System, requests: list[Timed]) -> Pass:
-    listener = LoadListener(len(requests))
+async def _run(system: System, requests: list[Timed], together: bool, split: bool) -> tuple[list[Streamed], Span]:
+    url, key, listener = system.url, authorization(), LoadListener(len(requests))
+    if not together:
+        before = await system.scrape()
+        answers = await stream_all(url, requests, key)
+        return answers, (before, await system.scrape())
+    if not split:
+        return await stream_all(url, requests, key), None
     scrapes = asyncio.gather(_scrape_when(listener.all_decode, system), _scrape_when(listener.one_ended, system))
     try:
-        answers = await stream_all(system.url, requests, authorization(), listener)
+        answers = await stream_all(url, requests, key, listener)
         before, after = await scrapes
     finally:
         scrapes.cancel()
-    return Pass(answers, (before, after), together=True)
+    return answers, (before, after)
 
 
 async def _scrape_when(event: asyncio.Event, system: System) -> Scrape:
@@ -153,38 +140,36 @@ async def _scrape_when(event: asyncio.Event, system: System) -> Scrape:
 # --- figures of a run -------------------------------------------------------------------------------------------------
 
 
-def _figures(first: Pass, second: Pass, peak: int | None) -> Figures:
-    waits = [1000 * (answer.first - answer.sent) for answer in first.answers]
-    tokens = sum(answer.tokens for answer in first.answers)
-    latencies = inter_token_ms(second.answers)
-    stretches = decoding_together(second.answers) if second.together else None
-    undisturbed = None
-    if stretches and second.scrapes:
-        undisturbed = decoding_together(second.answers, since=second.scrapes[0].gateway.moment)
-    told = [a.metrics["speculative_decoding"] for a in second.answers if "speculative_decoding" in a.metrics]
-    before, after = second.scrapes or (None, None)
-    counters = after.gateway.samples if after else {}
+def _figures(first: list[Streamed], second: list[Streamed], span: Span, together: bool, peak: int | None) -> Figures:
+    waits = [1000 * (answer.first - answer.sent) for answer in first]
+    tokens = sum(answer.tokens for answer in first)
+    latencies = inter_token_ms(second)
+    before, after = span or (None, None)
+    stretches = decoding_together(second) if together else None
+    undisturbed = decoding_together(second, since=before["gateway"].moment) if stretches and before else None
+    prompts = [answer.usage.get("prompt_tokens_details") or {} for answer in second]
+    told = [a.metrics["speculative_decoding"] for a in second if "speculative_decoding" in a.metrics]
     # Parts of rounds without all requests would belong to no particular batch size.
-    alike = stretches is not None or not second.together
+    alike = stretches is not None or not together
     return Figures(
-        requests=len(first.answers),
+        requests=len(first),
         generated=tokens,
-        cached_tokens=sum(_cached(answer) for answer in second.answers),
+        cached_tokens=sum(each.get("cached_tokens") or 0 for each in prompts),
         decode_tokens_per_second=_rate(undisturbed or stretches),
-        end_to_end_tokens_per_second=tokens / (max(a.last for a in first.answers) - min(a.sent for a in first.answers)),
+        end_to_end_tokens_per_second=tokens / (max(a.last for a in first) - min(a.sent for a in first)),
         time_to_first_token_ms_p50=percentile(waits, 0.5),
         time_to_first_token_ms_p99=percentile(waits, 0.99),
         inter_token_ms_p50=percentile(latencies, 0.5) if latencies else None,
         inter_token_ms_p99=percentile(latencies, 0.99) if latencies else None,
         tau=_mean_of_rounds(told, "num_accepted_draft_tokens", 1.0),
         mean_k=_mean_of_rounds(told, "num_draft_tokens", 0.0),
-        round_ms=_round_ms(before.gateway.samples, counters) if before and alike else None,
+        round_ms=_round_ms(before["gateway"], after["gateway"]) if before and after and alike else None,
         round_ms_seen=_round_seen(stretches),
-        busy=after.busy_since(before) or None if before and after and alike else None,
-        fallbacks=_grown(FALLBACKS, before.gateway.samples, counters, "reason") if before else None,
+        busy=_busy(before, after) or None if before and after and alike else None,
+        fallbacks=_grown(FALLBACKS, "reason", before["gateway"], after["gateway"]) if before and after else None,
         peak_memory_bytes=peak,
-        draft_state_bytes_per_sequence=int(counters.get(DRAFT_STATE_BYTES, 0)) if after else None,
-        exact_tokens=all(answer.exact for answer in (*first.answers, *second.answers)),
+        draft_state_bytes_per_sequence=int(after["gateway"].total(DRAFT_STATE_BYTES)) if after else None,
+        exact_tokens=all(answer.exact for answer in (*first, *second)),
     )
 
 
@@ -232,37 +217,32 @@ def inter_token_ms(answers: list[Streamed]) -> list[float]:
     ]
 
 
-def _cached(answer: Streamed) -> int:
-    return int((answer.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
-
-
 def _mean_of_rounds(told: list[dict[str, Any]], name: str, base: float) -> float | None:
     rounds = sum(figures["num_spec_steps"] for figures in told)
     known = rounds and all(name in figures for figures in told)
     return base + sum(figures[name] for figures in told) / rounds if known else None
 
 
-def _round_ms(before: Counters, after: Counters) -> dict[str, float] | None:
-    rounds = after[ROUNDS] - before[ROUNDS]
-    seconds = _grown(ROUND_SECONDS, before, after, "part")
+def _round_ms(before: Page, after: Page) -> dict[str, float] | None:
+    rounds = after.total(ROUNDS) - before.total(ROUNDS)
+    seconds = _grown(ROUND_SECONDS, "part", before, after)
     return {part: 1000 * spent / rounds for part, spent in seconds.items()} if rounds else None
 
 
-def _grown(name: str, before: Counters, after: Counters, label: str) -> dict[str, float]:
-    """Return the growth of a counter by the value of `label`, summed over other labels."""
-    grown: dict[str, float] = defaultdict(float)
-    for sample, value in after.items():
-        if sample.startswith(name + "{"):
-            labels = dict(pair.split("=", 1) for pair in sample[len(name) + 1 : -1].split("}{"))
-            grown[labels[label]] += value - before.get(sample, 0.0)
-    return dict(grown)
+def _busy(before: Scrape, after: Scrape) -> dict[str, float]:
+    """Return, for each model service, the share of the time between two scrapes in which it computed."""
+    spent = {name: after[name].total(BUSY[name]) - before[name].total(BUSY[name]) for name in BUSY if name in after}
+    return {name: seconds / (after[name].moment - before[name].moment) for name, seconds in spent.items()}
+
+
+def _grown(name: str, label: str, before: Page, after: Page) -> dict[str, float]:
+    """Return the growth of a counter by the value of its label."""
+    earlier = before.by(label, name)
+    return {value: count - earlier.get(value, 0.0) for value, count in after.by(label, name).items()}
 
 
 def percentile(values: list[float], share: float) -> float:
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
-
-
-# --- several runs -----------------------------------------------------------------------------------------------------
 
 
 # Fields that only runs with split rounds have.

@@ -7,20 +7,18 @@ Does not know: rendering, which the gateway does.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from spire.checkpoints.special_tokens import read_declared
 from spire.model.directory import read_object_if_any, read_text
 
 
-@dataclass(frozen=True)
-class TemplateSource:
+class TemplateSource(NamedTuple):
     """A Jinja template (empty if the checkpoint has none) and the special tokens that the template may name."""
 
-    template: str = ""
-    special_tokens: dict[str, str] = field(default_factory=dict)
+    template: str
+    special_tokens: dict[str, str]
 
 
 def read_chat_template(model: Path) -> TemplateSource:
@@ -30,10 +28,8 @@ def read_chat_template(model: Path) -> TemplateSource:
     processor = read_object_if_any(model / "chat_template.json")
     found = [read_text(file) for file in files if file.is_file() and file.stat().st_size]
     found += [_default(declared.settings.get("chat_template")), _default(processor.get("chat_template"))]
-    return TemplateSource(
-        template=next(filter(None, found), ""),
-        special_tokens={name: token.content for name, token in declared.named.items() if token.content},
-    )
+    special_tokens = {name: token.content for name, token in declared.named.items() if token.content}
+    return TemplateSource(next(filter(None, found), ""), special_tokens)
 
 
 def _default(template: Any) -> str:

@@ -40,10 +40,6 @@ class Llama2cHeader(NamedTuple):
     vocab_size: int
     max_seq_len: int
 
-    @property
-    def has_own_classifier(self) -> bool:
-        return self.vocab_size < 0
-
 
 def convert_llama2c(weights: Path, tokenizer: Path, out: Path) -> ModelConfig:
     """Write `config.json`, `model.safetensors` (float32) and `tokenizer.json` into `out`.
@@ -52,21 +48,7 @@ def convert_llama2c(weights: Path, tokenizer: Path, out: Path) -> ModelConfig:
     """
     vocabulary = read_vocabulary(tokenizer)
     header, values = _read(weights)
-    config = model_config(header)
-    if len(vocabulary.pieces) != config.vocab_size:
-        raise CheckpointError(
-            f"{tokenizer} holds {len(vocabulary.pieces)} pieces, {weights} was trained with {config.vocab_size}"
-        )
-    target = Target(config)
-    target.load_state_dict(_parameters(header, values))
-    save_target(out, target, torch.float32)
-    to_tokenizer(vocabulary).save(str(out / "tokenizer.json"))
-    return config
-
-
-def model_config(header: Llama2cHeader) -> ModelConfig:
-    """Return the config. Both `<s>` and `</s>` are end tokens: in llama2.c's training data `<s>` separates texts."""
-    return ModelConfig(
+    config = ModelConfig(
         vocab_size=abs(header.vocab_size),
         hidden_size=header.dim,
         intermediate_size=header.hidden_dim,
@@ -76,10 +58,19 @@ def model_config(header: Llama2cHeader) -> ModelConfig:
         head_dim=header.dim // header.heads,
         rms_norm_eps=1e-5,
         max_position_embeddings=header.max_seq_len,
-        tie_word_embeddings=not header.has_own_classifier,
+        tie_word_embeddings=header.vocab_size >= 0,
         bos_token_id=START,
-        eos_token_ids=(START, END),
+        eos_token_ids=(START, END),  # in llama2.c's training data `<s>` separates texts
     )
+    if len(vocabulary.pieces) != config.vocab_size:
+        raise CheckpointError(
+            f"{tokenizer} holds {len(vocabulary.pieces)} pieces, {weights} was trained with {config.vocab_size}"
+        )
+    target = Target(config)
+    target.load_state_dict(_parameters(header, values))
+    save_target(out, target, torch.float32)
+    to_tokenizer(vocabulary).save(str(out / "tokenizer.json"))
+    return config
 
 
 def _read(weights: Path) -> tuple[Llama2cHeader, Tensor]:
@@ -103,39 +94,37 @@ def _read(weights: Path) -> tuple[Llama2cHeader, Tensor]:
 
 
 def _shapes(header: Llama2cHeader) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors after the header, in file order."""
+    """Return the shapes of the tensors after the header, in file order, by the target's names; * is any layer."""
     dim, hidden, layers, heads, kv_heads, vocab_size, length = header
     head_dim = dim // heads
     shapes: dict[str, tuple[int, ...]] = {
-        "embedding": (abs(vocab_size), dim),
-        "input_layernorm": (layers, dim),
-        "self_attn.q_proj": (layers, dim, dim),
-        "self_attn.k_proj": (layers, kv_heads * head_dim, dim),
-        "self_attn.v_proj": (layers, kv_heads * head_dim, dim),
-        "self_attn.o_proj": (layers, dim, dim),
-        "post_attention_layernorm": (layers, dim),
-        "mlp.gate_proj": (layers, hidden, dim),
-        "mlp.down_proj": (layers, dim, hidden),
-        "mlp.up_proj": (layers, hidden, dim),
-        "norm": (dim,),
+        "embed_tokens.weight": (abs(vocab_size), dim),
+        "layers.*.input_layernorm.weight": (layers, dim),
+        "layers.*.self_attn.q_proj.weight": (layers, dim, dim),
+        "layers.*.self_attn.k_proj.weight": (layers, kv_heads * head_dim, dim),
+        "layers.*.self_attn.v_proj.weight": (layers, kv_heads * head_dim, dim),
+        "layers.*.self_attn.o_proj.weight": (layers, dim, dim),
+        "layers.*.post_attention_layernorm.weight": (layers, dim),
+        "layers.*.mlp.gate_proj.weight": (layers, hidden, dim),
+        "layers.*.mlp.down_proj.weight": (layers, dim, hidden),
+        "layers.*.mlp.up_proj.weight": (layers, hidden, dim),
+        "norm.weight": (dim,),
         "rotation": (2, length, head_dim // 2),  # cosines and sines, unused
     }
-    if header.has_own_classifier:
-        shapes["classifier"] = (abs(vocab_size), dim)
+    if vocab_size < 0:
+        shapes["lm_head.weight"] = (abs(vocab_size), dim)
     return shapes
 
 
 def _parameters(header: Llama2cHeader, values: Tensor) -> dict[str, Tensor]:
     """Return the weights under the target's parameter names."""
-    found: dict[str, Tensor] = {}
+    parameters: dict[str, Tensor] = {}
     for name, shape in _shapes(header).items():
         size = math.prod(shape)
-        found[name], values = values[:size].view(shape), values[size:]
-    parameters = {"embed_tokens.weight": found["embedding"], "norm.weight": found["norm"]}
-    parameters["lm_head.weight"] = found.get("classifier", found["embedding"])
-    head_dim = header.dim // header.heads
-    for name in (name for name in found if name.startswith(("self_attn", "mlp", "input", "post"))):
-        for layer, weight in enumerate(found[name]):
-            halves = name.endswith(("q_proj", "k_proj"))
-            parameters[f"layers.{layer}.{name}.weight"] = pairs_to_halves(weight, head_dim) if halves else weight
-    return parameters
+        found, values = values[:size].view(shape), values[size:]
+        for layer, weight in enumerate(found.unbind() if "*" in name else (found,)):
+            paired = name.endswith(("q_proj.weight", "k_proj.weight"))
+            weight = pairs_to_halves(weight, header.dim // header.heads) if paired else weight
+            parameters[name.replace("*", str(layer))] = weight
+    del parameters["rotation"]
+    return {"lm_head.weight": parameters["embed_tokens.weight"]} | parameters

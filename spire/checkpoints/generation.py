@@ -8,7 +8,7 @@ every model. Invalid suggestions are left out.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -45,29 +45,18 @@ def read_generation(directory: Path, config: ModelConfig) -> Generation:
     """Read end tokens and suggested sampling. Raises CheckpointError for an end token outside the vocabulary."""
     file = directory / "generation_config.json"
     raw = read_object_if_any(file)
-    sampling, unusable = _suggested(raw)
-    return Generation(
-        tuple(dict.fromkeys([*config.eos_token_ids, *_end_tokens(raw, config, file)])), sampling, unusable
-    )
-
-
-def _end_tokens(raw: dict[str, Any], config: ModelConfig, file: Path) -> list[int]:
-    """Return the token ids under `eos_token_id`; older files write -1 for none."""
     said = raw.get("eos_token_id")
+    # Older files write -1 for none.
     ends = [end for end in (said if isinstance(said, list) else [said]) if end not in (None, -1)]
     for end in ends:
         if type(end) is not int or not 0 <= end < config.vocab_size:
             raise CheckpointError(
                 f"{file}: eos_token_id {short(end)} is no token of a vocabulary of {config.vocab_size}"
             )
-    return ends
-
-
-def _suggested(raw: dict[str, Any]) -> tuple[SuggestedSampling, str]:
-    """Return the valid suggestions, and the invalid ones in words: no error, because suggestions are never applied."""
     try:
-        return SuggestedSampling.model_validate(raw), ""
+        sampling, unusable = SuggestedSampling.model_validate(raw), ""
     except ValidationError as error:
         wrong = {one["loc"][0] for one in error.errors()}
         usable = {name: value for name, value in raw.items() if name not in wrong}
-        return SuggestedSampling.model_validate(usable), in_words(error)
+        sampling, unusable = SuggestedSampling.model_validate(usable), in_words(error)
+    return Generation(tuple(dict.fromkeys([*config.eos_token_ids, *ends])), sampling, unusable)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-_HUB_PREFIX = "models--"
-
 
 def model_name(directory: Path) -> str:
     """Return the directory's name, or ORGANISATION/NAME for a snapshot in a Hugging Face cache.
@@ -14,6 +12,6 @@ def model_name(directory: Path) -> str:
     """
     path = directory.resolve()
     holder = path.parent.parent.name
-    if path.parent.name == "snapshots" and holder.startswith(_HUB_PREFIX):
-        return holder.removeprefix(_HUB_PREFIX).replace("--", "/")
+    if path.parent.name == "snapshots" and holder.startswith("models--"):
+        return holder.removeprefix("models--").replace("--", "/")
     return path.name

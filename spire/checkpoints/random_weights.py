@@ -16,7 +16,6 @@ from torch import nn
 from spire.model.config import read_config
 
 RANDOM_WEIGHTS = "spire_random_weights"
-_DEVIATION = 0.02
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -34,7 +33,7 @@ def draw_weights(build: Callable[[], Model], dtype: torch.dtype, device: torch.d
     generator = torch.Generator(device).manual_seed(0)
     for parameter in model.parameters():
         if parameter.ndim > 1:
-            parameter.normal_(0, _DEVIATION, generator=generator)
+            parameter.normal_(0, 0.02, generator=generator)
         else:
             parameter.fill_(1)
     return model

@@ -9,11 +9,14 @@ Does not know: Unigram vocabularies, which are refused.
 
 from __future__ import annotations
 
+import re
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.message import DecodeError
+from google.protobuf.unknown_fields import UnknownFieldSet
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
 
 from spire.errors import CheckpointError
@@ -21,7 +24,7 @@ from spire.model.directory import refuse_stand_in
 
 UNKNOWN, START, END = 0, 1, 2  # ids in every llama2.c and Llama vocabulary
 _SPACE = "▁"
-_NORMAL, _BYTE, _BPE = 1, 6, 2
+_NORMAL, _BPE = 1, 2
 _LLAMA2C_MARKS = {"\n<s>\n": "<s>", "\n</s>\n": "</s>"}
 
 
@@ -45,7 +48,7 @@ def read_vocabulary(file: Path) -> Vocabulary:
     raw = file.read_bytes()
     try:
         vocabulary = _read_llama2c(raw) if file.suffix == ".bin" else _read_model(raw)
-    except (struct.error, IndexError, UnicodeDecodeError, TypeError, KeyError) as error:
+    except (DecodeError, struct.error, IndexError, UnicodeDecodeError, TypeError, KeyError) as error:
         raise CheckpointError(
             f"{file} is no SentencePiece vocabulary ({error!r}): truncated or another format"
         ) from error
@@ -116,68 +119,30 @@ def _read_llama2c(raw: bytes) -> Vocabulary:
         pieces.append(_LLAMA2C_MARKS.get(text, text.replace(" ", _SPACE)))
         scores.append(score)
         at += length
-    return Vocabulary(pieces, scores, [number > END and not _names_byte(piece) for number, piece in enumerate(pieces)])
-
-
-def _names_byte(piece: str) -> bool:
-    return len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">")
+    mergeable = [number > END and not re.fullmatch("<0x..>", piece, re.DOTALL) for number, piece in enumerate(pieces)]
+    return Vocabulary(pieces, scores, mergeable)
 
 
 def _read_model(raw: bytes) -> Vocabulary | None:
     """Parse a ModelProto: 1 pieces (1 text, 2 score, 3 type), 2 trainer (3 model type), 3 normalizer. None: not BPE."""
-    pieces: list[str] = []
-    scores: list[float] = []
-    mergeable: list[bool] = []
-    trainer: dict[int, int | bytes] = {}
-    normalizer: dict[int, int | bytes] = {}
-    for field, value in _fields(raw):
-        if field == 1:
-            piece = dict(_fields(_bytes(value)))
-            pieces.append(_bytes(piece[1]).decode())
-            scores.append(struct.unpack("<f", _bytes(piece.get(2, bytes(4))))[0])
-            mergeable.append(piece.get(3, _NORMAL) == _NORMAL)
-        elif field == 2:
-            trainer = dict(_fields(_bytes(value)))
-        elif field == 3:
-            normalizer = dict(_fields(_bytes(value)))
+    parts = _fields(raw)
+    pieces = [dict(_fields(value)) for number, value in parts if number == 1]
+    trainer, normalizer = (dict(_fields(dict(parts).get(number, b""))) for number in (2, 3))
     if not pieces or trainer.get(3) != _BPE:
         return None
     return Vocabulary(
-        pieces,
-        scores,
-        mergeable,
+        [_bytes(piece[1]).decode() for piece in pieces],
+        [struct.unpack("<f", struct.pack("<I", piece.get(2, 0)))[0] for piece in pieces],
+        [piece.get(3, _NORMAL) == _NORMAL for piece in pieces],
         keeps_extra_spaces=not normalizer.get(4, 1),
         puts_space_in_front=bool(normalizer.get(3, 1)),
         charsmap=_bytes(normalizer.get(2, b"")),
     )
 
 
-def _fields(raw: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield the (number, value) pairs of a protobuf message: integers for varints, bytes for all other types."""
-    at = 0
-    while at < len(raw):
-        tag, at = _varint(raw, at)
-        wire = tag & 7
-        if wire == 0:
-            number, at = _varint(raw, at)
-            yield tag >> 3, number
-            continue
-        length, at = _varint(raw, at) if wire == 2 else ({1: 8, 5: 4}[wire], at)
-        if at + length > len(raw):
-            raise IndexError(f"field {tag >> 3} ends beyond the file")
-        yield tag >> 3, raw[at : at + length]
-        at += length
-
-
-def _varint(raw: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = raw[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        shift += 7
-        if byte < 0x80:
-            return value, at
+def _fields(raw: int | bytes) -> list[tuple[int, int | bytes]]:
+    """Return the (number, value) pairs of a protobuf message: bytes for texts and messages, integers for the others."""
+    return [(field.field_number, field.data) for field in UnknownFieldSet(Empty.FromString(_bytes(raw)))]
 
 
 def _bytes(value: int | bytes) -> bytes:

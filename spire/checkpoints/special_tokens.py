@@ -7,9 +7,8 @@ older `special_tokens_map.json` and `added_tokens.json`. The text of a declared 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import AddedToken
 
@@ -23,8 +22,7 @@ _EXTRA = ("extra_special_tokens", "additional_special_tokens")
 _PROPERTIES = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
-@dataclass(frozen=True)
-class DeclaredTokens:
+class DeclaredTokens(NamedTuple):
     """The tokens that the files of a directory declare, and the settings of `tokenizer_config.json`."""
 
     named: dict[str, AddedToken]
@@ -42,7 +40,9 @@ def read_declared(directory: Path, tokenizer: dict[str, Any]) -> DeclaredTokens:
     """Read the declared tokens of `directory`; `tokenizer` is its parsed tokenizer.json. Raises CheckpointError."""
     settings = read_object_if_any(directory / "tokenizer_config.json")
     kind = settings.get("tokenizer_class") or read_object_if_any(directory / "config.json").get("tokenizer_class")
-    is_llama = kind in _LLAMA and not _byte_level(tokenizer)
+    # A byte-level tokenizer is not Llama 2's, whatever its class says.
+    byte_level = any('"ByteLevel"' in json.dumps(tokenizer.get(part)) for part in ("pre_tokenizer", "decoder"))
+    is_llama = kind in _LLAMA and not byte_level
     written = (_LLAMA_DEFAULTS if is_llama else {}) | settings
     try:
         if "added_tokens_decoder" in settings:
@@ -52,28 +52,21 @@ def read_declared(directory: Path, tokenizer: dict[str, Any]) -> DeclaredTokens:
             added = {int(entry["id"]): _token(entry) for entry in tokenizer.get("added_tokens") or []}
             older = read_object_if_any(directory / "added_tokens.json")
             added |= {int(at): AddedToken(text, normalized=True) for text, at in older.items()}
-        return _declared(written, added, settings, is_llama)
+        known = {token.content: token for token in added.values()}
+        extra: list[AddedToken] = []
+        names = {name: written[name] for name in _NAMES if written.get(name) is not None}
+        names |= {name: value for name, value in written.items() if name.endswith("_token") and isinstance(value, str)}
+        for value in (written.get(name) for name in _EXTRA):
+            if isinstance(value, dict):
+                names |= value
+            elif value:
+                extra += [_special(one, known) for one in value]
+        named = {name: _special(value, known) for name, value in names.items()}
+        return DeclaredTokens(named, extra, added, settings, is_llama)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{directory}: the tokens that its tokenizer files declare cannot be read: {error!r}"
         ) from error
-
-
-def _declared(
-    written: dict[str, Any], added: dict[int, AddedToken], settings: dict[str, Any], llama: bool
-) -> DeclaredTokens:
-    known = {token.content: token for token in added.values()}
-    extra: list[AddedToken] = []
-    names = {name: written[name] for name in _NAMES if written.get(name) is not None}
-    names |= {name: value for name, value in written.items() if name.endswith("_token") and isinstance(value, str)}
-    for value in (written.get(name) for name in _EXTRA):
-        if isinstance(value, dict):
-            names |= value
-        elif value:
-            extra += [_special(one, known) for one in value]
-    return DeclaredTokens(
-        {name: _special(value, known) for name, value in names.items()}, extra, added, settings, llama
-    )
 
 
 def _special(value: Any, known: dict[str, AddedToken]) -> AddedToken:
@@ -90,8 +83,3 @@ def _token(value: Any) -> AddedToken:
         return AddedToken(value, special=True)
     properties = {name: value[name] for name in _PROPERTIES if isinstance(value.get(name), bool)}
     return AddedToken(value["content"], **properties)
-
-
-def _byte_level(tokenizer: dict[str, Any]) -> bool:
-    """True if the tokenizer is byte-level, and so not Llama 2's, whatever its class says."""
-    return any('"ByteLevel"' in json.dumps(tokenizer.get(part)) for part in ("pre_tokenizer", "decoder"))

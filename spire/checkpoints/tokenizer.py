@@ -15,7 +15,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 
-from spire.checkpoints.special_tokens import DeclaredTokens, read_declared
+from spire.checkpoints.special_tokens import read_declared
 from spire.errors import CheckpointError
 from spire.model.directory import read_object
 
@@ -24,7 +24,10 @@ def load_tokenizer(directory: Path, vocab_size: int | None = None) -> Tokenizer:
     """Load the tokenizer of `directory`. Raises CheckpointError, also for ids beyond `vocab_size`."""
     file = directory / "tokenizer.json"
     if not file.is_file():
-        raise CheckpointError(f"{file} does not exist: {_instead(directory)}")
+        advice = "AutoTokenizer of transformers opens it, and its save_pretrained writes the other"
+        other = (directory / "tokenizer.model").is_file()
+        instead = f"tokenizer.model is not read. {advice}" if other else "a model is served with its own tokenizer"
+        raise CheckpointError(f"{file} does not exist: {instead}")
     raw = read_object(file)
     if not isinstance(raw.get("model"), dict):
         raise CheckpointError(f"{file} holds no model of a tokenizer: its key 'model' is {raw.get('model')!r}")
@@ -32,13 +35,21 @@ def load_tokenizer(directory: Path, vocab_size: int | None = None) -> Tokenizer:
     if declared.settings.get("split_special_tokens"):
         raise CheckpointError(f"{directory / 'tokenizer_config.json'}: split_special_tokens is not supported")
     try:
-        tokenizer = _built(file, raw, declared)
+        is_llama = declared.is_llama and raw["model"].get("type", "BPE") == "BPE"
+        tokenizer = _unbounded(_as_llama(raw, declared.settings) if is_llama else Tokenizer.from_file(str(file)))
+        known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+        lacking = {token.content: token for token in declared.in_order() if token.content not in known}
+        tokenizer.add_tokens(list(lacking.values()))
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the library raises bare Exceptions, and panics that are no Exception
         raise CheckpointError(f"{file} cannot be read as a tokenizer: {error}") from error
-    if vocab_size is not None:
-        _check_fits(tokenizer, vocab_size, file)
+    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
+    if vocab_size is not None and largest >= vocab_size:
+        raise CheckpointError(
+            f"{file}: the tokenizer has {largest + 1} tokens, the model's vocab_size is {vocab_size}: it could not be "
+            f"given the last ones, such as {token!r}. Take the tokenizer that belongs to these weights"
+        )
     return tokenizer
 
 
@@ -50,24 +61,6 @@ def tokenizer_of(tokenizer_json: bytes) -> Tokenizer:
 def ids_without_text(tokenizer: Tokenizer, vocab_size: int) -> int:
     """The number of ids in the model's vocabulary without a token in the tokenizer."""
     return vocab_size - len({token for token in tokenizer.get_vocab().values() if token < vocab_size})
-
-
-def _instead(directory: Path) -> str:
-    """Return advice for a directory without `tokenizer.json`."""
-    if not (directory / "tokenizer.model").is_file():
-        return "a model is served with its own tokenizer"
-    return (
-        "tokenizer.model is not read. AutoTokenizer of transformers opens it, and its save_pretrained writes the other"
-    )
-
-
-def _built(file: Path, raw: dict[str, Any], declared: DeclaredTokens) -> Tokenizer:
-    is_llama = declared.is_llama and raw["model"].get("type", "BPE") == "BPE"
-    tokenizer = _unbounded(_as_llama(raw, declared.settings) if is_llama else Tokenizer.from_file(str(file)))
-    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    lacking = {token.content: token for token in declared.in_order() if token.content not in known}
-    tokenizer.add_tokens(list(lacking.values()))
-    return tokenizer
 
 
 def _unbounded(tokenizer: Tokenizer) -> Tokenizer:
@@ -86,12 +79,3 @@ def _as_llama(raw: dict[str, Any], settings: dict[str, Any]) -> Tokenizer:
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if in_front else steps)
     return tokenizer
-
-
-def _check_fits(tokenizer: Tokenizer, vocab_size: int, file: Path) -> None:
-    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
-    if largest >= vocab_size:
-        raise CheckpointError(
-            f"{file}: the tokenizer has {largest + 1} tokens, the model's vocab_size is {vocab_size}: it could not be "
-            f"given the last ones, such as {token!r}. Take the tokenizer that belongs to these weights"
-        )

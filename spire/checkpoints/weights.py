@@ -6,19 +6,18 @@ Does not know: quantised weights and architectures other than Llama's, which are
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from spire.checkpoints.random_weights import draw_weights, has_random_weights
 from spire.errors import CheckpointError
-from spire.files import write_whole
+from spire.files import write_json, write_whole
 from spire.model.config import ModelConfig, load_draft_config, load_model_config
 from spire.model.directory import read_object, refuse_stand_in
 from spire.model.draft import Draft
@@ -37,11 +36,8 @@ def load_target(
 ) -> tuple[Target, str]:
     """Load the target in inference mode, and compute its fingerprint. Raises CheckpointError naming the file."""
     config = load_model_config(directory)
-    if has_random_weights(directory):
-        return draw_weights(lambda: Target(config), dtype, device), fingerprint(config, {})
-    tensors = _load_named(directory, config)
-    target = _filled(lambda: Target(config), tensors, directory)
-    return target.to(dtype).to(device).eval().requires_grad_(False), fingerprint(config, tensors)
+    target, tensors = _loaded(directory, config, lambda: Target(config), dtype, device)
+    return target, fingerprint(config, tensors)
 
 
 def load_draft(directory: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Draft:
@@ -52,15 +48,30 @@ def load_draft(directory: Path, dtype: torch.dtype = torch.float32, device: torc
             f"{directory / 'config.json'}: spire_draft taps {taps} layers, and num_hidden_layers is "
             f"{config.num_hidden_layers}: each layer of a draft remembers one, or none does"
         )
+    return _loaded(directory, config, lambda: Draft(config, kind), dtype, device)[0]
+
+
+def _loaded(
+    directory: Path, config: ModelConfig, build: Callable[[], Module], dtype: torch.dtype, device: torch.device | str
+) -> tuple[Module, dict[str, Tensor]]:
+    """Return the module in inference mode, and the stored tensors that it was made of, by name: none if random."""
     if has_random_weights(directory):
-        return draw_weights(lambda: Draft(config, kind), dtype, device)
-    draft = _filled(lambda: Draft(config, kind), _load_named(directory, config), directory)
-    return draft.to(dtype).to(device).eval().requires_grad_(False)
+        return draw_weights(build, dtype, device), {}
+    tensors = _load_named(directory, config)
+    with torch.device("meta"):
+        module = build()
+    wanted = module.state_dict()
+    _check(wanted, tensors, directory)
+    # The tensors are used as stored, without other memory.
+    module.load_state_dict({name: tensors[name] for name in wanted}, assign=True)
+    if config.tie_word_embeddings:
+        module.lm_head.weight = module.embed_tokens.weight
+    return module.to(dtype).to(device).eval().requires_grad_(False), tensors
 
 
 def _load_named(directory: Path, config: ModelConfig) -> dict[str, Tensor]:
     """Return all tensors under the parameter names of our modules, including `lm_head.weight` of a tied checkpoint."""
-    tensors = {_without_prefix(name): tensor for name, tensor in load_tensors(directory).items()}
+    tensors = {name.removeprefix("model."): tensor for name, tensor in load_tensors(directory).items()}
     if config.tie_word_embeddings and (embedding := tensors.get("embed_tokens.weight")) is not None:
         own = tensors.setdefault("lm_head.weight", embedding)
         if own is not embedding and not torch.equal(own, embedding):
@@ -71,48 +82,32 @@ def _load_named(directory: Path, config: ModelConfig) -> dict[str, Tensor]:
     return tensors
 
 
-def _filled(build: Callable[[], Module], tensors: dict[str, Tensor], directory: Path) -> Module:
-    """Return a module that uses these tensors as stored, without allocating other memory."""
-    with torch.device("meta"):
-        module = build()
-    wanted = module.state_dict()
-    _check({name: tensor.shape for name, tensor in wanted.items()}, tensors, directory)
-    module.load_state_dict({name: tensors[name] for name in wanted}, assign=True)
-    if module.config.tie_word_embeddings:
-        module.lm_head.weight = module.embed_tokens.weight
-    return module
-
-
 def save_draft(directory: Path, draft: Draft, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write a draft checkpoint: like a target's, with a `spire_draft` section in `config.json`."""
-    config = draft.config.to_hugging_face() | {
-        "dtype": str(dtype).removeprefix("torch."),
-        "spire_draft": draft.draft.model_dump(mode="json"),
-    }
-    save_directory(directory, config, _stored_names(draft, draft.config), dtype)
+    _save(directory, draft, dtype, {"spire_draft": draft.draft.model_dump(mode="json")})
 
 
 def save_target(directory: Path, target: Target, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write `config.json` and `model.safetensors`, which `load_target` and transformers can both load."""
-    config = target.config.to_hugging_face() | {"dtype": str(dtype).removeprefix("torch.")}
-    save_directory(directory, config, _stored_names(target, target.config), dtype)
+    _save(directory, target, dtype, {})
 
 
-def _stored_names(module: nn.Module, config: ModelConfig) -> dict[str, Tensor]:
-    return {
-        name if name.startswith("lm_head.") else f"model.{name}": tensor
+def _save(directory: Path, module: Target | Draft, dtype: torch.dtype, further: dict[str, Any]) -> None:
+    """Write `config.json`, with these `further` keys, and `model.safetensors`, each atomically."""
+    tied = {"lm_head.weight"} if module.config.tie_word_embeddings else set()
+    tensors = {
+        stored_name(name): tensor.detach().to("cpu", dtype).contiguous()
         for name, tensor in module.state_dict().items()
-        if not (config.tie_word_embeddings and name == "lm_head.weight")
+        if name not in tied
     }
+    write_tensors(directory / "model.safetensors", tensors)
+    config = module.config.to_hugging_face() | {"dtype": str(dtype).removeprefix("torch.")} | further
+    write_json(directory / "config.json", config)
 
 
-def save_directory(directory: Path, config: dict[str, object], tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """Write `config.json` and `model.safetensors`, each atomically."""
-    ready = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors.items()}
-    write_tensors(directory / "model.safetensors", ready)
-    write_whole(
-        directory / "config.json", lambda unfinished: unfinished.write_text(json.dumps(config, indent=2) + "\n")
-    )
+def stored_name(name: str) -> str:
+    """Return Hugging Face's name of a parameter of ours."""
+    return name if name.startswith("lm_head.") else f"model.{name}"
 
 
 def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
@@ -127,14 +122,20 @@ def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
 
 def load_tensors(directory: Path) -> dict[str, Tensor]:
     """Load all tensors of a checkpoint as stored. Raises CheckpointError for a missing or truncated file."""
+    index, files = directory / "model.safetensors.index.json", [directory / "model.safetensors"]
+    if index.is_file():
+        places = read_object(index).get("weight_map")
+        names = set(places.values()) if isinstance(places, dict) else set()
+        if not names or any(not isinstance(name, str) or Path(name).name != name for name in names):
+            raise CheckpointError(f"{index} is no safetensors index: its weight_map names no files of this directory")
+        files = [directory / name for name in sorted(names)]
     tensors: dict[str, Tensor] = {}
-    for file in _weight_files(directory):
+    for file in files:
         if not file.is_file():
             raise CheckpointError(f"{file} does not exist: {_instead(file.parent)}")
         refuse_stand_in(file)
         try:
-            with safe_open(file, framework="pt") as shard:
-                tensors |= {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118
+            tensors |= load_file(file)
         except SafetensorError as error:
             raise CheckpointError(f"{file} cannot be read ({error}): truncated or not a safetensors file") from error
     return tensors
@@ -151,19 +152,18 @@ def _instead(directory: Path) -> str:
     )
 
 
-def _check(shapes: dict[str, torch.Size], tensors: dict[str, Tensor], directory: Path) -> None:
+def _check(wanted: dict[str, Tensor], tensors: dict[str, Tensor], directory: Path) -> None:
     """Raise CheckpointError for missing, unknown, misshapen or quantised tensors."""
     known = {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
-    if missing := sorted(shapes.keys() - known.keys()):
+    if missing := sorted(wanted.keys() - known.keys()):
         raise CheckpointError(f"{directory}: {len(missing)} tensors are missing, the first is {missing[0]!r}")
-    if unknown := sorted(known.keys() - shapes.keys()):
+    if unknown := sorted(known.keys() - wanted.keys()):
         raise CheckpointError(f"{directory}: {len(unknown)} tensors are not Llama's, the first is {unknown[0]!r}")
-    for name, shape in shapes.items():
-        if shape != known[name].shape:
-            raise CheckpointError(
-                f"{directory}: {name} has shape {list(known[name].shape)}, config.json asks for {list(shape)}"
-            )
-        if (dtype := known[name].dtype) not in _FLOATS:
+    for name, parameter in wanted.items():
+        shape, asked, dtype = known[name].shape, parameter.shape, known[name].dtype
+        if shape != asked:
+            raise CheckpointError(f"{directory}: {name} has shape {list(shape)}, config.json asks for {list(asked)}")
+        if dtype not in _FLOATS:
             kind = str(dtype).removeprefix("torch.")
             raise CheckpointError(f"{directory}: {name} is {kind}: quantised weights are not served")
 
@@ -177,18 +177,3 @@ def fingerprint(config: ModelConfig, tensors: dict[str, Tensor]) -> str:
         digest.update(f"{name}{list(tensors[name].shape)}".encode())
         digest.update(flat[::step].float().contiguous().numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    index = directory / "model.safetensors.index.json"
-    if not index.is_file():
-        return [directory / "model.safetensors"]
-    places = read_object(index).get("weight_map")
-    names = set(places.values()) if isinstance(places, dict) else set()
-    if not names or any(not isinstance(name, str) or Path(name).name != name for name in names):
-        raise CheckpointError(f"{index} is no safetensors index: its weight_map names no files of this directory")
-    return [directory / name for name in sorted(names)]
-
-
-def _without_prefix(name: str) -> str:
-    return name.removeprefix("model.")

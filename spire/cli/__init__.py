@@ -10,9 +10,10 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 import spire
-from spire.cli import certs, complete, convert, doctor, keys, train, up
+from spire.cli import complete, convert, credentials, doctor, train, up
 from spire.cli.bench import bench, capacity
 from spire.cli.perf import measure, perf_model
 from spire.errors import SpireError
@@ -31,8 +32,8 @@ app.command("complete")(complete.complete)
 app.command("doctor")(doctor.doctor)
 app.add_typer(convert.app, name="convert")
 app.add_typer(train.app, name="train")
-app.add_typer(keys.app, name="key")
-app.command("certs")(certs.certs)
+app.add_typer(credentials.app, name="key")
+app.command("certs")(credentials.certs)
 app.add_typer(measure.evaluate, name="eval")
 app.command("bench")(bench.bench)
 app.command("capacity")(capacity.capacity)
@@ -59,9 +60,5 @@ def main() -> None:
     try:
         app(default_map=read_options())
     except SpireError as error:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error:[/] {_escaped(error)}")
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error:[/] {escape(str(error))}")
         sys.exit(1)
-
-
-def _escaped(error: SpireError) -> str:
-    return str(error).replace("[", r"\[")

@@ -17,21 +17,32 @@ from spire.cli.gateway_client import ClientCompletion, GatewayError, run_complet
 from spire.cli.origins import ASKED, Origins, Painter
 from spire.http import client_for
 
-_DEFAULT_URL = "http://127.0.0.1:8000"
+# Fields of a request whose option has another name.
+_FIELDS = {
+    "stop_token": "stop_token_ids",
+    "include_stop": "include_stop_str_in_output",
+    "allow_token": "allowed_token_ids",
+    "json_schema": "guided_json",
+    "regex": "guided_regex",
+    "grammar": "guided_grammar",
+    "choice": "guided_choice",
+    "truncate": "truncate_prompt_tokens",
+}
+# Options that are no field by themselves.
+_NO_FIELDS = {"prompt", "url", "special_tokens", "keep_special", "rule", "draft", "k"}
+_NO_FIELDS |= {"stream", "show_speculation", "as_json"}
 
 
 def complete(
     prompt: Annotated[str, typer.Argument(help="Text to continue.")],
-    url: Annotated[str, typer.Option(help="Where the gateway listens.")] = _DEFAULT_URL,
+    url: Annotated[str, typer.Option(help="Where the gateway listens.")] = "http://127.0.0.1:8000",
     model: Annotated[str | None, typer.Option(help="Model that must be served; any other is an error.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64,
     min_tokens: Annotated[int | None, typer.Option(help="Fewest tokens to generate.")] = None,
     temperature: Annotated[float, typer.Option(help="0 takes the most probable token.")] = 1.0,
     top_p: Annotated[float | None, typer.Option(help="Sample from the smallest set with this probability.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Sample from this many most probable tokens.")] = None,
-    min_p: Annotated[
-        float | None, typer.Option(help="Drop tokens whose probability is below this share of the highest.")
-    ] = None,
+    min_p: Annotated[float | None, typer.Option(help="Drop tokens below this share of the top probability.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
     n: Annotated[int | None, typer.Option("-n", "--n", help="How many texts; several are not streamed.")] = None,
     best_of: Annotated[int | None, typer.Option(help="Generate this many texts and print the n most probable.")] = None,
@@ -41,21 +52,11 @@ def complete(
     keep_special: Annotated[bool, typer.Option("--keep-special", help="Show special tokens in the text.")] = False,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue after the model's end token.")] = False,
     echo: Annotated[bool, typer.Option("--echo", help="Print the prompt before the text.")] = False,
-    logprobs: Annotated[
-        int | None, typer.Option(help="Print each token's logprob and those of this many alternatives.")
-    ] = None,
-    prompt_logprobs: Annotated[
-        int | None, typer.Option(help="Print logprobs of the prompt's tokens, with this many alternatives.")
-    ] = None,
-    presence_penalty: Annotated[
-        float | None, typer.Option(help="Penalty for tokens that the text already has.")
-    ] = None,
-    frequency_penalty: Annotated[
-        float | None, typer.Option(help="Penalty for each time that the text already has the token.")
-    ] = None,
-    cache_salt: Annotated[
-        str | None, typer.Option(help="Share cached prompts only with requests of the same salt.")
-    ] = None,
+    logprobs: Annotated[int | None, typer.Option(help="Print each token's logprob and this many alternatives.")] = None,
+    prompt_logprobs: Annotated[int | None, typer.Option(help="Prompt logprobs, with this many alternatives.")] = None,
+    presence_penalty: Annotated[float | None, typer.Option(help="Penalty for tokens that the text has.")] = None,
+    frequency_penalty: Annotated[float | None, typer.Option(help="Penalty for each time the text has a token.")] = None,
+    cache_salt: Annotated[str | None, typer.Option(help="Share cached prompts only within the same salt.")] = None,
     repetition_penalty: Annotated[
         float | None, typer.Option(help="Penalty factor for tokens of the prompt and the text; 1 is none.")
     ] = None,
@@ -70,51 +71,22 @@ def complete(
         typer.Option("--json-whitespace", help="Allow white space between JSON tokens; otherwise JSON is compact."),
     ] = False,
     special_tokens: Annotated[bool, typer.Option(help="Prepend the start token to the prompt.")] = True,
-    truncate: Annotated[
-        int | None, typer.Option(help="Keep only this many of the prompt's last tokens; -1: as many as fit.")
-    ] = None,
+    truncate: Annotated[int | None, typer.Option(help="Keep so many last tokens of the prompt; -1: as fits.")] = None,
     rule: Annotated[str | None, typer.Option(help="block, rejection, or invariant (the default with --seed).")] = None,
     draft: Annotated[str | None, typer.Option(help="Draft to use, by name; 'off' decodes plainly.")] = None,
     k: Annotated[int | None, typer.Option("-k", "--k", help="Draft tokens a round.")] = None,
     stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print text as it comes.")] = True,
-    show_speculation: Annotated[
-        bool, typer.Option("--show-speculation", help="Mark tokens by who chose them: draft or target.")
-    ] = False,
+    show_speculation: Annotated[bool, typer.Option("--show-speculation", help="Mark what the draft guessed.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
 ) -> None:
     """Complete a prompt through a running gateway."""
-    request = _given(
-        model=model,
-        max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        seed=seed,
-        n=n,
-        best_of=best_of,
-        stop=stop,
-        stop_token_ids=stop_token,
-        include_stop_str_in_output=include_stop,
-        ignore_eos=ignore_eos,
-        echo=echo,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        cache_salt=cache_salt,
-        repetition_penalty=repetition_penalty,
-        logit_bias=_biases(logit_bias or []),
-        allowed_token_ids=allow_token,
-        guided_json=_read(json_schema),
-        guided_regex=regex,
-        guided_grammar=_read(grammar),
-        guided_choice=choice,
-        json_whitespace=json_whitespace,
-        truncate_prompt_tokens=truncate,
-        speculation=_given(rule=rule, draft=draft, k=k),
-    )
+    options = locals() | {
+        "logit_bias": _biases(logit_bias or []),
+        "json_schema": _read(json_schema),
+        "grammar": _read(grammar),
+    }
+    fields = {_FIELDS.get(name, name): value for name, value in options.items() if name not in _NO_FIELDS}
+    request = _given(**fields, speculation=_given(rule=rule, draft=draft, k=k))
     request |= {} if special_tokens else {"add_special_tokens": False}
     request |= {"skip_special_tokens": False} if keep_special else {}
     if show_speculation and echo:
@@ -122,24 +94,24 @@ def complete(
     if show_speculation:  # the gateway reports the text offset of a token with its logprob
         request = {"logprobs": 0} | request | ASKED
     several = (n or 1) > 1 or best_of is not None
-    painter = Painter() if show_speculation else None
+    painter = Painter() if show_speculation and not as_json else None
+    if painter:
+        typer.echo(painter.legend, err=True)
     with client_for(url, timeout=None) as client:
         if as_json or several or not stream or prompt_logprobs is not None:
             result = run_completion(client, url, prompt, **request)
             if as_json:
                 return typer.echo(result.as_json())
-            _print_text(result.choices, painter, several)
+            for completed in result.choices:
+                if several:
+                    typer.echo(f"── {completed['index']}")
+                _print_text([completed], painter)
         else:
             result = ClientCompletion(prompt)
-            _print_text(stream_completion(client, url, result, **request), painter, several)
-    _print_behind(result, prompt_logprobs is not None, logprobs is not None)
-
-
-def _print_behind(result: ClientCompletion, prompt_logprobs: bool, logprobs: bool) -> None:
-    """Print what follows the text: the logprobs that were asked for, and a summary."""
-    for completed in result.choices if prompt_logprobs else []:
+            _print_text(stream_completion(client, url, result, **request), painter)
+    for completed in result.choices if prompt_logprobs is not None else []:
         _print_prompt_logprobs(completed["prompt_logprobs"])
-    for completed in result.choices if logprobs else []:
+    for completed in result.choices if logprobs is not None else []:
         _print_logprobs(completed)
     Console(stderr=True, highlight=False).print(f"[dim]{result.summary}[/]")
 
@@ -167,24 +139,16 @@ def _biases(given: list[str]) -> dict[str, float]:
     return biases
 
 
-def _print_text(pieces: Iterable[dict[str, Any]], painter: Painter | None, several: bool) -> None:
-    """Print the pieces of one choice or, with `several`, whole choices."""
-    if painter:
-        typer.echo(painter.legend, err=True)
+def _print_text(pieces: Iterable[dict[str, Any]], painter: Painter | None) -> None:
+    """Print the pieces of one choice."""
     origins = Origins()
     for piece in pieces:
-        if several:
-            typer.echo(f"── {piece['index']}")
-            origins = Origins()
         if painter is None:
             typer.echo(piece["text"], nl=False)
-        else:
-            for text, origin in origins.runs(piece):
-                typer.echo(painter.paint(text, origin), nl=False)
-        if several:
-            typer.echo(painter.end() if painter else "")
-    if not several:
-        typer.echo(painter.end() if painter else "")
+            continue
+        for text, origin in origins.runs(piece):
+            typer.echo(painter.paint(text, origin), nl=False)
+    typer.echo(painter.end() if painter else "")
 
 
 def _print_logprobs(choice: dict[str, Any]) -> None:

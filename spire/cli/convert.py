@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -15,18 +14,13 @@ app = typer.Typer(help="Convert a checkpoint of another format.", no_args_is_hel
 _Out = Annotated[Path, typer.Option(help="Directory to write.")]
 
 
-class StoredType(StrEnum):
-    """The dtype of the written weights."""
-
-    BFLOAT16 = "bfloat16"
-    FLOAT32 = "float32"
-
-
 @app.command("gguf")
 def gguf(
     file: Annotated[Path, typer.Argument(help="A Llama-architecture model as one .gguf file, quantised or not.")],
     out: _Out,
-    dtype: Annotated[StoredType, typer.Option(help="Type of the dequantised weights.")] = StoredType.BFLOAT16,
+    dtype: Annotated[
+        Literal["bfloat16", "float32"], typer.Option(help="Type of the dequantised weights.")
+    ] = "bfloat16",
 ) -> None:
     """Convert a GGUF file: weights dequantised; tokenizer, chat template, end tokens and context length kept."""
     import torch

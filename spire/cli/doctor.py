@@ -1,6 +1,6 @@
 """`spire doctor`: check this machine, the models and a running gateway, with advice on each fault.
 
-Does not know: speed, which `spire doctor --calibrate` measures instead of guessing it from the hardware.
+`spire doctor --calibrate` measures this machine instead, for `spire perf-model`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from itertools import count
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -21,14 +22,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from spire.cli.paths import OFF, choose_pair
-from spire.cli.perf.calibrate import measure_machine
-from spire.cli.perf.shapes import random_pair
+from spire.cli.options import Json, Layers, ServedDraft, ServedModel
+from spire.cli.paths import OFF, Pair, choose_pair, random_pair
+from spire.cli.terminal import progress_bar
 from spire.errors import SpireError
 from spire.http import client_for
-from spire.model.config import MAGICDEC, load_model_config
-from spire.perf.calibration import default_file
-from spire.perf.shapes import SHAPES
+from spire.model.config import MAGICDEC, load_draft_config, load_model_config
+from spire.perf.calibration import Calibration, default_file, processor_line, save
+from spire.perf.shapes import SHAPES, trained_config
 from spire.service.keys import GATEWAY_KEY, authorization
 
 # Maximum positions of a sequence for a shape without a model.
@@ -45,68 +46,49 @@ class Check(NamedTuple):
 
 
 def doctor(
-    model: Annotated[
-        Path | None, typer.Option(help="Target directory to check. Default: the bundled one.", envvar="SPIRE_MODEL")
-    ] = None,
-    draft: Annotated[
-        str | None, typer.Option(help="Draft directory, 'magicdec' or 'off'.", envvar="SPIRE_DRAFT")
-    ] = None,
+    model: ServedModel = None,
+    draft: ServedDraft = None,
     url: Annotated[str, typer.Option(help="Address at which to look for a running gateway.")] = "http://127.0.0.1:8000",
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Measure this machine for spire perf-model instead; under a minute.")
     ] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="Where to write the calibration. Default: the user's cache directory.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Where to write the calibration. Default: the user's cache.")] = None,
     shape: Annotated[
         str | None, typer.Option(help=f"With --calibrate, in place of a model: {', '.join(SHAPES)}, random weights.")
     ] = None,
-    layers: Annotated[int | None, typer.Option(help="Use only this many layers of the shape.", min=2)] = None,
+    layers: Layers = None,
     dtype: Annotated[str, typer.Option(help="With --calibrate: auto, bfloat16 or float32.")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Check this machine, the models and the running services. Exit code 1 when something must be mended.
 
     With --calibrate, measure what spire perf-model --hardware calibrated predicts from, while nothing else runs.
     """
     if shape:
-        _calibrate_shape(shape, layers, calibrate, out, dtype, as_json)
-        return
+        if not calibrate or out is None:
+            raise typer.BadParameter("--shape is for --calibrate, and needs --out: the default file is a model's")
+        with random_pair(shape, layers, _SHAPE_POSITIONS) as (pair, _):
+            return _calibrate(pair, out, dtype, as_json)
     if calibrate:
-        measure_machine(choose_pair(model, draft), out or default_file(), dtype, as_json)
-        return
+        return _calibrate(choose_pair(model, draft), out or default_file(), dtype, as_json)
     checks = [*_machine(), *_torch(), *_models(model, draft), *_gateway(url)]
     good = all(check.ok for check in checks)
     if as_json:
         typer.echo(json.dumps({"ok": good, "checks": [check._asdict() for check in checks]}))
     else:
-        _print(checks)
+        table = Table("check", "value", "what to do", box=None, padding=(0, 2, 0, 0))
+        for check in checks:
+            mark = "[green]✓[/]" if check.ok else "[red]✗[/]"
+            table.add_row(f"{mark} {check.name}", escape(check.value), escape(check.advice))
+        Console(highlight=False).print(table)
     raise typer.Exit(0 if good else 1)
-
-
-def _calibrate_shape(
-    shape: str, layers: int | None, calibrate: bool, out: Path | None, dtype: str, as_json: bool
-) -> None:
-    if not calibrate or out is None:
-        raise typer.BadParameter("--shape is for --calibrate, and needs --out: the default file is a model's")
-    with random_pair(shape, layers, _SHAPE_POSITIONS) as (pair, _):
-        measure_machine(pair, out, dtype, as_json)
-
-
-def _print(checks: list[Check]) -> None:
-    table = Table("check", "value", "what to do", box=None, padding=(0, 2, 0, 0))
-    for check in checks:
-        mark = "[green]✓[/]" if check.ok else "[red]✗[/]"
-        table.add_row(f"{mark} {check.name}", escape(check.value), escape(check.advice))
-    Console(highlight=False).print(table)
 
 
 def _machine() -> Iterator[Check]:
     enough = sys.version_info >= (3, 11)
     yield Check("python", platform.python_version(), enough, "" if enough else "install Python 3.11 or newer")
-    yield Check(
-        "processor", f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores"
-    )
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield Check("processor", f"{cores} cores")
     for extra, package in {"gateway": "fastapi", "model": "safetensors"}.items():
         try:
             yield Check(package, version(package))
@@ -126,35 +108,19 @@ def _torch() -> Iterator[Check]:
         yield Check("device", f"cuda: {torch.cuda.get_device_name(0)}, {memory:.0f} GiB")
         yield Check("bfloat16", "yes" if torch.cuda.is_bf16_supported() else "emulated")
         return
+    from spire.kernels import COMPILED, kernels_for
+    from spire.model.placement import choose_dtype
+
     yield Check("device", f"cpu, {torch.backends.cpu.get_cpu_capability()}")
     yield Check("threads", str(torch.get_num_threads()))
-    flags = _processor_flags()
+    flags = processor_line("flags").split()
     fast = [name for name in ("amx_bf16", "avx512_bf16") if name in flags]
     yield Check(
         "bfloat16", ", ".join(fast) or "no instructions for it", advice="" if fast else "float32 is faster here"
     )
-    yield _kernels()
-
-
-def _kernels() -> Check:
-    import torch
-
-    from spire.kernels import COMPILED, kernels_for
-    from spire.model.placement import choose_dtype
-
     kernels = kernels_for(choose_dtype("auto", torch.device("cpu")))
-    if kernels:
-        return Check("kernels", kernels.name)
-    compile_them = "install again where there is a C compiler: models may get faster"
-    return Check("kernels", "torch's own", advice="" if COMPILED else compile_them)
-
-
-def _processor_flags() -> set[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return set()
-    return set(next((line for line in lines if line.startswith("flags")), "").split())
+    advice = "" if kernels or COMPILED else "install again where there is a C compiler: models may get faster"
+    yield Check("kernels", kernels.name if kernels else "torch's own", advice=advice)
 
 
 def _models(model: Path | None, draft: str | None) -> Iterator[Check]:
@@ -169,8 +135,6 @@ def _models(model: Path | None, draft: str | None) -> Iterator[Check]:
     if pair.draft is None:
         yield Check("draft", f"{MAGICDEC}: the target itself" if pair.magicdec else OFF, advice=pair.note)
         return
-    from spire.model.config import load_draft_config
-
     config = load_draft_config(pair.draft)
     if target.ok and config.target_fingerprint not in target.value:
         advice = f"it was trained for target {config.target_fingerprint}: train one for this target, or use --draft off"
@@ -220,11 +184,65 @@ def _gateway(url: str) -> Iterator[Check]:
 
 def _port(url: str) -> Check:
     address = httpx.URL(url)
+    port = address.port or (443 if address.scheme == "https" else 80)
     try:
-        socket.create_connection(
-            (address.host, address.port or {"https": 443}.get(address.scheme, 80)), timeout=1
-        ).close()
+        socket.create_connection((address.host, port), timeout=1).close()
     except OSError:
         return Check(f"gateway {url}", "not running", advice="start it with: spire up")
     advice = "something else listens there: choose another port with spire up --port"
     return Check(f"gateway {url}", "no answer over HTTP", False, advice)
+
+
+# --- calibration ------------------------------------------------------------------------------------------------------
+
+
+def _calibrate(pair: Pair, file: Path, dtype: str, as_json: bool) -> None:
+    """Calibrate at the widths of this pair, write `file`, print a summary or JSON. Raises SpireError without torch.
+
+    A draft that uses no activations of the target gives its place to the one that training makes by default.
+    """
+    target = load_model_config(pair.model)
+    draft = load_draft_config(pair.draft) if pair.draft else None
+    if draft is None or not draft.tapped_layers:
+        draft = trained_config(target)
+    try:
+        from spire.perf.calibrator import PASSES, STEPS, calibrate
+    except ImportError as error:
+        raise SpireError(f"measuring needs torch: pip install 'spire-serve[model]' ({error})") from error
+    with progress_bar(as_json) as progress:
+        task, done = progress.add_task("", total=PASSES * len(STEPS)), count()
+
+        def begin(step: str) -> None:
+            progress.update(task, description=f"{step:28}", completed=next(done))
+
+        found = calibrate(target, draft, begin=begin, dtype=dtype)
+        progress.update(task, completed=next(done))
+    save(found, file)
+    if as_json:
+        typer.echo(json.dumps({"file": str(file), "calibration": json.loads(file.read_bytes())}))
+        return
+    console = Console(highlight=False)
+    table = Table("measured", "value", box=None, padding=(0, 2, 0, 0))
+    for name, value in _figures(found):
+        table.add_row(name, value)
+    console.print(table)
+    console.print(f"wrote {file}; use it with: spire perf-model --hardware calibrated", soft_wrap=True)
+
+
+def _figures(found: Calibration) -> Iterator[tuple[str, str]]:
+    hardware, measured = found.hardware, found.hardware.measured
+    assert measured is not None
+    yield "device", f"{hardware.name}, {found.dtype}; {found.took_seconds} s"
+    for dtype, matmul in found.matmul.items():
+        speeds = " · ".join(f"{speed / 1e9:,.0f}" for _, speed in matmul)
+        yield f"products, {dtype}", f"{speeds} GFLOP/s at {' · '.join(str(rows) for rows, _ in matmul)} rows"
+    yield "reading memory", f"{hardware.bytes_per_second / 1e9:.1f} GB/s"
+    read = measured.kv_read
+    speeds = " · ".join(f"{1e-9 / seconds:.1f}" for _, seconds in read.points)
+    yield "reading keys and values", f"{speeds} GB/s for {' · '.join(f'{n:g}' for n, _ in read.points)} tokens"
+    for name, costs in (("target", measured.target), ("draft", measured.draft)):
+        rows = f"{costs.layer.at(1) * 1e3:.3f} ms at 1 row, {costs.layer.at(80) * 1e3:.3f} at 80"
+        yield f"rest of a {name} layer", rows
+        row = costs.sampling.at(found.target.vocab_size) * 1e6
+        yield f"{name}'s sampling", f"{row:,.0f} µs a row of {found.target.vocab_size:,}"
+    yield "wire", f"{measured.wire.fixed * 1e3:.3f} ms a round trip, {1e-9 / max(measured.wire.each, 1e-15):.2f} GB/s"

@@ -31,14 +31,6 @@ class ClientCompletion:
     seconds: float = 0.0
 
     @property
-    def text(self) -> str:
-        return "".join(choice["text"] for choice in self.choices[:1])
-
-    @property
-    def finish_reason(self) -> str | None:
-        return self.choices[0]["finish_reason"] if self.choices else None
-
-    @property
     def tokens(self) -> int:
         return int(self.usage.get("completion_tokens", 0))
 
@@ -59,7 +51,8 @@ class ClientCompletion:
         figures = {"tokens": self.tokens, "tau": self.tau, "seconds": round(self.seconds, 4)}
         if self.seconds:
             figures["tokens_per_second"] = round(self.tokens / self.seconds, 2)
-        body = {"prompt": self.prompt, "text": self.text, "finish_reason": self.finish_reason, "usage": self.usage}
+        one = self.choices[0] if self.choices else {"text": "", "finish_reason": None}
+        body = {"prompt": self.prompt, "text": one["text"], "finish_reason": one["finish_reason"], "usage": self.usage}
         return json.dumps(body | {"choices": self.choices, "metrics": self.metrics, **figures}, ensure_ascii=False)
 
 
@@ -71,14 +64,8 @@ def run_completion(client: httpx.Client, url: str, prompt: str, **request: Any) 
         response = client.post(f"{url}/v1/completions", json=body, headers=authorization())
     if response.status_code != httpx.codes.OK:
         raise GatewayError(_refusal(response))
-    answer = response.json()
-    return ClientCompletion(
-        prompt,
-        answer["choices"],
-        answer.get("usage") or {},
-        answer.get("metrics") or {},
-        time.perf_counter() - began,
-    )
+    answer, seconds = response.json(), time.perf_counter() - began
+    return ClientCompletion(prompt, answer["choices"], answer.get("usage") or {}, answer.get("metrics") or {}, seconds)
 
 
 def stream_completion(

@@ -33,11 +33,8 @@ class Origins:
         self._origins += piece["token_origins"]
         begin, self._told = self._told, self._told + len(piece["text"])
         letters = zip(piece["text"], range(begin, self._told), strict=True)
-        for origin, run in groupby(letters, lambda letter: self._at(letter[1])):
+        for origin, run in groupby(letters, lambda letter: self._origins[bisect_right(self._offsets, letter[1]) - 1]):
             yield "".join(letter for letter, _ in run), origin
-
-    def _at(self, place: int) -> Origin:
-        return self._origins[bisect_right(self._offsets, place) - 1]
 
 
 class Painter:

@@ -1,16 +1,25 @@
-"""Choice of target and draft: options, SPIRE_MODEL and SPIRE_DRAFT, or the pair in the repository's `models/`."""
+"""Choice of target and draft: options, SPIRE_MODEL and SPIRE_DRAFT, or the pair in the repository's `models/`.
+
+With `--shape` a temporary pair of a known shape with random weights takes their place.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import spire
-from spire.errors import CheckpointError
+from spire.errors import CheckpointError, SpireError
 from spire.model.config import MAGICDEC, load_draft_config, load_model_config
+from spire.perf.shapes import SHAPES
 
 BUNDLED = Path(spire.__file__).resolve().parents[1] / "models"
 OFF = "off"
+# Vocabulary size for the paper's 67M target; the paper does not name one.
+_VOCABULARY = 32768
 
 
 @dataclass(frozen=True)
@@ -53,3 +62,23 @@ def choose_pair(model: Path | None, draft: str | None) -> Pair:
         f"no --draft given for this model: decoding plainly. It can draft for itself with --draft {MAGICDEC}, "
         "or train it a draft with: spire train draft",
     )
+
+
+@contextmanager
+def random_pair(name: str, layers: int | None, positions: int) -> Iterator[tuple[Pair, str]]:
+    """Yield a temporary pair of this shape, and its title. Raises SpireError for an unknown shape or too many layers.
+
+    `layers`: use only so many of the target's layers. `positions`: the most positions of a sequence.
+    """
+    if name not in SHAPES:
+        raise SpireError(f"--shape {name} is not known: there is {', '.join(SHAPES)}")
+    shape, title = SHAPES[name].shape, name
+    if layers is not None:
+        if layers > shape.layers:
+            raise SpireError(f"--layers {layers}: {name} has {shape.layers} layers")
+        shape, title = replace(shape, layers=layers), f"{name}, {layers} of {shape.layers} layers"
+    from spire.bench.synthetic import write_pair
+
+    with tempfile.TemporaryDirectory(prefix="SYNTHETIC-") as directory:
+        known = replace(shape, vocab_size=shape.vocab_size or _VOCABULARY)
+        yield Pair(*write_pair(Path(directory), known, positions)), title

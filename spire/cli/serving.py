@@ -5,13 +5,12 @@ from __future__ import annotations
 import socket
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from spire.address import by_tcp, join, split
 from spire.bench.system import System
 from spire.cli.paths import Pair
-from spire.cli.service import Service
 from spire.cli.up import ModelOptions, Stack
 
 # A shape may be far too large for this machine; a round must still get its slow draft reply.
@@ -35,7 +34,8 @@ def serving(
     if url is not None:
         yield System(url.rstrip("/"))
         return
-    ports = dict(zip(("verifier_service", "draft_service"), _free_ports(2), strict=True))
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        ports = {"verifier_service": one.getsockname()[1], "draft_service": other.getsockname()[1]}
     further = {module: ["--metrics-port", str(port)] for module, port in ports.items()}
     further["gateway"] = [*gateway_options]
     if synthetic_acceptance is not None:
@@ -51,21 +51,10 @@ def serving(
 
 
 def _system(stack: Stack, ports: dict[str, int]) -> System:
-    processes = {service.name: service.process.pid for service in stack.services if service.process}
-    services = [service for service in stack.services if service.module in ports]
-    return System(stack.url, processes, {service.name: _metrics(service, ports) for service in services})
-
-
-def _metrics(service: Service, ports: dict[str, int]) -> str:
-    """Return the service's metrics address. Its host is that of the service, which options may set to any address."""
-    host, _ = split(service.reached_at)
-    return f"http://{join(by_tcp(host), ports[service.module])}/metrics"
-
-
-def _free_ports(count: int) -> list[int]:
-    """Return `count` different free ports of 127.0.0.1."""
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
+    """Return the started system. A service tells its metrics on its own host, which options may set to any address."""
+    metrics = {
+        service.name: f"http://{join(by_tcp(split(service.reached_at)[0]), ports[service.module])}/metrics"
+        for service in stack.services
+        if service.module in ports
+    }
+    return System(stack.url, {each.name: each.process.pid for each in stack.services if each.process}, metrics)

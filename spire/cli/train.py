@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from spire.cli.options import listed
 from spire.cli.paths import BUNDLED
 from spire.errors import SpireError
 
@@ -26,25 +27,17 @@ Data = Annotated[
     list[Path],
     typer.Option(help="Training text or chats: .txt, .jsonl, compressed, an archive, a directory; repeatable."),
 ]
-Valid = Annotated[
-    list[Path] | None, typer.Option(help="Held-out text for the validation figure, in the same forms; repeatable.")
-]
+Valid = Annotated[list[Path] | None, typer.Option(help="Held-out text for validation, in the same forms; repeatable.")]
 Out = Annotated[Path, typer.Option(help="Directory of the checkpoint; the run's state lies in its run/.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Compiled = Annotated[
-    bool, typer.Option("--compile/--no-compile", help="torch.compile the loss: slow start, fast steps.")
-]
-Minutes = Annotated[
-    float | None, typer.Option(help="Stop after this many minutes; the same command continues the run.", min=0)
-]
+Compiled = Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the loss: slow start, fast steps.")]
+Minutes = Annotated[float | None, typer.Option(help="Stop after so many minutes; the same command continues.", min=0)]
 Steps = Annotated[int | None, typer.Option(help="Optimizer steps.", min=1)]
 Seed = Annotated[int | None, typer.Option(help="Seed of the initial weights and of the order of the data.")]
 TokensPerStep = Annotated[int | None, typer.Option(help="Tokens of one batch.", min=1)]
 ShortLength = Annotated[int | None, typer.Option(help="Tokens of most training sequences.", min=2)]
 LongLength = Annotated[int | None, typer.Option(help="Tokens of the long training sequences.", min=2)]
-DecayShare = Annotated[
-    float | None, typer.Option(help="Share of the steps over which the rate falls to zero.", min=0.01, max=1)
-]
+DecayShare = Annotated[float | None, typer.Option(help="Share of steps in which the rate falls to 0.", min=0.01, max=1)]
 
 
 @app.command("target")
@@ -97,53 +90,28 @@ def draft(
     decay_share: DecayShare = None,
     muon_rate: Annotated[float | None, typer.Option(help="Learning rate of the layers' matrices.", min=0)] = None,
     adamw_rate: Annotated[float | None, typer.Option(help="Learning rate of everything else.", min=0)] = None,
-    kind: Annotated[
-        str, typer.Option(help="spire; or vanilla: an independent model of half the layers at half the width.")
-    ] = "spire",
-    layers: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of layers, copied from the target's last ones. Default: a quarter of the target's.", min=1
-        ),
-    ] = None,
-    copied_layers: Annotated[
-        str | None, typer.Option(help="Copy these target layers instead of the last ones, e.g. 3,7 (0 is the first).")
-    ] = None,
+    kind: Annotated[str, typer.Option(help="spire, or vanilla: independent, half the layers and widths.")] = "spire",
+    layers: Annotated[int | None, typer.Option(help="Layers, the target's last. Default: a quarter.", min=1)] = None,
+    copied_layers: Annotated[str | None, typer.Option(help="Copy these layers instead, e.g. 3,7 (0: first).")] = None,
     init: Annotated[str | None, typer.Option(help="pruned (from the target) or random.")] = None,
-    start_from: Annotated[
-        str | None, typer.Option(help="Directory of a draft to train further, instead of making one.")
-    ] = None,
+    start_from: Annotated[str | None, typer.Option(help="Directory of a draft to train further instead.")] = None,
     scale_input: Annotated[
         bool | None, typer.Option(help="Scale the embedding to the input of the first copied layer in the target.")
     ] = None,
     activations: Annotated[
         bool | None, typer.Option(help="Attend to the target's activations, or to each layer's own input.")
     ] = None,
-    feedback: Annotated[
-        bool | None, typer.Option(help="Feedback memory at drafted positions, or each layer's own input.")
-    ] = None,
+    feedback: Annotated[bool | None, typer.Option(help="Feedback memory at drafted positions, or layer input.")] = None,
     self_key: Annotated[bool | None, typer.Option(help="Whether a position attends to itself.")] = None,
-    window: Annotated[
-        int | None, typer.Option(help="Window: positions before the current one that attention keeps.", min=1)
-    ] = None,
-    sink: Annotated[
-        int | None, typer.Option(help="Positions at the beginning that attention keeps (sinks).", min=0)
-    ] = None,
-    k: Annotated[
-        int | None, typer.Option(help="Speculation depth to train for: draft passes after each prefix.", min=1)
-    ] = None,
+    window: Annotated[int | None, typer.Option(help="Window: earlier positions that attention keeps.", min=1)] = None,
+    sink: Annotated[int | None, typer.Option(help="Sinks: first positions that attention keeps.", min=0)] = None,
+    k: Annotated[int | None, typer.Option(help="Depth to train for: draft passes after each prefix.", min=1)] = None,
     loss: Annotated[
         str | None, typer.Option(help="mixed (the paper's), mixed-log (log α instead of α) or data (hard targets).")
     ] = None,
-    omega: Annotated[
-        float | None, typer.Option(help="MixedLoss: share of cross-entropy beside acceptance.", min=0, max=1)
-    ] = None,
-    omega_final: Annotated[
-        float | None, typer.Option(help="ω at the last step, if it changes. Default: --omega.", min=0, max=1)
-    ] = None,
-    freeze_embeddings: Annotated[
-        bool | None, typer.Option(help="Leave embedding and unembedding as the target has them.")
-    ] = None,
+    omega: Annotated[float | None, typer.Option(help="MixedLoss: share of cross-entropy.", min=0, max=1)] = None,
+    omega_final: Annotated[float | None, typer.Option(help="ω at the end. Default: --omega.", min=0, max=1)] = None,
+    freeze_embeddings: Annotated[bool | None, typer.Option(help="Leave both embeddings as the target's.")] = None,
     on_policy: Annotated[
         float | None,
         typer.Option(help="Share of the short sequences whose second half the target wrote.", min=0, max=1),
@@ -153,19 +121,12 @@ def draft(
     """Train a draft for a frozen target: SPIRe by block rollouts, an ablation of it, or the vanilla baseline."""
     given = _given(locals())
     if copied_layers is not None:
-        given["copied_layers"] = _layer_numbers(copied_layers)
+        given["copied_layers"] = tuple(listed(copied_layers, int, "layers like 3,7"))
     from spire.training.draft import recipe_for, train_draft
 
     recipe = recipe_for(target, given)
     done = train_draft(target, data, valid or [], out, recipe, _execution(device, compiled, minutes))
     typer.echo(f"wrote {out}; serve it with: spire up --model {target} --draft {out}" if done else _STOPPED)
-
-
-def _layer_numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise typer.BadParameter(f"{text!r} is not a list of layers like 3,7") from error
 
 
 _STOPPED = "the time is up, nothing is lost: the same command goes on"
@@ -178,13 +139,9 @@ def _given(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _execution(device: str, compiled: bool, minutes: float | None) -> Execution:
-    import torch
-
+    from spire.model.placement import choose_device
     from spire.training.run import Execution
 
     if device not in ("auto", "cpu", "cuda"):
         raise SpireError(f"--device {device!r}: it is auto, cpu or cuda")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise SpireError("--device cuda: torch finds no GPU here; use --device auto or cpu")
-    found = "cuda" if torch.cuda.is_available() else "cpu"
-    return Execution(found if device == "auto" else device, compiled, minutes)
+    return Execution(choose_device(device).type, compiled, minutes)

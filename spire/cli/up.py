@@ -31,8 +31,8 @@ from rich.status import Status
 from spire.address import bare, bind, fits_unix, join, reachable
 from spire.checkpoints.tokenizer import ids_without_text, load_tokenizer
 from spire.cli.gateway_client import ClientCompletion, stream_completion
+from spire.cli.options import ServedDraft, ServedModel
 from spire.cli.paths import OFF, Pair, choose_pair
-from spire.cli.port import port_of
 from spire.cli.service import Service
 from spire.errors import SpireError
 from spire.http import direct_client
@@ -40,6 +40,7 @@ from spire.model.config import MAGICDEC, load_model_config
 from spire.rpc.secret import make_secret
 from spire.rpc.tls import AUTHORITY
 from spire.service.keys import GATEWAY_KEY, authorization, refuse_open_address
+from spire.service.links import explain_link
 from spire.service.options_file import read_options
 
 console = Console(highlight=False, soft_wrap=True)
@@ -53,36 +54,27 @@ class _Stopped(Exception):
     """SIGINT or SIGTERM was received."""
 
 
+def _port(text: str) -> int:
+    """Return a port from 0 to 65535. Raises BadParameter, also for the address that Kubernetes may set in its place."""
+    number = int(text) if str(text).isascii() and str(text).isdecimal() else -1
+    if not 0 <= number <= 65535:
+        raise typer.BadParameter(explain_link("SPIRE_UP_PORT") or f"{text!r} is not a port from 0 to 65535")
+    return number
+
+
 def up(
-    model: Annotated[
-        Path | None,
-        typer.Option(help="Target: a Llama-architecture directory. Default: the bundled one.", envvar="SPIRE_MODEL"),
-    ] = None,
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            help="Draft directory, 'magicdec' (the target drafts for itself) or 'off' (plain decoding).",
-            envvar="SPIRE_DRAFT",
-        ),
-    ] = None,
-    served_model_name: Annotated[
-        str | None, typer.Option(help="Name that requests ask for. Default: the target directory's.")
-    ] = None,
+    model: ServedModel = None,
+    draft: ServedDraft = None,
+    served_model_name: Annotated[str | None, typer.Option(help="The model's name. Default: the directory's.")] = None,
     host: Annotated[str, typer.Option(help="Address that the gateway listens on.")] = "127.0.0.1",
-    port: Annotated[
-        int,
-        typer.Option(help="Port of the gateway; 0 takes a free one.", parser=port_of("SPIRE_UP_PORT"), metavar="PORT"),
-    ] = 8000,
+    port: Annotated[int, typer.Option(help="Port of the gateway; 0: a free one.", parser=_port, metavar="PORT")] = 8000,
     keys: Annotated[
         Path | None,
         typer.Option(help="File of API keys that requests must come with: see spire key.", envvar="SPIRE_GATEWAY_KEYS"),
     ] = None,
-    without_keys: Annotated[
-        bool, typer.Option("--without-keys", help="Serve other machines without API keys.")
-    ] = False,
+    without_keys: Annotated[bool, typer.Option("--without-keys", help="Serve other machines without keys.")] = False,
     allow_host: Annotated[
-        list[str] | None,
-        typer.Option(help="Accept this Host header too, at a gateway without keys; repeatable."),
+        list[str] | None, typer.Option(help="Accept this Host header too, at a gateway without keys; repeatable.")
     ] = None,
     tls: Annotated[
         Path | None,
@@ -90,19 +82,10 @@ def up(
             help="Directory that spire certs wrote: the services then speak TLS and know one another by certificate."
         ),
     ] = None,
-    https: Annotated[
-        Path | None, typer.Option(help="Directory with tls.crt and tls.key: clients then speak HTTPS.")
-    ] = None,
-    log_dir: Annotated[
-        Path | None, typer.Option(help="Directory for the services' logs. Default: a temporary one.")
-    ] = None,
-    log_level: Annotated[
-        str | None, typer.Option(help="debug, info, warning or error; debug logs every request.")
-    ] = None,
-    k: Annotated[
-        int | None,
-        typer.Option(help="Draft tokens a round. Default: chosen for every round from what is measured.", min=0),
-    ] = None,
+    https: Annotated[Path | None, typer.Option(help="Directory with tls.crt and tls.key: clients speak HTTPS.")] = None,
+    log_dir: Annotated[Path | None, typer.Option(help="Directory of the services' logs. Default: temporary.")] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug (logs every request), info, warning or error.")] = None,
+    k: Annotated[int | None, typer.Option(help="Draft tokens a round. Default: chosen each round.", min=0)] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, bfloat16 or float32.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of each model service.", min=1)] = None,
@@ -113,29 +96,36 @@ def up(
     cache_gb: Annotated[
         float | None, typer.Option(help="Memory for the target's cache. Default: what fits into free memory.", min=0)
     ] = None,
-    prompt: Annotated[
-        str, typer.Option(help="Prompt to complete once everything serves; empty for none.")
-    ] = _FIRST_PROMPT,
+    prompt: Annotated[str, typer.Option(help="Prompt to complete once all serve; empty for none.")] = _FIRST_PROMPT,
     once: Annotated[bool, typer.Option("--once", help="Stop after the first completion.")] = False,
 ) -> None:
     """Start the services, complete one prompt, and serve until Ctrl-C."""
     pair = choose_pair(model, draft)
     if pair.note:
-        console.print(f"[yellow]{escape(pair.note)}[/]")
-    _look_at_tokenizer(pair.model)
+        _warn(pair.note)
+    vocab_size = load_model_config(pair.model).vocab_size
+    if without := ids_without_text(load_tokenizer(pair.model, vocab_size), vocab_size):
+        _warn(f"{without} of the model's {vocab_size} ids have no text: its tokenizer does not know them")
     with bind(bare(host), port) as free:
         address = free.getsockname()[0]
     if not _asks_for_keys(keys, without_keys):
         refuse_open_address(address)
     options = ModelOptions(dtype, device, threads)
     with tempfile.TemporaryDirectory(prefix="spire-") as directory, _signals():
-        further = {module: [*_certified(module, tls), *_logging(log_level)] for module in _MODULES}
-        further["gateway"] += [*_admission(keys, without_keys), *_encrypted(https), *_named(allow_host or [])]
-        further["verifier_service"] += [] if tls else _private_host(Path(directory))
-        further["verifier_service"] += ["--served-model-name", served_model_name] if served_model_name else []
-        further["verifier_service"] += _cache(max_context, cache_gb)
-        logs = _made(log_dir) if log_dir else None
-        secure = https is not None
+        further = {
+            module: _arguments(tls=tls and tls / module.removesuffix("_service"), log_level=log_level or None)
+            for module in _MODULES
+        }
+        further["gateway"] += _arguments(keys=keys, without_keys=without_keys, https=https, allow_host=allow_host)
+        further["verifier_service"] += _arguments(
+            host=None if tls else _private_host(Path(directory)),
+            served_model_name=served_model_name or None,
+            max_context=max_context,
+            cache_gb=cache_gb,
+        )
+        if https and (authority := https / AUTHORITY).is_file():
+            os.environ["SSL_CERT_FILE"] = str(authority)  # this process trusts it too
+        logs, secure = _made(log_dir) if log_dir else None, https is not None
         stack = Stack(pair, options, host, port, k, Path(directory), further=further, secure=secure, logs=logs)
         try:
             stack.start()
@@ -153,49 +143,29 @@ def up(
             stack.stop()
 
 
-def _certified(module: str, tls: Path | None) -> list[str]:
-    return ["--tls", str(tls / module.removesuffix("_service"))] if tls else []
+def _arguments(**given: object) -> list[str]:
+    """Return options of a command line: max_context=8 is --max-context 8, True a flag, a list as many options.
 
-
-def _logging(level: str | None) -> list[str]:
-    return ["--log-level", level] if level else []
-
-
-def _cache(max_context: int | None, gigabytes: float | None) -> list[str]:
-    """Return the verifier's arguments for the size of its cache; the verifier chooses values that are None."""
-    given = {"--max-context": max_context, "--cache-gb": gigabytes}
-    return [text for name, value in given.items() if value is not None for text in (name, str(value))]
-
-
-def _admission(keys: Path | None, without_keys: bool) -> list[str]:
-    """Return the gateway's arguments for API keys."""
-    return [*(["--keys", str(keys)] if keys else []), *(["--without-keys"] if without_keys else [])]
-
-
-def _named(hosts: list[str]) -> list[str]:
-    return [text for host in hosts for text in ("--allow-host", host)]
-
-
-def _encrypted(https: Path | None) -> list[str]:
-    """Return the gateway's arguments for HTTPS. This process then trusts the CA in that directory, if there is one."""
-    if https is None:
-        return []
-    if (authority := https / AUTHORITY).is_file():
-        os.environ["SSL_CERT_FILE"] = str(authority)
-    return ["--https", str(https)]
+    None and False leave an option to the service.
+    """
+    arguments: list[str] = []
+    for name, value in given.items():
+        option = f"--{name.replace('_', '-')}"
+        for each in value if isinstance(value, list | tuple) else [value]:
+            if each is True:
+                arguments.append(option)
+            elif each is not None and each is not False:
+                arguments += [option, str(each)]
+    return arguments
 
 
 @dataclass(frozen=True)
 class ModelOptions:
     """Options of both model services; a service chooses values that are None."""
 
-    dtype: str | None
-    device: str | None
-    threads: int | None
-
-    def arguments(self) -> list[str]:
-        given = {"--dtype": self.dtype, "--device": self.device, "--threads": self.threads}
-        return [text for name, value in given.items() if value is not None for text in (name, str(value))]
+    dtype: str | None = None
+    device: str | None = None
+    threads: int | None = None
 
 
 @dataclass
@@ -229,15 +199,13 @@ class Stack:
         """Start each service once the services it needs are ready. Raises ServiceFailed if a service ends."""
         make_secret(self._secret_file)
         with console.status("") as status:
-            model = ["--model", str(self.pair.model), *self.options.arguments()]
+            model = _arguments(model=self.pair.model, **vars(self.options))
             verifier = self._launch("verifier_service", model, f"the verifier to load {self.pair.model}", status)
-            gateway = ["--verifier", verifier, "--host", self.host]
             if self.pair.draft is not None:
-                follow = ["--draft", str(self.pair.draft), "--verifier", verifier, *self.options.arguments()]
+                follow = _arguments(draft=self.pair.draft, verifier=verifier, **vars(self.options))
                 self._launch("draft_service", follow, f"the draft to load {self.pair.draft}", status)
-            gateway += ["--draft", "auto" if self.pair.draft else MAGICDEC if self.pair.magicdec else OFF]
-            if self.k is not None:
-                gateway += ["--k", str(self.k)]
+            draft = "auto" if self.pair.draft else MAGICDEC if self.pair.magicdec else OFF
+            gateway = _arguments(verifier=verifier, host=self.host, draft=draft, k=self.k)
             self._launch("gateway", gateway, "the gateway to listen", status, self.port)
             self._wait(status, "the gateway to find the models ready", self._gateway_is_ready)
 
@@ -324,13 +292,6 @@ def _warn(text: str) -> None:
     console.print(f"[yellow]{escape(text)}[/]")
 
 
-def _look_at_tokenizer(model: Path) -> None:
-    """Warn of token ids without text. Raises CheckpointError if the tokenizer does not fit the model."""
-    vocab_size = load_model_config(model).vocab_size
-    if without := ids_without_text(load_tokenizer(model, vocab_size), vocab_size):
-        _warn(f"{without} of the model's {vocab_size} ids have no text: its tokenizer does not know them")
-
-
 @contextmanager
 def _signals() -> Iterator[None]:
     """Raise _Stopped at the first SIGINT or SIGTERM, and ignore later ones: they must not interrupt the stopping."""
@@ -357,11 +318,11 @@ def _made(directory: Path) -> Path:
     return directory
 
 
-def _private_host(directory: Path) -> list[str]:
-    """Return the options for a socket in a directory that no other user may enter, unless a host is configured."""
+def _private_host(directory: Path) -> str | None:
+    """Return a socket in a directory that no other user may enter, or None if a host is configured."""
     path = str(directory / "verifier.sock")
     configured = os.environ.get("SPIRE_VERIFIER_HOST") or "host" in read_options().get("verifier", {})
-    return [] if configured or not fits_unix(path) else ["--host", f"unix:{path}"]
+    return None if configured or not fits_unix(path) else f"unix:{path}"
 
 
 def _asks_for_keys(keys: Path | None, without_keys: bool) -> bool:

@@ -90,7 +90,12 @@ def answer(
     if not task.done.set_running_or_notify_cancel():
         return 0.0
     try:
-        refused = _refusals(task, check)
+        refused: dict[int, RequestError] = {}
+        for index, item in enumerate(task.items):
+            try:
+                check(item)
+            except RequestError as error:
+                refused[index] = error
         ready = [index for index in range(len(task.items)) if index not in refused]
         drafted = None
         if ready and task.k:
@@ -105,16 +110,6 @@ def answer(
         end_if_device_lost(error)
         task.done.set_exception(error)
     return time.monotonic() - began
-
-
-def _refusals(task: DraftTask, check: Callable[[DraftItem], None]) -> dict[int, RequestError]:
-    refused: dict[int, RequestError] = {}
-    for index, item in enumerate(task.items):
-        try:
-            check(item)
-        except RequestError as error:
-            refused[index] = error
-    return refused
 
 
 def draft_tokens(

@@ -45,7 +45,6 @@ def judge(
     of_q = (q.probs_BKM, q.sum_BK) if q else (torch.empty(0), torch.empty(0))
     of_rows = (rows.temperature_B, rows.by_blocks_B)
     given = [x.contiguous() for x in (*of_rows, draft_BK, counts_B, *of_q, coins_BK, uniforms_BT)]
-    found = (accepted_B, verdict.tokens_BT, finite_B)
-    addresses = (x.data_ptr() for x in (logits_BTV, *given, *found))
-    every_kernels()[0].judge(*addresses, B, T, V, torch.get_num_threads() if B > 1 else 1)
+    tensors = (logits_BTV, *given, accepted_B, verdict.tokens_BT, finite_B)
+    every_kernels()[0].judge(*tensors, B, T, V, torch.get_num_threads() if B > 1 else 1)
     return verdict, finite_B

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from spire import kernels
 
-# 64-bit constants of splitmix64.
-_WEYL = 0x9E3779B97F4A7C15
-_MIX_1 = 0xBF58476D1CE4E5B9
-_MIX_2 = 0x94D049BB133111EB
+# 64-bit constants of splitmix64, as the int64 with the same bits.
+_WEYL = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 class Purpose(IntEnum):
@@ -36,8 +36,10 @@ def random_bits(seed: Tensor, choice: Tensor, position: Tensor, purpose: Purpose
 
     Positions and salts must be below 2^31.
     """
-    numbers = (seed, choice, position, torch.as_tensor(salt, device=seed.device))
-    return _hash(purpose, *numbers)
+    salt = torch.as_tensor(salt, device=seed.device)
+    hashed = _mix(seed + _WEYL)
+    hashed = _mix(hashed + (choice * len(Purpose) + int(purpose)) * _WEYL)
+    return _mix(hashed + (position + 1 + (salt << 32)) * _WEYL)
 
 
 def uniform(seed: Tensor, choice: Tensor, position: Tensor, purpose: Purpose, salt: Tensor | int = 0) -> Tensor:
@@ -65,30 +67,15 @@ def uniforms_behind(
 
 def gumbel(bits: Tensor, key: Tensor) -> Tensor:
     """Return float64 Gumbel noise for `random_bits` and non-negative keys, such as token ids, which broadcast."""
-    u = _shift_right(_mix(bits + _times(key + 1, _WEYL)), 11).double() * 2.0**-53 + 2.0**-54
+    u = _shift_right(_mix(bits + (key + 1) * _WEYL), 11).double() * 2.0**-53 + 2.0**-54
     return -(-u.log()).log()
-
-
-def _hash(purpose: Purpose, seed: Tensor, choice: Tensor, position: Tensor, salt: Tensor) -> Tensor:
-    hashed = _mix(seed + _signed(_WEYL))
-    hashed = _mix(hashed + _times(choice * len(Purpose) + int(purpose), _WEYL))
-    return _mix(hashed + _times(position + 1 + (salt << 32), _WEYL))
 
 
 def _mix(x: Tensor) -> Tensor:
     """The finaliser of splitmix64: flipping an input bit flips each output bit with probability 1/2."""
-    x = _times(x ^ _shift_right(x, 30), _MIX_1)
-    x = _times(x ^ _shift_right(x, 27), _MIX_2)
+    x = (x ^ _shift_right(x, 30)) * _MIX_1
+    x = (x ^ _shift_right(x, 27)) * _MIX_2
     return x ^ _shift_right(x, 31)
-
-
-def _times(x: Tensor, constant: int) -> Tensor:
-    return x * _signed(constant)
-
-
-def _signed(constant: int) -> int:
-    """The int64 with the same 64 bits. The constant must be at least 2^63."""
-    return constant - (1 << 64)
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:

@@ -66,34 +66,24 @@ class SamplingRows:
         return self.temperature_B == 0
 
     @cached_property
-    def greedy(self) -> Share:
-        return Share.of(self.greedy_B)
-
-    @cached_property
     def truncated_B(self) -> Tensor:
         """True where top_k, top_p or min_p may exclude tokens; never for greedy sequences."""
         return ((self.top_k_B > 0) | (self.top_p_B < 1) | (self.min_p_B > 0)) & ~self.greedy_B
-
-    @cached_property
-    def truncated(self) -> Share:
-        return Share.of(self.truncated_B)
 
     @cached_property
     def invariant_B(self) -> Tensor:
         return self.rule_B == Rule.INVARIANT
 
     @cached_property
-    def invariant(self) -> Share:
-        return Share.of(self.invariant_B)
-
-    @cached_property
     def judged_by_q_B(self) -> Tensor:
         """True for sequences whose draft tokens are verified by q: neither greedy nor invariant."""
         return ~(self.greedy_B | self.invariant_B)
 
-    @cached_property
-    def judged_by_q(self) -> Share:
-        return Share.of(self.judged_by_q_B)
+    # The share of the sequences for which each of these is true.
+    greedy = cached_property(lambda rows: Share.of(rows.greedy_B))
+    truncated = cached_property(lambda rows: Share.of(rows.truncated_B))
+    invariant = cached_property(lambda rows: Share.of(rows.invariant_B))
+    judged_by_q = cached_property(lambda rows: Share.of(rows.judged_by_q_B))
 
     @cached_property
     def by_blocks_B(self) -> Tensor:
@@ -137,7 +127,12 @@ def probabilities(logits_BTV: Tensor, rows: SamplingRows) -> Tensor:
     """
     if rows.greedy is Share.ALL:
         return _one_hot(logits_BTV)
-    probs_BTV = _softmax(logits_BTV, rows)
+    if rows.nearly_greedy:
+        # With the maximum at zero, a tiny temperature gives -inf and never inf - inf.
+        logits_BTV = logits_BTV - logits_BTV.amax(dim=-1, keepdim=True)
+    if rows.divisor_B11 is not None:
+        logits_BTV = logits_BTV / rows.divisor_B11
+    probs_BTV = logits_BTV.softmax(dim=-1)
     if rows.truncated is Share.ALL:
         return _truncate(probs_BTV, rows)
     if rows.truncated is Share.SOME:
@@ -149,20 +144,8 @@ def probabilities(logits_BTV: Tensor, rows: SamplingRows) -> Tensor:
     return probs_BTV
 
 
-def _softmax(logits_BTV: Tensor, rows: SamplingRows) -> Tensor:
-    if rows.nearly_greedy:
-        # With the maximum at zero, a tiny temperature gives -inf and never inf - inf.
-        logits_BTV = logits_BTV - logits_BTV.amax(dim=-1, keepdim=True)
-    if rows.divisor_B11 is not None:
-        logits_BTV = logits_BTV / rows.divisor_B11
-    return logits_BTV.softmax(dim=-1)
-
-
 def _one_hot(scores_BTV: Tensor) -> Tensor:
     return torch.zeros_like(scores_BTV).scatter_(-1, scores_BTV.argmax(dim=-1, keepdim=True), 1.0)
-
-
-# -- truncation ------------------------------------------------------------------------------------------------------
 
 
 def _truncate(probs_BTV: Tensor, rows: SamplingRows) -> Tensor:
@@ -263,9 +246,6 @@ class _Chosen:
         """The probabilities as [N, C], padded with zeros at the end."""
         padded_NC = self.prob_C.new_zeros(len(self.counts_N), max(1, int(self.counts_N.max())))
         return padded_NC.index_put_((self.row_C, self.column_C), self.prob_C)
-
-
-# -- draws -----------------------------------------------------------------------------------------------------------
 
 
 def sample(probs_BV: Tensor, rows: SamplingRows, base_B: Tensor) -> Tensor:

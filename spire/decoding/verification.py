@@ -15,7 +15,7 @@ Does not know: where p and q came from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from spire.decoding.randomness import Purpose
 from spire.decoding.sampling import Rule, SamplingRows, Share, draw, pick, sample
-from spire.kernels import collect, collect_from, collects
+from spire.kernels import collect, collects
 
 # The largest deviation of a row's sum from one: the worst case of rounding each term to bfloat16.
 Q_SUM_TOLERANCE = 4e-3
@@ -66,7 +66,7 @@ class SparseDistribution:
     ) -> SparseDistribution:
         """Build q from the given rows of tensors with X rows; None stands for padding."""
         if ids_XKM is None and device.type == "cpu" and collects(probs_XKM):
-            return cls(None, *collect_from(probs_XKM, rows))
+            return cls(None, *collect([None if row is None else probs_XKM[row] for row in rows], *probs_XKM.shape[1:]))
         chosen_B = torch.tensor([row or 0 for row in rows], device=probs_XKM.device)
         padding_B11 = torch.tensor([row is None for row in rows], device=device)[:, None, None]
         # Move first, convert then: bfloat16 has half of the bytes.
@@ -113,11 +113,6 @@ class SparseDistribution:
         """Return the rows at `index`."""
         return SparseDistribution(None if self.ids_BKM is None else self.ids_BKM[index], self.probs_BKM[index])
 
-    @classmethod
-    def one_hot(cls, tokens_BK: Tensor) -> SparseDistribution:
-        """Return q that is one-hot at the draft tokens, as a greedy draft draws them."""
-        return cls(tokens_BK[..., None], torch.ones_like(tokens_BK[..., None], dtype=torch.float32))
-
 
 @dataclass(frozen=True)
 class Verdict:
@@ -136,17 +131,15 @@ class Verdict:
 
 
 def verify(
-    p_BTV: Tensor,
-    draft_BK: Tensor,
-    counts_B: Tensor,
-    q: SparseDistribution | None,
-    rows: SamplingRows,
-    base_B: Tensor,
+    p_BTV: Tensor, draft_BK: Tensor, counts_B: Tensor, q: SparseDistribution | None, rows: SamplingRows, base_B: Tensor
 ) -> Verdict:
     """Verify each row by its rule. q is taken as one-hot at the draft tokens if it is None, and for greedy rows."""
     if draft_BK.shape[1] == 0:
         return Verdict.of(draft_BK, torch.zeros_like(counts_B), sample(p_BTV[:, 0], rows, base_B))
-    q = _drawn_from(q, draft_BK, rows)
+    if q is None:
+        q = SparseDistribution(draft_BK[..., None], torch.ones_like(draft_BK[..., None], dtype=torch.float32))
+    elif rows.greedy is not Share.NONE:
+        q = _one_hot_where_greedy(q, draft_BK, rows.greedy_B)
     present = [Rule(number) for number in rows.rule_B.unique().tolist()]
     if len(present) == 1:
         return _RULES[present[0]](p_BTV, draft_BK, counts_B, q, rows, base_B)
@@ -159,12 +152,6 @@ def verify(
     return verdict
 
 
-def _drawn_from(q: SparseDistribution | None, draft_BK: Tensor, rows: SamplingRows) -> SparseDistribution:
-    if q is None:
-        return SparseDistribution.one_hot(draft_BK)
-    return _one_hot_where_greedy(q, draft_BK, rows.greedy_B) if rows.greedy is not Share.NONE else q
-
-
 def _reject(
     p_BTV: Tensor, draft_BK: Tensor, counts_B: Tensor, q: SparseDistribution, rows: SamplingRows, base_B: Tensor
 ) -> Verdict:
@@ -174,8 +161,7 @@ def _reject(
     stands_BK = (u_BK * q.of(draft_BK) < _of_draft(p_BTV, draft_BK)) & (offset_K <= counts_B[:, None])
     accepted_B = stands_BK.cumprod(dim=1).sum(dim=1)
     final_BV = _final_distribution(p_BTV, q, accepted_B, counts_B, torch.ones_like(p_BTV[:, 0, 0]))
-    final_B = draw(final_BV, _final_uniform(rows, base_B, accepted_B, len(offset_K) + 1))
-    return Verdict.of(draft_BK, accepted_B, final_B)
+    return _concluded(draft_BK, accepted_B, final_BV, rows, base_B)
 
 
 def _reject_blocks(
@@ -201,13 +187,13 @@ def _reject_blocks(
     accepted_B = (stands_BK * offset_K).amax(dim=1)
     weight_B = weight_BT.gather(1, accepted_B[:, None])[:, 0]
     final_BV = _final_distribution(p_BTV, q, accepted_B, counts_B, weight_B)
-    final_B = draw(final_BV, _final_uniform(rows, base_B, accepted_B, len(offset_K) + 1))
-    return Verdict.of(draft_BK, accepted_B, final_B)
+    return _concluded(draft_BK, accepted_B, final_BV, rows, base_B)
 
 
-def _final_uniform(rows: SamplingRows, base_B: Tensor, accepted_B: Tensor, T: int) -> Tensor:
-    """The uniform number that draws the token after the accepted ones, [B]."""
-    return rows.uniforms(base_B, T, Purpose.SAMPLE).gather(1, accepted_B[:, None])[:, 0]
+def _concluded(draft_BK: Tensor, accepted_B: Tensor, final_BV: Tensor, rows: SamplingRows, base_B: Tensor) -> Verdict:
+    """The verdict with a final token drawn from `final_BV`."""
+    uniform_BT = rows.uniforms(base_B, draft_BK.shape[1] + 1, Purpose.SAMPLE)
+    return Verdict.of(draft_BK, accepted_B, draw(final_BV, uniform_BT.gather(1, accepted_B[:, None])[:, 0]))
 
 
 def _match(
@@ -224,8 +210,7 @@ def _match(
     return Verdict.of(draft_BK, accepted_B, own_BT.gather(1, accepted_B[:, None])[:, 0])
 
 
-VerificationRule = Callable[[Tensor, Tensor, Tensor, SparseDistribution, SamplingRows, Tensor], Verdict]
-_RULES: dict[Rule, VerificationRule] = {Rule.REJECTION: _reject, Rule.BLOCK: _reject_blocks, Rule.INVARIANT: _match}
+_RULES = {Rule.REJECTION: _reject, Rule.BLOCK: _reject_blocks, Rule.INVARIANT: _match}
 
 
 def _of_draft(p_BTV: Tensor, draft_BK: Tensor) -> Tensor:

@@ -35,8 +35,8 @@ _SHARED = 2**19
 class Kernels:
     """The kernels of one instruction set, for one dtype. `compiled.pyi` documents their arguments.
 
-    `block`: outputs of a weight that are stored together. `head_multiple`: attention needs a head_dim that is a
-    multiple of this. `most_queries`: the maximum number of queries per key in attention, None for any.
+    A tensor is passed as its address. `block`: outputs of a weight that are stored together. `head_multiple`: attention
+    needs a head_dim that is a multiple of this. `most_queries`: the most queries per key in attention, None for any.
     """
 
     index: int
@@ -50,7 +50,7 @@ class Kernels:
         of_all = getattr(_compiled, name)
 
         def of_these(*arguments: object) -> None:
-            of_all(self.index, *arguments)
+            of_all(self.index, *(x.data_ptr() if isinstance(x, Tensor) else x for x in arguments))
 
         object.__setattr__(self, name, of_these)
         return of_these
@@ -87,22 +87,9 @@ def collect(rows_KV: Sequence[Tensor | None], K: int, V: int) -> tuple[Tensor, T
 
     One pass over q computes all that is needed to check it. Absent rows are zero.
     """
-    return _collected([(0, 0) if rows is None else (rows.data_ptr(), len(rows)) for rows in rows_KV], K, V)
-
-
-def collect_from(x_XKV: Tensor, rows: Sequence[int | None]) -> tuple[Tensor, Tensor, Tensor]:
-    """Collect the tensors x_XKV[row] as `collect` does; None stands for an absent one."""
-    _, K, V = x_XKV.shape
-    first, step = x_XKV.data_ptr(), K * V * x_XKV.element_size()
-    return _collected([(0, 0) if row is None else (first + row * step, K) for row in rows], K, V)
-
-
-def _collected(places: Sequence[tuple[int, int]], K: int, V: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Collect from `places`, each an address and the number of rows there, at most K."""
-    B = len(places)
+    B, places = len(rows_KV), [(0, 0) if rows is None else (rows.data_ptr(), len(rows)) for rows in rows_KV]
     addresses_B, counts_B = torch.from_numpy(np.array([*zip(*places, strict=True)]))
     together_BKV, (sums_BK, leasts_BK) = torch.empty(B, K, V, dtype=torch.bfloat16), torch.empty(2, B, K)
-    addresses = (x.data_ptr() for x in (addresses_B, counts_B, together_BKV, sums_BK, leasts_BK))
     threads = torch.get_num_threads() if together_BKV.numel() >= _SHARED else 1
-    every_kernels()[0].collect(*addresses, B, K, V, threads)
+    every_kernels()[0].collect(addresses_B, counts_B, together_BKV, sums_BK, leasts_BK, B, K, V, threads)
     return together_BKV, sums_BK, leasts_BK

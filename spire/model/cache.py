@@ -65,14 +65,16 @@ class TargetCache:
         layers = range(config.num_hidden_layers)
         self.page_bytes = 2 * len(layers) * heads * self.page * width * dtype.itemsize
         self._budget = self.pages * slots if budget is None else budget // self.page_bytes
-        if budget is not None and self._budget < self._pages_at_first:
+        least = self.pages if self.on_cpu else len(self.lengths)  # pages: of one sequence, or all slots at the start
+        if budget is not None and self._budget < least:
             what = "one sequence" if self.on_cpu else f"{slots} slots"
             raise OutOfCapacity(
                 f"{budget / 1e6:.1f} MB are too little for {what} of {capacity} positions: "
-                f"{self._pages_at_first * self.page_bytes / 1e6:.1f} MB are needed"
+                f"{least * self.page_bytes / 1e6:.1f} MB are needed"
             )
         self.keys = [Pool(shape, dtype, device) for _ in layers]
         self.values = [Pool(shape, dtype, device) for _ in layers]
+        self._pools = [*self.keys, *self.values]
         self.fused = self._fused_pools(config, dtype) if self.on_cpu else None
         # GPU kernels for few queries, or None.
         self.paged = None if self.on_cpu else gpu_kernels(self.keys[0].tensor, self.queries_per_key)
@@ -81,11 +83,6 @@ class TargetCache:
         self._promised = [0] * len(self.lengths)
         self._held = [0] * len(self.lengths)
         self._free = list(range(slots))
-
-    @property
-    def _pages_at_first(self) -> int:
-        """The least budget in pages: one sequence on a CPU, elsewhere all slots, allocated at the start."""
-        return self.pages if self.on_cpu else len(self.lengths)
 
     @staticmethod
     def _is_cpu(device: torch.device) -> bool:
@@ -97,10 +94,6 @@ class TargetCache:
         if not kernels or not kernels.attends(config.head_dim):
             return None
         return FusedPools(kernels, *([pool.tensor for pool in pools] for pools in (self.keys, self.values)))
-
-    @property
-    def _pools(self) -> list[Pool]:
-        return [*self.keys, *self.values]
 
     @property
     def bytes(self) -> int:
@@ -233,14 +226,11 @@ class TargetCache:
     def gather(self, slots: Sequence[int], positions_BS: Tensor) -> tuple[Tensor, Tensor]:
         """Copy all N layers' keys and values at chosen committed positions of these slots, each [N, B, G, S, K]."""
         slots_B1 = torch.tensor(slots, device=positions_BS.device)[:, None]
-        places_BGS = self.places(slots_B1, positions_BS).transpose(1, 2).contiguous()
-        gathered = []
-        for pools in (self.keys, self.values):
-            copies_NBGSK = pools[0].tensor.new_empty(len(pools), *places_BGS.shape, pools[0].tensor.shape[-1])
-            for pool, copy in zip(pools, copies_NBGSK, strict=True):
-                pool.read(places_BGS, copy)
-            gathered.append(copies_NBGSK)
-        return gathered[0], gathered[1]
+        places_BGS, K = self.places(slots_B1, positions_BS).transpose(1, 2).contiguous(), self._width
+        keys_NBGSK, values_NBGSK = self.keys[0].tensor.new_empty(2, len(self.keys), *places_BGS.shape, K)
+        for pool, copy in zip(self._pools, (*keys_NBGSK, *values_NBGSK), strict=True):
+            torch.index_select(pool.tensor.view(-1, K), 0, places_BGS.flatten(), out=copy.view(-1, K))
+        return keys_NBGSK, values_NBGSK
 
     def places(self, slots_B1: Tensor, positions_BT: Tensor) -> Tensor:
         """Return the index of each position's keys, [B, T, G], in a pool viewed as a list of single keys."""
@@ -332,7 +322,8 @@ class BatchView:
         if self.fused:
             return
         for pool, new_BGTK in ((self._cache.keys[layer], keys_BGTK), (self._cache.values[layer], values_BGTK)):
-            pool.write(self._places_R, new_BGTK.transpose(1, 2).reshape(-1, new_BGTK.shape[-1]))
+            new_RK = new_BGTK.transpose(1, 2).reshape(-1, new_BGTK.shape[-1])
+            pool.tensor.view(-1, new_RK.shape[-1]).index_copy_(0, self._places_R, new_RK)
 
 
 class Stretches:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeGuard
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -80,7 +80,7 @@ class ModelConfig(BaseModel):
             return values
         heads, width = values.get("num_attention_heads"), values.get("hidden_size")
         values = {"num_key_value_heads": heads} | values
-        if "head_dim" not in values and _is_count(heads) and _is_count(width):
+        if "head_dim" not in values and all(type(size) is int and size > 0 for size in (heads, width)):
             if width % heads:
                 raise ValueError(f"head_dim is absent, and hidden_size {width} no multiple of {heads} heads")
             values["head_dim"] = width // heads
@@ -169,15 +169,21 @@ def load_model_config(directory: Path) -> ModelConfig:
     raw, file = read_config(directory), directory / "config.json"
     try:
         return model_config_of(raw)
-    except ValidationError as error:
-        raise CheckpointError(f"{file}: {in_words(error)}") from error
     except ValueError as error:
-        raise CheckpointError(f"{file}: {error}") from error
+        wrong = in_words(error) if isinstance(error, ValidationError) else error
+        raise CheckpointError(f"{file}: {wrong}") from error
 
 
 def model_config_of(raw: dict[str, Any]) -> ModelConfig:
     """Return the shape in a `config.json` with these values. Raises ValueError naming a key that cannot be served."""
-    return ModelConfig.model_validate(_from_hugging_face(raw, _family(raw)))
+    family, end = _family(raw), raw.get("eos_token_id")
+    unused = {"sliding_window"} if raw.get("use_sliding_window") is False else set()
+    _refuse_unbuilt({name: value for name, value in raw.items() if name not in unused}, family.neutral)
+    values = {name: value for name, value in raw.items() if name in family.read and value is not None}
+    values["rope"] = _rope(raw, family)
+    values["eos_token_ids"] = () if end is None else tuple(end) if isinstance(end, list) else (end,)
+    values["torch_dtype"] = values.get("dtype") or values.get("torch_dtype") or "float32"
+    return ModelConfig.model_validate(values)
 
 
 def unknown_keys(directory: Path) -> list[str]:
@@ -199,18 +205,6 @@ def _family(raw: dict[str, Any]) -> Family:
     return family
 
 
-def _from_hugging_face(raw: dict[str, Any], family: Family) -> dict[str, Any]:
-    """Return the fields of ModelConfig, not validated yet. Raises ValueError for what this family does not support."""
-    unused = {"sliding_window"} if raw.get("use_sliding_window") is False else set()
-    _refuse_unbuilt({name: value for name, value in raw.items() if name not in unused}, family.neutral)
-    values = {name: value for name, value in raw.items() if name in family.read and value is not None}
-    end = raw.get("eos_token_id")
-    values["rope"] = _rope(raw, family)
-    values["eos_token_ids"] = () if end is None else tuple(end) if isinstance(end, list) else (end,)
-    values["torch_dtype"] = values.get("dtype") or values.get("torch_dtype") or "float32"
-    return values
-
-
 def _rope(raw: dict[str, Any], family: Family) -> dict[str, Any]:
     """Return the fields of RopeConfig from either spelling: `rope_parameters` of transformers 5, or `rope_theta` +
     `rope_scaling` before it. Raises ValueError for what this family does not support."""
@@ -218,7 +212,7 @@ def _rope(raw: dict[str, Any], family: Family) -> dict[str, Any]:
     if wrong := [name for name, section in given.items() if not isinstance(section, dict)]:
         raise ValueError(f"{wrong[0]} is {short(raw[wrong[0]])}; it must be an object")
     where = next(iter(given), "rope_parameters")
-    section = _merged([_one_spelling(one) for one in given.values()])
+    section = _merged(given.values())
     kind = section.get("rope_type", "default")
     if not isinstance(kind, str) or kind not in family.ropes:
         raise ValueError(f"{where}: rope_type is {short(kind)}; served are {_listed(family.ropes)}")
@@ -232,16 +226,16 @@ def _rope(raw: dict[str, Any], family: Family) -> dict[str, Any]:
     return chosen if theta is None else chosen | {"rope_theta": theta}
 
 
-def _one_spelling(section: dict[str, Any]) -> dict[str, Any]:
-    """Return a rope section without nulls, and with the older key `type` as `rope_type`."""
-    older = {} if section.get("type") is None else {"rope_type": section["type"]}
-    return older | {name: value for name, value in section.items() if name != "type" and value is not None}
+def _merged(given: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Merge rope sections, without nulls and with the older key `type` as `rope_type`.
 
-
-def _merged(sections: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merge rope sections. Raises ValueError unless they agree; `rope_theta` may be in only one of them."""
-    merged: dict[str, Any] = {}
-    for section in sections:
+    Raises ValueError unless they agree; `rope_theta` may be in only one of them.
+    """
+    sections, merged = [], dict[str, Any]()
+    for one in given:
+        older = {} if one.get("type") is None else {"rope_type": one["type"]}
+        section = older | {name: value for name, value in one.items() if name != "type" and value is not None}
+        sections.append(section)
         merged |= section
     for section in sections:
         if {"rope_theta": merged.get("rope_theta")} | section != {"rope_theta": None} | merged:
@@ -283,10 +277,6 @@ def short(value: Any) -> str:
     """Return the repr of a value, cut off if it is long."""
     text = repr(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]} …"
-
-
-def _is_count(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _listed(names: Iterable[str]) -> str:

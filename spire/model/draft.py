@@ -13,7 +13,8 @@ Shapes: B sequences, T positions, S memories, N draft layers, D width, G key/val
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol, cast
 
@@ -22,20 +23,8 @@ from torch import Tensor, nn
 
 from spire.errors import DataError
 from spire.model.config import DraftConfig, ModelConfig
-from spire.model.layers import Layer, Rope, additive, attend
+from spire.model.layers import Decoder, Layer, Memory, additive, attend
 from spire.model.target import Target, WholeSequence
-
-_OWN_INPUT_SHARE = 0.9
-
-
-class Memory(Protocol):
-    """The memory of a draft during one forward."""
-
-    positions_BT: Tensor
-
-    def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
-        """Store the keys and values of a layer's own input, and attend to all the memory, [B, H, T, K]."""
-        ...
 
 
 class FeedbackMemory(Memory, Protocol):
@@ -51,24 +40,15 @@ class FeedbackMemory(Memory, Protocol):
         ...
 
 
-class Draft(nn.Module):
+class Draft(Decoder):
     """The draft model: token ids and a memory in, hidden states out. Adds the positions to the memory."""
 
     def __init__(self, config: ModelConfig, draft: DraftConfig):
-        super().__init__()
-        N = config.num_hidden_layers
-        self.config, self.draft = config, draft
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(N))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.embed_tokens.weight
+        super().__init__(config)
+        self.draft, N = draft, config.num_hidden_layers
         if draft.feedback:
-            self.memory_weights = nn.Parameter(_near_own_input(N))
-        self.rope = Rope(config.head_dim, config.rope)
-        # Set by `pack`: a kernel in place of the unembedding.
-        self.fused_head: Callable[[Tensor], Tensor] | None = None
+            # At first each layer's own input has a softmax weight of 0.9.
+            self.memory_weights = nn.Parameter(torch.zeros(N, N + 1).fill_diagonal_(math.log(0.9 / (1 - 0.9) * N)))
 
     def forward(self, tokens_BT: Tensor, memory: Memory) -> Tensor:
         """Run one pass and return the hidden states [B, T, D] after the final norm, which predict the next token.
@@ -99,17 +79,6 @@ class Draft(nn.Module):
             layer.keys_values(taps_BTND[:, :, index], rope)
             for index, layer in enumerate(cast(Iterable[Layer], self.layers))
         ]
-
-    def unembed(self, hidden_D: Tensor) -> Tensor:
-        """Return logits in fp32 for any selection of hidden states [..., D]."""
-        return (self.fused_head or self.lm_head)(hidden_D).float()
-
-
-def _near_own_input(layers: int) -> Tensor:
-    """Initial memory weights [N, N + 1], with softmax weight 0.9 on each layer's own input."""
-    weights = torch.zeros(layers, layers + 1)
-    own = math.log(_OWN_INPUT_SHARE / (1 - _OWN_INPUT_SHARE) * layers)
-    return weights.fill_diagonal_(own)
 
 
 def prune(target: Target, draft: DraftConfig, copied_layers: tuple[int, ...]) -> Draft:
@@ -147,20 +116,16 @@ def input_scale(target: Target, entered_layer: int, tokens_BT: Tensor) -> float:
     return (taps[:, 1:].float().square().mean() / embedded).sqrt().item()
 
 
-class Sparse(Protocol):
-    """The attended past: the first `sink` positions, the `window` before the current one, and perhaps itself."""
+@dataclass(frozen=True)
+class SparseAttention:
+    """StreamingLLM's mask: the first `sink` positions, the `window` before the current one, and itself."""
 
-    @property
-    def sink(self) -> int: ...
-
-    @property
-    def window(self) -> int: ...
-
-    @property
-    def attends_self(self) -> bool: ...
+    sink: int = 1
+    window: int = 64
+    attends_self: bool = True
 
 
-def visible(queries_BT: Tensor, keys_BS: Tensor, sparse: Sparse) -> Tensor:
+def visible(queries_BT: Tensor, keys_BS: Tensor, sparse: SparseAttention | DraftConfig) -> Tensor:
     """Return StreamingLLM's mask [B, T, S] by text position: the sink, the `window` positions before, perhaps itself.
 
     A key position of -1 is an empty place.
@@ -238,10 +203,8 @@ class OwnPast:
         B, L = tokens_BL.shape
         self.fed_T = torch.arange(L - 1, device=tokens_BL.device)
         self.positions_BT = self.fed_T.expand(B, -1)
-        self.mask: Tensor | None = None
-        dense = draft.draft.attends_self and draft.draft.window >= L
-        if not dense:
-            self.mask = additive(visible(self.fed_T[None], self.fed_T[None], draft.draft), torch.float32)
+        dense, seen = draft.draft.attends_self and draft.draft.window >= L, self.fed_T[None]
+        self.mask = None if dense else additive(visible(seen, seen, draft.draft), torch.float32)
 
     def advance(self) -> Tensor:
         """Begin the only pass and return the positions [T] that it feeds: all that have a next token."""

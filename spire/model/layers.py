@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +18,25 @@ from torch import Tensor, nn
 
 from spire.model.config import ModelConfig, RopeConfig
 
+if TYPE_CHECKING:
+    from spire.model.backends.fused_layer import FusedNorm
+
 # Maps queries [B, H, T, K], keys and values [B, G, T, K] of new positions to the output of attention [B, H, T, K]. The
 # owner of the keys decides which other positions are attended and what is stored.
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 # Cosines and signed sines: the sines of the first half are negated.
 Rotation = tuple[Tensor, Tensor]
+
+
+class Memory(Protocol):
+    """What the new positions of one forward attend to, layer by layer."""
+
+    @property
+    def positions_BT(self) -> Tensor: ...
+
+    def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
+        """Store a layer's keys and values of the new positions, and attend for its queries, [B, H, T, K]."""
+        ...
 
 
 class Rope(nn.Module):
@@ -87,10 +102,8 @@ def attend(queries_BHTK: Tensor, keys_BGSK: Tensor, values_BGSK: Tensor, mask_B1
 
 def additive(visible_BTS: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert a boolean mask [B, T, S] to a summand [B, 1, T, S] of attention scores."""
-    hidden = torch.finfo(dtype).min
-    return torch.zeros(visible_BTS.shape, dtype=dtype, device=visible_BTS.device).masked_fill(~visible_BTS, hidden)[
-        :, None
-    ]
+    zeros_BTS = torch.zeros(visible_BTS.shape, dtype=dtype, device=visible_BTS.device)
+    return zeros_BTS.masked_fill(~visible_BTS, torch.finfo(dtype).min)[:, None]
 
 
 class Attention(nn.Module):
@@ -106,19 +119,11 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(D, kv_heads * K, bias=config.attention_bias)
         self.o_proj = nn.Linear(heads * K, D, bias=config.attention_bias)
 
-    def queries_keys_values(self, x_BTD: Tensor, rope: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [B, H, T, K], keys and values [B, G, T, K]; queries and keys are rotated."""
-        return rotate(self._heads(self.q_proj(x_BTD)), rope), *self.keys_values(x_BTD, rope)
-
     def keys_values(self, x_BTD: Tensor, rope: Rotation) -> tuple[Tensor, Tensor]:
         """Return keys, rotated, and values, each [B, G, T, K]."""
-        return rotate(self._heads(self.k_proj(x_BTD)), rope), self._heads(self.v_proj(x_BTD))
+        return rotate(self.heads(self.k_proj(x_BTD)), rope), self.heads(self.v_proj(x_BTD))
 
-    def output(self, attended_BHTK: Tensor) -> Tensor:
-        """Project the output of attention to a summand of the residual stream, [B, T, D]."""
-        return self.o_proj(attended_BHTK.transpose(1, 2).flatten(2))
-
-    def _heads(self, projected_BTE: Tensor) -> Tensor:
+    def heads(self, projected_BTE: Tensor) -> Tensor:
         """[B, heads, T, K]"""
         return projected_BTE.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
@@ -148,8 +153,9 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
 
     def queries_keys_values(self, input_BTD: Tensor, rope: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the inputs of attention: queries [B, H, T, K], keys and values [B, G, T, K]."""
-        return self.self_attn.queries_keys_values(self.input_layernorm(input_BTD), rope)
+        """Return queries [B, H, T, K], keys and values [B, G, T, K]; queries and keys are rotated."""
+        attention, x_BTD = self.self_attn, self.input_layernorm(input_BTD)
+        return rotate(attention.heads(attention.q_proj(x_BTD)), rope), *attention.keys_values(x_BTD, rope)
 
     def keys_values(self, memory_BTD: Tensor, rope: Rotation) -> tuple[Tensor, Tensor]:
         """Return keys and values [B, G, T, K] of memory vectors that replace the layer's own input."""
@@ -157,9 +163,30 @@ class Layer(nn.Module):
 
     def behind(self, input_BTD: Tensor, attended_BHTK: Tensor) -> Tensor:
         """Return the layer's output [B, T, D] from its input and the output of attention."""
-        hidden_BTD = input_BTD + self.self_attn.output(attended_BHTK)
+        hidden_BTD = input_BTD + self.self_attn.o_proj(attended_BHTK.transpose(1, 2).flatten(2))
         return hidden_BTD + self.mlp(self.post_attention_layernorm(hidden_BTD))
 
     def forward(self, input_BTD: Tensor, rope: Rotation, attend: Attend) -> Tensor:
         """Return the layer's output [B, T, D]."""
         return self.behind(input_BTD, attend(*self.queries_keys_values(input_BTD, rope)))
+
+
+class Decoder(nn.Module):
+    """What target and draft have in common. Parameter names are Hugging Face's under `model.`."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm: nn.RMSNorm | FusedNorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+        self.rope = Rope(config.head_dim, config.rope)
+        # Set by `pack`: a kernel in place of the unembedding.
+        self.fused_head: Callable[[Tensor], Tensor] | None = None
+
+    def unembed(self, hidden_D: Tensor) -> Tensor:
+        """Return logits in fp32 for any selection of hidden states [..., D]."""
+        return (self.fused_head or self.lm_head)(hidden_D).float()

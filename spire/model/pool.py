@@ -1,6 +1,6 @@
 """One layer's keys or values in memory: address space for all slots, which takes memory only where it is written.
 
-Shapes: X slots, G key/value heads, L positions, K head width, R places.
+Shapes: X slots, G key/value heads, L positions, K head width.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import platform
 import sys
 
 import torch
-from torch import Tensor
 
 # Machines where MAP_NORESERVE has the value of Linux's generic headers; POWER, MIPS and SPARC have other values.
 _GENERIC = {"x86_64", "aarch64", "riscv64", "s390x", "loongarch64"}
@@ -40,15 +39,6 @@ class Pool:
             self._memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=flags)
             self.tensor = torch.frombuffer(self._memory, dtype=dtype).view(shape)
 
-    def read(self, places_BGS: Tensor, copy_BGSK: Tensor) -> None:
-        """Copy the keys or values at `places_BGS` to `copy_BGSK`. A place is a row of the pool viewed as [rows, K]."""
-        K = copy_BGSK.shape[-1]
-        torch.index_select(self.tensor.view(-1, K), 0, places_BGS.flatten(), out=copy_BGSK.view(-1, K))
-
-    def write(self, places_R: Tensor, new_RK: Tensor) -> None:
-        """Write the rows `new_RK` to `places_R`, indices as in `read`."""
-        self.tensor.view(-1, new_RK.shape[-1]).index_copy_(0, places_R, new_RK)
-
     def release(self, slot: int, first: int, end: int) -> None:
         """Give back the memory of a slot's positions from `first` to before `end`. Nothing may be held from `end` on.
 
@@ -56,12 +46,11 @@ class Pool:
         """
         if self._memory is None or not hasattr(mmap, "MADV_DONTNEED"):
             return
+        end = min(end, self._positions)
         for head in range(slot * self._heads, (slot + 1) * self._heads):
             start, past = (at * self._positions * self._row_bytes for at in (head, head + 1))
             begin = _page_from(start + first * self._row_bytes)
-            over = min(
-                _page_from(start + min(end, self._positions) * self._row_bytes), past // mmap.PAGESIZE * mmap.PAGESIZE
-            )
+            over = min(_page_from(start + end * self._row_bytes), past // mmap.PAGESIZE * mmap.PAGESIZE)
             if over > begin:
                 self._memory.madvise(mmap.MADV_DONTNEED, begin, over - begin)
 

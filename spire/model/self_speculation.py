@@ -14,25 +14,15 @@ Shapes: N layers, B sequences, S places (sink, window, then k guesses), G key/va
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from spire.model.backends.fused_attention import FusedAttention
 from spire.model.cache import TargetCache
-from spire.model.draft import visible
+from spire.model.draft import SparseAttention, visible
 from spire.model.layers import additive, attend, rotate
 from spire.model.target import Target
-
-
-@dataclass(frozen=True)
-class SparseAttention:
-    """StreamingLLM's mask: the first `sink` positions, the `window` before the current one, and itself."""
-
-    sink: int = 1
-    window: int = 64
-    attends_self: bool = True
 
 
 class SelfSpeculation:
@@ -46,7 +36,11 @@ class SelfSpeculation:
         base_B1 = torch.tensor([cache.lengths[slot] for slot in slots], device=device)[:, None]
         self._target, self._sparse = target, sparse
         self._positions_BK = base_B1 + torch.arange(k, device=device)
-        held_BS = _held_positions(base_B1, self._positions_BK, sparse)
+        # The text position of each place, -1 if empty. A sink position inside the window is held once.
+        sink_S = torch.arange(sparse.sink, device=device)
+        window_BS = base_B1 - sparse.window + torch.arange(sparse.window, device=device)
+        held = (torch.where(sink_S < base_B1, sink_S, -1), torch.where(window_BS >= sparse.sink, window_BS, -1))
+        held_BS = torch.cat((*held, self._positions_BK), dim=1)
         # Empty places and places of guesses are filled with finite numbers: a masked NaN would still spread.
         committed_BS = torch.where(held_BS < base_B1, held_BS, 0).clamp(min=0)
         self._keys_NBGSK, self._values_NBGSK = cache.gather(slots, committed_BS)
@@ -74,12 +68,3 @@ class SelfSpeculation:
         unseen_BT = (self.positions_BT - self._sparse.sink - self._sparse.window).clamp(min=0)
         rope = self._target.rope(unseen_BT, self._sinks_NBGSK.dtype)
         self._keys_NBGSK[:, :, :, : self._sparse.sink] = rotate(self._sinks_NBGSK, rope)
-
-
-def _held_positions(base_B1: Tensor, guesses_BK: Tensor, sparse: SparseAttention) -> Tensor:
-    """The text position of each place, -1 if empty. A sink position inside the window is held once."""
-    sink_S = torch.arange(sparse.sink, device=base_B1.device)
-    window_BS = base_B1 - sparse.window + torch.arange(sparse.window, device=base_B1.device)
-    held_sink_BS = torch.where(sink_S < base_B1, sink_S, -1)
-    held_window_BS = torch.where(window_BS >= sparse.sink, window_BS, -1)
-    return torch.cat((held_sink_BS, held_window_BS, guesses_BK), dim=1)

@@ -6,32 +6,24 @@ call with a cache that keeps nothing. The forward also returns the activations e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from spire.model.backends.fused_attention import FusedAttention
-from spire.model.backends.fused_layer import FusedNorm
 from spire.model.backends.fused_target import FusedStack
 from spire.model.config import ModelConfig
-from spire.model.layers import Layer, Rope, attend
+from spire.model.layers import Decoder, Layer, Memory, attend
 
 
-class KeyValues(Protocol):
+class KeyValues(Memory, Protocol):
     """The cache of the target during one forward."""
-
-    @property
-    def positions_BT(self) -> Tensor: ...
 
     # Attention by this project's kernels; empty unless they serve every row of the forward.
     fused: Sequence[FusedAttention]
-
-    def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
-        """Store a layer's keys and values of the new positions, and attend for its queries, [B, H, T, K]."""
-        ...
 
 
 class WholeSequence:
@@ -53,21 +45,12 @@ class TargetOutput(NamedTuple):
     taps_BTND: Tensor | None
 
 
-class Target(nn.Module):
-    """Token ids in, hidden states and tapped activations out. Parameter names are Hugging Face's under `model.`."""
+class Target(Decoder):
+    """Token ids in, hidden states and tapped activations out."""
 
     def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
-        self.norm: nn.RMSNorm | FusedNorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.embed_tokens.weight
-        self.rope = Rope(config.head_dim, config.rope)
-        # Set by `pack`: kernels in place of the unembedding, and of all layers at once where attention is fused.
-        self.fused_head: Callable[[Tensor], Tensor] | None = None
+        super().__init__(config)
+        # Set by `pack`: a kernel in place of all layers at once where attention is fused.
         self.stack: FusedStack | None = None
 
     def forward(self, tokens_BT: Tensor, cache: KeyValues, tapped_layers: tuple[int, ...] = ()) -> TargetOutput:
@@ -85,7 +68,3 @@ class Target(nn.Module):
             hidden_BTD = layer(hidden_BTD, rope, partial(cache.attend, index))
         taps_BTND = torch.stack([taps[i] for i in tapped_layers], dim=2) if tapped_layers else None
         return TargetOutput(self.norm(hidden_BTD), taps_BTND)
-
-    def unembed(self, hidden_D: Tensor) -> Tensor:
-        """Return logits in fp32 for any selection of hidden states [..., D]."""
-        return (self.fused_head or self.lm_head)(hidden_D).float()

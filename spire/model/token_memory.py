@@ -9,6 +9,7 @@ Shapes: B sequences, T positions, V vocabulary, G key/value heads, K head width.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -45,8 +46,8 @@ class TokenMemory:
         verified = self.verified[slot]
         verified[start:] = tokens
         fed = self.fed[slot]
-        right = start + _common(fed[start:], tokens) if len(fed) > start else len(fed)
-        del fed[right:]
+        right = takewhile(lambda pair: pair[0] == pair[1], zip(fed[start:], tokens, strict=False))
+        del fed[start + len(list(right)) :]
         # A round feeds the last verified position together with the newest token.
         while len(fed) < len(verified) - 1:
             chunk = verified[len(fed) : min(len(fed) + _CHUNK, len(verified) - 1)]
@@ -94,9 +95,3 @@ class TokenRound:
         self._starts = [start + tokens_BT.shape[1] for start in self._starts]
         self._before_BT = self._before_BT[:, :0]
         return self._memory.draft.unembed(hidden_BTD[:, -1])[self._back_B]
-
-
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """The number of equal leading elements."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))

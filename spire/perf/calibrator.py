@@ -9,11 +9,9 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 # Imported before torch, because it sets how OpenMP waits, as in the services.
@@ -25,7 +23,7 @@ import torch
 from spire.model.backends.fused_layer import kernels_of
 from spire.model.config import DraftConfig, ModelConfig
 from spire.model.placement import choose_device, choose_dtype
-from spire.perf.calibration import Calibration, Machine
+from spire.perf.calibration import Calibration, Machine, processor_line
 from spire.perf.hardware import Hardware, Measured, ModelCosts
 from spire.perf.loopback import wire_cost
 from spire.perf.microbenchmarks import (
@@ -33,10 +31,11 @@ from spire.perf.microbenchmarks import (
     draft_costs,
     draft_sampling_cost,
     fused_draft_costs,
+    fused_target_layer_cost,
     kv_read_cost,
     products,
     read_bandwidth,
-    target_layer_costs,
+    target_layer_cost,
     threads_of,
     verify_sampling_cost,
 )
@@ -82,14 +81,15 @@ def calibrate(
     passes = [_every_part(target, draft, bench, other, threads_for_draft, begin) for _ in range(PASSES)]
     measured, bandwidth, matmul_other = medians(passes)
     machine, matmul = _machine(device, threads, threads_for_draft), measured.target.matmul
+    on_gpu = device.type == "cuda"
     hardware = Hardware(
         name=machine.device,
         flops_per_second=max(speed for _, speed in matmul),
         bytes_per_second=bandwidth,
         bytes_per_value=bench.dtype.itemsize,
         measured=measured,
-        memory_bytes=_memory_bytes(device),
-        carrier="cuda_ipc" if device.type == "cuda" else "shared_memory",
+        memory_bytes=torch.cuda.get_device_properties(device).total_memory if on_gpu else memory_limit(),
+        carrier="cuda_ipc" if on_gpu else "shared_memory",
     )
     return Calibration(
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -103,36 +103,36 @@ def calibrate(
 
 
 def _every_part(
-    target: ModelConfig,
-    draft: DraftConfig,
-    bench: Bench,
-    other: Bench,
-    threads_for_draft: int,
-    begin: Callable[[str], None],
+    target: ModelConfig, draft: DraftConfig, bench: Bench, other: Bench, for_draft: int, begin: Callable[[str], None]
 ) -> tuple[Measured, float, tuple[tuple[int, float], ...]]:
-    """Measure all parts once. Returns the costs, the memory bandwidth (bytes/s) and the products in the other dtype."""
+    """Measure all parts once, those of the draft with `for_draft` threads.
+
+    Returns the costs, the memory bandwidth (bytes/s) and the products in the other dtype.
+    """
     steps = iter(STEPS)
 
-    def step(measure: Callable[[], Any]) -> Any:
+    def step(measure: Callable[..., Any], *given: Any) -> Any:
         begin(next(steps))
-        return measure()
+        return measure(*given)
 
-    matmul = step(partial(products, target, bench))
-    matmul_other = step(partial(products, target, other))
-    bandwidth = step(partial(read_bandwidth, bench))
-    kv_read = step(partial(kv_read_cost, target, bench))
+    matmul = step(products, target, bench)
+    matmul_other = step(products, target, other)
+    bandwidth = step(read_bandwidth, bench)
+    kv_read = step(kv_read_cost, target, bench)
     fused = kernels_of(target, bench.randn(0)) is not None
-    target_layer, pass_layer = step(partial(target_layer_costs, target, matmul, bandwidth, fused, bench))
-    verify_sampling = step(partial(verify_sampling_cost, target.vocab_size, bench))
+    target_layer, pass_layer = step(target_layer_cost, target, bench), None
+    if fused:  # in verification; the target's own draft passes run layer by layer
+        target_layer, pass_layer = fused_target_layer_cost(target, matmul, bandwidth, bench), target_layer
+    verify_sampling = step(verify_sampling_cost, target.vocab_size, bench)
     threads = torch.get_num_threads()
-    torch.set_num_threads(threads_for_draft)
+    torch.set_num_threads(for_draft)
     try:
-        draft_matmul = step(partial(products, target, bench))
+        draft_matmul = step(products, target, bench)
         if fused:
-            draft_layer, draft_round = step(partial(fused_draft_costs, target, draft, draft_matmul, bandwidth, bench))
+            draft_layer, draft_round = step(fused_draft_costs, target, draft, draft_matmul, bandwidth, bench)
         else:
-            draft_layer, draft_round = step(partial(draft_costs, target, draft, bench))
-        draft_sampling = step(partial(draft_sampling_cost, target, bench))
+            draft_layer, draft_round = step(draft_costs, target, draft, bench)
+        draft_sampling = step(draft_sampling_cost, target, bench)
     finally:
         torch.set_num_threads(threads)
     measured = Measured(
@@ -157,12 +157,8 @@ def medians(passes: Sequence[Any]) -> Any:
     return None if first is None else statistics.median(passes)
 
 
-def _memory_bytes(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else memory_limit()
-
-
 def _machine(device: torch.device, threads: int, threads_for_draft: int) -> Machine:
-    processor = _processor()
+    processor = processor_line("model name") or platform.processor() or platform.machine()
     return Machine(
         system=f"{platform.system()} {platform.machine()}",
         processor=processor,
@@ -174,15 +170,6 @@ def _machine(device: torch.device, threads: int, threads_for_draft: int) -> Mach
         else f"{processor}, {threads} thread{'s' * (threads > 1)}",
         torch=torch.__version__,
     )
-
-
-def _processor() -> str:
-    try:
-        lines: Iterable[str] = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = ()
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,7 +1,6 @@
 """A device as the performance model sees it: the paper's single number, a data sheet, or a measured machine.
 
-`Hardware.of_intensity(600)` is the paper's hardware, `gpu("h100")` that of a data sheet; `spire doctor --calibrate`
-adds `Measured`: sampling, launches and the wire. Pure arithmetic: no torch, no files, no clock.
+`spire doctor --calibrate` measures a machine. Pure arithmetic: no torch, no files, no clock.
 """
 
 from __future__ import annotations

@@ -40,9 +40,8 @@ def wire_cost() -> Cost:
 
 async def _round_trips(port: int) -> tuple[float, float]:
     async with connect(f"127.0.0.1:{port}") as channel:
-        stream = channel.stream_stream(f"/{_SERVICE}/{_METHOD}", Tensor.SerializeToString, Tensor.FromString)(
-            wait_for_ready=True
-        )
+        echo = channel.stream_stream(f"/{_SERVICE}/{_METHOD}", Tensor.SerializeToString, Tensor.FromString)
+        stream = echo(wait_for_ready=True)
         try:
             return await _median_trip(stream, _SMALL), await _median_trip(stream, _LARGE)
         finally:

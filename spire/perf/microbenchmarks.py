@@ -151,14 +151,6 @@ def kv_read_cost(config: ModelConfig, bench: Bench) -> Curve:
     )
 
 
-def target_layer_costs(
-    config: ModelConfig, matmul: tuple[tuple[int, float], ...], bandwidth: float, fused: bool, bench: Bench
-) -> tuple[Cost, Cost | None]:
-    """Measure seconds per layer by rows: in verification and, if computed differently, in the target's draft passes."""
-    by_layer = target_layer_cost(config, bench)
-    return (fused_target_layer_cost(config, matmul, bandwidth, bench), by_layer) if fused else (by_layer, None)
-
-
 def target_layer_cost(config: ModelConfig, bench: Bench) -> Cost:
     """Measure seconds per layer by rows of a target forward without matrix products and without reading the cache."""
     layers = min(config.num_hidden_layers, _SKELETON_LAYERS)
@@ -166,17 +158,7 @@ def target_layer_cost(config: ModelConfig, bench: Bench) -> Cost:
     with torch.device("meta"):
         model = Target(small)
     model = _without_layers(model, _rows(_MANY), bench)
-    cache = TargetCache(small, _MANY[0], _MANY[1], bench.dtype, bench.device)
-    slots = [cache.allocate() for _ in range(_MANY[0])]
-    tapped = tuple(range(layers - 1, layers))
-
-    def seconds(batch: int, tokens: int) -> float:
-        tokens_BT = torch.ones(batch, tokens, dtype=torch.int64, device=bench.device)
-        return bench.seconds(
-            lambda: model(tokens_BT, _Unread(cache.view(slots[:batch], tokens, decoding=True), bench), tapped)
-        )
-
-    return _line((_rows(_FEW), seconds(*_FEW)), (_rows(_MANY), seconds(*_MANY)), layers)
+    return _of_forward(model, bench, lambda view: _Unread(view, bench), lambda batch, tokens: 0.0)
 
 
 def fused_target_layer_cost(
@@ -188,19 +170,10 @@ def fused_target_layer_cost(
     layers = min(config.num_hidden_layers, _SKELETON_LAYERS, fitting)
     small = config.model_copy(update={"num_hidden_layers": layers, "vocab_size": _SKELETON_VOCABULARY})
     model = pack(Target(small).to(bench.device, bench.dtype).requires_grad_(False))
-    cache = TargetCache(small, _MANY[0], _MANY[1], bench.dtype, bench.device)
-    slots = [cache.allocate() for _ in range(_MANY[0])]
-    body = replace(Shape.of(small), vocab_size=0)
-    products = Hardware("", 1.0, bandwidth, bench.dtype.itemsize, measured=_only_products(matmul))
-
-    def seconds(batch: int, tokens: int) -> float:
-        tokens_BT = torch.ones(batch, tokens, dtype=torch.int64, device=bench.device)
-        of_all = bench.seconds(
-            lambda: model(tokens_BT, cache.view(slots[:batch], tokens, decoding=True), (layers - 1,))
-        )
-        return max(0.0, of_all - verify_seconds(body, batch, 0, tokens - 1, products))
-
-    return _line((_rows(_FEW), seconds(*_FEW)), (_rows(_MANY), seconds(*_MANY)), layers)
+    body, products = replace(Shape.of(small), vocab_size=0), _only_products(matmul, bandwidth, bench)
+    return _of_forward(
+        model, bench, lambda view: view, lambda batch, tokens: verify_seconds(body, batch, 0, tokens - 1, products)
+    )
 
 
 def draft_costs(config: ModelConfig, draft: DraftConfig, bench: Bench) -> tuple[Cost, Cost]:
@@ -219,10 +192,9 @@ def fused_draft_costs(
 ) -> tuple[Cost, Cost]:
     """Measure `draft_costs` for a draft whose pass is one kernel, less its products' predicted seconds."""
     model = _draft_shell(config, draft, _SKELETON_VOCABULARY).to(bench.device, bench.dtype).requires_grad_(False)
-    costs = DraftShape("spire", Shape.of(model.config))
-    alone = Hardware("", 1.0, bandwidth, bench.dtype.itemsize, measured=_only_products(matmul))
+    shape, alone = DraftShape("spire", Shape.of(model.config)), _only_products(matmul, bandwidth, bench)
     memory = DraftMemory(pack(model), _MANY[0])
-    return _of_layer_and_round(memory, bench, lambda batch: draft_seconds(costs, batch, 0, 1, alone))
+    return _of_layer_and_round(memory, bench, lambda batch: draft_seconds(shape, batch, 0, 1, alone))
 
 
 def draft_sampling_cost(config: ModelConfig, bench: Bench) -> Cost:
@@ -270,12 +242,6 @@ def verify_sampling_cost(vocabulary: int, bench: Bench) -> Cost:
 # --- parts ------------------------------------------------------------------------------------------------------------
 
 
-def _given(features: int, rows: int, bench: Bench) -> Callable[[Tensor], Tensor]:
-    """Return a stand-in for a matrix product that returns a precomputed output."""
-    output_RE = bench.randn(rows, features)
-    return lambda x: output_RE[: x.numel() // x.shape[-1]].view(*x.shape[:-1], -1)
-
-
 class _Unread:
     """A cache view that attends to the new positions only. Stores them unless the attention kernel would do so."""
 
@@ -316,7 +282,8 @@ class _GivenLayer(Layer):
 def _without_layers(model: Model, rows: int, bench: Bench) -> Model:
     """Replace layers and unembedding by stand-ins without weights, so that a model of any size fits in memory."""
     model.layers = nn.ModuleList(_GivenLayer(model.config, rows, bench) for _ in model.layers)
-    replace_head(model, _given(model.config.vocab_size, rows, bench))
+    output_RE = bench.randn(rows, model.config.vocab_size)
+    replace_head(model, lambda x: output_RE[: x.numel() // x.shape[-1]].view(*x.shape[:-1], -1))
     model = model.to(bench.dtype).to_empty(device=bench.device).requires_grad_(False)
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.normal_()
@@ -333,6 +300,24 @@ def threads_of(config: ModelConfig, draft: DraftConfig) -> int:
     """Return the number of threads with which a draft of this size is served."""
     with torch.device("meta"):
         return draft_threads(_draft_shell(config, draft, config.vocab_size)) or torch.get_num_threads()
+
+
+def _of_forward(
+    model: Target, bench: Bench, seen: Callable[[BatchView], BatchView | _Unread], products: Callable[[int, int], float]
+) -> Cost:
+    """Measure a forward over what is `seen` of the cache, less the seconds of `products(batch, tokens)`, by rows."""
+    layers = model.config.num_hidden_layers
+    cache = TargetCache(model.config, _MANY[0], _MANY[1], bench.dtype, bench.device)
+    slots = [cache.allocate() for _ in range(_MANY[0])]
+
+    def seconds(batch: int, tokens: int) -> float:
+        tokens_BT = torch.ones(batch, tokens, dtype=torch.int64, device=bench.device)
+        of_all = bench.seconds(
+            lambda: model(tokens_BT, seen(cache.view(slots[:batch], tokens, decoding=True)), (layers - 1,))
+        )
+        return max(0.0, of_all - products(batch, tokens))
+
+    return _line((_rows(_FEW), seconds(*_FEW)), (_rows(_MANY), seconds(*_MANY)), layers)
 
 
 def _of_layer_and_round(memory: DraftMemory, bench: Bench, products: Callable[[int], float]) -> tuple[Cost, Cost]:
@@ -380,9 +365,11 @@ def _draft(vocabulary: int, batch: int, k: int, logits_BV: Tensor, bench: Bench)
     return draft_tokens(lambda _: logits_BV[:batch].float(), newest_B, newest_B, k, rows, candidates)
 
 
-def _only_products(matmul: tuple[tuple[int, float], ...]) -> Measured:
+def _only_products(matmul: tuple[tuple[int, float], ...], bandwidth: float, bench: Bench) -> Hardware:
+    """Return this device as if nothing but matrix products took time."""
     costs = ModelCosts(matmul, Cost(), Cost())
-    return Measured(target=costs, draft=costs, kv_read=Curve(((1, 0.0),)), draft_round=Cost(), wire=Cost())
+    measured = Measured(target=costs, draft=costs, kv_read=Curve(((1, 0.0),)), draft_round=Cost(), wire=Cost())
+    return Hardware("", 1.0, bandwidth, bench.dtype.itemsize, measured=measured)
 
 
 def _sampling_rows(batch: int, bench: Bench) -> SamplingRows:

@@ -3,10 +3,8 @@
     multiplier = τ / Δt,   Δt = (k · draft pass + verification) / plain step
     cost of a forward = max(FLOPs, bytes read · HOI),   HOI = FLOP/s over bytes/s of the hardware
 
-`paper_multiplier` is this formula, the only one for the paper's `Hardware.of_intensity(600)`. `multiplier` adds all
-known costs: unembedding and wire for the device of a data sheet, `gpu("h100")`, and also sampling and launches for a
-device measured by `spire doctor --calibrate`; nothing is fitted to a whole run. `best_k` determines where to switch
-speculation off. Pure arithmetic: no torch, no files, no clock. Run it with `spire perf-model`.
+`paper_multiplier` is this formula; `multiplier` adds every known cost, of which none is fitted to a whole run. Pure
+arithmetic: no torch, no files, no clock. Run it with `spire perf-model`.
 
 Does not know: prefill, queues, the gateway's own work, and whether weights and caches fit (see `memory_need`).
 """
@@ -95,15 +93,20 @@ def _check(batch: float, context: int, k: int) -> None:
 
 @dataclass(frozen=True)
 class RoundCost:
-    """Seconds of one round of a batch: k draft passes, one verification, and the transfers in between."""
+    """Seconds of one round of a batch: k draft passes, one verification, and the transfers in between.
+
+    With a draft on its own device the batch is one of `lanes` groups that share the sequences in flight.
+    """
 
     draft: float
     verify: float
     wire: float
+    lanes: int = 1
 
     @property
     def seconds(self) -> float:
-        return self.draft + self.verify + self.wire
+        """Seconds between two verifications; with two lanes, one lane is drafted while the other is verified."""
+        return max(self.draft + self.wire, self.verify) if self.lanes == 2 else self.draft + self.verify + self.wire
 
 
 def plain_cost(target: Shape, batch: float, context: int, hardware: Hardware) -> RoundCost:
@@ -252,21 +255,6 @@ def training_units(draft: DraftShape, target: Shape) -> float:
 # --- the draft on a device of its own ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Split:
-    """Seconds of a round of one lane if the draft has its own device. `lanes` groups share the sequences in flight."""
-
-    draft: float
-    verify: float
-    wire: float
-    lanes: int
-
-    @property
-    def seconds(self) -> float:
-        """Seconds between two verifications; with two lanes, one lane is drafted while the other is verified."""
-        return max(self.draft + self.wire, self.verify) if self.lanes == 2 else self.draft + self.wire + self.verify
-
-
 def split_cost(
     target: Shape,
     draft: DraftShape,
@@ -278,14 +266,14 @@ def split_cost(
     draft_hardware: Hardware,
     wire: Wire,
     lanes: int = 2,
-) -> Split:
+) -> RoundCost:
     """Return the cost of a lane's round for `batch` sequences in 1 or 2 lanes. Raises InvalidRequest for MagicDec."""
     if draft.kind == "magicdec":
         raise InvalidRequest("MagicDec drafts with the target's own weights and cache: it has no device of its own")
     if lanes not in (1, 2):
         raise InvalidRequest(f"{lanes} lanes: two devices can be kept busy by 2, and 1 takes turns")
     lane = batch / lanes
-    return Split(
+    return RoundCost(
         draft_seconds(draft, lane, context, k, draft_hardware),
         verify_seconds(target, lane, context, k, hardware),
         wire_seconds(target, draft, lane, k, tau, hardware.bytes_per_value, wire),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from spire.errors import SpireError
 from spire.perf.hardware import Hardware
-from spire.perf.perf_model import BestDepth, critical_context, operational_intensity
+from spire.perf.perf_model import critical_context, operational_intensity
 from spire.perf.shapes import Shape
 
 if TYPE_CHECKING:
@@ -23,6 +23,9 @@ _BELOW, _ABOVE, _NEUTRAL = "#b35806", "#01665e", "#f5f5f5"
 _OFF = "#d9d9d9"
 _NOT_FITTING = "–"
 _LARGEST_BATCH = 2**14
+
+# `k`, `multiplier` and `fits`, as in the map of `spire perf-model --json`.
+MapCell = dict[str, Any]
 
 
 def require() -> None:
@@ -48,16 +51,15 @@ def write_speedup(
 
     None marks a cell that does not fit the device.
     """
-    figure, axes = _grids(len(panels), batches, contexts)
+    figure, axes = _grids(title, list(panels), batches, contexts)
     from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
 
     values = [value for grid in panels.values() for row in grid for value in row if value is not None]
     norm = TwoSlopeNorm(1, vmin=min([0.5, *values]), vmax=max([1.5, *values]))
     colours = LinearSegmentedColormap.from_list("speedup", (_BELOW, _NEUTRAL, _ABOVE))
-    for axis, (name, grid) in zip(axes, panels.items(), strict=True):
+    for axis, grid in zip(axes, panels.values(), strict=True):
         numbers = [[math.nan if value is None else value for value in row] for row in grid]
         image = axis.imshow(numbers, norm=norm, cmap=colours, aspect="auto")
-        axis.set_title(name, fontsize=11)
         for row, values_of_row in enumerate(grid):
             for column, value in enumerate(values_of_row):
                 if value is None:
@@ -67,47 +69,40 @@ def write_speedup(
                 _write(axis, column, row, f"{value:.2f}", "white" if dark else "black")
     bar = figure.colorbar(image, ax=axes, pad=0.015, aspect=28)
     bar.set_label("throughput over plain decoding")
-    figure.suptitle(title, fontsize=12)
     figure.savefig(file, dpi=150)
 
 
 def write_map(
-    file: Path,
-    title: str,
-    panels: dict[str, list[list[BestDepth | None]]],
-    batches: Sequence[int],
-    contexts: Sequence[int],
+    file: Path, title: str, panels: dict[str, list[list[MapCell]]], batches: Sequence[int], contexts: Sequence[int]
 ) -> None:
-    """Plot the best depth k and its multiplier by batch and context; hatched grey where speculation is off.
+    """Plot the best depth `k` and its `multiplier` by batch and context; hatched grey where speculation is off.
 
-    None marks a cell that does not fit the device.
+    `k` is 0 there. A cell that does not fit the device has a false `fits`.
     """
-    figure, axes = _grids(len(panels), batches, contexts)
+    figure, axes = _grids(title, list(panels), batches, contexts)
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import BoundaryNorm, ListedColormap
     from matplotlib.patches import Rectangle
 
-    deepest = max([2, *(choice.k for grid in panels.values() for row in grid for choice in row if choice)])
+    fitting = [cell for grid in panels.values() for row in grid for cell in row if cell["fits"] is not False]
+    deepest = max([2, *(cell["k"] for cell in fitting)])
     shades = [_shade((k - 1) / (deepest - 1)) for k in range(1, deepest + 1)]
-    for axis, (name, grid) in zip(axes, panels.items(), strict=True):
-        axis.set_title(name, fontsize=11)
+    for axis, grid in zip(axes, panels.values(), strict=True):
         axis.set_xlim(-0.5, len(contexts) - 0.5)
         axis.set_ylim(len(batches) - 0.5, -0.5)
-        for row, choices in enumerate(grid):
-            for column, choice in enumerate(choices):
-                if choice is None:
+        for row, cells in enumerate(grid):
+            for column, cell in enumerate(cells):
+                if cell["fits"] is False:
                     _write(axis, column, row, _NOT_FITTING, "black")
                     continue
-                look: dict[str, Any] = {"facecolor": _OFF, "hatch": "////", "edgecolor": "white"}
-                if not choice.off:
-                    look = {"facecolor": shades[choice.k - 1], "edgecolor": "white"}
-                axis.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, linewidth=0.5, **look))
-                text = "off" if choice.off else f"k={choice.k}\n{choice.multiplier:.2f}"
-                _write(axis, column, row, text, "white" if not choice.off and choice.k > deepest / 2 else "black")
+                k = cell["k"]
+                look: dict[str, Any] = {"facecolor": shades[k - 1]} if k else {"facecolor": _OFF, "hatch": "////"}
+                axis.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, linewidth=0.5, edgecolor="white", **look))
+                text = f"k={k}\n{cell['multiplier']:.2f}" if k else "off"
+                _write(axis, column, row, text, "white" if k > deepest / 2 else "black")
     shown = ScalarMappable(BoundaryNorm([k + 0.5 for k in range(deepest + 1)], deepest), ListedColormap(shades))
     bar = figure.colorbar(shown, ax=axes, pad=0.015, aspect=28, ticks=range(1, deepest + 1))
     bar.set_label("best speculation depth k")
-    figure.suptitle(title, fontsize=12)
     figure.savefig(file, dpi=150)
 
 
@@ -165,22 +160,24 @@ def _figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _grids(panels: int, batches: Sequence[int], contexts: Sequence[int]) -> tuple[Figure, list[Axes]]:
-    """Return a figure with `panels` axes, at most three in a row."""
-    columns = min(panels, 3)
-    rows = -(-panels // columns)
+def _grids(title: str, names: list[str], batches: Sequence[int], contexts: Sequence[int]) -> tuple[Figure, list[Axes]]:
+    """Return a figure with axes of these names, at most three in a row."""
+    columns = min(len(names), 3)
+    rows = -(-len(names) // columns)
     figure = _figure(1.8 + 0.58 * len(contexts) * columns, 0.5 + (1.0 + 0.42 * len(batches)) * rows)
+    figure.suptitle(title, fontsize=12)
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for axis in axes[panels:]:
+    for axis in axes[len(names) :]:
         axis.remove()
-    for axis in axes[:panels]:
+    for axis, name in zip(axes, names, strict=False):
+        axis.set_title(name, fontsize=11)
         axis.set_xticks(range(len(contexts)), [short(context) for context in contexts])
         axis.set_yticks(range(len(batches)), [short(batch) for batch in batches])
         axis.set_xlabel("context L")
         axis.set_ylabel("batch size B")
         axis.tick_params(length=0)
         axis.spines[:].set_visible(False)
-    return figure, axes[:panels]
+    return figure, axes[: len(names)]
 
 
 def _write(axis: Axes, column: int, row: int, text: str, colour: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from spire.model.config import ModelConfig
+from spire.model.config import DraftConfig, ModelConfig
 
 DraftKind = Literal["vanilla", "magicdec", "spire"]
 
@@ -87,37 +87,36 @@ def quarter_of(layers: int) -> int:
     return max(1, round(layers / 4))
 
 
-def trained_draft(
-    kind: DraftKind, target: Shape, window: int | None = SERVED_WINDOW, sink: int = SERVED_SINK
-) -> DraftShape:
+def trained_draft(kind: DraftKind, target: Shape, window: int | None = SERVED_WINDOW) -> DraftShape:
     """Return the draft that `spire train draft` makes: a quarter of the layers, or half of every size for vanilla.
 
     A MagicDec draft is the target itself.
     """
     if kind == "vanilla":
-        return DraftShape(kind, _halved(target))
+        halved = replace(
+            target,
+            layers=max(1, target.layers // 2),
+            hidden_size=target.hidden_size // 2,
+            intermediate_size=target.intermediate_size // 2,
+            head_dim=target.head_dim // 2,
+        )
+        return DraftShape(kind, halved)
     layers = target.layers if kind == "magicdec" else quarter_of(target.layers)
-    return DraftShape(kind, replace(target, layers=layers), window, sink)
+    return DraftShape(kind, replace(target, layers=layers), window)
 
 
-def paper_draft(
-    kind: DraftKind, target: Shape, window: int | None = SERVED_WINDOW, sink: int = SERVED_SINK
-) -> DraftShape:
+def trained_config(target: ModelConfig, fingerprint: str = "") -> DraftConfig:
+    """Return the configuration of the SPIRe draft of `trained_draft` for a target with this fingerprint."""
+    rule, layers = trained_draft("spire", Shape.of(target)), target.num_hidden_layers
+    tapped = tuple(range(layers - rule.shape.layers, layers))
+    return DraftConfig(target_fingerprint=fingerprint, tapped_layers=tapped, window=SERVED_WINDOW, sink=SERVED_SINK)
+
+
+def paper_draft(kind: DraftKind, target: Shape, window: int | None = SERVED_WINDOW) -> DraftShape:
     """Return the paper's draft: that of `trained_draft`, but Llama-3-8B as the vanilla draft of Llama-3-70B."""
     if kind == "vanilla" and target == LLAMA_3_70B:
         return DraftShape(kind, LLAMA_3_8B)
-    return trained_draft(kind, target, window, sink)
-
-
-def _halved(target: Shape) -> Shape:
-    """Return a shape with half the layers and half of every width: an eighth of the parameters."""
-    return replace(
-        target,
-        layers=max(1, target.layers // 2),
-        hidden_size=target.hidden_size // 2,
-        intermediate_size=target.intermediate_size // 2,
-        head_dim=target.head_dim // 2,
-    )
+    return trained_draft(kind, target, window)
 
 
 SEQAX_67M = Shape(layers=8, hidden_size=512, intermediate_size=4096, heads=8, kv_heads=8, head_dim=128)

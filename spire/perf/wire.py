@@ -1,15 +1,12 @@
 """Costs of the messages of a round between verifier, draft and gateway, by carrier.
 
-There are three carriers: `cuda_ipc` on one GPU (activations stay in GPU memory), `shared_memory` on one host, `grpc`
-between hosts. A draft on the target's device is reached by `Hardware.carrier`; MagicDec drafts in the verifier. Pure
-arithmetic: no torch, no files, no clock.
-
-Does not know: a copy between GPU and host.
+A draft on the target's device is reached by `Hardware.carrier`; MagicDec drafts in the verifier. Pure arithmetic: no
+torch, no files, no clock. Does not know: a copy between GPU and host.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from spire.errors import InvalidRequest
 from spire.perf.hardware import Carrier, Cost, Hardware
@@ -36,11 +33,6 @@ class Wire:
     round_trip: float
     activations: float
     guesses: float
-
-    def with_stream(self, round_trip: float | None, byte: float | None) -> Wire:
-        """Replace the seconds of a round trip and of a byte where the arguments are not None."""
-        wire = self if round_trip is None else replace(self, round_trip=round_trip)
-        return wire if byte is None else replace(wire, activations=byte, guesses=byte)
 
 
 def wire_of(carrier: Carrier, hardware: Hardware) -> Wire:

@@ -191,9 +191,8 @@ class OverwritingRing(_Opened):
             position = _next_place(self._head, length, self.size)
             # Published before the first byte is written, so that a reader of the old data cannot miss the change.
             self._head = self._header[_WRITTEN] = position + length
-        return _tensor_at(self._bytes, position % self.size, shape, dtype), pb.RingSlice(
-            position=position, length=length
-        )
+        there = _tensor_at(self._bytes, position % self.size, shape, dtype)
+        return there, pb.RingSlice(position=position, length=length)
 
 
 class OverwritingRingReader(_Made):

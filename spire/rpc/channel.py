@@ -36,31 +36,28 @@ THIS_PROCESS = secrets.token_hex(16)
 # A vanished peer is noticed within the sum of the two, which must be below 5 s. The time to answer a ping is the longer
 # part: on a busy machine a live peer may be slow to answer, and a missed ping loses every stream.
 _PING_AFTER_MS, _PING_ANSWERED_MS = 1000, 3000
-_KEEPALIVE = [
+_OPTIONS = [
     ("grpc.keepalive_time_ms", _PING_AFTER_MS),
     ("grpc.keepalive_timeout_ms", _PING_ANSWERED_MS),
+    ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.ping_timeout_ms", _PING_ANSWERED_MS),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
 ]
 
 _CLIENT_OPTIONS = [
-    *_KEEPALIVE,
+    *_OPTIONS,
     # Services connect directly, whatever proxy the environment sets.
     ("grpc.enable_http_proxy", 0),
-    ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 250),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
 ]
 
 _SERVER_OPTIONS = [
-    *_KEEPALIVE,
+    *_OPTIONS,
     ("grpc.http2.min_ping_interval_without_data_ms", _PING_AFTER_MS // 2),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),
 ]
 
@@ -72,7 +69,7 @@ def connect(address: str, trust: Trust = ANYBODY, caller: str = THIS_PROCESS) ->
     else:
         channel = grpc.aio.secure_channel(address, trust.tls.of_channel(), options=_CLIENT_OPTIONS)
     secret = [(SECRET_METADATA_KEY, trust.secret.text)] if trust.secret else []
-    return _Introduced(channel, [(CALLER_METADATA_KEY, caller), *secret])
+    return _introduced(channel, [(CALLER_METADATA_KEY, caller), *secret])
 
 
 def new_server(trust: Trust = ANYBODY) -> grpc.aio.Server:
@@ -110,47 +107,19 @@ def _check_free(path: Path) -> None:
             raise SpireError(f"cannot listen on unix:{path}: another service listens there. Choose another --host")
 
 
-class _Introduced(grpc.aio.Channel):
-    """A channel that adds the same metadata to every call.
+def _introduced(channel: grpc.aio.Channel, own: list[tuple[str, str]]) -> grpc.aio.Channel:
+    """Add the metadata `own` to every call of a channel, and return the channel.
 
     A gRPC interceptor would add a queue and a task to each message of a stream.
     """
 
-    def __init__(self, channel: grpc.aio.Channel, metadata: list[tuple[str, str]]):
-        self._channel, self._metadata = channel, metadata
+    def introducing(method: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*args: Any, **options: Any) -> Callable[..., Any]:
+            call = method(*args, **options)
+            return lambda *request, metadata=None, **rest: call(*request, metadata=(*own, *(metadata or ())), **rest)
 
-    def _introduced(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def introduced(*request: Any, metadata: Any = None, **options: Any) -> Any:
-            return call(*request, metadata=(*self._metadata, *(metadata or ())), **options)
+        return made
 
-        return introduced
-
-    def unary_unary(self, *args: Any, **options: Any) -> Any:
-        return self._introduced(self._channel.unary_unary(*args, **options))
-
-    def unary_stream(self, *args: Any, **options: Any) -> Any:
-        return self._introduced(self._channel.unary_stream(*args, **options))
-
-    def stream_unary(self, *args: Any, **options: Any) -> Any:
-        return self._introduced(self._channel.stream_unary(*args, **options))
-
-    def stream_stream(self, *args: Any, **options: Any) -> Any:
-        return self._introduced(self._channel.stream_stream(*args, **options))
-
-    async def __aenter__(self) -> _Introduced:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def close(self, grace: float | None = None) -> None:
-        await self._channel.close(grace)
-
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        return self._channel.get_state(try_to_connect)
-
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        await self._channel.wait_for_state_change(last_observed_state)
-
-    async def channel_ready(self) -> None:
-        await self._channel.channel_ready()
+    for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
+        setattr(channel, kind, introducing(getattr(channel, kind)))
+    return channel

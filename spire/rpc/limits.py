@@ -24,7 +24,6 @@ MAX_NAMED = 4096
 # Drafts that may follow a verifier at once. The verifier keeps activations of every slot for each draft.
 MAX_FOLLOWERS = 16
 
-
 # Sink plus window of a draft that taps layers: positions per sequence whose activations the verifier keeps.
 MAX_TAPPED_POSITIONS = 1024
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,16 +64,13 @@ def make_secret(file: Path) -> None:
         made.write(secrets.token_hex(32))
 
 
-Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
-
-
 class SecretRequired(grpc.aio.ServerInterceptor):
     """Refuse calls without the secret, except health checks."""
 
     def __init__(self, secret: Secret):
         self._secret = secret
 
-    async def intercept_service(self, continuation: Continuation, call: grpc.HandlerCallDetails) -> Any:
+    async def intercept_service(self, continuation: Callable[..., Any], call: grpc.HandlerCallDetails) -> Any:
         metadata = dict(call.invocation_metadata or ())
         if call.method.startswith(_OPEN_TO_ALL) or self._secret.is_in(metadata):
             return await continuation(call)

@@ -13,11 +13,7 @@ from torch import Tensor
 from spire.errors import InvalidRequest
 from spire.v1 import tensor_pb2 as pb
 
-_TO_WIRE = {
-    torch.float32: pb.DTYPE_FLOAT32,
-    torch.bfloat16: pb.DTYPE_BFLOAT16,
-    torch.int32: pb.DTYPE_INT32,
-}
+_TO_WIRE = {torch.float32: pb.DTYPE_FLOAT32, torch.bfloat16: pb.DTYPE_BFLOAT16, torch.int32: pb.DTYPE_INT32}
 _FROM_WIRE = {wire: dtype for dtype, wire in _TO_WIRE.items()}
 # Up to this many bytes, one thread has finished copying before another is woken to help.
 _COPIED_ALONE = 512 * 1024

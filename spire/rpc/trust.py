@@ -44,8 +44,10 @@ class Trust:
 
     def warn(self, host: str) -> None:
         """Log a warning if others could read the traffic or call a service that listens on `host`."""
-        if self.tls or (self.secret and _stays_here(host)) or _is_private(host):
+        if self.tls or (self.secret and _stays_here(host)):
             return
+        if is_unix(host) and not _directory(host).stat().st_mode & 0o077:
+            return  # a socket in a directory that no other user may enter
         if self.secret:
             log.warning("secret and prompts can be read on the network: start with --tls, too", host=host)
         else:
@@ -57,11 +59,6 @@ class Trust:
 def _stays_here(host: str) -> bool:
     """True if only this machine can reach a listener on `host`."""
     return is_unix(host) or is_loopback(host)
-
-
-def _is_private(host: str) -> bool:
-    """True if only one user can reach `host`: a socket in a directory that no other user may enter."""
-    return is_unix(host) and not _directory(host).stat().st_mode & 0o077
 
 
 def _directory(unix_host: str) -> Path:

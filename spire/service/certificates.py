@@ -14,12 +14,7 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    NoEncryption,
-    PrivateFormat,
-    load_pem_private_key,
-)
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from spire.address import bare
@@ -41,50 +36,47 @@ def make_certificates(directory: Path, hosts: Sequence[str] = (), days: float = 
     Each certificate is valid for the service's name, loopback and `hosts`. Raises DataError for an unusable file.
     """
     try:
-        authority = _Authority.open(directory)
+        ca_key, ca = _authority(directory)
+        issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key())
+        usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
         for name in SERVICES:
-            authority.issue(name, directory / name, (name, *_ON_THIS_MACHINE, *hosts), days)
+            key = ec.generate_private_key(ec.SECP256R1())
+            names = [_general_name(host) for host in (name, *_ON_THIS_MACHINE, *hosts)]
+            certificate = (
+                _unsigned(name, ca.subject, key, days)
+                .add_extension(x509.SubjectAlternativeName(names), critical=False)
+                .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+                .add_extension(usage, critical=False)
+                .add_extension(issuer, critical=False)
+                .sign(ca_key, SHA256())
+            )
+            _write_key(directory / name / KEY, key)
+            _write(directory / name / CERTIFICATE, certificate.public_bytes(Encoding.PEM))
+            _write(directory / name / AUTHORITY, ca.public_bytes(Encoding.PEM))
     except (OSError, ValueError) as error:
         raise DataError(f"{directory}: certificates cannot be made: {error}") from error
 
 
-class _Authority:
-    def __init__(self, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate):
-        self.key, self.certificate = key, certificate
-
-    @classmethod
-    def open(cls, directory: Path) -> _Authority:
-        key_file, file = directory / _AUTHORITY_KEY, directory / AUTHORITY
-        if not key_file.exists():
-            _new_authority(key_file, file)
-        key = load_pem_private_key(key_file.read_bytes(), None)
-        if not isinstance(key, ec.EllipticCurvePrivateKey):
-            raise ValueError(f"{key_file} is no key that was made here")
-        return cls(key, x509.load_pem_x509_certificate(file.read_bytes()))
-
-    def issue(self, name: str, directory: Path, hosts: Sequence[str], days: float) -> None:
-        key = ec.generate_private_key(ec.SECP256R1())
-        usage = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
-        certificate = (
-            _unsigned(name, self.certificate.subject, key, days)
-            .add_extension(x509.SubjectAlternativeName([_general_name(host) for host in hosts]), critical=False)
-            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(usage, critical=False)
-            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key()), critical=False)
-            .sign(self.key, SHA256())
-        )
-        _write_key(directory / KEY, key)
-        _write(directory / CERTIFICATE, certificate.public_bytes(Encoding.PEM))
-        _write(directory / AUTHORITY, self.certificate.public_bytes(Encoding.PEM))
+def _authority(directory: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    """Return key and certificate of the CA, which is created if absent."""
+    key_file, file = directory / _AUTHORITY_KEY, directory / AUTHORITY
+    if not key_file.exists():
+        _new_authority(key_file, file)
+    key = load_pem_private_key(key_file.read_bytes(), None)
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ValueError(f"{key_file} is no key that was made here")
+    return key, x509.load_pem_x509_certificate(file.read_bytes())
 
 
 def _new_authority(key_file: Path, file: Path) -> None:
     key = ec.generate_private_key(ec.SECP256R1())
     name = "Spire's own CA"
+    others = ("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
+    never = dict.fromkeys((*others, "encipher_only", "decipher_only"), False)
     certificate = (
         _unsigned(name, _called(name), key, _AUTHORITY_DAYS)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_signs_certificates(), critical=True)
+        .add_extension(x509.KeyUsage(key_cert_sign=True, crl_sign=True, **never), critical=True)
         .sign(key, SHA256())
     )
     _write(file, certificate.public_bytes(Encoding.PEM))
@@ -107,12 +99,6 @@ def _unsigned(name: str, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, day
 
 def _called(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-
-
-def _signs_certificates() -> x509.KeyUsage:
-    others = ("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
-    never = dict.fromkeys((*others, "encipher_only", "decipher_only"), False)
-    return x509.KeyUsage(key_cert_sign=True, crl_sign=True, **never)
 
 
 def _general_name(host: str) -> x509.GeneralName:

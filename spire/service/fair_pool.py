@@ -11,17 +11,12 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class _Job:
-    work: Callable[[], Any]
-    done: Future[Any]
+# What to call, and the future of its result.
+_Job = tuple[Callable[[], Any], Future[Any]]
 
 
 class FairPool:
@@ -41,21 +36,24 @@ class FairPool:
         return await asyncio.wrap_future(self.submit(asker, function, *args))
 
     def submit(self, asker: str, function: Callable[..., Result], *args: Any) -> Future[Result]:
-        job = _Job(partial(function, *args), Future())
+        done: Future[Result] = Future()
         with self._changed:
-            self._queues.setdefault(asker, deque()).append(job)
+            self._queues.setdefault(asker, deque()).append((partial(function, *args), done))
             self._changed.notify()
             if not self._threads[0].ident:
                 for thread in self._threads:
                     thread.start()
-        return job.done
+        return done
 
     def _serve(self) -> None:
         while True:
-            asker, job = self._next()
-            if job.done.set_running_or_notify_cancel():
-                _do(job)
-            del job
+            asker, (work, done) = self._next()
+            if done.set_running_or_notify_cancel():
+                try:
+                    done.set_result(work())
+                except BaseException as error:  # panics of libraries are no Exception
+                    done.set_exception(error)
+            del work, done
             with self._changed:
                 self._served.discard(asker)
                 self._changed.notify()
@@ -71,12 +69,3 @@ class FairPool:
                 self._queues[asker] = queue
             self._served.add(asker)
             return asker, job
-
-
-def _do(job: _Job) -> None:
-    try:
-        result = job.work()
-    except BaseException as error:  # panics of libraries are no Exception
-        job.done.set_exception(error)
-    else:
-        job.done.set_result(result)

@@ -4,7 +4,7 @@
     python -m spire.service.health 127.0.0.1:50051 --tls DIR
 
 This is the health check of containers: the images hold no curl, and Kubernetes' own probes cannot check gRPC over TLS.
-HOST:PORT is checked by gRPC's health protocol. Imports no torch, to start fast.
+HOST:PORT is checked by gRPC's health protocol, with which `keep_reporting` answers. Imports no torch, to start fast.
 """
 
 from __future__ import annotations
@@ -12,11 +12,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.error import URLError
 from urllib.request import ProxyHandler, build_opener
 
 from spire.errors import SpireError
+
+if TYPE_CHECKING:
+    from grpc_health.v1 import health
 
 
 def main() -> None:
@@ -67,6 +72,16 @@ async def _of_grpc(address: str, directory: Path | None, timeout: float) -> str:
             return f"{error.code().name}: {in_words(error.details(), tls)}"
     serves = answer.status == health_pb2.HealthCheckResponse.SERVING
     return "" if serves else f"answers {health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)}"
+
+
+async def keep_reporting(healthy: health.aio.HealthServicer, well: Callable[[], bool]) -> None:
+    """Report health every second: a process with a stuck model still answers pings, but must be restarted."""
+    from grpc_health.v1 import health_pb2
+
+    status = health_pb2.HealthCheckResponse
+    while True:
+        await healthy.set("", status.SERVING if well() else status.NOT_SERVING)
+        await asyncio.sleep(1)
 
 
 if __name__ == "__main__":

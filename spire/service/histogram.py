@@ -6,6 +6,7 @@ Observing is much cheaper than with prometheus_client's Histogram, which matters
 from __future__ import annotations
 
 from bisect import bisect_left
+from itertools import accumulate
 
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -22,11 +23,6 @@ class Histogram:
         self.sum += value * times
 
     def family(self, name: str, help_text: str) -> Metric:
-        return HistogramMetricFamily(name, help_text, buckets=self._buckets(), sum_value=self.sum)
-
-    def _buckets(self) -> list[tuple[str, float]]:
-        total, rows = 0, []
-        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
-            total += count
-            rows.append((bound, float(total)))
-        return rows
+        bounds = (*map(str, self.bounds), "+Inf")
+        buckets = list(zip(bounds, map(float, accumulate(self.counts)), strict=True))
+        return HistogramMetricFamily(name, help_text, buckets=buckets, sum_value=self.sum)

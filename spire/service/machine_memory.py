@@ -11,12 +11,7 @@ _MEMINFO = Path("/proc/meminfo")
 # Files below `_CGROUPS` of limit, usage and statistics, and the statistic of reclaimable memory, for cgroup v2 and v1.
 _HIERARCHIES = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-    (
-        "memory/memory.limit_in_bytes",
-        "memory/memory.usage_in_bytes",
-        "memory/memory.stat",
-        "total_inactive_file",
-    ),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
 )
 
 

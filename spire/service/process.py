@@ -14,10 +14,10 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 # Services share the cores, so a waiting OpenMP thread must soon sleep; but to sleep between the parts of a step costs
 # more time than the parts themselves. This spin count bridges them; longer and shorter spins are slower. OpenMP reads
@@ -27,7 +27,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 import structlog
 from pydantic import Field, ValidationError
-from pydantic_settings import BaseSettings, CliApp, PydanticBaseSettingsSource, SettingsError
+from pydantic_settings import BaseSettings, CliApp, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 from pydantic_settings import PyprojectTomlConfigSettingsSource as TomlTable
 from structlog.typing import ExcInfo, Processor
 
@@ -40,6 +40,8 @@ from spire.service.repeats import Repeats
 
 class ServiceConfig(BaseSettings):
     """Options of a service: command line, then environment, then its table of the options file, then defaults."""
+
+    model_config = SettingsConfigDict(frozen=True, cli_kebab_case=True)
 
     @classmethod
     def settings_customise_sources(
@@ -88,7 +90,7 @@ Loaded = TypeVar("Loaded")
 _CANNOT_START = 2
 
 
-def run(name: str, config: type[Config], serve: Callable[[Config], Awaitable[None]]) -> None:
+def run(name: str, config: type[Config], serve: Callable[[Config], Coroutine[Any, Any, None]]) -> None:
     """Read the options and serve until `serve` returns. On an error print one line to stderr and exit with code 2."""
     faulthandler.register(signal.SIGUSR1)
     os.umask(0o077)  # files and sockets of a service are for its own user only
@@ -96,11 +98,14 @@ def run(name: str, config: type[Config], serve: Callable[[Config], Awaitable[Non
         options = CliApp.run(config, cli_args=[_long_option(argument) for argument in sys.argv[1:]])
         _log_as_json(options.log_level)
         with contextlib.suppress(KeyboardInterrupt):
-            asyncio.run(_finish(serve(options)))
+            asyncio.run(serve(options))
+        return
     except (SpireError, SettingsError) as error:
-        _fail(name, str(error))
+        complaint = str(error)
     except ValidationError as error:
-        _fail(name, "; ".join(_complaint(config, ".".join(map(str, e["loc"])), e["msg"]) for e in error.errors()))
+        complaint = "; ".join(_complaint(config, ".".join(map(str, e["loc"])), e["msg"]) for e in error.errors())
+    print(f"{name}: {complaint}", file=sys.stderr)
+    sys.exit(_CANNOT_START)
 
 
 def _complaint(config: type[ServiceConfig], option: str, message: str) -> str:
@@ -108,18 +113,9 @@ def _complaint(config: type[ServiceConfig], option: str, message: str) -> str:
     return explain_link(variable) or f"--{option.replace('_', '-')}: {message}"
 
 
-async def _finish(serving: Awaitable[None]) -> None:
-    await serving
-
-
 def _long_option(argument: str) -> str:
     """Turn `--k` into `-k`, because the settings library gives names of one letter a single dash."""
     return argument[1:] if len(argument.split("=")[0]) == 3 and argument.startswith("--") else argument
-
-
-def _fail(name: str, message: str) -> None:
-    print(f"{name}: {message}", file=sys.stderr)
-    sys.exit(_CANNOT_START)
 
 
 def on_passing_thread(load: Callable[[], Loaded]) -> Loaded:

@@ -41,15 +41,11 @@ class Repeats:
             left_out = 0
             if known is None or now - known.since >= SECONDS:
                 left_out = max(0, known.count - MOST) if known else 0
-                known = self._new(kind, now)
+                if len(self._kinds) >= _MOST_KINDS:
+                    self._kinds.clear()
+                known = self._kinds[kind] = _Kind(now)
             known.count += 1
             return left_out if known.count <= MOST else None
-
-    def _new(self, kind: Hashable, now: float) -> _Kind:
-        if len(self._kinds) >= _MOST_KINDS:
-            self._kinds.clear()
-        self._kinds[kind] = made = _Kind(now)
-        return made
 
     def processor(self, _: WrappedLogger, level: str, event: EventDict) -> EventDict:
         """Processor for structlog. The kind of a line is its level, event and peer."""

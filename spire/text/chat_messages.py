@@ -30,23 +30,20 @@ def plain_message(message: dict[str, Any], where: str) -> dict[str, Any]:
 
     `message` must have a role and content. Raises TemplateRefusal naming the field, prefixed by `where`.
     """
-    _check_role(message["role"], f"{where}.role")
+    role = message["role"]
+    if not isinstance(role, str):
+        raise TemplateRefusal(f"{where}.role is {kind_of(role)}: it must be a string", param=f"{where}.role")
+    if role not in ROLES:
+        said = f"role {role[:_LONGEST_SHOWN]!r} is not supported (no tools are); these are: {', '.join(ROLES)}"
+        raise TemplateRefusal(said, param=f"{where}.role")
     content = _text_of(message["content"], f"{where}.content")
     for name, neutral in UNSUPPORTED.items():
-        if (value := message.get(name)) is not None and not any(_same(value, one) for one in neutral):
-            raise _unsupported(f"{where}.{name}", f"{where}.{name} is not supported")
+        value = message.get(name)
+        if value is not None and not any(type(value) is type(one) and value == one for one in neutral):
+            raise TemplateRefusal(f"{where}.{name} is not supported", "unsupported_parameter", f"{where}.{name}")
     left_out = UNSUPPORTED.keys() | IGNORED
     kept = {name: value for name, value in message.items() if value is not None and name not in left_out}
     return kept | {"content": content}
-
-
-def _check_role(role: Any, where: str) -> None:
-    if not isinstance(role, str):
-        raise TemplateRefusal(f"{where} is {kind_of(role)}: it must be a string", param=where)
-    if role not in ROLES:
-        known = ", ".join(ROLES)
-        message = f"role {role[:_LONGEST_SHOWN]!r} is not supported (no tools are); these are: {known}"
-        raise TemplateRefusal(message, param=where)
 
 
 def _text_of(content: Any, where: str) -> str:
@@ -61,15 +58,8 @@ def _text_of(content: Any, where: str) -> str:
 def _text_part(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else kind_of(part)
     if kind != "text":
-        raise _unsupported(where, f"{where} is {str(kind)[:_LONGEST_SHOWN]}: only text is supported")
+        message = f"{where} is {str(kind)[:_LONGEST_SHOWN]}: only text is supported"
+        raise TemplateRefusal(message, "unsupported_parameter", where)
     if not isinstance(text := part.get("text"), str):
         raise TemplateRefusal(f"{where}.text is {kind_of(text)}: it must be a string", param=f"{where}.text")
     return text
-
-
-def _same(value: Any, other: Any) -> bool:
-    return type(value) is type(other) and bool(value == other)
-
-
-def _unsupported(param: str, message: str) -> TemplateRefusal:
-    return TemplateRefusal(message, "unsupported_parameter", param)

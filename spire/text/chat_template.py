@@ -68,7 +68,12 @@ class ChatTemplate:
         mark = f"[{secrets.token_hex(16)}] "
         text = messages[-1]["content"]
         given["messages"] = [*messages[:-1], messages[-1] | {"content": text + mark}]
-        return _up_to_mark(self._written(given, most_characters + len(mark)), mark, text)
+        written = self._written(given, most_characters + len(mark))
+        at = written.rfind(mark.strip())
+        if at < 0 or text.strip() not in written:
+            message = "continue_final_message: the model's chat template leaves parts of the last message out"
+            raise TemplateRefusal(message, param="continue_final_message")
+        return written[:at] if written.startswith(mark, at) else written[:at].rstrip()
 
     def _written(self, given: dict[str, Any], most_characters: int) -> str:
         pieces: list[str] = []
@@ -87,15 +92,6 @@ class ChatTemplate:
             message = f"the messages make a prompt of more than {most_characters} characters: no context holds it"
             raise TemplateRefusal(message, "context_length_exceeded")
         return "".join(pieces)
-
-
-def _up_to_mark(written: str, mark: str, text: str) -> str:
-    """Return the prompt up to the mark at the end of the last message. Raises TemplateRefusal if text is missing."""
-    at = written.rfind(mark.strip())
-    if at < 0 or text.strip() not in written:
-        message = "continue_final_message: the model's chat template leaves parts of the last message out"
-        raise TemplateRefusal(message, param="continue_final_message")
-    return written[:at] if written.startswith(mark, at) else written[:at].rstrip()
 
 
 class _Generation(Extension):

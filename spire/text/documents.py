@@ -26,8 +26,7 @@ from spire.text.text_files import TextFile, Told, reading, text_files
 _MOST_CHARACTERS = 1 << 28
 # First bytes of files that are not UTF-8 text, and advice for each.
 _BEGINNINGS = {
-    b"\xff\xfe": "UTF-16: convert it to UTF-8 (iconv -f UTF-16 -t UTF-8)",
-    b"\xfe\xff": "UTF-16: convert it to UTF-8 (iconv -f UTF-16 -t UTF-8)",
+    **dict.fromkeys((b"\xff\xfe", b"\xfe\xff"), "UTF-16: convert it to UTF-8 (iconv -f UTF-16 -t UTF-8)"),
     b"\x1f\x8b": "compressed by gzip: give it a name that ends in .gz",
     b"\xfd7zXZ\x00": "compressed by xz: give it a name that ends in .xz",
     b"BZh": "compressed by bzip2: give it a name that ends in .bz2",
@@ -52,8 +51,7 @@ class Chats:
     @cached_property
     def template(self) -> ChatTemplate:
         """The chat template of the model. Raises CheckpointError if the template cannot be read."""
-        found = read_chat_template(self.model)
-        return ChatTemplate(found.template, found.special_tokens)
+        return ChatTemplate(*read_chat_template(self.model))
 
     @property
     def key(self) -> str:
@@ -63,10 +61,7 @@ class Chats:
     def text(self, messages: list[dict[str, Any]]) -> str:
         if not self.template.source:
             raise _Unusable(f"'messages' need a chat template, and {self.model} has none")
-        try:
-            return self.template.render(messages, _MOST_CHARACTERS, add_generation_prompt=False)
-        except TemplateRefusal as error:
-            raise _Unusable(" ".join(str(error).split())) from error
+        return self.template.render(messages, _MOST_CHARACTERS, add_generation_prompt=False)
 
 
 def read_documents(files: list[Path], chats: Chats, told: Told = lambda _: None) -> Iterator[str]:
@@ -77,7 +72,7 @@ def read_documents(files: list[Path], chats: Chats, told: Told = lambda _: None)
     empty = True
     for file in text_files(files, told):
         with reading(file.name):
-            for text in _lines(file, chats) if file.json_lines else _whole(file):
+            for text in _texts(file, chats):
                 if text and not text.isspace():
                     empty = False
                     yield text
@@ -85,13 +80,12 @@ def read_documents(files: list[Path], chats: Chats, told: Told = lambda _: None)
         raise DataError(f"no text found in {', '.join(map(str, files))}")
 
 
-def _whole(file: TextFile) -> Iterator[str]:
-    raw = file.stream.read()
-    _refuse_other_files(file.name, raw[:_HEAD])
-    yield decoded(raw, file.name)
-
-
-def _lines(file: TextFile, chats: Chats) -> Iterator[str]:
+def _texts(file: TextFile, chats: Chats) -> Iterator[str]:
+    if not file.json_lines:
+        raw = file.stream.read()
+        _refuse_other_files(file.name, raw[:_HEAD])
+        yield decoded(raw, file.name)
+        return
     for number, line in enumerate(file.stream, 1):
         if number == 1:
             _refuse_other_files(file.name, line[:_HEAD])
@@ -99,8 +93,8 @@ def _lines(file: TextFile, chats: Chats) -> Iterator[str]:
             continue
         try:
             yield _text_of(decoded(line.rstrip(b"\r\n"), file.name, number), chats)
-        except _Unusable as error:
-            raise DataError(f"{file.name}, line {number}: {error}") from error
+        except (_Unusable, TemplateRefusal) as error:
+            raise DataError(f"{file.name}, line {number}: {' '.join(str(error).split())}") from error
 
 
 def decoded(raw: bytes, name: str, first_line: int = 1) -> str:
@@ -129,7 +123,7 @@ def _refuse_other_files(name: str, head: bytes) -> None:
 
 
 def _text_of(line: str, chats: Chats) -> str:
-    """Return the document of a JSONL line. Raises _Unusable."""
+    """Return the document of a JSONL line. Raises _Unusable or TemplateRefusal."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
@@ -148,7 +142,11 @@ def _text_of(line: str, chats: Chats) -> str:
         key, text = "messages", chats.text(_messages(record["messages"]))
     else:
         raise _Unusable(f"no 'text' and no 'messages', but {_named(record)}")
-    _refuse_surrogates(key, text)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        raise _Unusable(f"{key!r} has an unpaired surrogate (\\u{code:04x}) at character {error.start + 1}") from None
     return text
 
 
@@ -157,27 +155,14 @@ def _messages(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
         found = "empty" if value == [] else kind_of(value)
         raise _Unusable(f"'messages' is {found}, not a list of messages")
-    return [_message(message, f"messages[{at}]") for at, message in enumerate(value)]
-
-
-def _message(message: Any, where: str) -> dict[str, Any]:
-    if not isinstance(message, dict):
-        raise _Unusable(f"{where!r} is {kind_of(message)}, not an object with 'role' and 'content'")
-    for name in ("role", "content"):
-        if name not in message:
-            raise _Unusable(f"{where!r} has no {name!r}, but {_named(message)}")
-    try:
-        return plain_message(message, where)
-    except TemplateRefusal as error:
-        raise _Unusable(str(error)) from error
-
-
-def _refuse_surrogates(key: str, text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        code = ord(text[error.start])
-        raise _Unusable(f"{key!r} has an unpaired surrogate (\\u{code:04x}) at character {error.start + 1}") from None
+    for at, message in enumerate(value):
+        where = f"messages[{at}]"
+        if not isinstance(message, dict):
+            raise _Unusable(f"{where!r} is {kind_of(message)}, not an object with 'role' and 'content'")
+        for name in ("role", "content"):
+            if name not in message:
+                raise _Unusable(f"{where!r} has no {name!r}, but {_named(message)}")
+    return [plain_message(message, f"messages[{at}]") for at, message in enumerate(value)]
 
 
 def _named(record: dict[str, Any]) -> str:

@@ -27,14 +27,10 @@ _UNPACKERS: dict[str, Callable[[Any], Any]] = {".gz": gzip.open, ".xz": lzma.ope
 _SHORT = {".tgz": ".tar.gz", ".txz": ".tar.xz", ".tbz2": ".tar.bz2"}
 _JSON_LINES, _TEXT, _TAR, _ZIP = {".jsonl", ".ndjson"}, {".txt", ".text", ".md"}, ".tar", ".zip"
 _NOT_TEXT = {
-    ".json": "write one object a line, as .jsonl",
-    ".csv": "write one object a line, as .jsonl",
-    ".tsv": "write one object a line, as .jsonl",
-    ".parquet": "write it as .jsonl",
-    ".arrow": "write it as .jsonl",
+    **dict.fromkeys((".json", ".csv", ".tsv"), "write one object a line, as .jsonl"),
+    **dict.fromkeys((".parquet", ".arrow"), "write it as .jsonl"),
+    **dict.fromkeys((".7z", ".rar"), "unpack it, or pack it as .zip or .tar.xz"),
     ".zst": "unpack it, or pack it as .gz or .xz",
-    ".7z": "unpack it, or pack it as .zip or .tar.xz",
-    ".rar": "unpack it, or pack it as .zip or .tar.xz",
 }
 _BLOCK = 512
 
@@ -68,7 +64,8 @@ def find_files(paths: Iterable[Path]) -> list[Path]:
 
 def bytes_to_read(files: Iterable[Path]) -> int:
     """Return the bytes that reading all files takes. A compressed .tar counts twice: it is first read for its index."""
-    return sum(file.stat().st_size * (2 if _is_packed_tar(*_suffix(file.name)) else 1) for file in files)
+    packed_tars = {(_TAR, packed) for packed in _UNPACKERS}
+    return sum(file.stat().st_size * (2 if _suffix(file.name) in packed_tars else 1) for file in files)
 
 
 def text_files(files: Iterable[Path], told: Told = lambda _: None) -> Iterator[TextFile]:
@@ -153,45 +150,36 @@ def _suffix(name: str) -> tuple[str, str]:
     return path.suffix, ""
 
 
-def _is_packed_tar(suffix: str, compressed: str) -> bool:
-    return suffix == _TAR and bool(compressed)
-
-
 def _is_text(name: str) -> bool:
     """True if a file found in a directory or archive is text. macOS keeps metadata of a file in `._name` beside it."""
     return not name.startswith("._") and _suffix(name)[0] in _TEXT | _JSON_LINES
 
 
 def _unpacked(file: IO[bytes], name: str) -> IO[bytes]:
-    _, compressed = _suffix(name)
-    unpacked: IO[bytes] = _UNPACKERS[compressed](file) if compressed else file
-    return unpacked
+    compressed = _suffix(name)[1]
+    return _UNPACKERS[compressed](file) if compressed else file
 
 
 def _in_tar(name: str, stream: IO[bytes]) -> Iterator[TextFile]:
     with tarfile.open(fileobj=stream, mode="r:") as archive:
-        members = [member for member in archive.getmembers() if member.isfile() and _is_text(Path(member.name).name)]
+        members = [(member.name, member) for member in archive.getmembers() if member.isfile()]
         stream.seek(archive.offset)
         if stream.read(_BLOCK) != bytes(_BLOCK):
             raise DataError(f"{name} is damaged or cut off (it has no end): copy it again")
-        if not members:
-            raise DataError(f"{name} holds no .txt or .jsonl file")
-        for member in sorted(members, key=lambda member: member.name):
-            packed = archive.extractfile(member)
-            assert packed is not None  # it is a file
-            yield TextFile(f"{name}:{member.name}", _is_json_lines(member.name), _unpacked(packed, member.name))
+        yield from _texts_in(name, members, archive.extractfile)
 
 
 def _in_zip(name: str, stream: IO[bytes]) -> Iterator[TextFile]:
     with zipfile.ZipFile(stream) as archive:
-        members = [info for info in archive.infolist() if not info.is_dir() and _is_text(Path(info.filename).name)]
-        if not members:
-            raise DataError(f"{name} holds no .txt or .jsonl file")
-        for info in sorted(members, key=lambda info: info.filename):
-            with archive.open(info) as packed:
-                inside = _unpacked(packed, info.filename)
-                yield TextFile(f"{name}:{info.filename}", _is_json_lines(info.filename), inside)
+        members = [(info.filename, info) for info in archive.infolist() if not info.is_dir()]
+        yield from _texts_in(name, members, archive.open)
 
 
-def _is_json_lines(name: str) -> bool:
-    return _suffix(name)[0] in _JSON_LINES
+def _texts_in(name: str, members: list[tuple[str, Any]], opened: Callable[[Any], Any]) -> Iterator[TextFile]:
+    """Yield the text files among an archive's members by name. Raises DataError if there are none."""
+    texts = [(inside, member) for inside, member in members if _is_text(Path(inside).name)]
+    if not texts:
+        raise DataError(f"{name} holds no .txt or .jsonl file")
+    for inside, member in sorted(texts, key=lambda text: text[0]):
+        with opened(member) as packed:
+            yield TextFile(f"{name}:{inside}", _suffix(inside)[0] in _JSON_LINES, _unpacked(packed, inside))

@@ -60,7 +60,11 @@ class TokenStream:
     @classmethod
     def build(cls, paths: list[Path], tokenizer: Tokenizer, start: int, end: int, chats: Chats) -> TokenStream:
         """Encode `paths`, or reuse the cached tokens of an earlier run with the same files, tokenizer and template."""
-        name = _key(find_files(paths), tokenizer, chats)
+        # The key changes with the files, the tokenizer, the template or the reader.
+        key = hashlib.sha256(_READER + tokenizer.to_str().encode() + chats.key.encode())
+        for source in find_files(paths):
+            key.update(f"{source.resolve()}{source.stat().st_size}{source.stat().st_mtime_ns}".encode())
+        name = key.hexdigest()[:16]
         file = user_cache() / f"tokens-{name}.npy"
         if not file.exists():
             encoded = (
@@ -76,16 +80,5 @@ class TokenStream:
         if len(self.tokens) < length:
             raise DataError(f"the corpus holds {len(self.tokens):,} tokens, fewer than one sequence of {length}")
         starts = np.random.default_rng((seed, step)).integers(0, len(self.tokens) - length + 2, size=batch)
-        return np.stack([self.window(start, length) for start in starts])
-
-    def window(self, start: int, length: int) -> NDArray[np.int64]:
-        stretch = self.tokens[start : start + length - 1].astype(np.int64)
-        return np.concatenate(([self.start_token], stretch))
-
-
-def _key(files: list[Path], tokenizer: Tokenizer, chats: Chats) -> str:
-    """Return the cache key of encoded tokens: it changes with the files, the tokenizer, the template or the reader."""
-    key = hashlib.sha256(_READER + tokenizer.to_str().encode() + chats.key.encode())
-    for file in files:
-        key.update(f"{file.resolve()}{file.stat().st_size}{file.stat().st_mtime_ns}".encode())
-    return key.hexdigest()[:16]
+        stretches = (self.tokens[start : start + length - 1].astype(np.int64) for start in starts)
+        return np.stack([np.concatenate(([self.start_token], stretch)) for stretch in stretches])

@@ -27,16 +27,7 @@ from spire.text.documents import Chats
 from spire.text.text_files import find_files
 from spire.training.corpus import TokenStream
 from spire.training.on_policy import OnPolicy
-from spire.training.run import (
-    Checkpoint,
-    Execution,
-    Schedule,
-    StepResult,
-    adamw,
-    muon_and_adamw,
-    scale_rate,
-    train_steps,
-)
+from spire.training.run import Checkpoint, Execution, StepResult, adamw, muon_and_adamw, train_steps
 from spire.training.target import initialise
 
 Loss = Literal["mixed", "mixed-log", "data"]
@@ -106,29 +97,22 @@ def recipe_for(target_directory: Path, given: dict[str, Any]) -> DraftRecipe:
             raise DataError(f"{name} is {given[name]!r}: it is one of {', '.join(get_args(choices[name]))}")
     if "omega" in given:
         given = {"omega_final": given["omega"]} | given
-    target = load_model_config(target_directory)
-    fitted = _vanilla(target) if given.get("kind") == "vanilla" else {"layers": _layers(target, given)}
+    target, fitted = load_model_config(target_directory), dict[str, Any]()
+    if given.get("kind") == "vanilla":  # the paper's baseline (section 4.1), which is half as wide, too
+        fitted = {
+            "layers": max(1, target.num_hidden_layers // 2),
+            "init": "random",
+            "scale_input": False,
+            "activations": False,
+            "feedback": False,
+            "window": target.max_position_embeddings,
+            "loss": "data",
+        }
+    elif "start_from" in given:
+        fitted["layers"] = load_model_config(Path(given["start_from"])).num_hidden_layers
+    else:
+        fitted["layers"] = quarter_of(target.num_hidden_layers)
     return DraftRecipe(**fitted | given)
-
-
-def _layers(target: ModelConfig, given: dict[str, Any]) -> int:
-    """Return the number of layers of the draft that is trained further, else a quarter of the target's."""
-    if "start_from" in given:
-        return load_model_config(Path(given["start_from"])).num_hidden_layers
-    return quarter_of(target.num_hidden_layers)
-
-
-def _vanilla(target: ModelConfig) -> dict[str, Any]:
-    """Return the values of the paper's baseline (section 4.1), whose width `_half_as_wide` halves."""
-    return {
-        "layers": max(1, target.num_hidden_layers // 2),
-        "init": "random",
-        "scale_input": False,
-        "activations": False,
-        "feedback": False,
-        "window": target.max_position_embeddings,
-        "loss": "data",
-    }
 
 
 def train_draft(
@@ -146,14 +130,16 @@ def train_draft(
     find_files([*data, *valid])  # reports missing files before a large target is loaded
     work, device = out / "run", execution.device
     target, identity = load_target(target_directory)
-    target = target.to(device)
+    target, config, chats = target.to(device), target.config, Chats(target_directory)
     _check(recipe)
-    stream, held_out = _streams(target, target_directory, data, valid)
-    source = (
-        stream
-        if recipe.on_policy == 0
-        else OnPolicy.build(target, identity, stream, recipe.on_policy, recipe.short_length)
-    )
+    tokenizer = load_tokenizer(target_directory, config.vocab_size)
+    start = config.bos_token_id if config.bos_token_id is not None else 0
+    end = config.eos_token_ids[0] if config.eos_token_ids else start
+    stream = TokenStream.build(data, tokenizer, start, end, chats)
+    held_out = TokenStream.build(valid, tokenizer, start, end, chats) if valid else None
+    source: TokenStream | OnPolicy = stream
+    if recipe.on_policy:
+        source = OnPolicy.build(target, identity, stream, recipe.on_policy, recipe.short_length)
     torch.manual_seed(recipe.seed)
     draft = new_draft(target, identity, recipe).to(device).requires_grad_(True).train()
     factor = _scale_embedding(draft, target, stream, recipe)
@@ -162,7 +148,7 @@ def train_draft(
     objective = torch.compile(rollout_loss, dynamic=False) if execution.compiled else rollout_loss
 
     def forward(step: int) -> StepResult:
-        length = min(recipe.length_at(step), target.config.max_position_embeddings)
+        length = min(recipe.length_at(step), config.max_position_embeddings)
         tokens_BT = torch.from_numpy(source.batch(recipe.seed, step, max(1, recipe.tokens_per_step // length), length))
         omega = torch.tensor(recipe.omega_at(step), device=device)
         with torch.autocast(device, dtype=torch.bfloat16):
@@ -174,9 +160,9 @@ def train_draft(
     def validate() -> dict[str, float]:
         return validation_figures(draft, target, held_out, recipe, device) if held_out else {}
 
-    schedule = Schedule(recipe.steps, recipe.decay_share)
+    lengths, decay = [recipe.length_at(step) for step in range(recipe.steps)], recipe.decay_share
     minutes = execution.minutes
-    done = train_steps("draft", checkpoint, draft, optimizers, schedule, recipe.length_at, forward, validate, minutes)
+    done = train_steps("draft", checkpoint, draft, optimizers, lengths, decay, forward, validate, minutes)
     if done:
         save_draft(out, draft)
     return done
@@ -226,22 +212,18 @@ def _fresh_draft(target: Target, identity: str, recipe: DraftRecipe) -> Draft:
     )
     if recipe.init == "pruned":
         return prune(target, draft, copied)
-    narrower = _half_as_wide(shape, recipe.layers) if recipe.kind == "vanilla" else shape
-    layers = recipe.layers if recipe.kind == "vanilla" else len(copied)
-    update = {"num_hidden_layers": layers, "tie_word_embeddings": False}
-    fresh = Draft(narrower.model_copy(update=update), draft)
+    update = {"num_hidden_layers": len(copied), "tie_word_embeddings": False}
+    if recipe.kind == "vanilla":
+        if shape.hidden_size % 2 or shape.intermediate_size % 2 or shape.head_dim % 4:
+            raise DataError(
+                f"a vanilla draft is half as wide as its target: width {shape.hidden_size}, MLP "
+                f"{shape.intermediate_size} and head width {shape.head_dim} cannot all be halved"
+            )
+        update |= {name: getattr(shape, name) // 2 for name in ("hidden_size", "intermediate_size", "head_dim")}
+        update["num_hidden_layers"] = recipe.layers
+    fresh = Draft(shape.model_copy(update=update), draft)
     initialise(fresh, fresh.layers)
     return fresh
-
-
-def _half_as_wide(target: ModelConfig, layers: int) -> ModelConfig:
-    if target.hidden_size % 2 or target.intermediate_size % 2 or target.head_dim % 4:
-        raise DataError(
-            f"a vanilla draft is half as wide as its target: width {target.hidden_size}, MLP "
-            f"{target.intermediate_size} and head width {target.head_dim} cannot all be halved"
-        )
-    halves = ("hidden_size", "intermediate_size", "head_dim")
-    return target.model_copy(update={name: getattr(target, name) // 2 for name in halves})
 
 
 def _optimizers(draft: Draft, recipe: DraftRecipe, input_factor: float) -> list[torch.optim.Optimizer]:
@@ -252,9 +234,12 @@ def _optimizers(draft: Draft, recipe: DraftRecipe, input_factor: float) -> list[
     if recipe.optimizer == "muon":
         optimizers = muon_and_adamw(draft, draft.layers, recipe.muon_rate, recipe.adamw_rate)
     else:
-        optimizers = adamw(draft, recipe.adamw_rate)
+        optimizers = [adamw([p for p in draft.parameters() if p.requires_grad], recipe.adamw_rate)]
     if not recipe.freeze_embeddings:
-        scale_rate(optimizers, draft.embed_tokens.weight, input_factor)
+        # A larger tensor needs larger steps.
+        (group,), embedding = optimizers[-1].param_groups, draft.embed_tokens.weight
+        group["params"] = [p for p in group["params"] if p is not embedding]
+        optimizers[-1].add_param_group({**group, "params": [embedding], "lr": group["lr"] * input_factor})
     return optimizers
 
 
@@ -324,17 +309,6 @@ def validation_figures(
 def _blocks(recipe: DraftRecipe, step: int, length: int, device: str) -> RolloutBlocks:
     offset = 1 + int(np.random.default_rng((recipe.seed, step, 1)).integers(recipe.k))
     return RolloutBlocks.of(length, recipe.k, offset, device)
-
-
-def _streams(
-    target: Target, directory: Path, data: list[Path], valid: list[Path]
-) -> tuple[TokenStream, TokenStream | None]:
-    config = target.config
-    tokenizer = load_tokenizer(directory, config.vocab_size)
-    start = config.bos_token_id if config.bos_token_id is not None else 0
-    end = config.eos_token_ids[0] if config.eos_token_ids else start
-    build = lambda paths: TokenStream.build(paths, tokenizer, start, end, Chats(directory))  # noqa: E731
-    return build(data), build(valid) if valid else None
 
 
 def _check(recipe: DraftRecipe) -> None:

@@ -54,17 +54,16 @@ class OnPolicy:
 @torch.inference_mode()
 def _written(target: Target, stream: TokenStream, sequences: int, length: int) -> NDArray[np.int64]:
     """Return sequences [N, L]: the first half from the corpus, the second half sampled from the target."""
-    weight = target.embed_tokens.weight
-    dtype = torch.bfloat16
-    writer = Target(target.config).to(weight.device, dtype).eval()
+    device, dtype = target.embed_tokens.weight.device, torch.bfloat16
+    writer = Target(target.config).to(device, dtype).eval()
     writer.load_state_dict(target.state_dict())
-    random = torch.Generator(weight.device).manual_seed(_SEED)
+    random = torch.Generator(device).manual_seed(_SEED)
     batch = min(_BATCH, sequences)
-    cache = TargetCache(target.config, batch, length, dtype, weight.device)
+    cache = TargetCache(target.config, batch, length, dtype, device)
     slots = [cache.allocate() for _ in range(batch)]
     written = []
     for number in track(range(-(-sequences // batch)), description="the target writes"):
-        tokens_BT = torch.from_numpy(stream.batch(_SEED, number, batch, length // 2)).to(weight.device)
+        tokens_BT = torch.from_numpy(stream.batch(_SEED, number, batch, length // 2)).to(device)
         rows = [tokens_BT]
         cache.rewind(slots, [0] * batch)
         while sum(row.shape[1] for row in rows) < length:

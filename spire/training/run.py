@@ -21,12 +21,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from spire.errors import DataError
 from spire.files import write_whole
 
 _REPORT_EVERY = 20
 _SAVE_EVERY = 200
+_WARMUP = 50
 
 
 class Checkpoint:
@@ -39,14 +41,13 @@ class Checkpoint:
 
     def save(self, step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         # Tied tensors are written twice, because safetensors refuses tensors that share memory.
-        tensors = {f"model.{name}": tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        tensors = {f"model.{name}": tensor.detach().clone().contiguous() for name, tensor in model.state_dict().items()}
         for number, optimizer in enumerate(optimizers):
             for parameter, state in optimizer.state_dict()["state"].items():
                 for name, value in state.items():
-                    tensors[f"optimizer.{number}.{parameter}.{name}"] = torch.as_tensor(value).detach()
+                    tensors[f"optimizer.{number}.{parameter}.{name}"] = torch.as_tensor(value).detach().contiguous()
         metadata = {"step": str(step), "recipe": json.dumps(self.recipe)}
-        whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        write_whole(self.file, lambda unfinished: save_file(whole, unfinished, metadata=metadata))
+        write_whole(self.file, lambda unfinished: save_file(tensors, unfinished, metadata=metadata))
 
     def resume(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> int:
         """Load the saved state and return the next step, or 0 without one. Raises DataError for another recipe."""
@@ -54,31 +55,23 @@ class Checkpoint:
             return 0
         with safe_open(self.file, framework="pt") as stored:
             metadata = stored.metadata()
-            self._same_recipe(json.loads(metadata["recipe"]))
             tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
-        model.load_state_dict({n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")})
-        for number, optimizer in enumerate(optimizers):
-            whole = optimizer.state_dict()
-            whole["state"] = _optimizer_state(tensors, f"optimizer.{number}.")
-            optimizer.load_state_dict(whole)
-        return int(metadata["step"])
-
-    def _same_recipe(self, stored: dict[str, Any]) -> None:
+        recipe = json.loads(metadata["recipe"])
         for name, value in self.recipe.items():
-            if stored.get(name) != value:
+            if recipe.get(name) != value:
                 raise DataError(
-                    f"{self.file} was made with {name} = {stored.get(name)!r}, this run asks for {value!r}: "
+                    f"{self.file} was made with {name} = {recipe.get(name)!r}, this run asks for {value!r}: "
                     "use the same value or another --out"
                 )
-
-
-def _optimizer_state(tensors: dict[str, Tensor], prefix: str) -> dict[int, dict[str, Tensor]]:
-    state: dict[int, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        if name.startswith(prefix):
-            parameter, key = name.removeprefix(prefix).split(".", 1)
-            state.setdefault(int(parameter), {})[key] = tensor
-    return state
+        model.load_state_dict({n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")})
+        for number, optimizer in enumerate(optimizers):
+            state: dict[int, dict[str, Tensor]] = {}
+            for name, tensor in tensors.items():
+                if name.startswith(f"optimizer.{number}."):
+                    parameter, key = name.removeprefix(f"optimizer.{number}.").split(".", 1)
+                    state.setdefault(int(parameter), {})[key] = tensor
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+        return int(metadata["step"])
 
 
 def muon_and_adamw(
@@ -92,53 +85,12 @@ def muon_and_adamw(
     chosen = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if p.requires_grad and id(p) not in chosen]
     muon = torch.optim.Muon(matrices, lr=muon_rate, momentum=0.95, weight_decay=muon_weight_decay, ns_steps=5)
-    return [_with_initial_rate(muon), _adamw(rest, adamw_rate)]
+    return [muon, adamw(rest, adamw_rate)]
 
 
-def adamw(model: nn.Module, rate: float) -> list[torch.optim.Optimizer]:
-    """Return AdamW for all trainable parameters."""
-    return [_adamw([p for p in model.parameters() if p.requires_grad], rate)]
-
-
-def _adamw(parameters: list[nn.Parameter], rate: float) -> torch.optim.Optimizer:
-    return _with_initial_rate(torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True))
-
-
-def _with_initial_rate(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"]
-    return optimizer
-
-
-def scale_rate(optimizers: list[torch.optim.Optimizer], parameter: Tensor, factor: float) -> None:
-    """Set the rate of one parameter to `factor` times that of its group, because a larger tensor needs larger steps."""
-    for optimizer in optimizers:
-        for group in list(optimizer.param_groups):
-            others = [p for p in group["params"] if p is not parameter]
-            if len(others) < len(group["params"]):
-                group["params"] = others
-                rest = {name: value for name, value in group.items() if name != "params"}
-                rate = group["initial_lr"] * factor
-                optimizer.add_param_group({**rest, "params": [parameter], "lr": rate, "initial_lr": rate})
-
-
-def set_rates(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
-    """Set each learning rate to `factor` times its initial value."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * factor
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """A learning rate schedule: linear warm-up, constant, then linear to zero over the last `decay_share` of steps."""
-
-    steps: int
-    decay_share: float
-    warmup: int = 50
-
-    def factor(self, step: int) -> float:
-        return min((step + 1) / self.warmup, 1.0, (self.steps - step) / (self.decay_share * self.steps))
+def adamw(parameters: list[nn.Parameter], rate: float) -> torch.optim.Optimizer:
+    """Return AdamW as all runs use it."""
+    return torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
 
 class ProgressLog:
@@ -177,23 +129,13 @@ class ProgressLog:
         self.lines.write(json.dumps({"step": step, **figures}) + "\n")
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """Predicted cost of the remaining steps: seconds, and peak bytes of memory."""
+def predict(
+    lengths: list[int], first: int, forward: Callable[[int], StepResult], model: nn.Module
+) -> tuple[float, int]:
+    """Return the seconds and the peak bytes of memory that steps with these `lengths` will take.
 
-    steps: int
-    seconds: float
-    bytes: int
-
-    @property
-    def summary(self) -> str:
-        return f"{self.steps:,} steps, about {self.seconds / 60:.0f} min, {self.bytes / 1e9:.1f} GB of memory"
-
-
-def predict(lengths: list[int], first: int, forward: Callable[[int], StepResult], model: nn.Module) -> Prediction:
-    """Predict the cost of steps with these `lengths`, by timing one step of each length, which also compiles it.
-
-    The timed steps do not change the model. The optimizer's update is not timed, because it is short.
+    One step of each length is timed, which also compiles it and does not change the model. The optimizer's update is
+    not timed, because it is short.
     """
     seconds = 0.0
     for length, count in Counter(lengths).items():
@@ -206,14 +148,11 @@ def predict(lengths: list[int], first: int, forward: Callable[[int], StepResult]
             elapsed = time.perf_counter() - began
         model.zero_grad(set_to_none=True)
         seconds += count * elapsed
-    moments = 2 * sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    return Prediction(len(lengths), seconds, _peak_bytes(next(model.parameters()).device) + moments)
-
-
-def _peak_bytes(device: torch.device) -> int:
+    device, peak = next(model.parameters()).device, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        peak = torch.cuda.max_memory_allocated(device)
+    moments = 2 * sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    return seconds, peak + moments
 
 
 @dataclass(frozen=True)
@@ -238,31 +177,39 @@ def train_steps(
     checkpoint: Checkpoint,
     model: nn.Module,
     optimizers: list[torch.optim.Optimizer],
-    schedule: Schedule,
-    length_at: Callable[[int], int],
+    lengths: list[int],
+    decay_share: float,
     forward: Callable[[int], StepResult],
     validate: Callable[[], dict[str, float]],
     minutes: float | None = None,
 ) -> bool:
     """Run the steps from the checkpoint on: forward, backward, clip, update, with reports and saves at intervals.
 
-    Returns True if all steps are done, False if the `minutes` ran out first.
+    Each step has its length. The learning rate rises for 50 steps, is constant, then falls linearly to zero over the
+    last `decay_share` of the steps. Returns True if all steps are done, False if the `minutes` ran out first.
     """
-    began = time.monotonic()
+    began, steps = time.monotonic(), len(lengths)
     first = checkpoint.resume(model, optimizers)
     console = Console(stderr=True)
     with console.status(f"{name}: one step of each length, to say how long all will take"):
-        prediction = predict([length_at(step) for step in range(first, schedule.steps)], first, forward, model)
-    console.print(f"{name}: {prediction.summary}", highlight=False)
-    log = ProgressLog(checkpoint.file.parent, schedule.steps, first)
-    log.note(first, predicted_seconds=prediction.seconds, predicted_bytes=prediction.bytes)
+        seconds, peak = predict(lengths[first:], first, forward, model)
+    need = f"{len(lengths[first:]):,} steps, about {seconds / 60:.0f} min, {peak / 1e9:.1f} GB of memory"
+    console.print(f"{name}: {need}", highlight=False)
+
+    def rate(done: int) -> float:
+        step = first + done
+        return min((step + 1) / _WARMUP, 1.0, (steps - step) / (decay_share * steps))
+
+    schedulers = [LambdaLR(optimizer, rate) for optimizer in optimizers]
+    log = ProgressLog(checkpoint.file.parent, steps, first)
+    log.note(first, predicted_seconds=seconds, predicted_bytes=peak)
     for step in log.steps(name):
         result = forward(step)
         result.loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        set_rates(optimizers, schedule.factor(step))
-        for optimizer in optimizers:
+        for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
             optimizer.step()
+            scheduler.step()
             optimizer.zero_grad(set_to_none=True)
         log.tokens += result.tokens
         if step % _REPORT_EVERY == 0:
@@ -271,8 +218,8 @@ def train_steps(
             checkpoint.save(step + 1, model, optimizers)
             if figures := validate():
                 log.report(step, tokens=(step + 1) * result.tokens, **figures)
-        if minutes is not None and time.monotonic() - began > 60 * minutes and step + 1 < schedule.steps:
+        if minutes is not None and time.monotonic() - began > 60 * minutes and step + 1 < steps:
             checkpoint.save(step + 1, model, optimizers)
             return False
-    checkpoint.save(schedule.steps, model, optimizers)
+    checkpoint.save(steps, model, optimizers)
     return True

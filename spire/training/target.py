@@ -23,7 +23,7 @@ from spire.model.config import ModelConfig
 from spire.model.target import Target, WholeSequence
 from spire.text.documents import Chats
 from spire.training.corpus import END, START, TokenStream, corpus_texts, train_tokenizer
-from spire.training.run import Checkpoint, Execution, Schedule, StepResult, muon_and_adamw, train_steps
+from spire.training.run import Checkpoint, Execution, StepResult, muon_and_adamw, train_steps
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,9 @@ def train_target(
     def validate() -> dict[str, float]:
         return {"valid_loss": validation_loss(target, held_out, recipe.short_length, device)} if held_out else {}
 
-    schedule = Schedule(recipe.steps, recipe.decay_share)
+    lengths, decay = [recipe.length_at(step) for step in range(recipe.steps)], recipe.decay_share
     minutes = execution.minutes
-    done = train_steps("target", checkpoint, target, optimizers, schedule, recipe.length_at, forward, validate, minutes)
+    done = train_steps("target", checkpoint, target, optimizers, lengths, decay, forward, validate, minutes)
     if done:
         save_target(out, target)
     return done
@@ -128,16 +128,15 @@ def validation_loss(target: Target, stream: TokenStream, length: int, device: st
 def _tokenizer(data: list[Path], out: Path, vocab_size: int, chats: Chats) -> Tokenizer:
     file = out / "tokenizer.json"
     if not file.exists():
+
+        def texts() -> Iterator[str]:
+            yield from corpus_texts(data, chats, "reading for the tokenizer")
+            # This takes long and shows no progress.
+            Console(stderr=True, highlight=False).print("tokenizer: learning its vocabulary")
+
         out.mkdir(parents=True, exist_ok=True)
-        texts = corpus_texts(data, chats, "reading for the tokenizer")
-        train_tokenizer(_told_when_over(texts), vocab_size).save(str(file))
+        train_tokenizer(texts(), vocab_size).save(str(file))
     return load_tokenizer(out, vocab_size)
-
-
-def _told_when_over(texts: Iterator[str]) -> Iterator[str]:
-    """Yield the texts, then announce the learning of the vocabulary, which takes long and shows no progress."""
-    yield from texts
-    Console(stderr=True, highlight=False).print("tokenizer: learning its vocabulary")
 
 
 def initialise(model: nn.Module, layers: nn.ModuleList) -> None:

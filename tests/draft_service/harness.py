@@ -11,7 +11,6 @@ import grpc
 
 from draft_service.activations import Follower, subscription
 from draft_service.drafter import Drafter
-from draft_service.replies import Replies
 from draft_service.requests import Requests
 from draft_service.worker import Worker
 from spire.checkpoints.weights import load_draft
@@ -57,8 +56,7 @@ class Following:
         self.follower = Follower(
             rpc.VerifierStub(self._channel), subscription(NAME, draft.draft), self.worker, self._shared
         )
-        replies = Replies(draft.config.vocab_size, "cpu", lambda: self.follower.q_ring)
-        self.requests = Requests(draft_pb2_grpc.DraftingStub(self._channel), NAME, replies, self.worker)
+        self.requests = Requests(draft_pb2_grpc.DraftingStub(self._channel), NAME, self.worker)
         self.worker.start()
         self._tasks = [asyncio.create_task(loop) for loop in (self.follower.run(), self.requests.run())]
 

@@ -6,12 +6,12 @@ import asyncio
 
 from grpc_health.v1 import health, health_pb2
 
-from draft_service.__main__ import watch
+from spire.service.health import keep_reporting
 
 
 async def test_a_draft_whose_model_is_stuck_says_that_it_does_not_serve_until_it_goes_on() -> None:
     healthy, well = health.aio.HealthServicer(), True
-    watching = asyncio.create_task(watch(healthy, lambda: well))
+    watching = asyncio.create_task(keep_reporting(healthy, lambda: well))
 
     async def says() -> str:
         await asyncio.sleep(1.5)

@@ -40,9 +40,9 @@ def lose_gpu(switch: Path) -> None:
 
 
 def break_verifier(on: Path) -> None:
+    from verifier_service.engine.batch import VerifyTask
     from verifier_service.engine.engine import VerifierEngine
     from verifier_service.engine.step import ModelSteps
-    from verifier_service.engine.tasks import VerifyTask
 
     whole_step = VerifierEngine._step
 

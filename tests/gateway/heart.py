@@ -13,7 +13,8 @@ from unittest.mock import patch
 from gateway.config import GatewayConfig
 from gateway.metrics import Metrics
 from gateway.rounds.engine import Engine
-from gateway.sequence import Sampling, Sequence
+from gateway.sequence import Sequence
+from spire.v1.tensor_pb2 import Sampling
 from tests.gateway.fake_verifier import FakeVerifier
 
 _NUMBERS = count(1)

@@ -87,7 +87,7 @@ def test_a_draft_that_is_away_stays_known() -> None:
     assert (chosen(draft), draft.up) == ("one", False)
     draft.told([info("one")])
     assert draft.up
-    draft.lost()
+    draft.told([])
     assert (chosen(draft), draft.up) == ("one", False)
 
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.metrics import DECODINGS, ROUND_PARTS, Metrics, parts_of_round
-from gateway.sequence import Sampling, Sequence
+from gateway.sequence import Sequence
+from spire.v1.tensor_pb2 import Sampling
 from tests.gateway.conftest import Api, eventually
 from tests.paths import ROOT
 from tests.services import running

@@ -1,13 +1,15 @@
-"""The items of a round as one padded batch: the checks of each item, then tensors.
+"""The items of a VerifyBatch, and the blocks of a round as one padded batch.
 
 Shapes: B sequences, K draft tokens at most, T = K + 1 (the newest token and the draft tokens), M candidates of q.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,7 +21,7 @@ from spire.rpc.carrier import OverwritingRingReader
 from spire.rpc.tensors import from_wire
 from spire.v1 import tensor_pb2
 from spire.v1 import verifier_pb2 as pb
-from verifier_service.engine.sequence import HeldSequence
+from verifier_service.engine.sequence import HeldSequence, Reply
 
 
 @dataclass(frozen=True)
@@ -33,33 +35,48 @@ class Limits:
 
 @dataclass(slots=True)
 class Item:
-    """One item of a VerifyBatch, read once from the message, and its draft tokens.
+    """One item of a VerifyBatch, read once from the message, its draft tokens, and its `result` once there is one.
 
-    `q`: the distribution that the draft tokens were drawn from: a message, or the q of many blocks and this item's row.
+    `q` reads the distribution that the draft tokens were drawn from. `undrafted`: why the block is decoded plainly
+    though it was to be drafted.
     """
 
-    index: int
     sequence_id: str
     round: int
     base: int
     k: int
     paused: bool
     tokens: Rows[int]
-    q: pb.DraftDistribution | tuple[QOfMany, int] | None
+    q: ReadQ | None
+    undrafted: pb.Undrafted = pb.UNDRAFTED_UNSPECIFIED
+    result: pb.VerifyResult | None = None
 
     @classmethod
-    def read(cls, item: pb.VerifyItem, index: int) -> Item:
-        tokens = item.draft_tokens
-        q = item.q if tokens and item.HasField("q") else None
-        drafted = list(tokens) if tokens else ()
-        return cls(index, item.sequence_id, item.round, item.base, item.k, item.paused, drafted, q)
+    def read(cls, item: pb.VerifyItem) -> Item:
+        tokens = list(item.draft_tokens)
+        q = partial(read_q, item.q) if tokens and item.HasField("q") else None
+        return cls(item.sequence_id, item.round, item.base, item.k, item.paused, tokens, q)
 
 
-class QOfMany(Protocol):
-    """The q of many blocks."""
+@dataclass
+class VerifyTask:
+    """One VerifyBatch, and its items until a step has run them."""
 
-    def of(self, row: int, vocab_size: int, ring: OverwritingRingReader | None) -> Q | None:
-        """Return the q of block `row`; None if the q has been overwritten."""
+    batch: pb.VerifyBatch
+    gateway: str
+    reply: Reply
+    received: float = field(default_factory=time.perf_counter)
+    # Whether its draft requests have been placed, how many of them are `awaited`, and the timings of the draft with the
+    # longest forward.
+    asked: bool = False
+    awaited: int = 0
+    drafting: pb.Timings = field(default_factory=pb.Timings)
+    # From the draft request to its reply, the longest of all.
+    drafting_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.items = [Item.read(item) for item in self.batch.items]
+        self.sequence_ids = frozenset(item.sequence_id for item in self.items)
 
 
 @dataclass(slots=True)
@@ -91,24 +108,29 @@ class Q:
         return all(self.ring is not None and self.ring.holds(place) for place in self.places)
 
 
+# Reads the q of one block, given k, the vocabulary's size, and the ring of the draft. Returns None if the q has been
+# overwritten, raises InvalidRequest for wrong shapes.
+ReadQ = Callable[[int, int, OverwritingRingReader | None], Q | None]
+
+
 @dataclass(slots=True)
 class Block:
     """One item that passed its checks: the draft tokens after the newest token of a sequence, and their q."""
 
     sequence: HeldSequence
     base: int
-    round: int
+    task: VerifyTask
+    item: Item
     tokens: Rows[int]
     q: Q | None = None
-    paused: bool = False
 
     @property
     def has_its_q(self) -> bool:
         return self.q is None or self.q.holds
 
-    def without_tokens(self) -> Block:
-        """Return an empty block, to replace a block whose q cannot be used."""
-        return replace(self, tokens=[], q=None)
+    def empty(self) -> None:
+        """Drop the draft tokens, because their q cannot be used."""
+        self.tokens, self.q = [], None
 
     @property
     def k(self) -> int:
@@ -135,71 +157,28 @@ class RaggedBatch:
     def draft_BK(self) -> Tensor:
         return self.tokens_BT[:, 1:]
 
-    @classmethod
-    def alike(
-        cls, slots: list[int], tokens: list[int], base: int, q: SparseDistribution | None, device: torch.device
-    ) -> RaggedBatch:
-        """Return a batch of equal blocks, one per slot: `tokens` (the newest and the draft tokens) at `base`."""
-        counts = [len(tokens) - 1] * len(slots)
-        return cls(
-            slots=slots,
-            counts=counts,
-            tokens_BT=torch.tensor([tokens] * len(slots), device=device),
-            counts_B=torch.tensor(counts, device=device),
-            base_B=torch.full((len(slots),), base, device=device),
-            q=q,
-            widths_B=torch.zeros(len(slots), dtype=torch.int64, device=device),
-        )
-
 
 class SharedQ:
     """The q of many blocks with k tokens each, sent by their draft in one message."""
 
-    def __init__(self, q: pb.DraftDistribution, blocks: int, k: int):
-        self._places, self._message = (q.probabilities_slice,), q.probabilities
-        self._blocks, self._k = blocks, k
+    def __init__(self, q: pb.DraftDistribution, blocks: int):
+        self._places, self._message, self._blocks = (q.probabilities_slice,), q.probabilities, blocks
         self._probs_XKV: Tensor | None = None
 
-    def of(self, row: int, vocab_size: int, ring: OverwritingRingReader | None) -> Q | None:
+    def of(self, row: int, k: int, vocab_size: int, ring: OverwritingRingReader | None) -> Q | None:
         """Return the q of block `row`; None if the q has been overwritten. Raises InvalidRequest for a wrong shape."""
         if self._probs_XKV is None:
             probs_XKV = _read_probabilities(self._message, *self._places, ring)
             if probs_XKV is None:
                 return None
-            expected = (self._blocks, self._k, vocab_size)
+            expected = (self._blocks, k, vocab_size)
             if probs_XKV.shape != expected:
                 raise InvalidRequest(f"q without ids has shape {list(probs_XKV.shape)}, expected {list(expected)}")
             self._probs_XKV = probs_XKV
         return Q(self._probs_XKV, vocab_size, None, row, ring, self._places)
 
 
-def read_block(
-    item: Item, sequence: HeldSequence, base: int, limits: Limits, q_ring: OverwritingRingReader | None
-) -> Block:
-    """Check one item against its sequence and return its block. Raises InvalidRequest.
-
-    The block is empty if the q of its draft tokens has been overwritten in `q_ring`, the ring of the draft.
-    """
-    k = len(item.tokens)
-    if k > limits.max_depth:
-        raise InvalidRequest(f"{k} draft tokens came, at most {limits.max_depth} are taken")
-    if base + k + 1 > limits.max_context:
-        raise InvalidRequest(f"positions up to {base + k} do not fit the context of {limits.max_context}")
-    if k and (largest := max(item.tokens)) >= limits.vocab_size:
-        raise InvalidRequest(f"draft token {largest} is outside the vocabulary of {limits.vocab_size}")
-    if k == 0 or not sequence.needs_q:
-        return Block(sequence, base, item.round, item.tokens, None, item.paused)
-    if item.q is None:
-        raise InvalidRequest("q is missing: a sampled sequence needs what its draft tokens were drawn from")
-    if isinstance(item.q, tuple):
-        of_many, row = item.q
-        q = of_many.of(row, limits.vocab_size, q_ring)
-    else:
-        q = _read_q(item.q, k, limits.vocab_size, q_ring)
-    return Block(sequence, base, item.round, item.tokens if q else [], q, item.paused)
-
-
-def _read_q(q: pb.DraftDistribution, k: int, vocab_size: int, ring: OverwritingRingReader | None) -> Q | None:
+def read_q(q: pb.DraftDistribution, k: int, vocab_size: int, ring: OverwritingRingReader | None) -> Q | None:
     """Return the q of one block; None if the q has been overwritten. Raises InvalidRequest for wrong shapes."""
     places = tuple(place for place in (q.ids_slice, q.probabilities_slice) if place.length)
     probs_KM = _read_probabilities(q.probabilities, q.probabilities_slice, ring)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import structlog
 
@@ -17,25 +17,15 @@ from spire.lost_device import end_if_device_lost
 from spire.rpc.carrier import OverwritingRingReader
 from spire.rpc.errors import OK
 from spire.v1 import verifier_pb2 as pb
-from verifier_service.engine.batch import Block, Item, Limits, RaggedBatch, pad, q_problems, read_block
+from verifier_service.engine.batch import Block, Item, Limits, RaggedBatch, VerifyTask, pad, q_problems
 from verifier_service.engine.draft_requests import DraftRequests
 from verifier_service.engine.prefixes import Prefixes
-from verifier_service.engine.sequence import not_finite, preempted, step_failed
+from verifier_service.engine.sequence import HeldSequence, not_finite, preempted, step_failed
 from verifier_service.engine.slots import Slots
 from verifier_service.engine.step import ModelSteps, Outcome
-from verifier_service.engine.tasks import VerifyTask
 from verifier_service.metrics import VerifierMetrics
 
 log = structlog.get_logger("verifier_service")
-
-
-@dataclass(slots=True)
-class Entry:
-    """A block, and the batch and item that it was read from."""
-
-    block: Block
-    task: VerifyTask
-    item: Item
 
 
 @dataclass(frozen=True)
@@ -46,7 +36,7 @@ class StepWork:
     """
 
     tasks: Rows[VerifyTask] = ()
-    entries: Rows[Entry] = ()
+    blocks: Rows[Block] = ()
     batch: RaggedBatch | None = None
     q_seconds: float = 0.0
 
@@ -58,26 +48,7 @@ class StepWork:
     @property
     def drafted(self) -> bool:
         """True if any block has draft tokens."""
-        return any(entry.block.k for entry in self.entries)
-
-    def answer(self, outcome: Outcome | None, began: float, over: float, cache_usage: float) -> None:
-        """Send the answer of every batch. `began`, `over`: start and end of the step on `time.perf_counter`'s clock."""
-        for task in self.tasks:
-            # Filled in place: a message that is built from other messages copies them.
-            response = pb.RoundsResponse()
-            result, timings = response.verified, response.verified.timings
-            result.batch_id, result.cache_usage, result.over_at = task.batch.batch_id, cache_usage, over
-            result.results.extend([task.results[item.index] for item in task.items])
-            for answered in result.results if task.undrafted else ():
-                answered.undrafted = task.undrafted.get(answered.sequence_id, pb.UNDRAFTED_UNSPECIFIED)
-            timings.queue_seconds = began - task.received - task.drafting_seconds
-            timings.total_seconds = time.perf_counter() - began
-            if outcome:
-                timings.forward_seconds = outcome.forward_seconds
-                timings.sample_seconds = self.q_seconds + outcome.sample_seconds
-            if task.drafting_seconds:
-                result.drafting.CopyFrom(task.drafting)
-            task.reply(response)
+        return any(block.k for block in self.blocks)
 
 
 class Blocks:
@@ -122,13 +93,16 @@ class Blocks:
         """Return the work of the next step. An item that cannot be run gets an error in its batch's answer."""
         tasks = self._batches()
         try:
-            entries = self._with_room(self._admissible(tasks))
+            blocks = self._with_room(self._admissible(tasks))
             began = time.perf_counter()
-            return StepWork(tasks, *self._with_sound_q(entries), time.perf_counter() - began)
+            return StepWork(tasks, *self._with_sound_q(blocks), time.perf_counter() - began)
         except Exception as error:
             end_if_device_lost(error)
             log.exception("batches could not be taken", batches=len(tasks))
-            self._give_up_rest(tasks)
+            for task in tasks:
+                for item in task.items:
+                    if item.result is None:
+                        self._give_up(task, item)
             return StepWork(tasks)
 
     def _batches(self) -> list[VerifyTask]:
@@ -143,9 +117,9 @@ class Blocks:
         self._waiting = later
         return tasks
 
-    def _admissible(self, tasks: Rows[VerifyTask]) -> list[Entry]:
+    def _admissible(self, tasks: Rows[VerifyTask]) -> list[Block]:
         """Return the blocks to verify, by slot. Repeats get their stored answer, invalid items an error."""
-        entries: list[Entry] = []
+        blocks: list[Block] = []
         seen: set[str] = set()
         for task in tasks:
             for item in task.items:
@@ -153,129 +127,146 @@ class Blocks:
                     if item.sequence_id in seen:
                         raise InvalidRequest(f"sequence {item.sequence_id} is in this batch twice")
                     seen.add(item.sequence_id)
-                    block = self._read(item, task)
-                    if isinstance(block, Block):
-                        entries.append(Entry(block, task, item))
-                    else:
-                        task.results[item.index] = block
+                    sequence = self._slots.held(item.sequence_id, task.gateway)
+                    base = self._steps.cache.lengths[sequence.slot]
+                    item.result = sequence.stored_answer(item.round, item.base, base)
+                    if item.result is None:
+                        blocks.append(self._read(task, item, sequence, base))
                 except RequestError as error:
-                    self._refuse(task, item, error)
-        return sorted(entries, key=lambda entry: entry.block.sequence.slot)
+                    self._refuse(item, error)
+        return sorted(blocks, key=lambda block: block.sequence.slot)
 
-    def _read(self, item: Item, task: VerifyTask) -> Block | pb.VerifyResult:
-        sequence = self._slots.held(item.sequence_id, task.gateway)
-        base = self._steps.cache.lengths[sequence.slot]
-        if stored := sequence.stored_answer(item.round, item.base, base):
-            return stored
-        q_ring = self._q_rings.get(sequence.draft_id)
+    def _read(self, task: VerifyTask, item: Item, sequence: HeldSequence, base: int) -> Block:
         try:
-            return read_block(item, sequence, base, self._limits, q_ring)
+            return self._checked(task, item, sequence, base)
         except InvalidRequest:
             if not item.k:
                 raise
             # The draft's fault, not the gateway's.
-            task.undrafted[item.sequence_id] = pb.UNDRAFTED_ERROR
-            item.tokens = []
-            return read_block(item, sequence, base, self._limits, q_ring)
+            item.undrafted, item.tokens = pb.UNDRAFTED_ERROR, []
+            return self._checked(task, item, sequence, base)
 
-    def _with_room(self, entries: list[Entry]) -> list[Entry]:
-        """Reserve memory for the new positions, preempting sequences if needed; return the entries that are left."""
-        while entries:
-            slots = [entry.block.sequence.slot for entry in entries]
-            new_tokens = 1 + max(entry.block.k for entry in entries)
+    def _checked(self, task: VerifyTask, item: Item, sequence: HeldSequence, base: int) -> Block:
+        """Return the block of an item, empty if the q of its tokens has been overwritten. Raises InvalidRequest."""
+        k, limits = len(item.tokens), self._limits
+        if k > limits.max_depth:
+            raise InvalidRequest(f"{k} draft tokens came, at most {limits.max_depth} are taken")
+        if base + k + 1 > limits.max_context:
+            raise InvalidRequest(f"positions up to {base + k} do not fit the context of {limits.max_context}")
+        if k and (largest := max(item.tokens)) >= limits.vocab_size:
+            raise InvalidRequest(f"draft token {largest} is outside the vocabulary of {limits.vocab_size}")
+        if k == 0 or not sequence.needs_q:
+            return Block(sequence, base, task, item, item.tokens)
+        if item.q is None:
+            raise InvalidRequest("q is missing: a sampled sequence needs what its draft tokens were drawn from")
+        q = item.q(k, limits.vocab_size, self._q_rings.get(sequence.draft_id))
+        return Block(sequence, base, task, item, item.tokens if q else [], q)
+
+    def _with_room(self, blocks: list[Block]) -> list[Block]:
+        """Reserve memory for the new positions, preempting sequences if needed; return the blocks that are left."""
+        while blocks:
+            slots = [block.sequence.slot for block in blocks]
+            new_tokens = 1 + max(block.k for block in blocks)
             if self._steps.cache.reserve(slots, new_tokens):
                 break
             if self._prefixes.shed():
                 continue
             victim = self._slots.preempt_youngest()
-            for entry in entries:
-                if entry.block.sequence is victim:
-                    self._refuse(entry.task, entry.item, preempted(victim.id))
-            entries = [entry for entry in entries if entry.block.sequence is not victim]
-        return entries
+            for block in blocks:
+                if block.sequence is victim:
+                    self._refuse(block.item, preempted(victim.id))
+            blocks = [block for block in blocks if block.sequence is not victim]
+        return blocks
 
-    def _with_sound_q(self, entries: list[Entry]) -> tuple[list[Entry], RaggedBatch | None]:
-        """Empty or refuse the blocks whose q cannot be used; return the entries that are left and their batch."""
-        if not entries:
+    def _with_sound_q(self, blocks: list[Block]) -> tuple[list[Block], RaggedBatch | None]:
+        """Empty or refuse the blocks whose q cannot be used; return the blocks that are left and their batch."""
+        if not blocks:
             return [], None
-        batch = pad([entry.block for entry in entries], self._steps.device)
-        if not all(entry.block.has_its_q for entry in entries):
-            entries = [e if e.block.has_its_q else replace(e, block=e.block.without_tokens()) for e in entries]
-            return self._with_sound_q(entries)
+        batch = pad(blocks, self._steps.device)
+        overwritten = [block for block in blocks if not block.has_its_q]
+        for block in overwritten:
+            block.empty()
+        if overwritten:
+            return self._with_sound_q(blocks)
         problems = q_problems(batch, self._limits.vocab_size)
         if not any(problems):
-            return entries, batch
-        sound = [self._without_bad_q(*pair) if pair[1] else pair[0] for pair in zip(entries, problems, strict=True)]
-        return self._with_sound_q([entry for entry in sound if entry])
-
-    def _without_bad_q(self, entry: Entry, problem: str) -> Entry | None:
-        """Replace the block by an empty one if its q came from a draft; refuse the item if q came from the gateway."""
-        if not entry.item.k:
-            self._refuse(entry.task, entry.item, InvalidRequest(problem))
-            return None
-        entry.task.undrafted[entry.item.sequence_id] = pb.UNDRAFTED_ERROR
-        return replace(entry, block=entry.block.without_tokens())
-
-    def _give_up_rest(self, tasks: Rows[VerifyTask]) -> None:
-        """Give up every item that has no answer yet."""
-        for task in tasks:
-            for item in task.items:
-                if item.index not in task.results:
-                    self._give_up(task, item)
+            return blocks, batch
+        for block, problem in zip(blocks, problems, strict=True):
+            if problem and block.item.k:  # the draft's fault, not the gateway's
+                block.item.undrafted = pb.UNDRAFTED_ERROR
+                block.empty()
+            elif problem:
+                self._refuse(block.item, InvalidRequest(problem))
+        return self._with_sound_q([block for block in blocks if block.item.result is None])
 
     def _give_up(self, task: VerifyTask, item: Item) -> None:
         """Refuse the item and release its sequence, to be started again: a failed step leaves its state uncertain."""
-        self._refuse(task, item, step_failed(item.sequence_id))
+        self._refuse(item, step_failed(item.sequence_id))
         self._slots.release_own(task.gateway, [item.sequence_id])
 
-    def _refuse(self, task: VerifyTask, item: Item, error: SpireError) -> None:
+    def _refuse(self, item: Item, error: SpireError) -> None:
         status = self._slots.refusal(item.sequence_id, error)
-        task.results[item.index] = pb.VerifyResult(sequence_id=item.sequence_id, round=item.round, status=status)
+        item.result = pb.VerifyResult(sequence_id=item.sequence_id, round=item.round, status=status)
 
     # --- after the step -------------------------------------------------------------------------------------------
 
     def conclude(self, work: StepWork, outcome: Outcome) -> None:
         """Advance every sequence whose block was verified."""
-        for row, entry in enumerate(work.entries):
+        for row, block in enumerate(work.blocks):
             if outcome.sound(row):
-                entry.block.sequence.advance(entry.block.round, entry.block.base, outcome.tokens[row])
+                block.sequence.advance(block.item.round, block.base, outcome.tokens[row])
 
-    def write_answers(self, work: StepWork, outcome: Outcome) -> None:
-        """Write the answer of each block. Separate from `conclude`: drafts are asked for the next round in between."""
-        for row, entry in enumerate(work.entries):
-            self._write_answer(entry, outcome, row)
+    def answer(self, work: StepWork, outcome: Outcome | None, began: float, over: float) -> None:
+        """Answer every batch, and count the step in the metrics. Separate from `conclude`: drafts are asked in between.
 
-    def count(self, work: StepWork, outcome: Outcome) -> None:
-        """Count the step in the metrics."""
-        if work.batch:
-            drafted = sum(work.batch.counts)
-            self._metrics.step("verify", drafted + len(work.batch.counts), outcome.seconds)
+        `began`, `over`: start and end of the step on `time.perf_counter`'s clock.
+        """
+        if outcome:
+            for row, block in enumerate(work.blocks):
+                self._write_answer(block, outcome, row)
+            drafted = sum(block.k for block in work.blocks)
+            self._metrics.step("verify", drafted + len(work.blocks), outcome.seconds)
             self._metrics.tokens.inc(sum(len(tokens) for tokens in outcome.tokens))
             self._metrics.draft_tokens.inc(drafted)
             self._metrics.accepted_tokens.inc(sum(outcome.accepted))
+        cache_usage = self._steps.cache.usage
+        for task in work.tasks:
+            # Filled in place: a message that is built from other messages copies them.
+            response = pb.RoundsResponse()
+            result, timings = response.verified, response.verified.timings
+            result.batch_id, result.cache_usage, result.over_at = task.batch.batch_id, cache_usage, over
+            result.results.extend([item.result for item in task.items if item.result])
+            for item, answered in zip(task.items, result.results, strict=True):
+                if item.undrafted:
+                    answered.undrafted = item.undrafted
+            timings.queue_seconds = began - task.received - task.drafting_seconds
+            timings.total_seconds = time.perf_counter() - began
+            if outcome:
+                timings.forward_seconds = outcome.forward_seconds
+                timings.sample_seconds = work.q_seconds + outcome.sample_seconds
+            if task.drafting_seconds:
+                result.drafting.CopyFrom(task.drafting)
+            task.reply(response)
 
     def fail(self, work: StepWork) -> None:
         """Give up every item of a failed step."""
-        for entry in work.entries:
-            self._give_up(entry.task, entry.item)
+        for block in work.blocks:
+            self._give_up(block.task, block.item)
 
-    def _write_answer(self, entry: Entry, outcome: Outcome, row: int) -> None:
-        sequence, block = entry.block.sequence, entry.block
+    def _write_answer(self, block: Block, outcome: Outcome, row: int) -> None:
+        sequence, item = block.sequence, block.item
         if not outcome.finite[row]:
             sequence.poisoned = True
-            self._refuse(entry.task, entry.item, not_finite(sequence))
-            return
-        if refusal := outcome.refused[row]:
-            self._refuse(entry.task, entry.item, refusal)
-            return
-        answer = pb.VerifyResult(
-            sequence_id=sequence.id,
-            round=block.round,
-            status=OK,
-            accepted=outcome.accepted[row],
-            drafted=block.k,
-            tokens=outcome.tokens[row],
-            logprobs=outcome.logprobs[row],
-        )
-        sequence.last_answer = answer
-        entry.task.results[entry.item.index] = answer
+            self._refuse(item, not_finite(sequence))
+        elif refusal := outcome.refused[row]:
+            self._refuse(item, refusal)
+        else:
+            sequence.last_answer = item.result = pb.VerifyResult(
+                sequence_id=sequence.id,
+                round=item.round,
+                status=OK,
+                accepted=outcome.accepted[row],
+                drafted=block.k,
+                tokens=outcome.tokens[row],
+                logprobs=outcome.logprobs[row],
+            )

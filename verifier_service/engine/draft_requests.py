@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 from spire.decoding.drafting import MAX_SPECULATION_DEPTH
@@ -18,11 +19,10 @@ from spire.model.config import MAGICDEC
 from spire.service.pace import Pace
 from spire.v1 import draft_pb2, tensor_pb2
 from spire.v1 import verifier_pb2 as pb
-from verifier_service.engine.batch import Item, Limits, SharedQ
+from verifier_service.engine.batch import Item, Limits, SharedQ, VerifyTask, read_q
 from verifier_service.engine.drafts import Drafts
 from verifier_service.engine.self_drafting import SelfDrafting, Wish
 from verifier_service.engine.sequence import HeldSequence
-from verifier_service.engine.tasks import VerifyTask
 
 # The longest time, in seconds, that a gateway may give drafts to reply.
 _MOST_PATIENCE = 60.0
@@ -45,16 +45,9 @@ class OutstandingRequest:
 class DraftRequests:
     """The draft requests under way. `drafts` is told which drafts can be asked."""
 
-    def __init__(
-        self,
-        sequences: Mapping[str, HeldSequence],
-        limits: Limits,
-        pace: Pace,
-        self_drafting: SelfDrafting,
-        drafts: Drafts | None = None,
-    ):
+    def __init__(self, sequences: Mapping[str, HeldSequence], limits: Limits, pace: Pace, self_drafting: SelfDrafting):
         self._sequences, self._limits, self._pace, self._self_drafting = sequences, limits, pace, self_drafting
-        self.drafts = drafts
+        self.drafts: Drafts | None = None
         self._connected: dict[str, Send] = {}
         # draft id -> (sequences of the last request, its message): the next request is usually for the same sequences.
         self._last: dict[str, tuple[list[HeldSequence], draft_pb2.DraftRequest]] = {}
@@ -96,9 +89,9 @@ class DraftRequests:
             items = [item for item, _ in asked]
             send = self._connected.get(draft_id)
             if send is None:
-                _plainly(task, items, pb.UNDRAFTED_LOST)
+                _plainly(items, pb.UNDRAFTED_LOST)
             elif draft_id in self._owed:
-                _plainly(task, items, pb.UNDRAFTED_OWING)
+                _plainly(items, pb.UNDRAFTED_OWING)
             else:
                 send(self._request(draft_id, task, items, [sequence for _, sequence in asked]))
 
@@ -124,7 +117,10 @@ class DraftRequests:
         """Return a request for these sequences, without the fields that change every round."""
         known, batch = self._last.get(draft_id, ([], draft_pb2.DraftRequest()))
         if len(known) != len(sequences) or not all(map(operator.is_, known, sequences)):
-            batch = draft_pb2.DraftRequest(items=[_asked(sequence) for sequence in sequences])
+            asked = [
+                draft_pb2.DraftRequestItem(sequence_id=each.id, sampling=each.start.sampling) for each in sequences
+            ]
+            batch = draft_pb2.DraftRequest(items=asked)
             self._last[draft_id] = sequences, batch
         return batch
 
@@ -143,8 +139,7 @@ class DraftRequests:
         else:
             replies = {drafted.sequence_id: drafted for drafted in reply.items}
             for item in request.items:
-                if why := _taken_over(item, replies.get(item.sequence_id)):
-                    task.undrafted[item.sequence_id] = why
+                _take_over(item, replies.get(item.sequence_id))
         task.awaited -= 1
         task.drafting_seconds = max(task.drafting_seconds, received - request.at)
         if reply.timings.forward_seconds >= task.drafting.forward_seconds:
@@ -174,35 +169,31 @@ class DraftRequests:
         request = self._under_way.pop(request_id)
         request.task.awaited -= 1
         request.task.drafting_seconds = max(request.task.drafting_seconds, time.perf_counter() - request.at)
-        _plainly(request.task, request.items, why)
+        _plainly(request.items, why)
 
 
-def _asked(sequence: HeldSequence) -> draft_pb2.DraftRequestItem:
-    return draft_pb2.DraftRequestItem(sequence_id=sequence.id, sampling=sequence.start.sampling)
-
-
-def _plainly(task: VerifyTask, items: list[Item], why: pb.Undrafted) -> None:
+def _plainly(items: list[Item], why: pb.Undrafted) -> None:
     for item in items:
-        task.undrafted[item.sequence_id] = why
+        item.undrafted = why
 
 
 def _take_all_over(request: OutstandingRequest, uniform: draft_pb2.UniformReply) -> None:
     """Give every item its draft tokens and q from a uniform reply. All are decoded plainly if the reply is invalid."""
     k, rest = divmod(len(uniform.tokens), len(request.items))
     if rest or not 0 < k <= min(item.k for item in request.items):
-        _plainly(request.task, request.items, pb.UNDRAFTED_ERROR)
+        _plainly(request.items, pb.UNDRAFTED_ERROR)
         return
     tokens = list(uniform.tokens)
-    shared = SharedQ(uniform.q, len(request.items), k) if uniform.HasField("q") else None
+    shared = SharedQ(uniform.q, len(request.items)) if uniform.HasField("q") else None
     for row, item in enumerate(request.items):
-        item.tokens, item.q = tokens[row * k : row * k + k], (shared, row) if shared else None
+        item.tokens, item.q = tokens[row * k : row * k + k], partial(shared.of, row) if shared else None
 
 
-def _taken_over(item: Item, drafted: draft_pb2.DraftReplyItem | None) -> pb.Undrafted | None:
-    """Give the item its draft tokens and q. Return the reason if the reply cannot be used, else None."""
+def _take_over(item: Item, drafted: draft_pb2.DraftReplyItem | None) -> None:
+    """Give the item its draft tokens and q, or the reason why the reply cannot be used."""
     if drafted is None or drafted.status.code != tensor_pb2.CODE_OK or len(drafted.tokens) > item.k:
-        return pb.UNDRAFTED_ERROR
-    if not drafted.tokens:
-        return pb.UNDRAFTED_BEHIND
-    item.tokens, item.q = list(drafted.tokens), drafted.q if drafted.HasField("q") else None
-    return None
+        item.undrafted = pb.UNDRAFTED_ERROR
+    elif not drafted.tokens:
+        item.undrafted = pb.UNDRAFTED_BEHIND
+    else:
+        item.tokens, item.q = list(drafted.tokens), partial(read_q, drafted.q) if drafted.HasField("q") else None

@@ -26,18 +26,17 @@ from spire.rpc.carrier import OverwritingRingReader
 from spire.rpc.errors import OK
 from spire.service.inbox import Inbox
 from spire.service.pace import Pace
+from spire.v1 import draft_pb2
 from spire.v1 import verifier_pb2 as pb
-from verifier_service.engine.batch import Limits
-from verifier_service.engine.blocks import Blocks, Entry, StepWork
+from verifier_service.engine.batch import Block, Limits, VerifyTask
+from verifier_service.engine.blocks import Blocks, StepWork
 from verifier_service.engine.draft_requests import DraftRequests
 from verifier_service.engine.prefixes import Prefixes
-from verifier_service.engine.prompts import Prompts
+from verifier_service.engine.prompts import Prompts, TokenBudget
 from verifier_service.engine.self_drafting import SelfDrafting
-from verifier_service.engine.sequence import HeldSequence, not_finite, standing, step_failed
+from verifier_service.engine.sequence import HeldSequence, StartTask, not_finite, standing, step_failed
 from verifier_service.engine.slots import Slots
 from verifier_service.engine.step import FIRST_POSITIONS, ModelSteps, Outcome, PromptChunk
-from verifier_service.engine.tasks import CallTask, ReplyTask, StartTask, VerifyTask
-from verifier_service.engine.token_budget import TokenBudget
 from verifier_service.feed.delivery import Deliver
 from verifier_service.feed.feed import Advance, Taps
 from verifier_service.feed.publisher import FeedRows, Publisher
@@ -46,7 +45,7 @@ from verifier_service.sampling.logprobs import Scores
 
 log = structlog.get_logger("verifier_service")
 Result = TypeVar("Result")
-Task = StartTask | VerifyTask | ReplyTask | CallTask
+Task = StartTask | VerifyTask | Callable[[], None]
 
 # The most tasks that one turn takes: steps go on, however many tasks arrive.
 MOST_TAKEN = 256
@@ -62,8 +61,7 @@ class VerifierEngine:
         metrics: VerifierMetrics,
         token_budget: int,
     ):
-        self.steps, self.publisher, self.prefixes = steps, publisher, prefixes
-        self.limits, self.metrics = limits, metrics
+        self.steps, self.publisher, self.prefixes, self.metrics = steps, publisher, prefixes, metrics
         self.pace, self._budget = Pace(), TokenBudget(token_budget)
         self._prompts = Prompts(steps.cache, self._budget)
         # The number of prompt positions computed so far.
@@ -92,13 +90,28 @@ class VerifierEngine:
         """Tell the thread to end after its turn; `ended` is done when it has."""
         self._inbox.put(None)
 
-    def submit(self, task: StartTask | VerifyTask | ReplyTask) -> None:
+    def submit(self, task: StartTask | VerifyTask) -> None:
         self._inbox.put(task)
 
+    def take_reply(self, draft_id: str, reply: draft_pb2.DraftReply) -> None:
+        """Take a draft's reply to a draft request, before the next step."""
+        received = time.perf_counter()
+        self._inbox.put(lambda: self.draft_requests.take(draft_id, reply, received))
+
     def call(self, function: Callable[..., Result], *args: Any) -> Future[Result]:
-        """Run `function` on the engine's thread between two steps."""
+        """Run `function` on the engine's thread between two steps, for rare work."""
         done: Future[Result] = Future()
-        self._inbox.put(CallTask(lambda: function(*args), done))
+
+        def run() -> None:
+            if not done.set_running_or_notify_cancel():
+                return  # the caller has cancelled it, and setting the result of a cancelled future is an error
+            try:
+                done.set_result(function(*args))
+            except Exception as error:
+                end_if_device_lost(error)
+                done.set_exception(error)
+
+        self._inbox.put(run)
         return done
 
     def measure(self) -> None:
@@ -146,19 +159,8 @@ class VerifierEngine:
                 self._accept_start(task)
             case VerifyTask():
                 self._blocks.add(task)
-            case ReplyTask():
-                self.draft_requests.take(task.draft_id, task.reply, task.received)
-            case CallTask():
-                self._accept_call(task)
-
-    def _accept_call(self, task: CallTask) -> None:
-        if not task.done.set_running_or_notify_cancel():
-            return  # the caller has cancelled it, and setting the result of a cancelled future is an error
-        try:
-            task.done.set_result(task.function())
-        except Exception as error:
-            end_if_device_lost(error)
-            task.done.set_exception(error)
+            case _:
+                task()
 
     # --- sequences ----------------------------------------------------------------------------------------------
 
@@ -180,7 +182,7 @@ class VerifierEngine:
             if known:
                 known.reply, known.tell = task.reply, task.tell
             else:
-                self.slots.waiting.replace(task)
+                self.slots.waiting[sequence_id] = task  # by another stream; it keeps its place
         except RequestError as error:
             self.slots.refuse(task.start.sequence_id, task.reply, error)
 
@@ -199,21 +201,15 @@ class VerifierEngine:
             # Ask first: drafts read their requests while this thread gathers the activations that they need.
             self._ask_ahead()
         else:
-            self._answer(work, verified, began, over)
-        shares = self._shares(work.entries, verified)
+            self._blocks.answer(work, verified, began, over)
+        shares = self._shares(work.blocks, verified)
         self._publish(lambda: self.publisher.announce(shares))
         self._publish(lambda: self.publisher.store(shares))
         if work.drafted:
             # Answer last: where all processors are busy, the gateway would run now instead of this thread.
-            self._answer(work, verified, began, over)
+            self._blocks.answer(work, verified, began, over)
         if chunk and prefilled:
             self._advance_prompts(chosen, chunk, prefilled, began)
-
-    def _answer(self, work: StepWork, verified: Outcome | None, began: float, over: float) -> None:
-        if verified:
-            self._blocks.write_answers(work, verified)
-            self._blocks.count(work, verified)
-        work.answer(verified, began, over, self.steps.cache.usage)
 
     def _ask_ahead(self) -> None:
         """Ask drafts for the batches that gateways sent ahead; look for them in the inbox if none is waiting already.
@@ -235,41 +231,34 @@ class VerifierEngine:
         """Run the forward and advance its sequences. If it fails, answer with errors and release its sequences."""
         if not work.batch and not chunk:
             return None, None
+        positions, began = work.positions + (sum(chunk.counts) if chunk else 0), time.perf_counter()
         try:
-            verified, prefilled = self._timed(work, chunk)
+            with self.pace.step("prompt" if chunk else "verify", positions):
+                verified, prefilled = self.steps.run(work.batch, chunk)
         except Exception as error:
             end_if_device_lost(error)
-            log.exception("a step failed", blocks=len(work.entries), prompts=len(chosen))
+            log.exception("a step failed", blocks=len(work.blocks), prompts=len(chosen))
             self._blocks.fail(work)
             for sequence in chosen:
                 self.slots.fail_start(sequence, step_failed(sequence.id))
             return None, None
+        seconds = time.perf_counter() - began
         if verified:
             self._blocks.conclude(work, verified)
         if chunk and prefilled:
+            self._budget.observe(positions, seconds)
             self.metrics.step("prefill", sum(chunk.counts), prefilled.seconds)
             self.prefilled += sum(chunk.counts)
-        return verified, prefilled
-
-    def _timed(self, work: StepWork, chunk: PromptChunk | None) -> tuple[Outcome | None, Outcome | None]:
-        positions, began = work.positions + (sum(chunk.counts) if chunk else 0), time.perf_counter()
-        with self.pace.step("prompt" if chunk else "verify", positions):
-            outcomes = self.steps.run(work.batch, chunk)
-        seconds = time.perf_counter() - began
-        if chunk:
-            self._budget.observe(positions, seconds)
         else:
             self._budget.observe_plain(seconds)
-        return outcomes
+        return verified, prefilled
 
-    def _shares(self, entries: Rows[Entry], outcome: Outcome | None) -> list[FeedRows]:
+    def _shares(self, blocks: Rows[Block], outcome: Outcome | None) -> list[FeedRows]:
         if outcome is None:
             return []
         advances = [
-            _advance(block.sequence, block.base, accepted + 1 if outcome.sound(row) else 0, block.paused)
-            for row, (block, accepted) in enumerate(
-                zip((entry.block for entry in entries), outcome.accepted, strict=True)
-            )
+            _advance(block.sequence, block.base, accepted + 1 if outcome.sound(row) else 0, block.item.paused)
+            for row, (block, accepted) in enumerate(zip(blocks, outcome.accepted, strict=True))
         ]
         shares: list[FeedRows] = []
         self._publish(lambda: shares.extend(self.publisher.shares(advances, outcome.taps_BTND)))
@@ -295,7 +284,7 @@ class VerifierEngine:
         else:
             sequence.compared = True
             self.steps.cache.copy(donor, sequence.slot, length)
-            self.publisher.skip(sequence.id, sequence.draft_id, list(prompt[computed:length]))
+            self.publisher.skip(sequence.id, sequence.draft_id, length - computed)
             sequence.cached_tokens = length
             self.metrics.cached_tokens.inc(length)
 
@@ -356,17 +345,12 @@ class VerifierEngine:
         self._publish(lambda: self.publisher.replay_all(draft_id, deliver))
 
     def _publish(self, publish: Callable[[], object]) -> None:
-        """Run `publish` and count its replays and bytes. Errors are only logged: they cost drafts, never a sequence."""
-        replays, published = self.publisher.replays, self.publisher.bytes_published
+        """Run `publish`. Errors are only logged: they cost drafts, never a sequence."""
         try:
             publish()
         except Exception as error:
             end_if_device_lost(error)
             log.exception("activations could not be published")
-        if self.publisher.replays > replays:
-            self.metrics.replays.inc(self.publisher.replays - replays)
-        if self.publisher.bytes_published > published:
-            self.metrics.activation_bytes.inc(self.publisher.bytes_published - published)
 
 
 def _advance(sequence: HeldSequence, start: int, count: int, paused: bool = False) -> Advance:

@@ -31,10 +31,6 @@ class Prefixes:
         self._empty = list(range(cache.slots, slots))
         self._parked: OrderedDict[int, None] = OrderedDict()
 
-    @property
-    def parked(self) -> int:
-        return len(self._parked)
-
     def begin(self, slot: int, prompt: Rows[int], salt: str = "") -> None:
         """Record the prompt of the sequence that fills this slot from now on."""
         if self._enabled:
@@ -89,7 +85,7 @@ class Prefixes:
 
     def _place(self, tokens: Rows[int], salt: int) -> int | None:
         """The parking slot to use: of the sequence that these tokens continue, else empty, else least recently used."""
-        if self.parked:
+        if self._parked:
             slot, length = self._longest(tokens, salt)
             if slot in self._parked and length == self._cache.lengths[slot]:
                 return slot

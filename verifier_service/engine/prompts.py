@@ -1,19 +1,56 @@
-"""Prompts that wait for prefill: which positions the next chunk computes, and how many."""
+"""Prompts that wait for prefill: which positions the next chunk computes, and how many (`TokenBudget`)."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from operator import itemgetter
+from statistics import median
 
 from spire.model.cache import TargetCache
 from verifier_service.engine.sequence import HeldSequence
 from verifier_service.engine.step import PromptChunk
-from verifier_service.engine.token_budget import TokenBudget
 
 # The most padding of a row, in positions: to compute so many costs less than another part.
 _PADDING = 32
+# Seconds that a step with prompts should take, or twice a step without prompts if that is longer: the sequences that
+# are decoded in the same step wait for it.
+_GOAL_SECONDS = 0.5
+# A step with fewer than _FEWEST positions costs nearly as much, above all on a busy machine.
+_FEWEST, _MOST = 64, 512
+_REMEMBERED = 8
+
+
+class TokenBudget:
+    """The `positions` of a step: the number `given`, or if that is 0, as many as a step computes in about its goal.
+
+    The median of the last steps counts, so that one step on a busy machine changes little.
+    """
+
+    def __init__(self, given: int):
+        self._given = given
+        self._sizes: deque[int] = deque(maxlen=_REMEMBERED)
+        self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
+        self._plain: deque[float] = deque([0.0], maxlen=_REMEMBERED)
+        self.positions = given or _FEWEST
+
+    def observe_plain(self, seconds: float) -> None:
+        """Record the duration of a step without prompts."""
+        self._plain.append(seconds)
+
+    def observe(self, positions: int, seconds: float) -> None:
+        """Record the size and duration of a step with prompts, and adapt `positions`."""
+        if not self._given:
+            self._sizes.append(positions)
+            self._seconds.append(seconds)
+            # Measurements predict nothing beyond the present size or twice the largest one measured.
+            trusted = max(self.positions, 2 * max(self._sizes))
+            plain = median(self._plain)
+            for_prompts, goal = median(self._seconds) - plain, max(_GOAL_SECONDS, 2 * plain) - plain
+            fitting = int(min(_MOST, median(self._sizes) * goal / for_prompts)) if for_prompts > 0 else _MOST
+            self.positions = max(_FEWEST, min(fitting, trusted))
 
 
 @dataclass
@@ -84,10 +121,6 @@ class Prompts:
         slots, rows = [sequence.slot for sequence in chosen], [len(part.chosen) for part in parts]
         return chosen, PromptChunk(slots, tokens, last, following, rows)
 
-    def _room(self, taken: int) -> int:
-        """Positions left for prompts: at least a quarter of the budget, or prompts would starve beside many blocks."""
-        return max(self._budget.positions - taken, -(-self._budget.positions // 4))
-
     def _parts(self, taken: int) -> list[_Part]:
         """Choose the prompts of the next chunk; those of about the same length form one part.
 
@@ -98,7 +131,8 @@ class Prompts:
         by_age = self._in_turn(self._waiting)
         if not by_age:
             return parts
-        room = self._room(taken)
+        # At least a quarter of the budget, or prompts would starve beside many blocks.
+        room = max(self._budget.positions - taken, -(-self._budget.positions // 4))
         kept = min(self._remaining(by_age[0]), room // 2)
         room -= kept
         for sequence in self._in_turn(sorted(by_age, key=self._remaining)):
@@ -113,17 +147,15 @@ class Prompts:
     def _place(self, sequence: HeldSequence, length: int, parts: list[_Part], room: int) -> int:
         """Add the sequence to a part of about its length, or to a new one. Return the number of positions added."""
         for part in parts:
+            if (grown := part.grown(length)) > room or not part.fits(length):
+                continue
             # Padding may need memory that has not been reserved.
-            if part.grown(length) <= room and part.fits(length) and self._reserve(part, sequence, length):
-                taken = part.grown(length)
+            slots = [one.slot for one in [*part.chosen, sequence]]
+            if self._cache.reserve(slots, max(part.length, length)):
                 part.add(sequence, length)
-                return taken
+                return grown
         parts.append(_Part([sequence], length, length))
         return length
-
-    def _reserve(self, part: _Part, sequence: HeldSequence, length: int) -> bool:
-        slots = [one.slot for one in [*part.chosen, sequence]]
-        return self._cache.reserve(slots, max(part.length, length))
 
     def _in_turn(self, sequences: Rows[HeldSequence]) -> list[HeldSequence]:
         """Order sequences: the first of each gateway, by the gateways' turns, then the second of each, and so on."""
@@ -132,8 +164,7 @@ class Prompts:
         for sequence in sequences:
             keys.append((before[sequence.gateway], self._turns.get(sequence.gateway, 0)))
             before[sequence.gateway] += 1
-        order = sorted(range(len(keys)), key=keys.__getitem__)
-        return [sequences[index] for index in order]
+        return [sequence for _, sequence in sorted(zip(keys, sequences, strict=True), key=itemgetter(0))]
 
     def _remaining(self, sequence: HeldSequence) -> int:
         """The number of positions to compute until the sequence may copy a prefix, or until its prompt is complete."""

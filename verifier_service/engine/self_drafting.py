@@ -9,17 +9,14 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
 import structlog
-from torch import Tensor
 
 from spire.decoding.drafting import Drafted
 from spire.lost_device import end_if_device_lost
-from spire.rpc.carrier import OverwritingRingReader
 from spire.service.pace import Pace
 from spire.v1 import verifier_pb2 as pb
-from verifier_service.engine.batch import Item, Q
+from verifier_service.engine.batch import Item, Q, ReadQ, VerifyTask
 from verifier_service.engine.sequence import HeldSequence
 from verifier_service.engine.step import ModelSteps
-from verifier_service.engine.tasks import VerifyTask
 from verifier_service.metrics import INTERNAL, VerifierMetrics
 
 log = structlog.get_logger("verifier_service")
@@ -32,18 +29,6 @@ class Wish:
     item: Item
     sequence: HeldSequence
     depth: int
-
-
-@dataclass(frozen=True)
-class OwnQ:
-    """The q of many blocks drafted by the target, [X, K, M]; without ids, M is the vocabulary."""
-
-    probs_XKM: Tensor
-    ids_XKM: Tensor | None
-
-    def of(self, row: int, vocab_size: int, ring: OverwritingRingReader | None) -> Q:
-        """Return the q of block `row`."""
-        return Q(self.probs_XKM, self.probs_XKM.shape[-1], self.ids_XKM, row)
 
 
 class SelfDrafting:
@@ -75,7 +60,8 @@ class SelfDrafting:
             except Exception as error:
                 end_if_device_lost(error)
                 log.exception("the target could not draft for itself", blocks=len(wishes))
-                task.undrafted.update({wish.sequence.id: pb.UNDRAFTED_ERROR for wish in wishes})
+                for wish in wishes:
+                    wish.item.undrafted = pb.UNDRAFTED_ERROR
             over = time.perf_counter()
             task.awaited -= 1
             task.drafting.queue_seconds, task.drafting.forward_seconds = began - asked_at, over - began
@@ -87,15 +73,17 @@ class SelfDrafting:
             return
         wishes.sort(key=lambda wish: wish.sequence.slot)  # the order of slots in a step
         k = max(wish.depth for wish in wishes)
+        slots, newest = [wish.sequence.slot for wish in wishes], [wish.sequence.newest for wish in wishes]
         with self._pace.step(f"draft {k}", k * len(wishes)):
-            drafted = self._drafted(wishes, k)
+            drafted = self._steps.draft(slots, newest, k, self._steps.pipeline.of(slots))
         self._metrics.steps.labels("draft").inc(k)
         self._metrics.positions.labels("draft").inc(k * len(wishes))
-        q = None if drafted.probs_BKM is None else OwnQ(drafted.probs_BKM, drafted.ids_BKM)
         for row, (wish, tokens) in enumerate(zip(wishes, drafted.tokens_BK.tolist(), strict=True)):
-            wish.item.tokens, wish.item.q = tokens[: wish.depth], (q, row) if q else None
+            wish.item.tokens, wish.item.q = tokens[: wish.depth], _q_of(drafted, row)
 
-    def _drafted(self, wishes: list[Wish], k: int) -> Drafted:
-        slots = [wish.sequence.slot for wish in wishes]
-        newest = [wish.sequence.newest for wish in wishes]
-        return self._steps.draft(slots, newest, k, self._steps.pipeline.of(slots))
+
+def _q_of(drafted: Drafted, row: int) -> ReadQ | None:
+    if drafted.probs_BKM is None:
+        return None
+    q = Q(drafted.probs_BKM, drafted.probs_BKM.shape[-1], drafted.ids_BKM, row)
+    return lambda *_: q

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -12,12 +13,28 @@ from spire.rpc.limits import MAX_LOGPROBS, MAX_SEQUENCE_ID
 from spire.rpc.sampling import check_sampling
 from spire.v1 import tensor_pb2
 from spire.v1 import verifier_pb2 as pb
+from verifier_service.sampling.grammar import Matcher
 from verifier_service.sampling.histories import check_adjustments
 from verifier_service.sampling.logprobs import Scores
 
 Reply = Callable[[pb.RoundsResponse], None]
 # Tokens that a resumed sequence generates before it may be preempted again.
 LEAST_RUN = 16
+
+
+@dataclass(frozen=True)
+class StartTask:
+    start: pb.Start
+    gateway: str
+    # `reply` takes the answer, `tell` the stages that the Start reaches before that.
+    reply: Reply
+    tell: Reply
+    matcher: Matcher | None = None
+    received: float = field(default_factory=time.perf_counter)
+
+    def stands(self, stage: pb.Stage) -> None:
+        """Tell the gateway that the Start has reached this stage."""
+        self.tell(standing(self.start.sequence_id, stage))
 
 
 @dataclass

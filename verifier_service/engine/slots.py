@@ -12,23 +12,41 @@ from collections.abc import Sequence as Rows
 import structlog
 import torch
 
-from spire.errors import InvalidRequest, SpireError, UnknownSequence
+from spire.errors import InvalidRequest, OutOfCapacity, SpireError, UnknownSequence
 from spire.rpc.errors import code_name, item_status
 from spire.v1 import tensor_pb2
 from spire.v1 import verifier_pb2 as pb
 from verifier_service.engine.batch import Limits
 from verifier_service.engine.prefixes import Prefixes
 from verifier_service.engine.prompts import Prompts
-from verifier_service.engine.sequence import LEAST_RUN, HeldSequence, Reply, check_start, preempted
+from verifier_service.engine.sequence import LEAST_RUN, HeldSequence, Reply, StartTask, check_start, preempted
 from verifier_service.engine.step import ModelSteps
-from verifier_service.engine.tasks import StartTask
-from verifier_service.engine.waiting import Waiting
 from verifier_service.feed.publisher import Publisher
 from verifier_service.metrics import VerifierMetrics
 
 log = structlog.get_logger("verifier_service")
 # The most preempted sequences that are remembered until they are started again or released.
 _MOST_PREEMPTED = 4096
+
+
+class Waiting(dict[str, StartTask]):
+    """The Starts that wait for room, by sequence id, oldest first.
+
+    At most `most` of each gateway: it has no use for more than there are slots.
+    """
+
+    def __init__(self, most: int):
+        self._most = most
+
+    def add(self, task: StartTask) -> None:
+        """Append a Start. Raises OutOfCapacity if the most of this gateway wait already."""
+        if sum(other.gateway == task.gateway for other in self.values()) >= self._most:
+            raise OutOfCapacity(f"{self._most} sequences of this gateway wait for room already: that is the most")
+        self[task.start.sequence_id] = task
+
+    def next(self, held: Counter[str]) -> StartTask | None:
+        """The oldest Start of the gateway with the fewest sequences. None may pass, or long prompts would not start."""
+        return min(self.values(), key=lambda task: held[task.gateway], default=None)
 
 
 class Slots:
@@ -73,15 +91,16 @@ class Slots:
         while self.waiting and (task := self.waiting.next(self._held())):
             slot = self._slot_for(len(task.start.tokens)) if self._changed else None
             if slot is not None:
-                self.waiting.remove(task.start.sequence_id)
+                del self.waiting[task.start.sequence_id]
                 self._begin(task, slot)
             elif victim := self._beyond_share(task.gateway):
                 self.preempt(victim)
             else:
                 break
         self._changed = False
-        for task in filter(None, map(self.waiting.get, self._new)):
-            task.stands(pb.STAGE_WAITING)
+        for sequence_id in self._new:
+            if waits := self.waiting.get(sequence_id):
+                waits.stands(pb.STAGE_WAITING)
         self._new.clear()
 
     def _held(self) -> Counter[str]:
@@ -105,8 +124,8 @@ class Slots:
         self._pipeline.assign(slot, start, task.matcher)
         self.sequences[sequence.id] = sequence
         self._prompts.add(sequence)
-        self._publisher.join(sequence.id, sequence.draft_id, slot)
-        self._measure()
+        self._publisher.join(sequence.id, sequence.draft_id, slot, sequence.tokens)
+        self._metrics.slots_used.set(len(self.sequences))
         if start.sequence_id not in self._new:
             task.stands(pb.STAGE_ADMITTED)
         log.debug("sequence begins", sequence=sequence.id, tokens=len(start.tokens), draft_id=sequence.draft_id)
@@ -127,7 +146,7 @@ class Slots:
         """Free these sequences, also those that wait; ignore unknown ids. Return the number of sequences freed."""
         for sequence_id in sequence_ids:
             self._preempted.pop(sequence_id, None)
-        withdrawn = list(filter(None, map(self.waiting.remove, sequence_ids)))
+        withdrawn = [task for sequence_id in sequence_ids if (task := self.waiting.pop(sequence_id, None))]
         freed = self._free(sequence_ids)
         unanswered = [(task.start.sequence_id, task.reply) for task in withdrawn]
         unanswered += [(sequence.id, sequence.reply) for sequence in freed if sequence.started is None]
@@ -160,7 +179,7 @@ class Slots:
                 self._prompts.remove(sequence)
             log.debug("sequence ends", sequence=sequence.id, rounds=sequence.round)
         self._publisher.end(known)
-        self._measure()
+        self._metrics.slots_used.set(len(self.sequences))
         self._changed = self._changed or bool(freed)
         return freed
 
@@ -202,7 +221,7 @@ class Slots:
 
     def release_gateway(self, gateway: str) -> int:
         """Free all sequences of a gateway that has gone, also those that wait. Return their number."""
-        waiting = [task.start.sequence_id for task in self.waiting if task.gateway == gateway]
+        waiting = [sequence_id for sequence_id, task in self.waiting.items() if task.gateway == gateway]
         count = self.release([*waiting, *(s.id for s in self.sequences.values() if s.gateway == gateway)])
         self._metrics.expired.inc(count)
         return count
@@ -215,6 +234,3 @@ class Slots:
         if sequence is None or sequence.gateway != gateway:
             raise UnknownSequence(f"sequence {sequence_id} is not held here: start it again from its tokens")
         return sequence
-
-    def _measure(self) -> None:
-        self._metrics.slots_used.set(len(self.sequences))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import torch
@@ -78,10 +78,10 @@ class Outcome:
     tokens: list[list[int]]
     refused: list[InvalidRequest | None]
     logprobs: list[pb.Logprobs | None]
-    scores: list[Scores | None]
     taps_BTND: Tensor | None
     forward_seconds: float
     sample_seconds: float
+    scores: Rows[Scores | None] = ()
 
     def sound(self, row: int) -> bool:
         """True if the sequence of this row can go on."""
@@ -110,7 +110,7 @@ class ModelSteps:
         """Prefill and verify dummy sequences, then free them: requests would wait for the slow first step of a GPU."""
         samplings = ONE_OF_EACH[: self.cache.free_slots]
         slots = [self.cache.allocate() for _ in samplings]
-        prompt, block = [0] * _WARMING_DEPTH, [0] * (_WARMING_DEPTH + 1)
+        prompt, k = [0] * _WARMING_DEPTH, _WARMING_DEPTH
         for slot, sampling in zip(slots, samplings, strict=True):
             self.pipeline.assign(slot, pb.Start(tokens=prompt, sampling=sampling), None)
         with torch.inference_mode():
@@ -119,10 +119,19 @@ class ModelSteps:
                 prompts = [torch.tensor(prompt)] * some
                 self.cache.rewind(chosen, [0] * some)
                 self.run(None, PromptChunk(chosen, prompts, [True] * some, [[] for _ in chosen], [some]))
-                probs_BKV = torch.ones(some, _WARMING_DEPTH, self.target.config.vocab_size, device=self.device)
+                probs_BKV = torch.ones(some, k, self.target.config.vocab_size, device=self.device)
+                blocks = RaggedBatch(
+                    slots=chosen,
+                    counts=[k] * some,
+                    tokens_BT=torch.tensor([[0] * (k + 1)] * some, device=self.device),
+                    counts_B=torch.tensor([k] * some, device=self.device),
+                    base_B=torch.tensor([len(prompt)] * some, device=self.device),
+                    q=None,
+                    widths_B=torch.tensor([0] * some, device=self.device),
+                )
                 for q in (None, SparseDistribution(None, probs_BKV.bfloat16())):
                     self.cache.rewind(chosen, [len(prompt)] * some)
-                    self.run(RaggedBatch.alike(chosen, block, len(prompt), q, self.device), None)
+                    self.run(replace(blocks, q=q), None)
         for slot in slots:
             self.pipeline.release(slot)
             self.cache.free(slot)
@@ -148,10 +157,12 @@ class ModelSteps:
         """Run one forward over blocks to verify and a chunk of prompts; return the outcome of each, None if absent."""
         began = time.perf_counter()
         blocks = [(batch.slots, batch.tokens_BT)] if batch else []
-        outputs = self._append(blocks, chunk.rectangles() if chunk else [])
+        prompts = chunk.rectangles() if chunk else []
+        outputs = self._append(blocks, prompts)
         forward = time.perf_counter() - began
         of_blocks, of_prompts = outputs[: len(blocks)], outputs[len(blocks) :]
-        share = sum(map(_positions, of_blocks)) / sum(map(_positions, outputs))
+        positions = [tokens_BT.numel() for _, tokens_BT in [*blocks, *prompts]]
+        share = sum(positions[: len(blocks)]) / sum(positions)
         verified = self._conclude(batch, of_blocks[0], forward * share) if batch else None
         prefilled = self._prefilled(chunk, _joined(of_prompts), forward * (1 - share)) if chunk else None
         return verified, prefilled
@@ -185,7 +196,10 @@ class ModelSteps:
         if usual and judges(logits_BTV, batch.q, rows):
             verdict, finite_B = judge(logits_BTV, *arguments)
         else:
-            finite_B = self._finite(logits_BTV, batch.counts_B)
+            # Padding excluded.
+            position_T = torch.arange(logits_BTV.shape[1], device=self.device)
+            finite_BT = logits_BTV.sum(dim=-1).isfinite() | (position_T > batch.counts_B[:, None])
+            finite_B = finite_BT.all(dim=1)
             drawn_from = self.pipeline.distributions(
                 batch.slots, rows, logits_BTV, batch.draft_BK, batch.counts, batch.base_B
             )
@@ -201,13 +215,7 @@ class ModelSteps:
         self._commit(batch.slots, [a + 1 for a in accepted], sound)
         self.pipeline.advance(batch.slots, [t if good else [] for t, good in zip(tokens, sound, strict=True)])
         seconds = time.perf_counter() - began
-        scores: list[Scores | None] = [None] * len(tokens)
-        return Outcome(finite, accepted, tokens, refused, logprobs, scores, output.taps_BTND, forward_seconds, seconds)
-
-    def _finite(self, logits_BTV: Tensor, counts_B: Tensor) -> Tensor:
-        """Return whether the logits of each row are all finite, padding excluded, [B]."""
-        position_T = torch.arange(logits_BTV.shape[1], device=self.device)
-        return (logits_BTV.sum(dim=-1).isfinite() | (position_T > counts_B[:, None])).all(dim=1)
+        return Outcome(finite, accepted, tokens, refused, logprobs, output.taps_BTND, forward_seconds, seconds)
 
     def _prefilled(self, chunk: PromptChunk, output: TargetOutput, forward_seconds: float) -> Outcome:
         """Commit the chunk of each prompt; draw the first token of the prompts that it completes."""
@@ -218,11 +226,9 @@ class ModelSteps:
         finite = hidden_BD.sum(dim=-1).isfinite().tolist()
         self._commit(chunk.slots, counts, finite)
         scores = [self._score(*row) for row in zip(chunk.slots, output.hidden_BTD, chunk.following, strict=True)]
-        tokens, refused, logprobs = self._first_tokens(chunk, hidden_BD, finite)
+        first, taps_BTND = self._first_tokens(chunk, hidden_BD, finite), output.taps_BTND
         seconds = time.perf_counter() - began
-        return Outcome(
-            finite, [0] * len(counts), tokens, refused, logprobs, scores, output.taps_BTND, forward_seconds, seconds
-        )
+        return Outcome(finite, [0] * len(counts), *first, taps_BTND, forward_seconds, seconds, scores)
 
     def _score(self, slot: int, hidden_TD: Tensor, following: Rows[int]) -> Scores | None:
         """Return the logprobs of the prompt tokens that follow these positions; None without such tokens."""
@@ -259,10 +265,6 @@ class ModelSteps:
         for row, token, refusal, of_token in zip(ending, drawn, refusals, found, strict=True):
             tokens[row], refused[row], logprobs[row] = [token], refusal, of_token
         return tokens, refused, logprobs
-
-
-def _positions(output: TargetOutput) -> int:
-    return output.hidden_BTD.shape[0] * output.hidden_BTD.shape[1]
 
 
 def _joined(parts: list[TargetOutput]) -> TargetOutput:

@@ -8,6 +8,7 @@ Shapes: X source rows, R rows (positions of all sequences one after the other), 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
@@ -115,26 +116,17 @@ def frames(delivery: Delivery, max_bytes: int) -> Iterator[Delivery]:
     if len(rows) <= limit:
         yield delivery
         return
-    rows_RND = rows.rows_RND
-    first, room = 0, limit
-    batch: list[pb.ActivationSpan] = []
-
-    def part() -> Delivery:
-        stretch = slice(first, first + limit)
-        return Delivery(batch, Picked(rows_RND[stretch]), delivery.tokens[stretch])
-
+    parts = defaultdict[int, list[pb.ActivationSpan]](list)
+    at = 0
     for span in delivery.spans:
         done = 0
         while done < span.count:
-            count = min(room, span.count - done)
-            batch.append(
-                pb.ActivationSpan(
-                    sequence_id=span.sequence_id, start=span.start + done, count=count, reset=span.reset and done == 0
-                )
+            count = min(limit - at % limit, span.count - done)
+            reset = span.reset and done == 0
+            parts[at // limit].append(
+                pb.ActivationSpan(sequence_id=span.sequence_id, start=span.start + done, count=count, reset=reset)
             )
-            done, room = done + count, room - count
-            if room == 0:
-                yield part()
-                first, batch, room = first + limit, [], limit
-    if batch:
-        yield part()
+            done, at = done + count, at + count
+    for number, spans in parts.items():
+        stretch = slice(number * limit, (number + 1) * limit)
+        yield Delivery(spans, Picked(rows.rows_RND[stretch]), delivery.tokens[stretch])

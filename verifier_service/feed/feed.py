@@ -92,7 +92,7 @@ class Feed:
         self.deliver: Deliver | None = None
         # sequence id -> (slot, committed length)
         self.members: dict[str, tuple[int, int]] = {}
-        # sequence id -> every committed token, where the draft wants them
+        # sequence id -> its tokens, which are the engine's list: those from the committed length on do not count
         self._tokens: dict[str, list[int]] = {}
         # sequence id -> the first position that the draft has not been sent, because it was paused
         self._unsent: dict[str, int] = {}
@@ -112,15 +112,14 @@ class Feed:
             self._pool = Pool(self._shape, self._no_row.dtype, self._no_row.device)
         return self._pool.tensor.view(-1, self._entries, *self._tapped)
 
-    def join(self, sequence_id: str, slot: int) -> None:
-        self.members[sequence_id] = (slot, 0)
-        self._tokens[sequence_id] = []
+    def join(self, sequence_id: str, slot: int, tokens: list[int]) -> None:
+        self.members[sequence_id], self._tokens[sequence_id] = (slot, 0), tokens
 
     def leave(self, sequence_id: str) -> bool:
         """Forget a sequence. Return False if the sequence is not in this feed."""
         if sequence_id not in self.members:
             return False
-        self._tokens.pop(sequence_id, None)
+        del self._tokens[sequence_id]
         self._unsent.pop(sequence_id, None)
         slot, _ = self.members.pop(sequence_id)
         if not self.members:
@@ -130,11 +129,9 @@ class Feed:
         return True
 
     def store(self, advances: Rows[Advance], rows_RND: Tensor) -> None:
-        """Keep the rows and tokens that a replay needs."""
+        """Keep the rows that a replay needs."""
         for a in advances:
             self.members[a.sequence_id] = (a.slot, a.start + a.count)
-            if self.taps.tokens:
-                self._tokens[a.sequence_id] += a.tokens
         self._pending.append((advances, rows_RND))
         self._pending_rows += len(rows_RND)
         if self._pending_rows > MOST_PENDING:
@@ -142,12 +139,11 @@ class Feed:
 
     def _write_tails(self) -> None:
         """Write pending rows to the tails: each sink position has its own entry, the window is a ring."""
-        advances = [a for stored, _ in self._pending for a in stored]
+        pending, self._pending, self._pending_rows = self._pending, [], 0
+        advances = [a for stored, _ in pending for a in stored]
         if not advances or not self.taps.layers:
-            self._pending, self._pending_rows = [], 0
             return
-        rows = [rows_RND for _, rows_RND in self._pending]
-        self._pending, self._pending_rows = [], 0
+        rows = [rows_RND for _, rows_RND in pending]
         counts = [a.count for a in advances]
         slots_R = np.repeat([a.slot for a in advances], counts)
         # Rows that have dropped out of the window must not overwrite those in the window. Neither may rows of a
@@ -162,11 +158,9 @@ class Feed:
         ):
             _put_rows(self._tails, (slots_R[kept_R], entry_R[kept_R]), rows, kept_R.nonzero()[0])
 
-    def skip(self, sequence_id: str, tokens: list[int]) -> None:
+    def skip(self, sequence_id: str, count: int) -> None:
         slot, length = self.members[sequence_id]
-        self.members[sequence_id] = (slot, length + len(tokens))
-        if self.taps.tokens:
-            self._tokens[sequence_id] += tokens
+        self.members[sequence_id] = (slot, length + count)
 
     def pause(self, sequence_ids: Rows[str]) -> None:
         """Hold back the activations of these sequences, kept ones too, until they are resumed."""

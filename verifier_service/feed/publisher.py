@@ -18,6 +18,7 @@ from torch import Tensor
 from verifier_service.feed import feed as feeds
 from verifier_service.feed.delivery import Deliver, Delivery, Picked
 from verifier_service.feed.feed import Advance, Feed, Taps
+from verifier_service.metrics import VerifierMetrics
 
 
 @dataclass(frozen=True)
@@ -35,15 +36,14 @@ class Publisher:
     # Feeds kept for drafts that may come back.
     MAX_IDLE_FEEDS = 4
 
-    def __init__(self, slots: int, width: int, dtype: torch.dtype, device: torch.device):
+    def __init__(self, slots: int, width: int, dtype: torch.dtype, device: torch.device, metrics: VerifierMetrics):
         self._new_feed = lambda taps: Feed(taps, slots, width, dtype, device)
         self._bytes_per_tap = slots * width * dtype.itemsize
+        self._metrics = metrics
         self.feeds: dict[str, Feed] = {}
         # Rounds in which all sequences were paused. No draft waits for them, and many at once take far less time.
         self._later: list[tuple[Rows[Advance], Tensor | None]] = []
         self._later_rows = 0
-        self.bytes_published = 0
-        self.replays = 0
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -60,7 +60,11 @@ class Publisher:
         if feed is None or feed.taps != taps:
             feed = self.feeds[draft_id] = self._new_feed(taps)
         feed.deliver = deliver
-        self._drop_idle_feeds()
+        # Drop idle feeds above the limit, those without sequences first.
+        idle = [other for other, feed in self.feeds.items() if feed.deliver is None]
+        idle.sort(key=lambda other: bool(self.feeds[other].members))
+        for other in idle[: -self.MAX_IDLE_FEEDS or None]:
+            del self.feeds[other]
         self.replay_all(draft_id, deliver)
 
     def unsubscribe(self, draft_id: str, deliver: Deliver) -> None:
@@ -68,28 +72,21 @@ class Publisher:
         if feed is not None and feed.deliver == deliver:
             feed.deliver = None
 
-    def _drop_idle_feeds(self) -> None:
-        """Drop idle feeds above the limit, those without sequences first."""
-        idle = [draft_id for draft_id, feed in self.feeds.items() if feed.deliver is None]
-        idle.sort(key=lambda draft_id: bool(self.feeds[draft_id].members))
-        for draft_id in idle[: -self.MAX_IDLE_FEEDS or None]:
-            del self.feeds[draft_id]
-
-    def join(self, sequence_id: str, draft_id: str, slot: int) -> None:
-        """Begin a sequence. Its tail is kept if its draft has a feed."""
+    def join(self, sequence_id: str, draft_id: str, slot: int, tokens: list[int]) -> None:
+        """Begin a sequence. Its tail is kept if its draft has a feed. `tokens` grows with the sequence."""
         if feed := self.feeds.get(draft_id):
-            feed.join(sequence_id, slot)
+            feed.join(sequence_id, slot, tokens)
 
     def replayed(self, draft_id: str) -> tuple[int, int]:
         """Return (sink, window) of a draft: the numbers of first and last positions that a replay needs."""
         feed = self.feeds.get(draft_id)
         return (feed.taps.sink, feed.taps.window) if feed and feed.taps.layers else (0, 0)
 
-    def skip(self, sequence_id: str, draft_id: str, tokens: list[int]) -> None:
+    def skip(self, sequence_id: str, draft_id: str, count: int) -> None:
         """Skip the next positions of a sequence: they were copied, so no forward will bring their activations."""
         self._keep_later()
         if (feed := self.feeds.get(draft_id)) and sequence_id in feed.members:
-            feed.skip(sequence_id, tokens)
+            feed.skip(sequence_id, count)
 
     def shares(self, advances: Rows[Advance], taps_BTND: Tensor | None) -> list[FeedRows]:
         """Split a forward's outcome by feed. `advances` has one entry per row of `taps_BTND`, with count 0 where
@@ -156,7 +153,7 @@ class Publisher:
             return
         known = [i for i in sequence_ids if feed.members.get(i, (0, 0))[1]]
         if known:
-            self.replays += len(known)
+            self._metrics.replays.inc(len(known))
             self._deliver(feed.deliver, feed.replay(known))
 
     def pause(self, draft_id: str, sequence_ids: Rows[str]) -> None:
@@ -176,7 +173,7 @@ class Publisher:
         feed = self.feeds.get(draft_id)
         if feed is not None and feed.deliver == deliver:
             known = [i for i, (_, length) in feed.members.items() if length]
-            self.replays += len(known)
+            self._metrics.replays.inc(len(known))
             self._deliver(deliver, feed.replay(known, whole=True))
 
     def end(self, sequence_ids: Rows[str]) -> None:
@@ -188,7 +185,7 @@ class Publisher:
 
     def _deliver(self, deliver: Deliver, delivery: Delivery) -> None:
         if delivery.spans or delivery.ended or delivery.whole_replay:
-            self.bytes_published += delivery.rows.nbytes
+            self._metrics.activation_bytes.inc(delivery.rows.nbytes)
             deliver(delivery)
 
 

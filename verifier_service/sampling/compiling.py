@@ -17,30 +17,18 @@ from spire.v1 import verifier_pb2 as pb
 from verifier_service.sampling.grammar import Grammars, Matcher
 
 log = structlog.get_logger("verifier_service")
-# Grammars compiled at once, of different askers: the other processors are needed for decoding.
-_AT_ONCE = 2
+# Two grammars are compiled at once, of different askers, who take turns: the other processors are needed for decoding.
+_POOL = FairPool(2, "grammars")
 
 Compiled = Callable[[pb.Start, Matcher], None]
 Refused = Callable[[pb.Start, SpireError], None]
 
 
-class Compiler:
-    """Compiles for all gateways; askers take turns."""
-
-    def __init__(self, grammars: Grammars):
-        self._grammars = grammars
-        self._pool = FairPool(_AT_ONCE, "grammars")
-
-    async def compile(self, gateway: str, grammar: pb.Grammar) -> Matcher:
-        """Compile a grammar. Raises InvalidRequest. A call that is cancelled before its turn is never begun."""
-        return await self._pool.run(f"{gateway} {grammar.asker}", self._grammars.compile, grammar)
-
-
 class Compiling:
     """The Starts of one stream that wait for their grammars. Each is passed to `compiled` or `refused` once."""
 
-    def __init__(self, compiler: Compiler, gateway: str, compiled: Compiled, refused: Refused):
-        self._compiler, self._gateway = compiler, gateway
+    def __init__(self, grammars: Grammars, gateway: str, compiled: Compiled, refused: Refused):
+        self._grammars, self._gateway = grammars, gateway
         self._compiled, self._refused = compiled, refused
         self._tasks: dict[asyncio.Task[None], pb.Start] = {}
 
@@ -62,8 +50,10 @@ class Compiling:
             task.cancel()
 
     async def _compile(self, start: pb.Start) -> None:
+        grammar = start.adjustments.grammar
         try:
-            matcher = await self._compiler.compile(self._gateway, start.adjustments.grammar)
+            # Cancelled before its turn, it is never begun.
+            matcher = await _POOL.run(f"{self._gateway} {grammar.asker}", self._grammars.compile, grammar)
         except asyncio.CancelledError:
             raise
         except InvalidRequest as error:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -32,7 +32,6 @@ from spire.errors import CheckpointError, InvalidRequest
 from spire.rpc.limits import MAX_GRAMMAR_BYTES
 from spire.v1 import verifier_pb2 as pb
 from verifier_service.sampling import grammar_trial
-from verifier_service.sampling.json_formats import with_enforced_formats
 
 # Otherwise the library allows only one token where the text is forced, and spends seconds on long forced texts.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
@@ -46,6 +45,12 @@ _TOO_COMPLEX = (
 )
 # The longest error message: the library's messages quote the grammar.
 _MAX_CHARACTERS = 600
+# The formats of JSON schemas that are enforced, because the library knows them. It refuses a whole schema for another
+# one; those are annotations, as JSON Schema defines.
+ENFORCED = frozenset({"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"})
+# Keywords whose values are data, even if they look like schemas, and keywords whose values are schemas by name.
+_DATA = frozenset({"const", "default", "enum", "example", "examples"})
+_NAMED = frozenset({"$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"})
 
 
 class Grammars:
@@ -79,7 +84,11 @@ class Grammars:
     def masks(self, asked: Sequence[tuple[Matcher, Sequence[int]]]) -> list[Tensor | InvalidRequest]:
         """Return for each (matcher, draft) the result of `Matcher.masks`, or its error; computed in parallel."""
         drafts = [matcher.live(draft) for matcher, draft in asked]
-        states = [matcher.fork() if draft else matcher.state for (matcher, _), draft in zip(asked, drafts, strict=True)]
+        # A draft is tried on a copy: a library state is unusable once no token can continue.
+        states = [
+            matcher.state.deep_copy() if draft else matcher.state
+            for (matcher, _), draft in zip(asked, drafts, strict=True)
+        ]
         *firsts, count = accumulate((len(draft) + 1 for _, draft in asked), initial=0)
         allowed_RV = self._rows(list(zip(states, firsts, drafts, strict=True)), count)
         answers: list[Tensor | InvalidRequest] = []
@@ -139,10 +148,6 @@ class Matcher:
             return []
         text_V = self._grammars.text_V
         return list(draft[: next((i for i, token in enumerate(draft) if not text_V[token]), len(draft))])
-
-    def fork(self) -> LLMatcher:
-        """Return a copy of the state to try a draft on: a library state is unusable once no token can continue."""
-        return self.state.deep_copy()
 
     def _take(self, token: int) -> bool:
         if self._grammars.ends_V[token]:
@@ -205,6 +210,27 @@ def _with_layout(schema_json: str, whitespace: str) -> str:
     if not any(name.startswith("whitespace_") for name in options):
         options = options | {"whitespace_pattern": whitespace}
     return json.dumps(schema | {"x-guidance": options})
+
+
+def with_enforced_formats(schema: Any) -> Any:
+    """Return the schema without formats that are not enforced, at every depth."""
+    if isinstance(schema, list):
+        return [with_enforced_formats(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        keyword: _inside(keyword, value)
+        for keyword, value in schema.items()
+        if keyword != "format" or not isinstance(value, str) or value in ENFORCED
+    }
+
+
+def _inside(keyword: str, value: Any) -> Any:
+    if keyword in _DATA:
+        return value
+    if keyword in _NAMED and isinstance(value, dict):
+        return {name: with_enforced_formats(schema) for name, schema in value.items()}
+    return with_enforced_formats(value)
 
 
 @lru_cache(maxsize=256)

@@ -32,19 +32,11 @@ class _Rows:
 
     @classmethod
     def empty(cls, R: int, V: int, device: torch.device) -> _Rows:
-        number_RV, flag_RV = torch.empty(R, V, device=device), torch.empty(R, V, dtype=torch.bool, device=device)
-        may_end_R = torch.empty(R, dtype=torch.int64, device=device)
-        return cls(
-            number_RV,
-            torch.empty_like(number_RV),
-            flag_RV,
-            torch.empty_like(flag_RV),
-            torch.empty(R, 3, device=device),
-            may_end_R,
-        )
+        def table(*shape: int, dtype: torch.dtype | None = None) -> Tensor:
+            return torch.empty(R, *shape, dtype=dtype, device=device)
 
-    def with_more(self, more: _Rows) -> _Rows:
-        return _Rows(*(torch.cat((getattr(self, f.name), getattr(more, f.name))) for f in fields(self)))
+        flag, number = torch.bool, torch.int64
+        return cls(table(V), table(V), table(V, dtype=flag), table(V, dtype=flag), table(3), table(dtype=number))
 
 
 class Histories:
@@ -119,10 +111,10 @@ class Histories:
         return penalised_ATV.scatter_(2, draft_ATK, again_ATK)
 
     def _grow(self) -> None:
-        held = len(self._rows.may_end_R)
-        more = max(4, held)
-        self._rows = self._rows.with_more(_Rows.empty(more, self.vocab_size, self.device))
-        self._free += range(held, held + more)
+        old, held = self._rows, len(self._rows.may_end_R)
+        new = _Rows.empty(max(4, held), self.vocab_size, self.device)
+        self._rows = _Rows(*(torch.cat((getattr(old, f.name), getattr(new, f.name))) for f in fields(_Rows)))
+        self._free += range(held, len(self._rows.may_end_R))
 
 
 def _penalised(logits: Tensor, seen: Tensor, counts: Tensor, penalties_A3: Tensor) -> Tensor:

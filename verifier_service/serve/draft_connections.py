@@ -15,7 +15,6 @@ from spire.v1 import draft_pb2 as pb
 from spire.v1 import draft_pb2_grpc as rpc
 from verifier_service.engine.drafts import check_draft_id
 from verifier_service.engine.engine import VerifierEngine
-from verifier_service.engine.tasks import ReplyTask
 from verifier_service.metrics import GRPC
 from verifier_service.serve.names import Names, told
 
@@ -50,7 +49,7 @@ class RequestStream:
     async def _read(self, replies: AsyncIterator[pb.DraftReply]) -> None:
         try:
             async for reply in replies:
-                self._engine.submit(ReplyTask(self._draft_id, reply))
+                self._engine.take_reply(self._draft_id, reply)
             self._requests.put_nowait(None)
         except Exception as error:  # mostly bytes that are not a message
             self._requests.put_nowait(InvalidRequest(f"replies cannot be read: {error!r}"))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import structlog
 import torch
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 
 from spire.address import join
 from spire.checkpoints.chat_template import read_chat_template
@@ -33,6 +33,7 @@ from spire.perf.shape_messages import shape_to_wire
 from spire.perf.shapes import Shape
 from spire.rpc.channel import PROTOCOL_VERSION, listen, new_server
 from spire.rpc.trust import ANYBODY, Trust
+from spire.service.health import keep_reporting
 from spire.service.process import stop_signal
 from spire.v1 import draft_pb2_grpc
 from spire.v1 import verifier_pb2 as pb
@@ -49,7 +50,7 @@ from verifier_service.sampling.grammar import Grammars
 from verifier_service.sampling.pipeline import Pipeline
 from verifier_service.sampling.synthetic import coin_flips
 from verifier_service.serve.draft_connections import DraftConnections
-from verifier_service.serve.leases import Leases
+from verifier_service.serve.names import Leases
 from verifier_service.serve.service import Hosted, VerifierService
 
 log = structlog.get_logger("verifier_service")
@@ -67,7 +68,9 @@ def load(config: VerifierConfig) -> tuple[VerifierEngine, Hosted]:
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     shape = load_model_config(config.model)
-    _wishes(config).check(shape.max_position_embeddings)
+    exactly = "max_sequences" in config.model_fields_set
+    wishes = Wishes(config.max_sequences, exactly, config.max_context, int(config.cache_gb * 1e9))
+    wishes.check(shape.max_position_embeddings)
     tokenizer = _read_tokenizer(config.model, shape)
     end_tokens, sampling, unusable = read_generation(config.model, shape)
     if unusable:
@@ -76,7 +79,9 @@ def load(config: VerifierConfig) -> tuple[VerifierEngine, Hosted]:
         raise CheckpointError(f"{config.model} holds a shape and no weights: only measurements of time can serve it")
     target, fingerprint = load_target(config.model, dtype, device)
     packed = pack(target)
-    room = _room(config, shape, dtype, device)
+    # How many sequences fit, and of which length: measured when the weights are in memory.
+    position_bytes, at_once = shape.kv_bytes_per_position // 2 * dtype.itemsize, device.type != "cpu"
+    room = room_for(wishes, shape.max_position_embeddings, position_bytes, free_memory(device), at_once)
     grammars, no_grammars = _read_grammars(tokenizer.tokenizer_json, shape, end_tokens)
     engine = _build_engine(packed, config, room, dtype, device, grammars)
     if loads_kernels_late(device):
@@ -157,22 +162,11 @@ def _build_engine(
     if (rate := config.lossy_synthetic_acceptance) is not None:
         log.warning("LOSSY: what the target says of draft tokens is ignored", synthetic_acceptance=rate)
         steps.rule = coin_flips(rate)
-    publisher = Publisher(slots, shape.hidden_size, dtype, device)
+    metrics = VerifierMetrics(slots, cache)
+    publisher = Publisher(slots, shape.hidden_size, dtype, device, metrics)
     limits = Limits(shape.vocab_size, room.context, config.max_depth)
     prefixes = Prefixes(cache, config.prefix_cache)
-    return VerifierEngine(steps, publisher, prefixes, limits, VerifierMetrics(slots, cache), config.token_budget)
-
-
-def _wishes(config: VerifierConfig) -> Wishes:
-    exactly = "max_sequences" in config.model_fields_set
-    return Wishes(config.max_sequences, exactly, config.max_context, int(config.cache_gb * 1e9))
-
-
-def _room(config: VerifierConfig, shape: ModelConfig, dtype: torch.dtype, device: torch.device) -> Room:
-    """Return the number and length of sequences that fit. Call it when the weights are in memory."""
-    position_bytes = shape.kv_bytes_per_position // 2 * dtype.itemsize
-    at_once = device.type != "cpu"
-    return room_for(_wishes(config), shape.max_position_embeddings, position_bytes, free_memory(device), at_once)
+    return VerifierEngine(steps, publisher, prefixes, limits, metrics, config.token_budget)
 
 
 @asynccontextmanager
@@ -193,8 +187,7 @@ async def listening(
     port = listen(server, config.host, config.port, trust)
     engine.start()
     await server.start()
-    await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
-    watch = asyncio.create_task(_watch(engine, healthy, config.stuck_seconds))
+    watch = asyncio.create_task(keep_reporting(healthy, lambda: not engine.pace.is_stuck(config.stuck_seconds)))
     try:
         yield join(config.host, port)
     finally:
@@ -225,12 +218,3 @@ async def _ended(engine: VerifierEngine, hurry: asyncio.Task[None]) -> None:
             log.error("the model is stuck and does not end")
             break
         await asyncio.sleep(0.01)
-
-
-async def _watch(engine: VerifierEngine, healthy: health.aio.HealthServicer, stuck_seconds: float) -> None:
-    """Report health every second: a service with a stuck engine still answers pings."""
-    status = health_pb2.HealthCheckResponse
-    while True:
-        await asyncio.sleep(1)
-        stuck = engine.pace.is_stuck(stuck_seconds)
-        await healthy.set("", status.NOT_SERVING if stuck else status.SERVING)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,17 +26,17 @@ from spire.rpc.limits import MAX_FOLLOWERS, check_named
 from spire.v1 import verifier_pb2 as pb
 from spire.v1 import verifier_pb2_grpc as rpc
 from verifier_service.config import VerifierConfig
+from verifier_service.engine.batch import VerifyTask
 from verifier_service.engine.drafts import Drafts, check_draft_id
 from verifier_service.engine.engine import VerifierEngine
-from verifier_service.engine.tasks import StartTask, VerifyTask
+from verifier_service.engine.sequence import StartTask
 from verifier_service.feed.feed import Taps
 from verifier_service.feed.subscriber import Subscriber
 from verifier_service.metrics import GRPC
-from verifier_service.sampling.compiling import Compiler, Compiling
+from verifier_service.sampling.compiling import Compiling
 from verifier_service.sampling.grammar import Grammars, Matcher
 from verifier_service.serve.draft_connections import DraftConnections
-from verifier_service.serve.leases import Leases
-from verifier_service.serve.names import told
+from verifier_service.serve.names import Leases, told
 
 log = structlog.get_logger("verifier_service")
 
@@ -66,9 +66,9 @@ Made = TypeVar("Made", Ring, OverwritingRingReader)
 class RoundsStream:
     """One gateway's stream: requests go to the engine, and answers are sent as they become ready."""
 
-    def __init__(self, engine: VerifierEngine, gateway: str, compiler: Compiler | None):
+    def __init__(self, engine: VerifierEngine, gateway: str, grammars: Grammars | None):
         self._engine, self._gateway = engine, gateway
-        self._compiling = Compiling(compiler, gateway, self._compiled, self._refuse) if compiler else None
+        self._compiling = Compiling(grammars, gateway, self._start, self._refuse) if grammars else None
         self._loop = asyncio.get_running_loop()
         self._answers: asyncio.Queue[pb.RoundsResponse | SpireError | None] = asyncio.Queue()
         self._outstanding = 0
@@ -93,11 +93,8 @@ class RoundsStream:
                 if isinstance(answer, SpireError):
                     raise answer
                 if answer is _DRAFTS:
-                    message, self._drafts = self._drafts, None
-                    if message:
-                        yield message
-                else:
-                    yield answer
+                    answer, self._drafts = self._drafts or answer, None
+                yield answer
         finally:
             reader.cancel()
             teller.cancel()
@@ -117,8 +114,7 @@ class RoundsStream:
                         self._engine.metrics.rounds.labels(GRPC).inc()
                         self._engine.submit(VerifyTask(request.verify, self._gateway, self._reply))
                     case None:
-                        self._answers.put_nowait(InvalidRequest("a RoundsRequest came without a body"))
-                        continue
+                        raise InvalidRequest("a RoundsRequest came without a body")
                 self._outstanding += 1
             self._closing = True
             self._end_if_answered()
@@ -153,19 +149,17 @@ class RoundsStream:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._answers.put_nowait, answer)
 
-    def _start(self, start: pb.Start) -> None:
-        if start.adjustments.HasField("grammar") and self._compiling:
+    def _start(self, start: pb.Start, matcher: Matcher | None = None) -> None:
+        """Submit a Start, once its grammar has been compiled if it has one."""
+        if matcher is None and self._compiling and start.adjustments.HasField("grammar"):
             self._compiling.begin(start)
         else:
-            self._engine.submit(StartTask(start, self._gateway, self._reply, self.send))
+            self._engine.submit(StartTask(start, self._gateway, self._reply, self.send, matcher))
 
     def withdraw(self, gateway: str, sequence_ids: Sequence[str]) -> None:
         """Withdraw released sequences that still wait for their grammars, if this is the gateway's stream."""
         if self._compiling and gateway == self._gateway:
             self._compiling.withdraw(frozenset(sequence_ids))
-
-    def _compiled(self, start: pb.Start, matcher: Matcher) -> None:
-        self._engine.submit(StartTask(start, self._gateway, self._reply, self.send, matcher))
 
     def _refuse(self, start: pb.Start, error: SpireError) -> None:
         log.debug("refused", sequence=start.sequence_id, code=type(error).__name__)
@@ -198,7 +192,6 @@ class VerifierService(rpc.VerifierServicer):
         self._subscribers: dict[str, Subscriber] = {}
         # The number of subscriptions by draft id: a newer one may begin before the older one has ended.
         self._following: Counter[str] = Counter()
-        self._compiler = Compiler(hosted.grammars) if hosted.grammars else None
         self._streams: set[RoundsStream] = set()
 
     async def GetInfo(self, request: pb.GetInfoRequest, context: grpc.aio.ServicerContext) -> pb.GetInfoResponse:
@@ -214,7 +207,7 @@ class VerifierService(rpc.VerifierServicer):
     ) -> AsyncIterator[pb.RoundsResponse]:
         gateway = told(context, GATEWAY_METADATA_KEY) or uuid.uuid4().hex
         number = told(context, STREAM_METADATA_KEY)
-        stream = RoundsStream(self._engine, gateway, self._compiler)
+        stream = RoundsStream(self._engine, gateway, self._hosted.grammars)
         self._streams.add(stream)
         try:
             with self.leases.held(gateway, context, int(number) if number.isdecimal() else 0, stream.end):
@@ -236,35 +229,35 @@ class VerifierService(rpc.VerifierServicer):
             taps = Taps.read(request, self._hosted.info)
             if request.HasField("draft"):
                 self._drafts.check(request.draft)
-            self._check_room_for(request.draft_id)
             with self._drafting.names.held(request.draft_id, context), self._counted(request.draft_id):
                 async with self._followed(request, taps, context) as (subscriber, offer):
                     if offer:
                         yield offer
-                    with self._named(request):
+                    # Gateways are told of a draft that takes requests.
+                    asked = request.HasField("draft")
+                    with self._drafts.followed_by(request.draft_id, request.draft) if asked else nullcontext():
                         async for message in subscriber.messages():
                             yield message
         except SpireError as error:
             await context.abort(call_status(error), str(error))
 
-    def _check_room_for(self, draft_id: str) -> None:
+    @contextmanager
+    def _counted(self, draft_id: str) -> Iterator[None]:
+        """Count a subscription inside this block. Raises OutOfCapacity if too many drafts follow."""
         if draft_id not in self._following and len(self._following) >= MAX_FOLLOWERS:
             raise OutOfCapacity(f"{MAX_FOLLOWERS} drafts follow this verifier already: that is the most it takes")
-
-    @contextlib.contextmanager
-    def _counted(self, draft_id: str) -> Iterator[None]:
         self._following += Counter([draft_id])
         try:
             yield
         finally:
             self._following -= Counter([draft_id])
 
-    @contextlib.asynccontextmanager
+    @asynccontextmanager
     async def _followed(
         self, request: pb.ActivationsRequest, taps: Taps, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[tuple[Subscriber, pb.ActivationsResponse | None]]:
         """Subscribe a draft inside this block. Yields its subscriber, and an offer of rings for a draft with a host."""
-        near = _is_near(request.host)
+        near = request.host and request.host == host_id()
         ring, q_ring = await asyncio.to_thread(self._share, taps, request.gpu) if near else (None, None)
         subscriber, subscribed = self._subscribe(request.draft_id, taps, ring)
         if q_ring:
@@ -279,18 +272,14 @@ class VerifierService(rpc.VerifierServicer):
             )
             yield subscriber, offer if request.host else None
         finally:
-            self._unsubscribe(request.draft_id, subscriber)
+            if self._subscribers.get(request.draft_id) is subscriber:
+                del self._subscribers[request.draft_id]
+            self._engine.call(self._engine.publisher.unsubscribe, request.draft_id, subscriber.deliver)
             if self._engine.q_rings.get(request.draft_id) is q_ring:
                 self._engine.q_rings.pop(request.draft_id, None)
             if ring and ring.offer.gpu_handle:
                 # The memory must not be freed while the draft maps it; the draft soon learns of the stream's end.
-                asyncio.get_running_loop().call_later(_STILL_MAPPED_SECONDS, _keep, ring)
-
-    def _named(self, request: pb.ActivationsRequest) -> contextlib.AbstractContextManager[None]:
-        """Tell gateways about a draft inside this block, if the draft takes requests."""
-        if not request.HasField("draft"):
-            return contextlib.nullcontext()
-        return self._drafts.followed_by(request.draft_id, request.draft)
+                asyncio.get_running_loop().call_later(_STILL_MAPPED_SECONDS, lambda _: None, ring)
 
     def _share(self, taps: Taps, gpu: str) -> tuple[Ring | None, OverwritingRingReader | None]:
         """Make the rings for a draft on this host: for rows, if any are sent, and for q. Call it off the event loop."""
@@ -330,11 +319,6 @@ class VerifierService(rpc.VerifierServicer):
         )
         return subscriber, subscribed
 
-    def _unsubscribe(self, draft_id: str, subscriber: Subscriber) -> None:
-        if self._subscribers.get(draft_id) is subscriber:
-            del self._subscribers[draft_id]
-        self._engine.call(self._engine.publisher.unsubscribe, draft_id, subscriber.deliver)
-
     async def Resync(self, request: pb.ResyncRequest, context: grpc.aio.ServicerContext) -> pb.ResyncResponse:
         try:
             check_named("a ResyncRequest", len(request.sequence_ids))
@@ -359,16 +343,7 @@ class VerifierService(rpc.VerifierServicer):
         return pb.ReleaseResponse(released=released, cache_usage=self._engine.steps.cache.usage)
 
 
-def _keep(ring: Ring) -> None:
-    """Keep the ring alive until this is called."""
-
-
 def _carrier(ring: Ring | None) -> str:
     if ring is None:
         return "inline bytes"
     return "memory of the GPU" if ring.offer.gpu_handle else "shared memory"
-
-
-def _is_near(host: str) -> bool:
-    """True if a peer that names `host` shares memory with this process."""
-    return bool(host) and host == host_id()

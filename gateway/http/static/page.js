@@ -151,8 +151,7 @@ function showError(error) {
   box.dataset.code = error.code ?? "";
   heading.textContent = HEADINGS[error.code] ?? "This did not work";
   message.textContent = error.message;
-  hint.textContent = error.retryAfter ? `Try again in ${error.retryAfter} s.` : "";
-  hint.textContent = HINTS[error.code] ?? hint.textContent;
+  hint.textContent = HINTS[error.code] ?? (error.retryAfter ? `Try again in ${error.retryAfter} s.` : "");
   box.hidden = false;
 }
 

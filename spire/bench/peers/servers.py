@@ -98,20 +98,17 @@ def _message(task: Task) -> dict[str, Any]:
 
 
 def _cell(answer: dict[str, Any]) -> Cell:
-    runs = [_figures(run["stamps"], answer["batch"], answer["peak_memory_bytes"]) for run in answer["runs"]]
-    way = ", ".join(f"{name} {value}" for name, value in answer["way"].items())
-    system, note = f"{TRANSFORMERS} {answer['mode']}", way
+    runs = [_figures(run, answer["batch"], answer["peak_memory_bytes"]) for run in answer["runs"]]
+    note = ", ".join(f"{name} {value}" for name, value in answer["way"].items())
     if answer["mode"] != "generate":
         note += f" ({_ALONE})"
-    return Cell(system, None, None, answer["batch"], answer["context"], runs, note=note)
+    return Cell(f"{TRANSFORMERS} {answer['mode']}", None, None, answer["batch"], answer["context"], runs, note=note)
 
 
 def _figures(stamps: list[tuple[float, int]], batch: int, peak: int | None) -> Figures:
     """Compute the figures of a run in which all sequences of the batch advance together."""
-    arrivals, before = [], 0
-    for moment, tokens in stamps:
-        arrivals.append((moment, tokens - before))
-        before = tokens
+    before = [0, *(tokens for _, tokens in stamps)]
+    arrivals = [(moment, tokens - had) for (moment, tokens), had in zip(stamps, before, strict=False)]
     steps = len(stamps) - 1
     accepted = stamps[-1][1] - stamps[0][1] - steps
     told = {"num_spec_steps": steps, "num_accepted_draft_tokens": accepted}

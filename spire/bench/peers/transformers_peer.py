@@ -12,15 +12,16 @@ Does not know: batches of assisted generation, which transformers does not suppo
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
+from spire.bench.system import peak_of
 from spire.model.placement import choose_device, choose_dtype
 
 _PROBE_TOKENS = 16
@@ -75,14 +76,14 @@ class Peer:
 
         def seconds(way: Way) -> float:
             self.run(way, prompts, _PROBE_TOKENS)
-            stamps = self.run(way, prompts, _PROBE_TOKENS)["stamps"]
+            stamps = self.run(way, prompts, _PROBE_TOKENS)
             taken: float = (stamps[-1][0] - stamps[0][0]) / max(1, stamps[-1][1] - stamps[0][1])
             return taken
 
         return min(ways, key=seconds)
 
-    def run(self, way: Way, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-        """Generate once. `stamps` of the result holds (seconds since the start, tokens so far) of each step."""
+    def run(self, way: Way, prompts: list[list[int]], tokens: int) -> list[tuple[float, int]]:
+        """Generate once. Return (seconds since the start, tokens so far) of each step."""
         way = dict(way)
         self.model.set_attn_implementation(way.pop("attention"))
         if self.assistant and "assistant_tokens" in way:
@@ -93,7 +94,7 @@ class Peer:
         ids = torch.tensor(prompts, device=self.device)
         clock, length = _Clock(), ids.shape[1]
         began = time.perf_counter()
-        output = self.model.generate(
+        self.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=tokens,
@@ -103,8 +104,7 @@ class Peer:
             **self._drawing,
             **way,
         )
-        stamps = [(moment - began, reached - length) for moment, reached in clock.stamps]
-        return {"stamps": stamps, "generated": (output.shape[1] - length) * len(prompts)}
+        return [(moment - began, reached - length) for moment, reached in clock.stamps]
 
 
 def main() -> None:
@@ -116,15 +116,7 @@ def main() -> None:
                 way = peer.quickest(ways, load["prompts"][0])
                 runs = [peer.run(way, prompts, load["generate"]) for prompts in load["prompts"]]
                 answer = {"mode": mode, "way": way, "batch": load["batch"], "context": load["context"], "runs": runs}
-                print(json.dumps(answer | {"peak_memory_bytes": _peak()}), flush=True)
-
-
-def _peak() -> int | None:
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), None)
+                print(json.dumps(answer | {"peak_memory_bytes": peak_of([os.getpid()])}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,13 @@
-"""Convert one GGUF file to one checkpoint directory. Everything is checked before anything is written."""
+"""`spire convert gguf`: convert a GGUF file, quantised or not, to a directory in Hugging Face layout.
+
+    spire convert gguf SmolLM2-135M-Instruct.Q4_1.gguf --out smollm2
+
+Everything is checked before anything is written. Does not know: architectures other than Llama's, split files,
+big-endian files, and pre-tokenizers that cannot be rebuilt exactly. Each is refused by name.
+"""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +18,11 @@ from spire.checkpoints.gguf.shape import model_config
 from spire.checkpoints.gguf.tokenizer import read_tokenizer
 from spire.checkpoints.gguf.weights import plan, write_weights
 from spire.errors import CheckpointError
-from spire.files import write_whole
+from spire.files import write_json, write_whole
 from spire.model.config import ModelConfig
 
-# GGUF's names of sampling parameters -> those of generation_config.json.
-_SAMPLING = {
-    "temp": "temperature",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "penalty_repeat": "repetition_penalty",
-}
+# GGUF's names of sampling parameters that are numbers -> those of generation_config.json.
+_SAMPLING = {"temp": "temperature", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty"}
 
 
 def convert_gguf(path: Path, out: Path, dtype: torch.dtype = torch.bfloat16) -> ModelConfig:
@@ -40,11 +40,11 @@ def convert_gguf(path: Path, out: Path, dtype: torch.dtype = torch.bfloat16) -> 
     write_weights(file, weights, config, out, dtype)
     write_whole(out / "tokenizer.json", lambda unfinished: found.tokenizer.save(str(unfinished)))
     context = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.max_position_embeddings}
-    _write_json(out / "tokenizer_config.json", context | found.config)
-    _write_json(out / "generation_config.json", _generation(file, config))
+    write_json(out / "tokenizer_config.json", context | found.config)
+    write_json(out / "generation_config.json", _generation(file, config))
     name = {"_name_or_path": file.text("general.name", path.stem)}
     # config.json is written last: without it a directory is no model, so an interrupted conversion is not served.
-    _write_json(out / "config.json", config.to_hugging_face() | {"dtype": str(dtype).removeprefix("torch.")} | name)
+    write_json(out / "config.json", config.to_hugging_face() | {"dtype": str(dtype).removeprefix("torch.")} | name)
     return config
 
 
@@ -54,13 +54,8 @@ def _generation(file: GgufFile, config: ModelConfig) -> dict[str, Any]:
     sampling: dict[str, Any] = {
         name: file.number(f"general.sampling.{key}")
         for key, name in _SAMPLING.items()
-        if f"general.sampling.{key}" in file.keys
+        if f"general.sampling.{key}" in file.fields
     }
-    if "general.sampling.top_k" in file.keys:
+    if "general.sampling.top_k" in file.fields:
         sampling["top_k"] = file.whole("general.sampling.top_k")
     return tokens | ({"do_sample": True} | sampling if sampling else {})
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-    write_whole(path, lambda unfinished: unfinished.write_text(text, encoding="utf-8"))

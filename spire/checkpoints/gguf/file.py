@@ -23,15 +23,17 @@ class GgufFile:
 
     def __init__(self, path: Path):
         self.path = path
-        _refuse_other_formats(path)
         reader = _open(path)
-        self._fields = reader.fields
+        self.fields, self.read = reader.fields, set[str]()  # all keys, and those that were asked for
         self.tensors: dict[str, ReaderTensor] = {tensor.name: tensor for tensor in reader.tensors}
-        self._refuse_other_contents()
-
-    @property
-    def keys(self) -> list[str]:
-        return list(self._fields)
+        if (parts := self.whole("split.count", 0)) > 1:
+            raise self.error(f"part of a model in {parts} files: join them with llama-gguf-split --merge")
+        if (kind := self.text("general.type", "model")) != "model":
+            raise self.error(f"holds no model: general.type is {kind!r}")
+        if (architecture := self.text("general.architecture")) != ARCHITECTURE:
+            raise self.error(f"the architecture is {architecture!r}; only {ARCHITECTURE!r} can be served")
+        if not self.tensors:
+            raise self.error("holds a vocabulary and no weights")
 
     def text(self, key: str, default: str = _REQUIRED) -> str:
         return self._checked(key, self.value(key, default), str)
@@ -59,8 +61,9 @@ class GgufFile:
 
     def value(self, key: str, default: Any = _REQUIRED) -> Any:
         """Return the stored value of `key`, of any type."""
-        if key in self._fields:
-            return self._fields[key].contents()
+        self.read.add(key)
+        if key in self.fields:
+            return self.fields[key].contents()
         if default is _REQUIRED:
             raise self.error(f"{key} is missing: the file is incomplete")
         return default
@@ -75,18 +78,18 @@ class GgufFile:
             raise self.error(f"{key} is {_shown(value)}, not {_KINDS[kind]}")
         return kind(value)
 
-    def _refuse_other_contents(self) -> None:
-        if (parts := self.whole("split.count", 0)) > 1:
-            raise self.error(f"part of a model in {parts} files: join them with llama-gguf-split --merge")
-        if (kind := self.text("general.type", "model")) != "model":
-            raise self.error(f"holds no model: general.type is {kind!r}")
-        if (architecture := self.text("general.architecture")) != ARCHITECTURE:
-            raise self.error(f"the architecture is {architecture!r}; only {ARCHITECTURE!r} can be served")
-        if not self.tensors:
-            raise self.error("holds a vocabulary and no weights")
-
 
 def _open(path: Path) -> Any:
+    """Return the reader of a GGUF file. Raises CheckpointError for other files and damaged ones."""
+    if not path.is_file():
+        raise CheckpointError(f"{path} is no file: convert gguf takes one .gguf file")
+    refuse_stand_in(path)
+    with path.open("rb") as opened:
+        head = opened.read(24)
+    if not head.startswith(b"GGUF"):
+        raise CheckpointError(f"{path} is no GGUF file: it begins with {head[:4]!r}")
+    if len(head) == 24 and not int.from_bytes(head[4:6], "little"):
+        raise CheckpointError(f"{path} is a big-endian GGUF file: only little-endian ones are read")
     try:
         from gguf import GGUFReader
     except ImportError as error:
@@ -99,18 +102,6 @@ def _open(path: Path) -> Any:
         part = _PART.search(path.name)
         why = f"part of a model in {int(part[1])} files?" if part else "truncated or damaged"
         raise CheckpointError(f"{path} is no whole GGUF file ({_shown(error)}): {why}") from error
-
-
-def _refuse_other_formats(path: Path) -> None:
-    if not path.is_file():
-        raise CheckpointError(f"{path} is no file: convert gguf takes one .gguf file")
-    refuse_stand_in(path)
-    with path.open("rb") as opened:
-        head = opened.read(24)
-    if not head.startswith(b"GGUF"):
-        raise CheckpointError(f"{path} is no GGUF file: it begins with {head[:4]!r}")
-    if len(head) == 24 and not int.from_bytes(head[4:6], "little"):
-        raise CheckpointError(f"{path} is a big-endian GGUF file: only little-endian ones are read")
 
 
 def _shown(value: Any) -> str:

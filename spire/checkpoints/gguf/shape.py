@@ -1,4 +1,4 @@
-"""Build a ModelConfig from the keys of a GGUF file. Unknown keys are refused by name."""
+"""Build a ModelConfig from the keys of a GGUF file. Keys that nothing here reads are refused by name."""
 
 from __future__ import annotations
 
@@ -10,33 +10,16 @@ from pydantic import ValidationError
 from spire.checkpoints.gguf.file import ARCHITECTURE, GgufFile
 from spire.model.config import ModelConfig, RopeConfig, in_words
 
-_READ = {
-    "context_length",
-    "embedding_length",
-    "block_count",
-    "feed_forward_length",
-    "attention.head_count",
-    "attention.head_count_kv",
-    "attention.key_length",
-    "attention.value_length",
-    "attention.layer_norm_rms_epsilon",
-    "attention.sliding_window",
-    "rope.dimension_count",
-    "rope.freq_base",
-    "rope.scaling.type",
-    "rope.scaling.factor",
-    "rope.scale_linear",
-}
 # Ignored keys: the embedding gives the vocabulary size, and the others concern training only.
 _IDLE = {"vocab_size", "rope.scaling.original_context_length", "rope.scaling.finetuned"}
-# Keys that are accepted with these values only, which change nothing.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "attention.causal": (True,),
-    "expert_count": (0,),
-    "expert_used_count": (0,),
-    "rope.scaling.attn_factor": (1.0,),
-    "tensor_data_layout": ("Meta AI original pth",),
-    "use_parallel_residual": (False,),
+# Keys that are accepted with this value only, which changes nothing.
+_NEUTRAL: dict[str, Any] = {
+    "attention.causal": True,
+    "expert_count": 0,
+    "expert_used_count": 0,
+    "rope.scaling.attn_factor": 1.0,
+    "tensor_data_layout": "Meta AI original pth",
+    "use_parallel_residual": False,
 }
 _ROPE_FACTORS = "rope_freqs.weight"
 _LLAMA3_LOW, _LLAMA3_HIGH = 1.0, 4.0
@@ -44,11 +27,20 @@ _LLAMA3_LOW, _LLAMA3_HIGH = 1.0, 4.0
 
 def model_config(file: GgufFile) -> ModelConfig:
     """Return the config without start and end tokens. Raises CheckpointError for what cannot be served exactly."""
-    _refuse_unknown_keys(file)
     try:
-        return _shape(file)
+        config = _shape(file)
     except ValidationError as error:
         raise file.error(in_words(error)) from error
+    for key in file.fields:
+        kind, _, name = key.partition(".")
+        if kind != ARCHITECTURE or name in _IDLE or key in file.read:
+            continue
+        value = file.value(key)
+        if name not in _NEUTRAL:
+            raise file.error(f"{key} is {value!r}, which is not understood: what it changes would be lost")
+        if value != _NEUTRAL[name]:
+            raise file.error(f"{key} is {value!r}; only {_NEUTRAL[name]!r} is served")
+    return config
 
 
 def _shape(file: GgufFile) -> ModelConfig:
@@ -64,8 +56,10 @@ def _shape(file: GgufFile) -> ModelConfig:
     layers = len({name.split(".")[1] for name in file.tensors if name.startswith("blk.")})
     if (claimed := _key(file, "block_count")) != layers:
         raise file.error(f"{ARCHITECTURE}.block_count is {claimed}, and the file holds {layers} layers")
+    if "token_embd.weight" not in file.tensors:
+        raise file.error("tensor token_embd.weight is missing: the file is incomplete")
     return ModelConfig(
-        vocab_size=_rows(file, "token_embd.weight"),
+        vocab_size=int(file.tensors["token_embd.weight"].shape[-1]),
         hidden_size=width,
         intermediate_size=_key(file, "feed_forward_length"),
         num_hidden_layers=layers,
@@ -75,22 +69,10 @@ def _shape(file: GgufFile) -> ModelConfig:
         rms_norm_eps=_number(file, "attention.layer_norm_rms_epsilon"),
         max_position_embeddings=context,
         tie_word_embeddings="output.weight" not in file.tensors,
-        attention_bias=_has_bias(file, ".attn_"),
-        mlp_bias=_has_bias(file, ".ffn_"),
+        attention_bias=any(".attn_" in name and name.endswith(".bias") for name in file.tensors),
+        mlp_bias=any(".ffn_" in name and name.endswith(".bias") for name in file.tensors),
         rope=_rope(file, head_dim),
     )
-
-
-def _refuse_unknown_keys(file: GgufFile) -> None:
-    for key in file.keys:
-        kind, _, name = key.partition(".")
-        if kind != ARCHITECTURE or name in _READ | _IDLE:
-            continue
-        value = file.value(key)
-        if name not in _NEUTRAL:
-            raise file.error(f"{key} is {value!r}, which is not understood: what it changes would be lost")
-        if value not in _NEUTRAL[name]:
-            raise file.error(f"{key} is {value!r}; only {_NEUTRAL[name][0]!r} is served")
 
 
 def _rope(file: GgufFile, head_dim: int) -> RopeConfig:
@@ -135,16 +117,6 @@ def _llama3(file: GgufFile, theta: float, head_dim: int) -> RopeConfig:
         high_freq_factor=high,
         original_max_position_embeddings=original,
     )
-
-
-def _has_bias(file: GgufFile, part: str) -> bool:
-    return any(part in name and name.endswith(".bias") for name in file.tensors)
-
-
-def _rows(file: GgufFile, name: str) -> int:
-    if name not in file.tensors:
-        raise file.error(f"tensor {name} is missing: the file is incomplete")
-    return int(file.tensors[name].shape[-1])
 
 
 def _key(file: GgufFile, name: str, *default: int) -> int:

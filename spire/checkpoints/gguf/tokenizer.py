@@ -6,8 +6,9 @@ in front of every text between special tokens, as llama.cpp does, because GGUF f
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -22,7 +23,6 @@ _ROLES = {
     "pad_token": "padding_token_id",
 }
 _LLAMA_IDS = {"unk_token": 0, "bos_token": 1, "eos_token": 2}
-_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CAPITALS, _SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -37,15 +37,6 @@ class Division:
     composes: bool = False  # normalise to NFC first
     whole_words: bool = False  # a word that is a token is not split by merges
     starts: bool = False  # prepend the start token if the file does not say
-
-    def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
-        steps: list[pre_tokenizers.PreTokenizer] = []
-        if self.single_digits:
-            steps.append(pre_tokenizers.Digits(individual_digits=True))
-        if self.pattern:
-            steps.append(pre_tokenizers.Split(Regex(self.pattern), behavior="isolated"))
-        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not self.pattern))
-        return pre_tokenizers.Sequence(steps)
 
 
 _LLAMA3 = Division(
@@ -67,14 +58,13 @@ _DIVISIONS = {
 }
 
 
-@dataclass(frozen=True)
-class GgufTokenizer:
+class GgufTokenizer(NamedTuple):
     """The tokenizer, the start token, the end tokens, and further settings for `tokenizer_config.json`."""
 
     tokenizer: Tokenizer
     start: int | None
     ends: tuple[int, ...]
-    config: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any]
 
 
 def read_tokenizer(file: GgufFile, vocab_size: int) -> GgufTokenizer:
@@ -82,20 +72,23 @@ def read_tokenizer(file: GgufFile, vocab_size: int) -> GgufTokenizer:
     pieces, kinds = _vocabulary(file, vocab_size)
     model = file.text("tokenizer.ggml.model")
     if model == "gpt2":
-        division = _division(file)
-        tokenizer, starts, ids = _byte_level(file, pieces, kinds, division), division.starts, {}
+        (tokenizer, starts), ids = _byte_level(file, pieces), dict[str, int]()
     elif model == "llama":
         tokenizer, starts, ids = _sentencepiece(file, pieces, kinds), True, _LLAMA_IDS
     else:
         raise file.error(f"tokenizer.ggml.model is {model!r}; only 'gpt2' and 'llama' are read")
-    _add_tokens(tokenizer, pieces, kinds)
+    # Control tokens are special tokens; user-defined tokens are text that is never split.
+    special = [piece for piece, kind in zip(pieces, kinds, strict=True) if kind in (_CONTROL, _UNKNOWN)]
+    defined = [piece for piece, kind in zip(pieces, kinds, strict=True) if kind == _USER_DEFINED]
+    tokenizer.add_special_tokens([AddedToken(piece, special=True, normalized=False) for piece in special])
+    tokenizer.add_tokens([AddedToken(piece, special=False, normalized=False) for piece in defined])
     roles = {role: _id(file, key, ids.get(role), len(pieces)) for role, key in _ROLES.items()}
     added = {
         "bos_token": file.flag("tokenizer.ggml.add_bos_token", starts),
         "eos_token": file.flag("tokenizer.ggml.add_eos_token", False),
     }
     tokenizer.post_processor = _frame(file, roles, pieces, added)
-    ends = [roles["eos_token"], *(_id(file, key, None, len(pieces)) for key in _ENDS[1:])]
+    ends = [roles["eos_token"], *(_id(file, key, None, len(pieces)) for key in ("eot_token_id", "eom_token_id"))]
     return GgufTokenizer(
         tokenizer,
         roles["bos_token"],
@@ -116,23 +109,18 @@ def _vocabulary(file: GgufFile, vocab_size: int) -> tuple[list[str], list[int]]:
         raise file.error(f"there are {len(pieces)} tokens, and embeddings for {vocab_size}")
     while pieces and kinds[-1] == _UNUSED and pieces[-1] == f"[PAD{len(pieces) - 1}]":
         pieces, kinds = pieces[:-1], kinds[:-1]
-    seen: set[str] = set()
-    for piece in pieces:
-        if piece in seen:
-            raise file.error(f"two tokens have the text {piece!r}")
-        seen.add(piece)
+    if twice := [piece for piece, count in Counter(pieces).items() if count > 1]:
+        raise file.error(f"two tokens have the text {twice[0]!r}")
     return pieces, kinds
 
 
-def _division(file: GgufFile) -> Division:
+def _byte_level(file: GgufFile, pieces: list[str]) -> tuple[Tokenizer, bool]:
+    """Return the tokenizer, and whether it puts the start token in front if the file does not say."""
     name = file.text("tokenizer.ggml.pre", "")
     if name not in _DIVISIONS:
         found = f"is {name!r}" if name else "is missing"
         raise file.error(f"tokenizer.ggml.pre {found}: how text is divided is known of {', '.join(sorted(_DIVISIONS))}")
-    return _DIVISIONS[name]
-
-
-def _byte_level(file: GgufFile, pieces: list[str], kinds: list[int], division: Division) -> Tokenizer:
+    division = _DIVISIONS[name]
     ids = {piece: number for number, piece in enumerate(pieces)}
     merges = [tuple(merge.split(" ")) for merge in file.list("tokenizer.ggml.merges", str)]
     try:
@@ -142,9 +130,15 @@ def _byte_level(file: GgufFile, pieces: list[str], kinds: list[int], division: D
     tokenizer = Tokenizer(bpe)
     if division.composes:
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = division.pre_tokenizer()
+    steps: list[pre_tokenizers.PreTokenizer] = []
+    if division.single_digits:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    if division.pattern:
+        steps.append(pre_tokenizers.Split(Regex(division.pattern), behavior="isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not division.pattern))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
+    return tokenizer, division.starts
 
 
 def _sentencepiece(file: GgufFile, pieces: list[str], kinds: list[int]) -> Tokenizer:
@@ -163,14 +157,6 @@ def _sentencepiece(file: GgufFile, pieces: list[str], kinds: list[int]) -> Token
     )
     unknown = _id(file, _ROLES["unk_token"], _LLAMA_IDS["unk_token"], len(pieces))
     return without_special_tokens(vocabulary, unknown or 0)
-
-
-def _add_tokens(tokenizer: Tokenizer, pieces: list[str], kinds: list[int]) -> None:
-    """Add control tokens as special tokens, and user-defined tokens as text that is never split."""
-    special = [piece for piece, kind in zip(pieces, kinds, strict=True) if kind in (_CONTROL, _UNKNOWN)]
-    defined = [piece for piece, kind in zip(pieces, kinds, strict=True) if kind == _USER_DEFINED]
-    tokenizer.add_special_tokens([AddedToken(piece, special=True, normalized=False) for piece in special])
-    tokenizer.add_tokens([AddedToken(piece, special=False, normalized=False) for piece in defined])
 
 
 def _frame(

@@ -5,7 +5,6 @@ llama.cpp rotates neighbouring pairs of a head, Hugging Face rotates its two hal
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +17,8 @@ from rich.progress import track
 from torch import Tensor
 
 from spire.checkpoints.gguf.file import GgufFile
-from spire.checkpoints.weights import write_tensors
-from spire.files import write_whole
+from spire.checkpoints.weights import stored_name, write_tensors
+from spire.files import write_json
 from spire.model.config import ModelConfig
 from spire.model.layers import pairs_to_halves
 from spire.model.target import Target
@@ -27,31 +26,13 @@ from spire.model.target import Target
 if TYPE_CHECKING:
     from gguf import ReaderTensor
 
-_TOP = {
-    "embed_tokens.weight": "token_embd.weight",
-    "norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-_LAYER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-# The RoPE factors are already in the config.
-_NOT_WEIGHTS = {"rope_freqs.weight"}
 _ROTATED = ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")
 _AT_ONCE = 1 << 24  # elements that are dequantised at a time
 _SHARD = 2 << 30  # bytes of one safetensors file, which is held in memory as a whole
 
 
 class Weight(NamedTuple):
-    """One parameter of the target. `source` is its name in the GGUF file, or None for a bias of zeros."""
+    """One parameter under Hugging Face's name. `source` is its name in the GGUF file, or None for a bias of zeros."""
 
     name: str
     source: str | None
@@ -60,64 +41,56 @@ class Weight(NamedTuple):
 
 def plan(file: GgufFile, config: ModelConfig) -> list[Weight]:
     """Return the source of every parameter. Raises CheckpointError for missing, unknown or misshapen tensors."""
+    from gguf import MODEL_ARCH, dequantize, get_tensor_name_map
+
     with torch.device("meta"):
         wanted = {name: tuple(value.shape) for name, value in Target(config).state_dict().items()}
     if config.tie_word_embeddings:
         del wanted["lm_head.weight"]
-    weights = [Weight(name, _source(file, name), shape) for name, shape in wanted.items()]
-    known = {weight.source for weight in weights} | _NOT_WEIGHTS
+    sources = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    weights = []
+    for name, shape in wanted.items():
+        source = sources.get_name(stored_name(name), try_suffixes=(".weight", ".bias"))
+        # In Hugging Face's layout all projections of a layer have biases or none; in GGUF single ones may be absent.
+        absent = name.endswith(".bias") and source not in file.tensors
+        weights.append(Weight(stored_name(name), None if absent else source, shape))
+    known = {weight.source for weight in weights} | {"rope_freqs.weight"}  # whose factors are in the config
     if unknown := sorted(file.tensors.keys() - known):
         raise file.error(f"{len(unknown)} tensors are not Llama's, the first is {unknown[0]!r}")
     for weight in weights:
-        _check(file, weight)
+        if weight.source is None:
+            continue
+        if weight.source not in file.tensors:
+            raise file.error(f"tensor {weight.source} is missing: the file is incomplete")
+        tensor, asked = file.tensors[weight.source], list(weight.shape)
+        if (found := [int(size) for size in reversed(tensor.shape)]) != asked:
+            raise file.error(f"tensor {weight.source} has shape {found}, its metadata asks for {asked}")
+        try:
+            dequantize(_rows(tensor, weight, 0, 1), tensor.tensor_type)
+        except NotImplementedError as error:
+            kind = tensor.tensor_type.name
+            raise file.error(f"tensor {weight.source} is of type {kind}, which cannot be dequantised here") from error
     return weights
 
 
 def write_weights(file: GgufFile, weights: list[Weight], config: ModelConfig, out: Path, dtype: torch.dtype) -> None:
     """Write `model.safetensors`, or 2 GiB shards and their index. One shard is in memory at a time."""
     shards = list(_shards(weights, dtype))
-    names = [_file_name(number, len(shards)) for number in range(len(shards))]
+    names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+    names = names if len(shards) > 1 else ["model.safetensors"]
     progress = iter(track(range(len(weights)), description="dequantising", console=Console(stderr=True)))
     for name, shard in zip(names, shards, strict=True):
         tensors: dict[str, Tensor] = {}
         for weight in shard:
             next(progress)
-            tensors[_stored_name(weight)] = _tensor(file, weight, config, dtype)
+            tensors[weight.name] = _tensor(file, weight, config, dtype)
         write_tensors(out / name, tensors)
     next(progress, None)
     if len(shards) > 1:
-        places = {_stored_name(weight): name for name, shard in zip(names, shards, strict=True) for weight in shard}
+        places = {weight.name: name for name, shard in zip(names, shards, strict=True) for weight in shard}
         total = sum(math.prod(weight.shape) for weight in weights) * dtype.itemsize
-        index = json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2) + "\n"
-        write_whole(out / "model.safetensors.index.json", lambda unfinished: unfinished.write_text(index))
-
-
-def _source(file: GgufFile, name: str) -> str | None:
-    source = _TOP.get(name)
-    if source is None:
-        layer, part = name.removeprefix("layers.").split(".", 1)
-        part, _, kind = part.rpartition(".")
-        source = f"blk.{layer}.{_LAYER[part]}.{kind}"
-    # In Hugging Face's layout all projections of a layer have biases or none; in GGUF single ones may be absent.
-    return None if name.endswith(".bias") and source not in file.tensors else source
-
-
-def _check(file: GgufFile, weight: Weight) -> None:
-    from gguf import dequantize
-
-    if weight.source is None:
-        return
-    if weight.source not in file.tensors:
-        raise file.error(f"tensor {weight.source} is missing: the file is incomplete")
-    tensor = file.tensors[weight.source]
-    shape = tuple(int(size) for size in reversed(tensor.shape))
-    if shape != weight.shape:
-        raise file.error(f"tensor {weight.source} has shape {list(shape)}, its metadata asks for {list(weight.shape)}")
-    try:
-        dequantize(_rows(tensor, weight, 0, 1), tensor.tensor_type)
-    except NotImplementedError as error:
-        kind = tensor.tensor_type.name
-        raise file.error(f"tensor {weight.source} is of type {kind}, which cannot be dequantised here") from error
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        write_json(out / "model.safetensors.index.json", index)
 
 
 def _shards(weights: list[Weight], dtype: torch.dtype) -> Iterator[list[Weight]]:
@@ -131,14 +104,6 @@ def _shards(weights: list[Weight], dtype: torch.dtype) -> Iterator[list[Weight]]
         shard.append(weight)
         held += size
     yield shard
-
-
-def _file_name(number: int, of: int) -> str:
-    return "model.safetensors" if of == 1 else f"model-{number + 1:05}-of-{of:05}.safetensors"
-
-
-def _stored_name(weight: Weight) -> str:
-    return weight.name if weight.name.startswith("lm_head.") else f"model.{weight.name}"
 
 
 def _tensor(file: GgufFile, weight: Weight, config: ModelConfig, dtype: torch.dtype) -> Tensor:

@@ -23,12 +23,11 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from spire.bench.cell import AUTO, SPIRE, Cell, Depth
 from spire.bench.load import Batch, Load, Trace, read_trace
@@ -37,10 +36,11 @@ from spire.bench.peers.servers import check
 from spire.bench.prompts import BUNDLED_TEXT, PromptSource
 from spire.checkpoints.tokenizer import load_tokenizer
 from spire.cli.bench import report as bench_report
-from spire.cli.bench.comparison import Chosen, Run, progress_bar
-from spire.cli.paths import OFF, Pair, choose_pair
-from spire.cli.perf.shapes import random_pair
+from spire.cli.bench.comparison import Chosen, Run
+from spire.cli.options import Data, Dtype, Json, Layers, Model, Seed, Temperature, Url, numbers
+from spire.cli.paths import OFF, Pair, choose_pair, random_pair
 from spire.cli.serving import serving
+from spire.cli.terminal import bar_or_lines, note
 from spire.cli.up import ModelOptions
 from spire.errors import SpireError
 from spire.model.config import MAGICDEC, load_model_config
@@ -50,22 +50,6 @@ from spire.perf.shapes import SHAPES, Shape
 from spire.service.keys import FOREIGN_KEY
 
 _DEEPEST = 16
-
-
-@dataclass(frozen=True)
-class Served:
-    """A target with the draft meant by `--drafts spire`, and their title in outputs."""
-
-    pair: Pair
-    title: str
-
-    @property
-    def plain(self) -> Pair:
-        return Pair(self.pair.model, None)
-
-    @property
-    def shape(self) -> Shape:
-        return Shape.of(load_model_config(self.pair.model))
 
 
 def bench(
@@ -83,7 +67,7 @@ def bench(
         str, typer.Option(help="Speculation depths with commas; auto leaves it to the gateway. 0 is always measured.")
     ] = "4",
     repeats: Annotated[int, typer.Option(help="Runs of each cell, in turns; medians are shown.", min=1)] = 3,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0)] = 1.0,
+    temperature: Temperature = 1.0,
     trace: Annotated[
         Path | None,
         typer.Option(help="Replay arrivals and lengths of a CSV like the Azure LLM traces, instead of batches."),
@@ -101,27 +85,24 @@ def bench(
     as_text: Annotated[
         bool, typer.Option("--as-text", help="Send prompts as text, for a server with another tokenizer.")
     ] = False,
-    url: Annotated[str | None, typer.Option(help="A gateway that runs already. Default: services are started.")] = None,
-    model: Annotated[Path | None, typer.Option(help="Target directory. Default: the bundled one.")] = None,
+    url: Url = None,
+    model: Model = None,
     shape: Annotated[
         str | None, typer.Option(help=f"Instead of a model: {', '.join(SHAPES)} with random weights; SYNTHETIC.")
     ] = None,
-    layers: Annotated[int | None, typer.Option(help="Use only this many layers of the shape.", min=2)] = None,
+    layers: Layers = None,
     accept_rate: Annotated[
         float | None, typer.Option(help="Probability that a draft token is accepted, for --shape.", min=0, max=1)
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="auto, bfloat16 or float32.")] = None,
-    data: Annotated[
-        list[Path] | None,
-        typer.Option(help="Text to cut prompts from, as docs/data.md lists it; repeatable. Default: bundled."),
-    ] = None,
+    dtype: Dtype = None,
+    data: Data = None,
     hardware: Annotated[
         Path | None,
         typer.Option(help="Calibration file for predictions. Default: the one spire doctor --calibrate wrote."),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Write bench.png (measured and modelled) here.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the places where prompts are cut.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    seed: Seed = 0,
+    as_json: Json = False,
 ) -> None:
     """Measure tokens per second with and without speculation in one run, predict them, and split a round's time."""
     others = peers.split(",") if peers else []
@@ -130,151 +111,128 @@ def bench(
         raise SpireError("--peers and --shape exclude each other: peers load weights, and a shape has none")
     if plot:
         plots.require()
-    contexts, batches, depths = _numbers(context), _numbers(batch), _depths(k)
-    with _serve(model, shape, layers, accept_rate, max(contexts) + generate) as served:
-        stacks = [] if against and not (drafts or url) else _choose(drafts, served, url)
-        target = served.pair.model
-        longest = load_model_config(target).max_position_embeddings
-        source = PromptSource(target, data or [BUNDLED_TEXT])
+    contexts, batches, depths = numbers(context), numbers(batch), _depths(k)
+    with _pair(model, shape, layers, accept_rate, max(contexts) + generate) as (pair, title):
+        stacks = [] if against and not (drafts or url) else _choose(drafts, pair, url)
+        longest = load_model_config(pair.model).max_position_embeddings
+        source = PromptSource(pair.model, data or [BUNDLED_TEXT])
         if trace is None:
-            _refuse_too_long(max(contexts), generate, longest)
+            if max(contexts) + generate > longest:
+                raise SpireError(
+                    f"{max(contexts)} prompt tokens and {generate} more do not fit the target's {longest} positions: "
+                    "lower --context or --generate"
+                )
             grid = [(length, size) for length in contexts for size in batches]
             loads: list[Load] = [Batch(source, size, length, generate, temperature) for length, size in grid]
         else:
             loads = [Trace(source, read_trace(trace, longest, trace_seconds, rate), temperature, trace.name)]
-        machine = _calibration(hardware, served, dtype, accept_rate is not None)
+        machine = _calibration(hardware, pair, dtype, accept_rate is not None)
         run = Run(loads, depths, repeats, seed, machine.hardware if machine else None, accept_rate)
-        tokenizer = load_tokenizer(target) if as_text else None
-        server = Server.meet(against, tokenizer) if against else None
-        report = Report(served.title, _machine(machine), as_json)
-        with report.told(), progress_bar() as progress:
+        server = Server.meet(against, load_tokenizer(pair.model) if as_text else None) if against else None
+        cells: list[Cell] = []
+        with _told(cells, title, machine, as_json), bar_or_lines() as progress:
             for chosen in stacks:
                 begun = f"asking {url}" if url else "starting the services"
                 task = progress.add_task(f"{chosen.name}: {begun}", total=None)
-                with serving(url, chosen.pair, ModelOptions(dtype, None, None), accept_rate) as system:
-                    report.cells.extend(run.of(system, chosen, progress, task))
+                with serving(url, chosen.pair, ModelOptions(dtype), accept_rate) as system:
+                    cells.extend(run.of(system, chosen, progress, task))
             if others:
                 own = [chosen.pair.draft for chosen in stacks if chosen.pair.draft]
-                report.cells.extend(run.peers(target, own, dtype or "auto", report.cells, progress))
+                cells.extend(run.peers(pair.model, own, dtype or "auto", cells, progress))
             if server:
-                report.cells.extend(run.against(server, report.cells, progress))
+                cells.extend(run.against(server, cells, progress))
         if plot:
-            bench_report.plot(plot, report.cells)
+            bench_report.plot(plot, cells)
 
 
-@dataclass
-class Report:
-    """The cells measured so far, and the form in which they are printed."""
-
-    target: str
-    machine: dict[str, Any]
-    as_json: bool
-    cells: list[Cell] = field(default_factory=list)
-
-    @contextmanager
-    def told(self) -> Iterator[None]:
-        """Print the cells when the block ends, even by an error: the cells measured before it are not lost."""
-        complete = False
-        try:
-            yield
-            complete = True
-        finally:
-            if self.as_json and self.cells:
-                found = {"bench": [cell.to_json() for cell in self.cells], "complete": complete}
-                typer.echo(json.dumps(found | {"target": self.target, "machine": self.machine}))
-            elif self.cells:
-                bench_report.show(self.cells, self.target)
+@contextmanager
+def _told(cells: list[Cell], target: str, calibrated: Calibration | None, as_json: bool) -> Iterator[None]:
+    """Print the cells when the block ends, even by an error: the cells measured before it are not lost."""
+    complete = False
+    try:
+        yield
+        complete = True
+    finally:
+        if as_json and cells:
+            here = {"system": platform.platform(), "processor": platform.processor(), "cores": os.cpu_count()}
+            machine = here | {"calibrated": asdict(calibrated.machine) if calibrated else None}
+            found = {"bench": [cell.to_json() for cell in cells], "complete": complete}
+            typer.echo(json.dumps(found | {"target": target, "machine": machine}))
+        elif cells:
+            bench_report.show(cells, target)
 
 
 # --- options ----------------------------------------------------------------------------------------------------------
 
 
-def _choose(drafts: str | None, served: Served, url: str | None) -> list[Chosen]:
+def _choose(drafts: str | None, pair: Pair, url: str | None) -> list[Chosen]:
     """Return the stacks to start. Each measures plain decoding too; `off` has a stack only if it is the only draft."""
     if url and drafts is None:
-        return [Chosen("as served", served.plain, known=False)]
-    default = SPIRE if served.pair.draft else MAGICDEC
-    wanted = [_named(text.strip(), served) for text in (drafts or default).split(",")]
+        return [Chosen("as served", Pair(pair.model, None), known=False)]
+    default = SPIRE if pair.draft else MAGICDEC
+    wanted = [_named(text.strip(), pair) for text in (drafts or default).split(",")]
     stacks = [chosen for chosen in wanted if chosen.name != OFF] or wanted[:1]
     if url and len(stacks) > 1:
         raise typer.BadParameter("--url serves one draft: name it alone in --drafts, or none")
     return stacks
 
 
-def _named(text: str, served: Served) -> Chosen:
+def _named(text: str, pair: Pair) -> Chosen:
     name, _, directory = text.partition("=")
-    model = served.pair.model
-    if directory:
-        return Chosen(name, choose_pair(model, directory))
-    if name in (OFF, MAGICDEC):
-        return Chosen(name, choose_pair(model, name))
+    if directory or name in (OFF, MAGICDEC):
+        return Chosen(name, choose_pair(pair.model, directory or name))
     if name == SPIRE:
-        if served.pair.draft is None:
-            raise SpireError(f"the bundled draft is not {model}'s: name its own with --drafts spire=DIR")
-        return Chosen(name, served.pair)
+        if pair.draft is None:
+            raise SpireError(f"the bundled draft is not {pair.model}'s: name its own with --drafts spire=DIR")
+        return Chosen(name, pair)
     if name == "vanilla":
         raise SpireError("no vanilla draft is bundled: train one (spire train draft) and name it: --drafts vanilla=DIR")
     if not Path(name).is_dir():
         raise SpireError(f"--drafts {name} is no directory and none of {OFF}, {SPIRE}, {MAGICDEC}, NAME=DIR")
-    return Chosen(Path(name).name, choose_pair(model, name))
+    return Chosen(Path(name).name, choose_pair(pair.model, name))
 
 
 @contextmanager
-def _serve(
+def _pair(
     model: Path | None, shape: str | None, layers: int | None, rate: float | None, longest: int
-) -> Iterator[Served]:
-    """Yield the pair to measure: a model's pair, or one with random weights whose files live as long as the block."""
+) -> Iterator[tuple[Pair, str]]:
+    """Yield the pair to measure and its title: a model's pair, or a random one whose files live as long as the block.
+
+    Its draft is what `--drafts spire` means.
+    """
     if shape is None and rate is None:
         if layers is not None:
             raise SpireError("--layers belongs to --shape")
         pair = choose_pair(model, None)
-        yield Served(pair, str(pair.model) if model else "bundled")
+        yield pair, str(pair.model) if model else "bundled"
         return
     if shape is None or rate is None:
         raise SpireError("--accept-rate and --shape belong together: random weights accept nothing by themselves")
     if model is not None:
         raise SpireError("--model and --shape exclude each other: one names weights, the other has none")
     with random_pair(shape, layers, longest) as (pair, title):
-        yield Served(pair, f"{title}, random weights, SYNTHETIC acceptance {rate:g}")
+        yield pair, f"{title}, random weights, SYNTHETIC acceptance {rate:g}"
 
 
 def _depths(text: str) -> list[Depth]:
     depths: list[Depth] = [
-        AUTO if part == AUTO else _numbers(part, least=0)[0] for part in text.replace(" ", "").split(",")
+        AUTO if part == AUTO else numbers(part, least=0)[0] for part in text.replace(" ", "").split(",")
     ]
     if wrong := [depth for depth in depths if depth != AUTO and depth > _DEEPEST]:
         raise typer.BadParameter(f"--k {wrong[0]}: a depth is at most {_DEEPEST}, or {AUTO}")
     return list(dict.fromkeys([0, *depths]))
 
 
-def _numbers(text: str, least: int = 1) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise typer.BadParameter(f"{text!r} is not a list of whole numbers like 1,4,16") from error
-    if min(numbers) < least:
-        raise typer.BadParameter(f"{text!r} has a number below {least}")
-    return numbers
-
-
-def _refuse_too_long(context: int, generate: int, longest: int) -> None:
-    if context + generate > longest:
-        raise SpireError(
-            f"{context} prompt tokens and {generate} more do not fit the target's {longest} positions: "
-            "lower --context or --generate"
-        )
-
-
-def _calibration(file: Path | None, served: Served, dtype: str | None, synthetic: bool) -> Calibration | None:
+def _calibration(file: Path | None, pair: Pair, dtype: str | None, synthetic: bool) -> Calibration | None:
     """Return the calibration of `file`, else a new one if `synthetic`, else the default file's, else None."""
     if file is None and synthetic:
-        return _calibrate(served.pair, dtype)
+        return _calibrate(pair, dtype)
     if file is None and not calibration.default_file().is_file():
-        _note("no modelled figures: measure this machine once with 'spire doctor --calibrate'")
+        note("no modelled figures: measure this machine once with 'spire doctor --calibrate'")
         return None
     found = calibration.load(file or calibration.default_file())
-    if found.target != served.shape or dtype not in (None, "auto", found.dtype):
-        _note(f"modelled figures are of another target or type: the calibration is of {found.target}, {found.dtype}")
+    if found.target != Shape.of(load_model_config(pair.model)) or dtype not in (None, "auto", found.dtype):
+        note(f"modelled figures are of another target or type: the calibration is of {found.target}, {found.dtype}")
     return found
 
 
@@ -283,16 +241,6 @@ def _calibrate(pair: Pair, dtype: str | None) -> Calibration:
     with tempfile.TemporaryDirectory(prefix="spire-") as directory:
         file = Path(directory) / "calibration.json"
         command = [sys.executable, "-m", "spire.cli", "doctor", "--calibrate", "--out", str(file), "--json"]
-        pair_options = ["--model", str(pair.model), "--draft", str(pair.draft)]
-        pair_options += ["--dtype", dtype] if dtype else []
-        subprocess.run([*command, *pair_options], check=True, stdout=subprocess.DEVNULL)
+        command += ["--model", str(pair.model), "--draft", str(pair.draft), *(["--dtype", dtype] if dtype else [])]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         return calibration.load(file)
-
-
-def _note(text: str) -> None:
-    Console(stderr=True, highlight=False).print(f"[yellow]note:[/] {text}")
-
-
-def _machine(calibrated: Calibration | None) -> dict[str, Any]:
-    here = {"system": platform.platform(), "processor": platform.processor(), "cores": os.cpu_count()}
-    return here | {"calibrated": asdict(calibrated.machine) if calibrated else None}

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -22,6 +21,7 @@ from rich.table import Table
 from spire.bench.capacity import OVERLOAD, Arriving, Capacity, Trial, find
 from spire.bench.client import Request
 from spire.bench.prompts import BUNDLED_TEXT, PromptSource
+from spire.cli.options import Data, Draft, Dtype, Json, Model, Temperature, Url
 from spire.cli.paths import choose_pair
 from spire.cli.serving import serving
 from spire.cli.up import ModelOptions
@@ -30,36 +30,31 @@ console = Console(stderr=True, highlight=False)
 
 
 def capacity(
-    url: Annotated[str | None, typer.Option(help="A gateway that runs already. Default: services are started.")] = None,
-    model: Annotated[Path | None, typer.Option(help="Target directory. Default: the bundled one.")] = None,
-    draft: Annotated[
-        str | None, typer.Option(help="Draft directory, 'magicdec' or 'off'. Default: the bundled target's draft.")
-    ] = None,
+    url: Url = None,
+    model: Model = None,
+    draft: Draft = None,
     first_token: Annotated[
         float, typer.Option(help="Bound in seconds for the 99th percentile of the time to the first token.", min=0.01)
     ] = 2.0,
     context: Annotated[int, typer.Option(help="Tokens of each prompt.", min=2)] = 512,
     generate: Annotated[int, typer.Option(help="Tokens generated after each prompt.", min=2)] = 64,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0)] = 1.0,
+    temperature: Temperature = 1.0,
     seconds: Annotated[float, typer.Option(help="How long requests arrive at each rate.", min=1)] = 20.0,
-    dtype: Annotated[str | None, typer.Option(help="auto, bfloat16 or float32.")] = None,
-    data: Annotated[
-        list[Path] | None,
-        typer.Option(help="Text to cut prompts from, as docs/data.md lists it; repeatable. Default: bundled."),
-    ] = None,
+    dtype: Dtype = None,
+    data: Data = None,
     seed: Annotated[int, typer.Option(help="Seed of prompts and arrival times.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Find the highest request rate that is served in time, and measure four times that rate."""
     pair = choose_pair(model, draft)
     source = PromptSource(pair.model, data or [BUNDLED_TEXT])
     arriving = Arriving(source, context, Request(generate, temperature, None), seconds)
-    with serving(
-        url, pair, ModelOptions(dtype, None, None), gateway_options=["--max-queue-seconds", str(first_token)]
-    ) as system:
+    refusing = ["--max-queue-seconds", str(first_token)]
+    with serving(url, pair, ModelOptions(dtype), gateway_options=refusing) as system:
         found = find(system.url, arriving, 1000 * first_token, seed, _tell)
     if as_json:
-        typer.echo(json.dumps(_to_json(found)))
+        figures = asdict(found) | {"overload_factor": OVERLOAD, "inter_token_stretch": found.stretch}
+        typer.echo(json.dumps(figures))
     else:
         Console().print(_table(found))
 
@@ -68,10 +63,6 @@ def _tell(trial: Trial) -> None:
     waited = _ms(trial.time_to_first_token_ms_p99)
     refused = f", {sum(trial.refused.values())} of {trial.requests} refused" if trial.refused else ""
     console.print(f"{trial.rate:.2f} requests/s: first token within {waited} (p99){refused}", style="dim")
-
-
-def _to_json(found: Capacity) -> dict[str, Any]:
-    return asdict(found) | {"overload_factor": OVERLOAD, "inter_token_stretch": found.stretch}
 
 
 def _table(found: Capacity) -> Table:

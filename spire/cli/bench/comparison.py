@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress, TaskID
 
 from spire.bench.cell import AUTO, SPIRE, Cell, Depth
 from spire.bench.load import Batch, Load, alternate
@@ -65,7 +56,7 @@ class Run:
         learning = _LEARNING if AUTO in depths and not any(load.trace for load in self.loads) else 0
         total = len(depths) + (self.repeats * len(depths) + learning) * len(self.loads)
         progress.update(task, description=f"{chosen.name}: warming", total=total)
-        self._warm(system, depths, lambda: progress.advance(task))
+        alternate(system, self._warming(), depths, 1, self.seed - 1, lambda: progress.advance(task))
         for at, load in enumerate(self.loads):
             progress.update(task, description=f"{chosen.name}: {load.name}")
             seed = self.seed + 1000 * at
@@ -96,13 +87,12 @@ class Run:
             cell = server.measure(load, self.repeats, self.seed + 1000 * at, lambda: progress.advance(row))
             yield self._beside_plain(cell, cells)
 
-    def _warm(self, system: System, depths: list[Depth], done: Callable[[], None]) -> None:
-        """Run a short batch, as wide as the widest load, at each depth."""
-        load = self.loads[0]
+    def _warming(self) -> Batch:
+        """Return a short batch, as wide as the widest load."""
+        first = self.loads[0]
         width = max(load.batch or _WARM_REQUESTS for load in self.loads)
         shortest = min(load.context or _WARM_TOKENS for load in self.loads)
-        warming = Batch(load.source, width, shortest, _WARM_TOKENS, load.temperature)
-        alternate(system, warming, depths, 1, self.seed - 1, done)
+        return Batch(first.source, width, shortest, _WARM_TOKENS, first.temperature)
 
     def _modelled(self, chosen: Chosen, load: Load, cell: Cell) -> dict[str, Any]:
         if self.hardware is None or not chosen.known or cell.k == 0 or not isinstance(load, Batch):
@@ -114,28 +104,3 @@ class Run:
     def _beside_plain(self, cell: Cell, cells: list[Cell]) -> Cell:
         same = [c.runs for c in cells if c.k == 0 and (c.batch, c.context) == (cell.batch, cell.context)]
         return replace(cell, plain=same[-1] if same else None, synthetic=self.accept_rate is not None)
-
-
-def progress_bar() -> Progress:
-    """Return a progress display on stderr: a bar or, if stderr is not a terminal, a line for each event."""
-    console = Console(stderr=True, highlight=False)
-    if not console.is_terminal:
-        return _Lines(console=console, disable=True)
-    columns: list[Any] = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
-    columns += [TimeElapsedColumn(), TimeRemainingColumn()]
-    return Progress(*columns, console=console)
-
-
-class _Lines(Progress):
-    def add_task(self, description: str, *given: Any, **named: Any) -> TaskID:
-        self.console.print(description)
-        return super().add_task(description, *given, **named)
-
-    def update(self, task_id: TaskID, **named: Any) -> None:
-        super().update(task_id, **named)
-        self.console.print(self._tasks[task_id].description)
-
-    def advance(self, task_id: TaskID, advance: float = 1) -> None:
-        super().advance(task_id, advance)
-        task = self._tasks[task_id]
-        self.console.print(f"{task.description}, {task.completed:.0f} of {task.total or 0:.0f}")

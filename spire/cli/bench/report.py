@@ -107,10 +107,6 @@ def _milliseconds(value: float | None) -> str:
     return _number(value, 0 if value and value >= 100 else 1 if value and value >= 10 else 2)
 
 
-def _depth(cell: Cell) -> str:
-    return _UNKNOWN if cell.k is None else str(cell.k)
-
-
 def _spread(cell: Cell) -> str:
     runs = cell.decode_runs
     return f"{min(runs):.0f}–{max(runs):.0f}" if runs else _UNKNOWN
@@ -129,30 +125,21 @@ def _split(cells: list[Cell]) -> Columns:
     known = {name for names in _PARTS.values() for name in names}
     others = {name for cell in cells for name in cell.figures.round_ms or ()} - known
     parts = _PARTS | {"other": tuple(others)} if others else _PARTS
-    columns: Columns = {"L": _WHAT["context"], "B": _WHAT["B"], "k": _depth}
+    columns: Columns = {"L": _WHAT["context"], "B": _WHAT["B"], "k": _WHAT["k"]}
     columns |= {heading: _part(*names) for heading, names in parts.items()}
     columns["sum"] = lambda cell: _milliseconds(cell.figures.round_total_ms)
     columns["seen"] = lambda cell: _milliseconds(cell.figures.round_ms_seen)
     return columns
 
 
-def _busy(service: str) -> Callable[[Cell], str]:
-    def shown(cell: Cell) -> str:
-        busy = cell.figures.busy or {}
-        return f"{busy[service]:.0%}" if service in busy else _UNKNOWN
-
-    return shown
-
-
-def _megabytes(cell: Cell) -> str:
-    peak = cell.figures.peak_memory_bytes
-    return _number(None if peak is None else peak / 1e6)
+def _percent(share: float | None) -> str:
+    return _UNKNOWN if share is None else f"{share:.0%}"
 
 
 _WHAT: Columns = {
     "context": lambda cell: _number(cell.context) if cell.trace is None else "trace",
     "B": lambda cell: _number(cell.batch),
-    "k": _depth,
+    "k": lambda cell: _UNKNOWN if cell.k is None else str(cell.k),
 }
 _THROUGHPUT: Columns = _WHAT | {
     "decode": lambda cell: _number(cell.figures.decode_tokens_per_second, 1),
@@ -183,10 +170,10 @@ _OTHERS: Columns = {
     "τ": lambda cell: _number(cell.figures.tau, 2),
 }
 _MACHINE: Columns = _WHAT | {
-    "verifier busy": _busy("verifier"),
-    "draft busy": _busy("draft"),
+    "verifier busy": lambda cell: _percent((cell.figures.busy or {}).get("verifier")),
+    "draft busy": lambda cell: _percent((cell.figures.busy or {}).get("draft")),
     "outside models": lambda cell: _number(cell.figures.overhead and 100 * cell.figures.overhead, 1) + " %",
-    "peak MB": _megabytes,
+    "peak MB": lambda cell: _number(cell.figures.peak_memory_bytes and cell.figures.peak_memory_bytes / 1e6),
     "Δt": lambda cell: _number(cell.delta_t, 2),
     "Δt modelled": lambda cell: _number(cell.modelled.get("delta_t_modelled"), 2),
     "draft B/seq": lambda cell: _number(cell.figures.draft_state_bytes_per_sequence),

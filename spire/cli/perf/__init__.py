@@ -1,1 +1,1 @@
-"""`spire perf-model`, `spire eval` and `spire doctor --calibrate`."""
+"""`spire perf-model` and `spire eval`."""

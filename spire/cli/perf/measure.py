@@ -12,39 +12,25 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from spire.bench.acceptance import MeasuredAcceptance, acceptance
+from spire.bench.acceptance import acceptance
 from spire.bench.client import Client, Completed, Request
-from spire.bench.peers.divergence import Divergence, divergence
+from spire.bench.peers.divergence import divergence
 from spire.bench.prompts import BUNDLED_TEXT, PromptSource
+from spire.cli.options import Data, Draft, Dtype, Json, Model, Seed, Temperature, Url, numbers
 from spire.cli.paths import choose_pair
 from spire.cli.serving import serving
+from spire.cli.terminal import progress_bar
 from spire.cli.up import ModelOptions
 
 evaluate = typer.Typer(help="Measure what a draft gains.", no_args_is_help=True)
 
-Url = Annotated[str | None, typer.Option(help="A gateway that runs already. Default: services are started.")]
-Model = Annotated[Path | None, typer.Option(help="Target directory. Default: the bundled one.")]
-Draft = Annotated[
-    str | None,
-    typer.Option(help="Draft directory, 'magicdec' or 'off'. Default: the bundled target's draft."),
-]
-Dtype = Annotated[str | None, typer.Option(help="auto, bfloat16 or float32.")]
-Data = Annotated[
-    list[Path] | None,
-    typer.Option(help="Text to cut prompts from, as docs/data.md lists it; repeatable. Default: bundled."),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.", min=0)]
 Concurrency = Annotated[int, typer.Option(help="Requests at once.", min=1)]
-Seed = Annotated[int, typer.Option(help="Seed of the places where prompts are cut.")]
 
 
 @evaluate.command("acceptance")
@@ -59,9 +45,7 @@ def eval_acceptance(
     generate: Annotated[int, typer.Option(help="Tokens generated after each prompt.", min=8)] = 64,
     k: Annotated[int, typer.Option(help="Speculation depth.", min=1, max=16)] = 4,
     temperature: Temperature = 1.0,
-    rule: Annotated[
-        str, typer.Option(help="block, rejection or invariant; several with commas, on the same prompts.")
-    ] = "block",
+    rule: Annotated[str, typer.Option(help="block, rejection or invariant; several with commas.")] = "block",
     concurrency: Concurrency = 16,
     seed: Seed = 0,
     as_json: Json = False,
@@ -70,17 +54,27 @@ def eval_acceptance(
     pair = choose_pair(model, draft)
     source = PromptSource(pair.model, data or [BUNDLED_TEXT])
     requests = [Request(generate + 1, temperature, k, name.strip()) for name in rule.split(",")]
-    prompts = {length: source.cut(contexts, length, seed) for length in _numbers(context)}
-    with serving(url, pair, ModelOptions(dtype, None, None)) as served:
+    prompts = {length: source.cut(contexts, length, seed) for length in numbers(context)}
+    with serving(url, pair, ModelOptions(dtype)) as served:
         cells = [
-            asyncio.run(_acceptance(served.url, cut, request, concurrency, length))
+            acceptance(
+                asyncio.run(_complete(served.url, cut, request, concurrency, f"context {length}")), length, request
+            )
             for length, cut in prompts.items()
             for request in requests
         ]
     if as_json:
         typer.echo(json.dumps({"acceptance": [cell.to_json() for cell in cells]}))
-    else:
-        Console().print(_acceptance_table(cells))
+        return
+    table = Table(title="τ through the services")
+    for heading in ("context", "contexts", "k", "temperature", "rule", "rounds", "τ", "± 95 %", "prefix", "tokens/s"):
+        table.add_column(heading, justify="right")
+    for cell in cells:
+        prefix = " ".join(f"{share:.2f}" for share in cell.prefix_acceptance)
+        row = (cell.context, cell.contexts, cell.k, cell.temperature, cell.rule, cell.rounds)
+        rate = f"{cell.tokens_per_second:.0f}"
+        table.add_row(*map(str, row), f"{cell.tau:.3f}", f"{cell.tau_ci95:.3f}", prefix, rate)
+    Console().print(table)
 
 
 @evaluate.command("divergence")
@@ -107,7 +101,7 @@ def eval_divergence(
     pair = choose_pair(model, draft)
     prompts = PromptSource(pair.model, data or [BUNDLED_TEXT]).cut(contexts, context, seed)
     drafted, plain = (Request(generate, temperature, depth, "invariant") for depth in (k, 0))
-    with serving(url, pair, ModelOptions(dtype, None, None)) as served:
+    with serving(url, pair, ModelOptions(dtype)) as served:
         plainly, guessed, alone = (
             [one.token_ids for one in asyncio.run(_complete(served.url, prompts, request, at_once, title))]
             for request, at_once, title in (
@@ -119,8 +113,12 @@ def eval_divergence(
     cells = [divergence(f"speculation, k = {k}", guessed, plainly), divergence("batch mates alone", alone, plainly)]
     if as_json:
         typer.echo(json.dumps({"divergence": [cell.to_json() for cell in cells]}))
-    else:
-        Console().print(_divergence_table(cells))
+        return
+    table = Table("what differs", "texts", "tokens", "partings", "per 1,000 tokens", "± 95 %", title="invariant rule")
+    for cell in cells:
+        row = (cell.what, cell.texts, cell.tokens, cell.partings)
+        table.add_row(*map(str, row), f"{cell.per_1000:.3f}", f"{cell.per_1000_ci95:.3f}")
+    Console().print(table)
 
 
 @evaluate.command("target")
@@ -138,7 +136,7 @@ def eval_target(
 
     directory = choose_pair(model, "off").model
     prompts = PromptSource(directory, data or [BUNDLED_TEXT]).cut(windows, 2001, seed)
-    with _progress(as_json) as progress:
+    with progress_bar(as_json) as progress:
         task = progress.add_task("windows", total=windows)
         target = load_target(directory)[0]
         tokenizer = load_tokenizer(directory, target.config.vocab_size)
@@ -152,49 +150,10 @@ def eval_target(
     Console().print(table)
 
 
-async def _acceptance(
-    url: str, prompts: list[list[int]], request: Request, concurrency: int, context: int
-) -> MeasuredAcceptance:
-    return acceptance(await _complete(url, prompts, request, concurrency, f"context {context}"), context, request)
-
-
 async def _complete(
     url: str, prompts: list[list[int]], request: Request, concurrency: int, title: str
 ) -> list[Completed]:
-    with _progress(False) as progress:
+    with progress_bar() as progress:
         task = progress.add_task(f"{title}, {request.rule}", total=len(prompts))
         async with Client(url, concurrency) as client:
             return await client.complete_all(request, prompts, lambda _: progress.advance(task))
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise typer.BadParameter(f"{text!r} is not a list of whole numbers like 1,4,16") from error
-
-
-def _progress(quiet: bool) -> Progress:
-    columns: list[Any] = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
-    columns += [TimeElapsedColumn(), TimeRemainingColumn()]
-    return Progress(*columns, console=Console(stderr=True), disable=quiet)
-
-
-def _divergence_table(cells: list[Divergence]) -> Table:
-    table = Table("what differs", "texts", "tokens", "partings", "per 1,000 tokens", "± 95 %", title="invariant rule")
-    for cell in cells:
-        row = (cell.what, cell.texts, cell.tokens, cell.partings)
-        table.add_row(*map(str, row), f"{cell.per_1000:.3f}", f"{cell.per_1000_ci95:.3f}")
-    return table
-
-
-def _acceptance_table(cells: list[MeasuredAcceptance]) -> Table:
-    table = Table(title="τ through the services")
-    for heading in ("context", "contexts", "k", "temperature", "rule", "rounds", "τ", "± 95 %", "prefix", "tokens/s"):
-        table.add_column(heading, justify="right")
-    for cell in cells:
-        prefix = " ".join(f"{share:.2f}" for share in cell.prefix_acceptance)
-        row = (cell.context, cell.contexts, cell.k, cell.temperature, cell.rule, cell.rounds)
-        rate = f"{cell.tokens_per_second:.0f}"
-        table.add_row(*map(str, row), f"{cell.tau:.3f}", f"{cell.tau_ci95:.3f}", prefix, rate)
-    return table

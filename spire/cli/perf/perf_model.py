@@ -1,9 +1,6 @@
 """`spire perf-model`: predict the gain of speculation for a model and a machine, and where to switch speculation off.
 
-    spire perf-model --target seqax-67m --draft vanilla --draft magicdec --draft spire
-    spire perf-model --target bundled --hardware calibrated
-
-No model runs. docs/performance-model.md explains the formula and every symbol.
+No model runs. `spire perf-model --help` shows examples; docs/performance-model.md explains formula and symbols.
 """
 
 from __future__ import annotations
@@ -14,16 +11,9 @@ from typing import Annotated
 
 import typer
 
+from spire.cli.options import Json, numbers
 from spire.cli.perf import perf_report, perf_tables
-from spire.cli.perf.perf_options import (
-    POWERS,
-    find_acceptance,
-    find_candidate,
-    find_hardware,
-    find_target,
-    find_wire,
-    numbers,
-)
+from spire.cli.perf.perf_options import POWERS, find_acceptance, find_candidate, find_hardware, find_target, find_wire
 from spire.cli.perf.perf_report import Apart, Scenario
 from spire.errors import SpireError
 from spire.perf.hardware import GPUS
@@ -32,8 +22,7 @@ from spire.perf.shapes import SHAPES
 
 def perf_model(
     target: Annotated[
-        str,
-        typer.Option(help=f"{', '.join(SHAPES)}, bundled, or a checkpoint directory, whose config.json is enough."),
+        str, typer.Option(help=f"{', '.join(SHAPES)}, bundled, or a checkpoint directory, whose config.json is enough.")
     ] = "seqax-67m",
     draft: Annotated[
         list[str] | None,
@@ -74,9 +63,7 @@ def perf_model(
     batches: Annotated[str | None, typer.Option(help="Batches of the map, with commas. Default: 1 to 128.")] = None,
     contexts: Annotated[str | None, typer.Option(help="Contexts of the map, with commas.")] = None,
     split: Annotated[bool, typer.Option("--split", help="Also model the draft on a device of its own.")] = False,
-    draft_hardware: Annotated[
-        str | None, typer.Option(help="Device of the draft, as for --hardware. Default: the target's.")
-    ] = None,
+    draft_hardware: Annotated[str | None, typer.Option(help="The draft's --hardware. Default: the target's.")] = None,
     carrier: Annotated[
         str | None,
         typer.Option(
@@ -100,7 +87,7 @@ def perf_model(
         float | None, typer.Option(help="Price of one of the draft's devices for an hour. Default: --price.", min=0)
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Write speedup.png, intensity.png and map.png here.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Predict what speculation gains, and map where to switch it off. Pure arithmetic: no model is loaded.
 
@@ -127,14 +114,16 @@ def perf_model(
         spire perf-model --target llama-3-70b --hardware h100 --devices 8 --split --draft-hardware l4
         --price 2.5 --draft-price 0.7
     """
-    if not split:
-        _refuse_without_split(
-            draft_hardware=draft_hardware,
-            carrier=carrier,
-            round_trip_ms=round_trip_ms,
-            wire_gb_per_s=wire_gb_per_s,
-            draft_price=draft_price,
-        )
+    needs_split = {
+        "draft-hardware": draft_hardware,
+        "carrier": carrier,
+        "round-trip-ms": round_trip_ms,
+        "wire-gb-per-s": wire_gb_per_s,
+        "draft-price": draft_price,
+    }
+    for name, value in needs_split.items():
+        if value is not None and not split:
+            raise SpireError(f"--{name} is about a draft on a device of its own: give --split too")
     if price is not None and hardware is None:
         raise SpireError("--price needs the seconds of a device: name one with --hardware")
     goal = find_target(target)
@@ -142,27 +131,19 @@ def perf_model(
     given = find_acceptance(tau, acceptance, k, wanted)
     machine = find_hardware(hardware, hoi, bytes_per_value, goal.shape).times(devices)
     (here,) = goal.check("--context", [context or goal.context])
-    grid_contexts = goal.check("--contexts", numbers(contexts)) if contexts else goal.contexts
+    columns = goal.check("--contexts", numbers(contexts)) if contexts else goal.contexts
+    candidates = [find_candidate(name, goal, given, here, window, machine) for name in wanted]
+    rows = numbers(batches) if batches else POWERS[:8]
+    hourly = None if price is None else price * devices
     scenario = Scenario(
-        goal.name,
-        goal.shape,
-        goal.tied,
-        [find_candidate(name, goal, given, here, window, machine) for name in wanted],
-        machine,
-        None if price is None else price * devices,
-        batch,
-        here,
-        k,
-        max_k,
-        numbers(batches) if batches else POWERS[:8],
-        grid_contexts,
+        goal.name, goal.shape, goal.tied, candidates, machine, hourly, batch, here, k, max_k, rows, columns
     )
     apart = None
     if split:
         wire = find_wire(carrier, machine, draft_hardware is not None, round_trip_ms, wire_gb_per_s)
         its = find_hardware(draft_hardware, hoi, bytes_per_value, goal.shape) if draft_hardware else machine
-        hourly = price if draft_price is None else draft_price
-        its_price = None if hourly is None else hourly * (1 if draft_hardware else devices)
+        each = price if draft_price is None else draft_price
+        its_price = None if each is None else each * (1 if draft_hardware else devices)
         apart = Apart(its, wire, lanes, its_price)
     _show(scenario, apart, plot, as_json)
 
@@ -173,12 +154,6 @@ def _show(scenario: Scenario, apart: Apart | None, plot: Path | None, as_json: b
     if plot:
         figures["plots"] = [str(file) for file in perf_report.plot(plot, scenario, maps)]
     if as_json:
-        typer.echo(json.dumps(figures | {"map": perf_report.cells(scenario, maps)}))
+        typer.echo(json.dumps(figures | {"map": [cell for grid in maps.values() for row in grid for cell in row]}))
     else:
         perf_tables.show(scenario, figures, maps)
-
-
-def _refuse_without_split(**given: object) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise SpireError(f"--{name.replace('_', '-')} is about a draft on a device of its own: give --split too")

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import typer
-from rich.console import Console
 
-from spire.bench.acceptance import RECORD, read_record
-from spire.bench.prediction import served_draft
+from spire.bench.prediction import recorded_acceptance, served_draft
+from spire.cli.options import listed, numbers
 from spire.cli.paths import BUNDLED
 from spire.cli.perf.perf_report import Candidate
+from spire.cli.terminal import note
 from spire.errors import SpireError
 from spire.model.config import load_draft_config, load_model_config
 from spire.perf import calibration
@@ -43,7 +42,7 @@ class TargetOption:
 
     @property
     def of_the_paper(self) -> bool:
-        return self.name in _PAPER_TARGETS
+        return self.name in _PAPER_CONTEXTS
 
     def check(self, option: str, contexts: list[int]) -> list[int]:
         """Return `contexts`. Raises SpireError if one of them exceeds the maximum positions of this target."""
@@ -52,21 +51,15 @@ class TargetOption:
         return contexts
 
 
-# With the contexts of the paper's Figures 4 and 6.
-_PAPER_TARGETS = {
-    "seqax-67m": TargetOption("seqax-67m", SHAPES["seqax-67m"].shape, None, 512, POWERS[5:14]),
-    "llama-3-70b": TargetOption("llama-3-70b", SHAPES["llama-3-70b"].shape, None, 65536, POWERS[12:]),
-}
+# Contexts of table and map for the paper's targets: those of its Figures 4 and 6.
+_PAPER_CONTEXTS = {"seqax-67m": (512, POWERS[5:14]), "llama-3-70b": (65536, POWERS[12:])}
 
 
 def find_target(name: str) -> TargetOption:
     """Return the target of a known shape, of the bundled pair or of a directory. Raises SpireError for other names."""
-    if name in _PAPER_TARGETS:
-        return _PAPER_TARGETS[name]
-    if name in SHAPES:
-        known = SHAPES[name]
-        assert known.longest is not None
-        return TargetOption(name, known.shape, known.longest, *_contexts(known.longest))
+    if known := SHAPES.get(name):
+        contexts = _PAPER_CONTEXTS[name] if known.longest is None else _contexts(known.longest)
+        return TargetOption(name, known.shape, known.longest, *contexts)
     directory = BUNDLED / "target" if name == "bundled" else Path(name)
     if name != "bundled" and not directory.is_dir():
         raise SpireError(f"--target {name} is no directory and none of {', '.join([*SHAPES, 'bundled'])}")
@@ -80,14 +73,14 @@ def _contexts(longest: int) -> tuple[int, list[int]]:
     return min(512, longest), [context for context in POWERS if 32 <= context <= longest][-9:] or [longest]
 
 
-# --- drafts -----------------------------------------------------------------------------------------------------------
-
-
 def find_candidate(
     name: str, goal: TargetOption, given: AcceptanceModel | None, context: int, window: str | None, machine: Hardware
 ) -> Candidate:
-    served = _draft(name, goal)
-    acceptance = given or _recorded(name, goal, context) or _published(name, goal)
+    bundled = goal.directory == BUNDLED / "target" and name == "spire"
+    directory = BUNDLED / "draft" if bundled else None if name in _KINDS else Path(name)
+    served = _draft(name, directory, goal)
+    recorded = None if given or directory is None else recorded_acceptance(directory, context)
+    acceptance = given or recorded or _published(name, goal)
     if served.kind == "vanilla":
         return Candidate(name, acceptance, {"all": served})
     rules = [served.window] if window is None else [None if window == "paper" else numbers(window)[0]]
@@ -97,18 +90,11 @@ def find_candidate(
         if rules[0] != served.window:
             raise SpireError(f"--window {window}: a SPIRe draft's pass was measured with its own window")
         rules = [served.window]
-    return Candidate(name, acceptance, {_window_name(rule): replace(served, window=rule) for rule in rules})
+    windows = {"L/8" if rule is None else str(rule): replace(served, window=rule) for rule in rules}
+    return Candidate(name, acceptance, windows)
 
 
-def _draft_directory(name: str, goal: TargetOption) -> Path | None:
-    """Return the directory that `name` means; None for a draft that is only modelled."""
-    if goal.directory == BUNDLED / "target" and name == "spire":
-        return BUNDLED / "draft"
-    return None if name in _KINDS else Path(name)
-
-
-def _draft(name: str, goal: TargetOption) -> DraftShape:
-    directory = _draft_directory(name, goal)
+def _draft(name: str, directory: Path | None, goal: TargetOption) -> DraftShape:
     if directory is None:
         return (paper_draft if goal.of_the_paper else trained_draft)(_KINDS[name], goal.shape)
     if not directory.is_dir():
@@ -137,10 +123,6 @@ def _check_pair(directory: Path, goal: TargetOption) -> None:
         )
 
 
-def _window_name(window: int | None) -> str:
-    return "L/8" if window is None else str(window)
-
-
 def find_acceptance(tau: float | None, shares: str | None, k: int, drafts: list[str]) -> AcceptanceModel | None:
     if tau is None and shares is None:
         return None
@@ -150,17 +132,7 @@ def find_acceptance(tau: float | None, shares: str | None, k: int, drafts: list[
         raise typer.BadParameter("--tau and --acceptance belong to one draft: give one --draft")
     if tau is not None:
         return AcceptanceModel.of_tau(tau, k)
-    return AcceptanceModel(tuple(_shares(shares or "")))
-
-
-def _recorded(name: str, goal: TargetOption, context: int) -> AcceptanceModel | None:
-    """Return the draft's recorded acceptance at the nearest context; None without a record."""
-    directory = _draft_directory(name, goal)
-    if directory is None or not (file := directory / RECORD).is_file():
-        return None
-    cells = read_record(file)
-    nearest = min(cells, key=lambda cell: abs(math.log(cell.context / context)))
-    return AcceptanceModel(tuple(nearest.prefix_acceptance))
+    return AcceptanceModel(tuple(listed(shares or "", float, "shares like 0.8,0.6,0.5")))
 
 
 def _published(name: str, goal: TargetOption) -> AcceptanceModel:
@@ -186,8 +158,7 @@ def find_hardware(name: str | None, hoi: float, bytes_per_value: int | None, sha
     if bytes_per_value not in (None, found.hardware.bytes_per_value):
         raise SpireError(f"--bytes {bytes_per_value}: {file} was measured with {found.dtype}")
     if found.target != shape:
-        note = f"{file} was measured at the widths of another target: {found.target}"
-        Console(stderr=True, highlight=False).print(f"[yellow]note:[/] {note}")
+        note(f"{file} was measured at the widths of another target: {found.target}")
     return found.hardware
 
 
@@ -204,22 +175,8 @@ def find_wire(
     if name not in _CARRIERS:
         raise SpireError(f"--carrier {name} is none of {', '.join(_CARRIERS)}")
     wire = wire_of(_CARRIERS[name], machine)
-    round_trip = None if round_trip_ms is None else round_trip_ms / 1000
-    return wire.with_stream(round_trip, None if gb_per_s is None else 1e-9 / gb_per_s)
-
-
-def numbers(text: str) -> list[int]:
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise typer.BadParameter(f"{text!r} is not a list of whole numbers like 1,4,16") from error
-    if min(numbers) < 1:
-        raise typer.BadParameter(f"{text!r} has a number below 1")
-    return numbers
-
-
-def _shares(text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise typer.BadParameter(f"{text!r} is not a list of shares like 0.8,0.6,0.5") from error
+    if round_trip_ms is not None:
+        wire = replace(wire, round_trip=round_trip_ms / 1000)
+    if gb_per_s is not None:
+        wire = replace(wire, activations=1e-9 / gb_per_s, guesses=1e-9 / gb_per_s)
+    return wire

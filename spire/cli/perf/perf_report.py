@@ -60,15 +60,8 @@ class Apart:
     price: float | None
 
 
-@dataclass(frozen=True)
-class MapCell:
-    """A cell of the map: the best depth, and whether the batch fits the device; None if its memory is not known."""
-
-    choice: model.BestDepth
-    fits: bool | None
-
-
-Grid = list[list[MapCell]]
+# Rows of the map's cells: by batch, and in a batch by context.
+Grid = list[list[Row]]
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
@@ -96,8 +89,7 @@ def report(scenario: Scenario, apart: Apart | None) -> Row:
         "drafts": [row for candidate in scenario.candidates for row in _windows(scenario, candidate)],
     }
     if apart:
-        rows = [row for candidate in scenario.candidates for row in _deployments(scenario, candidate, apart)]
-        figures["deployments"] = rows
+        figures["deployments"] = [row for each in scenario.candidates for row in _deployments(scenario, each, apart)]
     return figures
 
 
@@ -177,7 +169,7 @@ def _carried(scenario: Scenario, draft: DraftShape, sequences: float, tau: float
     return {"carrier": carrier, "wire_bytes_per_round": carried}
 
 
-def _timed(cost: model.RoundCost | model.Split, tokens: float, price: float | None) -> Row:
+def _timed(cost: model.RoundCost, tokens: float, price: float | None) -> Row:
     """Return times, rate and price of a round that yields `tokens`. `price` is the price of an hour of all devices."""
     parts = {"draft": cost.draft, "wire": cost.wire, "verify": cost.verify, "round": cost.seconds}
     row: Row = {f"{part}_ms": seconds * 1000 for part, seconds in parts.items()}
@@ -232,25 +224,19 @@ def _gb(size: float | None) -> float | None:
 
 
 def grid(scenario: Scenario, candidate: Candidate) -> Grid:
-    """Return the map of a draft: the best depth by batch (rows) and context (columns)."""
+    """Return the map of a draft: the best depth by batch (rows) and context (columns).
+
+    A cell's `fits` tells whether the batch fits the device; None if its memory is not known.
+    """
     return [[_cell(scenario, candidate, batch, context) for context in scenario.contexts] for batch in scenario.batches]
 
 
-def _cell(scenario: Scenario, candidate: Candidate, batch: int, context: int) -> MapCell:
+def _cell(scenario: Scenario, candidate: Candidate, batch: int, context: int) -> Row:
     draft, machine = candidate.draft, scenario.hardware
-    choice = model.best_k(scenario.target, draft, batch, context, candidate.acceptance, machine, scenario.max_k)
-    return MapCell(choice, _fit(_needs(scenario, draft, context, choice.k), batch, machine)["fits"])
-
-
-def cells(scenario: Scenario, maps: dict[str, Grid]) -> list[Row]:
-    """Return the maps as flat rows, one for each draft, batch and context."""
-    return [
-        {"draft": name, "batch": batch, "context": context, "k": cell.choice.k, **asdict(cell.choice)}
-        | {"fits": cell.fits}
-        for name, grid in maps.items()
-        for batch, row in zip(scenario.batches, grid, strict=True)
-        for context, cell in zip(scenario.contexts, row, strict=True)
-    ]
+    best = model.best_k(scenario.target, draft, batch, context, candidate.acceptance, machine, scenario.max_k)
+    fit = _fit(_needs(scenario, draft, context, best.k), batch, machine)
+    where = {"draft": candidate.name, "batch": batch, "context": context}
+    return where | {"k": best.k, **asdict(best), "fits": fit["fits"]}
 
 
 # --- plots ------------------------------------------------------------------------------------------------------------
@@ -262,12 +248,7 @@ def plot(directory: Path, scenario: Scenario, maps: dict[str, Grid]) -> list[Pat
     files = [directory / f"{name}.png" for name in ("speedup", "map", "intensity")]
     grid, title = (scenario.batches, scenario.contexts), f"{scenario.target_name} on {scenario.hardware.name}"
     plots.write_speedup(files[0], f"{title}: modelled speed-up at k = {scenario.k}", _speedups(scenario), *grid)
-    panels = {
-        _panel(each, next(iter(each.windows))): [
-            [None if cell.fits is False else cell.choice for cell in row] for row in maps[each.name]
-        ]
-        for each in scenario.candidates
-    }
+    panels = {_panel(each, next(iter(each.windows))): maps[each.name] for each in scenario.candidates}
     plots.write_map(files[1], f"{title}: where to speculate, and how deep", panels, *grid)
     plots.write_intensity(
         files[2], f"{title}: verification", scenario.target, scenario.contexts, scenario.k, scenario.hardware

@@ -7,9 +7,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from spire.cli.perf.perf_report import Grid, MapCell, Row, Scenario
+from spire.cli.perf.perf_report import Grid, Row, Scenario
 from spire.perf.memory_need import SHARE_OF_FREE_MEMORY
-from spire.perf.perf_model import BestDepth
 from spire.perf.plots import short
 
 _NOT_FITTING = "–"
@@ -22,7 +21,10 @@ def show(scenario: Scenario, figures: Row, maps: dict[str, Grid]) -> None:
     console.print(f"{scenario.target_name}: {scenario.target.body_parameters:,} parameters in layers")
     width = f"{machine['bytes_per_value']:g} byte{'s' * (machine['bytes_per_value'] != 1)} a value"
     console.print(f"{machine['name']}: {machine['flops_per_byte']:,.0f} FLOPs per byte, {width}")
-    console.print(_boundary(figures), soft_wrap=True)
+    at = figures["critical_batch"]
+    here = "at no batch" if at is None else f"from batch {at:,.0f}"
+    critical = f"critical context {figures['critical_context']:,}"
+    console.print(f"verification at this context is compute-bound {here}; {critical}", soft_wrap=True)
     title = f"batch {scenario.batch}, context {scenario.context:,}, k = {scenario.k}"
     table = _relative_table(figures) if scenario.hardware.relative else _points_table(figures)
     told = "by the paper's formula alone" if scenario.hardware.relative else "on one device; times in ms"
@@ -35,12 +37,12 @@ def show(scenario: Scenario, figures: Row, maps: dict[str, Grid]) -> None:
             console.print(f"the draft apart is reached by {rows[-1]['carrier']}\n", soft_wrap=True)
     for name, grid in maps.items():
         title = f"{name}: best k and its multiplier, by batch (down) and context (right)"
-        console.print(f"[bold]{title}[/]", _map_table(scenario, grid), *_legend(grid), "", sep="\n")
+        console.print(f"[bold]{title}[/]", _map_table(scenario, grid), sep="\n")
+        if any(cell["fits"] is False for row in grid for cell in row):
+            console.print(f"{_NOT_FITTING}: does not fit")
+        console.print()
     for file in figures.get("plots", []):
         console.print(f"wrote {file}", soft_wrap=True)
-
-
-# --- header -----------------------------------------------------------------------------------------------------------
 
 
 def _fits(scenario: Scenario, figures: Row) -> list[str]:
@@ -67,30 +69,15 @@ def _gb(size: float) -> str:
     return f"{size:,.1f}" if size >= 1 else f"{size:.3f}"
 
 
-def _boundary(figures: Row) -> str:
-    at = figures["critical_batch"]
-    here = "at no batch" if at is None else f"from batch {at:,.0f}"
-    return f"verification at this context is compute-bound {here}; critical context {figures['critical_context']:,}"
-
-
-# --- the point --------------------------------------------------------------------------------------------------------
-
-
 def _relative_table(figures: Row) -> Table:
-    table = Table(box=SIMPLE_HEAD)
-    table.add_column("draft")
+    table = Table("draft", box=SIMPLE_HEAD)
     for heading in ("parameters", "window", "τ", "Δt", "paper's", "saved of 10"):
         table.add_column(heading, justify="right")
     for row in figures["drafts"]:
-        table.add_row(
-            row["draft"],
-            _count(row["body_parameters"]),
-            row["window"],
-            f"{row['tau']:.3f}",
-            f"{row['delta_t']:.3f}",
-            Text(f"{row['paper_multiplier']:.3f}", style=_style(row["paper_multiplier"])),
-            f"{row['units_saved']:.2f}",
-        )
+        parameters, gain = row["body_parameters"], row["paper_multiplier"]
+        size = f"{parameters / 1e9:.2f} · 10⁹" if parameters >= 1e9 else f"{parameters:,}"
+        times = (f"{row['tau']:.3f}", f"{row['delta_t']:.3f}", Text(f"{gain:.3f}", style=_style(gain)))
+        table.add_row(row["draft"], size, row["window"], *times, f"{row['units_saved']:.2f}")
     return table
 
 
@@ -130,9 +117,6 @@ def _costs_table(rows: list[tuple[str, Row]]) -> Table:
     return table
 
 
-# --- the map ----------------------------------------------------------------------------------------------------------
-
-
 def _map_table(scenario: Scenario, grid: Grid) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("", justify="right", no_wrap=True)
@@ -143,22 +127,12 @@ def _map_table(scenario: Scenario, grid: Grid) -> Table:
     return table
 
 
-def _legend(grid: Grid) -> list[str]:
-    return [f"{_NOT_FITTING}: does not fit"] if any(cell.fits is False for row in grid for cell in row) else []
-
-
-def _cell(cell: MapCell) -> Text:
-    if cell.fits is False:
+def _cell(cell: Row) -> Text:
+    if cell["fits"] is False:
         return Text(_NOT_FITTING, style="dim")
-    return Text(_choice(cell.choice), style=_style(cell.choice.multiplier))
-
-
-def _choice(choice: BestDepth) -> str:
-    return f"off {choice.multiplier:.2f}".replace(" 0.", " .") if choice.off else f"{choice.k} {choice.multiplier:.2f}"
-
-
-def _count(parameters: int) -> str:
-    return f"{parameters / 1e9:.2f} · 10⁹" if parameters >= 1e9 else f"{parameters:,}"
+    gain = f"{cell['multiplier']:.2f}"
+    told = f"{cell['k']} {gain}" if cell["k"] else f"off {gain}".replace(" 0.", " .")
+    return Text(told, style=_style(cell["multiplier"]))
 
 
 def _style(gain: float) -> str:

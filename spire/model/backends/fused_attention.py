@@ -48,10 +48,10 @@ class FusedAttention:
         found_BTHK = torch.empty(B, T, H, K, dtype=queries_BHTK.dtype)
         new = [_rows(x) for x in (queries_BHTK, new_keys_BGTK, new_values_BGTK)]
         pools = self.pools
-        addresses = (*pools.addresses_N2[layer].tolist(), found_BTHK.data_ptr(), *self.stretch[2:])
-        strides = [part for x in new for part in (x.data_ptr(), *x.stride()[:3])]
+        places = (*pools.addresses_N2[layer].tolist(), found_BTHK, self._slots_B, self._lengths_B)
+        strided = [part for x in new for part in (x, *x.stride()[:3])]
         shape = (B, T, H, pools.heads, K, pools.columns, *pools.strides)
-        pools.kernels.attend(*strides, *addresses, *shape, torch.get_num_threads())
+        pools.kernels.attend(*strided, *places, *shape, torch.get_num_threads())
         return found_BTHK.transpose(1, 2)
 
 

@@ -45,7 +45,7 @@ class FusedDraft:
         numbers = (x.contiguous() for x in (taps_RND, positions_R, ends_R, slots_R))
         tensors = (self.layers, *numbers, *rope, self.positions_XS, scratch)
         shape = (R, N, D, config.num_attention_heads, G, K, self.positions_XS.shape[1], spire.window, spire.sink)
-        self.kernels.absorb(*_addresses(tensors), config.rms_norm_eps, *shape, torch.get_num_threads())
+        self.kernels.absorb(*tensors, config.rms_norm_eps, *shape, torch.get_num_threads())
 
 
 class FusedRound:
@@ -66,12 +66,12 @@ class FusedRound:
         # Keeps the tensors alive while their addresses are used.
         self._tensors = (*weights, *place, own, scratch, self._logits_BV)
         shape = (B, k, N, D, H, G, K, F, config.vocab_size, S, spire.window, spire.sink, spire.attends_self)
-        self._round = (*_addresses(self._tensors), config.rms_norm_eps, *shape)
+        addresses = (0 if tensor is None else tensor.data_ptr() for tensor in self._tensors)
+        self._round = (*addresses, config.rms_norm_eps, *shape)
 
     def next_logits(self, tokens_B: Tensor) -> Tensor:
         """Feed the next position of every sequence; return the next logits [B, V], valid until the next pass."""
-        given = tokens_B.contiguous()
-        self._kernels.draft_pass(self._round, self._passes, given.data_ptr(), torch.get_num_threads())
+        self._kernels.draft_pass(self._round, self._passes, tokens_B.contiguous(), torch.get_num_threads())
         self._passes += 1
         return self._logits_BV
 
@@ -93,7 +93,7 @@ class FusedRound:
         if probs_BKV is None:
             probs_BKV = torch.empty(self.shape, dtype=torch.bfloat16)
         given = [x.contiguous() for x in (newest_B, temperature_B, uniforms_BK)]
-        self._kernels.draft_round(self._round, *_addresses((*given, tokens_KB, probs_BKV)), torch.get_num_threads())
+        self._kernels.draft_round(self._round, *given, tokens_KB, probs_BKV, torch.get_num_threads())
         return tokens_KB.T, probs_BKV
 
 
@@ -102,8 +102,4 @@ def draw(
 ) -> None:
     """Write tokens and, for rows that are not greedy, the distributions they were drawn from. Overwrites the logits."""
     tensors = (logits_BV, temperature_B, uniforms_B, tokens_B, probs_BV)
-    kernels.draw(*_addresses(tensors), probs_BV.stride(0), *logits_BV.shape, torch.get_num_threads())
-
-
-def _addresses(tensors: Sequence[Tensor | None]) -> list[int]:
-    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    kernels.draw(*tensors, probs_BV.stride(0), *logits_BV.shape, torch.get_num_threads())

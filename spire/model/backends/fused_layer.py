@@ -72,9 +72,9 @@ class FusedLayer(Layer):
         hidden, normed, out_BTD = torch.empty(3, B * T, D, dtype=self._kernels.dtype).unbind()
         inside = torch.empty(B * T, self.inner, dtype=self._kernels.dtype)
         weights = (self._output, self._norm_inside, self._gate_and_up, self._down)
-        addresses = (x.data_ptr() for x in (given, attended_BTE, *weights, hidden, normed, inside, out_BTD))
+        tensors = (given, attended_BTE, *weights, hidden, normed, inside, out_BTD)
         shape = (B * T, D, self.heads * self.head_dim, self.inner)
-        self._kernels.behind_attention(*addresses, self.eps, *shape, torch.get_num_threads())
+        self._kernels.behind_attention(*tensors, self.eps, *shape, torch.get_num_threads())
         return out_BTD.view(B, T, D)
 
     def _projected(self, input_BTD: Tensor, rope: Rotation, weight: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class FusedLayer(Layer):
         projected_RE, heads = torch.empty(B * T, E, dtype=self._kernels.dtype), E // self.head_dim
         tensors = (given, self._norm, weight, *(part.contiguous() for part in rope), normed, projected_RE)
         shape = (B * T, D, E, heads - self.kv_heads, self.head_dim)
-        self._kernels.before_attention(*(x.data_ptr() for x in tensors), self.eps, *shape, torch.get_num_threads())
+        self._kernels.before_attention(*tensors, self.eps, *shape, torch.get_num_threads())
         return projected_RE.view(B, T, heads, self.head_dim).transpose(1, 2)
 
 
@@ -100,8 +100,7 @@ class FusedNorm(nn.Module):
     def forward(self, x_D: Tensor) -> Tensor:
         given = x_D.contiguous()
         out_D, D = torch.empty_like(given), x_D.shape[-1]
-        addresses = (x.data_ptr() for x in (given, self.weight, out_D))
-        self._kernels.norm(*addresses, self.eps, x_D.numel() // D, D, torch.get_num_threads())
+        self._kernels.norm(given, self.weight, out_D, self.eps, x_D.numel() // D, D, torch.get_num_threads())
         return out_D
 
 
@@ -139,8 +138,7 @@ class FusedProduct:
         given = x_D.contiguous()
         D, E = x_D.shape[-1], len(self.weight) * self._kernels.block
         out_E = torch.empty(*x_D.shape[:-1], E)
-        addresses = (x.data_ptr() for x in (given, self.weight, out_E))
-        self._kernels.project(*addresses, x_D.numel() // D, D, E, torch.get_num_threads())
+        self._kernels.project(given, self.weight, out_E, x_D.numel() // D, D, E, torch.get_num_threads())
         return out_E
 
 

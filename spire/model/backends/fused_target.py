@@ -58,15 +58,10 @@ class FusedStack:
         scratch = torch.empty(R * (3 * D + K * (2 * H + 2 * G + 2) + F), dtype=self._kernels.dtype)
         taps_BTND = torch.empty(B, T, len(tapped_layers), D, dtype=self._kernels.dtype)
         out_BTD = torch.empty(B, T, D, dtype=self._kernels.dtype)
-        given = (self._layers_over(pools), stretches, tapped, tokens, self._embedding_VD, self._norm_D, *rotations)
-        shape = (R, len(self._weights), D, H, G, K, F, V, len(rotations[0]), pools.columns)
-        addresses = (tensor.data_ptr() for tensor in (*given, scratch, taps_BTND, out_BTD))
-        counts = (len(attentions), len(tapped_layers))
-        self._kernels.forward(*addresses, self._eps, *counts, *shape, *pools.strides, torch.get_num_threads())
-        return out_BTD, taps_BTND if tapped_layers else None
-
-    def _layers_over(self, pools: FusedPools) -> Tensor:
-        """Per layer, the addresses of its weights and of its keys and values in these pools."""
         if self._layers[0] is not pools:
             self._layers = pools, torch.cat((self._weights, pools.addresses_N2), dim=1)
-        return self._layers[1]
+        given = (self._layers[1], stretches, tapped, tokens, self._embedding_VD, self._norm_D, *rotations)
+        shape = (R, len(self._weights), D, H, G, K, F, V, len(rotations[0]), pools.columns)
+        tensors, counts = (*given, scratch, taps_BTND, out_BTD), (len(attentions), len(tapped_layers))
+        self._kernels.forward(*tensors, self._eps, *counts, *shape, *pools.strides, torch.get_num_threads())
+        return out_BTD, taps_BTND if tapped_layers else None

@@ -265,7 +265,7 @@ def message(tokens: int, top: int) -> verifier_pb2.Logprobs:
 
 def test_each_token_gets_its_own_row() -> None:
     second = logprobs_of(message(3, 2), tokens=3, top=2)[1]
-    assert second == Logprob(-1.0, [(2, -1.0), (3, -1.5)])
+    assert (second.token, [*second.top]) == (-1.0, [(2, -1.0), (3, -1.5)])
     assert not logprobs_of(verifier_pb2.Logprobs(), tokens=0, top=5)
 
 

@@ -19,7 +19,7 @@ from gateway.api.app import create_app
 from gateway.api.completion import Completion
 from gateway.api.tokenization import DetokenizeRequest
 from gateway.config import GatewayConfig
-from gateway.errors import BadParameter
+from gateway.errors import BadParameter, ClientLeft
 from gateway.http.keys import Guard
 from gateway.metrics import Metrics
 from gateway.requests.bodies import parse
@@ -191,7 +191,8 @@ async def test_what_a_client_has_left_is_not_tokenized(codec: TextCodec, monkeyp
     async def gone() -> dict[str, str]:
         return {"type": "http.disconnect"}
 
-    assert await unless_gone(gone, aside.aside(codec.encode, "a", 512)) is None
+    with pytest.raises(ClientLeft):
+        await unless_gone(gone, aside.aside(codec.encode, "a", 512))
     for _ in range(3):  # until the cancelled task has heard of it
         await asyncio.sleep(0)
     held.set()

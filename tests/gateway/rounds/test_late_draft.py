@@ -19,8 +19,9 @@ from gateway.rounds.drafting import Drafting
 from gateway.rounds.messages import wire_start
 from gateway.rounds.planner import Rounds
 from gateway.rounds.scheduler import Scheduler
-from gateway.sequence import Sampling, Sequence, State
+from gateway.sequence import Sequence, State
 from spire.v1 import verifier_pb2
+from spire.v1.tensor_pb2 import Sampling
 
 PLAIN_SECONDS, PATIENCE = 0.003, 0.25
 SEQUENCES = 4

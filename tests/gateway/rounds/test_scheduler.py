@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from gateway.rounds.scheduler import MAX_FRUITLESS_LIVES, MOST_STALLED, Batch, Scheduler
-from gateway.sequence import LEAST_RUN, Logprob, Sampling, Sequence, Stage, State
+from gateway.sequence import LEAST_RUN, Logprob, Sequence, Stage, State
 from spire.errors import OutOfCapacity
+from spire.v1.tensor_pb2 import Sampling
 
 END = 1
 
@@ -25,7 +26,7 @@ def names(sequences: object) -> list[str]:
 def start_all(scheduler: Scheduler) -> list[Sequence]:
     starts = scheduler.admit()
     for one in starts:
-        scheduler.started(one.wire_id, 7)
+        scheduler.started(one, 7)
     return starts
 
 
@@ -109,7 +110,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(at=st.integers(0, 9), token=st.sampled_from([END, 7]))
     def started(self, at: int, token: int) -> None:
         if one := self.one_of(State.STARTING, at):
-            assert self.scheduler.started(one.wire_id, token) is one
+            self.scheduler.started(one, token)
+            assert one.state is not State.STARTING
 
     @rule(at=st.integers(0, 9), tokens=st.lists(st.sampled_from([7, 7, 7, END]), min_size=1, max_size=5))
     def commit(self, at: int, tokens: list[int]) -> None:
@@ -282,7 +284,7 @@ def test_while_the_verifier_has_no_room_only_a_few_prompts_wait_there() -> None:
     assert len(starts) == 30, "until it says so there is room"
     for one in starts[:10]:
         scheduler.stands(one.wire_id, Stage.COMPUTED)
-        scheduler.started(one.wire_id, 7)
+        scheduler.started(one, 7)
     for one in starts[10:]:
         scheduler.stands(one.wire_id, Stage.STALLED)
     for one in starts[10:]:
@@ -333,7 +335,7 @@ def test_only_who_was_computed_when_a_verifier_died_is_to_blame() -> None:
         scheduler.admit()
         for one in (runs, rests):
             one.output.clear()
-            scheduler.started(one.wire_id, 7)
+            scheduler.started(one, 7)
         scheduler.stands(read.wire_id, Stage.COMPUTED)
         runs.under_way = 1
         assert scheduler.lose_all() == []
@@ -356,7 +358,7 @@ def test_a_lost_sequence_starts_again_from_all_its_tokens_under_another_name() -
     assert one.tokens == [2, 3, 4, 7, 8, 9]
     assert one.wire_id != first_name
     assert one.round == 0
-    assert scheduler.started(first_name, 5) is None
+    assert first_name not in scheduler.starting
     assert scheduler.take_ended() == [first_name]
 
 
@@ -421,7 +423,7 @@ def test_logprobs_keep_in_step_with_the_tokens_that_are_kept() -> None:
     scheduler = Scheduler(capacity=1, max_waiting=3)
     scheduler.add([sequence("a")])
     (one,) = scheduler.admit()
-    scheduler.started(one.wire_id, 7, logprobs=[Logprob(-7, [])])
+    scheduler.started(one, 7, logprobs=[Logprob(-7, [])])
     scheduler.commit(one, [8, END, 9], drafted=2, logprobs=[Logprob(-8, []), Logprob(-1, []), Logprob(-9, [])])
     assert [logprob.token for logprob in one.logprobs] == [-token for token in one.output] == [-7, -8, -END]
 

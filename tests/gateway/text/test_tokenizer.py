@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from gateway.text.tokenizer import PromptTooLong, Stop, StopFilter, TextCodec, TextStream
+from gateway.errors import BadParameter
+from gateway.text.tokenizer import Stop, StopFilter, TextCodec, TextStream
 from spire.errors import MismatchError
 
 
@@ -199,7 +200,7 @@ def test_a_leading_space_of_the_first_token_survives_a_tokenizer_that_strips_it(
 
 
 def test_a_prompt_too_long_by_far_is_refused_before_it_is_encoded(codec: TextCodec) -> None:
-    with pytest.raises(PromptTooLong, match="4000 characters"):
+    with pytest.raises(BadParameter, match="4000 characters"):
         codec.encode("x" * 4000, max_tokens=100)
 
 

@@ -9,8 +9,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from spire.decoding import randomness
-from spire.decoding.randomness import Purpose, random_bits, uniform, uniforms_behind
+from spire.decoding.randomness import Purpose, uniform, uniforms_behind
 from spire.decoding.sampling import SamplingRows, draw, pick, probabilities, top_m
 from spire.rpc.sampling import from_protos
 from spire.v1 import tensor_pb2 as pb
@@ -62,17 +61,6 @@ def test_what_differs_in_one_key_is_uncorrelated() -> None:
 def test_every_seed_bit_matters() -> None:
     seeds = torch.tensor([0, *(1 << bit for bit in range(63)), -(1 << 63)])
     assert len(uniform(seeds, torch.tensor(0), torch.tensor(0), Purpose.SAMPLE).unique()) == len(seeds)
-
-
-@pytest.mark.parametrize("purpose", Purpose)
-def test_a_gpus_numbers_are_a_cpus(purpose: Purpose) -> None:
-    """What numpy computes is what tensors compute, which a GPU has alone."""
-    generator = torch.Generator().manual_seed(purpose)
-    seed = torch.randint(-(2**63), 2**63 - 1, (40, 1), generator=generator)
-    choice, salt = (torch.randint(1000, (40, 1), generator=generator) for _ in range(2))
-    position = torch.randint(2**31 - 1, (7,), generator=generator)
-    expected = randomness._hash(purpose, seed, choice, position, salt)
-    assert torch.equal(random_bits(seed, choice, position, purpose, salt), expected)
 
 
 @pytest.mark.parametrize("count", [0, 1, 7])

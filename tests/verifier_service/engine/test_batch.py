@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from verifier_service.engine.batch import Block, Q, pad
+from verifier_service.engine.batch import Block, Item, Q, VerifyTask, pad
 from verifier_service.engine.sequence import HeldSequence
 
 V = 16
@@ -19,7 +19,8 @@ CPU = torch.device("cpu")
 
 
 def block(slot: int, tokens: list[int], q: Q | None) -> Block:
-    return Block(cast(HeldSequence, SimpleNamespace(newest=slot, slot=slot)), 7, 1, tokens, q)
+    sequence = cast(HeldSequence, SimpleNamespace(newest=slot, slot=slot))
+    return Block(sequence, 7, cast(VerifyTask, None), cast(Item, None), tokens, q)
 
 
 def distributions(X: int, K: int, dtype: torch.dtype) -> Tensor:

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from spire.model.cache import TargetCache
 from tests.verifier_service.harness import TINY
-from verifier_service.engine.prompts import _PADDING, Prompts
+from verifier_service.engine.prompts import _PADDING, Prompts, TokenBudget
 from verifier_service.engine.sequence import HeldSequence
-from verifier_service.engine.token_budget import TokenBudget
 
 LONGEST = 400
 

@@ -25,8 +25,9 @@ from spire.v1 import tensor_pb2 as codes
 from spire.v1 import verifier_pb2 as pb
 from tests.verifier_service.harness import GREEDY, VOCAB, plain_greedy, prompt_of
 from verifier_service.config import VerifierConfig
+from verifier_service.engine.batch import VerifyTask
 from verifier_service.engine.engine import VerifierEngine
-from verifier_service.engine.tasks import StartTask, VerifyTask
+from verifier_service.engine.sequence import StartTask
 from verifier_service.serve.server import load
 
 NAMES = st.sampled_from("abc")

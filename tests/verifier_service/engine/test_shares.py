@@ -16,8 +16,8 @@ from spire.v1 import verifier_pb2 as pb
 from tests.verifier_service.conftest import Running
 from tests.verifier_service.harness import prompt_of, slow_steps
 from tests.verifier_service.serve.test_lifetimes import until
-from verifier_service.engine.tasks import StartTask
-from verifier_service.engine.waiting import Waiting
+from verifier_service.engine.sequence import StartTask
+from verifier_service.engine.slots import Waiting
 
 
 def task(name: str, gateway: str) -> StartTask:
@@ -32,11 +32,11 @@ def test_each_gateway_is_served_in_order_and_none_has_two_more_than_one_that_wai
     for number, gateway in enumerate(gateways):
         waiting.add(task(str(number), gateway))
     while held.total() < places and (next_ := waiting.next(held)):
-        waiting.remove(next_.start.sequence_id)
+        del waiting[next_.start.sequence_id]
         held[next_.gateway] += 1
         served.append(next_)
     assert held.total() == min(places, len(gateways))
-    assert all(held[gateway] <= held[other.gateway] + 1 for gateway in held for other in waiting)
+    assert all(held[gateway] <= held[other.gateway] + 1 for gateway in held for other in waiting.values())
     for gateway in "abc":
         order = [int(one.start.sequence_id) for one in served if one.gateway == gateway]
         assert order == [number for number, whose in enumerate(gateways) if whose == gateway][: len(order)]

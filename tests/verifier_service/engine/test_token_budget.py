@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verifier_service.engine.token_budget import TokenBudget
+from verifier_service.engine.prompts import TokenBudget
 
 
 def settled(plain: float, each: float) -> tuple[TokenBudget, list[int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from itertools import accumulate
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def test_a_replay_holds_sink_and_window_of_what_was_committed(
     feed = Feed(Taps((1,), SINK, WINDOW), SLOTS, WIDTH, torch.float32, torch.device("cpu"))
     lives, lengths = list(range(SLOTS)), [0] * SLOTS
     for slot, life in enumerate(lives):
-        feed.join(f"{life}", slot)
+        feed.join(f"{life}", slot, [])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(feeds, "MOST_PENDING", pending)
         for what, whom in [*happened, ("replay", set(range(SLOTS)))]:
@@ -71,7 +72,7 @@ def test_a_replay_holds_sink_and_window_of_what_was_committed(
             elif isinstance(whom, int):
                 assert feed.leave(f"{lives[whom]}")
                 lives[whom], lengths[whom] = max(lives) + 1, 0
-                feed.join(f"{lives[whom]}", whom)
+                feed.join(f"{lives[whom]}", whom, [])
             else:
                 chosen = [slot for slot in sorted(whom) if lengths[slot]]
                 held = told(feed.replay([f"{lives[slot]}" for slot in chosen])) if chosen else {}
@@ -107,18 +108,18 @@ def test_whoever_was_paused_in_which_rounds_a_draft_comes_to_hold_the_sink_and_t
             of = held.setdefault(span.sequence_id, {})
             of |= {span.start + at: next(rows) for at in range(span.count)}
 
-    publisher = Publisher(SLOTS, WIDTH, torch.float32, torch.device("cpu"))
+    publisher = Publisher(SLOTS, WIDTH, torch.float32, torch.device("cpu"), Mock())
     publisher.subscribe("d", Taps((1,), SINK, WINDOW), deliver)
     lives, lengths = list(range(SLOTS)), [0] * SLOTS
     for slot, life in enumerate(lives):
-        publisher.join(f"{life}", "d", slot)
+        publisher.join(f"{life}", "d", slot, [])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(feeds, "MOST_PENDING", pending)
         for whom in [*happened, [False] * SLOTS]:
             if isinstance(whom, int):
                 publisher.end([f"{lives[whom]}"])
                 lives[whom], lengths[whom] = max(lives) + 1, 0
-                publisher.join(f"{lives[whom]}", "d", whom)
+                publisher.join(f"{lives[whom]}", "d", whom, [])
                 continue
             advances = [Advance(f"{lives[s]}", "d", s, lengths[s], [7], whom[s]) for s in range(SLOTS)]
             rows = torch.stack([row(lives[s], lengths[s]) for s in range(SLOTS)])
@@ -160,7 +161,7 @@ def test_a_feed_holds_memory_of_the_sequences_that_it_has_and_none_when_they_are
     of_one = 65 * 4 * 4096 * 2
     rows = torch.ones(65, 4, 4096, dtype=torch.bfloat16)
     for life in range(20):
-        feed.join(f"{life}", life)
+        feed.join(f"{life}", life, [])
         feed.store([Advance(f"{life}", "d", life, 0, [0] * 65)], rows)
     feed.replay(["0"])
     assert 12 * of_one <= (held := _resident() - before) <= 40 * of_one

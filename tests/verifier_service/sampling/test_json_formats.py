@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from spire.errors import InvalidRequest
 from tests.paths import ROOT
 from tests.verifier_service.sampling.test_grammar import Language, byte_level, walk
-from verifier_service.sampling.json_formats import ENFORCED, with_enforced_formats
+from verifier_service.sampling.grammar import ENFORCED, with_enforced_formats
 
 __all__ = ["byte_level"]
 

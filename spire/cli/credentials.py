@@ -1,10 +1,14 @@
-"""`spire key`: manage the file of API keys that a gateway accepts.
+"""`spire key` and `spire certs`: API keys of clients, and certificates by which services authenticate one another.
 
     spire key create alice --file keys      prints the key, only this once
     python -m gateway --keys keys           or spire up --keys keys
     spire key revoke alice --file keys      a running gateway notices at the next request
+    spire certs tls && spire up --tls tls
+    spire certs tls --host verifier.internal --host 10.0.0.7
+    python -m verifier_service --tls tls/verifier ...
 
-Does not know: the keys that were created. The file holds only their hashes.
+Does not know: the keys that were created, since the file holds only their hashes; an existing CA of yours, whose
+certificates work as well (docs/security.md).
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from typing import Annotated
 
 import typer
 
-from spire.errors import DataError
+from spire.errors import DataError, SpireError
 from spire.service.keys import GATEWAY_KEY, create_key, read_keys, revoke_key
 
 app = typer.Typer(help="API keys of a gateway.", no_args_is_help=True)
@@ -46,3 +50,19 @@ def revoke(name: Name, file: File) -> None:
     """Take a key out of the file."""
     revoke_key(name, file)
     typer.echo(f"{file}: {name} revoked", err=True)
+
+
+def certs(
+    directory: Annotated[Path, typer.Argument(help="Directory to write; an existing CA in it is used again.")],
+    host: Annotated[list[str] | None, typer.Option(help="Name or address of the services; repeatable.")] = None,
+    days: Annotated[int, typer.Option(help="How long the certificates are valid.", min=1)] = 365,
+) -> None:
+    """Make a CA and a certificate for each service, for `spire up --tls DIR` or each service's own --tls."""
+    try:
+        from spire.service.certificates import SERVICES, make_certificates
+    except ImportError as error:
+        raise SpireError("certificates need cryptography: pip install 'spire-serve[certs]'") from error
+
+    make_certificates(directory, host or [], days)
+    typer.echo(f"{directory}: one directory each for {', '.join(SERVICES)}, valid for {days} days")
+    typer.echo(f"start with: spire up --tls {directory}")

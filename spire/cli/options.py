@@ -1,0 +1,51 @@
+"""Options that several commands have, and values that are lists with commas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+Url = Annotated[str | None, typer.Option(help="A gateway that runs already. Default: services are started.")]
+ServedModel = Annotated[
+    Path | None,
+    typer.Option(help="Target: a Llama-architecture directory. Default: the bundled one.", envvar="SPIRE_MODEL"),
+]
+ServedDraft = Annotated[
+    str | None,
+    typer.Option(
+        help="Draft directory, 'magicdec' (the target drafts for itself) or 'off' (plain decoding).",
+        envvar="SPIRE_DRAFT",
+    ),
+]
+Model = Annotated[Path | None, typer.Option(help="Target directory. Default: the bundled one.")]
+Draft = Annotated[str | None, typer.Option(help="Directory, magicdec or off. Default: the bundled target's draft.")]
+Dtype = Annotated[str | None, typer.Option(help="auto, bfloat16 or float32.")]
+Data = Annotated[
+    list[Path] | None,
+    typer.Option(help="Text to cut prompts from, as docs/data.md lists it; repeatable. Default: bundled."),
+]
+Layers = Annotated[int | None, typer.Option(help="Use only this many layers of the shape.", min=2)]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.", min=0)]
+Seed = Annotated[int, typer.Option(help="Seed of the places where prompts are cut.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+
+Value = TypeVar("Value", int, float)
+
+
+def listed(text: str, kind: Callable[[str], Value], example: str) -> list[Value]:
+    """Return the values of a list with commas. Raises BadParameter that shows `example`."""
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is not a list of {example}") from error
+
+
+def numbers(text: str, least: int = 1) -> list[int]:
+    """Return the whole numbers of a list with commas. Raises BadParameter if one is below `least`."""
+    found = listed(text, int, "whole numbers like 1,4,16")
+    if min(found) < least:
+        raise typer.BadParameter(f"{text!r} has a number below {least}")
+    return found
