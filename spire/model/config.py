@@ -80,7 +80,7 @@ class ModelConfig(BaseModel):
             return values
         heads, width = values.get("num_attention_heads"), values.get("hidden_size")
         values = {"num_key_value_heads": heads} | values
-        if "head_dim" not in values and all(type(size) is int and size > 0 for size in (heads, width)):
+        if "head_dim" not in values and type(heads) is int and type(width) is int and min(heads, width) > 0:
             if width % heads:
                 raise ValueError(f"head_dim is absent, and hidden_size {width} no multiple of {heads} heads")
             values["head_dim"] = width // heads
