@@ -25,8 +25,7 @@ from spire.rpc.channel import PROTOCOL_VERSION
 from spire.rpc.cuda_ipc import gpu_of
 from spire.rpc.host import host_id
 from spire.rpc.tensors import from_wire
-from spire.v1 import verifier_pb2 as pb
-from spire.v1 import verifier_pb2_grpc as rpc
+from spire.v1 import verifier_pb2 as pb, verifier_pb2_grpc as rpc
 
 _RETRY_SECONDS = 0.2
 # The stream is stuck if requests wait longer than this, and longer than eight of the verifier's steps, for activations:

@@ -11,15 +11,15 @@ import structlog
 from torch import Tensor
 
 from draft_service.drafter import Drafter
-from spire.decoding.drafting import MAX_SPECULATION_DEPTH, Drafted, DraftItem, DraftResult, DraftTask
+from draft_service.worker import DraftResult, DraftTask
+from spire.decoding.drafting import MAX_SPECULATION_DEPTH, Drafted, DraftItem
 from spire.decoding.sampling import SamplingRows, Share
 from spire.errors import InvalidRequest, RequestError
 from spire.rpc.carrier import OverwritingRing
 from spire.rpc.errors import OK, item_status
 from spire.rpc.sampling import check_sampling, from_protos
 from spire.rpc.tensors import put, put_shape
-from spire.v1 import draft_pb2 as pb
-from spire.v1 import tensor_pb2, verifier_pb2
+from spire.v1 import draft_pb2 as pb, tensor_pb2, verifier_pb2
 
 log = structlog.get_logger()
 
@@ -55,7 +55,25 @@ class Replies:
         known, rows = self._last
         if known != sequence_ids:
             rows = None
-        refused = self._refusals(items, depths, [item.sampling for item in wanted] if rows is None else [])
+        refused: dict[str, RequestError] = {}
+        seen: set[str] = set()
+        # The sampling parameters in known rows are valid.
+        wishes = [item.sampling for item in wanted] if rows is None else []
+        for item, k, wish in zip_longest(items, depths, wishes):
+            try:
+                if item.sequence_id in seen:
+                    raise InvalidRequest(f"sequence {item.sequence_id!r} occurs twice in a batch")
+                seen.add(item.sequence_id)
+                if k > MAX_SPECULATION_DEPTH:
+                    raise InvalidRequest(f"k is {k}, at most {MAX_SPECULATION_DEPTH} can be drafted")
+                if item.newest_token >= self._vocab_size:
+                    raise InvalidRequest(
+                        f"newest_token is {item.newest_token}, the vocabulary ends at {self._vocab_size}"
+                    )
+                if wish is not None:
+                    check_sampling(wish)
+            except RequestError as error:
+                refused[item.sequence_id] = error
         if refused:
             _log_refusals(refused)
             sound = [item.sequence_id not in refused for item in items]
@@ -85,29 +103,6 @@ class Replies:
         )
         reply.timings.total_seconds = time.monotonic() - parsed.began - reply.timings.queue_seconds
         return reply
-
-    def _refusals(
-        self, items: list[DraftItem], depths: list[int], wishes: list[tensor_pb2.Sampling]
-    ) -> dict[str, RequestError]:
-        """Return the error of each invalid item. `wishes` is empty if the sampling parameters are known to be valid."""
-        refused: dict[str, RequestError] = {}
-        seen: set[str] = set()
-        for item, k, wish in zip_longest(items, depths, wishes):
-            try:
-                if item.sequence_id in seen:
-                    raise InvalidRequest(f"sequence {item.sequence_id!r} occurs twice in a batch")
-                seen.add(item.sequence_id)
-                if k > MAX_SPECULATION_DEPTH:
-                    raise InvalidRequest(f"k is {k}, at most {MAX_SPECULATION_DEPTH} can be drafted")
-                if item.newest_token >= self._vocab_size:
-                    raise InvalidRequest(
-                        f"newest_token is {item.newest_token}, the vocabulary ends at {self._vocab_size}"
-                    )
-                if wish is not None:
-                    check_sampling(wish)
-            except RequestError as error:
-                refused[item.sequence_id] = error
-        return refused
 
 
 def _log_refusals(refused: Mapping[str, RequestError]) -> None:

@@ -10,13 +10,11 @@ import grpc
 import structlog
 
 from draft_service.replies import Replies
-from draft_service.worker import Worker
-from spire.decoding.drafting import DraftResult
+from draft_service.worker import DraftResult, Worker
 from spire.errors import InvalidRequest
 from spire.lost_device import end_if_device_lost
 from spire.rpc.channel import DRAFT_METADATA_KEY
-from spire.v1 import draft_pb2 as pb
-from spire.v1 import draft_pb2_grpc as rpc
+from spire.v1 import draft_pb2 as pb, draft_pb2_grpc as rpc
 
 _RETRY_SECONDS = 0.2
 

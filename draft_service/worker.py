@@ -9,13 +9,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 import structlog
 import torch
 
 from draft_service.drafter import Drafter, Verified
-from spire.decoding.drafting import DraftTask, answer
-from spire.errors import OutOfCapacity
+from spire.decoding.drafting import Drafted, DraftItem
+from spire.decoding.sampling import SamplingRows
+from spire.errors import OutOfCapacity, RequestError
 from spire.lost_device import end_if_device_lost
 from spire.service.histogram import Histogram
 from spire.service.inbox import Inbox
@@ -27,6 +30,32 @@ MAX_QUEUED = 1024
 STALENESS_BUCKETS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 256.0, 1024.0)
 
 log = structlog.get_logger("draft_service")
+
+
+@dataclass(frozen=True)
+class DraftResult:
+    """`drafted` has one row for each item in `ready`; `refused` has the errors of the other items."""
+
+    drafted: Drafted | None
+    ready: list[int]
+    refused: dict[int, RequestError]
+    queue_seconds: float
+    forward_seconds: float
+
+
+@dataclass
+class DraftTask:
+    """A batch to draft for: B items, their sampling rows, and the largest k of any item.
+
+    `absorbing_seconds`: the time since arrival that the model spent absorbing activations.
+    """
+
+    items: list[DraftItem]
+    rows: SamplingRows
+    k: int
+    done: Future[DraftResult] = field(default_factory=Future)
+    arrived: float = field(default_factory=time.monotonic)
+    absorbing_seconds: float = 0.0
 
 
 class Worker:
@@ -90,8 +119,6 @@ class Worker:
         """Draft once the activations are absorbed or the wait is over. The model thread sets `task.done`."""
         self._inbox.put(lambda: self._await_activations(task))
 
-    # --- on the model thread ------------------------------------------------------------------------------------
-
     def _run(self) -> None:
         with torch.inference_mode():
             while self._take():
@@ -107,7 +134,37 @@ class Worker:
             if self._starved_since is None and self._behind(task):
                 self._starved_since = time.monotonic()
             with self.pace.step(f"draft {task.k}", task.k * len(task.items)):
-                self.busy_seconds += answer(task, self.drafter.check, self.drafter.propose)
+                self._answer(task)
+
+    def _answer(self, task: DraftTask) -> None:
+        """Draft for the items that the drafter accepts, and complete the task even after an exception.
+
+        Nothing is computed for a cancelled task.
+        """
+        began = time.monotonic()
+        if not task.done.set_running_or_notify_cancel():
+            return
+        try:
+            refused: dict[int, RequestError] = {}
+            for index, item in enumerate(task.items):
+                try:
+                    self.drafter.check(item)
+                except RequestError as error:
+                    refused[index] = error
+            ready = [index for index in range(len(task.items)) if index not in refused]
+            drafted = None
+            if ready and task.k:
+                items, rows = [task.items[index] for index in ready], task.rows
+                if refused:
+                    rows = rows.select(torch.tensor(ready, device=rows.temperature_B.device))
+                drafted = self.drafter.propose(items, task.k, rows)
+            absorbing = task.absorbing_seconds
+            queued, worked = began - task.arrived - absorbing, absorbing + time.monotonic() - began
+            task.done.set_result(DraftResult(drafted, ready, refused, queued, worked))
+        except Exception as error:  # keep the thread running, unless its GPU is lost
+            end_if_device_lost(error)
+            task.done.set_exception(error)
+        self.busy_seconds += time.monotonic() - began
 
     def _take(self) -> bool:
         """Wait for messages, at most until a pending task is late, and process them. Return False to stop."""

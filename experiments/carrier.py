@@ -54,8 +54,7 @@ from spire.rpc.carrier import Ring
 from spire.rpc.channel import connect, new_server
 from spire.rpc.cuda_ipc import gpu_of
 from spire.rpc.host import host_id
-from spire.v1 import verifier_pb2 as pb
-from spire.v1 import verifier_pb2_grpc as rpc
+from spire.v1 import verifier_pb2 as pb, verifier_pb2_grpc as rpc
 from verifier_service.feed.delivery import Delivery, Picked
 from verifier_service.feed.subscriber import Subscriber
 from verifier_service.serve.service import MAX_RING_BYTES

@@ -26,8 +26,7 @@ from spire.decoding.sampling import SamplingRows, probabilities, top_m
 from spire.decoding.verification import SparseDistribution, verify
 from spire.rpc.sampling import from_protos
 from spire.service.heap import keep_freed_memory
-from spire.v1 import tensor_pb2 as pb
-from spire.v1 import verifier_pb2
+from spire.v1 import tensor_pb2 as pb, verifier_pb2
 from verifier_service.sampling.pipeline import Pipeline
 
 PIPELINES: dict[str, dict[str, float]] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import torch
 
@@ -27,7 +27,7 @@ def measure(setting: Setting, findings: Findings) -> None:
     note = f"± {on_gpu.tau_ci95:.2f}, {on_gpu.contexts} prompts of {on_gpu.context}"
     note += f"; on the CPU ± {on_cpu.tau_ci95:.2f}" if on_cpu else ""
     note += "".join(f"; {count:.0f} rounds without a guess: {reason}" for reason, count in fallbacks.items() if count)
-    more = {"gpu": on_gpu.to_json(), "cpu": on_cpu.to_json() if on_cpu else None, "fallbacks": fallbacks}
+    more = {"gpu": asdict(on_gpu), "cpu": asdict(on_cpu) if on_cpu else None, "fallbacks": fallbacks}
     findings.add(Finding(f"τ at k = {on_gpu.k}", on_gpu.tau, "tokens", on_cpu.tau if on_cpu else None, note, more))
     rate = on_gpu.tokens_per_second
     findings.add(Finding(f"{_AT_ONCE} requests at once, prompts included", rate, "tokens/s"))

@@ -42,8 +42,7 @@ async def answer(http: Request, completion: Completion, headers: dict[str, str])
 def json_answer(answer: dict[str, Any], headers: dict[str, str]) -> Response:
     """Return a JSON response. A long answer is encoded while it is sent, and never held as a whole."""
     chunks = chunks_of(answer)
-    first = next(chunks)
-    second = next(chunks, None)
+    first, second = next(chunks), next(chunks, None)
     if second is None:
         return Response(first, headers=headers, media_type=_JSON)
     return StreamingResponse(_written([first, second], chunks), headers=headers, media_type=_JSON)

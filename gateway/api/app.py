@@ -29,8 +29,7 @@ from gateway.http.browsers import ForeignPages
 from gateway.http.front import Front, error_response
 from gateway.http.keys import Guard
 from gateway.http.manual import add_manual
-from gateway.http.page import PATHS as PAGE_PATHS
-from gateway.http.page import add_page
+from gateway.http.page import PATHS as PAGE_PATHS, add_page
 from gateway.requests.bodies import ModelName, bad_parameter, check_model, ignored_header, parse, read_body, refusals
 from gateway.requests.prompts import encode_prompts
 from gateway.requests.schemas import CompletionRequest, check, check_logprobs, check_tokens
@@ -77,9 +76,6 @@ def create_app(config: GatewayConfig, engine: Engine, guard: Guard, host: str) -
     return CORSMiddleware(
         front, config.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=shown
     )
-
-
-# -- completions -----------------------------------------------------------------------------------------------------
 
 
 def _add_completions(app: FastAPI, config: GatewayConfig, engine: Engine) -> None:
@@ -148,9 +144,6 @@ def _drafts(engine: Engine) -> list[str]:
     return ["off", "auto"] + ([info.model_name, info.kind] if info else [])
 
 
-# -- the state of the service ----------------------------------------------------------------------------------------
-
-
 def _add_state(app: FastAPI, engine: Engine) -> None:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Exposition(engine))
@@ -176,9 +169,8 @@ def _add_state(app: FastAPI, engine: Engine) -> None:
         """Report if completions can be served, and if they can be drafted."""
         model = engine.model
         draft = "off" if engine.draft is None else "connected" if engine.draft.up else "absent"
-        status = "ready" if draft == "connected" else "degraded"
         return {
-            "status": status,
+            "status": "ready" if draft == "connected" else "degraded",
             "model": model.name,
             "verifier": "connected",
             "draft": draft,
@@ -221,9 +213,6 @@ def _model_card(engine: Engine) -> dict[str, Any]:
         if draft
         else None,
     }
-
-
-# -- errors ----------------------------------------------------------------------------------------------------------
 
 
 def _handle_errors(app: FastAPI) -> None:

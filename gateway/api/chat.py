@@ -150,10 +150,8 @@ class ChatRequest(GenerationRequest, TemplateOptions):
         )
 
 
-def chat_prompt(
-    messages: list[Message], model: ServedModel, options: TemplateOptions, add_special_tokens: bool
-) -> list[int]:
-    """Return the token ids of the prompt that the model's chat template makes of messages. Raises InvalidRequest."""
+def chat_prompt(messages: list[Message], model: ServedModel, options: TemplateOptions, special: bool) -> list[int]:
+    """Return the prompt's token ids by the chat template; `special` adds special tokens. Raises InvalidRequest."""
     options.check_template_options()
     context, codec, template = model.info.max_context, model.codec, model.chat_template
     if len(messages) > context:
@@ -170,7 +168,7 @@ def chat_prompt(
             raise over_context("messages", context, f"{error}. Please reduce the length of the messages.") from error
         raise
     check_unicode(text, "messages")
-    tokens = codec.encode(text, context, add_special_tokens, "messages")
+    tokens = codec.encode(text, context, special, "messages")
     if not tokens:
         raise BadParameter("messages", "the messages make a prompt without tokens")
     return tokens

@@ -117,11 +117,7 @@ class Choice:
         self._told_rounds += len(new)
         if not self._text.stopped:
             return new
-        return [
-            replace(round_, tokens=min(round_.tokens, self.tokens - round_.begin))
-            for round_ in new
-            if round_.begin < self.tokens
-        ]
+        return [replace(one, tokens=min(one.tokens, self.tokens - one.begin)) for one in new if one.begin < self.tokens]
 
     def _new_entries(self) -> list[LogprobEntry]:
         """Return the new entries: tokens with emitted text, and at the end all others that no stop string cut off."""

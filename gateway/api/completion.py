@@ -129,20 +129,16 @@ class Completion:
             raise
 
     def close(self) -> None:
-        self.engine.finish([choice.sequence for choice in self.choices], "abort")
-        self.charge.settle(self._used_tokens())
+        sequences = [choice.sequence for choice in self.choices]
+        self.engine.finish(sequences, "abort")
+        # The tokens used: all output, and the prompts whose first choice was admitted.
+        prompts = sum(len(first.prompt) for first in sequences[:: self.request.candidates] if first.admitted_at)
+        self.charge.settle(prompts + sum(len(sequence.output) for sequence in sequences))
 
     @property
     def most_tokens(self) -> int:
         """The most tokens that the request may use: its prompts, and `max_tokens` for each choice."""
-        prompts = sum(map(len, self.prompts))
-        return prompts + sum(choice.sequence.max_tokens for choice in self.choices)
-
-    def _used_tokens(self) -> int:
-        """Return the tokens used: all output, and the prompts whose first choice was admitted."""
-        first_choices = self.choices[:: self.request.candidates]
-        prompts = sum(len(choice.sequence.prompt) for choice in first_choices if choice.sequence.admitted_at)
-        return prompts + sum(len(choice.sequence.output) for choice in self.choices)
+        return sum(map(len, self.prompts)) + sum(choice.sequence.max_tokens for choice in self.choices)
 
     async def begun(self) -> None:
         """Return at the first token, or after `idle_ping` seconds. Raises a choice's error, or DeadlinePassed."""
@@ -164,11 +160,8 @@ class Completion:
         if n == candidates:
             return self.choices
         groups = [self.choices[at : at + candidates] for at in range(0, len(self.choices), candidates)]
-        return [
-            choice
-            for group in groups
-            for choice in sorted(group, key=lambda choice: choice.mean_logprob, reverse=True)[:n]
-        ]
+        best = [sorted(group, key=lambda choice: choice.mean_logprob, reverse=True)[:n] for group in groups]
+        return [*chain.from_iterable(best)]
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield the answer as server-sent events. An error in mid-stream becomes an event too."""
@@ -249,8 +242,6 @@ class Completion:
             for choice in choices:
                 choice.begin_with(echo)
 
-    # -- objects of the answer ---------------------------------------------------------------------------------------
-
     def _head(self) -> dict[str, Any]:
         return {
             "id": self.id,
@@ -262,11 +253,8 @@ class Completion:
 
     def _answer(self, pieces: list[list[Piece]]) -> dict[str, Any]:
         """Return the whole answer, made of the pieces of each choice. A choice is built only when it is written."""
-        answer, scores = self._head(), self._prompt_logprobs()
-        answer["choices"] = Large(
-            self._choice_object(index, choice, pieces[choice.index], scores)
-            for index, choice in enumerate(self._chosen())
-        )
+        answer, scores, chosen = self._head(), self._prompt_logprobs(), enumerate(self._chosen())
+        answer["choices"] = Large(self._choice_object(at, one, pieces[one.index], scores) for at, one in chosen)
         if scores and not self.scores_in_choices:
             answer["prompt_logprobs"] = scores[0]
         answer["usage"] = self._usage()

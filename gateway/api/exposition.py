@@ -62,8 +62,7 @@ class Exposition(Collector):
         help_text = "Choices in the gateway, by state."
         yield _labelled("spire_sequences_now", help_text, "state", self._states(), GaugeMetricFamily)
         # Their number grows when something is not cleaned up.
-        tasks = len(asyncio.all_tasks())
-        yield GaugeMetricFamily("spire_tasks_now", "Tasks of the gateway's event loop.", value=tasks)
+        yield GaugeMetricFamily("spire_tasks_now", "Tasks of the gateway's event loop.", value=len(asyncio.all_tasks()))
 
     def _speculation(self) -> Iterator[Metric]:
         counts, drafting = self._counts, self._engine.drafting

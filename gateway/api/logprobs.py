@@ -70,12 +70,10 @@ def _content(codec: TextCodec, top: int, entry: LogprobEntry) -> dict[str, Any]:
 
 
 def _by_id(codec: TextCodec, top: int, entry: LogprobEntry) -> dict[str, Any] | None:
-    if entry.logprob is None:
+    if (own := entry.logprob) is None:
         return None
-    ranked = [(entry.token, entry.logprob.token, entry.logprob.rank)]
-    ranked += [
-        (other, number, rank) for rank, (other, number) in enumerate(entry.logprob.top[:top], 1) if other != entry.token
-    ]
+    ranked = [(entry.token, own.token, own.rank)]
+    ranked += [(other, number, rank) for rank, (other, number) in enumerate(own.top[:top], 1) if other != entry.token]
     return {
         str(id_): {"logprob": _shown(number), "rank": rank, "decoded_token": codec.token_text(id_)}
         for id_, number, rank in ranked

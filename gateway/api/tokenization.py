@@ -99,8 +99,7 @@ def _tokens_of(request: TokenizeRequest, model: ServedModel) -> list[int]:
     if (request.prompt is None) == (request.messages is None):
         raise BadParameter("prompt", "either a prompt or messages must be given")
     if request.messages is not None:
-        special = request.add_special_tokens is True
-        return chat_prompt(request.messages, model, request, special)
+        return chat_prompt(request.messages, model, request, request.add_special_tokens is True)
     request.check_template_options()
     text, special = text_prompt(request.prompt or "", "prompt"), request.add_special_tokens is not False
     return model.codec.encode(text, model.info.max_context, special)

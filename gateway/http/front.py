@@ -99,8 +99,7 @@ class Front:
 
     async def _body(self, receive: Receive, most: int) -> bytes | None:
         """Return the whole body; None if the client has disconnected. Raises BodyTooLarge or BodyTooSlow."""
-        chunks: list[bytes] = []
-        size = 0
+        chunks, size = list[bytes](), 0
         try:
             async with asyncio.timeout(self.body_deadline):
                 while True:

@@ -42,8 +42,6 @@ _REFUSALS = {
     503: "No verifier",
     504: "The request took longer than it may",
 }
-
-
 # Fields whose values errors never show: a log of errors must not hold the texts of requests.
 _TEXTS = (("prompt",), ("messages",), ("stop",))
 _UNION_MEMBERS = {"str", "list[str]", "dict[str,any]"}
@@ -73,7 +71,6 @@ class _FirstError(FailFast):
 
 # Report only the first wrong item of a list: finding them all in a long list would block the gateway for seconds.
 FIRST_ERROR = _FirstError()
-
 
 TokenIds = Annotated[list[TokenId], FIRST_ERROR]
 Texts = Annotated[list[str], FIRST_ERROR]

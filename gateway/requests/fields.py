@@ -91,7 +91,7 @@ def _ignored(body: dict[str, Any], schema: type[BaseModel], unknown: _Unknown, k
         if value is None:
             continue
         if name in fields:
-            yield from _ignored_inside(value, fields[name], unknown, path, place)
+            yield from _ignored_in(value, fields[name], unknown, path, place)
         elif path in lists.refused:
             _check(lists.refused[path], value, place)
         elif path in lists.ignored:
@@ -100,15 +100,12 @@ def _ignored(body: dict[str, Any], schema: type[BaseModel], unknown: _Unknown, k
             if (guess := unknown.meant_by(name, schema, kind, place)) and body.get(guess) is None:
                 raise BadParameter(shown(place), f"{shown(place)} is not known: did you mean {guess}?", _UNKNOWN)
             if schema.model_config.get("extra") == "forbid":
-                raise BadParameter(
-                    shown(place), f"{shown(place)} is not known: {kind} has {', '.join(fields)}", _UNKNOWN
-                )
+                message = f"{shown(place)} is not known: {kind} has {', '.join(fields)}"
+                raise BadParameter(shown(place), message, _UNKNOWN)
             yield path
 
 
-def _ignored_inside(
-    value: Any, part: type[BaseModel] | None, unknown: _Unknown, path: str, place: str
-) -> Iterator[str]:
+def _ignored_in(value: Any, part: type[BaseModel] | None, unknown: _Unknown, path: str, place: str) -> Iterator[str]:
     """Yield the ignored fields of a value that is an object of the schema `part` or a list of such objects."""
     if part is not None:
         items = [(f"{place}[{at}]", item) for at, item in enumerate(value)] if isinstance(value, list) else []
@@ -137,9 +134,6 @@ def shown(name: str) -> str:
     return bare if bare and bare == bare.strip() else quoted
 
 
-# -- schemas -----------------------------------------------------------------------------------------------------------
-
-
 @cache
 def _fields_of(schema: type[BaseModel]) -> dict[str, type[BaseModel] | None]:
     """The fields by the names in requests, each with the schema of the objects in it, or None."""
@@ -155,9 +149,6 @@ def _part_in(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((part for part in map(_part_in, get_args(annotation)) if part), None)
-
-
-# -- names that are nearly known ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

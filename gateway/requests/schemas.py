@@ -84,10 +84,8 @@ class Speculation(Part):
     model_config = ConfigDict(extra="forbid")
 
     draft: Annotated[str, Field(json_schema_extra={"format": "draft-name"})] = "auto"
-    k: int | None = Field(
-        default=None, ge=0, le=64, description="draft tokens a round; by default the gateway's choice"
-    )
-    rule: Rule | None = Field(default=None, description="by default invariant with a seed, block without")
+    k: int | None = Field(None, ge=0, le=64, description="draft tokens a round; by default the gateway's choice")
+    rule: Rule | None = Field(None, description="by default invariant with a seed, block without")
 
 
 class GenerationRequest(StructuredRequest):
@@ -193,9 +191,6 @@ class CompletionRequest(GenerationRequest):
         return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
 
-# -- checks that need no model ---------------------------------------------------------------------------------------
-
-
 def check(request: CompletionRequest) -> None:
     """Check what pydantic's types cannot express. Raises BadParameter."""
     limit = request.limit_name
@@ -230,12 +225,8 @@ def _check_biases(biases: dict[str, float]) -> None:
         if not (token.isascii() and token.isdigit() and len(token) <= 10):
             raise BadParameter("logit_bias", f"logit_bias has the key {token[:40]!r}: keys are token ids, as text")
         if not abs(bias) <= _LARGEST_BIAS:
-            raise BadParameter(
-                "logit_bias", f"logit_bias of token {token} is {bias:g}; it may be from {-_LARGEST_BIAS:g} to 100"
-            )
-
-
-# -- checks against the model ----------------------------------------------------------------------------------------
+            message = f"logit_bias of token {token} is {bias:g}; it may be from {-_LARGEST_BIAS:g} to 100"
+            raise BadParameter("logit_bias", message)
 
 
 def check_tokens(request: CompletionRequest, vocab_size: int) -> None:

@@ -1,6 +1,7 @@
 """The fields of a request that give its output a shape: JSON, a regular expression, a grammar or a choice.
 
-At most one of them may be given. Does not know: whether a grammar is valid, which the verifier checks by compiling it.
+At most one of them may be given; checks raise BadParameter. Does not know: whether a grammar is valid, which the
+verifier checks by compiling it.
 """
 
 from __future__ import annotations
@@ -126,9 +127,6 @@ class StructuredRequest(RequestBody):
                 text = _one_of(name, value) if isinstance(value, list) else value
             return OutputShape(name, kind, _checked(name, text), whitespace)
         return None
-
-
-# -- from fields to shapes; checks raise BadParameter ----------------------------------------------------------------
 
 
 def _schema_of(asked: ResponseFormat | None) -> dict[str, Any] | None:

@@ -108,15 +108,13 @@ class Charge:
 
 def seconds_allowed(headers: Mapping[str, str], most: float) -> float:
     """Return X-Request-Timeout, `most` at most and by default. Raises BadParameter unless it is positive and finite."""
-    asked = headers.get(TIMEOUT_HEADER, str(most))
+    came = headers.get(TIMEOUT_HEADER, str(most))
     try:
-        seconds = float(asked)
+        seconds = float(came)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < inf:
-        raise BadParameter(
-            TIMEOUT_HEADER, f"{TIMEOUT_HEADER} is {asked[:40]!r}: it must be a number of seconds above 0"
-        )
+        raise BadParameter(TIMEOUT_HEADER, f"{TIMEOUT_HEADER} is {came[:40]!r}: it must be a number of seconds above 0")
     return min(seconds, most)
 
 

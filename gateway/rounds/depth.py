@@ -222,8 +222,7 @@ class DepthController:
         ]
         affordable = [k for k, cost in enumerate(costs) if k != best and cost <= self._credit]
         gains = {
-            k: level * self._expected_gain(load, times, taus, k, best, worth[best] - worth[k]) - costs[k]
-            for k in affordable
+            k: level * self._gain(load, times, taus, k, best, worth[best] - worth[k]) - costs[k] for k in affordable
         }
         chosen = max(affordable, key=gains.__getitem__, default=best)
         if chosen != best and gains[chosen] <= 0:
@@ -244,9 +243,7 @@ class DepthController:
             self._probing = None if best else Probe(load, chosen, math.exp(mean[chosen]), level)
         return chosen
 
-    def _expected_gain(
-        self, load: Load, times: RoundTimes, taus: list[float], k: int, best: int, behind: float
-    ) -> float:
+    def _gain(self, load: Load, times: RoundTimes, taus: list[float], k: int, best: int, behind: float) -> float:
         """Return the expected gain, in rounds at the best depth, of probing k, which is `behind` in log tokens/s."""
         doubt = self.acceptance.doubt * math.log(taus[k] / taus[best]) ** 2
         most = 0.0

@@ -82,7 +82,7 @@ class Drafting:
         self._load, self.k = Load(1, 1), 0
         # Load and depth of the last drafted round whose time belongs to a single depth.
         self._seen: tuple[Load, int] | None = None
-        self._model = RoundModel.of(config.calibration) if config.calibration else None
+        self._model = RoundModel(config.calibration) if config.calibration else None
         # Number of rounds in a row with k = 0; the k for which the draft is catching up, and the rounds until then.
         self._plain_rounds, self._postponed, self._catching_up = 0, 0, 0
         # Accumulated plain_share; at 1 a round is left plain.
@@ -161,9 +161,7 @@ class Drafting:
             return DraftPlan()
         if self._left_plain():
             return DraftPlan(decoding="plain")
-        return DraftPlan(
-            self._draft.id, {sequence.wire_id: depth for sequence, depth in wanted}, decoding="speculative"
-        )
+        return DraftPlan(self._draft.id, {s.wire_id: depth for s, depth in wanted}, decoding="speculative")
 
     def _left_plain(self) -> bool:
         """True if this round is left plain, one in 1 / plain_share, to measure plain decoding."""

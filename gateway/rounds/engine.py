@@ -82,8 +82,6 @@ class Engine:
         # When a prefill last made progress.
         self._progress_at = time.monotonic()
 
-    # -- interface to the rest of the gateway ------------------------------------------------------------------------
-
     @property
     def model(self) -> ServedModel:
         """The model served. Raises NoVerifier if no verifier is usable, ShuttingDown if the gateway is draining."""
@@ -132,8 +130,6 @@ class Engine:
     def _retry_after(self, waiting: int, now: float) -> int:
         """Return the whole seconds until `waiting` more sequences have their first token, at least one step."""
         return self._drain.retry_after(waiting, now, at_least=self.verifier.pace.step_seconds)
-
-    # -- lifecycle ---------------------------------------------------------------------------------------------------
 
     async def handshake(self) -> None:
         """Do the handshake with the verifier, or leave it for later after startup_patience. Raises MismatchError."""
@@ -227,8 +223,6 @@ class Engine:
             log.warning("no prompt is read", seconds=self.verifier.limit(self.config.start_deadline))
             self.verifier.reset()
 
-    # -- rounds ------------------------------------------------------------------------------------------------------
-
     async def step(self) -> None:
         """Start the sequences for which there is room, and run a round. Raises PeerLost if the verifier is lost."""
         began = self._clock.begin(time.monotonic())
@@ -288,8 +282,6 @@ class Engine:
             self.drafting.pause(sequence)
             await self.verifier.start(wire_start(sequence), self.config.verify_deadline)
 
-    # -- events of sequences -----------------------------------------------------------------------------------------
-
     def _on_started(self, message: verifier_pb2.Started) -> None:
         now = self._progress_at = time.monotonic()
         self._stir()
@@ -304,8 +296,6 @@ class Engine:
         for sequence_id in message.sequence_ids:
             self.scheduler.stands(sequence_id, stage)
         self._stir()
-
-    # -- events of the verifier --------------------------------------------------------------------------------------
 
     def _on_verifier(self, before: ServedModel | None, model: ServedModel) -> None:
         self.scheduler.capacity = min(self.config.max_batch, model.info.max_sequences or self.config.max_batch)

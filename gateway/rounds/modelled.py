@@ -14,27 +14,23 @@ import structlog
 
 from gateway.rounds.round_times import Load
 from spire.perf import calibration
-from spire.perf.hardware import Hardware
 from spire.perf.perf_model import multiplier
 from spire.perf.shape_messages import shape_from_wire
-from spire.perf.shapes import DraftKind, DraftShape, Shape
+from spire.perf.shapes import DraftKind, DraftShape
 from spire.v1 import verifier_pb2
 
 log = structlog.get_logger("gateway")
 
 
 class RoundModel:
-    """Predicts the multiplier of speculation. `widths`: the shape of the target used for the calibration."""
+    """Predicts the multiplier of speculation by a calibration file.
 
-    def __init__(self, hardware: Hardware, widths: Shape):
-        self._hardware, self._widths = hardware, widths
+    Raises SpireError, which says how to calibrate, if the file is no calibration.
+    """
+
+    def __init__(self, file: Path):
+        self._measured = calibration.load(file)
         self._warned = False
-
-    @classmethod
-    def of(cls, file: Path) -> RoundModel:
-        """Load a calibration file. Raises SpireError, which says how to calibrate, if the file is no calibration."""
-        found = calibration.load(file)
-        return cls(found.hardware, found.target)
 
     def multiplier(
         self, target: verifier_pb2.GetInfoResponse, draft: verifier_pb2.DraftInfo, load: Load, k: int, tau: float
@@ -43,8 +39,8 @@ class RoundModel:
         if not (target.HasField("shape") and draft.HasField("shape")):
             return None
         shape = shape_from_wire(target.shape)
-        if shape != self._widths and not self._warned:
+        if shape != self._measured.target and not self._warned:
             self._warned = True
-            log.warning("calibrated with another target", calibrated=str(self._widths), served=str(shape))
+            log.warning("calibrated with another target", calibrated=str(self._measured.target), served=str(shape))
         drafting = DraftShape(cast(DraftKind, draft.kind), shape_from_wire(draft.shape), draft.window, draft.sink)
-        return multiplier(shape, drafting, load.sequences, max(1, round(load.context)), k, tau, self._hardware)
+        return multiplier(shape, drafting, load.sequences, max(1, round(load.context)), k, tau, self._measured.hardware)

@@ -89,8 +89,7 @@ class Outcomes:
         try:
             logprobs = _logprobs_for(sequence, message.logprobs, 1)
             if sequence.lacks_prompt_logprobs:
-                top = sequence.top_logprobs or 0
-                count = len(sequence.prompt) - 1
+                top, count = sequence.top_logprobs or 0, len(sequence.prompt) - 1
                 sequence.prompt_logprobs = logprobs_of(message.prompt_logprobs, count, top, ranked=True)
         except MismatchError as error:
             self._lose(sequence, str(error))

@@ -18,7 +18,6 @@ MAX_FRUITLESS_LIVES = 4
 # Most Starts that wait at the verifier while it has no room, so that freed room is used at once.
 MOST_STALLED = 4
 
-
 # The sequences of a round, by wire id.
 Batch = dict[str, Sequence]
 
@@ -73,9 +72,8 @@ class Scheduler:
         """
         new = list(sequences)
         if len(new) > self.max_waiting:
-            raise InvalidRequest(
-                f"{len(new)} choices are asked for at once, and the queue has {self.max_waiting} places", "n"
-            )
+            message = f"{len(new)} choices are asked for at once, and the queue has {self.max_waiting} places"
+            raise InvalidRequest(message, "n")
         if len(self.waiting) + len(new) > self.max_waiting:
             raise OutOfCapacity(f"{len(self.waiting)} of {self.max_waiting} queue places are taken: try again later")
         for sequence in new:

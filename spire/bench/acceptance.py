@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from spire.bench.client import Completed, Request
 from spire.errors import DataError
@@ -39,9 +38,6 @@ class MeasuredAcceptance:
     prefix_acceptance: list[float]
     rule: str = "rejection"
     tokens_per_second: float | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def read_record(file: Path) -> list[MeasuredAcceptance]:

@@ -94,9 +94,6 @@ def request_to(url: str, headers: dict[str, str], body: bytes | None = None) -> 
     return b"".join(http.send(event) or b"" for event in events)
 
 
-# --- after the load ---------------------------------------------------------------------------------------------------
-
-
 def body_of(url: str, exchange: Exchange) -> Iterator[tuple[float, bytes]]:
     """Yield (time, bytes) of the body. Raises HttpRefusal for a status but 200, BenchError if it is cut off."""
     http = h11.Connection(h11.CLIENT)

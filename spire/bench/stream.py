@@ -104,8 +104,13 @@ async def stream_each(
     url: str, requests: list[Timed], headers: dict[str, str] | None = None
 ) -> list[Streamed | HttpRefusal]:
     """Send each request when it is due and return its answer or refusal. Raises BenchError for other failures."""
-    recorders = await _record_all(url, requests, headers or {})
-    return [_outcome(url, recorder) for recorder in recorders]
+    outcomes: list[Streamed | HttpRefusal] = []
+    for recorder in await _record_all(url, requests, headers or {}):
+        try:
+            outcomes.append(_read(url, recorder))
+        except HttpRefusal as refusal:
+            outcomes.append(refusal)
+    return outcomes
 
 
 async def _record_all(
@@ -130,9 +135,6 @@ async def _record_all(
     return await asyncio.gather(*map(one, requests))
 
 
-# --- after the load ---------------------------------------------------------------------------------------------------
-
-
 def _read(url: str, recorder: _Recorder) -> Streamed:
     answer, untold = Streamed(recorder.sent), False
     for moment, event in _events(url, recorder):
@@ -150,13 +152,6 @@ def _read(url: str, recorder: _Recorder) -> Streamed:
     if untold:
         _spread(url, answer)
     return answer
-
-
-def _outcome(url: str, recorder: _Recorder) -> Streamed | HttpRefusal:
-    try:
-        return _read(url, recorder)
-    except HttpRefusal as refusal:
-        return refusal
 
 
 def _spread(url: str, answer: Streamed) -> None:

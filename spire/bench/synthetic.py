@@ -23,7 +23,14 @@ def write_pair(directory: Path, shape: Shape, positions: int) -> tuple[Path, Pat
     config = config_of(shape, positions)
     draft = trained_config(config, fingerprint(config, {}))
     _write(directory / "target", config, {})
-    _bytes_tokenizer(shape.vocab_size).save(str(directory / "target" / "tokenizer.json"))
+    # One token per byte. The rest of the vocabulary never occurs in text.
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: at for at, token in enumerate(["<s>", *letters])}
+    vocabulary |= {f"<{at}>": at for at in range(len(vocabulary), shape.vocab_size)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(directory / "target" / "tokenizer.json"))
     of_draft = config.model_copy(update={"num_hidden_layers": len(draft.tapped_layers)})
     _write(directory / "draft", of_draft, {"spire_draft": draft.model_dump(mode="json")})
     return directory / "target", directory / "draft"
@@ -48,14 +55,3 @@ def _write(directory: Path, config: ModelConfig, more: dict[str, Any]) -> None:
     directory.mkdir(parents=True)
     said = config.to_hugging_face() | {"dtype": "bfloat16", RANDOM_WEIGHTS: True} | more
     (directory / "config.json").write_text(json.dumps(said, indent=2) + "\n")
-
-
-def _bytes_tokenizer(vocab_size: int) -> Tokenizer:
-    """Return a tokenizer with one token per byte. The rest of the vocabulary never occurs in text."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: at for at, token in enumerate(["<s>", *letters])}
-    vocabulary |= {f"<{at}>": at for at in range(len(vocabulary), vocab_size)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer

@@ -83,10 +83,6 @@ class System:
             except OSError:
                 return
 
-    def peak_bytes(self) -> int | None:
-        """Return the services' peak of resident memory; None if unknown."""
-        return peak_of(self.processes.values())
-
 
 def peak_of(processes: Iterable[int]) -> int | None:
     """Return the sum of processes' peaks of resident memory in bytes; None if unknown or without a process.

@@ -24,7 +24,7 @@ from itertools import pairwise
 from typing import Any
 
 from spire.bench.stream import ROUND_CHUNK, LoadListener, Streamed, Timed, stream_all
-from spire.bench.system import BUSY, DRAFT_STATE_BYTES, FALLBACKS, ROUND_SECONDS, ROUNDS, Page, Scrape, System
+from spire.bench.system import BUSY, DRAFT_STATE_BYTES, FALLBACKS, ROUND_SECONDS, ROUNDS, Page, Scrape, System, peak_of
 from spire.service.keys import FOREIGN_KEY, authorization
 
 # Parts of a round spent in the models. All other parts are overhead, except the wait for another sequence's prefill:
@@ -99,7 +99,7 @@ async def measure(system: System, requests: list[Timed], together: bool = True, 
     twice = together and len(requests) > 1
     first, span = await _run(system, requests, together, split and not twice)
     second, span = await _run(system, requests, together, split) if twice else (first, span)
-    return _figures(first, second, span, together, system.peak_bytes())
+    return _figures(first, second, span, together, peak_of(system.processes.values()))
 
 
 async def measure_foreign(url: str, requests: list[Timed], together: bool = True) -> Figures:
@@ -135,9 +135,6 @@ async def _run(system: System, requests: list[Timed], together: bool, split: boo
 async def _scrape_when(event: asyncio.Event, system: System) -> Scrape:
     await event.wait()
     return await system.scrape()
-
-
-# --- figures of a run -------------------------------------------------------------------------------------------------
 
 
 def _figures(first: list[Streamed], second: list[Streamed], span: Span, together: bool, peak: int | None) -> Figures:

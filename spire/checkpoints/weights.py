@@ -57,7 +57,15 @@ def _loaded(
     """Return the module in inference mode, and the stored tensors that it was made of, by name: none if random."""
     if has_random_weights(directory):
         return draw_weights(build, dtype, device), {}
-    tensors = _load_named(directory, config)
+    # All under the parameter names of our modules, including `lm_head.weight` of a tied checkpoint.
+    tensors = {name.removeprefix("model."): tensor for name, tensor in load_tensors(directory).items()}
+    if config.tie_word_embeddings and (embedding := tensors.get("embed_tokens.weight")) is not None:
+        own = tensors.setdefault("lm_head.weight", embedding)
+        if own is not embedding and not torch.equal(own, embedding):
+            raise CheckpointError(
+                f"{directory}: config.json says tie_word_embeddings, and lm_head.weight differs from "
+                "embed_tokens.weight: set tie_word_embeddings to false if the output matrix is its own"
+            )
     with torch.device("meta"):
         module = build()
     wanted = module.state_dict()
@@ -67,19 +75,6 @@ def _loaded(
     if config.tie_word_embeddings:
         module.lm_head.weight = module.embed_tokens.weight
     return module.to(dtype).to(device).eval().requires_grad_(False), tensors
-
-
-def _load_named(directory: Path, config: ModelConfig) -> dict[str, Tensor]:
-    """Return all tensors under the parameter names of our modules, including `lm_head.weight` of a tied checkpoint."""
-    tensors = {name.removeprefix("model."): tensor for name, tensor in load_tensors(directory).items()}
-    if config.tie_word_embeddings and (embedding := tensors.get("embed_tokens.weight")) is not None:
-        own = tensors.setdefault("lm_head.weight", embedding)
-        if own is not embedding and not torch.equal(own, embedding):
-            raise CheckpointError(
-                f"{directory}: config.json says tie_word_embeddings, and lm_head.weight differs from "
-                "embed_tokens.weight: set tie_word_embeddings to false if the output matrix is its own"
-            )
-    return tensors
 
 
 def save_draft(directory: Path, draft: Draft, dtype: torch.dtype = torch.bfloat16) -> None:

@@ -193,9 +193,6 @@ def _port(url: str) -> Check:
     return Check(f"gateway {url}", "no answer over HTTP", False, advice)
 
 
-# --- calibration ------------------------------------------------------------------------------------------------------
-
-
 def _calibrate(pair: Pair, file: Path, dtype: str, as_json: bool) -> None:
     """Calibrate at the widths of this pair, write `file`, print a summary or JSON. Raises SpireError without torch.
 
@@ -219,8 +216,7 @@ def _calibrate(pair: Pair, file: Path, dtype: str, as_json: bool) -> None:
         progress.update(task, completed=next(done))
     save(found, file)
     if as_json:
-        typer.echo(json.dumps({"file": str(file), "calibration": json.loads(file.read_bytes())}))
-        return
+        return typer.echo(json.dumps({"file": str(file), "calibration": json.loads(file.read_bytes())}))
     console = Console(highlight=False)
     table = Table("measured", "value", box=None, padding=(0, 2, 0, 0))
     for name, value in _figures(found):

@@ -197,7 +197,8 @@ class Stack:
 
     def start(self) -> None:
         """Start each service once the services it needs are ready. Raises ServiceFailed if a service ends."""
-        make_secret(self._secret_file)
+        # The services recognise each other by this secret; other users cannot read its file.
+        make_secret(self.directory / "secret")
         with console.status("") as status:
             model = _arguments(model=self.pair.model, **vars(self.options))
             verifier = self._launch("verifier_service", model, f"the verifier to load {self.pair.model}", status)
@@ -236,13 +237,8 @@ class Stack:
         for service in reversed(self.services):
             service.stop()
 
-    @property
-    def _secret_file(self) -> Path:
-        """The file of the secret by which the services recognise each other; other users cannot read it."""
-        return self.directory / "secret"
-
     def _launch(self, module: str, arguments: list[str], what: str, status: Status, port: int = 0) -> str:
-        arguments = [*arguments, "--secret-file", str(self._secret_file), *self.further.get(module, [])]
+        arguments = [*arguments, "--secret-file", str(self.directory / "secret"), *self.further.get(module, [])]
         service = Service(module, arguments, self.directory, port, logs=self.logs)
         self.services.append(service)
         service.start()

@@ -1,4 +1,4 @@
-"""Drafting: a task for a draft, the k passes that answer it, and the result.
+"""Drafting: the sequences to draft for, the k passes of a draft over them, and the result.
 
 Each pass feeds one token per sequence and draws the next token from the draft's distribution.
 
@@ -8,18 +8,14 @@ Does not know: which model drafts, and in which process.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from spire.decoding.randomness import Purpose
 from spire.decoding.sampling import SamplingRows, Share, draw, pick, probabilities, top_m, with_invariant
-from spire.errors import RequestError
-from spire.lost_device import end_if_device_lost
 from spire.v1.verifier_pb2 import RingSlice
 
 # The largest k of any draft in this project.
@@ -48,68 +44,6 @@ class Drafted:
     probs_BKM: Tensor | None
     # The slice of the q ring that holds `probs_BKM`, if it was written there.
     place: RingSlice | None = None
-
-
-@dataclass
-class DraftTask:
-    """A batch to draft for: B items, their sampling rows, and the largest k of any item.
-
-    `absorbing_seconds`: the time since arrival that the model spent absorbing activations.
-    """
-
-    items: list[DraftItem]
-    rows: SamplingRows
-    k: int
-    done: Future[DraftResult] = field(default_factory=Future)
-    arrived: float = field(default_factory=time.monotonic)
-    absorbing_seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class DraftResult:
-    """`drafted` has one row for each item in `ready`; `refused` has the errors of the other items."""
-
-    drafted: Drafted | None
-    ready: list[int]
-    refused: dict[int, RequestError]
-    queue_seconds: float
-    forward_seconds: float
-
-
-def answer(
-    task: DraftTask,
-    check: Callable[[DraftItem], None],
-    propose: Callable[[list[DraftItem], int, SamplingRows], Drafted],
-) -> float:
-    """Draft for the items that pass `check`, on the calling thread, and return the seconds taken.
-
-    The future of the task completes even after an exception. An item that fails `check` does not affect the other
-    items. Nothing is computed for a cancelled task.
-    """
-    began = time.monotonic()
-    if not task.done.set_running_or_notify_cancel():
-        return 0.0
-    try:
-        refused: dict[int, RequestError] = {}
-        for index, item in enumerate(task.items):
-            try:
-                check(item)
-            except RequestError as error:
-                refused[index] = error
-        ready = [index for index in range(len(task.items)) if index not in refused]
-        drafted = None
-        if ready and task.k:
-            items, rows = [task.items[index] for index in ready], task.rows
-            if refused:
-                rows = rows.select(torch.tensor(ready, device=rows.temperature_B.device))
-            drafted = propose(items, task.k, rows)
-        absorbing = task.absorbing_seconds
-        queued, worked = began - task.arrived - absorbing, absorbing + time.monotonic() - began
-        task.done.set_result(DraftResult(drafted, ready, refused, queued, worked))
-    except Exception as error:  # keep the thread running, unless its GPU is lost
-        end_if_device_lost(error)
-        task.done.set_exception(error)
-    return time.monotonic() - began
 
 
 def draft_tokens(

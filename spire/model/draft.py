@@ -33,11 +33,9 @@ class FeedbackMemory(Memory, Protocol):
     @property
     def passes_follow(self) -> bool:
         """True unless this pass is the last of its round, whose feedback memory would never be read."""
-        ...
 
     def replace(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> None:
         """Replace this pass's keys and values by those of the feedback memory, for later passes of the round."""
-        ...
 
 
 class Draft(Decoder):

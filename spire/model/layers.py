@@ -36,7 +36,6 @@ class Memory(Protocol):
 
     def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
         """Store a layer's keys and values of the new positions, and attend for its queries, [B, H, T, K]."""
-        ...
 
 
 class Rope(nn.Module):
@@ -44,8 +43,17 @@ class Rope(nn.Module):
 
     def __init__(self, head_dim: int, config: RopeConfig):
         super().__init__()
+        # On the CPU even for a model on the meta device: these are not weights, which are loaded later.
+        frequencies = config.rope_theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
+        if config.rope_type == "linear":
+            frequencies = frequencies / config.factor
+        elif config.rope_type == "llama3":
+            turns = config.original_max_position_embeddings * frequencies / (2 * math.pi)
+            share = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+            share = share.clamp(0, 1)
+            frequencies = frequencies * (share + (1 - share) / config.factor)
         # Not a buffer: `.to(bfloat16)` would round it, and bf16 cannot tell positions apart.
-        self.inverse_frequencies = _inverse_frequencies(head_dim, config)
+        self.inverse_frequencies = frequencies
 
     def forward(self, positions_BT: Tensor, dtype: torch.dtype) -> Rotation:
         """Return cosines and signed sines, each [B, 1, T, K], computed in fp32 and converted to `dtype`."""
@@ -54,19 +62,6 @@ class Rope(nn.Module):
         angles_BTK = positions_BT[:, None, :, None].float() * self.inverse_frequencies
         cosine, sine = angles_BTK.cos(), angles_BTK.sin()
         return torch.cat((cosine, cosine), dim=-1).to(dtype), torch.cat((-sine, sine), dim=-1).to(dtype)
-
-
-def _inverse_frequencies(head_dim: int, config: RopeConfig) -> Tensor:
-    # On the CPU even for a model on the meta device: these are not weights, which are loaded later.
-    frequencies = config.rope_theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
-    if config.rope_type == "linear":
-        return frequencies / config.factor
-    if config.rope_type == "llama3":
-        turns = config.original_max_position_embeddings * frequencies / (2 * math.pi)
-        share = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
-        share = share.clamp(0, 1)
-        return frequencies * (share + (1 - share) / config.factor)
-    return frequencies
 
 
 def rotate(x_BHTK: Tensor, rope: Rotation) -> Tensor:

@@ -152,11 +152,5 @@ def gpu(name: str, bytes_per_value: int = 2) -> Hardware:
     sheet = GPUS[name]
     if bytes_per_value not in sheet.flops:
         raise InvalidRequest(f"{name} with {bytes_per_value} bytes a value is not known: choose {sorted(sheet.flops)}")
-    return Hardware(
-        name,
-        sheet.flops[bytes_per_value],
-        sheet.bytes_per_second,
-        bytes_per_value,
-        memory_bytes=sheet.memory_bytes,
-        carrier="cuda_ipc",
-    )
+    peaks = (sheet.flops[bytes_per_value], sheet.bytes_per_second)
+    return Hardware(name, *peaks, bytes_per_value, memory_bytes=sheet.memory_bytes, carrier="cuda_ipc")

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import TypeVar, cast
 
 # Imported before torch, because it sets how OpenMP waits, as in the services.
@@ -157,7 +158,7 @@ def target_layer_cost(config: ModelConfig, bench: Bench) -> Cost:
     small = config.model_copy(update={"num_hidden_layers": layers, "vocab_size": _SKELETON_VOCABULARY})
     with torch.device("meta"):
         model = Target(small)
-    model = _without_layers(model, _rows(_MANY), bench)
+    model = _without_layers(model, prod(_MANY), bench)
     return _of_forward(model, bench, lambda view: _Unread(view, bench), lambda batch, tokens: 0.0)
 
 
@@ -183,7 +184,7 @@ def draft_costs(config: ModelConfig, draft: DraftConfig, bench: Bench) -> tuple[
     """
     with torch.device("meta"):
         model = _draft_shell(config, draft, _SKELETON_VOCABULARY)
-    memory = DraftMemory(_without_layers(model, _rows(_MANY), bench), _MANY[0])
+    memory = DraftMemory(_without_layers(model, prod(_MANY), bench), _MANY[0])
     return _of_layer_and_round(memory, bench, lambda batch: 0.0)
 
 
@@ -235,11 +236,8 @@ def verify_sampling_cost(vocabulary: int, bench: Bench) -> Cost:
 
         return bench.seconds(sample)
 
-    few, many = (vocabulary * _rows(size) for size in (_FEW, _MANY))
+    few, many = (vocabulary * prod(size) for size in (_FEW, _MANY))
     return _line((few, seconds(*_FEW)), (many, seconds(*_MANY)))
-
-
-# --- parts ------------------------------------------------------------------------------------------------------------
 
 
 class _Unread:
@@ -317,7 +315,7 @@ def _of_forward(
         )
         return max(0.0, of_all - products(batch, tokens))
 
-    return _line((_rows(_FEW), seconds(*_FEW)), (_rows(_MANY), seconds(*_MANY)), layers)
+    return _line((prod(_FEW), seconds(*_FEW)), (prod(_MANY), seconds(*_MANY)), layers)
 
 
 def _of_layer_and_round(memory: DraftMemory, bench: Bench, products: Callable[[int], float]) -> tuple[Cost, Cost]:
@@ -375,10 +373,6 @@ def _only_products(matmul: tuple[tuple[int, float], ...], bandwidth: float, benc
 def _sampling_rows(batch: int, bench: Bench) -> SamplingRows:
     usual = [Sampling(temperature=1, top_p=1, seed=seed, rule=RULE_BLOCK) for seed in range(batch)]
     return from_protos(usual, bench.device)
-
-
-def _rows(size: tuple[int, int]) -> int:
-    return size[0] * size[1]
 
 
 def _line(few: tuple[float, float], many: tuple[float, float], share: float = 1.0) -> Cost:

@@ -24,9 +24,6 @@ PAPER_K = 4
 PAPER_TAU: dict[DraftKind, float] = {"vanilla": 2.647, "magicdec": 3.891, "spire": 3.401}
 
 
-# --- acceptance -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class AcceptanceModel:
     """`prefix[i]` is the share of rounds whose first i + 1 draft tokens are all accepted."""
@@ -57,9 +54,6 @@ class AcceptanceModel:
         return 1 + sum(known) + sum(self.prefix[-1] * rate**i for i in range(1, k - len(known) + 1))
 
 
-# --- the paper's formula ----------------------------------------------------------------------------------------------
-
-
 def paper_multiplier(
     target: Shape, draft: DraftShape, batch: float, context: int, k: int, tau: float, hardware: Hardware
 ) -> float:
@@ -86,9 +80,6 @@ def _roofline(
 def _check(batch: float, context: int, k: int) -> None:
     if batch <= 0 or context <= 0 or k < 0:
         raise InvalidRequest(f"batch {batch}, context {context}, k {k}: batch and context are above 0, k at least 0")
-
-
-# --- every cost -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -182,9 +173,6 @@ def _forward_seconds(
     return products + logits + attention + rest
 
 
-# --- where to switch speculation off ----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class BestDepth:
     """The best depth of at least 1 and its multiplier. If that does not exceed 1, speculation is off and `k` is 0."""
@@ -193,12 +181,8 @@ class BestDepth:
     multiplier: float
 
     @property
-    def off(self) -> bool:
-        return self.multiplier <= 1
-
-    @property
     def k(self) -> int:
-        return 0 if self.off else self.depth
+        return 0 if self.multiplier <= 1 else self.depth
 
 
 def best_k(
@@ -216,9 +200,6 @@ def best_k(
         BestDepth(k, gain(target, draft, batch, context, k, acceptance.tau(k), hardware)) for k in range(1, max_k + 1)
     )
     return max(choices, key=lambda choice: choice.multiplier)
-
-
-# --- section 4 and 5 of the paper -------------------------------------------------------------------------------------
 
 
 def operational_intensity(target: Shape, batch: float, context: int, k: int, bytes_per_value: float = 1.0) -> float:
@@ -250,9 +231,6 @@ def units_saved(multiplier: float, training_units: float, decoding_units: float 
 def training_units(draft: DraftShape, target: Shape) -> float:
     """Return the training cost of a draft relative to its target's, by body parameters; 0 for MagicDec."""
     return 0.0 if draft.kind == "magicdec" else draft.shape.body_parameters / target.body_parameters
-
-
-# --- the draft on a device of its own ---------------------------------------------------------------------------------
 
 
 def split_cost(

@@ -63,7 +63,11 @@ def room_for(wishes: Wishes, longest: int, position_bytes: int, free: int, at_on
     context = wishes.context or _context(wishes, longest, positions, at_once)
     needed = positions_of(context)
     if needed > positions:
-        raise CheckpointError(_too_little(wishes, allowed, context, needed * position_bytes))
+        remedy = "raise --cache-gb, or lower --max-context" if wishes.budget else "lower --max-context"
+        raise CheckpointError(
+            f"{_gb(allowed)} GB are too little for one sequence of {context} positions, which needs "
+            f"{_gb(needed * position_bytes)} GB ({_allowed(wishes, allowed)}): {remedy}"
+        )
     fitting = min(wishes.sequences, positions // needed) if at_once else wishes.sequences
     if wishes.exactly and fitting < wishes.sequences:
         all_of_them = _gb(wishes.sequences * needed * position_bytes)
@@ -90,14 +94,6 @@ def _context(wishes: Wishes, longest: int, positions: int, at_once: bool) -> int
         usual = positions_of(min(longest, _USUAL_CONTEXT))
         sequences = wishes.sequences if wishes.exactly else max(1, min(wishes.sequences, positions // usual))
     return max(min(longest, capacity_of(positions // sequences)), min(longest, _LEAST_CONTEXT))
-
-
-def _too_little(wishes: Wishes, allowed: int, context: int, needed: int) -> str:
-    what_to_do = "raise --cache-gb, or lower --max-context" if wishes.budget else "lower --max-context"
-    return (
-        f"{_gb(allowed)} GB are too little for one sequence of {context} positions, which needs {_gb(needed)} GB "
-        f"({_allowed(wishes, allowed)}): {what_to_do}"
-    )
 
 
 def _allowed(wishes: Wishes, allowed: int) -> str:

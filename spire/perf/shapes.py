@@ -93,14 +93,8 @@ def trained_draft(kind: DraftKind, target: Shape, window: int | None = SERVED_WI
     A MagicDec draft is the target itself.
     """
     if kind == "vanilla":
-        halved = replace(
-            target,
-            layers=max(1, target.layers // 2),
-            hidden_size=target.hidden_size // 2,
-            intermediate_size=target.intermediate_size // 2,
-            head_dim=target.head_dim // 2,
-        )
-        return DraftShape(kind, halved)
+        halves = {name: getattr(target, name) // 2 for name in ("hidden_size", "intermediate_size", "head_dim")}
+        return DraftShape(kind, replace(target, layers=max(1, target.layers // 2), **halves))
     layers = target.layers if kind == "magicdec" else quarter_of(target.layers)
     return DraftShape(kind, replace(target, layers=layers), window)
 

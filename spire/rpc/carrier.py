@@ -36,8 +36,7 @@ from spire.errors import InvalidRequest
 from spire.rpc import cuda_ipc
 from spire.rpc.host import own_directory
 from spire.rpc.tensors import copy_to, from_wire
-from spire.v1 import tensor_pb2
-from spire.v1 import verifier_pb2 as pb
+from spire.v1 import tensor_pb2, verifier_pb2 as pb
 
 _HEADER_BYTES = 4096
 _TOKEN_BYTES = 16

@@ -37,9 +37,8 @@ def from_protos(samplings: Sequence[pb.Sampling], device: torch.device | str = "
 def check_sampling(sampling: pb.Sampling) -> None:
     """Raise InvalidRequest, naming the parameter, if a parameter is out of range."""
     if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-        raise InvalidRequest(
-            f"temperature is {sampling.temperature}: it must be finite and not negative", "temperature"
-        )
+        message = f"temperature is {sampling.temperature}: it must be finite and not negative"
+        raise InvalidRequest(message, "temperature")
     if not 0 < sampling.top_p <= 1:
         raise InvalidRequest(f"top_p is {sampling.top_p}: it must be above 0 and at most 1", "top_p")
     if not 0 <= sampling.min_p <= 1:

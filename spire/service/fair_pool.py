@@ -23,9 +23,7 @@ class FairPool:
     """A pool of `threads` daemon threads, which start with the first job."""
 
     def __init__(self, threads: int, name: str):
-        self._threads = [
-            threading.Thread(target=self._serve, name=f"{name}-{number}", daemon=True) for number in range(threads)
-        ]
+        self._threads = [threading.Thread(target=self._serve, name=f"{name}-{n}", daemon=True) for n in range(threads)]
         # In order of turns. The queue of an asker that occupies a thread is skipped.
         self._queues: dict[str, deque[_Job]] = {}
         self._served: set[str] = set()

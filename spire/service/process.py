@@ -28,7 +28,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 import structlog
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, CliApp, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
-from pydantic_settings import PyprojectTomlConfigSettingsSource as TomlTable
+from pydantic_settings.sources import PyprojectTomlConfigSettingsSource as TomlTable
 from structlog.typing import ExcInfo, Processor
 
 from spire.address import Host

@@ -81,7 +81,9 @@ def text_files(files: Iterable[Path], told: Told = lambda _: None) -> Iterator[T
             if suffix == _TAR:
                 yield from _in_tar(str(path), stream)
             elif suffix == _ZIP:
-                yield from _in_zip(str(path), stream)
+                with zipfile.ZipFile(stream) as archive:
+                    members = [(info.filename, info) for info in archive.infolist() if not info.is_dir()]
+                    yield from _texts_in(str(path), members, archive.open)
             else:
                 yield TextFile(str(path), suffix in _JSON_LINES, stream)
 
@@ -167,12 +169,6 @@ def _in_tar(name: str, stream: IO[bytes]) -> Iterator[TextFile]:
         if stream.read(_BLOCK) != bytes(_BLOCK):
             raise DataError(f"{name} is damaged or cut off (it has no end): copy it again")
         yield from _texts_in(name, members, archive.extractfile)
-
-
-def _in_zip(name: str, stream: IO[bytes]) -> Iterator[TextFile]:
-    with zipfile.ZipFile(stream) as archive:
-        members = [(info.filename, info) for info in archive.infolist() if not info.is_dir()]
-        yield from _texts_in(name, members, archive.open)
 
 
 def _texts_in(name: str, members: list[tuple[str, Any]], opened: Callable[[Any], Any]) -> Iterator[TextFile]:

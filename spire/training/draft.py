@@ -102,9 +102,7 @@ def recipe_for(target_directory: Path, given: dict[str, Any]) -> DraftRecipe:
         fitted = {
             "layers": max(1, target.num_hidden_layers // 2),
             "init": "random",
-            "scale_input": False,
-            "activations": False,
-            "feedback": False,
+            **dict.fromkeys(("scale_input", "activations", "feedback"), False),
             "window": target.max_position_embeddings,
             "loss": "data",
         }

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from tokenizers import Tokenizer
@@ -33,9 +32,6 @@ class TargetFigures:
     late_positions: tuple[int, int]
     late_loss: float
     late_minus_early_ci95: float
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @torch.inference_mode()

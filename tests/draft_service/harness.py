@@ -15,9 +15,7 @@ from draft_service.requests import Requests
 from draft_service.worker import Worker
 from spire.checkpoints.weights import load_draft
 from spire.rpc.channel import connect
-from spire.v1 import draft_pb2, draft_pb2_grpc, tensor_pb2
-from spire.v1 import verifier_pb2 as pb
-from spire.v1 import verifier_pb2_grpc as rpc
+from spire.v1 import draft_pb2, draft_pb2_grpc, tensor_pb2, verifier_pb2 as pb, verifier_pb2_grpc as rpc
 from tests.draft_service.conftest import eventually
 from tests.verifier_service.harness import Verifier
 from verifier_service.config import VerifierConfig

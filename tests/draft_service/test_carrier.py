@@ -18,8 +18,7 @@ from draft_service.drafter import Verified
 from spire.rpc.carrier import Ring
 from spire.rpc.channel import connect, new_server
 from spire.rpc.tensors import to_wire, without_data
-from spire.v1 import verifier_pb2 as pb
-from spire.v1 import verifier_pb2_grpc as rpc
+from spire.v1 import verifier_pb2 as pb, verifier_pb2_grpc as rpc
 from tests.draft_service.conftest import eventually
 from tests.draft_service.test_service import accepted_tokens, complete, wait_until
 from tests.services import Service, Services, running

@@ -8,8 +8,7 @@ from unittest.mock import Mock
 import pytest
 
 from draft_service.activations import INLINE, SHARED_MEMORY
-from spire.v1 import tensor_pb2
-from spire.v1 import verifier_pb2 as pb
+from spire.v1 import tensor_pb2, verifier_pb2 as pb
 from tests.draft_service.conftest import eventually
 from tests.draft_service.harness import SAMPLED, Following, following
 

@@ -19,8 +19,7 @@ from spire.model.config import DraftConfig
 from spire.model.draft import prune
 from spire.rpc.channel import PROTOCOL_VERSION
 from spire.rpc.tensors import from_wire
-from spire.v1 import draft_pb2 as pb
-from spire.v1 import tensor_pb2, verifier_pb2
+from spire.v1 import draft_pb2 as pb, tensor_pb2, verifier_pb2
 from tests.draft_service.conftest import eventually
 from tests.draft_service.harness import GREEDY, WAIT_SECONDS, Following, following, item
 from tests.services import Services, running, start

@@ -13,12 +13,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from draft_service import activations
-from draft_service import worker as module
+from draft_service import activations, worker as module
 from draft_service.activations import Follower
 from draft_service.drafter import Drafter, Verified
-from draft_service.worker import Worker
-from spire.decoding.drafting import Drafted, DraftItem, DraftResult, DraftTask
+from draft_service.worker import DraftResult, DraftTask, Worker
+from spire.decoding.drafting import Drafted, DraftItem
 from spire.decoding.sampling import SamplingRows
 from spire.errors import OutOfCapacity, UnknownSequence
 from spire.rpc.tensors import to_wire

@@ -11,8 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.metrics import DECODINGS, ROUND_PARTS, Metrics, parts_of_round

@@ -10,8 +10,7 @@ import grpc
 import httpx
 import pytest
 from google.protobuf.descriptor import MethodDescriptor
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from spire.errors import SpireError
 from spire.rpc.secret import SECRET_METADATA_KEY, Secret, make_secret

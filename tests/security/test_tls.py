@@ -20,8 +20,7 @@ from spire.rpc.channel import connect, listen, new_server
 from spire.rpc.tls import Tls, in_words
 from spire.rpc.trust import Trust
 from spire.service.certificates import make_certificates
-from spire.v1 import verifier_pb2 as pb
-from spire.v1 import verifier_pb2_grpc as rpc
+from spire.v1 import verifier_pb2 as pb, verifier_pb2_grpc as rpc
 from tests.gateway.conftest import eventually
 from tests.security.conftest import refused_start
 from tests.services import Service, start

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from spire.checkpoints.chat_template import read_chat_template
 from spire.checkpoints.generation import SuggestedSampling, read_generation

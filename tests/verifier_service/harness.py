@@ -19,9 +19,7 @@ from spire.rpc.carrier import OverwritingRing, RingReader
 from spire.rpc.channel import GATEWAY_METADATA_KEY, PROTOCOL_VERSION, STREAM_METADATA_KEY, THIS_PROCESS, connect
 from spire.rpc.host import host_id
 from spire.rpc.tensors import from_wire, to_wire
-from spire.v1 import tensor_pb2
-from spire.v1 import verifier_pb2 as pb
-from spire.v1 import verifier_pb2_grpc as rpc
+from spire.v1 import tensor_pb2, verifier_pb2 as pb, verifier_pb2_grpc as rpc
 from verifier_service.engine.batch import RaggedBatch
 from verifier_service.engine.engine import VerifierEngine
 from verifier_service.engine.step import Outcome, PromptChunk

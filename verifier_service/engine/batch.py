@@ -6,8 +6,7 @@ Shapes: B sequences, K draft tokens at most, T = K + 1 (the newest token and the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Sequence as Rows
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -19,8 +18,7 @@ from spire.decoding.verification import Q_PROBLEMS, SparseDistribution, check_q
 from spire.errors import InvalidRequest
 from spire.rpc.carrier import OverwritingRingReader
 from spire.rpc.tensors import from_wire
-from spire.v1 import tensor_pb2
-from spire.v1 import verifier_pb2 as pb
+from spire.v1 import tensor_pb2, verifier_pb2 as pb
 from verifier_service.engine.sequence import HeldSequence, Reply
 
 
@@ -124,10 +122,6 @@ class Block:
     tokens: Rows[int]
     q: Q | None = None
 
-    @property
-    def has_its_q(self) -> bool:
-        return self.q is None or self.q.holds
-
     def empty(self) -> None:
         """Drop the draft tokens, because their q cannot be used."""
         self.tokens, self.q = [], None
@@ -168,7 +162,7 @@ class SharedQ:
     def of(self, row: int, k: int, vocab_size: int, ring: OverwritingRingReader | None) -> Q | None:
         """Return the q of block `row`; None if the q has been overwritten. Raises InvalidRequest for a wrong shape."""
         if self._probs_XKV is None:
-            probs_XKV = _read_probabilities(self._message, *self._places, ring)
+            probs_XKV = _read_probs(self._message, *self._places, ring)
             if probs_XKV is None:
                 return None
             expected = (self._blocks, k, vocab_size)
@@ -181,7 +175,7 @@ class SharedQ:
 def read_q(q: pb.DraftDistribution, k: int, vocab_size: int, ring: OverwritingRingReader | None) -> Q | None:
     """Return the q of one block; None if the q has been overwritten. Raises InvalidRequest for wrong shapes."""
     places = tuple(place for place in (q.ids_slice, q.probabilities_slice) if place.length)
-    probs_KM = _read_probabilities(q.probabilities, q.probabilities_slice, ring)
+    probs_KM = _read_probs(q.probabilities, q.probabilities_slice, ring)
     if probs_KM is None:
         return None
     if not q.HasField("ids"):
@@ -200,20 +194,15 @@ def read_q(q: pb.DraftDistribution, k: int, vocab_size: int, ring: OverwritingRi
     return Q(probs_KM, probs_KM.shape[1], ids_KM, None, ring, places)
 
 
-def _read_probabilities(
-    message: tensor_pb2.Tensor, place: pb.RingSlice, ring: OverwritingRingReader | None
-) -> Tensor | None:
-    probs = _read_tensor(message, place, ring)
+def _read_probs(message: tensor_pb2.Tensor, place: pb.RingSlice, ring: OverwritingRingReader | None) -> Tensor | None:
+    probs = _read_tensor(message, place, ring, None)
     if probs is not None and not probs.is_floating_point():
         raise InvalidRequest("q has probabilities that are no floating-point numbers")
     return probs
 
 
 def _read_tensor(
-    message: tensor_pb2.Tensor,
-    place: pb.RingSlice,
-    ring: OverwritingRingReader | None,
-    dtype: torch.dtype | None = None,
+    message: tensor_pb2.Tensor, place: pb.RingSlice, ring: OverwritingRingReader | None, dtype: torch.dtype | None
 ) -> Tensor | None:
     if not place.length:
         return from_wire(message, dtype)

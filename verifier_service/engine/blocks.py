@@ -6,8 +6,7 @@ Every item of every batch is answered: with its result, with the stored result i
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from collections.abc import Sequence as Rows
+from collections.abc import Mapping, Sequence as Rows
 from dataclasses import dataclass
 
 import structlog
@@ -87,8 +86,6 @@ class Blocks:
             seen |= task.sequence_ids
         return any_asked
 
-    # --- before the step ------------------------------------------------------------------------------------------
-
     def take(self) -> StepWork:
         """Return the work of the next step. An item that cannot be run gets an error in its batch's answer."""
         tasks = self._batches()
@@ -107,9 +104,7 @@ class Blocks:
 
     def _batches(self) -> list[VerifyTask]:
         """Take the batches that await no draft, except those that need the outcome of an earlier block."""
-        tasks: list[VerifyTask] = []
-        later: list[VerifyTask] = []
-        seen: set[str] = set()
+        tasks, later, seen = list[VerifyTask](), list[VerifyTask](), set[str]()
         for task in self._waiting:
             free = task.asked and not task.awaited and seen.isdisjoint(task.sequence_ids)
             (tasks if free else later).append(task)
@@ -119,8 +114,7 @@ class Blocks:
 
     def _admissible(self, tasks: Rows[VerifyTask]) -> list[Block]:
         """Return the blocks to verify, by slot. Repeats get their stored answer, invalid items an error."""
-        blocks: list[Block] = []
-        seen: set[str] = set()
+        blocks, seen = list[Block](), set[str]()
         for task in tasks:
             for item in task.items:
                 try:
@@ -183,7 +177,7 @@ class Blocks:
         if not blocks:
             return [], None
         batch = pad(blocks, self._steps.device)
-        overwritten = [block for block in blocks if not block.has_its_q]
+        overwritten = [block for block in blocks if block.q and not block.q.holds]
         for block in overwritten:
             block.empty()
         if overwritten:
@@ -207,8 +201,6 @@ class Blocks:
     def _refuse(self, item: Item, error: SpireError) -> None:
         status = self._slots.refusal(item.sequence_id, error)
         item.result = pb.VerifyResult(sequence_id=item.sequence_id, round=item.round, status=status)
-
-    # --- after the step -------------------------------------------------------------------------------------------
 
     def conclude(self, work: StepWork, outcome: Outcome) -> None:
         """Advance every sequence whose block was verified."""

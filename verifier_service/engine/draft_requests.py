@@ -17,8 +17,7 @@ from itertools import count
 from spire.decoding.drafting import MAX_SPECULATION_DEPTH
 from spire.model.config import MAGICDEC
 from spire.service.pace import Pace
-from spire.v1 import draft_pb2, tensor_pb2
-from spire.v1 import verifier_pb2 as pb
+from spire.v1 import draft_pb2, tensor_pb2, verifier_pb2 as pb
 from verifier_service.engine.batch import Item, Limits, SharedQ, VerifyTask, read_q
 from verifier_service.engine.drafts import Drafts
 from verifier_service.engine.self_drafting import SelfDrafting, Wish
@@ -117,9 +116,7 @@ class DraftRequests:
         """Return a request for these sequences, without the fields that change every round."""
         known, batch = self._last.get(draft_id, ([], draft_pb2.DraftRequest()))
         if len(known) != len(sequences) or not all(map(operator.is_, known, sequences)):
-            asked = [
-                draft_pb2.DraftRequestItem(sequence_id=each.id, sampling=each.start.sampling) for each in sequences
-            ]
+            asked = [draft_pb2.DraftRequestItem(sequence_id=one.id, sampling=one.start.sampling) for one in sequences]
             batch = draft_pb2.DraftRequest(items=asked)
             self._last[draft_id] = sequences, batch
         return batch

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Sequence as Rows
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -26,8 +25,7 @@ from spire.rpc.carrier import OverwritingRingReader
 from spire.rpc.errors import OK
 from spire.service.inbox import Inbox
 from spire.service.pace import Pace
-from spire.v1 import draft_pb2
-from spire.v1 import verifier_pb2 as pb
+from spire.v1 import draft_pb2, verifier_pb2 as pb
 from verifier_service.engine.batch import Block, Limits, VerifyTask
 from verifier_service.engine.blocks import Blocks, StepWork
 from verifier_service.engine.draft_requests import DraftRequests
@@ -52,6 +50,8 @@ MOST_TAKEN = 256
 
 
 class VerifierEngine:
+    """Once started, runs on its own thread: others may call only `stop`, `submit`, `take_reply` and `call`."""
+
     def __init__(
         self,
         steps: ModelSteps,
@@ -80,8 +80,6 @@ class VerifierEngine:
         # Done when the thread has ended; carries the error if it died.
         self.ended: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="target-model", daemon=True)
-
-    # --- from any thread ----------------------------------------------------------------------------------------
 
     def start(self) -> None:
         self._thread.start()
@@ -118,8 +116,6 @@ class VerifierEngine:
         """Time a step with a dummy prompt, so that even the first real step has a time limit. Call before `start`."""
         with self.pace.step("prompt", FIRST_POSITIONS):
             self.steps.take_first()
-
-    # --- on the engine's thread ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -162,8 +158,6 @@ class VerifierEngine:
             case _:
                 task()
 
-    # --- sequences ----------------------------------------------------------------------------------------------
-
     def _accept_start(self, task: StartTask) -> None:
         try:
             sequence_id = task.start.sequence_id
@@ -185,8 +179,6 @@ class VerifierEngine:
                 self.slots.waiting[sequence_id] = task  # by another stream; it keeps its place
         except RequestError as error:
             self.slots.refuse(task.start.sequence_id, task.reply, error)
-
-    # --- a step ---------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
         """Run one ragged forward over all waiting batches and a chunk of prompt; answer and publish."""
@@ -264,8 +256,6 @@ class VerifierEngine:
         self._publish(lambda: shares.extend(self.publisher.shares(advances, outcome.taps_BTND)))
         return shares
 
-    # --- prefill ------------------------------------------------------------------------------------------------
-
     def _reuse_prefix(self, sequence: HeldSequence) -> None:
         """Copy the prefix of the prompt that another sequence holds, instead of computing it.
 
@@ -329,8 +319,6 @@ class VerifierEngine:
         if sequence.draft_id:
             begin = self.publisher.pause if sequence.start.paused else self.publisher.replay
             self._publish(lambda: begin(sequence.draft_id, [sequence.id]))
-
-    # --- activations --------------------------------------------------------------------------------------------
 
     def subscribe(self, draft_id: str, taps: Taps, deliver: Deliver) -> None:
         self._publish(lambda: self.publisher.subscribe(draft_id, taps, deliver))

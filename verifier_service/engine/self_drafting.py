@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
-from collections.abc import Sequence as Rows
+from collections.abc import Mapping, Sequence as Rows
 from dataclasses import dataclass
 
 import structlog
@@ -54,9 +53,8 @@ class SelfDrafting:
             began = time.perf_counter()
             try:
                 # Skip sequences that have ended meanwhile.
-                self._draft(
-                    [wish for wish in wishes if self._sequences.get(wish.sequence.id) is wish.sequence and wish.depth]
-                )
+                live = [one for one in wishes if self._sequences.get(one.sequence.id) is one.sequence and one.depth]
+                self._draft(live)
             except Exception as error:
                 end_if_device_lost(error)
                 log.exception("the target could not draft for itself", blocks=len(wishes))

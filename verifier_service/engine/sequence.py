@@ -11,8 +11,7 @@ from torch import Tensor
 from spire.errors import InvalidRequest, NotFinite, OutOfCapacity, StaleBlock, UnknownSequence
 from spire.rpc.limits import MAX_LOGPROBS, MAX_SEQUENCE_ID
 from spire.rpc.sampling import check_sampling
-from spire.v1 import tensor_pb2
-from spire.v1 import verifier_pb2 as pb
+from spire.v1 import tensor_pb2, verifier_pb2 as pb
 from verifier_service.sampling.grammar import Matcher
 from verifier_service.sampling.histories import check_adjustments
 from verifier_service.sampling.logprobs import Scores
@@ -108,8 +107,7 @@ def check_start(start: pb.Start, vocab_size: int, max_context: int) -> None:
     """Raises InvalidRequest if this Start can never be served."""
     if not start.sequence_id:
         raise InvalidRequest("sequence_id is empty", "sequence_id")
-    if len(start.sequence_id) > MAX_SEQUENCE_ID:
-        length = len(start.sequence_id)
+    if (length := len(start.sequence_id)) > MAX_SEQUENCE_ID:
         raise InvalidRequest(f"sequence_id has {length} characters, at most {MAX_SEQUENCE_ID} are kept", "sequence_id")
     if not start.tokens:
         message = f"sequence {start.sequence_id} has no tokens: a prompt has at least the start token"

@@ -14,8 +14,7 @@ import torch
 
 from spire.errors import InvalidRequest, OutOfCapacity, SpireError, UnknownSequence
 from spire.rpc.errors import code_name, item_status
-from spire.v1 import tensor_pb2
-from spire.v1 import verifier_pb2 as pb
+from spire.v1 import tensor_pb2, verifier_pb2 as pb
 from verifier_service.engine.batch import Limits
 from verifier_service.engine.prefixes import Prefixes
 from verifier_service.engine.prompts import Prompts

@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from spire.decoding.drafting import Drafted, draft_tokens
 from spire.decoding.fused_verification import judge, judges
@@ -55,10 +56,7 @@ class PromptChunk:
     def rectangles(self) -> list[tuple[list[int], Tensor]]:
         """Return the slots and the padded tokens [B, T] of each part."""
         bounds = pairwise(accumulate(self.parts, initial=0))
-        return [
-            (self.slots[at:end], torch.nn.utils.rnn.pad_sequence(self.tokens[at:end], batch_first=True))
-            for at, end in bounds
-        ]
+        return [(self.slots[at:end], pad_sequence(self.tokens[at:end], batch_first=True)) for at, end in bounds]
 
     @property
     def counts(self) -> list[int]:
@@ -271,6 +269,6 @@ def _joined(parts: list[TargetOutput]) -> TargetOutput:
     """Join the rows of all parts, padded to the longest."""
     if len(parts) == 1:
         return parts[0]
-    hidden = torch.nn.utils.rnn.pad_sequence([row for part in parts for row in part.hidden_BTD], batch_first=True)
+    hidden = pad_sequence([row for part in parts for row in part.hidden_BTD], batch_first=True)
     taps = [row for part in parts if part.taps_BTND is not None for row in part.taps_BTND]
-    return TargetOutput(hidden, torch.nn.utils.rnn.pad_sequence(taps, batch_first=True) if taps else None)
+    return TargetOutput(hidden, pad_sequence(taps, batch_first=True) if taps else None)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Iterator, Sequence as Rows
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, compress, pairwise

@@ -41,15 +41,11 @@ class Taps:
     @classmethod
     def read(cls, request: pb.ActivationsRequest, target: pb.GetInfoResponse) -> Taps:
         """Check a subscription request. Raises MismatchError, naming both values, or InvalidRequest."""
-        if request.protocol_version != PROTOCOL_VERSION:
-            raise MismatchError(
-                f"the draft speaks protocol {request.protocol_version}, the verifier {PROTOCOL_VERSION}"
-            )
-        if request.target_fingerprint != target.target_fingerprint:
-            raise MismatchError(
-                f"the draft belongs to target {request.target_fingerprint}, "
-                f"the verifier serves {target.target_fingerprint}"
-            )
+        if (theirs := request.protocol_version) != PROTOCOL_VERSION:
+            raise MismatchError(f"the draft speaks protocol {theirs}, the verifier {PROTOCOL_VERSION}")
+        wanted, ours = request.target_fingerprint, target.target_fingerprint
+        if wanted != ours:
+            raise MismatchError(f"the draft belongs to target {wanted}, the verifier serves {ours}")
         if not request.draft_id or request.window == 0 or bool(request.tapped_layers) == request.tokens:
             raise InvalidRequest(
                 "a subscription needs a draft_id, a window of at least 1, and either tapped layers or tokens"
@@ -198,9 +194,7 @@ class Feed:
         """Return for each (sequence id, start) the positions from `start` on, or all kept ones if some are not kept."""
         if wanted:  # empty in most rounds
             self._write_tails()
-        spans: list[pb.ActivationSpan] = []
-        rows: list[Tensor] = []
-        tokens: list[int] = []
+        spans, rows, tokens = list[pb.ActivationSpan](), list[Tensor](), list[int]()
         sink, window = self.taps.sink, self.taps.window
         for sequence_id, start in wanted:
             slot, length = self.members[sequence_id]

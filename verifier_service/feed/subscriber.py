@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
-from collections.abc import Sequence as Rows
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence as Rows
 
 from spire.rpc.carrier import Ring
 from spire.rpc.tensors import to_wire, without_data

@@ -17,8 +17,7 @@ from torch import Tensor
 from spire.decoding.sampling import SamplingRows, probabilities
 from spire.errors import InvalidRequest
 from spire.rpc.sampling import from_protos
-from spire.v1 import tensor_pb2
-from spire.v1 import verifier_pb2 as pb
+from spire.v1 import tensor_pb2, verifier_pb2 as pb
 from verifier_service.sampling.grammar import Grammars, Matcher
 from verifier_service.sampling.histories import Histories
 from verifier_service.sampling.logprobs import Scores, log_p, scores_of

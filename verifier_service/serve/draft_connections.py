@@ -11,8 +11,7 @@ import grpc
 from spire.errors import InvalidRequest, SpireError
 from spire.rpc.channel import DRAFT_METADATA_KEY
 from spire.rpc.errors import call_status
-from spire.v1 import draft_pb2 as pb
-from spire.v1 import draft_pb2_grpc as rpc
+from spire.v1 import draft_pb2 as pb, draft_pb2_grpc as rpc
 from verifier_service.engine.drafts import check_draft_id
 from verifier_service.engine.engine import VerifierEngine
 from verifier_service.metrics import GRPC

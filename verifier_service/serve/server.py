@@ -35,9 +35,7 @@ from spire.rpc.channel import PROTOCOL_VERSION, listen, new_server
 from spire.rpc.trust import ANYBODY, Trust
 from spire.service.health import keep_reporting
 from spire.service.process import stop_signal
-from spire.v1 import draft_pb2_grpc
-from spire.v1 import verifier_pb2 as pb
-from spire.v1 import verifier_pb2_grpc as rpc
+from spire.v1 import draft_pb2_grpc, verifier_pb2 as pb, verifier_pb2_grpc as rpc
 from verifier_service.config import VerifierConfig
 from verifier_service.engine.batch import Limits
 from verifier_service.engine.drafts import Drafts
@@ -82,7 +80,7 @@ def load(config: VerifierConfig) -> tuple[VerifierEngine, Hosted]:
     # How many sequences fit, and of which length: measured when the weights are in memory.
     position_bytes, at_once = shape.kv_bytes_per_position // 2 * dtype.itemsize, device.type != "cpu"
     room = room_for(wishes, shape.max_position_embeddings, position_bytes, free_memory(device), at_once)
-    grammars, no_grammars = _read_grammars(tokenizer.tokenizer_json, shape, end_tokens)
+    grammars, no_grammars = _read_grammars(tokenizer.tokenizer_json, shape.vocab_size, end_tokens)
     engine = _build_engine(packed, config, room, dtype, device, grammars)
     if loads_kernels_late(device):
         engine.steps.warm_up()
@@ -110,12 +108,10 @@ def load(config: VerifierConfig) -> tuple[VerifierEngine, Hosted]:
     return engine, Hosted(info, tokenizer, grammars)
 
 
-def _read_grammars(
-    tokenizer_json: bytes, shape: ModelConfig, end_tokens: tuple[int, ...]
-) -> tuple[Grammars | None, str]:
+def _read_grammars(tokenizer_json: bytes, vocab_size: int, end_tokens: tuple[int, ...]) -> tuple[Grammars | None, str]:
     """Return the grammar compiler, or None and the reason: the target is then served without structured output."""
     try:
-        return Grammars(tokenizer_json, shape.vocab_size, end_tokens), ""
+        return Grammars(tokenizer_json, vocab_size, end_tokens), ""
     except CheckpointError as error:
         log.warning("no structured output", reason=str(error))
         return None, str(error)

@@ -23,8 +23,7 @@ from spire.rpc.cuda_ipc import gpu_of
 from spire.rpc.errors import call_status, item_status
 from spire.rpc.host import host_id
 from spire.rpc.limits import MAX_FOLLOWERS, check_named
-from spire.v1 import verifier_pb2 as pb
-from spire.v1 import verifier_pb2_grpc as rpc
+from spire.v1 import verifier_pb2 as pb, verifier_pb2_grpc as rpc
 from verifier_service.config import VerifierConfig
 from verifier_service.engine.batch import VerifyTask
 from verifier_service.engine.drafts import Drafts, check_draft_id
@@ -302,11 +301,8 @@ class VerifierService(rpc.VerifierServicer):
         """Subscribe a draft, ending its older stream. The future is done once the draft's sequences are followed."""
         if former := self._subscribers.pop(draft_id, None):
             former.close()
-        subscriber = Subscriber(
-            asyncio.get_running_loop(),
-            lambda deliver: self._engine.call(self._engine.replay_all, draft_id, deliver),
-            ring,
-        )
+        ask_replay = partial(self._engine.call, self._engine.replay_all, draft_id)
+        subscriber = Subscriber(asyncio.get_running_loop(), ask_replay, ring)
         self._subscribers[draft_id] = subscriber
         subscribed = self._engine.call(self._engine.subscribe, draft_id, taps, subscriber.deliver)
         log.info(
@@ -326,8 +322,7 @@ class VerifierService(rpc.VerifierServicer):
         except SpireError as error:
             await context.abort(call_status(error), str(error))
         done = self._engine.call(self._engine.replay, request.draft_id, list(request.sequence_ids))
-        unknown = await asyncio.wrap_future(done)
-        return pb.ResyncResponse(unknown=unknown)
+        return pb.ResyncResponse(unknown=await asyncio.wrap_future(done))
 
     async def Release(self, request: pb.ReleaseRequest, context: grpc.aio.ServicerContext) -> pb.ReleaseResponse:
         gateway = told(context, GATEWAY_METADATA_KEY)

@@ -162,9 +162,6 @@ def _told(cells: list[Cell], target: str, calibrated: Calibration | None, as_jso
             bench_report.show(cells, target)
 
 
-# --- options ----------------------------------------------------------------------------------------------------------
-
-
 def _choose(drafts: str | None, pair: Pair, url: str | None) -> list[Chosen]:
     """Return the stacks to start. Each measures plain decoding too; `off` has a stack only if it is the only draft."""
     if url and drafts is None:
@@ -225,8 +222,13 @@ def _depths(text: str) -> list[Depth]:
 
 def _calibration(file: Path | None, pair: Pair, dtype: str | None, synthetic: bool) -> Calibration | None:
     """Return the calibration of `file`, else a new one if `synthetic`, else the default file's, else None."""
-    if file is None and synthetic:
-        return _calibrate(pair, dtype)
+    if file is None and synthetic:  # in a child process, so that all memory is freed
+        with tempfile.TemporaryDirectory(prefix="spire-") as directory:
+            out = Path(directory) / "calibration.json"
+            command = [sys.executable, "-m", "spire.cli", "doctor", "--calibrate", "--out", str(out), "--json"]
+            command += ["--model", str(pair.model), "--draft", str(pair.draft), *(["--dtype", dtype] if dtype else [])]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            return calibration.load(out)
     if file is None and not calibration.default_file().is_file():
         note("no modelled figures: measure this machine once with 'spire doctor --calibrate'")
         return None
@@ -234,13 +236,3 @@ def _calibration(file: Path | None, pair: Pair, dtype: str | None, synthetic: bo
     if found.target != Shape.of(load_model_config(pair.model)) or dtype not in (None, "auto", found.dtype):
         note(f"modelled figures are of another target or type: the calibration is of {found.target}, {found.dtype}")
     return found
-
-
-def _calibrate(pair: Pair, dtype: str | None) -> Calibration:
-    """Calibrate this machine at the widths of a pair, in a child process, so that all memory is freed."""
-    with tempfile.TemporaryDirectory(prefix="spire-") as directory:
-        file = Path(directory) / "calibration.json"
-        command = [sys.executable, "-m", "spire.cli", "doctor", "--calibrate", "--out", str(file), "--json"]
-        command += ["--model", str(pair.model), "--draft", str(pair.draft), *(["--dtype", dtype] if dtype else [])]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        return calibration.load(file)

@@ -12,8 +12,7 @@ from rich.progress import Progress, TaskID
 from spire.bench.cell import AUTO, SPIRE, Cell, Depth
 from spire.bench.load import Batch, Load, alternate
 from spire.bench.peers.against import Server
-from spire.bench.peers.servers import TRANSFORMERS, Task, assistant_of, run_transformers
-from spire.bench.peers.servers import cells as peer_cells
+from spire.bench.peers.servers import TRANSFORMERS, Task, assistant_of, cells as peer_cells, run_transformers
 from spire.bench.prediction import PairModel
 from spire.bench.system import System
 from spire.cli.paths import Pair
@@ -56,7 +55,11 @@ class Run:
         learning = _LEARNING if AUTO in depths and not any(load.trace for load in self.loads) else 0
         total = len(depths) + (self.repeats * len(depths) + learning) * len(self.loads)
         progress.update(task, description=f"{chosen.name}: warming", total=total)
-        alternate(system, self._warming(), depths, 1, self.seed - 1, lambda: progress.advance(task))
+        # The warm-up is a short batch, as wide as the widest load.
+        first, width = self.loads[0], max(load.batch or _WARM_REQUESTS for load in self.loads)
+        shortest = min(load.context or _WARM_TOKENS for load in self.loads)
+        warming = Batch(first.source, width, shortest, _WARM_TOKENS, first.temperature)
+        alternate(system, warming, depths, 1, self.seed - 1, lambda: progress.advance(task))
         for at, load in enumerate(self.loads):
             progress.update(task, description=f"{chosen.name}: {load.name}")
             seed = self.seed + 1000 * at
@@ -86,13 +89,6 @@ class Run:
         for at, load in enumerate(self.loads):
             cell = server.measure(load, self.repeats, self.seed + 1000 * at, lambda: progress.advance(row))
             yield self._beside_plain(cell, cells)
-
-    def _warming(self) -> Batch:
-        """Return a short batch, as wide as the widest load."""
-        first = self.loads[0]
-        width = max(load.batch or _WARM_REQUESTS for load in self.loads)
-        shortest = min(load.context or _WARM_TOKENS for load in self.loads)
-        return Batch(first.source, width, shortest, _WARM_TOKENS, first.temperature)
 
     def _modelled(self, chosen: Chosen, load: Load, cell: Cell) -> dict[str, Any]:
         if self.hardware is None or not chosen.known or cell.k == 0 or not isinstance(load, Batch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -95,9 +96,6 @@ def _remarks(cells: list[Cell]) -> Iterator[str]:
     yield from dict.fromkeys(f"{cell.system}: {cell.note}" for cell in cells if cell.note)
 
 
-# --- columns ----------------------------------------------------------------------------------------------------------
-
-
 def _number(value: float | None, digits: int = 0) -> str:
     return _UNKNOWN if value is None else f"{value:,.{digits}f}"
 
@@ -112,12 +110,9 @@ def _spread(cell: Cell) -> str:
     return f"{min(runs):.0f}–{max(runs):.0f}" if runs else _UNKNOWN
 
 
-def _part(*names: str) -> Callable[[Cell], str]:
-    def shown(cell: Cell) -> str:
-        split = cell.figures.round_ms
-        return _milliseconds(None if split is None else sum(split.get(name, 0.0) for name in names))
-
-    return shown
+def _part(names: tuple[str, ...], cell: Cell) -> str:
+    split = cell.figures.round_ms
+    return _milliseconds(None if split is None else sum(split.get(name, 0.0) for name in names))
 
 
 def _split(cells: list[Cell]) -> Columns:
@@ -126,7 +121,7 @@ def _split(cells: list[Cell]) -> Columns:
     others = {name for cell in cells for name in cell.figures.round_ms or ()} - known
     parts = _PARTS | {"other": tuple(others)} if others else _PARTS
     columns: Columns = {"L": _WHAT["context"], "B": _WHAT["B"], "k": _WHAT["k"]}
-    columns |= {heading: _part(*names) for heading, names in parts.items()}
+    columns |= {heading: partial(_part, names) for heading, names in parts.items()}
     columns["sum"] = lambda cell: _milliseconds(cell.figures.round_total_ms)
     columns["seen"] = lambda cell: _milliseconds(cell.figures.round_ms_seen)
     return columns
@@ -158,16 +153,12 @@ _LATENCY: Columns = _WHAT | {
     "mean k": lambda cell: _number(cell.figures.mean_k, 2),
 }
 _OTHERS: Columns = {
-    "context": _WHAT["context"],
-    "B": _WHAT["B"],
-    "decode": lambda cell: _number(cell.figures.decode_tokens_per_second, 1),
-    "min–max": _spread,
-    "× our plain": lambda cell: _number(cell.multiplier_measured, 2),
-    "end to end": lambda cell: _number(cell.figures.end_to_end_tokens_per_second, 1),
-    "first token p50": lambda cell: _number(cell.figures.time_to_first_token_ms_p50),
-    "later p50": lambda cell: _number(cell.figures.inter_token_ms_p50, 1),
-    "p99": lambda cell: _number(cell.figures.inter_token_ms_p99, 1),
-    "τ": lambda cell: _number(cell.figures.tau, 2),
+    **{name: _THROUGHPUT[name] for name in ("context", "B", "decode", "min–max")},
+    "× our plain": _THROUGHPUT["× plain"],
+    "end to end": _THROUGHPUT["end to end"],
+    **{name: _LATENCY[name] for name in ("first token p50", "later p50")},
+    "p99": _LATENCY[" p99"],
+    "τ": _LATENCY["τ"],
 }
 _MACHINE: Columns = _WHAT | {
     "verifier busy": lambda cell: _percent((cell.figures.busy or {}).get("verifier")),

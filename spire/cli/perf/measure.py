@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -64,8 +65,7 @@ def eval_acceptance(
             for request in requests
         ]
     if as_json:
-        typer.echo(json.dumps({"acceptance": [cell.to_json() for cell in cells]}))
-        return
+        return typer.echo(json.dumps({"acceptance": [asdict(cell) for cell in cells]}))
     table = Table(title="τ through the services")
     for heading in ("context", "contexts", "k", "temperature", "rule", "rounds", "τ", "± 95 %", "prefix", "tokens/s"):
         table.add_column(heading, justify="right")
@@ -112,8 +112,7 @@ def eval_divergence(
         )
     cells = [divergence(f"speculation, k = {k}", guessed, plainly), divergence("batch mates alone", alone, plainly)]
     if as_json:
-        typer.echo(json.dumps({"divergence": [cell.to_json() for cell in cells]}))
-        return
+        return typer.echo(json.dumps({"divergence": [cell.to_json() for cell in cells]}))
     table = Table("what differs", "texts", "tokens", "partings", "per 1,000 tokens", "± 95 %", title="invariant rule")
     for cell in cells:
         row = (cell.what, cell.texts, cell.tokens, cell.partings)
@@ -142,10 +141,9 @@ def eval_target(
         tokenizer = load_tokenizer(directory, target.config.vocab_size)
         figures = evaluate_target(target, tokenizer, prompts, lambda: progress.advance(task))
     if as_json:
-        typer.echo(json.dumps({"target": figures.to_json()}))
-        return
+        return typer.echo(json.dumps({"target": asdict(figures)}))
     table = Table("figure", "value", title=f"{directory.name} on {figures.tokens:,} tokens")
-    for name, value in figures.to_json().items():
+    for name, value in asdict(figures).items():
         table.add_row(name, f"{value:.4f}" if isinstance(value, float) else str(value))
     Console().print(table)
 

@@ -145,10 +145,6 @@ def perf_model(
         each = price if draft_price is None else draft_price
         its_price = None if each is None else each * (1 if draft_hardware else devices)
         apart = Apart(its, wire, lanes, its_price)
-    _show(scenario, apart, plot, as_json)
-
-
-def _show(scenario: Scenario, apart: Apart | None, plot: Path | None, as_json: bool) -> None:
     figures = perf_report.report(scenario, apart)
     maps = {each.name: perf_report.grid(scenario, each) for each in scenario.candidates}
     if plot:

@@ -99,19 +99,14 @@ def _draft(name: str, directory: Path | None, goal: TargetOption) -> DraftShape:
         return (paper_draft if goal.of_the_paper else trained_draft)(_KINDS[name], goal.shape)
     if not directory.is_dir():
         raise SpireError(f"--draft {name} is no directory and none of {', '.join(_KINDS)}")
-    _check_pair(directory, goal)
-    return served_draft(directory)
-
-
-def _check_pair(directory: Path, goal: TargetOption) -> None:
-    """Raise SpireError if the sizes of the draft show that it belongs to another target."""
+    # The sizes of a draft may show that it belongs to another target.
     draft, target = Shape.of(load_model_config(directory)), goal.shape
     tapped = load_draft_config(directory).tapped_layers
     sizes = {"vocabulary": "vocab_size"} if target.vocab_size else {}
     if tapped:
         sizes |= {"width": "hidden_size", "heads": "heads", "KV heads": "kv_heads", "head width": "head_dim"}
-    for what, name in sizes.items():
-        ours, theirs = getattr(draft, name), getattr(target, name)
+    for what, size in sizes.items():
+        ours, theirs = getattr(draft, size), getattr(target, size)
         if ours != theirs:
             raise SpireError(
                 f"--draft {directory} is of another target: its {what} is {ours}, {goal.name} has {theirs}"
@@ -121,6 +116,7 @@ def _check_pair(directory: Path, goal: TargetOption) -> None:
             f"--draft {directory} is of another target: it is sent what enters layer {max(tapped)}, counted from 0, "
             f"{goal.name} has {target.layers}"
         )
+    return served_draft(directory)
 
 
 def find_acceptance(tau: float | None, shares: str | None, k: int, drafts: list[str]) -> AcceptanceModel | None:

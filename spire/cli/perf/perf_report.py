@@ -6,8 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from spire.perf import memory_need, plots
-from spire.perf import perf_model as model
+from spire.perf import memory_need, perf_model as model, plots
 from spire.perf.hardware import Hardware
 from spire.perf.memory_need import MemoryNeed
 from spire.perf.shapes import DraftShape, Shape
@@ -62,9 +61,6 @@ class Apart:
 
 # Rows of the map's cells: by batch, and in a batch by context.
 Grid = list[list[Row]]
-
-
-# --- figures ----------------------------------------------------------------------------------------------------------
 
 
 def report(scenario: Scenario, apart: Apart | None) -> Row:
@@ -142,8 +138,16 @@ def _split(scenario: Scenario, candidate: Candidate, window: str, draft: DraftSh
     row |= {"paper_multiplier": None} | _carried(scenario, draft, lane, tau, apart.wire.carrier)
     prices = None if scenario.price is None or apart.price is None else scenario.price + apart.price
     row |= _timed(cost, lane * tau, prices)
+    ours = _fit([_target_need(scenario, context)], batch, scenario.hardware)
     its = _fit([memory_need.of_draft(draft, context, k, apart.hardware.bytes_per_value)], batch, apart.hardware)
-    return row | _both(_fit([_target_need(scenario, context)], batch, scenario.hardware), its)
+    known, batches = ([fit[name] for fit in (ours, its)] for name in ("fits", "largest_batch"))
+    both = {  # must fit
+        "fits": False if False in known else None if None in known else True,
+        "largest_batch": None if None in batches else min(batches),
+        "draft_needs_gb": its["needs_gb"],
+        "draft_memory_gb": its["memory_gb"],
+    }
+    return row | ours | both
 
 
 def _described(scenario: Scenario, candidate: Candidate, window: str, draft: DraftShape, gain: float | None) -> Row:
@@ -179,9 +183,6 @@ def _timed(cost: model.RoundCost, tokens: float, price: float | None) -> Row:
     return row
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-
 def _target_need(scenario: Scenario, context: int) -> MemoryNeed:
     return memory_need.of_target(scenario.target, context, scenario.hardware.bytes_per_value, scenario.tied)
 
@@ -204,23 +205,8 @@ def _fit(needs: list[MemoryNeed], batch: int, hardware: Hardware) -> Row:
     }
 
 
-def _both(target: Row, draft: Row) -> Row:
-    """Combine the fits of target and draft on two devices: both must fit."""
-    known = [fit["fits"] for fit in (target, draft)]
-    batches = [fit["largest_batch"] for fit in (target, draft)]
-    return target | {
-        "fits": False if False in known else None if None in known else True,
-        "largest_batch": None if None in batches else min(batches),
-        "draft_needs_gb": draft["needs_gb"],
-        "draft_memory_gb": draft["memory_gb"],
-    }
-
-
 def _gb(size: float | None) -> float | None:
     return None if size is None else size / 1e9
-
-
-# --- the map ----------------------------------------------------------------------------------------------------------
 
 
 def grid(scenario: Scenario, candidate: Candidate) -> Grid:
@@ -237,9 +223,6 @@ def _cell(scenario: Scenario, candidate: Candidate, batch: int, context: int) ->
     fit = _fit(_needs(scenario, draft, context, best.k), batch, machine)
     where = {"draft": candidate.name, "batch": batch, "context": context}
     return where | {"k": best.k, **asdict(best), "fits": fit["fits"]}
-
-
-# --- plots ------------------------------------------------------------------------------------------------------------
 
 
 def plot(directory: Path, scenario: Scenario, maps: dict[str, Grid]) -> list[Path]:

@@ -46,15 +46,11 @@ class FusedAttention:
         """Store a layer's new keys and values in the pools, and attend for its queries, [B, H, T, K]."""
         B, H, T, K = queries_BHTK.shape
         found_BTHK = torch.empty(B, T, H, K, dtype=queries_BHTK.dtype)
-        new = [_rows(x) for x in (queries_BHTK, new_keys_BGTK, new_values_BGTK)]
+        given = (queries_BHTK, new_keys_BGTK, new_values_BGTK)
+        new = [x if x.stride(-1) == 1 else x.contiguous() for x in given]  # the kernel takes contiguous rows [K]
         pools = self.pools
         places = (*pools.addresses_N2[layer].tolist(), found_BTHK, self._slots_B, self._lengths_B)
         strided = [part for x in new for part in (x, *x.stride()[:3])]
         shape = (B, T, H, pools.heads, K, pools.columns, *pools.strides)
         pools.kernels.attend(*strided, *places, *shape, torch.get_num_threads())
         return found_BTHK.transpose(1, 2)
-
-
-def _rows(x_BHTK: Tensor) -> Tensor:
-    """Return the same numbers with contiguous rows [K]."""
-    return x_BHTK if x_BHTK.stride(-1) == 1 else x_BHTK.contiguous()

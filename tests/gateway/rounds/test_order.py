@@ -7,8 +7,7 @@ import time
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from gateway.sequence import LEAST_RUN, Sequence
 from tests.fake_clock import run

@@ -197,7 +197,7 @@ def test_bench_gateway_and_command_predict_the_same() -> None:
     predicted = PairModel(target, draft, calibration.load(CALIBRATION).hardware).predict(16, 1900, 4, None)
     assert predicted["multiplier_modelled"] == row["multiplier"]
     config = load_draft_config(draft)
-    live = RoundModel.of(CALIBRATION).multiplier(
+    live = RoundModel(CALIBRATION).multiplier(
         GetInfoResponse(shape=shape_to_wire(Shape.of(load_model_config(target)))),
         DraftInfo(
             kind="spire",

@@ -189,16 +189,16 @@ def test_best_k_is_the_best_of_all_depths(batch: int, context: int) -> None:
     gains = {k: paper_multiplier(SEQAX_67M, draft, batch, context, k, acceptance.tau(k), PAPER) for k in range(9)}
     choice = best_k(SEQAX_67M, draft, batch, context, acceptance, PAPER)
     assert gains[choice.k] == max(gains.values())
-    assert choice.off == (max(gains.values()) == gains[0] == 1)
+    assert (choice.k == 0) == (max(gains.values()) == gains[0] == 1)
 
 
 def test_speculation_is_off_where_it_loses() -> None:
     acceptance = AcceptanceModel.of_tau(3.891, 4)
     magicdec = paper_draft("magicdec", SEQAX_67M)
-    assert best_k(SEQAX_67M, magicdec, 1, 32, acceptance, PAPER).off
-    assert not best_k(SEQAX_67M, magicdec, 128, 8192, acceptance, PAPER).off
+    assert best_k(SEQAX_67M, magicdec, 1, 32, acceptance, PAPER).k == 0
+    assert best_k(SEQAX_67M, magicdec, 128, 8192, acceptance, PAPER).k > 0
     hopeless = best_k(SEQAX_67M, paper_draft("spire", SEQAX_67M), 64, 512, AcceptanceModel((0.0,)), PAPER)
-    assert (hopeless.off, hopeless.k) == (True, 0)
+    assert hopeless.k == 0
 
 
 @pytest.mark.parametrize(("batch", "context", "k"), [(0, 512, 4), (64, 0, 4), (64, 512, -1)])
@@ -296,8 +296,8 @@ def test_a_draft_that_launches_slowly_is_switched_off() -> None:
     target, draft = bundled()
     acceptance = AcceptanceModel((0.83, 0.69, 0.58, 0.48))
     slow = replace(FLAT, layer=Cost(fixed=0.1))
-    assert not best_k(target, draft, 16, 1900, acceptance, machine()).off
-    assert best_k(target, draft, 16, 1900, acceptance, machine(draft=slow)).off
+    assert best_k(target, draft, 16, 1900, acceptance, machine()).k > 0
+    assert best_k(target, draft, 16, 1900, acceptance, machine(draft=slow)).k == 0
 
 
 def test_a_spire_draft_s_measured_cost_does_not_grow_with_context() -> None:

@@ -8,8 +8,7 @@ import sys
 
 import pytest
 import structlog
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from spire.service.repeats import MOST, SECONDS, Repeats
 

@@ -7,8 +7,7 @@ from typing import cast
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 from verifier_service.engine.batch import Block, Item, Q, VerifyTask, pad

@@ -14,8 +14,7 @@ import torch
 
 from spire.model.target import Target
 from spire.rpc.channel import DRAFT_METADATA_KEY, connect
-from spire.v1 import draft_pb2, draft_pb2_grpc, tensor_pb2
-from spire.v1 import verifier_pb2 as pb
+from spire.v1 import draft_pb2, draft_pb2_grpc, tensor_pb2, verifier_pb2 as pb
 from tests.verifier_service.harness import GREEDY, VOCAB, Client, Verifier, distribution, plain_greedy, prompt_of
 from tests.verifier_service.serve.test_lifetimes import until
 from verifier_service.engine.batch import RaggedBatch

@@ -9,8 +9,7 @@ import grpc
 import pytest
 
 from spire.rpc.channel import DRAFT_METADATA_KEY, PROTOCOL_VERSION
-from spire.v1 import draft_pb2, draft_pb2_grpc
-from spire.v1 import verifier_pb2 as pb
+from spire.v1 import draft_pb2, draft_pb2_grpc, verifier_pb2 as pb
 from tests.verifier_service.conftest import Running
 from tests.verifier_service.harness import Client, Verifier, prompt_of
 from tests.verifier_service.serve.test_lifetimes import until

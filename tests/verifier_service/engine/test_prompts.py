@@ -7,8 +7,7 @@ from typing import cast
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from spire.model.cache import TargetCache
 from tests.verifier_service.harness import TINY

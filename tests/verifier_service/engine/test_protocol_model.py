@@ -9,8 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -21,8 +20,7 @@ from hypothesis.stateful import (
 )
 
 from spire.model.target import Target
-from spire.v1 import tensor_pb2 as codes
-from spire.v1 import verifier_pb2 as pb
+from spire.v1 import tensor_pb2 as codes, verifier_pb2 as pb
 from tests.verifier_service.harness import GREEDY, VOCAB, plain_greedy, prompt_of
 from verifier_service.config import VerifierConfig
 from verifier_service.engine.batch import VerifyTask

@@ -9,8 +9,7 @@ import pytest
 from spire.errors import InvalidRequest, OutOfCapacity
 from spire.rpc.errors import item_status, raise_for
 from spire.rpc.limits import MAX_LOGPROBS
-from spire.v1 import tensor_pb2 as codes
-from spire.v1 import verifier_pb2 as pb
+from spire.v1 import tensor_pb2 as codes, verifier_pb2 as pb
 from tests.verifier_service.harness import GREEDY, Verifier, prompt_of
 
 SOUND = {"sequence_id": "a", "tokens": prompt_of(5), "sampling": GREEDY}

@@ -7,12 +7,10 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from spire.errors import OutOfCapacity
-from spire.v1 import tensor_pb2 as codes
-from spire.v1 import verifier_pb2 as pb
+from spire.v1 import tensor_pb2 as codes, verifier_pb2 as pb
 from tests.verifier_service.conftest import Running
 from tests.verifier_service.harness import prompt_of, slow_steps
 from tests.verifier_service.serve.test_lifetimes import until

@@ -13,9 +13,7 @@ import torch
 
 from spire.model.target import Target
 from spire.rpc.carrier import Ring
-from spire.v1 import tensor_pb2 as codes
-from spire.v1 import verifier_pb2 as pb
-from spire.v1 import verifier_pb2_grpc as rpc
+from spire.v1 import tensor_pb2 as codes, verifier_pb2 as pb, verifier_pb2_grpc as rpc
 from tests.verifier_service.conftest import Running
 from tests.verifier_service.harness import GREEDY, Client, Follower, Verifier, plain_greedy, prompt_of, whole_taps
 from verifier_service.feed.delivery import Deliver, Delivery, Picked, frames

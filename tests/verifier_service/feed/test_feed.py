@@ -9,8 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from spire.errors import MismatchError
 from spire.rpc.channel import PROTOCOL_VERSION

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from spire.v1 import tensor_pb2 as codes
-from spire.v1 import verifier_pb2 as pb
+from spire.v1 import tensor_pb2 as codes, verifier_pb2 as pb
 from tests.verifier_service.harness import GREEDY, Client, Verifier, prompt_of
 from verifier_service.sampling.grammar import Grammars, Matcher
 

@@ -10,8 +10,7 @@ from datetime import date
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from spire.errors import InvalidRequest
 from tests.paths import ROOT

@@ -8,13 +8,11 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from spire.errors import InvalidRequest
-from spire.v1 import tensor_pb2
-from spire.v1 import verifier_pb2 as pb
+from spire.v1 import tensor_pb2, verifier_pb2 as pb
 from verifier_service.sampling.histories import check_adjustments
 from verifier_service.sampling.pipeline import Distributions, Pipeline
 

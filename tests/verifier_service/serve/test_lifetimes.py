@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from spire.model.target import Target
-from spire.v1 import tensor_pb2 as codes
-from spire.v1 import verifier_pb2 as pb
+from spire.v1 import tensor_pb2 as codes, verifier_pb2 as pb
 from tests.verifier_service.conftest import Running
 from tests.verifier_service.harness import Verifier, plain_greedy, prompt_of, slow_steps
 

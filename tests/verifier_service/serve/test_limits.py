@@ -6,8 +6,7 @@ import grpc
 import pytest
 
 from spire.rpc.limits import MAX_ALLOWED_TOKENS, MAX_END_TOKENS, MAX_FOLLOWERS, MAX_LOGIT_BIASES, MAX_NAMED
-from spire.v1 import tensor_pb2 as codes
-from spire.v1 import verifier_pb2 as pb
+from spire.v1 import tensor_pb2 as codes, verifier_pb2 as pb
 from tests.verifier_service.harness import GREEDY, Client, Verifier, prompt_of
 from tests.verifier_service.serve.test_lifetimes import until
 

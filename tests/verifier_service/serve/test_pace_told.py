@@ -12,8 +12,7 @@ import pytest
 from gateway.errors import PeerLost
 from gateway.verifier_client import SentBatch, VerifierClient
 from spire.service.pace import limit
-from spire.v1 import tensor_pb2
-from spire.v1 import verifier_pb2 as pb
+from spire.v1 import tensor_pb2, verifier_pb2 as pb
 from tests.verifier_service.conftest import Running
 from tests.verifier_service.harness import GREEDY, Verifier, prompt_of, slow_steps
 

@@ -18,8 +18,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from spire.checkpoints.tokenizer import load_tokenizer, tokenizer_of
-from spire.v1 import verifier_pb2 as pb
-from spire.v1 import verifier_pb2_grpc as rpc
+from spire.v1 import verifier_pb2 as pb, verifier_pb2_grpc as rpc
 from tests.verifier_service.harness import free_port
 
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -14,9 +14,7 @@ from torch import Tensor
 
 from spire.rpc.carrier import OverwritingRing
 from spire.rpc.tensors import without_data
-from spire.v1 import draft_pb2
-from spire.v1 import tensor_pb2 as codes
-from spire.v1 import verifier_pb2 as pb
+from spire.v1 import draft_pb2, tensor_pb2 as codes, verifier_pb2 as pb
 from tests.rings import put
 from tests.verifier_service.conftest import Running
 from tests.verifier_service.engine.test_draft_requests import Draft, drafting
