@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from grafana_foundation_sdk.builders import common as parts
-from grafana_foundation_sdk.builders import dashboard, prometheus, timeseries
+from grafana_foundation_sdk.builders import common as parts, dashboard, prometheus, timeseries
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
-from grafana_foundation_sdk.models import common
-from grafana_foundation_sdk.models import dashboard as models
+from grafana_foundation_sdk.models import common, dashboard as models
 from overview import OVERVIEW
 from panel import Panel
 from services import SERVICES

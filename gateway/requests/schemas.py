@@ -84,8 +84,8 @@ class Speculation(Part):
     model_config = ConfigDict(extra="forbid")
 
     draft: Annotated[str, Field(json_schema_extra={"format": "draft-name"})] = "auto"
-    k: int | None = Field(None, ge=0, le=64, description="draft tokens a round; by default the gateway's choice")
-    rule: Rule | None = Field(None, description="by default invariant with a seed, block without")
+    k: int | None = Field(default=None, ge=0, le=64, description="draft tokens a round; else the gateway's choice")
+    rule: Rule | None = Field(default=None, description="by default invariant with a seed, block without")
 
 
 class GenerationRequest(StructuredRequest):

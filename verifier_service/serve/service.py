@@ -322,7 +322,8 @@ class VerifierService(rpc.VerifierServicer):
         except SpireError as error:
             await context.abort(call_status(error), str(error))
         done = self._engine.call(self._engine.replay, request.draft_id, list(request.sequence_ids))
-        return pb.ResyncResponse(unknown=await asyncio.wrap_future(done))
+        unknown = await asyncio.wrap_future(done)
+        return pb.ResyncResponse(unknown=unknown)
 
     async def Release(self, request: pb.ReleaseRequest, context: grpc.aio.ServicerContext) -> pb.ReleaseResponse:
         gateway = told(context, GATEWAY_METADATA_KEY)
