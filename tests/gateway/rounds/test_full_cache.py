@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -39,5 +40,10 @@ def test_under_steady_arrivals_a_full_cache_serves_who_came_first(stories_dir: P
                 work.append(pool.submit(ask, number))
                 time.sleep(0.05)
             assert all(one.result() for one in work)
-        order = sorted(first_tokens, key=first_tokens.__getitem__)
-        assert order == sorted(order)
+        # Two whose first tokens come together may be read in either order.
+        overtaken = [
+            (earlier, later)
+            for earlier, later in combinations(range(40), 2)
+            if first_tokens[later] < first_tokens[earlier] - 0.1
+        ]
+        assert not overtaken
