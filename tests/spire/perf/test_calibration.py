@@ -27,6 +27,9 @@ from spire.perf.microbenchmarks import Bench
 from spire.perf.shapes import Shape
 from spire.service.machine_memory import memory_limit
 
+# A calibration measures for as long as the machine takes, and another process may use it too.
+pytestmark = pytest.mark.timeout(900)
+
 CONFIG = ModelConfig(
     vocab_size=300,
     hidden_size=32,
