@@ -1,7 +1,7 @@
 """One Llama layer, shared by target and draft, and by training and serving.
 
 A layer leaves attention to the owner of the keys: the target's cache stores the layer's own keys, the SPIRe draft's
-memory makes keys from memory vectors. Parameter names are Hugging Face's.
+memory computes keys from memory vectors. Parameter names are Hugging Face's.
 
 Shapes: B sequences, T new positions, S attended positions, D width, H query heads, G key/value heads, K head width.
 """
@@ -29,21 +29,21 @@ Rotation = tuple[Tensor, Tensor]
 
 
 class Memory(Protocol):
-    """What the new positions of one forward attend to, layer by layer."""
+    """The keys and values, of every layer, that the new positions of one forward attend to."""
 
     @property
     def positions_BT(self) -> Tensor: ...
 
     def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
-        """Store a layer's keys and values of the new positions, and attend for its queries, [B, H, T, K]."""
+        """Store one layer's keys and values of the new positions, and return its attention output [B, H, T, K]."""
 
 
 class Rope(nn.Module):
-    """Rotary position embedding in Llama's half-split form, with `linear` and `llama3` stretching."""
+    """Rotary position embedding in Llama's half-split form, with `linear` and `llama3` frequency scaling."""
 
     def __init__(self, head_dim: int, config: RopeConfig):
         super().__init__()
-        # On the CPU even for a model on the meta device: these are not weights, which are loaded later.
+        # On the CPU even for a model on the meta device: unlike weights, frequencies are not loaded later.
         frequencies = config.rope_theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
         if config.rope_type == "linear":
             frequencies = frequencies / config.factor
@@ -56,7 +56,7 @@ class Rope(nn.Module):
         self.inverse_frequencies = frequencies
 
     def forward(self, positions_BT: Tensor, dtype: torch.dtype) -> Rotation:
-        """Return cosines and signed sines, each [B, 1, T, K], computed in fp32 and converted to `dtype`."""
+        """Return rotary cosines and signed sines, each [B, 1, T, K], computed in fp32 and converted to `dtype`."""
         if self.inverse_frequencies.device != positions_BT.device:
             self.inverse_frequencies = self.inverse_frequencies.to(positions_BT.device)
         angles_BTK = positions_BT[:, None, :, None].float() * self.inverse_frequencies
@@ -65,20 +65,20 @@ class Rope(nn.Module):
 
 
 def rotate(x_BHTK: Tensor, rope: Rotation) -> Tensor:
-    """Rotate queries or keys to their positions."""
+    """Apply rotary position embeddings to queries or keys."""
     cosine, signed_sine = rope
     return x_BHTK * cosine + x_BHTK.roll(x_BHTK.shape[-1] // 2, dims=-1) * signed_sine
 
 
 def pairs_to_halves(weight_ED: Tensor, head_dim: int) -> Tensor:
-    """Reorder query or key weights [E, D], or biases [E], from rotation by neighbouring pairs to rotation by halves."""
+    """Permute query or key weights [E, D], or biases [E], from interleaved to half-split rotary embeddings."""
     return weight_ED.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).reshape(weight_ED.shape)
 
 
 def attend(queries_BHTK: Tensor, keys_BGSK: Tensor, values_BGSK: Tensor, mask_B1TS: Tensor | None) -> Tensor:
-    """Softmax attention with grouped queries, [B, H, T, K].
+    """Compute softmax attention with grouped queries; return [B, H, T, K].
 
-    `mask_B1TS` is additive, or None for causal attention of a sequence to itself. Every row must see at least one key.
+    `mask_B1TS` is additive, or None for causal self-attention. Every query must attend to at least one key.
     """
     grouped = keys_BGSK.shape[1] != queries_BHTK.shape[1]
     if mask_B1TS is None:
@@ -96,13 +96,13 @@ def attend(queries_BHTK: Tensor, keys_BGSK: Tensor, values_BGSK: Tensor, mask_B1
 
 
 def additive(visible_BTS: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert a boolean mask [B, T, S] to a summand [B, 1, T, S] of attention scores."""
+    """Convert a boolean attention mask [B, T, S] to an additive one [B, 1, T, S]."""
     zeros_BTS = torch.zeros(visible_BTS.shape, dtype=dtype, device=visible_BTS.device)
     return zeros_BTS.masked_fill(~visible_BTS, torch.finfo(dtype).min)[:, None]
 
 
 class Attention(nn.Module):
-    """The four projections of attention, for normalised inputs."""
+    """The query, key, value and output projections of attention. Inputs must be normalised."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -115,16 +115,16 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(heads * K, D, bias=config.attention_bias)
 
     def keys_values(self, x_BTD: Tensor, rope: Rotation) -> tuple[Tensor, Tensor]:
-        """Return keys, rotated, and values, each [B, G, T, K]."""
+        """Project normalised inputs to keys and values, each [B, G, T, K]; keys are rotated."""
         return rotate(self.heads(self.k_proj(x_BTD)), rope), self.heads(self.v_proj(x_BTD))
 
     def heads(self, projected_BTE: Tensor) -> Tensor:
-        """[B, heads, T, K]"""
+        """Split the output of a projection into heads, [B, heads, T, K]."""
         return projected_BTE.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
 class MLP(nn.Module):
-    """The feed-forward part of a layer: SwiGLU."""
+    """The feed-forward part of a layer, a SwiGLU."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -148,16 +148,16 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
 
     def queries_keys_values(self, input_BTD: Tensor, rope: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [B, H, T, K], keys and values [B, G, T, K]; queries and keys are rotated."""
+        """Return a layer's queries [B, H, T, K], keys and values [B, G, T, K]; queries and keys are rotated."""
         attention, x_BTD = self.self_attn, self.input_layernorm(input_BTD)
         return rotate(attention.heads(attention.q_proj(x_BTD)), rope), *attention.keys_values(x_BTD, rope)
 
     def keys_values(self, memory_BTD: Tensor, rope: Rotation) -> tuple[Tensor, Tensor]:
-        """Return keys and values [B, G, T, K] of memory vectors that replace the layer's own input."""
+        """Return keys (rotated) and values [B, G, T, K] computed from memory vectors instead of the layer's input."""
         return self.self_attn.keys_values(self.input_layernorm(memory_BTD), rope)
 
     def behind(self, input_BTD: Tensor, attended_BHTK: Tensor) -> Tensor:
-        """Return the layer's output [B, T, D] from its input and the output of attention."""
+        """Return the layer's output [B, T, D], given its input and the attention output of every head."""
         hidden_BTD = input_BTD + self.self_attn.o_proj(attended_BHTK.transpose(1, 2).flatten(2))
         return hidden_BTD + self.mlp(self.post_attention_layernorm(hidden_BTD))
 
@@ -167,21 +167,24 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """What target and draft have in common. Parameter names are Hugging Face's under `model.`."""
+    """The base of target and draft: embedding, layers, norm and unembedding. Parameter names are Hugging Face's."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        embedding_VD = torch.empty(config.vocab_size, config.hidden_size)
+        if not embedding_VD.is_meta:  # for a draw that draws nothing torch would import its compiler: seconds
+            nn.init.normal_(embedding_VD)
+        self.embed_tokens = nn.Embedding.from_pretrained(embedding_VD, freeze=False)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.norm: nn.RMSNorm | FusedNorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self.rope = Rope(config.head_dim, config.rope)
-        # Set by `pack`: a kernel in place of the unembedding.
+        # Set by `pack`: a kernel that replaces the unembedding.
         self.fused_head: Callable[[Tensor], Tensor] | None = None
 
     def unembed(self, hidden_D: Tensor) -> Tensor:
-        """Return logits in fp32 for any selection of hidden states [..., D]."""
+        """Return fp32 logits [..., V] of hidden states [..., D] that have passed the final norm."""
         return (self.fused_head or self.lm_head)(hidden_D).float()

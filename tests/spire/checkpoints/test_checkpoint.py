@@ -191,7 +191,20 @@ def test_no_memory_is_taken_for_a_shape_that_the_weights_do_not_have(checkpoint:
     done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=True)
     grown, _, refused = done.stdout.partition(" ")
     assert "has shape" in refused
-    assert int(grown) < 500_000  # libraries that are loaded late take 80,000
+    assert int(grown) < 500_000
+
+
+def test_loading_does_not_import_torch_s_compiler(checkpoint: Path) -> None:
+    """It takes each service seconds and 120 MB, and nobody uses it."""
+    program = """
+import sys
+from pathlib import Path
+from spire.checkpoints.weights import load_target
+
+load_target(Path(sys.argv[1]))
+sys.exit("torch._dynamo" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", program, str(checkpoint)], timeout=120).returncode == 0
 
 
 def test_quantised_weights_are_refused_by_name(checkpoint: Path) -> None:
