@@ -1,7 +1,7 @@
-"""Reads the JSON of a body without holding the interpreter lock for long.
+"""Parses a request's JSON body without holding the interpreter lock (GIL) for long.
 
-The library's reader lets other threads run at each number, but never at lists, objects and strings: these are counted
-first, and bodies with too many are refused.
+The standard parser lets other threads run at each number, but never at lists, objects and strings: these are counted
+before parsing, and a body with too many of them is refused.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any, NoReturn
 
 from gateway.errors import BadParameter
 
-MOST_PARTS = 1 << 16
+MOST_PARTS = 1 << 14
 MOST_MEMBERS = 1 << 16
 MOST_VALUES = 1 << 20
-# The characters that mark each kind of part outside of strings, and the most of that kind.
+# For each kind of part: the characters that mark it outside of strings, and the most parts that a body may have.
 _SIGNS = {
     "lists and objects": (b"[{", MOST_PARTS),
     "members of objects": (b":", MOST_MEMBERS),
@@ -26,7 +26,7 @@ _TEXT_OR_OTHER = re.compile(rb'"[^"\\]*+(?:\\(?s:.)[^"\\]*+)*+"?|[^"]{1,65536}')
 
 
 def read_json(body: bytes) -> Any:
-    """Return the body as Python objects. Raises BadParameter if the body is not JSON, or has too many parts."""
+    """Parse a JSON body to Python objects. Raises BadParameter if the body is not JSON, or has too many parts."""
     _check_size(body)
     try:
         return json.loads(body, parse_float=_number, parse_int=_integer, parse_constant=_refuse_constant)
@@ -49,7 +49,7 @@ def _outside_texts(body: bytes) -> Iterator[bytes]:
 
 
 def _number(text: str) -> float:
-    """Return a float, or an int for a number such as 5.0: JSON has only one kind of number."""
+    """Convert a JSON number to a float, or to an int if it is integral, such as 5.0: JSON has one kind of number."""
     number = float(text)
     return int(number) if number.is_integer() and abs(number) < 2**53 else number
 
