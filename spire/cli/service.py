@@ -25,16 +25,16 @@ from spire.errors import SpireError
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 10.0
 _STEADY_SECONDS = 30.0
 _TAIL_LINES = 15
-# Size in bytes above which a log begins anew; one earlier log is kept.
+# Size in bytes above which a log is rotated; one earlier log is kept.
 LARGEST_LOG = 16 * 1024 * 1024
-# Polls, ten per second, without a touch of the ready file. Polls and not seconds: this process may be frozen too.
+# Polls, 10 per second, without a touch of the ready file until a service is stuck. Not seconds: this process may hang.
 _LOOKS_WITHOUT_A_SIGN = 300
 # Longer than a service takes to drain.
 _GRACE_SECONDS = 15.0
 
 
 class ServiceFailed(SpireError):
-    """A service ended during start-up. The message contains the last lines of its log."""
+    """Error for a service that ended during start-up. The message contains the last lines of its log."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Service:
 
     @property
     def reached_at(self) -> str:
-        """The address for processes on this machine, once the service serves."""
+        """The address at which processes on this machine reach the service, once it has written its ready file."""
         assert self.address is not None
         host, port = split(self.address)
         return join(reachable(host), port)
@@ -78,7 +78,7 @@ class Service:
         return self.directory / f"{self.name}.ready"
 
     def start(self) -> None:
-        """Start the process. Only the main thread may call it: the kernel ties a child to the thread that starts it."""
+        """Start the process. Call from the main thread only: the kernel ties a child to the thread that starts it."""
         self.ready_file.unlink(missing_ok=True)
         command = [sys.executable, "-m", self.module, *self.arguments]
         command += ["--port", str(self.port), "--ready-file", str(self.ready_file)]
@@ -95,7 +95,7 @@ class Service:
         self.started_at, self.restart_at = time.monotonic(), None
 
     def serves(self) -> bool:
-        """True once the ready file has held an address, which is stored with its port."""
+        """True once the service has written its address to the ready file. Stores the address and its port."""
         if self.address is None and self.ready_file.exists() and (text := self.ready_file.read_text().strip()):
             self.address, (_, self.port) = text, split(text)
         return self.address is not None
@@ -109,7 +109,7 @@ class Service:
         return None if self.process is None else self.process.poll()
 
     def keep_alive(self, say: Callable[[str], None]) -> None:
-        """Restart the process if it has ended, after a wait that grows with each short life; kill it if it is stuck."""
+        """Restart the process if it has ended, after a wait that grows with each short run; kill a stuck process."""
         code = self.exit_code()
         if code is None:
             self._end_if_stuck(say)
@@ -133,13 +133,13 @@ class Service:
             self.looks = 0
 
     def last_lines(self, count: int = _TAIL_LINES) -> str:
-        """Return the last lines of the log since the process was started."""
+        """Return the last `count` lines of the log that the current process has written."""
         said = self.log.read_bytes()[self.log_before :] if self.log.exists() else b""
         lines = said.decode(errors="replace").splitlines()
         return "\n".join(f"  {line}" for line in lines[-count:]) or "  (it printed nothing)"
 
     def bound_log(self) -> None:
-        """Begin the log anew once it is large, and keep one earlier log. The service goes on appending to the file."""
+        """Rotate a log larger than LARGEST_LOG, and keep one earlier log. The service appends to the same file."""
         with suppress(FileNotFoundError):  # the user has removed it
             if self.log.stat().st_size > LARGEST_LOG:
                 with self.log.open("rb") as full, _for_its_owner(self.log.with_suffix(".log.1"), os.O_TRUNC) as kept:
@@ -151,19 +151,20 @@ class Service:
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
 
-    def stop(self) -> None:
-        """Wait until the process ends after `ask_to_stop`; kill it after the grace period."""
+    def stop(self, say: Callable[[str], None] = lambda text: None) -> None:
+        """Wait until the process ends after `ask_to_stop`; kill it after the grace period, and say so."""
         if self.process is None:
             return
         try:
             self.process.wait(_GRACE_SECONDS)
         except subprocess.TimeoutExpired:
+            say(f"the {self.name} service did not end within {_GRACE_SECONDS:g} s: ending it\n{self.last_lines(3)}")
             self.process.kill()
             self.process.wait()
 
 
 def _for_its_owner(file: Path, how: int) -> BinaryIO:
-    """Open a file for appending with the extra flag `how`. Other users cannot read a newly created file."""
+    """Open a file for appending, with the extra `os.open` flag `how`. Other users cannot read a newly created file."""
     return os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | how, 0o600), "ab")
 
 
@@ -172,7 +173,7 @@ def _ending(code: int) -> str:
 
 
 def _die_with(parent: int) -> Callable[[], None] | None:
-    """Return the child's first action: ask Linux for SIGKILL when the parent dies. None on other systems."""
+    """Return a `preexec_fn` that makes Linux kill the child when the process `parent` dies; None on other systems."""
     if not sys.platform.startswith("linux"):
         return None
     prctl = ctypes.CDLL(None, use_errno=True).prctl

@@ -1,4 +1,4 @@
-"""`spire up`: run verifier, draft and gateway as processes on this machine, and show that they work by a completion.
+"""`spire up`: run verifier, draft and gateway as processes on this machine, and complete one prompt as a check.
 
     spire up                          the bundled pair, on the available hardware
     spire up --model DIR --draft magicdec
@@ -51,11 +51,11 @@ _FIRST_PROMPT = "It was a cold and stormy night, and"
 
 
 class _Stopped(Exception):
-    """SIGINT or SIGTERM was received."""
+    """Raised when SIGINT or SIGTERM is received."""
 
 
 def _port(text: str) -> int:
-    """Return a port from 0 to 65535. Raises BadParameter, also for the address that Kubernetes may set in its place."""
+    """Parse a port from 0 to 65535. Raises BadParameter, with an explanation for an address set by Kubernetes."""
     number = int(text) if str(text).isascii() and str(text).isdecimal() else -1
     if not 0 <= number <= 65535:
         raise typer.BadParameter(explain_link("SPIRE_UP_PORT") or f"{text!r} is not a port from 0 to 65535")
@@ -144,9 +144,9 @@ def up(
 
 
 def _arguments(**given: object) -> list[str]:
-    """Return options of a command line: max_context=8 is --max-context 8, True a flag, a list as many options.
+    """Return command-line arguments: max_context=8 gives --max-context 8, True gives a flag, a list repeats the option.
 
-    None and False leave an option to the service.
+    None and False give no argument, so that the service uses its default.
     """
     arguments: list[str] = []
     for name, value in given.items():
@@ -161,7 +161,7 @@ def _arguments(**given: object) -> list[str]:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Options of both model services; a service chooses values that are None."""
+    """Options common to verifier and draft. If an option is None, the service chooses its value."""
 
     dtype: str | None = None
     device: str | None = None
@@ -235,7 +235,7 @@ class Stack:
         for service in reversed(self.services):
             service.ask_to_stop()
         for service in reversed(self.services):
-            service.stop()
+            service.stop(_warn)
 
     def _launch(self, module: str, arguments: list[str], what: str, status: Status, port: int = 0) -> str:
         arguments = [*arguments, "--secret-file", str(self.directory / "secret"), *self.further.get(module, [])]
@@ -254,7 +254,7 @@ class Stack:
             time.sleep(_POLL_SECONDS)
 
     def _gateway_is_ready(self) -> bool:
-        """True if gateway, verifier and any draft are ready, or the gateway asks for a key. Raises SpireError."""
+        """True if all services are ready, or the gateway requires a key that this process lacks. Raises SpireError."""
         try:
             with direct_client(timeout=2) as client:
                 answer = client.get(f"{self.url}/ready", headers=authorization())
@@ -275,7 +275,7 @@ class Stack:
 
 
 def show_completion(url: str, prompt: str) -> None:
-    """Stream a completion to the terminal, because a large model may take minutes. Raises GatewayError."""
+    """Complete `prompt` and stream the text to the terminal: a large model may take minutes. Raises GatewayError."""
     completion = ClientCompletion(prompt)
     console.print(f"[bold]{escape(prompt)}[/]", end="")
     with direct_client(timeout=None) as client:
@@ -290,7 +290,7 @@ def _warn(text: str) -> None:
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """Raise _Stopped at the first SIGINT or SIGTERM, and ignore later ones: they must not interrupt the stopping."""
+    """Raise _Stopped at the first SIGINT or SIGTERM within the block. Later signals must not interrupt the shutdown."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         for name in (signal.SIGINT, signal.SIGTERM):
@@ -306,7 +306,7 @@ def _signals() -> Iterator[None]:
 
 
 def _made(directory: Path) -> Path:
-    """Make the directory for logs and return it. Raises SpireError if it cannot be made."""
+    """Create the directory for logs and return its path. Raises SpireError if the directory cannot be created."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -315,14 +315,14 @@ def _made(directory: Path) -> Path:
 
 
 def _private_host(directory: Path) -> str | None:
-    """Return a socket in a directory that no other user may enter, or None if a host is configured."""
+    """Return unix:PATH for a socket of the verifier in `directory`; None if a host is configured or PATH is invalid."""
     path = str(directory / "verifier.sock")
     configured = os.environ.get("SPIRE_VERIFIER_HOST") or "host" in read_options().get("verifier", {})
     return None if configured or not fits_unix(path) else f"unix:{path}"
 
 
 def _asks_for_keys(keys: Path | None, without_keys: bool) -> bool:
-    """True if an option, the gateway's environment or its options file names API keys or permits serving without."""
+    """True if an option, the environment or the options file sets API keys, or permits the gateway to need none."""
     own = {str(name).replace("-", "_"): value for name, value in read_options().get("gateway", {}).items()}
     told = os.environ.get("SPIRE_GATEWAY_WITHOUT_KEYS") or own.get("without_keys")
     return bool(keys or without_keys or told or own.get("keys"))
