@@ -9,9 +9,13 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 PIP_FLAGS ?=
 ONCE ?=
 MINUTES ?= 30
+# How many processes test at a time.
+WORKERS ?= 2
 MODEL ?=
 DRAFT ?=
 ARGS ?=
+# With byte code written even where the environment says not to: rewriting all assertions takes half a minute.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile
 OUT ?= build/gpu
 PARTS ?=
 DRY_RUN ?=
@@ -24,7 +28,7 @@ ONE_LINE := awk -v shown="$$(test -t 2 && echo yes)" \
 	'shown && /^(Collecting|Installing)/ { printf "\r\033[K  %s", substr($$0, 1, 70); fflush() } END { if (shown) printf "\r\033[K" }'
 
 .DEFAULT_GOAL := help
-.PHONY: help serve compose-up compose-down images-test check test faults faults-seen fuzz soak neighbours pictures gpu gpu-wheels lint format protos clean
+.PHONY: help serve compose-up compose-down images-test check test test-all faults faults-seen fuzz soak neighbours pictures gpu gpu-wheels lint format protos clean
 
 help:  ## List what can be made.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,11 +50,16 @@ compose-down:  ## Stop it; what runs may end, volumes and secrets stay.
 deploy/.env:
 	cp deploy/.env.example $@
 
-check: lint  ## ruff, mypy, and the tests that start no processes (a minute).
-	$(VENV)/bin/python -m pytest -q -m "not slow and not processes" $(ARGS)
+check: lint  ## ruff, mypy, and the quick tests that start no processes (a minute).
+	$(PYTEST) -q -m "not slow and not thorough and not processes and not seconds" $(ARGS)
 
 test: lint  ## Everything CI runs: ruff, mypy, pytest.
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
+
+test-all: lint  ## All tests, `thorough` and `slow` ones too, and MINUTES of mixed load with kills (hours).
+	@mkdir -p build
+	SPIRE_FAULTS_REPORT=build/faults.json $(VENV)/bin/python -m pytest -m "" $(ARGS)
+	$(VENV)/bin/python -m tests.faults.soak --minutes $(MINUTES)
 
 faults: $(VENV)/.dev  ## All faults of docs/faults.md, slow ones too (SPIRE_FAULTS_MINUTES of kills, 10 if not said); figures in build/faults.json.
 	@mkdir -p build

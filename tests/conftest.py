@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: threads of two test processes wait for each other
+    os.environ["OMP_NUM_THREADS"] = "1"
+
 from spire.bench.prompts import PromptSource
 from tests import smollm2
 from tests.paths import TESTS
@@ -28,14 +31,56 @@ FIXTURES = TESTS / "fixtures"
 STARTING_FIXTURES = {"changing", "driver", "guarded", "services", "serving", "shared", "shared_apart", "system"}
 STARTERS = {id(starter) for starter in (running, start, subprocess, multiprocessing)}
 
+# Files whose tests take seconds together, without processes.
+SECONDS = [
+    "deploy/test_secrets.py",
+    "draft_service/test_health.py",
+    "draft_service/test_requests.py",
+    "draft_service/test_worker.py",
+    "gateway/api/test_long_work.py",
+    "gateway/requests/test_structured.py",
+    "gateway/rounds/test_depth.py",
+    "gateway/rounds/test_order.py",
+    "gateway/text/test_tokenizer.py",
+    "security/test_pickle.py",
+    "spire/checkpoints/test_convert.py",
+    "spire/checkpoints/test_gguf.py",
+    "spire/checkpoints/test_gguf_bpe.py",
+    "spire/checkpoints/test_model_tokenizer.py",
+    "spire/cli/test_perf_model_command.py",
+    "spire/decoding/test_sampling.py",
+    "spire/decoding/test_verification.py",
+    "spire/model/test_cache.py",
+    "spire/model/test_draft.py",
+    "spire/model/test_self_speculation.py",
+    "spire/perf/test_calibration.py",
+    "spire/perf/test_perf_model_properties.py",
+    "spire/text/test_chat_template.py",
+    "spire/training/test_draft_training.py",
+    "system/test_garbage.py",
+    "verifier_service/engine/test_protocol_model.py",
+    "verifier_service/engine/test_rounds.py",
+    "verifier_service/engine/test_self_drafting.py",
+    "verifier_service/engine/test_shares.py",
+    "verifier_service/feed/test_activations.py",
+    "verifier_service/feed/test_feed.py",
+    "verifier_service/sampling/test_grammar.py",
+    "verifier_service/sampling/test_json_formats.py",
+    "verifier_service/serve/test_lifetimes.py",
+    "verifier_service/serve/test_pace_told.py",
+]
+
 # How long an example takes says something of the machine, nothing of the code.
 settings.register_profile("spire", deadline=None)
 settings.load_profile("spire")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """Mark tests that start processes, which `make check` leaves out."""
+    """Mark tests that start processes or take seconds, which `make check` leaves out."""
+    seconds = {TESTS / file for file in SECONDS}
     for item in items:
+        if item.path in seconds:
+            item.add_marker(pytest.mark.seconds)
         imported = set(map(id, vars(item.module).values()))
         if STARTERS & imported or STARTING_FIXTURES & set(item.fixturenames) or TESTS / "faults" in item.path.parents:
             item.add_marker(pytest.mark.processes)

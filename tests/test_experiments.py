@@ -17,6 +17,7 @@ from tests.paths import ROOT
 EXPERIMENTS = ROOT / "experiments"
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(1500)  # a dozen processes, one after another, on whatever machine
 def test_the_paper_size_run_goes_on_in_slices_until_it_has_measured_everything(tmp_path: Path) -> None:
     command = [sys.executable, str(EXPERIMENTS / "paper_size.py"), "--tiny"]

@@ -40,6 +40,7 @@ def make_gpu(out: Path, *more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500)
 
 
+@pytest.mark.thorough
 def test_make_gpu_dry_runs_every_part_and_prints_a_table(tmp_path: Path) -> None:
     done = make_gpu(tmp_path, "DRY_RUN=1")
     (file,) = tmp_path.glob("*.json")

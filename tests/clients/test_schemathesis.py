@@ -13,6 +13,7 @@ from schemathesis import Case, GenerationMode
 from schemathesis.checks import CHECKS, load_all_checks
 
 from gateway.api.openapi import decimals_up_to
+from tests.marks import thoroughly
 
 OPERATIONS = {
     "POST /v1/completions",
@@ -27,7 +28,6 @@ OPERATIONS = {
     "GET /metrics",
 }
 # Each of so many requests generates up to 512 tokens for each of up to 16 choices.
-EXAMPLES = 15
 # Programs in a language of their own: no JSON schema can say which of them are good.
 GRAMMARS = ("guided_json", "guided_regex", "guided_grammar", "guided_choice", "response_format", "structured_outputs")
 # Only with JSON, and two of these may contradict each other.
@@ -57,12 +57,12 @@ def beyond_json_schema(body: Any, answer: str) -> bool:
     return any(body.get(name) for name in (*GRAMMARS, *WHITESPACE)) or tokens > most or bool(best_in_a_stream)
 
 
-def exchanges(operation: Any, mode: GenerationMode) -> list[tuple[int, str]]:
+def exchanges(operation: Any, mode: GenerationMode, examples: int) -> list[tuple[int, str]]:
     """Status and text of the answers to so many requests; each is checked against what the document declares."""
     seen: list[tuple[int, str]] = []
 
     @settings(
-        max_examples=EXAMPLES,
+        max_examples=examples,
         deadline=None,
         derandomize=True,
         database=None,
@@ -81,23 +81,30 @@ def exchanges(operation: Any, mode: GenerationMode) -> list[tuple[int, str]]:
     return seen
 
 
+some_and_many = pytest.mark.parametrize("examples", [5, thoroughly(15)])
+
+
 def test_the_document_knows_every_route(operations: dict[str, Any]) -> None:
     assert operations.keys() == OPERATIONS
 
 
+@some_and_many
 @pytest.mark.parametrize("label", sorted(OPERATIONS))
 def test_what_the_document_allows_is_answered_as_it_declares_and_nearly_always_with_200(
-    operations: dict[str, Any], label: str
+    operations: dict[str, Any], label: str, examples: int
 ) -> None:
-    seen = exchanges(operations[label], GenerationMode.POSITIVE)
+    seen = exchanges(operations[label], GenerationMode.POSITIVE, examples)
     refused = [text for status, text in seen if status != 200]
     assert seen
     assert len(refused) <= 0.1 * len(seen), refused
 
 
+@some_and_many
 @pytest.mark.parametrize("label", sorted(label for label in OPERATIONS if "POST" in label or "{" in label))
-def test_what_the_document_forbids_is_refused_as_it_declares(operations: dict[str, Any], label: str) -> None:
-    seen = exchanges(operations[label], GenerationMode.NEGATIVE)
+def test_what_the_document_forbids_is_refused_as_it_declares(
+    operations: dict[str, Any], label: str, examples: int
+) -> None:
+    seen = exchanges(operations[label], GenerationMode.NEGATIVE, examples)
     assert seen
     assert all(400 <= status < 500 for status, _ in seen)
 

@@ -130,6 +130,7 @@ async def test_a_head_that_drips_is_cut_off_and_never_reaches_the_gateway(tmp_pa
         assert behind.seen == []
 
 
+@pytest.mark.thorough
 async def test_a_body_that_stalls_is_cut_off_and_never_reaches_the_gateway(tmp_path: Path) -> None:
     async with before_upstream(tmp_path) as (behind, front):
         answer = await said_to(front.port, HEAD + b"Content-Length: 100\r\n\r\n", b"half of it", patience=40)

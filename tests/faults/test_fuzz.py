@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.faults.fuzz import fuzzed
 from tests.faults.system import System
 
@@ -13,6 +15,7 @@ def test_wrong_messages_past_the_gateway_break_nothing_and_change_no_text(whole:
     assert {"OK", "INVALID_ARGUMENT", "followed"} <= verdict["statuses"].keys(), "streams ended well and badly"
 
 
+@pytest.mark.thorough
 def test_a_service_that_dies_of_a_message_is_seen(whole: System) -> None:
     """A control."""
     with whole.failpoint("brittle"):

@@ -19,6 +19,7 @@ from tests.faults.failing import GPU_LOST
 from tests.faults.history import Load, Record, stream_into
 from tests.faults.system import System
 from tests.gateway.conftest import eventually
+from tests.marks import thoroughly
 from tests.services import start
 
 
@@ -70,6 +71,7 @@ def test_streams_pause_while_the_verifier_is_dead_and_then_continue(whole: Syste
     assert endured.goodput_after > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.fault(5)
 def test_a_stuck_model_is_not_ready_although_it_answers_pings_and_goes_on_when_it_can(
     whole: System, report: Report
@@ -82,7 +84,7 @@ def test_a_stuck_model_is_not_ready_although_it_answers_pings_and_goes_on_when_i
 
 
 @pytest.mark.fault(5, 20)
-@pytest.mark.parametrize("signals", [1, 2])
+@pytest.mark.parametrize("signals", [1, thoroughly(2)])
 def test_a_stuck_model_does_not_keep_its_verifier_from_ending(stories_dir: Path, tmp_path: Path, signals: int) -> None:
     """By itself within seconds, and at once when it is told again."""
     failing = ["-m", "tests.faults.failing", str(tmp_path), "verifier_service", "--model", str(stories_dir)]
@@ -122,7 +124,7 @@ def test_a_step_that_fails_is_computed_again_and_no_client_notices(whole: System
 
 @pytest.mark.gpu
 @pytest.mark.fault(1, 4)
-@pytest.mark.parametrize(("switch", "name"), [("lost", "verifier"), ("gone", "draft")])
+@pytest.mark.parametrize(("switch", "name"), [("gone", "draft"), thoroughly("lost", "verifier")])
 def test_a_service_that_has_lost_its_gpu_ends_and_no_client_notices(whole: System, switch: str, name: str) -> None:
     """It would fail every step from then on, and be healthy all the while."""
     service = getattr(whole, name)
@@ -136,6 +138,7 @@ def test_a_service_that_has_lost_its_gpu_ends_and_no_client_notices(whole: Syste
     assert json.loads(told)["error"] == GPU_LOST
 
 
+@pytest.mark.thorough
 def test_when_every_step_fails_a_request_is_given_up_without_the_words_of_a_library(whole: System) -> None:
     victim = Record({"prompt": "Once", "max_tokens": 200, "return_token_ids": True})
     with whole.failpoint("broken"):

@@ -87,6 +87,7 @@ def dripping(tokens: int, pause: float) -> Iterator[str]:
         server.server_close()
 
 
+@pytest.mark.thorough
 def test_a_request_is_waited_for_as_long_as_tokens_come_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history, "SILENCE", 3.0)
     with dripping(tokens=12, pause=0.5) as url:

@@ -21,6 +21,7 @@ def drafted(whole: System) -> float:
     return whole.metric("gateway", "spire_draft_tokens_total")
 
 
+@pytest.mark.thorough
 @pytest.mark.fault(3)
 def test_a_draft_too_slow_for_a_round_is_left_out_of_all_but_a_few(apart: System, report: Report) -> None:
     timeouts: list[float] = []
@@ -47,6 +48,7 @@ def test_a_verifier_that_vanished_without_a_word_is_missed_within_5_s(whole: Sys
     assert endured.detection < 5
 
 
+@pytest.mark.thorough
 @pytest.mark.fault(7)
 def test_what_a_healed_partition_lets_go_late_changes_nothing(whole: System, report: Report) -> None:
     endured = whole.endure(whole.to_verifier.hold, lambda: is_unready(whole), whole.to_verifier.heal)
@@ -54,6 +56,7 @@ def test_what_a_healed_partition_lets_go_late_changes_nothing(whole: System, rep
     assert endured.goodput_after > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.fault(9)
 def test_a_round_whose_answer_is_lost_is_not_lost(whole: System, report: Report) -> None:
     """The verifier has committed tokens that the gateway never hears of."""
@@ -73,6 +76,7 @@ def test_a_round_whose_answer_is_lost_is_not_lost(whole: System, report: Report)
     assert lost() > before
 
 
+@pytest.mark.thorough
 @pytest.mark.fault(12)
 def test_bits_that_flip_on_the_way_to_and_from_the_draft_change_no_token(apart: System, report: Report) -> None:
     """The gateway's wire to the verifier needs TLS for that: nothing else tells a wrong token from a right one."""

@@ -107,6 +107,7 @@ def test_one_switch_takes_the_other_names_away(stories_dir: Path) -> None:
     assert names == []
 
 
+@pytest.mark.thorough
 def test_a_sampled_share_of_the_rounds_is_left_plain_and_changes_no_text(measuring: Api, api: Api) -> None:
     before = samples(measuring)
     request = LONG | {"temperature": 0}
@@ -177,6 +178,7 @@ def test_prices_are_told_as_configured(measuring: Api) -> None:
     assert measuring.metric("spire_price_per_hour", service="draft") == 0.5
 
 
+@pytest.mark.thorough
 def test_no_request_makes_a_series(measuring: Api) -> None:
     """From the first scrape on: whatever is asked, and whatever has happened."""
     before = set(samples(measuring))

@@ -93,6 +93,7 @@ def test_a_multiplier_is_shown_while_the_gateway_chooses_k(page: Page, services:
     assert shown == pytest.approx(Api(services.url).metric("spire_multiplier_measured"), abs=0.006)
 
 
+@pytest.mark.thorough
 def test_with_a_fixed_k_the_multiplier_is_over_the_last_plain_run_of_the_same_sampling(page: Page) -> None:
     page.complete(PROMPT, k=4)
     assert page.text("#gain") == "–"
@@ -202,6 +203,7 @@ def restarted(services: Services) -> Service:
     return start(command, services.directory)
 
 
+@pytest.mark.thorough
 def test_a_killed_verifier_is_told_of_and_noticed_when_it_is_back(driver: Any, mortal: Services) -> None:
     page = opened(driver, mortal.url)
     page.load_ready()
@@ -261,6 +263,7 @@ def test_a_gateway_that_is_gone_is_told_of(driver: Any, stories_dir: Any) -> Non
         assert page.text("#error h2") == "The gateway does not answer"
 
 
+@pytest.mark.thorough
 def test_a_prompt_that_takes_long_to_read_is_told_of_until_the_first_token(driver: Any, stories_dir: Any) -> None:
     with running(stories_dir, verifier=["-m", "tests.slow_verifier", "0.02", "4"]) as services:
         page = opened(driver, services.url)

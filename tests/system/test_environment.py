@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.marks import thoroughly
 from tests.system.test_up import ENVIRONMENT, Running, spire, up
 
 
@@ -33,7 +34,7 @@ def test_no_proxy_stands_between_the_services(stories_dir: Path, stories_draft_d
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback")
-@pytest.mark.parametrize("host", ["[::1]", "::"])
+@pytest.mark.parametrize("host", ["[::1]", thoroughly("::")])
 def test_all_services_listen_at_ipv6_addresses(
     host: str, stories_dir: Path, stories_draft_dir: Path, certs: Path, tmp_path: Path
 ) -> None:

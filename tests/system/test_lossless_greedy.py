@@ -1,4 +1,5 @@
-"""Greedy text through REST with speculation is the target's own: 64 prompts of mixed lengths, 128 tokens each, batched.
+"""Greedy text through REST with speculation is the target's own: 64 prompts of mixed lengths, 128 tokens each, batched
+(`make test`: three prompts).
 
 fp32 must agree token for token with plain decoding and with `transformers` on the same checkpoint. In bf16 two orders
 of summation may part where two tokens are as good as equal, and only there; kernels of ours have one order for all.
@@ -19,22 +20,24 @@ from spire.bench.prompts import BUNDLED_TEXT, PromptSource
 from spire.checkpoints.weights import load_target
 from spire.kernels import kernels_for
 from spire.model.target import Target, WholeSequence
+from tests.marks import thoroughly
 from tests.services import Services, running
 
 # Thousands of tokens, on whatever machine.
 pytestmark = pytest.mark.timeout(1200)
 
-LENGTHS, PER_LENGTH, GENERATED = (5, 33, 64, 130, 257, 400, 700, 1000), 8, 128
+LENGTHS, GENERATED = (5, 33, 64, 130, 257, 400, 700, 1000), 128
 MODEL = spire.cli.paths.BUNDLED / "target"
 DRAFT = spire.cli.paths.BUNDLED / "draft"
 
 
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
+@pytest.fixture(scope="module", params=[(1, LENGTHS[1::3]), thoroughly((8, LENGTHS))], ids=["few", "many"])
+def prompts(request: pytest.FixtureRequest) -> list[list[int]]:
+    count, lengths = request.param
     source = PromptSource(MODEL, [BUNDLED_TEXT])
-    cut = [source.cut(PER_LENGTH, length, seed=length) for length in LENGTHS]
+    cut = [source.cut(count, length, seed=length) for length in lengths]
     # Neighbours in the batch differ in length.
-    return [group[index] for index in range(PER_LENGTH) for group in cut]
+    return [group[index] for index in range(count) for group in cut]
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +89,7 @@ def by_transformers(prompts: list[list[int]]) -> list[list[int]]:
     model = LlamaForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     model.generation_config.eos_token_id = None
     continuations: dict[int, list[int]] = {}
-    for length in LENGTHS:
+    for length in set(map(len, prompts)):
         rows = [index for index, prompt in enumerate(prompts) if len(prompt) == length]
         ids = torch.tensor([prompts[index] for index in rows])
         with torch.inference_mode():

@@ -3,6 +3,7 @@
 A cell is 6,300 continuations of 8 tokens, all from one start token: 50,400 draws, each from a known row. The cells
 combine rule, temperature, truncation or penalty, k and what q holds. 11 tests a cell at a false-alarm rate of 1e-5
 each: 1.5e-3 for all cells. Seeds are fixed. A verifier that accepts everything must fail by a wide margin.
+`make test` runs one cell for each rule with a sixth of the draws.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from numpy.typing import NDArray
 from scipy.stats import chi2, chisquare
 
 from tests.markov import VOCABULARY, logits_after_each_token, write_markov_pair
+from tests.marks import thoroughly
 from tests.services import Services, running
 
 # Thousands of tokens, on whatever machine.
 pytestmark = pytest.mark.timeout(1200)
 
-CHOICES, REQUESTS, LENGTH, START = 15, 420, 8, 3
+CHOICES, LENGTH, START = 15, 8, 3
+FEW, MANY = 70, 420
 FALSE_ALARM = 1e-5
 LOSSY = ["-m", "tests.lossy_verifier"]
 PENALTIES = {"presence_penalty": 0.7, "frequency_penalty": 0.4}
@@ -44,9 +47,9 @@ CELLS: dict[int, list[tuple[str, int, dict[str, float]]]] = {
         ("rejection", 5, {"temperature": 1.0} | PENALTIES),
     ],
     1: [
+        ("invariant", 1, {"temperature": 1.0, "top_k": 9}),
         ("rejection", 3, {"temperature": 1.5, "min_p": 0.1}),
         ("block", 5, {"temperature": 0.6, "top_p": 0.8}),
-        ("invariant", 1, {"temperature": 1.0, "top_k": 9}),
         ("block", 3, {"temperature": 1.5} | PENALTIES),
         ("invariant", 5, {"temperature": 1.0} | PENALTIES),
     ],
@@ -70,36 +73,40 @@ def services(pair: tuple[Path, Path], request: pytest.FixtureRequest) -> Iterato
         yield request.param, services
 
 
-@pytest.mark.parametrize("cell", range(5))
+@pytest.mark.parametrize(("cell", "requests"), [(0, FEW), *(thoroughly(cell, MANY) for cell in range(5))])
 def test_output_has_the_targets_distribution(
-    services: tuple[int, Services], logits: NDArray[np.float64], cell: int
+    services: tuple[int, Services], logits: NDArray[np.float64], cell: int, requests: int
 ) -> None:
     m, system = services
     if cell >= len(CELLS[m]):
         pytest.skip("no such cell")
     rule, k, sampling = CELLS[m][cell]
-    drawn, accepted = generate(system.url, sampling, {"rule": rule, "k": k})
+    drawn, accepted = generate(system.url, sampling, {"rule": rule, "k": k}, requests)
     assert accepted > len(drawn) // 2, "the draft must have taken part"
     p_values = fit_penalised(drawn, logits, **sampling) if PENALTIES.items() <= sampling.items() else None
     p_values = p_values or fit(drawn, reference(logits, **sampling))
     assert min(p_values.values()) > FALSE_ALARM, p_values
 
 
+@pytest.mark.parametrize("requests", [FEW, thoroughly(MANY)])
 def test_a_target_that_drafts_for_itself_keeps_its_distribution(
-    pair: tuple[Path, Path], logits: NDArray[np.float64]
+    pair: tuple[Path, Path], logits: NDArray[np.float64], requests: int
 ) -> None:
     """It guesses from its own top 5, so that guesses have to be rejected now and then."""
     with running(pair[0], "magicdec", verifier_options=["--self-top-m", "5"]) as services:
-        drawn, accepted = generate(services.url, {"temperature": 1.0}, {"rule": "rejection"})
+        drawn, accepted = generate(services.url, {"temperature": 1.0}, {"rule": "rejection"}, requests)
     assert len(drawn) < accepted < drawn.size * 3 // 4
     p_values = fit(drawn, reference(logits, temperature=1.0))
     assert min(p_values.values()) > FALSE_ALARM, p_values
 
 
-def test_a_verifier_that_accepts_everything_fails(pair: tuple[Path, Path], logits: NDArray[np.float64]) -> None:
+@pytest.mark.parametrize("requests", [FEW, thoroughly(MANY)])
+def test_a_verifier_that_accepts_everything_fails(
+    pair: tuple[Path, Path], logits: NDArray[np.float64], requests: int
+) -> None:
     with running(*pair, verifier=LOSSY) as lossy:
-        drawn, _ = generate(lossy.url, {"temperature": 1.0}, {"rule": "rejection"})
-        penalised, _ = generate(lossy.url, {"temperature": 1.0} | PENALTIES, {"rule": "rejection"})
+        drawn, _ = generate(lossy.url, {"temperature": 1.0}, {"rule": "rejection"}, requests)
+        penalised, _ = generate(lossy.url, {"temperature": 1.0} | PENALTIES, {"rule": "rejection"}, requests)
     for p_values in (fit(drawn, reference(logits, temperature=1.0)), fit_penalised(penalised, logits, **PENALTIES)):
         assert p_values["pooled"] < FALSE_ALARM**2
         assert p_values["joint over two"] < FALSE_ALARM**2
@@ -107,7 +114,7 @@ def test_a_verifier_that_accepts_everything_fails(pair: tuple[Path, Path], logit
 
 
 def generate(
-    url: str, sampling: dict[str, float], speculation: dict[str, Any], requests: int = REQUESTS
+    url: str, sampling: dict[str, float], speculation: dict[str, Any], requests: int
 ) -> tuple[NDArray[np.int64], int]:
     """Token ids [continuations, LENGTH] and how many of them the draft guessed."""
 

@@ -40,6 +40,7 @@ def slow(stories_dir: Path) -> Iterator[Services]:
         yield services
 
 
+@pytest.mark.thorough
 def test_a_cell_may_take_longer_than_the_gateway_waits_for_a_head(slow: Services, source: PromptSource) -> None:
     load = Batch(source, batch=2, context=30, generate=12, temperature=1.0)
     figures = asyncio.run(measure(System(slow.url), load.requests(k=0, seed=1)))
@@ -47,6 +48,7 @@ def test_a_cell_may_take_longer_than_the_gateway_waits_for_a_head(slow: Services
     assert figures.round_ms, "what was asked while all decoded was answered"
 
 
+@pytest.mark.thorough
 def test_capacity_is_sought_around_what_a_request_takes_alone(slow: Services, source: PromptSource) -> None:
     class Tried(Exception):
         pass

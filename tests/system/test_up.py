@@ -22,6 +22,7 @@ from spire.checkpoints.weights import load_draft, load_target, save_draft
 from spire.cli import app
 from spire.cli.paths import choose_pair
 from spire.cli.service import Service
+from tests.marks import thoroughly
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at processes through /proc")
 
@@ -94,13 +95,27 @@ class Running:
         return self.complete()["choices"][0]["text"]
 
 
+@pytest.fixture(scope="module")
+def untouched(
+    stories_dir: Path, stories_draft_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Running]:
+    """A `spire up` for all tests that only ask it."""
+    yield from _running(stories_dir, stories_draft_dir, tmp_path_factory.mktemp("up"))
+
+
 @pytest.fixture
 def running(stories_dir: Path, stories_draft_dir: Path, tmp_path: Path) -> Iterator[Running]:
-    stack = Running(up(stories_dir, stories_draft_dir, "--prompt", ""), tmp_path / "up.log")
+    """A `spire up` of which a test may kill parts."""
+    yield from _running(stories_dir, stories_draft_dir, tmp_path)
+
+
+def _running(model: Path, draft: Path, directory: Path) -> Iterator[Running]:
+    stack = Running(up(model, draft, "--prompt", ""), directory / "up.log")
     yield stack
     if stack.process.poll() is None:
         stack.process.terminate()
-        stack.process.wait(30)
+        stack.process.wait(60)
+        assert "did not end" not in stack.printed, stack.printed
 
 
 def test_once_completes_a_prompt_prints_figures_and_stops(stories_dir: Path, stories_draft_dir: Path) -> None:
@@ -112,6 +127,7 @@ def test_once_completes_a_prompt_prints_figures_and_stops(stories_dir: Path, sto
     assert "/v1/completions" in done.stdout
 
 
+@pytest.mark.thorough
 def test_logs_stay_where_they_were_wanted_and_the_model_has_its_name(stories_dir: Path, tmp_path: Path) -> None:
     logs = tmp_path / "kept" / "logs"
     options = ["--port", "0", "--threads", "1", "--once", "--log-dir", str(logs), "--served-model-name", "my-model"]
@@ -151,7 +167,7 @@ def test_ids_without_text_are_told_before_anything_is_loaded(stories_dir: Path, 
     assert "128 of the model's 640 ids have no text" in " ".join(done.stdout.split())
 
 
-@pytest.mark.parametrize("told", ["option", "environment", "file"])
+@pytest.mark.parametrize("told", ["option", thoroughly("environment"), thoroughly("file")])
 def test_serving_everybody_can_be_said_in_every_way(told: str, stories_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "spire.toml").write_text("[gateway]\nwithout_keys = true\n" if told == "file" else "")
     environment = ENVIRONMENT | ({"SPIRE_GATEWAY_WITHOUT_KEYS": "true"} if told == "environment" else {})
@@ -162,6 +178,7 @@ def test_serving_everybody_can_be_said_in_every_way(told: str, stories_dir: Path
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.thorough
 def test_a_model_without_a_draft_drafts_for_itself_when_asked(stories_dir: Path) -> None:
     command = spire("up", "--model", str(stories_dir), "--port", "0", "--threads", "1", "--once", "--k", "4")
     environment = ENVIRONMENT | {"SPIRE_DRAFT": "magicdec"}
@@ -187,14 +204,14 @@ def test_doctor_knows_the_target_as_its_own_draft(stories_dir: Path) -> None:
     assert checks["draft"]["value"] == "magicdec: the target itself"
 
 
-def test_complete_streams_the_same_text_as_it_prints_whole(running: Running) -> None:
-    request = ["complete", "Once upon a time", "--url", running.url, "--temperature", "0", "--max-tokens", "24"]
+def test_complete_streams_the_same_text_as_it_prints_whole(untouched: Running) -> None:
+    request = ["complete", "Once upon a time", "--url", untouched.url, "--temperature", "0", "--max-tokens", "24"]
 
     def output(*more: str) -> str:
         return subprocess.run(spire(*request, *more), capture_output=True, text=True, check=True, timeout=60).stdout
 
     whole = output("--no-stream")
-    assert whole.strip() == running.text().strip()
+    assert whole.strip() == untouched.text().strip()
     assert output() == whole
     assert output("--draft", "off") == whole
     report = json.loads(output("--json"))
@@ -203,15 +220,15 @@ def test_complete_streams_the_same_text_as_it_prints_whole(running: Running) -> 
     assert report["text"].strip() == whole.strip()
 
 
-def test_a_refusal_by_the_gateway_is_shown(running: Running) -> None:
-    command = spire("complete", "hi", "--url", running.url, "--max-tokens", "-1")
+def test_a_refusal_by_the_gateway_is_shown(untouched: Running) -> None:
+    command = spire("complete", "hi", "--url", untouched.url, "--max-tokens", "-1")
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "the gateway refused (400)" in done.stderr
     assert "max_tokens" in done.stderr
 
 
-@pytest.mark.parametrize("module", ["verifier_service", "draft_service", "gateway"])
+@pytest.mark.parametrize("module", ["verifier_service", thoroughly("draft_service"), thoroughly("gateway")])
 @pytest.mark.fault(1, 4)
 def test_a_service_that_dies_is_restarted_where_it_was(module: str, running: Running) -> None:
     before = running.text()
@@ -255,7 +272,7 @@ def test_a_service_that_is_frozen_is_restarted_where_it_was(tmp_path: Path, monk
         service.stop()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGTERM, thoroughly(signal.SIGINT)])
 @pytest.mark.fault(20)
 def test_a_signal_ends_all_services_in_order(number: signal.Signals, running: Running) -> None:
     children = services(running.process.pid).values()
@@ -272,6 +289,7 @@ def test_a_killed_spire_up_leaves_no_process_behind(running: Running) -> None:
     wait_until("the services to end with it", lambda: not any(alive(child) for child in children), 10)
 
 
+@pytest.mark.thorough
 @pytest.mark.fault(21)
 def test_a_draft_of_another_target_is_refused_with_both_fingerprints(
     stories_dir: Path, stories_draft_dir: Path, tmp_path: Path
@@ -344,6 +362,7 @@ def test_a_log_that_has_grown_begins_anew_and_one_before_it_is_kept(
     assert service.last_lines().strip().startswith('{"event": "draining"'), "the service goes on where the log begins"
 
 
+@pytest.mark.thorough
 def test_how_much_is_held_can_be_said_and_is_shown(stories_dir: Path) -> None:
     command = up(stories_dir, Path("off"), "--once", "--prompt", "", "--max-context", "300", "--cache-gb", "0.1")
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=240)

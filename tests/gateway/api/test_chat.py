@@ -83,6 +83,7 @@ def test_stop_strings_end_a_chat(talker: Api) -> None:
     assert choice["finish_reason"] == "stop"
 
 
+@pytest.mark.thorough
 def test_without_a_limit_an_answer_may_fill_the_context(talker: Api) -> None:
     usage = chat(talker, ignore_eos=True, temperature=0)["usage"]
     assert usage["total_tokens"] == 512

@@ -57,6 +57,7 @@ def mean_depth(rounds: dict[int, float]) -> float:
     return sum(k * count for k, count in rounds.items()) / sum(rounds.values())
 
 
+@pytest.mark.thorough
 def test_k_follows_the_load_down_to_0_and_back(crowded: tuple[Services, Api]) -> None:
     _, api = crowded
     for _ in range(2):
@@ -134,6 +135,7 @@ def test_a_draft_that_guesses_badly_is_soon_asked_no_more_and_told_of_little(
         assert card["draft"]["k"] == "auto"
 
 
+@pytest.mark.thorough
 def test_a_draft_that_dies_and_returns_leaves_the_choice_as_it_was(stories_dir: Path, tmp_path: Path) -> None:
     """With the target itself as a vanilla draft, so that guesses are good."""
     draft = self_draft(stories_dir, tmp_path)

@@ -18,6 +18,7 @@ from gateway.rounds.acceptance import Acceptance
 from gateway.rounds.depth import PROBE_SHARE, DepthController
 from gateway.rounds.round_times import Load, RoundTimes
 from gateway.sequence import DEEPEST
+from tests.marks import thoroughly
 
 DEPTHS = range(DEEPEST + 1)
 
@@ -126,7 +127,7 @@ def plainly_loses_nothing(choose: Callable[[Load, list[int]], int] | DepthContro
     return share_of_best(LOSES, HEAVY, depths[100:]) >= 0.97
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", [0, *map(thoroughly, range(1, 4))])
 def test_a_system_runs_within_3_percent_of_its_best_fixed_depth(part: int) -> None:
     """The mean of four controllers, each behind its own 300 rounds: what a single one has seen may be unlucky.
 
@@ -201,6 +202,7 @@ def looks(system: System, seed: int, beside: int = 0, prefilling_every: int | No
     return count
 
 
+@pytest.mark.thorough
 def test_rounds_that_leave_nothing_to_the_controller_pay_for_no_looks() -> None:
     alone = sum(looks(system, seed) for system in LATE for seed in FEW_SEEDS)
     beside = sum(looks(system, seed, beside=300) for system in LATE for seed in FEW_SEEDS)

@@ -61,6 +61,7 @@ def test_the_kind_of_draft_is_shown(api: Api, stories_dir: Path) -> None:
     assert api.complete(PROMPT, max_tokens=4, speculation={"draft": "magicdec"})["choices"]
 
 
+@pytest.mark.thorough
 def test_a_verifier_that_dies_and_returns_drafts_again_at_once(services: Services, api: Api) -> None:
     expected = plain(api, requests=2)
     with in_flight(api, requests=2) as futures:

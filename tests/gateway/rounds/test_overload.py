@@ -56,6 +56,7 @@ def test_a_full_queue_tells_when_to_ask_again_by_the_measured_rate(strict: tuple
         assert all(one.result()["usage"]["completion_tokens"] == body["max_tokens"] for one in work)
 
 
+@pytest.mark.thorough
 @pytest.mark.fault(15)
 def test_who_would_wait_long_while_the_verifier_reads_others_prompts_is_refused(stories_dir: Path) -> None:
     """They have their places already, so it is no queue for a place."""
@@ -135,6 +136,7 @@ def test_a_connection_kept_alive_has_the_deadline_again_for_its_next_head(strict
         assert _is_cut_off(one)
 
 
+@pytest.mark.thorough
 def test_a_connection_stays_open_between_two_requests_for_as_long_as_is_said(strict: tuple[Services, Api]) -> None:
     """Longer than uvicorn's 5 s, and than its next head may take."""
     _, api = strict

@@ -11,8 +11,8 @@ import pytest
 from tests.gateway.conftest import Api, eventually
 from tests.services import running
 
-LONG: dict[str, Any] = {"max_tokens": 400, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-PROMPTS = ["Once upon a time" + " there" * index for index in range(6)]
+LONG: dict[str, Any] = {"max_tokens": 300, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+PROMPTS = ["Once upon a time" + " there" * index for index in range(4)]
 
 
 @pytest.mark.fault(19)

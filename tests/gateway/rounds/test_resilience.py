@@ -20,7 +20,7 @@ import pytest
 from tests.gateway.conftest import Api, eventually
 from tests.services import Service, Services, running, start
 
-LONG: dict[str, Any] = {"max_tokens": 480, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+LONG: dict[str, Any] = {"max_tokens": 200, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 PROMPT = "Once upon a time"
 
 

@@ -97,6 +97,7 @@ def test_a_gateway_that_is_not_there_is_named(stories_dir: Path, prose: list[Pat
     assert "spire up" in str(result.exception)
 
 
+@pytest.mark.thorough
 def test_without_a_running_service_tau_of_any_pair_is_measured_by_starting_it(
     stories_dir: Path, stories_draft_dir: Path
 ) -> None:

@@ -20,6 +20,7 @@ from spire.model.draft import prune
 from tests.services import running
 
 
+@pytest.mark.thorough
 def test_transformers_is_measured_in_every_mode_it_has(stories_dir: Path, prose: list[Path]) -> None:
     source = PromptSource(stories_dir, prose)
     loads = [Batch(source, batch, 30, 24, temperature=1.0) for batch in (1, 3)]
@@ -47,6 +48,7 @@ def test_a_checkpoint_that_transformers_cannot_open_is_told_with_its_words(stori
         list(run_transformers(Task(tmp_path, None, loads, "float32", 3, 1, 1)))
 
 
+@pytest.mark.thorough
 def test_only_a_draft_that_is_a_language_model_by_itself_assists(
     stories_dir: Path, stories_draft_dir: Path, prose: list[Path], tmp_path: Path
 ) -> None:

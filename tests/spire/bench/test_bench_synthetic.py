@@ -52,6 +52,7 @@ def test_what_is_synthetic_is_asked_for_as_a_whole(arguments: list[str], message
     assert re.search(message, str(result.exception))
 
 
+@pytest.mark.thorough
 def test_a_shape_is_measured_and_every_output_says_that_it_is_synthetic(tmp_path: Path) -> None:
     shape = [
         "--shape",

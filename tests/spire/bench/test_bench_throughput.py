@@ -164,6 +164,7 @@ def test_draft_bytes_do_not_grow_with_context(measured: dict[int, Figures]) -> N
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_every_draft_is_compared_with_plain_decoding_in_its_own_services(
     stories_dir: Path, stories_draft_dir: Path, prose: list[Path]
 ) -> None:

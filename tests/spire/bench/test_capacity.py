@@ -50,6 +50,7 @@ def arriving(model: Path, generate: int) -> Arriving:
     return Arriving(PromptSource(model, [BUNDLED_TEXT]), 16, Request(generate, 1.0, 0), 1.0)
 
 
+@pytest.mark.thorough
 def test_a_trial_tells_who_was_refused_and_how_soon(narrow: Services, stories_dir: Path) -> None:
     crowded = run(narrow.url, arriving(stories_dir, 300), rate=40, seed=1)
     assert crowded.refused.keys() == {429}

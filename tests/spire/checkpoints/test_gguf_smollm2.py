@@ -15,6 +15,7 @@ from spire.checkpoints.tokenizer import load_tokenizer
 from spire.checkpoints.weights import load_tensors
 from spire.model.config import load_model_config
 from tests.gateway.conftest import Api
+from tests.marks import thoroughly
 from tests.services import running
 from tests.spire.checkpoints.test_convert import SAMPLES
 
@@ -43,7 +44,7 @@ def reference_tokenizer(smollm2_gguf: Path) -> Any:
     return AutoTokenizer.from_pretrained(smollm2_gguf.parent, gguf_file=smollm2_gguf.name)
 
 
-@pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.fixture(scope="module", params=[torch.bfloat16, thoroughly(torch.float32)], ids=["bfloat16", "float32"])
 def converted(request: pytest.FixtureRequest, smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("smollm2") / "SmolLM2"
     convert_gguf(smollm2_gguf, out, request.param)
@@ -90,6 +91,7 @@ def test_digits_stand_apart_from_white_space_as_the_file_says(converted: Path, t
     assert load_tokenizer(converted).encode(text).tokens == tokens
 
 
+@pytest.mark.thorough
 def test_200_greedy_tokens_of_a_chat_are_those_of_transformers(
     converted: Path, reference: Any, reference_tokenizer: Any
 ) -> None:

@@ -4,8 +4,9 @@ the other requests of the batch, and whatever dies meanwhile. Promised in fp32."
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
 from tests.gateway.conftest import Api, eventually
+from tests.marks import thoroughly
 from tests.services import running, start
 
 # Thousands of tokens, on whatever machine.
@@ -63,11 +65,18 @@ parameters = st.fixed_dictionaries(
 
 
 # What a system of processes does is no function of an example alone, so there is nothing to shrink or to replay.
-@settings(max_examples=200, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
-@given(body=parameters, k=st.integers(1, 8))
-def test_whatever_is_asked_speculation_changes_no_token(api: Api, body: dict[str, Any], k: int) -> None:
-    body |= {"max_tokens": 20}
-    assert texts(api, [body], k=k) == texts(api, [body], draft="off")
+drawn = partial(settings, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+
+
+@pytest.mark.parametrize("examples", [10, thoroughly(200)])
+def test_whatever_is_asked_speculation_changes_no_token(api: Api, examples: int) -> None:
+    @drawn(max_examples=examples)
+    @given(body=parameters, k=st.integers(1, 8))
+    def check(body: dict[str, Any], k: int) -> None:
+        body |= {"max_tokens": 20}
+        assert texts(api, [body], k=k) == texts(api, [body], draft="off")
+
+    check()
 
 
 GRAMMARS: list[dict[str, Any]] = [
@@ -89,23 +98,26 @@ plain_parameters = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=50, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
-@given(body=plain_parameters, grammar=st.sampled_from(GRAMMARS), k=st.integers(1, 8))
-def test_under_a_grammar_speculation_changes_no_token(
-    api: Api, body: dict[str, Any], grammar: dict[str, Any], k: int
-) -> None:
-    body |= grammar | {"max_tokens": 40}
-    drafted = texts(api, [body], k=k)
-    assert drafted == texts(api, [body], draft="off")
-    ((_, text),) = drafted[0]
-    if pattern := grammar.get("guided_regex"):
-        assert re.fullmatch(pattern, text) or len(drafted[0][0][0]) == 40, text
+@pytest.mark.parametrize("examples", [8, thoroughly(50)])
+def test_under_a_grammar_speculation_changes_no_token(api: Api, examples: int) -> None:
+    @drawn(max_examples=examples)
+    @given(body=plain_parameters, grammar=st.sampled_from(GRAMMARS), k=st.integers(1, 8))
+    def check(body: dict[str, Any], grammar: dict[str, Any], k: int) -> None:
+        body |= grammar | {"max_tokens": 40}
+        drafted = texts(api, [body], k=k)
+        assert drafted == texts(api, [body], draft="off")
+        ((_, text),) = drafted[0]
+        if pattern := grammar.get("guided_regex"):
+            assert re.fullmatch(pattern, text) or len(drafted[0][0][0]) == 40, text
+
+    check()
 
 
-def test_neither_k_nor_the_batch_changes_a_token(api: Api) -> None:
+@pytest.mark.parametrize("depths", [(1, 5), thoroughly(range(9))])
+def test_neither_k_nor_the_batch_changes_a_token(api: Api, depths: Sequence[int]) -> None:
     together = texts(api, seeded(6), draft="off")
     assert len({str(text) for text in together}) == 6
-    for k in range(9):
+    for k in depths:
         assert texts(api, seeded(6), k=k) == together
     assert [texts(api, [body])[0] for body in seeded(6)] == together
 
@@ -124,6 +136,7 @@ def test_another_draft_changes_no_token(api: Api, stories_dir: Path) -> None:
         assert other.metric("spire_accepted_tokens_total") > 0
 
 
+@pytest.mark.thorough
 def test_a_death_in_the_midst_of_a_text_changes_no_token(stories_dir: Path, stories_draft_dir: Path) -> None:
     with running(stories_dir, stories_draft_dir) as services:
         api = Api(services.url)

@@ -13,6 +13,7 @@ import torch
 from spire.checkpoints.weights import load_target, save_target
 from spire.model.target import Target
 from tests.gateway.conftest import Api
+from tests.marks import thoroughly
 from tests.services import running
 from tests.untrained import untrained_draft
 
@@ -60,16 +61,16 @@ def test_the_invariant_rule_and_greedy_give_the_text_of_plain_decoding(api: Api,
     assert drafted["choices"][0]["token_ids"] == plain["choices"][0]["token_ids"]
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("rule", ["block", thoroughly("rejection")])
 def test_rules_that_need_q_get_it_of_the_top_of_the_vocabulary(api: Api, rule: str) -> None:
     before = api.metric("spire_fallbacks_total")
     answers = [
         api.complete(PROMPT, speculation={"rule": rule, "k": 4}, temperature=1.0, seed=seed, logprobs=5, **ASKED)
-        for seed in range(3)
+        for seed in range(2)
     ]
     assert api.metric("spire_fallbacks_total") == before
     told = [answer["metrics"]["speculative_decoding"] for answer in answers]
-    assert sum(figures["num_draft_tokens"] for figures in told) > 3 * 40
+    assert sum(figures["num_draft_tokens"] for figures in told) > 2 * 40
     for answer in answers:
         (choice,) = answer["choices"]
         assert len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"]) == 40

@@ -20,6 +20,7 @@ from spire.model.cache import TargetCache
 from spire.model.config import ModelConfig
 from spire.model.layers import additive, attend
 from spire.model.target import Target, WholeSequence
+from tests.marks import thoroughly
 from tests.paths import ROOT
 
 triton = pytest.importorskip("triton", reason="needs Triton: pip install triton (Linux)")
@@ -56,7 +57,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float16, 2e-3)])
+@pytest.mark.parametrize(("dtype", "bound"), [thoroughly(torch.float32, 1e-5), (torch.float16, 2e-3)])
 @pytest.mark.parametrize(("group", "tokens", "width", "lengths"), CASES)
 @torch.no_grad()
 def test_pages_give_what_the_reference_gives_whatever_lies_behind(
@@ -178,7 +179,7 @@ print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).
 """
 
 
-@pytest.mark.parametrize(("rows", "width"), [(16, 128), (32, 128), (64, 128), (64, 64)])
+@pytest.mark.parametrize(("rows", "width"), [(64, 128), thoroughly(16, 128), thoroughly(32, 128), thoroughly(64, 64)])
 def test_the_kernels_compile_for_a_hopper_gpu_without_spilling_registers(rows: int, width: int, tmp_path: Path) -> None:
     command = [sys.executable, "-c", COMPILE, str(rows), str(width)]
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "TRITON_INTERPRET": "0"}

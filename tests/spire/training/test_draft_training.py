@@ -28,6 +28,7 @@ from spire.training.evaluation import token_losses
 from spire.training.on_policy import OnPolicy
 from spire.training.run import Execution, StepResult, predict
 from tests.conftest import FIXTURES
+from tests.marks import thoroughly
 
 TEXT = FIXTURES / "text" / "jowett_charmides.txt"
 TINY = DraftRecipe(steps=230, tokens_per_step=64, short_length=16, long_length=32, layers=1, window=8)
@@ -41,6 +42,7 @@ def train(target: Path, out: Path, recipe: DraftRecipe = TINY, data: Path = TEXT
     train_draft(target, [data], [], out, recipe, Execution(compiled=False))
 
 
+@pytest.mark.thorough
 def test_an_interrupted_run_resumes_to_the_same_weights_bit_for_bit(
     stories_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,7 +100,7 @@ def test_a_target_without_tokenizer_is_refused(stories_dir: Path, tmp_path: Path
         {"feedback": False, "activations": False},
         {"window": 64},
         {"copied_layers": (0, 3), "freeze_embeddings": True, "optimizer": "adamw", "self_key": False},
-        {"on_policy": 0.5, "loss": "mixed-log", "omega_final": 0.0},
+        thoroughly({"on_policy": 0.5, "loss": "mixed-log", "omega_final": 0.0}),
     ],
     ids=str,
 )
@@ -165,6 +167,7 @@ def test_on_policy_rows_begin_as_the_corpus_and_go_on_as_the_target_would(storie
     assert OnPolicy(stream, source.written_NL, 0.0).batch(1, 2, 4, 32).tolist() == stream.batch(1, 2, 4, 32).tolist()
 
 
+@pytest.mark.thorough
 def test_tau_against_training_tokens_is_logged_and_lies_where_alpha_puts_it(stories_dir: Path, tmp_path: Path) -> None:
     train_draft(stories_dir, [TEXT], [TEXT], tmp_path, TINY, Execution(compiled=False))
     lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
@@ -198,6 +201,7 @@ def test_a_prediction_is_the_time_that_its_steps_take(monkeypatch: pytest.Monkey
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.thorough
 def test_a_disk_that_is_full_is_named_and_the_last_checkpoint_stands(stories_dir: Path, tmp_path: Path) -> None:
     """The process may write no file larger than the checkpoint of 200 steps already is, less a byte."""
     train(stories_dir, tmp_path, replace(TINY, steps=200))
