@@ -1,6 +1,6 @@
 """Serve a draft until SIGTERM: `python -m draft_service --draft DIR --verifier HOST:PORT`.
 
-The service asks the verifier which target it hosts and refuses to start if the draft was made for another target.
+The service asks the verifier for its target, and refuses to start if the draft was made for another target.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from spire.v1 import draft_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 
 _HANDSHAKE_SECONDS, _RETRY_SECONDS = 5.0, 0.2
 
-# A batch is stuck if it takes longer than this and longer than eight usual batches.
+# The model thread is stuck if a batch takes longer than this and longer than eight times the usual step time.
 _STUCK_SECONDS = 60.0
 
 log = structlog.get_logger("draft_service")
@@ -78,7 +78,7 @@ async def serve(config: DraftServiceConfig) -> None:
 
 
 async def _meet(stub: verifier_pb2_grpc.VerifierStub, address: str, trust: Trust) -> verifier_pb2.GetInfoResponse:
-    """Return the verifier's info once the verifier can be reached. A reason why it cannot is logged when it changes."""
+    """Call GetInfo until the verifier answers, and return the answer. Log the reason of a failure when it changes."""
     said = ""
     while True:
         try:
@@ -98,12 +98,12 @@ def _load(config: DraftServiceConfig) -> Draft:
 
 
 def _drafter(draft: Draft, config: DraftServiceConfig, max_context: int) -> Drafter:
-    """Return a drafter, ready for its first round, for as many sequences as fit the device.
+    """Create a drafter, ready for its first round, for `config.max_sequences`, or by default as many as fit the GPU.
 
-    Raises CheckpointError if the requested sequences do not fit.
+    Raises CheckpointError if an explicitly configured number of sequences does not fit.
     """
     weight, sequences = draft.embed_tokens.weight, config.max_sequences
-    if weight.device.type != "cpu":  # on a CPU memory is taken only when it is written
+    if weight.device.type != "cpu":  # on a CPU memory is allocated only when written
         held, exactly = held_positions(draft, max_context), "max_sequences" in config.model_fields_set
         position_bytes = draft.config.kv_bytes_per_position // 2 * weight.dtype.itemsize
         wishes = Wishes(sequences, exactly, held)
@@ -124,7 +124,7 @@ async def _run(
     worker: Worker,
     address: str,
 ) -> None:
-    """Serve and follow the verifier until a signal. Raises MismatchError if the verifier changes its target."""
+    """Serve draft requests until a stop signal. Raises MismatchError if draft and verifier no longer match."""
     healthy = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     if config.metrics_port:
@@ -142,7 +142,7 @@ async def _run(
     telling = asyncio.create_task(keep_announcing(config.ready_file, well))
     try:
         await asyncio.wait({following, asked, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        for task in (following, asked):  # neither ends but by an error
+        for task in (following, asked):  # both tasks end only with an error
             if task.done():
                 task.result()
     finally:

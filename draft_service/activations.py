@@ -1,7 +1,7 @@
-"""The draft's subscription: one server stream brings the activations of all sequences of this draft.
+"""The draft's subscription: one gRPC server stream carries the activations of all sequences of this draft.
 
-Activations travel inline. If verifier and draft run on one host, activations lie in a ring of shared memory, or in a
-ring of GPU memory if both run on one GPU, and the stream brings their places only. A second ring takes q.
+Messages contain the activations, or if verifier and draft share a host, only their positions in a ring buffer in shared
+memory (in GPU memory if verifier and draft share a GPU). A second ring carries q to the verifier.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _RETRY_SECONDS = 0.2
 # a flipped bit can make a message so long that it never ends, while pings are still answered.
 _STARVED_SECONDS = 3.0
 
-# Another process uses this draft's id, the id is reserved, or the secret has changed.
+# The subscription is refused: another process uses this draft's id, the id is reserved, or the secret has changed.
 _TURNED_AWAY = {grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INVALID_ARGUMENT}
 
 INLINE, SHARED_MEMORY, CUDA_IPC = "inline", "shared_memory", "cuda_ipc"
@@ -41,7 +41,7 @@ log = structlog.get_logger()
 
 
 class Follower:
-    """Subscribes to activations, and again whenever the stream breaks. Every subscription begins with a replay."""
+    """Subscribes to the verifier's activations, and again after errors. Every subscription begins with a replay."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Follower:
         self._stub, self._request, self._worker = stub, request, worker
         self._shared_memory = Path(shared_memory)
         self._device, host = device, host_id() if shared_memory else ""
-        # (host, GPU) to name in a subscription, the fastest carrier first.
+        # (host, GPU) to send with a subscription: they select the carrier. The fastest carrier comes first.
         gpu = gpu_of(device) if host else ""
         self._ways = list(dict.fromkeys([(host, gpu), (host, ""), ("", "")]))
         # A single thread, even if several subscriptions break while rings are being opened.
@@ -67,7 +67,7 @@ class Follower:
         self.subscriptions = 0
 
     async def run(self) -> None:
-        """Follow the verifier; never returns. Raises MismatchError if draft and verifier no longer match."""
+        """Keep a subscription open, in an endless loop. Raises MismatchError if draft and verifier no longer match."""
         way = 0
         while True:
             self._request.host, self._request.gpu = self._ways[way]
@@ -110,7 +110,7 @@ class Follower:
             starving.cancel()
 
     async def _starved(self) -> None:
-        """Raise TimeoutError once requests have waited too long without any activations arriving."""
+        """Raise TimeoutError once draft requests have waited too long and no activations have arrived."""
         while not self._worker.starves(_STARVED_SECONDS):  # noqa: ASYNC110 - plain data
             await asyncio.sleep(_STARVED_SECONDS / 10)
         raise TimeoutError("no activations came while requests waited for them, for longer than the verifier's steps")
@@ -127,7 +127,7 @@ class Follower:
                 self._worker.absorb(*self._taken(message))
 
     async def _open(self, offers: pb.ActivationsResponse) -> None:
-        """Map the offered rings. This runs off the event loop because mapping touches every page."""
+        """Map the offered rings on another thread, because mapping touches every page."""
         loop = asyncio.get_running_loop()
         self._ring, self.q_ring = await loop.run_in_executor(self._opening, self._opened, offers)
         self._say_how()
@@ -144,13 +144,13 @@ class Follower:
 
     @property
     def _carrier(self) -> str:
-        """The carrier of the rows that fit into the ring, if there is one."""
+        """The carrier of activations: `INLINE` without a ring, else the kind of the ring's memory."""
         if self._ring is None:
             return INLINE
         return CUDA_IPC if self._ring.on_gpu else SHARED_MEMORY
 
     def _taken(self, message: pb.ActivationsResponse) -> tuple[Verified, Callable[[], None]]:
-        """Return a message's content and the callback for when it is absorbed. Raises InvalidRequest."""
+        """Parse a message: return its activations and a function to free their ring slice. Raises InvalidRequest."""
         spans = [Span(s.sequence_id, s.start, s.count, s.reset) for s in message.spans]
         rows = self._ring.rows(message) if self._ring else from_wire(message.rows)
         shape, tokens = list(message.rows.shape), list(message.tokens)
@@ -165,7 +165,7 @@ class Follower:
         return Verified(spans, rows, tokens), (lambda: ring.release(taken)) if ring else (lambda: None)
 
     async def resync(self, sequence_ids: list[str]) -> None:
-        """Ask for a replay of these sequences. An unreachable verifier will replay them when it is back."""
+        """Ask the verifier to replay these sequences. Ignore errors: the next subscription begins with a replay."""
         request = pb.ResyncRequest(draft_id=self._request.draft_id, sequence_ids=sequence_ids)
         with contextlib.suppress(grpc.aio.AioRpcError):
             await self._stub.Resync(request, timeout=5)

@@ -1,4 +1,4 @@
-"""Options of the draft service: command line, environment (`SPIRE_DRAFT_*`), options file, defaults, in this order."""
+"""Options of the draft service. Precedence: command line, environment (`SPIRE_DRAFT_*`), options file, defaults."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spire.service.process import ModelServiceConfig
 
 
 class DraftServiceConfig(ModelServiceConfig):
-    """Where the draft is, whom it follows, where it listens."""
+    """Options of the draft service: the draft checkpoint, the verifier to follow, the address to listen on."""
 
     model_config = SettingsConfigDict(
         env_prefix="SPIRE_DRAFT_", cli_prog_name="draft_service", pyproject_toml_table_header=("draft",)

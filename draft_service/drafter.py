@@ -1,7 +1,7 @@
-"""The drafter: absorbs verified positions and proposes draft tokens. Everything here runs on one thread.
+"""The drafter: absorbs activations of verified positions and proposes draft tokens. All methods run on one thread.
 
-The drafter is a deterministic function of the verifier's stream and of the requests: a replay restores what is lost
-with the process. Per-sequence work is integer bookkeeping; every tensor operation covers the whole batch.
+The drafter is a deterministic function of the verifier's stream and of the requests: after a crash, a replay restores
+its state. Per-sequence work is integer bookkeeping; every tensor operation covers the whole batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from spire.model.token_memory import TokenMemory
 from spire.rpc.carrier import OverwritingRing
 from spire.rpc.sampling import ONE_OF_EACH, from_protos
 
-# Ended sequences to remember: more than can end during one round.
+# The most ended sequences to remember: more than can end during one round.
 _ENDED_KEPT = 4096
 
 _WARMING_DEPTH = 2
@@ -35,7 +35,7 @@ log = structlog.get_logger("draft_service")
 
 @dataclass(slots=True)
 class Span:
-    """Verified positions start .. start + count - 1 of one sequence; `reset` begins a replay."""
+    """Verified positions start .. start + count - 1 of one sequence; `reset` marks the start of a replay."""
 
     sequence_id: str
     start: int
@@ -45,7 +45,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Verified:
-    """Activations of the tapped layers [R, N, D] at R verified positions, and their tokens if the draft needs them."""
+    """Activations of N tapped layers [R, N, D] at R verified positions, and the R tokens if the draft needs tokens."""
 
     spans: list[Span]
     rows_RND: Tensor
@@ -53,13 +53,13 @@ class Verified:
 
 
 def held_positions(draft: Draft, max_context: int) -> int:
-    """Return the largest number of positions per sequence whose keys and values a draft keeps."""
+    """Return the maximum number of positions per sequence for which a draft keeps keys and values."""
     spire = draft.draft
     return spire.sink + spire.window if spire.tapped_layers else max_context + MAX_SPECULATION_DEPTH
 
 
 class Drafter:
-    """Memory slots by sequence id, and the rounds drafted from them. `max_context`: positions of a sequence at most."""
+    """Keeps a memory slot per sequence, absorbs activations and drafts. `max_context`: most positions per sequence."""
 
     def __init__(self, draft: Draft, max_sequences: int, top_m: int, max_context: int):
         self.draft = draft
@@ -79,7 +79,7 @@ class Drafter:
         self._ended: dict[str, None] = {}
 
     def warm_up(self) -> None:
-        """Absorb and draft for dummy sequences: on a GPU the first round takes longer than a verifier waits."""
+        """Run rounds for dummy sequences, because the first round on a GPU takes longer than the verifier's timeout."""
         ids = [f"warming up {number}" for number in range(len(ONE_OF_EACH))][: self.memory.slots]
         spans = [Span(sequence_id, 0, 1, reset=True) for sequence_id in ids]
         tapped = (len(self.draft.draft.tapped_layers), self.draft.config.hidden_size)
@@ -111,7 +111,7 @@ class Drafter:
                 log.debug("sequence ends", sequence=sequence_id)
 
     def absorb(self, verified: Verified) -> list[str]:
-        """Absorb a message. Return the sequences that have a gap and need a replay."""
+        """Absorb the activations of a message. Return the ids of sequences that have a gap and need a replay."""
         slots = [self._slot_for(span) for span in verified.spans]
         if isinstance(self.memory, TokenMemory):
             self._absorb_tokens(self.memory, verified, slots)
@@ -122,7 +122,7 @@ class Drafter:
 
     def _absorb_activations(self, memory: DraftMemory, verified: Verified, slots: list[int | None]) -> None:
         spans, rows_RND = verified.spans, verified.rows_RND
-        # Lists, until one tensor is made of them: each call of torch or numpy costs more than all of this.
+        # Collect in lists and convert once: a single call of torch or numpy takes longer than this loop.
         of_slots, positions, ends = list[int](), list[int](), list[int]()
         for span, slot in zip(spans, slots, strict=True):
             end = span.start + span.count
@@ -144,7 +144,7 @@ class Drafter:
             first += span.count
 
     def _slot_for(self, span: Span) -> int | None:
-        """Return the slot for a span's rows, or None if the rows cannot be used."""
+        """Return the memory slot for a span's rows, cleared if a replay begins; None if the rows cannot be used."""
         held = self.absorbed.get(span.sequence_id)
         if span.reset:
             if held is None:
@@ -163,7 +163,7 @@ class Drafter:
     # --- draft requests -------------------------------------------------------------------------------------------
 
     def behind(self, item: DraftItem) -> bool:
-        """True if positions before the item's base are still to come; never for a sequence that has ended."""
+        """True if any position before the item's base is not absorbed yet; False for every ended sequence."""
         held = self.absorbed.get(item.sequence_id)
         return item.sequence_id not in self._ended if held is None else held < item.base
 

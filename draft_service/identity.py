@@ -35,7 +35,7 @@ def check_handshake(draft: Draft, directory: Path, info: verifier_pb2.GetInfoRes
 
 
 def stable_id(config: DraftServiceConfig, port: int) -> str:
-    """Return an id that a restart keeps, so that running sequences are replayed, and that differs between replicas."""
+    """Return an id that differs between replicas and survives a restart, so that running sequences are replayed."""
     name = f"{socket.gethostname()} {config.host}:{port} {config.draft.resolve()}"
     return hashlib.sha256(name.encode()).hexdigest()[:16]
 
@@ -58,6 +58,6 @@ def describe(draft_id: str, directory: Path, drafter: Drafter) -> verifier_pb2.D
 
 
 def _tokenizer_hash(directory: Path) -> str:
-    """Return the hash of the draft's tokenizer; empty if there is none, because a draft needs token ids only."""
+    """Return the hash of tokenizer.json; empty if the directory has none, because a draft needs only token ids."""
     file = directory / "tokenizer.json"
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else ""

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the draft service, read from its objects at each scrape: nothing is counted twice."""
+"""Prometheus metrics of the draft service. Each scrape reads the values from the service's objects."""
 
 from __future__ import annotations
 

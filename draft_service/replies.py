@@ -26,7 +26,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """The valid items with their k in `depths`, the refused items, and the task for the model if any item is valid."""
+    """The valid items of a request with their k (`depths`), the refused items, and the task if any item is valid."""
 
     batch_id: int
     began: float
@@ -113,7 +113,7 @@ def _log_refusals(refused: Mapping[str, RequestError]) -> None:
 def _add_uniform(
     reply: pb.DraftReply, parsed: ParsedRequest, result: DraftResult, ring: OverwritingRing | None
 ) -> bool:
-    """Add the tokens and q of all items at once. Return False and add nothing if items differ or q is not in a ring."""
+    """Add one reply for all items. Returns False, adding none, if k or rules differ, one failed, or q has no room."""
     drafted = result.drafted
     if parsed.refused or result.refused or len(set(parsed.depths)) > 1:
         return False
@@ -135,7 +135,7 @@ def _add_uniform(
 def _add_items(
     reply: pb.DraftReply, parsed: ParsedRequest, result: DraftResult, rows: SamplingRows, ring: OverwritingRing | None
 ) -> None:
-    """Add a reply for each item. Messages are filled in place because q is large if it does not lie in the ring."""
+    """Add one reply per item. Messages are filled in place, without a copy, because q is large if sent inline."""
     for index, error in result.refused.items():
         reply.items.add(sequence_id=parsed.items[index].sequence_id, status=item_status(error))
     ready = [(parsed.items[index].sequence_id, parsed.depths[index]) for index in result.ready]
@@ -153,7 +153,7 @@ def _add_items(
 def _add_q(
     sampled: list[tuple[int, verifier_pb2.DraftDistribution, int]], drafted: Drafted, ring: OverwritingRing | None
 ) -> None:
-    """Add the first k distributions to each (row, message, k)."""
+    """Write the first k distributions of a row to its message, for each (row, message, k) in `sampled`."""
     assert drafted.probs_BKM is not None  # at least one sequence is not under the invariant rule
     in_ring = ring.put if ring else lambda _: verifier_pb2.RingSlice()
     if drafted.ids_BKM is not None:
@@ -174,7 +174,7 @@ def _put(
     row: int,
     k: int,
 ) -> None:
-    """Add the first k distributions of a row; `batch` is the place of all rows in the ring, empty if there is none."""
+    """Write a row's first k distributions to `message`; if all rows lie in the ring at `batch`, only their `place`."""
     if not batch.length:
         put(message, numbers_BKM[row, :k])
         return

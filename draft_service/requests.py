@@ -30,7 +30,7 @@ class Requests:
         self.connected = False
 
     async def run(self) -> None:
-        """Handle requests; never returns. Connects again whenever the stream breaks."""
+        """Handle draft requests in an endless loop. Connects again whenever the stream breaks."""
         while True:
             call = self._stub.Requests(metadata=((DRAFT_METADATA_KEY, self._draft_id),))
             # One queue per stream: a reply must not reach another verifier.
@@ -63,7 +63,7 @@ class Requests:
         self._worker.do(lambda: self._begin(request, reply))
 
     def _begin(self, request: pb.DraftRequest, reply: Callable[[pb.DraftReply], None]) -> None:
-        """Parse a request and queue its task. Whatever goes wrong, the verifier gets a reply. On the model thread."""
+        """Parse a request and queue its task, on the model thread. The verifier gets a reply even after an error."""
         self._worker.verifier_step_seconds = request.step_seconds
         nothing = pb.DraftReply(batch_id=request.batch_id)
 

@@ -1,7 +1,7 @@
 """The one thread that runs the draft model: takes activations and tasks from an inbox, and completes the tasks.
 
-A task waits, for a bounded time, until the activations that it needs have been absorbed. Then the sequences that are
-ready are drafted for and the others are refused: a draft that is behind costs speed, never a request.
+A task waits, for a bounded time, until the activations that it needs have been absorbed. Then the worker drafts for the
+sequences that are ready and refuses the others: a draft that is behind costs speed, never a request.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from spire.service.histogram import Histogram
 from spire.service.inbox import Inbox
 from spire.service.pace import Pace, limit
 
-# Messages that may wait to be absorbed: a whole replay, and some seconds of rounds.
+# The most messages that may wait to be absorbed: enough for a whole replay and some seconds of rounds.
 MAX_QUEUED = 1024
 
 STALENESS_BUCKETS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 256.0, 1024.0)
@@ -34,7 +34,7 @@ log = structlog.get_logger("draft_service")
 
 @dataclass(frozen=True)
 class DraftResult:
-    """`drafted` has one row for each item in `ready`; `refused` has the errors of the other items."""
+    """A task's result: `drafted` has a row for each item index in `ready`; `refused` has the other items' errors."""
 
     drafted: Drafted | None
     ready: list[int]
@@ -45,9 +45,9 @@ class DraftResult:
 
 @dataclass
 class DraftTask:
-    """A batch to draft for: B items, their sampling rows, and the largest k of any item.
+    """A batch of B items to draft for, their sampling rows, and the largest k of any item.
 
-    `absorbing_seconds`: the time since arrival that the model spent absorbing activations.
+    `absorbing_seconds`: the time that the model thread has spent absorbing activations since the task arrived.
     """
 
     items: list[DraftItem]
@@ -64,7 +64,7 @@ class Worker:
     def __init__(self, drafter: Drafter, wait_seconds: float, on_gap: Callable[[list[str]], object]):
         self.drafter = drafter
         self.busy_seconds = 0.0
-        # Verified positions that had not arrived when draft tokens were asked for.
+        # The number of verified positions that had not arrived when draft tokens were requested.
         self.staleness = Histogram(STALENESS_BUCKETS)
         self._wait, self._on_gap = wait_seconds, on_gap
         self._inbox: Inbox[Callable[[], None] | None] = Inbox()
@@ -73,13 +73,13 @@ class Worker:
         self.pace = Pace()
         # Seconds of a verifier's step, from the last request: no activations arrive during a step.
         self.verifier_step_seconds = 0.0
-        # Time of the first request that found its sequences behind since activations last arrived.
+        # Time of the first request, since activations last arrived, that lacked activations.
         self._starved_since: float | None = None
         self._thread = threading.Thread(target=self._run, name="draft-model", daemon=True)
 
     def starves(self, floor: float) -> bool:
-        """True if requests have found their sequences behind, with nothing arriving, for `floor` seconds and for eight
-        of the verifier's steps: the stream may be stuck."""
+        """True if no activations have arrived, though requests need them, for `floor` seconds and for eight of the
+        verifier's steps: the stream may be stuck."""
         since = self._starved_since
         return since is not None and time.monotonic() - since > limit(self.verifier_step_seconds, floor)
 
@@ -92,11 +92,11 @@ class Worker:
 
     @property
     def behind(self) -> bool:
-        """True if so many messages wait that `absorb` refuses more."""
+        """True if so many messages wait to be absorbed that `absorb` refuses more."""
         return len(self._inbox) >= MAX_QUEUED
 
     def forget_all(self) -> None:
-        """Forget all sequences, and the messages of earlier subscriptions that wait to be absorbed."""
+        """Drop all sequences, and the messages of earlier subscriptions that are not absorbed yet."""
         self._subscription += 1
         self._starved_since = None
         self._inbox.put(self.drafter.forget_all)
@@ -105,7 +105,7 @@ class Worker:
         self._inbox.put(lambda: self.drafter.end(sequence_ids))
 
     def absorb(self, verified: Verified, then: Callable[[], object]) -> None:
-        """Queue a message; `then` is called when its rows are no longer needed. Raises OutOfCapacity if full."""
+        """Queue activations; call `then` when their rows can be freed. Raises OutOfCapacity if the queue is full."""
         if self.behind:
             raise OutOfCapacity(f"{MAX_QUEUED} messages wait to be absorbed")
         subscription = self._subscription
@@ -116,7 +116,7 @@ class Worker:
         self._inbox.put(action)
 
     def draft(self, task: DraftTask) -> None:
-        """Draft once the activations are absorbed or the wait is over. The model thread sets `task.done`."""
+        """Queue a task. The model thread completes it once its activations are absorbed or its timeout has passed."""
         self._inbox.put(lambda: self._await_activations(task))
 
     def _run(self) -> None:
@@ -125,7 +125,7 @@ class Worker:
                 self._answer_due()
 
     def _answer_due(self) -> None:
-        """Answer the pending tasks that are due. Keep no reference to an answer: its ring's subscription may end."""
+        """Complete the pending tasks that are due. Keep no reference to a result, so that its ring can be closed."""
         looked_at, self._pending = self._pending, []
         for task in looked_at:
             if time.monotonic() < task.arrived + self._wait and self._behind(task):
@@ -137,7 +137,7 @@ class Worker:
                 self._answer(task)
 
     def _answer(self, task: DraftTask) -> None:
-        """Draft for the items that the drafter accepts, and complete the task even after an exception.
+        """Draft for the items that pass the drafter's check. Complete the task, with the exception if one is raised.
 
         Nothing is computed for a cancelled task.
         """
@@ -167,7 +167,7 @@ class Worker:
         self.busy_seconds += time.monotonic() - began
 
     def _take(self) -> bool:
-        """Wait for messages, at most until a pending task is late, and process them. Return False to stop."""
+        """Run the actions in the inbox; wait for one at most until a pending task's timeout. Return False to stop."""
         self.pace.rest()
         arrived = self._inbox.take(MAX_QUEUED, self._patience())
         self.pace.work()
@@ -176,7 +176,7 @@ class Worker:
                 return False
             try:
                 action()
-            except Exception as error:  # keep the thread: a worse draft costs speed, no draft costs more
+            except Exception as error:  # keep the thread: missing activations cost less than a dead draft
                 end_if_device_lost(error)
                 log.exception("something that arrived could not be taken")
         return True

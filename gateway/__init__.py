@@ -1,1 +1,1 @@
-"""The gateway: takes REST requests and drives rounds. Holds text and tokens of every request; never imports torch."""
+"""The gateway: serves REST requests and runs rounds. Keeps text and tokens of every request; never imports torch."""

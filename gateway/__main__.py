@@ -1,7 +1,7 @@
 """The gateway process: `python -m gateway --verifier HOST:PORT --port 8000` serves REST until SIGTERM.
 
-Refuses to start if the verifier speaks another protocol version, but starts without a verifier: requests get 503 until
-one comes, and are decoded plainly until a draft follows the verifier.
+The gateway refuses to start if the verifier has another protocol version, but starts without a verifier: requests get
+503 until a verifier connects, and are decoded plainly (without draft tokens) until a draft connects to the verifier.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 async def serve(config: GatewayConfig) -> None:
-    """Serve HTTP until a signal. Raises MismatchError if the verifier speaks another protocol version."""
+    """Serve HTTP until SIGTERM or SIGINT. Raises MismatchError if the verifier has another protocol version."""
     return_freed_memory()
     guard = Guard(Keys(config.keys) if config.keys else None)
     certificate, key = certificate_files(config.https) if config.https else (None, None)
@@ -74,26 +74,26 @@ async def serve(config: GatewayConfig) -> None:
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals to `_stop`, so that running requests get time to end before HTTP does."""
+    """A uvicorn server without signal handlers: `_stop` lets running requests end before the server stops."""
 
     def capture_signals(self) -> contextlib.nullcontext[None]:  # type: ignore[override]
         return contextlib.nullcontext()
 
 
 async def _stop(server: uvicorn.Server, engine: Engine) -> None:
-    """Drain the engine after a signal, or end its requests at once after a second signal; then stop the server."""
+    """Wait for a stop signal, drain the engine (a second signal ends all requests at once), and stop the server."""
     await stop_signal()
     log.info("draining")
     hurry = asyncio.create_task(stop_signal())
     await engine.drain(hurry)
     server.should_exit = True
-    await hurry  # the engine has drained: a second signal hurries nothing more, but must not kill the process
+    await hurry  # the engine has drained: a second signal has no effect now, but must not kill the process
 
 
 async def _announce(server: uvicorn.Server, listener: Listener, address: str, ready_file: Path | None) -> None:
-    while not server.started:  # noqa: ASYNC110 - uvicorn tells in no other way
+    while not server.started:  # noqa: ASYNC110 - uvicorn has no notification
         await asyncio.sleep(0.01)
-    listener.listen(WAITING)  # once the event loop listens, which has fewer wait
+    listener.listen(WAITING)  # after the event loop's own call, which sets a smaller backlog
     announce(ready_file, address)
     log.info("listening", address=address, pid=os.getpid())
 

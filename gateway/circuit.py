@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Circuit:
-    """The seconds to leave a service alone after a late answer, which costs a round; 0 when the circuit is closed."""
+    """A circuit breaker. `seconds`: the pause before a service that answered late is asked again; 0 when closed."""
 
     SHORTEST, LONGEST = 0.2, 10.0
     # About 23 answers in time make up for one late answer, which doubles the seconds.

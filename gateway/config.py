@@ -1,6 +1,6 @@
-"""The options of `python -m gateway`, each also as SPIRE_GATEWAY_<NAME>.
+"""The options of `python -m gateway`, each also an environment variable SPIRE_GATEWAY_<NAME>.
 
-Does not know: model, context, vocabulary and tokenizer. The verifier tells them at the handshake.
+Does not know: model, context length, vocabulary and tokenizer, which the verifier sends at the handshake.
 """
 
 from __future__ import annotations
@@ -171,6 +171,6 @@ class GatewayConfig(ServiceConfig):
         return self
 
     def rule_for(self, wanted: Rule | None, seeded: bool) -> Rule:
-        """The rule of a request: the wanted one, else the configured one, else the usual one with or without a seed."""
+        """Return the verification rule: `wanted`, else the configured one, else invariant if `seeded`, else block."""
         usual: Rule = "invariant" if seeded else "block"
         return wanted or self.rule or (usual if usual in self.rules else self.rules[0])

@@ -1,4 +1,4 @@
-"""The draft that the rounds use: which of the verifier's drafts it is, and whether it can be asked now."""
+"""The choice of one of the verifier's drafts for all rounds, and whether that draft can be asked now."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ log = structlog.get_logger("gateway")
 
 
 class ChosenDraft:
-    """One of the verifier's drafts. `wanted`: its kind, name or id, or `auto` for any draft but magicdec.
+    """The draft that this gateway uses. `wanted`: a draft's kind, name or id, or `auto` for any draft but magicdec.
 
     The choice stays while the verifier lists the draft, and a moment longer, because running sequences can use no other
-    draft. A draft that answers too late is left alone for a while, twice as long each time, less after answers in time.
+    draft. After a late answer the draft is not asked for a while: twice as long each time, less after answers in time.
     """
 
     def __init__(self, wanted: str):
         self._wanted = wanted
-        # The chosen draft as the verifier last described it; kept while the draft is away.
+        # The chosen draft as the verifier last described it; kept while the draft is disconnected.
         self.info: verifier_pb2.DraftInfo | None = None
         self.circuit = Circuit()
         self._drafts: list[verifier_pb2.DraftInfo] = []
@@ -39,7 +39,7 @@ class ChosenDraft:
 
     @property
     def up(self) -> bool:
-        """True if the draft may be asked now."""
+        """True if the draft can be asked for tokens now: available, and not in the pause after a late answer."""
         if self._gone_since is not None:
             self._choose()
         return self._available and time.monotonic() >= self._left_alone_until
@@ -50,11 +50,11 @@ class ChosenDraft:
 
     @property
     def in_verifier(self) -> bool:
-        """True if the target drafts for itself, so that no activations are published."""
+        """True if the target is its own draft (magicdec), so that the verifier publishes no activations."""
         return self.info is not None and self.info.kind == MAGICDEC
 
     def told(self, drafts: Iterable[verifier_pb2.DraftInfo]) -> None:
-        """Take over the list of drafts that the verifier sent, and choose one. Empty: the verifier was lost."""
+        """Replace the list of the verifier's drafts (empty after the loss of the verifier) and choose one."""
         self._drafts = [draft for draft in drafts if self._fits(draft)]
         self._choose()
 
@@ -73,7 +73,7 @@ class ChosenDraft:
         gone_since = self._gone_since or now
         self._gone_since = None if known else gone_since
         if known is None and self._drafts and (not self.info or now >= gone_since + _RETURNS_WITHIN):
-            # At random, so that gateways share the drafts; preferably one that can be asked.
+            # At random, so that gateways spread over the drafts; preferably one that can be asked.
             known = random.choice([draft for draft in self._drafts if draft.available] or self._drafts)
             self.circuit, self._left_alone_until, self._gone_since = Circuit(), 0.0, None
         if known:

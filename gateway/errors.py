@@ -1,4 +1,4 @@
-"""The errors of the gateway, and the one table that turns errors into REST errors."""
+"""The errors of the gateway, and the table that maps errors to REST errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class BadParameter(InvalidRequest):
 
 
 def over_context(param: str, max_context: int, however: str) -> BadParameter:
-    """Return the error for a request that is too long, in the words by which clients know that they can shorten it."""
+    """Return the error for a request longer than the context, with the message by which clients recognize it."""
     message = f"This model's maximum context length is {max_context} tokens. However, {however}"
     return BadParameter(param, message, "context_length_exceeded")
 
@@ -34,7 +34,7 @@ class Unauthorized(RequestError):
 
 
 class ForeignPage(RequestError):
-    """The request may come from a foreign web page: neither this gateway's own nor one of an allowed origin."""
+    """The request may come from a web page of another site, whose origin is not allowed."""
 
 
 class NotJson(RequestError):
@@ -54,7 +54,7 @@ class ClientLeft(RequestError):
 
 
 class QueueFull(OutOfCapacity):
-    """Too many sequences wait already; there may be room in `retry_after` seconds."""
+    """Too many sequences wait in the queue; a retry may succeed after `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: int):
         super().__init__(message)
@@ -62,23 +62,23 @@ class QueueFull(OutOfCapacity):
 
 
 class OverQuota(QueueFull):
-    """An API key has used up its requests or tokens for now."""
+    """The API key has exceeded its quota of requests or tokens per minute."""
 
 
 class DeadlinePassed(RequestError):
-    """The request took longer than its deadline allows."""
+    """The request did not end before its deadline."""
 
 
 class PeerLost(SpireError):
-    """A model service went away or did not answer in time."""
+    """A model service disconnected or did not answer in time."""
 
 
 class ReaderTooSlow(SpireError):
-    """A client leaves too much of its answer unread."""
+    """The client reads its answer too slowly: too much output is unread."""
 
 
 class NoVerifier(SpireError):
-    """No verifier can be reached now; there may be one in `seconds`."""
+    """No verifier is connected; a retry may succeed after `seconds` seconds."""
 
     def __init__(self, message: str, seconds: int = 0):
         super().__init__(message)
@@ -86,7 +86,7 @@ class NoVerifier(SpireError):
 
 
 class ShuttingDown(SpireError):
-    """This gateway shuts down and takes no more requests."""
+    """This gateway is shutting down and refuses new requests."""
 
 
 _TABLE: list[tuple[type[SpireError], int, str, str]] = [
@@ -107,7 +107,7 @@ _TABLE: list[tuple[type[SpireError], int, str, str]] = [
     (DeadlinePassed, 504, "timeout_error", "deadline_passed"),
     (NotFinite, 500, "internal_error", "not_finite"),
 ]
-# Every status of a response; 307 and 405 are the router's.
+# All HTTP statuses of responses; 307 and 405 come from the router.
 STATUSES = sorted({200, 307, 405} | {status for _, status, _, _ in _TABLE})
 _RETRY_AFTER_SECONDS = {429: 1, 503: 2}
 
@@ -117,7 +117,7 @@ def error_body(message: str, kind: str, param: str | None, code: str | None) -> 
 
 
 def rest_error(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Return HTTP status and body of an error. An error that is not Spire's own reveals no internals."""
+    """Return the HTTP status and JSON body for an error. Only the messages of SpireErrors are shown to clients."""
     for kind, status, name, code in _TABLE:
         if isinstance(error, kind):
             param, code = getattr(error, "param", None) or None, getattr(error, "code", code)
@@ -127,7 +127,7 @@ def rest_error(error: Exception) -> tuple[int, dict[str, Any]]:
 
 
 def error_headers(error: Exception, status: int) -> dict[str, str]:
-    """Return the headers of an error: when to ask again, if that is of any use, and how to name an API key."""
+    """Return the headers for an error: Retry-After if a retry may succeed, WWW-Authenticate for Unauthorized."""
     headers = {"WWW-Authenticate": error.challenge} if isinstance(error, Unauthorized) else {}
     if (seconds := getattr(error, "retry_after", _RETRY_AFTER_SECONDS.get(status))) is not None:
         headers["Retry-After"] = str(seconds)

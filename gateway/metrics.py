@@ -1,4 +1,4 @@
-"""The gateway's counters: plain arithmetic on one thread, so that no round needs locks. `api/exposition` tells them."""
+"""The gateway's counters and histograms, updated on one thread without locks. `api/exposition` exports them."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ BATCH_BUCKETS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 
 # The parts of a round's seconds. `draft_wait`: waiting for activations, or for the verifier if the target drafts for
 # itself; `verify_queue`: waiting for the verifier's other work, mostly prefill; `wire`: the time between request and
-# answer that neither service counted.
+# answer that neither service accounts for.
 ROUND_PARTS = ("propose", "verify_forward", "verify_sample", "draft_wait", "verify_queue", "wire", "gateway")
 FINISH_REASONS = ("stop", "length", "abort", "error")
 FALLBACKS = ("draft_absent", "draft_timeout", "draft_lost", "draft_behind", "draft_error")
-# Rounds that were to be drafted: those for which the draft was asked, and those left plain for comparison.
+# Kinds of rounds for which a draft was available: drafted ones, and ones decoded plainly for comparison.
 DECODINGS = ("speculative", "plain")
 
 
 def parts_of_round(
     seconds: float, models: tuple[float, float, float], waited: float, queued: float, asked: float
 ) -> tuple[float, ...]:
-    """Split the seconds of a round into its parts, in the order of ROUND_PARTS.
+    """Return the seconds that each part of a round took, in the order of ROUND_PARTS.
 
     `models`: seconds to propose, verify and sample, by the services' clocks; `waited` and `queued`: seconds of
-    draft_wait and verify_queue; `asked`: seconds from request to answer. The rest of `asked` is the wire's, the rest of
-    `seconds` the gateway's. A round sent ahead began during the round before: waiting that exceeds `seconds` is left
-    out, but the time of the models is counted in full.
+    draft_wait and verify_queue; `asked`: seconds from request to answer. The rest of `asked` counts as `wire`, the rest
+    of `seconds` as `gateway`. A round sent ahead began during the previous round: waiting that exceeds `seconds` is
+    omitted, but the time of the models is counted in full.
     """
     left = max(0.0, seconds - sum(models))
     waited = min(waited, left)
@@ -45,7 +45,7 @@ def parts_of_round(
 
 @dataclass
 class Metrics:
-    """The gateway's counters. `now` is in seconds of the monotonic clock in every method."""
+    """The gateway's counters and histograms. Every `now` is in seconds of the monotonic clock."""
 
     rounds: int = 0
     round_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(ROUND_PARTS, 0.0))
@@ -53,14 +53,14 @@ class Metrics:
     compared_rounds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(DECODINGS, 0.0))
     compared_tokens: dict[str, float] = field(default_factory=lambda: dict.fromkeys(DECODINGS, 0.0))
     compared_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(DECODINGS, 0.0))
-    # Rounds by the draft tokens of their deepest block.
+    # rounds_at[k]: the number of rounds whose largest block had k draft tokens.
     rounds_at: list[int] = field(default_factory=lambda: [0] * (DEEPEST + 1))
     batch_size: Histogram = field(default_factory=lambda: Histogram(BATCH_BUCKETS))
-    # Blocks with draft tokens, and the draft tokens drafted and accepted.
+    # The number of blocks with draft tokens, and of draft tokens drafted and accepted.
     drafts: int = 0
     drafted: int = 0
     accepted: int = 0
-    # Accepted draft tokens that became output: none behind the end of a text.
+    # Accepted draft tokens that became output: those after the end of a text do not count.
     drafted_output: int = 0
     accepted_at: list[int] = field(default_factory=list)
     fallbacks: dict[str, float] = field(default_factory=lambda: dict.fromkeys(FALLBACKS, 0.0))
@@ -76,7 +76,7 @@ class Metrics:
     request_time: Histogram = field(default_factory=lambda: Histogram(REQUEST_BUCKETS))
 
     def round(self, seconds: tuple[float, ...], sequences: int, k: int) -> None:
-        """Count a round: `seconds` in the order of ROUND_PARTS, `k` draft tokens in the deepest block."""
+        """Count a round. `seconds`: one for each of ROUND_PARTS; `k`: the draft tokens of the largest block."""
         self.rounds += 1
         self.rounds_at.extend([0] * (k + 1 - len(self.rounds_at)))
         self.rounds_at[k] += 1
@@ -86,13 +86,13 @@ class Metrics:
         self.batch_size.observe(sequences)
 
     def compared(self, decoding: str, tokens: int, seconds: float) -> None:
-        """Count a round that was to be drafted, by its `decoding` of DECODINGS; `tokens` became output."""
+        """Count a round, with its output tokens and seconds, as `decoding`: speculative, or plain for comparison."""
         self.compared_rounds[decoding] += 1
         self.compared_tokens[decoding] += tokens
         self.compared_seconds[decoding] += seconds
 
     def drafted_block(self, drafted: int, accepted: int, kept: int) -> None:
-        """Count a block with draft tokens. `kept`: the tokens that became output, accepted or the target's own."""
+        """Count a verified block of `drafted` draft tokens. `kept`: its output tokens, with the one of the target."""
         self.drafts += 1
         self.drafted += drafted
         self.accepted += accepted
@@ -102,7 +102,7 @@ class Metrics:
             self.accepted_at[position] += 1
 
     def token_times(self, sequence: Sequence, tokens: int, now: float) -> None:
-        """Record times between tokens: the time since the sequence's last token, split evenly over its new ones."""
+        """Record the latency of `tokens` new tokens of a sequence: time to first token, or time per token."""
         self.generated_tokens += tokens
         if sequence.first_token_at:
             self.inter_token.observe((now - sequence.last_token_at) / tokens, tokens)
@@ -119,7 +119,7 @@ class Metrics:
             self.per_output_token.observe((sequence.last_token_at - sequence.first_token_at) / later)
 
     def expect_responses(self, paths: Iterable[str], statuses: Iterable[int]) -> None:
-        """Begin a series at 0 for every path and status: `rate` misses the response that creates a series."""
+        """Create a counter at 0 for every path and status: `rate` would miss a response that creates its counter."""
         self.responses = {(path, str(status)): 0 for path, status in product(paths, statuses)}
 
     def response(self, path: str, status: int) -> None:

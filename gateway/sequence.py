@@ -4,8 +4,8 @@
        ▲                     │                     │
        └── lose, give way ───┴─────────────────────┘      (finish is legal from every state)
 
-A lost sequence starts again from prompt + output under a new wire id, so that nothing from its former life at a model
-service can be mistaken for the new life's.
+A lost sequence starts again from prompt + output. This is a new life with a new wire id, so that a late message about
+the former life is never mistaken for one about the new life.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from spire.v1.verifier_pb2 import Adjustments
 Rule = Literal["rejection", "block", "invariant"]
 # The rule that is used at temperature 0, whatever the request says.
 GREEDY = "greedy"
-# The largest automatic k: the most that our drafts draft, which pays for few sequences.
+# The largest automatic k: the most that our drafts support, which pays only in small batches.
 DEEPEST = 16
-# Tokens that a sequence which gave way generates before it may have to again: otherwise it would do nothing but start.
+# Tokens that a preempted sequence generates before it can be preempted again: otherwise it would only restart.
 LEAST_RUN = 16
 
 
@@ -36,10 +36,10 @@ class State(Enum):
 
 
 class Stage(IntEnum):
-    """How far a STARTING sequence has come at the verifier, as the verifier reported last."""
+    """The progress of a STARTING sequence at the verifier, as last reported."""
 
     SENT = 0
-    # No room yet: the sequence waits at the verifier, behind the sequences sent before it.
+    # The verifier has no room yet: the sequence waits there, behind sequences sent earlier.
     STALLED = 1
     ADMITTED = 2
     # The prompt is being computed.
@@ -54,7 +54,7 @@ class Logprob:
     """
 
     token: float
-    # Any Sequence, so that a compact one can hold them.
+    # Any type of sequence: `rounds/messages` has a compact one.
     top: abc.Sequence[tuple[int, float]]
     rank: int = 0
 
@@ -73,7 +73,7 @@ class RoundResult:
     accepted: int
 
 
-# Approximate memory of an output token with its origin and round, and of one logprob with its token.
+# Approximate memory in bytes of an output token with its origin and round, and of one logprob with its token.
 _TOKEN_BYTES, _LOGPROB_BYTES = 200, 120
 
 
@@ -88,16 +88,16 @@ class Sequence:
     end_tokens: frozenset[int] = frozenset()
     # True if the gateway chooses k anew for every round.
     automatic: bool = False
-    # True if the activations of the newest round or Start are kept back from the draft.
+    # True if the verifier withholds the activations of the newest round or Start from the draft.
     paused: bool = False
     adjustments: Adjustments | None = None
-    # The number of likeliest tokens that come with each token's logprob; None asks for no logprobs at all.
+    # The number of likeliest tokens reported with each token's logprob; None: no logprobs at all.
     top_logprobs: int | None = None
     wants_prompt_logprobs: bool = False
-    # Computed prefixes are shared only between sequences of the same salt.
+    # The verifier shares computed prefixes only between sequences of the same salt.
     cache_salt: str = ""
 
-    # The API key and the request, which share places fairly, and the order among all sequences. Set by the scheduler.
+    # The API key and the request, between which places are shared fairly; the order of arrival. Set by the scheduler.
     key: str = ""
     request: int = 0
     arrival: int = 0
@@ -114,28 +114,28 @@ class Sequence:
     finish_reason: str | None = None
     error: Exception | None = None
 
-    # The current life, the length of the output when it began, and whether the sequence was ever put back in the queue.
+    # The number of the current life, the output length at its begin, and whether `Scheduler.put_back` was ever called.
     life: int = 0
     life_began: int = 0
     came_back: bool = False
     round: int = 0
-    # Rounds planned and not over: at most the one that the engine runs and the next.
+    # Rounds planned and not ended: at most two, the one that the engine runs and the next.
     under_way: int = 0
     draft_id: str = ""
 
     # Tokens of the prompt that the verifier copied from another sequence's prefix instead of computing them.
     cached_tokens: int = 0
-    # Lives lost while computed, since the last new token: after too many, the sequence is given up.
+    # Lives lost since the last new token while the verifier computed the sequence: after too many, the sequence fails.
     fruitless_lives: int = 0
     rounds: list[RoundResult] = field(default_factory=list)
     drafted: int = 0
     accepted: int = 0
     # accepted_histogram[a]: the number of rounds in which a draft tokens were accepted.
     accepted_histogram: list[int] = field(default_factory=list)
-    # The same for rounds with room for k draft tokens before max_tokens: τ at k is measured from these.
+    # accepted_histogram of the rounds that max_tokens left room for k draft tokens: τ at k is measured from these.
     full_depth_histogram: list[int] = field(default_factory=list)
 
-    # Times of its events in seconds of the monotonic clock, 0 before. Written by the engine and `Metrics`.
+    # Times of events in seconds of the monotonic clock; 0 before the event. Written by the engine and `Metrics`.
     arrived_at: float = 0.0
     admitted_at: float = 0.0
     first_token_at: float = 0.0
@@ -143,7 +143,7 @@ class Sequence:
     listener: Callable[[], None] = lambda: None
     # True: the listener is called after every round; False: only when the sequence ends.
     hears_rounds: bool = True
-    # The number of output tokens that the listener has taken.
+    # The number of output tokens that the listener has read.
     heard: int = 0
 
     @property
@@ -153,7 +153,7 @@ class Sequence:
 
     @property
     def computed(self) -> bool:
-        """True if the verifier may be computing the sequence: only then can the sequence be why the verifier died."""
+        """True if the verifier may be computing the sequence: if the verifier dies, the sequence may be the cause."""
         if self.state is State.STARTING:
             return self.stage is Stage.COMPUTED
         return self.state is State.RUNNING and self.under_way > 0
@@ -169,12 +169,12 @@ class Sequence:
 
     @property
     def base(self) -> int:
-        """The number of committed positions of a running sequence: all but the newest token."""
+        """The number of committed positions of a running sequence: all its tokens but the newest."""
         return len(self.prompt) + len(self.output) - 1
 
     @property
     def unread_bytes(self) -> int:
-        """The approximate memory of output tokens that the listener has not taken; 0 unless `hears_rounds`."""
+        """The approximate bytes of output tokens that the listener has not read; 0 unless `hears_rounds`."""
         if not self.hears_rounds:
             return 0
         alternatives = 0 if self.top_logprobs is None else 1 + self.top_logprobs
@@ -182,12 +182,12 @@ class Sequence:
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
-        """True if the next Start asks for prompt logprobs: those from an earlier life are kept."""
+        """True if prompt logprobs are requested and the verifier has not sent them yet, in any life."""
         return self.wants_prompt_logprobs and self.prompt_logprobs is None
 
     @property
     def tokens(self) -> list[int]:
-        """Prompt and output so far: the tokens that a Start sends."""
+        """The tokens of the prompt and of the output so far, which a Start message contains."""
         return self.prompt + self.output
 
     @property
@@ -196,12 +196,12 @@ class Sequence:
 
     @property
     def room(self) -> int:
-        """The most draft tokens that the next round can use, beside the one token that the target adds."""
+        """The most draft tokens that max_tokens allows in the next round, which also adds one token of the target."""
         return max(0, self.tokens_left - 1)
 
     @property
     def depth(self) -> int:
-        """The speculation depth of the next round."""
+        """The number of draft tokens to request in the next round: k, limited by max_tokens."""
         return min(self.k, self.room)
 
     @property

@@ -1,11 +1,11 @@
-"""The connection to the verifier: a handshake, then one long-lived stream, reopened whenever it breaks.
+"""The gRPC client of the verifier: a handshake, then one long-lived stream, reopened whenever the stream breaks.
 
-The verifier is `up` from a good handshake until the stream breaks, ends or is reset; pending answers then raise
-PeerLost. A late answer resets the stream too, because a stuck stream looks like a slow one. The verifier is then left
-alone for a while, twice as long each time; answers in time shorten that.
+The verifier is `up` from a successful handshake until the stream breaks, ends or is reset; pending answers then raise
+PeerLost. A late answer resets the stream too, because a stuck stream looks like a slow one. The client then waits
+before it connects again: twice as long after each late answer, and less after answers in time.
 
-A verifier whose health check says that it does not serve, because it drains or its model is stuck, keeps its stream but
-is not `usable`.
+While the health check reports that the verifier does not serve (it drains, or its model is stuck), the stream stays
+open but the verifier is not `usable`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from spire.v1.verifier_pb2_grpc import VerifierStub
 
 _CONTROL_DEADLINE = 5.0
 _HEALTH_SECONDS = 1.0
-# Seconds between attempts to reach a peer that is not there: no request waits for an attempt.
+# Seconds between attempts to connect to an unreachable verifier: no request waits for an attempt.
 _SHORTEST_RETRY, _LONGEST_RETRY = 0.2, 1.0
 
 log = structlog.get_logger("gateway")
@@ -42,7 +42,7 @@ log = structlog.get_logger("gateway")
 
 @dataclass(frozen=True, slots=True)
 class SentBatch:
-    """A sent batch: the future of (answer, time of reading it), the time of sending, and the seconds to wait."""
+    """A batch sent to the verifier: the future of (answer, time of arrival), the time of sending, and the timeout."""
 
     answer: asyncio.Future[tuple[verifier_pb2.VerifyBatchResult, float]]
     at: float
@@ -51,7 +51,7 @@ class SentBatch:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The model that the verifier serves, as told at the handshake."""
+    """The model that the verifier serves, with its tokenizer and chat template, as received at the handshake."""
 
     info: verifier_pb2.GetInfoResponse
     codec: TextCodec
@@ -64,9 +64,9 @@ class ServedModel:
 
 
 class VerifierClient:
-    """The verifier's address, the stream to it, and the pending answers.
+    """The gRPC client of the verifier: keeps the stream open, sends messages, and matches answers to sent batches.
 
-    Clients may read the errors raised here, so the address is only in the log.
+    HTTP clients may see messages of errors raised here, so the verifier's address is only in the log.
     """
 
     def __init__(
@@ -88,11 +88,11 @@ class VerifierClient:
         self.unusable_since = time.monotonic()
         self.circuit = Circuit()
         self.model: ServedModel | None = None
-        # Share of the verifier's cache that live sequences hold, as last reported.
+        # Share of the verifier's KV cache that live sequences occupy, as last reported.
         self.cache_usage = 0.0
-        # How long the verifier's steps take, as last reported.
+        # The duration of the verifier's steps, as last reported.
         self.pace = verifier_pb2.Pace()
-        # Names this gateway in calls about its sequences.
+        # gRPC metadata that names this gateway in calls about its sequences.
         self._name = GATEWAY_METADATA_KEY, gateway_id
         self._on_started, self._on_standing = on_started, on_standing
         self._on_lost, self._on_connected = on_lost, on_connected
@@ -113,11 +113,11 @@ class VerifierClient:
 
     @property
     def usable(self) -> bool:
-        """True if the verifier can take new work."""
+        """True if the stream to the verifier is open and the verifier reports that it serves."""
         return self.up and self.serving
 
     async def maintain(self) -> None:
-        """Handshake, follow the stream until it breaks, and try again, for ever."""
+        """Keep the verifier connected, for ever: handshake, read the stream until it breaks, wait, repeat."""
         while True:
             try:
                 if not await self._serves():
@@ -137,7 +137,7 @@ class VerifierClient:
         await self._channel.close()
 
     def reset(self) -> None:
-        """Drop the stream; `maintain` opens a new one."""
+        """Cancel the stream to the verifier; `maintain` opens a new one."""
         self._is(up=False)
         if self._call is not None:
             self._call.cancel()
@@ -148,12 +148,12 @@ class VerifierClient:
         self.up, self.serving = up, serving
 
     async def _serves(self) -> bool:
-        """Return whether the health check says that the verifier serves. Raises AioRpcError if nothing answers."""
+        """Return True if the verifier's health check reports SERVING. Raises AioRpcError if the call fails."""
         answer = await self._health.Check(health_pb2.HealthCheckRequest(), timeout=_CONTROL_DEADLINE)
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def _watch(self) -> None:
-        """Poll the health of the verifier while the stream stands: one whose model is stuck still answers pings."""
+        """Poll the verifier's health while the stream is open: a verifier with a stuck model still answers pings."""
         while self.up:
             await asyncio.sleep(_HEALTH_SECONDS)
             try:
@@ -191,7 +191,7 @@ class VerifierClient:
             self._on_lost()
 
     async def _write(self, message: verifier_pb2.RoundsRequest, seconds: float) -> None:
-        """Write a message within `seconds`, or longer if the model is slow. Raises PeerLost."""
+        """Write a message to the stream. Timeout: `seconds`, extended if the model is slow. Raises PeerLost."""
         call = self._call
         if call is None or not self.up:
             raise PeerLost("the verifier is not connected")
@@ -210,9 +210,9 @@ class VerifierClient:
             raise PeerLost("the stream to the verifier broke") from error
 
     async def ask(self, request: verifier_pb2.RoundsRequest, seconds: float) -> SentBatch:
-        """Send a request with the items of `verify` without waiting for its answer. Raises PeerLost.
+        """Send a batch (`request.verify`) to the verifier without waiting for the answer. Raises PeerLost.
 
-        The answer is due within `seconds`, or later if the model is slow.
+        Timeout of the write, and of the answer: `seconds`, extended if the model is slow.
         """
         request.verify.batch_id = batch_id = next(self._batch_ids)
         loop = asyncio.get_running_loop()
@@ -227,10 +227,10 @@ class VerifierClient:
         return asked
 
     async def answer(self, asked: SentBatch) -> tuple[verifier_pb2.VerifyBatchResult, float]:
-        """Wait for an answer; return it with the seconds from sending the batch to reading it. Raises PeerLost."""
+        """Wait for a batch's answer. Return the answer and the seconds from sending to reading. Raises PeerLost."""
         loop = asyncio.get_running_loop()
         try:
-            # The limit may grow meanwhile, when the verifier reports slower steps.
+            # The timeout may grow during the wait, when the verifier reports slower steps.
             while not asked.answer.done() and (left := asked.at + self.limit(asked.seconds) - loop.time()) > 0:
                 await asyncio.wait([asked.answer], timeout=left)
         except asyncio.CancelledError:
@@ -246,7 +246,7 @@ class VerifierClient:
     def _forget(self, batch_id: int, answer: asyncio.Future[tuple[verifier_pb2.VerifyBatchResult, float]]) -> None:
         del self._answers[batch_id]
         if not answer.cancelled():
-            answer.exception()  # marks it retrieved: a stream that broke during the write has failed the answer too
+            answer.exception()  # marks it as retrieved: a stream that breaks during a write fails the answer too
 
     def _too_late(self, seconds: float) -> PeerLost:
         self.circuit.late()
@@ -285,7 +285,7 @@ class VerifierClient:
         self._on_connected(before, self.model)
 
     async def start(self, message: verifier_pb2.Start, deadline: float) -> None:
-        """Send a Start; its Started is passed to `on_started`. Raises PeerLost."""
+        """Send a Start message; the callback `on_started` receives the verifier's reply, a Started. Raises PeerLost."""
         await self._write(verifier_pb2.RoundsRequest(start=message), deadline)
 
     def limit(self, seconds: float) -> float:
@@ -293,16 +293,16 @@ class VerifierClient:
 
     @property
     def load_seconds(self) -> float:
-        """The seconds that the verifier met last took to load; 0 before the first handshake."""
+        """The seconds that the last connected verifier took to load its model; 0 before the first handshake."""
         return self.model.info.load_seconds if self.model else 0.0
 
     @property
     def seconds_until_back(self) -> float:
-        """The seconds that a lost verifier's successor is still expected to load; 0 while the verifier is usable."""
+        """The expected seconds until a restarted verifier has loaded its model; 0 while the verifier is usable."""
         return 0.0 if self.usable else max(0.0, self.unusable_since + self.load_seconds - time.monotonic())
 
     async def release(self, sequence_ids: list[str], seconds: float) -> None:
-        """Free the places of these sequences within `seconds`, or longer if the model is slow. Raises AioRpcError."""
+        """Free the slots of ended sequences. Timeout: `seconds`, extended if the model is slow. Raises AioRpcError."""
         request = verifier_pb2.ReleaseRequest(sequence_ids=sequence_ids)
         answer = await self._stub.Release(request, timeout=self.limit(seconds), metadata=[self._name])
         self.cache_usage = answer.cache_usage
@@ -324,6 +324,6 @@ class VerifierClient:
 
 
 def _cancelled() -> bool:
-    """True if this task itself is being cancelled: a cancelled call raises CancelledError in its users too."""
+    """Return True if the current task itself is cancelled: a cancelled gRPC call raises CancelledError as well."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

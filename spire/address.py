@@ -17,7 +17,7 @@ from spire.errors import SpireError
 _ADDRESS = re.compile(r"(?P<host>\[[^\[\]]+\]|[^\[\]:/]+):(?P<port>\d{1,5})")
 # Target schemes that gRPC resolves by itself.
 _TARGET = re.compile(r"(dns|unix|unix-abstract|ipv4|ipv6|xds):.+")
-# What gRPC takes as the path of a Unix socket: it gives other characters a meaning of their own.
+# Paths of Unix sockets that gRPC accepts literally: other characters have a special meaning to gRPC.
 _UNIX_PATH = re.compile(r"/[A-Za-z0-9._/~+=@-]+")
 _LONGEST_UNIX_PATH = 107
 
@@ -35,7 +35,7 @@ def join(host: str, port: int) -> str:
 
 
 def split(address: str) -> tuple[str, int]:
-    """Return the host without brackets and the port, or unix:PATH and 0. Raises ValueError for anything else."""
+    """Split HOST:PORT into host (without brackets) and port, or unix:PATH into itself and 0. Raises ValueError."""
     if is_unix(address):
         return address, 0
     found = _ADDRESS.fullmatch(address)
@@ -55,12 +55,12 @@ def is_loopback(host: str) -> bool:
 
 
 def by_tcp(host: str) -> str:
-    """Return the TCP host for the metrics of a service that listens on `host`: loopback for unix:PATH."""
+    """Return the host for metrics, which HTTP serves: `host` itself, or loopback if the service is at unix:PATH."""
     return "127.0.0.1" if is_unix(host) else host
 
 
 def reachable(host: str) -> str:
-    """Return the host by which this machine reaches a listener on `host`: loopback for a wildcard address."""
+    """Return the host at which this machine can connect to a listener on `host`: loopback if `host` is a wildcard."""
     number = _number(host or "0.0.0.0")
     if number is None or not number.is_unspecified:
         return host
@@ -68,7 +68,7 @@ def reachable(host: str) -> str:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a bound TCP socket that does not listen yet; port 0 picks a free port. Raises SpireError."""
+    """Return a TCP socket that is bound but not listening; port 0 picks a free port. Raises SpireError on failure."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -2,27 +2,27 @@
 
 
 class SpireError(Exception):
-    """Root of all errors that Spire raises on purpose. The message is for people."""
+    """Base class of all errors that Spire raises deliberately. The message is meant for people."""
 
 
 class CheckpointError(SpireError):
-    """A model directory that cannot be served. The message names the file."""
+    """Error for a model directory that cannot be served. The message names the file."""
 
 
 class DataError(SpireError):
-    """A command's data or files that cannot be used."""
+    """Error for data or files that a command cannot use."""
 
 
 class MismatchError(SpireError):
-    """Two peers that do not match. The message names both values."""
+    """Error for two peers with different protocols, models or data. The message names both values."""
 
 
 class RequestError(SpireError):
-    """A request that cannot be carried out."""
+    """Error for a request that cannot be carried out."""
 
 
 class InvalidRequest(RequestError):
-    """A request that is wrong by itself: shapes, ranges, unknown values.
+    """Error for a request that is invalid in itself: wrong shapes, values out of range, unknown values.
 
     `param` names the wrong field, or is empty if no single field is wrong.
     """
@@ -33,20 +33,20 @@ class InvalidRequest(RequestError):
 
 
 class UnknownSequence(RequestError):
-    """The verifier or draft holds no such sequence: replay it."""
+    """Error for a sequence that the verifier or draft does not have: the caller must start or replay the sequence."""
 
 
 class NotAllowed(RequestError):
-    """The name that a peer uses belongs to another peer."""
+    """Error for a peer that uses a name which belongs to another peer."""
 
 
 class StaleBlock(RequestError):
-    """A block for a past base, round or stream."""
+    """Error for a block whose base or round is not the current one, or whose stream is superseded."""
 
 
 class NotFinite(RequestError):
-    """Non-finite logits for this sequence."""
+    """Error for non-finite logits of a sequence."""
 
 
 class OutOfCapacity(RequestError):
-    """No free slot or queue place: try again later."""
+    """Error for a request without a free slot or queue place: try again later."""

@@ -35,6 +35,6 @@ def write_whole(file: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:
-    """Write a JSON object to `file` atomically. Raises like `write_whole`."""
+    """Write a JSON object to `file` atomically. Raises DataError, naming the file, if writing fails."""
     text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
     write_whole(file, lambda unfinished: unfinished.write_text(text, encoding="utf-8"))

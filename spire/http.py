@@ -1,7 +1,7 @@
 """HTTP clients: direct to Spire's processes and this machine, through the environment's proxies to other hosts.
 
-Trusted authorities come from the environment (SSL_CERT_FILE, SSL_CERT_DIR) in both cases. Measurements connect directly
-too, because they would otherwise measure the proxy.
+Trusted authorities come from the environment (SSL_CERT_FILE, SSL_CERT_DIR) in both cases. Measurements always connect
+directly, because they would otherwise measure the proxy.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from spire.errors import SpireError
 
 
 def direct_client(**options: Any) -> httpx.Client:
-    """Return a client without proxies. Raises SpireError if the trusted certificates cannot be read."""
+    """Return an HTTP client that uses no proxy. Raises SpireError if the trusted certificates cannot be read."""
     with _explained():
         return httpx.Client(transport=httpx.HTTPTransport(), **options)
 
 
 def direct_async_client(limits: httpx.Limits, **options: Any) -> httpx.AsyncClient:
-    """Return an asynchronous client without proxies. Raises SpireError if the trusted certificates cannot be read."""
+    """Return an async HTTP client that uses no proxy. Raises SpireError if the trusted certificates cannot be read."""
     with _explained():
         return httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(limits=limits), **options)
 
 
 def client_for(url: str, **options: Any) -> httpx.Client:
-    """Return a client for `url`, through the environment's proxy if one is set for that host.
+    """Return an HTTP client for `url`, which connects through the environment's proxy if one is set for that host.
 
     Raises SpireError if `url` is invalid, the proxy cannot be used or the trusted certificates cannot be read.
     """
@@ -42,7 +42,7 @@ def client_for(url: str, **options: Any) -> httpx.Client:
 
 
 def goes_by_proxy(url: str) -> bool:
-    """True if the environment sets a proxy for `url`; never for this machine, whatever no_proxy says.
+    """True if the environment sets a proxy for `url`; always False for this machine, regardless of no_proxy.
 
     Raises SpireError if `url` is invalid.
     """
@@ -56,13 +56,13 @@ def goes_by_proxy(url: str) -> bool:
 
 
 def past_proxy(url: str) -> str:
-    """Return a remark for the error that a measurement cannot reach `url` directly; empty if no proxy is set for it."""
+    """Return a hint for connection errors of measurements, which bypass proxies; empty if `url` has no proxy."""
     return "; measurements do not go through the environment's proxy" if goes_by_proxy(url) else ""
 
 
 @contextmanager
 def _explained(by_proxy: bool = False) -> Iterator[None]:
-    """Turn errors of creating a client into a SpireError, which blames the environment's proxies if `by_proxy`."""
+    """Convert errors into a SpireError: no HTTP client can be made, because of the proxies it names if `by_proxy`."""
     try:
         yield
     except (ImportError, ValueError, httpx.InvalidURL) as error:

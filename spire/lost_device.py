@@ -22,14 +22,14 @@ log = structlog.get_logger()
 
 
 def end_if_device_lost(error: BaseException) -> None:
-    """Log one line and exit the process if `error` means that its GPU is lost."""
+    """Log one line and exit this process if `error` means that the process has lost its GPU."""
     if device_lost(error):
         log.critical("the GPU is lost, and with it this process", error=str(error).partition("\n")[0])
         os._exit(LOST_DEVICE)
 
 
 def device_lost(error: BaseException | None) -> bool:
-    """True if `error` or one of its causes is a CUDA error other than out of memory."""
+    """True if `error` or one of its causes means a lost GPU: any CUDA error other than out of memory."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

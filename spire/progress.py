@@ -14,7 +14,7 @@ _SMALL = 1_000_000
 
 @contextmanager
 def bytes_shown(doing: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show progress towards `total` bytes. The yielded function takes the number of bytes read since its last call."""
+    """Show the progress of reading `total` bytes. Call the yielded function with the number of bytes of each read."""
     console = Console(stderr=True, highlight=False)
     if total < _SMALL:
         yield lambda _: None

@@ -1,4 +1,4 @@
-"""Options of the verifier: command line, environment (`SPIRE_VERIFIER_*`), options file, defaults, in this order."""
+"""Options of the verifier. Precedence: command line, environment (`SPIRE_VERIFIER_*`), options file, defaults."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spire.service.process import ModelServiceConfig
 
 
 class VerifierConfig(ModelServiceConfig):
-    """Which target, how many sequences, where it listens."""
+    """Options of the verifier: the target, the number of sequences, limits, the address to listen on."""
 
     model_config = SettingsConfigDict(
         env_prefix="SPIRE_VERIFIER_", cli_prog_name="verifier_service", pyproject_toml_table_header=("verifier",)
@@ -39,7 +39,7 @@ class VerifierConfig(ModelServiceConfig):
         description="Positions of one step: blocks to verify first, then prompts. 0: 64 to 512, as many as take half a "
         "second, or twice a step without prompts.",
     )
-    # At least as long as the deepest block that is drafted.
+    # At least the maximum number of draft tokens in a block.
     self_window: int = Field(
         64, ge=16, description="MagicDec: last positions of its own cache that the target drafts through."
     )

@@ -1,6 +1,6 @@
 """Prometheus metrics of the verifier. One registry per service, so that tests can run several services.
 
-Every label exists from the beginning: a series that appears with its first event hides that event from `rate`.
+Every label value exists from the start: a series that begins with its first event hides that event from `rate`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class VerifierMetrics:
         parked.set_function(lambda: cache.parked_bytes)
 
     def step(self, kind: str, positions: int, seconds: float) -> None:
-        """Count one forward, or the share of one kind in it."""
+        """Count one forward of this kind, or the part of this kind in a shared forward."""
         self.steps.labels(kind).inc()
         self.positions.labels(kind).inc(positions)
         self.busy_seconds.labels(kind).inc(seconds)

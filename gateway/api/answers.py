@@ -1,4 +1,4 @@
-"""The HTTP response of a completion: one JSON object, or server-sent events. A disconnect frees the sequences."""
+"""The HTTP response of a completion: one JSON object, or server-sent events. A disconnect ends the sequences."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _JSON = "application/json"
 
 
 async def answer(http: Request, completion: Completion, headers: dict[str, str]) -> Response:
-    """Submit a completion and return its response.
+    """Submit a completion and return its HTTP response.
 
-    Raises what `submit` raises, ClientLeft, DeadlinePassed or the error of a choice.
+    Raises the errors of `Completion.submit`, ClientLeft, DeadlinePassed or the error of a choice.
     """
     completion.submit()
     stream: EventStream | None = None
@@ -40,7 +40,7 @@ async def answer(http: Request, completion: Completion, headers: dict[str, str])
 
 
 def json_answer(answer: dict[str, Any], headers: dict[str, str]) -> Response:
-    """Return a JSON response. A long answer is encoded while it is sent, and never held as a whole."""
+    """Return a JSON response. A long answer is encoded while it is sent, never as a whole in memory."""
     chunks = chunks_of(answer)
     first, second = next(chunks), next(chunks, None)
     if second is None:
@@ -56,7 +56,7 @@ async def _written(begun: list[bytes], rest: Iterator[bytes]) -> AsyncIterator[b
 
 
 class EventStream(StreamingResponse):
-    """A response of server-sent events. The sequences are freed however the stream ends."""
+    """A response of server-sent events. However the stream ends, the completion and its sequences are closed."""
 
     def __init__(self, completion: Completion, headers: dict[str, str]):
         headers = headers | {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -71,7 +71,7 @@ class EventStream(StreamingResponse):
 
 
 async def unless_gone(receive: Callable[[], Awaitable[Any]], answer: Coroutine[Any, Any, Answer]) -> Answer:
-    """Return the answer. Raises ClientLeft if the client disconnects first, which cancels the work."""
+    """Await `answer` and return its result. If the client disconnects first, cancel `answer` and raise ClientLeft."""
     work, gone = asyncio.ensure_future(answer), asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)

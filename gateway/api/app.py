@@ -1,4 +1,4 @@
-"""The REST surface: routes, their checks, and errors as `{"error": {message, type, param, code}}`."""
+"""The REST API: routes, checks of requests, and errors as `{"error": {message, type, param, code}}`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from spire.service.process_metrics import register_process
 
 
 def create_app(config: GatewayConfig, engine: Engine, guard: Guard, host: str) -> ASGIApp:
-    """Return the HTTP application, which listens at `host`. Its lifespan opens and closes the engine."""
+    """Return the ASGI application, to be served at `host`. Its lifespan opens and closes the engine."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -71,7 +71,7 @@ def create_app(config: GatewayConfig, engine: Engine, guard: Guard, host: str) -
     front = Front(app, engine.metrics, guard, paths, config.max_body_bytes, config.body_deadline, pages)
     if not config.cors_origins:
         return front
-    # The outermost layer, so that pages can read refusals too.
+    # The outermost layer, so that web pages can read error responses too.
     shown = ["X-Request-Id", "X-Spire-Ignored", "Retry-After"]
     return CORSMiddleware(
         front, config.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=shown
@@ -128,7 +128,7 @@ def _checked(body: bytes) -> CompletionRequest:
 
 
 def _check_offered(request: CompletionRequest, engine: Engine, model: ServedModel) -> None:
-    """Raise BadParameter if the request wants a draft, a rule or a grammar that is not to be had here."""
+    """Raise BadParameter if the request asks for a draft, a rule or a grammar that is not available."""
     draft, drafts = request.speculation.draft, _drafts(engine)
     if draft not in drafts:
         raise BadParameter("speculation.draft", f"no draft {draft[:64]!r} is connected; known: {', '.join(drafts)}")
@@ -151,7 +151,7 @@ def _add_state(app: FastAPI, engine: Engine) -> None:
 
     @app.get("/v1/models", responses=refusals(503))
     async def models() -> dict[str, Any]:
-        """List the one model that is served."""
+        """List the served model."""
         return {"object": "list", "data": [_model_card(engine)]}
 
     @app.get("/v1/models/{name:path}", responses=refusals(404, 503))
@@ -166,7 +166,7 @@ def _add_state(app: FastAPI, engine: Engine) -> None:
 
     @app.get("/ready", responses=refusals(503))
     async def ready() -> dict[str, Any]:
-        """Report if completions can be served, and if they can be drafted."""
+        """Report whether completions can be served, and whether a draft is connected."""
         model = engine.model
         draft = "off" if engine.draft is None else "connected" if engine.draft.up else "absent"
         return {

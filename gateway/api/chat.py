@@ -31,7 +31,7 @@ from spire.rpc.limits import MAX_LOGPROBS
 from spire.text.chat_messages import ROLES, plain_message
 from spire.text.chat_template import TemplateRefusal
 
-# The variables of a template that the gateway sets, beside the special tokens, whose names end in _SPECIAL_TOKEN.
+# The template variables that the gateway sets, besides the special tokens, whose names end in _SPECIAL_TOKEN.
 _OURS = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 _SPECIAL_TOKEN = "_token"
 _MOST_VARIABLE_BYTES = 16 << 10
@@ -40,7 +40,7 @@ _VARIABLES_SCHEMA = {
     "type": "object",
     "propertyNames": {"not": {"anyOf": [{"enum": [*_OURS]}, {"pattern": f"{_SPECIAL_TOKEN}$"}]}},
 }
-# Either an answer begins or the last message continues, not both.
+# The prompt either begins an answer or continues the last message, not both.
 TEMPLATE_SCHEMA: dict[str, JsonValue] = {
     "anyOf": [
         {"properties": {"continue_final_message": {"enum": [False, None]}}},
@@ -57,7 +57,7 @@ _LOGPROBS_SCHEMA: dict[str, JsonValue] = {
 
 
 class TextPart(Part):
-    """A piece of a message's content: `spire.text.chat_messages` reads it."""
+    """A text part of a message's content, which `spire.text.chat_messages` reads."""
 
     type: Literal["text"]
     text: str
@@ -69,7 +69,7 @@ _CONTENT_SCHEMA = {
 
 
 class Message(Part):
-    """One turn, for `spire.text.chat_messages` to read."""
+    """One message of a conversation, which `spire.text.chat_messages` reads."""
 
     passes_others_on: ClassVar[bool] = True
 
@@ -78,12 +78,12 @@ class Message(Part):
 
     @property
     def given(self) -> dict[str, Any]:
-        """The message as the client sent it, with unknown fields, which the template may read."""
+        """The message as the client sent it, unknown fields included, because the chat template may use them."""
         return {**(self.model_extra or {}), "role": self.role, "content": self.content}
 
 
 class TemplateOptions(RequestBody):
-    """A request with messages, which a template makes a prompt of."""
+    """The options of a request with messages, from which the chat template renders the prompt."""
 
     add_generation_prompt: bool | None = Field(
         None, description="end the prompt where the assistant's answer begins; the default unless the last one goes on"
@@ -100,7 +100,7 @@ class TemplateOptions(RequestBody):
         return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
 
     def check_template_options(self) -> None:
-        """Check the options of the chat template. Raises BadParameter."""
+        """Check the request's options of the chat template. Raises BadParameter."""
         if self.continue_final_message and self.begins_answer:
             raise BadParameter(
                 "continue_final_message",
@@ -119,7 +119,7 @@ class TemplateOptions(RequestBody):
 
 
 class ConversationRequest(CompletionRequest):
-    """A completion whose prompt the chat template has made."""
+    """A completion request whose prompt was rendered by the chat template."""
 
     prompt_name: ClassVar[str] = "messages"
 
@@ -151,7 +151,7 @@ class ChatRequest(GenerationRequest, TemplateOptions):
 
 
 def chat_prompt(messages: list[Message], model: ServedModel, options: TemplateOptions, special: bool) -> list[int]:
-    """Return the prompt's token ids by the chat template; `special` adds special tokens. Raises InvalidRequest."""
+    """Return the token ids of messages by the chat template. `special`: add special tokens. Raises InvalidRequest."""
     options.check_template_options()
     context, codec, template = model.info.max_context, model.codec, model.chat_template
     if len(messages) > context:
@@ -175,7 +175,7 @@ def chat_prompt(messages: list[Message], model: ServedModel, options: TemplateOp
 
 
 class ChatCompletion(Completion):
-    """A completion answered in the format of the chat API."""
+    """A completion whose answer has the format of the chat API."""
 
     id_prefix = "chatcmpl"
     scores_in_choices = False

@@ -19,7 +19,7 @@ _MOST_PULLED = 64
 
 
 class Echo:
-    """A prompt echoed in front of its choices: its text, and the offset of each of its tokens.
+    """A prompt that precedes the text of its choices: the prompt's text, and the character offset of each token.
 
     All choices of a prompt share one Echo: the verifier scores the prompt for the first choice only, and the logprobs
     are encoded once.
@@ -33,11 +33,11 @@ class Echo:
 
     @property
     def awaited(self) -> bool:
-        """True until the prompt's logprobs arrive; always False if none are shown."""
+        """True until the requested logprobs of the prompt arrive; False if none are requested."""
         return self.scored is not None and self.scored.prompt_logprobs is None
 
     def arrays(self, codec: TextCodec, top: int) -> dict[str, Shared]:
-        """Return the prompt's logprobs in the completions format; empty if there are none."""
+        """Return the prompt's logprobs, with `top` alternatives each, in the completions format; empty if none."""
         if self.scored is not None and self.scored.prompt_logprobs is not None and not self._shown:
             entries = PromptEntries(self.scored.prompt, self.scored.prompt_logprobs, self.offsets)
             self._shown = {name: Shared(shown) for name, shown in arrays(entries, codec, top).items()}
@@ -46,9 +46,9 @@ class Echo:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The new output of one choice.
+    """The output of one choice since its previous piece.
 
-    `entries` holds the logprobs of tokens whose text has been emitted: those of text held back come in a later piece.
+    `entries`: the logprobs of tokens whose text has been emitted; those of withheld text come in a later piece.
     `echo` precedes the text and has its own logprobs.
     """
 
@@ -63,33 +63,33 @@ class Piece:
 
 
 class Choice:
-    """One sequence as a choice of the answer: its output as text, pulled in pieces."""
+    """One choice of the answer: converts its sequence's output to text, one piece per `pull`."""
 
     def __init__(self, index: int, sequence: Sequence, text: TextStream):
         self.index, self.sequence, self._text = index, sequence, text
         self.finish_reason: str | None = None
         self._echo: Echo | None = None
-        # Characters in front of the output, characters of output emitted, and tokens whose logprobs were emitted.
+        # Characters of the echo, characters of output emitted, and tokens whose logprobs were emitted.
         self._begin = self._emitted = self._told = 0
         self._told_rounds = 0
 
     def begin_with(self, echo: Echo) -> None:
-        """Put the echoed prompt in front of the text."""
+        """Emit the echoed prompt before the text of the choice."""
         self._echo, self._begin = echo, len(echo.text)
 
     @property
     def tokens(self) -> int:
-        """The number of tokens that belong to the text; tokens after a stop string do not count."""
+        """The number of output tokens of the choice; tokens after a stop string do not count."""
         return self._text.taken
 
     @property
     def mean_logprob(self) -> float:
-        """The mean logprob of its tokens; -inf for none."""
+        """The mean logprob of the choice's output tokens; -inf without tokens."""
         logprobs = self.sequence.logprobs[: self.tokens]
         return sum(logprob.token for logprob in logprobs) / len(logprobs) if logprobs else -inf
 
     def pull(self) -> Piece | None:
-        """Return the output since the last pull, at most _MOST_PULLED tokens; None if there is nothing to send."""
+        """Return the choice's output since the last pull, at most _MOST_PULLED tokens; None if there is none."""
         if self.finish_reason is not None or (self._echo is not None and self._echo.awaited):
             return None
         sequence, taken = self.sequence, self._text.taken
@@ -112,7 +112,7 @@ class Choice:
         return Piece(self.index, echo, text, tokens, origins, rounds, entries, self.finish_reason)
 
     def _new_rounds(self) -> list[RoundResult]:
-        """Return the rounds since the last pull, without the tokens that a stop string has cut off."""
+        """Return the results of the rounds since the last pull, without tokens after a stop string."""
         new = self.sequence.rounds[self._told_rounds :]
         self._told_rounds += len(new)
         if not self._text.stopped:
@@ -120,7 +120,7 @@ class Choice:
         return [replace(one, tokens=min(one.tokens, self.tokens - one.begin)) for one in new if one.begin < self.tokens]
 
     def _new_entries(self) -> list[LogprobEntry]:
-        """Return the new entries: tokens with emitted text, and at the end all others that no stop string cut off."""
+        """Return new logprob entries of tokens with emitted text. After an end without a stop string: of all tokens."""
         whole = self.finish_reason is not None and not self._text.stopped
         end = self.tokens if whole else bisect_left(self._text.offsets, self._emitted)
         told, self._told = self._told, end

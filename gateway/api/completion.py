@@ -1,4 +1,4 @@
-"""One completion in progress: its choices, and the answer made of them as JSON or as events."""
+"""One completion in progress: its choices, and the answer built from them as JSON or as events."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _MOST_LOGGED = 4
 
 
 class Completion:
-    """Submits the sequences of a request and makes the answer of them. `close` frees sequences that still run."""
+    """Submits the sequences of a completion request and builds the answer. `close` ends sequences that still run."""
 
     id_prefix = "cmpl"
     object = "text_completion"
-    # Whether each choice tells the logprobs of its prompt, or the answer itself those of its only prompt.
+    # True: each choice contains the logprobs of its prompt. False: the answer itself contains those of its only prompt.
     scores_in_choices = True
 
     def __init__(
@@ -87,7 +87,7 @@ class Completion:
         return Choice(index, sequence, text)
 
     def _sequences(self, prompt: list[int], adjustments: Adjustments | None, request_id: str) -> list[Sequence]:
-        """Return the candidates for one prompt as sequences. Only the first requests the prompt's logprobs, for all."""
+        """Return a prompt's candidates as sequences. Only the first one requests the prompt's logprobs, for all."""
         request, speculation, config = self.request, self.request.speculation, self.engine.config
         seed = secrets.randbits(64) if request.seed is None else request.seed % 2**64
         k = 0 if speculation.draft == "off" else config.k if speculation.k is None else speculation.k
@@ -121,7 +121,7 @@ class Completion:
         ]
 
     def submit(self) -> None:
-        """Queue all choices, or none. Raises QueueFull, InvalidRequest, NoVerifier or ShuttingDown."""
+        """Queue the sequences of all choices, or none. Raises QueueFull, InvalidRequest, NoVerifier or ShuttingDown."""
         try:
             self.engine.submit([choice.sequence for choice in self.choices], self.key)
         except SpireError:
@@ -141,13 +141,13 @@ class Completion:
         return sum(map(len, self.prompts)) + sum(choice.sequence.max_tokens for choice in self.choices)
 
     async def begun(self) -> None:
-        """Return at the first token, or after `idle_ping` seconds. Raises a choice's error, or DeadlinePassed."""
+        """Return at the first token, or after `idle_ping` s. Raises the error of a failed choice, or DeadlinePassed."""
         await self._hear(self.engine.config.idle_ping)
         for choice in self.choices:
             self._check(choice)
 
     async def whole(self) -> dict[str, Any]:
-        """Return the answer as one object, to be written in pieces. Raises the error of a choice, or DeadlinePassed."""
+        """Wait for all choices. Return the answer as one object. Raises the error of a choice, or DeadlinePassed."""
         pieces: list[list[Piece]] = [[] for _ in self.choices]
         async for piece in self._pieces():
             if piece is not None:
@@ -155,7 +155,7 @@ class Completion:
         return self._answer(pieces)
 
     def _chosen(self) -> list[Choice]:
-        """Return the n best candidates of each prompt, best first; all in order if only n were generated."""
+        """Return each prompt's n candidates of best mean logprob, best first; all in order if there are only n."""
         n, candidates = self.request.n, self.request.candidates
         if n == candidates:
             return self.choices
@@ -164,13 +164,13 @@ class Completion:
         return [*chain.from_iterable(best)]
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yield the answer as server-sent events. An error in mid-stream becomes an event too."""
+        """Yield the answer as server-sent events. An error during the stream becomes an event too."""
         try:
             async for piece in self._pieces(ping=self.engine.config.idle_ping):
                 if piece is None:
                     yield _PING
                 elif self._says_something(piece):
-                    # Off the event loop if the piece echoes a prompt, which may be long.
+                    # On another thread if the piece echoes a prompt, which may be long.
                     yield self._event_of(piece) if piece.echo is None else await aside(self._event_of, piece)
             if self.request.include_usage or self.request.return_metrics:
                 yield self._event_of(None)
@@ -188,7 +188,7 @@ class Completion:
         return _event(self._chunk(piece))
 
     async def _pieces(self, ping: float | None = None) -> AsyncIterator[Piece | None]:
-        """Yield the new output of the choices as it comes; None when nothing came for `ping` seconds."""
+        """Yield pieces of the choices' output as they arrive, and None after each `ping` seconds without output."""
         if self.request.echo:
             await aside(self._echo_prompts)
         unfinished, stretch = self.choices, Stretch()
@@ -207,7 +207,7 @@ class Completion:
             unfinished = [choice for choice in unfinished if choice.finish_reason is None]
 
     async def _hear(self, patience: float | None) -> bool:
-        """Wait for progress of any choice: False if none came within `patience` seconds. Raises DeadlinePassed."""
+        """Wait for progress of any choice. Return False after `patience` seconds without any. Raises DeadlinePassed."""
         until = self._deadline
         if patience is not None:
             until = min(until, asyncio.get_running_loop().time() + patience)
@@ -221,7 +221,7 @@ class Completion:
         return True
 
     def _check(self, choice: Choice) -> None:
-        """Raise the choice's error, if any. A field that the verifier refuses gets the request's own name for it."""
+        """Raise the choice's error, if any. A field that the verifier refused is named as in the client's request."""
         error = choice.sequence.error
         if isinstance(error, InvalidRequest) and (field := field_of(self.request, error.param)):
             raise BadParameter(field, str(error)) from error
@@ -252,7 +252,7 @@ class Completion:
         }
 
     def _answer(self, pieces: list[list[Piece]]) -> dict[str, Any]:
-        """Return the whole answer, made of the pieces of each choice. A choice is built only when it is written."""
+        """Return the whole answer from the pieces of each choice. A choice's object is built only for its encoding."""
         answer, scores, chosen = self._head(), self._prompt_logprobs(), enumerate(self._chosen())
         answer["choices"] = Large(self._choice_object(at, one, pieces[one.index], scores) for at, one in chosen)
         if scores and not self.scores_in_choices:
@@ -281,7 +281,7 @@ class Completion:
         return answer
 
     def _prompt_logprobs(self) -> list[Shared]:
-        """Return the logprobs of each prompt as the API shows them; empty if not requested."""
+        """Return the logprobs of each prompt in the format of the API; empty if not requested."""
         if (top := self.request.prompt_logprobs) is None:
             return []
         scored = [choice.sequence for choice in self.choices[:: self.request.candidates]]
@@ -309,7 +309,7 @@ class Completion:
         return {name: Joined([of_echo[name], shown] if of_echo else [shown]) for name, shown in own.items()}
 
     def _chunk(self, piece: Piece | None) -> dict[str, Any]:
-        """Return a chunk with this piece, or the last one, with the usage and metrics that are asked for."""
+        """Return the streamed chunk for a piece, or the last chunk for None, with usage and metrics if requested."""
         chunk = self._head() | {"choices": Large([self._piece_object(piece)] if piece else [])}
         if self.request.include_usage:
             chunk["usage"] = self._usage() if piece is None or self.request.continuous_usage else None

@@ -1,6 +1,6 @@
-"""What /metrics tells: the gateway's counters and its state at the scrape, as Prometheus families.
+"""The Prometheus metrics at /metrics: the gateway's counters, and its state at the time of the scrape.
 
-Every number is stored once: the `vllm:*` names, which existing dashboards read, show the same numbers.
+Every number is stored once: the `vllm:*` names, which existing dashboards query, export the same numbers.
 Does not know: the metrics of the model services, which have metrics ports of their own.
 """
 
@@ -40,7 +40,7 @@ class Exposition(Collector):
                 yield family
 
     def _states(self) -> dict[str, float]:
-        """The choices in the gateway by state. Those without room at the verifier wait."""
+        """Return the number of choices in each state. A choice without room at the verifier counts as waiting."""
         scheduler = self._engine.scheduler
         stalled = len(scheduler.stalled)
         waiting, starting = len(scheduler.waiting) + stalled, len(scheduler.starting) - stalled
@@ -61,7 +61,7 @@ class Exposition(Collector):
         yield counts.queue_time.family("spire_queue_seconds", "Arrival to admission.")
         help_text = "Choices in the gateway, by state."
         yield _labelled("spire_sequences_now", help_text, "state", self._states(), GaugeMetricFamily)
-        # Their number grows when something is not cleaned up.
+        # A number of tasks that keeps growing reveals a leak.
         yield GaugeMetricFamily("spire_tasks_now", "Tasks of the gateway's event loop.", value=len(asyncio.all_tasks()))
 
     def _speculation(self) -> Iterator[Metric]:
@@ -82,7 +82,7 @@ class Exposition(Collector):
             yield GaugeMetricFamily("spire_multiplier_measured", help_text, value=multiplier)
 
     def _comparison(self) -> Iterator[Metric]:
-        """Yield the worth of speculation: compared with rounds left plain, by the performance model, and in money."""
+        """Yield metrics of the benefit of speculation: comparison with plain rounds, predicted speedup, and prices."""
         counts, config, label = self._counts, self._engine.config, "decoding"
         yield _labelled("spire_compared_rounds", "Rounds that were to be drafted.", label, counts.compared_rounds)
         yield _labelled("spire_compared_tokens", "Tokens that those rounds gave.", label, counts.compared_tokens)
@@ -147,9 +147,9 @@ class Exposition(Collector):
 
 @dataclass(frozen=True)
 class Named(Collector):
-    """The families that have a sample of one of these names: writing the others would take time from rounds.
+    """Collects only metric families that have a sample with one of `names`: encoding the others would delay rounds.
 
-    A registry's own restriction misses families that come later than it, such as prices or a multiplier.
+    A registry's own restriction misses families that appear after registration, such as prices or a multiplier.
     """
 
     all: Collector
@@ -179,5 +179,5 @@ def _labelled(
 
 
 def _numbered(counts: list[int], at_least: int) -> dict[str, float]:
-    """The counts by index, filled with zeros up to `at_least` entries: no request creates a series."""
+    """Return counts by index, padded with zeros to `at_least` entries, so that no request creates a new series."""
     return {str(at): float(n) for at, n in enumerate(counts + [0] * (at_least - len(counts)))}

@@ -44,7 +44,7 @@ class PromptEntries(Sequence[LogprobEntry]):
 
 
 def arrays(entries: Sequence[LogprobEntry], codec: TextCodec, top: int) -> dict[str, Shown]:
-    """Return `tokens`, `token_logprobs`, `top_logprobs` and `text_offset` of entries, with `top` alternatives each."""
+    """Return the four arrays of the completions format for these entries, with `top` alternatives for each token."""
     return {
         "tokens": Shown(entries, lambda entry: codec.token_text(entry.token)),
         "token_logprobs": Shown(entries, lambda entry: None if entry.logprob is None else _shown(entry.logprob.token)),
@@ -54,12 +54,12 @@ def arrays(entries: Sequence[LogprobEntry], codec: TextCodec, top: int) -> dict[
 
 
 def contents(entries: Sequence[LogprobEntry], codec: TextCodec, top: int) -> Shown:
-    """Return entries in the chat format: one object per token, with `top` alternatives each."""
+    """Return logprob entries in the chat format: one object per token, with `top` alternatives each."""
     return Shown(entries, partial(_content, codec, top))
 
 
 def of_prompt(prompt: list[int], logprobs: Sequence[Logprob], codec: TextCodec, top: int) -> Shown:
-    """Return the logprobs of each prompt token and of the `top` likeliest tokens there, by id; None for the first."""
+    """Return for each prompt token its logprob and those of the `top` likeliest, by token id; None for the first."""
     return Shown(PromptEntries(prompt, logprobs, [0] * len(prompt)), partial(_by_id, codec, top))
 
 
@@ -85,7 +85,7 @@ def _named(token: int, logprob: float, codec: TextCodec) -> dict[str, Any]:
 
 
 def _alternatives(codec: TextCodec, top: int, entry: LogprobEntry) -> dict[str, float] | None:
-    """Return the likeliest tokens and the token itself, by text; of two tokens with one text, the likelier."""
+    """Return the logprobs of the likeliest tokens and of the token itself, by text; the likelier if texts are equal."""
     if entry.logprob is None:
         return None
     shown: dict[str, float] = {}

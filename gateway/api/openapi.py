@@ -1,4 +1,4 @@
-"""The OpenAPI document: routes, every status they answer, and bodies with the limits of the served model.
+"""The OpenAPI document: routes, all their statuses, and body schemas with the limits of the served model.
 
 Routes parse their bodies themselves (`gateway/requests/bodies.py`), so FastAPI does not know the bodies' schemas: they
 are added here. In a schema, these values of `format` stand for limits that the served model sets: `token-id`,
@@ -27,7 +27,7 @@ _UNAUTHORIZED = {
 
 
 def body_of(schema: type[BaseModel]) -> dict[str, Any]:
-    """Return what a route declares about its body; DocumentedApi adds the schema itself."""
+    """Return a route's OpenAPI declaration of its request body. DocumentedApi adds the schema itself."""
     reference = {"$ref": _COMPONENTS.format(model=schema.__name__)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}}
 
@@ -90,7 +90,7 @@ def _limited(node: Any, limits: Limits) -> Any:
 
 
 def decimals_up_to(number: int) -> str:
-    """Return a regular expression for the decimals from 0 to `number`, which has at least two digits."""
+    """Return a regular expression that matches the integers from 0 to `number`, which must have two digits or more."""
     digits = str(number)
     shorter = ["[0-9]", *(f"[1-9][0-9]{{{more}}}" for more in range(1, len(digits) - 1))]
     below = [

@@ -1,4 +1,4 @@
-"""Answers of completions and chats, as OpenAPI declares them; `gateway/api/completion.py` makes the answers."""
+"""Schemas of the answers to completions and chats, for OpenAPI; `gateway/api/completion.py` builds the answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Origin = Literal["draft", "target"]
 
 
 class AnswerModel(BaseModel):
-    """Every field is always there, unless it has to be asked for."""
+    """Base of the answer schemas. Every field is always present, except fields that must be requested."""
 
     model_config = ConfigDict(json_schema_serialization_defaults_required=False)
 
@@ -34,7 +34,7 @@ class Usage(AnswerModel):
 
 
 class TextLogprobs(AnswerModel):
-    """Parallel arrays, one place for each token; the first token of an echoed prompt has none."""
+    """Parallel arrays with one entry for each token; the first token of an echoed prompt has no logprob."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -123,7 +123,7 @@ class ChatResponse(AnyResponse):
 
 
 def answers(schema: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """Return what a route declares about its answer: an object, or events whose data are pieces of the object."""
+    """Return a route's OpenAPI declaration of its answer: one object, or events that contain pieces of the object."""
     data = {"type": "string", "description": "a piece of the answer as JSON, or [DONE]"}
     event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
     content = {"text/event-stream": {"schema": event}}

@@ -29,7 +29,7 @@ def _alone(given: str, absent: str) -> JsonValue:
 
 
 class TokenizeRequest(TemplateOptions):
-    """A prompt, or messages of a chat."""
+    """A prompt or chat messages to convert to token ids; exactly one of the two must be given."""
 
     lists: ClassVar[Lists] = TOKENIZATION
 
@@ -70,7 +70,7 @@ def add_tokenization(app: FastAPI, engine: Engine) -> None:
 
     @app.post("/tokenize", response_model=TokenizeResponse, responses=declared, openapi_extra=body_of(TokenizeRequest))
     async def tokenize(http: Request) -> Response:
-        """Return the token ids that a completion would make of a prompt, or of messages."""
+        """Return the token ids of a prompt or of chat messages, as a completion would encode them."""
         request, model = await read_body(http, TokenizeRequest, engine)
         tokens = await unless_gone(http.receive, by_size(len(await http.body()), _tokens_of, request, model))
         context = model.info.max_context

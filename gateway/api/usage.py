@@ -1,4 +1,4 @@
-"""The usage and metrics of a completion: tokens, times, and what speculation gave."""
+"""The usage and metrics of a completion: token counts, times, and statistics of speculation."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from spire.v1.tensor_pb2 import Rule
 
 
 def usage(prompts: list[list[int]], choices: list[Choice], candidates: int) -> dict[str, Any]:
-    """Return OpenAI's usage object. `choices` holds `candidates` for each prompt, in order."""
+    """Return OpenAI's usage object. `choices` contains `candidates` choices for each prompt, in order."""
     prompt_tokens = sum(map(len, prompts))
     completion_tokens = sum(choice.tokens for choice in choices)
-    # Of each prompt's first choice only: the others may copy what it computed.
+    # Of each prompt's first choice only: the others may copy the prefix that it computed.
     cached_tokens = sum(choice.sequence.cached_tokens for choice in choices[::candidates])
     accepted = sum(min(choice.sequence.accepted, choice.tokens) for choice in choices)
     drafted = sum(choice.sequence.drafted for choice in choices)
@@ -31,7 +31,7 @@ def usage(prompts: list[list[int]], choices: list[Choice], candidates: int) -> d
 
 
 def metrics(choices: list[Choice]) -> dict[str, Any]:
-    """Return times and speculation figures of choices that all have tokens."""
+    """Return the latency and speculation metrics of choices. Every choice must have tokens."""
     sequences = [choice.sequence for choice in choices]
     sampling = sequences[0].sampling
     rule = Rule.Name(sampling.rule).removeprefix("RULE_").lower() if sampling.temperature else GREEDY

@@ -1,1 +1,1 @@
-"""The HTTP edge: connections, API keys, protection from foreign web pages, and the pages that are served."""
+"""The HTTP layer: connections, API keys, protection from foreign web pages, and the gateway's own pages."""

@@ -1,9 +1,9 @@
-"""Refuses requests of foreign web pages: pages that are neither this gateway's own nor of an allowed origin.
+"""Refuses requests from foreign web pages: pages that are neither this gateway's own nor of an allowed origin.
 
 A gateway with API keys does not need this check: a foreign page has no key. A gateway without keys, as on loopback,
-tells its user's programs from foreign pages by what browsers do: a browser asks the gateway before it sends a foreign
-page's request with a JSON content type, and the headers Origin and Host name the page's site, even if the site has its
-name resolve to this machine (DNS rebinding). Does not know: who may use an address that other machines reach.
+distinguishes its user's programs from foreign pages by the rules of browsers: a foreign page's request with a JSON
+content type needs a CORS preflight, and its headers Origin and Host name the page's site, even if the site's name
+resolves to this machine (DNS rebinding). Does not know: who may use an address that other machines can reach.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _JSON = re.compile(rb"application/([\w.+-]+\+)?json\s*(;.*)?", re.IGNORECASE)
 
 
 class ForeignPages:
-    """Recognizes requests of foreign pages.
+    """Refuses requests that foreign web pages may have sent.
 
-    `hosts` are the host names, besides those of loopback, that a request may name; None allows any name, where other
-    machines may reach the gateway. `origins` are the allowed origins, `bodies` the paths that take JSON.
+    `hosts`: the host names, besides those of loopback, that a Host header may contain; None allows any name, for a
+    gateway that other machines may reach. `origins`: the allowed origins; `bodies`: the paths that take JSON.
     """
 
     def __init__(self, hosts: Collection[str] | None, origins: Collection[str], bodies: Collection[str]):
@@ -31,7 +31,7 @@ class ForeignPages:
         self._origins, self._bodies = frozenset(origins), frozenset(bodies)
 
     def check(self, scope: Mapping[str, Any]) -> None:
-        """Raise ForeignPage or NotJson for a request that a foreign page may have sent."""
+        """Raise ForeignPage or NotJson for a request that a foreign web page may have sent."""
         headers = dict(scope["headers"])
         host, origin = headers.get(b"host", b"").decode("latin-1"), headers.get(b"origin")
         if self._hosts is not None and host:

@@ -1,7 +1,7 @@
-"""Client connections, with two deadlines that uvicorn lacks: to send a request's head, and to read the answer.
+"""HTTP connections with two timeouts that uvicorn lacks: for sending a request's head, and for reading the answer.
 
-A connection that misses a deadline is aborted, so that neither the connection nor its buffers are held for ever. Where
-there are too many connections, the one that has been idle for longest is aborted.
+A connection that exceeds a timeout is aborted, so that neither the connection nor its buffers stay for ever. If there
+are too many connections, the one that has been idle for longest is aborted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = structlog.get_logger("gateway")
 
 
 class Connections:
-    """All open connections. Beyond `most`, the longest idle one is aborted. `met` is told each one's descriptor."""
+    """All open connections: beyond `most`, the longest idle is aborted. `met` receives each connection's descriptor."""
 
     def __init__(self, most: int, met: Callable[[int], None]):
         self._most, self.met = most, met
@@ -40,7 +40,7 @@ class Connections:
             next(iter(self._idle)).cut()
 
     def settled(self, connection: Connection, idle: bool) -> None:
-        """Record if the connection is idle, that is between two requests."""
+        """Record whether the connection is idle, that is between two requests."""
         if not idle:
             self._idle.pop(connection, None)
         elif connection in self._open:
@@ -52,9 +52,9 @@ class Connections:
 
 
 class Connection(H11Protocol):
-    """A connection whose client has `head_deadline` seconds to send a request's line and headers.
+    """An HTTP connection whose client must send a request's line and headers within `head_deadline` seconds.
 
-    Once the write buffer is full, the client has `reading_deadline` seconds to read enough to drain it.
+    Once the write buffer is full, the client must drain it within `reading_deadline` seconds.
     """
 
     def __init__(self, limits: GatewayConfig, every: Connections, **of_uvicorn: Any):
@@ -71,12 +71,12 @@ class Connection(H11Protocol):
         self._all.opened(self)
 
     def cut(self) -> None:
-        """Abort the connection. It no longer counts as open, though its descriptor is closed a moment later."""
+        """Abort the connection, which counts as closed at once. Its descriptor is closed a moment later."""
         self._all.closed(self)
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Start the head deadline at a later request's first bytes: until then, uvicorn's `idle_seconds` applies."""
+        """Start the head timeout at the first bytes of a later request; until then uvicorn's idle timeout applies."""
         if self._head is None and self.conn.their_state in (h11.IDLE, h11.DONE):
             self._expect_head()
         super().data_received(data)

@@ -1,7 +1,7 @@
-"""File descriptors: each connection takes one, and when none is left, no file or connection can be opened.
+"""Limits on the file descriptors of connections: without a free one, no file or connection can be opened.
 
-So connections get what the process' limit leaves beside the gateway's own needs. Connections beyond that are closed as
-they are accepted: otherwise asyncio would log a traceback for each failed accept, thousands a second.
+Connections get the process' limit less the gateway's own needs. Connections beyond that are closed as soon as they are
+accepted: otherwise asyncio would log a traceback for each failed accept, thousands a second.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import structlog
 _OWN = 64
 # Connections accepted and not yet handled.
 _ARRIVING = 32
-# Most connections closed in one call of accept: then the event loop goes on.
+# Most connections that one call of `accept` closes before it returns to the event loop.
 _MOST_REFUSED = 256
 # Connections accepted in one turn of the event loop.
 ACCEPTED_AT_ONCE = 16
-# Connections that may wait in the kernel until they are accepted: asyncio has only those wait that it accepts at once.
+# The listen backlog: connections that wait in the kernel to be accepted. asyncio's own is only ACCEPTED_AT_ONCE.
 WAITING = 2048
 
 log = structlog.get_logger("gateway")
 
 
 def raise_limit() -> int:
-    """Raise this process' limit of open files as far as allowed, and return the limit."""
+    """Raise this process' limit of open files as far as allowed. Return the new limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # the system's own bound may be below the limit it reports
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -36,7 +36,7 @@ def raise_limit() -> int:
 
 
 def room_within(limit: int, most: int) -> tuple[int, int]:
-    """Return for how many connections, at most `most`, there is room, and the largest descriptor that one may have.
+    """Return (number of connections to allow, at most `most`; largest file descriptor that a connection may have).
 
     `limit`: the number of files that this process may open.
     """
@@ -44,9 +44,9 @@ def room_within(limit: int, most: int) -> tuple[int, int]:
 
 
 class Listener(socket.socket):
-    """A listening socket, taken over from a bound one, that closes connections when descriptors run short.
+    """A listening socket that closes new connections when file descriptors run short. Takes over the socket `bound`.
 
-    The kernel assigns the lowest free number, so a connection's descriptor tells how many files are open.
+    The kernel assigns the lowest free number, so a connection's descriptor shows how many files are open.
     """
 
     def __init__(self, bound: socket.socket, largest: int):
@@ -56,10 +56,10 @@ class Listener(socket.socket):
         self._unmet: dict[int, socket.socket] = {}
 
     def accept(self) -> tuple[socket.socket, object]:
-        """Accept a connection with a descriptor of at most `largest`.
+        """Accept and return the next connection whose file descriptor is small enough: at most `largest`.
 
-        Other connections are closed, each with the oldest connection that has not finished its TLS handshake. Raises
-        BlockingIOError if no connection waits, or after _MOST_REFUSED closed ones.
+        Other connections are closed, and with each the oldest connection that has not finished its TLS handshake.
+        Raises BlockingIOError if no connection waits, or after _MOST_REFUSED closed ones.
         """
         for _ in range(_MOST_REFUSED):
             connection, address = super().accept()
@@ -73,7 +73,7 @@ class Listener(socket.socket):
         raise BlockingIOError
 
     def met(self, number: int) -> None:
-        """Forget the connection with this descriptor: HTTP handles the connection now, and closes it."""
+        """Stop tracking the connection with this file descriptor: the HTTP protocol now handles and closes it."""
         self._unmet.pop(number, None)
 
     def _end_an_unmet(self) -> None:

@@ -1,7 +1,7 @@
-"""The first layer of every HTTP exchange: request id, API key, a cap and a deadline on the body, response counts.
+"""The first layer for every HTTP request: request id, API key, size limit and timeout of the body, response counts.
 
-HEAD is answered as GET, without the body. The whole body is read here, before anything parses it, so no handler ever
-holds more than the cap.
+HEAD is answered as GET, without the body. The whole body is read here, before it is parsed, so no handler ever has
+more than the limit in memory.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ log = structlog.get_logger("gateway")
 OTHER_PATH = "other"
 
 _REQUEST_ID = b"x-request-id"
-# The most bytes of a body over the cap that are read and discarded.
+# The most bytes of a body over the limit that are read and discarded.
 _MOST_DISCARDED = 64 * 1024 * 1024
 _ACCEPTABLE_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
 class Front:
-    """An ASGI application around another.
+    """ASGI middleware that checks API keys, reads request bodies and counts responses.
 
-    It adds `request_id` and `key_name` (None where no key is needed) to the request's state.
+    Adds `request_id` and `key_name` (None where no key is needed) to the request's state.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Front:
             await self.app(scope, _replay(body, receive), send_with_id)
 
     async def _body(self, receive: Receive, most: int) -> bytes | None:
-        """Return the whole body; None if the client has disconnected. Raises BodyTooLarge or BodyTooSlow."""
+        """Return the body, at most `most` bytes; None if the client disconnects. Raises BodyTooLarge or BodyTooSlow."""
         chunks, size = list[bytes](), 0
         try:
             async with asyncio.timeout(self.body_deadline):
@@ -118,7 +118,7 @@ class Front:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that gives the body that was read, then what the client sends next."""
+    """Return an ASGI `receive` callable that yields `body` first, then later messages of the client."""
     pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replayed() -> Message:
@@ -128,6 +128,6 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 def error_response(error: Exception) -> JSONResponse:
-    """Return the response that tells an error."""
+    """Return the HTTP response for an error."""
     status, body = rest_error(error)
     return JSONResponse(body, status, error_headers(error, status))

@@ -1,8 +1,8 @@
 """API keys: admits requests that carry a key of the key file. Without a key file, all requests are admitted.
 
-Every path but OPEN_PATHS needs a key. The path checked is the one that routes are chosen by, so nothing that a client
-writes into Host or around the path opens another path. The file is read again when it changes; while it cannot be
-read, no key is admitted. Does not know: how much a key may request.
+Every path but OPEN_PATHS needs a key. The checked path is the one that selects the route, so a client cannot open
+another path by the Host header or the rest of the URL. The file is read again when it changes; while it cannot be
+read, every key is refused. Does not know: quotas.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = structlog.get_logger("gateway")
 
 
 class Keys:
-    """The current keys of a file. Raises DataError if the file cannot be read or has a line that is no key."""
+    """The API keys of a file, read again when it changes. Raises DataError if the file is unreadable or invalid."""
 
     def __init__(self, file: Path):
         self._file = file
@@ -38,7 +38,7 @@ class Keys:
             log.warning("there are no API keys: every request is refused", file=str(file))
 
     def name_of(self, key: bytes) -> str | None:
-        """Return the name of a key, None for an unknown key. Takes as long for an unknown key as for a known one."""
+        """Return the name of an API key, None if unknown. The time taken does not reveal whether the key is known."""
         self._refresh()
         presented, found = digest(key), None
         for known in self._keys:
@@ -61,7 +61,7 @@ class Keys:
 
 
 def _version(file: Path) -> tuple[int, ...] | None:
-    """Return values that differ after a change of the file; None while there is no file."""
+    """Return metadata of a file that change whenever the file changes; None if there is no file."""
     try:
         found = os.stat(file)
     except OSError:
@@ -81,7 +81,7 @@ class Guard:
         return None if self._keys is None else OPEN_PATHS
 
     def admit(self, scope: Mapping[str, Any]) -> str | None:
-        """Return the name of the request's key, None if the request needs no key. Raises Unauthorized."""
+        """Return the name of the request's API key, None if the request needs no key. Raises Unauthorized."""
         if self._keys is None or scope["path"] in OPEN_PATHS:
             return None
         name = self._keys.name_of(_bearer(scope))
@@ -91,7 +91,7 @@ class Guard:
 
 
 def _bearer(scope: Mapping[str, Any]) -> bytes:
-    """Return the key of a request. Raises Unauthorized if the request has none or several Authorization headers."""
+    """Return the API key of a request. Raises Unauthorized unless one header `Authorization: Bearer KEY` came."""
     given = [value for name, value in scope["headers"] if name == b"authorization"]
     kind, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
     if kind.lower() != b"bearer" or not key.strip():

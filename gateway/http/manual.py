@@ -1,4 +1,4 @@
-"""The manual of the API at `/docs`: a plain HTML page made of the OpenAPI document, without scripts."""
+"""The API manual at `/docs`: the OpenAPI document rendered as a plain HTML page without scripts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _operation(method: str, path: str, operation: dict[str, Any]) -> str:
 
 
 def _links(part: Any) -> str:
-    """Return links to the schemas that a part of the document refers to."""
+    """Return HTML links to the schemas that a part of the OpenAPI document refers to."""
     names = re.findall(r'"\$ref": "[^"]*?([^"/]+)"', json.dumps(part))
     return "".join(f' <a href="#{escape(name)}">{escape(name)}</a>' for name in dict.fromkeys(names))
 

@@ -1,8 +1,8 @@
 """The live page at `/`, which shows rounds as they happen: static files of this package, without the gateway's state.
 
-The files need no API key: they are the same in every installation. The page requests all that it shows through the
-REST API, with the key that the user types into it. Nothing is loaded from other sites and the document has no inline
-scripts: the browser is told to refuse both.
+The files need no API key: they are the same in every installation. The page fetches its data through the REST API,
+with the API key that the user enters. The page loads nothing from other sites and has no inline scripts; the
+response headers make browsers refuse both.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HEADERS = {
 
 
 def add_page(app: FastAPI) -> None:
-    """Serve each file at its own path: no requested path is looked up on the disk."""
+    """Add a route for each static file of the page. A requested path is never looked up on the disk."""
     contents = {path: (_DIRECTORY / name).read_bytes() for path, name in _FILES.items()}
 
     async def file(http: Request) -> Response:

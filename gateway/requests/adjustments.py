@@ -1,4 +1,4 @@
-"""Logit adjustments: from a request to the verifier's message, and the field of a request that the verifier refused."""
+"""Converts a request's logit adjustments to the verifier's message, and the verifier's field names to the request's."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from gateway.aside import asker
 from gateway.requests.schemas import CompletionRequest
 from spire.v1.verifier_pb2 import Adjustments, Grammar
 
-# The fields of a request that have another name at the verifier.
+# The fields of a request by their names at the verifier, where the names differ.
 _FIELDS = {"allowed_tokens": "allowed_token_ids", "end_tokens": "stop_token_ids", "rule": "speculation.rule"}
 
 
 def adjustments_of(request: CompletionRequest, end_tokens: Iterable[int]) -> Adjustments | None:
-    """Return the adjustments for every choice of a request, or None if there are none. `end_tokens`: the model's."""
+    """Return the logit adjustments of a request, None if there are none. `end_tokens`: end tokens of the model."""
     adjustments = Adjustments(
         logit_bias=request.biases,
         allowed_tokens=request.allowed_token_ids,
@@ -32,7 +32,7 @@ def adjustments_of(request: CompletionRequest, end_tokens: Iterable[int]) -> Adj
 
 
 def field_of(request: CompletionRequest, param: str) -> str:
-    """Return the name of the request's field that the verifier calls `param`; empty if there is none."""
+    """Return the request's name of the field that the verifier calls `param`; empty if there is no such field."""
     if param == "tokens":
         return request.prompt_name
     if param == "grammar":

@@ -1,4 +1,4 @@
-"""The request bodies of all routes: JSON parsed by a schema, and the refusals that OpenAPI declares."""
+"""Parses request bodies by schema, for all routes, and declares the error responses for OpenAPI."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ErrorResponse(BaseModel):
     error: ErrorDetail
 
 
-# By these formats the OpenAPI document takes its limits from the served model: see `gateway/api/openapi.py`.
+# The OpenAPI document adds the served model's limits to fields of these formats: see `gateway/api/openapi.py`.
 ModelName = Annotated[str, Field(json_schema_extra={"format": "model-id"})]
 TokenCount = Annotated[int, Field(json_schema_extra={"format": "token-count"})]
 TokenId = Annotated[int, Field(json_schema_extra={"format": "token-id", "minimum": 0})]
@@ -69,7 +69,7 @@ class _FirstError(FailFast):
     __hash__ = object.__hash__
 
 
-# Report only the first wrong item of a list: finding them all in a long list would block the gateway for seconds.
+# Report only the first wrong item of a list: finding all in a long list would block the gateway for seconds.
 FIRST_ERROR = _FirstError()
 
 TokenIds = Annotated[list[TokenId], FIRST_ERROR]
@@ -77,7 +77,7 @@ Texts = Annotated[list[str], FIRST_ERROR]
 
 
 class Part(BaseModel):
-    """An object in a body: `null` stands for a field's default. Unknown fields: `gateway/requests/fields.py`."""
+    """Base of objects in a request body: `null` means a field's default. `requests/fields.py` checks unknown fields."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -103,7 +103,7 @@ def _nullable(field: JsonSchemaValue) -> JsonSchemaValue:
 
 
 class RequestBody(Part):
-    """A whole body."""
+    """Base of the schemas of request bodies."""
 
     lists: ClassVar[Lists] = GENERATION
 
@@ -116,12 +116,12 @@ Body = TypeVar("Body", bound=RequestBody)
 
 
 def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return the OpenAPI declaration of the error responses of a route."""
+    """Return the OpenAPI declaration of a route's error responses, by HTTP status."""
     return {status: {"model": ErrorResponse, "description": _REFUSALS[status]} for status in statuses}
 
 
 def parse(body: bytes, schema: type[Body]) -> Body:
-    """Parse a body by its schema and record the ignored fields. Raises BadParameter."""
+    """Parse a JSON request body by its schema and record the fields to ignore. Raises BadParameter."""
     raw = read_json(body)
     if not isinstance(raw, dict):
         raise BadParameter("body", "the body must be a JSON object", "invalid_json")
@@ -144,21 +144,21 @@ async def read_body(http: Request, schema: type[Body], engine: Engine) -> tuple[
 
 
 def bad_parameter(problems: Any) -> BadParameter:
-    """Return the error for the problems that pydantic found, under the name of the first field concerned."""
+    """Convert the validation errors of pydantic to one BadParameter, which names the first wrong field."""
     return BadParameter(_place(problems[0]["loc"]) or "body", "; ".join(map(_told, problems[:8])))
 
 
 def _place(loc: tuple[str | int, ...]) -> str:
-    """The path of a field as errors spell it, such as `messages[0].role`.
+    """Return the path of a field as error messages spell it, such as `messages[0].role`.
 
-    Pydantic reports a union once for each of its types and adds the type's name, which is left out here.
+    Pydantic reports an error in a union once for each member type and appends that type's name, which is omitted here.
     """
     parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc if part not in _UNION_MEMBERS]
     return "".join(parts).removeprefix(".")
 
 
 def _told(problem: Any) -> str:
-    """Describe what is wrong with a field, with its value if that is short and no text of the request."""
+    """Return the message for a wrong field, with the field's value if that is short and not a text of the request."""
     value, told = problem.get("input"), problem["loc"][:1] not in _TEXTS
     short = isinstance(value, int | float) or (isinstance(value, str) and len(value) <= _LONGEST_VALUE)
     came = f", {value!r} came" if told and short and len(repr(value)) <= _LONGEST_VALUE else ""
@@ -166,7 +166,7 @@ def _told(problem: Any) -> str:
 
 
 def check_unicode(text: str, param: str, where: str = "") -> None:
-    """Raise BadParameter for a text with half a surrogate pair, which UTF-8 cannot encode."""
+    """Raise BadParameter for a text with an unpaired surrogate, which UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -180,6 +180,6 @@ def check_model(wanted: str | None, model: ServedModel) -> None:
 
 
 def ignored_header(request: RequestBody) -> dict[str, str]:
-    """Return the header that names the ignored fields; empty if there are none."""
+    """Return the response header that names the request's ignored fields; empty if there are none."""
     names = sorted(request._ignored)
     return {"X-Spire-Ignored": ", ".join(map(shown, names[:_MOST_NAMED]))} if names else {}

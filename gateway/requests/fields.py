@@ -1,9 +1,9 @@
-"""Fields of a request that its schema does not have: refused by name if they would change the answer, else ignored.
+"""Checks request fields that the schema lacks: fields that would change the answer are refused, others are ignored.
 
-`fields.toml` lists both kinds. A field in no list is ignored too, unless its name is one edit away from the name of an
-honoured or refused field that the body lacks: it is then refused, and the error suggests that name.
+`fields.toml` lists both kinds. An unlisted field is ignored too, unless its name is one edit away from the name of a
+supported or refused field that the body lacks: such a field is refused, and the error suggests the similar name.
 
-Does not know: what the fields of a schema mean, and what is inside a field without a schema of its own, such as a JSON
+Does not know: the meaning of a schema's fields, and the contents of a field without a schema of its own, such as a JSON
 schema for the output.
 """
 
@@ -22,24 +22,24 @@ from pydantic import BaseModel
 
 from gateway.errors import BadParameter
 
-# The fewest letters of a known name that is suggested: too many names are one edit away from a shorter one.
+# The fewest letters of a suggested name: too many names are one edit away from a shorter one.
 _SHORTEST_GUESSED = 4
 _MOST_SHOWN = 64
-# The most different unknown names of a body: each is compared with all known names.
+# The most distinct unknown names of a body: each is compared with all known names.
 _MOST_UNKNOWN = 64
 _UNKNOWN = "unknown_parameter"
 
 
 @dataclass(frozen=True)
 class PartOf:
-    """Annotation of a field that pydantic does not parse: each object in the field has the fields of `schema`."""
+    """Annotates a field that pydantic does not parse: the objects in the field have the fields of `schema`."""
 
     schema: type[BaseModel]
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """An unsupported field: its values that ask for nothing, and the field to use instead, if any."""
+    """An unsupported field of requests: its values without effect, which are accepted, and the field to use instead."""
 
     neutral: tuple[Any, ...]
     instead: str = ""
@@ -47,13 +47,13 @@ class Refusal:
 
 @dataclass(frozen=True, eq=False)
 class Lists:
-    """The fields that a group of routes refuses or ignores, by dotted path."""
+    """The request fields that a group of routes refuses or ignores, by dotted path."""
 
     refused: dict[str, Refusal]
     ignored: frozenset[str]
 
     def refused_inside(self, kind: str) -> set[str]:
-        """The names of the refused fields of the object at the dotted path `kind`."""
+        """Return the names of the refused fields of the object at the dotted path `kind`."""
         return {name for parent, _, name in (path.rpartition(".") for path in self.refused) if parent == kind}
 
 
@@ -63,7 +63,7 @@ def _refusals(table: dict[str, Any]) -> dict[str, Refusal]:
 
 
 def _read_lists() -> tuple[Lists, Lists]:
-    """Return the lists of the generation routes and of the tokenization routes."""
+    """Read the lists of refused and ignored fields: for the generation routes and for the tokenization routes."""
     table = tomllib.loads((Path(__file__).parent / "fields.toml").read_text(encoding="utf-8"))
     generation = Lists(_refusals(table["refused"]), frozenset(table["ignored"]["names"]))
     of_messages = {path: refusal for path, refusal in generation.refused.items() if path.startswith("messages.")}
@@ -75,7 +75,7 @@ GENERATION, TOKENIZATION = _read_lists()
 
 
 def ignored_fields(body: dict[str, Any], schema: type[BaseModel], lists: Lists) -> list[str]:
-    """Return the dotted path of each ignored field of a body, once. Raises BadParameter for a refused field.
+    """Return the distinct dotted paths of a body's ignored fields. Raises BadParameter for a refused field.
 
     A field that is `null` counts as absent.
     """
@@ -115,7 +115,7 @@ def _ignored_in(value: Any, part: type[BaseModel] | None, unknown: _Unknown, pat
 
 
 def _check(refusal: Refusal, value: Any, place: str) -> None:
-    """Raise BadParameter unless the value asks for nothing."""
+    """Raise BadParameter for a refused field unless its value has no effect."""
     if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in refusal.neutral):
         neutral = " or ".join(json.dumps(value) for value in refusal.neutral)
         advice = f"use {refusal.instead} instead" if refusal.instead else "leave it out"
@@ -128,7 +128,7 @@ def _join(parent: str, name: str) -> str:
 
 
 def shown(name: str) -> str:
-    """Return a field's name for errors and headers: cut, in ASCII, quoted if empty or with a space at either end."""
+    """Return a field's name for errors and headers: shortened, in ASCII, quoted if empty or with outer spaces."""
     quoted = ascii(name[:_MOST_SHOWN])
     bare = quoted[1:-1]
     return bare if bare and bare == bare.strip() else quoted
@@ -136,7 +136,7 @@ def shown(name: str) -> str:
 
 @cache
 def _fields_of(schema: type[BaseModel]) -> dict[str, type[BaseModel] | None]:
-    """The fields by the names in requests, each with the schema of the objects in it, or None."""
+    """Return a schema's fields by their names in requests, each with the schema of the objects in it, or None."""
     return {
         info.alias or name: next((part for part in map(_part_in, [info.annotation, *info.metadata]) if part), None)
         for name, info in schema.model_fields.items()
@@ -153,13 +153,13 @@ def _part_in(annotation: Any) -> type[BaseModel] | None:
 
 @dataclass(frozen=True, eq=False)
 class _Unknown:
-    """The unknown names of one body by the path of their object, each with the known name it is close to, if any."""
+    """The unknown field names of one body by the path of their object, each with the known name that it resembles."""
 
     lists: Lists
     _meant: dict[tuple[str, str], str | None] = field(default_factory=dict)
 
     def meant_by(self, name: str, schema: type[BaseModel], kind: str, place: str) -> str | None:
-        """Return the known name that was meant, or None. Raises BadParameter beyond _MOST_UNKNOWN different names."""
+        """Return the known name that `name` resembles, or None. Raises BadParameter for too many unknown names."""
         if (kind, name) not in self._meant:
             if len(self._meant) == _MOST_UNKNOWN:
                 message = f"{shown(place)} is not known, like {_MOST_UNKNOWN} others: leave them out"
@@ -169,7 +169,7 @@ class _Unknown:
 
 
 def _guess(name: str, schema: type[BaseModel], lists: Lists, kind: str) -> str | None:
-    """Return the known name whose letters equal the name's or differ in one that is added, missing, other or moved."""
+    """Return the known field name with the same letters, or with one inserted, deleted, replaced or moved; or None."""
     letters = _letters(name)
     whole, near = _spellings(schema, lists, kind)
     if letters in whole:
@@ -180,7 +180,7 @@ def _guess(name: str, schema: type[BaseModel], lists: Lists, kind: str) -> str |
 
 @cache
 def _spellings(schema: type[BaseModel], lists: Lists, kind: str) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """The honoured and refused names of an object, by their letters, and by their letters with at most one left out."""
+    """Return the known field names of an object by their letters, and by their letters with at most one omitted."""
     known = sorted({*_fields_of(schema), *lists.refused_inside(kind)})
     near: dict[str, list[str]] = {}
     for name in known:
@@ -196,5 +196,5 @@ def _letters(name: str) -> str:
 
 
 def _one_less(letters: str) -> set[str]:
-    """The letters, and the letters with each one left out in turn."""
+    """Return the string `letters` and every string made by omitting one of its letters."""
     return {letters, *(letters[:at] + letters[at + 1 :] for at in range(len(letters)))}

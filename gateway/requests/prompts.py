@@ -1,4 +1,4 @@
-"""The prompts of a request: texts and token ids, checked and encoded to fit the model's context."""
+"""Checks and encodes the prompts of a request, texts or token ids, which must fit the model's context."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ANY_LENGTH = 2**31
 
 
 def encode_prompts(request: CompletionRequest, model: ServedModel, max_prompts: int) -> list[list[int]]:
-    """Encode every prompt to token ids, with room for the output in the context. Raises BadParameter."""
+    """Return the token ids of each prompt. Raises BadParameter, also if prompt and output exceed the context."""
     context = model.info.max_context
     longest = context if request.truncate_prompt_tokens is None else _ANY_LENGTH
     prompts = _prompts_of(request.prompt, longest, model.info.vocab_size, max_prompts)
@@ -37,7 +37,7 @@ def _encoded(prompt: Prompt, request: CompletionRequest, model: ServedModel, lon
 
 
 def _prompts_of(value: Any, max_context: int, vocab_size: int, max_prompts: int) -> list[Prompt]:
-    """Return the prompts: texts unchanged, token ids checked against vocabulary and context. Raises BadParameter."""
+    """Return the request's prompts: texts unchanged, token ids checked for range and number. Raises BadParameter."""
     if isinstance(value, str):
         return [text_prompt(value, "prompt")]
     if not isinstance(value, list) or not value:
@@ -58,7 +58,7 @@ def _one_of_many(item: Any, first: Any, max_context: int, vocab_size: int, where
 
 
 def text_prompt(text: str, where: str) -> str:
-    """Return the text. Raises BadParameter if it is empty or not valid Unicode."""
+    """Return the text unchanged. Raises BadParameter if the text is empty or not valid Unicode."""
     if not text:
         raise BadParameter("prompt", f"{where} is empty")
     check_unicode(text, "prompt", where)
@@ -87,7 +87,7 @@ def result_of(name: str, tokens: int) -> str:
 
 
 def _no_room(request: CompletionRequest, prompt_tokens: int, max_context: int) -> BadParameter:
-    """The error for a prompt without room for its output: names the prompt if it fills the context, else the limit."""
+    """Return the error for prompt and output over the context: names the prompt if that fills it, else the limit."""
     name, wanted = request.prompt_name, request.max_tokens
     if prompt_tokens > max_context:
         return over_context(name, max_context, result_of(name, prompt_tokens))

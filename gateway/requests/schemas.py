@@ -1,6 +1,6 @@
 """The body of `POST /v1/completions`, and its checks.
 
-Does not know: the model, but for the size of its vocabulary; unknown fields, which `gateway/requests/fields.py` judges.
+Does not know: the model, except its vocabulary size; unknown fields, which `gateway/requests/fields.py` checks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LONGEST_STOP = 1024
 _MOST_CANDIDATES = 16
 _LARGEST_BIAS = 100.0
 _LONGEST_SALT = 256
-# The most logprobs that the answer to one request may hold: some 100 MB while it is made and written.
+# The most logprobs that the answer to one request may contain: some 100 MB while it is built and encoded.
 MOST_LOGPROBS = 1 << 21
 
 # Limits of fields that the types do not express and `check` enforces.
@@ -76,9 +76,9 @@ class StreamOptions(Part):
 
 
 class Speculation(Part):
-    """How this request is drafted: by the connected draft (its name, its kind or "auto"), or not at all ("off").
+    """Speculation options of a request. `draft`: the connected draft's name or kind, "auto", or "off" for none.
 
-    Nobody else has this field: what is unknown in it is refused.
+    Only Spire has these options, so unknown fields among them are refused.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -89,7 +89,7 @@ class Speculation(Part):
 
 
 class GenerationRequest(StructuredRequest):
-    """What completions and chats have in common."""
+    """The fields that completion requests and chat requests have in common."""
 
     model_config = ConfigDict(json_schema_extra={"allOf": [STREAM_SCHEMA, PROMPT_LOGPROBS_SCHEMA]})
 
@@ -133,7 +133,7 @@ class GenerationRequest(StructuredRequest):
 
 
 class CompletionRequest(GenerationRequest):
-    # The name of the field that the prompt came in.
+    # The name of the request field that contained the prompt.
     prompt_name: ClassVar[str] = "prompt"
 
     prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
@@ -154,7 +154,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def limit_name(self) -> str:
-        """The name of the field with which the caller limits the output."""
+        """The name of the field by which the client limits the number of output tokens."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
@@ -163,7 +163,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def candidates(self) -> int:
-        """The number of texts generated for each prompt: the best n of them are the answer."""
+        """The number of texts to generate for each prompt; the best `n` of them are the answer."""
         return self.n if self.best_of is None else self.best_of
 
     @property
@@ -172,7 +172,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def most_logprobs(self) -> int | None:
-        """The number of likeliest tokens wanted at a position of prompt or output; None if no logprobs are needed."""
+        """The number of likeliest tokens to report at each position; None if no logprobs are needed."""
         wanted = [number for number in (self.logprobs, self.prompt_logprobs) if number is not None]
         if self.candidates > self.n:
             wanted.append(0)  # the candidates are ranked by their logprobs
@@ -192,7 +192,7 @@ class CompletionRequest(GenerationRequest):
 
 
 def check(request: CompletionRequest) -> None:
-    """Check what pydantic's types cannot express. Raises BadParameter."""
+    """Check the constraints of a request that pydantic's types cannot express. Raises BadParameter."""
     limit = request.limit_name
     if request.max_tokens == 0 and not request.echo:
         raise BadParameter(limit, f"{limit} of 0 needs echo: ask for at least 1, or for the prompt's echo")
@@ -217,7 +217,7 @@ def check(request: CompletionRequest) -> None:
         if len(stop) > _LONGEST_STOP:
             raise BadParameter("stop", f"a stop string may have {_LONGEST_STOP} characters, one has {len(stop)}")
     _check_biases(request.logit_bias)
-    _ = request.shape  # raises for several shapes, and for one that is plainly wrong
+    _ = request.shape  # raises for several shapes, and for an obviously invalid one
 
 
 def _check_biases(biases: dict[str, float]) -> None:
@@ -230,7 +230,7 @@ def _check_biases(biases: dict[str, float]) -> None:
 
 
 def check_tokens(request: CompletionRequest, vocab_size: int) -> None:
-    """Check that every token id in the request's fields is one of the model's. Raises BadParameter."""
+    """Check that all token ids in the request's fields are in the vocabulary. Raises BadParameter."""
     check_ids("stop_token_ids", request.stop_token_ids, MAX_STOP_TOKENS, vocab_size)
     check_ids("logit_bias", list(request.biases), MAX_LOGIT_BIASES, vocab_size)
     if request.allowed_token_ids is not None:
@@ -240,7 +240,7 @@ def check_tokens(request: CompletionRequest, vocab_size: int) -> None:
 
 
 def check_logprobs(request: CompletionRequest, prompt_lengths: list[int]) -> None:
-    """Check that the answer has at most MOST_LOGPROBS, of tokens and their alternatives. Raises BadParameter."""
+    """Check that the answer can have at most MOST_LOGPROBS logprobs, alternatives included. Raises BadParameter."""
     if request.most_logprobs is None:
         return
     scored = sum(prompt_lengths) if request.scores_prompt else 0
@@ -256,7 +256,7 @@ def check_logprobs(request: CompletionRequest, prompt_lengths: list[int]) -> Non
 
 
 def check_ids(name: str, ids: list[int], most: int, vocab_size: int) -> None:
-    """Raise BadParameter if a field has over `most` token ids, or one that the vocabulary lacks."""
+    """Raise BadParameter if the field `name` has over `most` token ids, or one outside the vocabulary."""
     if len(ids) > most:
         raise BadParameter(name, f"{name} may have {most} token ids, {len(ids)} came")
     for token in ids:

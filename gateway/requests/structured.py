@@ -1,6 +1,6 @@
-"""The fields of a request that give its output a shape: JSON, a regular expression, a grammar or a choice.
+"""The request fields that constrain the output: to JSON, a regular expression, a grammar or a list of choices.
 
-At most one of them may be given; checks raise BadParameter. Does not know: whether a grammar is valid, which the
+A request may have at most one of these; checks raise BadParameter. Does not know: whether a grammar is valid, which the
 verifier checks by compiling it.
 """
 
@@ -35,7 +35,7 @@ _WHITESPACE_WORDS = "only with JSON: a regular expression for what may stand bet
 
 
 class JsonSchema(Part):
-    """A JSON schema as the official client sends it: the schema itself beside a name for it."""
+    """A JSON schema as OpenAI's client sends it: an object with the schema itself and a name."""
 
     text: dict[str, Any] = Field(alias="schema")
     strict: bool = Field(True, description="a schema is kept whatever this says")
@@ -50,7 +50,7 @@ class ResponseFormat(Part):
 
 
 class StructuredOutputs(Part):
-    """The shape of the output: exactly one of json, regex, grammar, choice and json_object."""
+    """The constraint on the output: exactly one of json, regex, grammar, choice and json_object."""
 
     model_config = ConfigDict(json_schema_extra={"minProperties": 1})
 
@@ -70,7 +70,7 @@ Kind = Literal["json_schema", "regex", "lark"]
 
 @dataclass(frozen=True)
 class OutputShape:
-    """The shape that an output must have, and the name of the request's field that asks for it.
+    """The constraint on an output's shape, and the name of the request field that contains the constraint.
 
     `whitespace` is a regular expression for the white space between JSON tokens; empty allows none.
     """
@@ -82,7 +82,7 @@ class OutputShape:
 
 
 class StructuredRequest(RequestBody):
-    """A request whose output can be asked to have a shape."""
+    """Base of requests that can constrain the shape of their output."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -99,7 +99,7 @@ class StructuredRequest(RequestBody):
 
     @cached_property
     def shape(self) -> OutputShape | None:
-        """The shape that is asked for, or None. Raises BadParameter for several, and for one that is plainly wrong."""
+        """The one grammar, schema or list of choices that the output must follow, or None. Raises BadParameter."""
         outputs = self.structured_outputs or StructuredOutputs()
         fields: dict[str, tuple[Kind, Any]] = {
             "response_format": ("json_schema", _schema_of(self.response_format)),
@@ -164,7 +164,7 @@ def deeper_than(levels: int, value: Any) -> bool:
 
 
 def _one_of(name: str, choices: list[str]) -> str:
-    """Return a regular expression that matches these texts and no other."""
+    """Return a regular expression that matches exactly the texts in `choices`. Raises BadParameter."""
     if not choices:
         raise BadParameter(name, f"{name} is empty: no text could come")
     if len(choices) > _MOST_CHOICES:
@@ -209,7 +209,7 @@ def _whitespace_of(request: StructuredRequest, outputs: StructuredOutputs, of_js
             given[flag] = _LAYOUT if given[flag] is allows else ""
     if len({bool(pattern) for pattern in given.values()}) > 1:
         raise BadParameter(max(given), f"{' and '.join(given)} contradict each other: leave all but one out")
-    # A pattern says more than a flag that allows white space; `said` has the patterns last.
+    # A pattern takes precedence over a flag that allows white space: patterns are last in `said`.
     name, pattern = [("", ""), *given.items()][-1]
     check_unicode(pattern, name)
     if len(pattern) > _LONGEST_WHITESPACE:

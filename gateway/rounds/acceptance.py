@@ -1,4 +1,4 @@
-"""Estimate of τ, the mean tokens of a round, at every depth, from the blocks of earlier rounds."""
+"""Estimates τ(k), the mean tokens that a round at depth k gives a sequence, from the blocks of earlier rounds."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 
 class Acceptance:
-    """Estimates the chance that the draft token at each position is accepted if all before it are. Forgets slowly.
+    """Estimates, for each position of a block, the acceptance rate of draft tokens whose predecessors are accepted.
 
-    Under the block rule, the chance also depends on the tokens after it. This is ignored: rounds of a greater depth
-    slightly underestimate τ of a smaller depth.
+    Under the block rule, the rate also depends on the tokens after the position. This is ignored: rounds of a greater
+    depth slightly underestimate τ of a smaller depth.
     """
 
-    # Memory in blocks, and at least in rounds: workloads drift, and a large batch shows many blocks at once.
+    # Blocks to remember, and the fewest rounds: workloads drift, and a large batch has many blocks at once.
     _BLOCKS, _ROUNDS = 500.0, 20.0
-    # Prior rate of the first position, and weight of a prior: a rarely tried position takes the rate before it.
+    # Prior rate of the first position, and weight of a prior: the prior of a later position is the rate before it.
     _FIRST, _WEIGHT = 0.75, 4.0
 
     def __init__(self, deepest: int):
@@ -22,7 +22,7 @@ class Acceptance:
         self.idle = 0
 
     def observe(self, blocks: Sequence[tuple[int, int]]) -> None:
-        """Learn from the (draft tokens, accepted tokens) of a round's blocks; a round without blocks is idle."""
+        """Learn from a round's blocks, each (draft tokens, accepted tokens). A round without blocks counts as idle."""
         if not blocks:
             self.idle += 1
             return
@@ -36,7 +36,7 @@ class Acceptance:
                 self.accepted[position] += position < accepted
 
     def taus(self) -> list[float]:
-        """Return τ at depths 0, 1, …"""
+        """Return τ, the estimated tokens per sequence and round, at depths 0, 1, …"""
         rate, prefix, taus = self._FIRST, 1.0, [1.0]
         for tried, accepted in zip(self.tried, self.accepted, strict=True):
             rate = (accepted + self._WEIGHT * rate) / (tried + self._WEIGHT)
@@ -46,5 +46,5 @@ class Acceptance:
 
     @property
     def doubt(self) -> float:
-        """The relative variance of log τ: higher with few blocks and after idle rounds."""
+        """The relative variance of the estimates of log τ: higher with few blocks and after idle rounds."""
         return 0.2 / (self.tried[0] + 1) + 2e-4 * min(self.idle, 1000)

@@ -1,6 +1,6 @@
-"""Admission limits of requests, and when to retry. Plain arithmetic: every `now` is in seconds of one clock.
+"""Admission limits of requests, and the time until a retry. Every `now` is in seconds of one monotonic clock.
 
-Two limits apply: the queue, whose drain rate is measured, and the quota per minute of each API key.
+Two limits apply: the wait in the queue, whose drain rate is measured, and the quota per minute of each API key.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _REMEMBERED = 64
 
 
 class DrainRate:
-    """The drain rate of the queue: first tokens per second while other sequences wait for theirs.
+    """The drain rate of the queue: first tokens per second while further sequences wait for their first token.
 
     Waiting at the gateway for a place and waiting at the verifier for prefill count alike.
     """
@@ -29,28 +29,28 @@ class DrainRate:
         self._started: deque[float] = deque(maxlen=_REMEMBERED)
 
     def started(self, now: float) -> None:
-        """Record that a sequence has its first token while others wait for theirs."""
+        """Record the first token of a sequence while other sequences still wait for their first token."""
         self._started.append(now)
 
     def emptied(self) -> None:
-        """Reset the measurement because no sequence waits any more, so that idle time does not count."""
+        """Reset the measured drain rate because no sequence waits any more: idle time must not count."""
         self._started.clear()
 
     def seconds_for(self, waiting: int, now: float) -> float | None:
-        """Return the seconds until `waiting` sequences have their first token, or None before two were measured."""
+        """Return the expected seconds until `waiting` sequences have their first token; None if unknown yet."""
         if len(self._started) < 2:
             return None
         first, last, count = self._started[0], self._started[-1], len(self._started)
-        # Time since the last first token counts as slowness.
+        # The time since the last first token lowers the rate.
         return waiting * max((last - first) / (count - 1), (now - first) / count)
 
     def retry_after(self, waiting: int, now: float, at_least: float = 0.0) -> int:
-        """Return after how many whole seconds to retry a request of `waiting` sequences."""
+        """Return Retry-After in whole seconds: the expected wait of `waiting` sequences, but at least `at_least`."""
         return _retry(max(self.seconds_for(waiting, now) or 0.0, at_least))
 
 
 class Budget:
-    """A quota per minute, refilled continuously: up to one unused minute accumulates."""
+    """A quota per minute, refilled continuously; the unused quota accumulates to that of one minute at most."""
 
     def __init__(self, per_minute: int, now: float):
         self.per_minute = per_minute
@@ -63,7 +63,7 @@ class Budget:
         return max(0.0, (amount - self._left) * 60 / self.per_minute)
 
     def take(self, amount: float) -> None:
-        """Take `amount`; a negative amount is given back."""
+        """Subtract `amount` from the available quota; a negative amount is a refund."""
         self._left -= amount
 
 
@@ -75,7 +75,7 @@ class Quotas:
         self._budgets: dict[tuple[str, str], Budget] = {}
 
     def charge(self, key: str | None, tokens: int, now: float) -> Charge:
-        """Charge one request of at most `tokens` tokens. Raises OverQuota, or InvalidRequest if above a limit."""
+        """Charge a key for a request of up to `tokens` tokens. Raises OverQuota, or InvalidRequest if too large."""
         wanted = {} if key is None else {"requests": 1, "tokens": tokens}
         budgets = {}
         for what, amount in wanted.items():
@@ -94,20 +94,20 @@ class Quotas:
 
 
 class Charge:
-    """The tokens that a request was charged in advance."""
+    """The tokens that an API key was charged in advance for a request."""
 
     def __init__(self, budget: Budget | None, tokens: int):
         self._budget, self._tokens = budget, tokens
 
     def settle(self, used: int) -> None:
-        """Give back the unused tokens at the end of the request. Later calls do nothing."""
+        """Refund the tokens that the request did not use. Later calls do nothing."""
         if self._budget is not None:
             self._budget.take(used - self._tokens)
             self._budget = None
 
 
 def seconds_allowed(headers: Mapping[str, str], most: float) -> float:
-    """Return X-Request-Timeout, `most` at most and by default. Raises BadParameter unless it is positive and finite."""
+    """Return a request's timeout in seconds: X-Request-Timeout, by default and at most `most`. Raises BadParameter."""
     came = headers.get(TIMEOUT_HEADER, str(most))
     try:
         seconds = float(came)

@@ -1,4 +1,4 @@
-"""The clock of rounds: what each took, by the gateway's clock and by the verifier's.
+"""Measures the duration of each round, by the gateway's clock and by the verifier's clock.
 
 A pure data structure: callers pass every `now`. Does not know: what a round consists of.
 """
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Took:
-    """Seconds of one round since the end of the previous one, without what passed before that.
+    """The durations of one round, in seconds. Time before the end of the previous round does not count.
 
-    `seconds` is by the gateway's clock, `by_verifier` by the verifier's if the round followed another at once: the
-    gateway may read an answer late and the next one at once. `queued` is waiting at the verifier, `asked` is from
-    request to answer.
+    `seconds`: by the gateway's clock. `by_verifier`: by the verifier's clock if the round directly followed another,
+    because the gateway may read one answer late and the next one at once. `queued`: waiting at the verifier. `asked`:
+    from request to answer.
     """
 
     seconds: float
@@ -24,19 +24,19 @@ class Took:
 
 
 class RoundClock:
-    """Knows when the last round ended, while rounds follow one another."""
+    """Measures rounds. While rounds directly follow one another, each begins at the end of the previous round."""
 
     def __init__(self) -> None:
         self._ended: float | None = None
         self._over_at: float | None = None
 
     def begin(self, now: float) -> float:
-        """Return when the next round begins: at the end of the previous one if that is known."""
+        """Return the time at which a round begins: the end of the previous round if it directly follows, else `now`."""
         began, self._ended = self._ended or now, None
         return began
 
     def end(self, now: float, began: float, sent_at: float, asked: float, queued: float, over_at: float) -> Took:
-        """End a round: sent at `sent_at`, answered after `asked` seconds, over at `over_at` by the verifier's clock."""
+        """Return the durations of a round that ends at `now` by the gateway's clock, at `over_at` by the verifier's."""
         # A round sent ahead waits while the previous one computes.
         early = max(0.0, began - sent_at)
         before, self._over_at, self._ended = self._over_at, over_at, now
@@ -45,5 +45,5 @@ class RoundClock:
         return Took(seconds, by_verifier, max(0.0, queued - early), asked - early)
 
     def forget(self) -> None:
-        """No round follows the last one at once."""
+        """Forget the end of the last round, because no round directly follows it."""
         self._ended = self._over_at = None

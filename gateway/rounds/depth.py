@@ -1,11 +1,11 @@
 """The depth controller: picks k, possibly 0, for every round of a batch from the results of earlier rounds.
 
-A round at depth k yields τ(k) tokens a sequence and takes Δt(k, load) seconds; the best k has the most tokens a second.
-τ costs nothing to learn: a round at depth k also shows the yield of every smaller depth. Δt of depths that were not run
-is inferred from those that were, with an uncertainty; where this could change the choice, the controller probes another
-depth for a round, within a time budget. Where plain rounds are best, it probes drafting now and then, because a slow
-draft may have recovered. The first round after a change between drafted and plain is not timed, because it includes
-work left by the round before (activations to send or to absorb). So a probe of the other kind takes two rounds.
+A round at depth k yields τ(k) tokens per sequence and takes Δt(k, load) seconds; the best k has the most tokens per
+second. τ costs nothing to learn: a round at depth k also shows the yield of every smaller depth. Δt of untried depths
+is inferred, with an uncertainty, from measured ones; if the uncertainty could change the choice, the controller probes
+another depth for a round, within a time budget. If plain rounds are best, it probes drafting now and then, because a
+slow draft may have recovered. The first round after a change between drafted and plain is not timed, because it does
+work of the previous round (activations to send or to absorb). So a probe of the other kind takes two rounds.
 
 A pure data structure: no I/O, clock, torch, async or randomness. `Drafting` calls `choose` before a round and
 `observe` or `missed` after it.
@@ -26,35 +26,35 @@ from gateway.sequence import DEEPEST
 
 # Greatest k in the first rounds of a load: deep rounds may take many times as long as with fewer sequences.
 _AT_FIRST = 8
-# Share of the time of rounds with automatic sequences that may be spent on probes (depths other than the best known),
-# and how many rounds' time may be saved up for them; more where one probe costs more.
+# Share of the time of rounds with automatic sequences that probes (depths other than the best known) may cost, and the
+# number of rounds whose time may accumulate as budget; more if a single probe costs more.
 PROBE_SHARE = 0.01
 _CREDIT_ROUNDS = 4.0
-# Share of the same time for routine probes of drafting where plain rounds are best.
+# Share of the same time for routine probes of drafting while plain rounds are best.
 _CHECK_SHARE = 0.005
-# A round that takes this many times its expected time is a surprise. Where drafting loses, a probe of drafting that is
-# one puts off the next probe until the time of a plain round has been saved up, because the first may be an outlier;
-# the second in a row, until twice its own time has been.
+# A round that takes this many times its expected time is a surprise. While plain rounds are best, a surprising probe
+# postpones the next one until the time of a plain round has been saved up, because the first may be an outlier; a
+# second surprise in a row postpones it until twice that probe's own time has been saved up.
 _SURPRISE = 3.0
 # A probe that takes this many times less than expected shows that the draft has recovered, for all loads.
 _RECOVERED = 2.0
-# Greatest distance between cells at which a round in one answers a probe planned in the other.
+# Greatest distance between cells at which a round in one cell counts as a probe planned in the other.
 _NEAR = 2
-# After this many drafted rounds in a row that are surprises, plain rounds are probed at any cost.
+# After this many surprising drafted rounds in a row, plain rounds are probed at any cost.
 _SLOW_IN_A_ROW = 4
 # Rounds after which a cell learns only from its own rounds.
 _FEW = 8
-# Number of rounds for which a finding is expected to be of use.
+# Number of rounds for which the result of a probe is expected to be useful.
 _HORIZON = 2000.0
-# A depth that is more standard deviations than this behind the best one is not worth a probe.
+# A depth more than this many standard deviations behind the best one is not worth a probe.
 _OUT_OF_REACH = 4.0
-# Numbers of probes to consider: one often shows too little to be worth its cost where several would be.
+# Numbers of probes to consider: one often shows too little to be worth its cost, even if several would be.
 _LOOKS = (1, 8)
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A probe of drafting at depth k where plain rounds are best, its expected time, and that of a plain round."""
+    """A planned probe round: drafted at depth k although plain rounds are best, with the expected times of both."""
 
     load: Load
     k: int
@@ -63,7 +63,7 @@ class Probe:
 
 
 class DepthController:
-    """Picks k for the automatic sequences of a round: those that leave k to the gateway."""
+    """Picks k for the automatic sequences of a round, whose requests leave k to the gateway."""
 
     def __init__(self, deepest: int = DEEPEST):
         self.deepest = deepest
@@ -72,7 +72,7 @@ class DepthController:
         # Seconds that probes may still cost; None before the first measurement.
         self._credit: float | None = None
         self._probing: Probe | None = None
-        # Depths already decided for the next rounds: the rest of a probe of the other kind, or the first rounds of all.
+        # Depths already decided for the next rounds: the second round of a probe, or the very first rounds.
         self._next: list[int] = []
         # Depth and seconds of the first round, until there is a second one at the same depth.
         self._first: tuple[int, float] | None = None
@@ -89,7 +89,7 @@ class DepthController:
         self._look_seconds = 0.0
 
     def choose(self, load: Load, rooms: Iterable[int]) -> int:
-        """Return the depth of the next round. `rooms`: the most tokens that each automatic sequence could draft."""
+        """Return the depth k of the next round. `rooms`: the most draft tokens that each automatic sequence can use."""
         counts = Counter(min(room, self.deepest) for room in rooms)
         deepest = max(counts, default=0)
         if not deepest:
@@ -108,9 +108,9 @@ class DepthController:
         return self._probe(load, times, mean, taus, worth, best)
 
     def observe(self, load: Load, k: int | None, seconds: float, blocks: Sequence[tuple[int, int]]) -> None:
-        """Learn from a round at depth k; k is None if no single depth explains its time.
+        """Learn from the time and acceptance of a round at depth k; k is None if the time belongs to no single depth.
 
-        `seconds` excludes other sequences' prompts. `blocks`: (draft tokens, accepted tokens) of blocks to be drafted.
+        `seconds` excludes other sequences' prefill. `blocks`: (draft tokens, accepted tokens) of blocks to be drafted.
         """
         self.acceptance.observe(blocks)
         if self._turned(k):
@@ -137,7 +137,7 @@ class DepthController:
         self._pause = max(0.0, self._pause - seconds * load.automatic)
 
     def _see_whether_slow(self, times: RoundTimes, load: Load, k: int, seconds: float) -> None:
-        """Request a probe of plain rounds if drafted ones have become far slower: the draft alone may be the cause."""
+        """Request a probe of plain rounds after several far too slow drafted ones: the draft alone may be the cause."""
         if not k or times.own < _FEW:
             return
         usual = self._usual if self._slow else times.at(load)
@@ -150,9 +150,9 @@ class DepthController:
             self._doubted = True
 
     def missed(self, load: Load, k: int, seconds: float) -> None:
-        """Learn from a round that waited `seconds` in vain for k draft tokens: drafting takes longer than that.
+        """Learn from a round whose k draft tokens did not arrive in time: a round at depth k takes at least `seconds`.
 
-        The round counts even right after a plain one: a late draft is left alone, so no other round at depth k follows.
+        The round counts even right after a plain one: a late draft is not asked again soon, so no second one follows.
         """
         self.acceptance.observe([])
         self._settle(load, None, seconds, guessed=False)
@@ -162,12 +162,12 @@ class DepthController:
             times.observe(load, k, seconds)
 
     def _turned(self, k: int | None) -> bool:
-        """Record whether this round was drafted. True if the round before was of the other kind."""
+        """Record whether a round was drafted (k > 0) or plain. Return True if that differs from the previous round."""
         before, self._drafted = self._drafted, None if k is None else k > 0
         return None not in (before, self._drafted) and before != self._drafted
 
     def _settle(self, load: Load, k: int | None, seconds: float, guessed: bool) -> None:
-        """End a pending probe of drafting: a failed or slow one pauses probes, a fast one puts estimates in doubt."""
+        """Conclude a pending probe of drafting. Pause probes if it failed or was slow; distrust estimates if fast."""
         probe, lost = self._probing, k is None and not guessed
         if probe is None or not (lost or k == probe.k):
             return
@@ -186,19 +186,19 @@ class DepthController:
                     times.look_again = True
 
     def multiplier(self, load: Load, k: int) -> float:
-        """Return tokens per second at depth k over those of plain decoding, as estimated for this load."""
+        """Return the estimated ratio of tokens per second at depth k to tokens per second of plain decoding."""
         times = self._times(load)
         return self.acceptance.taus()[k] * math.exp(times.mean[0] - times.mean[k])
 
     def _times(self, load: Load) -> RoundTimes:
-        """Return the round times of this load's cell."""
+        """Return the estimates of round times for this load's cell, created if the cell is new."""
         known = self.times.get(load.cell)
         if known is None or known.rounds < _FEW:
             known = self.times[load.cell] = self._begun(load.cell, known)
         return known
 
     def _begun(self, cell: tuple[int, int, bool], known: RoundTimes | None) -> RoundTimes:
-        """Return times of the nearest cell for a new cell, or for a young one (`known`) if an adjacent one has more."""
+        """Return estimates for a new cell, copied from the nearest, or for a young one (`known`), from a neighbour."""
         others = [(_distance(cell, at), times) for at, times in self.times.items() if times.last and at != cell]
         if known:
             others = [(distance, it) for distance, it in others if distance <= 1 and it.worth(distance) > known.rounds]
@@ -212,7 +212,7 @@ class DepthController:
     def _probe(
         self, load: Load, times: RoundTimes, mean: list[float], taus: list[float], worth: list[float], best: int
     ) -> int:
-        """Return the best depth, or another depth if probing it promises more than it costs."""
+        """Return the depth of the next round: `best`, or another one if a probe of that is worth more than its cost."""
         if self._credit is None or (best == 0 and self._pause):
             return best
         level = math.exp(mean[best])
@@ -244,7 +244,7 @@ class DepthController:
         return chosen
 
     def _gain(self, load: Load, times: RoundTimes, taus: list[float], k: int, best: int, behind: float) -> float:
-        """Return the expected gain, in rounds at the best depth, of probing k, which is `behind` in log tokens/s."""
+        """Return the expected gain of probing k, in rounds at depth `best`. `behind`: deficit of k in log tokens/s."""
         doubt = self.acceptance.doubt * math.log(taus[k] / taus[best]) ** 2
         most = 0.0
         for looks in _LOOKS:
@@ -262,7 +262,7 @@ def _same_kind(k: int, other: int) -> bool:
 
 
 def _tokens(taus: list[float], counts: Counter[int], k: int, plain: int) -> float:
-    """Return the tokens of a round: `counts[room]` sequences draft min(k, room), `plain` ones do not depend on k."""
+    """Return a round's expected tokens: `counts[room]` sequences draft min(k, room); `plain` others yield 1 each."""
     return plain + sum(count * taus[min(k, room)] for room, count in counts.items())
 
 

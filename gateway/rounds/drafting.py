@@ -1,6 +1,6 @@
-"""Drafting: the choice of k, the plan of what the draft is asked, and learning from rounds.
+"""Drafting: chooses k, plans the requests to the draft, and learns from rounds.
 
-A draft that is gone, slow or behind costs speed and never a request: blocks without draft tokens are decoded plainly.
+A draft that is lost, slow or behind costs speed and never a request: blocks without draft tokens are decoded plainly.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from gateway.sequence import Sequence
 from gateway.verifier_client import VerifierClient
 from spire.v1 import tensor_pb2, verifier_pb2
 
-# Plain rounds in a row after which the draft is paused, because following a sequence is work, and rounds that the draft
-# gets to catch up before it is asked again.
+# Plain rounds in a row after which the draft is paused, because absorbing activations is work, and rounds in which the
+# draft catches up before it is asked again.
 _PLAIN_ROUNDS, _CATCHING_UP = 8, 2
-# Share of a batch that must have had one depth for the round's time to count for that depth.
+# Share of a batch that must have had the greatest depth for the round's time to count for that depth.
 _MOST_OF_A_BATCH = 0.75
 
 _FALLBACKS = {
@@ -44,18 +44,18 @@ log = structlog.get_logger("gateway")
 
 @dataclass(slots=True)
 class DraftPlan:
-    """How the blocks of a round are drafted, by wire id.
+    """The numbers of draft tokens that a round requests for its sequences, and later the numbers that were drafted.
 
-    `asked`: the depths asked of the draft, none once `lost`. The answer gives `counts` (draft tokens) and the seconds.
+    `asked`: requested depths, empty once `lost`. `counts` (draft tokens) and the seconds are set from the answer.
     """
 
     draft_id: str = ""
     asked: dict[str, int] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     lost: bool = False
-    # Depths by wire id if the round waited for the draft in vain until the deadline.
+    # The requested depths by wire id if the draft did not answer before the deadline.
     late: dict[str, int] = field(default_factory=dict)
-    # For a round that was to be drafted: speculative, or plain if left plain for comparison. Empty for other rounds.
+    # "speculative", or "plain" if the round is decoded plainly only for comparison; empty without sequences to draft.
     decoding: str = ""
     model_seconds: float = 0.0
     waited_seconds: float = 0.0
@@ -66,14 +66,14 @@ class DraftPlan:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """A round as evidence for k: the single depth its time belongs to, if any, and (depth, accepted) of its blocks."""
+    """The results of a round for the choice of k: its single depth, if any, and (depth, accepted) of each block."""
 
     depth: int | None
     blocks: list[tuple[int, int]]
 
 
 class Drafting:
-    """The draft as the rounds see it, if there is one, and the choice of k."""
+    """Chooses k, plans the requests to the draft, and learns from rounds. `draft` is None if drafting is off."""
 
     def __init__(self, draft: ChosenDraft | None, verifier: VerifierClient, config: GatewayConfig, metrics: Metrics):
         self._draft, self._verifier, self._config, self._metrics = draft, verifier, config, metrics
@@ -90,19 +90,19 @@ class Drafting:
 
     @property
     def tau(self) -> float:
-        """The expected tokens of a round at the k chosen last."""
+        """The expected tokens per sequence of a round at the last chosen k."""
         return self._depths.acceptance.taus()[self.k]
 
     @property
     def multiplier(self) -> float | None:
-        """Measured tokens/s over those of plain decoding; None for a fixed k without both drafted and plain rounds."""
+        """The measured speedup over plain decoding; None for a fixed k without both drafted and plain rounds."""
         if self._config.k is None:
             return self._depths.multiplier(self._load, self.k)
         return self._depths.multiplier(*self._seen) if self._seen and self._config.plain_share else None
 
     @property
     def multiplier_modelled(self) -> float | None:
-        """The performance model's multiplier of the last drafted round, with the measured τ; None if unknown."""
+        """The speedup over plain decoding that the performance model predicts at the measured τ; None if unknown."""
         target, draft = self._verifier.model, self._draft.info if self._draft else None
         if not (self._model and self._seen and target and draft and self._seen[1] <= self._depths.deepest):
             return None
@@ -110,11 +110,11 @@ class Drafting:
         return self._model.multiplier(target.info, draft, load, k, self._depths.acceptance.taus()[k])
 
     def draft_for(self, sequence: Sequence) -> str:
-        """Return the id of the draft that gets the activations, even if briefly away; empty for none."""
+        """Return the id of the draft for this sequence's activations, even if briefly disconnected; empty for none."""
         return self._draft.id if sequence.speculates and self._draft else ""
 
     def choose(self, batch: list[Sequence], prefilling: bool) -> Load:
-        """Choose k for the automatic sequences of a batch. Return the load."""
+        """Choose k and set it on the automatic sequences of a batch. Return the load of the batch."""
         context = sum(sequence.base for sequence in batch) / len(batch)
         automatic = [sequence for sequence in batch if sequence.automatic]
         load = Load(len(batch), context, prefilling, bool(automatic))
@@ -126,7 +126,7 @@ class Drafting:
         return load
 
     def _next_k(self, load: Load, rooms: list[int]) -> int:
-        """Return the controller's k, or 0 while an idle draft catches up for it."""
+        """Return k for the next round: the depth controller's, or 0 while an idle draft first catches up."""
         if self._catching_up:
             self._catching_up -= 1
             return 0 if self._catching_up else self._postponed
@@ -139,17 +139,17 @@ class Drafting:
 
     @property
     def _draft_idle(self) -> bool:
-        """True after enough plain rounds to pause the draft. Never for a draft in the verifier: it follows nothing."""
+        """True after enough plain rounds to pause the draft. Never true if the target is its own draft (magicdec)."""
         return self._plain_rounds >= _PLAIN_ROUNDS and not (self._draft and self._draft.in_verifier)
 
     def pause(self, sequence: Sequence) -> bool:
-        """Pause a sequence if its draft will not be asked next round (away or idle). Return whether it is paused."""
+        """Set and return `sequence.paused`: True (send no activations) if the draft will not be asked next round."""
         away = self._draft is None or not self._draft.up
         sequence.paused = away or (sequence.automatic and self._draft_idle)
         return sequence.paused
 
     def ask(self, batch: list[Sequence]) -> DraftPlan:
-        """Return the plan for drafting this batch's round."""
+        """Return the plan of a batch's next round: the number of draft tokens to request for each sequence."""
         if self._draft is None:
             return DraftPlan(lost=True)
         if not self._draft.up:
@@ -164,7 +164,7 @@ class Drafting:
         return DraftPlan(self._draft.id, {s.wire_id: depth for s, depth in wanted}, decoding="speculative")
 
     def _left_plain(self) -> bool:
-        """True if this round is left plain, one in 1 / plain_share, to measure plain decoding."""
+        """Return True if this round must be plain to measure plain decoding: one of every 1 / `plain_share` rounds."""
         self._plain_due += self._config.plain_share
         if self._plain_due < 1:
             return False
@@ -172,13 +172,13 @@ class Drafting:
         return True
 
     def depth(self, sequence: Sequence) -> int:
-        """Return how many tokens to draft for a sequence in the round that k was chosen for."""
+        """Return the number of draft tokens for a sequence in the round for which k was last chosen."""
         return min(sequence.k, self._most(sequence)) if sequence.k else 0
 
     def _most(self, sequence: Sequence) -> int:
-        """Return how many tokens could be drafted for a sequence: at most what both services take, 0 without its draft.
+        """Return the most draft tokens for a sequence, by both services' limits; 0 if its draft cannot be asked now.
 
-        While the draft is away, rounds are plain: they are sent ahead and learned from as such.
+        Rounds without a draft are plain: they are sent ahead and learned from as such.
         """
         draft, model = (self._draft.info if self._draft and self._draft.up else None), self._verifier.model
         if draft is None or model is None or not self._follows(sequence):
@@ -186,11 +186,11 @@ class Drafting:
         return min(sequence.room, draft.max_speculation_depth, model.info.max_speculation_depth)
 
     def _follows(self, sequence: Sequence) -> bool:
-        """True if the current draft gets the activations of the sequence."""
+        """Return True if the current draft receives the activations of this sequence."""
         return self._draft is not None and sequence.draft_id == self._draft.id != ""
 
     def settle(self, plan: DraftPlan, answer: verifier_pb2.VerifyBatchResult) -> None:
-        """Update the plan and the state of the draft from the verifier's answer."""
+        """Update the plan, and the draft's circuit breaker, with the results of drafting in the verifier's answer."""
         if not plan.asked or self._draft is None:
             return
         found: set[verifier_pb2.Undrafted] = set()
@@ -217,23 +217,23 @@ class Drafting:
             self._draft.circuit.in_time()
 
     def shown_by(self, batch: list[Sequence], plan: DraftPlan, answer: verifier_pb2.VerifyBatchResult) -> Evidence:
-        """Return what a round shows. Call before the commit: afterwards the draft may not follow all sequences.
+        """Return a round's results for the choice of k. Call before the commit: later, sequences may lack their draft.
 
-        Blocks that the draft was asked for and left out count as rejected.
+        Blocks that the draft was asked for and did not draft count as rejected.
         """
         fine = {result.sequence_id: result for result in answer.results if result.status.code == tensor_pb2.CODE_OK}
         blocks = [(depth, fine[wire_id].accepted) for wire_id, depth in plan.asked.items() if wire_id in fine]
         return Evidence(self._explained_by(batch, plan), blocks)
 
     def learn(self, load: Load, shown: Evidence, plan: DraftPlan, verified: verifier_pb2.Timings, took: Took) -> None:
-        """Learn from a round."""
+        """Pass a round's results and its time, without prefill of other sequences, to the depth controller."""
         if shown.depth and plan.decoding == "speculative" and not plan.lost:
             self._seen = load, shown.depth
         waited = plan.waited_seconds if self._draft and self._draft.in_verifier else 0.0
         beside = verified.total_seconds - verified.forward_seconds - verified.sample_seconds if load.prefilling else 0.0
-        # Without the time that was spent on the prompts of other sequences.
+        # Without the time that was spent on prefill of other sequences.
         own = took.by_verifier - took.queued - (waited + max(0.0, beside))
-        # Less than its own forward: its wait overlapped with the round before and was subtracted twice.
+        # If less than the forward, the wait overlapped with the previous round and was subtracted twice.
         possible = own >= verified.forward_seconds + verified.sample_seconds
         if plan.late and shown.depth and possible:
             self._depths.missed(load, shown.depth, own)
@@ -241,9 +241,9 @@ class Drafting:
             self._depths.observe(load, shown.depth if possible else None, own, shown.blocks)
 
     def _explained_by(self, batch: list[Sequence], plan: DraftPlan) -> int | None:
-        """Return the depth that a round's time belongs to, or None if too few sequences had the greatest depth.
+        """Return the depth to which a round's time belongs, or None if too few sequences had the greatest depth.
 
-        A round that waited for its draft in vain counts: its time is a lower bound for drafting.
+        A round whose draft did not answer in time counts too: its time is a lower bound for drafting.
         """
         if plan.lost and not plan.late:
             return None

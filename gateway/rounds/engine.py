@@ -1,6 +1,6 @@
 """The engine: runs the rounds, from choosing sequences and k to committing the verifier's tokens and calling listeners.
 
-`_round` is the system in a few lines; the rest handles failures. A draft that is gone, slow or behind costs speed and
+`_round` is the system in a few lines; the rest handles failures. A draft that is lost, slow or behind costs speed and
 never a request. A sequence that the verifier loses, alone or with all others, starts again from its tokens.
 Does not know: text. Listeners read `sequence.output` while the next round is under way.
 """
@@ -35,7 +35,7 @@ from spire.errors import MismatchError, OutOfCapacity
 from spire.rpc.trust import ANYBODY, Trust
 from spire.v1 import verifier_pb2
 
-# Seconds that the first sequences of a new verifier wait for the draft: a sequence started without is never drafted.
+# Seconds that first sequences of a new verifier wait for the draft: a sequence started without one is never drafted.
 _DRAFT_PATIENCE = 2.0
 _PATROL = 0.25
 _STAGES = {
@@ -84,7 +84,7 @@ class Engine:
 
     @property
     def model(self) -> ServedModel:
-        """The model served. Raises NoVerifier if no verifier is usable, ShuttingDown if the gateway is draining."""
+        """The served model. Raises NoVerifier if no verifier is usable, ShuttingDown if the gateway is draining."""
         if self._draining:
             raise ShuttingDown("this gateway is shutting down: ask another one, or try again later")
         if self.verifier.model is None or not self.verifier.usable:
@@ -93,12 +93,12 @@ class Engine:
 
     @property
     def draft_info(self) -> verifier_pb2.DraftInfo | None:
-        """The chosen draft as the verifier last described it, even while it is away; None before one was met."""
+        """The verifier's last description of the chosen draft, even if disconnected; None before the first draft."""
         return self.draft.info if self.draft else None
 
     @property
     def deepest(self) -> int:
-        """The most draft tokens of a block, by the handshakes; 0 before both were met."""
+        """The most draft tokens of a block that both verifier and draft support; 0 until both are known."""
         draft, model = self.draft_info, self.verifier.model
         return min(draft.max_speculation_depth, model.info.max_speculation_depth) if draft and model else 0
 
@@ -107,7 +107,7 @@ class Engine:
         return f"{self._id_prefix}-{next(self._ids)}-{request_id}"
 
     def submit(self, sequences: list[Sequence], key: str = "") -> None:
-        """Queue all choices of a request of this API key, or none.
+        """Queue all sequences of a request, or none. `key`: the name of the client's API key.
 
         Raises NoVerifier, ShuttingDown, QueueFull or InvalidRequest.
         """
@@ -128,11 +128,11 @@ class Engine:
         self._stir()
 
     def _retry_after(self, waiting: int, now: float) -> int:
-        """Return the whole seconds until `waiting` more sequences have their first token, at least one step."""
+        """Return the whole seconds until `waiting` sequences should have their first token, at least one step."""
         return self._drain.retry_after(waiting, now, at_least=self.verifier.pace.step_seconds)
 
     async def handshake(self) -> None:
-        """Do the handshake with the verifier, or leave it for later after startup_patience. Raises MismatchError."""
+        """Do the handshake with the verifier. Give up, until later, after `startup_patience`. Raises MismatchError."""
         deadline = time.monotonic() + self.config.startup_patience
         while True:
             try:
@@ -145,12 +145,12 @@ class Engine:
                 await asyncio.sleep(0.1)
 
     def open(self) -> None:
-        """Start the background tasks."""
+        """Start the engine's background tasks."""
         loops = [self._run(), self._releases.run(), self.verifier.maintain()]
         self._tasks = [asyncio.create_task(loop) for loop in loops]
 
     async def drain(self, hurry: asyncio.Task[None]) -> None:
-        """Refuse new requests, let current ones finish; fail the rest after drain_seconds or once `hurry` is done."""
+        """Refuse new requests and let current ones end; fail the rest after drain_seconds or once `hurry` is done."""
         self._draining = True
         deadline = time.monotonic() + self.config.drain_seconds
         while not self.scheduler.idle and not hurry.done() and time.monotonic() < deadline:  # noqa: ASYNC110 - plain data
@@ -197,7 +197,7 @@ class Engine:
         return self.verifier.up and bool(self._rounds.next or scheduler.has_free or startable)
 
     def _stir(self) -> None:
-        """Record that something happened and wake the loop to check for work."""
+        """Wake the loop of rounds, because an event may allow the admission of sequences or a round."""
         self._stirred = True
         self._wakeup.set()
 
@@ -212,7 +212,7 @@ class Engine:
         return min(_PATROL, max(0.01, self._outcomes.admit_from - time.monotonic()))
 
     def _patrol(self) -> None:
-        """Check timeouts when nothing has happened for a while: of an unusable verifier, and of prefill."""
+        """Fail waiting sequences if the verifier was unusable for too long; reset the stream if prefill is stuck."""
         now = time.monotonic()
         if not self.verifier.usable:
             patience = self.config.verifier_patience + 2 * self.verifier.load_seconds
@@ -224,7 +224,7 @@ class Engine:
             self.verifier.reset()
 
     async def step(self) -> None:
-        """Start the sequences for which there is room, and run a round. Raises PeerLost if the verifier is lost."""
+        """Start waiting sequences if places are free, and run one round. Raises PeerLost if the verifier is lost."""
         began = self._clock.begin(time.monotonic())
         if not self.scheduler.reading:
             self._progress_at = began
@@ -247,7 +247,7 @@ class Engine:
             self._wakeup.set()
 
     async def _round(self, current: Round, began: float) -> None:
-        """Send a round, await the answer, commit and learn. The round's time counts from `began`."""
+        """Send a round, await its answer, commit the tokens and learn. The round's time counts from `began`."""
         await self._rounds.send(current)
         if current.asked is None:
             return
@@ -267,7 +267,7 @@ class Engine:
         self.drafting.learn(current.load, shown, plan, timings, took)
 
     async def _start(self) -> None:
-        """Start the sequences for which there is room."""
+        """Send a Start message for each waiting sequence that gets a place now."""
         if not self._may_admit():
             return
         self._stirred = False

@@ -1,4 +1,4 @@
-"""Conversion of sequences to protocol messages, and of logprobs from them."""
+"""Converts sequences to protocol messages, and protocol messages to logprobs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FORMATS = {tensor_pb2.DTYPE_FLOAT32: "f", tensor_pb2.DTYPE_INT32: "i"}
 
 
 def wire_start(sequence: Sequence) -> verifier_pb2.Start:
-    """Return the Start of a sequence's current life: its tokens so far and all that determines the next ones."""
+    """Return the Start message of a sequence: its tokens so far and all parameters that determine the next ones."""
     return verifier_pb2.Start(
         sequence_id=sequence.wire_id,
         tokens=sequence.tokens,
@@ -50,7 +50,7 @@ class Likeliest(abc.Sequence[tuple[int, float]]):
 
 @dataclass(frozen=True, slots=True)
 class Logprobs(abc.Sequence[Logprob]):
-    """The logprobs of many tokens in the compact form of the message; each Logprob is built on access."""
+    """The logprobs of many tokens, in compact arrays as in the protocol message; each Logprob is built on access."""
 
     numbers: array[float]
     ranks: array[int]
@@ -69,7 +69,7 @@ class Logprobs(abc.Sequence[Logprob]):
 
 
 def logprobs_of(message: verifier_pb2.Logprobs, tokens: int, top: int, ranked: bool = False) -> Logprobs:
-    """Return the logprobs of `tokens` tokens, each with up to `top` likeliest ones. Raises MismatchError."""
+    """Read the logprobs of `tokens` tokens and of up to `top` likeliest tokens at each. Raises MismatchError."""
     numbers = _values(message.tokens, tensor_pb2.DTYPE_FLOAT32)
     ranks = _values(message.ranks, tensor_pb2.DTYPE_INT32) if ranked else array("i")
     if len(numbers) != tokens or (ranked and len(ranks) != tokens):
@@ -86,7 +86,7 @@ def logprobs_of(message: verifier_pb2.Logprobs, tokens: int, top: int, ranked: b
 
 
 def _values(tensor: tensor_pb2.Tensor, dtype: tensor_pb2.DType) -> array[Any]:
-    """Return a tensor's numbers in row-major order; none if the tensor is absent. Raises MismatchError."""
+    """Return the numbers of a tensor message in row-major order; none if it is absent. Raises MismatchError."""
     count = math.prod(tensor.shape) if tensor.shape else 0
     if count and (tensor.dtype != dtype or len(tensor.data) != 4 * count):
         raise MismatchError(f"{len(tensor.data)} bytes of dtype {tensor.dtype} came for shape {list(tensor.shape)}")

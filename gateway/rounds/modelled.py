@@ -1,4 +1,4 @@
-"""The performance model's prediction for the rounds, on a calibrated machine and for the models served.
+"""Predicts the speedup by speculation with the performance model, for the served models on a calibrated machine.
 
 Shapes come from the handshakes; batch, context, k and τ from the rounds. Nothing is fitted to measured round times.
 Does not know: whether the calibration is of the machine that serves, and whether verifier and draft share a host (the
@@ -23,7 +23,7 @@ log = structlog.get_logger("gateway")
 
 
 class RoundModel:
-    """Predicts the multiplier of speculation by a calibration file.
+    """Predicts the speedup by speculation (multiplier) for the machine that a calibration file describes.
 
     Raises SpireError, which says how to calibrate, if the file is no calibration.
     """
@@ -35,7 +35,7 @@ class RoundModel:
     def multiplier(
         self, target: verifier_pb2.GetInfoResponse, draft: verifier_pb2.DraftInfo, load: Load, k: int, tau: float
     ) -> float | None:
-        """Return the multiplier of k draft tokens under this load, or None if a service does not tell its shape."""
+        """Return the predicted speedup over plain decoding at depth k, or None if a model's shape is unknown."""
         if not (target.HasField("shape") and draft.HasField("shape")):
             return None
         shape = shape_from_wire(target.shape)

@@ -1,4 +1,4 @@
-"""Outcomes: what the verifier's answers do to sequences. They get tokens, end, or are lost and start again.
+"""Applies the verifier's answers to sequences, which get tokens, end, or are lost and start again.
 
 Does not know: when rounds run, or how long they take.
 """
@@ -23,7 +23,7 @@ from spire.errors import InvalidRequest, MismatchError, NotFinite
 from spire.rpc.errors import raise_for
 from spire.v1 import tensor_pb2, verifier_pb2
 
-# Seconds without Starts after the verifier refused one for lack of room. Usually a Start waits there for room.
+# Seconds without Starts after the verifier refused one for lack of room. Usually a Start waits at the verifier.
 _FULL_PAUSE = 0.05
 # Bytes that a client may leave unread beyond the buffers of kernel and connection, before its sequence is ended.
 MOST_UNREAD_BYTES = 2 << 20
@@ -32,7 +32,7 @@ log = structlog.get_logger("gateway")
 
 
 class Outcomes:
-    """Applies answers through the scheduler, counts them, calls listeners, and calls `stir` when work may follow."""
+    """Applies the verifier's answers to sequences, counts them, calls listeners, and `stir` when work may follow."""
 
     def __init__(
         self, scheduler: Scheduler, metrics: Metrics, releases: Releases, drain: DrainRate, stir: Callable[[], None]
@@ -43,7 +43,7 @@ class Outcomes:
         self.admit_from = 0.0
 
     def commit(self, batch: list[Sequence], answer: verifier_pb2.VerifyBatchResult, plan: DraftPlan) -> int:
-        """Commit the tokens of a round. Return how many were kept."""
+        """Commit a round's tokens to the sequences of its batch. Return the number of tokens that became output."""
         now, kept = time.monotonic(), 0
         results = {result.sequence_id: result for result in answer.results}
         for sequence in batch:
@@ -73,7 +73,7 @@ class Outcomes:
         return kept
 
     def started(self, message: verifier_pb2.Started, now: float) -> None:
-        """Apply the verifier's answer to a Start: the first token, or a refusal."""
+        """Apply the verifier's answer to a Start message: the first token, or a refusal."""
         waiting = self._scheduler.starting.get(message.sequence_id)
         if waiting is None:
             if message.status.code == tensor_pb2.CODE_OK:
@@ -111,7 +111,7 @@ class Outcomes:
             sequence.listener()
 
     def finish(self, sequences: Iterable[Sequence], reason: str, error: Exception | None = None) -> None:
-        """End sequences in any state and free what they hold."""
+        """End sequences in any state, with this finish reason and error, and release their places."""
         for sequence in sequences:
             if not sequence.finished:
                 self._scheduler.finish(sequence, reason, error)
@@ -156,7 +156,7 @@ class Outcomes:
         self._stir()
 
     def lose_all(self) -> None:
-        """The verifier is lost with every sequence it held; those it was computing too often are given up."""
+        """Handle the loss of the verifier: queue its sequences again; fail those being computed at too many losses."""
         self._metrics.replays += self._scheduler.held
         self._drain.emptied()
         given_up = self._scheduler.lose_all()
@@ -164,5 +164,5 @@ class Outcomes:
 
 
 def _logprobs_for(sequence: Sequence, message: verifier_pb2.Logprobs, tokens: int) -> abc.Sequence[Logprob]:
-    """Return the logprobs of new tokens, [] if the request asks for none. Raises MismatchError if sizes differ."""
+    """Return the logprobs of new tokens, [] if none are requested. Raises MismatchError if sizes differ."""
     return [] if sequence.top_logprobs is None else logprobs_of(message, tokens, sequence.top_logprobs)

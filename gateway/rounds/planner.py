@@ -1,6 +1,6 @@
-"""Planning and sending of rounds, one ahead of the answer where that pays.
+"""Plans and sends rounds: the next round even before the answer to the current one, if that pays.
 
-A round can be sent before the previous one is answered: the verifier knows where that one ends, and asks the draft.
+This is possible because the verifier itself knows the committed positions and asks the draft.
 Does not know: the meaning of an answer.
 """
 
@@ -20,9 +20,9 @@ from spire.v1 import verifier_pb2
 
 @dataclass(slots=True)
 class Round:
-    """A batch with its load and k.
+    """A planned round: its batch, its load, and whether it is plain, that is without draft tokens.
 
-    `request` is set when it is written, for the sequences in `sent`; `asked` is set when the request is sent.
+    `request`, `plan` and `sent` (its sequences) are set when the request is written, `asked` when it is sent.
     """
 
     batch: Batch
@@ -36,7 +36,7 @@ class Round:
 
 
 class Rounds:
-    """Plans and sends at most two rounds: the one under way, which the engine holds, and the next one."""
+    """Plans and sends at most two rounds: the one under way, which the engine has taken, and the next one."""
 
     def __init__(self, scheduler: Scheduler, drafting: Drafting, verifier: VerifierClient, config: GatewayConfig):
         self._scheduler, self._drafting, self._verifier = scheduler, drafting, verifier
@@ -45,18 +45,18 @@ class Rounds:
         self.next: Round | None = None
 
     def take(self) -> Round | None:
-        """Return the next round, or None if no sequence is free for one."""
+        """Return the next round, planned now unless planned earlier; None if no sequence is free for a round."""
         following, self.next = self.next, None
         return following or self._planned(self._scheduler.batch())
 
     async def send(self, current: Round) -> None:
-        """Send a round unless it was sent ahead, plan the next one, and send that ahead where it pays."""
+        """Send a round unless it was sent ahead. Plan the next round, and send that ahead if it pays."""
         if current.asked is None:
             await self._ask(current)
         if following := self._planned(self._scheduler.batch(after=current.batch)):
             self.next = following
             model = self._verifier.model
-            # The largest plain round, in sequences, behind which the next round is sent at once.
+            # The most sequences of a plain round during which the next round is sent ahead.
             most_ahead = model.info.most_sequences_ahead if model else 0
             if not current.plain or len(current.sent) <= most_ahead:
                 await self.follow()
@@ -65,7 +65,7 @@ class Rounds:
                 self._write(following)
 
     async def follow(self) -> None:
-        """Send the next round unless it has been sent."""
+        """Send the next round, if one is planned and not sent yet."""
         if self.next and self.next.asked is None:
             await self._ask(self.next)
 
@@ -90,11 +90,11 @@ class Rounds:
             self._write(planned)
         if planned.sent and planned.request:
             planned.sent_at = time.monotonic()
-            # Sent before other tasks run: listeners of the round before have text to write now.
+            # Sent before other tasks run: listeners now have text of the previous round to write.
             planned.asked = await self._verifier.ask(planned.request, self._deadline)
 
     def _write(self, planned: Round) -> None:
-        """Write a round's request without sending it."""
+        """Build the protocol message of a round without sending it."""
         planned.sent = self._scheduler.still(planned.batch)
         planned.plan = self._drafting.ask(planned.sent)
         # Filled in place: a message built from other messages would copy them.

@@ -1,7 +1,7 @@
-"""The queue of sequences that wait for a place: first come, first served, within shares. A pure data structure.
+"""The queue of sequences that wait for a place: first come, first served, within fair shares. A pure data structure.
 
 API keys share the places, and the requests of a key share the places of that key. The next sequence belongs to the key
-and request with the fewest places, at equality to the one that came first.
+with the fewest places and to the request of that key with the fewest; ties go to the earliest arrival.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _by_arrival = attrgetter("arrival")
 
 
 class Held:
-    """The number of places that each key and each request holds."""
+    """The number of places that each API key and each request holds."""
 
     def __init__(self, sequences: Iterable[Sequence] = ()):
         self._sequences = list(sequences)
@@ -36,16 +36,16 @@ class Held:
         self.of_request[sequence.request] -= 1
 
     def before(self, one: Sequence, other: Sequence) -> bool:
-        """True if `one` is served before `other`."""
+        """Return True if the waiting sequence `one` gets a place before `other`."""
         if one.key == other.key:
             return (self.of_request[one.request], one.arrival) < (self.of_request[other.request], other.arrival)
         return (self.of_key[one.key], one.arrival) < (self.of_key[other.key], other.arrival)
 
     def beyond_share(self, waiting: Sequence) -> Sequence | None:
-        """Return the sequence that gives way to `waiting`, or None if shares are as equal as can be.
+        """Return the sequence to preempt in favour of `waiting`, or None if the shares are as equal as possible.
 
-        This is the youngest sequence of the key with the most places, or else of the request with the most places of
-        the key of `waiting`. None too if all candidates have just come back.
+        This is the latest arrival of the API key with the most places or, if keys are even, of the request with the
+        most places within the key of `waiting`. None too if all candidates were preempted just before.
         """
         key = max(self.of_key, key=self.of_key.__getitem__, default=waiting.key)
         theirs = [one for one in self._sequences if one.key == key]
@@ -59,7 +59,7 @@ class Held:
 
 
 class Queue:
-    """Waiting sequences in the order of arrival. A sequence that comes back keeps its arrival."""
+    """Waiting sequences in the order of arrival. A sequence that is queued again keeps its original arrival."""
 
     def __init__(self, sequences: Iterable[Sequence] = ()) -> None:
         # Sequences by key and request; each list is sorted by arrival.
@@ -76,7 +76,7 @@ class Queue:
         return merge(*requests, key=_by_arrival)
 
     def add(self, sequence: Sequence) -> None:
-        """Insert a sequence at its place by arrival."""
+        """Insert a sequence into the queue by its order of arrival."""
         insort(self._waiting.setdefault(sequence.key, {}).setdefault(sequence.request, []), sequence, key=_by_arrival)
         self._count += 1
 
@@ -90,7 +90,7 @@ class Queue:
         self._count -= 1
 
     def next(self, held: Held) -> Sequence | None:
-        """Return the sequence to serve next, given the places `held`, without removing the sequence."""
+        """Return the waiting sequence to start next, given the places `held`, without removing it from the queue."""
 
         def turn(one: Sequence) -> tuple[int, int]:
             return held.of_request[one.request], one.arrival

@@ -1,4 +1,4 @@
-"""Release of ended sequences at the verifier: in batches, in the background, repeated until each has succeeded."""
+"""Releases ended sequences at the verifier: in batches, in the background, repeated until each has succeeded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = structlog.get_logger("gateway")
 
 
 class Releases:
-    """Wire ids to release at the verifier, between two steps, within `deadline` seconds; then `settled` is called."""
+    """Releases ended sequences at the verifier, in calls of at most `deadline` seconds; then calls `settled`."""
 
     def __init__(self, verifier: VerifierClient, scheduler: Scheduler, deadline: float, settled: Callable[[], None]):
         self._verifier, self._scheduler, self._deadline = verifier, scheduler, deadline
@@ -31,15 +31,15 @@ class Releases:
 
     @property
     def under_way(self) -> bool:
-        """True while releases are pending: the verifier will soon have more room than it knows of."""
+        """True while releases are pending, after which the verifier will have more room."""
         return self._sending or bool(self._pending) or self._something.is_set()
 
     def wake(self) -> None:
-        """Wake the background task because there are places to release."""
+        """Wake the background task that releases ended sequences."""
         self._something.set()
 
     def add(self, wire_id: str) -> None:
-        """Release a wire id that the scheduler does not know."""
+        """Release a sequence that only the verifier still knows, by its wire id."""
         self._pending.append(wire_id)
         self.wake()
 
@@ -61,7 +61,7 @@ class Releases:
                 self.wake()
 
     async def send(self, seconds: float = _LAST_SECONDS) -> bool:
-        """Release all ended sequences. False if some could not be released and stay pending."""
+        """Release all ended sequences at the verifier. Return False if some releases failed and stay pending."""
         self._pending += self._scheduler.take_ended()
         while ids := self._pending[:MAX_NAMED]:
             if not self._verifier.up:

@@ -1,4 +1,4 @@
-"""Estimate of Δt, the seconds of a round, at every depth and under every load, from measured rounds."""
+"""Estimates Δt(k, load), the seconds of a round at every depth and under every load, from measured rounds."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ def _expected_shape(k: int) -> float:
 
 
 def _shape_covariance(j: int, k: int) -> float:
-    """Return the prior covariance of the log times at depths j and k around the expected shape."""
+    """Return the prior covariance of the log times of rounds at depths j and k around their expected shape."""
     u, v = math.log1p(j), math.log1p(k)
     step, growth, bends = 0.2**2 * (j > 0) * (k > 0), 0.3**2 * u * v, 0.1**2 * min(u, v)
     return step + growth + bends + 0.01**2 * (j == k)
 
 
-# Indices of a state after its depths: the level, and the powers of sequences and context with which the level grows.
+# Last indices of a state, after the depths: the level, and the powers of sequences and context by which it grows.
 _LEVEL, _SEQUENCES, _CONTEXT = -3, -2, -1
 
 
@@ -39,12 +39,12 @@ class Load:
 
     @property
     def cell(self) -> tuple[int, int, bool]:
-        """The cell of this load. Loads of one cell share what is learnt."""
+        """The bucket that this load belongs to: loads in the same bucket share their estimates of round times."""
         # Sequences within a factor of √2 either way; contexts, which count less and grow with every text, within 4.
         return round(math.log2(self.sequences)), int(math.log2(max(1.0, self.context)) / 2), self.prefilling
 
     def apart(self, other: Load) -> tuple[float, float]:
-        """Return the logarithms of the ratios of this load's sequences and context to the other's."""
+        """Return the log ratios of this load's number of sequences, and of its context, to the other load's."""
         return math.log(self.sequences / other.sequences), math.log((1 + self.context) / (1 + other.context))
 
 
@@ -52,9 +52,9 @@ class RoundTimes:
     """The log seconds of a round at every depth as one Gaussian: a Kalman filter over depths.
 
     The level, common to all depths, may change from round to round; the ratios between depths hardly do. So one
-    measured round updates the estimates of all depths, and the closer rounds are in time, the more they are compared.
-    The level grows with powers of the sequences and of the context, which are learnt too, so that rounds at different
-    depths can be compared although some sequences end between them.
+    measured round updates the estimates of all depths, and rounds close in time reveal most about these ratios.
+    The level grows with powers of the number of sequences and of the context. The powers are learnt too, so that rounds
+    at different depths can be compared although some sequences end between them.
     """
 
     _LEVEL_VARIANCE, _LEVEL_DRIFT, _SHAPE_DRIFT = 100.0, 0.02, 3e-5
@@ -67,7 +67,7 @@ class RoundTimes:
 
     def __init__(self, deepest: int):
         self.depths = range(deepest + 1)
-        # Each depth relative to the level, the level at the load of the first round here, the powers.
+        # Log seconds of each depth relative to the level; the level at the load of the first round here; the powers.
         self.mean = [*map(_expected_shape, self.depths), 0.0, *self._POWERS]
         # Zeros for the level and the powers: `_unsettle` gives them their variances.
         depths = [[*(_shape_covariance(j, k) for k in self.depths), 0.0, 0.0, 0.0] for j in self.depths]
@@ -81,17 +81,17 @@ class RoundTimes:
         # Variance added to the level in case the last outlier was a change of the level.
         self._jump = 0.0
         self.rounds, self._check_at = 0, 8
-        # The part of `rounds` that was measured here rather than taken over from a neighbour.
+        # The part of `rounds` that was measured here rather than copied from a neighbour.
         self.own = 0
-        # Whether to probe drafting at any cost, because it has become faster under another load.
+        # Whether to probe drafting at any cost, because drafting has become faster under another load.
         self.look_again = False
 
     def worth(self, distance: float) -> int:
-        """Return how many own rounds these rounds are worth to a cell `distance` cells away."""
+        """Return the number of own rounds that these estimates replace in a cell `distance` cells away."""
         return int(self.rounds / (2 + 2 * distance))
 
     def of_neighbour(self, other: RoundTimes, distance: float) -> None:
-        """Take over the state of a cell `distance` cells away, with less confidence."""
+        """Copy the estimates of another cell, `distance` cells away, with larger variances."""
         self.mean, self.noise = list(other.mean), other.noise
         self.rounds = other.worth(distance)
         self._check_at = max(self._check_at, 2 * self.rounds)
@@ -100,7 +100,7 @@ class RoundTimes:
         self._unsettle([other.covariance[at][at] + self._CURVE**2 for at in (_SEQUENCES, _CONTEXT)])
 
     def _unsettle(self, powers: list[float]) -> None:
-        """Make the level unknown and give the powers these variances, both independent of the depths."""
+        """Reset the variances: an unknown level and these `powers`, without covariances to each other or to depths."""
         for at, variance in zip((_LEVEL, _SEQUENCES, _CONTEXT), (self._LEVEL_VARIANCE, *powers), strict=True):
             for row in self.covariance:
                 row[at] = 0.0
@@ -108,12 +108,12 @@ class RoundTimes:
             self.covariance[at][at] = variance
 
     def at(self, load: Load) -> list[float]:
-        """Return the log seconds at every depth under this load."""
+        """Return the expected log seconds of a round at every depth under this load."""
         grown = self._grown(load)
         return [_total(self.mean, k, grown) for k in self.depths]
 
     def observe(self, load: Load, k: int, seconds: float) -> None:
-        """Learn from one measured round at depth k."""
+        """Update the estimates with one measured round at depth k."""
         self.rounds += 1
         self.own += 1
         self.first = self.first or load
@@ -141,38 +141,38 @@ class RoundTimes:
         self.noise = min(0.5**2, max(0.01**2, noise))
 
     def doubt(self) -> None:
-        """Allow for drafting to have changed its speed as a whole. Call before observing the round that suggests so."""
+        """Raise the variance of all drafted depths: the speed of drafting may have changed. Call before `observe`."""
         for row in self.covariance[1 : len(self.depths)]:
             row[1 : len(self.depths)] = [c + self._STEP_CHANGE for c in row[1 : len(self.depths)]]
 
     @property
     def check_due(self) -> bool:
-        """True if a probe of the other kind, drafted or plain, is due: a single earlier probe may have misled."""
+        """True if a routine probe of drafted or of plain rounds is due: a single earlier probe may have misled."""
         return self.rounds >= self._check_at
 
     def checked(self, within: float) -> None:
-        """Record a probe of the other kind. The next is due after as many rounds again, but within `within` rounds."""
+        """Record a routine probe. The next is due when the number of rounds has doubled, or after `within` rounds."""
         self._check_at = self.rounds + math.ceil(min(self.rounds, within))
 
     def _grown(self, load: Load) -> tuple[float, float]:
-        """Return the logarithms of the ratios of a load's sequences and context to the first load's here."""
+        """Return the log ratios of a load's number of sequences, and of its context, to those of the first load."""
         return load.apart(self.first) if self.first else (0.0, 0.0)
 
     def _level_drift(self, load: Load) -> float:
-        """Return the variance of the change of the level since the round before, and remember this load."""
+        """Return the variance of the level's change between the previous load and this one, and remember this load."""
         sequences, context = load.apart(self.last) if self.last else (0.0, 0.0)
         self.last = load
         return self._LEVEL_DRIFT**2 + self._jump + self._CURVE**2 * (sequences**2 + context**2)
 
     def shows(self, k: int, other: int, looks: int) -> float:
-        """Return the variance of the change that `looks` rounds at k would make to the log of time at k over other."""
+        """Return how far `looks` rounds at k would move the estimated log(time at k / time at other), as a variance."""
         at_k, level = self.covariance[k], self.covariance[_LEVEL]
         known = at_k[k] + 2 * level[k] + level[_LEVEL]  # variance at k under the first load here
         return (at_k[k] + level[k] - at_k[other] - level[other]) ** 2 / (known + self.noise / looks)
 
 
 def _total(state: list[float], k: int, grown: tuple[float, float]) -> float:
-    """Project a state, or a row of its covariance, on a round at depth k under a load that has grown by `grown`."""
+    """Return the log seconds at depth k by a state (or a row of its covariance), at a load that differs by `grown`."""
     return state[k] + state[_LEVEL] + grown[0] * state[_SEQUENCES] + grown[1] * state[_CONTEXT]
 
 

@@ -1,4 +1,4 @@
-"""The scheduler: which sequences wait, start and run in a batch. A pure data structure: no I/O, clock, torch or async.
+"""The scheduler decides which sequences wait, start and run. A pure data structure: no I/O, clock, torch or async.
 
 Only the scheduler changes the state of a sequence. The engine reports events to the scheduler and asks what to do next.
 """
@@ -31,9 +31,9 @@ class Scheduler:
         self.running: dict[str, Sequence] = {}
         self._ended: list[str] = []
         self._arrivals = count(1)
-        # Number of sequences put back in the queue because another was more entitled to their place.
+        # Number of preempted sequences: put back in the queue because another was more entitled to the place.
         self.gave_way = 0
-        # Whether the verifier had no room for the last Start that it reported on.
+        # Whether the verifier had no room for the last Start whose stage it reported.
         self._full = False
 
     @property
@@ -42,7 +42,7 @@ class Scheduler:
 
     @property
     def has_free(self) -> bool:
-        """True if a running sequence has no round under way."""
+        """True if at least one running sequence has no round under way."""
         return any(not sequence.under_way for sequence in self.running.values())
 
     @property
@@ -52,12 +52,12 @@ class Scheduler:
 
     @property
     def has_ended(self) -> bool:
-        """True if there are places to release."""
+        """True if ended sequences are to be released at the verifier."""
         return bool(self._ended)
 
     @property
     def unstarted(self) -> int:
-        """The number of sequences that wait for a place or for the first token of a life."""
+        """The number of sequences that wait for a place, or for the first token after their last Start."""
         return len(self.waiting) + len(self.starting)
 
     @property
@@ -66,9 +66,9 @@ class Scheduler:
         return any(not sequence.stalled for sequence in self.starting.values())
 
     def add(self, sequences: Iterable[Sequence], key: str = "") -> None:
-        """Queue all choices of one request of this key, or none.
+        """Queue all sequences of one request, or none. `key`: the name of the client's API key.
 
-        Raises OutOfCapacity if the queue has too little room now, InvalidRequest if the choices can never fit.
+        Raises OutOfCapacity if the queue has too little room now, InvalidRequest if the sequences can never fit.
         """
         new = list(sequences)
         if len(new) > self.max_waiting:
@@ -82,7 +82,7 @@ class Scheduler:
             self.waiting.add(sequence)
 
     def admit(self, make_room: bool = False) -> list[Sequence]:
-        """Return the sequences to start, by shares and arrival. If full, `make_room` puts one beyond its share back."""
+        """Return the sequences to start now, by shares and arrival. `make_room`: preempt one over its share if full."""
         starts: list[Sequence] = []
         if not self.waiting and not self.stalled:
             return starts
@@ -108,11 +108,11 @@ class Scheduler:
 
     @property
     def _holders(self) -> Held:
-        """The places held at the verifier, without those of stalled sequences."""
+        """The places held by each API key and request, without sequences that wait for room at the verifier."""
         return Held(one for one in [*self.running.values(), *self.starting.values()] if not one.stalled)
 
     def _gives_way(self, held: Held, waiting: Sequence) -> bool:
-        """Put a sequence beyond its share back in the queue in favour of `waiting`. False if there is none."""
+        """Preempt a sequence beyond its share in favour of `waiting`. Return False if there is no such sequence."""
         if victim := held.beyond_share(waiting):
             held.remove(victim)
             self.put_back(victim)
@@ -141,7 +141,7 @@ class Scheduler:
         self.starting[sequence.wire_id] = sequence
 
     def stands(self, wire_id: str, stage: Stage) -> None:
-        """Record the stage that the verifier reports for a Start."""
+        """Record the stage that the verifier reports for a starting sequence."""
         sequence = self.starting.get(wire_id)
         if sequence is None:
             return
@@ -154,7 +154,7 @@ class Scheduler:
     def batch(self, after: Batch | None = None) -> Batch:
         """Return the next round's sequences: running ones without a round under way. Call `end_round` after the round.
 
-        With `after`, the batch under way, also its sequences with tokens left after one token per round under way.
+        `after`: the batch under way. Its sequences too, if max_tokens leaves a token after one per round under way.
         """
         batch = {
             wire_id: one
@@ -166,7 +166,7 @@ class Scheduler:
         return batch
 
     def still(self, batch: Batch) -> list[Sequence]:
-        """Return the sequences of a batch that still run, in the same life."""
+        """Return the sequences of a batch that still run and have not been restarted since."""
         return [sequence for wire_id, sequence in batch.items() if self.running.get(wire_id) is sequence]
 
     def end_round(self, batch: Batch) -> None:
@@ -174,7 +174,7 @@ class Scheduler:
             sequence.under_way -= 1
 
     def started(self, sequence: Sequence, token: int, cached_tokens: int = 0, logprobs: Iterable[Logprob] = ()) -> int:
-        """Take the first token of a life. Return how many were kept. `cached_tokens` were copied, not computed."""
+        """Commit the first token after a Start. Return the number kept. `cached_tokens`: prompt tokens not computed."""
         del self.starting[sequence.wire_id]
         sequence.state = State.RUNNING
         self.running[sequence.wire_id] = sequence
@@ -183,7 +183,7 @@ class Scheduler:
         return self._extend(sequence, [token], logprobs)
 
     def commit(self, sequence: Sequence, tokens: list[int], drafted: int, logprobs: Iterable[Logprob] = ()) -> int:
-        """Commit one round's tokens, the accepted ones and one more. Return how many were kept."""
+        """Commit a round's tokens: accepted draft tokens and one of the target. Return the number kept as output."""
         accepted = len(tokens) - 1
         sequence.round += 1
         sequence.drafted += drafted
@@ -197,7 +197,7 @@ class Scheduler:
         return kept
 
     def lose(self, sequence: Sequence) -> bool:
-        """Put a sequence that the verifier lost back at its place in the queue. False if it is given up instead."""
+        """Queue again a sequence that the verifier lost. Return False if it must fail instead: lost too often."""
         sequence.fruitless_lives += 1
         if sequence.fruitless_lives >= MAX_FRUITLESS_LIVES:
             return False
@@ -205,14 +205,14 @@ class Scheduler:
         return True
 
     def lose_all(self) -> list[Sequence]:
-        """Put all sequences back in the queue; return those given up instead. Only computed ones are to blame."""
+        """Queue all started sequences again. Return those that must fail instead: lost too often while computed."""
         held = [*self.running.values(), *self.starting.values()]
         self._recall(sequence for sequence in held if not sequence.computed)
         self._full = False
         return [sequence for sequence in held if sequence.computed and not self.lose(sequence)]
 
     def put_back(self, sequence: Sequence) -> None:
-        """Put a sequence back at its place in the queue without blame: to make room, or for lack of room."""
+        """Queue again a sequence that was preempted, or refused for lack of room. This does not count as a loss."""
         sequence.came_back = True
         self._recall([sequence])
 
@@ -223,7 +223,7 @@ class Scheduler:
             self.waiting.add(sequence)
 
     def finish(self, sequence: Sequence, reason: str, error: Exception | None = None) -> None:
-        """End a sequence in any state. Ending it twice changes nothing."""
+        """End a sequence in any state, with a finish reason and possibly an error. No effect on an ended sequence."""
         if sequence.finished:
             return
         if sequence.state is State.WAITING:
@@ -234,7 +234,7 @@ class Scheduler:
         sequence.error = error
 
     def take_ended(self) -> list[str]:
-        """Return the wire ids whose place at the verifier can be released, each only once."""
+        """Return the wire ids of sequences to release at the verifier. Each id is returned only once."""
         ended, self._ended = self._ended, []
         return ended
 
@@ -245,7 +245,7 @@ class Scheduler:
             self._ended.append(sequence.wire_id)
 
     def _extend(self, sequence: Sequence, tokens: list[int], logprobs: Iterable[Logprob]) -> int:
-        """Keep tokens up to the end of the text; return how many. All tokens but the last are draft tokens."""
+        """Append tokens to the output up to its end. Return their number. All tokens but the last are draft tokens."""
         sequence.fruitless_lives = 0
         room = tokens[: sequence.tokens_left]
         end = next((at for at, token in enumerate(room) if token in sequence.end_tokens), None)

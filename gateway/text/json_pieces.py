@@ -1,6 +1,6 @@
-"""Writes JSON in pieces, so that no piece takes long to encode and the whole is never held in memory.
+"""Encodes JSON in pieces, so that no piece takes long to encode and the whole text is never in memory.
 
-A list that occurs several times in an answer, as the prompt's logprobs in each choice, is encoded once.
+A list that occurs several times in an answer, such as the prompt's logprobs in each choice, is encoded once.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 
 from pydantic_core import to_json
 
-# The items of a list and the characters of a string that are encoded at once.
+# The number of items of a list, and of characters of a string, that are encoded at once.
 _ITEMS, _CHARACTERS = 64, 1 << 16
 _CHUNK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, eq=False)
 class Shown:
-    """A list of `show(item)` for each item, computed when the list is written."""
+    """A list encoded to JSON as `show(item)` for each of its items, computed during the encoding."""
 
     items: Sequence[Any]
     show: Callable[[Any], Any]
@@ -33,13 +33,13 @@ class Shown:
 
 @dataclass(frozen=True)
 class Large:
-    """A list of large items, each made and encoded only when its turn comes."""
+    """A list of large items for JSON, produced and encoded one at a time."""
 
     items: Iterable[Any]
 
 
 class Shared:
-    """A list that is encoded once, however often it occurs."""
+    """A list that is encoded to JSON only once, although it occurs several times in an answer."""
 
     def __init__(self, items: Shown | list[Any]):
         self._items = items
@@ -51,13 +51,13 @@ class Shared:
 
 @dataclass(frozen=True)
 class Joined:
-    """The concatenation of several lists."""
+    """Several lists, encoded to JSON as one concatenated list."""
 
     parts: Sequence[Shared | Shown | list[Any]]
 
 
 def pieces_of(value: Any) -> Iterator[bytes]:
-    """Yield the JSON of a value in pieces. Every large part must be a list, a string or one of the classes above."""
+    """Yield the JSON of a value in pieces. Its large parts must be lists, strings or of this module's classes."""
     if isinstance(value, dict):
         yield from _enclosed(b"{", (_member(name, item) for name, item in value.items()), b"}")
     elif isinstance(value, Large):
@@ -75,7 +75,7 @@ def pieces_of(value: Any) -> Iterator[bytes]:
 
 
 def chunks_of(value: Any) -> Iterator[bytes]:
-    """Yield the JSON of a value in chunks that are large enough to send."""
+    """Yield the JSON of a value in chunks of at least _CHUNK_BYTES bytes; only the last may be smaller."""
     pieces: list[bytes] = []
     size = 0
     for piece in pieces_of(value):
@@ -103,7 +103,7 @@ def _enclosed(begin: bytes, members: Iterable[Iterable[bytes]], end: bytes) -> I
 
 
 def _runs(items: Shared | Shown | list[Any]) -> Iterable[bytes]:
-    """Return the JSON of a list's items, some items at a time, without the brackets."""
+    """Return the JSON of a list as parts of several items each, without the list's brackets."""
     if isinstance(items, Shared):
         return items.pieces
     shown = Shown(items, lambda item: item) if isinstance(items, list) else items

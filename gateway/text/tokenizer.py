@@ -1,8 +1,8 @@
-"""Text to tokens and back, with the tokenizer that the verifier serves.
+"""Encodes text to tokens and decodes tokens incrementally, with the verifier's tokenizer.
 
-Text is emitted in pieces. Text that may be an incomplete character or the beginning of a stop string is held back, so
-the pieces of a choice together are the decoding of its tokens up to the stop string; only bytes that form no character
-may decode differently. The emitted text depends on the tokens alone, never on how rounds grouped them.
+Text is emitted in pieces, without a last part that may be an incomplete character or the beginning of a stop string.
+So the concatenated pieces of a choice equal the decoding of its tokens up to the stop string; only bytes that form no
+character may decode differently. The text depends on the tokens alone, never on the rounds that they came in.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gateway.errors import over_context
 from spire.checkpoints.tokenizer import tokenizer_of
 from spire.errors import MismatchError
 
-# The last tokens of the prompt, decoded in front of the first piece: else some tokenizers drop its leading space.
+# Tokens of the prompt's end that are decoded before the first piece: else some tokenizers drop its leading space.
 _CONTEXT_TOKENS = 4
 _BROKEN = "\ufffd"
 _UTF8 = codecs.getincrementaldecoder("utf-8")
@@ -24,7 +24,7 @@ _ONE_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TextCodec:
-    """Encodes prompts and decodes tokens."""
+    """Encodes prompts to tokens and decodes tokens to text, with the verifier's tokenizer."""
 
     def __init__(self, tokenizer_json: bytes):
         try:
@@ -38,22 +38,22 @@ class TextCodec:
         self.longest_token = max((len(token) for token in self.tokenizer.get_vocab()), default=1)
 
     def encode(self, text: str, max_tokens: int, add_special_tokens: bool = True, name: str = "prompt") -> list[int]:
-        """Return a text's token ids. Raises BadParameter if its length alone proves that it has over `max_tokens`."""
+        """Return a text's token ids. Raises BadParameter if it has too many characters for `max_tokens` tokens."""
         if len(text) > max_tokens * self.longest_token:
             however = f"your prompt has {len(text)} characters, and a token at most {self.longest_token}."
             raise over_context(name, max_tokens, f"{however} Please reduce the length of the prompt.")
-        # A batch of one: only for batches does the library release the interpreter lock.
+        # A batch of one text: the library releases the interpreter lock only for batches.
         return self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def _token_bytes(self, token: int) -> bytes:
-        """Return the bytes that a token adds to a text; for a special token its name, for an unknown id nothing."""
-        # The text of the second of two such tokens: some tokenizers drop the leading space of the first.
+        """Return the bytes that a token adds to a text: its name if it is special, nothing if the id is unknown."""
+        # The text of the token after itself: some tokenizers drop the leading space of the first token.
         text = self.decode([token, token])[len(self.decode([token])) :]
         name = self.tokenizer.id_to_token(token) or ""
         return _bytes_of(name) if _BROKEN in text else (text or name).encode()
 
     def offsets(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the number of characters before each token of an encoded text."""
+        """Encode a text and return the character offset of each token."""
         (encoding,) = self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
         return [*accumulate((begin for begin, _ in encoding.offsets), max)]
 
@@ -61,11 +61,11 @@ class TextCodec:
         return self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
 
     def decode_long(self, tokens: list[int]) -> str:
-        """Return the text of any number of tokens, with special tokens, without holding the interpreter lock."""
+        """Decode tokens, special tokens included, without holding the interpreter lock (GIL)."""
         return self.tokenizer.decode_batch([tokens], skip_special_tokens=False)[0]
 
     def _token_text(self, token: int) -> str:
-        """Return one token as text to show: a special token's name; `bytes:\\xe2` if it has incomplete characters."""
+        """Return a token's text for display: a special token's name, `bytes:\\xe2` for an incomplete character."""
         raw = self.token_bytes(token)
         try:
             return raw.decode()
@@ -74,7 +74,7 @@ class TextCodec:
 
 
 def _bytes_of(name: str) -> bytes:
-    """Return the bytes of a token with incomplete characters by its name: `<0xE2>`, or in GPT-2's byte alphabet."""
+    """Return the bytes that a token's name encodes: `<0xE2>` is one byte, other names use GPT-2's byte alphabet."""
     if one := _ONE_BYTE.fullmatch(name):
         return bytes.fromhex(one[1])
     alphabet = _byte_alphabet()
@@ -83,24 +83,24 @@ def _bytes_of(name: str) -> bytes:
 
 @cache
 def _byte_alphabet() -> dict[str, int]:
-    """Return the byte of each letter: a printable byte is its own letter, the others have letters after Latin-1."""
+    """Return GPT-2's byte alphabet, {letter: byte}: printable bytes are letters themselves, others follow Latin-1."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
 
 
 class Detokenizer:
-    """Turns tokens into text, whole characters only.
+    """Decodes tokens to text incrementally, in whole characters only.
 
-    A token's cost does not grow with the text: only the first bytes of an incomplete character, three at most, are held
-    back; all else is decoded once and emitted. Bytes that form no character are each emitted as a broken character.
+    A token's cost does not grow with the text: only the bytes of an incomplete character, three at most, are withheld;
+    all other text is decoded once and emitted. Bytes that form no character are each emitted as U+FFFD.
     """
 
     def __init__(self, codec: TextCodec, prompt: list[int], skip_special_tokens: bool = True):
         self._codec = codec
         self._voiceless = codec.special if skip_special_tokens else frozenset[int]()
         self._decode = partial(codec.decode, skip_special_tokens=skip_special_tokens)
-        # Tokens emitted already, decoded again in front of the next ones, and their text.
+        # The last emitted tokens, which are decoded again in front of the next ones, and their text.
         self._context = prompt[-_CONTEXT_TOKENS:]
         self._before = self._decode(self._context)
         if self._before.endswith(_BROKEN):
@@ -110,7 +110,7 @@ class Detokenizer:
         self._half = b""
 
     def push(self, token: int) -> str:
-        """Return the text that this token completes."""
+        """Add a token. Return the newly completed text, which may be empty."""
         if token in self._voiceless:
             return ""
         self._held.append(token)
@@ -120,12 +120,12 @@ class Detokenizer:
         return self._tell(len(self._held) - self._tokens_of_half())
 
     def flush(self) -> str:
-        """Return the text still held back, even an incomplete character."""
+        """Return the withheld text at the end of all tokens, even an incomplete character."""
         self._half = b""
         return self._tell(len(self._held))
 
     def _tokens_of_half(self) -> int:
-        """Return how many of the last held tokens contain the incomplete character."""
+        """Return the number of last tokens that contain bytes of the incomplete character."""
         size = count = 0
         while size < len(self._half):
             count += 1
@@ -137,19 +137,19 @@ class Detokenizer:
         if not told:
             return ""
         whole, alone = self._decode(self._context + told), self._decode(told)
-        # Some tokenizers decode a whole run of bytes as broken if its end is: text emitted already stays.
+        # Some tokenizers decode a whole run of bytes as broken if its end is broken: emitted text cannot change.
         text = whole[len(self._before) :] if whole.startswith(self._before) else alone
-        # While such a run goes on, its beginning stays the context: without it, the rest would decode differently.
+        # While such a run goes on, its beginning stays the context: the rest would decode differently without that.
         if (alone and text.endswith(alone)) or not self._context:
             self._context, self._before = told, alone
         return text
 
 
 class StopFilter:
-    """Passes text on up to the first stop string, which is emitted only with `keep`.
+    """Emits text up to the first stop string, and the stop string itself only with `keep`.
 
-    The stop string that ends first wins; of several that end together, the one that begins first. Each character is
-    processed once, however much text is held back.
+    The stop string that ends first counts; of several with the same end, the longest. Each character is processed
+    once, however much text is withheld.
     """
 
     def __init__(self, stops: list[str], keep: bool = False):
@@ -178,7 +178,7 @@ class StopFilter:
 
 
 class Stop:
-    """One stop string, and how much of its beginning the text so far ends with (Knuth, Morris and Pratt)."""
+    """Finds one stop string (Knuth, Morris, Pratt). `begun`: the length of its longest prefix at the text's end."""
 
     def __init__(self, text: str):
         self._text, self.length = text, len(text)
@@ -203,11 +203,11 @@ class Stop:
 
 
 class TextStream:
-    """The text of one choice as it grows: detokenizer, then stop filter.
+    """Converts the tokens of one choice to text incrementally, up to the first stop string.
 
     `taken` counts the tokens that belong to the choice: all pushed tokens, up to the one that completed a stop string.
-    `offsets` holds the number of characters before each of them. `silent` tokens add no text; special tokens add text
-    only without `skip_special_tokens`. No stop string ends a choice of fewer than `min_tokens` tokens.
+    `offsets`: the number of characters before each of these tokens. `silent` tokens add no text; special tokens add
+    text only without `skip_special_tokens`. Stop strings have no effect before the choice has `min_tokens` tokens.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class TextStream:
         return self._filter.push(text, may_stop=self.taken >= self._min_tokens)
 
     def flush(self) -> str:
-        """Return the text still held back: an incomplete character, or the beginning of a stop string."""
+        """Return the text withheld at the end: an incomplete character, or the beginning of a stop string."""
         if self.stopped:
             return ""
         text = self._filter.push(self._detokenizer.flush())

@@ -41,7 +41,7 @@ class MeasuredAcceptance:
 
 
 def read_record(file: Path) -> list[MeasuredAcceptance]:
-    """Read a saved output of `spire eval acceptance --json`. Raises DataError for any other content."""
+    """Read a file with the output of `spire eval acceptance --json`. Raises DataError for any other content."""
     try:
         cells = json.loads(file.read_text())["acceptance"]
         known = {field.name for field in fields(MeasuredAcceptance)}
@@ -54,7 +54,7 @@ def read_record(file: Path) -> list[MeasuredAcceptance]:
 
 
 def acceptance(completions: list[Completed], context: int, request: Request) -> MeasuredAcceptance:
-    """Compute the acceptance of one cell from its completions."""
+    """Compute τ and acceptance from the completions of `request` for prompts of `context` tokens."""
     k = request.k or 0
     told = [c.metrics["speculative_decoding"] for c in completions]
     histograms = [(each["full_depth_histogram"] + [0] * (k + 1))[: k + 1] for each in told]

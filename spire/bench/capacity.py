@@ -29,7 +29,7 @@ OVERLOAD = 4
 
 @dataclass(frozen=True)
 class Arriving:
-    """Requests with prompts of `context` tokens that arrive for `seconds` seconds."""
+    """A load of requests with prompts of `context` tokens, which arrive during `seconds` seconds."""
 
     source: PromptSource
     context: int
@@ -37,7 +37,7 @@ class Arriving:
     seconds: float
 
     def at(self, rate: float, seed: int) -> list[Timed]:
-        """Draw Poisson arrivals of `rate` requests per second, at least two requests."""
+        """Return requests with random arrival times: a Poisson process of `rate` per second, at least two requests."""
         rng, moments = random.Random(seed), [0.0]
         while (moment := moments[-1] + rng.expovariate(rate)) < self.seconds or len(moments) < 2:
             moments.append(moment)
@@ -47,7 +47,7 @@ class Arriving:
 
 @dataclass(frozen=True)
 class Trial:
-    """Measurements by the clients at one arrival rate; `refused` counts by HTTP status. None: no request gave any."""
+    """Measurements by clients at one arrival rate. `refused`: refusals by HTTP status. None: a figure without data."""
 
     rate: float
     requests: int
@@ -64,7 +64,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Capacity:
-    """All trials of the search, the trial with the highest rate that held, and the trial at four times that rate.
+    """All trials of the search, the trial with the highest rate within the bound, and the trial at four times the rate.
 
     `alone_ms` is the time to first token of a single request. If it exceeds `bound_ms`, no rate is tried.
     """
@@ -84,7 +84,7 @@ class Capacity:
 
 
 def find(url: str, arriving: Arriving, bound_ms: float, seed: int, tell: Callable[[Trial], None]) -> Capacity:
-    """Search for the capacity of the gateway at `url`, then run four times that rate. `tell` receives each trial."""
+    """Search for the capacity of the gateway at `url`, then measure four times that rate. `tell` gets each trial."""
     for prompt in arriving.source.cut(2, arriving.context, seed - 1):  # the first warms the service up
         (lone,) = asyncio.run(stream_all(url, [Timed(arriving.request.streamed(prompt, seed))], authorization()))
     alone_ms = 1000 * (lone.first - lone.sent)
@@ -106,7 +106,7 @@ def find(url: str, arriving: Arriving, bound_ms: float, seed: int, tell: Callabl
 
 
 def search(holds: Callable[[float], bool], first: float = 1.0) -> None:
-    """Call `holds` with rates: double or halve until one rate holds and another does not, then bisect."""
+    """Search for the highest rate for which `holds(rate)` is true: double or halve from `first` on, then bisect."""
     good, bad = None, None
     rate = first
     while _SLOWEST <= rate / first <= _FASTEST:
@@ -125,7 +125,7 @@ def search(holds: Callable[[float], bool], first: float = 1.0) -> None:
 
 
 def run(url: str, arriving: Arriving, rate: float, seed: int) -> Trial:
-    """Run one rate until all requests are answered. Raises BenchError for a failure other than a refusal."""
+    """Measure one arrival rate until all requests are answered. Raises BenchError for failures other than refusals."""
     outcomes = asyncio.run(stream_each(url, arriving.at(rate, seed), authorization()))
     answers = [one for one in outcomes if isinstance(one, Streamed)]
     refusals = [one for one in outcomes if isinstance(one, HttpRefusal)]

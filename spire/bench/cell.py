@@ -1,4 +1,4 @@
-"""A cell of the benchmark: several runs of one load on one system at one depth, with the runs it is compared to."""
+"""A cell of the benchmark: several runs of one load on one system at one depth, with plain runs to compare with."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Depth = int | Literal["auto"]
 
 @dataclass(frozen=True)
 class Cell:
-    """One system at one depth and load. `system` is "spire", another server's name or a URL. `k` 0 is plain decoding,
-    None leaves k to the server.
+    """Runs of one system at one depth and load. `system` is "spire", another server's name or a URL. `k` 0 is plain
+    decoding; `k` None leaves the depth to the server.
 
     For a trace, `batch` and `context` are None and `trace` is its name. `plain` holds the k = 0 runs that alternated
     with these or, for another system, Spire's from the same benchmark. `modelled` holds the performance model's
@@ -45,18 +45,18 @@ class Cell:
         return [rate for rate in rates if rate is not None] if None not in rates else []
 
     def _relative(self, figure: str) -> float | None:
-        """Return a figure of these runs relative to that of `plain`; None without either of them."""
+        """Return the ratio of a figure of this cell to the same figure of the plain runs; None if either is missing."""
         ours, plain = (getattr(medians(runs), figure) if runs else None for runs in (self.runs, self.plain))
         return ours / plain if ours and plain else None
 
     @property
     def multiplier_measured(self) -> float | None:
-        """Decode tokens per second relative to `plain`."""
+        """Decode tokens per second relative to those of plain decoding."""
         return self._relative("decode_tokens_per_second")
 
     @property
     def multiplier_end_to_end(self) -> float | None:
-        """End-to-end tokens per second, prefill included, relative to `plain`."""
+        """End-to-end tokens per second, prefill included, relative to those of plain decoding."""
         return self._relative("end_to_end_tokens_per_second")
 
     @property

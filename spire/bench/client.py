@@ -16,12 +16,12 @@ from spire.service.keys import authorization
 
 
 class BenchError(SpireError):
-    """Error for a service under measurement that does not answer as required."""
+    """Error for a service under measurement that cannot be reached or does not answer as required."""
 
 
 @dataclass(frozen=True)
 class Completed:
-    """One completed request: its tokens, the gateway's metrics, and the times of sending and answer (monotonic s)."""
+    """One completed request: its tokens, the gateway's metrics, and when it was sent and answered (monotonic s)."""
 
     token_ids: list[int]
     usage: dict[str, Any]
@@ -38,7 +38,7 @@ class Completed:
 class Request:
     """Parameters shared by all requests of a measurement. `k` 0 is plain decoding; None lets the gateway choose.
 
-    `rule` is always sent; its default here is the gateway's default for requests without a seed, but these have one.
+    `rule` is always sent. Its default here is the gateway's default for requests without a seed; these have a seed.
     """
 
     max_tokens: int
@@ -96,7 +96,7 @@ class Client:
     async def complete_all(
         self, request: Request, prompts: list[list[int]], on_done: Callable[[Completed], None] = lambda _: None
     ) -> list[Completed]:
-        """Complete all prompts, at most `concurrency` at once, in their order. Raises BenchError if a request fails."""
+        """Complete all prompts, at most `concurrency` at once; results are in prompt order. Raises BenchError."""
         gate = asyncio.Semaphore(self.concurrency)
 
         async def one(index: int, prompt: list[int]) -> Completed:

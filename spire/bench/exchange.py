@@ -27,7 +27,7 @@ class HttpRefusal(BenchError):
 
 
 class Exchange(asyncio.Protocol):
-    """A connection for one request. `sent` and the (time, bytes) in `pieces` are of the monotonic clock."""
+    """An HTTP connection for one request. `pieces` holds (time, bytes); times and `sent` are monotonic seconds."""
 
     def __init__(self) -> None:
         self.sent = 0.0
@@ -66,7 +66,7 @@ _Exchange = TypeVar("_Exchange", bound=Exchange)
 
 
 async def connect(url: str, exchange: Callable[[], _Exchange]) -> _Exchange:
-    """Connect an exchange to the server of `url`. Raises BenchError if the server cannot be reached."""
+    """Connect a new exchange, made by the factory `exchange`, to the server of `url`. Raises BenchError on failure."""
     remark, parts = past_proxy(url), urlsplit(url)
     secure = ssl.create_default_context() if parts.scheme == "https" else None
     port = parts.port or (443 if secure else 80)
@@ -79,7 +79,7 @@ async def connect(url: str, exchange: Callable[[], _Exchange]) -> _Exchange:
 
 
 def request_to(url: str, headers: dict[str, str], body: bytes | None = None) -> bytes:
-    """Return the bytes of a POST of JSON, or of a GET without a body. The server closes the connection afterwards."""
+    """Return an HTTP request as bytes: a POST of the JSON `body`, or a GET. The server then closes the connection."""
     parts = urlsplit(url)
     headers = {"Host": parts.netloc, "Connection": "close"} | headers
     if body is not None:
@@ -95,7 +95,7 @@ def request_to(url: str, headers: dict[str, str], body: bytes | None = None) -> 
 
 
 def body_of(url: str, exchange: Exchange) -> Iterator[tuple[float, bytes]]:
-    """Yield (time, bytes) of the body. Raises HttpRefusal for a status but 200, BenchError if it is cut off."""
+    """Yield (time, bytes) of the answer's body. Raises HttpRefusal unless the status is 200, BenchError if cut off."""
     http = h11.Connection(h11.CLIENT)
     http.send(h11.Request(method="POST", target="/", headers=[("Host", "-"), ("Connection", "close")]))
     http.send(h11.EndOfMessage())

@@ -47,7 +47,7 @@ class Batch:
     def requests(self, k: int | None, seed: int, body: Body = Request.streamed) -> list[Timed]:
         """Return the requests of one run. Prompts and request seeds depend on `seed` only, so depths are comparable.
 
-        Salts differ by depth, and prompts by seed: no prefix cache knows a prompt from another depth or seed.
+        Cache salts differ by depth, and prompts by seed: no prefix cache has a prompt of another depth or seed.
         """
         request = Request(self.generate, self.temperature, k, cache_salt=_salt(k))
         prompts = self.source.cut(self.batch, self.context, seed)
@@ -56,7 +56,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request of a trace: arrival in seconds after the first request, prompt tokens, generated tokens."""
+    """A request of a trace: arrival in seconds after the first request, numbers of prompt and of generated tokens."""
 
     at: float
     context: int
@@ -103,7 +103,7 @@ def alternate(
     done: Callable[[], None],
     split_turns: int = 3,
 ) -> dict[Depth, list[Figures]]:
-    """Run a load `repeats` times at each depth, in turns that begin with alternating depths.
+    """Run a load `repeats` times at each depth. Each turn runs all depths; the depth that comes first alternates.
 
     In a turn all depths get the same prompts and seeds. The first `split_turns` turns split round times into parts.
     """
@@ -118,7 +118,7 @@ def alternate(
 
 
 def read_trace(file: Path, max_context: int, seconds: float, rate: float) -> list[Arrival]:
-    """Read the first `seconds` of a trace replayed `rate` times as fast, lengths scaled down to fit `max_context`.
+    """Read the requests in the first `seconds` of a trace at `rate` times its speed, with lengths up to `max_context`.
 
     The file may be compressed. Raises DataError naming the file, and the line of an invalid request.
     """
@@ -130,7 +130,7 @@ def read_trace(file: Path, max_context: int, seconds: float, rate: float) -> lis
     scale = min(1.0, max_context / max(row.context + row.generated for row in rows))
     began = rows[0].at
     return [
-        # At least two of each: a start token and a text token; two generated tokens for one inter-token latency.
+        # At least two tokens each: a start token and a text token; two generated tokens for one inter-token latency.
         Arrival((row.at - began) / rate, max(2, int(row.context * scale)), max(2, int(row.generated * scale)))
         for row in rows
         if (row.at - began) / rate <= seconds

@@ -32,7 +32,7 @@ class PairModel:
     accept_rate: float | None = None
 
     def predict(self, batch: int, context: int, k: int | None, tau: float | None) -> dict[str, Any]:
-        """Return the modelled multiplier and Δt for k draft tokens, or for the modelled best k if k is None.
+        """Return the modelled multiplier and Δt at depth k or, if k is None, at the best depth of the model.
 
         `context` is the mean context of a run, `tau` its measured τ. `multiplier_modelled` is None if τ is unknown.
         """
@@ -57,7 +57,7 @@ class PairModel:
 
 
 def recorded_acceptance(draft: Path, context: int) -> AcceptanceModel | None:
-    """Return the acceptance recorded with a draft at the nearest context; None without a record. Raises DataError."""
+    """Return the acceptance recorded with a draft at the context nearest to `context`, or None. Raises DataError."""
     if not (file := draft / RECORD).is_file():
         return None
     nearest = min(read_record(file), key=lambda cell: abs(math.log(cell.context / context)))
@@ -65,7 +65,7 @@ def recorded_acceptance(draft: Path, context: int) -> AcceptanceModel | None:
 
 
 def served_draft(directory: Path) -> DraftShape:
-    """Return the shape and cache sizes of the draft in `directory`, as it is served."""
+    """Return the shape and cache sizes with which the draft in `directory` is served."""
     config = load_draft_config(directory)
     # A draft without the target's activations caches its whole past, even if it attends to a window only.
     kind: DraftKind = "spire" if config.tapped_layers else "vanilla"

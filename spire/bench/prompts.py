@@ -16,7 +16,7 @@ BUNDLED_TEXT = Path(__file__).parent / "prose.txt"
 
 
 class PromptSource:
-    """Documents, tokenized once with the tokenizer of a model directory, whose template converts chats to text."""
+    """Documents to cut prompts from, tokenized once by the tokenizer of a model, whose template renders chats."""
 
     def __init__(self, model: Path, data: list[Path]):
         config = load_model_config(model)
@@ -28,7 +28,7 @@ class PromptSource:
             self.documents: list[list[int]] = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
 
     def cut(self, count: int, length: int, seed: int) -> list[list[int]]:
-        """Cut `count` prompts of `length` tokens from random places. Raises DataError if no document is long enough."""
+        """Cut `count` prompts of `length` tokens at random positions. Raises DataError if all documents are shorter."""
         body = length - (self.start is not None)
         fitting = [document for document in self.documents if len(document) >= body]
         if not fitting:

@@ -1,7 +1,7 @@
 """Streamed completions whose events are timed on arrival: the load generator of `spire bench`.
 
-Works with any server that streams OpenAI's completions. A broken stream ends the measurement, and so does a refusal
-where none is expected. Does not know: retries.
+Works with any server that streams OpenAI's completions. A broken stream or an unexpected refusal ends the measurement.
+Does not know: retries.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROUND_CHUNK = 2
 
 @dataclass(frozen=True)
 class Timed:
-    """A request body and when to send it, in seconds after the start of the load."""
+    """A request body and `at`, its time of sending in seconds after the start of the load."""
 
     body: dict[str, Any]
     at: float = 0.0
@@ -58,21 +58,21 @@ class Streamed:
 
 
 class LoadListener:
-    """Events of a running load: all requests have been in a round, and the first request has ended."""
+    """Events of a running load: `all_decode` (all requests have been in a round) and `one_ended` (a request ended)."""
 
     def __init__(self, requests: int):
         self._requests, self._decoding = requests, set[object]()
         self.all_decode, self.one_ended = asyncio.Event(), asyncio.Event()
 
     def decodes(self, request: object) -> None:
-        """Note that a request has been in a round, or has ended."""
+        """Record that a request has been in a round, or has ended."""
         self._decoding.add(request)
         if len(self._decoding) == self._requests:
             self.all_decode.set()
 
 
 class _Recorder(Exchange):
-    """An exchange that notifies the listener from byte patterns, without parsing the answer."""
+    """An exchange that detects events by byte patterns, without parsing the answer, and notifies the listener."""
 
     def __init__(self, listener: LoadListener):
         super().__init__()
@@ -95,7 +95,7 @@ class _Recorder(Exchange):
 async def stream_all(
     url: str, requests: list[Timed], headers: dict[str, str] | None = None, listener: LoadListener | None = None
 ) -> list[Streamed]:
-    """Send each request when it is due and read all answers to their end. Raises BenchError for a refusal."""
+    """Send each request at its time and return all answers once complete. Raises BenchError, also for a refusal."""
     recorders = await _record_all(url, requests, headers or {}, listener)
     return [_read(url, recorder) for recorder in recorders]
 
@@ -103,7 +103,7 @@ async def stream_all(
 async def stream_each(
     url: str, requests: list[Timed], headers: dict[str, str] | None = None
 ) -> list[Streamed | HttpRefusal]:
-    """Send each request when it is due and return its answer or refusal. Raises BenchError for other failures."""
+    """Send each request at its time and return its answer or refusal. Raises BenchError for other failures."""
     outcomes: list[Streamed | HttpRefusal] = []
     for recorder in await _record_all(url, requests, headers or {}):
         try:

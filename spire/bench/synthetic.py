@@ -19,7 +19,7 @@ from spire.perf.shapes import Shape, trained_config
 
 
 def write_pair(directory: Path, shape: Shape, positions: int) -> tuple[Path, Path]:
-    """Write a target of this shape and a SPIRe draft by the paper's rule (a quarter of the layers); return both."""
+    """Write a target of this shape and a SPIRe draft with a quarter of its layers, and return both directories."""
     config = config_of(shape, positions)
     draft = trained_config(config, fingerprint(config, {}))
     _write(directory / "target", config, {})

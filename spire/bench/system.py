@@ -31,7 +31,7 @@ _FORGET_PEAK = "5"
 
 @dataclass(frozen=True)
 class Page:
-    """The /metrics page of a service, parsed only after the load."""
+    """The /metrics page of a service, fetched during a load but parsed only after it."""
 
     address: str
     exchange: Exchange
@@ -42,20 +42,20 @@ class Page:
 
     @cached_property
     def samples(self) -> list[Sample]:
-        """All samples of the page."""
+        """All metric samples on the page."""
         text = b"".join(data for _, data in body_of(self.address, self.exchange)).decode()
         return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
     def total(self, name: str) -> float:
-        """Return the sum of the samples of this name."""
+        """Return the sum of all samples of the metric `name`."""
         return sum(sample.value for sample in self.samples if sample.name == name)
 
     def by(self, label: str, name: str) -> dict[str, float]:
-        """Return the samples of this name by their only label."""
+        """Return the samples of the metric `name`, by the value of their only label, `label`."""
         return {sample.labels[label]: sample.value for sample in self.samples if sample.name == name}
 
 
-# Pages of one moment: that of the gateway and, by name, those of the model services.
+# Pages fetched at one moment, by service: gateway, verifier, draft.
 Scrape = dict[str, Page]
 
 
@@ -68,7 +68,7 @@ class System:
     metrics: dict[str, str] = field(default_factory=dict)
 
     async def scrape(self) -> Scrape:
-        """Fetch all pages over new connections, because earlier ones may have been closed while a cell ran.
+        """Fetch the /metrics pages of all services, over new connections: earlier ones may have been closed meanwhile.
 
         Raises BenchError if a service does not answer.
         """
@@ -76,7 +76,7 @@ class System:
         return dict(zip(addresses, await asyncio.gather(*map(_page, addresses.values())), strict=True))
 
     def forget_peak(self) -> None:
-        """Reset the services' peaks of resident memory to the current use, if the operating system supports it."""
+        """Reset the services' peaks of resident memory to the current use, if the operating system allows that."""
         for process in self.processes.values():
             try:
                 Path(f"/proc/{process}/clear_refs").write_text(_FORGET_PEAK)

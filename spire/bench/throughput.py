@@ -37,7 +37,7 @@ SPLIT_TOLERANCE = 0.05
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of one run, or medians of several runs. None: no time with all requests decoding, or no such metric.
+    """Figures of one run, or medians of several. None: requests never all decoded at once, or the metric is missing.
 
     `round_ms`: mean round by part while all requests decode; `round_ms_seen`: the same round as the clients' time
     between chunks; `overhead`: its share outside the models. `mean_k`: draft tokens per round. `busy`: share of the
@@ -91,7 +91,7 @@ Span = tuple[Scrape, Scrape] | None
 
 
 async def measure(system: System, requests: list[Timed], together: bool = True, split: bool = True) -> Figures:
-    """Run a load on a Spire gateway. `together`: requests are sent at once, and rates count while all of them decode.
+    """Measure a load on a Spire gateway. `together`: all requests are sent at once, and rates count while all decode.
 
     `split`: read the services' counters while all requests decode.
     """
@@ -103,7 +103,7 @@ async def measure(system: System, requests: list[Timed], together: bool = True, 
 
 
 async def measure_foreign(url: str, requests: list[Timed], together: bool = True) -> Figures:
-    """Run a load on any server that streams completions: no round parts, and τ only from a Spire gateway."""
+    """Measure a load on any server that streams completions, without parts of a round; τ only from a Spire gateway."""
     key = authorization(FOREIGN_KEY)
     first = await stream_all(url, requests, key)
     second = await stream_all(url, requests, key) if together and len(requests) > 1 else first
@@ -111,7 +111,7 @@ async def measure_foreign(url: str, requests: list[Timed], together: bool = True
 
 
 def figures_of_steps(answers: list[Streamed], peak: int | None) -> Figures:
-    """Compute the figures of one run from timed answers that started together, for example of a peer process."""
+    """Compute the figures of one run from timed answers that began at the same time, for example of a peer process."""
     return _figures(answers, answers, None, True, peak)
 
 
@@ -174,7 +174,7 @@ Stretch = list[tuple[float, int]]
 
 
 def decoding_together(answers: list[Streamed], since: float = 0.0) -> list[Stretch] | None:
-    """Return the arrivals of each answer while all answers decode; None if any answer has fewer than two of them.
+    """Return the chunk arrivals of each answer while all answers decode; None if an answer has fewer than two arrivals.
 
     The interval is from the last answer's first round (after `since`) to the first answer's end. Arrivals of one round
     differ slightly in time, so each answer begins and ends with its arrivals nearest to the ends of the interval.
@@ -198,14 +198,14 @@ def _rate(stretches: list[Stretch] | None) -> float | None:
 
 
 def _round_seen(stretches: list[Stretch] | None) -> float | None:
-    """Return the mean round as a client sees it, in milliseconds: each round sends one chunk. None without chunks."""
+    """Return the mean milliseconds of a round as clients see it: a round sends one chunk. None if unknown."""
     if stretches is None:
         return None
     return 1000 * statistics.fmean((s[-1][0] - s[0][0]) / (len(s) - 1) for s in stretches)
 
 
 def inter_token_ms(answers: list[Streamed]) -> list[float]:
-    """Return, for each token after the first chunk, its share of the time since the previous chunk."""
+    """Return the latency in ms of each token after the first chunk: its chunk's delay / the tokens of its chunk."""
     return [
         1000 * (later - earlier) / count
         for answer in answers
@@ -233,7 +233,7 @@ def _busy(before: Scrape, after: Scrape) -> dict[str, float]:
 
 
 def _grown(name: str, label: str, before: Page, after: Page) -> dict[str, float]:
-    """Return the growth of a counter by the value of its label."""
+    """Return the increase of the counter `name` between two pages, for each value of its label."""
     earlier = before.by(label, name)
     return {value: count - earlier.get(value, 0.0) for value, count in after.by(label, name).items()}
 
@@ -247,7 +247,7 @@ _OF_SPLIT = {"round_ms", "round_ms_seen", "busy", "fallbacks", "draft_state_byte
 
 
 def medians(runs: list[Figures]) -> Figures:
-    """Return the median of each figure, but the mean of a round's time and parts, so that the parts still add up."""
+    """Return the median of each figure over `runs`; of a round's time and parts the mean, so that the parts add up."""
     split = [run for run in runs if run.fallbacks is not None] or runs
     columns = {
         name: [getattr(run, name) for run in (split if name in _OF_SPLIT else runs)]

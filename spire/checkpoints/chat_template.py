@@ -1,4 +1,4 @@
-"""Read the chat template of a checkpoint, which turns messages into a prompt.
+"""Read the chat template of a checkpoint, which formats messages as a prompt.
 
 The first template found is used: `additional_chat_templates/default.jinja`, `chat_template.jinja`, `chat_template` in
 `tokenizer_config.json` (a string, or several by name, of which `default` is used), `chat_template.json` of processors.
@@ -15,14 +15,14 @@ from spire.model.directory import read_object_if_any, read_text
 
 
 class TemplateSource(NamedTuple):
-    """A Jinja template (empty if the checkpoint has none) and the special tokens that the template may name."""
+    """A checkpoint's chat template in Jinja, empty if it has none, and the special tokens that it may refer to."""
 
     template: str
     special_tokens: dict[str, str]
 
 
 def read_chat_template(model: Path) -> TemplateSource:
-    """Read the chat template of a directory; empty files are skipped. Raises CheckpointError for an unreadable file."""
+    """Read a checkpoint's chat template, skipping empty files. Raises CheckpointError for an unreadable file."""
     declared = read_declared(model, read_object_if_any(model / "tokenizer.json"))
     files = (model / "additional_chat_templates" / "default.jinja", model / "chat_template.jinja")
     processor = read_object_if_any(model / "chat_template.json")

@@ -42,9 +42,9 @@ class Llama2cHeader(NamedTuple):
 
 
 def convert_llama2c(weights: Path, tokenizer: Path, out: Path) -> ModelConfig:
-    """Write `config.json`, `model.safetensors` (float32) and `tokenizer.json` into `out`.
+    """Convert a llama2.c model: write `config.json`, `model.safetensors` (float32) and `tokenizer.json` into `out`.
 
-    Raises CheckpointError naming the file that is missing, truncated, in another format, or does not match the other.
+    Raises CheckpointError naming a file that is missing, truncated, in another format, or does not match the other.
     """
     vocabulary = read_vocabulary(tokenizer)
     header, values = _read(weights)
@@ -94,7 +94,7 @@ def _read(weights: Path) -> tuple[Llama2cHeader, Tensor]:
 
 
 def _shapes(header: Llama2cHeader) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors after the header, in file order, by the target's names; * is any layer."""
+    """Return the shapes of the tensors after the header, in file order, by parameter name; * stands for each layer."""
     dim, hidden, layers, heads, kv_heads, vocab_size, length = header
     head_dim = dim // heads
     shapes: dict[str, tuple[int, ...]] = {
@@ -117,7 +117,7 @@ def _shapes(header: Llama2cHeader) -> dict[str, tuple[int, ...]]:
 
 
 def _parameters(header: Llama2cHeader, values: Tensor) -> dict[str, Tensor]:
-    """Return the weights under the target's parameter names."""
+    """Split the values of a llama2.c file into weights, by the target's parameter names."""
     parameters: dict[str, Tensor] = {}
     for name, shape in _shapes(header).items():
         size = math.prod(shape)

@@ -1,8 +1,8 @@
 """Read the `generation_config.json` of a checkpoint: end tokens and suggested sampling parameters.
 
-The end tokens are added to those of `config.json`, because chat models name the token that ends a turn only here. The
-suggested sampling parameters are reported to clients and never applied by default, so that a request means the same on
-every model. Invalid suggestions are left out.
+The end tokens are added to those of `config.json`, because chat models name the token that ends a turn only in this
+file. The suggested sampling parameters are reported to clients and never applied by default, so that a request means
+the same on every model. Invalid suggestions are ignored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class SuggestedSampling(BaseModel):
-    """The part of `generation_config.json` that is told to clients; None where it says nothing."""
+    """The sampling parameters in `generation_config.json` that are reported to clients; None for absent ones."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
 
@@ -34,7 +34,7 @@ class SuggestedSampling(BaseModel):
 
 
 class Generation(NamedTuple):
-    """End tokens (those of `config.json` first), suggested sampling, and one line about the suggestions left out."""
+    """The end tokens of a checkpoint (`config.json` first), its suggested sampling, and a line on invalid values."""
 
     end_tokens: tuple[int, ...]
     sampling: SuggestedSampling
@@ -42,11 +42,11 @@ class Generation(NamedTuple):
 
 
 def read_generation(directory: Path, config: ModelConfig) -> Generation:
-    """Read end tokens and suggested sampling. Raises CheckpointError for an end token outside the vocabulary."""
+    """Read a checkpoint's end tokens and suggested sampling. Raises CheckpointError for an invalid end token."""
     file = directory / "generation_config.json"
     raw = read_object_if_any(file)
     said = raw.get("eos_token_id")
-    # Older files write -1 for none.
+    # In older files, -1 means no end token.
     ends = [end for end in (said if isinstance(said, list) else [said]) if end not in (None, -1)]
     for end in ends:
         if type(end) is not int or not 0 <= end < config.vocab_size:

@@ -21,12 +21,12 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def has_random_weights(directory: Path) -> bool:
-    """True if the config asks for random weights and the directory holds no safetensors, which take precedence."""
+    """True if the config asks for random weights and the directory has no safetensors, which take precedence."""
     return bool(read_config(directory).get(RANDOM_WEIGHTS)) and not any(directory.glob("*.safetensors*"))
 
 
 def draw_weights(build: Callable[[], Model], dtype: torch.dtype, device: torch.device | str) -> Model:
-    """Return an untrained model with the same random weights every time, allocated once, directly on `device`."""
+    """Build a model with random weights, the same at every call, allocated directly on `device`."""
     with torch.device("meta"):
         model = build()
     model = model.to(dtype).to_empty(device=device).eval().requires_grad_(False)

@@ -1,8 +1,8 @@
 """Convert a SentencePiece BPE vocabulary to a `tokenizers` tokenizer with the same ids, without sentencepiece itself.
 
-Two formats are read: SentencePiece's `.model`, and llama2.c's `.bin` of the same vocabulary, which holds pieces and
-scores but no normalisation (spaces are then kept as they are, as in llama2.c's own encoder). A control piece such as
-`<s>` in a text is encoded as the control token, as in every Hugging Face tokenizer; SentencePiece would spell it out.
+Two formats are read: SentencePiece's `.model`, and llama2.c's `.bin` of the same vocabulary, which contains pieces and
+scores but no normalisation (spaces are then kept unchanged, as in llama2.c's own encoder). A control piece such as
+`<s>` in a text is encoded as the control token, as in every Hugging Face tokenizer; SentencePiece encodes it as text.
 
 Does not know: Unigram vocabularies, which are refused.
 """
@@ -30,7 +30,7 @@ _LLAMA2C_MARKS = {"\n<s>\n": "<s>", "\n</s>\n": "</s>"}
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Pieces in order of their ids, their scores (higher scores merge first), and how text is normalised."""
+    """A BPE vocabulary: pieces in order of ids, their scores (higher scores merge first), and text normalisation."""
 
     pieces: list[str]
     scores: list[float]
@@ -41,7 +41,7 @@ class Vocabulary:
 
 
 def read_vocabulary(file: Path) -> Vocabulary:
-    """Read the vocabulary in `file`. Raises CheckpointError if the file has neither of the two formats."""
+    """Read the BPE vocabulary of a SentencePiece `.model` or llama2.c `.bin`. Raises CheckpointError for others."""
     if not file.is_file():
         raise CheckpointError(f"{file} does not exist: --tokenizer takes a SentencePiece .model or llama2.c .bin file")
     refuse_stand_in(file)
@@ -58,7 +58,7 @@ def read_vocabulary(file: Path) -> Vocabulary:
 
 
 def to_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
-    """Return a tokenizer with SentencePiece's ids that prepends `<s>`."""
+    """Build a tokenizer with the ids of a SentencePiece vocabulary that prepends `<s>` to every prompt."""
     names = [vocabulary.pieces[number] for number in (UNKNOWN, START, END)]
     tokenizer = without_special_tokens(vocabulary, UNKNOWN)
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
@@ -69,7 +69,7 @@ def to_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
 
 
 def without_special_tokens(vocabulary: Vocabulary, unknown: int) -> Tokenizer:
-    """Return a tokenizer with SentencePiece's ids to which all pieces are text; `unknown` is the unknown token's id."""
+    """Build a tokenizer with a vocabulary's ids and no special tokens. `unknown` is the id of the unknown token."""
     ids = {piece: number for number, piece in enumerate(vocabulary.pieces)}
     unknown_piece = vocabulary.pieces[unknown]
     bpe = models.BPE(ids, _merges(vocabulary, ids), unk_token=unknown_piece, fuse_unk=True, byte_fallback=True)
@@ -83,7 +83,7 @@ def without_special_tokens(vocabulary: Vocabulary, unknown: int) -> Tokenizer:
 
 
 def _merges(vocabulary: Vocabulary, ids: dict[str, int]) -> list[tuple[str, str]]:
-    """Return every pair of pieces that forms a piece, best score first: SentencePiece's order of merging."""
+    """Return all BPE merges, pairs of pieces that form a piece, highest score first as SentencePiece merges them."""
     ranked = []
     for piece, score, mergeable in zip(vocabulary.pieces, vocabulary.scores, vocabulary.mergeable, strict=True):
         for cut in range(1, len(piece)) if mergeable else ():
@@ -106,7 +106,7 @@ def _normalizer(vocabulary: Vocabulary) -> normalizers.Normalizer:
 
 
 def _read_llama2c(raw: bytes) -> Vocabulary:
-    """Parse int32 longest piece, then for each piece float32 score, int32 length, bytes (spaces as spaces)."""
+    """Parse llama2.c's format: int32 maximum length; then for each piece float32 score, int32 length, bytes."""
     pieces: list[str] = []
     scores: list[float] = []
     at = 4
@@ -124,7 +124,7 @@ def _read_llama2c(raw: bytes) -> Vocabulary:
 
 
 def _read_model(raw: bytes) -> Vocabulary | None:
-    """Parse a ModelProto: 1 pieces (1 text, 2 score, 3 type), 2 trainer (3 model type), 3 normalizer. None: not BPE."""
+    """Parse a ModelProto (1 pieces: text, score, type; 2 trainer: 3 model type; 3 normalizer). None if not BPE."""
     parts = _fields(raw)
     pieces = [dict(_fields(value)) for number, value in parts if number == 1]
     trainer, normalizer = (dict(_fields(dict(parts).get(number, b""))) for number in (2, 3))
@@ -141,7 +141,7 @@ def _read_model(raw: bytes) -> Vocabulary | None:
 
 
 def _fields(raw: int | bytes) -> list[tuple[int, int | bytes]]:
-    """Return the (number, value) pairs of a protobuf message: bytes for texts and messages, integers for the others."""
+    """Return a protobuf message's (field number, value) pairs: bytes for strings and messages, otherwise integers."""
     return [(field.field_number, field.data) for field in UnknownFieldSet(Empty.FromString(_bytes(raw)))]
 
 

@@ -1,7 +1,7 @@
-"""Tokens that a checkpoint declares beside its tokenizer.json: named (`bos_token` ...), extra and added tokens.
+"""Tokens that a checkpoint declares outside its tokenizer.json: named (`bos_token` ...), extra and added tokens.
 
-They are read as transformers 5 reads them: from `added_tokens_decoder` of `tokenizer_config.json`, or else from the
-older `special_tokens_map.json` and `added_tokens.json`. The text of a declared token is never split in a prompt.
+As in transformers 5, the tokens are read from `added_tokens_decoder` of `tokenizer_config.json`, or else from the older
+`special_tokens_map.json` and `added_tokens.json`. The text of a declared token is never split in a prompt.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PROPERTIES = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 class DeclaredTokens(NamedTuple):
-    """The tokens that the files of a directory declare, and the settings of `tokenizer_config.json`."""
+    """The tokens that a checkpoint's files declare, and the settings of `tokenizer_config.json`."""
 
     named: dict[str, AddedToken]
     extra: list[AddedToken]
@@ -32,12 +32,12 @@ class DeclaredTokens(NamedTuple):
     is_llama: bool
 
     def in_order(self) -> list[AddedToken]:
-        """Return all tokens, in the order in which those missing from the tokenizer get ids."""
+        """Return all declared tokens, in the order in which ids are assigned to tokens that the tokenizer lacks."""
         return [*(self.added[at] for at in sorted(self.added)), *self.named.values(), *self.extra]
 
 
 def read_declared(directory: Path, tokenizer: dict[str, Any]) -> DeclaredTokens:
-    """Read the declared tokens of `directory`; `tokenizer` is its parsed tokenizer.json. Raises CheckpointError."""
+    """Read a checkpoint's declared tokens; `tokenizer` is its parsed tokenizer.json. Raises CheckpointError."""
     settings = read_object_if_any(directory / "tokenizer_config.json")
     kind = settings.get("tokenizer_class") or read_object_if_any(directory / "config.json").get("tokenizer_class")
     # A byte-level tokenizer is not Llama 2's, whatever its class says.
@@ -78,7 +78,7 @@ def _special(value: Any, known: dict[str, AddedToken]) -> AddedToken:
 
 
 def _token(value: Any) -> AddedToken:
-    """Return the token that `value`, a text or an object with `content`, describes."""
+    """Convert a declared token, a text or a JSON object with `content`, to an AddedToken."""
     if isinstance(value, str):
         return AddedToken(value, special=True)
     properties = {name: value[name] for name in _PROPERTIES if isinstance(value.get(name), bool)}

@@ -1,10 +1,10 @@
-"""Load a checkpoint's tokenizer, with the same ids as transformers 5 gives for the same directory.
+"""Load a checkpoint's tokenizer, which encodes text to the same ids as in transformers 5.
 
-The tokenizer is read from `tokenizer.json` and the tokens declared beside it (`special_tokens`). Truncation and padding
-that training left in the file are never applied. `add_bos_token` and `add_eos_token` of `tokenizer_config.json` are
+The tokenizer is read from `tokenizer.json` and the tokens declared in other files (`special_tokens`). Truncation and
+padding settings in the file are never applied. `add_bos_token` and `add_eos_token` of `tokenizer_config.json` are
 ignored: transformers uses the post-processor of `tokenizer.json`.
 
-Does not know: tokenizers without a `tokenizer.json`, and those made by a checkpoint's own code.
+Does not know: tokenizers without a `tokenizer.json`, and tokenizers built by a checkpoint's own code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from spire.model.directory import read_object
 
 
 def load_tokenizer(directory: Path, vocab_size: int | None = None) -> Tokenizer:
-    """Load the tokenizer of `directory`. Raises CheckpointError, also for ids beyond `vocab_size`."""
+    """Load a checkpoint's tokenizer. Raises CheckpointError if it is invalid or has ids beyond `vocab_size`."""
     file = directory / "tokenizer.json"
     if not file.is_file():
         advice = "AutoTokenizer of transformers opens it, and its save_pretrained writes the other"
@@ -54,12 +54,12 @@ def load_tokenizer(directory: Path, vocab_size: int | None = None) -> Tokenizer:
 
 
 def tokenizer_of(tokenizer_json: bytes) -> Tokenizer:
-    """Parse a `tokenizer.json`, without its truncation and padding. Raises the library's bare Exception."""
+    """Parse a `tokenizer.json` and disable truncation and padding. Raises Exception if the content is invalid."""
     return _unbounded(Tokenizer.from_buffer(tokenizer_json))
 
 
 def ids_without_text(tokenizer: Tokenizer, vocab_size: int) -> int:
-    """The number of ids in the model's vocabulary without a token in the tokenizer."""
+    """Return the number of ids below the model's `vocab_size` that have no token in the tokenizer."""
     return vocab_size - len({token for token in tokenizer.get_vocab().values() if token < vocab_size})
 
 
@@ -70,7 +70,7 @@ def _unbounded(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def _as_llama(raw: dict[str, Any], settings: dict[str, Any]) -> Tokenizer:
-    """Return the LlamaTokenizer that transformers builds from this vocabulary and these merges."""
+    """Build the same tokenizer as transformers' LlamaTokenizer from a parsed `tokenizer.json` and its settings."""
     model = raw["model"] | {"unk_token": None, "fuse_unk": True, "byte_fallback": True}
     tokenizer = Tokenizer.from_str(json.dumps(raw | {"model": model, "normalizer": None, "added_tokens": []}))
     in_front = settings.get("add_prefix_space") is not False

@@ -34,14 +34,14 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 def load_target(
     directory: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> tuple[Target, str]:
-    """Load the target in inference mode, and compute its fingerprint. Raises CheckpointError naming the file."""
+    """Load a target for inference and return it with its fingerprint. Raises CheckpointError naming the file."""
     config = load_model_config(directory)
     target, tensors = _loaded(directory, config, lambda: Target(config), dtype, device)
     return target, fingerprint(config, tensors)
 
 
 def load_draft(directory: Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Draft:
-    """Load the draft in inference mode. Raises CheckpointError naming the file."""
+    """Load a draft for inference. Raises CheckpointError naming the file."""
     config, kind = load_model_config(directory), load_draft_config(directory)
     if (taps := len(kind.tapped_layers)) not in (0, config.num_hidden_layers):
         raise CheckpointError(
@@ -54,10 +54,10 @@ def load_draft(directory: Path, dtype: torch.dtype = torch.float32, device: torc
 def _loaded(
     directory: Path, config: ModelConfig, build: Callable[[], Module], dtype: torch.dtype, device: torch.device | str
 ) -> tuple[Module, dict[str, Tensor]]:
-    """Return the module in inference mode, and the stored tensors that it was made of, by name: none if random."""
+    """Load a module for inference and return it with its stored tensors by name, none for random weights."""
     if has_random_weights(directory):
         return draw_weights(build, dtype, device), {}
-    # All under the parameter names of our modules, including `lm_head.weight` of a tied checkpoint.
+    # All tensors by the parameter names of our modules, including `lm_head.weight` of a tied checkpoint.
     tensors = {name.removeprefix("model."): tensor for name, tensor in load_tensors(directory).items()}
     if config.tie_word_embeddings and (embedding := tensors.get("embed_tokens.weight")) is not None:
         own = tensors.setdefault("lm_head.weight", embedding)
@@ -70,7 +70,7 @@ def _loaded(
         module = build()
     wanted = module.state_dict()
     _check(wanted, tensors, directory)
-    # The tensors are used as stored, without other memory.
+    # The loaded tensors become the parameters, without a copy.
     module.load_state_dict({name: tensors[name] for name in wanted}, assign=True)
     if config.tie_word_embeddings:
         module.lm_head.weight = module.embed_tokens.weight
@@ -78,17 +78,17 @@ def _loaded(
 
 
 def save_draft(directory: Path, draft: Draft, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write a draft checkpoint: like a target's, with a `spire_draft` section in `config.json`."""
+    """Write a draft's checkpoint, which is like a target's plus a `spire_draft` section in `config.json`."""
     _save(directory, draft, dtype, {"spire_draft": draft.draft.model_dump(mode="json")})
 
 
 def save_target(directory: Path, target: Target, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write `config.json` and `model.safetensors`, which `load_target` and transformers can both load."""
+    """Write a target's `config.json` and `model.safetensors`, which `load_target` and transformers can both load."""
     _save(directory, target, dtype, {})
 
 
 def _save(directory: Path, module: Target | Draft, dtype: torch.dtype, further: dict[str, Any]) -> None:
-    """Write `config.json`, with these `further` keys, and `model.safetensors`, each atomically."""
+    """Write `config.json`, including the `further` keys, and `model.safetensors`, each atomically."""
     tied = {"lm_head.weight"} if module.config.tie_word_embeddings else set()
     tensors = {
         stored_name(name): tensor.detach().to("cpu", dtype).contiguous()
@@ -101,7 +101,7 @@ def _save(directory: Path, module: Target | Draft, dtype: torch.dtype, further: 
 
 
 def stored_name(name: str) -> str:
-    """Return Hugging Face's name of a parameter of ours."""
+    """Return Hugging Face's name for a parameter of our modules."""
     return name if name.startswith("lm_head.") else f"model.{name}"
 
 
@@ -116,7 +116,7 @@ def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def load_tensors(directory: Path) -> dict[str, Tensor]:
-    """Load all tensors of a checkpoint as stored. Raises CheckpointError for a missing or truncated file."""
+    """Load all tensors of a checkpoint by stored name. Raises CheckpointError for a missing or truncated file."""
     index, files = directory / "model.safetensors.index.json", [directory / "model.safetensors"]
     if index.is_file():
         places = read_object(index).get("weight_map")
@@ -137,7 +137,7 @@ def load_tensors(directory: Path) -> dict[str, Tensor]:
 
 
 def _instead(directory: Path) -> str:
-    """Return the reason and advice for a directory without safetensors."""
+    """Return the text that explains a missing safetensors file, with advice if there are pickles."""
     pickles = sorted(file.name for file in directory.glob("*") if file.suffix in _PICKLES)
     if not pickles:
         return "the checkpoint is incomplete"
@@ -164,7 +164,7 @@ def _check(wanted: dict[str, Tensor], tensors: dict[str, Tensor], directory: Pat
 
 
 def fingerprint(config: ModelConfig, tensors: dict[str, Tensor]) -> str:
-    """Return a hash of a target's shape and about 1,024 elements of every stored tensor, whatever the sharding."""
+    """Return a hash, independent of sharding, of a target's config and about 1,024 elements of each stored tensor."""
     digest = hashlib.sha256(config.model_dump_json(exclude={"torch_dtype"}).encode())
     for name in sorted(tensors):
         flat = tensors[name].reshape(-1)

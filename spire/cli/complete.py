@@ -28,7 +28,7 @@ _FIELDS = {
     "choice": "guided_choice",
     "truncate": "truncate_prompt_tokens",
 }
-# Options that are no field by themselves.
+# Options that are not sent as fields of the request.
 _NO_FIELDS = {"prompt", "url", "special_tokens", "keep_special", "rule", "draft", "k"}
 _NO_FIELDS |= {"stream", "show_speculation", "as_json"}
 
@@ -117,7 +117,7 @@ def complete(
 
 
 def _given(**options: Any) -> dict[str, Any]:
-    """Return the options that were given; the gateway has defaults for the others."""
+    """Return the options that are set, without None, False and {}: the gateway has defaults for the others."""
     return {name: value for name, value in options.items() if value is not None and value is not False and value != {}}
 
 
@@ -140,7 +140,7 @@ def _biases(given: list[str]) -> dict[str, float]:
 
 
 def _print_text(pieces: Iterable[dict[str, Any]], painter: Painter | None) -> None:
-    """Print the pieces of one choice."""
+    """Print the streamed pieces of one choice. A `painter` marks the text that the draft proposed."""
     origins = Origins()
     for piece in pieces:
         if painter is None:
@@ -152,7 +152,7 @@ def _print_text(pieces: Iterable[dict[str, Any]], painter: Painter | None) -> No
 
 
 def _print_logprobs(choice: dict[str, Any]) -> None:
-    """Print a line for each token: its logprob, the token, the most probable alternatives."""
+    """Print a line for each token of a choice: its logprob, the token, and the most probable alternatives."""
     told = choice["logprobs"]
     for token, logprob, top in zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True):
         _print_token(token, logprob, top or {})

@@ -37,7 +37,7 @@ _SHAPE_POSITIONS = 2048
 
 
 class Check(NamedTuple):
-    """A result of a check. `ok` is False for a fault that must be fixed; `advice` says what to do, if anything."""
+    """The result of a check. `ok` is False for a fault that must be fixed; `advice` to the user may be empty."""
 
     name: str
     value: str
@@ -194,9 +194,9 @@ def _port(url: str) -> Check:
 
 
 def _calibrate(pair: Pair, file: Path, dtype: str, as_json: bool) -> None:
-    """Calibrate at the widths of this pair, write `file`, print a summary or JSON. Raises SpireError without torch.
+    """Calibrate at the widths of a pair, write the results to `file`, and print them. Raises SpireError without torch.
 
-    A draft that uses no activations of the target gives its place to the one that training makes by default.
+    A draft that uses no activations of the target is replaced by the draft that training makes by default.
     """
     target = load_model_config(pair.model)
     draft = load_draft_config(pair.draft) if pair.draft else None

@@ -16,12 +16,12 @@ from spire.service.keys import GATEWAY_KEY, authorization
 
 
 class GatewayError(SpireError):
-    """The gateway was unreachable, refused the request or broke off; the message says which, and what to do."""
+    """Error for an unreachable gateway, a refused request or a broken stream. The message includes advice."""
 
 
 @dataclass
 class ClientCompletion:
-    """The gateway's answer, and the seconds that the client waited for all of it."""
+    """The gateway's answer to a prompt. `seconds` is the time until the whole answer had arrived."""
 
     prompt: str
     # Choices in the gateway's format; those of a stream are joined from its pieces.
@@ -71,7 +71,7 @@ def run_completion(client: httpx.Client, url: str, prompt: str, **request: Any) 
 def stream_completion(
     client: httpx.Client, url: str, result: ClientCompletion, **request: Any
 ) -> Iterator[dict[str, Any]]:
-    """Yield the pieces of the only choice as they arrive, and fill `result`. Raises GatewayError, also mid-stream."""
+    """Stream a completion of one choice: yield its pieces and fill `result`. Raises GatewayError, also mid-stream."""
     began = time.perf_counter()
     options = {"stream": True, "stream_options": {"include_usage": True}, "return_metrics": True}
     body = {"prompt": result.prompt, **options, **request}
@@ -94,7 +94,7 @@ def stream_completion(
 
 
 def joined(begun: dict[str, Any], piece: dict[str, Any]) -> dict[str, Any]:
-    """Return a choice extended by a piece: text and lists are appended, other values replaced, dictionaries joined."""
+    """Return the choice `begun` extended by `piece`: text and lists appended, dicts joined, other values replaced."""
     whole = begun | piece
     for name, value in begun.items():
         if isinstance(value, dict):
@@ -112,7 +112,7 @@ def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def _explained(url: str) -> Iterator[None]:
-    """Turn an error of httpx into a GatewayError."""
+    """Convert errors of httpx into a GatewayError."""
     try:
         yield
     except httpx.ConnectError as error:

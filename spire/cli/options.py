@@ -1,4 +1,4 @@
-"""Options that several commands have, and values that are lists with commas."""
+"""Options shared by several commands, and parsers of comma-separated lists."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Value = TypeVar("Value", int, float)
 
 
 def listed(text: str, kind: Callable[[str], Value], example: str) -> list[Value]:
-    """Return the values of a list with commas. Raises BadParameter that shows `example`."""
+    """Parse a comma-separated list of values of type `kind`. Raises BadParameter, whose message shows `example`."""
     try:
         return [kind(part) for part in text.split(",")]
     except ValueError as error:
@@ -44,7 +44,7 @@ def listed(text: str, kind: Callable[[str], Value], example: str) -> list[Value]
 
 
 def numbers(text: str, least: int = 1) -> list[int]:
-    """Return the whole numbers of a list with commas. Raises BadParameter if one is below `least`."""
+    """Parse a comma-separated list of integers. Raises BadParameter if a number is below `least`."""
     found = listed(text, int, "whole numbers like 1,4,16")
     if min(found) < least:
         raise typer.BadParameter(f"{text!r} has a number below {least}")

@@ -20,7 +20,7 @@ ASKED = {"return_token_origins": True, "return_token_ids": True}
 
 
 class Origins:
-    """Division of the text of one choice, which arrives in pieces, into runs of one origin."""
+    """Splits the streamed text of one choice into runs of one origin: accepted draft tokens, or the target's tokens."""
 
     def __init__(self) -> None:
         self._told = 0
@@ -28,7 +28,7 @@ class Origins:
         self._origins: list[Origin] = []
 
     def runs(self, piece: dict[str, Any]) -> Iterator[tuple[str, Origin]]:
-        """Yield the runs of the next piece. A token's text may come after its offset and origin, but never before."""
+        """Yield (text, origin) for each run of the next piece. A token's text never arrives before its origin."""
         self._offsets += (piece["logprobs"] or {}).get("text_offset", [])
         self._origins += piece["token_origins"]
         begin, self._told = self._told, self._told + len(piece["text"])
@@ -38,7 +38,7 @@ class Origins:
 
 
 class Painter:
-    """Marking of draft runs: by colour on a terminal unless NO_COLOR is set, else by brackets."""
+    """Marks text of accepted draft tokens: by colour on a terminal unless NO_COLOR is set, else by brackets."""
 
     def __init__(self, coloured: bool | None = None):
         self.coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR") if coloured is None else coloured
@@ -57,6 +57,6 @@ class Painter:
         return ("⟦" if drafted else "⟧") + text if turned else text
 
     def end(self) -> str:
-        """Return the closing bracket of an open run, or ""."""
+        """Return the bracket that closes the marked text at the end of the output, or ""."""
         was_open, self._open = self._open, False
         return "⟧" if was_open else ""

@@ -1,6 +1,6 @@
 """Choice of target and draft: options, SPIRE_MODEL and SPIRE_DRAFT, or the pair in the repository's `models/`.
 
-With `--shape` a temporary pair of a known shape with random weights takes their place.
+With `--shape` both are replaced by a temporary pair of a known shape with random weights.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Pair:
 
 
 def choose_pair(model: Path | None, draft: str | None) -> Pair:
-    """Return the directories to serve. Raises CheckpointError for a directory that is missing or cannot be served."""
+    """Return the target and draft to serve. Raises CheckpointError for a directory that is missing or unusable."""
     target = model or BUNDLED / "target"
     if model is None and not target.is_dir():
         raise CheckpointError(f"no bundled model at {target}: name a Llama-architecture directory with --model DIR")
@@ -66,9 +66,9 @@ def choose_pair(model: Path | None, draft: str | None) -> Pair:
 
 @contextmanager
 def random_pair(name: str, layers: int | None, positions: int) -> Iterator[tuple[Pair, str]]:
-    """Yield a temporary pair of this shape, and its title. Raises SpireError for an unknown shape or too many layers.
+    """Write a temporary target and draft of the shape `name` with random weights; yield the pair and its title.
 
-    `layers`: use only so many of the target's layers. `positions`: the most positions of a sequence.
+    `layers` limits the target's layers, `positions` a sequence. Raises SpireError for unknown `name`, too many layers.
     """
     if name not in SHAPES:
         raise SpireError(f"--shape {name} is not known: there is {', '.join(SHAPES)}")

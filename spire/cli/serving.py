@@ -1,4 +1,4 @@
-"""The system under measurement: one that already runs, or one started for the measurement and stopped after it."""
+"""The system under measurement: a running gateway, or services started for the measurement and stopped after it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spire.bench.system import System
 from spire.cli.paths import Pair
 from spire.cli.up import ModelOptions, Stack
 
-# A shape may be far too large for this machine; a round must still get its slow draft reply.
+# Draft deadline for shapes, which may be far too large for this machine: a round must still get its slow draft reply.
 _SLOW_DRAFT_SECONDS = "25"
 
 
@@ -26,9 +26,9 @@ def serving(
     gateway_options: Sequence[str] = (),
     directory: Path | None = None,
 ) -> Iterator[System]:
-    """Yield the gateway at `url` if given, else a system of services that are stopped at the end of the block.
+    """Yield the running gateway at `url` or, without a `url`, new services that are stopped at the end of the block.
 
-    With `synthetic_acceptance` the verifier is lossy: it accepts draft tokens at that rate, whatever the target says.
+    With `synthetic_acceptance` the verifier is lossy: it accepts draft tokens at that rate, regardless of the target.
     Logs are written to `directory`, or to a temporary directory.
     """
     if url is not None:
@@ -51,7 +51,7 @@ def serving(
 
 
 def _system(stack: Stack, ports: dict[str, int]) -> System:
-    """Return the started system. A service tells its metrics on its own host, which options may set to any address."""
+    """Return the started system. A service serves metrics on its own host, which options may set to any address."""
     metrics = {
         service.name: f"http://{join(by_tcp(split(service.reached_at)[0]), ports[service.module])}/metrics"
         for service in stack.services

@@ -1,4 +1,4 @@
-"""What commands tell on stderr beside their output: notes, and the progress of a measurement."""
+"""Notes and progress displays on stderr, beside the output of a command."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.console import Console
 
 
 def note(text: str) -> None:
-    """Print a note; it may contain Rich's markup."""
+    """Print a note on stderr. `text` may contain Rich markup."""
     Console(stderr=True, highlight=False).print(f"[yellow]note:[/] {text}")
 
 

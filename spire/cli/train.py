@@ -134,7 +134,7 @@ _NOT_RECIPE = {"data", "out", "valid", "device", "compiled", "minutes", "target"
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the recipe's values that were given on the command line."""
+    """Return the options of the recipe that were set on the command line."""
     return {name: value for name, value in options.items() if name not in _NOT_RECIPE and value is not None}
 
 

@@ -1,4 +1,4 @@
-"""Drafting: the sequences to draft for, the k passes of a draft over them, and the result.
+"""Drafting: the sequences to draft for, the k passes of a draft over the sequences, and the result.
 
 Each pass feeds one token per sequence and draws the next token from the draft's distribution.
 
@@ -24,7 +24,7 @@ MAX_SPECULATION_DEPTH = 16
 
 @dataclass(slots=True)
 class DraftItem:
-    """One sequence of a batch to draft for; `newest_token` is at position `base`."""
+    """One sequence of a batch to draft for. `newest_token` is at position `base`."""
 
     sequence_id: str
     base: int
@@ -33,7 +33,7 @@ class DraftItem:
 
 @dataclass(frozen=True)
 class Drafted:
-    """k draft tokens per sequence [B, k] and the distributions that they were drawn from, [B, k, m].
+    """The result of drafting: k tokens per sequence, [B, k], and the distributions q they were drawn from, [B, k, m].
 
     Without `ids_BKM`, the distributions cover the whole vocabulary. If all sequences use the invariant rule there are
     no distributions, because this rule does not use q.
@@ -42,7 +42,7 @@ class Drafted:
     tokens_BK: Tensor
     ids_BKM: Tensor | None
     probs_BKM: Tensor | None
-    # The slice of the q ring that holds `probs_BKM`, if it was written there.
+    # The slice of the q ring that contains `probs_BKM`, if it was written to the ring.
     place: RingSlice | None = None
 
 
@@ -54,12 +54,12 @@ def draft_tokens(
     rows: SamplingRows,
     candidates: int | None,
 ) -> Drafted:
-    """Draft k tokens per sequence in k passes, beginning with the newest tokens, which are at positions `base_B`.
+    """Draft k tokens per sequence in k passes, of which the first feeds the newest tokens, at positions `base_B`.
 
-    `next_logits` feeds tokens [B] at the next position and returns the logits [B, V] of the position after it. Tokens
-    are drawn from the `candidates` most probable tokens, which are also sent as q; None stands for the whole
-    vocabulary, rounded to bfloat16. Under the invariant rule tokens are picked from the whole distribution, and if all
-    sequences use this rule no q is returned.
+    `next_logits` feeds tokens [B] at the next position and returns the logits [B, V] of the token after it. Tokens are
+    drawn from the `candidates` most probable tokens, which are also returned as q; None stands for the whole
+    vocabulary, rounded to bfloat16. Under the invariant rule, tokens are picked from the whole distribution. If all
+    sequences use this rule, no q is returned.
     """
     tokens_B, tokens, ids, probs = newest_B, [], [], []
     uniforms_BK = rows.uniforms(base_B, k, Purpose.DRAFT)

@@ -1,8 +1,8 @@
 """Rejection and block verification, from logits to tokens, by one CPU kernel: `spire/kernels/sampling.h`.
 
 The kernel replaces `sampling.probabilities` and `verification.verify` for sequences that are greedy or draw from the
-whole softmax. It skips what cannot change the verdict: positions after the first token that rejection verification
-rejects, and residuals of prefixes shorter than the one that block verification accepts.
+whole softmax. It skips work that cannot change the verdict: positions after the first token that rejection verification
+rejects, and residuals of prefixes shorter than the prefix that block verification accepts.
 
 Shapes: B sequences, K draft tokens at most, T = K + 1 positions, V vocabulary.
 """
@@ -19,7 +19,7 @@ from spire.kernels import SHARES, every_kernels
 
 
 def judges(logits_BTV: Tensor, q: SparseDistribution | None, rows: SamplingRows) -> bool:
-    """True if the kernel can verify this batch."""
+    """True if the verification kernel supports this batch's device, vocabulary size, sampling parameters and q."""
     _, T, V = logits_BTV.shape
     if logits_BTV.device.type != "cpu" or V % SHARES or not every_kernels() or not rows.of_softmax_alone:
         return False
@@ -36,7 +36,7 @@ def judge(
     rows: SamplingRows,
     base_B: Tensor,
 ) -> tuple[Verdict, Tensor]:
-    """Return the verdict and, int64 [B], 1 for rows whose real logits are finite. Overwrites the fp32 logits."""
+    """Verify a batch; return the verdict and, int64 [B], 1 for rows with finite logits. Overwrites the fp32 logits."""
     B, T, V = logits_BTV.shape
     coins_BK = rows.uniforms(base_B, T - 1, Purpose.ACCEPT) if q else torch.empty(B, 0)
     uniforms_BT = rows.uniforms(base_B, T, Purpose.SAMPLE)

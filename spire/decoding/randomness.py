@@ -22,7 +22,7 @@ _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
 
 class Purpose(IntEnum):
-    """The decision that a random number makes. Each purpose has independent numbers."""
+    """The purpose of a random number. Numbers for different purposes are independent."""
 
     DRAFT = 1
     ACCEPT = 2
@@ -43,14 +43,14 @@ def random_bits(seed: Tensor, choice: Tensor, position: Tensor, purpose: Purpose
 
 
 def uniform(seed: Tensor, choice: Tensor, position: Tensor, purpose: Purpose, salt: Tensor | int = 0) -> Tensor:
-    """Return a float64 number in [0, 1) for each (seed, choice, position, salt)."""
+    """Return a uniform float64 random number in [0, 1) for each (seed, choice, position, salt)."""
     return _shift_right(random_bits(seed, choice, position, purpose, salt), 11).double() * 2.0**-53
 
 
 def uniforms_behind(
     base_B: Tensor, count: int, purpose: Purpose, seed_B: Tensor, choice_B: Tensor, salted_B: Tensor
 ) -> Tensor:
-    """Return `uniform` numbers [B, count] for the positions after `base_B`, by a kernel where there is one.
+    """Return the numbers of `uniform`, [B, count], for the `count` positions after `base_B`, by a kernel if available.
 
     `salted_B` (int64) is 1 for sequences whose salt is base + 1, and 0 for sequences without a salt.
     """
@@ -66,18 +66,18 @@ def uniforms_behind(
 
 
 def gumbel(bits: Tensor, key: Tensor) -> Tensor:
-    """Return float64 Gumbel noise for `random_bits` and non-negative keys, such as token ids, which broadcast."""
+    """Return float64 Gumbel noise from random bits and non-negative keys, such as token ids. Both broadcast."""
     u = _shift_right(_mix(bits + (key + 1) * _WEYL), 11).double() * 2.0**-53 + 2.0**-54
     return -(-u.log()).log()
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The finaliser of splitmix64: flipping an input bit flips each output bit with probability 1/2."""
+    """Apply splitmix64's finaliser: flipping an input bit flips each output bit with probability 1/2."""
     x = (x ^ _shift_right(x, 30)) * _MIX_1
     x = (x ^ _shift_right(x, 27)) * _MIX_2
     return x ^ _shift_right(x, 31)
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift: the sign bit is not copied."""
+    """Shift int64 values right logically, without copying the sign bit."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

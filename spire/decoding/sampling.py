@@ -1,8 +1,8 @@
 """The sampling pipeline: logits to probabilities to tokens.
 
 The verifier first adjusts the logits (bias, penalties, masks); then temperature, top_k, top_p and min_p apply. The rule
-of a sequence decides how tokens are drawn: by inverse CDF or, under the invariant rule, by Gumbel noise that every
-token has at every position, whatever its probability.
+of a sequence decides how tokens are drawn: by inverse CDF or, under the invariant rule, by Gumbel noise, which depends
+on position and token but not on the token's probability.
 
 Shapes: B sequences, T positions, N = rows of any kind, V vocabulary, M candidates kept of a draft's distribution.
 Does not know: histories, logprobs, which draft tokens are accepted.
@@ -21,15 +21,15 @@ from torch.nn.functional import pad
 
 from spire.decoding.randomness import Purpose, gumbel, random_bits, uniforms_behind
 
-# Less probable tokens are rare: they have no noise of their own, and the cut of top_p is first looked for without them.
-# With a higher threshold, draft and target agree on fewer tokens.
+# Less probable tokens are rare: they have no Gumbel noise of their own, and are first ignored in finding top_p's
+# cutoff. With a higher threshold, draft and target agree on fewer tokens.
 _NOT_RARE = 2.0**-14
-# The number of ids in a block; rare tokens are drawn block first.
+# The number of ids in a block: a rare token is drawn by drawing its block first.
 _BLOCK = 64
 
 
 class Rule(IntEnum):
-    """The verification rule of a sequence, which also decides how its tokens are drawn. Numbered as on the wire."""
+    """A sequence's verification rule, which also decides how its tokens are drawn. Numbered as in the protocol."""
 
     REJECTION = 1
     BLOCK = 2
@@ -37,7 +37,7 @@ class Rule(IntEnum):
 
 
 class Share(Enum):
-    """The share of a batch's sequences that have a property: none, some or all."""
+    """How many of a batch's sequences have a property: none, some or all."""
 
     NONE = 0
     SOME = 1
@@ -51,7 +51,7 @@ class Share(Enum):
 
 @dataclass(frozen=True)
 class SamplingRows:
-    """The sampling parameters of B sequences, one tensor each. `seed_B` holds uint64 bit patterns in int64."""
+    """The sampling parameters of B sequences, one tensor per parameter. `seed_B` has uint64 bit patterns in int64."""
 
     temperature_B: Tensor
     top_k_B: Tensor
@@ -67,7 +67,7 @@ class SamplingRows:
 
     @cached_property
     def truncated_B(self) -> Tensor:
-        """True where top_k, top_p or min_p may exclude tokens; never for greedy sequences."""
+        """True for sequences whose top_k, top_p or min_p may exclude tokens; never for greedy sequences."""
         return ((self.top_k_B > 0) | (self.top_p_B < 1) | (self.min_p_B > 0)) & ~self.greedy_B
 
     @cached_property
@@ -76,10 +76,10 @@ class SamplingRows:
 
     @cached_property
     def judged_by_q_B(self) -> Tensor:
-        """True for sequences whose draft tokens are verified by q: neither greedy nor invariant."""
+        """True for sequences whose rule needs q (rejection, block): all but greedy and invariant ones."""
         return ~(self.greedy_B | self.invariant_B)
 
-    # The share of the sequences for which each of these is true.
+    # The share of sequences that have each property.
     greedy = cached_property(lambda rows: Share.of(rows.greedy_B))
     truncated = cached_property(lambda rows: Share.of(rows.truncated_B))
     invariant = cached_property(lambda rows: Share.of(rows.invariant_B))
@@ -92,38 +92,38 @@ class SamplingRows:
 
     @cached_property
     def divisor_B11(self) -> Tensor | None:
-        """The divisor of the logits: the temperature, or 1 for greedy sequences. None if it is 1 for all."""
+        """The divisor of the logits: the temperature, or 1 for greedy sequences. None if all divisors are 1."""
         divisor_B = torch.where(self.greedy_B, 1.0, self.temperature_B)
         return None if bool((divisor_B == 1).all()) else divisor_B[:, None, None]
 
     @cached_property
     def nearly_greedy(self) -> bool:
-        """True if a temperature is so low that logits divided by it might be infinite."""
+        """True if a sequence's temperature is so low that its divided logits might be infinite."""
         return bool(((self.temperature_B > 0) & (self.temperature_B < 1e-4)).any())
 
     @cached_property
     def of_softmax_alone(self) -> bool:
-        """True if every row is greedy or draws from its whole softmax by inverse CDF, and none is nearly greedy."""
+        """True if each sequence is greedy or draws from its whole softmax by inverse CDF, and none is nearly greedy."""
         return self.truncated is Share.NONE and self.invariant is Share.NONE and not self.nearly_greedy
 
     def select(self, index: Tensor) -> SamplingRows:
-        """Return the rows at `index`."""
+        """Return the sampling parameters of the sequences at `index`."""
         return SamplingRows(*(getattr(self, field.name)[index] for field in fields(self)))
 
     def uniforms(self, base_B: Tensor, count: int, purpose: Purpose) -> Tensor:
-        """Return uniform numbers [B, count] for the positions after `base_B`, in a round that began at this base.
+        """Return uniform random numbers [B, count] for the positions after `base_B`, the base positions of the round.
 
         Block verification uses the numbers of positions that it then discards, and using them again would bias the
-        output. For this rule, the numbers also depend on the base of the round.
+        output. Under this rule, the numbers therefore also depend on the base.
         """
         return uniforms_behind(base_B, count, purpose, self.seed_B, self.choice_B, self.by_blocks_B)
 
 
 def probabilities(logits_BTV: Tensor, rows: SamplingRows) -> Tensor:
-    """Return the distributions that tokens are drawn from: temperature, then top_k, top_p and min_p.
+    """Return the distributions that tokens are drawn from, after temperature, then top_k, top_p and min_p.
 
-    top_p is relative to the sum that top_k left, min_p to the most probable token. Greedy rows are one-hot at the
-    argmax, so that one rule serves every temperature.
+    top_p is relative to the total probability after top_k, min_p to the most probable token. Greedy rows are one-hot at
+    the argmax, so that one rule covers every temperature.
     """
     if rows.greedy is Share.ALL:
         return _one_hot(logits_BTV)
@@ -149,9 +149,9 @@ def _one_hot(scores_BTV: Tensor) -> Tensor:
 
 
 def _truncate(probs_BTV: Tensor, rows: SamplingRows) -> Tensor:
-    """Keep the top_k most probable tokens, of these the fewest that sum to top_p, of these the ones that min_p keeps.
+    """Apply top_k, then top_p, then min_p to each distribution, and renormalise.
 
-    At least one token stays. Equally probable tokens are ranked by id, lower ids first.
+    At least one token is kept. Equally probable tokens are ranked by id, lower ids first.
     """
     T, V = probs_BTV.shape[1:]
     probs_NV = probs_BTV.reshape(-1, V)
@@ -165,10 +165,10 @@ def _truncate(probs_BTV: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def _keep_ranked(probs_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor) -> Tensor:
-    """Zero the tokens of rank top_k and beyond, and those whose more probable tokens already sum to top_p.
+    """Apply top_k, then top_p: zero the probabilities of the tokens they exclude, without renormalising.
 
-    The cut is found among a row's most probable tokens, sorted: as many as top_k, or else the tokens that are not rare
-    if they sum to top_p, or else all. It depends on the row alone, not on other rows or on how many tokens were sorted.
+    The cutoff is found by sorting a row's most probable tokens: top_k tokens, or else the tokens that are not rare if
+    they sum to top_p, or else all. It depends neither on other rows nor on the number of sorted tokens.
     """
     V = probs_NV.shape[1]
     keep_N = torch.full_like(top_k_N, V)
@@ -200,10 +200,10 @@ def _sorted_down(probs_NV: Tensor) -> Tensor:
 
 
 def _ranks_kept(sorted_NC: Tensor, top_k_N: Tensor, top_p_N: Tensor) -> Tensor:
-    """The number of most probable tokens that stay in each row, at least one."""
+    """Return the number of most probable tokens that top_k and top_p keep in each row, at least one."""
     rank_C = torch.arange(sorted_NC.shape[-1], device=sorted_NC.device)
     upto_NC = sorted_NC.cumsum(dim=-1)
-    # top_p is relative to the sum that top_k left, or to 1.
+    # top_p is relative to the total probability after top_k, or to 1.
     last_N = (top_k_N - 1).clamp(max=len(rank_C) - 1)
     whole_N = torch.where(top_k_N <= len(rank_C), upto_NC.gather(1, last_N[:, None])[:, 0], 1.0)
     gathered_NC = (upto_NC - sorted_NC >= (top_p_N * whole_N)[:, None]) & (top_p_N < 1)[:, None]
@@ -211,7 +211,7 @@ def _ranks_kept(sorted_NC: Tensor, top_k_N: Tensor, top_p_N: Tensor) -> Tensor:
 
 
 def _without_surplus(kept_NV: Tensor, least_N: Tensor, keep_N: Tensor) -> Tensor:
-    """Drop tokens that tie with the last token kept, highest ids first, until `keep_N` tokens stay."""
+    """Zero tokens as probable as the last token kept, highest ids first, until `keep_N` tokens per row are left."""
     surplus_N = kept_NV.count_nonzero(dim=-1) - keep_N
     over = (surplus_N > 0).nonzero().squeeze(1)
     if len(over):
@@ -224,7 +224,7 @@ def _without_surplus(kept_NV: Tensor, least_N: Tensor, keep_N: Tensor) -> Tensor
 
 @dataclass(frozen=True)
 class _Chosen:
-    """Some tokens of N rows, as flat lists [C] ordered by row and id."""
+    """A selection of tokens in N rows, as flat lists [C] ordered by row and id."""
 
     row_C: Tensor
     id_C: Tensor
@@ -238,24 +238,24 @@ class _Chosen:
 
     @property
     def column_C(self) -> Tensor:
-        """The index of each token among the chosen tokens of its row."""
+        """The index of each selected token among the selected tokens of its row."""
         starts_N = self.counts_N.cumsum(0) - self.counts_N
         return torch.arange(len(self.row_C), device=self.row_C.device) - starts_N[self.row_C]
 
     def padded(self) -> Tensor:
-        """The probabilities as [N, C], padded with zeros at the end."""
+        """Return the selected tokens' probabilities as [N, C], each row padded with zeros at its end."""
         padded_NC = self.prob_C.new_zeros(len(self.counts_N), max(1, int(self.counts_N.max())))
         return padded_NC.index_put_((self.row_C, self.column_C), self.prob_C)
 
 
 def sample(probs_BV: Tensor, rows: SamplingRows, base_B: Tensor) -> Tensor:
-    """Draw the target's token at position base + 1 of each sequence by the sequence's rule, int64 [B]."""
+    """Draw the target's token at position base + 1 of each sequence, as the sequence's rule requires, int64 [B]."""
     ids_B = draw(probs_BV, rows.uniforms(base_B, 1, Purpose.SAMPLE)[:, 0])
     return with_invariant(ids_B, probs_BV, rows, base_B + 1)
 
 
 def with_invariant(ids_B: Tensor, probs_BV: Tensor, rows: SamplingRows, position_B: Tensor) -> Tensor:
-    """Return `ids_B`, replaced by `pick` for sequences under the invariant rule."""
+    """Return the tokens `ids_B`, except for sequences under the invariant rule, whose tokens `pick` draws."""
     if rows.invariant is Share.NONE:
         return ids_B
     index = rows.invariant_B.nonzero().squeeze(1)
@@ -263,11 +263,11 @@ def with_invariant(ids_B: Tensor, probs_BV: Tensor, rows: SamplingRows, position
 
 
 def pick(probs_NV: Tensor, rows: SamplingRows, position_N: Tensor) -> Tensor:
-    """Draw from p as the argmax over x of log p(x) + Gumbel noise of (seed, choice, position, x).
+    """Draw tokens [N] from distributions p [N, V]: argmax over x of log p(x) + Gumbel noise of position and x.
 
-    Similar distributions mostly give the same token. Only tokens that are not rare have their own noise. The rare
-    tokens compete as one with their summed probability, and if they win, `_pick_rare` draws one of them. This is exact,
-    because the maximum of Gumbel variables is a Gumbel variable and independent of which of them is the largest.
+    Similar distributions mostly yield the same token. Only tokens that are not rare have their own noise. The rare
+    tokens compete as one token with their total probability, and if it wins, `_pick_rare` draws a rare token. This is
+    exact, because the maximum of Gumbel variables is a Gumbel variable and is independent of the argmax.
     """
     common = _Chosen.of(probs_NV >= _NOT_RARE, probs_NV)
     bits_N = random_bits(rows.seed_B, rows.choice_B, position_N, Purpose.NOISE)
@@ -286,7 +286,7 @@ def pick(probs_NV: Tensor, rows: SamplingRows, position_N: Tensor) -> Tensor:
 
 
 def _pick_rare(probs_NV: Tensor, bits_N: Tensor) -> Tensor:
-    """Draw a rare token, again by Gumbel noise: first a block of ids by its sum, then an id of this block.
+    """Draw a rare token by Gumbel noise: first a block of ids by its total probability, then an id of this block.
 
     Inverse CDF would be less stable: its thousands of thresholds all move with the last bit of one probability.
     """
@@ -302,14 +302,14 @@ def _pick_rare(probs_NV: Tensor, bits_N: Tensor) -> Tensor:
 
 
 def _winner(weights: Tensor, bits_N: Tensor, keys: Tensor) -> Tensor:
-    """The argmax along the last dimension of [N, C] of log weight + the key's noise. Weight 0 never wins."""
+    """Return the argmax [N] over C of log weight + the key's Gumbel noise. Weight 0 never wins."""
     return (weights.double().log() + gumbel(bits_N[:, None], keys)).argmax(dim=-1)
 
 
 def draw(probs_V: Tensor, uniforms: Tensor) -> Tensor:
     """Draw int64 token ids [...] from distributions [..., V] by inverse CDF of uniform numbers [...].
 
-    The numbers are scaled by the row's sum, so rows need not be normalised. A token of probability zero is never drawn.
+    The numbers are scaled by the row's sum, so rows need not be normalised. Tokens of probability zero are never drawn.
     """
     cumulative_V = probs_V.cumsum(dim=-1, dtype=torch.float64)
     total = cumulative_V[..., -1:]
@@ -323,7 +323,7 @@ def draw(probs_V: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def top_m(probs_BV: Tensor, m: int) -> tuple[Tensor, Tensor]:
-    """Return ids and renormalised probabilities of the m most probable tokens, which a draft draws from and sends as
-    q."""
+    """Return the m most probable tokens' ids and renormalised probabilities, [B, m]. A draft draws from these tokens
+    and sends the probabilities as q."""
     probs_BM, ids_BM = probs_BV.topk(min(m, probs_BV.shape[-1]), dim=-1)
     return ids_BM, probs_BM / probs_BM.sum(dim=-1, keepdim=True)

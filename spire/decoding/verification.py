@@ -2,9 +2,9 @@
 
 Rejection: draft token x is accepted with probability min(1, p(x)/q(x)). At the first rejection the final token is drawn
 from norm(max(0, p - q)), after k acceptances from p.
-Block (Sun et al., "Block verification accelerates speculative decoding"): a coin for each prefix decides whether it is
-accepted. The longest accepted prefix, of weight P, is kept, and the final token is drawn from norm(max(0, P p - q)).
-Invariant: the target draws every token with the noise of its position, and a draft token is accepted if it is the same.
+Block (Sun et al., "Block verification accelerates speculative decoding"): a random number for each prefix decides if it
+is accepted. The longest accepted prefix, of weight P, is kept; the final token is drawn from norm(max(0, P p - q)).
+Invariant: the target draws every token with its position's noise, and a draft token is accepted if it is the same.
 Greedy is each of these rules with p one-hot at the argmax and q one-hot at the draft token. p and q are the
 distributions that tokens are actually drawn from, after the sampling pipeline.
 
@@ -34,16 +34,16 @@ _LEAST_SUM = 1e-30
 
 @dataclass(frozen=True)
 class SparseDistribution:
-    """q as a draft sends it: M candidates per draft token or, without `ids_BKM`, the whole vocabulary in order.
+    """A draft's q as sent: M candidates per draft token or, without `ids_BKM`, the whole vocabulary in order of ids.
 
     Rows need not sum to one, because the draft draws in proportion to the numbers that it sends, which may be rounded
-    to bfloat16. Rows are divided by their sums only where they are used, because only the sums of most rows are needed.
-    Padding has probability zero and any id in the vocabulary.
+    to bfloat16. Rows are normalised only when they are used, because of most rows only the sums are needed. Padding has
+    probability zero and any id in the vocabulary.
     """
 
     ids_BKM: Tensor | None
     probs_BKM: Tensor
-    # The sum and the least number of each row, if known.
+    # The sum and the minimum of each row, if known.
     sums_BK: Tensor | None = None
     leasts_BK: Tensor | None = None
 
@@ -51,7 +51,7 @@ class SparseDistribution:
     def whole(
         cls, probs_KV: Sequence[Tensor | None], K: int, vocabulary: int, device: torch.device
     ) -> SparseDistribution:
-        """Build q over the whole vocabulary from B tensors of up to K rows; missing rows are padding."""
+        """Build q over the whole vocabulary from B tensors of up to K rows. Missing rows become padding."""
         if device.type == "cpu" and all(rows is None or collects(rows) for rows in probs_KV):
             return cls(None, *collect(probs_KV, K, vocabulary))
         probs_BKV = torch.zeros(len(probs_KV), K, vocabulary)
@@ -64,37 +64,37 @@ class SparseDistribution:
     def of_rows(
         cls, ids_XKM: Tensor | None, probs_XKM: Tensor, rows: Sequence[int | None], device: torch.device
     ) -> SparseDistribution:
-        """Build q from the given rows of tensors with X rows; None stands for padding."""
+        """Build q for B sequences by selecting `rows` from tensors with X rows. None becomes padding."""
         if ids_XKM is None and device.type == "cpu" and collects(probs_XKM):
             return cls(None, *collect([None if row is None else probs_XKM[row] for row in rows], *probs_XKM.shape[1:]))
         chosen_B = torch.tensor([row or 0 for row in rows], device=probs_XKM.device)
         padding_B11 = torch.tensor([row is None for row in rows], device=device)[:, None, None]
-        # Move first, convert then: bfloat16 has half of the bytes.
+        # Move before converting: bfloat16 has half of the bytes.
         probs_BKM = probs_XKM[chosen_B].to(device).float().masked_fill_(padding_B11, 0)
         return cls(None if ids_XKM is None else ids_XKM[chosen_B].to(device), probs_BKM)
 
     @property
     def collected(self) -> bool:
-        """True if q covers the whole vocabulary in bfloat16, as the draft drew from it, and its sums are known."""
+        """True if q covers the whole vocabulary, in bfloat16 as sent, and the sums of its rows are known."""
         return self.ids_BKM is None and self.sums_BK is not None and self.probs_BKM.dtype == torch.bfloat16
 
     @cached_property
     def sum_BK(self) -> Tensor:
-        """The sum of each row."""
+        """The sum of each row of q, float32."""
         return self.probs_BKM.sum(dim=-1, dtype=torch.float32) if self.sums_BK is None else self.sums_BK
 
     @property
     def least_BK(self) -> Tensor:
-        """The smallest number of each row."""
+        """The minimum of each row of q."""
         return self.probs_BKM.amin(dim=-1) if self.leasts_BK is None else self.leasts_BK
 
     @cached_property
     def normal_BKM(self) -> Tensor:
-        """Every row, normalised to sum to one."""
+        """q with every row normalised to sum to one."""
         return self.probs_BKM / self.sum_BK.clamp(min=_LEAST_SUM)[..., None]
 
     def of(self, tokens_BK: Tensor) -> Tensor:
-        """Return q of the given tokens [B, K], zero for tokens that are not candidates."""
+        """Return the normalised probabilities [B, K] of tokens under q, zero for tokens that are not candidates."""
         if self.ids_BKM is None:
             of_tokens_BK = self.probs_BKM.gather(-1, tokens_BK[..., None]).squeeze(-1)
         else:
@@ -102,7 +102,7 @@ class SparseDistribution:
         return of_tokens_BK / self.sum_BK.clamp(min=_LEAST_SUM)
 
     def taken_from(self, p_BV: Tensor, at_B: Tensor) -> Tensor:
-        """Return max(0, p - q) [B, V], with q of draft token `at_B` of each row. p need not sum to one."""
+        """Return the residual max(0, p - q), [B, V], with q of the draft token at index `at_B`. p need not sum to 1."""
         row_B = torch.arange(len(p_BV), device=p_BV.device)
         probs_BM = self.probs_BKM[row_B, at_B] / self.sum_BK[row_B, at_B].clamp(min=_LEAST_SUM)[:, None]
         if self.ids_BKM is None:
@@ -110,20 +110,20 @@ class SparseDistribution:
         return p_BV.scatter_add(1, self.ids_BKM[row_B, at_B], -probs_BM).clamp_(min=0)
 
     def select(self, index: Tensor) -> SparseDistribution:
-        """Return the rows at `index`."""
+        """Return q of the sequences at `index`."""
         return SparseDistribution(None if self.ids_BKM is None else self.ids_BKM[index], self.probs_BKM[index])
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`tokens_BT` holds accepted_B + 1 tokens per row, the accepted draft tokens and a final token, then zeros."""
+    """The result of verification. A row of `tokens_BT` is its accepted draft tokens, a final token, then zeros."""
 
     accepted_B: Tensor
     tokens_BT: Tensor
 
     @classmethod
     def of(cls, draft_BK: Tensor, accepted_B: Tensor, final_B: Tensor) -> Verdict:
-        """Return the verdict of the first `accepted_B` draft tokens of each row and its final token."""
+        """Build the verdict that accepts the first `accepted_B` draft tokens of each row and appends `final_B`."""
         tokens_BT = torch.cat((draft_BK, draft_BK.new_zeros(len(draft_BK), 1)), dim=1)
         position_T = torch.arange(tokens_BT.shape[1], device=draft_BK.device)
         tokens_BT = torch.where(position_T < accepted_B[:, None], tokens_BT, 0)
@@ -133,7 +133,7 @@ class Verdict:
 def verify(
     p_BTV: Tensor, draft_BK: Tensor, counts_B: Tensor, q: SparseDistribution | None, rows: SamplingRows, base_B: Tensor
 ) -> Verdict:
-    """Verify each row by its rule. q is taken as one-hot at the draft tokens if it is None, and for greedy rows."""
+    """Verify each row's draft tokens by its rule. q is one-hot at the draft tokens if None, and for greedy rows."""
     if draft_BK.shape[1] == 0:
         return Verdict.of(draft_BK, torch.zeros_like(counts_B), sample(p_BTV[:, 0], rows, base_B))
     if q is None:
@@ -157,7 +157,7 @@ def _reject(
 ) -> Verdict:
     offset_K = torch.arange(1, draft_BK.shape[1] + 1, device=draft_BK.device)
     u_BK = rows.uniforms(base_B, len(offset_K), Purpose.ACCEPT)
-    # u < p/q without division: a token with p = 0 is always rejected, one with only q = 0 always accepted.
+    # u < p/q without division: a token with p = 0 is always rejected, a token with only q = 0 always accepted.
     stands_BK = (u_BK * q.of(draft_BK) < _of_draft(p_BTV, draft_BK)) & (offset_K <= counts_B[:, None])
     accepted_B = stands_BK.cumprod(dim=1).sum(dim=1)
     final_BV = _final_distribution(p_BTV, q, accepted_B, counts_B, torch.ones_like(p_BTV[:, 0, 0]))
@@ -167,9 +167,9 @@ def _reject(
 def _reject_blocks(
     p_BTV: Tensor, draft_BK: Tensor, counts_B: Tensor, q: SparseDistribution, rows: SamplingRows, base_B: Tensor
 ) -> Verdict:
-    """P_i = min(1, P_(i-1) p/q) is the weight of the first i draft tokens, and P_0 = 1. The prefix of all k tokens is
-    accepted with probability P_k, a shorter one with R_i / (R_i + 1 - P_i), where R_i is the sum of max(0, P_i p - q)
-    over the vocabulary at the next position."""
+    """Verify by the block rule. P_i = min(1, P_(i-1) p/q), with P_0 = 1, is the weight of the first i draft tokens. The
+    prefix of all k tokens is accepted with probability P_k, a shorter prefix with R_i / (R_i + 1 - P_i), where R_i is
+    the sum of max(0, P_i p - q) over the vocabulary at the next position."""
     offset_K = torch.arange(1, draft_BK.shape[1] + 1, device=draft_BK.device)
     ratio_BK = _of_draft(p_BTV, draft_BK) / q.of(draft_BK)
     ratio_BK = ratio_BK.nan_to_num(nan=1.0)  # 0/0: p and q both exclude the token
@@ -191,7 +191,7 @@ def _reject_blocks(
 
 
 def _concluded(draft_BK: Tensor, accepted_B: Tensor, final_BV: Tensor, rows: SamplingRows, base_B: Tensor) -> Verdict:
-    """The verdict with a final token drawn from `final_BV`."""
+    """Draw the final token of each row from `final_BV` and return the verdict."""
     uniform_BT = rows.uniforms(base_B, draft_BK.shape[1] + 1, Purpose.SAMPLE)
     return Verdict.of(draft_BK, accepted_B, draw(final_BV, uniform_BT.gather(1, accepted_B[:, None])[:, 0]))
 
@@ -199,7 +199,7 @@ def _concluded(draft_BK: Tensor, accepted_B: Tensor, final_BV: Tensor, rows: Sam
 def _match(
     p_BTV: Tensor, draft_BK: Tensor, counts_B: Tensor, q: SparseDistribution, rows: SamplingRows, base_B: Tensor
 ) -> Verdict:
-    """Accept draft tokens while they equal the target's own picks, which do not depend on the draft."""
+    """Verify by the invariant rule: accept draft tokens while they equal the target's own picks."""
     (B, T), K = p_BTV.shape[:2], draft_BK.shape[1]
     row_N = torch.arange(B, device=draft_BK.device).repeat_interleave(T)
     position_BT = base_B[:, None] + torch.arange(1, T + 1, device=draft_BK.device)
@@ -214,14 +214,14 @@ _RULES = {Rule.REJECTION: _reject, Rule.BLOCK: _reject_blocks, Rule.INVARIANT: _
 
 
 def _of_draft(p_BTV: Tensor, draft_BK: Tensor) -> Tensor:
-    """p of the draft tokens [B, K]."""
+    """Return the draft tokens' probabilities under p, [B, K]."""
     return p_BTV[:, : draft_BK.shape[1]].gather(-1, draft_BK[..., None]).squeeze(-1)
 
 
 def _sum_left(p_BTV: Tensor, q: SparseDistribution, weight_BT: Tensor) -> Tensor:
-    """Sum max(0, P_(i-1) p - q) over the vocabulary for each draft token i, [B, K].
+    """Return the sum of max(0, P_(i-1) p - q) over the vocabulary for each draft token i, [B, K].
 
-    Only q's candidates need the difference: every other token contributes P p.
+    Only candidates of q need the difference: every other token contributes P_(i-1) p.
     """
     K = q.probs_BKM.shape[1]
     p_BKV, weight_BK1 = p_BTV[:, :K], weight_BT[:, :K, None]
@@ -245,7 +245,7 @@ def _one_hot_where_greedy(q: SparseDistribution, draft_BK: Tensor, greedy_B: Ten
 def _final_distribution(
     p_BTV: Tensor, q: SparseDistribution, accepted_B: Tensor, counts_B: Tensor, weight_B: Tensor
 ) -> Tensor:
-    """max(0, P p - q) after a prefix of weight P; p after the last draft token or if this residual is zero."""
+    """Return the residual max(0, P p - q), P = `weight_B`, or p if all tokens are accepted or the residual is zero."""
     K = q.probs_BKM.shape[1]
     p_BV = p_BTV[torch.arange(len(p_BTV), device=p_BTV.device), accepted_B]
     rejected_B1 = (accepted_B < counts_B)[:, None]
@@ -253,7 +253,7 @@ def _final_distribution(
     return torch.where(rejected_B1 & (residual_BV.sum(dim=1, keepdim=True) > 0), residual_BV, p_BV)
 
 
-# The problems of a row of q, indexed by the result of `check_q`.
+# Possible problems of a row of q, indexed by the result of `check_q`.
 Q_PROBLEMS = (
     "",
     "q has an id outside the vocabulary",
@@ -267,8 +267,8 @@ Q_PROBLEMS = (
 def check_q(q: SparseDistribution, draft_BK: Tensor, counts_B: Tensor, widths_B: Tensor, vocab_size: int) -> Tensor:
     """Return the first problem of each row's q as an index into Q_PROBLEMS, 0 if there is none.
 
-    Row b has counts_B[b] draft tokens and widths_B[b] candidates; the rest is padding and not checked. Draft tokens are
-    only checked to be possible under q: the verifier has to trust the draft that they were drawn from q.
+    Row b has counts_B[b] draft tokens and widths_B[b] candidates; padding is not checked. Draft tokens are only checked
+    to be possible under q: the verifier has to trust the draft that it drew the tokens from q.
     """
     K = q.probs_BKM.shape[1]
     real_BK = torch.arange(K, device=draft_BK.device) < counts_B[:, None]
@@ -287,7 +287,7 @@ def check_q(q: SparseDistribution, draft_BK: Tensor, counts_B: Tensor, widths_B:
 def _check_ids(
     q: SparseDistribution, real_BK: Tensor, widths_B: Tensor, vocab_size: int
 ) -> tuple[Tensor, Tensor, SparseDistribution]:
-    """Which rows have all ids in the vocabulary, which have no id twice, and q with harmless padding."""
+    """Return whether each row's ids are in the vocabulary, whether they are distinct, and q with neutral padding."""
     if q.ids_BKM is None:
         sound_B = torch.ones(len(real_BK), dtype=torch.bool, device=real_BK.device)
         return sound_B, sound_B, q

@@ -1,7 +1,7 @@
 """C kernels for x86 processors: bfloat16 with AMX or AVX512-BF16, float32 with AVX-512 or AVX2.
 
-They are built at installation if a C compiler is found. Otherwise, or on another processor, torch's kernels are used.
-Every kernel sums the numbers of a row or query in the same order, whatever else is in the batch.
+The kernels are built at installation if a C compiler is found. Otherwise, or on another processor, torch computes.
+Every kernel sums the terms of a row or query in the same order, whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ COMPILED = _compiled is not None
 uniforms: Callable[..., None] | None = _compiled and _compiled.uniforms
 # The sampling kernels need a vocabulary size that is a multiple of this, as in `sampling.h`.
 SHARES = 32
-# Fewer elements are copied by one thread, which finishes before another one has woken.
+# Fewer elements are copied by one thread, which finishes before another thread has started.
 _SHARED = 2**19
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels of one instruction set, for one dtype. `compiled.pyi` documents their arguments.
+    """The C kernels of one instruction set, for one dtype. `compiled.pyi` documents their arguments.
 
-    A tensor is passed as its address. `block`: outputs of a weight that are stored together. `head_multiple`: attention
-    needs a head_dim that is a multiple of this. `most_queries`: the most queries per key in attention, None for any.
+    Tensors are passed by address. `block`: the number of a weight's outputs stored together. `head_multiple`: attention
+    needs a head_dim that is a multiple of this. `most_queries`: limit of queries per key in attention, None for none.
     """
 
     index: int
@@ -56,13 +56,13 @@ class Kernels:
         return of_these
 
     def attends(self, head_dim: int) -> bool:
-        """True if the attention kernels support `head_dim`."""
+        """True if the attention kernels support heads of width `head_dim`."""
         return head_dim % self.head_multiple == 0 and head_dim <= int(_compiled.MOST_WIDTH)
 
 
 @cache
 def every_kernels() -> tuple[Kernels, ...]:
-    """Enable and return all kernels that this processor can run, the fastest first. Call before any kernel."""
+    """Return the C kernels for each instruction set of this processor, fastest first. Call this before any kernel."""
     found = _compiled.available() if COMPILED else []
     return tuple(
         Kernels(index, name, torch.bfloat16 if narrow else torch.float32, block, multiple, most or None)
@@ -72,20 +72,20 @@ def every_kernels() -> tuple[Kernels, ...]:
 
 @cache
 def kernels_for(dtype: torch.dtype) -> Kernels | None:
-    """Return the fastest kernels for `dtype` on this processor, or None."""
+    """Return the fastest C kernels for `dtype` on this processor, or None if there are none."""
     return next((kernels for kernels in every_kernels() if kernels.dtype == dtype), None)
 
 
 def collects(x_KV: Tensor) -> bool:
-    """True if `collect` supports a tensor of this dtype and layout."""
+    """True if `collect` supports tensors of this dtype and layout on this processor."""
     fits = x_KV.dtype == torch.bfloat16 and x_KV.is_contiguous() and x_KV.shape[-1] % 16 == 0
     return fits and bool(every_kernels())
 
 
 def collect(rows_KV: Sequence[Tensor | None], K: int, V: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Collect B bfloat16 tensors of up to K rows into one [B, K, V], with each row's sum and minimum, float32 [B, K].
+    """Stack B bfloat16 tensors of up to K rows to [B, K, V]; also return each row's sum and minimum, float32 [B, K].
 
-    One pass over q computes all that is needed to check it. Absent rows are zero.
+    One pass over the draft's q computes all that is needed to check q. Missing rows are zero.
     """
     B, places = len(rows_KV), [(0, 0) if rows is None else (rows.data_ptr(), len(rows)) for rows in rows_KV]
     addresses_B, counts_B = torch.from_numpy(np.array([*zip(*places, strict=True)]))

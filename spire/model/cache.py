@@ -1,8 +1,8 @@
-"""The target's cache: keys and values of all slots, and which positions of them are committed.
+"""The target's KV cache: keys and values of all slots, and the number of committed positions of each slot.
 
-A slot has room for the longest sequence, but on a CPU only as address space: a page takes memory when it is first
-written, and gives it back after its sequence has ended, once another slot needs it. Sequences thus take the memory that
-they fill, bounded by a `budget` (as vAttention does on a GPU). The positions of a slot are contiguous.
+A slot has address space for the longest sequence. On a CPU, a page takes memory when it is first written, and releases
+it after its sequence has ended, once another slot needs memory. Sequences thus take only the memory that they fill,
+within a `budget` (as vAttention does on a GPU). The positions of a slot are contiguous.
 `attend` writes after the committed length; only `commit` and `rewind` change that length. A rejected token is therefore
 never committed, and the next append overwrites it. A batch is ragged: short rows are padded, and their padding is
 overwritten in the same way.
@@ -38,9 +38,9 @@ _STEP = 64
 
 
 class TargetCache:
-    """Keys and values of `slots` sequences of up to `capacity` committed positions each, in at most `budget` bytes.
+    """The target's KV cache: `slots` sequences of up to `capacity` committed positions, in at most `budget` bytes.
 
-    `parking` more slots follow: they are never allocated, only copied to and from.
+    `parking` more slots follow, which are never allocated: sequences are only copied to and from them.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class TargetCache:
         self.fused = self._fused_pools(config, dtype) if self.on_cpu else None
         # GPU kernels for few queries, or None.
         self.paged = None if self.on_cpu else gpu_kernels(self.keys[0].tensor, self.queries_per_key)
-        # Pages of each slot: those promised to its sequence, and those held, which may be backed by memory. Pages held
-        # beyond the promised ones stay until another slot needs memory.
+        # Pages of each slot: those reserved for its sequence, and those held, which may be backed by memory. Pages held
+        # beyond the reserved ones stay until another slot needs memory.
         self._promised = [0] * len(self.lengths)
         self._held = [0] * len(self.lengths)
         self._free = list(range(slots))
@@ -89,7 +89,7 @@ class TargetCache:
         return device.type == "cpu"
 
     def _fused_pools(self, config: ModelConfig, dtype: torch.dtype) -> FusedPools | None:
-        """The pools for this project's CPU kernels, or None where torch's flash kernel has to attend."""
+        """Return the pools for this project's CPU kernels, or None if torch's flash kernel has to attend."""
         kernels = kernels_for(dtype)
         if not kernels or not kernels.attends(config.head_dim):
             return None
@@ -97,32 +97,32 @@ class TargetCache:
 
     @property
     def bytes(self) -> int:
-        """The most bytes that the cache may hold."""
+        """The KV cache's budget in bytes."""
         return self._budget * self.page_bytes
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that may be backed by memory: more than promised if a slot's last sequence was longer."""
+        """The bytes that may be backed by memory. Exceeds the reserved bytes if a slot's last sequence was longer."""
         return sum(self._held) * self.page_bytes
 
     @property
     def live_bytes(self) -> int:
-        """Bytes promised to live sequences. Any thread may read it."""
+        """The bytes reserved for live sequences. Any thread may read this property."""
         return sum(self._promised[: self.slots]) * self.page_bytes
 
     @property
     def parked_bytes(self) -> int:
-        """Bytes promised to parked slots. Any thread may read it."""
+        """The bytes reserved for parked sequences. Any thread may read this property."""
         return sum(self._promised[self.slots :]) * self.page_bytes
 
     def may_park(self, place: int, length: int) -> bool:
-        """True if `length` positions may be parked in slot `place`: parked slots share half of the cache."""
+        """True if parking slot `place` may hold `length` positions: at most half of the memory is for parking slots."""
         others = sum(self._promised[self.slots :]) - self._promised[place]
         return others + self._pages_for(length) <= self._budget // 2
 
     @property
     def usage(self) -> float:
-        """The share of the cache, in [0, 1], that is promised to live sequences. Any thread may read it."""
+        """The share of the budget, in [0, 1], reserved for live sequences. Any thread may read this property."""
         return self.live_bytes / self.bytes
 
     @property
@@ -130,7 +130,7 @@ class TargetCache:
         return len(self._free)
 
     def allocate(self) -> int:
-        """Take the lowest free slot, so that sequences stay adjacent. Raises OutOfCapacity if none is free."""
+        """Allocate the lowest free slot, so that used slots stay adjacent. Raises OutOfCapacity if none is free."""
         if not self._free:
             raise OutOfCapacity(f"all {self.slots} sequences that this verifier can hold are taken")
         slot = heapq.heappop(self._free)
@@ -138,9 +138,9 @@ class TargetCache:
         return slot
 
     def free(self, slot: int, scrub: bool = False) -> None:
-        """Give a slot back. `scrub` zeroes its numbers, for a sequence with non-finite ones.
+        """Free a slot. `scrub` also zeroes its keys and values, for a sequence that computed non-finite values.
 
-        The slot keeps its memory, charged to no sequence, for its next sequence or until another slot needs it.
+        The slot keeps its memory, reserved for no sequence, for its next sequence or until another slot needs it.
         """
         if scrub:
             for pool in self._pools:
@@ -149,12 +149,12 @@ class TargetCache:
         heapq.heappush(self._free, slot)
 
     def empty(self, slot: int) -> None:
-        """Discard the content of a slot and give its memory back."""
+        """Discard the content of a slot and release its memory."""
         self.lengths[slot] = self._promised[slot] = 0
         self._give_back(slot, self._held[slot])
 
     def reserve(self, slots: Sequence[int], new_tokens: int) -> bool:
-        """Promise each slot memory for `new_tokens` more positions, or return False and promise nothing."""
+        """Reserve memory for `new_tokens` more positions in each slot, or reserve nothing and return False."""
         needed = {slot: self._pages_for(self.lengths[slot] + new_tokens) for slot in slots}
         grown = {slot: pages for slot, pages in needed.items() if pages > self._promised[slot]}
         if not grown:
@@ -172,7 +172,7 @@ class TargetCache:
         return min(self.pages, -(-length // self.page))
 
     def _make_room(self, pages: int) -> None:
-        """Give back as many unpromised pages as needed so that `pages` more can be held."""
+        """Release as many unreserved pages as needed so that `pages` more fit in the budget."""
         excess = sum(self._held) + pages - self._budget
         for slot in reversed(range(len(self._held))):
             if excess <= 0:
@@ -182,7 +182,7 @@ class TargetCache:
             excess -= spare
 
     def _give_back(self, slot: int, pages: int) -> None:
-        """Give back the memory of the last `pages` held pages of a slot."""
+        """Release the memory of the last `pages` held pages of a slot."""
         left = self._held[slot] - pages
         if pages:
             for pool in self._pools:
@@ -199,18 +199,18 @@ class TargetCache:
         self.lengths[target] = length
 
     def rewind(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        """Set committed lengths back, as for a draft's rejected guesses. Raises OutOfCapacity if a slot holds less."""
+        """Reduce committed lengths, as after rejected draft tokens. Raises OutOfCapacity for a larger length."""
         for slot, length in zip(slots, lengths, strict=True):
             if length > self.lengths[slot]:
                 raise OutOfCapacity(f"slot {slot} holds {self.lengths[slot]} positions, not the {length} to go back to")
             self.lengths[slot] = length
 
     def view(self, slots: Sequence[int], new_tokens: int, decoding: bool = False, causal: bool = True) -> BatchView:
-        """Return the view for one forward that appends `new_tokens` positions to each of these slots.
+        """Return a view of the cache for one forward that appends `new_tokens` positions to each slot.
 
-        `decoding`: the positions are not part of a prompt. Kernels for few queries attend only for these: the numbers
-        of a prompt must not depend on where chunks end, so one kernel attends for chunks of any length. If `causal` is
-        False, the caller must set by `see` what each position attends to. Raises OutOfCapacity if there is no memory.
+        `decoding`: the positions are not part of a prompt. Only then are kernels for few queries used: the keys of a
+        prompt must not depend on where its chunks end, so one kernel attends for chunks of any length. If `causal` is
+        False, the caller must set the attention mask by `see`. Raises OutOfCapacity if memory is short.
         """
         if not self.reserve(slots, new_tokens):
             raise OutOfCapacity(f"no memory for {new_tokens} more positions of {len(slots)} sequences")
@@ -224,7 +224,7 @@ class TargetCache:
         return BatchView(self, slots, new_tokens, fused, paged)
 
     def gather(self, slots: Sequence[int], positions_BS: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy all N layers' keys and values at chosen committed positions of these slots, each [N, B, G, S, K]."""
+        """Return copies of all N layers' keys and values at S committed positions per slot, each [N, B, G, S, K]."""
         slots_B1 = torch.tensor(slots, device=positions_BS.device)[:, None]
         places_BGS, K = self.places(slots_B1, positions_BS).transpose(1, 2).contiguous(), self._width
         keys_NBGSK, values_NBGSK = self.keys[0].tensor.new_empty(2, len(self.keys), *places_BGS.shape, K)
@@ -233,13 +233,13 @@ class TargetCache:
         return keys_NBGSK, values_NBGSK
 
     def places(self, slots_B1: Tensor, positions_BT: Tensor) -> Tensor:
-        """Return the index of each position's keys, [B, T, G], in a pool viewed as a list of single keys."""
+        """Return the row of each position and head, [B, T, G], in a pool viewed as rows of K numbers."""
         _, G, L, _ = self.keys[0].tensor.shape
         heads_G = torch.arange(G, device=positions_BT.device)
         return (slots_B1[..., None] * G + heads_G) * L + positions_BT[..., None]
 
     def commit(self, slots: Sequence[int], counts: Sequence[int]) -> None:
-        """Commit the first counts[i] appended positions of each slot. Raises OutOfCapacity beyond `capacity`."""
+        """Commit the first counts[i] appended positions of slots[i]. Raises OutOfCapacity beyond `capacity`."""
         for slot, count in zip(slots, counts, strict=True):
             if self.lengths[slot] + count > self.capacity:
                 raise OutOfCapacity(f"slot {slot} holds {self.lengths[slot]} positions, {count} more do not fit")
@@ -247,7 +247,7 @@ class TargetCache:
 
 
 class BatchView:
-    """A view of the cache for one forward over B slots, T new positions in each. Implements the target's KeyValues."""
+    """A view of the KV cache for one forward over B slots with T new positions each. Implements KeyValues."""
 
     def __init__(
         self,
@@ -263,12 +263,12 @@ class BatchView:
         self.fused = [FusedAttention(pools, slots, lengths, new_tokens)] if pools else []
         if pools:
             return  # these kernels compute mask and places themselves
-        # Padding of a nearly full row all goes to the last column, which is never committed.
+        # All padding of a nearly full row is written to the last column, which is never committed.
         last_column = cache.pages * cache.page - 1
         columns_BT = self.positions_BT.clamp(max=last_column)
         slots_B1 = torch.tensor(slots, device=device)[:, None]
         self._places_R = cache.places(slots_B1, columns_BT).flatten()
-        # Read multiples of _STEP positions, so that the order of sums does not depend on where a chunk ends.
+        # Read multiples of _STEP positions, so that the order of summation does not depend on where a chunk ends.
         read = (-(-(length + new_tokens) // _STEP) * _STEP for length in lengths)
         self._needed = [min(positions, last_column + 1) for positions in read]
         self._slots, self._slots_B = slots, slots_B1[:, 0]
@@ -285,7 +285,7 @@ class BatchView:
         return torch.tensor(self._lengths, device=device)[:, None] + torch.arange(self.shape[1], device=device)
 
     def see(self, visible_BTS: Tensor) -> None:
-        """Set the columns that each new position attends to. Not supported with fused attention."""
+        """Set the mask: the positions of its slot that each new position attends to. Not for fused attention."""
         assert not self.fused
         self._mask_B1TS = additive(visible_BTS, self._cache.keys[0].tensor.dtype)
         if self._cache.on_cpu:
@@ -293,7 +293,7 @@ class BatchView:
             self._masks = [mask[..., :end].repeat(1, 1, self._cache.queries_per_key, 1) for mask, end in each]
 
     def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
-        """Store a layer's new keys and values, and attend to all positions up to each query's own, [B, H, T, K]."""
+        """Store one layer's new keys and values; return its attention [B, H, T, K], causal or masked by `see`."""
         if self.fused:
             return self.fused[0].attend(layer, queries_BHTK, keys_BGTK, values_BGTK)
         keys, values = self._cache.keys[layer].tensor, self._cache.values[layer].tensor
@@ -309,8 +309,8 @@ class BatchView:
         return attend(queries_BHTK, keys, values, self._mask_B1TS)
 
     def _of_slot(self, row: int, queries_HTK: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Attention of one row, [1, H, T, K], which reads the slot in place. Queries of one key/value head are rows of
-        one product, so that each key and value byte is read once."""
+        """Return one sequence's attention output, [1, H, T, K], reading its slot in place. Queries of a key/value head
+        are rows of one product, so that each key and value byte is read once."""
         mask_11RS, slot = self._masks[row], self._slots[row]
         keys_1GSK, values_1GSK = (pool[slot : slot + 1, :, : mask_11RS.shape[-1]] for pool in (keys, values))
         queries_1GRK = queries_HTK.unflatten(0, (keys.shape[1], -1)).flatten(1, 2)[None]
@@ -318,7 +318,7 @@ class BatchView:
         return found_1GRK.reshape(1, *queries_HTK.shape)
 
     def store(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> None:
-        """Write a layer's new keys and values after the committed positions. Fused attention does so itself."""
+        """Write one layer's new keys and values after the committed positions. Does nothing if attention is fused."""
         if self.fused:
             return
         for pool, new_BGTK in ((self._cache.keys[layer], keys_BGTK), (self._cache.values[layer], values_BGTK)):
@@ -327,7 +327,7 @@ class BatchView:
 
 
 class Stretches:
-    """Several views in one forward, with their rows concatenated to one row of R positions. Implements KeyValues.
+    """Several batch views in one forward, concatenated to one row of R positions. Implements KeyValues.
 
     Weights are read once for all views; each view attends separately.
     """
@@ -341,7 +341,7 @@ class Stretches:
 
     @cached_property
     def positions_BT(self) -> Tensor:
-        """[1, R]"""
+        """The positions of all views, concatenated to [1, R]."""
         return torch.cat([view.positions_BT.flatten() for view in self._views])[None]
 
     def attend(self, layer: int, queries_1HRK: Tensor, keys_1GRK: Tensor, values_1GRK: Tensor) -> Tensor:
@@ -354,5 +354,5 @@ class Stretches:
         return torch.cat(attended, dim=1)[None]
 
     def split(self, of_1R: Tensor) -> list[Tensor]:
-        """Split the output of a forward over R rows, [1, R, ...], by view: [B, T, ...]."""
+        """Split the output [1, R, ...] of a forward into one tensor [B, T, ...] for each view."""
         return [of_1R[0, rows].unflatten(0, view.shape) for view, rows in zip(self._views, self._rows, strict=True)]

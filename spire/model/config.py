@@ -1,7 +1,7 @@
-"""The `config.json` of a checkpoint, as frozen values. Without torch, because the gateway and the CLI read it too.
+"""Read the `config.json` of a checkpoint. Does not import torch, because the gateway and the CLI read it too.
 
 A target is any Llama-architecture directory in Hugging Face layout. A draft is a directory of the same kind whose
-`config.json` has a `spire_draft` section. `families` says which keys count; unsupported values are refused by name.
+`config.json` has a `spire_draft` section. `families` lists the known keys; unsupported values are refused by name.
 Sizes beyond any real model are refused before memory is allocated for them.
 """
 
@@ -17,8 +17,8 @@ from spire.errors import CheckpointError
 from spire.model.directory import read_object
 from spire.model.families import FAMILIES, HARMLESS_ROPE, NEUTRAL_ROPE, Family, is_neutral
 
-# The target drafts for itself, without draft directory and training. This is both the kind of that draft and its id in
-# Start. No activations are published to it.
+# With MagicDec the target drafts for itself, without a draft checkpoint and without training. This is both the draft's
+# kind and its id in `Start`. No activations are published to it.
 MAGICDEC = "magicdec"
 
 # Limits far above any real model, and far below what exhausts a machine.
@@ -33,7 +33,7 @@ _ROPE_KEYS = {"rope_type", "rope_theta"}
 
 
 class RopeConfig(BaseModel):
-    """Rotary embedding parameters: base frequency and, for `llama3` and `linear`, how it is stretched."""
+    """Parameters of rotary position embeddings: base frequency and, for `linear` and `llama3`, frequency scaling."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
 
@@ -52,7 +52,7 @@ class RopeConfig(BaseModel):
 
 
 class ModelConfig(BaseModel):
-    """Shape of a Llama-architecture model, under Hugging Face's names."""
+    """The shape of a Llama-architecture model, under Hugging Face's names."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
 
@@ -102,18 +102,18 @@ class ModelConfig(BaseModel):
 
     @property
     def weights(self) -> int:
-        """The number of weights in the matrices."""
+        """The number of elements of all weight matrices, without norms and biases."""
         attention = 2 * self.head_dim * (self.num_attention_heads + self.num_key_value_heads)
         layer = self.hidden_size * (attention + 3 * self.intermediate_size)
         return self.num_hidden_layers * layer + (2 - self.tie_word_embeddings) * self.vocab_size * self.hidden_size
 
     @property
     def kv_bytes_per_position(self) -> int:
-        """Bytes of keys and values per position in a 2-byte type, all layers."""
+        """The bytes of all layers' keys and values at one position, in a 2-byte dtype."""
         return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * 2
 
     def to_hugging_face(self) -> dict[str, Any]:
-        """Return the `config.json` that `transformers` and this loader both open."""
+        """Return the contents of a `config.json` that both `transformers` and `load_model_config` accept."""
         rope = self.rope.model_dump(include={"rope_type", "rope_theta", *FAMILIES["llama"].ropes[self.rope.rope_type]})
         ends = list(self.eos_token_ids)
         return self.model_dump(exclude={"rope", "eos_token_ids", "torch_dtype"}) | {
@@ -128,13 +128,13 @@ class ModelConfig(BaseModel):
 
 
 class DraftConfig(BaseModel):
-    """The section that makes a directory a draft: the target it belongs to, and what its layers remember.
+    """The `spire_draft` section of a draft's `config.json`: its kind, its target, and what its layers attend to.
 
-    `tapped_layers[i]` is the number of target layers passed before the activation that draft layer i remembers of
-    verified positions: for a target of 8 layers and a SPIRe draft of 2 it is (6, 7). Without any, each layer remembers
-    its own input, as a vanilla draft does, and the draft is sent tokens instead of activations.
-    `feedback`: whether positions drafted in this round are remembered as a mixture of the layers' outputs (paper
-    section 3.3) or as each layer's own input.
+    `tapped_layers[i]` is the index of the target layer whose input draft layer i attends to at verified positions:
+    (6, 7) for a target of 8 layers and a SPIRe draft of 2. If `tapped_layers` is empty, each layer attends to its own
+    input, as in a vanilla draft, and the draft receives tokens instead of activations.
+    `feedback`: at positions drafted in the current round, layers attend to a mixture of all layers' outputs (paper
+    section 3.3); otherwise to each layer's own input.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -155,7 +155,7 @@ class DraftConfig(BaseModel):
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Return the raw `config.json` of a checkpoint directory. Raises CheckpointError that names the file."""
+    """Return the parsed `config.json` of a checkpoint directory. Raises CheckpointError naming the file."""
     file = directory / "config.json"
     if not file.is_file():
         if gguf := directory if directory.suffix == ".gguf" else next(directory.glob("*.gguf"), None):
@@ -165,7 +165,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def load_model_config(directory: Path) -> ModelConfig:
-    """Return the shape of the checkpoint in `directory`. Raises CheckpointError naming what cannot be served."""
+    """Return the model config of a checkpoint directory. Raises CheckpointError naming an unsupported key or value."""
     raw, file = read_config(directory), directory / "config.json"
     try:
         return model_config_of(raw)
@@ -175,7 +175,7 @@ def load_model_config(directory: Path) -> ModelConfig:
 
 
 def model_config_of(raw: dict[str, Any]) -> ModelConfig:
-    """Return the shape in a `config.json` with these values. Raises ValueError naming a key that cannot be served."""
+    """Return the model config of a parsed `config.json`. Raises ValueError naming an unsupported key or value."""
     family, end = _family(raw), raw.get("eos_token_id")
     unused = {"sliding_window"} if raw.get("use_sliding_window") is False else set()
     _refuse_unbuilt({name: value for name, value in raw.items() if name not in unused}, family.neutral)
@@ -187,14 +187,14 @@ def model_config_of(raw: dict[str, Any]) -> ModelConfig:
 
 
 def unknown_keys(directory: Path) -> list[str]:
-    """Return the unknown keys of a `config.json`: they are ignored, but may be meant to have an effect."""
+    """Return the keys of a checkpoint's `config.json` that are ignored because they are unknown."""
     raw = read_config(directory)
     family = _family(raw)
     return sorted(raw.keys() - family.read - family.harmless - family.neutral.keys())
 
 
 def _family(raw: dict[str, Any]) -> Family:
-    """Return the family of a model. Raises ValueError for a model_type or an architecture that is not served."""
+    """Return the model family of a parsed `config.json`. Raises ValueError for unsupported types or architectures."""
     kind = raw.get("model_type", "llama")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(f"model_type is {short(kind)}; served is {_listed(FAMILIES)}")
@@ -206,8 +206,8 @@ def _family(raw: dict[str, Any]) -> Family:
 
 
 def _rope(raw: dict[str, Any], family: Family) -> dict[str, Any]:
-    """Return the fields of RopeConfig from either spelling: `rope_parameters` of transformers 5, or `rope_theta` +
-    `rope_scaling` before it. Raises ValueError for what this family does not support."""
+    """Return the fields of RopeConfig from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling`
+    (older versions). Raises ValueError for settings that the family does not support."""
     given = {name: raw[name] for name in ("rope_parameters", "rope_scaling") if raw.get(name)}
     if wrong := [name for name, section in given.items() if not isinstance(section, dict)]:
         raise ValueError(f"{wrong[0]} is {short(raw[wrong[0]])}; it must be an object")
@@ -227,9 +227,9 @@ def _rope(raw: dict[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _merged(given: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Merge rope sections, without nulls and with the older key `type` as `rope_type`.
+    """Merge the rope sections of a `config.json`, dropping nulls and renaming the older key `type` to `rope_type`.
 
-    Raises ValueError unless they agree; `rope_theta` may be in only one of them.
+    Raises ValueError if the sections differ. Only `rope_theta` may be absent from one section.
     """
     sections, merged = [], dict[str, Any]()
     for one in given:
@@ -252,7 +252,7 @@ def _refuse_unbuilt(values: dict[str, Any], neutral: Mapping[str, tuple[Any, ...
 
 
 def load_draft_config(directory: Path) -> DraftConfig:
-    """Return the `spire_draft` section of a `config.json`. Raises CheckpointError if it is missing or invalid."""
+    """Return the `spire_draft` section of a draft's `config.json`. Raises CheckpointError if missing or invalid."""
     raw = read_config(directory)
     section = raw.get("spire_draft")
     if section is None:
@@ -264,7 +264,7 @@ def load_draft_config(directory: Path) -> DraftConfig:
 
 
 def in_words(error: ValidationError) -> str:
-    """Return all invalid keys, with values and messages, in one line."""
+    """Format a validation error as one line with every invalid key, its value and its message."""
     return "; ".join(
         f"{'.'.join(map(str, e['loc']))} is {short(e['input'])}: {e['msg']}"
         if e["loc"] and e["type"] != "missing"
@@ -274,7 +274,7 @@ def in_words(error: ValidationError) -> str:
 
 
 def short(value: Any) -> str:
-    """Return the repr of a value, cut off if it is long."""
+    """Return the repr of a value, truncated if it is long."""
     text = repr(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]} …"
 

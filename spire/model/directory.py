@@ -1,6 +1,6 @@
-"""Files of a checkpoint directory as text and JSON objects. Git LFS pointers and error pages are recognised.
+"""Read the files of a checkpoint directory as text or JSON objects, and refuse Git LFS pointers and error pages.
 
-A clone without Git LFS holds pointers instead of weights and tokenizers, a failed download holds an error page.
+A clone without Git LFS has pointers instead of weights and tokenizers; a failed download leaves an error page.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def refuse_stand_in(file: Path) -> None:
 
 
 def is_pointer(head: bytes) -> bool:
-    """True if a file that begins with `head` is a Git LFS pointer."""
+    """True if `head`, the first bytes of a file, shows that the file is a Git LFS pointer."""
     return head.startswith(_POINTER)
 
 
 def read_text(file: Path) -> str:
-    """Return the text of a UTF-8 file. Raises CheckpointError that names the file."""
+    """Return the text of a UTF-8 file. Raises CheckpointError naming a file that cannot be read."""
     refuse_stand_in(file)
     try:
         return file.read_text(encoding="utf-8")
@@ -45,7 +45,7 @@ def read_text(file: Path) -> str:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises CheckpointError that names the file."""
+    """Return the JSON object in a file. Raises CheckpointError naming a file that contains none."""
     text = read_text(file)
     try:
         raw = json.loads(text)
@@ -57,5 +57,5 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def read_object_if_any(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, or an empty one if there is no such file. Raises like `read_object`."""
+    """Return the JSON object in a file, or {} if the file does not exist. Raises the errors of `read_object`."""
     return read_object(file) if file.is_file() else {}

@@ -2,10 +2,10 @@
 
 At position t, draft layer i computes queries from its own input, but keys and values from memory vectors of earlier
 positions. In a SPIRe draft, the memory vector of a verified position is the *target's* activation entering the layer
-that layer i was initialised from; that of a position drafted in this round is the draft's own feedback memory. If all
-memory vectors are the layer's own input, the same forward is an ordinary decoder: the vanilla draft, and an ablation of
-SPIRe. Training and serving run the same forward with different memories (`BlockRollouts` and `OwnPast` here,
-`draft_memory` while serving).
+that layer i was initialised from. The memory vector of a position drafted in this round is the draft's own feedback
+memory. If all memory vectors are the layer's own input, the same forward is an ordinary decoder: the vanilla draft, and
+an ablation of SPIRe. Training and serving run the same forward with different memories (`BlockRollouts` and `OwnPast`
+here, `draft_memory` and `token_memory` while serving).
 
 Shapes: B sequences, T positions, S memories, N draft layers, D width, G key/value heads, K head width.
 """
@@ -28,18 +28,18 @@ from spire.model.target import Target, WholeSequence
 
 
 class FeedbackMemory(Memory, Protocol):
-    """The memory of a draft with feedback during one forward."""
+    """The memory, during one forward, of a draft that has feedback memory (paper section 3.3)."""
 
     @property
     def passes_follow(self) -> bool:
-        """True unless this pass is the last of its round, whose feedback memory would never be read."""
+        """True if this pass is not the last of its round. The last pass's feedback memory would never be read."""
 
     def replace(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> None:
-        """Replace this pass's keys and values by those of the feedback memory, for later passes of the round."""
+        """Replace a layer's keys and values of this pass by those of the feedback memory, for later passes."""
 
 
 class Draft(Decoder):
-    """The draft model: token ids and a memory in, hidden states out. Adds the positions to the memory."""
+    """The draft model. Maps token ids to hidden states by attending to a memory, to which it adds the new positions."""
 
     def __init__(self, config: ModelConfig, draft: DraftConfig):
         super().__init__(config)
@@ -49,7 +49,7 @@ class Draft(Decoder):
             self.memory_weights = nn.Parameter(torch.zeros(N, N + 1).fill_diagonal_(math.log(0.9 / (1 - 0.9) * N)))
 
     def forward(self, tokens_BT: Tensor, memory: Memory) -> Tensor:
-        """Run one pass and return the hidden states [B, T, D] after the final norm, which predict the next token.
+        """Run one pass of the draft and return the hidden states [B, T, D] after the final norm, to be unembedded.
 
         A draft with feedback must be given a FeedbackMemory.
         """
@@ -66,12 +66,12 @@ class Draft(Decoder):
         return self.norm(hidden_BTD)
 
     def feedback(self, passed_LBTD: Tensor) -> Tensor:
-        """Return m^i = Σ_l softmax(w_i)_l · x^l over l = 0..N (paper section 3.3), [N, B, T, D]."""
+        """Return each layer's feedback memory m^i = Σ_l softmax(w_i)_l · x^l, l = 0..N (section 3.3), [N, B, T, D]."""
         weights_NL = self.memory_weights.softmax(dim=-1).to(passed_LBTD.dtype)
         return (weights_NL @ passed_LBTD.flatten(1)).unflatten(1, passed_LBTD.shape[1:])
 
     def remembered(self, taps_BTND: Tensor, positions_BT: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return each layer's keys and values [B, G, T, K] of the target's activations at verified positions."""
+        """Return each draft layer's keys and values [B, G, T, K], computed from the target's tapped activations."""
         rope = self.rope(positions_BT, taps_BTND.dtype)
         return [
             layer.keys_values(taps_BTND[:, :, index], rope)
@@ -80,7 +80,7 @@ class Draft(Decoder):
 
 
 def prune(target: Target, draft: DraftConfig, copied_layers: tuple[int, ...]) -> Draft:
-    """Initialise a draft from `target` (section 3.2): embedding, the `copied_layers`, norm and unembedding.
+    """Create a draft from copies of the target's embedding, `copied_layers`, norm and unembedding (paper section 3.2).
 
     Embedding and unembedding are copied separately even if the target ties them: only the embedding will be scaled.
     """
@@ -94,7 +94,7 @@ def prune(target: Target, draft: DraftConfig, copied_layers: tuple[int, ...]) ->
 
 
 def last_layers(target: ModelConfig, count: int) -> tuple[int, ...]:
-    """Return the last `count` layers, the paper's choice to copy. Raises DataError unless 0 < count < all layers."""
+    """Return the indices of the target's last `count` layers. Raises DataError unless 0 < count < number of layers."""
     depth = target.num_hidden_layers
     if not 0 < count < depth:
         raise DataError(f"layers is {count}: a draft of a target of {depth} layers has 1 to {depth - 1}")
@@ -103,7 +103,7 @@ def last_layers(target: ModelConfig, count: int) -> tuple[int, ...]:
 
 @torch.no_grad()
 def input_scale(target: Target, entered_layer: int, tokens_BT: Tensor) -> float:
-    """Return the factor that scales a draft's embedding to the activations entering `entered_layer` of the target.
+    """Return the factor that scales a draft's embedding to the magnitude of the target's activations entering a layer.
 
     After several layers the residual stream may be a thousand times larger than an embedding. The copied layers add to
     the stream in that proportion, so the draft would hardly see its token without this scale.
@@ -116,7 +116,7 @@ def input_scale(target: Target, entered_layer: int, tokens_BT: Tensor) -> float:
 
 @dataclass(frozen=True)
 class SparseAttention:
-    """StreamingLLM's mask: the first `sink` positions, the `window` before the current one, and itself."""
+    """StreamingLLM's mask: a query sees the first `sink` positions, the `window` positions before it, and itself."""
 
     sink: int = 1
     window: int = 64
@@ -124,9 +124,9 @@ class SparseAttention:
 
 
 def visible(queries_BT: Tensor, keys_BS: Tensor, sparse: SparseAttention | DraftConfig) -> Tensor:
-    """Return StreamingLLM's mask [B, T, S] by text position: the sink, the `window` positions before, perhaps itself.
+    """Return StreamingLLM's boolean mask [B, T, S] for queries and keys at these text positions.
 
-    A key position of -1 is an empty place.
+    A query sees the sink, the `window` positions before it and, if `attends_self`, itself. Key position -1 means empty.
     """
     query, key = queries_BT[:, :, None], keys_BS[:, None, :]
     past = (key <= query) if sparse.attends_self else (key < query)
@@ -134,26 +134,26 @@ def visible(queries_BT: Tensor, keys_BS: Tensor, sparse: SparseAttention | Draft
 
 
 class RolloutBlocks(NamedTuple):
-    """The positions that the k passes over a training sequence feed: `starts_T` + 0..k-1."""
+    """The blocks of a training sequence, of k positions each: pass j feeds the positions `starts_T` + j."""
 
     starts_T: Tensor
     k: int
 
     @classmethod
     def of(cls, length: int, k: int, offset: int, device: torch.device | str = "cpu") -> RolloutBlocks:
-        """Return blocks of k after every k-th prefix, shifted by `offset` in 1..k (no draft begins at position 0).
+        """Return consecutive blocks of k positions from position `offset` on, which is in 1..k (no draft begins at 0).
 
-        Every fed position has a next token in the sequence.
+        Every position of a block has a next token in the sequence.
         """
         return cls(torch.arange((length - 1 - k) // k, device=device) * k + offset, k)
 
 
 class BlockRollouts:
-    """The memory of B training sequences: target activations before each block, the draft's own memory inside it.
+    """The draft's memory of B training sequences: target activations before each block, its own memory in the block.
 
-    The keys are those of all L verified positions, then those of the blocks at each pass so far. The mask lets each
-    block attend to the past before it and to its own passes. One masked attention per pass replaces one gathered window
-    per block.
+    Keys are those of all L verified positions, followed by those of the blocks at each pass so far. The mask lets each
+    block attend to the positions before it and to its own passes. One masked attention per pass replaces one gathered
+    window per block.
     """
 
     def __init__(self, draft: Draft, taps_BLND: Tensor, blocks: RolloutBlocks):
@@ -166,7 +166,7 @@ class BlockRollouts:
         self.passed = -1
 
     def advance(self) -> Tensor:
-        """Begin the next pass and return the positions [T] that it feeds."""
+        """Begin the next pass of a block rollout and return the positions [T] to feed, one of each block."""
         self.passed += 1
         starts_T = self.blocks.starts_T
         fed = torch.cat([starts_T + j for j in range(self.passed + 1)])
@@ -193,7 +193,7 @@ class BlockRollouts:
 
 
 class OwnPast:
-    """The memory of B training sequences if each layer remembers its own input: one pass over all positions."""
+    """The memory of B training sequences for a draft whose layers attend to their own inputs, in one pass."""
 
     passes = 1
 
@@ -205,7 +205,7 @@ class OwnPast:
         self.mask = None if dense else additive(visible(seen, seen, draft.draft), torch.float32)
 
     def advance(self) -> Tensor:
-        """Begin the only pass and return the positions [T] that it feeds: all that have a next token."""
+        """Begin the only pass and return the positions [T] to feed: all positions that have a next token."""
         return self.fed_T
 
     def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:

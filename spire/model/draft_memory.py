@@ -1,8 +1,8 @@
-"""A SPIRe draft's memory while serving: a constant number of key/value pairs per sequence, whatever its context.
+"""A SPIRe draft's memory while serving: the number of key/value pairs per sequence is constant, for any context length.
 
-A slot holds the sink and a ring of the last `window` verified positions. The k positions of a round are kept in a
-working copy, or beside the slots if kernels draft (`fused_draft`), and are dropped when the round ends. A rejected
-token can therefore never evict a committed one, and there is no rollback.
+A slot stores the sink and a ring of the last `window` verified positions. The k positions of a round are stored in a
+working copy, or in a separate buffer if kernels draft (`fused_draft`), and are dropped when the round ends. A rejected
+token can therefore never evict a committed one, and no rollback is needed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from spire.model.layers import additive, attend
 
 
 class DraftMemory:
-    """Keys and values [N, slots, G, sink + window, K] and the text position of each place, -1 if empty."""
+    """A draft's keys and values [N, slots, G, sink + window, K], and the text position of each entry, -1 if empty."""
 
     def __init__(self, draft: Draft, slots: int):
         config, spire = draft.config, draft.draft
@@ -35,7 +35,7 @@ class DraftMemory:
             self._fused = FusedDraft(draft, kernels, self.keys_NXGSK, self.values_NXGSK, self.positions_XS)
 
     def bytes_per_sequence(self) -> int:
-        """Return the bytes of one slot, a constant of the configuration."""
+        """Return the bytes of one slot, the same for every sequence."""
         pairs = self.keys_NXGSK[:, 0].numel() * self.keys_NXGSK.element_size() * 2
         return pairs + self.places * self.positions_XS.element_size()
 
@@ -43,9 +43,9 @@ class DraftMemory:
         self.positions_XS[slot] = -1
 
     def absorb(self, slots_R: Tensor, positions_R: Tensor, ends_R: Tensor, taps_RND: Tensor) -> None:
-        """Project and store the target's activations of R verified positions, of any sequences in any order.
+        """Store keys and values computed from the target's activations at R verified positions, in any order.
 
-        Positions are skipped if neither sink nor window holds them once their sequence has reached `ends_R`.
+        Positions outside the sink and the window of a sequence of length `ends_R` are skipped.
         """
         if self._fused:
             self._fused.absorb(slots_R, positions_R, ends_R, taps_RND)
@@ -61,7 +61,7 @@ class DraftMemory:
             self.values_NXGSK[layer][slots_R, :, places_R] = values[0].transpose(0, 1)
 
     def round(self, slots: Sequence[int], bases: Sequence[int], k: int) -> RoundMemory | FusedRound:
-        """Return the memory of a round of k passes over these slots, with the newest tokens at `bases`."""
+        """Begin a drafting round of k passes over `slots`, whose newest tokens are at positions `bases`."""
         device = self.positions_XS.device
         slots_B, base_B = torch.tensor(slots, device=device), torch.tensor(bases, device=device)
         if self._fused and (end := max(bases) + k) <= MOST_ROTATIONS:
@@ -70,7 +70,7 @@ class DraftMemory:
 
 
 class RoundMemory:
-    """Sink, window and scratch places of the sequences of one round, N times [B, G, sink + window + k, K]."""
+    """A working copy of a draft's memory for one round of k passes, N times [B, G, sink + window + k, K]."""
 
     def __init__(self, memory: DraftMemory, slots_B: Tensor, base_B: Tensor, k: int):
         self.draft, self.places = memory.draft, memory.places
@@ -83,7 +83,7 @@ class RoundMemory:
         self.passes = -1
 
     def next_logits(self, tokens_B: Tensor) -> Tensor:
-        """Feed the next position of every sequence and return the logits [B, V] of the position after it."""
+        """Feed the next token of every sequence and return the logits [B, V] of the token after it."""
         self.passes += 1
         now = slice(self.passes, self.passes + 1)
         self.positions_BT, self.mask = self.positions_BK[:, now], self.masks_B1KS[:, :, now]
@@ -104,7 +104,7 @@ class RoundMemory:
 
 
 def _with_scratch(pool_NXGSK: Tensor, slots_B: Tensor, k: int) -> tuple[Tensor, ...]:
-    """Return a working copy for each layer. `index_select` is far faster than indexing behind a slice."""
+    """Copy the slots, with k more entries, for each layer. `index_select` is far faster than indexing after a slice."""
     N, _, G, S, K = pool_NXGSK.shape
     pairs_NBGSK = pool_NXGSK.new_empty(N, len(slots_B), G, S + k, K)
     torch.index_select(pool_NXGSK, 1, slots_B, out=pairs_NBGSK[:, :, :, :S])

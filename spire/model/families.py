@@ -1,8 +1,8 @@
-"""The keys of a `config.json` that count, for each `model_type` that can be served. Pure data: one entry per family.
+"""The known keys of `config.json` for each `model_type` that can be served. Pure data: one entry per family.
 
-A known key is in one of three sets. `read`: shapes the model. `harmless`: does not change inference. `neutral`: would
-change inference and is not supported, so that only values that leave the model unchanged are accepted, or lists of
-them. Other keys are unknown: they are ignored, and the operator is told their names.
+A known key is in one of three sets. `read`: determines the model. `harmless`: does not change inference. `neutral`:
+would change inference and is not supported, so that only values that leave the model unchanged are accepted, or lists
+of such values. Other keys are unknown: they are ignored, and their names are reported to the operator.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Family:
-    """The keys of one `model_type`. `ropes` maps each supported rope type to the keys that it requires."""
+    """The known `config.json` keys of one `model_type`. `ropes` maps each supported rope type to its required keys."""
 
     architectures: tuple[str, ...]
     read: frozenset[str]
@@ -24,7 +24,7 @@ class Family:
 
 
 def is_neutral(value: Any, taken: tuple[Any, ...]) -> bool:
-    """True if a value, or every value of a list, is among the `taken` ones, which leave the model unchanged."""
+    """True if `value`, or every element of a list, is in `taken`, the values that leave the model unchanged."""
     return all(is_neutral(one, taken) for one in value) if isinstance(value, list) else value in taken
 
 

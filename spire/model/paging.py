@@ -1,4 +1,4 @@
-"""Pages of a cache: on a CPU, positions are promised, held and given back by pages. Does not import torch."""
+"""Pages of the KV cache: on a CPU, memory is reserved and released in pages of positions. Does not import torch."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ PAGE = 128
 
 
 def positions_of(capacity: int) -> int:
-    """Return the positions that a slot needs memory for in order to commit `capacity` positions.
+    """Return the number of positions to allocate for a slot in which up to `capacity` positions can be committed.
 
-    At least one column can never be committed: the padding of full rows goes there.
+    At least one position more is allocated: the padding of full rows is written there.
     """
     return (capacity // PAGE + 1) * PAGE
 
 
 def capacity_of(positions: int) -> int:
-    """Return the most positions that can be committed in a slot with memory for `positions` positions."""
+    """Return the number of positions that can be committed in a slot with memory for `positions` positions."""
     return max(0, positions // PAGE * PAGE - 1)

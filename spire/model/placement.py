@@ -1,4 +1,4 @@
-"""The device, dtype and threads of a model: the meaning of `--device`, `--dtype` and `--threads`."""
+"""Choose a model's device, dtype and threads, as `--device`, `--dtype` and `--threads` specify."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SMALL_DRAFT = 32_000_000
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device; `auto` prefers a GPU. Raises CheckpointError if `cuda` is asked for and there is no GPU."""
+    """Return the torch device for `--device`; `auto` prefers a GPU. Raises CheckpointError for `cuda` without a GPU."""
     if name == "cuda" and not torch.cuda.is_available():
         raise CheckpointError("--device cuda: torch sees no GPU here; use --device cpu or auto")
     if name == "auto":
@@ -22,7 +22,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype; `auto` is bfloat16 if the hardware multiplies it, otherwise float32."""
+    """Return the dtype for `--dtype`; `auto` is bfloat16 if the hardware multiplies bfloat16, otherwise float32."""
     if name != "auto":
         return torch.bfloat16 if name == "bfloat16" else torch.float32
     fast = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
@@ -30,28 +30,28 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def set_threads(threads: int) -> None:
-    """Set the compute threads of this process; 0 leaves torch's choice.
+    """Set the number of compute threads of this process; 0 keeps torch's default.
 
-    A number that torch already uses is not set again: setting any number makes MKL start threads inside those of the
-    flash kernel, which slows decoding down.
+    A number that torch already uses is not set again: setting any number makes MKL start threads within the threads of
+    the flash kernel, which slows decoding down.
     """
     if threads and threads != torch.get_num_threads():
         torch.set_num_threads(threads)
 
 
 def loads_kernels_late(device: torch.device) -> bool:
-    """True if a kernel is loaded at its first launch, as on a GPU, which slows the first step down."""
+    """True for a GPU, which loads a kernel only at its first launch, so that the first step is slow."""
     return device.type == "cuda"
 
 
 def leaves_cores(device: torch.device) -> bool:
-    """True if a model on this device leaves a core of this host to other processes."""
+    """True if a model computing on this device leaves at least one CPU core of this host idle."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return device.type != "cpu" or torch.get_num_threads() < cores
 
 
 def draft_threads(draft: torch.nn.Module) -> int:
-    """Return 1 for a small draft, 0 (torch's choice) for others.
+    """Return the number of compute threads for a draft: 1 if it is small, otherwise 0 (torch's default).
 
     The k passes of a small draft over a few rows are many operations too small to share among threads.
     """

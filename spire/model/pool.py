@@ -1,4 +1,4 @@
-"""One layer's keys or values in memory: address space for all slots, which takes memory only where it is written.
+"""Storage for one layer's keys or values: address space for all slots, backed by memory only where it is written.
 
 Shapes: X slots, G key/value heads, L positions, K head width.
 """
@@ -17,7 +17,7 @@ _GENERIC = {"x86_64", "aarch64", "riscv64", "s390x", "loongarch64"}
 
 
 def not_reserved(system: str, machine: str) -> int:
-    """Return the flag MAP_NORESERVE, or 0 if unknown. Without it, Linux refuses more address space than memory."""
+    """Return mmap's flag MAP_NORESERVE, or 0 if unknown. Without it, Linux refuses mappings larger than memory."""
     named: int | None = getattr(mmap, "MAP_NORESERVE", None)  # Python 3.13
     if named is not None:
         return named
@@ -25,7 +25,7 @@ def not_reserved(system: str, machine: str) -> int:
 
 
 class Pool:
-    """Keys or values [X, G, L, K], initially zero. On a CPU, memory is backed only once it is written."""
+    """One layer's keys or values [X, G, L, K], initially zero. On a CPU, only written pages take memory."""
 
     def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device | str):
         _, self._heads, self._positions, width = shape
@@ -40,9 +40,9 @@ class Pool:
             self.tensor = torch.frombuffer(self._memory, dtype=dtype).view(shape)
 
     def release(self, slot: int, first: int, end: int) -> None:
-        """Give back the memory of a slot's positions from `first` to before `end`. Nothing may be held from `end` on.
+        """Release the memory of positions `first` to `end` - 1 of a slot. Positions from `end` on must not be in use.
 
-        On a CPU the positions are zero again, except in partial pages at the ends; elsewhere they stay as they are.
+        On a CPU the positions are then zero, except in a partial page at either end; on other devices nothing changes.
         """
         if self._memory is None or not hasattr(mmap, "MADV_DONTNEED"):
             return

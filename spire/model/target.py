@@ -1,7 +1,7 @@
 """The target: a Llama-architecture decoder with one forward.
 
-Prefill, verification and plain decoding are the same call with a different number of new tokens. Training is the same
-call with a cache that keeps nothing. The forward also returns the activations entering chosen layers, for the draft.
+Prefill, verification and plain decoding are the same call with different numbers of new tokens. Training is the same
+call with a cache that stores nothing. The forward also returns the inputs of the tapped layers, for the draft.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from spire.model.layers import Decoder, Layer, Memory, attend
 
 
 class KeyValues(Memory, Protocol):
-    """The cache of the target during one forward."""
+    """The target's KV cache during one forward."""
 
-    # Attention by this project's kernels; empty unless they serve every row of the forward.
+    # Attention by this project's kernels; empty unless the kernels support every row of the forward.
     fused: Sequence[FusedAttention]
 
 
 class WholeSequence:
-    """No cache: all positions of B sequences at once, causal. For training and teacher forcing."""
+    """Causal attention within B whole sequences, without a KV cache, for training and teacher forcing."""
 
     def __init__(self, tokens_BT: Tensor):
         B, T = tokens_BT.shape
@@ -39,24 +39,24 @@ class WholeSequence:
 
 
 class TargetOutput(NamedTuple):
-    """The hidden states after the final norm (unembed the rows you need) and the tapped activations."""
+    """The target's hidden states after the final norm, to be unembedded where needed, and its tapped activations."""
 
     hidden_BTD: Tensor
     taps_BTND: Tensor | None
 
 
 class Target(Decoder):
-    """Token ids in, hidden states and tapped activations out."""
+    """The target model, which maps token ids to hidden states and tapped activations."""
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
-        # Set by `pack`: a kernel in place of all layers at once where attention is fused.
+        # Set by `pack`: a kernel that replaces all layers if attention is fused.
         self.stack: FusedStack | None = None
 
     def forward(self, tokens_BT: Tensor, cache: KeyValues, tapped_layers: tuple[int, ...] = ()) -> TargetOutput:
-        """Append T tokens per sequence to `cache`.
+        """Run the target on T new tokens per sequence and append their keys and values to `cache`.
 
-        `tapped_layers` are numbers of layers passed: i taps the activation *entering* layer i (0 is the embedding).
+        `tapped_layers` are layer indices: i taps the activation *entering* layer i (0 is the embedding).
         """
         if self.stack and self.stack.takes(cache.fused):
             return TargetOutput(*self.stack(tokens_BT, cache.fused, tapped_layers))

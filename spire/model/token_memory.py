@@ -1,7 +1,7 @@
-"""The serving memory of a draft that is sent tokens: keys and values of its own past.
+"""The KV cache of a draft that receives tokens instead of the target's activations.
 
-For a vanilla draft, and for SPIRe's ablation without target activations. The memory grows with the context, up to what
-the target can hold. Keys and values of guesses are kept as computed, so that accepted guesses need not be fed again.
+Used by a vanilla draft, and by SPIRe's ablation without target activations. The cache grows with the context, up to the
+target's capacity. Keys and values of draft tokens are kept, so that accepted draft tokens need not be fed again.
 
 Shapes: B sequences, T positions, V vocabulary, G key/value heads, K head width.
 """
@@ -23,7 +23,7 @@ _CHUNK = 512
 
 
 class TokenMemory:
-    """Slots of `capacity` positions, with their verified tokens and the tokens whose keys are held (`fed`)."""
+    """A draft's KV cache with slots of `capacity` positions. Each slot has a list of verified and one of fed tokens."""
 
     def __init__(self, draft: Draft, slots: int, capacity: int):
         weight = draft.embed_tokens.weight
@@ -35,14 +35,14 @@ class TokenMemory:
         self.fed: list[list[int]] = [[] for _ in range(slots)]
 
     def bytes_per_sequence(self) -> int:
-        """Return the bytes of one slot, which has room for the longest sequence."""
+        """Return the bytes of one slot of the KV cache, which has room for the longest sequence."""
         return self.cache.bytes // self.slots
 
     def forget(self, slot: int) -> None:
         self.verified[slot], self.fed[slot] = [], []
 
     def absorb(self, slot: int, start: int, tokens: Sequence[int]) -> None:
-        """Take the tokens at verified positions `start`.. of a slot, and feed those that were not guessed correctly."""
+        """Store a slot's verified tokens from position `start` on; feed those not yet cached, except the last."""
         verified = self.verified[slot]
         verified[start:] = tokens
         fed = self.fed[slot]
@@ -55,11 +55,11 @@ class TokenMemory:
             fed += chunk
 
     def round(self, slots: Sequence[int], bases: Sequence[int], k: int) -> TokenRound:
-        """Return a round of k passes over these slots, with the newest tokens at `bases`."""
+        """Begin a drafting round of k passes over `slots`, whose newest tokens are at positions `bases`."""
         return TokenRound(self, slots, bases)
 
     def _append(self, slots: Sequence[int], starts: Sequence[int], tokens_BT: Tensor) -> Tensor:
-        """Feed T tokens per slot from positions `starts` on, to hidden states [B, T, D]. Ascending slots are faster."""
+        """Feed T tokens per slot from positions `starts` on; return hidden [B, T, D]. Ascending slots are faster."""
         self.cache.rewind(slots, starts)
         T = tokens_BT.shape[1]
         view = self.cache.view(slots, T, decoding=T <= 2, causal=self._dense)
@@ -71,7 +71,7 @@ class TokenMemory:
 
 
 class TokenRound:
-    """A round: the first pass feeds the last verified and the newest token, each later one a guess."""
+    """A drafting round: the first pass feeds the last two tokens, each later pass the previous draft token."""
 
     def __init__(self, memory: TokenMemory, slots: Sequence[int], bases: Sequence[int]):
         self._memory = memory
@@ -87,7 +87,7 @@ class TokenRound:
             del memory.fed[slot][start:]
 
     def next_logits(self, tokens_B: Tensor) -> Tensor:
-        """Feed the next position of every sequence and return the logits [B, V] of the position after it."""
+        """Feed the next token of every sequence and return the logits [B, V] of the token after it."""
         tokens_BT = torch.cat((self._before_BT, tokens_B[self._order_B][:, None]), dim=1)
         hidden_BTD = self._memory._append(self._slots, self._starts, tokens_BT)
         for slot, tokens in zip(self._slots, tokens_BT.tolist(), strict=True):

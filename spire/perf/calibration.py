@@ -21,7 +21,7 @@ CALIBRATED = "calibrated"
 
 @dataclass(frozen=True)
 class Machine:
-    """The measured machine. `threads` are used by the target, `draft_threads` by its draft."""
+    """Description of the measured machine. The target uses `threads` threads, its draft `draft_threads`."""
 
     system: str
     processor: str
@@ -34,7 +34,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A calibration: `hardware` in `dtype` at the widths of `target`; `matmul` holds (rows, FLOP/s) for each dtype."""
+    """Costs of `hardware` measured in `dtype` at the widths of `target`; `matmul`: (rows, FLOP/s) for each dtype."""
 
     measured_at: str
     took_seconds: float
@@ -71,7 +71,7 @@ def load(file: Path) -> Calibration:
 
 
 def processor_line(name: str) -> str:
-    """Return what /proc/cpuinfo says of the first processor under `name`; empty without such a line."""
+    """Return the value of the field `name` of the first processor in /proc/cpuinfo; empty if there is no such field."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,6 +1,6 @@
 """The calibration of this machine: all microbenchmarks, in three passes, on the threads that serve a pair.
 
-Run it with `spire doctor --calibrate`. Does not know: how the parts are measured (see `microbenchmarks`).
+`spire doctor --calibrate` runs the calibration. Does not know: how the parts are measured (see `microbenchmarks`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import fields, is_dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-# Imported before torch, because it sets how OpenMP waits, as in the services.
+# Imported before torch, because this module sets how OpenMP waits, as in the services.
 import spire.service.process  # noqa: F401
 
 # isort: split
@@ -105,7 +105,7 @@ def calibrate(
 def _every_part(
     target: ModelConfig, draft: DraftConfig, bench: Bench, other: Bench, for_draft: int, begin: Callable[[str], None]
 ) -> tuple[Measured, float, tuple[tuple[int, float], ...]]:
-    """Measure all parts once, those of the draft with `for_draft` threads.
+    """Run all microbenchmarks once, those of the draft with `for_draft` threads.
 
     Returns the costs, the memory bandwidth (bytes/s) and the products in the other dtype.
     """
@@ -147,7 +147,7 @@ def _every_part(
 
 
 def medians(passes: Sequence[Any]) -> Any:
-    """Return the median of each figure over an odd number of passes, in the form of one pass."""
+    """Return the median of each figure over an odd number of `passes`, in the structure of one pass."""
     first = passes[0]
     if is_dataclass(first) and not isinstance(first, type):
         each = {part.name: medians([getattr(one, part.name) for one in passes]) for part in fields(first)}

@@ -29,7 +29,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Curve:
-    """Measured (n, seconds) in ascending order of n, interpolated linearly and extrapolated from the nearest two."""
+    """Measured (n, seconds) in ascending order of n, interpolated and extrapolated linearly from the nearest two."""
 
     points: tuple[tuple[float, float], ...]
 
@@ -43,7 +43,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class ModelCosts:
-    """Costs of the forward of one model on its threads or device."""
+    """Costs of a forward of one model, on the threads or the device on which the model is served."""
 
     # (rows, FLOP/s) of a layer's matrix products, in ascending order of rows.
     matmul: tuple[tuple[int, float], ...]
@@ -64,7 +64,7 @@ class ModelCosts:
 
 @dataclass(frozen=True)
 class Measured:
-    """Costs from microbenchmarks beyond a roofline. They hold for one machine and the widths of one pair."""
+    """Costs beyond a roofline, measured by microbenchmarks for one machine and the widths of one target and draft."""
 
     target: ModelCosts
     # Costs of a SPIRe draft.
@@ -81,13 +81,13 @@ class Measured:
 
     @property
     def passes(self) -> ModelCosts:
-        """Costs of a draft other than a SPIRe draft, which runs as the target does, but layer by layer."""
+        """Costs of passes of a vanilla or MagicDec draft: the target's, with layer cost `pass_layer` if measured."""
         return self.target if self.pass_layer is None else replace(self.target, layer=self.pass_layer)
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """A device. With `relative` its seconds have no unit, so that only the paper's formula holds.
+    """A device as the performance model sees it. If `relative`, seconds have no unit: only the paper's formula holds.
 
     `memory_bytes` is None if unknown. `carrier` is the transport to a draft on this device.
     """
@@ -112,7 +112,7 @@ class Hardware:
         return self.flops_per_second / self.bytes_per_second
 
     def times(self, devices: int) -> Hardware:
-        """Return `devices` of these devices sharing each layer without loss. Raises InvalidRequest if measured."""
+        """Return `devices` such devices as one, with the sum of their speeds. Raises InvalidRequest if measured."""
         if devices == 1:
             return self
         if self.measured:
@@ -128,7 +128,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Sheet:
-    """A GPU's data sheet. `flops` holds dense peaks (half of those "with sparsity") by bytes per value."""
+    """Values of a GPU's data sheet. `flops`: dense peak FLOP/s (half of those "with sparsity") by bytes per value."""
 
     bytes_per_second: float
     memory_bytes: float
@@ -146,7 +146,7 @@ GPUS = {
 
 
 def gpu(name: str, bytes_per_value: int = 2) -> Hardware:
-    """Return the data-sheet peaks of a GPU. Raises InvalidRequest for an unknown name or width."""
+    """Return a GPU with its data-sheet peaks. Raises InvalidRequest for an unknown name or `bytes_per_value`."""
     if name not in GPUS:
         raise InvalidRequest(f"hardware {name!r} is not known: choose one of {', '.join(GPUS)}")
     sheet = GPUS[name]

@@ -25,7 +25,7 @@ _TRIPS = 200
 
 
 def wire_cost() -> Cost:
-    """Measure a round trip on a bidirectional stream: seconds `fixed`, and `each` for a byte sent one way."""
+    """Measure round trips on a bidirectional gRPC stream: seconds per trip (`fixed`), and per byte one way (`each`)."""
     command = [sys.executable, "-m", "spire.perf.loopback"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdin is not None

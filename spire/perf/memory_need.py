@@ -20,7 +20,7 @@ SHARE_OF_FREE_MEMORY = 0.8
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Bytes that a model needs: `weights` once, `per_sequence` for each sequence."""
+    """Memory that a model needs, in bytes: `weights` once, `per_sequence` for each sequence."""
 
     weights: float
     per_sequence: float
@@ -30,7 +30,7 @@ class MemoryNeed:
 
 
 def largest_batch(needs: Sequence[MemoryNeed], memory_bytes: float) -> int:
-    """Return the number of sequences that fit a device on which these models are loaded in order; 0 if none fits.
+    """Return the most sequences that fit into `memory_bytes` if the models are loaded in this order; 0 if none fits.
 
     Each model takes its share of the memory left after its weights and after the earlier models with their sequences.
     """
@@ -45,13 +45,13 @@ def largest_batch(needs: Sequence[MemoryNeed], memory_bytes: float) -> int:
 
 
 def of_target(target: Shape, context: int, bytes_per_value: float, tied: bool = False) -> MemoryNeed:
-    """Return a target's need for `context` positions, in whole pages. `tied`: one matrix embeds and unembeds."""
+    """Return a target's memory need at `context` positions, in whole pages. `tied`: one matrix for both embeddings."""
     per_sequence = positions_of(context) * target.kv_values_per_position
     return MemoryNeed(target.parameters(tied) * bytes_per_value, per_sequence * bytes_per_value)
 
 
 def of_draft(draft: DraftShape, context: int, k: int, bytes_per_value: float) -> MemoryNeed:
-    """Return a draft's need, with room for k drafted positions; MagicDec needs no memory of its own."""
+    """Return a draft's memory need, including k drafted positions; MagicDec needs no memory of its own."""
     if draft.kind == "magicdec":
         return MemoryNeed(0.0, 0.0)
     positions = draft.cached_positions(context) + k

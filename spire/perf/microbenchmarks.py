@@ -3,7 +3,7 @@
 The parts are a layer's matrix products by rows, memory reads, attention over far more than the processor's cache, a
 model without these, and sampling. `spire.perf.calibrator` runs them all.
 Shapes: B sequences, T new positions, N draft layers, D width, V vocabulary. Nothing is fitted to a whole model's run.
-Does not know: how parts slow each other down, or what a GPU hides behind work.
+Does not know: how parts slow each other down, or overlap on a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import partial
 from math import prod
 from typing import TypeVar, cast
 
-# Imported before torch, because it sets how OpenMP waits, as in the services.
+# Imported before torch, because this module sets how OpenMP waits, as in the services.
 import spire.service.process  # noqa: F401
 
 # isort: split
@@ -61,18 +61,18 @@ Model = TypeVar("Model", Target, Draft)
 
 @dataclass(frozen=True)
 class Bench:
-    """Device and dtype of the measurements, and the least time for each of them."""
+    """A timer of functions on a device in a dtype. A measurement takes at least `least_seconds`."""
 
     device: torch.device
     dtype: torch.dtype
     least_seconds: float = 0.2
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Return the median seconds of one call, over at least 3 calls after 2 warm-up calls."""
+        """Return the median seconds of a call of `work`, over at least 3 calls after 2 warm-up calls."""
         return self.by_turns(work)[0]
 
     def by_turns(self, *works: Callable[[], object]) -> list[float]:
-        """Return the median seconds of each function. The calls alternate, so that disturbances affect all alike."""
+        """Return the median seconds per call of each function. Calls alternate, so that disturbances affect all."""
         for work in works * 2:
             self._timed(work)
         times: list[list[float]] = []
@@ -153,7 +153,7 @@ def kv_read_cost(config: ModelConfig, bench: Bench) -> Curve:
 
 
 def target_layer_cost(config: ModelConfig, bench: Bench) -> Cost:
-    """Measure seconds per layer by rows of a target forward without matrix products and without reading the cache."""
+    """Measure seconds per layer, by rows, of a target forward without matrix products and without cache reads."""
     layers = min(config.num_hidden_layers, _SKELETON_LAYERS)
     small = config.model_copy(update={"num_hidden_layers": layers, "vocab_size": _SKELETON_VOCABULARY})
     with torch.device("meta"):
@@ -165,7 +165,7 @@ def target_layer_cost(config: ModelConfig, bench: Bench) -> Cost:
 def fused_target_layer_cost(
     config: ModelConfig, matmul: tuple[tuple[int, float], ...], bandwidth: float, bench: Bench
 ) -> Cost:
-    """Measure `target_layer_cost` for a target whose layers are one kernel, less its products' predicted seconds."""
+    """Measure `target_layer_cost` for fused layers: seconds of a forward less predicted seconds of matrix products."""
     alone = config.model_copy(update={"num_hidden_layers": 1})
     fitting = max(1, _MOST_PARAMETERS // Shape.of(alone).body_parameters)
     layers = min(config.num_hidden_layers, _SKELETON_LAYERS, fitting)
@@ -178,9 +178,9 @@ def fused_target_layer_cost(
 
 
 def draft_costs(config: ModelConfig, draft: DraftConfig, bench: Bench) -> tuple[Cost, Cost]:
-    """Measure a SPIRe draft without matrix products: seconds of a layer's pass by rows, and of a round by sequences.
+    """Measure a SPIRe draft without matrix products: seconds per layer and pass, and per round, by sequences.
 
-    The round is measured without passes. The draft's memory is full, and each pass reads it.
+    The seconds of a round do not include its passes. The draft's memory is full, and each pass reads this memory.
     """
     with torch.device("meta"):
         model = _draft_shell(config, draft, _SKELETON_VOCABULARY)
@@ -191,7 +191,7 @@ def draft_costs(config: ModelConfig, draft: DraftConfig, bench: Bench) -> tuple[
 def fused_draft_costs(
     config: ModelConfig, draft: DraftConfig, matmul: tuple[tuple[int, float], ...], bandwidth: float, bench: Bench
 ) -> tuple[Cost, Cost]:
-    """Measure `draft_costs` for a draft whose pass is one kernel, less its products' predicted seconds."""
+    """Measure `draft_costs` for fused draft passes: seconds of a pass less predicted seconds of matrix products."""
     model = _draft_shell(config, draft, _SKELETON_VOCABULARY).to(bench.device, bench.dtype).requires_grad_(False)
     shape, alone = DraftShape("spire", Shape.of(model.config)), _only_products(matmul, bandwidth, bench)
     memory = DraftMemory(pack(model), _MANY[0])
@@ -199,7 +199,7 @@ def fused_draft_costs(
 
 
 def draft_sampling_cost(config: ModelConfig, bench: Bench) -> Cost:
-    """Measure the seconds from a draft's logits to its tokens, by the number of logits."""
+    """Measure the seconds of sampling draft tokens from logits, by the number of logits."""
     vocabulary, kernels = config.vocab_size, kernels_of(config, bench.randn(0))
 
     def seconds(batch: int) -> float:
@@ -212,7 +212,7 @@ def draft_sampling_cost(config: ModelConfig, bench: Bench) -> Cost:
 
 
 def verify_sampling_cost(vocabulary: int, bench: Bench) -> Cost:
-    """Measure the seconds from a target's logits to the committed tokens under the block rule, by number of logits."""
+    """Measure verification by the block rule: seconds from logits to committed tokens, by the number of logits."""
 
     def seconds(batch: int, tokens: int) -> float:
         k, rows = tokens - 1, _sampling_rows(batch, bench)
@@ -241,7 +241,7 @@ def verify_sampling_cost(vocabulary: int, bench: Bench) -> Cost:
 
 
 class _Unread:
-    """A cache view that attends to the new positions only. Stores them unless the attention kernel would do so."""
+    """A cache view for attention to new positions only. Stores their keys and values unless a fused kernel does so."""
 
     def __init__(self, view: BatchView, bench: Bench):
         self._view, self.positions_BT = view, view.positions_BT
@@ -303,7 +303,7 @@ def threads_of(config: ModelConfig, draft: DraftConfig) -> int:
 def _of_forward(
     model: Target, bench: Bench, seen: Callable[[BatchView], BatchView | _Unread], products: Callable[[int, int], float]
 ) -> Cost:
-    """Measure a forward over what is `seen` of the cache, less the seconds of `products(batch, tokens)`, by rows."""
+    """Measure the seconds per layer of a forward on the view `seen(view)`, less `products(batch, tokens)`, by rows."""
     layers = model.config.num_hidden_layers
     cache = TargetCache(model.config, _MANY[0], _MANY[1], bench.dtype, bench.device)
     slots = [cache.allocate() for _ in range(_MANY[0])]
@@ -319,7 +319,7 @@ def _of_forward(
 
 
 def _of_layer_and_round(memory: DraftMemory, bench: Bench, products: Callable[[int], float]) -> tuple[Cost, Cost]:
-    """Measure a layer's pass, less the seconds of `products(batch)`, by sequences, and a round without passes."""
+    """Measure seconds per layer and draft pass, less `products(batch)`, and per round without passes, by sequences."""
     few, many = _FEW[0], _MANY[0]
     once = {batch: bench.seconds(_draft_round(memory, batch, 0, bench)) for batch in (few, many)}
 
@@ -350,7 +350,7 @@ def _draft_round(memory: DraftMemory, batch: int, passes: int, bench: Bench) -> 
 
 
 def _drawing(kernels: Kernels, logits_BV: Tensor, bench: Bench) -> Callable[[], None]:
-    """Return a function that draws a token per row with one kernel, in place, so each call reuses the last output."""
+    """Return a function that draws a token per row with one kernel. Each call overwrites the logits for the next."""
     rows, tokens_B = _sampling_rows(len(logits_BV), bench), torch.zeros(len(logits_BV), dtype=torch.int64)
     probs_BV, uniforms_B = torch.empty_like(logits_BV, dtype=torch.bfloat16), torch.rand(len(logits_BV)).double()
     return lambda: draw(kernels, logits_BV, rows.temperature_B, uniforms_B, tokens_B, probs_BV)
@@ -364,7 +364,7 @@ def _draft(vocabulary: int, batch: int, k: int, logits_BV: Tensor, bench: Bench)
 
 
 def _only_products(matmul: tuple[tuple[int, float], ...], bandwidth: float, bench: Bench) -> Hardware:
-    """Return this device as if nothing but matrix products took time."""
+    """Return hardware with this device's costs of matrix products, and no other costs."""
     costs = ModelCosts(matmul, Cost(), Cost())
     measured = Measured(target=costs, draft=costs, kv_read=Curve(((1, 0.0),)), draft_round=Cost(), wire=Cost())
     return Hardware("", 1.0, bandwidth, bench.dtype.itemsize, measured=measured)
@@ -376,6 +376,6 @@ def _sampling_rows(batch: int, bench: Bench) -> SamplingRows:
 
 
 def _line(few: tuple[float, float], many: tuple[float, float], share: float = 1.0) -> Cost:
-    """Return the line through two measurements (n, seconds), divided by `share`, with slope and offset at least 0."""
+    """Return the line through two measurements (n, seconds), divided by `share`; slope and offset are at least 0."""
     each = max(0.0, (many[1] - few[1]) / (many[0] - few[0]))
     return Cost(max(0.0, few[1] - few[0] * each) / share, each / share)

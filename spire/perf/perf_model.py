@@ -26,7 +26,7 @@ PAPER_TAU: dict[DraftKind, float] = {"vanilla": 2.647, "magicdec": 3.891, "spire
 
 @dataclass(frozen=True)
 class AcceptanceModel:
-    """`prefix[i]` is the share of rounds whose first i + 1 draft tokens are all accepted."""
+    """Acceptance of a draft: `prefix[i]` is the share of rounds whose first i + 1 draft tokens are all accepted."""
 
     prefix: tuple[float, ...]
 
@@ -37,7 +37,7 @@ class AcceptanceModel:
 
     @classmethod
     def of_tau(cls, tau: float, k: int) -> AcceptanceModel:
-        """Return the geometric acceptance a, a², … with τ `tau` at depth k. Raises InvalidRequest if none exists."""
+        """Return the acceptance a, a², … that yields τ = `tau` at depth k. Raises InvalidRequest if none exists."""
         if k < 1 or not 1 <= tau <= k + 1:
             raise InvalidRequest(f"τ is {tau} at k = {k}: it lies between 1 and k + 1, and k is at least 1")
         low, high = 0.0, 1.0
@@ -47,7 +47,7 @@ class AcceptanceModel:
         return cls(tuple(high**i for i in range(1, k + 1)))
 
     def tau(self, k: int) -> float:
-        """Return the mean tokens of a round at depth k. Beyond `prefix` its last conditional acceptance continues."""
+        """Return τ, the mean tokens per round, at depth k. Beyond `prefix`, its last conditional acceptance is used."""
         known = self.prefix[:k]
         before_last = self.prefix[-2] if len(self.prefix) > 1 else 1.0
         rate = self.prefix[-1] / before_last if before_last else 0.0
@@ -57,7 +57,7 @@ class AcceptanceModel:
 def paper_multiplier(
     target: Shape, draft: DraftShape, batch: float, context: int, k: int, tau: float, hardware: Hardware
 ) -> float:
-    """Return τ / Δt by the paper's formula: only forwards through layers have a cost, their roofline.
+    """Return the speedup τ / Δt by the paper's formula: Δt is the layers' time at the device's peak, and nothing else.
 
     Raises InvalidRequest for an empty batch.
     """
@@ -159,7 +159,7 @@ def _forward_seconds(
     costs: ModelCosts | None,
     more_flops: float = 0.0,
 ) -> float:
-    """Add up operations that run in sequence: each overlaps its own reads and arithmetic, but not those of the next."""
+    """Return the seconds of a forward: the sum over operations, each of which overlaps only its own reads and FLOPs."""
     rows, width = batch * tokens, hardware.bytes_per_value
     flops, unembedding = 2 * shape.body_parameters * rows + more_flops * batch, shape.vocab_size * shape.hidden_size
     speed = costs.flops_per_second(rows) if costs else hardware.flops_per_second
@@ -175,7 +175,7 @@ def _forward_seconds(
 
 @dataclass(frozen=True)
 class BestDepth:
-    """The best depth of at least 1 and its multiplier. If that does not exceed 1, speculation is off and `k` is 0."""
+    """The best speculation depth, at least 1, and its multiplier. `k` is 0 (speculation off) if `multiplier` <= 1."""
 
     depth: int
     multiplier: float
@@ -217,14 +217,14 @@ def critical_context(target: Shape, k: int, hardware: Hardware) -> int:
 
 
 def critical_batch(target: Shape, context: int, k: int, hardware: Hardware) -> float | None:
-    """Return B_crit: the batch from which verification is compute-bound at this context; None if it never is."""
+    """Return B_crit: the batch from which verification is compute-bound at this context; None if there is none."""
     hoi, width = hardware.operational_intensity, hardware.bytes_per_value
     spare = 2 * target.body_parameters * k - hoi * context * target.kv_values_per_position * width
     return hoi * target.body_parameters * width / spare if spare > 0 else None
 
 
 def units_saved(multiplier: float, training_units: float, decoding_units: float = 10.0) -> float:
-    """Return the saved decoding budget less the draft's training, in units of the target's training (section 5)."""
+    """Return the decoding cost saved, less the draft's training cost, in units of the target's training (section 5)."""
     return decoding_units * (1 - 1 / multiplier) - training_units
 
 
@@ -245,7 +245,7 @@ def split_cost(
     wire: Wire,
     lanes: int = 2,
 ) -> RoundCost:
-    """Return the cost of a lane's round for `batch` sequences in 1 or 2 lanes. Raises InvalidRequest for MagicDec."""
+    """Return the cost of one lane's round with the draft on its own device. Raises InvalidRequest for MagicDec."""
     if draft.kind == "magicdec":
         raise InvalidRequest("MagicDec drafts with the target's own weights and cache: it has no device of its own")
     if lanes not in (1, 2):

@@ -29,7 +29,7 @@ MapCell = dict[str, Any]
 
 
 def require() -> None:
-    """Check that matplotlib is installed. Raises SpireError if not."""
+    """Raise SpireError if matplotlib is not installed."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
@@ -75,9 +75,9 @@ def write_speedup(
 def write_map(
     file: Path, title: str, panels: dict[str, list[list[MapCell]]], batches: Sequence[int], contexts: Sequence[int]
 ) -> None:
-    """Plot the best depth `k` and its `multiplier` by batch and context; hatched grey where speculation is off.
+    """Plot the best depth `k` and its `multiplier` by batch and context; hatched grey if speculation is off (`k` = 0).
 
-    `k` is 0 there. A cell that does not fit the device has a false `fits`.
+    `fits` is False in a cell whose batch does not fit the device.
     """
     figure, axes = _grids(title, list(panels), batches, contexts)
     from matplotlib.cm import ScalarMappable
@@ -161,7 +161,7 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def _grids(title: str, names: list[str], batches: Sequence[int], contexts: Sequence[int]) -> tuple[Figure, list[Axes]]:
-    """Return a figure with axes of these names, at most three in a row."""
+    """Return a figure with one grid of batches and contexts for each name, at most three side by side."""
     columns = min(len(names), 3)
     rows = -(-len(names) // columns)
     figure = _figure(1.8 + 0.58 * len(contexts) * columns, 0.5 + (1.0 + 0.42 * len(batches)) * rows)
@@ -185,7 +185,7 @@ def _write(axis: Axes, column: int, row: int, text: str, colour: str) -> None:
 
 
 def _shade(share: float) -> tuple[float, float, float]:
-    """Return a teal from light (0) to dark (1)."""
+    """Return the RGB values of a teal from light (`share` 0) to dark (1)."""
     light, dark = (0.78, 0.92, 0.90), (0.0, 0.30, 0.28)
     red, green, blue = (a + share * (b - a) for a, b in zip(light, dark, strict=True))
     return red, green, blue

@@ -1,4 +1,4 @@
-"""The size of a cache: sequences and positions as requested or, without a request, as memory allows.
+"""The size of a KV cache: sequences and positions as requested or, without a request, as memory allows.
 
 If a device allocates the whole cache at once, sequences and context are both cut to what fits. If memory is allocated
 as it is written (on a CPU), sequences share the memory, and only one sequence of full length must fit.
@@ -15,7 +15,7 @@ from spire.model.paging import capacity_of, positions_of
 from spire.perf.memory_need import SHARE_OF_FREE_MEMORY
 from spire.service import machine_memory
 
-# A context that was not requested is not cut below this before the number of sequences is reduced.
+# Unless a context is requested, the number of sequences is reduced before the context falls below this.
 _USUAL_CONTEXT = 8192
 # Shorter contexts are of no use.
 _LEAST_CONTEXT = 256
@@ -23,7 +23,7 @@ _LEAST_CONTEXT = 256
 
 @dataclass(frozen=True)
 class Wishes:
-    """Requested size of a cache: `context` positions of the longest sequence, `budget` bytes for all; 0 if not given.
+    """Requested size of a KV cache: `context` positions of the longest sequence, `budget` bytes in all; 0 if not given.
 
     `sequences` is the number of simultaneous sequences, required if `exactly`, else at most as many as fit.
     """
@@ -34,14 +34,14 @@ class Wishes:
     budget: int = 0
 
     def check(self, longest: int) -> None:
-        """Raises CheckpointError if `context` exceeds the `longest` positions of the model."""
+        """Raise CheckpointError if the requested context exceeds `longest`, the model's maximum number of positions."""
         if self.context > longest:
             raise CheckpointError(f"--max-context {self.context}: the model takes at most {longest} positions")
 
 
 @dataclass(frozen=True)
 class Room:
-    """A cache size that fits. `budget` is the bytes that the cache may take; None: as many as the sequences need."""
+    """A KV cache size that fits in memory. `budget` is its maximum in bytes; None: as much as the sequences need."""
 
     sequences: int
     context: int
@@ -49,7 +49,7 @@ class Room:
 
 
 def room_for(wishes: Wishes, longest: int, position_bytes: int, free: int, at_once: bool) -> Room:
-    """Return the size of a cache of `position_bytes` per position in `free` bytes, for a model of `longest` positions.
+    """Return a size of the KV cache that fits in `free` bytes, for a model that takes at most `longest` positions.
 
     `at_once`: the whole cache is allocated at the start. Raises CheckpointError that names the values and a remedy.
     """
@@ -80,7 +80,7 @@ def room_for(wishes: Wishes, longest: int, position_bytes: int, free: int, at_on
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the free bytes of the GPU or, for a CPU, of main memory."""
+    """Return the free memory of the GPU or, for a CPU, the free main memory, in bytes."""
     if device.type == "cuda":
         torch.cuda.empty_cache()  # release what loading has cached
         return torch.cuda.mem_get_info(device)[0]
@@ -88,7 +88,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def _context(wishes: Wishes, longest: int, positions: int, at_once: bool) -> int:
-    """Return the longest context that fits, for as many sequences as can have the usual context."""
+    """Return the longest context that fits for as many sequences as would fit with the usual context."""
     sequences = 1
     if at_once:
         usual = positions_of(min(longest, _USUAL_CONTEXT))

@@ -41,7 +41,7 @@ class Shape:
 
     @property
     def body_parameters(self) -> int:
-        """N of the paper: parameters of the layers and their norms, without embedding, unembedding and final norm."""
+        """Number of parameters of the layers with their norms (the paper's N), without embeddings and final norm."""
         attention = 2 * self.hidden_size * (self.heads + self.kv_heads) * self.head_dim
         swiglu = 3 * self.hidden_size * self.intermediate_size
         return self.layers * (attention + swiglu + 2 * self.hidden_size)
@@ -52,7 +52,7 @@ class Shape:
 
     @property
     def kv_values_per_position(self) -> int:
-        """The numbers in the keys and values of one position, over all layers."""
+        """Count of numbers in the keys and values of one position, over all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim
 
 
@@ -78,7 +78,7 @@ class DraftShape:
 
     @property
     def activations_per_token(self) -> int:
-        """Numbers in the target activations sent to the draft per committed token: layers · width, 0 unless SPIRe."""
+        """Count of numbers in the activations sent to the draft per committed token: layers · width; 0 unless SPIRe."""
         return self.shape.layers * self.shape.hidden_size if self.kind == "spire" else 0
 
 
@@ -100,14 +100,14 @@ def trained_draft(kind: DraftKind, target: Shape, window: int | None = SERVED_WI
 
 
 def trained_config(target: ModelConfig, fingerprint: str = "") -> DraftConfig:
-    """Return the configuration of the SPIRe draft of `trained_draft` for a target with this fingerprint."""
+    """Return the configuration of the SPIRe draft that `spire train draft` makes for a target with this fingerprint."""
     rule, layers = trained_draft("spire", Shape.of(target)), target.num_hidden_layers
     tapped = tuple(range(layers - rule.shape.layers, layers))
     return DraftConfig(target_fingerprint=fingerprint, tapped_layers=tapped, window=SERVED_WINDOW, sink=SERVED_SINK)
 
 
 def paper_draft(kind: DraftKind, target: Shape, window: int | None = SERVED_WINDOW) -> DraftShape:
-    """Return the paper's draft: that of `trained_draft`, but Llama-3-8B as the vanilla draft of Llama-3-70B."""
+    """Return the draft that the paper assumes: as `trained_draft`, but Llama-3-8B as vanilla draft of Llama-3-70B."""
     if kind == "vanilla" and target == LLAMA_3_70B:
         return DraftShape(kind, LLAMA_3_8B)
     return trained_draft(kind, target, window)
@@ -121,7 +121,7 @@ QWEN3_8B = Shape(36, 4096, 12288, heads=32, kv_heads=8, head_dim=128, vocab_size
 
 @dataclass(frozen=True)
 class Known:
-    """A shape known by name. `longest` is the maximum number of positions of a sequence.
+    """A model shape in the table of named shapes. `longest` is the maximum number of positions of a sequence.
 
     `longest` is None for the paper's two models, which the paper evaluates beyond their trained contexts.
     """

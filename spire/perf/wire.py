@@ -27,7 +27,7 @@ _TOKEN_BYTES = 4
 
 @dataclass(frozen=True)
 class Wire:
-    """Seconds of a round trip of a message, of a byte of activations, and of a byte of tokens and q."""
+    """Seconds per round trip of a message, per byte of activations, and per byte of tokens and q (`guesses`)."""
 
     carrier: Carrier
     round_trip: float
@@ -36,7 +36,7 @@ class Wire:
 
 
 def wire_of(carrier: Carrier, hardware: Hardware) -> Wire:
-    """Return the cost of a carrier. Messages cost what was measured with the hardware, else STREAM.
+    """Return the costs of a carrier: for messages those measured on the hardware or, if not measured, STREAM.
 
     Raises InvalidRequest for relative hardware, which has no seconds.
     """
@@ -69,20 +69,20 @@ def activation_bytes(draft: DraftShape, batch: float, tau: float, bytes_per_valu
 
 
 def wire_bytes(target: Shape, draft: DraftShape, batch: float, k: int, tau: float, bytes_per_value: float) -> float:
-    """Return all bytes of a round of speculation."""
+    """Return the bytes sent in a round of speculation: draft tokens, q, activations and committed tokens."""
     drafted = guess_bytes(target, draft, batch, k) + activation_bytes(draft, batch, tau, bytes_per_value)
     return drafted + answer_bytes(batch, tau)
 
 
 def plain_wire_seconds(batch: float, wire: Wire) -> float:
-    """Return the wire seconds of a plain step: a round trip between gateway and verifier, and the tokens."""
+    """Return the seconds of all transfers of a plain step: a round trip between gateway and verifier, and tokens."""
     return wire.round_trip + answer_bytes(batch, 1) * wire.guesses
 
 
 def wire_seconds(
     target: Shape, draft: DraftShape, batch: float, k: int, tau: float, bytes_per_value: float, wire: Wire
 ) -> float:
-    """Return the wire seconds of a round: round trips gateway-verifier and, unless MagicDec, verifier-draft."""
+    """Return the seconds of all transfers of a round: gateway-verifier and, except for MagicDec, verifier-draft."""
     rows = activation_bytes(draft, batch, tau, bytes_per_value) * wire.activations
     guesses = (guess_bytes(target, draft, batch, k) + answer_bytes(batch, tau)) * wire.guesses
     return (1 if draft.kind == "magicdec" else 2) * wire.round_trip + rows + guesses

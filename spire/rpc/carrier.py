@@ -1,4 +1,4 @@
-"""Rings in shared memory, which carry activations and q between verifier and draft on one host.
+"""Ring buffers in shared memory, which carry activations and q between verifier and draft on one host.
 
 The verifier creates the rings and names them in the first response of a subscription; the draft opens them. A tensor is
 copied into a ring once, and gRPC carries its position and length only (`Ring` and `RingSlice` in verifier.proto).
@@ -8,8 +8,8 @@ copied into a ring once, and gRPC carries its position and length only (`Ring` a
 - q, from the draft to the verifier: `OverwritingRing` and `OverwritingRingReader`. A draft reply may never be verified,
   so neither side waits: the newest q overwrites the oldest, and the reader detects overwritten data.
 
-No file is left behind when a process is killed: the draft unlinks a file as soon as it has opened it, and the next ring
-made in the directory removes the files of dead makers.
+Killed processes leave no files behind: the draft unlinks a ring's file as soon as it has opened the file, and the next
+ring created in the directory removes the files whose creators have died.
 
 If both services run on one GPU, the bytes of the ring of activations are GPU memory that both map; the header stays on
 the host. Does not know: rings between two GPUs, q in GPU memory, and systems other than Linux (without a boot id the
@@ -59,7 +59,7 @@ Memory = memoryview | Tensor
 
 
 class _Made:
-    """The end that creates the memory, and faults it in at once, because the first access to a page is slow.
+    """The end of a ring that creates its memory. All pages are faulted in at once: the first access to a page is slow.
 
     Raises OSError if the directory cannot be written or lacks `size` free bytes, or the GPU cannot share memory.
     """
@@ -86,7 +86,7 @@ class _Made:
 
 
 class _Opened:
-    """The end that opens the memory and unlinks its file, so that a ring can be opened once.
+    """The end of a ring that opens memory created by the other end. The file is unlinked: a ring can be opened once.
 
     Raises OSError if there is no such file or the GPU memory cannot be opened, and InvalidRequest if the file or the
     GPU memory is not the offered one.
@@ -109,21 +109,21 @@ class _Opened:
 
 
 class Ring(_Made):
-    """The writing end for activations, in the memory of `gpu` if given."""
+    """The writing end of a ring buffer for activations, which lies in GPU memory if `gpu` is given."""
 
     def __init__(self, directory: Path, size: int, gpu: torch.device | None = None):
         super().__init__(directory, size, gpu)
-        # _head: position of the next row. _floor: all before this position is read, whatever the reader says.
+        # _head: position of the next row. _floor: all data before this position have been read, whatever _READ is.
         self._head = self._floor = 0
 
     def settle(self) -> None:
-        """Wait until the GPU has written to the ring; call before telling the reader. Host memory needs no wait."""
+        """Wait until the GPU has written to the ring. Call before notifying the reader. Host memory needs no wait."""
         _wait_for(self._bytes)
 
     def claim(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor | None, pb.RingSlice]:
-        """Return a tensor in the ring, to be written at once, and its slice; None and length 0 if there is no room.
+        """Reserve space in the ring. Return a tensor to fill at once and its slice; None, length 0 if the ring is full.
 
-        Call `settle` after writing, before telling the reader.
+        Call `settle` after writing and before notifying the reader.
         """
         length = math.prod(shape) * dtype.itemsize
         position = self._place(length)
@@ -136,21 +136,21 @@ class Ring(_Made):
     def _place(self, length: int) -> int | None:
         read = max(self._floor, min(self._header[_READ], self._head))
         if read == self._head:
-            # All has been read: start again at the front, so that any tensor up to the ring's size fits.
+            # The ring is empty: start again at the front, so that any tensor up to the ring's size fits.
             read = self._floor = self._head = _round_up(self._head, self.size)
         position = _next_place(self._head, length, self.size)
         return position if position + length <= read + self.size else None
 
 
 class RingReader(_Opened):
-    """The reading end for activations. `gpu` is the GPU whose memory holds the ring, if any."""
+    """The reading end of a ring buffer for activations. `gpu` is the GPU whose memory holds the ring, if any."""
 
     @property
     def on_gpu(self) -> bool:
         return isinstance(self._bytes, Tensor)
 
     def rows(self, message: pb.ActivationsResponse) -> Tensor:
-        """Return a message's rows: a view of the ring, valid until `release`, or a copy of inline bytes.
+        """Return the activations of a message: a view of the ring, valid until `release`, or a copy of inline bytes.
 
         Raises InvalidRequest for a slice outside the ring, and if length, shape and dtype disagree.
         """
@@ -159,13 +159,13 @@ class RingReader(_Opened):
         return from_wire(message.rows, data=_view(self._bytes, message.slice, _ALIGNMENT))
 
     def release(self, taken: pb.RingSlice) -> None:
-        """Mark this slice and all before it as read, so that the writer may reuse the memory."""
+        """Mark the slice `taken` and all earlier slices as read, so that the writer may reuse their memory."""
         _wait_for(self._bytes)
         self._header[_READ] = taken.position + taken.length
 
 
 class OverwritingRing(_Opened):
-    """The writing end for q. Any thread may call `put` and `claim`."""
+    """The writing end of a ring buffer for q, which overwrites the oldest data. `put` and `claim` are thread-safe."""
 
     def __init__(self, directory: Path, offer: pb.Ring):
         super().__init__(directory, offer)
@@ -173,7 +173,7 @@ class OverwritingRing(_Opened):
         self._claiming = threading.Lock()
 
     def put(self, numbers: Tensor) -> pb.RingSlice:
-        """Copy a tensor of any device over the oldest data. The slice's length is 0 if the tensor is too large."""
+        """Copy a tensor of any device over the oldest data. Return its slice: length 0 if the tensor is too large."""
         claimed = self.claim(numbers.shape, numbers.dtype)
         if claimed is None:
             return pb.RingSlice()
@@ -182,7 +182,7 @@ class OverwritingRing(_Opened):
         return place
 
     def claim(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, pb.RingSlice] | None:
-        """Return a tensor over the oldest data, to be written, and its slice; None if it is empty or too large."""
+        """Reserve the oldest data's memory. Return a tensor to fill and its slice; None if `shape` is too large."""
         length = math.prod(shape) * dtype.itemsize
         if not length or length > self.size // _LARGEST_PART:
             return None
@@ -195,24 +195,24 @@ class OverwritingRing(_Opened):
 
 
 class OverwritingRingReader(_Made):
-    """The reading end for q. Its first position is random, so that slices of another ring are detected."""
+    """The reading end of a ring buffer for q. Its first position is random, to detect slices of another ring."""
 
     def __init__(self, directory: Path, size: int):
         super().__init__(directory, size)
         self._first = self._header[_WRITTEN] = secrets.randbits(_FIRST_BITS) * self.size
 
     def view(self, message: tensor_pb2.Tensor, place: pb.RingSlice, dtype: torch.dtype | None = None) -> Tensor | None:
-        """Return a view of the tensor at `place`; None if overwritten or from another ring.
+        """Return a view of the tensor in the slice `place`; None if the slice is overwritten or of another ring.
 
         Data read from the view are valid only if `holds` is still true afterwards. Raises InvalidRequest for a slice
-        that crosses the ring's end, and where `from_wire` does.
+        that crosses the ring's end, and if bytes, shape and dtype disagree.
         """
         if not self.holds(place):
             return None
         return from_wire(message, dtype, _view(self._bytes, place, alignment=1))
 
     def holds(self, place: pb.RingSlice) -> bool:
-        """True if the data at `place` were written to this ring and are not overwritten."""
+        """True if the data in the slice `place` were written to this ring and have not been overwritten."""
         written = self._header[_WRITTEN]
         return self._first <= place.position and written - self.size <= place.position <= written - place.length
 
@@ -223,7 +223,7 @@ def _parts(memory: mmap.mmap) -> tuple[memoryview, memoryview]:
 
 
 def _next_place(head: int, length: int, size: int) -> int:
-    """Return the first aligned position from `head` on where `length` bytes do not cross the ring's end."""
+    """Return the first aligned position at or after `head` at which `length` bytes do not cross the ring's end."""
     position = _round_up(head, _ALIGNMENT)
     return _round_up(position, size) if position % size + length > size else position
 
@@ -272,7 +272,7 @@ def _view(memory: Memory, taken: pb.RingSlice, alignment: int) -> Memory:
 
 
 def _remove_abandoned(directory: Path) -> None:
-    """Remove the files of rings whose makers have died: the kernel released their locks."""
+    """Remove the files of rings whose creators have died, recognised by their released locks."""
     for file in directory.glob(_NAMES):
         with contextlib.suppress(OSError), file.open("rb") as found:
             fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)

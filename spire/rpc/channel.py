@@ -73,13 +73,13 @@ def connect(address: str, trust: Trust = ANYBODY, caller: str = THIS_PROCESS) ->
 
 
 def new_server(trust: Trust = ANYBODY) -> grpc.aio.Server:
-    """Return a server without a port. Pass the same `trust` to `listen`."""
+    """Return a gRPC server that has no port yet. Pass the same `trust` to `listen`."""
     interceptors = [SecretRequired(trust.secret)] if trust.secret else []
     return grpc.aio.server(interceptors=interceptors, options=_SERVER_OPTIONS)
 
 
 def listen(server: grpc.aio.Server, host: str, port: int, trust: Trust = ANYBODY) -> int:
-    """Open the port, 0 for a free one, and return its number. The port is ignored if `host` is unix:PATH.
+    """Open a port and return its number; 0 picks a free port. `port` is ignored if `host` is unix:PATH.
 
     Raises SpireError if listening fails, or if other machines could reach a server without TLS or secret.
     """
@@ -97,7 +97,7 @@ def listen(server: grpc.aio.Server, host: str, port: int, trust: Trust = ANYBODY
 
 
 def _check_free(path: Path) -> None:
-    """Raise SpireError if anything but an abandoned socket is there: gRPC would remove it."""
+    """Raise SpireError if `path` is a file or a socket in use, because gRPC would remove the file or socket."""
     if not path.exists():
         return
     if not path.is_socket():
@@ -110,7 +110,7 @@ def _check_free(path: Path) -> None:
 def _introduced(channel: grpc.aio.Channel, own: list[tuple[str, str]]) -> grpc.aio.Channel:
     """Add the metadata `own` to every call of a channel, and return the channel.
 
-    A gRPC interceptor would add a queue and a task to each message of a stream.
+    The methods are wrapped, because a gRPC interceptor would add a queue and a task to each message of a stream.
     """
 
     def introducing(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,7 +28,7 @@ class _Handle(ctypes.Structure):
 
 
 class _Bytes:
-    """GPU memory that torch views without a copy. The driver call named `give_back` frees it after its last tensor."""
+    """GPU memory that torch uses without a copy. The driver call named `give_back` frees it after the last tensor."""
 
     def __init__(self, address: int, length: int, device: torch.device, give_back: str):
         self.__cuda_array_interface__ = {
@@ -43,12 +43,12 @@ class _Bytes:
 
 
 def gpu_of(device: torch.device) -> str:
-    """Return the UUID of a GPU, the same in all processes; empty for another device."""
+    """Return the UUID of a GPU, which is the same in all processes; empty if `device` is not a GPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def share(length: int, device: torch.device) -> tuple[Tensor, bytes]:
-    """Allocate `length` bytes of a GPU, and return them with the handle for `opened`. Raises OSError."""
+    """Allocate `length` bytes of GPU memory, and return them with the handle that `opened` takes. Raises OSError."""
     with _calling(device):
         address, handle = ctypes.c_uint64(), _Handle()
         _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(length))
@@ -58,7 +58,7 @@ def share(length: int, device: torch.device) -> tuple[Tensor, bytes]:
 
 
 def opened(handle: bytes, length: int, device: torch.device) -> Tensor:
-    """Map the bytes that another process shares on this GPU. Raises OSError."""
+    """Map GPU memory that another process has shared, and return its bytes as a tensor. Raises OSError."""
     if len(handle) != _HANDLE_BYTES:
         raise OSError(f"a handle of GPU memory has {_HANDLE_BYTES} bytes, {len(handle)} came")
     with _calling(device):
@@ -68,13 +68,13 @@ def opened(handle: bytes, length: int, device: torch.device) -> Tensor:
 
 
 def wait_for(memory: Tensor) -> None:
-    """Wait for the current stream of this thread on the GPU of `memory`."""
+    """Wait until the calling thread's current CUDA stream on the GPU of `memory` has finished."""
     torch.cuda.current_stream(memory.device).synchronize()
 
 
 @contextlib.contextmanager
 def _calling(device: torch.device) -> Iterator[None]:
-    """Give the calling thread a CUDA context on `device`, and turn errors of CUDA into OSError."""
+    """Enter a CUDA context on `device` in the calling thread, and convert CUDA errors into OSError."""
     try:
         with torch.cuda.device(device):
             torch.cuda.synchronize()

@@ -30,23 +30,23 @@ OK = pb.ItemStatus(code=pb.CODE_OK)
 
 
 def item_status(error: SpireError) -> pb.ItemStatus:
-    """Return the status of a failed batch item."""
+    """Return the status of a batch item that failed with `error`."""
     code = next((code for kind, code, _ in _TABLE if isinstance(error, kind)), pb.CODE_INVALID_ARGUMENT)
     return pb.ItemStatus(code=code, message=str(error), param=error.param if isinstance(error, InvalidRequest) else "")
 
 
 def code_name(code: pb.Code) -> str:
-    """Return the name of a code in metrics and logs, such as `not_found`."""
+    """Return the name of a status code for metrics and logs, such as `not_found`."""
     return pb.Code.Name(code).removeprefix("CODE_").lower()
 
 
 def raise_for(status: pb.ItemStatus) -> None:
-    """Raise the error of an item's status, unless the status is OK."""
+    """Raise the error that the status of a batch item encodes, unless the status is OK."""
     if status.code != pb.CODE_OK:
         kind = next((kind for kind, code, _ in _TABLE if code == status.code), InvalidRequest)
         raise InvalidRequest(status.message, status.param) if kind is InvalidRequest else kind(status.message)
 
 
 def call_status(error: SpireError) -> grpc.StatusCode:
-    """Return the gRPC status of a failed call."""
+    """Return the gRPC status code of a call that failed with `error`."""
     return next((status for kind, _, status in _TABLE if isinstance(error, kind)), grpc.StatusCode.UNKNOWN)

@@ -1,4 +1,4 @@
-"""Identify this host, whose processes can share memory. Imports no torch, for the gateway."""
+"""Identify this host, whose processes can share memory. Imports no torch, so that the gateway may import it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def host_id() -> str:
 
 
 def own_directory(shared: Path) -> Path:
-    """Return a directory for the processes of one user: `shared` if no other user may enter it, else one inside it.
+    """Return a directory that no other user may enter: `shared` itself or, if others may enter, a subdirectory.
 
     Raises OSError if the directory cannot be created, or another user could enter it.
     """

@@ -7,7 +7,7 @@ from spire.errors import InvalidRequest
 # Most probable alternatives reported with a token.
 MAX_LOGPROBS = 20
 
-# Characters. The ids of our gateway are shorter: gateway id, number, request id, life.
+# In characters. The ids of our gateway are shorter: gateway id, number, request id, life.
 MAX_SEQUENCE_ID = 256
 
 MAX_GRAMMAR_BYTES = 64 << 10
@@ -29,6 +29,6 @@ MAX_TAPPED_POSITIONS = 1024
 
 
 def check_named(what: str, count: int) -> None:
-    """Raise InvalidRequest if a message names too many sequences."""
+    """Raise InvalidRequest if the message `what` names more than MAX_NAMED sequences."""
     if count > MAX_NAMED:
         raise InvalidRequest(f"{what} names {count} sequences, at most {MAX_NAMED} are taken at once")

@@ -1,4 +1,4 @@
-"""Convert sampling parameters from the wire to tensors. Imports torch, so the gateway must not import it."""
+"""Convert sampling parameters from messages to tensors. Imports torch, so the gateway must not import this module."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ONE_OF_EACH = (
 
 
 def from_protos(samplings: Sequence[pb.Sampling], device: torch.device | str = "cpu") -> SamplingRows:
-    """Return the parameters as tensors with one row per message."""
+    """Convert sampling parameters to tensors with one row per message."""
     return SamplingRows(
         temperature_B=torch.tensor([s.temperature for s in samplings], dtype=torch.float32, device=device),
         top_k_B=torch.tensor([s.top_k for s in samplings], dtype=torch.int64, device=device),

@@ -35,7 +35,7 @@ class Secret:
 
     @classmethod
     def read(cls, file: Path | None) -> Secret | None:
-        """Read --secret-file; None if no file is given. Raises SpireError naming the file."""
+        """Read the secret in the file of --secret-file; None if no file is given. Raises SpireError naming the file."""
         if file is None:
             return None
         try:
@@ -52,7 +52,7 @@ class Secret:
         return cls(text)
 
     def is_in(self, metadata: dict[str, str | bytes]) -> bool:
-        """True if a call's metadata hold the secret. Compares in constant time."""
+        """True if the metadata of a call contain the secret. Compares in constant time."""
         presented = metadata.get(SECRET_METADATA_KEY, "")
         presented = presented.encode() if isinstance(presented, str) else presented
         return secrets.compare_digest(presented, self.text.encode())
@@ -65,7 +65,7 @@ def make_secret(file: Path) -> None:
 
 
 class SecretRequired(grpc.aio.ServerInterceptor):
-    """Refuse calls without the secret, except health checks."""
+    """Server interceptor that refuses calls without the secret, except health checks."""
 
     def __init__(self, secret: Secret):
         self._secret = secret

@@ -1,4 +1,4 @@
-"""Tensors on the wire: raw little-endian bytes, dtype and shape. Imports torch, so the gateway must not import it."""
+"""Tensors in messages: raw little-endian bytes, dtype and shape. Imports torch: the gateway must not import this."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COPIED_ALONE = 512 * 1024
 
 
 def host_bytes(tensor: Tensor) -> npt.NDArray[np.uint8]:
-    """Return a view of a contiguous tensor on the host as bytes: the last dimension becomes bytes."""
+    """Return a view of a contiguous host tensor as bytes: the last dimension counts bytes instead of elements."""
     return tensor.view(torch.uint8).numpy()
 
 
@@ -38,20 +38,20 @@ def copy_to(there: Tensor, tensor: Tensor) -> None:
 
 
 def to_wire(tensor: Tensor) -> pb.Tensor:
-    """Encode a float32, bfloat16 or int32 tensor."""
+    """Encode a float32, bfloat16 or int32 tensor as a message."""
     message = pb.Tensor()
     put(message, tensor)
     return message
 
 
 def put(message: pb.Tensor, tensor: Tensor) -> None:
-    """Encode a tensor into an empty message field in place: assigning a finished message would copy its bytes again."""
+    """Encode `tensor` into the empty `message` in place: assigning a complete message would copy the bytes again."""
     put_shape(message, tensor.dtype, tensor.shape)
     message.data = tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def without_data(tensor: Tensor) -> pb.Tensor:
-    """Encode dtype and shape only, for a tensor whose bytes travel through shared memory."""
+    """Encode only the dtype and shape of a tensor, whose bytes travel through shared memory."""
     message = pb.Tensor()
     put_shape(message, tensor.dtype, tensor.shape)
     return message
@@ -63,7 +63,7 @@ def put_shape(message: pb.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> N
 
 
 def from_wire(message: pb.Tensor, dtype: torch.dtype | None = None, data: memoryview | Tensor | None = None) -> Tensor:
-    """Decode a copy of the message's bytes, or a view of `data`: writable bytes, on any device, from shared memory.
+    """Decode a tensor: a copy of the message's bytes or, if given, a view of `data`, writable bytes on any device.
 
     Raises InvalidRequest if bytes, shape and dtype disagree, or if the tensor is not of type `dtype`.
     """

@@ -1,4 +1,4 @@
-"""Mutual TLS between services. Each has a directory with its certificate, its key, and the CA that both sides trust.
+"""Mutual TLS between services. A service has a directory with its certificate, its key and the CA that all trust.
 
     tls.crt  tls.key  ca.crt        as in a Kubernetes secret; `spire certs` makes such directories
 
@@ -30,7 +30,7 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class Tls:
-    """The PEM contents of the three files."""
+    """A service's certificate, its private key and the CA certificate, each in PEM."""
 
     certificate: bytes
     key: bytes
@@ -38,7 +38,7 @@ class Tls:
 
     @classmethod
     def read(cls, directory: Path | None) -> Tls | None:
-        """Read the directory of --tls; None if not given. Raises SpireError naming the file."""
+        """Read the files in the directory of --tls; None if no directory is given. Raises SpireError naming a file."""
         if directory is None:
             return None
         certificate, key = certificate_files(directory)
@@ -57,7 +57,7 @@ class Tls:
 
 
 def certificate_files(directory: Path) -> tuple[Path, Path]:
-    """Return the files of certificate and key. Raises SpireError if they cannot be read or do not match."""
+    """Return the paths of certificate and key. Raises SpireError if they cannot be read or do not match."""
     certificate, key = directory / CERTIFICATE, directory / KEY
     try:
         # Without `password`, an encrypted key would prompt at the terminal.
@@ -72,7 +72,7 @@ def _complaint(directory: Path, names: str, error: Exception) -> str:
 
 
 def in_words(details: str | None, tls: Tls | None) -> str:
-    """Return why a peer cannot be reached: gRPC's details, with an explanation if TLS is the cause."""
+    """Return the reason for a failed connection: gRPC's `details`, with an explanation if TLS is the cause."""
     said = details or "no reason was given"
     reason = next((words for sign, words in _REASONS.items() if sign in said), "")
     if not reason and _CONNECTING in said and _TURNED_AWAY in said:

@@ -1,6 +1,6 @@
-"""How a service authenticates its peers: certificates, a secret, both, or nothing.
+"""Authentication of a service's peers: by certificates, by a secret, by both, or not at all.
 
-With nothing a service listens only on loopback or a Unix socket. Every user of the host can reach loopback.
+Without authentication a service listens only on loopback or a Unix socket. Every user of the host can reach loopback.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Trust:
         return cls(Tls.read(tls), Secret.read(secret_file))
 
     def check_host(self, host: str) -> None:
-        """Raise SpireError if `host` cannot be served: if other machines could reach it and the service has neither TLS
-        nor a secret, if it is a Unix socket in no directory, or one with TLS."""
+        """Raise SpireError if the service must not listen on `host`: a host that other machines can reach needs TLS or
+        a secret, and a Unix socket needs an existing directory and excludes TLS."""
         if is_unix(host):
             if self.tls:
                 raise SpireError(f"--host {host} and --tls do not go together: certificates name hosts. Leave one out")
@@ -43,7 +43,7 @@ class Trust:
             )
 
     def warn(self, host: str) -> None:
-        """Log a warning if others could read the traffic or call a service that listens on `host`."""
+        """Log a warning if others could read the traffic of a service that listens on `host`, or could call it."""
         if self.tls or (self.secret and _stays_here(host)):
             return
         if is_unix(host) and not _directory(host).stat().st_mode & 0o077:

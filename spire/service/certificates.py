@@ -31,7 +31,7 @@ _BACKDATED = timedelta(hours=1)
 
 
 def make_certificates(directory: Path, hosts: Sequence[str] = (), days: float = 365) -> None:
-    """Write `directory`/gateway, /verifier and /draft. The CA is created only if absent: a second call renews.
+    """Write new certificates and keys to `directory`/gateway, /verifier and /draft. An existing CA is used again.
 
     Each certificate is valid for the service's name, loopback and `hosts`. Raises DataError for an unusable file.
     """

@@ -1,6 +1,6 @@
-"""A thread pool that several askers share fairly: each has its own queue, and the queues take turns.
+"""A thread pool that several clients ("askers") share fairly: each has its own queue, served round-robin.
 
-An asker occupies one thread at a time, so that in a pool of several threads another asker's job starts at once. A job
+An asker occupies at most one thread, so that in a pool of several threads another asker's job starts at once. A job
 whose future is cancelled before its start never runs.
 """
 
@@ -15,12 +15,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
-# What to call, and the future of its result.
+# A function and the future of its result.
 _Job = tuple[Callable[[], Any], Future[Any]]
 
 
 class FairPool:
-    """A pool of `threads` daemon threads, which start with the first job."""
+    """A pool of `threads` daemon threads, started with the first job, that serves one queue per client in turns."""
 
     def __init__(self, threads: int, name: str):
         self._threads = [threading.Thread(target=self._serve, name=f"{name}-{n}", daemon=True) for n in range(threads)]
@@ -30,7 +30,7 @@ class FairPool:
         self._changed = threading.Condition()
 
     async def run(self, asker: str, function: Callable[..., Result], *args: Any) -> Result:
-        """Run `function` on a thread and return its result. If cancelled before its start, `function` never runs."""
+        """Run `function` as a job of `asker` and return its result. A job cancelled before its start never runs."""
         return await asyncio.wrap_future(self.submit(asker, function, *args))
 
     def submit(self, asker: str, function: Callable[..., Result], *args: Any) -> Future[Result]:
@@ -57,7 +57,7 @@ class FairPool:
                 self._changed.notify()
 
     def _next(self) -> tuple[str, _Job]:
-        """Wait for and return the next asker and its first job. The asker's other jobs go to the end of the turns."""
+        """Wait for a job. Return the asker whose turn it is and the asker's first job; others wait for a later turn."""
         with self._changed:
             while (asker := next((one for one in self._queues if one not in self._served), None)) is None:
                 self._changed.wait()

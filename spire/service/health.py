@@ -4,7 +4,7 @@
     python -m spire.service.health 127.0.0.1:50051 --tls DIR
 
 This is the health check of containers: the images hold no curl, and Kubernetes' own probes cannot check gRPC over TLS.
-HOST:PORT is checked by gRPC's health protocol, with which `keep_reporting` answers. Imports no torch, to start fast.
+HOST:PORT is checked by gRPC's health protocol, which `keep_reporting` serves. Imports no torch, to start fast.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def refusal_of(address: str, tls: Path | None, timeout: float) -> str:
-    """Return why a service is not serving, or "" if it is. Raises SpireError if the certificates cannot be used."""
+    """Return the reason why a service is not serving, or "" if healthy. Raises SpireError for unusable certificates."""
     if address.startswith(("http://", "https://")):
         return _of_http(address, timeout)
     return asyncio.run(_of_grpc(address, tls, timeout))
@@ -75,7 +75,7 @@ async def _of_grpc(address: str, directory: Path | None, timeout: float) -> str:
 
 
 async def keep_reporting(healthy: health.aio.HealthServicer, well: Callable[[], bool]) -> None:
-    """Report health every second: a process with a stuck model still answers pings, but must be restarted."""
+    """Set the gRPC health status by `well()` every second: a stuck process still answers pings, but must restart."""
     from grpc_health.v1 import health_pb2
 
     status = health_pb2.HealthCheckResponse

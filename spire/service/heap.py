@@ -9,7 +9,7 @@ _MIB = 1024 * 1024
 
 
 def keep_freed_memory() -> None:
-    """Keep the memory of freed tensors for new tensors. Call before any thread begins to compute.
+    """Make glibc keep the memory of freed tensors for new tensors. Call before any thread begins to compute.
 
     By default glibc returns freed tensors above some 100 KB to the kernel, and new ones are faulted in page by page.
     """
@@ -18,7 +18,7 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Return the freed memory of large requests to the kernel. Call before other threads begin.
+    """Make glibc return the freed memory of large requests to the kernel. Call before other threads begin.
 
     By default glibc has up to eight heaps per core, and keeps more memory the larger the blocks that were freed.
     """

@@ -1,4 +1,4 @@
-"""A queue from many threads to one."""
+"""A queue with many producer threads and one consumer thread."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Inbox(Generic[Item]):
         self._given.put(item)
 
     def take(self, most: int, patience: float | None) -> list[Item]:
-        """Take up to `most` items. Wait up to `patience` seconds for the first one; None waits without limit."""
+        """Remove and return up to `most` items. Wait up to `patience` seconds (None: no limit) for the first item."""
         taken: list[Item] = []
         with contextlib.suppress(Empty):
             if most > 0:

@@ -34,7 +34,7 @@ class KnownKey:
 
 
 def refuse_open_address(address: str) -> None:
-    """Raise SpireError if other machines can reach this IP address of a gateway without API keys."""
+    """Raise SpireError if other machines can reach `address`, the IP address of a gateway without API keys."""
     if not ip_address(address.split("%")[0]).is_loopback:
         raise SpireError(
             f"other machines can reach {address}, and no API keys are asked for: make one with "
@@ -43,12 +43,12 @@ def refuse_open_address(address: str) -> None:
 
 
 def digest(key: bytes) -> bytes:
-    """Return the SHA-256 of a key, which is stored instead of the key."""
+    """Return the SHA-256 of an API key, which is stored instead of the key."""
     return hashlib.sha256(key).digest()
 
 
 def read_keys(file: Path) -> tuple[list[KnownKey], list[int]]:
-    """Return the keys of a file and the numbers of its invalid lines. Raises DataError if the file cannot be read."""
+    """Return the API keys in a file and the numbers of its invalid lines. Raises DataError if it cannot be read."""
     keys, wrong = [], []
     for number, line in enumerate(_lines(file), 1):
         if found := _LINE.fullmatch(line.strip()):
@@ -59,7 +59,7 @@ def read_keys(file: Path) -> tuple[list[KnownKey], list[int]]:
 
 
 def create_key(name: str, file: Path) -> str:
-    """Add a new key to a file, created if absent, and return the key, which cannot be recovered. Raises DataError."""
+    """Create an API key, add its hash to `file` and return the key, which cannot be recovered. Raises DataError."""
     if not _NAME.fullmatch(name):
         raise DataError(f"{name!r} is no name for a key: up to 64 letters, digits, '.', '_' and '-'")
     lines = _lines(file) if file.exists() else []
@@ -71,7 +71,7 @@ def create_key(name: str, file: Path) -> str:
 
 
 def revoke_key(name: str, file: Path) -> int:
-    """Remove all keys of a name from a file, and return their number. Raises DataError if there is none."""
+    """Remove all API keys called `name` from `file`, and return their number. Raises DataError if there is none."""
     lines = _lines(file)
     kept = [line for line in lines if _name_of(line) != name]
     if kept == lines:
@@ -81,7 +81,7 @@ def revoke_key(name: str, file: Path) -> int:
 
 
 def authorization(variable: str = GATEWAY_KEY) -> dict[str, str]:
-    """Return the Authorization header with the key in an environment variable; empty if unset. Raises DataError."""
+    """Return the Authorization header for the API key in an environment variable; {} if unset. Raises DataError."""
     key = os.environ.get(variable, "").strip()
     if not _SENDABLE.fullmatch(key):
         raise DataError(f"{variable} holds characters that no API key has")

@@ -12,7 +12,7 @@ _LINK = re.compile(r"(tcp|udp|sctp)://\S+")
 
 
 def explain_link(variable: str) -> str:
-    """Return an explanation if the environment variable is a service link, else ""."""
+    """Return an error message if the environment variable holds a Kubernetes service link, else ""."""
     value = os.environ.get(variable, "")
     if not _LINK.fullmatch(value):
         return ""

@@ -16,7 +16,7 @@ _HIERARCHIES = (
 
 
 def memory_limit(cgroups: Path = _CGROUPS) -> int:
-    """The memory limit of this process in bytes: that of its container, or the machine's memory."""
+    """Return the memory limit of this process in bytes: that of its container or, if less, the machine's memory."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for limit, *_ in _HIERARCHIES:
         with suppress(OSError, ValueError):  # "max" is no number
@@ -25,7 +25,7 @@ def memory_limit(cgroups: Path = _CGROUPS) -> int:
 
 
 def free_memory(cgroups: Path = _CGROUPS, meminfo: Path = _MEMINFO) -> int:
-    """Bytes that can be allocated now without the machine swapping or the container being killed."""
+    """Return the bytes that can be allocated now without the machine swapping or the container being killed."""
     free = [memory_limit(cgroups)]
     with suppress(OSError, KeyError):
         free.append(_numbers(meminfo)["MemAvailable:"] * 1024)

@@ -6,7 +6,7 @@
     [verifier]
     max_sequences = 16
 
-It has one table per command and service. The environment and the command line take precedence.
+The file has one table per command and service. The environment and the command line take precedence.
 """
 
 from __future__ import annotations

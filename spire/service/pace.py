@@ -18,7 +18,7 @@ _REMEMBERED = 8
 
 
 def limit(step_seconds: float, floor: float) -> float:
-    """Seconds after which a wait for steps of `step_seconds` is given up; at least `floor`."""
+    """Return the timeout in seconds for a step if steps usually take `step_seconds`: a multiple, at least `floor`."""
     return max(floor, MULTIPLE * step_seconds)
 
 
@@ -38,12 +38,12 @@ class Pace:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of the slowest group's median, or expected for the current step if more; 0 before the first step."""
+        """Longest median of any kind of step or, if longer, expected time of the current step (seconds; 0 at first)."""
         return max(self._longest, self._expected)
 
     @property
     def seconds_busy(self) -> float:
-        """Seconds since the thread last began or ended a piece of work; 0 while it waits for work."""
+        """Seconds since the thread last began or ended a step or other work; 0 while the thread waits for work."""
         since = self._since
         return 0.0 if since is None else self._clock() - since
 
@@ -51,16 +51,16 @@ class Pace:
         return self.seconds_busy > limit(self.step_seconds, floor)
 
     def work(self) -> None:
-        """Note that the thread begins to work."""
+        """Record that the thread begins to work."""
         self._since = self._clock()
 
     def rest(self) -> None:
-        """Note that the thread waits for work."""
+        """Record that the thread waits for work."""
         self._since = None
 
     @contextmanager
     def step(self, kind: str, size: int) -> Iterator[None]:
-        """Measure the block as a step of `size` positions. A step that raises is not counted."""
+        """Time the enclosed block as a step of `size` positions. A block that raises an exception is not recorded."""
         self._expected = self.expected(kind, size)
         self.work()
         began = self._clock()
@@ -80,7 +80,7 @@ class Pace:
         self._longest = max(self._medians.values())
 
     def expected(self, kind: str, size: int) -> float:
-        """Seconds expected for a step: its group's median, else scaled up from smaller sizes; 0 if no step is known."""
+        """Return the expected seconds of a step: the median of similar steps, else scaled from others; 0 if unknown."""
         bits = size.bit_length()
         if (kind, bits) in self._medians:
             return self._medians[kind, bits]

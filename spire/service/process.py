@@ -19,9 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-# Services share the cores, so a waiting OpenMP thread must soon sleep; but to sleep between the parts of a step costs
-# more time than the parts themselves. This spin count bridges them; longer and shorter spins are slower. OpenMP reads
-# these variables when torch is imported.
+# Services share the cores, so a waiting OpenMP thread must soon sleep; but sleeping between the parts of a step costs
+# more time than the parts themselves. This spin count bridges the gaps; longer and shorter spins are slower. OpenMP
+# reads these variables when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
@@ -39,7 +39,7 @@ from spire.service.repeats import Repeats
 
 
 class ServiceConfig(BaseSettings):
-    """Options of a service: command line, then environment, then its table of the options file, then defaults."""
+    """Options of a service. Sources by precedence: command line, environment, table in the options file, defaults."""
 
     model_config = SettingsConfigDict(frozen=True, cli_kebab_case=True)
 
@@ -70,7 +70,7 @@ class ServiceConfig(BaseSettings):
 
 
 class ModelServiceConfig(ServiceConfig):
-    """What both model services are told alike: where they listen, on what they compute."""
+    """Options common to verifier and draft: the address to listen on, the device and dtype to compute with."""
 
     host: Host = Field("127.0.0.1", description="Address to listen on; unix:PATH for this host's processes alone.")
     shared_memory: str = Field(
@@ -91,7 +91,7 @@ _CANNOT_START = 2
 
 
 def run(name: str, config: type[Config], serve: Callable[[Config], Coroutine[Any, Any, None]]) -> None:
-    """Read the options and serve until `serve` returns. On an error print one line to stderr and exit with code 2."""
+    """Read the service's options and run `serve` to its end. On an error print one line to stderr and exit with 2."""
     faulthandler.register(signal.SIGUSR1)
     os.umask(0o077)  # files and sockets of a service are for its own user only
     try:
@@ -119,10 +119,10 @@ def _long_option(argument: str) -> str:
 
 
 def on_passing_thread(load: Callable[[], Loaded]) -> Loaded:
-    """Call `load`, the heavy work of starting, on a thread that then ends, and return the result.
+    """Call `load`, the heavy part of start-up, on a temporary thread and return its result.
 
-    OpenMP keeps a team of threads for every living thread that ever computed. If they outnumber the cores, OpenMP stops
-    spinning and a forward is much slower. The model thread must therefore be the only one.
+    OpenMP keeps a team of threads for every living thread that ever computed. If all these threads outnumber the cores,
+    OpenMP stops spinning and a forward is much slower. So only the model thread may stay alive after computing.
     """
     with ThreadPoolExecutor(1) as passing:
         return passing.submit(load).result()
@@ -137,7 +137,7 @@ async def stop_signal() -> None:
 
 
 def announce(ready_file: Path | None, address: str) -> None:
-    """Write the address atomically to the ready file, if given: the service can be reached from now on.
+    """Announce that the service is reachable: write `address` atomically to the ready file, if a file is given.
 
     All objects loaded so far are frozen, because searching them for garbage would delay a gateway's rounds.
     """
@@ -150,7 +150,7 @@ def announce(ready_file: Path | None, address: str) -> None:
 
 
 async def keep_announcing(ready_file: Path | None, well: Callable[[], bool] = lambda: True) -> None:
-    """Touch the ready file every second while `well()`; the supervisor restarts a service that is frozen or stuck."""
+    """Touch the ready file every second while `well()`; the supervisor restarts a service that stops touching it."""
     while ready_file is not None:
         await asyncio.sleep(1)
         if well():

@@ -1,6 +1,6 @@
-"""Bound the size of logs: of each kind of line the first few per minute are written, the rest are only counted.
+"""Limit the size of logs: the first few lines of each kind per minute are written, further ones are only counted.
 
-Debug lines are never left out: a debug log is asked for, and has a line for every request.
+Debug lines are never dropped: a debug log is requested, and has a line for every request.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Kind:
 
 
 class Repeats:
-    """Counts log lines by kind, for all loggers of a process. Any thread may call it. `clock` is in seconds."""
+    """Counter of log lines by kind, which drops lines beyond a limit per minute. Thread-safe. `clock` is in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
@@ -34,7 +34,7 @@ class Repeats:
         self._counting = threading.Lock()
 
     def count(self, kind: Hashable) -> int | None:
-        """Count a line. Return the number of lines of its kind left out before it, or None to leave it out too."""
+        """Count a log line. Return None if the line must be dropped, else the number of its kind dropped before."""
         now = self._clock()
         with self._counting:
             known = self._kinds.get(kind)
@@ -48,7 +48,7 @@ class Repeats:
             return left_out if known.count <= MOST else None
 
     def processor(self, _: WrappedLogger, level: str, event: EventDict) -> EventDict:
-        """Processor for structlog. The kind of a line is its level, event and peer."""
+        """structlog processor that drops frequent lines. The kind of a line is its level, event and peer."""
         if level == "debug":
             return event
         left_out = self.count((level, event.get("event"), event.get("peer")))
@@ -57,7 +57,7 @@ class Repeats:
         return {**event, "left_out": left_out} if left_out else event
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Filter for a logging handler. The kind of a record is its logger, level and message before formatting."""
+        """logging filter that drops frequent records. A record's kind is its logger, level and unformatted message."""
         left_out = self.count((record.name, record.levelno, record.msg))
         if left_out:
             record.msg = f"{record.msg} (and {left_out} more like this before)"

@@ -1,6 +1,6 @@
-"""Chat messages in the form that templates take: one reader for serving and for training.
+"""Normalization of chat messages for chat templates, the same for serving and for training.
 
-Text only. Templates also get the other fields of a message, except fields of tools and audio.
+Only text is supported. All fields of a message are passed to the template, except UNSUPPORTED and IGNORED fields.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LONGEST_SHOWN = 40
 
 
 def plain_message(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a message in the form that a template takes: content as one string, and no null fields.
+    """Normalize a chat message for a chat template: content becomes one string, and null fields are removed.
 
     `message` must have a role and content. Raises TemplateRefusal naming the field, prefixed by `where`.
     """

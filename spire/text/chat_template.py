@@ -1,7 +1,7 @@
 """Rendering of chat messages to a prompt by the target's own template.
 
 The template is code from the author of the checkpoint: it runs in Jinja's sandbox, with the names that `transformers`
-provides, and its output is cut off where no context could hold it. Does not know: tools, documents and images.
+provides, and rendering stops once the output is longer than any context. Does not know: tools, documents and images.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class ChatTemplate:
 
 
 class _Generation(Extension):
-    """`{% generation %}`, which marks the assistant's text for training. Here the tag has no effect."""
+    """The Jinja tag `{% generation %}`, which marks the assistant's text for training. Here the tag has no effect."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's own attribute
 

@@ -1,7 +1,7 @@
 """Text documents: the reader of all files given with --data, for training and measurements.
 
-A .txt file is a document, and so is each line of a .jsonl file: its `text`, or its `messages` by a model's chat
-template. Text is UTF-8, with or without a byte order mark; only \\n ends a line of JSONL. Blank documents are skipped.
+A .txt file is one document. A line of a .jsonl file is one too: its `text`, or its `messages` rendered by a model's
+chat template. Text is UTF-8, with or without byte order mark. Only \\n ends a JSONL line. Blank documents are skipped.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Unusable(Exception):
 
 @dataclass(frozen=True)
 class Chats:
-    """The conversion of messages to text by the chat template in the directory `model`."""
+    """Converter of chat messages to text by the chat template in the directory `model`."""
 
     model: Path
 
@@ -65,7 +65,7 @@ class Chats:
 
 
 def read_documents(files: list[Path], chats: Chats, told: Told = lambda _: None) -> Iterator[str]:
-    """Yield all documents of `files` (see find_files) in a fixed order; `told` is called with numbers of bytes read.
+    """Yield all documents of `files` (see find_files) in a fixed order. Each read calls `told` with its byte count.
 
     Raises DataError naming the file, the line and the key that cannot be used, or the files if they hold no text.
     """
@@ -123,7 +123,7 @@ def _refuse_other_files(name: str, head: bytes) -> None:
 
 
 def _text_of(line: str, chats: Chats) -> str:
-    """Return the document of a JSONL line. Raises _Unusable or TemplateRefusal."""
+    """Parse a line of JSONL and return its document. Raises _Unusable or TemplateRefusal."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
@@ -151,7 +151,7 @@ def _text_of(line: str, chats: Chats) -> str:
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
-    """Return messages in the form that a template takes, with the content of each as one string."""
+    """Check and normalize the `messages` of a JSONL line for a chat template. Raises _Unusable or TemplateRefusal."""
     if not isinstance(value, list) or not value:
         found = "empty" if value == [] else kind_of(value)
         raise _Unusable(f"'messages' is {found}, not a list of messages")

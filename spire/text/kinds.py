@@ -1,4 +1,4 @@
-"""Names of the kinds of JSON values, for error messages about a value of the wrong kind."""
+"""Names of JSON types, for error messages about a value of the wrong type."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ _KINDS = {
 
 
 def kind_of(value: Any) -> str:
-    """Return the kind of a value in words, for example "an integer" for 5."""
+    """Return the JSON type of a value in words, for example "an integer" for 5."""
     return _KINDS.get(type(value), type(value).__name__)

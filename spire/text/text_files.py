@@ -1,8 +1,8 @@
 """Text files as streams of bytes: plain, compressed, in archives, and in directories.
 
-The suffix of a name decides, regardless of case: .gz, .xz and .bz2 are decompressed while reading, .tar and .zip hold
-further files. In directories and archives only files with the suffix of a text file are read; a file given by its own
-name needs no such suffix. Does not know: encodings, and archives in archives.
+The suffix of a file's name, in any case, is its format: .gz, .xz and .bz2 are decompressed while reading, .tar and .zip
+hold further files. In directories and archives only files with the suffix of a text file are read; a file given by its
+own name needs no such suffix. Does not know: encodings, and archives in archives.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Told = Callable[[int], None]
 
 @dataclass(frozen=True)
 class TextFile:
-    """A file's name for messages and its unpacked bytes. The stream is valid until the iterator advances."""
+    """A file's name for messages and a stream of its unpacked bytes, valid until `text_files` yields the next file."""
 
     name: str
     json_lines: bool
@@ -47,7 +47,7 @@ class TextFile:
 
 
 def find_files(paths: Iterable[Path]) -> list[Path]:
-    """Return each file, and the sorted text files of each directory. Raises DataError for a missing or empty path."""
+    """Replace each directory in `paths` by its text files, sorted. Raises DataError if a path is missing or empty."""
     found: list[Path] = []
     for path in paths:
         if not path.exists():
@@ -63,13 +63,13 @@ def find_files(paths: Iterable[Path]) -> list[Path]:
 
 
 def bytes_to_read(files: Iterable[Path]) -> int:
-    """Return the bytes that reading all files takes. A compressed .tar counts twice: it is first read for its index."""
+    """Return the number of bytes to read for all files. A compressed .tar counts twice: its index is read first."""
     packed_tars = {(_TAR, packed) for packed in _UNPACKERS}
     return sum(file.stat().st_size * (2 if _suffix(file.name) in packed_tars else 1) for file in files)
 
 
 def text_files(files: Iterable[Path], told: Told = lambda _: None) -> Iterator[TextFile]:
-    """Yield the files, and those in archives sorted by name; `told` is called with numbers of bytes read from disk.
+    """Yield each file, or the text files in an archive by name. Each read from disk calls `told` with its byte count.
 
     Raises DataError naming a file that cannot be read.
     """
@@ -129,7 +129,7 @@ class _Counted(io.FileIO):
 
 
 def _walk(directory: Path) -> Iterator[Path]:
-    """Yield the files under `directory`, following links but never into a directory already seen."""
+    """Yield the files under `directory`, following symbolic links except into directories already visited."""
 
     def refuse(error: OSError) -> None:
         raise DataError(f"{error.filename} cannot be read: {error.strerror}") from error
@@ -142,7 +142,7 @@ def _walk(directory: Path) -> Iterator[Path]:
 
 
 def _suffix(name: str) -> tuple[str, str]:
-    """Return the lower-case suffix of a file's kind and that of its compression, which may be empty."""
+    """Return the lower-case suffixes of a file's format and of its compression, such as .tar and .gz; "" for none."""
     lower = name.lower()
     for short, whole in _SHORT.items():
         lower = lower.removesuffix(short) + whole if lower.endswith(short) else lower
@@ -153,7 +153,7 @@ def _suffix(name: str) -> tuple[str, str]:
 
 
 def _is_text(name: str) -> bool:
-    """True if a file found in a directory or archive is text. macOS keeps metadata of a file in `._name` beside it."""
+    """True if `name`, found in a directory or archive, names a text file. `._name` files are metadata of macOS."""
     return not name.startswith("._") and _suffix(name)[0] in _TEXT | _JSON_LINES
 
 
@@ -172,7 +172,7 @@ def _in_tar(name: str, stream: IO[bytes]) -> Iterator[TextFile]:
 
 
 def _texts_in(name: str, members: list[tuple[str, Any]], opened: Callable[[Any], Any]) -> Iterator[TextFile]:
-    """Yield the text files among an archive's members by name. Raises DataError if there are none."""
+    """Yield the text files among an archive's members, sorted by name. Raises DataError if there is no text file."""
     texts = [(inside, member) for inside, member in members if _is_text(Path(inside).name)]
     if not texts:
         raise DataError(f"{name} holds no .txt or .jsonl file")

@@ -1,6 +1,6 @@
-"""Token windows from text. The order of the windows is a function of (seed, step) alone.
+"""Training windows of tokens from a text corpus. The windows of a step depend on (seed, step) alone.
 
-So an interrupted run resumes bit for bit without a stored order. `spire.text.documents` reads the files of a corpus.
+An interrupted run therefore resumes bit for bit, without a stored order. `spire.text.documents` reads corpus files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _READER = b"2"
 
 
 def corpus_texts(paths: Iterable[Path], chats: Chats, doing: str) -> Iterator[str]:
-    """Yield all documents under `paths`, with a progress bar labelled `doing`. Raises DataError naming the fault."""
+    """Yield all documents under `paths`, with a progress bar labelled `doing`. Raises DataError naming the problem."""
     files = find_files(paths)
     with bytes_shown(doing, bytes_to_read(files)) as told:
         yield from read_documents(files, chats, told)
@@ -50,7 +50,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 class TokenStream:
-    """A corpus as one row of token ids, document after document, each followed by the end token."""
+    """A corpus as one array of token ids: all documents in sequence, each followed by the end token."""
 
     def __init__(self, tokens: NDArray[np.uint32], start_token: int, name: str = ""):
         self.tokens, self.start_token = tokens, start_token
@@ -59,7 +59,7 @@ class TokenStream:
 
     @classmethod
     def build(cls, paths: list[Path], tokenizer: Tokenizer, start: int, end: int, chats: Chats) -> TokenStream:
-        """Encode `paths`, or reuse the cached tokens of an earlier run with the same files, tokenizer and template."""
+        """Tokenize the files in `paths`, or load the cached tokens of the same files, tokenizer and chat template."""
         # The key changes with the files, the tokenizer, the template or the reader.
         key = hashlib.sha256(_READER + tokenizer.to_str().encode() + chats.key.encode())
         for source in find_files(paths):
@@ -76,7 +76,7 @@ class TokenStream:
         return cls(np.load(file, mmap_mode="r"), start, name)
 
     def batch(self, seed: int, step: int, batch: int, length: int) -> NDArray[np.int64]:
-        """Return the training windows [batch, length] of one step: the start token and a random stretch of text."""
+        """Return one step's training windows [batch, length], each the start token and a random corpus excerpt."""
         if len(self.tokens) < length:
             raise DataError(f"the corpus holds {len(self.tokens):,} tokens, fewer than one sequence of {length}")
         starts = np.random.default_rng((seed, step)).integers(0, len(self.tokens) - length + 2, size=batch)

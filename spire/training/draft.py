@@ -1,9 +1,9 @@
 """`spire train draft`: training of a draft for a frozen target (paper sections 3.2 to 3.4, 4.1).
 
-A SPIRe draft learns by block rollouts: on each training sequence k passes follow every k-th prefix, all blocks in
-parallel and with teacher forcing. The target runs once per sequence; its activations are used at once and never stored.
-The offset of the blocks is drawn for each step. The paper's ablations and its vanilla baseline are values of the same
-recipe: the draft's initialisation, its memory, and its loss.
+A SPIRe draft learns by block rollouts: each training sequence is divided into blocks of k positions, and the draft runs
+k passes over all blocks in parallel, with teacher forcing. The target runs once per sequence; its activations are used
+at once and never stored. The offset of the blocks is drawn for each step. The paper's ablations and its vanilla
+baseline are values of the same recipe: the draft's initialisation, its memory, and its loss.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ Loss = Literal["mixed", "mixed-log", "data"]
 
 @dataclass(frozen=True)
 class DraftRecipe:
-    """All values that determine a draft besides its target and the text. The defaults are those of the bundled draft.
+    """All values, besides target and text, that determine a trained draft. The defaults are those of the bundled one.
 
-    `recipe_for` adapts the defaults to a target; there `layers` is a quarter of the target's layers.
+    `recipe_for` adapts the defaults to a target, for example `layers` to a quarter of the target's layers.
 
-    `start_from` is the directory of a draft to train further, instead of a new draft made by `init`.
+    `start_from` is the directory of a draft to train further, instead of a new draft initialised as `init` says.
     `on_policy` is the share of the short sequences whose second half is sampled from the target.
     `loss`: "mixed" is the paper's ω · CE(p, q) − (1 − ω) · α; "mixed-log" has log α in place of α; "data" is
-    cross-entropy on the text itself. ω goes linearly from `omega` to `omega_final`.
+    cross-entropy on the text itself. ω changes linearly from `omega` to `omega_final`.
     """
 
     kind: Literal["spire", "vanilla"] = "spire"
@@ -79,7 +79,7 @@ class DraftRecipe:
         return self.omega + (self.omega_final - self.omega) * step / self.steps
 
     def copied(self, target: ModelConfig) -> tuple[int, ...]:
-        """Return the target layers to copy, whose inputs the draft remembers. Raises DataError for a missing layer."""
+        """Return the target layers to copy, whose inputs the draft attends to. Raises DataError for a missing layer."""
         if self.copied_layers is None:
             return last_layers(target, self.layers)
         if wrong := [layer for layer in self.copied_layers if not 0 <= layer < target.num_hidden_layers]:
@@ -90,7 +90,7 @@ class DraftRecipe:
 
 
 def recipe_for(target_directory: Path, given: dict[str, Any]) -> DraftRecipe:
-    """Return the recipe for the target, with the values in `given`. Raises DataError for unknown values."""
+    """Return the recipe of a draft for this target; `given` overrides the defaults. Raises DataError if invalid."""
     choices = get_type_hints(DraftRecipe)
     for name in ("kind", "init", "loss", "optimizer"):
         if name in given and given[name] not in get_args(choices[name]):
@@ -121,7 +121,7 @@ def train_draft(
     recipe: DraftRecipe,
     execution: Execution = Execution(),
 ) -> bool:
-    """Train a draft with checkpoints in `out/run`, resuming from the one found there; write the result to `out`.
+    """Train a draft and write it to `out`. Training resumes from a checkpoint in `out/run`, if there is one.
 
     Returns False if the time ran out before the last step.
     """
@@ -167,7 +167,7 @@ def train_draft(
 
 
 def _scale_embedding(draft: Draft, target: Target, stream: TokenStream, recipe: DraftRecipe) -> float:
-    """Return the factor between embedding and copied layers' input; scale a new draft's embedding by it."""
+    """Scale a new draft's embedding to the magnitude of the copied layers' input, and return the factor."""
     if not recipe.scale_input:
         return 1.0
     weight = draft.embed_tokens.weight
@@ -179,7 +179,7 @@ def _scale_embedding(draft: Draft, target: Target, stream: TokenStream, recipe: 
 
 
 def new_draft(target: Target, identity: str, recipe: DraftRecipe) -> Draft:
-    """Return the draft before the first step. Raises DataError unless the recipe fits the target and `start_from`."""
+    """Return a new draft, or the draft in `start_from`. Raises DataError if it does not fit target and recipe."""
     fresh = _fresh_draft(target, identity, recipe)
     if recipe.start_from is None:
         return fresh
@@ -192,7 +192,7 @@ def new_draft(target: Target, identity: str, recipe: DraftRecipe) -> Draft:
 
 
 def _described(draft: Draft) -> dict[str, Any]:
-    """Return the settings that must be equal to continue training one draft as the other."""
+    """Return the draft's settings, which must equal those of a run that trains the draft further."""
     return draft.config.model_dump(mode="json", exclude={"torch_dtype"}) | draft.draft.model_dump(mode="json")
 
 
@@ -225,7 +225,7 @@ def _fresh_draft(target: Target, identity: str, recipe: DraftRecipe) -> Draft:
 
 
 def _optimizers(draft: Draft, recipe: DraftRecipe, input_factor: float) -> list[torch.optim.Optimizer]:
-    """Return optimizers of the trainable parameters. A scaled embedding gets a learning rate scaled by its factor."""
+    """Return the draft's optimizers. The embedding's learning rate is multiplied by `input_factor`."""
     if recipe.freeze_embeddings:
         draft.embed_tokens.requires_grad_(False)
         draft.lm_head.requires_grad_(False)
@@ -244,7 +244,7 @@ def _optimizers(draft: Draft, recipe: DraftRecipe, input_factor: float) -> list[
 def rollout_loss(
     draft: Draft, target: Target, tokens_BL: Tensor, blocks: RolloutBlocks, loss: Loss, omega: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the loss and α, both means over drafted positions; α is None if the loss does not need the target."""
+    """Return the loss and the acceptance α, both means over drafted positions. α is None if the loss needs no p."""
     losses, alphas = [], []
     for positions_T, log_q, p in _passes(draft, target, tokens_BL, blocks, needs_p=loss != "data"):
         if p is None:
@@ -260,7 +260,7 @@ def rollout_loss(
 def _passes(
     draft: Draft, target: Target, tokens_BL: Tensor, blocks: RolloutBlocks, needs_p: bool
 ) -> list[tuple[Tensor, Tensor, Tensor | None]]:
-    """Return for each pass over the sequences: the positions fed [T], log q [B, T, V], and p [B, T, V] if needed."""
+    """Run the draft's passes; return for each the positions fed [T], log q [B, T, V], and p [B, T, V] if needed."""
     tapped = draft.draft.tapped_layers
     taps_BLND, p_BLV = None, None
     if tapped or needs_p:
@@ -286,9 +286,9 @@ def _alpha(p: Tensor, log_q: Tensor) -> Tensor:
 def validation_figures(
     draft: Draft, target: Target, stream: TokenStream, recipe: DraftRecipe, device: str, batches: int = 8
 ) -> dict[str, float]:
-    """Return mean α and the teacher-forced τ over fixed windows of held-out text.
+    """Return the mean acceptance α and τ, the mean tokens per round, over fixed windows of held-out text.
 
-    τ = 1 + Σ_i E[α_1 · … · α_i] over blocks of k positions. `spire eval acceptance` measures τ on policy.
+    With teacher forcing, τ = 1 + Σ_i E[α_1 · … · α_i] over blocks of k. `spire eval acceptance` measures τ on policy.
     """
     alphas, taus = [], []
     for number in range(batches):

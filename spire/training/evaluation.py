@@ -38,7 +38,7 @@ class TargetFigures:
 def evaluate_target(
     target: Target, tokenizer: Tokenizer, prompts: list[list[int]], advance: Callable[[], None]
 ) -> TargetFigures:
-    """Evaluate windows of 2,001 tokens, each beginning with the start token. Raises DataError for other lengths."""
+    """Evaluate a target on prompts of 2,001 tokens, the first a start token. Raises DataError for other lengths."""
     if any(len(prompt) != _LATE[1] + 1 for prompt in prompts):
         raise DataError(f"windows must have {_LATE[1] + 1} tokens")
     losses, early, late, size = [], [], [], 0
@@ -66,7 +66,7 @@ def evaluate_target(
 
 
 def _same_tokens_early(target: Target, prompt: list[int]) -> float:
-    """Return the mean loss of the late tokens when moved to the early positions, in two halves."""
+    """Return the mean loss of the tokens at late positions if moved to the early positions, in two halves."""
     width = _EARLY[1] - _EARLY[0]
     sums = []
     for first in (_LATE[0], _LATE[1] - width):

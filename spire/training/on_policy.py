@@ -1,7 +1,7 @@
-"""On-policy data: text continued by the target, because a draft in service predicts the target's own text.
+"""On-policy data: text continued by the target, because a served draft predicts text that the target writes.
 
-Each sequence is a stretch of the corpus continued by the target's samples at temperature 1, generated once before
-training and kept in the user's cache. Does not know: other temperatures, and sequences of the long length.
+Each sequence is an excerpt of the corpus continued by the target's samples at temperature 1, generated once before
+training and stored in the user's cache. Does not know: other temperatures, and sequences of the long length.
 
 Shapes: N sequences, B of them at a time, L positions.
 """
@@ -24,7 +24,7 @@ _SEED = 77
 
 
 class OnPolicy:
-    """A token stream in which a share of the rows of length L is replaced by rows of `written_NL` [N, L]."""
+    """A token stream that replaces a share of its windows of length L by the target's sequences `written_NL`."""
 
     def __init__(self, stream: TokenStream, written_NL: NDArray[np.int64], share: float):
         self.stream, self.written_NL, self.share = stream, written_NL, share
@@ -33,7 +33,7 @@ class OnPolicy:
     def build(
         cls, target: Target, identity: str, stream: TokenStream, share: float, length: int, sequences: int = _SEQUENCES
     ) -> OnPolicy:
-        """Generate sequences with the target, or reuse the cached sequences of an earlier run."""
+        """Generate sequences with the target, or load the cached sequences of an earlier run."""
         file = user_cache() / f"on-policy-{identity}-{stream.name}-{sequences}x{length}.npy"
         if not file.exists():
             written_NL = _written(target, stream, sequences, length)
@@ -41,7 +41,7 @@ class OnPolicy:
         return cls(stream, np.load(file), share)
 
     def batch(self, seed: int, step: int, batch: int, length: int) -> NDArray[np.int64]:
-        """Return the training windows [batch, length] of one step. For one shape they depend on (seed, step) alone."""
+        """Return one step's training windows [batch, length]. For a given shape, they depend on (seed, step) alone."""
         rows_BL = self.stream.batch(seed, step, batch, length)
         if length == self.written_NL.shape[1]:
             rng = np.random.default_rng((seed, step, 2))
@@ -53,7 +53,7 @@ class OnPolicy:
 
 @torch.inference_mode()
 def _written(target: Target, stream: TokenStream, sequences: int, length: int) -> NDArray[np.int64]:
-    """Return sequences [N, L]: the first half from the corpus, the second half sampled from the target."""
+    """Return sequences [N, L], the first half of each from the corpus, the second half sampled from the target."""
     device, dtype = target.embed_tokens.weight.device, torch.bfloat16
     writer = Target(target.config).to(device, dtype).eval()
     writer.load_state_dict(target.state_dict())

@@ -1,7 +1,7 @@
 """The common parts of training runs: checkpoint, optimizers, schedule, progress, and the training loop.
 
 A checkpoint is a safetensors file of parameters and optimizer state, with step and recipe as metadata. A new checkpoint
-is written beside the old one and renamed, so that a kill at any moment leaves a complete checkpoint.
+is written to another file and renamed, so that a kill at any moment leaves a complete checkpoint.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WARMUP = 50
 
 
 class Checkpoint:
-    """The resumable state of a run in one file, `state.safetensors` in the run's directory."""
+    """The resumable state of a training run, in the file `state.safetensors` of the run's directory."""
 
     def __init__(self, directory: Path, recipe: dict[str, Any]):
         self.file = directory / "state.safetensors"
@@ -50,7 +50,7 @@ class Checkpoint:
         write_whole(self.file, lambda unfinished: save_file(tensors, unfinished, metadata=metadata))
 
     def resume(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> int:
-        """Load the saved state and return the next step, or 0 without one. Raises DataError for another recipe."""
+        """Load the run's saved state, if any, and return the next step, else 0. Raises DataError if recipes differ."""
         if not self.file.exists():
             return 0
         with safe_open(self.file, framework="pt") as stored:
@@ -79,7 +79,7 @@ def muon_and_adamw(
 ) -> list[torch.optim.Optimizer]:
     """Return Muon for the matrices of `layers` and AdamW for all other parameters of `model`.
 
-    A draft needs the optimizer of its target: Muon's matrices are so large that AdamW's small steps hardly move them.
+    A draft needs its target's optimizer: matrices trained by Muon are so large that AdamW's steps hardly change them.
     """
     matrices = [p for p in layers.parameters() if p.ndim == 2]
     chosen = {id(p) for p in matrices}
@@ -89,12 +89,12 @@ def muon_and_adamw(
 
 
 def adamw(parameters: list[nn.Parameter], rate: float) -> torch.optim.Optimizer:
-    """Return AdamW as all runs use it."""
+    """Return AdamW with the settings that all training runs share."""
     return torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
 
 class ProgressLog:
-    """A progress bar with figures, and one JSON line per report in `log.jsonl`."""
+    """A training run's progress bar with figures, and `log.jsonl` with a JSON line per report."""
 
     def __init__(self, directory: Path, total: int, start: int):
         self.lines = (directory / "log.jsonl").open("a", buffering=1)
@@ -125,16 +125,16 @@ class ProgressLog:
         self.note(step, seconds=round(seconds, 1), **figures)
 
     def note(self, step: int, **figures: float) -> None:
-        """Write a line to `log.jsonl` only."""
+        """Write a line with these figures to `log.jsonl` only."""
         self.lines.write(json.dumps({"step": step, **figures}) + "\n")
 
 
 def predict(
     lengths: list[int], first: int, forward: Callable[[int], StepResult], model: nn.Module
 ) -> tuple[float, int]:
-    """Return the seconds and the peak bytes of memory that steps with these `lengths` will take.
+    """Predict the seconds and the peak bytes of memory of training steps with these sequence lengths.
 
-    One step of each length is timed, which also compiles it and does not change the model. The optimizer's update is
+    One step of each length is timed after another has compiled it. The model does not change. The optimizer's update is
     not timed, because it is short.
     """
     seconds = 0.0
@@ -157,7 +157,7 @@ def predict(
 
 @dataclass(frozen=True)
 class Execution:
-    """How a run is executed, without effect on the result. After `minutes` the run stops and can be resumed."""
+    """Settings of a training run without effect on the result. After `minutes` the run stops and can be resumed."""
 
     device: str = "cpu"
     compiled: bool = True
@@ -165,7 +165,7 @@ class Execution:
 
 
 class StepResult(NamedTuple):
-    """The result of one step's forward: the loss, other figures to show, and the number of tokens."""
+    """The result of one training step's forward: the loss, other figures to show, and the number of tokens."""
 
     loss: Tensor
     figures: dict[str, float]
@@ -183,10 +183,10 @@ def train_steps(
     validate: Callable[[], dict[str, float]],
     minutes: float | None = None,
 ) -> bool:
-    """Run the steps from the checkpoint on: forward, backward, clip, update, with reports and saves at intervals.
+    """Run all training steps after the checkpoint's (forward, backward, clip, update), with periodic reports and saves.
 
-    Each step has its length. The learning rate rises for 50 steps, is constant, then falls linearly to zero over the
-    last `decay_share` of the steps. Returns True if all steps are done, False if the `minutes` ran out first.
+    `lengths` has each step's sequence length. The learning rate rises for 50 steps, is constant, then falls linearly to
+    zero over the last `decay_share` of the steps. Returns False if `minutes` have passed before the last step.
     """
     began, steps = time.monotonic(), len(lengths)
     first = checkpoint.resume(model, optimizers)

@@ -1,8 +1,8 @@
 """`spire train target`: training of a small Llama-architecture target from text, on a CPU or a GPU.
 
-Muon updates the matrices of the layers, AdamW all other parameters. The learning rate is constant, then linear. Short
-and long sequences are mixed from the start (a quarter of the steps are long, and all steps while the rate decays), so
-that all positions are trained. Does not know: more than one device.
+Muon updates the matrices of the layers, AdamW all other parameters. The learning rate is constant, then falls linearly.
+Short and long sequences are mixed from the start (a quarter of the steps are long, and all steps while the rate
+decays), so that all positions are trained. Does not know: more than one device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from spire.training.run import Checkpoint, Execution, StepResult, muon_and_adamw
 
 @dataclass(frozen=True)
 class TargetRecipe:
-    """All values that determine a target besides the text. The defaults are those of the bundled target."""
+    """All values, besides the text, that determine a trained target. The defaults are those of the bundled one."""
 
     steps: int = 3000
     tokens_per_step: int = 4096
@@ -70,7 +70,7 @@ class TargetRecipe:
 def train_target(
     data: list[Path], valid: list[Path], out: Path, recipe: TargetRecipe, execution: Execution = Execution()
 ) -> bool:
-    """Train a target with checkpoints in `out/run`, resuming from the one found there; write the result to `out`.
+    """Train a target and write it to `out`. Training resumes from a checkpoint in `out/run`, if there is one.
 
     Returns False if the time ran out before the last step.
     """
@@ -85,7 +85,7 @@ def train_target(
     target = Target(recipe.model_config()).to(device)
     initialise(target, target.layers)
     optimizers = muon_and_adamw(target, target.layers, recipe.muon_rate, recipe.adamw_rate, recipe.muon_weight_decay)
-    # The number of steps may change until the rate decays: it has no effect before.
+    # The number of steps may change until the learning rate decays: before, it has no effect.
     checkpoint = Checkpoint(work, {k: v for k, v in asdict(recipe).items() if k != "steps"})
     loss_of = torch.compile(next_token_loss, dynamic=False) if execution.compiled else next_token_loss
 
@@ -116,7 +116,7 @@ def next_token_loss(target: Target, tokens_BT: Tensor) -> Tensor:
 
 @torch.no_grad()
 def validation_loss(target: Target, stream: TokenStream, length: int, device: str, batches: int = 8) -> float:
-    """Return the mean loss over fixed windows of held-out text."""
+    """Return a target's mean loss in nats per token over fixed windows of held-out text."""
     losses = []
     for number in range(batches):
         tokens_BT = torch.from_numpy(stream.batch(0, number, 8, length)).to(device)

@@ -24,7 +24,7 @@ from verifier_service.engine.sequence import HeldSequence, Reply
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits that each block is checked against."""
+    """The limits that every block must respect."""
 
     vocab_size: int
     max_context: int
@@ -33,10 +33,10 @@ class Limits:
 
 @dataclass(slots=True)
 class Item:
-    """One item of a VerifyBatch, read once from the message, its draft tokens, and its `result` once there is one.
+    """One item of a VerifyBatch, copied from the message, with its draft tokens and, after the step, its `result`.
 
-    `q` reads the distribution that the draft tokens were drawn from. `undrafted`: why the block is decoded plainly
-    though it was to be drafted.
+    `q` reads the distribution that the draft tokens were drawn from. `undrafted`: the reason why a block that should
+    have draft tokens is decoded plainly.
     """
 
     sequence_id: str
@@ -58,18 +58,18 @@ class Item:
 
 @dataclass
 class VerifyTask:
-    """One VerifyBatch, and its items until a step has run them."""
+    """One VerifyBatch and its items, from arrival until the batch is answered."""
 
     batch: pb.VerifyBatch
     gateway: str
     reply: Reply
     received: float = field(default_factory=time.perf_counter)
-    # Whether its draft requests have been placed, how many of them are `awaited`, and the timings of the draft with the
-    # longest forward.
+    # True once its draft requests have been sent; the number of requests still `awaited`; the timings of the draft with
+    # the longest forward.
     asked: bool = False
     awaited: int = 0
     drafting: pb.Timings = field(default_factory=pb.Timings)
-    # From the draft request to its reply, the longest of all.
+    # The longest time from a draft request to its reply.
     drafting_seconds: float = 0.0
 
     def __post_init__(self) -> None:
@@ -79,10 +79,10 @@ class VerifyTask:
 
 @dataclass(slots=True)
 class Q:
-    """The distributions that k tokens were drawn from, over M candidates; without `ids`, over the whole vocabulary.
+    """The distributions that k draft tokens were drawn from, over M tokens: `ids`, or the whole vocabulary if None.
 
-    `row`: the row of this block, if the tensors [X, K, M] belong to many blocks. `ring` and `places`: where q lies in
-    shared memory, if it does; a draft may overwrite q there before it has been read.
+    `row`: the row of this block, if the tensors [X, K, M] belong to many blocks. `ring` and `places`: the location of q
+    in shared memory, if any; the draft may overwrite q before the verifier has read it.
     """
 
     probs: Tensor
@@ -102,7 +102,7 @@ class Q:
 
     @property
     def holds(self) -> bool:
-        """True if q has not been overwritten so far."""
+        """True if the draft has not overwritten q so far."""
         return all(self.ring is not None and self.ring.holds(place) for place in self.places)
 
 
@@ -113,7 +113,7 @@ ReadQ = Callable[[int, int, OverwritingRingReader | None], Q | None]
 
 @dataclass(slots=True)
 class Block:
-    """One item that passed its checks: the draft tokens after the newest token of a sequence, and their q."""
+    """A valid item as a block: the draft tokens that follow the sequence's newest token, and their q."""
 
     sequence: HeldSequence
     base: int
@@ -123,7 +123,7 @@ class Block:
     q: Q | None = None
 
     def empty(self) -> None:
-        """Drop the draft tokens, because their q cannot be used."""
+        """Drop the draft tokens and their q."""
         self.tokens, self.q = [], None
 
     @property
@@ -137,7 +137,7 @@ class Block:
 
 @dataclass(frozen=True)
 class RaggedBatch:
-    """Blocks padded to the longest. `q` is None if no block has one."""
+    """B blocks padded to the length of the longest. `q` is None if no block has a q."""
 
     slots: list[int]
     counts: list[int]
@@ -153,7 +153,7 @@ class RaggedBatch:
 
 
 class SharedQ:
-    """The q of many blocks with k tokens each, sent by their draft in one message."""
+    """The q of several blocks with k tokens each, sent by one draft in one message."""
 
     def __init__(self, q: pb.DraftDistribution, blocks: int):
         self._places, self._message, self._blocks = (q.probabilities_slice,), q.probabilities, blocks
@@ -210,7 +210,7 @@ def _read_tensor(
 
 
 def pad(blocks: Rows[Block], device: torch.device) -> RaggedBatch:
-    """Make one batch of these blocks; short rows are padded with token 0."""
+    """Combine these blocks into one batch, padding short rows with token 0."""
     counts = [block.k for block in blocks]
     K = max(counts)
     tokens_BT = np.array([[block.sequence.newest, *block.tokens, *[0] * (K - block.k)] for block in blocks])
@@ -228,7 +228,7 @@ def pad(blocks: Rows[Block], device: torch.device) -> RaggedBatch:
 
 
 def _pad_q(blocks: Rows[Block], K: int, device: torch.device) -> SparseDistribution | None:
-    """Collect the q of all blocks in one distribution [B, K, M]; None if no block has one."""
+    """Combine the q of all blocks into one padded distribution [B, K, M]; None if no block has a q."""
     of_blocks = [block.q for block in blocks]
     carried = [q for q in of_blocks if q]
     if not carried:
@@ -249,7 +249,7 @@ def _pad_q(blocks: Rows[Block], K: int, device: torch.device) -> SparseDistribut
 
 
 def q_problems(batch: RaggedBatch, vocab_size: int) -> list[str]:
-    """Return the problem of each row's q; empty if q is sound or absent."""
+    """Return an error message for each row with an invalid q, and an empty string for every other row."""
     if batch.q is None:
         return [""] * len(batch.counts)
     carried_B = torch.where(batch.widths_B > 0, batch.counts_B, 0)

@@ -1,6 +1,6 @@
 """Blocks that wait for verification: choosing the blocks of a step, and answering their items.
 
-Every item of every batch is answered: with its result, with the stored result if it is a repeat, or with an error.
+Every item of every batch is answered: with its result, the stored result if the item is a repeat, or an error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = structlog.get_logger("verifier_service")
 
 @dataclass(frozen=True)
 class StepWork:
-    """The batches that a step answers, and those of their blocks that it runs, in order of slots.
+    """The batches that a step answers, and the blocks of these batches that the step verifies, in order of slots.
 
     `q_seconds`: time spent on reading and checking q.
     """
@@ -51,7 +51,7 @@ class StepWork:
 
 
 class Blocks:
-    """The batches that wait for verification. `q_rings`: by draft id, the ring that a draft on this host writes to."""
+    """The batches that wait for verification. `q_rings`: by draft id, the ring to which a local draft writes its q."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Blocks:
         self._waiting.append(task)
 
     def ask(self) -> bool:
-        """Place the draft requests of each batch that shares no sequence with an earlier one. True if there was any."""
+        """Request drafts for batches that share no sequence with an earlier batch. Return False if there was none."""
         seen, any_asked = set[str](), False
         for task in self._waiting:
             if not task.asked and seen.isdisjoint(task.sequence_ids):
@@ -87,7 +87,7 @@ class Blocks:
         return any_asked
 
     def take(self) -> StepWork:
-        """Return the work of the next step. An item that cannot be run gets an error in its batch's answer."""
+        """Return the work of the next step. An item that cannot be verified is answered with an error."""
         tasks = self._batches()
         try:
             blocks = self._with_room(self._admissible(tasks))
@@ -103,7 +103,7 @@ class Blocks:
             return StepWork(tasks)
 
     def _batches(self) -> list[VerifyTask]:
-        """Take the batches that await no draft, except those that need the outcome of an earlier block."""
+        """Dequeue the batches that await no draft reply and share no sequence with an earlier batch."""
         tasks, later, seen = list[VerifyTask](), list[VerifyTask](), set[str]()
         for task in self._waiting:
             free = task.asked and not task.awaited and seen.isdisjoint(task.sequence_ids)
@@ -113,7 +113,7 @@ class Blocks:
         return tasks
 
     def _admissible(self, tasks: Rows[VerifyTask]) -> list[Block]:
-        """Return the blocks to verify, by slot. Repeats get their stored answer, invalid items an error."""
+        """Return the blocks to verify, sorted by slot. Repeats get their stored result, invalid items an error."""
         blocks, seen = list[Block](), set[str]()
         for task in tasks:
             for item in task.items:
@@ -136,12 +136,12 @@ class Blocks:
         except InvalidRequest:
             if not item.k:
                 raise
-            # The draft's fault, not the gateway's.
+            # The draft caused the error, not the gateway.
             item.undrafted, item.tokens = pb.UNDRAFTED_ERROR, []
             return self._checked(task, item, sequence, base)
 
     def _checked(self, task: VerifyTask, item: Item, sequence: HeldSequence, base: int) -> Block:
-        """Return the block of an item, empty if the q of its tokens has been overwritten. Raises InvalidRequest."""
+        """Check an item and return its block, without draft tokens if q has been overwritten. Raises InvalidRequest."""
         k, limits = len(item.tokens), self._limits
         if k > limits.max_depth:
             raise InvalidRequest(f"{k} draft tokens came, at most {limits.max_depth} are taken")
@@ -157,7 +157,7 @@ class Blocks:
         return Block(sequence, base, task, item, item.tokens if q else [], q)
 
     def _with_room(self, blocks: list[Block]) -> list[Block]:
-        """Reserve memory for the new positions, preempting sequences if needed; return the blocks that are left."""
+        """Reserve memory for the new positions, preempting sequences if needed; return the blocks not preempted."""
         while blocks:
             slots = [block.sequence.slot for block in blocks]
             new_tokens = 1 + max(block.k for block in blocks)
@@ -173,7 +173,7 @@ class Blocks:
         return blocks
 
     def _with_sound_q(self, blocks: list[Block]) -> tuple[list[Block], RaggedBatch | None]:
-        """Empty or refuse the blocks whose q cannot be used; return the blocks that are left and their batch."""
+        """Drop draft tokens whose q is unusable, or refuse their items; return the remaining blocks and their batch."""
         if not blocks:
             return [], None
         batch = pad(blocks, self._steps.device)
@@ -186,7 +186,7 @@ class Blocks:
         if not any(problems):
             return blocks, batch
         for block, problem in zip(blocks, problems, strict=True):
-            if problem and block.item.k:  # the draft's fault, not the gateway's
+            if problem and block.item.k:  # the draft caused the error, not the gateway
                 block.item.undrafted = pb.UNDRAFTED_ERROR
                 block.empty()
             elif problem:
@@ -194,7 +194,7 @@ class Blocks:
         return self._with_sound_q([block for block in blocks if block.item.result is None])
 
     def _give_up(self, task: VerifyTask, item: Item) -> None:
-        """Refuse the item and release its sequence, to be started again: a failed step leaves its state uncertain."""
+        """Refuse the item and release its sequence, whose state is uncertain after a failed step."""
         self._refuse(item, step_failed(item.sequence_id))
         self._slots.release_own(task.gateway, [item.sequence_id])
 
@@ -203,13 +203,13 @@ class Blocks:
         item.result = pb.VerifyResult(sequence_id=item.sequence_id, round=item.round, status=status)
 
     def conclude(self, work: StepWork, outcome: Outcome) -> None:
-        """Advance every sequence whose block was verified."""
+        """Append the new tokens of every verified block to its sequence."""
         for row, block in enumerate(work.blocks):
             if outcome.sound(row):
                 block.sequence.advance(block.item.round, block.base, outcome.tokens[row])
 
     def answer(self, work: StepWork, outcome: Outcome | None, began: float, over: float) -> None:
-        """Answer every batch, and count the step in the metrics. Separate from `conclude`: drafts are asked in between.
+        """Answer every batch, and count the step in the metrics. Drafts may be asked between `conclude` and this call.
 
         `began`, `over`: start and end of the step on `time.perf_counter`'s clock.
         """
@@ -241,7 +241,7 @@ class Blocks:
             task.reply(response)
 
     def fail(self, work: StepWork) -> None:
-        """Give up every item of a failed step."""
+        """Refuse every item of a failed step and release the items' sequences."""
         for block in work.blocks:
             self._give_up(block.task, block.item)
 

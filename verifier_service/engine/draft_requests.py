@@ -23,7 +23,7 @@ from verifier_service.engine.drafts import Drafts
 from verifier_service.engine.self_drafting import SelfDrafting, Wish
 from verifier_service.engine.sequence import HeldSequence
 
-# The longest time, in seconds, that a gateway may give drafts to reply.
+# The longest timeout, in seconds, that a gateway may set for draft replies.
 _MOST_PATIENCE = 60.0
 
 # Copies the message before it returns: the next request may reuse the message with other numbers.
@@ -32,7 +32,7 @@ Send = Callable[[draft_pb2.DraftRequest], None]
 
 @dataclass(frozen=True)
 class OutstandingRequest:
-    """A draft request under way: the items of a batch that one draft drafts for, and the deadline of its reply."""
+    """A draft request without a reply so far: the items of a batch to draft for, and the deadline of the reply."""
 
     draft_id: str
     task: VerifyTask
@@ -42,7 +42,7 @@ class OutstandingRequest:
 
 
 class DraftRequests:
-    """The draft requests under way. `drafts` is told which drafts can be asked."""
+    """Sends draft requests and handles the replies. Notifies `drafts` when a draft becomes available or unavailable."""
 
     def __init__(self, sequences: Mapping[str, HeldSequence], limits: Limits, pace: Pace, self_drafting: SelfDrafting):
         self._sequences, self._limits, self._pace, self._self_drafting = sequences, limits, pace, self_drafting
@@ -56,7 +56,7 @@ class DraftRequests:
         self._ids = count(1)
 
     def connect(self, draft_id: str, send: Send) -> None:
-        """Send the requests of this draft with `send` from now on. Its requests under way are given up as lost."""
+        """Send this draft's requests with `send` from now on, and give up its outstanding requests as lost."""
         self._lose(draft_id)
         self._connected[draft_id] = send
         self._tell(draft_id)
@@ -73,7 +73,7 @@ class DraftRequests:
             self.drafts.may_be_asked(draft_id, draft_id in self._connected and draft_id not in self._owed)
 
     def place(self, task: VerifyTask) -> None:
-        """Send the draft requests of a batch. The previous blocks of its sequences must have been concluded."""
+        """Send the draft requests of a batch. The outcome of its sequences' previous blocks must have been applied."""
         by_draft: defaultdict[str, list[tuple[Item, HeldSequence]]] = defaultdict(list)
         for item in task.items:
             sequence = self._sequences.get(item.sequence_id) if item.k and not item.tokens else None
@@ -113,7 +113,7 @@ class DraftRequests:
         return max(0, min(item.k, self._limits.max_depth, MAX_SPECULATION_DEPTH, room))
 
     def _message(self, draft_id: str, sequences: list[HeldSequence]) -> draft_pb2.DraftRequest:
-        """Return a request for these sequences, without the fields that change every round."""
+        """Return a request for these sequences; the caller sets the fields that change every round."""
         known, batch = self._last.get(draft_id, ([], draft_pb2.DraftRequest()))
         if len(known) != len(sequences) or not all(map(operator.is_, known, sequences)):
             asked = [draft_pb2.DraftRequestItem(sequence_id=one.id, sampling=one.start.sampling) for one in sequences]
@@ -122,7 +122,7 @@ class DraftRequests:
         return batch
 
     def take(self, draft_id: str, reply: draft_pb2.DraftReply, received: float) -> None:
-        """Take a draft reply that came at time `received`. The reply to a request that was given up is ignored."""
+        """Handle a draft reply that arrived at time `received`. Ignore the reply if its request was given up."""
         if self._owed.get(draft_id) == reply.batch_id:
             del self._owed[draft_id]
             self._tell(draft_id)
@@ -175,7 +175,7 @@ def _plainly(items: list[Item], why: pb.Undrafted) -> None:
 
 
 def _take_all_over(request: OutstandingRequest, uniform: draft_pb2.UniformReply) -> None:
-    """Give every item its draft tokens and q from a uniform reply. All are decoded plainly if the reply is invalid."""
+    """Copy draft tokens and q from a uniform reply to the items. If the reply is invalid, items are decoded plainly."""
     k, rest = divmod(len(uniform.tokens), len(request.items))
     if rest or not 0 < k <= min(item.k for item in request.items):
         _plainly(request.items, pb.UNDRAFTED_ERROR)
@@ -187,7 +187,7 @@ def _take_all_over(request: OutstandingRequest, uniform: draft_pb2.UniformReply)
 
 
 def _take_over(item: Item, drafted: draft_pb2.DraftReplyItem | None) -> None:
-    """Give the item its draft tokens and q, or the reason why the reply cannot be used."""
+    """Copy draft tokens and q from a reply to its item; if the reply is unusable, set the reason in `undrafted`."""
     if drafted is None or drafted.status.code != tensor_pb2.CODE_OK or len(drafted.tokens) > item.k:
         item.undrafted = pb.UNDRAFTED_ERROR
     elif not drafted.tokens:

@@ -1,6 +1,6 @@
-"""The drafts that sequences may name: how each describes itself, and whether it can be asked now.
+"""The drafts that sequences can use: the description of each draft, and whether it can take requests now.
 
-Any thread may call. Does not know: what drafts are asked for.
+Any thread may call all methods. Does not know: the content of draft requests.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Tell = Callable[[pb.RoundsResponse], None]
 
 
 def check_draft_id(draft_id: str) -> None:
-    """Raises InvalidRequest if this draft id is the reserved name of the target itself."""
+    """Raise InvalidRequest if this draft id is MAGICDEC, which is reserved for the target itself."""
     if draft_id == MAGICDEC:
         raise InvalidRequest(f"{MAGICDEC!r} is the target itself: no draft that follows it can have that id")
 
 
 class Drafts:
-    """The drafts that follow the target, and the target itself, which can always be asked."""
+    """The drafts subscribed to the verifier, and the target as its own draft, which is always available."""
 
     def __init__(self, target: pb.GetInfoResponse, self_window: int, self_sink: int):
         self._target = target
@@ -45,12 +45,12 @@ class Drafts:
         self._following = {MAGICDEC: own}
         self._askable = {MAGICDEC}
         self._told: list[Tell] = []
-        # Held while gateways are told, so that no gateway gets an older state after a newer one.
+        # Held while gateways are notified, so that no gateway gets an older state after a newer one.
         self._lock = threading.RLock()
 
     @property
     def message(self) -> pb.RoundsResponse:
-        """The message that tells gateways of all drafts."""
+        """The message to gateways that lists all drafts and whether each is available."""
         response = pb.RoundsResponse()
         with self._lock:
             for draft_id, info in self._following.items():
@@ -59,7 +59,7 @@ class Drafts:
         return response
 
     def check(self, info: pb.DraftInfo) -> None:
-        """Raises MismatchError, naming both values, if tokenizer or vocabulary differ; InvalidRequest for MAGICDEC."""
+        """Raise MismatchError if the draft's tokenizer or vocabulary differs, InvalidRequest for kind MAGICDEC."""
         if info.kind == MAGICDEC:
             raise InvalidRequest(f"{MAGICDEC!r} is the target itself: no draft that follows it is of that kind")
         tokenizer = info.tokenizer_hash or self._target.tokenizer_hash
@@ -72,7 +72,7 @@ class Drafts:
 
     @contextmanager
     def followed_by(self, draft_id: str, info: pb.DraftInfo) -> Iterator[None]:
-        """Tell gateways of this draft inside the `with` block, or until a newer subscription takes over its id."""
+        """Announce this draft to gateways inside the `with` block, or until a newer subscription with the same id."""
         known = pb.DraftInfo()
         known.CopyFrom(info)
         known.draft_id = draft_id
@@ -84,13 +84,13 @@ class Drafts:
                 self._change(lambda: self._following.pop(draft_id))
 
     def may_be_asked(self, draft_id: str, askable: bool) -> None:
-        """Set whether this draft can be asked: it is connected and owes no reply."""
+        """Record if a draft can take requests (is connected and owes no late reply). Notify gateways of a change."""
         if askable != (draft_id in self._askable):
             self._change(lambda: (self._askable.add if askable else self._askable.discard)(draft_id))
 
     @contextmanager
     def telling(self, tell: Tell) -> Iterator[None]:
-        """Call `tell`, which must not block, with the current state and with every change inside the `with` block."""
+        """Call `tell`, which must not block, with all drafts now and after each change inside the `with` block."""
         with self._lock:
             self._told.append(tell)
             tell(self.message)

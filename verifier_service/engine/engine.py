@@ -1,11 +1,11 @@
 """The engine: one thread that owns the target, its cache and every sequence. Other threads submit tasks to it.
 
-A turn takes the tasks that have arrived, lets the target draft for itself where it is asked to, and runs one step: a
-single forward over all waiting blocks (of all streams) and as much prompt as the token budget allows. So decoding never
-waits for more than one chunk of prompt. With nothing to do, the thread sleeps in its inbox.
+A turn takes the tasks that have arrived, drafts with the target itself if requested, and runs one step: a single
+forward over all waiting blocks (of all streams) and as many prompt tokens as the token budget allows. So decoding never
+waits for more than one chunk of prompts. Without work, the thread waits for a task in its inbox.
 
 When memory runs out, parked prefixes are dropped first, then the youngest sequence is preempted: its gateway starts it
-again from its tokens, as after any loss. A Start without room waits in `slots` for its turn.
+again from its tokens, as after any loss. A Start for which slots or memory are lacking waits in `slots`.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ log = structlog.get_logger("verifier_service")
 Result = TypeVar("Result")
 Task = StartTask | VerifyTask | Callable[[], None]
 
-# The most tasks that one turn takes: steps go on, however many tasks arrive.
+# The most tasks that one turn takes, so that steps go on however many tasks arrive.
 MOST_TAKEN = 256
 
 
 class VerifierEngine:
-    """Once started, runs on its own thread: others may call only `stop`, `submit`, `take_reply` and `call`."""
+    """The engine and its thread. After `start`, others may call only `stop`, `submit`, `take_reply` and `call`."""
 
     def __init__(
         self,
@@ -85,19 +85,19 @@ class VerifierEngine:
         self._thread.start()
 
     def stop(self) -> None:
-        """Tell the thread to end after its turn; `ended` is done when it has."""
+        """Ask the thread to end after its current turn. The future `ended` completes once the thread has ended."""
         self._inbox.put(None)
 
     def submit(self, task: StartTask | VerifyTask) -> None:
         self._inbox.put(task)
 
     def take_reply(self, draft_id: str, reply: draft_pb2.DraftReply) -> None:
-        """Take a draft's reply to a draft request, before the next step."""
+        """Queue a draft reply, which the engine's thread handles before the next step."""
         received = time.perf_counter()
         self._inbox.put(lambda: self.draft_requests.take(draft_id, reply, received))
 
     def call(self, function: Callable[..., Result], *args: Any) -> Future[Result]:
-        """Run `function` on the engine's thread between two steps, for rare work."""
+        """Run `function` between two steps on the engine's thread and return a future of its result. For rare work."""
         done: Future[Result] = Future()
 
         def run() -> None:
@@ -142,7 +142,7 @@ class VerifierEngine:
         self.pace.rest()
 
     def _arrived(self) -> list[Task | None]:
-        """Return the tasks that have arrived, MOST_TAKEN at most; sleep only if there is nothing else to do."""
+        """Return at most MOST_TAKEN of the tasks that have arrived; wait for a task only if there is no other work."""
         tasks, self._put_off = self._put_off, []
         work = tasks or self._self_drafting or self._blocks.ready or self._prompts or self.slots.may_admit
         return tasks + self._inbox.take(MOST_TAKEN - len(tasks), 0 if work else self.draft_requests.patience)
@@ -176,12 +176,12 @@ class VerifierEngine:
             if known:
                 known.reply, known.tell = task.reply, task.tell
             else:
-                self.slots.waiting[sequence_id] = task  # by another stream; it keeps its place
+                self.slots.waiting[sequence_id] = task  # sent by another stream; it keeps its position
         except RequestError as error:
             self.slots.refuse(task.start.sequence_id, task.reply, error)
 
     def _step(self) -> None:
-        """Run one ragged forward over all waiting batches and a chunk of prompt; answer and publish."""
+        """Run one forward over all waiting batches and a chunk of prompts; send answers and publish activations."""
         began = time.perf_counter()
         work = self._blocks.take()
         for sequence in self._prompts.unseen(work.positions):
@@ -204,7 +204,7 @@ class VerifierEngine:
             self._advance_prompts(chosen, chunk, prefilled, began)
 
     def _ask_ahead(self) -> None:
-        """Ask drafts for the batches that gateways sent ahead; look for them in the inbox if none is waiting already.
+        """Send the draft requests of batches that arrived during this step; check the inbox if none waits already.
 
         No sequence may be added or removed during a step, so all other tasks wait for the next turn.
         """
@@ -220,7 +220,7 @@ class VerifierEngine:
     def _forward(
         self, work: StepWork, chosen: Rows[HeldSequence], chunk: PromptChunk | None
     ) -> tuple[Outcome | None, Outcome | None]:
-        """Run the forward and advance its sequences. If it fails, answer with errors and release its sequences."""
+        """Run the forward and advance its sequences. After a failure, answer with errors and release the sequences."""
         if not work.batch and not chunk:
             return None, None
         positions, began = work.positions + (sum(chunk.counts) if chunk else 0), time.perf_counter()
@@ -257,10 +257,10 @@ class VerifierEngine:
         return shares
 
     def _reuse_prefix(self, sequence: HeldSequence) -> None:
-        """Copy the prefix of the prompt that another sequence holds, instead of computing it.
+        """Copy the longest prefix of the prompt that lies in another slot of the cache, instead of computing it.
 
-        The sink and the window are computed all the same: a replay to a draft needs their activations. If there is a
-        prefix to copy, the sink is computed first, in the chunk of a normal step; then this is called again.
+        The sink and the window are always computed: a replay to a draft needs their activations. If there is a prefix
+        to copy, the sink is computed first, in the chunk of a normal step; then this method is called again.
         """
         sink, window = self.publisher.replayed(sequence.draft_id)
         prompt, computed = sequence.start.tokens, self.steps.cache.lengths[sequence.slot]
@@ -279,7 +279,7 @@ class VerifierEngine:
             self.metrics.cached_tokens.inc(length)
 
     def _advance_prompts(self, chosen: Rows[HeldSequence], chunk: PromptChunk, outcome: Outcome, began: float) -> None:
-        """Keep the activations of the prefilled positions; answer the Starts that are complete or have failed."""
+        """Store activations of the prefilled positions; answer the Starts that are complete or have failed."""
         ends = [self.steps.cache.lengths[sequence.slot] for sequence in chosen]
         advances = [
             _advance(sequence, end - count, count) if sound else _advance(sequence, end, 0)
@@ -325,7 +325,7 @@ class VerifierEngine:
         self.steps.tapped_layers = self.publisher.layers
 
     def replay(self, draft_id: str, sequence_ids: Rows[str]) -> list[str]:
-        """Replay sink and window of these sequences to the draft. Return the ids of which nothing is kept for it."""
+        """Replay sink and window of these sequences to the draft. Return the ids without stored activations."""
         self._publish(lambda: self.publisher.replay(draft_id, sequence_ids))
         return self.publisher.unknown(draft_id, sequence_ids)
 
@@ -333,7 +333,7 @@ class VerifierEngine:
         self._publish(lambda: self.publisher.replay_all(draft_id, deliver))
 
     def _publish(self, publish: Callable[[], object]) -> None:
-        """Run `publish`. Errors are only logged: they cost drafts, never a sequence."""
+        """Call `publish` and only log its errors: missing activations cost draft tokens, never a sequence."""
         try:
             publish()
         except Exception as error:
@@ -347,7 +347,7 @@ def _advance(sequence: HeldSequence, start: int, count: int, paused: bool = Fals
 
 
 def _add_work(sequence: HeldSequence, began: float, outcome: Outcome) -> None:
-    """Add a chunk of prompt to the timings of its sequence; the time outside its chunks counts as queueing."""
+    """Add the time of a prompt chunk to its sequence's timings; time outside the chunks counts as queueing."""
     timings = sequence.timings
     timings.forward_seconds += outcome.forward_seconds
     timings.sample_seconds += outcome.sample_seconds

@@ -1,7 +1,7 @@
-"""Prefixes shared by prompts: which tokens each slot of the cache holds, so that a prefix is copied, not computed.
+"""The prefix cache: the tokens of each slot of the KV cache, so that a shared prefix is copied instead of computed.
 
-The prefixes of live sequences can be copied. A sequence that ends is parked, that is, copied to a parking slot, until
-its memory is needed. Does not know: keys and values, which are the cache's.
+The prefixes of live sequences can be copied too. A sequence that ends is parked, that is, copied to a parking slot,
+until the memory is needed. Does not know: the keys and values, which the KV cache owns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SHORTEST = 64
 
 
 class Prefixes:
-    """The tokens of each slot, live or parked; parked slots are ordered by last use, least recently used first."""
+    """The tokens of each live or parked cache slot. Parked slots are ordered by last use, least recent first."""
 
     def __init__(self, cache: TargetCache, enabled: bool = True):
         slots = len(cache.lengths)
@@ -32,12 +32,12 @@ class Prefixes:
         self._parked: OrderedDict[int, None] = OrderedDict()
 
     def begin(self, slot: int, prompt: Rows[int], salt: str = "") -> None:
-        """Record the prompt of the sequence that fills this slot from now on."""
+        """Record the prompt of a sequence that begins in this slot."""
         if self._enabled:
             self._write(slot, prompt, hash(salt))
 
     def longest(self, prompt: Rows[int], salt: str = "") -> tuple[int, int]:
-        """Return the slot that holds the longest prefix of `prompt`, and its length; 0 if it is too short to copy."""
+        """Return the slot with the longest prefix of `prompt`, and the prefix's length, 0 if too short to copy."""
         return self._longest(prompt, hash(salt))
 
     def _longest(self, prompt: Rows[int], salt: int) -> tuple[int, int]:
@@ -55,7 +55,7 @@ class Prefixes:
         return slot, int(held_X[slot])
 
     def end(self, slot: int, tokens: Rows[int]) -> None:
-        """Forget the sequence in this slot, which ends with these committed tokens; park it if memory allows."""
+        """Forget the sequence in this slot, whose committed tokens are `tokens`; park a copy of it if memory allows."""
         salt = int(self._salts_X[slot])
         place = self._place(tokens, salt) if self._enabled and len(tokens) >= SHORTEST else None
         if place is not None:
@@ -63,7 +63,7 @@ class Prefixes:
         self._tokens_XL[slot] = -1
 
     def shed(self) -> bool:
-        """Drop the least recently used parked sequence and free its memory. False if none is parked."""
+        """Drop the least recently used parked sequence and free its memory. Return False if no sequence is parked."""
         if not self._parked:
             return False
         self._drop(next(iter(self._parked)))
@@ -84,7 +84,7 @@ class Prefixes:
         self._parked[place] = None
 
     def _place(self, tokens: Rows[int], salt: int) -> int | None:
-        """The parking slot to use: of the sequence that these tokens continue, else empty, else least recently used."""
+        """Choose the parking slot: that of a prefix of `tokens`, else an empty one, else the least recently used."""
         if self._parked:
             slot, length = self._longest(tokens, salt)
             if slot in self._parked and length == self._cache.lengths[slot]:

@@ -1,4 +1,4 @@
-"""Prompts that wait for prefill: which positions the next chunk computes, and how many (`TokenBudget`)."""
+"""Prompts that wait for prefill: the choice of the next chunk, and the number of its positions (`TokenBudget`)."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from spire.model.cache import TargetCache
 from verifier_service.engine.sequence import HeldSequence
 from verifier_service.engine.step import PromptChunk
 
-# The most padding of a row, in positions: to compute so many costs less than another part.
+# The most padding of a row, in positions: computing so much padding costs less than a separate part.
 _PADDING = 32
 # Seconds that a step with prompts should take, or twice a step without prompts if that is longer: the sequences that
 # are decoded in the same step wait for it.
 _GOAL_SECONDS = 0.5
-# A step with fewer than _FEWEST positions costs nearly as much, above all on a busy machine.
+# A step with fewer than _FEWEST positions takes nearly as long as one with _FEWEST, above all on a busy machine.
 _FEWEST, _MOST = 64, 512
 _REMEMBERED = 8
 
 
 class TokenBudget:
-    """The `positions` of a step: the number `given`, or if that is 0, as many as a step computes in about its goal.
+    """The number of `positions` for a step: `given`, or if 0, as many as a step computes in about _GOAL_SECONDS.
 
-    The median of the last steps counts, so that one step on a busy machine changes little.
+    The number is derived from the median of the last steps, so that one slow step on a busy machine changes little.
     """
 
     def __init__(self, given: int):
@@ -54,18 +54,18 @@ class TokenBudget:
 
 @dataclass
 class _Part:
-    """Prompts whose next `shortest` to `length` tokens are computed together, padded to the longest."""
+    """Prompts whose next chunks, of `shortest` to `length` tokens, are computed together, padded to `length`."""
 
     chosen: list[HeldSequence]
     length: int
     shortest: int
 
     def fits(self, length: int) -> bool:
-        """True if no prompt needs much padding when one of this length is added."""
+        """True if a chunk of this length can be added without more than _PADDING positions of padding in any row."""
         return max(self.length, length) - min(self.shortest, length) <= _PADDING
 
     def grown(self, length: int) -> int:
-        """The number of positions, padding included, that a prompt of this length would add."""
+        """Return the number of positions, padding included, that a chunk of this length would add."""
         return max(self.length, length) * (len(self.chosen) + 1) - self.length * len(self.chosen)
 
     def add(self, sequence: HeldSequence, length: int) -> None:
@@ -74,12 +74,12 @@ class _Part:
 
 
 class Prompts:
-    """Sequences that are not prefilled yet, oldest first. Gateways take turns; `budget` sizes the chunk of a step."""
+    """The sequences to prefill, oldest first. Gateways take turns; `budget` limits the chunk of each step."""
 
     def __init__(self, cache: TargetCache, budget: TokenBudget):
         self._cache, self._budget = cache, budget
         self._waiting: list[HeldSequence] = []
-        # gateway -> the turn in which its last prompt left, for the gateways with prompts that wait.
+        # gateway -> the turn in which its last prompt was removed; only for gateways with waiting prompts.
         self._turns: dict[str, int] = {}
         self._turn = 0
 
@@ -96,7 +96,7 @@ class Prompts:
         self._turns = {waiting.gateway: self._turns.get(waiting.gateway, 0) for waiting in self._waiting}
 
     def unseen(self, taken: int) -> Iterator[HeldSequence]:
-        """Yield sequences of the next chunk that may copy a prefix, until all have been compared with other prompts."""
+        """Yield each sequence of the next chunk for which the caller has not yet searched for a prefix to copy."""
         while new := [one for part in self._parts(taken) for one in part.chosen if self._may_copy(one)]:
             yield new[0]
 
@@ -104,7 +104,7 @@ class Prompts:
         return not sequence.compared and self._cache.lengths[sequence.slot] >= sequence.before_copy
 
     def next_chunk(self, taken: int) -> tuple[list[HeldSequence], PromptChunk | None]:
-        """Return the next chunk, as much prompt as fits beside the `taken` positions of blocks, and its sequences."""
+        """Return the next chunk's sequences, and the chunk: the prompts that fit beside `taken` positions of blocks."""
         parts = self._parts(taken)
         if not parts:
             return [], None
@@ -121,10 +121,10 @@ class Prompts:
         return chosen, PromptChunk(slots, tokens, last, following, rows)
 
     def _parts(self, taken: int) -> list[_Part]:
-        """Choose the prompts of the next chunk; those of about the same length form one part.
+        """Choose the prompts of the next chunk, and group prompts of similar length into parts.
 
-        Up to half of the room is kept for the prompt whose turn it is. The rest goes to the prompts that need the least
-        first. So a long prompt advances, and short prompts do not wait for all of it.
+        Up to half of the positions are reserved for the prompt whose turn it is. The rest goes to the prompts with the
+        fewest remaining positions. So a long prompt advances, and short prompts do not wait for all of it.
         """
         parts: list[_Part] = []
         by_age = self._in_turn(self._waiting)
@@ -144,7 +144,7 @@ class Prompts:
         return parts
 
     def _place(self, sequence: HeldSequence, length: int, parts: list[_Part], room: int) -> int:
-        """Add the sequence to a part of about its length, or to a new one. Return the number of positions added."""
+        """Add the sequence to a part of similar length, or to a new part. Return the number of positions added."""
         for part in parts:
             if (grown := part.grown(length)) > room or not part.fits(length):
                 continue
@@ -157,7 +157,7 @@ class Prompts:
         return length
 
     def _in_turn(self, sequences: Rows[HeldSequence]) -> list[HeldSequence]:
-        """Order sequences: the first of each gateway, by the gateways' turns, then the second of each, and so on."""
+        """Interleave the gateways, in order of their turns: the first sequence of each gateway, then the second, ..."""
         before = Counter[str]()
         keys = []
         for sequence in sequences:
@@ -166,6 +166,6 @@ class Prompts:
         return [sequence for _, sequence in sorted(zip(keys, sequences, strict=True), key=itemgetter(0))]
 
     def _remaining(self, sequence: HeldSequence) -> int:
-        """The number of positions to compute until the sequence may copy a prefix, or until its prompt is complete."""
+        """Return the number of positions to compute until the sequence may copy a prefix or its prompt is complete."""
         computed, whole = self._cache.lengths[sequence.slot], len(sequence.prompt_L)
         return (whole if computed >= sequence.before_copy else sequence.before_copy) - computed

@@ -1,4 +1,4 @@
-"""The target as its own draft (MagicDec): asked as other drafts are, without gRPC, on the engine's thread."""
+"""The target as its own draft (MagicDec): takes draft requests without gRPC and drafts on the engine's thread."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Wish:
 
 
 class SelfDrafting:
-    """Batches that wait for the target to draft for itself, oldest first."""
+    """The queue of batches that wait for draft tokens from the target itself, oldest first."""
 
     def __init__(self, steps: ModelSteps, sequences: Mapping[str, HeldSequence], metrics: VerifierMetrics, pace: Pace):
         self._steps, self._sequences, self._metrics, self._pace = steps, sequences, metrics, pace
@@ -41,13 +41,13 @@ class SelfDrafting:
         return bool(self._waiting)
 
     def ask(self, task: VerifyTask, wishes: Rows[Wish]) -> None:
-        """Queue these items of a batch, to be drafted for before the next step. The batch waits for the tokens."""
+        """Queue these items of a batch. The target drafts for them before the next step; the batch waits until then."""
         task.awaited += 1
         self._metrics.draft_requests.labels(INTERNAL).inc()
         self._waiting.append((task, wishes, time.perf_counter()))
 
     def draft(self) -> None:
-        """Draft for each waiting batch. If drafting fails, its blocks are decoded plainly."""
+        """Draft for each queued batch. If drafting fails, the blocks of the batch are decoded plainly."""
         while self._waiting:
             task, wishes, asked_at = self._waiting.popleft()
             began = time.perf_counter()

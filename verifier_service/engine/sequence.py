@@ -1,4 +1,4 @@
-"""The verifier's state of one sequence besides its cache, the check of a Start, and errors about sequences."""
+"""The verifier's state of one sequence, except its KV cache; the check of a Start; errors about sequences."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LEAST_RUN = 16
 class StartTask:
     start: pb.Start
     gateway: str
-    # `reply` takes the answer, `tell` the stages that the Start reaches before that.
+    # `reply` receives the answer, `tell` the stages that the Start reaches before the answer.
     reply: Reply
     tell: Reply
     matcher: Matcher | None = None
@@ -38,7 +38,7 @@ class StartTask:
 
 @dataclass
 class HeldSequence:
-    """A sequence. It is prefilling until `started` is set; then its newest token has position `cache.lengths[slot]`."""
+    """A sequence in a slot, prefilling until `started` is set. Then its newest token is at `cache.lengths[slot]`."""
 
     start: pb.Start
     slot: int
@@ -54,8 +54,8 @@ class HeldSequence:
     last_base: int = 0
     last_answer: pb.VerifyResult | None = None
     poisoned: bool = False
-    # Whether the search for a prefix to copy is over, how many positions are computed before the copy, and how many
-    # were copied.
+    # True once the search for a prefix to copy is over; the number of positions to compute before the copy; the
+    # number of positions copied.
     compared: bool = False
     before_copy: int = 0
     cached_tokens: int = 0
@@ -66,7 +66,7 @@ class HeldSequence:
     # Copied from `start`, which makes a new string at each access.
     id: str = field(init=False)
     draft_id: str = field(init=False)
-    # Whether a block with draft tokens must carry their q.
+    # True if a block with draft tokens must carry their q.
     needs_q: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -77,7 +77,7 @@ class HeldSequence:
 
     @property
     def may_give_way(self) -> bool:
-        """True if the sequence may be preempted. A resumed sequence first gains LEAST_RUN tokens, to make progress."""
+        """True if the sequence may be preempted: a resumed sequence only after it has generated LEAST_RUN tokens."""
         came_back = 0 < self.start.prompt_tokens < len(self.start.tokens)
         return not came_back or len(self.tokens) - len(self.start.tokens) >= LEAST_RUN
 
@@ -86,7 +86,7 @@ class HeldSequence:
         return self.tokens[-1]
 
     def stored_answer(self, round_: int, asked_base: int, base: int) -> pb.VerifyResult | None:
-        """Return the stored answer of a repeated block, None for the next block. Raises StaleBlock for any other."""
+        """Return the stored answer to a repeated block, None for the next block. Raises StaleBlock for other blocks."""
         if self.started is None:
             raise StaleBlock(f"sequence {self.id} is still prefilling")
         if self.last_answer is not None and round_ == self.round and asked_base in (0, self.last_base):
@@ -98,13 +98,13 @@ class HeldSequence:
         return None
 
     def advance(self, round_: int, base: int, tokens: list[int]) -> None:
-        """Apply the outcome of a round. `last_answer` must be set before the next block is read."""
+        """Append the new tokens of a round. The caller must set `last_answer` before the next block is read."""
         self.round, self.last_base, self.last_answer = round_, base, None
         self.tokens += tokens
 
 
 def check_start(start: pb.Start, vocab_size: int, max_context: int) -> None:
-    """Raises InvalidRequest if this Start can never be served."""
+    """Raise InvalidRequest if this Start can never be served."""
     if not start.sequence_id:
         raise InvalidRequest("sequence_id is empty", "sequence_id")
     if (length := len(start.sequence_id)) > MAX_SEQUENCE_ID:
@@ -139,7 +139,7 @@ def preempted(sequence_id: str) -> OutOfCapacity:
 
 
 def step_failed(sequence_id: str) -> UnknownSequence:
-    """Error for a failed step. The cause is only logged: messages of libraries may quote anything."""
+    """Error for a sequence of a failed step. The cause is only logged: a library's message may quote any data."""
     return UnknownSequence(f"a step with sequence {sequence_id} failed: start it again from its tokens")
 
 

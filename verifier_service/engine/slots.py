@@ -1,7 +1,7 @@
-"""Which sequence holds which slot, from admission to release, and all state that is kept by slot.
+"""The assignment of slots to sequences, from admission to release, and of all state that is kept by slot.
 
-A Start without room waits. Gateways share the room: the next Start admitted is of the gateway that holds the fewest
-sequences, and the youngest sequence of the gateway that holds the most is preempted for it.
+A Start waits until a slot and memory are free. Gateways share both: the gateway with the fewest sequences is served
+first, and the youngest sequence of the gateway with the most sequences is preempted for that gateway.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from verifier_service.feed.publisher import Publisher
 from verifier_service.metrics import VerifierMetrics
 
 log = structlog.get_logger("verifier_service")
-# The most preempted sequences that are remembered until they are started again or released.
+# The most preempted sequences to remember until they are started again or released.
 _MOST_PREEMPTED = 4096
 
 
 class Waiting(dict[str, StartTask]):
-    """The Starts that wait for room, by sequence id, oldest first.
+    """The Starts that wait for a slot and memory, by sequence id, oldest first; at most `most` of each gateway.
 
-    At most `most` of each gateway: it has no use for more than there are slots.
+    `most` is the number of slots: a gateway has no use for more.
     """
 
     def __init__(self, most: int):
         self._most = most
 
     def add(self, task: StartTask) -> None:
-        """Append a Start. Raises OutOfCapacity if the most of this gateway wait already."""
+        """Append a Start. Raises OutOfCapacity if the maximum number of Starts of its gateway already waits."""
         if sum(other.gateway == task.gateway for other in self.values()) >= self._most:
             raise OutOfCapacity(f"{self._most} sequences of this gateway wait for room already: that is the most")
         self[task.start.sequence_id] = task
 
     def next(self, held: Counter[str]) -> StartTask | None:
-        """The oldest Start of the gateway with the fewest sequences. None may pass, or long prompts would not start."""
+        """Return the oldest Start of the gateway with the fewest sequences. No shorter Start may overtake it."""
         return min(self.values(), key=lambda task: held[task.gateway], default=None)
 
 
 class Slots:
-    """The sequences that hold slots, in order of admission, and the Starts that wait for room."""
+    """The sequences that have slots, in order of admission, and the Starts that wait for a slot and memory."""
 
     def __init__(
         self,
@@ -65,14 +65,14 @@ class Slots:
         self._publisher, self._prefixes, self._prompts = publisher, prefixes, prompts
         self._limits, self._metrics = limits, metrics
         self.waiting = Waiting(self._cache.slots)
-        # Starts since the last `admit_waiting`; whether anything came or went since: else there is no more room.
+        # Starts since the last `admit_waiting`; True if a Start or sequence came or went since: else none has room.
         self._new: list[str] = []
         self._changed = False
         # sequence id -> gateway
         self._preempted: dict[str, str] = {}
 
     def admit(self, task: StartTask) -> None:
-        """Queue a Start until there is room for it. Raises InvalidRequest, or OutOfCapacity if too many wait."""
+        """Check and queue a Start. Raises InvalidRequest, or OutOfCapacity if too many of its gateway's Starts wait."""
         check_start(task.start, self._limits.vocab_size, self._limits.max_context)
         if task.start.adjustments.HasField("grammar") and task.matcher is None:
             raise InvalidRequest("grammars are not available at this verifier", "grammar")
@@ -82,11 +82,11 @@ class Slots:
 
     @property
     def may_admit(self) -> bool:
-        """True if a waiting Start may have room by now."""
+        """True if Starts wait, and a Start has come or a sequence was freed since the last `admit_waiting`."""
         return bool(self.waiting) and self._changed
 
     def admit_waiting(self) -> None:
-        """Begin waiting sequences while there is room; preempt others beyond their share. Call between two steps."""
+        """Admit Starts while slots and memory last; preempt gateways above their share. Call between two steps."""
         while self.waiting and (task := self.waiting.next(self._held())):
             slot = self._slot_for(len(task.start.tokens)) if self._changed else None
             if slot is not None:
@@ -106,7 +106,7 @@ class Slots:
         return Counter(sequence.gateway for sequence in self.sequences.values())
 
     def _beyond_share(self, gateway: str) -> HeldSequence | None:
-        """The youngest preemptible sequence of the gateway with the most, if this gateway holds at least two fewer."""
+        """Find the youngest preemptible sequence of the gateway with the most, if `gateway` has at least two fewer."""
         held = self._held()
         largest = max(held, key=held.__getitem__, default=gateway)
         if held[largest] < held[gateway] + 2:
@@ -130,7 +130,7 @@ class Slots:
         log.debug("sequence begins", sequence=sequence.id, tokens=len(start.tokens), draft_id=sequence.draft_id)
 
     def _slot_for(self, length: int) -> int | None:
-        """Allocate a slot with memory for a prompt and its first tokens, besides the next tokens of all sequences."""
+        """Allocate a slot and memory for a prompt, its first tokens and all sequences' next tokens. None on failure."""
         if not self._cache.free_slots:
             return None
         slot, run = self._cache.allocate(), LEAST_RUN + self._limits.max_depth
@@ -142,7 +142,7 @@ class Slots:
         return slot
 
     def release(self, sequence_ids: Rows[str]) -> int:
-        """Free these sequences, also those that wait; ignore unknown ids. Return the number of sequences freed."""
+        """Free these sequences, including waiting ones; ignore unknown ids. Return the number of sequences freed."""
         for sequence_id in sequence_ids:
             self._preempted.pop(sequence_id, None)
         withdrawn = [task for sequence_id in sequence_ids if (task := self.waiting.pop(sequence_id, None))]
@@ -155,14 +155,14 @@ class Slots:
         return len(withdrawn) + len(freed)
 
     def release_own(self, gateway: str, sequence_ids: Rows[str]) -> int:
-        """Free those of these sequences that belong to this gateway. Return the number of sequences freed."""
+        """Free the sequences that belong to this gateway, and ignore others. Return the number of sequences freed."""
         whose = {sequence_id: self._gateway_of(sequence_id) for sequence_id in sequence_ids}
         if others := sum(known not in (gateway, None) for known in whose.values()):
             log.warning("refused to release what is another gateway's", gateway=gateway, sequences=others)
         return self.release([sequence_id for sequence_id, known in whose.items() if known == gateway])
 
     def _gateway_of(self, sequence_id: str) -> str | None:
-        """The gateway of a sequence that is held, waiting or preempted; None if the sequence is unknown."""
+        """Return the gateway of a sequence, which may be waiting or preempted; None if the sequence is unknown."""
         known = self.sequences.get(sequence_id) or self.waiting.get(sequence_id)
         return known.gateway if known else self._preempted.get(sequence_id)
 
@@ -183,7 +183,7 @@ class Slots:
         return freed
 
     def refusal(self, sequence_id: str, error: SpireError) -> tensor_pb2.ItemStatus:
-        """Return the status that answers an item with this error; count and log the refusal."""
+        """Return the item status for this error; count and log the refusal."""
         status = item_status(error)
         code = code_name(status.code)
         self._metrics.refused.labels(code).inc()
@@ -201,14 +201,14 @@ class Slots:
         self.refuse(sequence.id, sequence.reply, error)
 
     def preempt_youngest(self) -> HeldSequence:
-        """Preempt the youngest sequence that may give way, or else the youngest; the oldest only if it is alone."""
+        """Preempt and return the youngest preemptible sequence, else the youngest; the oldest only if it is alone."""
         by_age = list(self.sequences.values())
         victim = next((s for s in reversed(by_age[1:]) if s.may_give_way), by_age[-1])
         self.preempt(victim)
         return victim
 
     def preempt(self, sequence: HeldSequence) -> None:
-        """Free a sequence. Its gateway is told with the next block, or at once if it waits for the first token."""
+        """Free a sequence. The answer to its next block, or to its Start during prefill, reports the preemption."""
         self._metrics.preempted.inc()
         if sequence.started is None:
             self.fail_start(sequence, preempted(sequence.id))
@@ -219,14 +219,14 @@ class Slots:
                 del self._preempted[next(iter(self._preempted))]
 
     def release_gateway(self, gateway: str) -> int:
-        """Free all sequences of a gateway that has gone, also those that wait. Return their number."""
+        """Free all sequences of a lost gateway, including waiting ones. Return the number of sequences freed."""
         waiting = [sequence_id for sequence_id, task in self.waiting.items() if task.gateway == gateway]
         count = self.release([*waiting, *(s.id for s in self.sequences.values() if s.gateway == gateway)])
         self._metrics.expired.inc(count)
         return count
 
     def held(self, sequence_id: str, gateway: str) -> HeldSequence:
-        """Return a sequence of this gateway. Raises UnknownSequence, or OutOfCapacity if it was preempted."""
+        """Return a sequence of this gateway. Raises OutOfCapacity if it was preempted, else UnknownSequence."""
         if self._preempted.get(sequence_id) == gateway:
             raise preempted(sequence_id)
         sequence = self.sequences.get(sequence_id)

@@ -33,7 +33,7 @@ from verifier_service.sampling.pipeline import Pipeline
 from verifier_service.sampling.synthetic import Verify
 
 _WARMING_DEPTH = 2
-# Positions of the dummy step by which a verifier learns how long a step takes.
+# The number of positions in the dummy step that measures the step time at the start.
 FIRST_POSITIONS = 2
 # The number of positions whose logits are in memory at once while a prompt is scored.
 _SCORED_AT_ONCE = 64
@@ -41,10 +41,10 @@ _SCORED_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class PromptChunk:
-    """The next tokens of B prompts; `last` is true for the final chunk of a prompt.
+    """The next tokens of B prompts; `last` is True for the final chunk of a prompt.
 
-    `following`: the prompt token after each of these tokens, if the logprobs of the prompt are asked for. `parts`: the
-    numbers of neighbouring rows, of about the same length, that are padded and computed together.
+    `following`: the prompt token after each of these tokens, if prompt logprobs are requested. `parts`: the numbers of
+    consecutive rows, of similar length, that are padded and computed together.
     """
 
     slots: list[int]
@@ -65,8 +65,8 @@ class PromptChunk:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Per row: whether its logits or hidden states are finite, the number of accepted draft tokens, the new tokens, the
-    reason why the sequence is `refused`, the logprobs of the new tokens, and the `scores` of prompt tokens.
+    """The result of a forward, per row: True if its numbers are `finite`, the number of accepted draft tokens, the new
+    tokens, the error if the row is `refused`, the logprobs of the new tokens, and the `scores` of prompt tokens.
 
     If verification and prefill shared a forward, its seconds are divided in proportion to their positions.
     """
@@ -82,7 +82,7 @@ class Outcome:
     scores: Rows[Scores | None] = ()
 
     def sound(self, row: int) -> bool:
-        """True if the sequence of this row can go on."""
+        """True if the sequence of this row can continue: its numbers are finite and it is not refused."""
         return self.finite[row] and not self.refused[row]
 
     @property
@@ -91,9 +91,9 @@ class Outcome:
 
 
 class ModelSteps:
-    """The steps of the target and its cache. Called by one thread only, in inference mode.
+    """Runs the steps of the target and its cache. Called by one thread only, in inference mode.
 
-    `sparse`: what the target attends to when it drafts. `top_m`: how many of the most probable tokens its q keeps.
+    `sparse`: the positions that the target attends to when it drafts. `top_m`: the number of tokens that its q keeps.
     """
 
     def __init__(self, target: Target, cache: TargetCache, pipeline: Pipeline, sparse: SparseAttention, top_m: int):
@@ -105,7 +105,7 @@ class ModelSteps:
         self._sparse, self._top_m = sparse, top_m if top_m < target.config.vocab_size else None
 
     def warm_up(self) -> None:
-        """Prefill and verify dummy sequences, then free them: requests would wait for the slow first step of a GPU."""
+        """Prefill, verify and free dummy sequences, so that no request has to wait for the slow first step on a GPU."""
         samplings = ONE_OF_EACH[: self.cache.free_slots]
         slots = [self.cache.allocate() for _ in samplings]
         prompt, k = [0] * _WARMING_DEPTH, _WARMING_DEPTH
@@ -183,7 +183,7 @@ class ModelSteps:
         return [TargetOutput(*output) for output in zip(together.split(hidden), split_taps, strict=True)]
 
     def _conclude(self, batch: RaggedBatch, output: TargetOutput, forward_seconds: float) -> Outcome:
-        """Apply the verification rule to each row; commit the newest token and the accepted draft tokens."""
+        """Apply the rule to each row. Commits keys and values of each block up to the last accepted token."""
         began = time.perf_counter()
         logits_BTV = self.target.unembed(output.hidden_BTD)
         forward_seconds += time.perf_counter() - began
@@ -194,7 +194,7 @@ class ModelSteps:
         if usual and judges(logits_BTV, batch.q, rows):
             verdict, finite_B = judge(logits_BTV, *arguments)
         else:
-            # Padding excluded.
+            # Ignore the logits of padding.
             position_T = torch.arange(logits_BTV.shape[1], device=self.device)
             finite_BT = logits_BTV.sum(dim=-1).isfinite() | (position_T > batch.counts_B[:, None])
             finite_B = finite_BT.all(dim=1)
@@ -216,7 +216,7 @@ class ModelSteps:
         return Outcome(finite, accepted, tokens, refused, logprobs, output.taps_BTND, forward_seconds, seconds)
 
     def _prefilled(self, chunk: PromptChunk, output: TargetOutput, forward_seconds: float) -> Outcome:
-        """Commit the chunk of each prompt; draw the first token of the prompts that it completes."""
+        """Commit the chunk of each prompt; draw the first token of each prompt that is now complete."""
         began = time.perf_counter()
         counts = chunk.counts
         at_B = torch.tensor(counts, device=self.device) - 1
@@ -229,7 +229,7 @@ class ModelSteps:
         return Outcome(finite, [0] * len(counts), *first, taps_BTND, forward_seconds, seconds, scores)
 
     def _score(self, slot: int, hidden_TD: Tensor, following: Rows[int]) -> Scores | None:
-        """Return the logprobs of the prompt tokens that follow these positions; None without such tokens."""
+        """Return the logprobs of the prompt tokens `following` these positions; None if there are no such tokens."""
         parts = []
         for at in range(0, len(following), _SCORED_AT_ONCE):
             tokens = following[at : at + _SCORED_AT_ONCE]
@@ -243,7 +243,7 @@ class ModelSteps:
     def _first_tokens(
         self, chunk: PromptChunk, hidden_BD: Tensor, finite: Rows[bool]
     ) -> tuple[list[list[int]], list[InvalidRequest | None], list[pb.Logprobs | None]]:
-        """Return for each prompt that is complete: its first token, why the sequence cannot go on, and the logprobs."""
+        """Draw the first token of each complete prompt. Return for each row its tokens, any error, and logprobs."""
         tokens: list[list[int]] = [[] for _ in chunk.slots]
         refused: list[InvalidRequest | None] = [None] * len(tokens)
         logprobs: list[pb.Logprobs | None] = [None] * len(tokens)
@@ -266,7 +266,7 @@ class ModelSteps:
 
 
 def _joined(parts: list[TargetOutput]) -> TargetOutput:
-    """Join the rows of all parts, padded to the longest."""
+    """Join the outputs of all parts, with each row padded to the longest."""
     if len(parts) == 1:
         return parts[0]
     hidden = pad_sequence([row for part in parts for row in part.hidden_BTD], batch_first=True)

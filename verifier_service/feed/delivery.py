@@ -25,7 +25,7 @@ _TOKEN_BYTES = 5  # the longest varint of a token
 
 @dataclass(frozen=True)
 class Picked:
-    """R rows of a tensor [X, N, D]: those at `places`, or all if None. They are gathered only when needed."""
+    """R rows of a tensor [X, N, D]: the rows with indices `places`, or all if None. Gathered only when needed."""
 
     from_XND: Tensor
     places: list[int] | None = None
@@ -46,7 +46,7 @@ class Picked:
         return math.prod(self.shape) * self.from_XND.itemsize
 
     def of(self, counts: Rows[int], kept: Rows[bool]) -> Picked:
-        """Select whole groups of neighbouring rows: `counts` are the groups' sizes, `kept` tells which to select."""
+        """Select groups of consecutive rows: `counts` has each group's size, `kept` is True for groups to select."""
         places = range(len(self.from_XND)) if self.places is None else self.places
         bounds = compress(pairwise(accumulate(counts, initial=0)), kept)
         return Picked(self.from_XND, [place for at, end in bounds for place in places[at:end]])
@@ -61,12 +61,12 @@ class Picked:
         return gathered_RND
 
     def gather(self, to_RND: Tensor) -> None:
-        """Write the rows to contiguous memory of the same device or of the host."""
+        """Copy the rows to `to_RND`, which is contiguous memory on the same device or on the host."""
         device = self.from_XND.device
         if self.places is None:
             copy_to(to_RND, self.from_XND)
         elif device.type == "cpu":
-            # Every place is valid; if numpy had to check, it would gather into a buffer first.
+            # Every index is valid. With mode "raise", numpy would gather into a buffer first.
             host_bytes(self.from_XND.flatten(1)).take(self.places, 0, host_bytes(to_RND.flatten(1)), "clip")
         else:
             places_R = torch.tensor(self.places, device=device)
@@ -81,9 +81,9 @@ NO_ROWS = Picked(torch.empty(0, 0, 0))
 
 @dataclass(frozen=True)
 class Delivery:
-    """One delivery to a draft: R positions in the order of the spans, or the sequences that have ended.
+    """One delivery to a draft: activations of R positions in the order of the spans, or the ids of ended sequences.
 
-    A whole replay replaces everything not yet delivered. `tokens` has R entries, or none.
+    A whole replay replaces every delivery that has not been sent yet. `tokens` has R entries, or none.
     """
 
     spans: Rows[pb.ActivationSpan] = ()
@@ -97,7 +97,7 @@ Deliver = Callable[[Delivery], None]
 
 
 def spans_of(sequence_id: str, positions: list[int], reset: bool) -> list[pb.ActivationSpan]:
-    """Return one span per stretch of consecutive positions. With `reset` the first span begins a replay."""
+    """Return one span per run of consecutive positions. If `reset`, the first span marks the start of a replay."""
     starts = [positions[0], *(b for a, b in pairwise(positions) if b != a + 1)] if positions else []
     bounds = [*(positions.index(start) for start in starts), len(positions)]
     return [
@@ -107,7 +107,7 @@ def spans_of(sequence_id: str, positions: list[int], reset: bool) -> list[pb.Act
 
 
 def frames(delivery: Delivery, max_bytes: int) -> Iterator[Delivery]:
-    """Split the positions of a delivery into parts of at most `max_bytes`, or of one row. Spans may be split too."""
+    """Split a delivery into parts of at most `max_bytes`, but at least one position each. Spans may be split too."""
     rows = delivery.rows
     if not len(rows):
         return

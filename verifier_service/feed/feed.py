@@ -1,4 +1,4 @@
-"""The feed of one draft: a bounded tail of activations kept for replay, and what the draft has not been sent yet.
+"""The feed of one draft: a bounded tail of activations stored for replay, and the positions not yet sent.
 
 Shapes: R rows (positions of all sequences one after the other), N tapped layers, D width.
 Does not know: other drafts.
@@ -23,7 +23,7 @@ from spire.rpc.tensors import host_bytes
 from spire.v1 import verifier_pb2 as pb
 from verifier_service.feed.delivery import NO_ROWS, Deliver, Delivery, Picked, spans_of
 
-# Rows that may be put off: processing many together takes hardly longer than processing a few.
+# The most rows that may be deferred: processing many together takes hardly longer than processing a few.
 MOST_PENDING = 256
 
 Places = npt.NDArray[np.int64]
@@ -31,7 +31,7 @@ Places = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Taps:
-    """The contents of a subscription: tapped layers, as counts of layers passed; sink; window; whether tokens too."""
+    """A draft's subscription: the layers whose inputs it needs, sizes of sink and window, whether it needs tokens."""
 
     layers: tuple[int, ...]
     sink: int
@@ -40,7 +40,7 @@ class Taps:
 
     @classmethod
     def read(cls, request: pb.ActivationsRequest, target: pb.GetInfoResponse) -> Taps:
-        """Check a subscription request. Raises MismatchError, naming both values, or InvalidRequest."""
+        """Check and convert a subscription request. Raises MismatchError, naming both values, or InvalidRequest."""
         if (theirs := request.protocol_version) != PROTOCOL_VERSION:
             raise MismatchError(f"the draft speaks protocol {theirs}, the verifier {PROTOCOL_VERSION}")
         wanted, ours = request.target_fingerprint, target.target_fingerprint
@@ -54,7 +54,7 @@ class Taps:
             raise InvalidRequest(f"tapped layer {highest} does not exist: the target has {target.num_layers}")
         if len(set(request.tapped_layers)) < len(request.tapped_layers):
             raise InvalidRequest(f"a layer is tapped twice: {list(request.tapped_layers)}")
-        # Memory for sink and window is held for every sequence, and no sequence is longer than the context.
+        # Memory for sink and window is allocated per sequence, and no sequence is longer than the context.
         sink, window = (min(count, target.max_context) for count in (request.sink, request.window))
         if request.tapped_layers and sink + window > MAX_TAPPED_POSITIONS:
             raise MismatchError(
@@ -66,7 +66,7 @@ class Taps:
 
 @dataclass(slots=True)
 class Advance:
-    """Tokens committed at positions start .. of one sequence; its draft need not be told yet if it is `paused`."""
+    """Tokens committed in a sequence from position `start` on. If `paused`, their activations are not sent yet."""
 
     sequence_id: str
     draft_id: str
@@ -81,22 +81,22 @@ class Advance:
 
 
 class Feed:
-    """One draft's taps, the tails of its sequences, and `deliver` while the draft is subscribed."""
+    """The taps of one draft, the stored activations (tails) of its sequences, and `deliver` while it is subscribed."""
 
     def __init__(self, taps: Taps, slots: int, width: int, dtype: torch.dtype, device: torch.device):
         self.taps = taps
         self.deliver: Deliver | None = None
         # sequence id -> (slot, committed length)
         self.members: dict[str, tuple[int, int]] = {}
-        # sequence id -> its tokens, which are the engine's list: those from the committed length on do not count
+        # sequence id -> its tokens, a list shared with the engine: ignore tokens from the committed length on
         self._tokens: dict[str, list[int]] = {}
-        # sequence id -> the first position that the draft has not been sent, because it was paused
+        # sequence id -> the first position not sent to the draft, because the sequence was paused
         self._unsent: dict[str, int] = {}
         # Advances and their rows that are not yet written to the tails.
         self._pending: list[tuple[Rows[Advance], Tensor]] = []
         self._pending_rows = 0
         self._entries, self._tapped = taps.sink + taps.window, (len(taps.layers), width)
-        # The tails of all slots; None without sequences. On a CPU memory is taken only when it is written.
+        # The tails of all slots; None without sequences. On a CPU memory is allocated only when written.
         self._pool: Pool | None = None
         self._no_row = torch.zeros(0, *self._tapped, dtype=dtype, device=device)
         self._shape = slots, 1, self._entries, len(taps.layers) * width
@@ -125,7 +125,7 @@ class Feed:
         return True
 
     def store(self, advances: Rows[Advance], rows_RND: Tensor) -> None:
-        """Keep the rows that a replay needs."""
+        """Store the rows that a replay needs."""
         for a in advances:
             self.members[a.sequence_id] = (a.slot, a.start + a.count)
         self._pending.append((advances, rows_RND))
@@ -159,7 +159,7 @@ class Feed:
         self.members[sequence_id] = (slot, length + count)
 
     def pause(self, sequence_ids: Rows[str]) -> None:
-        """Hold back the activations of these sequences, kept ones too, until they are resumed."""
+        """Send no activations of these sequences, stored ones included, until the sequences are resumed."""
         self._unsent |= {sequence_id: 0 for sequence_id in sequence_ids if sequence_id in self.members}
 
     def no_rows(self, count: int) -> Tensor:
@@ -167,7 +167,7 @@ class Feed:
         return self._no_row.new_zeros(count, *self._tapped)
 
     def advance(self, advances: Rows[Advance], rows: Picked) -> Delivery:
-        """Return the delivery of committed positions, without sequences that are paused or still have to catch up."""
+        """Return a delivery of the new positions, without sequences that are paused or still have unsent positions."""
         for a in advances:
             if a.paused:
                 self._unsent.setdefault(a.sequence_id, a.start)
@@ -182,16 +182,16 @@ class Feed:
         return Delivery(spans, rows, tokens)
 
     def catch_up(self, advances: Rows[Advance]) -> Delivery:
-        """Return what was not sent of sequences that are no longer paused; a replay where not all of that is kept."""
+        """Return the unsent positions of sequences no longer paused; a replay if not all of them are stored."""
         woken = [a.sequence_id for a in advances if not a.paused and a.sequence_id in self._unsent]
         return self._kept([(sequence_id, self._unsent[sequence_id]) for sequence_id in woken])
 
     def replay(self, sequence_ids: Rows[str], whole: bool = False) -> Delivery:
-        """Return everything kept of these sequences; the first span of each resets the draft's memory."""
+        """Return all stored positions of these sequences. The first span of each sequence resets the draft's memory."""
         return self._kept([(sequence_id, 0) for sequence_id in sequence_ids], whole)
 
     def _kept(self, wanted: Rows[tuple[str, int]], whole: bool = False) -> Delivery:
-        """Return for each (sequence id, start) the positions from `start` on, or all kept ones if some are not kept."""
+        """Return for each (sequence id, start) the positions from `start` on; a replay if some are no longer stored."""
         if wanted:  # empty in most rounds
             self._write_tails()
         spans, rows, tokens = list[pb.ActivationSpan](), list[Tensor](), list[int]()
@@ -216,7 +216,7 @@ class Feed:
 
 
 def _put_rows(to: Tensor, places: tuple[Places, Places], rows: Rows[Tensor], chosen_R: Places) -> None:
-    """Write the chosen rows to the places (slots, entries)."""
+    """Write the rows with indices `chosen_R` to `places`, which are (slots, entries) of `to`."""
     if to.device.type == "cpu":
         host_bytes(to)[places] = np.concatenate([host_bytes(each) for each in rows])[chosen_R]
     else:

@@ -23,7 +23,7 @@ from verifier_service.metrics import VerifierMetrics
 
 @dataclass(frozen=True)
 class FeedRows:
-    """The part of a forward's outcome that belongs to one feed: R positions."""
+    """The committed positions of a forward that belong to one feed, and the activations at these R positions."""
 
     feed: Feed
     advances: Rows[Advance]
@@ -31,9 +31,9 @@ class FeedRows:
 
 
 class Publisher:
-    """All feeds. A forward has to return the activations of all their tapped layers."""
+    """The feeds of all drafts. Every forward must return the activations of all layers in `layers`."""
 
-    # Feeds kept for drafts that may come back.
+    # The most feeds kept for disconnected drafts, which may come back.
     MAX_IDLE_FEEDS = 4
 
     def __init__(self, slots: int, width: int, dtype: torch.dtype, device: torch.device, metrics: VerifierMetrics):
@@ -50,11 +50,11 @@ class Publisher:
         return tuple(sorted({layer for feed in self.feeds.values() for layer in feed.taps.layers}))
 
     def replay_bytes(self, taps: Taps) -> int:
-        """Return the bytes of the largest replay for a draft with these taps. Any thread may call it."""
+        """Return the size, in bytes, of the largest replay for a draft with these taps. Any thread may call this."""
         return self._bytes_per_tap * (taps.sink + taps.window) * len(taps.layers)
 
     def subscribe(self, draft_id: str, taps: Taps, deliver: Deliver) -> None:
-        """Deliver to this subscriber from now on, beginning with a replay. A previous subscriber gets nothing more."""
+        """Pass the draft's deliveries to `deliver` from now on, first a replay. Any older subscriber gets no more."""
         self._keep_later()
         feed = self.feeds.get(draft_id)
         if feed is None or feed.taps != taps:
@@ -73,7 +73,7 @@ class Publisher:
             feed.deliver = None
 
     def join(self, sequence_id: str, draft_id: str, slot: int, tokens: list[int]) -> None:
-        """Begin a sequence. Its tail is kept if its draft has a feed. `tokens` grows with the sequence."""
+        """Add a sequence to the feed of its draft, if there is a feed. The list `tokens` grows with the sequence."""
         if feed := self.feeds.get(draft_id):
             feed.join(sequence_id, slot, tokens)
 
@@ -83,14 +83,14 @@ class Publisher:
         return (feed.taps.sink, feed.taps.window) if feed and feed.taps.layers else (0, 0)
 
     def skip(self, sequence_id: str, draft_id: str, count: int) -> None:
-        """Skip the next positions of a sequence: they were copied, so no forward will bring their activations."""
+        """Skip the next `count` positions of a sequence: they were copied, so no forward computes their activations."""
         self._keep_later()
         if (feed := self.feeds.get(draft_id)) and sequence_id in feed.members:
             feed.skip(sequence_id, count)
 
     def shares(self, advances: Rows[Advance], taps_BTND: Tensor | None) -> list[FeedRows]:
-        """Split a forward's outcome by feed. `advances` has one entry per row of `taps_BTND`, with count 0 where
-        nothing was committed. A plain round in which all sequences are paused is put off and gives nothing yet."""
+        """Split a forward's activations by feed. `advances` has one entry per row of `taps_BTND`, with count 0 if
+        nothing was committed. A round without draft tokens is deferred (empty result) if all sequences are paused."""
         if self.feeds and all(a.paused for a in advances) and (taps_BTND is None or taps_BTND.shape[1] == 1):
             self._later.append((advances, taps_BTND))
             self._later_rows += len(advances)
@@ -101,7 +101,7 @@ class Publisher:
         return self._shares(advances, taps_BTND)
 
     def _keep_later(self) -> None:
-        """Announce and store the rounds that were put off."""
+        """Announce and store the deferred rounds."""
         if not self._later:
             return
         advances = [a for later, _ in self._later for a in later]
@@ -133,20 +133,20 @@ class Publisher:
         return shares
 
     def announce(self, shares: Rows[FeedRows]) -> None:
-        """Deliver the committed positions to the drafts, which wait for them."""
+        """Deliver the committed positions to the drafts, which wait for the activations."""
         for share in shares:
             if share.feed.deliver:
                 self._deliver(share.feed.deliver, share.feed.advance(share.advances, share.rows))
 
     def store(self, shares: Rows[FeedRows]) -> None:
-        """Keep what a later replay needs, while the drafts read; then deliver what resumed sequences have missed."""
+        """Store the rows that a later replay needs; then deliver the unsent positions of resumed sequences."""
         for share in shares:
             share.feed.store(share.advances, share.rows.rows_RND)
             if share.feed.deliver:
                 self._deliver(share.feed.deliver, share.feed.catch_up(share.advances))
 
     def replay(self, draft_id: str, sequence_ids: Rows[str]) -> None:
-        """Replay these sequences to their draft, as far as they are kept."""
+        """Replay these sequences to their draft if it is subscribed; skip sequences without stored positions."""
         self._keep_later()
         feed = self.feeds.get(draft_id)
         if feed is None or feed.deliver is None:
@@ -157,18 +157,18 @@ class Publisher:
             self._deliver(feed.deliver, feed.replay(known))
 
     def pause(self, draft_id: str, sequence_ids: Rows[str]) -> None:
-        """Hold back the activations of these sequences from their draft until a block of theirs is not paused."""
+        """Stop sending activations of these sequences to the draft, until a block of the sequence is not paused."""
         self._keep_later()
         if feed := self.feeds.get(draft_id):
             feed.pause(sequence_ids)
 
     def unknown(self, draft_id: str, sequence_ids: Rows[str]) -> list[str]:
-        """Return those of these sequences of which no tail is kept for this draft."""
+        """Return the ids of the sequences that are not in this draft's feed."""
         feed = self.feeds.get(draft_id)
         return [i for i in sequence_ids if feed is None or i not in feed.members]
 
     def replay_all(self, draft_id: str, deliver: Deliver) -> None:
-        """Replay all sequences to a subscriber that is new or was too slow."""
+        """Replay all sequences of a draft to its subscriber, which is new or was too slow."""
         self._keep_later()
         feed = self.feeds.get(draft_id)
         if feed is not None and feed.deliver == deliver:
@@ -177,7 +177,7 @@ class Publisher:
             self._deliver(deliver, feed.replay(known, whole=True))
 
     def end(self, sequence_ids: Rows[str]) -> None:
-        """Free the tails of sequences that have ended, and tell their drafts."""
+        """Free the stored activations of ended sequences, and notify their drafts."""
         for feed in self.feeds.values():
             ended = [i for i in sequence_ids if feed.leave(i)]
             if ended and feed.deliver:
@@ -190,7 +190,7 @@ class Publisher:
 
 
 def _committed(taps_BTND: Tensor, rows: list[int], advances: Rows[Advance]) -> Picked:
-    """Select the committed positions of these rows, one after the other."""
+    """Select the committed positions of these rows, concatenated row by row."""
     T, taps_XND = taps_BTND.shape[1], taps_BTND.flatten(0, 1)
     if sum(a.count for a in advances) == len(taps_XND):
         return Picked(taps_XND)

@@ -36,7 +36,7 @@ class Subscriber:
         self._loop, self._ask_replay, self._ring, self._max_bytes = loop, ask_replay, ring, max_bytes
         self._pending: deque[pb.ActivationsResponse] = deque()
         self._pending_bytes = 0
-        # Bytes that may be queued: `max_bytes`, and on top what the last whole replay left queued.
+        # The most bytes that may be queued: `max_bytes` plus the bytes that the last whole replay queued.
         self._limit = max_bytes
         self._behind = False
         self._ended: list[str] = []
@@ -44,7 +44,7 @@ class Subscriber:
         self._something = asyncio.Event()
 
     def deliver(self, delivery: Delivery) -> None:
-        """Copy and queue a delivery. The model thread calls this: it may wait for a GPU, never for a draft."""
+        """Copy and queue a delivery, on the model thread. The copy may wait for a GPU, but never for a draft."""
         if self._closed or self._loop.is_closed():
             return
         self._loop.call_soon_threadsafe(self._take, list(self._encode(delivery)), delivery.whole_replay)

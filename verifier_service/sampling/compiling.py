@@ -1,7 +1,7 @@
-"""Compiling the grammars of Starts beside the rounds, so that other requests do not wait.
+"""Compiles the grammars of Starts on other threads, so that other requests do not wait.
 
-A grammar may take all the time that its limits allow. An asker that sends many delays only its own grammars, and a
-grammar that is no longer wanted is not begun.
+A grammar may take all the time that its limits allow. An asker that sends many grammars delays only its own, and a
+grammar that is withdrawn before its turn is not compiled.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Refused = Callable[[pb.Start, SpireError], None]
 
 
 class Compiling:
-    """The Starts of one stream that wait for their grammars. Each is passed to `compiled` or `refused` once."""
+    """The Starts of one stream whose grammars are being compiled. Each is passed once to `compiled` or `refused`."""
 
     def __init__(self, grammars: Grammars, gateway: str, compiled: Compiled, refused: Refused):
         self._grammars, self._gateway = grammars, gateway
@@ -45,14 +45,14 @@ class Compiling:
                 self._refused(start, UnknownSequence(f"sequence {start.sequence_id} has been released"))
 
     def end(self) -> None:
-        """Cancel all Starts unanswered: the stream is over, and a gateway that reconnects has released them."""
+        """Cancel all Starts without an answer: the stream has ended, and a reconnecting gateway has released them."""
         for task in self._tasks:
             task.cancel()
 
     async def _compile(self, start: pb.Start) -> None:
         grammar = start.adjustments.grammar
         try:
-            # Cancelled before its turn, it is never begun.
+            # A grammar that is cancelled before its turn is never compiled.
             matcher = await _POOL.run(f"{self._gateway} {grammar.asker}", self._grammars.compile, grammar)
         except asyncio.CancelledError:
             raise

@@ -1,4 +1,4 @@
-"""Grammars: which tokens may come next so that the whole output matches the grammar of the request.
+"""Grammars: masks of the tokens that may come next, so that the whole output matches the grammar of the request.
 
 A mask allows every tokenization of an allowed text, not only the tokenizer's own. Special tokens cannot be part of an
 output. An output that no token can continue ends.
@@ -45,8 +45,8 @@ _TOO_COMPLEX = (
 )
 # The longest error message: the library's messages quote the grammar.
 _MAX_CHARACTERS = 600
-# The formats of JSON schemas that are enforced, because the library knows them. It refuses a whole schema for another
-# one; those are annotations, as JSON Schema defines.
+# The formats of JSON schemas that are enforced, because the library knows them. The library refuses a schema with any
+# other format; other formats are removed: they are annotations, as JSON Schema defines.
 ENFORCED = frozenset({"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"})
 # Keywords whose values are data, even if they look like schemas, and keywords whose values are schemas by name.
 _DATA = frozenset({"const", "default", "enum", "example", "examples"})
@@ -67,7 +67,7 @@ class Grammars:
         self._executor = LLExecutor()
 
     def compile(self, grammar: pb.Grammar) -> Matcher:
-        """Return a matcher at the beginning of the output. Raises InvalidRequest, worded for the grammar's author."""
+        """Compile a grammar and return its matcher. Raises InvalidRequest, worded for the grammar's author."""
         if not self.ends_V.any():
             raise _wrong("this model has no end token: nothing could end an output that a grammar describes")
         source = _source(grammar)
@@ -157,9 +157,9 @@ class Matcher:
 
 
 def _read_tokenizer(tokenizer_json: bytes, vocab_size: int) -> tuple[LLTokenizer, int]:
-    """Return the library's tokenizer, and the token that marks the end of an output in it. Raises CheckpointError.
+    """Return the grammar library's tokenizer, and its token for the end of an output. Raises CheckpointError.
 
-    The end token is an added one: a model may have several, and some tokenizers treat them as text.
+    The end token is added here: a model may have several end tokens, and some tokenizers treat them as text.
     """
     name = "<|end of what the grammar describes|>"
     try:
@@ -213,7 +213,7 @@ def _with_layout(schema_json: str, whitespace: str) -> str:
 
 
 def with_enforced_formats(schema: Any) -> Any:
-    """Return the schema without formats that are not enforced, at every depth."""
+    """Return the schema without the formats that are not in ENFORCED, at every depth."""
     if isinstance(schema, list):
         return [with_enforced_formats(item) for item in schema]
     if not isinstance(schema, dict):
@@ -235,7 +235,7 @@ def _inside(keyword: str, value: Any) -> Any:
 
 @lru_cache(maxsize=256)
 def _tried(task: Literal["compile", "convert"], source: str) -> tuple[str, str]:
-    """Try a grammar in a separate process. Return (output, error message); no error is an empty message."""
+    """Compile or convert a grammar in a separate process. Return (output, error message or an empty string)."""
     command = [sys.executable, "-P", str(Path(grammar_trial.__file__)), task]
     try:
         trial = subprocess.run(command, input=source, capture_output=True, encoding="utf-8", timeout=60)
@@ -249,7 +249,7 @@ def _wrong(message: str) -> InvalidRequest:
 
 
 def _check(state: LLMatcher) -> None:
-    """Raise InvalidRequest if this state is one of error."""
+    """Raise InvalidRequest with the library's message if this state has an error."""
     if words := grammar_trial.error(state):
         _refuse(words)
 

@@ -22,14 +22,14 @@ STACK_BYTES = 1 << 20
 
 
 def start(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """Return a matcher at the beginning of `grammar`, with the limits of every request; it may hold an error."""
+    """Return a matcher for `grammar` and an empty output, with the limits of every request. Check it with `error`."""
     # The state of an ambiguous grammar grows with the output until the whole batch waits for one mask.
     limits = LLParserLimits(max_lexer_states=50_000, step_max_items=2_000, verbose_errors=False)
     return LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
 
 
 def error(matcher: LLMatcher) -> str:
-    """Return why the library has given up, empty if it has not. A state that no token continues is no error."""
+    """Return the library's error message, or an empty string. A state that no token can continue is not an error."""
     words = matcher.get_error()
     return "" if words.startswith("NoExtensionBias") else words
 
@@ -51,7 +51,7 @@ if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    # Decoding comes first.
+    # Decoding has priority.
     os.nice(10)
     threading.stack_size(STACK_BYTES)
     threading.Thread(target={"compile": _compile, "convert": _convert}[sys.argv[1]]).start()

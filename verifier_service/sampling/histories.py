@@ -22,7 +22,7 @@ _MOST = {"logit_bias": MAX_LOGIT_BIASES, "allowed_tokens": MAX_ALLOWED_TOKENS, "
 @dataclass(frozen=True)
 class _Rows:
     bias_RV: Tensor
-    # How often each token occurs in the output, and whether it occurs in prompt or output.
+    # The number of occurrences of each token in the output; True if the token occurs in prompt or output.
     counts_RV: Tensor
     seen_RV: Tensor
     ends_RV: Tensor
@@ -40,7 +40,7 @@ class _Rows:
 
 
 class Histories:
-    """Bias, bans and token counts of the sequences whose logits are adjusted: one row each, added as needed."""
+    """Bias, bans and token counts of the sequences with adjusted logits, in one row per sequence."""
 
     def __init__(self, vocab_size: int, device: torch.device):
         self.vocab_size, self.device = vocab_size, device
@@ -95,7 +95,7 @@ class Histories:
         return True
 
     def _penalise(self, logits_ATV: Tensor, row_A: Tensor, draft_AK: Tensor) -> Tensor:
-        """Apply the penalties of the history; draft tokens before a position count as part of it."""
+        """Apply the penalties for the history, which includes the draft tokens before each position."""
         (T, K), penalties_A3 = (logits_ATV.shape[1], draft_AK.shape[1]), self._rows.penalties_R3[row_A]
         counts_AV, seen_AV = self._rows.counts_RV[row_A], self._rows.seen_RV[row_A]
         penalised_ATV = _penalised(logits_ATV, seen_AV[:, None], counts_AV[:, None], penalties_A3)
@@ -118,14 +118,14 @@ class Histories:
 
 
 def _penalised(logits: Tensor, seen: Tensor, counts: Tensor, penalties_A3: Tensor) -> Tensor:
-    """Apply repetition, then presence and frequency penalties, as other servers do, to logits [A, T, any]."""
+    """Return logits [A, T, any] after repetition, then presence and frequency penalties, as in other servers."""
     presence_A11, frequency_A11, repetition_A11 = penalties_A3[:, :, None, None].unbind(1)
     repeated = torch.where(logits > 0, logits / repetition_A11, logits * repetition_A11)
     return torch.where(seen, repeated, logits) - presence_A11 * (counts > 0) - frequency_A11 * counts
 
 
 def check_adjustments(adjustments: pb.Adjustments, vocab_size: int) -> None:
-    """Raise InvalidRequest naming the field that cannot be used."""
+    """Raise InvalidRequest, naming the field, if an adjustment is invalid."""
     for name, most in _MOST.items():
         if (count := len(getattr(adjustments, name))) > most:
             raise InvalidRequest(f"{name} has {count} entries, at most {most} are taken", name)

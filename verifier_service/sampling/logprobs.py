@@ -17,7 +17,7 @@ from spire.v1 import verifier_pb2 as pb
 
 
 def log_p(p_BTV: Tensor, logits_BTV: Tensor, rows: SamplingRows) -> Tensor:
-    """Return log p [B, T, V], also where p underflows; for greedy sequences that at temperature 1."""
+    """Return log p [B, T, V], accurate even where p underflows; for greedy sequences, log p at temperature 1."""
     temperature_B = torch.where(rows.greedy_B, 1.0, rows.temperature_B)
     scaled_BTV = (logits_BTV - logits_BTV.amax(dim=-1, keepdim=True)) / temperature_B[:, None, None]
     excluded_BTV = (p_BTV == 0) & rows.truncated_B[:, None, None]
@@ -28,7 +28,7 @@ def log_p(p_BTV: Tensor, logits_BTV: Tensor, rows: SamplingRows) -> Tensor:
 class Scores:
     """Logprobs of n tokens [n], and ids and logprobs of the m most probable tokens at each position [n, m].
 
-    `ranks_n` is 1 + the number of tokens that are more probable; it is empty if not asked for.
+    `ranks_n` is 1 + the number of more probable tokens; it is empty if ranks are not requested.
     """
 
     tokens_n: Tensor

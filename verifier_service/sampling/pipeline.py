@@ -1,4 +1,4 @@
-"""The sampling pipeline by slot: each sequence's parameters, history and grammar, and the p and logprobs they give.
+"""The sampling pipeline by slot: a sequence's parameters, history and grammar, and its p and logprobs.
 
 Logits are adjusted (bias, penalties, masks, grammar) with the history that each position would have if the draft tokens
 before it were accepted; `spire.decoding.sampling` does the rest. Only `assign`, `advance` and `release` change state.
@@ -38,7 +38,7 @@ class Distributions:
     problems: dict[int, InvalidRequest]
 
     def refusals(self, accepted_B: Tensor) -> list[InvalidRequest | None]:
-        """Return why each row cannot continue, or None. Only its accepted tokens and the token after them count."""
+        """Return each row's error, or None. Positions after the accepted tokens and the next token are ignored."""
         if self.possible_BT is None:
             return [self.problems.get(row) for row in range(len(accepted_B))]
         position_T = torch.arange(self.possible_BT.shape[1], device=accepted_B.device)
@@ -55,13 +55,13 @@ class Pipeline:
         self._last: tuple[Rows[int], SamplingRows] = ((), self._rows)
         self._histories = Histories(vocab_size, device)
         self._grammars, self._matchers = grammars, dict[int, Matcher]()
-        # By slot, why its grammar can no longer be followed.
+        # By slot, the error if its grammar can no longer be followed.
         self._problems: dict[int, InvalidRequest] = {}
-        # By slot, how many alternatives are reported with each token.
+        # By slot, the number of alternatives reported with each token.
         self._logprobs: dict[int, int] = {}
 
     def assign(self, slot: int, start: pb.Start, matcher: Matcher | None) -> None:
-        """Begin a sequence in this slot. Tokens that it generated before a restart are part of its history."""
+        """Begin a sequence in this slot. Its history includes the output tokens from before a restart."""
         new, self._last = from_protos([start.sampling]), ((), self._rows)
         for parameter in fields(SamplingRows):
             getattr(self._rows, parameter.name)[slot] = getattr(new, parameter.name)[0]
@@ -115,7 +115,7 @@ class Pipeline:
         counts: Rows[int],
         base_B: Tensor,
     ) -> Distributions:
-        """Return the distributions of the tokens after `base`. Takes over `logits_BTV` and changes it in place."""
+        """Return the distributions of the tokens after position `base_B`. Adjusts `logits_BTV` in place."""
         adjusted = self._histories.adjust(slots, logits_BTV, draft_BK, base_B)
         masked, problems = self._mask(slots, logits_BTV, draft_BK, counts)
         possible_BT = None
@@ -127,7 +127,7 @@ class Pipeline:
     def _mask(
         self, slots: Rows[int], logits_BTV: Tensor, draft_BK: Tensor, counts: Rows[int]
     ) -> tuple[bool, dict[int, InvalidRequest]]:
-        """Mask what grammars forbid, in place. Return whether there are grammars, and the rows whose grammar failed."""
+        """Mask tokens that grammars forbid, in place. Return True if any grammar was applied, and errors by row."""
         problems = {row: self._problems[slot] for row, slot in enumerate(slots) if slot in self._problems}
         rows = [row for row, slot in enumerate(slots) if slot in self._matchers and row not in problems]
         if not rows or self._grammars is None:
@@ -144,7 +144,7 @@ class Pipeline:
     def logprobs(
         self, slots: Rows[int], rows: SamplingRows, distributions: Distributions, tokens: Rows[Rows[int]]
     ) -> list[pb.Logprobs | None]:
-        """Return for each row the logprobs of its new tokens, or None if not asked for."""
+        """Return for each row the logprobs of its new tokens, or None if they are not requested."""
         asked = [row for row, slot in enumerate(slots) if slot in self._logprobs]
         found: list[pb.Logprobs | None] = [None] * len(slots)
         if asked:
@@ -155,7 +155,7 @@ class Pipeline:
         return found
 
     def score(self, slot: int, logits_TV: Tensor, tokens: Rows[int]) -> Scores:
-        """Return the logprobs of prompt tokens from the logits before them. Adjustments apply to the output only."""
+        """Return the logprobs of prompt tokens from the logits that predict the tokens, without adjustments."""
         rows = self.of([slot])
         p_BTV = probabilities(logits_TV[None], rows)
         return scores_of(log_p(p_BTV, logits_TV[None], rows)[0], tokens, self._logprobs.get(slot, 0), ranked=True)

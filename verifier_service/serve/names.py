@@ -1,7 +1,7 @@
 """Names of gateways and drafts, and the leases of gateways. Runs on the event loop.
 
 A name in use belongs to the process that took it. Every process sends a secret random id, so a name read in a log is of
-no use to others. A lease tells which stream speaks for a gateway, and when a lost gateway is freed.
+no use to others. A lease determines a gateway's valid stream, and when the sequences of a lost gateway are freed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Names:
 
     @contextmanager
     def held(self, name: str, context: grpc.aio.ServicerContext) -> Iterator[None]:
-        """Use a name for the calling process inside this block. Raises NotAllowed if another process uses it."""
+        """Use a name for the calling process inside the `with` block. Raises NotAllowed if another process uses it."""
         self.take(name, context)
         try:
             yield
@@ -75,9 +75,9 @@ class _Lease:
 
 
 class Leases:
-    """A gateway numbers its streams, and only the newest counts: messages that a partition delayed on an older stream
-    would start sequences that nobody releases. A gateway loses its sequences and its name once its last stream has been
-    closed for `seconds`."""
+    """The leases of gateways. A gateway numbers its streams, and only the newest is valid: messages delayed on an older
+    stream would start sequences that nobody releases. A gateway loses its sequences and its name once its last stream
+    has been closed for `seconds`."""
 
     def __init__(self, engine: VerifierEngine, seconds: float):
         self._engine, self._seconds = engine, seconds
@@ -91,8 +91,8 @@ class Leases:
 
     @contextmanager
     def held(self, gateway: str, context: grpc.aio.ServicerContext, number: int, end: End) -> Iterator[None]:
-        """Hold the lease inside this block, and end the gateway's older streams. Raises StaleBlock if there has been a
-        newer stream, NotAllowed if another process has this name."""
+        """Keep a lease inside the `with` block, and end the gateway's older streams. Raises StaleBlock if a newer
+        stream has been opened, NotAllowed if another process has this name."""
         if gateway not in self._leases:
             self.names.take(gateway, context)
             self._leases[gateway] = _Lease()

@@ -77,7 +77,7 @@ def load(config: VerifierConfig) -> tuple[VerifierEngine, Hosted]:
         raise CheckpointError(f"{config.model} holds a shape and no weights: only measurements of time can serve it")
     target, fingerprint = load_target(config.model, dtype, device)
     packed = pack(target)
-    # How many sequences fit, and of which length: measured when the weights are in memory.
+    # The number and length of sequences that fit are measured when the weights are in memory.
     position_bytes, at_once = shape.kv_bytes_per_position // 2 * dtype.itemsize, device.type != "cpu"
     room = room_for(wishes, shape.max_position_embeddings, position_bytes, free_memory(device), at_once)
     grammars, no_grammars = _read_grammars(tokenizer.tokenizer_json, shape.vocab_size, end_tokens)
@@ -118,7 +118,7 @@ def _read_grammars(tokenizer_json: bytes, vocab_size: int, end_tokens: tuple[int
 
 
 def _model_name(config: VerifierConfig) -> str:
-    """Return the name that requests ask for; a lossy verifier's name says so."""
+    """Return the model name for requests; the name of a lossy verifier contains a warning."""
     name, rate = config.served_model_name or model_name(config.model), config.lossy_synthetic_acceptance
     return name if rate is None else f"{name} (LOSSY: synthetic acceptance {rate})"
 
@@ -169,7 +169,7 @@ def _build_engine(
 async def listening(
     engine: VerifierEngine, hosted: Hosted, config: VerifierConfig, trust: Trust = ANYBODY, drain_seconds: float = 0.0
 ) -> AsyncIterator[str]:
-    """Serve inside this block. Yields the bound address; leaving the block drains and stops the engine.
+    """Serve gRPC inside the `with` block. Yields the bound address; leaving the block drains and stops the engine.
 
     An engine whose model is stuck cannot be stopped: `engine.ended` is then not done afterwards.
     """
@@ -206,7 +206,7 @@ async def _drained(engine: VerifierEngine, leases: Leases, seconds: float, hurry
 
 
 async def _ended(engine: VerifierEngine, hurry: asyncio.Task[None]) -> None:
-    """Stop the engine. Wait until its thread has ended or counts as stuck, which is sooner after another signal."""
+    """Stop the engine. Wait for the end of its thread, but at most _LAST_TURN seconds, or less after another signal."""
     engine.stop()
     began = time.monotonic()
     while not engine.ended.done():

@@ -42,7 +42,7 @@ log = structlog.get_logger("verifier_service")
 # The ring of activations holds a whole replay, or three rounds of an 8B target at 64 sequences; the ring of q holds
 # four rounds of 64 sequences at k = 8 and a vocabulary of 4,096. A container has 64 MiB for both by default.
 MAX_RING_BYTES, Q_RING_BYTES = 44 * 1024 * 1024, 18 * 1024 * 1024
-# Seconds between two checks whether the pace that gateways are told has changed.
+# Seconds between two checks of the pace, which is sent to gateways if it has changed.
 _PACE_SECONDS = 1.0
 # Placeholder in a stream's queue for the newest message about drafts.
 _DRAFTS = pb.RoundsResponse()
@@ -123,7 +123,7 @@ class RoundsStream:
             self._answers.put_nowait(InvalidRequest(f"a request cannot be read: {error!r}"))
 
     async def _tell_pace(self) -> None:
-        """Tell the gateway the pace whenever it changes, unless answers still wait to be read."""
+        """Send the gateway the pace of steps whenever it changes, unless answers wait in the queue."""
         told = None
         while True:
             pace = pb.Pace(step_seconds=self._engine.pace.step_seconds, prefilled=self._engine.prefilled)
@@ -133,23 +133,23 @@ class RoundsStream:
             await asyncio.sleep(_PACE_SECONDS)
 
     def tell_drafts(self, message: pb.RoundsResponse) -> None:
-        """Tell the gateway about drafts. Any thread may call it."""
+        """Queue a message about drafts for the gateway. Any thread may call this method."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._keep_newest, message)
 
     def _keep_newest(self, message: pb.RoundsResponse) -> None:
-        """Replace a message about drafts that the gateway has not read yet, because it is out of date."""
+        """Queue a message about drafts; it replaces an older one that has not been sent yet."""
         if self._drafts is None:
             self._answers.put_nowait(_DRAFTS)
         self._drafts = message
 
     def send(self, answer: pb.RoundsResponse | SpireError) -> None:
-        """Send a message that does not count as the answer to a request. Any thread may call it."""
+        """Queue a message that does not count as the answer to a request. Any thread may call this method."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._answers.put_nowait, answer)
 
     def _start(self, start: pb.Start, matcher: Matcher | None = None) -> None:
-        """Submit a Start, once its grammar has been compiled if it has one."""
+        """Submit a Start to the engine; if it has a grammar, compile the grammar first."""
         if matcher is None and self._compiling and start.adjustments.HasField("grammar"):
             self._compiling.begin(start)
         else:
@@ -232,7 +232,7 @@ class VerifierService(rpc.VerifierServicer):
                 async with self._followed(request, taps, context) as (subscriber, offer):
                     if offer:
                         yield offer
-                    # Gateways are told of a draft that takes requests.
+                    # Only drafts that take requests are announced to gateways.
                     asked = request.HasField("draft")
                     with self._drafts.followed_by(request.draft_id, request.draft) if asked else nullcontext():
                         async for message in subscriber.messages():
@@ -242,7 +242,7 @@ class VerifierService(rpc.VerifierServicer):
 
     @contextmanager
     def _counted(self, draft_id: str) -> Iterator[None]:
-        """Count a subscription inside this block. Raises OutOfCapacity if too many drafts follow."""
+        """Count a subscription inside the `with` block. Raises OutOfCapacity if too many drafts are subscribed."""
         if draft_id not in self._following and len(self._following) >= MAX_FOLLOWERS:
             raise OutOfCapacity(f"{MAX_FOLLOWERS} drafts follow this verifier already: that is the most it takes")
         self._following += Counter([draft_id])
@@ -255,7 +255,7 @@ class VerifierService(rpc.VerifierServicer):
     async def _followed(
         self, request: pb.ActivationsRequest, taps: Taps, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[tuple[Subscriber, pb.ActivationsResponse | None]]:
-        """Subscribe a draft inside this block. Yields its subscriber, and an offer of rings for a draft with a host."""
+        """Subscribe a draft inside the `with` block. Yields the subscriber, and a ring offer if requested."""
         near = request.host and request.host == host_id()
         ring, q_ring = await asyncio.to_thread(self._share, taps, request.gpu) if near else (None, None)
         subscriber, subscribed = self._subscribe(request.draft_id, taps, ring)
@@ -281,7 +281,7 @@ class VerifierService(rpc.VerifierServicer):
                 asyncio.get_running_loop().call_later(_STILL_MAPPED_SECONDS, lambda _: None, ring)
 
     def _share(self, taps: Taps, gpu: str) -> tuple[Ring | None, OverwritingRingReader | None]:
-        """Make the rings for a draft on this host: for rows, if any are sent, and for q. Call it off the event loop."""
+        """Create the rings for a draft on this host, for activations (if it has taps) and for q. Blocks the thread."""
         size, device = min(MAX_RING_BYTES, self._engine.publisher.replay_bytes(taps)), self._engine.steps.device
         ring = None
         if size and gpu and gpu == gpu_of(device):
@@ -298,7 +298,7 @@ class VerifierService(rpc.VerifierServicer):
             return None
 
     def _subscribe(self, draft_id: str, taps: Taps, ring: Ring | None) -> tuple[Subscriber, Future[None]]:
-        """Subscribe a draft, ending its older stream. The future is done once the draft's sequences are followed."""
+        """Subscribe a draft and end its older stream. The future completes once the engine has the new subscriber."""
         if former := self._subscribers.pop(draft_id, None):
             former.close()
         ask_replay = partial(self._engine.call, self._engine.replay_all, draft_id)

@@ -1,7 +1,7 @@
 """Loads on any server of OpenAI's completions API, with standard fields only, so that no server refuses them.
 
 Such a server may end a text where its model ends it, and reports the number of tokens only at the end of a stream. The
-tokens are then spread evenly over the chunks, unless each chunk is one token; `exact_tokens` tells these cases apart.
+tokens are then spread evenly over the chunks. `exact_tokens` is True if each chunk is known to be one token.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Server:
 
     @classmethod
     def meet(cls, url: str, tokenizer: Tokenizer | None) -> Server:
-        """Ask the server at `url` for its model. Raises BenchError without a valid answer."""
+        """Return the server at `url` with the model that it reports. Raises BenchError without a valid answer."""
         base = url.rstrip("/").removesuffix("/v1")
         try:
             with direct_client(timeout=30, headers=authorization(FOREIGN_KEY)) as client:

@@ -1,4 +1,4 @@
-"""How often texts with the same seed diverge: the effect of rounding on a rule that depends on the seed alone."""
+"""Frequency at which texts of one seed diverge: the effect of rounding under a rule that depends on the seed alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Divergence:
-    """`texts` pairs compared token by token up to the first difference: `partings` differences in `tokens` comparisons.
+    """Result of comparing `texts` pairs, each up to its first difference: `partings` differences in `tokens` tokens.
 
     The interval is that of a Poisson count.
     """
@@ -33,7 +33,7 @@ class Divergence:
 
 
 def divergence(what: str, ones: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> Divergence:
-    """Compare texts pair by pair. Both texts of a pair have the same length."""
+    """Compare texts, given as token ids, pair by pair. Both texts of a pair have the same length."""
     tokens = partings = 0
     for one, other in zip(ones, others, strict=True):
         same = next((at for at, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)

@@ -30,7 +30,7 @@ _ALONE = "transformers assists one sequence at a time: measured at batch 1 only"
 
 @dataclass(frozen=True)
 class Task:
-    """The measurements of a peer. `assistant` is a draft that is a language model by itself, if there is one."""
+    """Measurements to make with a peer. `assistant` is a draft that needs no target activations, or None."""
 
     model: Path
     assistant: Path | None
@@ -42,7 +42,7 @@ class Task:
 
 
 def check(names: Sequence[str]) -> None:
-    """Check the names of peers. Raises SpireError for an unknown peer or one that is not installed."""
+    """Raise SpireError if a peer in `names` is unknown or not installed."""
     for name in names:
         if name != TRANSFORMERS:
             raise SpireError(f"--peers {name} is not known: there is {TRANSFORMERS}")
@@ -56,7 +56,7 @@ def assistant_of(drafts: Sequence[Path]) -> Path | None:
 
 
 def run_transformers(task: Task) -> Iterator[Cell]:
-    """Yield the cells as they are measured. Raises SpireError with the last lines of a process that fails."""
+    """Measure transformers in a separate process and yield each cell. Raises SpireError if the process fails."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     command = [sys.executable, "-m", "spire.bench.peers.transformers_peer"]
     with tempfile.TemporaryFile("w+") as told, tempfile.TemporaryFile("w+") as complaints:

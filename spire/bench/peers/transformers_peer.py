@@ -44,7 +44,7 @@ class _Clock(StoppingCriteria):
 
 
 class Peer:
-    """A checkpoint loaded by transformers, and the ways it can generate."""
+    """A checkpoint loaded by transformers, with methods to find the fastest way to generate and to run it."""
 
     def __init__(self, model: str, assistant: str | None, dtype: str, temperature: float):
         self.device = choose_device("auto")
@@ -61,7 +61,7 @@ class Peer:
         return model.to(self.device).eval()
 
     def modes(self, k: int) -> dict[str, list[Way]]:
-        """Return the ways to generate by mode: generate, prompt lookup and, with an assistant, assisted."""
+        """Return the ways to try for each mode: generate, prompt lookup and, with an assistant model, assisted."""
         plain = [{"attention": a, "cache_implementation": c} for a in _ATTENTIONS for c in ("dynamic", "static")]
         modes: dict[str, list[Way]] = {"generate": plain}
         modes["prompt lookup"] = [{"attention": _ATTENTIONS[0], "prompt_lookup_num_tokens": n} for n in (k, 10)]
@@ -83,7 +83,7 @@ class Peer:
         return min(ways, key=seconds)
 
     def run(self, way: Way, prompts: list[list[int]], tokens: int) -> list[tuple[float, int]]:
-        """Generate once. Return (seconds since the start, tokens so far) of each step."""
+        """Generate `tokens` tokens once. Return (seconds since the start, tokens so far) of each step."""
         way = dict(way)
         self.model.set_attn_implementation(way.pop("attention"))
         if self.assistant and "assistant_tokens" in way:

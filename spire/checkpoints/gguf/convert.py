@@ -21,12 +21,12 @@ from spire.errors import CheckpointError
 from spire.files import write_json, write_whole
 from spire.model.config import ModelConfig
 
-# GGUF's names of sampling parameters that are numbers -> those of generation_config.json.
+# Sampling parameters that are numbers: GGUF's names -> names in generation_config.json.
 _SAMPLING = {"temp": "temperature", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty"}
 
 
 def convert_gguf(path: Path, out: Path, dtype: torch.dtype = torch.bfloat16) -> ModelConfig:
-    """Write the model in `path` to `out`, which must be empty or absent: weights as `dtype`, the rest as JSON.
+    """Convert the GGUF file at `path` to a checkpoint in `out`, which must be empty or absent, with weights of `dtype`.
 
     Raises CheckpointError, naming the file and the key or tensor that is damaged or cannot be served exactly.
     """

@@ -19,12 +19,12 @@ _KINDS: dict[type, str] = {str: "a text", int: "a whole number", float: "a numbe
 
 
 class GgufFile:
-    """Metadata by key and tensors by name. Raises CheckpointError, naming file and key, for unusable contents."""
+    """A GGUF file's metadata by key and tensors by name. Raises CheckpointError, naming file and key, if unusable."""
 
     def __init__(self, path: Path):
         self.path = path
         reader = _open(path)
-        self.fields, self.read = reader.fields, set[str]()  # all keys, and those that were asked for
+        self.fields, self.read = reader.fields, set[str]()  # all keys, and the keys that were requested
         self.tensors: dict[str, ReaderTensor] = {tensor.name: tensor for tensor in reader.tensors}
         if (parts := self.whole("split.count", 0)) > 1:
             raise self.error(f"part of a model in {parts} files: join them with llama-gguf-split --merge")
@@ -45,7 +45,7 @@ class GgufFile:
         return self._checked(key, self.value(key, default), float)
 
     def whole(self, key: str, default: Any = _REQUIRED) -> Any:
-        """Return an integer. A list with one integer per layer must hold equal values, of which one is returned."""
+        """Return the integer at `key`. If it is a list with an integer per layer, all integers must be equal."""
         value = self.value(key, default)
         if isinstance(value, list) and len(set(value)) == 1:
             value = value[0]
@@ -60,7 +60,7 @@ class GgufFile:
         return [self._checked(key, value, kind) for value in values]
 
     def value(self, key: str, default: Any = _REQUIRED) -> Any:
-        """Return the stored value of `key`, of any type."""
+        """Return the metadata value of `key`, of any type, or `default`. Raises CheckpointError without either."""
         self.read.add(key)
         if key in self.fields:
             return self.fields[key].contents()
@@ -80,7 +80,7 @@ class GgufFile:
 
 
 def _open(path: Path) -> Any:
-    """Return the reader of a GGUF file. Raises CheckpointError for other files and damaged ones."""
+    """Open a GGUF file and return its GGUFReader. Raises CheckpointError for damaged files and other formats."""
     if not path.is_file():
         raise CheckpointError(f"{path} is no file: convert gguf takes one .gguf file")
     refuse_stand_in(path)

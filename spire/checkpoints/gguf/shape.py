@@ -1,4 +1,4 @@
-"""Build a ModelConfig from the keys of a GGUF file. Keys that nothing here reads are refused by name."""
+"""Build a ModelConfig from the metadata keys of a GGUF file. Unknown keys are refused by name."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pydantic import ValidationError
 from spire.checkpoints.gguf.file import ARCHITECTURE, GgufFile
 from spire.model.config import ModelConfig, RopeConfig, in_words
 
-# Ignored keys: the embedding gives the vocabulary size, and the others concern training only.
+# Ignored keys: the embedding determines the vocabulary size, and the other keys concern training only.
 _IDLE = {"vocab_size", "rope.scaling.original_context_length", "rope.scaling.finetuned"}
-# Keys that are accepted with this value only, which changes nothing.
+# Keys that are accepted with only this value, which leaves the model unchanged.
 _NEUTRAL: dict[str, Any] = {
     "attention.causal": True,
     "expert_count": 0,
@@ -26,7 +26,7 @@ _LLAMA3_LOW, _LLAMA3_HIGH = 1.0, 4.0
 
 
 def model_config(file: GgufFile) -> ModelConfig:
-    """Return the config without start and end tokens. Raises CheckpointError for what cannot be served exactly."""
+    """Return the model config, without start and end tokens. Raises CheckpointError for unsupported metadata."""
     try:
         config = _shape(file)
     except ValidationError as error:
@@ -90,10 +90,10 @@ def _rope(file: GgufFile, head_dim: int) -> RopeConfig:
 
 
 def _llama3(file: GgufFile, theta: float, head_dim: int) -> RopeConfig:
-    """Return the Llama 3 RoPE parameters that give the frequency factors in the file, one per pair of a head.
+    """Return the Llama 3 RoPE parameters that reproduce the file's frequency factors, one per pair of a head.
 
-    A factor is 1 for high frequencies and the largest for low ones; between them its inverse is linear in the number of
-    turns over the original context. Raises CheckpointError if no such parameters give these factors.
+    Factors are 1 for high frequencies and maximal for low frequencies; in between, the inverse factor is linear in the
+    number of rotations over the original context. Raises CheckpointError if no parameters reproduce the factors.
     """
     factors = [float(value) for value in file.tensors[_ROPE_FACTORS].data.reshape(-1)]
     largest = max(factors, default=0.0)

@@ -1,7 +1,7 @@
 """Convert a GGUF file's vocabulary to `tokenizer.json` and `tokenizer_config.json` with the same token ids.
 
-Byte-level BPE (`gpt2`) splits text by the pre-tokenizer that the file names. SentencePiece BPE (`llama`) puts a space
-in front of every text between special tokens, as llama.cpp does, because GGUF files hold no finer setting.
+Byte-level BPE (`gpt2`) splits text by the pre-tokenizer that the file names. SentencePiece BPE (`llama`) prepends a
+space to every text between special tokens, as llama.cpp does, because GGUF files contain no finer setting.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CAPITALS, _SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{
 
 @dataclass(frozen=True)
 class Division:
-    """How text is split before BPE merges: by `pattern` (empty: GPT-2's), digits one by one if `single_digits`."""
+    """A pre-tokenizer: splits text by `pattern` (empty: GPT-2's) and, if `single_digits`, into single digits."""
 
     pattern: str = ""
     single_digits: bool = False
@@ -59,7 +59,7 @@ _DIVISIONS = {
 
 
 class GgufTokenizer(NamedTuple):
-    """The tokenizer, the start token, the end tokens, and further settings for `tokenizer_config.json`."""
+    """A GGUF file's tokenizer, its start and end tokens, and further settings for `tokenizer_config.json`."""
 
     tokenizer: Tokenizer
     start: int | None
@@ -68,7 +68,7 @@ class GgufTokenizer(NamedTuple):
 
 
 def read_tokenizer(file: GgufFile, vocab_size: int) -> GgufTokenizer:
-    """Return the tokenizer of `file`. Raises CheckpointError, naming the key, if it cannot be rebuilt exactly."""
+    """Build a GGUF file's tokenizer. Raises CheckpointError, naming the key, if it cannot be rebuilt exactly."""
     pieces, kinds = _vocabulary(file, vocab_size)
     model = file.text("tokenizer.ggml.model")
     if model == "gpt2":
@@ -100,7 +100,7 @@ def read_tokenizer(file: GgufFile, vocab_size: int) -> GgufTokenizer:
 
 
 def _vocabulary(file: GgufFile, vocab_size: int) -> tuple[list[str], list[int]]:
-    """Return the text and kind of every token, without the padding tokens at the end of the vocabulary."""
+    """Return the text and type of every token, without the padding tokens at the end of the vocabulary."""
     pieces = file.list("tokenizer.ggml.tokens", str)
     kinds = file.list("tokenizer.ggml.token_type", int, [_NORMAL] * len(pieces))
     if len(kinds) != len(pieces):
@@ -115,7 +115,7 @@ def _vocabulary(file: GgufFile, vocab_size: int) -> tuple[list[str], list[int]]:
 
 
 def _byte_level(file: GgufFile, pieces: list[str]) -> tuple[Tokenizer, bool]:
-    """Return the tokenizer, and whether it puts the start token in front if the file does not say."""
+    """Return the byte-level BPE tokenizer, and whether the start token is prepended by default."""
     name = file.text("tokenizer.ggml.pre", "")
     if name not in _DIVISIONS:
         found = f"is {name!r}" if name else "is missing"
@@ -162,7 +162,7 @@ def _sentencepiece(file: GgufFile, pieces: list[str], kinds: list[int]) -> Token
 def _frame(
     file: GgufFile, roles: dict[str, int | None], pieces: list[str], added: dict[str, bool]
 ) -> processors.PostProcessor:
-    """Return the post-processor that adds start and end tokens, by role: a token's text may hold `:` or `$`."""
+    """Return the post-processor that adds start and end tokens. Its template names them by role, not by text."""
     tokens = []
     for role in (role for role, adds in added.items() if adds):
         number = roles[role]

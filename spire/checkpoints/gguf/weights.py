@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _ROTATED = ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")
 _AT_ONCE = 1 << 24  # elements that are dequantised at a time
-_SHARD = 2 << 30  # bytes of one safetensors file, which is held in memory as a whole
+_SHARD = 2 << 30  # bytes of one safetensors file, which is in memory as a whole
 
 
 class Weight(NamedTuple):
@@ -40,7 +40,7 @@ class Weight(NamedTuple):
 
 
 def plan(file: GgufFile, config: ModelConfig) -> list[Weight]:
-    """Return the source of every parameter. Raises CheckpointError for missing, unknown or misshapen tensors."""
+    """Map each parameter to its tensor in the file. Raises CheckpointError for missing, unknown or invalid tensors."""
     from gguf import MODEL_ARCH, dequantize, get_tensor_name_map
 
     with torch.device("meta"):
@@ -54,7 +54,7 @@ def plan(file: GgufFile, config: ModelConfig) -> list[Weight]:
         # In Hugging Face's layout all projections of a layer have biases or none; in GGUF single ones may be absent.
         absent = name.endswith(".bias") and source not in file.tensors
         weights.append(Weight(stored_name(name), None if absent else source, shape))
-    known = {weight.source for weight in weights} | {"rope_freqs.weight"}  # whose factors are in the config
+    known = {weight.source for weight in weights} | {"rope_freqs.weight"}  # its factors are in the config
     if unknown := sorted(file.tensors.keys() - known):
         raise file.error(f"{len(unknown)} tensors are not Llama's, the first is {unknown[0]!r}")
     for weight in weights:
@@ -74,7 +74,7 @@ def plan(file: GgufFile, config: ModelConfig) -> list[Weight]:
 
 
 def write_weights(file: GgufFile, weights: list[Weight], config: ModelConfig, out: Path, dtype: torch.dtype) -> None:
-    """Write `model.safetensors`, or 2 GiB shards and their index. One shard is in memory at a time."""
+    """Write `model.safetensors`, or 2 GiB shards and an index. Only one shard is in memory at a time."""
     shards = list(_shards(weights, dtype))
     names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
     names = names if len(shards) > 1 else ["model.safetensors"]
@@ -122,5 +122,5 @@ def _tensor(file: GgufFile, weight: Weight, config: ModelConfig, dtype: torch.dt
 
 
 def _rows(tensor: ReaderTensor, weight: Weight, start: int, stop: int) -> np.ndarray:
-    """Return a copy of stored (quantised) rows. A norm is one row."""
+    """Return a copy of a tensor's stored, perhaps quantised rows `start` to `stop` - 1. A norm is one row."""
     return np.array(tensor.data.reshape(math.prod(weight.shape[:-1]), -1)[start:stop])

@@ -147,7 +147,7 @@ def bench(
 
 @contextmanager
 def _told(cells: list[Cell], target: str, calibrated: Calibration | None, as_json: bool) -> Iterator[None]:
-    """Print the cells when the block ends, even by an error: the cells measured before it are not lost."""
+    """Print the measured cells when the block ends, even if by an error, so that earlier measurements are not lost."""
     complete = False
     try:
         yield
@@ -163,7 +163,7 @@ def _told(cells: list[Cell], target: str, calibrated: Calibration | None, as_jso
 
 
 def _choose(drafts: str | None, pair: Pair, url: str | None) -> list[Chosen]:
-    """Return the stacks to start. Each measures plain decoding too; `off` has a stack only if it is the only draft."""
+    """Return the drafts to measure. Plain decoding is measured beside each draft: `off` is kept only if alone."""
     if url and drafts is None:
         return [Chosen("as served", Pair(pair.model, None), known=False)]
     default = SPIRE if pair.draft else MAGICDEC
@@ -193,9 +193,9 @@ def _named(text: str, pair: Pair) -> Chosen:
 def _pair(
     model: Path | None, shape: str | None, layers: int | None, rate: float | None, longest: int
 ) -> Iterator[tuple[Pair, str]]:
-    """Yield the pair to measure and its title: a model's pair, or a random one whose files live as long as the block.
+    """Yield the pair to measure and its title: a model's pair, or one of random weights that exists during the block.
 
-    Its draft is what `--drafts spire` means.
+    `--drafts spire` selects the draft of this pair.
     """
     if shape is None and rate is None:
         if layers is not None:
@@ -221,7 +221,7 @@ def _depths(text: str) -> list[Depth]:
 
 
 def _calibration(file: Path | None, pair: Pair, dtype: str | None, synthetic: bool) -> Calibration | None:
-    """Return the calibration of `file`, else a new one if `synthetic`, else the default file's, else None."""
+    """Return the calibration in `file`. Without `file`: a new one if `synthetic`, else the default file's, or None."""
     if file is None and synthetic:  # in a child process, so that all memory is freed
         with tempfile.TemporaryDirectory(prefix="spire-") as directory:
             out = Path(directory) / "calibration.json"

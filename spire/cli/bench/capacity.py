@@ -1,4 +1,4 @@
-"""`spire capacity`: measure how many requests per second are served in time, and the service at four times that rate.
+"""`spire capacity`: measure the highest request rate that is served in time, and the service at four times that rate.
 
     spire capacity                                     the bundled pair on this machine
     spire capacity --context 1900 --generate 64 --first-token 5

@@ -27,7 +27,7 @@ _LOOKED_UP = 4
 
 @dataclass(frozen=True)
 class Chosen:
-    """A draft's name in outputs and the pair to serve. `known` is False for the unknown draft of a running gateway."""
+    """A draft to measure: its name in outputs and the pair to serve. `known`: False for a gateway's unknown draft."""
 
     name: str
     pair: Pair
@@ -36,7 +36,7 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Run:
-    """The measurements of each stack of services."""
+    """The loads, depths and repeats to measure on each system, and the hardware for predictions."""
 
     loads: list[Load]
     depths: list[Depth]
@@ -47,9 +47,9 @@ class Run:
     accept_rate: float | None = None
 
     def of(self, system: System, chosen: Chosen, progress: Progress, task: TaskID) -> Iterator[Cell]:
-        """Yield the cell of each load at each depth, after an unmeasured warm-up.
+        """Measure a draft on `system`: yield the cell of each load at each depth, after an unmeasured warm-up.
 
-        Unless a load is a trace, automatic k sees each load before it is measured, as on a server in use.
+        Unless a load is a trace, each load first runs unmeasured at automatic k, which learns as on a server in use.
         """
         depths: list[Depth] = self.depths if chosen.pair.speculates or not chosen.known else [0]
         learning = _LEARNING if AUTO in depths and not any(load.trace for load in self.loads) else 0
@@ -73,7 +73,7 @@ class Run:
     def peers(
         self, target: Path, drafts: list[Path], dtype: str, cells: list[Cell], progress: Progress
     ) -> Iterator[Cell]:
-        """Yield the cells of the peers, compared to Spire's plain decoding of the same batch and context."""
+        """Measure peers: yield their cells, compared to Spire's plain decoding at the same batch and context."""
         batches = [load for load in self.loads if isinstance(load, Batch)]
         depth = next((depth for depth in self.depths if depth not in (0, AUTO)), _LOOKED_UP)
         assert depth != AUTO
@@ -84,7 +84,7 @@ class Run:
             progress.advance(row)
 
     def against(self, server: Server, cells: list[Cell], progress: Progress) -> Iterator[Cell]:
-        """Yield the cell of each load on another server, compared to Spire's plain decoding of the same load."""
+        """Measure another server: yield the cell of each load, compared to Spire's plain decoding of the same load."""
         row = progress.add_task(server.url, total=len(self.loads) * (self.repeats + 1))
         for at, load in enumerate(self.loads):
             cell = server.measure(load, self.repeats, self.seed + 1000 * at, lambda: progress.advance(row))

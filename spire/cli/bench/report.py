@@ -101,7 +101,7 @@ def _number(value: float | None, digits: int = 0) -> str:
 
 
 def _milliseconds(value: float | None) -> str:
-    """Format with about three significant digits."""
+    """Format milliseconds with about three significant digits."""
     return _number(value, 0 if value and value >= 100 else 1 if value and value >= 10 else 2)
 
 

@@ -1,4 +1,4 @@
-"""Values of the options of `spire perf-model`: targets, drafts with their acceptance, devices, and the wire."""
+"""Parsing of the options of `spire perf-model`: target, drafts with their acceptance, devices, and the wire."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ POWERS = [2**exponent for exponent in range(21)]
 
 @dataclass(frozen=True)
 class TargetOption:
-    """A target by name. `longest` is the maximum number of positions of a sequence; None if the paper sets no bound.
+    """The target that --target names. `longest` is the maximum number of positions of a sequence; None is no limit.
 
     `context` and `contexts` are the defaults of table and map. `tied`: embedding and unembedding are one matrix.
     """
@@ -45,7 +45,7 @@ class TargetOption:
         return self.name in _PAPER_CONTEXTS
 
     def check(self, option: str, contexts: list[int]) -> list[int]:
-        """Return `contexts`. Raises SpireError if one of them exceeds the maximum positions of this target."""
+        """Return `contexts` unchanged. Raises SpireError, naming `option`, if one exceeds the target's maximum."""
         if self.longest is not None and max(contexts) > self.longest:
             raise SpireError(f"{option} {max(contexts)}: {self.name} takes at most {self.longest} positions")
         return contexts
@@ -56,7 +56,7 @@ _PAPER_CONTEXTS = {"seqax-67m": (512, POWERS[5:14]), "llama-3-70b": (65536, POWE
 
 
 def find_target(name: str) -> TargetOption:
-    """Return the target of a known shape, of the bundled pair or of a directory. Raises SpireError for other names."""
+    """Return the target for the name of a shape, "bundled", or a directory. Raises SpireError for any other name."""
     if known := SHAPES.get(name):
         contexts = _PAPER_CONTEXTS[name] if known.longest is None else _contexts(known.longest)
         return TargetOption(name, known.shape, known.longest, *contexts)
@@ -69,7 +69,7 @@ def find_target(name: str) -> TargetOption:
 
 
 def _contexts(longest: int) -> tuple[int, list[int]]:
-    """Return the default context of the table and the default contexts of the map."""
+    """Return the default context of the table and those of the map, for a target of at most `longest` positions."""
     return min(512, longest), [context for context in POWERS if 32 <= context <= longest][-9:] or [longest]
 
 
@@ -132,7 +132,7 @@ def find_acceptance(tau: float | None, shares: str | None, k: int, drafts: list[
 
 
 def _published(name: str, goal: TargetOption) -> AcceptanceModel:
-    """Return the paper's acceptance, which it also assumes for Llama-3-70B. Raises SpireError for any other draft."""
+    """Return the acceptance that the paper measures or assumes for this draft and target; SpireError if not known."""
     if goal.of_the_paper and name in _KINDS:
         return AcceptanceModel.of_tau(PAPER_TAU[_KINDS[name]], PAPER_K)
     raise SpireError(
@@ -161,7 +161,7 @@ def find_hardware(name: str | None, hoi: float, bytes_per_value: int | None, sha
 def find_wire(
     carrier: str | None, machine: Hardware, another: bool, round_trip_ms: float | None, gb_per_s: float | None
 ) -> Wire:
-    """Return the wire to a draft on its own device. Without `carrier`, `another` kind of device is on another host.
+    """Return the wire to a draft on its own device: by default gRPC to `another` kind of device, else shared memory.
 
     Raises SpireError for relative hardware and for an unknown carrier.
     """

@@ -17,7 +17,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A draft by name, its acceptance, and the draft under each window rule. The map shows the first rule."""
+    """A draft to evaluate: its name, acceptance, and shape under each window rule. The map shows the first rule."""
 
     name: str
     acceptance: model.AcceptanceModel
@@ -30,9 +30,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A target with its drafts on a device, a point for the table, and a grid for the map.
+    """Input of a report: a target and its drafts on a device, a point for the table, and a grid for the map.
 
-    `tied`: the target's embedding and unembedding are one matrix. `price` is the price of an hour of all its devices.
+    `tied`: the target's embedding and unembedding are one matrix. `price` is the price of an hour of all devices.
     """
 
     target_name: str
@@ -51,7 +51,7 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Apart:
-    """The draft's own device, the wire to it, the price of an hour, and `lanes`: groups of sequences in flight."""
+    """A separate device for the draft, the wire to it, its price per hour, and `lanes`: groups of running sequences."""
 
     hardware: Hardware
     wire: Wire
@@ -59,12 +59,12 @@ class Apart:
     price: float | None
 
 
-# Rows of the map's cells: by batch, and in a batch by context.
+# Cells of the map: one list for each batch, with one cell for each context.
 Grid = list[list[Row]]
 
 
 def report(scenario: Scenario, apart: Apart | None) -> Row:
-    """Return all figures of the table's point (batch, context and k), without the map."""
+    """Return the figures of all drafts at the scenario's batch, context and k; with `apart` also on two devices."""
     machine = scenario.hardware
     figures = {
         "target": {"name": scenario.target_name, "body_parameters": scenario.target.body_parameters},
@@ -90,7 +90,7 @@ def report(scenario: Scenario, apart: Apart | None) -> Row:
 
 
 def _windows(scenario: Scenario, candidate: Candidate) -> list[Row]:
-    """Return one row for each window rule; rules that cache equally many positions share a row."""
+    """Return a table row for each window rule of a draft; rules that cache equally many positions share a row."""
     rows: dict[int, Row] = {}
     for window, draft in candidate.windows.items():
         rows.setdefault(draft.cached_positions(scenario.context), _together(scenario, candidate, window, draft))
@@ -98,7 +98,7 @@ def _windows(scenario: Scenario, candidate: Candidate) -> list[Row]:
 
 
 def _deployments(scenario: Scenario, candidate: Candidate, apart: Apart) -> list[Row]:
-    """Return a row each, for the same sequences: plain decoding, speculation on one device, and on two devices."""
+    """Return rows for plain decoding, speculation on one device, and speculation on two devices, of equal batch."""
     window, draft = next(iter(candidate.windows.items()))
     return [
         {"draft": candidate.name, "deployment": "plain"} | _plain(scenario),
@@ -116,7 +116,7 @@ def _plain(scenario: Scenario) -> Row:
 
 
 def _together(scenario: Scenario, candidate: Candidate, window: str, draft: DraftShape) -> Row:
-    """Return the row of speculation with target and draft on one device."""
+    """Return the table row for speculation with target and draft on one device."""
     k, tau, machine = scenario.k, candidate.acceptance.tau(scenario.k), scenario.hardware
     point = (scenario.target, draft, scenario.batch, scenario.context, k, tau, machine)
     fit = _fit(_needs(scenario, draft, scenario.context, k), scenario.batch, machine)
@@ -128,7 +128,7 @@ def _together(scenario: Scenario, candidate: Candidate, window: str, draft: Draf
 
 
 def _split(scenario: Scenario, candidate: Candidate, window: str, draft: DraftShape, apart: Apart) -> Row:
-    """Return the row of speculation with the draft on its own device, a case that the paper does not treat."""
+    """Return the table row for speculation with the draft on its own device, a case that the paper does not treat."""
     k, tau, batch, context = scenario.k, candidate.acceptance.tau(scenario.k), scenario.batch, scenario.context
     point = (scenario.target, draft, batch, context, k, tau, scenario.hardware)
     cost = model.split_cost(*point, apart.hardware, apart.wire, apart.lanes)
@@ -151,7 +151,7 @@ def _split(scenario: Scenario, candidate: Candidate, window: str, draft: DraftSh
 
 
 def _described(scenario: Scenario, candidate: Candidate, window: str, draft: DraftShape, gain: float | None) -> Row:
-    """Describe a draft. `gain` is its multiplier with every cost; None if only the paper's formula holds."""
+    """Return a draft's sizes, τ, Δt and multipliers. `gain`: multiplier with all costs; None if there is none."""
     k, tau = scenario.k, candidate.acceptance.tau(scenario.k)
     paper = model.paper_multiplier(scenario.target, draft, scenario.batch, scenario.context, k, tau, scenario.hardware)
     known = paper if gain is None else gain
@@ -174,7 +174,7 @@ def _carried(scenario: Scenario, draft: DraftShape, sequences: float, tau: float
 
 
 def _timed(cost: model.RoundCost, tokens: float, price: float | None) -> Row:
-    """Return times, rate and price of a round that yields `tokens`. `price` is the price of an hour of all devices."""
+    """Return times, tokens per second and price of a round of `tokens` tokens. `price`: of all devices for an hour."""
     parts = {"draft": cost.draft, "wire": cost.wire, "verify": cost.verify, "round": cost.seconds}
     row: Row = {f"{part}_ms": seconds * 1000 for part, seconds in parts.items()}
     row["tokens_per_second"] = tokens / cost.seconds
@@ -188,7 +188,7 @@ def _target_need(scenario: Scenario, context: int) -> MemoryNeed:
 
 
 def _needs(scenario: Scenario, draft: DraftShape, context: int, k: int) -> list[MemoryNeed]:
-    """Return the needs of target and draft on one device, in the order in which they are loaded."""
+    """Return the memory needs of target and draft on one device, in the order in which the models are loaded."""
     its = memory_need.of_draft(draft, context, k, scenario.hardware.bytes_per_value)
     return [_target_need(scenario, context), its]
 
@@ -210,9 +210,9 @@ def _gb(size: float | None) -> float | None:
 
 
 def grid(scenario: Scenario, candidate: Candidate) -> Grid:
-    """Return the map of a draft: the best depth by batch (rows) and context (columns).
+    """Return the map of a draft: the best speculation depth by batch (rows) and context (columns).
 
-    A cell's `fits` tells whether the batch fits the device; None if its memory is not known.
+    `fits` of a cell is True if the batch fits into the device's memory; None if the size of the memory is unknown.
     """
     return [[_cell(scenario, candidate, batch, context) for context in scenario.contexts] for batch in scenario.batches]
 
@@ -240,7 +240,7 @@ def plot(directory: Path, scenario: Scenario, maps: dict[str, Grid]) -> list[Pat
 
 
 def _speedups(scenario: Scenario) -> dict[str, list[list[float | None]]]:
-    """Return speed-ups by panel: each draft under its first window rule, then each draft under its second."""
+    """Return speed-ups by panel of the plot: one panel per draft and window rule, all first rules before the second."""
     shown = [(each, list(each.windows.items())) for each in scenario.candidates]
     panels = [(each, *windows[rule]) for rule in range(2) for each, windows in shown if len(windows) > rule]
     return {

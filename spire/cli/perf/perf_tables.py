@@ -46,7 +46,7 @@ def show(scenario: Scenario, figures: Row, maps: dict[str, Grid]) -> None:
 
 
 def _fits(scenario: Scenario, figures: Row) -> list[str]:
-    """Return a line for each draft: whether it fits beside the target, and the largest batch that fits."""
+    """Return a line for each draft, with the memory that target and draft need and the largest batch that fits."""
     if scenario.hardware.relative:
         return ["no device is named (--hardware): memory and the wire are not known"]
     rows = {row["draft"]: row for row in reversed(figures["drafts"])}
@@ -103,7 +103,7 @@ _COLUMNS = {
 
 
 def _costs_table(rows: list[tuple[str, Row]]) -> Table:
-    """Column `paper's` is the multiplier by the paper's formula; `fits` tells whether the devices have the memory."""
+    """Return a table of costs. `paper's` is the multiplier by the paper's formula; `fits`: whether memory suffices."""
     table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
     table.add_column("", no_wrap=True)
     shown = {key: look for key, look in _COLUMNS.items() if key in rows[0][1]}

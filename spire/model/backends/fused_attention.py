@@ -1,6 +1,6 @@
 """Attention to contiguous slots by this project's CPU kernels: `spire/kernels/vectors.h` and `tiles.c`.
 
-The sums of a query do not depend on the number of other queries: not on the batch, nor on how many tokens are verified.
+The result of a query does not depend on other queries: neither on the batch nor on the number of verified tokens.
 
 Shapes: N layers, B sequences, T new positions, H query heads, G key/value heads, K head width, L positions of a slot.
 """
@@ -16,7 +16,7 @@ from spire.kernels import Kernels
 
 
 class FusedPools:
-    """Addresses of N layers' keys and values, each [slots, G, L, K] in one layout. The tensors must outlive them."""
+    """The addresses of N layers' keys and values, each [slots, G, L, K]. The tensors must outlive this object."""
 
     def __init__(self, kernels: Kernels, keys: Sequence[Tensor], values: Sequence[Tensor]):
         self.kernels = kernels
@@ -27,7 +27,7 @@ class FusedPools:
 
 
 class FusedAttention:
-    """Attention of T new positions of each slot to its first `lengths` positions and to one another."""
+    """Causal attention, by CPU kernels, of T new positions per slot to the slot's committed and new positions."""
 
     def __init__(self, pools: FusedPools, slots: Sequence[int], lengths: Sequence[int], new_tokens: int):
         self.pools, self.new_tokens, self.end = pools, new_tokens, max(lengths) + new_tokens
@@ -39,11 +39,11 @@ class FusedAttention:
 
     @property
     def stretch(self) -> tuple[int, ...]:
-        """B, T and the addresses of slots and lengths, valid while this object lives."""
+        """The tuple (B, T, address of slots, address of lengths) for kernels, valid while this object lives."""
         return len(self._slots_B), self.new_tokens, self._slots_B.data_ptr(), self._lengths_B.data_ptr()
 
     def attend(self, layer: int, queries_BHTK: Tensor, new_keys_BGTK: Tensor, new_values_BGTK: Tensor) -> Tensor:
-        """Store a layer's new keys and values in the pools, and attend for its queries, [B, H, T, K]."""
+        """Store one layer's new keys and values in the pools, and return its attention output [B, H, T, K]."""
         B, H, T, K = queries_BHTK.shape
         found_BTHK = torch.empty(B, T, H, K, dtype=queries_BHTK.dtype)
         given = (queries_BHTK, new_keys_BGTK, new_values_BGTK)

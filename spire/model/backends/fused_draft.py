@@ -1,9 +1,9 @@
-"""A SPIRe draft with one kernel each for its memory, passes and draws: `spire/kernels/draft.h`.
+"""A SPIRe draft with one CPU kernel each for its memory, passes and sampling: `spire/kernels/draft.h`.
 
-A draft is so small that its passes in torch are mostly dispatch. Keys and values of a round's own positions are kept
-beside the memory, which is read in place.
+A draft is so small that torch spends most of a pass on dispatch. Keys and values of a round's own positions are stored
+in a separate buffer, and the memory is read in place.
 
-Shapes: B sequences, k passes, R verified positions, N layers, S places of a slot, V vocabulary.
+Shapes: B sequences, k passes, R verified positions, N layers, S entries of a slot, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from spire.model.draft import Draft
 
 
 class FusedDraft:
-    """A packed draft and the memory of its slots, by address: both must outlive this object."""
+    """The addresses of a packed draft's weights and memory, for kernels. Draft and memory must outlive this object."""
 
     def __init__(self, draft: Draft, kernels: Kernels, keys_NXGSK: Tensor, values_NXGSK: Tensor, positions_XS: Tensor):
         self.draft, self.kernels, self.positions_XS = draft, kernels, positions_XS
@@ -33,8 +33,8 @@ class FusedDraft:
         self.rotations = Rotations(draft.rope, kernels.dtype)
 
     def absorb(self, slots_R: Tensor, positions_R: Tensor, ends_R: Tensor, taps_RND: Tensor) -> None:
-        """Project and store the target's activations of R verified positions, except positions that neither sink nor
-        window holds once their sequence has reached `ends_R`."""
+        """Store keys and values computed from the target's activations at R verified positions, except positions
+        outside the sink and the window of a sequence of length `ends_R`."""
         config, spire = self.draft.config, self.draft.draft
         R, N, D = taps_RND.shape
         if not R:
@@ -49,7 +49,7 @@ class FusedDraft:
 
 
 class FusedRound:
-    """k passes over these slots, with the newest tokens at `base_B`, all below position `end` <= MOST_ROTATIONS."""
+    """A drafting round by kernels: k passes from positions `base_B` on, all below `end` <= MOST_ROTATIONS."""
 
     def __init__(self, fused: FusedDraft, slots_B: Tensor, base_B: Tensor, k: int, end: int):
         draft, config, spire = fused.draft, fused.draft.config, fused.draft.draft
@@ -70,23 +70,23 @@ class FusedRound:
         self._round = (*addresses, config.rms_norm_eps, *shape)
 
     def next_logits(self, tokens_B: Tensor) -> Tensor:
-        """Feed the next position of every sequence; return the next logits [B, V], valid until the next pass."""
+        """Feed the next token of every sequence; return the logits [B, V] after it, valid until the next pass."""
         self._kernels.draft_pass(self._round, self._passes, tokens_B.contiguous(), torch.get_num_threads())
         self._passes += 1
         return self._logits_BV
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """[B, k, V]"""
+        """The shape (B, k, V) of the distributions that a round draws from."""
         B, V = self._logits_BV.shape
         return B, self._k, V
 
     def drawn(
         self, newest_B: Tensor, temperature_B: Tensor, uniforms_BK: Tensor, probs_BKV: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Run all passes and return tokens [B, k] and the bfloat16 softmax [B, k, V] that each was drawn from.
+        """Run all k passes and return the drawn tokens [B, k] and their bfloat16 distributions q, [B, k, V].
 
-        The softmax is written to `probs_BKV` if given. Greedy rows get the most probable tokens, and their
+        The distributions are written to `probs_BKV` if given. Greedy rows get the most probable tokens, and their
         distributions are not written.
         """
         tokens_KB = newest_B.new_empty(self._k, len(newest_B))
@@ -100,6 +100,6 @@ class FusedRound:
 def draw(
     kernels: Kernels, logits_BV: Tensor, temperature_B: Tensor, uniforms_B: Tensor, tokens_B: Tensor, probs_BV: Tensor
 ) -> None:
-    """Write tokens and, for rows that are not greedy, the distributions they were drawn from. Overwrites the logits."""
+    """Sample `tokens_B` from the logits and, except for greedy rows, write q to `probs_BV`. Overwrites the logits."""
     tensors = (logits_BV, temperature_B, uniforms_B, tokens_B, probs_BV)
     kernels.draw(*tensors, probs_BV.stride(0), *logits_BV.shape, torch.get_num_threads())

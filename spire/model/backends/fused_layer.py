@@ -1,7 +1,7 @@
-"""Layers of two kernels each, one before attention and one after it: `spire/kernels/layer.h`.
+"""Layers that run two CPU kernels each, one before attention and one after it: `spire/kernels/layer.h`.
 
-The numbers of a row do not depend on the other rows or on how many there are. With `fused_attention`, the numbers of a
-position are therefore bitwise equal whether the position is decoded, verified, or alone.
+The results of a row do not depend on other rows or on the number of rows. With `fused_attention`, the results at a
+position are therefore bitwise equal, whether the position is decoded plainly or verified, and in any batch.
 
 Shapes: B sequences, T positions, R = B * T rows, D width, E outputs, H query heads, G key/value heads, K head width.
 """
@@ -15,14 +15,14 @@ from spire.kernels import Kernels, kernels_for
 from spire.model.config import ModelConfig
 from spire.model.layers import Layer, Rope, Rotation
 
-# The numbers of inputs and of outputs of a product must be multiples of this.
+# The numbers of inputs and outputs of a matrix product must be multiples of this.
 _MULTIPLE = 32
-# The most positions whose rotations are cached: as long as contexts are, in less memory than their keys and values.
+# The most positions whose rotations are cached: enough for long contexts, in less memory than their keys and values.
 MOST_ROTATIONS = 2**18
 
 
 def kernels_of(config: ModelConfig, weight: Tensor) -> Kernels | None:
-    """Return the kernels that can compute layers and logits of such a model with such weights here, or None."""
+    """Return the CPU kernels that support a model with this config and weights like `weight`, or None."""
     biased = config.attention_bias or config.mlp_bias
     widths = (config.hidden_size, config.intermediate_size, config.head_dim, config.vocab_size)
     if weight.device.type != "cpu" or biased or any(width % _MULTIPLE for width in widths):
@@ -31,7 +31,7 @@ def kernels_of(config: ModelConfig, weight: Tensor) -> Kernels | None:
 
 
 class FusedLayer(Layer):
-    """A layer with weights laid out for kernels. It can no longer be trained or saved."""
+    """A Llama layer with weights in the layout of the CPU kernels. Cannot be trained or saved."""
 
     def __init__(self, layer: Layer, kernels: Kernels):
         nn.Module.__init__(self)
@@ -47,13 +47,13 @@ class FusedLayer(Layer):
         )
         self._keys_values = self._queries_keys_values[self.heads * self.head_dim // kernels.block :]
         self._output, self._down = (blocked(weight, kernels) for weight in _weights(attention.o_proj, mlp.down_proj))
-        # Half of the outputs of each block are gates, the other half are their ups.
+        # Half of the outputs of each block are of gate_proj, the other half are of up_proj.
         halves = [weight.unflatten(0, (-1, kernels.block // 2)) for weight in _weights(mlp.gate_proj, mlp.up_proj)]
         self._gate_and_up = blocked(torch.stack(halves, dim=1).flatten(0, 2), kernels)
 
     @property
     def addresses(self) -> list[int]:
-        """The addresses of the weights in the order of the kernels, valid while the layer lives."""
+        """The addresses of the weights in the order that kernels expect, valid while the layer lives."""
         weights = (self._norm, self._queries_keys_values, self._output)
         return [x.data_ptr() for x in (*weights, self._norm_inside, self._gate_and_up, self._down)]
 
@@ -78,7 +78,7 @@ class FusedLayer(Layer):
         return out_BTD.view(B, T, D)
 
     def _projected(self, input_BTD: Tensor, rope: Rotation, weight: Tensor) -> Tensor:
-        """Project normalised inputs by (part of) the weights to heads [B, heads, T, K], rotated except for values."""
+        """Normalise the inputs and project them by `weight` to heads [B, heads, T, K], rotated except for values."""
         B, T, D = input_BTD.shape
         E = len(weight) * self._kernels.block
         given, normed = input_BTD.contiguous(), torch.empty(B * T, D, dtype=self._kernels.dtype)
@@ -90,7 +90,7 @@ class FusedLayer(Layer):
 
 
 class FusedNorm(nn.Module):
-    """RMSNorm by a kernel that computes each row independently of the others."""
+    """An RMSNorm by a CPU kernel, which computes each row independently of the other rows."""
 
     def __init__(self, norm: nn.RMSNorm, kernels: Kernels):
         super().__init__()
@@ -105,20 +105,20 @@ class FusedNorm(nn.Module):
 
 
 class Rotations:
-    """Cosines and signed sines of the first positions, cached because computing them takes many operations."""
+    """A cache of the rotary cosines and signed sines of the first positions, which are expensive to compute."""
 
     def __init__(self, rope: Rope, dtype: torch.dtype):
         self._rope, self._dtype = rope, dtype
         self._kept_PK: tuple[Tensor, ...] = (torch.empty(0), torch.empty(0))
 
     def at(self, positions_R: Tensor, end: int) -> list[Tensor]:
-        """Return cosines and signed sines [R, K] of positions below `end`."""
+        """Return the rotary cosines and signed sines, each [R, K], of R positions, which are all below `end`."""
         if end > MOST_ROTATIONS:
             return self._computed(positions_R)
         return [kept_PK.index_select(0, positions_R) for kept_PK in self.until(end)]
 
     def until(self, end: int) -> tuple[Tensor, ...]:
-        """Return cosines and signed sines [P, K] of all positions below `end` <= MOST_ROTATIONS, and of some more."""
+        """Return the rotary cosines and signed sines, each [P, K], of positions 0..P-1, P >= `end`, from the cache."""
         if end > len(self._kept_PK[0]):
             self._kept_PK = tuple(self._computed(torch.arange(1 << max(10, (end - 1).bit_length()))))
         return self._kept_PK
@@ -128,7 +128,7 @@ class Rotations:
 
 
 class FusedProduct:
-    """A linear map by a kernel, with fp32 outputs because it sums in fp32."""
+    """A linear layer by a CPU kernel, with fp32 outputs because the kernel accumulates in fp32."""
 
     def __init__(self, linear: nn.Linear, kernels: Kernels):
         self._kernels = kernels
@@ -147,7 +147,7 @@ def _weights(*linears: nn.Linear) -> list[Tensor]:
 
 
 def blocked(weight_ED: Tensor, kernels: Kernels) -> Tensor:
-    """Return a weight as kernels read it, by blocks of outputs: [E / block, D / pair, block, pair]. `pair` is 2 for
+    """Rearrange a weight [E, D] to the layout of the CPU kernels, [E / block, D / pair, block, pair]. `pair` is 2 for
     bfloat16, which is multiplied in pairs, and 1 for float32."""
     E, D = weight_ED.shape
     pair = torch.float32.itemsize // kernels.dtype.itemsize

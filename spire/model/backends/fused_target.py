@@ -1,7 +1,7 @@
-"""The target's forward, except for logits, by one kernel: `spire/kernels/target.h`.
+"""The target's forward, except for logits, by one CPU kernel: `spire/kernels/target.h`.
 
-Layer by layer, a forward of few rows is mostly dispatch, and each operation may have to wait while another thread holds
-the interpreter.
+Called layer by layer, a forward of few rows spends most of its time on dispatch, and each operation may have to wait
+for the interpreter lock.
 
 Shapes: B sequences, T positions, R = B * T rows, N layers, D width, K head width, V vocabulary.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class FusedStack:
-    """All layers of a packed target, which must outlive this object."""
+    """All layers of a packed target as one CPU kernel. The target must outlive this object."""
 
     def __init__(self, target: Target, kernels: Kernels):
         layers = cast(Sequence[FusedLayer], target.layers)
@@ -36,16 +36,16 @@ class FusedStack:
         self._layers: tuple[FusedPools | None, Tensor] = None, self._weights
 
     def takes(self, attentions: Sequence[FusedAttention]) -> bool:
-        """True if the kernel can compute these attentions: at least one, all ending within MOST_ROTATIONS."""
+        """True if the kernel supports these attentions: at least one, none beyond position MOST_ROTATIONS."""
         return bool(attentions) and max(attention.end for attention in attentions) <= MOST_ROTATIONS
 
     def __call__(
         self, tokens_BT: Tensor, attentions: Sequence[FusedAttention], tapped_layers: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the final norm's output [B, T, D] and the activations [B, T, taps, D] that enter the tapped layers, if
-        any.
+        """Run the target's layers: return the hidden states [B, T, D] after the final norm, and the activations
+        [B, T, taps, D] entering the tapped layers, or None if no layer is tapped.
 
-        Rows are those of `attentions`, concatenated. Raises IndexError for a token outside the vocabulary.
+        The rows of `attentions` are concatenated. Raises IndexError for a token outside the vocabulary.
         """
         config, pools = self._config, attentions[0].pools
         B, T = tokens_BT.shape

@@ -1,4 +1,4 @@
-"""This project's GPU kernels, if available: Triton compiles them when they are first tried, with a C compiler."""
+"""Load this project's GPU kernels, if available. Triton compiles them on first use, which needs a C compiler."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def on_gpu(tensor: Tensor) -> bool:
 
 
 def gpu_kernels(pool_XGLK: Tensor, queries_per_key: int) -> ModuleType | None:
-    """Return `paged_attention`, tried on such a pool of keys; None, logged on a GPU, where torch must attend instead.
+    """Return the module `paged_attention` if its kernels can serve this pool of keys, or None if torch has to attend.
 
-    Raises errors that cost this process its GPU.
+    The kernels are tried, and a failure is logged. Raises errors after which this process can no longer use its GPU.
     """
     if not on_gpu(pool_XGLK):
         return None

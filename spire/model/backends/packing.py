@@ -1,4 +1,4 @@
-"""Replaces a model's layers by kernels, for serving on a CPU: a packed model cannot be trained or saved."""
+"""Replace a model's layers by kernels for serving on a CPU. A packed model cannot be trained or saved."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Model = TypeVar("Model", Target, Draft)
 
 
 def pack(model: Model) -> Model:
-    """Replace what kernels can compute of a model; torch computes the rest. Only for inference mode."""
+    """Replace in place the parts of a model that CPU kernels support; torch computes the rest. For inference only."""
     if kernels := kernels_of(model.config, next(model.parameters())):
         model.layers = nn.ModuleList(FusedLayer(layer, kernels) for layer in cast(Iterable[Layer], model.layers))
         replace_head(model, FusedProduct(model.lm_head, kernels))
@@ -28,6 +28,6 @@ def pack(model: Model) -> Model:
 
 
 def replace_head(model: Target | Draft, head: Callable[[Tensor], Tensor]) -> None:
-    """Unembed by `head` from now on and drop the weight of `lm_head`; a tied embedding keeps its weight."""
+    """Replace the model's unembedding by `head` and drop the weight of `lm_head`; a tied embedding keeps its weight."""
     model.fused_head = head
     model.lm_head.weight = None  # type: ignore[assignment]

@@ -1,8 +1,8 @@
-"""Attention of few new positions to pages of keys and values, on a GPU: kernels in Triton.
+"""Triton kernels for attention of few new positions to paged keys and values on a GPU.
 
 A sequence is split into stretches, so that a few long sequences also fill a GPU. One program reads a stretch of one
 key/value head once, for all queries of the head's group; a second kernel joins the stretches. Sequences are split at
-fixed positions, so the order of sums does not depend on the batch.
+fixed positions, so the order of summation does not depend on the batch.
 
 A pool is viewed as rows of K numbers, in which a page of key/value head g begins at `page * page_rows + g * head_rows`.
 This covers consecutive pages that hold all heads, and slots whose heads are contiguous (`slot_pages`).
@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 PAGE = 64
-# Limits of a program's queries per key: a product on the GPU's matrix units has 16 rows or more.
+# Limits of a program's queries per key: a matrix product on the GPU's tensor cores has 16 rows or more.
 _LEAST_ROWS, _MOST_ROWS = 16, 128
 _WIDTHS = (16, 32, 64, 128, 256)
 # Stretches that `_join` reads at once.
@@ -30,7 +30,7 @@ _LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True)
 class Tuning:
-    """The positions of a stretch, and compiler options. The defaults were the fastest that were tried on an H200."""
+    """The number of positions in a stretch, and compiler options. The defaults were the fastest tried on an H200."""
 
     split: int = 1024
     warps: int = 4
@@ -42,7 +42,7 @@ FASTEST = Tuning()
 
 @dataclass(frozen=True)
 class Pages:
-    """The pages of each sequence, [B, P] int32, and the distances in rows of a pool between pages and between heads."""
+    """The page table of B sequences, int32 [B, P], and the strides of pages and of heads, in rows of a pool."""
 
     table_BP: Tensor
     page_rows: int
@@ -50,7 +50,7 @@ class Pages:
 
 
 def slot_pages(slots_B: Tensor, pool_XGLK: Tensor, pages: int) -> Pages:
-    """Return the first `pages` pages of each slot, or all of them if a slot has fewer."""
+    """Return the page table of the first `pages` pages of each slot, or of all pages if a slot has fewer."""
     _, G, L, _ = pool_XGLK.shape
     first_B1 = slots_B[:, None] * (G * L // PAGE)
     table_BP = first_B1 + torch.arange(min(pages, L // PAGE), device=slots_B.device)
@@ -58,14 +58,14 @@ def slot_pages(slots_B: Tensor, pool_XGLK: Tensor, pages: int) -> Pages:
 
 
 def attends(queries_per_key: int, new_tokens: int, width: int) -> bool:
-    """True if the kernels support so many queries per key and heads of this width."""
+    """True if the attention kernels support this number of queries per key and of new tokens, and this head width."""
     return queries_per_key * new_tokens <= _MOST_ROWS and width in _WIDTHS
 
 
 def try_out(pool_XGLK: Tensor, queries_per_key: int) -> None:
     """Run each kernel that can serve this pool once, so that Triton compiles it now and not during a request.
 
-    Raises RuntimeError for a wrong result, and Triton's errors where a kernel cannot be compiled.
+    Raises RuntimeError for a wrong result, and Triton's errors if a kernel cannot be compiled.
     """
     _, G, _, K = pool_XGLK.shape
     keys = torch.ones(1, G, PAGE, K, dtype=pool_XGLK.dtype, device=pool_XGLK.device)
@@ -87,9 +87,9 @@ def attend(
     longest: int,
     tuning: Tuning = FASTEST,
 ) -> Tensor:
-    """Return the attention of T new positions to all positions up to their own, [B, H, T, K].
+    """Return the causal attention of T new positions to paged keys and values, [B, H, T, K].
 
-    `lengths_B` are the positions before the new ones, int32, and `longest` is the largest of them. The pools must
+    `lengths_B` (int32) is each sequence's number of earlier positions, and `longest` is their maximum. The pools must
     already contain the new keys and values.
     """
     B, H, T, K = queries_BHTK.shape
