@@ -45,6 +45,8 @@ from spire.service.options_file import read_options
 
 console = Console(highlight=False, soft_wrap=True)
 
+# The values that pydantic reads as false, and none.
+_FALSE = {"", "0", "f", "false", "n", "no", "off"}
 _MODULES = ("verifier_service", "draft_service", "gateway")
 _POLL_SECONDS = 0.1
 _FIRST_PROMPT = "It was a cold and stormy night, and"
@@ -108,7 +110,7 @@ def up(
         _warn(f"{without} of the model's {vocab_size} ids have no text: its tokenizer does not know them")
     with bind(bare(host), port) as free:
         address = free.getsockname()[0]
-    if not _asks_for_keys(keys, without_keys):
+    if not _settles_keys(keys, without_keys):
         refuse_open_address(address)
     options = ModelOptions(dtype, device, threads)
     with tempfile.TemporaryDirectory(prefix="spire-") as directory, _signals():
@@ -321,8 +323,8 @@ def _private_host(directory: Path) -> str | None:
     return None if configured or not fits_unix(path) else f"unix:{path}"
 
 
-def _asks_for_keys(keys: Path | None, without_keys: bool) -> bool:
+def _settles_keys(keys: Path | None, without_keys: bool) -> bool:
     """True if an option, the environment or the options file sets API keys, or permits the gateway to need none."""
     own = {str(name).replace("-", "_"): value for name, value in read_options().get("gateway", {}).items()}
-    told = os.environ.get("SPIRE_GATEWAY_WITHOUT_KEYS") or own.get("without_keys")
-    return bool(keys or without_keys or told or own.get("keys"))
+    told = str(os.environ.get("SPIRE_GATEWAY_WITHOUT_KEYS") or own.get("without_keys", ""))
+    return bool(keys or without_keys or own.get("keys")) or told.lower() not in _FALSE

@@ -139,9 +139,12 @@ def test_logs_stay_where_they_were_wanted_and_the_model_has_its_name(stories_dir
     assert '"model": "my-model"' in (logs / "verifier.log").read_text()
 
 
-def test_an_open_address_without_keys_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("told", [{}, {"SPIRE_GATEWAY_WITHOUT_KEYS": "False"}], ids=["not said", "said no"])
+def test_an_open_address_without_keys_is_refused_before_anything_is_loaded(
+    told: dict[str, str], tmp_path: Path
+) -> None:
     command = spire("up", "--host", "0.0.0.0", "--port", "0", "--once", "--log-dir", str(tmp_path / "logs"))
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT | told, timeout=60)
     assert done.returncode == 1
     assert "other machines can reach 0.0.0.0, and no API keys are asked for" in done.stderr
     assert not (tmp_path / "logs").exists()
