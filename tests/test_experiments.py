@@ -19,7 +19,7 @@ EXPERIMENTS = ROOT / "experiments"
 
 @pytest.mark.thorough
 @pytest.mark.timeout(1500)  # a dozen processes, one after another, on whatever machine
-def test_the_paper_size_run_goes_on_in_slices_until_it_has_measured_everything(tmp_path: Path) -> None:
+def test_the_paper_size_run_resumes_in_slices_until_all_is_measured(tmp_path: Path) -> None:
     command = [sys.executable, str(EXPERIMENTS / "paper_size.py"), "--tiny"]
     command += ["--data", str(FIXTURES / "text" / "jowett_charmides.txt"), "--held-out", str(FIXTURES / "text")]
     command += ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "out.json")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import resource
 import subprocess
 import sys
@@ -102,7 +103,7 @@ def test_no_module_is_longer_than_400_lines() -> None:
     assert {name: count for name, file in modules().items() if (count := file.read_text().count("\n")) > 400} == {}
 
 
-def test_no_function_has_more_than_50_lines_behind_its_declarations_and_its_docstring() -> None:
+def test_no_function_exceeds_50_lines_after_declarations_and_docstring() -> None:
     functions = [
         (f"{name}.{node.name}", node)
         for name, file in modules().items()
@@ -200,3 +201,8 @@ def test_no_module_is_named_for_nothing(name: str) -> None:
 
 def test_every_file_that_make_check_leaves_out_is_there() -> None:
     assert [file for file in SECONDS if not (TESTS / file).is_file()] == []
+
+
+def test_no_test_has_a_name_of_more_than_70_characters() -> None:
+    names = [name for file in TESTS.rglob("test_*.py") for name in re.findall(r"def (test_\w+)", file.read_text())]
+    assert [name for name in names if len(name) > 70] == []

@@ -90,7 +90,7 @@ def test_the_document_knows_every_route(operations: dict[str, Any]) -> None:
 
 @some_and_many
 @pytest.mark.parametrize("label", sorted(OPERATIONS))
-def test_what_the_document_allows_is_answered_as_it_declares_and_nearly_always_with_200(
+def test_allowed_requests_are_answered_as_declared_and_nearly_always_200(
     operations: dict[str, Any], label: str, examples: int
 ) -> None:
     seen = exchanges(operations[label], GenerationMode.POSITIVE, examples)

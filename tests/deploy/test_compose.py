@@ -217,7 +217,7 @@ def test_a_file_of_overrides_is_read_by_make(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["services"]["gateway"]["environment"]["SPIRE_GATEWAY_K"] == "3"
 
 
-def test_a_calibration_is_where_the_gateway_looks_for_it_and_cannot_be_written(tmp_path: Path) -> None:
+def test_the_calibration_is_mounted_read_only_where_the_gateway_reads_it(tmp_path: Path) -> None:
     assert composed("cpu")["services"]["gateway"]["environment"]["SPIRE_GATEWAY_CALIBRATION"] is None
     file = tmp_path / "calibration.json"
     told = {"SPIRE_CALIBRATION_FILE": str(file), "SPIRE_GATEWAY_CALIBRATION": "/run/calibration.json"}

@@ -185,7 +185,7 @@ async def test_a_request_arrives_as_it_was_sent_without_the_client_s_address(tmp
         assert b"real-ip" not in head.lower()
 
 
-async def test_a_token_is_passed_on_before_the_next_one_comes_and_a_stream_outlasts_sigquit(tmp_path: Path) -> None:
+async def test_a_token_is_forwarded_at_once_and_a_stream_survives_sigquit(tmp_path: Path) -> None:
     arrived = asyncio.Event()
 
     async def streamed(writer: asyncio.StreamWriter) -> None:

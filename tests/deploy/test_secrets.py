@@ -52,7 +52,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {str(file.relative_to(directory)): file.read_bytes() for file in directory.rglob("*") if file.is_file()}
 
 
-def test_users_of_containers_can_read_it_and_nobody_else_comes_past_the_directory(secrets: Path) -> None:
+def test_container_users_can_read_it_and_nobody_else_passes_the_directory(secrets: Path) -> None:
     assert secrets.stat().st_mode & 0o777 == 0o700
     unreadable = {str(file.relative_to(secrets)) for file in secrets.rglob("*") if not file.stat().st_mode & 0o004}
     assert unreadable == {"tls/ca.key"}

@@ -43,7 +43,7 @@ def activation_bytes(port: int) -> dict[str, float]:
     return {carrier: float(count) for carrier, count in found}
 
 
-def test_on_one_host_rows_go_through_shared_memory_and_the_text_is_that_of_inline_bytes(
+def test_one_host_uses_shared_memory_and_gives_the_text_of_inline_bytes(
     pair: tuple[Path, Path],
 ) -> None:
     texts = []
@@ -59,9 +59,7 @@ def test_on_one_host_rows_go_through_shared_memory_and_the_text_is_that_of_inlin
     assert texts[0] == texts[1]
 
 
-def test_a_draft_that_does_not_see_the_verifiers_memory_asks_for_inline_bytes(
-    pair: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_a_draft_without_access_to_shared_memory_asks_for_inline_bytes(pair: tuple[Path, Path], tmp_path: Path) -> None:
     """As in containers of one host that share no directory."""
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     theirs.mkdir(mode=0o700)

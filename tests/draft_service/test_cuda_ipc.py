@@ -161,7 +161,7 @@ async def test_without_a_shared_directory_rows_of_a_gpu_come_inline(
         assert not gpu
 
 
-def test_rows_are_waited_for_before_they_are_told_of_and_before_their_memory_is_free(
+def test_rows_are_waited_for_before_announcement_and_before_release(
     tmp_path: Path, gpu: dict[bytes, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ring = Ring(tmp_path, PAGE, CPU)
@@ -215,7 +215,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
     return loaded
 
 
-def test_memory_is_an_allocation_of_its_own_and_given_back_after_its_last_use(driver: ctypes.CDLL) -> None:
+def test_memory_is_its_own_allocation_and_is_freed_after_its_last_use(driver: ctypes.CDLL) -> None:
     memory, handle = cuda_ipc.share(200, CPU)
     memory[:] = torch.arange(200, dtype=torch.uint8)
     theirs = cuda_ipc.opened(handle, 200, CPU)

@@ -9,7 +9,7 @@ from grpc_health.v1 import health, health_pb2
 from spire.service.health import keep_reporting
 
 
-async def test_a_draft_whose_model_is_stuck_says_that_it_does_not_serve_until_it_goes_on() -> None:
+async def test_a_draft_with_a_stuck_model_reports_not_serving_until_it_resumes() -> None:
     healthy, well = health.aio.HealthServicer(), True
     watching = asyncio.create_task(keep_reporting(healthy, lambda: well))
 

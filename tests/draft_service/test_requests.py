@@ -47,7 +47,7 @@ async def test_in_shared_memory_rows_and_q_are_what_they_are_inline(
 
 
 @pytest.mark.parametrize("broken", ["from_protos", "_add_uniform"], ids=["reading the request", "making the reply"])
-async def test_a_request_that_fails_is_answered_with_nothing_and_the_next_is_drafted(
+async def test_a_failed_draft_request_gets_no_guesses_and_the_next_is_drafted(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     async with following(pair) as both:

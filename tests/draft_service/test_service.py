@@ -87,7 +87,7 @@ async def test_nobody_waits_for_a_sequence_that_has_ended(both: Following) -> No
 
 
 @pytest.mark.parametrize("rounds", [3, 12])
-async def test_who_was_paused_is_drafted_as_if_the_draft_had_heard_of_every_round(both: Following, rounds: int) -> None:
+async def test_a_paused_sequence_is_drafted_as_if_the_draft_heard_every_round(both: Following, rounds: int) -> None:
     """The window holds four positions: more than that comes as a replay."""
     names = {"paused": True, "heard": False}
     newest = {name: await both.start(name, [1, 2, 3], GREEDY) for name in names}
@@ -167,7 +167,7 @@ async def test_a_restarted_draft_drafts_the_same_for_sequences_that_were_running
     assert await same_after_restart(both, [1, 2, 3, 4, 5, 6, 7])
 
 
-def test_requests_are_served_while_the_draft_is_dead_and_faster_when_it_is_back(pair: tuple[Path, Path]) -> None:
+def test_requests_are_served_while_the_draft_is_dead_and_drafted_once_back(pair: tuple[Path, Path]) -> None:
     with running(*pair) as services:
         assert services.draft is not None
         services.draft.kill()

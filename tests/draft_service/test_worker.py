@@ -54,7 +54,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Slow, Worker]]:
     worker.stop()
 
 
-def test_messages_that_wait_are_bounded_and_dropped_when_a_draft_begins_anew(slow: tuple[Slow, Worker]) -> None:
+def test_waiting_messages_are_bounded_and_dropped_when_a_draft_restarts(slow: tuple[Slow, Worker]) -> None:
     drafter, worker = slow
     read: list[int] = []
     worker.absorb(NOTHING, lambda: read.append(0))
@@ -181,7 +181,7 @@ class Flickering(Starving):
         return self.asked % 2 == 1
 
 
-async def test_a_proposal_that_becomes_due_while_others_are_looked_at_is_answered_once() -> None:
+async def test_a_proposal_falling_due_while_others_are_checked_is_answered_once() -> None:
     worker = Worker(cast(Drafter, Flickering()), 0.1, lambda ids: None)
     worker.start()
     try:
@@ -207,7 +207,7 @@ class Deliberate(Starving):
         return not self.arrived
 
 
-async def test_what_is_absorbed_for_a_proposal_counts_as_work_on_it_and_not_as_waiting() -> None:
+async def test_what_is_absorbed_for_a_proposal_counts_as_its_work_not_as_waiting() -> None:
     worker = Worker(cast(Drafter, Deliberate()), 10.0, lambda ids: None)
     worker.start()
     try:
@@ -258,7 +258,7 @@ async def test_an_answer_is_not_held_once_it_is_given() -> None:
 
 
 @pytest.mark.fault(2)
-async def test_a_subscription_that_breaks_while_memory_is_being_opened_leaves_no_thread_behind() -> None:
+async def test_a_subscription_broken_while_opening_memory_leaves_no_thread() -> None:
     follower, may = Follower(cast(Any, None), pb.ActivationsRequest(), cast(Worker, None), ""), threading.Event()
 
     def opened(offers: pb.ActivationsResponse) -> tuple[None, None]:

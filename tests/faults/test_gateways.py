@@ -60,7 +60,7 @@ def streaming(service: Service) -> Iterator[Record]:
 
 
 @pytest.mark.fault(20)
-def test_a_gateway_told_to_end_answers_what_it_has_begun_and_takes_nothing_more(whole: System) -> None:
+def test_a_gateway_told_to_stop_finishes_its_requests_and_takes_no_more(whole: System) -> None:
     with far_gateway(whole, "--drain-seconds", "60") as service:
         with streaming(service) as record:
             service.process.send_signal(signal.SIGTERM)
@@ -102,7 +102,7 @@ def test_a_verifier_told_to_end_lets_what_runs_end_first(whole: System) -> None:
 
 
 @pytest.mark.fault(22, 6)
-def test_a_gateway_that_vanishes_without_a_word_leaves_only_its_own_sequences_to_be_freed(whole: System) -> None:
+def test_a_gateway_that_vanishes_leaves_only_its_own_sequences_to_free(whole: System) -> None:
     with proxied(whole.verifier.address) as wire, gateway(whole, verifier=wire.address) as gone:
         thread = Thread(target=stream_into, args=(Record(LONG), f"http://{gone.address}"), daemon=True)
         thread.start()

@@ -62,7 +62,7 @@ def test_a_draft_frozen_for_half_a_minute_costs_two_rounds_at_most(whole: System
 
 @pytest.mark.fault(3)
 @pytest.mark.parametrize("milliseconds", [50, 200, 1000])
-def test_a_draft_that_lags_costs_no_more_than_a_twentieth_of_plain_decoding(bundled: System, milliseconds: int) -> None:
+def test_a_lagging_draft_costs_at_most_a_twentieth_of_plain_decoding(bundled: System, milliseconds: int) -> None:
     bundled.activations.latency = milliseconds / 2000
     try:
         for _ in range(3):

@@ -49,7 +49,7 @@ def test_a_service_that_was_started_again_is_broken() -> None:
     assert judged(WELL, lost=["gateway"]).broken == ["lost: gateway"]
 
 
-def test_memory_that_a_second_attack_adds_is_broken_unless_the_cache_filled_up() -> None:
+def test_memory_added_by_a_second_attack_is_broken_unless_the_cache_grew() -> None:
     grown = Memory({"gateway": 102_000_000}, cache_held=0.0)
     assert judged(WELL, later=grown).broken == ["memory grew by 2.0%"]
     assert judged(WELL, later=replace(grown, cache_held=1_500_000.0)).broken == []

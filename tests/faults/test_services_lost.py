@@ -45,9 +45,7 @@ def test_a_killed_draft_is_seen_at_once_and_rejoins(whole: System, report: Repor
 
 @pytest.mark.fault(2)
 @pytest.mark.slow
-def test_a_frozen_draft_costs_a_round_or_two_and_its_late_answer_counts_for_nothing(
-    whole: System, report: Report
-) -> None:
+def test_a_frozen_draft_costs_a_round_or_two_and_its_late_answer_is_void(whole: System, report: Report) -> None:
     timeouts: list[float] = []
 
     def stop() -> None:
@@ -73,9 +71,7 @@ def test_streams_pause_while_the_verifier_is_dead_and_then_continue(whole: Syste
 
 @pytest.mark.thorough
 @pytest.mark.fault(5)
-def test_a_stuck_model_is_not_ready_although_it_answers_pings_and_goes_on_when_it_can(
-    whole: System, report: Report
-) -> None:
+def test_a_stuck_model_is_unready_though_it_answers_pings_and_then_resumes(whole: System, report: Report) -> None:
     """The verifier of these tests calls a step of 3 s stuck."""
     stuck = whole.failpoint("stuck")
     endured = whole.endure(stuck.__enter__, lambda: is_unready(whole), lambda: stuck.__exit__(None, None, None))
@@ -139,7 +135,7 @@ def test_a_service_that_has_lost_its_gpu_ends_and_no_client_notices(whole: Syste
 
 
 @pytest.mark.thorough
-def test_when_every_step_fails_a_request_is_given_up_without_the_words_of_a_library(whole: System) -> None:
+def test_if_every_step_fails_a_request_is_given_up_without_library_words(whole: System) -> None:
     victim = Record({"prompt": "Once", "max_tokens": 200, "return_token_ids": True})
     with whole.failpoint("broken"):
         stream_into(victim, whole.url)

@@ -50,7 +50,7 @@ def test_another_target_is_served_with_a_draft_cut_out_of_it(stories_dir: Path) 
         assert pair == (MODELS / "target", MODELS / "draft")
 
 
-def test_prompts_have_up_to_1900_tokens_and_a_few_of_the_longest_fill_the_cache() -> None:
+def test_prompts_reach_1900_tokens_and_a_few_of_the_longest_fill_the_cache() -> None:
     rows = poisson(LONGEST, random.Random(1))
     assert 1800 < max(row.context for row in rows) <= 1900
     config = load_model_config(MODELS / "target")

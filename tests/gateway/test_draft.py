@@ -56,7 +56,7 @@ def test_the_known_draft_is_kept_while_the_verifier_tells_of_it() -> None:
         assert (chosen(draft), draft.up) == ("one", available)
 
 
-def test_a_draft_that_reconnects_is_the_same_and_one_that_does_not_has_a_successor(clock: SimpleNamespace) -> None:
+def test_a_reconnected_draft_is_kept_and_a_lost_one_is_replaced(clock: SimpleNamespace) -> None:
     draft = ChosenDraft(AUTO)
     draft.told([info("one")])
     draft.told([info("two")])

@@ -205,7 +205,7 @@ clocks = st.floats(0, 10)
 
 
 @given(seconds=clocks, models=st.tuples(clocks, clocks, clocks), waited=clocks, queued=clocks, asked=clocks)
-def test_the_parts_of_a_round_are_its_time_or_its_models_if_these_took_longer(
+def test_a_rounds_parts_sum_to_its_time_or_to_its_models_if_longer(
     seconds: float, models: tuple[float, float, float], waited: float, queued: float, asked: float
 ) -> None:
     parts = parts_of_round(seconds, models, waited, queued, asked)

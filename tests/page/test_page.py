@@ -94,7 +94,7 @@ def test_a_multiplier_is_shown_while_the_gateway_chooses_k(page: Page, services:
 
 
 @pytest.mark.thorough
-def test_with_a_fixed_k_the_multiplier_is_over_the_last_plain_run_of_the_same_sampling(page: Page) -> None:
+def test_fixed_k_multiplier_is_over_the_last_plain_run_of_same_sampling(page: Page) -> None:
     page.complete(PROMPT, k=4)
     assert page.text("#gain") == "–"
     page.find("#speculation").click()

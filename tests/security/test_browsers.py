@@ -97,7 +97,7 @@ def test_with_keys_a_name_or_a_type_is_nothing_that_is_asked_for(tmp_path: Path)
         service.stop()
 
 
-def test_where_others_are_meant_to_come_any_name_will_do_and_json_is_still_declared(tmp_path: Path) -> None:
+def test_a_public_gateway_takes_any_host_name_but_still_requires_json(tmp_path: Path) -> None:
     service = start([*ALONE, "--host", "0.0.0.0", "--without-keys"], tmp_path)
     url, headers = service.address.replace("0.0.0.0", "http://127.0.0.1"), {"Host": "gateway:8000"}
     try:

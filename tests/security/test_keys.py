@@ -324,9 +324,7 @@ def test_two_keys_are_never_alike(tmp_path: Path) -> None:
 # -- the document ----------------------------------------------------------------------------------------------------
 
 
-def test_the_document_declares_the_key_and_the_refusal_and_only_where_they_hold(
-    serving: Guarded, guarded: Guarded
-) -> None:
+def test_the_document_declares_the_key_and_refusal_only_where_they_hold(serving: Guarded, guarded: Guarded) -> None:
     document = httpx.get(f"{serving.url}/openapi.json", headers=serving.headers).json()
     assert document["components"]["securitySchemes"]["key"] == {"type": "http", "scheme": "bearer"}
     assert document["security"] == [{"key": []}]

@@ -100,7 +100,7 @@ def test_a_request_is_found_by_its_id_in_the_logs_of_all_three_services(watched:
     assert found_in(watched, "trace-me-42")["gateway"] == ["completion begins", "answered"]
 
 
-def test_the_id_that_the_gateway_gives_is_found_as_well_and_so_is_the_key_s_name(watched: Watched) -> None:
+def test_the_gateways_request_id_and_the_keys_name_are_found_in_the_logs(watched: Watched) -> None:
     with watched.client() as http:
         request_id = complete(http).headers["x-request-id"]
     eventually(lambda: all(found_in(watched, request_id).values()))

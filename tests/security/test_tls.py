@@ -96,7 +96,7 @@ def test_a_service_without_a_certificate_says_what_it_lacks(
         ("expired", "its certificate has expired"),
     ],
 )
-async def test_a_server_that_cannot_be_trusted_is_not_and_the_reason_is_told_in_words(
+async def test_an_untrustworthy_server_is_not_trusted_and_the_reason_is_told(
     server: str, told: str, certs: Path, tmp_path: Path
 ) -> None:
     ours = Tls.read(certs / "gateway")

@@ -51,7 +51,7 @@ def test_this_machine_is_never_reached_by_a_proxy(host: str, proxy: list[bytes])
     assert proxy == []
 
 
-def test_our_own_processes_are_never_reached_by_a_proxy_wherever_they_listen(proxy: list[bytes]) -> None:
+def test_our_own_processes_are_never_reached_through_a_proxy(proxy: list[bytes]) -> None:
     with direct_client() as client, pytest.raises(httpx.ConnectError):
         client.get("http://gateway.invalid:8000/ready")
     assert proxy == []

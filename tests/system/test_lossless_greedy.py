@@ -118,7 +118,7 @@ def test_in_bfloat16_texts_part_only_where_two_tokens_are_as_good_as_equal(
 
 
 @pytest.mark.skipif(not kernels_for(torch.bfloat16), reason="no compiler at installation, or none for this processor")
-def test_with_kernels_of_ours_speculation_changes_no_greedy_token_in_bfloat16_either(
+def test_speculation_with_our_kernels_keeps_every_bfloat16_greedy_token(
     in_bfloat16: tuple[list[list[int]], list[list[int]]],
 ) -> None:
     speculated, rounded = in_bfloat16

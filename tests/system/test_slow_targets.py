@@ -148,7 +148,7 @@ def test_limits_of_any_length_follow_a_slower_target(stories_dir: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(("step", "prefill"), [("5", "0"), ("0.1", "40")])
-def test_steps_of_5_s_and_chunks_of_40_s_finish_with_the_options_that_nobody_gave(
+def test_5_s_steps_and_40_s_chunks_finish_with_default_options(
     stories_dir: Path, tmp_path: Path, step: str, prefill: str
 ) -> None:
     """The verifier is a child of a supervisor that looks after it as `spire up` does."""

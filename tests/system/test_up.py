@@ -150,7 +150,7 @@ def test_an_open_address_without_keys_is_refused_before_anything_is_loaded(
     assert not (tmp_path / "logs").exists()
 
 
-def test_a_tokenizer_that_does_not_fit_is_refused_before_anything_is_loaded(stories_dir: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_that_does_not_fit_is_refused_before_loading_anything(stories_dir: Path, tmp_path: Path) -> None:
     model = shutil.copytree(stories_dir, tmp_path / "model")
     (model / "tokenizer_config.json").write_text(json.dumps({"pad_token": "<pad>"}))
     command = spire("up", "--model", str(model), "--port", "0", "--once", "--log-dir", str(tmp_path / "logs"))
@@ -373,7 +373,7 @@ def test_how_much_is_held_can_be_said_and_is_shown(stories_dir: Path) -> None:
     assert "64 sequences × 300 positions" in done.stdout
 
 
-def test_a_context_that_the_model_does_not_have_is_refused_with_both_numbers(stories_dir: Path) -> None:
+def test_a_context_beyond_the_models_is_refused_with_both_numbers(stories_dir: Path) -> None:
     command = up(stories_dir, Path("off"), "--once", "--max-context", "513")
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=240)
     assert done.returncode == 1

@@ -154,7 +154,7 @@ def test_bad_input_is_refused_by_name(talker: Api, body: dict[str, Any], param: 
     assert says in error["message"]
 
 
-def test_fields_of_prompts_are_refused_in_chats_and_what_changes_nothing_is_named(talker: Api) -> None:
+def test_chats_refuse_prompt_fields_and_name_what_changes_nothing(talker: Api) -> None:
     for name, value in {"echo": True, "best_of": 2}.items():
         assert post(talker, messages=MESSAGES, **{name: value}).json()["error"]["param"] == name
     part = {"type": "text", "text": "x", "cache_control": {}}

@@ -69,9 +69,7 @@ def test_what_is_no_grammar_is_refused_before_a_stream_begins(api: Api, wish: di
         ),
     ],
 )
-def test_what_the_verifier_refuses_has_the_name_that_the_request_has_for_it(
-    api: Api, wish: dict[str, Any], param: str
-) -> None:
+def test_a_verifier_refusal_names_the_field_as_the_request_does(api: Api, wish: dict[str, Any], param: str) -> None:
     error = api.post(prompt=PROMPT, **wish).json()["error"]
     assert (error["param"], error["type"]) == (param, "invalid_request_error")
 

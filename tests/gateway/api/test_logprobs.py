@@ -99,7 +99,7 @@ def test_output_logprobs_are_those_of_a_full_prefill(
 
 
 @pytest.mark.parametrize("speculation", WAYS, ids=str)
-def test_logprobs_of_an_echo_are_those_of_a_full_prefill_and_begin_with_none(
+def test_echo_logprobs_are_those_of_a_full_prefill_and_begin_with_none(
     api: Api, reference: Reference, speculation: dict[str, Any]
 ) -> None:
     api.complete(PROMPT, max_tokens=1)  # a prefix that could be reused must not be

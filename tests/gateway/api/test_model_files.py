@@ -115,7 +115,7 @@ def test_the_sampling_that_its_makers_suggest_is_told_and_not_applied(api: Api) 
     assert api.text(PROMPT, **plain) == said
 
 
-def test_ids_without_text_and_suggestions_that_are_left_out_are_told_at_the_start(model: Path) -> None:
+def test_ids_without_text_and_dropped_suggestions_are_logged_at_startup(model: Path) -> None:
     with running(model) as system:
         lines = [json.loads(line) for line in system.verifier.log.read_text().splitlines() if line.startswith("{")]
     (left_out,) = [line for line in lines if line["event"] == "suggestions of generation_config.json are left out"]

@@ -354,7 +354,7 @@ def test_limits_are_no_refusals(api: Api) -> None:
 # -- single tokens as text -------------------------------------------------------------------------------------------
 
 
-def test_tokens_are_shown_with_their_space_special_ones_by_name_and_bytes_as_such(stories_dir: Path) -> None:
+def test_tokens_show_leading_spaces_special_names_and_raw_bytes(stories_dir: Path) -> None:
     codec = TextCodec((stories_dir / "tokenizer.json").read_bytes())
     tokens = codec.tokenizer.encode(PROMPT + "\u96ea").ids
     texts = [codec.token_text(token) for token in tokens]

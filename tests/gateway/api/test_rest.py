@@ -232,7 +232,7 @@ def test_what_is_no_json_object_is_refused(api: Api, body: bytes) -> None:
         ({"prompt": "word " * 100_000}, "prompt", "your prompt has 500000 characters"),
     ],
 )
-def test_a_request_over_the_context_is_refused_in_the_words_that_clients_look_for(
+def test_a_request_over_the_context_is_refused_in_the_words_clients_expect(
     api: Api, body: dict[str, Any], param: str, says: str
 ) -> None:
     error = api.post(**body).json()["error"]
@@ -317,7 +317,7 @@ def test_the_model_says_what_it_can(api: Api) -> None:
     assert max(round_["drafted"] for round_ in rounds) == card["draft"]["max_k"]
 
 
-def test_every_page_that_can_be_got_answers_head_in_the_same_way_without_a_body(api: Api) -> None:
+def test_every_gettable_page_answers_head_alike_without_a_body(api: Api) -> None:
     paths = api.http.get("/openapi.json").json()["paths"]
     got = [path.replace("{name}", "stories260K") for path, operations in paths.items() if "get" in operations]
     assert {"/health", "/ready", "/version", "/metrics", "/v1/models", "/v1/models/stories260K"} == set(got)

@@ -44,7 +44,7 @@ def test_special_tokens_are_put_in_front_and_spelled_out(api: Api) -> None:
     assert post(api, "/detokenize", tokens=answer["tokens"][:2]).json()["prompt"].startswith("<s>")
 
 
-def test_a_text_longer_than_the_context_is_counted_and_a_hopeless_one_refused(api: Api) -> None:
+def test_a_text_over_the_context_is_counted_and_a_hopeless_one_refused(api: Api) -> None:
     assert post(api, "/tokenize", prompt="word " * 600).json()["count"] > 512
     error = post(api, "/tokenize", prompt="word " * 100_000).json()["error"]
     assert error["code"] == "context_length_exceeded"

@@ -52,7 +52,7 @@ def test_it_may_open_as_many_files_as_the_system_lets_it(gateway: Service) -> No
 
 
 @pytest.mark.fault(35)
-def test_health_is_answered_beside_more_idle_connections_than_there_are_descriptors(gateway: Service) -> None:
+def test_health_is_answered_with_more_idle_connections_than_descriptors(gateway: Service) -> None:
     before = open_files(gateway)
     with ExitStack() as stack:
         busy = stack.enter_context(connection(gateway))
@@ -120,7 +120,7 @@ def test_a_newcomer_is_refused_where_all_others_are_served() -> None:
 
 
 @pytest.mark.parametrize("limit", [16, 64, 128, 256, 1024, 1_048_576])
-def test_there_is_always_room_for_a_connection_and_never_for_more_than_was_said(limit: int) -> None:
+def test_there_is_room_for_a_connection_but_never_beyond_the_limit(limit: int) -> None:
     connections, largest = room_within(limit, 4096)
     assert 1 <= connections <= 4096
     assert connections < limit
@@ -128,7 +128,7 @@ def test_there_is_always_room_for_a_connection_and_never_for_more_than_was_said(
 
 
 @pytest.mark.fault(35)
-def test_a_connection_without_a_descriptor_for_it_is_closed_and_nothing_is_raised() -> None:
+def test_a_connection_without_a_descriptor_is_closed_and_nothing_raised() -> None:
     with Listener(bind("127.0.0.1", 0), largest=0) as listener:
         listener.listen()
         listener.setblocking(False)

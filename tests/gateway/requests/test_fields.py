@@ -126,7 +126,7 @@ def test_what_one_route_honours_the_other_knows(route: type[RequestBody]) -> Non
     assert {name for name in ours if fate(route, name) == "unknown"} == set()
 
 
-def test_no_field_is_in_two_lists_or_refused_nowhere_and_every_advice_is_honoured() -> None:
+def test_no_field_is_listed_twice_or_never_refused_and_advice_is_honoured() -> None:
     assert [path for path in TABLE["refused"] if all(fate(route, path) == "honoured" for route in ROUTES)] == []
     for lists in (GENERATION, TOKENIZATION):
         assert not lists.ignored & lists.refused.keys()
@@ -135,7 +135,7 @@ def test_no_field_is_in_two_lists_or_refused_nowhere_and_every_advice_is_honoure
     assert all(fate(CompletionRequest, instead) == "honoured" for instead in advice)
 
 
-def test_a_message_is_refused_and_ignored_by_the_fields_that_no_template_is_given() -> None:
+def test_message_fields_no_template_gets_are_the_ones_refused_and_ignored() -> None:
     def of_messages(paths: Iterable[str]) -> set[str]:
         return {name for parent, _, name in (path.rpartition(".") for path in paths) if parent == "messages"}
 
@@ -235,7 +235,7 @@ def test_what_cannot_change_the_answer_is_ignored_and_named(route: type[RequestB
         ("reasoning_effort", "none", "low"),
     ],
 )
-def test_other_ways_to_draw_and_to_think_are_refused_by_name_and_accepted_when_they_are_off(
+def test_other_sampling_and_thinking_fields_are_refused_unless_off(
     route: type[RequestBody], name: str, neutral: object, value: object
 ) -> None:
     error = refusal(route, **{name: value})

@@ -65,7 +65,7 @@ def test_an_output_is_one_that_its_shape_allows_and_ends_there(
         assert {choice["finish_reason"] for choice in answer["choices"]} == {"stop"}
 
 
-def test_any_choice_can_come_and_none_is_cut_short_by_one_that_it_begins_with(api: Api) -> None:
+def test_any_choice_can_come_and_none_is_cut_short_by_its_own_prefix(api: Api) -> None:
     words = ["a", "an", "any"]
     answers = api.complete("x", max_tokens=20, seed=1, n=16, temperature=2, guided_choice=words)["choices"]
     answers += api.complete("x", max_tokens=20, seed=2, n=16, temperature=2, guided_choice=words)["choices"]

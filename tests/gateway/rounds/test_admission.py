@@ -81,7 +81,7 @@ def test_where_no_keys_are_asked_for_nobody_is_limited() -> None:
         quotas.charge("alice", 1000, 0.0)
 
 
-def test_the_queue_is_told_by_the_rate_at_which_others_got_their_first_token() -> None:
+def test_the_queue_wait_follows_the_rate_of_others_first_tokens() -> None:
     rate = DrainRate()
     assert rate.seconds_for(3, now=0.0) is None
     assert rate.retry_after(3, now=0.0) == 1

@@ -118,7 +118,7 @@ def test_the_option_fixes_k(stories_dir: Path, stories_draft_dir: Path, k: int) 
 
 
 @pytest.mark.parametrize("gateway", [PROMPT_GATEWAY, TARDY_GATEWAY], ids=["prompt", "tardy"])
-def test_a_draft_that_guesses_badly_is_soon_asked_no_more_and_told_of_little(
+def test_a_draft_that_guesses_badly_is_soon_asked_no_more_and_told_little(
     stories_dir: Path, stories_draft_dir: Path, gateway: list[str]
 ) -> None:
     port = free_port()

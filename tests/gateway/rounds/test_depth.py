@@ -209,7 +209,7 @@ def test_rounds_that_leave_nothing_to_the_controller_pay_for_no_looks() -> None:
     assert 0 < beside <= 2 * alone
 
 
-def test_a_look_that_ends_under_a_load_beside_the_one_that_asked_for_it_has_answered() -> None:
+def test_a_look_that_ends_under_a_neighbouring_load_counts_as_answered() -> None:
     alike = sum(looks(system, seed) for system in LATE for seed in FEW_SEEDS)
     changing = sum(looks(system, seed, prefilling_every=8) for system in LATE for seed in FEW_SEEDS)
     assert 0 < changing <= 2 * alike
@@ -238,7 +238,7 @@ def test_a_change_between_plain_and_drafted_rounds_misleads_nobody(seed: int) ->
     assert share_of_best(system, HEAVY, run(system, HEAVY, DepthController(), rounds=300, seed=seed)[50:]) >= 0.97
 
 
-def test_a_load_that_changes_every_few_rounds_loses_nothing_against_plain_decoding() -> None:
+def test_a_load_changing_every_few_rounds_loses_nothing_to_plain_decoding() -> None:
     """Speculation pays for few sequences and loses for many."""
     system = System(weights=15, target_row=0.6, hop=1, draft_pass=0.8, draft_row=0.3, accepted=0.75)
     few, many = Load(1, 512), Load(64, 512)
@@ -322,9 +322,7 @@ def test_a_machine_that_becomes_slower_as_a_whole_changes_no_choice() -> None:
 
 
 @pytest.mark.parametrize(("of_sequences", "of_context"), [(0.0, 0.0), (0.3, 0.4), (0.9, 0.8)])
-def test_depths_are_compared_across_texts_however_rounds_grow_with_the_load(
-    of_sequences: float, of_context: float
-) -> None:
+def test_depths_compare_across_texts_however_rounds_grow_with_load(of_sequences: float, of_context: float) -> None:
     """Each batch is decoded at one depth, from 128 tokens on to 256, where a quarter of it has ended."""
     times, rng, apart = RoundTimes(DEEPEST), random.Random(1), 0.5
     for batch in range(60):

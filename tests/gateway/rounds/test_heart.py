@@ -71,7 +71,7 @@ def test_a_verifier_that_stays_away_is_waited_for_as_long_as_was_said() -> None:
     run(scenario())
 
 
-def test_a_frozen_verifier_is_left_at_a_rounds_deadline_and_its_sequences_go_on_elsewhere_in_time() -> None:
+def test_a_frozen_verifier_is_left_at_the_deadline_and_sequences_resume() -> None:
     async def scenario() -> None:
         verifier = FakeVerifier()
         async with heart(verifier, verify_deadline=30) as engine:
@@ -159,7 +159,7 @@ def test_ten_deaths_in_half_a_minute_lose_none_of_64_requests_that_wait() -> Non
 
 
 @pytest.mark.fault(34)
-def test_a_prompt_that_ends_four_verifiers_is_given_up_and_nobody_who_waits_beside_it() -> None:
+def test_a_prompt_that_kills_four_verifiers_is_given_up_but_not_its_mates() -> None:
     async def scenario() -> None:
         verifier = FakeVerifier(budget=64)
         poison, *others = (sequence(100, 4) for _ in range(20))

@@ -138,7 +138,7 @@ def test_while_the_draft_is_idle_starts_publish_nothing_to_it() -> None:
 
 @pytest.mark.fault(3)
 @pytest.mark.parametrize("k", [None, 4])
-async def test_beside_a_draft_that_is_away_rounds_are_sent_ahead_as_plain_ones_are(k: int | None) -> None:
+async def test_while_the_draft_is_away_rounds_are_sent_ahead_like_plain_ones(k: int | None) -> None:
     draft, verifier, config, metrics = Draft(), Verifier(), GatewayConfig(k=k), Metrics()
     draft.up = False
     scheduler = Scheduler(SEQUENCES, SEQUENCES)

@@ -42,7 +42,7 @@ def places(of: list[str], sequences: list[Sequence]) -> list[int]:
 @pytest.mark.fault(29)
 @settings(max_examples=40, deadline=None)
 @given(REQUESTS)
-def test_whoever_came_first_is_admitted_first_and_of_equal_prompts_has_the_first_token_first(
+def test_first_come_is_first_admitted_and_first_answered_for_equal_prompts(
     requests: list[Request],
 ) -> None:
     """The cache holds a tenth of what is asked for, and one long one at least."""

@@ -58,7 +58,7 @@ def test_a_full_queue_tells_when_to_ask_again_by_the_measured_rate(strict: tuple
 
 @pytest.mark.thorough
 @pytest.mark.fault(15)
-def test_who_would_wait_long_while_the_verifier_reads_others_prompts_is_refused(stories_dir: Path) -> None:
+def test_a_request_facing_a_long_wait_for_others_prefill_is_refused(stories_dir: Path) -> None:
     """They have their places already, so it is no queue for a place."""
     gateway_options, verifier_options = ["--max-queue-seconds", "0.2"], ["--token-budget", "8"]
     with running(stories_dir, gateway_options=gateway_options, verifier_options=verifier_options) as services:
@@ -137,7 +137,7 @@ def test_a_connection_kept_alive_has_the_deadline_again_for_its_next_head(strict
 
 
 @pytest.mark.thorough
-def test_a_connection_stays_open_between_two_requests_for_as_long_as_is_said(strict: tuple[Services, Api]) -> None:
+def test_an_idle_connection_stays_open_for_the_configured_time(strict: tuple[Services, Api]) -> None:
     """Longer than uvicorn's 5 s, and than its next head may take."""
     _, api = strict
     with connection(api) as one:

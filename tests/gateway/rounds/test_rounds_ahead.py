@@ -54,15 +54,11 @@ def far_away(
 
 
 @pytest.mark.skipif(CORES < 2, reason="one thread fills one core")
-def test_two_plain_rounds_share_a_round_trip_where_the_verifier_leaves_a_core(
-    services: Services, tmp_path: Path
-) -> None:
+def test_two_plain_rounds_share_a_round_trip_if_the_verifier_spares_a_core(services: Services, tmp_path: Path) -> None:
     assert seconds_of(services.verifier, tmp_path, tokens=60) < 59 * 2 * LATENCY
 
 
-def test_where_the_verifier_fills_the_cores_two_plain_rounds_share_a_round_trip_if_they_are_of_few(
-    filling: Services, tmp_path: Path
-) -> None:
+def test_two_small_plain_rounds_share_a_round_trip_if_all_cores_are_busy(filling: Services, tmp_path: Path) -> None:
     assert seconds_of(filling.verifier, tmp_path, tokens=60) < 59 * 2 * LATENCY
 
 

@@ -234,7 +234,7 @@ def test_a_request_of_many_choices_is_one_among_others_and_a_key_too() -> None:
 
 
 @pytest.mark.fault(31)
-def test_the_youngest_beyond_its_share_gives_way_to_who_waits_until_it_has_no_more_than_its_share() -> None:
+def test_the_youngest_beyond_its_share_yields_to_waiters_down_to_its_share() -> None:
     scheduler = Scheduler(capacity=6, max_waiting=99)
     ask(scheduler, "abcdef")
     start_all(scheduler)
@@ -301,7 +301,7 @@ def test_while_the_verifier_has_no_room_only_a_few_prompts_wait_there() -> None:
 
 
 @pytest.mark.fault(31)
-def test_who_is_served_first_does_not_wait_behind_what_others_have_waiting_at_the_verifier() -> None:
+def test_the_first_in_line_is_not_queued_behind_others_at_the_verifier() -> None:
     scheduler = Scheduler(capacity=8, max_waiting=99)
     many = ask(scheduler, "abcdefgh")
     starts = scheduler.admit()
@@ -314,7 +314,7 @@ def test_who_is_served_first_does_not_wait_behind_what_others_have_waiting_at_th
 
 
 @pytest.mark.fault(31)
-def test_no_choice_of_a_request_passes_an_earlier_one_that_waits_at_the_verifier() -> None:
+def test_no_choice_of_a_request_overtakes_an_earlier_one_at_the_verifier() -> None:
     scheduler = Scheduler(capacity=2, max_waiting=99)
     earlier, ended, _ = ask(scheduler, "abc")
     for one in scheduler.admit():
@@ -345,7 +345,7 @@ def test_only_who_was_computed_when_a_verifier_died_is_to_blame() -> None:
     assert scheduler.lose_all() == [read]
 
 
-def test_a_lost_sequence_starts_again_from_all_its_tokens_under_another_name() -> None:
+def test_a_lost_sequence_restarts_from_all_its_tokens_under_a_new_name() -> None:
     scheduler = Scheduler(capacity=1, max_waiting=9)
     scheduler.add([sequence("a")])
     (one,) = start_all(scheduler)
@@ -361,7 +361,7 @@ def test_a_lost_sequence_starts_again_from_all_its_tokens_under_another_name() -
     assert scheduler.take_ended() == [first_name]
 
 
-def test_a_sequence_that_is_lost_again_and_again_without_a_token_is_given_up() -> None:
+def test_a_sequence_lost_repeatedly_without_a_token_is_given_up() -> None:
     scheduler = Scheduler(capacity=1, max_waiting=9)
     scheduler.add([sequence("a")])
     lives = 0
@@ -446,7 +446,7 @@ def test_whoever_starts_beside_a_round_is_in_the_next_one() -> None:
     assert list(scheduler.batch().values()) == [*current.values(), new]
 
 
-def test_a_round_sent_ahead_is_of_those_who_need_another_one_and_of_whoever_has_started() -> None:
+def test_a_round_sent_ahead_holds_unfinished_and_newly_started_sequences() -> None:
     scheduler = Scheduler(capacity=16, max_waiting=16)
     scheduler.add([sequence("goes on", max_tokens=3), sequence("ends", max_tokens=2)])
     start_all(scheduler)

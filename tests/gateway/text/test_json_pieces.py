@@ -50,7 +50,7 @@ def test_what_is_shared_is_made_once_and_the_same_bytes_are_everywhere() -> None
     assert len({id(piece) for pieces in places for piece in pieces if len(piece) > 200}) == len(shared.pieces)
 
 
-def test_no_piece_holds_more_than_some_items_of_a_list_or_letters_of_a_text() -> None:
+def test_no_piece_exceeds_a_limit_of_list_items_or_letters() -> None:
     value = {"ids": list(range(10**6, 10**6 + 100_000)), "text": "a" * 1_000_000}
     assert max(map(len, pieces_of(value))) <= 1 << 16
     assert len(list(chunks_of(value))) < 40

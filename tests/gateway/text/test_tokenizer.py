@@ -153,7 +153,7 @@ class Letter(str):
     __hash__ = str.__hash__
 
 
-def test_a_character_costs_the_same_however_much_of_a_stop_string_is_held_back() -> None:
+def test_the_cost_per_character_is_independent_of_held_back_stop_text() -> None:
     stop = Stop(("a" * 500 + "b") * 2)
     Letter.compared = 0
     text = ("a" * 500 + "b" + "a" * 499) * 10
@@ -188,7 +188,7 @@ def test_the_beginning_of_a_stop_string_is_held_back_and_shown_at_the_end() -> N
     assert not stop.stopped
 
 
-def test_a_leading_space_of_the_first_token_survives_a_tokenizer_that_strips_it() -> None:
+def test_the_first_tokens_leading_space_survives_a_stripping_tokenizer() -> None:
     vocabulary = {"<unk>": 0, "▁Once": 1, "▁upon": 2, "▁a": 3}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, "<unk>"))
     tokenizer.normalizer = normalizers.Prepend("▁")

@@ -98,7 +98,7 @@ def test_a_gateway_that_is_not_there_is_named(stories_dir: Path, prose: list[Pat
 
 
 @pytest.mark.thorough
-def test_without_a_running_service_tau_of_any_pair_is_measured_by_starting_it(
+def test_tau_of_any_pair_is_measured_by_starting_a_service_if_none_runs(
     stories_dir: Path, stories_draft_dir: Path
 ) -> None:
     pair = ["--model", str(stories_dir), "--draft", str(stories_draft_dir), "--dtype", "float32"]

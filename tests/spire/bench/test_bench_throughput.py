@@ -86,7 +86,7 @@ def test_chunks_tell_every_token_of_an_answer(services: Services, source: Prompt
         assert len(answer.arrivals) <= rounds + 1
 
 
-def test_depths_are_compared_on_the_same_prompts_none_of_which_another_has_left_in_a_cache(
+def test_depths_are_compared_on_the_same_prompts_that_none_left_in_a_cache(
     services: Services, source: PromptSource
 ) -> None:
     load = Batch(source, batch=2, context=100, generate=4, temperature=1.0)
@@ -200,7 +200,7 @@ def test_tables_are_whole_at_80_columns(services: Services, stories_dir: Path, p
     assert "modelled" in printed
 
 
-def test_progress_is_told_from_the_start_on_and_where_there_is_no_terminal_line_by_line(
+def test_progress_is_told_from_the_start_and_line_by_line_off_a_terminal(
     services: Services, stories_dir: Path, prose: list[Path]
 ) -> None:
     shape = ["--generate", "8", "--batch", "2", "--context", "20", "--repeats", "1", "--k", "2", "--json"]
@@ -330,7 +330,7 @@ def test_what_is_modelled_does_not_depend_on_the_run() -> None:
     assert model.predict(16, 1900, 4, tau=4.9) == prediction
 
 
-def test_a_draft_without_a_record_is_modelled_at_the_tau_of_the_run_which_is_said() -> None:
+def test_an_unmeasured_draft_is_modelled_at_the_runs_tau_and_says_so() -> None:
     model = PairModel(ROOT / "models" / "target", None, calibration.load(CALIBRATION).hardware)
     slow, fast = (model.predict(16, 1900, 4, tau)["multiplier_modelled"] for tau in (2.0, 4.0))
     assert fast == pytest.approx(2 * slow, rel=0.01)

@@ -230,7 +230,7 @@ def test_a_tied_model_with_an_output_matrix_of_its_own_is_refused(tmp_path: Path
     assert load_target(tmp_path)[0].config.tie_word_embeddings
 
 
-def test_a_shape_without_weights_is_drawn_where_it_is_loaded_and_always_the_same(tmp_path: Path) -> None:
+def test_a_shape_without_weights_is_drawn_at_load_and_always_the_same(tmp_path: Path) -> None:
     target, draft = write_pair(tmp_path, replace(SEQAX_67M, layers=4, hidden_size=64, vocab_size=512), 128)
     assert not list(tmp_path.rglob("*.safetensors"))
     one, identity = load_target(target, torch.bfloat16)

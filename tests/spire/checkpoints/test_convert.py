@@ -39,7 +39,7 @@ def greedy(target: Target, tokens: list[int], count: int) -> list[int]:
     return tokens
 
 
-def test_200_greedy_tokens_equal_those_of_transformers_and_read_like_a_story(stories_dir: Path) -> None:
+def test_200_greedy_tokens_match_transformers_and_read_like_a_story(stories_dir: Path) -> None:
     tokenizer = Tokenizer.from_file(str(stories_dir / "tokenizer.json"))
     prompt = tokenizer.encode("Once upon a time").ids
     ours = greedy(load_target(stories_dir)[0], prompt, 200)

@@ -393,7 +393,7 @@ def test_the_command_says_what_it_made_and_how_to_serve_it(stories_gguf: Writer,
     load_target(tmp_path / "out")
 
 
-def test_a_gguf_file_in_the_place_of_a_model_names_the_command_that_converts_it(stories_gguf: Writer) -> None:
+def test_a_gguf_file_given_as_a_model_names_the_conversion_command(stories_gguf: Writer) -> None:
     file = stories_gguf()
     for model in (file, file.parent):
         with pytest.raises(CheckpointError, match=f"once it is converted: spire convert gguf {file} --out DIR"):

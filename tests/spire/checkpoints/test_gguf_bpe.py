@@ -118,15 +118,13 @@ def test_a_llama_3_word_that_is_a_token_is_taken_whole(trained: Any, tmp_path: P
     assert len(merged.encode(" zyzzyva").tokens) > 1
 
 
-def test_a_llama_3_text_begins_with_the_start_token_where_the_file_does_not_say(trained: Any, tmp_path: Path) -> None:
+def test_a_llama_3_text_gets_the_start_token_if_the_file_does_not_say(trained: Any, tmp_path: Path) -> None:
     ours = converted(bpe_gguf(tmp_path / "bpe.gguf", trained, "llama-bpe", **START))
     assert ours.encode("Hello").ids[0] == 5
     assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["add_bos_token"] is True
 
 
-def test_control_tokens_are_special_and_user_defined_ones_are_text_that_is_never_cut(
-    trained: Any, tmp_path: Path
-) -> None:
+def test_control_tokens_are_special_and_user_defined_ones_are_unsplit_text(trained: Any, tmp_path: Path) -> None:
     vocabulary, merges = trained
     size = len(vocabulary)
     extended = {**vocabulary, "<｜end｜>": size, "<think>": size + 1, "[PAD2002]": size + 2}

@@ -183,7 +183,7 @@ def test_a_directory_with_an_older_tokenizer_is_told_how_to_convert_it(directory
         load_tokenizer(directory)
 
 
-def test_a_tokenizer_larger_than_the_vocabulary_is_refused_with_both_numbers(stories_dir: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_beyond_the_vocabulary_is_refused_with_both_numbers(stories_dir: Path, tmp_path: Path) -> None:
     shutil.copytree(stories_dir, tmp_path, dirs_exist_ok=True)
     assert load_tokenizer(tmp_path, 512).get_vocab_size() == 512
     with pytest.raises(CheckpointError, match=r"has 512 tokens, the model's vocab_size is 511"):

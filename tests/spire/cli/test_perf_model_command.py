@@ -81,7 +81,7 @@ def test_the_map_says_where_speculation_is_off() -> None:
     assert "off .94" in shown
 
 
-def test_a_checkpoint_without_a_measured_tau_is_refused_with_the_command_that_measures_it() -> None:
+def test_a_checkpoint_without_tau_is_refused_with_the_measuring_command() -> None:
     said = refusal("--target", "bundled", "--draft", "vanilla")
     assert "spire eval acceptance" in said
     assert "--tau" in said
@@ -96,7 +96,7 @@ def test_the_bundled_pair_is_read_from_its_directories() -> None:
     assert by_name["drafts"][0]["body_parameters"] == _body_parameters("draft")
 
 
-def test_what_was_measured_of_a_draft_is_read_from_beside_it_at_the_nearest_context(tmp_path: Path) -> None:
+def test_a_drafts_measurements_are_read_beside_it_at_the_nearest_context(tmp_path: Path) -> None:
     draft = shutil.copytree(BUNDLED / "draft", tmp_path / "draft")
     cells = [_cell(context, [share]) for context, share in ((256, 0.9), (1900, 0.5))]
     (draft / "acceptance.json").write_text(json.dumps({"acceptance": cells}))

@@ -84,9 +84,7 @@ def test_exponentials_are_as_exact_as_float32(kernels: Kernels, monkeypatch: pyt
 
 @each_kernels
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_numbers_that_are_none_are_found_in_their_row_wherever_they_are_but_in_padding(
-    kernels: Kernels, value: float
-) -> None:
+def test_non_finite_logits_are_found_in_their_row_except_in_padding(kernels: Kernels, value: float) -> None:
     logits_BTV, counts_B = torch.randn(4, 4, V), torch.tensor([3, 3, 1, 0])
     logits_BTV[1, 3, 9] = logits_BTV[2, 2, 9] = logits_BTV[3, 1, 9] = value
     q = collected([torch.full((int(k), V), 1 / V).bfloat16() if k else None for k in counts_B], 3)

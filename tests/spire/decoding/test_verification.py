@@ -161,7 +161,7 @@ def test_sharing_randomness_between_draft_and_verifier_fails_the_same_test(
     assert first_token_p_value(verify, RISING_VV, RISING_VV.flip(1), 200_000, rule) < ALPHA
 
 
-def test_block_verification_needs_new_numbers_for_positions_it_has_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_verification_needs_new_numbers_for_inspected_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     """p = (0.3, 0.7), q = (0.6, 0.4), k = 3: numbers of discarded positions, used again, bend the third token."""
     p_VV, q_VV = torch.tensor([0.3, 0.7]).expand(2, 2), torch.tensor([0.6, 0.4]).expand(2, 2)
     assert min(p_values(generate(p_VV, q_VV, 100_000, 4, 3, Rule.BLOCK), p_VV)) > ALPHA
@@ -179,7 +179,7 @@ def accepted_share(rule: Rule, k: int, p_VV: Tensor, q_VV: Tensor, n: int = 50_0
     return float(verdict.accepted_B.double().mean()) / k
 
 
-def test_rejection_accepts_the_overlap_of_p_and_q_and_the_invariant_rule_little_less() -> None:
+def test_rejection_accepts_the_overlap_of_p_and_q_invariant_little_less() -> None:
     """Means of n indicators, within 5.5 standard deviations: the overlap is 1 - TV, and the invariant rule accepts at
     least (1 - TV) / (1 + TV)."""
     p_VV, q_VV = chain(1), chain(2)
@@ -190,7 +190,7 @@ def test_rejection_accepts_the_overlap_of_p_and_q_and_the_invariant_rule_little_
     assert accepted_share(Rule.INVARIANT, 1, p_VV, q_VV) > overlap / (2 - overlap) - deviation
 
 
-def test_the_invariant_rule_agrees_about_tokens_that_are_unlikely_one_by_one() -> None:
+def test_the_invariant_rule_agrees_on_individually_unlikely_tokens() -> None:
     """2,000 tokens, nearly as probable: still at least (1 - TV) / (1 + TV) of them."""
     n, generator = 5_000, torch.Generator().manual_seed(0)
     logits_V = torch.randn(2000, generator=generator) * 0.3

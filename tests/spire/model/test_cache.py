@@ -214,7 +214,7 @@ def test_a_copy_goes_on_as_the_original_would(target: Target, new_cache: type[Ta
     torch.testing.assert_close(logits, whole_logits(target, tokens_L)[65:], atol=1e-4, rtol=1e-4)
 
 
-def test_memory_is_promised_up_to_the_budget_and_what_is_freed_serves_again(target: Target) -> None:
+def test_memory_is_promised_up_to_the_budget_and_reused_once_freed(target: Target) -> None:
     pages = CAPACITY // paging.PAGE + 1
     page_bytes = TargetCache(target.config, slots=1, capacity=CAPACITY).page_bytes
     cache = TargetCache(target.config, slots=4, capacity=CAPACITY, budget=2 * pages * page_bytes)

@@ -97,7 +97,7 @@ def test_serving_computes_what_training_trained(
         known = start
 
 
-def test_a_draft_that_saw_only_sink_and_window_guesses_as_one_that_saw_everything(
+def test_a_draft_that_saw_only_sink_and_window_guesses_as_if_it_saw_all(
     target: Target, draft: Draft, tokens_BL: Tensor
 ) -> None:
     taps, slots, base = taps_of(target, draft, tokens_BL), torch.tensor([0, 1]), 30
@@ -199,7 +199,7 @@ def test_every_loss_teaches_every_memory(
     assert losses[-1] < losses[0] - 0.1
 
 
-def test_a_draft_without_feedback_has_no_weights_for_it_and_feedback_needs_activations(target: Target) -> None:
+def test_memory_weights_come_only_with_feedback_which_needs_activations(target: Target) -> None:
     assert not hasattr(pruned(target, feedback=False), "memory_weights")
     with pytest.raises(ValueError, match="feedback memory without the target's activations"):
         pruned(target, tapped_layers=())
@@ -217,9 +217,7 @@ def whole(draft: Draft, tokens_BL: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def test_a_draft_fed_with_tokens_serves_what_it_trained_whatever_is_accepted(
-    token_draft: Draft, tokens_BL: Tensor
-) -> None:
+def test_a_token_fed_draft_serves_as_it_trained_whatever_is_accepted(token_draft: Draft, tokens_BL: Tensor) -> None:
     """Rounds in which none, some and all guesses are right, beside a sequence of another length."""
     trained = whole(token_draft, tokens_BL)
     memory, slots = TokenMemory(token_draft, slots=4, capacity=64), [3, 1]

@@ -47,7 +47,7 @@ def refusal(directory: Path, **values: Any) -> str:
     return words
 
 
-def test_every_key_that_transformers_writes_for_llama_is_read_or_without_effect_or_refused() -> None:
+def test_every_llama_key_of_transformers_is_read_or_harmless_or_refused() -> None:
     family = FAMILIES["llama"]
     written = LlamaConfig().to_dict().keys() | {field.name for field in fields(LlamaConfig)}
     assert written - family.read - family.harmless - family.neutral.keys() == set()
@@ -107,7 +107,7 @@ def test_keys_that_nobody_knows_are_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", sorted(FAMILIES["llama"].neutral))
-def test_a_key_that_changes_numbers_is_refused_by_name_unless_it_changes_none(key: str, tmp_path: Path) -> None:
+def test_a_key_that_changes_numbers_is_refused_by_name_unless_neutral(key: str, tmp_path: Path) -> None:
     assert key in refusal(tmp_path, **{key: {"changes": "numbers"}})
     for value in FAMILIES["llama"].neutral[key]:
         assert config_of(tmp_path, **{key: value}) == config_of(tmp_path)

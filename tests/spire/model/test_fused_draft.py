@@ -168,7 +168,7 @@ def test_greedy_rows_take_the_likeliest_token_and_leave_their_distribution(kerne
 
 
 @each_kernels
-def test_logits_that_are_no_numbers_give_a_token_of_the_vocabulary_and_stay_in_their_row(kernels: Kernels) -> None:
+def test_nan_logits_give_a_token_of_the_vocabulary_and_stay_in_their_row(kernels: Kernels) -> None:
     logits_BV = torch.randn(3, 64)
     logits_BV[1, 5] = float("nan")
     tokens_B, probs_BV = drawn(kernels, logits_BV, torch.ones(3), torch.full((3,), 0.5, dtype=torch.float64))

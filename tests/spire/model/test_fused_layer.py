@@ -104,7 +104,7 @@ def logits(target: Target, tokens_BT: Tensor) -> Tensor:
 
 @each_kernels
 @torch.inference_mode()
-def test_a_position_computes_the_same_bits_verified_or_decoded_and_whoever_else_does(kernels: Kernels) -> None:
+def test_a_position_has_the_same_bits_verified_or_decoded_in_any_batch(kernels: Kernels) -> None:
     target = pack(randomised(Target(config_of(4, 2)), kernels.dtype))
     assert isinstance(target, Target)
     prompts_BT, block_BT = torch.randint(96, (5, 300)), torch.randint(96, (5, 7))

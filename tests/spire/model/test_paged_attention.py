@@ -105,7 +105,7 @@ class Paged(TargetCache):
 
 
 @torch.no_grad()
-def test_a_cache_that_decodes_over_pages_gives_the_logits_of_the_whole_sequence(
+def test_decoding_over_cache_pages_gives_the_logits_of_the_whole_sequence(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("spire.model.cache.gpu_kernels", lambda pool, group: kernels)

@@ -212,7 +212,7 @@ def test_what_a_poisoned_neighbour_left_behind_is_not_seen() -> None:
     assert torch.equal(some.guessed(sparse), expected)
 
 
-def test_greedy_guesses_through_a_window_over_everything_are_what_the_target_says() -> None:
+def test_greedy_guesses_through_a_full_window_match_the_target() -> None:
     some = filled(new_target(), [1, 12, 40])
     rows = from_protos([tensor_pb2.Sampling(temperature=0, top_p=1)] * 3)
     bases = [some.cache.lengths[slot] for slot in some.slots]

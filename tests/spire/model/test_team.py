@@ -55,7 +55,7 @@ def test_the_helper_of_a_thread_runs_where_the_thread_does_not(processors: list[
     assert [len(one) for one in others if one != processors] == [1]
 
 
-def test_where_there_are_more_processors_than_threads_or_fewer_the_system_chooses(processors: list[int]) -> None:
+def test_with_more_or_fewer_processors_than_threads_the_system_chooses(processors: list[int]) -> None:
     assert all(one == processors for one in where_threads_may_run(processors, threads=1))
     assert all(one == processors for one in where_threads_may_run(processors, threads=3))
     assert all(one == processors[:1] for one in where_threads_may_run(processors[:1], threads=2))

@@ -102,7 +102,7 @@ def test_a_target_layer_s_rest_is_a_line_through_one_and_eighty_rows() -> None:
     assert cost.at(80) * CONFIG.num_hidden_layers == pytest.approx(1.2)
 
 
-def test_of_a_target_by_one_kernel_a_layer_s_rest_is_what_its_products_do_not_explain() -> None:
+def test_a_fused_targets_layer_rest_is_what_its_products_do_not_explain() -> None:
     matmul = ((1, 1e6),)
     products = [2 * SHAPE.body_parameters * rows / 1e6 for rows in (1, 80)]
     cost = microbenchmarks.fused_target_layer_cost(CONFIG, matmul, 1e12, told(products[0] + 0.4, products[1] + 1.2))

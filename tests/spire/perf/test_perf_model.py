@@ -243,7 +243,7 @@ def test_a_data_sheet_s_device_reads_the_unembedding_too() -> None:
     assert round(step.verify * 1000, 1) == 14.7
 
 
-def test_an_8b_model_on_an_h100_gains_most_at_a_depth_of_7_by_the_paper_s_formula() -> None:
+def test_by_the_papers_formula_an_8b_model_on_an_h100_gains_most_at_k_7() -> None:
     draft, acceptance = trained_draft("spire", LLAMA_3_8B), AcceptanceModel.of_tau(3.4, 4)
     gains = [paper_multiplier(LLAMA_3_8B, draft, 32, 8192, k, acceptance.tau(k), gpu("h100")) for k in (4, 7)]
     assert [round(gain, 2) for gain in gains] == [2.63, 2.79]
@@ -265,7 +265,7 @@ def test_a_machine_without_overheads_costs_what_the_paper_s_formula_says() -> No
         assert multiplier(*point) == pytest.approx(paper_multiplier(*point))
 
 
-def test_a_target_that_drafts_for_itself_pays_layer_by_layer_for_its_passes_alone() -> None:
+def test_a_self_drafting_target_pays_per_layer_only_for_its_draft_passes() -> None:
     draft = paper_draft("magicdec", SEQAX_67M)
     usual = machine()
     assert usual.measured is not None

@@ -78,7 +78,7 @@ def test_what_does_not_fit_is_refused_with_its_values_and_what_to_do(wishes: dic
     assert "\n" not in str(refused.value)
 
 
-def test_where_memory_comes_with_what_is_written_all_sequences_are_held_and_one_must_fit() -> None:
+def test_with_memory_taken_on_write_all_sequences_count_and_one_must_fit() -> None:
     assert room(20 * GB, at_once=False) == Room(
         64, capacity_of(int(SHARE_OF_FREE_MEMORY * 20 * GB) // POSITION), 16 * GB
     )
@@ -96,7 +96,7 @@ def test_where_memory_comes_with_what_is_written_all_sequences_are_held_and_one_
     context=st.integers(0, LONGEST),
     budget=st.integers(0, 200 * GB),
 )
-def test_whatever_is_asked_for_what_is_allocated_at_once_is_within_its_budget(
+def test_preallocation_stays_within_its_budget_whatever_is_asked_for(
     free: int, sequences: int, exactly: bool, context: int, budget: int
 ) -> None:
     wishes = Wishes(sequences, exactly, context, budget)
@@ -121,7 +121,7 @@ def test_no_memory_makes_room_for_more_positions_than_the_model_has(
 
 
 @given(memory=st.integers(17 * GB, 1000 * GB), context=st.integers(1, LONGEST))
-def test_the_performance_model_says_as_many_sequences_as_the_verifier_takes(memory: int, context: int) -> None:
+def test_the_performance_model_fits_as_many_sequences_as_the_verifier(memory: int, context: int) -> None:
     """It said 54 on an 80 GB card, of which the verifier refused all beyond 46."""
     need = of_target(LLAMA_3_8B, context, 2)
     most = largest_batch([need], memory)
@@ -135,7 +135,7 @@ def test_the_performance_model_says_as_many_sequences_as_the_verifier_takes(memo
         room_for(replace(wishes, sequences=most + 1), LONGEST, POSITION, memory - int(need.weights), at_once=True)
 
 
-def test_a_cache_that_is_allocated_at_once_refuses_more_than_its_budget_before_it_takes_any() -> None:
+def test_a_preallocated_cache_refuses_to_exceed_its_budget_up_front() -> None:
     class Unfilled(TargetCache):
         @staticmethod
         def _is_cpu(device: torch.device) -> bool:
@@ -216,7 +216,7 @@ def test_a_vanilla_draft_allocates_no_more_than_fits(monkeypatch: pytest.MonkeyP
     assert 1 <= memory.slots < 256
 
 
-def test_more_sequences_than_fit_a_draft_are_refused_if_somebody_asked_for_them(
+def test_more_sequences_than_fit_a_draft_are_refused_if_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(draft_service, "free_memory", lambda device: 40 * GB)

@@ -84,7 +84,7 @@ def test_a_full_ring_takes_nothing_until_something_is_read(tmp_path: Path) -> No
     assert put(ring, rows_of(10, 3)).length
 
 
-def test_a_reader_that_lies_about_what_it_has_read_breaks_nothing_but_its_own_rows(tmp_path: Path) -> None:
+def test_a_reader_lying_about_its_progress_breaks_only_its_own_rows(tmp_path: Path) -> None:
     ring = Ring(tmp_path, PAGE)
     reader = RingReader(tmp_path, ring.offer)
     reader.release(pb.RingSlice(position=2**63 - 1))
@@ -146,7 +146,7 @@ def test_a_directory_that_cannot_hold_the_ring_raises_and_keeps_nothing(tmp_path
     assert not list(tmp_path.iterdir())
 
 
-def test_the_name_of_a_killed_maker_goes_with_the_next_ring_and_that_of_a_living_one_stays(tmp_path: Path) -> None:
+def test_a_killed_makers_ring_is_removed_by_the_next_and_a_live_one_stays(tmp_path: Path) -> None:
     program = (
         "import sys, time; from pathlib import Path; from spire.rpc.carrier import Ring\n"
         f"ring = Ring(Path(sys.argv[1]), {PAGE}); print(ring.offer.name, flush=True); time.sleep(60)"

@@ -7,7 +7,7 @@ from spire.rpc import channel
 CLIENT, SERVER = dict(channel._CLIENT_OPTIONS), dict(channel._SERVER_OPTIONS)
 
 
-def test_a_peer_has_three_seconds_to_answer_a_ping_and_is_missed_within_five() -> None:
+def test_a_peer_has_3_s_to_answer_a_ping_and_is_missed_within_5_s() -> None:
     for options in (CLIENT, SERVER):
         silence = options["grpc.keepalive_time_ms"]
         for patience in (options["grpc.keepalive_timeout_ms"], options["grpc.http2.ping_timeout_ms"]):

@@ -8,7 +8,7 @@ import time
 from spire.service.inbox import Inbox
 
 
-def test_all_that_is_put_is_taken_in_its_order_and_no_more_than_is_asked_for() -> None:
+def test_items_are_taken_in_the_order_put_and_no_more_than_asked_for() -> None:
     inbox: Inbox[int] = Inbox()
     for number in range(5):
         inbox.put(number)

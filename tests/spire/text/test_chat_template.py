@@ -65,7 +65,7 @@ OPEN = ["Because", " Because  ", "Because\n\n", "", "end", "<|im_end|>", "{{ mar
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("text", OPEN)
-def test_a_last_message_that_goes_on_ends_the_prompt_where_transformers_ends_it(name: str, text: str) -> None:
+def test_a_continued_final_message_ends_the_prompt_as_in_transformers(name: str, text: str) -> None:
     source, messages = TEMPLATES[name], [*MESSAGES[:2], {"role": "assistant", "content": text}]
     ours = ChatTemplate(source, TOKENS).render(messages, 10_000, False, continue_final_message=True)
     (theirs,), _ = render_jinja_template([messages], chat_template=source, continue_final_message=True, **TOKENS)
@@ -85,7 +85,7 @@ VARIABLES = """{% if enable_thinking is defined and not enable_thinking %}no thi
 {{ messages[0].content }}{{ bos_token }}"""
 
 
-def test_variables_reach_the_template_as_they_reach_it_through_transformers() -> None:
+def test_variables_reach_the_template_as_in_transformers() -> None:
     variables = {"enable_thinking": False, "style": {"of": ["old", 5, None]}}
     ours = ChatTemplate(VARIABLES, TOKENS).render(MESSAGES, 10_000, variables=variables)
     (theirs,), _ = render_jinja_template([MESSAGES], chat_template=VARIABLES, **TOKENS, **variables)

@@ -157,7 +157,7 @@ def test_messages_become_text_by_the_model_s_template(tmp_path: Path) -> None:
     assert texts(tmp_path, content) == ["<s><user>Who?</s><assistant>Me.</s>", "plain"]
 
 
-def test_a_chat_is_learnt_as_it_is_served_whatever_is_sent_with_it_that_asks_for_nothing(tmp_path: Path) -> None:
+def test_a_chat_is_learnt_as_served_ignoring_fields_that_ask_for_nothing(tmp_path: Path) -> None:
     with_template(tmp_path, "{% for m in messages %}{{ m | tojson }}{% endfor %}")
     nothing = {"tool_calls": [], "function_call": None, "refusal": "", "annotations": [{}], "name": None}
     (learnt,) = texts(tmp_path, line(messages=[{**CHAT[1], **nothing, "mood": "kind"}]))

@@ -119,7 +119,7 @@ def test_every_baseline_and_ablation_is_a_value_of_the_same_recipe(
 
 @pytest.mark.parametrize("kind", ["spire", "vanilla"])
 @pytest.mark.parametrize("layers", [5, 8, 30])
-def test_the_draft_that_the_performance_model_counts_is_the_one_that_training_makes(
+def test_the_performance_model_counts_the_draft_that_training_makes(
     stories_dir: Path, tmp_path: Path, kind: DraftKind, layers: int
 ) -> None:
     config = load_model_config(stories_dir).model_copy(update={"num_hidden_layers": layers})
@@ -168,7 +168,7 @@ def test_on_policy_rows_begin_as_the_corpus_and_go_on_as_the_target_would(storie
 
 
 @pytest.mark.thorough
-def test_tau_against_training_tokens_is_logged_and_lies_where_alpha_puts_it(stories_dir: Path, tmp_path: Path) -> None:
+def test_tau_is_logged_against_training_tokens_and_agrees_with_alpha(stories_dir: Path, tmp_path: Path) -> None:
     train_draft(stories_dir, [TEXT], [TEXT], tmp_path, TINY, Execution(compiled=False))
     lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     (figures,) = [line for line in lines if "valid_tau" in line]

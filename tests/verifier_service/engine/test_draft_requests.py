@@ -78,7 +78,7 @@ async def result(client: Client) -> pb.VerifyResult:
     return (await client.read()).verified.results[0]
 
 
-async def test_a_draft_is_asked_behind_the_newest_token_and_what_it_guesses_is_verified(
+async def test_a_draft_is_asked_after_the_newest_token_and_its_guess_is_verified(
     verifier: Verifier, target: Target
 ) -> None:
     prompt, client = prompt_of(9), verifier.client()
@@ -121,9 +121,7 @@ async def test_a_guess_that_waits_for_another_s_step_waits_in_the_queue(verifier
         assert 0.4 < timings.queue_seconds < 5
 
 
-async def test_rounds_that_were_sent_ahead_are_asked_for_where_the_one_before_them_ended(
-    verifier: Verifier, target: Target
-) -> None:
+async def test_rounds_sent_ahead_are_drafted_from_where_the_last_one_ended(verifier: Verifier, target: Target) -> None:
     prompt, client = prompt_of(9), verifier.client()
     tokens = plain_greedy(target, prompt, 9)
     async with drafting(verifier) as draft:
@@ -291,7 +289,7 @@ async def test_a_repeated_order_is_answered_as_before_and_no_draft_is_asked(veri
         assert (await draft.asked()).items[0].base == 9 + len(first.tokens)
 
 
-async def test_a_sequence_that_ends_while_its_draft_is_asked_costs_its_mates_nothing(verifier: Verifier) -> None:
+async def test_a_sequence_ending_during_its_draft_request_costs_mates_nothing(verifier: Verifier) -> None:
     client = verifier.client()
     async with drafting(verifier) as draft:
         for name in ("a", "mate"):

@@ -35,7 +35,7 @@ async def told(client: Client) -> dict[str, bool]:
     return {draft.draft_id: draft.available for draft in response.drafts.drafts}
 
 
-async def test_a_draft_is_told_of_as_long_as_it_follows_and_can_be_asked_once_it_is_connected(
+async def test_a_draft_is_listed_while_it_follows_and_askable_once_connected(
     verifier: Verifier,
 ) -> None:
     client = verifier.client()
@@ -67,7 +67,7 @@ async def test_a_draft_that_was_too_late_cannot_be_asked_until_it_has_answered(v
     assert (await told(client))["one"] is True
 
 
-async def test_however_fast_drafts_change_the_last_that_a_gateway_is_told_is_how_it_is(verifier: Verifier) -> None:
+async def test_however_fast_drafts_change_a_gateway_is_told_the_final_state(verifier: Verifier) -> None:
     client, drafts = verifier.client(), verifier.engine.draft_requests.drafts
     assert drafts
     with drafts.followed_by("one", pb.DraftInfo()):

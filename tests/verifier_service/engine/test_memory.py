@@ -66,7 +66,7 @@ async def test_what_is_parked_makes_room_for_who_is_alive(running: Running, targ
 
 @pytest.mark.fault(16)
 @pytest.mark.fault(29)
-async def test_prompts_that_do_not_fit_together_wait_for_one_another_and_none_goes_before_an_older_one(
+async def test_prompts_that_do_not_fit_together_wait_and_never_overtake(
     running: Running,
 ) -> None:
     async with running(cache_gb=gigabytes(14), max_depth=1) as verifier:
@@ -92,9 +92,7 @@ async def test_a_start_that_waits_for_room_can_be_withdrawn(running: Running) ->
 
 
 @pytest.mark.fault(19)
-async def test_of_those_that_have_just_come_back_none_gives_way_while_another_can(
-    running: Running, target: Target
-) -> None:
+async def test_a_sequence_just_back_is_preempted_only_if_no_other_can_be(running: Running, target: Target) -> None:
     """Else it would do nothing but start again. The oldest goes on whatever happens."""
     async with running(max_depth=1, max_sequences=4) as verifier:
         client, prompt = verifier.client(), prompt_of(40)

@@ -118,7 +118,7 @@ async def test_a_sequence_has_a_name_and_not_a_long_one(verifier: Verifier, name
 
 
 @pytest.mark.fault(8)
-async def test_a_repeated_start_returns_the_stored_answer_and_another_one_is_refused(verifier: Verifier) -> None:
+async def test_a_repeated_start_gets_the_stored_answer_and_another_is_refused(verifier: Verifier) -> None:
     client = verifier.client()
     started = await client.start("a", prompt_of(9))
     assert await client.start("a", prompt_of(9)) == started
@@ -190,7 +190,7 @@ async def test_one_bad_item_never_fails_its_mates(verifier: Verifier, target: Ta
     assert after.status.code == codes.CODE_OK, "a refused block changes nothing"
 
 
-async def test_a_q_wider_than_the_vocabulary_is_refused_before_its_mates_are_padded_to_it(verifier: Verifier) -> None:
+async def test_a_q_wider_than_the_vocabulary_is_refused_before_others_are_padded(verifier: Verifier) -> None:
     client = verifier.client()
     started = await client.start("a", prompt_of(9), codes.Sampling(temperature=1, top_p=1, seed=5))
     width = 100 * VOCAB

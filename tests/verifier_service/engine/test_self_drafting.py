@@ -53,9 +53,7 @@ async def test_guesses_through_a_short_window_change_no_greedy_token(running: Ru
 
 
 @pytest.mark.parametrize("top_m", [0, 7])
-async def test_a_sampled_guess_through_the_whole_window_is_accepted_as_often_as_q_is_p(
-    running: Running, top_m: int
-) -> None:
+async def test_a_sampled_guess_over_the_full_window_is_accepted_where_q_is_p(running: Running, top_m: int) -> None:
     """With all of the vocabulary every guess stands, because q is p; with seven candidates of 300 some do not."""
     async with running(self_window=190, self_top_m=top_m or 300) as verifier:
         client = verifier.client()
@@ -166,7 +164,7 @@ async def test_where_it_cannot_guess_blocks_are_decoded_plainly(
     assert list(result.tokens) == plain_greedy(target, prompt_of(9), 2)[1:]
 
 
-async def test_a_sequence_that_ends_before_it_is_guessed_for_costs_its_mate_nothing(verifier: Verifier) -> None:
+async def test_a_sequence_ending_before_its_guess_costs_its_mate_nothing(verifier: Verifier) -> None:
     client = verifier.client()
     for name in ("a", "b"):
         await client.start(name, prompt_of(9), draft_id=ITSELF)

@@ -23,9 +23,7 @@ def task(name: str, gateway: str) -> StartTask:
 
 
 @given(gateways=st.lists(st.sampled_from("abc"), min_size=1, max_size=40), places=st.integers(1, 12))
-def test_each_gateway_is_served_in_order_and_none_has_two_more_than_one_that_waits(
-    gateways: list[str], places: int
-) -> None:
+def test_gateways_are_served_in_order_and_lead_waiting_ones_by_at_most_one(gateways: list[str], places: int) -> None:
     waiting, held, served = Waiting(40), Counter[str](), list[StartTask]()
     for number, gateway in enumerate(gateways):
         waiting.add(task(str(number), gateway))
@@ -50,7 +48,7 @@ def test_more_than_a_gateway_can_ever_use_do_not_wait() -> None:
 
 
 @pytest.mark.fault(22, 31)
-async def test_a_gateway_that_holds_everything_gives_way_with_its_youngest_until_both_have_half(
+async def test_a_gateway_with_all_slots_yields_its_youngest_until_both_have_half(
     running: Running,
 ) -> None:
     async with running(max_sequences=4) as verifier:

@@ -20,7 +20,7 @@ def settled(plain: float, each: float) -> tuple[TokenBudget, list[int]]:
 
 
 @given(st.floats(0, 10), st.floats(1e-5, 10))
-def test_no_step_takes_much_longer_than_half_a_second_or_twice_one_without_prompts(plain: float, each: float) -> None:
+def test_no_step_much_exceeds_half_a_second_or_twice_a_promptless_one(plain: float, each: float) -> None:
     budget, taken = settled(plain, each)
     assert budget.positions == 64 or plain + each * budget.positions <= 1.1 * max(0.5, 2 * plain) + each
     assert all(later <= 2 * max(taken[: at + 1]) for at, later in enumerate(taken[1:])), (

@@ -83,9 +83,7 @@ async def test_what_was_quiet_is_sent_with_the_first_block_that_is_not(
     await assert_holds(follower, target, "a", tokens[:end], kept(end) if resets else kept(20) | {*range(20, end)})
 
 
-async def test_a_draft_that_comes_back_while_all_is_quiet_is_sent_everything_once(
-    verifier: Verifier, target: Target
-) -> None:
+async def test_a_draft_reconnecting_while_idle_is_sent_everything_once(verifier: Verifier, target: Target) -> None:
     client = verifier.client()
     await verifier.follower()
     await begin(client, "a", 20)
@@ -290,7 +288,7 @@ def test_frames_hold_at_most_what_they_may() -> None:
         assert [p for s in mine for p in range(s.start, s.start + s.count)] == list(range(start, start + count))
 
 
-async def test_a_round_of_an_8b_target_at_64_sequences_is_one_message_through_shared_memory(tmp_path: Path) -> None:
+async def test_an_8b_round_of_64_sequences_is_one_message_in_shared_memory(tmp_path: Path) -> None:
     """In two the draft waits for the first one's rows before it may look at the second's."""
     ring = Ring(tmp_path, MAX_RING_BYTES)
     subscriber = Subscriber(asyncio.get_running_loop(), lambda replay: None, ring)

@@ -93,7 +93,7 @@ def test_a_replay_holds_sink_and_window_of_what_was_committed(
         st.one_of(st.lists(st.booleans(), min_size=SLOTS, max_size=SLOTS), st.integers(0, SLOTS - 1)), max_size=40
     )
 )
-def test_whoever_was_paused_in_which_rounds_a_draft_comes_to_hold_the_sink_and_the_window(
+def test_a_draft_holds_sink_and_window_whoever_was_paused_in_which_rounds(
     pending: int, happened: list[list[bool] | int]
 ) -> None:
     held: dict[str, dict[int, float]] = {}
@@ -152,7 +152,7 @@ def test_rows_are_gathered_as_torch_indexes_them_wherever_they_go(
     assert torch.equal(there, from_XND[chosen])
 
 
-def test_a_feed_holds_memory_of_the_sequences_that_it_has_and_none_when_they_are_gone() -> None:
+def test_a_feed_holds_memory_only_for_its_current_sequences() -> None:
     """Tails of all 8,000 slots would be 17 GB."""
     before = _resident()
     taps = Taps((1, 2, 3, 4), 1, 64)
@@ -174,9 +174,7 @@ def test_a_feed_holds_memory_of_the_sequences_that_it_has_and_none_when_they_are
 @pytest.mark.parametrize(
     ("sink", "window", "fits"), [(1, 64, True), (24, 1000, True), (25, 1000, False), (8000, 1, False)]
 )
-def test_a_draft_that_asks_for_more_positions_than_any_needs_is_refused_by_name(
-    sink: int, window: int, fits: bool
-) -> None:
+def test_a_draft_asking_for_more_positions_than_needed_is_refused_by_name(sink: int, window: int, fits: bool) -> None:
     target = pb.GetInfoResponse(target_fingerprint="ours", num_layers=32, max_context=8000)
     wanted = {"draft_id": "d", "target_fingerprint": "ours", "protocol_version": PROTOCOL_VERSION}
     request = pb.ActivationsRequest(**wanted, tapped_layers=[1], sink=sink, window=window)

@@ -190,7 +190,7 @@ def test_special_tokens_and_ids_without_a_token_are_never_allowed(byte_level: La
     assert not negated_V[4096:].any()
 
 
-def test_all_end_tokens_end_and_none_is_text_even_if_the_tokenizer_takes_it_for_text() -> None:
+def test_every_end_token_ends_and_is_no_text_even_if_the_tokenizer_says_so() -> None:
     tokenizer_json = (ROOT / "models/target/tokenizer.json").read_bytes()
     letter = Tokenizer.from_buffer(tokenizer_json).token_to_id("a")
     two = language(tokenizer_json, BYTE_LEVEL_VOCAB, (1, letter))
@@ -278,7 +278,7 @@ def test_a_grammar_in_the_notation_of_llama_cpp_is_followed(byte_level: Language
     assert [text for text in texts if not re.fullmatch(r"say ([a-c]+|<s>)[!?]{2}", text)] == []
 
 
-def test_a_batch_answers_as_each_of_its_matchers_and_one_that_fails_fails_alone(byte_level: Language) -> None:
+def test_a_batch_of_matchers_answers_like_each_and_a_failure_stays_its_own(byte_level: Language) -> None:
     too_many = byte_level.compile(lark='start: x{1,1000}\nx: y{1,1000}\ny: z{1,1000}\nz: "a"')
     a = byte_level.tokens("a")[0]
     with pytest.raises(InvalidRequest, match=r"cannot be followed: .*items"):

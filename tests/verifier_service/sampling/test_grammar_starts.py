@@ -39,7 +39,7 @@ def compiling_held_up(patch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Eve
         go_on.set()
 
 
-async def test_a_start_whose_stream_breaks_while_its_grammar_compiles_takes_no_slot(
+async def test_a_start_whose_stream_breaks_while_compiling_takes_no_slot(
     verifier: Verifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gateway comes back at once, so no lease frees what it has never heard of."""

@@ -128,7 +128,7 @@ def test_a_slot_forgets_what_its_last_sequence_asked_for() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
-def test_logprobs_are_those_the_token_was_drawn_with_and_at_temperature_1_when_greedy(temperature: float) -> None:
+def test_logprobs_are_those_sampled_from_or_at_temperature_1_when_greedy(temperature: float) -> None:
     one = Asked([1, 2], [3], [4, 4], pb.Adjustments(frequency_penalty=1), temperature, logprobs=3)
     logits_BTV = torch.randn(1, 3, V, generator=torch.Generator().manual_seed(0))
     pipeline, found = distributions_of([one], logits_BTV)
@@ -153,7 +153,7 @@ def test_what_adjusting_makes_infinite_is_refused_and_not_drawn_from() -> None:
 
 
 @pytest.mark.parametrize(("top_k", "excluded"), [(0, False), (3, True)])
-def test_a_logprob_is_lowest_for_what_cannot_come_and_not_for_what_hardly_does(top_k: int, excluded: bool) -> None:
+def test_logprobs_are_minus_infinity_for_excluded_tokens_not_unlikely_ones(top_k: int, excluded: bool) -> None:
     """At temperature 0.1 it takes little for a p that no float holds: of a prompt's tokens, or of one with a bias."""
     logits_TV = torch.randn(2, V, generator=torch.Generator().manual_seed(1)) * 8
     pipeline, least = Pipeline(1, V, CPU), logits_TV.argmin(dim=-1)

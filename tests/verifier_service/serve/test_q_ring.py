@@ -94,7 +94,7 @@ async def test_a_block_whose_q_is_gone_is_verified_as_an_empty_one(running: Runn
         assert outcome(await verified(client, "left", q)) == plain
 
 
-async def test_a_block_whose_q_is_overwritten_while_it_is_read_is_verified_as_an_empty_one(
+async def test_a_block_whose_q_is_overwritten_during_the_read_counts_as_empty(
     running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running(shared_memory=str(tmp_path)) as verifier:
@@ -180,7 +180,7 @@ async def test_q_of_all_proposals_at_once_counts_as_each_ones_own(running: Runni
         *(([3, 2, VOCAB], tokens) for tokens in (0, 3, 5, 9)),
     ],
 )
-async def test_guesses_and_q_of_all_that_do_not_fit_the_order_are_decoded_plainly(
+async def test_guesses_and_q_that_do_not_fit_the_order_are_decoded_plainly(
     running: Running, tmp_path: Path, shape: list[int], tokens: int
 ) -> None:
     sound_BKV = torch.full((3, len(DRAFT), VOCAB), 1 / VOCAB)
