@@ -14,8 +14,9 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from unittest.mock import patch
 
-_ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # as the services' libraries read it, when they are imported
+_ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # libraries read it when they are imported: in the process that is forked
 _IMPORTED = ["pytest", "verifier_service.__main__", "draft_service.__main__", "gateway.__main__"]
 
 _context = multiprocessing.get_context("forkserver")
@@ -25,21 +26,13 @@ _context.set_forkserver_preload(_IMPORTED)
 class Fork:
     """A process `python -m MODULE ARGUMENTS...`, with the methods of `subprocess.Popen` that tests use."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], output: Path) -> None:
-        kept = {name: os.environ.get(name) for name in _ONE_THREAD}
-        os.environ |= _ONE_THREAD
-        try:
-            target = _context.Process(target=_become, args=(list(command), dict(environment), output), daemon=True)
-            target.start()
-        finally:
-            for name, value in kept.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
-        self._process, self.args = target, [sys.executable, "-m", *command]
-        assert target.pid is not None
-        self.pid = target.pid
+    def __init__(self, command: Sequence[str], environment: dict[str, str], output: Path) -> None:
+        arguments = (list(command), environment | _ONE_THREAD, output)
+        self._process = _context.Process(target=_become, args=arguments, daemon=True)
+        with patch.dict(os.environ, _ONE_THREAD):
+            self._process.start()
+        assert self._process.pid is not None
+        self.pid, self.args = self._process.pid, [sys.executable, "-m", *command]
 
     @property
     def returncode(self) -> int | None:

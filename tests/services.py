@@ -16,7 +16,6 @@ from typing import Literal
 
 from tests.forks import Fork
 
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 _PATIENCE_SECONDS = 240
 _WAITS, _IS_WAITED_FOR = ("--wait-ms", "2000"), ("--draft-deadline", "20")
 
@@ -75,7 +74,7 @@ def start(command: Sequence[str], directory: Path) -> Service:
     ready = Path(tempfile.mktemp(dir=directory, suffix=".ready"))
     log = ready.with_suffix(".log")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SPIRE_")}
-    process = Fork([*command[1:], "--ready-file", str(ready)], environment | _ENVIRONMENT, log)
+    process = Fork([*command[1:], "--ready-file", str(ready)], environment, log)
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while not ready.exists():
         if process.poll() is not None or time.monotonic() > deadline:
