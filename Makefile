@@ -15,7 +15,7 @@ MODEL ?=
 DRAFT ?=
 ARGS ?=
 # With byte code written even where the environment says not to: rewriting all assertions takes half a minute.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile
+PYTEST := PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 OUT ?= build/gpu
 PARTS ?=
 DRY_RUN ?=

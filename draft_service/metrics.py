@@ -37,7 +37,7 @@ class DraftCollector(Collector):
             activations.add_metric([carrier], count)
         yield activations
         yield self._worker.staleness.family(
-            "spire_draft_staleness_positions", "Verified positions that a guess was asked for before they had arrived."
+            "spire_draft_staleness_positions", "Verified positions that had not arrived when a draft request did."
         )
         yield CounterMetricFamily(
             "spire_draft_subscriptions", "Subscriptions, each with a full replay.", value=self._follower.subscriptions

@@ -125,7 +125,7 @@ class Worker:
                 self._answer_due()
 
     def _answer_due(self) -> None:
-        """Complete the pending tasks that are due. Keep no reference to a result, so that its ring can be closed."""
+        """Draft for the pending tasks that have all activations or have waited long enough."""
         looked_at, self._pending = self._pending, []
         for task in looked_at:
             if time.monotonic() < task.arrived + self._wait and self._behind(task):

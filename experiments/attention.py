@@ -1,4 +1,4 @@
-"""What the target's attention takes beside the two matrix products that it cannot do without.
+"""The time of the target's attention beside the two matrix products that it needs in any case.
 
     python experiments/attention.py --model models/target --batch 16 --context 1900
 

@@ -1,4 +1,4 @@
-"""What carrying a round's activations costs: inline, by shared memory, by that of a GPU. Two processes, one host.
+"""The cost of carrying a round's activations inline, in shared memory, and in a GPU's memory. Two processes, one host.
 
     python experiments/carrier.py            a table
     python experiments/carrier.py --json     the same as one line of JSON, the last of the output
@@ -109,7 +109,7 @@ def main(
 
 
 def machine(threads: int) -> dict[str, Any]:
-    """Where this runs."""
+    """The machine that this runs on."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
     gpu = {"gpu": torch.cuda.get_device_name(DEVICE)} if DEVICE.type == "cuda" else {}

@@ -1,4 +1,4 @@
-"""What drafting takes behind short contexts and behind long ones, with nothing else at work.
+"""The time of drafting behind short and long contexts, with nothing else running.
 
     python experiments/draft_time.py --draft models/draft --contexts 128,1900
 

@@ -81,7 +81,7 @@ class CellPlan:
         return RUNS / self.name
 
     def measured(self) -> list[dict[str, Any]]:
-        """What has been measured of this draft for the present target."""
+        """Measurements of this draft for the present target."""
         found = json.loads(self.file.read_text()) if self.file.exists() else {}
         return list(found["acceptance"]) if found.get("target") == target_fingerprint() else []
 

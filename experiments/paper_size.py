@@ -37,7 +37,7 @@ console = Console(stderr=True)
 
 @dataclass(frozen=True)
 class Size:
-    """How large everything is. Steps are of `tokens_per_step` tokens."""
+    """Sizes of models, data and training; a step has `tokens_per_step` tokens."""
 
     vocab_size: int = 32768
     hidden_size: int = 512
@@ -65,7 +65,7 @@ TINY = Size(300, 16, 24, 4, 2, 8, 32, 64, 3, 4, 2, (16,), 8, (2,))
 
 
 class Clock:
-    """What is left of the slice."""
+    """The rest of the slice."""
 
     def __init__(self, minutes: float | None):
         self._end = None if minutes is None else time.monotonic() + 60 * minutes

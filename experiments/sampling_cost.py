@@ -1,4 +1,4 @@
-"""What the sampling pipeline and each rule take in a round, model aside.
+"""The time of the sampling pipeline and of each rule in a round, without the model.
 
     python experiments/sampling_cost.py --batch 16 --k 4 --vocabulary 32000
 

@@ -64,7 +64,9 @@ class GatewayConfig(ServiceConfig):
         ("rejection", "block", "invariant"), min_length=1, description="the rules that may be used, comma-separated"
     )
     max_batch: int = Field(64, ge=1, description="most sequences decoded together")
-    max_waiting: int = Field(1024, ge=1, description="most sequences queued; beyond that requests get 429")
+    max_waiting: int = Field(
+        1024, ge=1, description="most sequences queued, shared by the API keys that wait; beyond that requests get 429"
+    )
     max_queue_seconds: float | None = Field(
         None,
         gt=0,

@@ -38,7 +38,7 @@ class ForeignPage(RequestError):
 
 
 class NotJson(RequestError):
-    """The body is not declared to be JSON."""
+    """The request's content type is not JSON."""
 
 
 class BodyTooLarge(RequestError):

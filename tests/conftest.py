@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import multiprocessing
 import os
@@ -73,6 +74,24 @@ SECONDS = [
 # How long an example takes says something of the machine, nothing of the code.
 settings.register_profile("spire", deadline=None)
 settings.load_profile("spire")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import files of which `make check` runs no test: libraries of theirs take many seconds."""
+    if collection_path.suffix != ".py":
+        return None
+    left_out = "not seconds" in config.option.markexpr and collection_path in {TESTS / file for file in SECONDS}
+    return left_out or ("not processes" in config.option.markexpr and _imports_starters(collection_path)) or None
+
+
+def _imports_starters(file: Path) -> bool:
+    for node in ast.parse(file.read_text()).body:
+        match node:
+            case ast.Import() if {"subprocess", "multiprocessing"} & {alias.name for alias in node.names}:
+                return True
+            case ast.ImportFrom(module="tests.services") if {"running", "start"} & {alias.name for alias in node.names}:
+                return True
+    return False
 
 
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:

@@ -48,7 +48,7 @@ SERVICES = [
     ),
     Panel(
         "Draft staleness",
-        "Verified positions that had not arrived at the draft when a guess was asked for. A few are normal, the "
+        "Verified positions that had not arrived at the draft when a request did. A few are normal, the "
         "draft waits for them (--wait-ms); many mean a slow wire or a draft that does not keep up.",
         "short",
         quantiles("spire_draft_staleness_positions", ""),

@@ -1,4 +1,4 @@
-"""What a piece of work asks of a GPU: how often the host launches, copies and waits, and where the GPU's time goes."""
+"""The host's launches, copies and waits during a piece of work on a GPU, and the kernels that take its time."""
 
 from __future__ import annotations
 

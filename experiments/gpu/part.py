@@ -22,14 +22,14 @@ from experiments.gpu.findings import Findings
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a part computes. `tiny`: every part of it, with shapes that take a CPU no time."""
+    """The device of a part. `tiny`: use shapes that take a CPU no time."""
 
     device: torch.device
     tiny: bool
 
     @property
     def least_seconds(self) -> float:
-        """How long each thing is measured at least."""
+        """The shortest time of one measurement."""
         return 0.01 if self.tiny else 0.3
 
     def forget_peak(self) -> None:

@@ -151,7 +151,7 @@ def _add_state(app: FastAPI, engine: Engine) -> None:
 
     @app.get("/v1/models", responses=refusals(503))
     async def models() -> dict[str, Any]:
-        """List the served model."""
+        """Return a list whose only entry is the served model."""
         return {"object": "list", "data": [_model_card(engine)]}
 
     @app.get("/v1/models/{name:path}", responses=refusals(404, 503))

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import re
-import uuid
 
 import structlog
 from fastapi.responses import JSONResponse
@@ -61,7 +61,7 @@ class Front:
             return
         request_id = dict(scope["headers"]).get(_REQUEST_ID, b"")
         if not _ACCEPTABLE_ID.fullmatch(request_id):
-            request_id = uuid.uuid4().hex.encode()
+            request_id = b"%032x" % random.getrandbits(128)
         state = scope.setdefault("state", {})
         state |= {"request_id": request_id.decode(), "key_name": None}
         path = scope["path"] if scope["path"] in self.paths else OTHER_PATH

@@ -159,8 +159,13 @@ def _schema_text(name: str, schema: Any) -> str:
 
 
 def deeper_than(levels: int, value: Any) -> bool:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return levels < 0 or any(deeper_than(levels - 1, item) for item in inner)
+    level = [value]
+    for _ in range(levels + 1):
+        holders = [value for value in level if isinstance(value, dict | list)]
+        level = [inner for value in holders for inner in (value.values() if isinstance(value, dict) else value)]
+        if not level:
+            return False
+    return True
 
 
 def _one_of(name: str, choices: list[str]) -> str:

@@ -186,7 +186,7 @@ class Drafting:
         return min(sequence.room, draft.max_speculation_depth, model.info.max_speculation_depth)
 
     def _follows(self, sequence: Sequence) -> bool:
-        """Return True if the current draft receives the activations of this sequence."""
+        """Return True if the draft that is connected now receives the activations of this sequence."""
         return self._draft is not None and sequence.draft_id == self._draft.id != ""
 
     def settle(self, plan: DraftPlan, answer: verifier_pb2.VerifyBatchResult) -> None:
@@ -241,7 +241,7 @@ class Drafting:
             self._depths.observe(load, shown.depth if possible else None, own, shown.blocks)
 
     def _explained_by(self, batch: list[Sequence], plan: DraftPlan) -> int | None:
-        """Return the depth to which a round's time belongs, or None if too few sequences had the greatest depth.
+        """Return the depth to which a round's time belongs, or None if too few had the greatest or a draft is lost.
 
         A round whose draft did not answer in time counts too: its time is a lower bound for drafting.
         """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from heapq import merge
 from operator import attrgetter
 
@@ -74,6 +74,15 @@ class Queue:
     def __iter__(self) -> Iterator[Sequence]:
         requests = [request for of_key in self._waiting.values() for request in of_key.values()]
         return merge(*requests, key=_by_arrival)
+
+    @property
+    def keys(self) -> Set[str]:
+        """The API keys of which sequences wait."""
+        return self._waiting.keys()
+
+    def of_key(self, key: str) -> int:
+        """Return the number of waiting sequences of an API key."""
+        return sum(map(len, self._waiting.get(key, {}).values()))
 
     def add(self, sequence: Sequence) -> None:
         """Insert a sequence into the queue by its order of arrival."""

@@ -68,14 +68,16 @@ class Scheduler:
     def add(self, sequences: Iterable[Sequence], key: str = "") -> None:
         """Queue all sequences of one request, or none. `key`: the name of the client's API key.
 
-        Raises OutOfCapacity if the queue has too little room now, InvalidRequest if the sequences can never fit.
+        The keys that wait share the queue. Raises OutOfCapacity if the key's share has too little room now,
+        InvalidRequest if the sequences can never fit.
         """
         new = list(sequences)
         if len(new) > self.max_waiting:
             message = f"{len(new)} choices are asked for at once, and the queue has {self.max_waiting} places"
             raise InvalidRequest(message, "n")
-        if len(self.waiting) + len(new) > self.max_waiting:
-            raise OutOfCapacity(f"{len(self.waiting)} of {self.max_waiting} queue places are taken: try again later")
+        taken, share = self.waiting.of_key(key), self.max_waiting // len(self.waiting.keys | {key})
+        if taken + len(new) > max(1, share):
+            raise OutOfCapacity(f"{taken} of {share} queue places are taken: try again later")
         for sequence in new:
             sequence.arrival = next(self._arrivals)
             sequence.key, sequence.request = key, new[0].arrival

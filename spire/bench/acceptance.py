@@ -21,7 +21,7 @@ RECORD = "acceptance.json"
 
 @dataclass(frozen=True)
 class MeasuredAcceptance:
-    """Measured acceptance. `prefix_acceptance[i]`: share of rounds whose first i + 1 draft tokens were all accepted.
+    """Acceptance over `rounds` rounds. `prefix_acceptance[i]`: share of rounds whose first i + 1 tokens were accepted.
 
     `tokens_per_second` is end to end, prefill included, at the concurrency of the measurement.
     """

@@ -78,7 +78,7 @@ def _special(value: Any, known: dict[str, AddedToken]) -> AddedToken:
 
 
 def _token(value: Any) -> AddedToken:
-    """Convert a declared token, a text or a JSON object with `content`, to an AddedToken."""
+    """Convert a token of the tokenizer's configuration (a string, or a JSON object with `content`) to an AddedToken."""
     if isinstance(value, str):
         return AddedToken(value, special=True)
     properties = {name: value[name] for name in _PROPERTIES if isinstance(value.get(name), bool)}

@@ -211,7 +211,7 @@ def _ranks_kept(sorted_NC: Tensor, top_k_N: Tensor, top_p_N: Tensor) -> Tensor:
 
 
 def _without_surplus(kept_NV: Tensor, least_N: Tensor, keep_N: Tensor) -> Tensor:
-    """Zero tokens as probable as the last token kept, highest ids first, until `keep_N` tokens per row are left."""
+    """Set ties at the lowest kept probability to 0, highest ids first, until each row keeps `keep_N` tokens."""
     surplus_N = kept_NV.count_nonzero(dim=-1) - keep_N
     over = (surplus_N > 0).nonzero().squeeze(1)
     if len(over):

@@ -55,7 +55,7 @@ class TokenMemory:
             fed += chunk
 
     def round(self, slots: Sequence[int], bases: Sequence[int], k: int) -> TokenRound:
-        """Begin a drafting round of k passes over `slots`, whose newest tokens are at positions `bases`."""
+        """Begin a drafting round over `slots`, whose newest tokens are at positions `bases`; any k fits the cache."""
         return TokenRound(self, slots, bases)
 
     def _append(self, slots: Sequence[int], starts: Sequence[int], tokens_BT: Tensor) -> Tensor:

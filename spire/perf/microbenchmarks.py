@@ -241,7 +241,7 @@ def verify_sampling_cost(vocabulary: int, bench: Bench) -> Cost:
 
 
 class _Unread:
-    """A cache view for attention to new positions only. Stores their keys and values unless a fused kernel does so."""
+    """A cache view that stores keys and values but never reads them: new positions attend to each other only."""
 
     def __init__(self, view: BatchView, bench: Bench):
         self._view, self.positions_BT = view, view.positions_BT
@@ -254,7 +254,7 @@ class _Unread:
 
 
 class _GivenLayer(Layer):
-    """A stand-in for a layer: all results for up to `rows` rows are precomputed, except attention."""
+    """A decoder layer that computes attention only. All else is given for up to `rows` tokens, to time attention."""
 
     def __init__(self, config: ModelConfig, rows: int, bench: Bench):
         nn.Module.__init__(self)

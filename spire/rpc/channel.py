@@ -97,7 +97,7 @@ def listen(server: grpc.aio.Server, host: str, port: int, trust: Trust = ANYBODY
 
 
 def _check_free(path: Path) -> None:
-    """Raise SpireError if `path` is a file or a socket in use, because gRPC would remove the file or socket."""
+    """Raise SpireError if `path` is a regular file or a socket in use: gRPC would delete either when it binds."""
     if not path.exists():
         return
     if not path.is_socket():

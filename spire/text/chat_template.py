@@ -49,7 +49,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Render the messages. Raises TemplateRefusal if the template fails or writes more than `most_characters`.
+        """Render the messages as a prompt. Raises TemplateRefusal if the template fails or exceeds `most_characters`.
 
         With `continue_final_message` the prompt ends with the last message's text. `variables` are further variables
         of the template.

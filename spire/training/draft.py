@@ -179,7 +179,7 @@ def _scale_embedding(draft: Draft, target: Target, stream: TokenStream, recipe: 
 
 
 def new_draft(target: Target, identity: str, recipe: DraftRecipe) -> Draft:
-    """Return a new draft, or the draft in `start_from`. Raises DataError if it does not fit target and recipe."""
+    """Return a new draft, or the draft stored in `recipe.start_from`. Raises DataError if the latter does not fit."""
     fresh = _fresh_draft(target, identity, recipe)
     if recipe.start_from is None:
         return fresh
@@ -286,7 +286,7 @@ def _alpha(p: Tensor, log_q: Tensor) -> Tensor:
 def validation_figures(
     draft: Draft, target: Target, stream: TokenStream, recipe: DraftRecipe, device: str, batches: int = 8
 ) -> dict[str, float]:
-    """Return the mean acceptance α and τ, the mean tokens per round, over fixed windows of held-out text.
+    """Return α (mean acceptance of a draft token) and τ (mean number of tokens per round) on windows of held-out text.
 
     With teacher forcing, τ = 1 + Σ_i E[α_1 · … · α_i] over blocks of k. `spire eval acceptance` measures τ on policy.
     """

@@ -120,6 +120,7 @@ async def said_to(port: int, *parts: bytes, pause: float = 0.0, patience: float 
         writer.close()
 
 
+@pytest.mark.thorough
 async def test_a_head_that_drips_is_cut_off_and_never_reaches_the_gateway(tmp_path: Path) -> None:
     dripping = [HEAD, *[b"X-A: b\r\n"] * 60]
     async with before_upstream(tmp_path) as (behind, front):

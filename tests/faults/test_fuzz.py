@@ -8,6 +8,7 @@ from tests.faults.fuzz import fuzzed
 from tests.faults.system import System
 
 
+@pytest.mark.thorough
 def test_wrong_messages_past_the_gateway_break_nothing_and_change_no_text(whole: System) -> None:
     verdict = fuzzed(whole, 1000, seed=1)
     assert verdict["broken"] == {}, verdict

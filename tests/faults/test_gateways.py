@@ -59,6 +59,7 @@ def streaming(service: Service) -> Iterator[Record]:
     assert not thread.is_alive()
 
 
+@pytest.mark.thorough
 @pytest.mark.fault(20)
 def test_a_gateway_told_to_stop_finishes_its_requests_and_takes_no_more(whole: System) -> None:
     with far_gateway(whole, "--drain-seconds", "60") as service:
@@ -89,6 +90,7 @@ def test_a_second_signal_ends_it_now_and_tells_the_clients(whole: System) -> Non
     assert whole.leaks() == {}
 
 
+@pytest.mark.thorough
 @pytest.mark.fault(20)
 def test_a_verifier_told_to_end_lets_what_runs_end_first(whole: System) -> None:
     replays = whole.metric("gateway", "spire_replays_total")

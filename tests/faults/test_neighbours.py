@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,19 +11,23 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import torch
 
+from spire.model.pool import Pool
 from tests.faults.neighbours.attacks import ATTACKS
 from tests.faults.neighbours.clients import Crowd, well_behaved
-from tests.faults.neighbours.stack import Gateway, Memory
+from tests.faults.neighbours.stack import Gateway, _cache_bytes
 from tests.faults.neighbours.verdict import FEWEST_GAPS, LONGEST_GAP, LONGEST_HEALTH, Result, judge
 from tests.faults.neighbours.watch import Seen, Watch, mean_step
 
-WELL = Seen(gaps=[0.01] * 1000, first_tokens=[0.05], health=[0.01] * 100, longest_step=0.02)
-HELD = Memory({"gateway": 100_000_000}, cache_held=0.0)
+WELL = Seen(
+    gaps=[0.01] * 1000, first_tokens=[0.05], health=[0.01] * 100, longest_step=0.02, peak_besides_cache=100_000_000
+)
 
 
-def judged(seen: Seen, later: Memory = HELD, lost: list[str] | None = None) -> Result:
-    return judge("an attack", "", WELL, seen, (HELD, later), lost or [])
+def judged(seen: Seen, lost: list[str] | None = None) -> Result:
+    before = Seen(peak_besides_cache=WELL.peak_besides_cache)
+    return judge("an attack", "", WELL, (before, seen), lost=lost or [])
 
 
 def test_nothing_is_broken_beside_an_attack_that_changes_nothing() -> None:
@@ -49,10 +54,18 @@ def test_a_service_that_was_started_again_is_broken() -> None:
     assert judged(WELL, lost=["gateway"]).broken == ["lost: gateway"]
 
 
-def test_memory_added_by_a_second_attack_is_broken_unless_the_cache_grew() -> None:
-    grown = Memory({"gateway": 102_000_000}, cache_held=0.0)
-    assert judged(WELL, later=grown).broken == ["memory grew by 2.0%"]
-    assert judged(WELL, later=replace(grown, cache_held=1_500_000.0)).broken == []
+def test_memory_added_by_a_second_attack_is_broken() -> None:
+    assert judged(replace(WELL, peak_besides_cache=102_000_000)).broken == ["memory grew by 2.0%"]
+    assert judged(replace(WELL, peak_besides_cache=100_900_000)).broken == []
+
+
+def test_only_what_the_cache_has_written_is_left_out_of_memory() -> None:
+    pools = [Pool((64, 4, 8192, 32), torch.float32, "cpu") for _ in range(2)]  # 256 MiB each
+    before = _cache_bytes(os.getpid())
+    pools[0].tensor[:16] = 1.0
+    other = torch.ones(1 << 24)  # 64 MiB
+    assert _cache_bytes(os.getpid()) - before == 64 << 20
+    del pools, other
 
 
 def test_a_step_that_counts_for_two_kinds_is_one() -> None:

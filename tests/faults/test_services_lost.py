@@ -148,7 +148,7 @@ def test_if_every_step_fails_a_request_is_given_up_without_library_words(whole: 
 @pytest.mark.fault(10, 12)
 @pytest.mark.parametrize(
     ("failpoint", "fault"),
-    [("lies", "12 draft lies"), ("nonsense", "10 draft sends nonsense")],
+    [thoroughly("lies", "12 draft lies"), ("nonsense", "10 draft sends nonsense")],
     ids=["lies", "nonsense"],
 )
 def test_whatever_a_draft_says_no_token_changes(whole: System, report: Report, failpoint: str, fault: str) -> None:

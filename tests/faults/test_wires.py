@@ -41,6 +41,7 @@ def test_a_draft_too_slow_for_a_round_is_left_out_of_all_but_a_few(apart: System
     assert 1 <= of_four_streams <= 4 * 4
 
 
+@pytest.mark.thorough
 @pytest.mark.fault(6)
 def test_a_verifier_that_vanished_without_a_word_is_missed_within_5_s(whole: System, report: Report) -> None:
     endured = whole.endure(whole.to_verifier.half_open, lambda: is_unready(whole), nothing)

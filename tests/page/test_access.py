@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.gateway.conftest import eventually
+from tests.marks import thoroughly
 from tests.page.conftest import PATIENCE, Page
 
 PROMPT = "Once upon a time"
@@ -199,7 +200,7 @@ def test_everything_has_enough_contrast(scheme: str, page: Page) -> None:
 # -- screens and motion ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("width", [320, 768, 1280])
+@pytest.mark.parametrize("width", [320, thoroughly(768), 1280])
 def test_nothing_is_wider_than_the_screen(width: int, page: Page) -> None:
     page.resize(width, 700)
     page.find("#beside").click()

@@ -277,6 +277,7 @@ def test_a_prompt_that_takes_long_to_read_is_told_of_until_the_first_token(drive
         assert not page.find("#error").is_displayed()
 
 
+@pytest.mark.thorough
 def test_what_the_api_refuses_is_told_in_its_words(page: Page) -> None:
     page.ask("word " * 600)
     eventually(lambda: page.find("#error").is_displayed(), PATIENCE)

@@ -422,6 +422,7 @@ def test_a_key_that_no_header_can_hold_is_refused_unread(monkeypatch: pytest.Mon
     assert "abc" not in str(refusal.value)
 
 
+@pytest.mark.thorough
 def test_spire_up_serves_with_keys_though_it_has_none_itself(stories_dir: Path, tmp_path: Path) -> None:
     key, log = create_key("alice", tmp_path / "keys"), tmp_path / "up.log"
     command = ["up", "--model", str(stories_dir), "--draft", "off", "--port", "0", "--threads", "1"]

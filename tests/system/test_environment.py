@@ -34,7 +34,7 @@ def test_no_proxy_stands_between_the_services(stories_dir: Path, stories_draft_d
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback")
-@pytest.mark.parametrize("host", ["[::1]", thoroughly("::")])
+@pytest.mark.parametrize("host", [thoroughly("[::1]"), thoroughly("::")])
 def test_all_services_listen_at_ipv6_addresses(
     host: str, stories_dir: Path, stories_draft_dir: Path, certs: Path, tmp_path: Path
 ) -> None:
@@ -61,8 +61,8 @@ def test_all_services_listen_at_ipv6_addresses(
     [
         (["gateway"], "SPIRE_GATEWAY_PORT"),
         (["verifier_service", "--model", "."], "SPIRE_VERIFIER_PORT"),
-        (["verifier_service", "--model", "."], "SPIRE_VERIFIER_METRICS_PORT"),
-        (["draft_service", "--draft", ".", "--verifier", "127.0.0.1:9"], "SPIRE_DRAFT_PORT"),
+        thoroughly(["verifier_service", "--model", "."], "SPIRE_VERIFIER_METRICS_PORT"),
+        thoroughly(["draft_service", "--draft", ".", "--verifier", "127.0.0.1:9"], "SPIRE_DRAFT_PORT"),
         (["spire.cli", "up", "--draft", "off"], "SPIRE_UP_PORT"),
     ],
 )

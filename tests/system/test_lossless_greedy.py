@@ -107,6 +107,7 @@ def in_bfloat16(prompts: list[list[int]]) -> tuple[list[list[int]], list[list[in
         return speculated, complete(services.url, prompts, speculation={"draft": "off"})[0]
 
 
+@pytest.mark.thorough
 def test_in_bfloat16_texts_part_only_where_two_tokens_are_as_good_as_equal(
     prompts: list[list[int]], plain: list[list[int]], in_bfloat16: tuple[list[list[int]], list[list[int]]]
 ) -> None:

@@ -249,6 +249,7 @@ def test_a_service_that_dies_is_restarted_where_it_was(module: str, running: Run
     assert "was ended by SIGKILL; restarting" in running.printed
 
 
+@pytest.mark.thorough
 @pytest.mark.fault(2)
 def test_a_service_that_is_frozen_is_restarted_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spire.cli.service._LOOKS_WITHOUT_A_SIGN", 60)

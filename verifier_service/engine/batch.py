@@ -102,7 +102,7 @@ class Q:
 
     @property
     def holds(self) -> bool:
-        """True if the draft has not overwritten q so far."""
+        """True while this q is valid: the draft has not reused the shared memory in which it lies."""
         return all(self.ring is not None and self.ring.holds(place) for place in self.places)
 
 

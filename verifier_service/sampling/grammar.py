@@ -12,12 +12,9 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -43,6 +40,7 @@ _TOO_COMPLEX = (
     f"too complex: to compile it takes more than {grammar_trial.CPU_SECONDS} s, "
     f"{grammar_trial.MEMORY_BYTES >> 20} MiB of memory or {grammar_trial.STACK_BYTES >> 20} MiB of stack"
 )
+_TRIALS = grammar_trial.Trials()
 # The longest error message: the library's messages quote the grammar.
 _MAX_CHARACTERS = 600
 # The formats of JSON schemas that are enforced, because the library knows them. The library refuses a schema with any
@@ -236,12 +234,7 @@ def _inside(keyword: str, value: Any) -> Any:
 @lru_cache(maxsize=256)
 def _tried(task: Literal["compile", "convert"], source: str) -> tuple[str, str]:
     """Compile or convert a grammar in a separate process. Return (output, error message or an empty string)."""
-    command = [sys.executable, "-P", str(Path(grammar_trial.__file__)), task]
-    try:
-        trial = subprocess.run(command, input=source, capture_output=True, encoding="utf-8", timeout=60)
-    except subprocess.TimeoutExpired:
-        return "", _TOO_COMPLEX
-    return trial.stdout, _TOO_COMPLEX if trial.returncode < 0 else trial.stderr.strip()
+    return _TRIALS.run(task, source) or ("", _TOO_COMPLEX)
 
 
 def _wrong(message: str) -> InvalidRequest:

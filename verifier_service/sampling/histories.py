@@ -140,5 +140,5 @@ def check_adjustments(adjustments: pb.Adjustments, vocab_size: int) -> None:
         if not math.isfinite(value):
             raise InvalidRequest(f"{name} is {value}: it must be finite", name)
     if adjustments.repetition_penalty < 0:
-        message = f"repetition_penalty is {adjustments.repetition_penalty}: it must be above 0"
+        message = f"repetition_penalty is {adjustments.repetition_penalty}: it must be above 0, or 0 for none"
         raise InvalidRequest(message, "repetition_penalty")

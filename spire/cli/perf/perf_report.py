@@ -51,7 +51,8 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Apart:
-    """A separate device for the draft, the wire to it, its price per hour, and `lanes`: groups of running sequences."""
+    """A device of the draft's own, its price per hour, the network to it, and the number of `lanes`: 1, or 2 groups of
+    running sequences of which one is drafted for while the other is verified."""
 
     hardware: Hardware
     wire: Wire

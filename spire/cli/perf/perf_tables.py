@@ -46,7 +46,7 @@ def show(scenario: Scenario, figures: Row, maps: dict[str, Grid]) -> None:
 
 
 def _fits(scenario: Scenario, figures: Row) -> list[str]:
-    """Return a line for each draft, with the memory that target and draft need and the largest batch that fits."""
+    """Return a line for each draft: the memory it needs together with the target, and the largest batch that fits."""
     if scenario.hardware.relative:
         return ["no device is named (--hardware): memory and the wire are not known"]
     rows = {row["draft"]: row for row in reversed(figures["drafts"])}

@@ -26,7 +26,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from tests.faults.neighbours.attacks import ATTACKS, Attack
 from tests.faults.neighbours.clients import Behaviour, Crowd, well_behaved
-from tests.faults.neighbours.stack import Memory, Stack, stack
+from tests.faults.neighbours.stack import Stack, stack
 from tests.faults.neighbours.verdict import Result, judge, table
 from tests.faults.neighbours.watch import Seen, Watch
 
@@ -74,15 +74,15 @@ def run(attack: Attack, options: list[str], seconds: float, say: Callable[[str],
         beside(system, well_behaved, max(1, attack.beside), seconds / 4, seed=0)
         say(f"{attack.name}: the victim beside {attack.beside} who behave")
         usual, _ = beside(system, well_behaved, attack.beside, seconds, seed=1)
-        seen, memory, answers = Seen(), list[Memory](), dict[str, int]()
+        both, resident, answers = list[Seen](), list[dict[str, int]](), dict[str, int]()
         for time_ in (1, 2):
             say(f"{attack.name}: {attack.about} ({time_} of 2)")
             once, answers = beside(system, attack.behaviour, attack.clients, seconds, seed=1 + time_)
-            seen += once
+            both.append(once)
             say(f"{attack.name}: letting it settle")
             system.settle()
-            memory.append(system.memory())
-        return judge(attack.name, attack.about, usual, seen, (memory[0], memory[1]), system.lost(), answers)
+            resident.append(system.resident())
+        return judge(attack.name, attack.about, usual, both, resident, system.lost(), answers)
 
 
 def beside(system: Stack, behaviour: Behaviour, clients: int, seconds: float, seed: int) -> tuple[Seen, dict[str, int]]:

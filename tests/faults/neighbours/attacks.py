@@ -112,7 +112,7 @@ def grammars_abandoned(client: Client) -> None:
             properties = {name: {"type": "string", "pattern": f"^[a-z]{{3,{9 + number}}}{name}$"} for name in names}
             schema = {"type": "object", "properties": properties, "required": names, "additionalProperties": False}
             connections.enter_context(client.sent({"prompt": "x", "max_tokens": 64, "guided_json": schema}))
-        client.linger(0.2)
+        client.linger(1)
 
 
 @attack(clients=4)

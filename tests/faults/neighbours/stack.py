@@ -24,6 +24,8 @@ from tests.verifier_service.harness import free_port
 MODULES = ("verifier_service", "draft_service", "gateway")
 PATIENCE_SECONDS = 240.0
 SETTLED_WITHIN = 30.0
+# Of glibc, for threads: not reserved either.
+_LARGEST_HEAP = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -41,22 +43,6 @@ class Gateway:
     @property
     def port(self) -> int:
         return int(self.url.rsplit(":", 1)[1])
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Resident bytes by service, and of them those of the target's cache that hold something, for later prompts too."""
-
-    resident: dict[str, int]
-    cache_held: float
-
-    @property
-    def total(self) -> int:
-        return sum(self.resident.values())
-
-    def grown(self, later: Memory) -> float:
-        """Share by which it has grown, but for the cache: that fills up to its own bound."""
-        return (later.total - self.total - max(0.0, later.cache_held - self.cache_held)) / self.total
 
 
 @dataclass
@@ -98,15 +84,14 @@ class Stack:
         told = [line for line in self.said.read_text(errors="replace").splitlines() if "restarting" in line]
         return [*gone, *told]
 
-    def memory(self) -> Memory:
-        with suppress(httpx.HTTPError):
-            held = self.verifier_counters()["spire_verifier_cache_held_bytes"].get("", 0.0)
-            return Memory(self.resident(), held)
-        return Memory(self.resident(), 0.0)
-
     def resident(self) -> dict[str, int]:
         """Bytes by service."""
         return {module: _resident_bytes(pid) for module, pid in self.running().items()}
+
+    def resident_besides_cache(self) -> int:
+        """Bytes of all services, but for the pages of the target's cache: these fill up to a bound of their own."""
+        cache = sum(map(_cache_bytes, self.running().values()))
+        return sum(self.resident().values()) - cache
 
     def verifier_counters(self) -> dict[str, dict[str, float]]:
         """What the verifier counts, by name and kind; without a kind under an empty one."""
@@ -195,6 +180,22 @@ def _module(pid: int) -> str:
         arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
         return next((module for module in MODULES if module in arguments), "")
     return ""
+
+
+def _cache_bytes(pid: int) -> int:
+    """Resident bytes of large anonymous mappings without reservation, which only the cache's pools have."""
+    found = size = resident = 0
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+            name, *values = line.split()
+            if "-" in name:
+                begin, end = (int(address, 16) for address in name.split("-"))
+                size = end - begin if len(values) == 4 else 0  # a mapping of a file has a name
+            elif name == "Rss:":
+                resident = 1024 * int(values[0])
+            elif name == "VmFlags:" and "nr" in values and size > _LARGEST_HEAP:
+                found += resident
+    return found
 
 
 def _resident_bytes(pid: int) -> int:

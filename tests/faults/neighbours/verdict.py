@@ -7,13 +7,12 @@ from dataclasses import asdict, dataclass, field
 
 from rich.table import Table
 
-from tests.faults.neighbours.stack import Memory
 from tests.faults.neighbours.watch import Seen
 
 # The gap of the victim: so many times what it is beside who behaves, and the longest step; never over so many seconds.
 TIMES, LONGEST_GAP = 3.0, 1.0
 LONGEST_HEALTH = 0.5
-# Of resident memory, by the second attack of a kind.
+# Of memory at its peak, but for the cache, by the second attack of a kind.
 MOST_GROWTH = 0.01
 # Fewer gaps have no p99.
 FEWEST_GAPS = 100
@@ -52,14 +51,19 @@ def judge(
     attack: str,
     about: str,
     usual: Seen,
-    seen: Seen,
-    memory: tuple[Memory, Memory],
+    both: Sequence[Seen],
+    resident: Sequence[dict[str, int]] = ({}, {}),
     lost: Sequence[str] = (),
     answers: dict[str, int] | None = None,
 ) -> Result:
-    """`usual`: beside as many well-behaved clients. `memory`: after the first and after the second attack."""
+    """`usual`: beside as many well-behaved clients. `both`: beside the first and the second attack. `resident`: after.
+
+    Memory is compared by its peaks: between them, how much of its freed memory a process keeps is chance.
+    """
+    seen, (first, second) = both[0] + both[1], (each.peak_besides_cache for each in both)
+    growth = second / first - 1 if first else float("inf")
     bound = min(TIMES * p99(usual.gaps) + seen.longest_step, LONGEST_GAP)
-    gap, health, growth = p99(seen.gaps), max(seen.health, default=float("inf")), memory[0].grown(memory[1])
+    gap, health = p99(seen.gaps), max(seen.health, default=float("inf"))
     broken = [f"{failure}" for failure in dict.fromkeys(seen.failures)][:5]
     broken += [f"lost: {name}" for name in lost]
     if len(seen.gaps) < FEWEST_GAPS:
@@ -81,8 +85,8 @@ def judge(
         first_token_longest=max(seen.first_tokens, default=float("inf")),
         health_longest=health,
         longest_step=seen.longest_step,
-        resident_bytes=memory[1].resident,
-        resident_bytes_before=memory[0].resident,
+        resident_bytes=resident[1],
+        resident_bytes_before=resident[0],
         resident_bytes_peak=seen.peak_bytes,
         resident_growth=growth,
         answers=answers or {},

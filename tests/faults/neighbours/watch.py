@@ -19,7 +19,7 @@ import httpx
 
 from tests.faults.neighbours.stack import Gateway, Stack
 
-HEALTH_EVERY, COUNTERS_EVERY, MEMORY_EVERY = 0.05, 0.2, 0.1
+HEALTH_EVERY, COUNTERS_EVERY, MEMORY_EVERY = 0.05, 0.2, 0.5
 # Of the victim: longer than anything is allowed to take, so that what took too long is measured.
 PATIENCE_SECONDS = 120.0
 # As many as fit beside others, and long enough that few gaps are first ones.
@@ -35,6 +35,7 @@ class Seen:
     health: list[float] = field(default_factory=list)
     longest_step: float = 0.0
     peak_bytes: int = 0
+    peak_besides_cache: int = 0
     failures: list[str] = field(default_factory=list)
 
     def __add__(self, other: Seen) -> Seen:
@@ -44,6 +45,7 @@ class Seen:
             self.health + other.health,
             max(self.longest_step, other.longest_step),
             max(self.peak_bytes, other.peak_bytes),
+            max(self.peak_besides_cache, other.peak_besides_cache),
             self.failures + other.failures,
         )
 
@@ -138,6 +140,7 @@ class Watch:
         assert self._stack
         while not self._over.wait(MEMORY_EVERY):
             self.seen.peak_bytes = max(self.seen.peak_bytes, sum(self._stack.resident().values()))
+            self.seen.peak_besides_cache = max(self.seen.peak_besides_cache, self._stack.resident_besides_cache())
 
 
 def mean_step(before: dict[str, dict[str, float]], now: dict[str, dict[str, float]]) -> float:

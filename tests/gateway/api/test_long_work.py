@@ -32,6 +32,7 @@ from spire.text.chat_template import ChatTemplate
 from spire.v1 import verifier_pb2
 from tests.conftest import CHAT_TEMPLATE
 from tests.gateway.api.test_logprobs import decoded
+from tests.marks import thoroughly
 from tests.stretches import longest_stretch_of
 
 JSON = {"content-type": "application/json"}
@@ -103,8 +104,20 @@ def body_of(kind: str) -> tuple[str, bytes]:
 
 
 KINDS = [
-    *("ids", "prompts", "long prompts", "lists", "members", "deep", "wrong stops", "biases", "a schema", "choices"),
-    *("a model", "messages", "a message", "parts", "text", "tokens", "wrong tokens"),
+    *(
+        "ids",
+        "long prompts",
+        "lists",
+        "members",
+        "deep",
+        "biases",
+        "a schema",
+        "choices",
+        "a model",
+        "a message",
+        "text",
+    ),
+    *map(thoroughly, ("prompts", "wrong stops", "messages", "parts", "tokens", "wrong tokens")),
 ]
 
 

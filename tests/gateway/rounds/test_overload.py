@@ -153,6 +153,7 @@ def test_a_connection_outlives_the_pools_of_clients_unless_told_otherwise() -> N
     assert GatewayConfig(_cli_parse_args=[]).idle_seconds > 90  # Go's; nginx keeps its own for 60 s
 
 
+@pytest.mark.thorough
 @pytest.mark.fault(14)
 def test_a_reader_who_stops_reading_is_dropped_and_others_are_served(strict: tuple[Services, Api]) -> None:
     _, api = strict

@@ -15,6 +15,7 @@ LONG: dict[str, Any] = {"max_tokens": 300, "temperature": 0, "ignore_eos": True,
 PROMPTS = ["Once upon a time" + " there" * index for index in range(4)]
 
 
+@pytest.mark.thorough
 @pytest.mark.fault(19)
 def test_more_requests_than_memory_all_end_with_the_text_they_have_alone(
     stories_dir: Path, stories_draft_dir: Path

@@ -60,6 +60,7 @@ def revive(service: Service, directory: Path) -> Service:
     return start(command, directory)
 
 
+@pytest.mark.thorough
 @pytest.mark.fault(1)
 def test_a_draft_that_dies_costs_speed_and_comes_back(fragile: tuple[Services, Api]) -> None:
     system, api = fragile
@@ -80,6 +81,7 @@ def test_a_draft_that_dies_costs_speed_and_comes_back(fragile: tuple[Services, A
     assert api.metric("spire_draft_tokens_total") > before
 
 
+@pytest.mark.thorough
 @pytest.mark.fault(2)
 def test_a_frozen_draft_is_left_out_of_the_round(fragile: tuple[Services, Api]) -> None:
     system, api = fragile

@@ -46,12 +46,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         found = [s for s in self.all if s.state is state]
         return found[at % len(found)] if found else None
 
-    @rule(choices=st.integers(1, 3), max_tokens=st.integers(1, 6))
-    def add(self, choices: int, max_tokens: int) -> None:
+    @rule(choices=st.integers(1, 3), max_tokens=st.integers(1, 6), key=st.sampled_from("ab"))
+    def add(self, choices: int, max_tokens: int, key: str) -> None:
         new = [sequence(f"s{len(self.all) + i}", max_tokens=max_tokens) for i in range(choices)]
-        room = self.scheduler.max_waiting - len(self.scheduler.waiting)
+        waiting = [one.key for one in self.scheduler.waiting]
+        room = self.scheduler.max_waiting // len({*waiting, key}) - waiting.count(key)
         try:
-            self.scheduler.add(new)
+            self.scheduler.add(new, key)
             assert choices <= room
             self.all += new
         except OutOfCapacity:
@@ -388,6 +389,16 @@ def test_a_request_is_queued_whole_or_not_at_all() -> None:
     with pytest.raises(OutOfCapacity, match="2 of 3"):
         scheduler.add([sequence("c"), sequence("d")])
     assert names(scheduler.waiting) == ["a", "b"]
+
+
+def test_a_key_that_fills_the_queue_leaves_others_their_share() -> None:
+    scheduler = Scheduler(capacity=1, max_waiting=4)
+    ask(scheduler, "abcd", "flood")
+    ask(scheduler, "xy", "victim")
+    for key, places in (("flood", "4 of 2"), ("victim", "2 of 2"), ("other", "0 of 1")):
+        with pytest.raises(OutOfCapacity, match=places):
+            scheduler.add([sequence("e"), sequence("f")], key)
+    ask(scheduler, "z", "other")
 
 
 def test_tokens_after_an_end_token_do_not_count() -> None:

@@ -74,6 +74,7 @@ def test_a_peer_that_is_not_there_is_refused_by_name(monkeypatch: pytest.MonkeyP
         check(["transformers"])
 
 
+@pytest.mark.thorough
 def test_peers_stand_beside_plain_decoding_of_the_same_batch(stories_dir: Path, prose: list[Path]) -> None:
     with running(stories_dir) as services:
         common = ["--url", services.url, "--model", str(stories_dir), "--data", str(prose[0]), "--json"]

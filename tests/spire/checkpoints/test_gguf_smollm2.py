@@ -51,6 +51,7 @@ def converted(request: pytest.FixtureRequest, smollm2_gguf: Path, tmp_path_facto
     return out
 
 
+@pytest.mark.thorough
 def test_weights_and_shape_are_those_that_transformers_reads(converted: Path, reference: Any) -> None:
     """Bit for bit, in float32; in bfloat16 rounded."""
     found = load_tensors(converted)

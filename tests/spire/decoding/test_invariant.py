@@ -68,7 +68,7 @@ parameters = st.fixed_dictionaries(
 drawn = partial(settings, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 
 
-@pytest.mark.parametrize("examples", [10, thoroughly(200)])
+@pytest.mark.parametrize("examples", [6, thoroughly(200)])
 def test_whatever_is_asked_speculation_changes_no_token(api: Api, examples: int) -> None:
     @drawn(max_examples=examples)
     @given(body=parameters, k=st.integers(1, 8))
@@ -98,7 +98,7 @@ plain_parameters = st.fixed_dictionaries(
 )
 
 
-@pytest.mark.parametrize("examples", [8, thoroughly(50)])
+@pytest.mark.parametrize("examples", [5, thoroughly(50)])
 def test_under_a_grammar_speculation_changes_no_token(api: Api, examples: int) -> None:
     @drawn(max_examples=examples)
     @given(body=plain_parameters, grammar=st.sampled_from(GRAMMARS), k=st.integers(1, 8))

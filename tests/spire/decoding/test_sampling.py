@@ -13,6 +13,7 @@ from spire.decoding.randomness import Purpose, uniform, uniforms_behind
 from spire.decoding.sampling import SamplingRows, draw, pick, probabilities, top_m
 from spire.rpc.sampling import from_protos
 from spire.v1 import tensor_pb2 as pb
+from tests.marks import thoroughly
 
 # A test that is right fails once in a million runs; the numbers are fixed, so it fails always or never.
 ALPHA = 1e-6
@@ -194,7 +195,7 @@ def picks(probs_V: Tensor, count: int) -> Tensor:
     return pick(probs_V.expand(count, -1), samplings, torch.full((count,), 9))
 
 
-@pytest.mark.parametrize("V", [5, 300, 2000, 20_001])
+@pytest.mark.parametrize("V", [5, thoroughly(300), thoroughly(2000), 20_001])
 @pytest.mark.parametrize("scale", [0.0, 2.0])
 def test_picks_follow_the_distribution_of_likely_and_of_unlikely_tokens(V: int, scale: float) -> None:
     probs_V = (torch.randn(V, generator=torch.Generator().manual_seed(V)) * scale).softmax(-1)

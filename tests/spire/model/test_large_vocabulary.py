@@ -39,7 +39,7 @@ def with_vocabulary(model: Path, size: int, out: Path) -> Path:
     return out
 
 
-@pytest.fixture(scope="module", params=["padded stories260K", "SmolLM2"])
+@pytest.fixture(scope="module", params=["padded stories260K", thoroughly("SmolLM2")])
 def api(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     directory = tmp_path_factory.mktemp("large")
     if request.param == "SmolLM2":

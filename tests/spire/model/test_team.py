@@ -55,6 +55,7 @@ def test_the_helper_of_a_thread_runs_where_the_thread_does_not(processors: list[
     assert [len(one) for one in others if one != processors] == [1]
 
 
+@pytest.mark.thorough
 def test_with_more_or_fewer_processors_than_threads_the_system_chooses(processors: list[int]) -> None:
     assert all(one == processors for one in where_threads_may_run(processors, threads=1))
     assert all(one == processors for one in where_threads_may_run(processors, threads=3))

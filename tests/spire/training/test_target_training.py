@@ -87,6 +87,7 @@ def test_training_lowers_the_loss_and_the_result_can_be_served(undisturbed: Path
     assert target.config.vocab_size == TINY.vocab_size
 
 
+@pytest.mark.thorough
 def test_another_seed_gives_other_weights(undisturbed: Path, tmp_path: Path) -> None:
     train(tmp_path, replace(TINY, seed=2))
     assert (undisturbed / "model.safetensors").read_bytes() != (tmp_path / "model.safetensors").read_bytes()
