@@ -26,25 +26,28 @@ from tests.services import Service, Services, running, start
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-FIXTURES = TESTS / "fixtures"
+FIXTURES, FAULTS = TESTS / "fixtures", TESTS / "faults"
 
 # What starts processes: fixtures by name, and what test modules import.
 STARTING_FIXTURES = {"changing", "driver", "guarded", "services", "serving", "shared", "shared_apart", "system"}
 STARTERS = {id(starter) for starter in (running, start, subprocess, multiprocessing)}
 
-# Files whose tests take seconds together, without processes.
+# Files whose tests take seconds together, without processes, or whose libraries take seconds to import.
 SECONDS = [
     "deploy/test_secrets.py",
     "draft_service/test_health.py",
     "draft_service/test_requests.py",
     "draft_service/test_worker.py",
     "gateway/api/test_long_work.py",
+    "gateway/requests/test_fields.py",
     "gateway/requests/test_structured.py",
     "gateway/rounds/test_depth.py",
     "gateway/rounds/test_order.py",
     "gateway/text/test_tokenizer.py",
     "security/test_pickle.py",
+    "spire/checkpoints/test_checkpoint.py",
     "spire/checkpoints/test_convert.py",
+    "spire/checkpoints/test_generation_config.py",
     "spire/checkpoints/test_gguf.py",
     "spire/checkpoints/test_gguf_bpe.py",
     "spire/checkpoints/test_model_tokenizer.py",
@@ -53,7 +56,9 @@ SECONDS = [
     "spire/decoding/test_verification.py",
     "spire/model/test_cache.py",
     "spire/model/test_draft.py",
+    "spire/model/test_families.py",
     "spire/model/test_self_speculation.py",
+    "spire/model/test_target.py",
     "spire/perf/test_calibration.py",
     "spire/perf/test_perf_model_properties.py",
     "spire/text/test_chat_template.py",
@@ -81,7 +86,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if collection_path.suffix != ".py":
         return None
     left_out = "not seconds" in config.option.markexpr and collection_path in {TESTS / file for file in SECONDS}
-    return left_out or ("not processes" in config.option.markexpr and _imports_starters(collection_path)) or None
+    if "not processes" in config.option.markexpr:
+        left_out |= FAULTS in collection_path.parents or _imports_starters(collection_path)
+    return left_out or None
 
 
 def _imports_starters(file: Path) -> bool:
@@ -101,7 +108,7 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
         if item.path in seconds:
             item.add_marker(pytest.mark.seconds)
         imported = set(map(id, vars(item.module).values()))
-        if STARTERS & imported or STARTING_FIXTURES & set(item.fixturenames) or TESTS / "faults" in item.path.parents:
+        if STARTERS & imported or STARTING_FIXTURES & set(item.fixturenames) or FAULTS in item.path.parents:
             item.add_marker(pytest.mark.processes)
 
 
