@@ -78,6 +78,7 @@ def run_parts(parts: list[Part], directory: Path, **asked_for: object) -> dict[s
     return json.loads((directory / "run.json").read_text())
 
 
+@pytest.mark.thorough
 def test_a_part_that_crashes_is_a_finding_and_the_next_goes_on(tmp_path: Path) -> None:
     run = run_parts([Part(8, "no_such_module", "crashes", 1, 60), PARTS[0]], tmp_path)
     crashed, after = run["parts"]

@@ -167,6 +167,7 @@ def test_the_check_for_torch_would_see_it() -> None:
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=120).returncode == 42
 
 
+@pytest.mark.thorough
 def test_help_takes_little_longer_than_the_libraries_it_is_made_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

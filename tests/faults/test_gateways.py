@@ -76,6 +76,7 @@ def test_a_gateway_told_to_stop_finishes_its_requests_and_takes_no_more(whole: S
     assert whole.leaks() == {}
 
 
+@pytest.mark.thorough
 @pytest.mark.fault(20)
 def test_a_second_signal_ends_it_now_and_tells_the_clients(whole: System) -> None:
     with far_gateway(whole, "--drain-seconds", "60") as service:
@@ -103,6 +104,7 @@ def test_a_verifier_told_to_end_lets_what_runs_end_first(whole: System) -> None:
     whole.revive("verifier")
 
 
+@pytest.mark.thorough
 @pytest.mark.fault(22, 6)
 def test_a_gateway_that_vanishes_leaves_only_its_own_sequences_to_free(whole: System) -> None:
     with proxied(whole.verifier.address) as wire, gateway(whole, verifier=wire.address) as gone:

@@ -79,6 +79,7 @@ def test_a_stuck_model_is_unready_though_it_answers_pings_and_then_resumes(whole
     assert 3 <= endured.detection < 10
 
 
+@pytest.mark.thorough
 @pytest.mark.fault(5, 20)
 @pytest.mark.parametrize("signals", [1, thoroughly(2)])
 def test_a_stuck_model_does_not_keep_its_verifier_from_ending(stories_dir: Path, tmp_path: Path, signals: int) -> None:
@@ -95,6 +96,7 @@ def test_a_stuck_model_does_not_keep_its_verifier_from_ending(stories_dir: Path,
     assert "the model is stuck" in verifier.log.read_text()
 
 
+@pytest.mark.thorough
 @pytest.mark.fault(11)
 def test_numbers_gone_bad_fail_their_request_clearly_and_no_other(whole: System) -> None:
     victim = Record({"prompt": "Once", "temperature": 1, "seed": 13, "max_tokens": 200, "return_token_ids": True})
@@ -118,6 +120,7 @@ def test_a_step_that_fails_is_computed_again_and_no_client_notices(whole: System
     assert whole.leaks() == {}
 
 
+@pytest.mark.thorough
 @pytest.mark.gpu
 @pytest.mark.fault(1, 4)
 @pytest.mark.parametrize(("switch", "name"), [("gone", "draft"), thoroughly("lost", "verifier")])

@@ -53,6 +53,7 @@ class Keyboard:
         raise AssertionError(f"{goal} is not reached by Tab: {stops}")
 
 
+@pytest.mark.thorough
 def test_it_works_by_keyboard_alone(page: Page) -> None:
     keys = Keyboard(page)
     keys.press(TAB, ENTER)  # the link that skips to the prompt

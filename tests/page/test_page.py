@@ -118,6 +118,7 @@ def test_pointing_at_a_round_marks_the_tokens_it_gave(page: Page) -> None:
     assert marked == [str(at)] * rounds[at]["tokens"]
 
 
+@pytest.mark.thorough
 def test_without_speculation_it_decodes_plainly(page: Page, services: Services) -> None:
     page.find("#speculation").click()
     drafts = Api(services.url).metric("spire_drafts_total")
@@ -164,6 +165,7 @@ def test_side_by_side_it_says_where_texts_part(page: Page) -> None:
     assert page.text("#verdict").startswith("The texts part at token ")
 
 
+@pytest.mark.thorough
 def test_the_rule_that_is_chosen_is_the_rule_that_is_used(page: Page) -> None:
     texts = {}
     for rule in ("invariant", "rejection"):
@@ -300,6 +302,7 @@ def test_a_field_that_is_wrong_is_shown_where_it_is(page: Page) -> None:
 # -- keys ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_a_key_is_asked_for_and_kept_nowhere_but_in_the_page(
     driver: Any, stories_dir: Any, stories_draft_dir: Any, tmp_path: Any
 ) -> None:

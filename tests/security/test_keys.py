@@ -238,6 +238,7 @@ def test_both_ways_out_of_that_refusal_lead_out(told: str, tmp_path: Path) -> No
         gateway.stop()
 
 
+@pytest.mark.thorough
 def test_a_file_that_is_no_file_of_keys_is_refused_at_the_start(tmp_path: Path) -> None:
     absent, wrong = tmp_path / "absent", tmp_path / "wrong"
     assert str(absent) in refused_start("gateway", "--keys", str(absent))

@@ -98,6 +98,7 @@ def test_a_service_with_another_secret_says_what_is_wrong(
         gateway.stop()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("module", ["verifier_service", "draft_service"])
 def test_beyond_loopback_a_service_wants_certificates_or_a_secret(
     module: str, stories_dir: Path, stories_draft_dir: Path

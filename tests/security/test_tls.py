@@ -154,6 +154,7 @@ def test_a_gateway_with_unusable_files_does_not_start(option: str, tmp_path: Pat
     assert f"{tmp_path}: tls.crt and tls.key cannot be used" in message
 
 
+@pytest.mark.thorough
 def test_spire_up_serves_with_tls_between_all_three_and_https_to_clients(
     stories_dir: Path, stories_draft_dir: Path, tmp_path: Path
 ) -> None:

@@ -23,6 +23,7 @@ def has_ipv6() -> bool:
     return True
 
 
+@pytest.mark.thorough
 def test_no_proxy_stands_between_the_services(stories_dir: Path, stories_draft_dir: Path) -> None:
     names = ("http_proxy", "https_proxy", "grpc_proxy")
     nowhere = dict.fromkeys([*names, *map(str.upper, names)], "http://127.0.0.1:9")

@@ -62,6 +62,7 @@ def test_capacity_is_sought_around_what_a_request_takes_alone(slow: Services, so
     assert rate < 1 / 2.5
 
 
+@pytest.mark.thorough
 def test_no_rate_is_tried_where_a_request_alone_waits_too_long(slow: Services, source: PromptSource) -> None:
     arriving = Arriving(source, 16, Request(2, 1.0, 0), 1.0)
     found = find(slow.url, arriving, 500, seed=1, tell=lambda trial: pytest.fail(f"tried {trial}"))

@@ -160,6 +160,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused_before_loading_anything(storie
     assert not (tmp_path / "logs").exists()
 
 
+@pytest.mark.thorough
 def test_ids_without_text_are_told_before_anything_is_loaded(stories_dir: Path, tmp_path: Path) -> None:
     model = shutil.copytree(stories_dir, tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
@@ -170,6 +171,7 @@ def test_ids_without_text_are_told_before_anything_is_loaded(stories_dir: Path, 
     assert "128 of the model's 640 ids have no text" in " ".join(done.stdout.split())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("told", ["option", thoroughly("environment"), thoroughly("file")])
 def test_serving_everybody_can_be_said_in_every_way(told: str, stories_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "spire.toml").write_text("[gateway]\nwithout_keys = true\n" if told == "file" else "")
@@ -207,6 +209,7 @@ def test_doctor_knows_the_target_as_its_own_draft(stories_dir: Path) -> None:
     assert checks["draft"]["value"] == "magicdec: the target itself"
 
 
+@pytest.mark.thorough
 def test_complete_streams_the_same_text_as_it_prints_whole(untouched: Running) -> None:
     request = ["complete", "Once upon a time", "--url", untouched.url, "--temperature", "0", "--max-tokens", "24"]
 
@@ -374,6 +377,7 @@ def test_how_much_is_held_can_be_said_and_is_shown(stories_dir: Path) -> None:
     assert "64 sequences × 300 positions" in done.stdout
 
 
+@pytest.mark.thorough
 def test_a_context_beyond_the_models_is_refused_with_both_numbers(stories_dir: Path) -> None:
     command = up(stories_dir, Path("off"), "--once", "--max-context", "513")
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=240)

@@ -15,6 +15,7 @@ from gateway.sequence import DEEPEST
 from tests.draft_service.test_carrier import activation_bytes
 from tests.gateway.conftest import Api, eventually
 from tests.gateway.rounds.test_resilience import revive
+from tests.marks import thoroughly
 from tests.services import Services, running
 from tests.verifier_service.harness import free_port
 
@@ -117,7 +118,7 @@ def test_the_option_fixes_k(stories_dir: Path, stories_draft_dir: Path, k: int) 
         assert card["draft"]["k"] == k
 
 
-@pytest.mark.parametrize("gateway", [PROMPT_GATEWAY, TARDY_GATEWAY], ids=["prompt", "tardy"])
+@pytest.mark.parametrize("gateway", [PROMPT_GATEWAY, thoroughly(TARDY_GATEWAY)], ids=["prompt", "tardy"])
 def test_a_draft_that_guesses_badly_is_soon_asked_no_more_and_told_little(
     stories_dir: Path, stories_draft_dir: Path, gateway: list[str]
 ) -> None:

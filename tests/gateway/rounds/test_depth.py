@@ -209,6 +209,7 @@ def test_rounds_that_leave_nothing_to_the_controller_pay_for_no_looks() -> None:
     assert 0 < beside <= 2 * alone
 
 
+@pytest.mark.thorough
 def test_a_look_that_ends_under_a_neighbouring_load_counts_as_answered() -> None:
     alike = sum(looks(system, seed) for system in LATE for seed in FEW_SEEDS)
     changing = sum(looks(system, seed, prefilling_every=8) for system in LATE for seed in FEW_SEEDS)
@@ -290,7 +291,7 @@ def test_a_draft_that_answers_late_costs_no_more_than_a_twentieth(milliseconds: 
         assert fmean(of_plain(lambda now, rooms: 4, late, seed=0)) < 0.8
 
 
-@pytest.mark.parametrize("milliseconds", [50.0, 200.0])
+@pytest.mark.parametrize("milliseconds", [50.0, thoroughly(200.0)])
 def test_a_draft_that_was_slow_for_long_is_soon_tried_again(milliseconds: float) -> None:
     healthy = System(**(PAYS.__dict__ | {"cache": 0.0}))
     controller, slow = DepthController(), System(**(healthy.__dict__ | {"hop": milliseconds}))
@@ -302,7 +303,7 @@ def test_a_draft_that_was_slow_for_long_is_soon_tried_again(milliseconds: float)
     assert share_of_best(healthy, HEAVY, depths[tried + 300 :]) >= 0.95
 
 
-@pytest.mark.parametrize("milliseconds", [50.0, 200.0, 1000.0])
+@pytest.mark.parametrize("milliseconds", [50.0, thoroughly(200.0), 1000.0])
 def test_a_draft_that_becomes_slow_is_left_within_a_few_rounds(milliseconds: float) -> None:
     healthy = System(**(PAYS.__dict__ | {"cache": 0.0}))
     slow = System(**(healthy.__dict__ | {"hop": milliseconds}))

@@ -93,6 +93,7 @@ def drafted_texts(api: Api) -> list[list[int]]:
         return [future.result()["choices"][0]["token_ids"] for future in work]
 
 
+@pytest.mark.thorough
 def test_what_was_ordered_beyond_a_text_s_end_is_no_part_of_it(services: Services) -> None:
     api = Api(services.url)
     assert drafted_texts(api) == texts(api)

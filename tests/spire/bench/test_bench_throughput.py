@@ -26,6 +26,7 @@ from spire.cli import app
 from spire.cli.bench import report as bench_report
 from spire.errors import DataError, SpireError
 from spire.perf import calibration
+from tests.marks import thoroughly
 from tests.paths import ROOT
 from tests.services import Services
 
@@ -231,6 +232,7 @@ def figures_cell(k: int, rate: float) -> Cell:
     return Cell("spire", "spire", k, 1, 512, runs(rate), runs(100.0), {"multiplier_modelled": 2.0} if k else {})
 
 
+@pytest.mark.thorough
 def test_what_was_measured_is_told_even_if_the_rest_fails(
     services: Services, stories_dir: Path, prose: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -348,7 +350,7 @@ def test_automatic_depth_is_modelled_at_the_models_own_best() -> None:
 # --- against another server -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("as_text", [[], ["--as-text"]])
+@pytest.mark.parametrize("as_text", [[], thoroughly(["--as-text"])])
 def test_the_same_load_goes_to_any_server_with_standard_fields_only(
     services: Services, stories_dir: Path, prose: list[Path], as_text: list[str]
 ) -> None:

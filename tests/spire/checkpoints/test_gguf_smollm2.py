@@ -65,6 +65,7 @@ def test_weights_and_shape_are_those_that_transformers_reads(converted: Path, re
     assert (ours.bos_token_id, *ours.eos_token_ids) == (config.bos_token_id, config.eos_token_id)
 
 
+@pytest.mark.thorough
 def test_ids_are_those_of_transformers(converted: Path, reference_tokenizer: Any) -> None:
     ours = load_tokenizer(converted)
     again = AutoTokenizer.from_pretrained(converted)

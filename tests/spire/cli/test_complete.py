@@ -18,6 +18,7 @@ from gateway.requests.schemas import CompletionRequest
 from spire.cli import app
 from spire.cli.origins import Origins, Painter
 from tests.gateway.conftest import eventually
+from tests.marks import thoroughly
 from tests.services import Services
 
 PROMPT = "Once upon a time"
@@ -88,6 +89,7 @@ def test_options_ask_for_what_the_endpoint_s_fields_ask_for(url: str, tmp_path: 
     assert texts == "".join(f"── {choice['index']}\n{choice['text']}\n" for choice in whole["choices"])
 
 
+@pytest.mark.thorough
 def test_adjustments_and_stops_are_passed_on(url: str) -> None:
     greedy = ["--temperature", "0", "--max-tokens", "20"]
     plain = run(url, *greedy)
@@ -103,6 +105,7 @@ def test_adjustments_and_stops_are_passed_on(url: str) -> None:
     assert report(url, *greedy, "--truncate", "2")["usage"]["prompt_tokens"] == 2
 
 
+@pytest.mark.thorough
 def test_a_grammar_is_followed(url: str, tmp_path: Path) -> None:
     assert re.fullmatch(r"[0-9]{3}\n", run(url, "--regex", "[0-9]{3}", "--max-tokens", "12"))
     schema = tmp_path / "schema.json"
@@ -136,7 +139,7 @@ def test_logprobs_are_printed_token_by_token(url: str) -> None:
     assert text.startswith(", ")
 
 
-@pytest.mark.parametrize("streaming", ["--stream", "--no-stream"])
+@pytest.mark.parametrize("streaming", ["--stream", thoroughly("--no-stream")])
 def test_brackets_hold_what_the_draft_guessed_and_nothing_else_changes(url: str, streaming: str) -> None:
     options = ["--seed", "7", "--max-tokens", "60", "--ignore-eos", streaming]
     shown = run(url, *options, "--show-speculation")

@@ -190,6 +190,7 @@ def test_rejection_accepts_the_overlap_of_p_and_q_invariant_little_less() -> Non
     assert accepted_share(Rule.INVARIANT, 1, p_VV, q_VV) > overlap / (2 - overlap) - deviation
 
 
+@pytest.mark.thorough
 def test_the_invariant_rule_agrees_on_individually_unlikely_tokens() -> None:
     """2,000 tokens, nearly as probable: still at least (1 - TV) / (1 + TV) of them."""
     n, generator = 5_000, torch.Generator().manual_seed(0)

@@ -51,7 +51,7 @@ def pools_of(slots: int, heads: int, positions: int, width: int, dtype: torch.dt
 CASES = [
     (1, 1, 64, [0, 63, 64, 130]),
     (4, 5, 32, [1300, 59, 0]),
-    (8, 16, 16, [1023, 1024]),
+    thoroughly(8, 16, 16, [1023, 1024]),
     (3, 17, 64, [1010, 47]),
     (2, 2, 128, [1087, 1088, 5]),
 ]
@@ -104,6 +104,7 @@ class Paged(TargetCache):
         return False
 
 
+@pytest.mark.thorough
 @torch.no_grad()
 def test_decoding_over_cache_pages_gives_the_logits_of_the_whole_sequence(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
