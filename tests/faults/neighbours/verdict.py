@@ -12,7 +12,7 @@ from tests.faults.neighbours.watch import Seen
 # The gap of the victim: so many times what it is beside who behaves, and the longest step; never over so many seconds.
 TIMES, LONGEST_GAP = 3.0, 1.0
 LONGEST_HEALTH = 0.5
-# Of memory at its peak, but for the cache, by the second attack of a kind.
+# Of memory at its peak, but for the cache, by the last attack of a kind.
 MOST_GROWTH = 0.01
 # Fewer gaps have no p99.
 FEWEST_GAPS = 100
@@ -51,17 +51,17 @@ def judge(
     attack: str,
     about: str,
     usual: Seen,
-    both: Sequence[Seen],
+    times: Sequence[Seen],
     resident: Sequence[dict[str, int]] = ({}, {}),
     lost: Sequence[str] = (),
     answers: dict[str, int] | None = None,
 ) -> Result:
-    """`usual`: beside as many well-behaved clients. `both`: beside the first and the second attack. `resident`: after.
+    """`usual`: beside as many well-behaved clients. `times`: beside each attack. `resident`: after each.
 
     Memory is compared by its peaks: between them, how much of its freed memory a process keeps is chance.
     """
-    seen, (first, second) = both[0] + both[1], (each.peak_besides_cache for each in both)
-    growth = second / first - 1 if first else float("inf")
+    seen, before = sum(times[1:], times[0]), max(each.peak_besides_cache for each in times[:-1])
+    growth = times[-1].peak_besides_cache / before - 1 if before else float("inf")
     bound = min(TIMES * p99(usual.gaps) + seen.longest_step, LONGEST_GAP)
     gap, health = p99(seen.gaps), max(seen.health, default=float("inf"))
     broken = [f"{failure}" for failure in dict.fromkeys(seen.failures)][:5]
@@ -85,7 +85,7 @@ def judge(
         first_token_longest=max(seen.first_tokens, default=float("inf")),
         health_longest=health,
         longest_step=seen.longest_step,
-        resident_bytes=resident[1],
+        resident_bytes=resident[-1],
         resident_bytes_before=resident[0],
         resident_bytes_peak=seen.peak_bytes,
         resident_growth=growth,
@@ -99,7 +99,7 @@ def table(results: Sequence[Result]) -> Table:
     shown.add_column("attack", no_wrap=True)
     for column in ("gap p99 beside well-behaved", "gap p99", "bound", "longest", "first token", "/health"):
         shown.add_column(column, justify="right")
-    for column in ("longest step", "MiB at most", "second adds"):
+    for column in ("longest step", "MiB at most", "last adds"):
         shown.add_column(column, justify="right")
     shown.add_column("broken")
     for result in results:
