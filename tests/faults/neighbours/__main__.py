@@ -37,9 +37,7 @@ _TIMES = 3
 
 def neighbours(
     only: Annotated[list[str] | None, typer.Option(help=f"Attacks to run: {', '.join(ATTACKS)}.")] = None,
-    seconds: Annotated[
-        float, typer.Option(help="How long each attack lasts at least, each time.", min=1)
-    ] = 10,
+    seconds: Annotated[float, typer.Option(help="How long each attack lasts at least, each time.", min=1)] = 10,
     model: Annotated[Path | None, typer.Option(help="Target to serve. Default: the bundled pair.")] = None,
     draft: Annotated[str, typer.Option(help="Of such a target: a draft's directory, magicdec or off.")] = "off",
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON instead of a table.")] = False,
