@@ -1,13 +1,14 @@
 """The speed of two states of this repository, measured by turns, so that a noisy machine is noisy to both.
 
     git worktree add --detach ../before COMMIT
-    (cd ../before && python -c 'from setuptools import setup; setup()' build_ext --inplace)      # its own kernels
+    (cd ../before && python -c 'from setuptools import setup; setup()' build_ext --inplace)  # its own kernels
     python -m experiments.turns ../before . --context 1900 --k 0,auto --pairs 60
     python -m experiments.turns ../before . --model DIR --draft off --batch 4 --context 200 --k 0
 
 `spire up` of both directories runs all the time, with this Python. A pair is one batch of the same requests to each, in
 random order; prompts are in the prefix caches from the second batch on. The ratio of a pair is after / before in tokens
-a second, from the first token of a batch to its last. Printed are medians, and 95 % intervals by bootstrap.
+a second, from the first token of a batch to its last. Printed are medians, and 95 % intervals by bootstrap. Choose the
+number of pairs beforehand: who repeats until a bound holds has not shown it.
 """
 
 from __future__ import annotations
@@ -38,11 +39,16 @@ from spire.bench.prompts import BUNDLED_TEXT, PromptSource
 from spire.bench.stream import Timed, stream_all
 from spire.cli.paths import BUNDLED
 
-ROOT = Path(__file__).resolve().parents[1]
 PATIENCE_SECONDS = 600
 _RESAMPLED = 4000
 # Batches that fill the prefix caches and let the choice of k settle.
 _WARMING = 2
+_SHOWN_LINES = 5
+_FIND = """
+import importlib.util, json
+names = "spire", "gateway", "verifier_service", "draft_service", "spire.kernels.compiled"
+print(json.dumps({name: getattr(importlib.util.find_spec(name), "origin", "") for name in names}))
+"""
 
 console = Console(stderr=True)
 
@@ -64,7 +70,7 @@ def main(
     """Measure both by turns and print the ratio of their speeds."""
     source = PromptSource(model or BUNDLED / "target", [BUNDLED_TEXT])
     prompts = source.cut(batch, context, seed=1)
-    options = [*(["--model", str(model.resolve())] if model else []), *(["--draft", draft] if draft else [])]
+    options = [*(["--model", str(model.resolve())] if model else []), *(["--draft", _placed(draft)] if draft else [])]
     depths = {name: None if name == "auto" else int(name) for name in k.split(",")}
     rates: dict[str, list[tuple[float, float]]] = {name: [] for name in depths}
     with ExitStack() as stacks:
@@ -87,21 +93,42 @@ def main(
     Console().print(table)
 
 
+def _placed(draft: str) -> str:
+    """Return the full path of a draft's directory; `magicdec` and `off` as they are."""
+    return str(Path(draft).resolve()) if Path(draft).is_dir() else draft
+
+
 @contextmanager
 def serving(directory: Path, options: Sequence[str]) -> Iterator[str]:
     """Run `spire up` of a directory and yield the gateway's URL once it serves."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SPIRE_")}
     environment |= {"PYTHONPATH": str(directory), "SPIRE_VERIFIER_METRICS_PORT": str(_free_port())}
     environment["SPIRE_DRAFT_METRICS_PORT"] = str(_free_port())
+    check_own(directory, environment)
     port = _free_port()
     command = [sys.executable, "-m", "spire.cli", "up", "--port", str(port), "--prompt", "", *options]
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(command, cwd=directory, env=environment, stdout=said, stderr=subprocess.STDOUT)
         try:
-            yield _ready(f"http://127.0.0.1:{port}", process, directory)
+            url = f"http://127.0.0.1:{port}"
+            if not _is_ready(url, process):
+                said.seek(0)
+                lines = said.read().decode(errors="replace").strip().splitlines()[-_SHOWN_LINES:]
+                raise typer.BadParameter(f"spire up in {directory} does not serve:\n" + "\n".join(lines))
+            yield url
         finally:
             process.terminate()
             process.wait()
+
+
+def check_own(directory: Path, environment: dict[str, str]) -> None:
+    """Raise BadParameter unless Python finds all packages of the product, and their kernels, in `directory`."""
+    found = subprocess.run(
+        [sys.executable, "-c", _FIND], cwd=directory, env=environment, capture_output=True, text=True
+    )
+    for name, file in json.loads(found.stdout or "{}").items() or [("spire", found.stderr[-200:])]:
+        if not file.startswith(f"{directory}/"):
+            raise typer.BadParameter(f"{directory} has no {name} of its own (found: {file or 'none'})")
 
 
 def _free_port() -> int:
@@ -109,16 +136,16 @@ def _free_port() -> int:
         return int(bound.getsockname()[1])
 
 
-def _ready(url: str, process: subprocess.Popen[bytes], directory: Path) -> str:
+def _is_ready(url: str, process: subprocess.Popen[bytes]) -> bool:
     deadline = time.monotonic() + PATIENCE_SECONDS
     while process.poll() is None and time.monotonic() < deadline:
         try:
             if httpx.get(f"{url}/ready", timeout=5, trust_env=False).is_success:
-                return url
+                return True
         except httpx.HTTPError:
             pass
         time.sleep(0.2)
-    raise typer.BadParameter(f"spire up in {directory} does not serve: try it there by hand")
+    return False
 
 
 def one_pair(urls: Sequence[str], request: Request, prompts: list[list[int]], seed: int) -> tuple[float, float]:

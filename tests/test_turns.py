@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
+from pathlib import Path
 
-from experiments.turns import summary
+import pytest
+import typer
+
+from experiments.turns import check_own, summary
 
 
 def pairs(ratio: float, count: int = 60) -> list[tuple[float, float]]:
@@ -26,3 +31,9 @@ def test_a_loss_of_a_tenth_is_seen() -> None:
     figures = summary(pairs(0.9))
     low, high = figures["interval"]
     assert low < figures["ratio"] < high < 1
+
+
+@pytest.mark.processes
+def test_a_directory_without_the_product_is_not_measured_as_what_is_installed(tmp_path: Path) -> None:
+    with pytest.raises(typer.BadParameter, match="no spire of its own"):
+        check_own(tmp_path, {**os.environ, "PYTHONPATH": str(tmp_path)})

@@ -86,7 +86,7 @@ class Layers:
         return queries, (pages, lengths_B, length)
 
     def _seconds(self, queries: Tensor, asked: tuple[Any, ...], tuning: Any) -> float:
-        """Of one layer: of several, one behind the other, so that launches hide."""
+        """Time one layer. Several run one behind the other, so that launches are hidden."""
         layers = cycle(self.layers)
 
         def attend_all() -> None:
@@ -96,7 +96,7 @@ class Layers:
         return self.bench.seconds(attend_all) / _AT_ONCE
 
     def _error(self, queries: Tensor, asked: tuple[Any, ...]) -> float:
-        """Of the first sequence, relative to float64."""
+        """Return the error of the first sequence, relative to float64."""
         keys, values = self.layers[0]
         found = self.kernels.attend(queries, keys, values, *asked)[:1].double()
         slot, length, tokens = self.slots_B[:1], asked[2], queries.shape[2]

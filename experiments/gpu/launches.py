@@ -20,7 +20,7 @@ _NAME = 60
 
 
 def launches(work: Callable[[], object], device: torch.device) -> dict[str, Any]:
-    """Of one call of `work`; nothing where there is no GPU.
+    """Count the launches of one call of `work`; return nothing where there is no GPU.
 
     `launches`, `copies`, `waits`: calls of the host. `gpu_ms`: the time in which kernels ran, by themselves, and
     `kernels` those that took most of it with their milliseconds.

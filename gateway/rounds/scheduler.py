@@ -75,8 +75,8 @@ class Scheduler:
         if len(new) > self.max_waiting:
             message = f"{len(new)} choices are asked for at once, and the queue has {self.max_waiting} places"
             raise InvalidRequest(message, "n")
-        taken, share = self.waiting.of_key(key), self.max_waiting // len(self.waiting.keys | {key})
-        if taken + len(new) > max(1, share):
+        taken, share = self.waiting.of_key(key), max(1, self.max_waiting // len(self.waiting.keys | {key}))
+        if taken + len(new) > share:
             raise OutOfCapacity(f"{taken} of {share} queue places are taken: try again later")
         for sequence in new:
             sequence.arrival = next(self._arrivals)
