@@ -34,6 +34,6 @@ def test_a_loss_of_a_tenth_is_seen() -> None:
 
 
 @pytest.mark.processes
-def test_a_directory_without_the_product_is_not_measured_as_what_is_installed(tmp_path: Path) -> None:
+def test_a_directory_without_the_product_is_refused(tmp_path: Path) -> None:
     with pytest.raises(typer.BadParameter, match="no spire of its own"):
         check_own(tmp_path, {**os.environ, "PYTHONPATH": str(tmp_path)})
