@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.services import Services, running
+
+OFF = {"draft": "off"}
 
 
 class Api:
@@ -48,6 +51,21 @@ class Api:
     def ready(self) -> dict[str, Any]:
         answer: dict[str, Any] = self.http.get("/ready").json()
         return answer
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """What a stream said, its end mark checked and left out."""
+    lines = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def stream(api: Api, prompt: object, **request: Any) -> list[Any]:
+    body = {"prompt": prompt, "stream": True} | request
+    with api.http.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        return events(response)
 
 
 def eventually(true: Callable[[], bool], within: float = 60.0) -> float:

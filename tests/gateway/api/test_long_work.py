@@ -31,7 +31,7 @@ from spire.service.fair_pool import FairPool
 from spire.text.chat_template import ChatTemplate
 from spire.v1 import verifier_pb2
 from tests.conftest import CHAT_TEMPLATE
-from tests.gateway.api.test_logprobs import decoded
+from tests.gateway.api.decoded import decoded
 from tests.marks import thoroughly
 from tests.stretches import longest_stretch_of
 

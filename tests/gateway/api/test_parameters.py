@@ -10,8 +10,7 @@ import pytest
 
 from gateway.config import GatewayConfig
 from gateway.text.tokenizer import TextCodec
-from tests.gateway.api.test_rest import OFF, stream
-from tests.gateway.conftest import Api
+from tests.gateway.conftest import OFF, Api, stream
 from tests.services import Services, start
 
 PROMPT = "Once upon a time"

@@ -13,9 +13,8 @@ import httpx
 import pytest
 
 from gateway.metrics import ROUND_PARTS
-from tests.gateway.conftest import Api, eventually
+from tests.gateway.conftest import OFF, Api, eventually, stream
 
-OFF = {"draft": "off"}
 JSON = {"Content-Type": "application/json"}
 PROMPTS = [
     "Once upon a time",
@@ -25,21 +24,6 @@ PROMPTS = [
     "A",
     "The cat saw a bird in the tree. " * 12,
 ]
-
-
-def events(response: httpx.Response) -> list[Any]:
-    """What a stream said, its end mark checked and left out."""
-    lines = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
-
-
-def stream(api: Api, prompt: object, **request: Any) -> list[Any]:
-    body = {"prompt": prompt, "stream": True} | request
-    with api.http.stream("POST", "/v1/completions", json=body) as response:
-        assert response.status_code == 200
-        assert response.headers["content-type"].startswith("text/event-stream")
-        return events(response)
 
 
 def test_speculative_greedy_text_is_plain_greedy_text_in_a_mixed_batch(api: Api) -> None:

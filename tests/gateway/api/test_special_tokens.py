@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.api.test_rest import OFF, stream
-from tests.gateway.conftest import Api
+from tests.gateway.conftest import OFF, Api, stream
 
 PROMPT = "Once upon a time"
 START, END = 1, 2

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.gateway.api.test_rest import OFF, PROMPTS
-from tests.gateway.conftest import Api, eventually
+from tests.gateway.api.test_rest import PROMPTS
+from tests.gateway.conftest import OFF, Api, eventually
 from tests.gateway.rounds.test_resilience import LONG, PROMPT, in_flight, plain, revive
 from tests.services import Services, running
 

@@ -16,19 +16,9 @@ from spire.checkpoints.weights import load_target
 from spire.errors import CheckpointError
 from spire.model.target import Target, WholeSequence
 from tests.conftest import FIXTURES
+from tests.spire.checkpoints.conftest import SAMPLES
 
 SOURCE = FIXTURES / "stories260K"
-
-SAMPLES = [
-    "Once upon a time, there was a little girl named Lily.",
-    'He said: "It costs $3.50, doesn\'t it?"\nShe nodded.\n\n\tThen they left.',
-    "naïve café, Gödel, Ångström; 你好, мир! 🙂",
-    "aaaaaaaaaaaaaaa lllllll ........ ------- 1234567890",
-    "\x00\x01 control \x7f",
-    "  leading, doubled  and trailing spaces  ",
-    " ",
-    "",
-]
 
 
 def greedy(target: Target, tokens: list[int], count: int) -> list[int]:

@@ -18,7 +18,7 @@ from spire.checkpoints.gguf.tokenizer import read_tokenizer
 from spire.checkpoints.tokenizer import load_tokenizer
 from spire.errors import CheckpointError
 from tests.gguf_files import byte_level_metadata, write_gguf
-from tests.spire.checkpoints.test_convert import SAMPLES
+from tests.spire.checkpoints.conftest import SAMPLES
 
 TEXTS = [
     *SAMPLES,

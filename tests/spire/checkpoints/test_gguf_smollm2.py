@@ -17,7 +17,7 @@ from spire.model.config import load_model_config
 from tests.gateway.conftest import Api
 from tests.marks import thoroughly
 from tests.services import running
-from tests.spire.checkpoints.test_convert import SAMPLES
+from tests.spire.checkpoints.conftest import SAMPLES
 
 # Of 135 M parameters, on whatever machine.
 pytestmark = pytest.mark.timeout(1800)
