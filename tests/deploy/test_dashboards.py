@@ -102,6 +102,7 @@ def test_every_expression_has_values_that_fit_its_panel(scraped: Prometheus, nam
         pytest.fail(f"{expression}: {found[-1]}")
 
 
+@pytest.mark.thorough
 def test_a_metric_by_another_name_would_be_noticed(scraped: Prometheus) -> None:
     """A control for the test above."""
     names = {name for _, expression in EXPRESSIONS for name in re.findall(r"spire[_:]\w+(?::\w+)*", expression)}

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.paths import ROOT
@@ -35,6 +36,7 @@ def test_prometheus_takes_the_configuration(promtool: str, tmp_path: Path) -> No
     assert "2 rule files found" in checked.stdout
 
 
+@pytest.mark.thorough
 def test_the_documented_commands_find_nothing_wrong(promtool: str) -> None:
     document = (ROOT / "docs" / "observability.md").read_text()
     commands = [line.split()[1:] for line in document.splitlines() if line.startswith("promtool ")]
@@ -49,6 +51,7 @@ def test_every_alert_fires_for_its_fault_and_none_without(promtool: str) -> None
     assert tested.returncode == 0, tested.stdout + tested.stderr
 
 
+@pytest.mark.thorough
 def test_alerts_that_cannot_fire_would_be_noticed(promtool: str, tmp_path: Path) -> None:
     """A control for the test above, which shows too that no alert is without one."""
     rules, tests = tmp_path / "deploy" / "prometheus", tmp_path / "tests" / "deploy"

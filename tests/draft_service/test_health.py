@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from grpc_health.v1 import health, health_pb2
 
 from spire.service.health import keep_reporting
 
 
+@pytest.mark.thorough
 async def test_a_draft_with_a_stuck_model_reports_not_serving_until_it_resumes() -> None:
     healthy, well = health.aio.HealthServicer(), True
     watching = asyncio.create_task(keep_reporting(healthy, lambda: well))

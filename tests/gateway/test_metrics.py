@@ -154,6 +154,7 @@ def test_by_default_no_round_is_left_plain_and_nothing_unmeasured_is_told(api: A
     assert not [name for name in counted if name.startswith(absent)]
 
 
+@pytest.mark.thorough
 def test_the_modelled_multiplier_is_the_performance_model_s(measuring: Api) -> None:
     """One sequence at a time, so that its load is known."""
     from spire.perf import calibration

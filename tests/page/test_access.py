@@ -178,7 +178,7 @@ def too_faint(page: Page) -> dict[str, float]:
 FAINT = {"light": "rgb(175, 175, 175)", "dark": "rgb(70, 70, 70)"}
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", thoroughly("dark")])
 def test_everything_has_enough_contrast(scheme: str, page: Page) -> None:
     page.prefer(prefers_color_scheme=scheme)
     page.complete(PROMPT)
@@ -201,7 +201,7 @@ def test_everything_has_enough_contrast(scheme: str, page: Page) -> None:
 # -- screens and motion ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("width", [320, thoroughly(768), 1280])
+@pytest.mark.parametrize("width", [320, thoroughly(768), thoroughly(1280)])
 def test_nothing_is_wider_than_the_screen(width: int, page: Page) -> None:
     page.resize(width, 700)
     page.find("#beside").click()
@@ -218,6 +218,7 @@ def test_nothing_is_wider_than_the_screen(width: int, page: Page) -> None:
     assert (tops[0] == tops[1]) == (width > 700)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("motion", ["no-preference", "reduce"])
 def test_nothing_moves_for_whoever_wants_no_motion(motion: str, page: Page) -> None:
     page.prefer(prefers_reduced_motion=motion)

@@ -46,6 +46,7 @@ def test_a_prompt_streams_as_tokens_coloured_by_who_chose_them(page: Page, servi
     assert Api(services.url).text(PROMPT, **asked) == choice["text"]
 
 
+@pytest.mark.thorough
 def test_kinds_of_tokens_differ_by_colour_and_by_line(page: Page) -> None:
     page.complete(PROMPT)
     styles = {
@@ -75,6 +76,7 @@ def test_each_round_is_drawn_with_the_slots_it_had(page: Page) -> None:
         assert label.startswith(f"Round 1: {rounds[0]['drafted']} drafted, {rounds[0]['accepted']} accepted, then ")
 
 
+@pytest.mark.thorough
 def test_the_figures_are_those_of_the_api(page: Page) -> None:
     page.complete(PROMPT)
     metrics = page.heard[0]["metrics"]
@@ -109,6 +111,7 @@ def test_fixed_k_multiplier_is_over_the_last_plain_run_of_same_sampling(page: Pa
     assert page.text("#gain") == "–"
 
 
+@pytest.mark.thorough
 def test_pointing_at_a_round_marks_the_tokens_it_gave(page: Page) -> None:
     page.complete(PROMPT)
     rounds = page.heard[0]["rounds"]
@@ -150,6 +153,7 @@ def test_side_by_side_both_texts_are_equal_and_it_says_so(page: Page) -> None:
     assert float(page.text("#gain").removesuffix(" ×")) == pytest.approx(plain_ms / drafted_ms, abs=0.006)
 
 
+@pytest.mark.thorough
 def test_side_by_side_it_says_where_texts_part(page: Page) -> None:
     """A control for the one above: other tokens come from plain decoding."""
     page.run("""

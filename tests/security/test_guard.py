@@ -15,6 +15,7 @@ from gateway.http.front import Front
 from gateway.http.keys import OPEN_PATHS, Guard, Keys
 from gateway.metrics import Metrics
 from spire.service.keys import create_key, digest
+from tests.marks import thoroughly
 from tests.paths import ROOT
 from tests.security.conftest import Guarded, refused_start
 from tests.services import start
@@ -196,7 +197,7 @@ def test_a_key_is_compared_with_every_known_one(tmp_path: Path, monkeypatch: pyt
 # -- where it listens ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
+@pytest.mark.parametrize("host", ["0.0.0.0", thoroughly("::"), thoroughly("")])
 def test_a_gateway_without_keys_refuses_to_serve_other_machines(host: str) -> None:
     message = refused_start("gateway", "--host", host, "--port", "0")
     assert "spire key create NAME --file FILE" in message

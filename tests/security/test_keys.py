@@ -159,6 +159,7 @@ def test_schemathesis_finds_no_operation_that_ignores_the_key(serving: Guarded) 
 # -- clients ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_spire_complete_sends_the_key_of_the_environment(serving: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
     command = ["complete", "Once upon a time", "--url", serving.url, "--temperature", "0", "--max-tokens", "8"]
     refused = spire(*command)

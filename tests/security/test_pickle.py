@@ -55,6 +55,7 @@ def test_a_verifier_refuses_a_pickled_target(stories_dir: Path, sprung: Path) ->
     assert not sprung.exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.fault(25)
 def test_a_draft_service_refuses_a_pickled_draft(stories_draft_dir: Path, sprung: Path) -> None:
     directory = pickled(stories_draft_dir, "draft.pt", sprung)

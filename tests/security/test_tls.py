@@ -22,6 +22,7 @@ from spire.rpc.trust import Trust
 from spire.service.certificates import make_certificates
 from spire.v1 import verifier_pb2 as pb, verifier_pb2_grpc as rpc
 from tests.gateway.conftest import eventually
+from tests.marks import thoroughly
 from tests.security.conftest import refused_start
 from tests.services import Service, start
 
@@ -72,7 +73,7 @@ async def test_any_other_peer_is_refused_and_the_log_says_why(
     eventually(lambda: logged in tls_verifier.log.read_text())
 
 
-@pytest.mark.parametrize("module", ["gateway", "draft_service"])
+@pytest.mark.parametrize("module", [thoroughly("gateway"), "draft_service"])
 def test_a_service_without_a_certificate_says_what_it_lacks(
     module: str, tls_verifier: Service, stories_draft_dir: Path, tmp_path: Path
 ) -> None:
@@ -148,7 +149,7 @@ def test_files_that_do_not_belong_together_are_named(broken: str, how: str, cert
     assert "spire certs" in str(refusal.value)
 
 
-@pytest.mark.parametrize("option", ["--tls", "--https"])
+@pytest.mark.parametrize("option", [thoroughly("--tls"), "--https"])
 def test_a_gateway_with_unusable_files_does_not_start(option: str, tmp_path: Path) -> None:
     message = refused_start("gateway", "--port", "0", option, str(tmp_path))
     assert f"{tmp_path}: tls.crt and tls.key cannot be used" in message

@@ -60,8 +60,8 @@ def test_all_services_listen_at_ipv6_addresses(
 @pytest.mark.parametrize(
     ("command", "variable"),
     [
-        (["gateway"], "SPIRE_GATEWAY_PORT"),
-        (["verifier_service", "--model", "."], "SPIRE_VERIFIER_PORT"),
+        thoroughly(["gateway"], "SPIRE_GATEWAY_PORT"),
+        thoroughly(["verifier_service", "--model", "."], "SPIRE_VERIFIER_PORT"),
         thoroughly(["verifier_service", "--model", "."], "SPIRE_VERIFIER_METRICS_PORT"),
         thoroughly(["draft_service", "--draft", ".", "--verifier", "127.0.0.1:9"], "SPIRE_DRAFT_PORT"),
         (["spire.cli", "up", "--draft", "off"], "SPIRE_UP_PORT"),
@@ -80,7 +80,7 @@ def test_the_link_of_a_kubernetes_service_is_called_by_its_name(command: list[st
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("address", ["::1:50051", "http://127.0.0.1:50051", "verifier"])
+@pytest.mark.parametrize("address", [thoroughly("::1:50051"), "http://127.0.0.1:50051", thoroughly("verifier")])
 def test_an_address_of_a_peer_that_is_none_is_refused_with_an_example(address: str) -> None:
     command = [sys.executable, "-m", "gateway", "--port", "0", "--verifier", address]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)

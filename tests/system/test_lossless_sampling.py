@@ -67,7 +67,7 @@ def logits(pair: tuple[Path, Path]) -> NDArray[np.float64]:
     return logits_after_each_token(pair[0]).detach().numpy().astype(np.float64)
 
 
-@pytest.fixture(scope="module", params=CELLS, ids=lambda m: f"q of {m}")
+@pytest.fixture(scope="module", params=[thoroughly(4096), 5, thoroughly(1)], ids=lambda m: f"q of {m}")
 def services(pair: tuple[Path, Path], request: pytest.FixtureRequest) -> Iterator[tuple[int, Services]]:
     with running(*pair, draft_options=["--top-m", str(request.param)]) as services:
         yield request.param, services

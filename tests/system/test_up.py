@@ -226,6 +226,7 @@ def test_complete_streams_the_same_text_as_it_prints_whole(untouched: Running) -
     assert report["text"].strip() == whole.strip()
 
 
+@pytest.mark.thorough
 def test_a_refusal_by_the_gateway_is_shown(untouched: Running) -> None:
     command = spire("complete", "hi", "--url", untouched.url, "--max-tokens", "-1")
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

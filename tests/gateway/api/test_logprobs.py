@@ -17,6 +17,7 @@ from spire.errors import MismatchError
 from spire.v1 import tensor_pb2, verifier_pb2
 from tests.gateway.api.conftest import PROMPT, TOLERANCE, Reference
 from tests.gateway.conftest import OFF, Api, stream
+from tests.marks import thoroughly
 from tests.services import running
 
 FORGETFUL = ["-m", "tests.forgetful_verifier"]
@@ -37,7 +38,7 @@ def check_arrays(reference: Reference, tokens: list[int], logprobs: dict[str, An
 
 
 @pytest.mark.parametrize("speculation", WAYS, ids=str)
-@pytest.mark.parametrize("temperature", [0, 0.8, 1.3])
+@pytest.mark.parametrize("temperature", [0, thoroughly(0.8), thoroughly(1.3)])
 def test_output_logprobs_are_those_of_a_full_prefill(
     api: Api, reference: Reference, temperature: float, speculation: dict[str, Any]
 ) -> None:
@@ -123,8 +124,8 @@ def test_offsets_cut_the_text_into_its_tokens(api: Api, echo: bool, stop: str | 
     assert logprobs["top_logprobs"] == [None] * echo + [{}] * (len(offsets) - echo)
 
 
-@pytest.mark.parametrize("echo", [False, True])
-@pytest.mark.parametrize("stop", [None, "never there", "e"])
+@pytest.mark.parametrize("echo", [thoroughly(False), True])
+@pytest.mark.parametrize("stop", [None, thoroughly("never there"), "e"])
 def test_a_streams_chunks_carry_the_logprobs_of_the_whole_answer(api: Api, echo: bool, stop: str | None) -> None:
     request: dict[str, Any] = {"max_tokens": 50, "seed": 5, "temperature": 0.7, "logprobs": 2, "echo": echo}
     request |= {"stop": stop, "speculation": {"rule": "invariant"}}

@@ -11,6 +11,7 @@ import pytest
 from gateway.config import GatewayConfig
 from gateway.text.tokenizer import TextCodec
 from tests.gateway.conftest import OFF, Api, stream
+from tests.marks import thoroughly
 from tests.services import Services, start
 
 PROMPT = "Once upon a time"
@@ -239,7 +240,7 @@ def test_the_rule_that_was_used_is_told(api: Api, request_body: dict[str, Any], 
     assert metrics["speculative_decoding"]["rule"] == rule
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block", "invariant"])
+@pytest.mark.parametrize("rule", [thoroughly("rejection"), "block", thoroughly("invariant")])
 def test_every_rule_repeats_a_seeds_text(api: Api, rule: str) -> None:
     request: dict[str, Any] = {"max_tokens": 40, "seed": 9, "temperature": 0.7, "speculation": {"rule": rule, "k": 3}}
     first = api.complete(PROMPT, **request)
@@ -247,7 +248,7 @@ def test_every_rule_repeats_a_seeds_text(api: Api, rule: str) -> None:
     assert first["usage"]["completion_tokens_details"]["rejected_prediction_tokens"] > 0
 
 
-@pytest.mark.parametrize("k", [1, 3, 8])
+@pytest.mark.parametrize("k", [thoroughly(1), 3, thoroughly(8)])
 def test_the_text_of_a_seed_is_one_with_and_without_speculation(api: Api, k: int) -> None:
     request: dict[str, Any] = {"max_tokens": 60, "seed": 4, "n": 3, "temperature": 0.9, "return_token_ids": True}
     plain = api.complete(PROMPT, **request, speculation=OFF)["choices"]

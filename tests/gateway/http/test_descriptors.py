@@ -147,9 +147,9 @@ def test_who_never_begins_to_speak_makes_room_for_others() -> None:
         bound.listen(16)
         for _ in range(8):
             stack.enter_context(socket.create_connection(bound.getsockname()))
-        with socket.socket() as spare:
-            lowest_free = spare.fileno()
-        listener = stack.enter_context(Listener(bound, largest=lowest_free + 2))
+        with socket.socket() as first, socket.socket() as second, socket.socket() as third:
+            lowest_free = [first.fileno(), second.fileno(), third.fileno()]
+        listener = stack.enter_context(Listener(bound, largest=max(lowest_free)))
         listener.setblocking(False)
         speaks, *_ = accepted = [stack.enter_context(listener.accept()[0]) for _ in range(3)]
         listener.met(speaks.fileno())

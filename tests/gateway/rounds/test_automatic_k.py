@@ -87,6 +87,7 @@ def test_the_gauges_tell_of_the_k_that_is_chosen(crowded: tuple[Services, Api]) 
     assert multiplier > 1.5
 
 
+@pytest.mark.thorough
 def test_a_request_that_says_k_gets_it_among_others_that_do_not(crowded: tuple[Services, Api]) -> None:
     _, api = crowded
     with ThreadPoolExecutor(3) as pool:
@@ -107,7 +108,7 @@ def test_a_request_without_a_draft_stays_plain(crowded: tuple[Services, Api]) ->
     assert all(answer["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0 for answer in answers)
 
 
-@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("k", [thoroughly(0), 3])
 def test_the_option_fixes_k(stories_dir: Path, stories_draft_dir: Path, k: int) -> None:
     with running(stories_dir, stories_draft_dir, k=k) as services:
         api = Api(services.url)

@@ -282,8 +282,8 @@ def of_plain(choose: Callable[[Load, list[int]], int] | DepthController, system:
     return ratios
 
 
-@pytest.mark.parametrize("weights", [8.0, 30.0])
-@pytest.mark.parametrize("milliseconds", [50.0, 200.0, 240.0])
+@pytest.mark.parametrize("weights", [8.0, thoroughly(30.0)])
+@pytest.mark.parametrize("milliseconds", [50.0, thoroughly(200.0), 240.0])
 def test_a_draft_that_answers_late_costs_no_more_than_a_twentieth(milliseconds: float, weights: float) -> None:
     late = System(weights=weights, hop=milliseconds)
     assert fmean(ratio for seed in range(6) for ratio in of_plain(DepthController(), late, seed)[2:]) >= 0.95
@@ -291,6 +291,7 @@ def test_a_draft_that_answers_late_costs_no_more_than_a_twentieth(milliseconds: 
         assert fmean(of_plain(lambda now, rooms: 4, late, seed=0)) < 0.8
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("milliseconds", [50.0, thoroughly(200.0)])
 def test_a_draft_that_was_slow_for_long_is_soon_tried_again(milliseconds: float) -> None:
     healthy = System(**(PAYS.__dict__ | {"cache": 0.0}))
@@ -303,7 +304,7 @@ def test_a_draft_that_was_slow_for_long_is_soon_tried_again(milliseconds: float)
     assert share_of_best(healthy, HEAVY, depths[tried + 300 :]) >= 0.95
 
 
-@pytest.mark.parametrize("milliseconds", [50.0, thoroughly(200.0), 1000.0])
+@pytest.mark.parametrize("milliseconds", [thoroughly(50.0), thoroughly(200.0), 1000.0])
 def test_a_draft_that_becomes_slow_is_left_within_a_few_rounds(milliseconds: float) -> None:
     healthy = System(**(PAYS.__dict__ | {"cache": 0.0}))
     slow = System(**(healthy.__dict__ | {"hop": milliseconds}))

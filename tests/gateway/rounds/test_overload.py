@@ -17,6 +17,7 @@ import pytest
 
 from gateway.config import GatewayConfig
 from tests.gateway.conftest import Api, eventually
+from tests.marks import thoroughly
 from tests.services import Services, running
 
 PROMPT = "Once upon a time"
@@ -83,7 +84,7 @@ def test_more_choices_than_the_queue_ever_holds_are_refused_for_good(strict: tup
     assert "3 choices" in refused.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [thoroughly(False), True])
 def test_a_request_ends_at_its_deadline_and_frees_its_place(strict: tuple[Services, Api], stream: bool) -> None:
     _, api = strict
     body = {"prompt": PROMPT, "stream": stream, "n": 2} | LONG
@@ -103,7 +104,7 @@ def test_a_timeout_that_is_none_is_refused(strict: tuple[Services, Api]) -> None
     assert answer.json()["error"]["param"] == "X-Request-Timeout"
 
 
-@pytest.mark.parametrize("head", [b"", b"POST /v1/comp", b"GET /health HTTP/1.1\r\nX-Slow: "])
+@pytest.mark.parametrize("head", [thoroughly(b""), thoroughly(b"POST /v1/comp"), b"GET /health HTTP/1.1\r\nX-Slow: "])
 @pytest.mark.fault(18)
 def test_a_head_that_does_not_come_is_not_waited_for(strict: tuple[Services, Api], head: bytes) -> None:
     _, api = strict

@@ -58,10 +58,12 @@ def test_two_plain_rounds_share_a_round_trip_if_the_verifier_spares_a_core(servi
     assert seconds_of(services.verifier, tmp_path, tokens=60) < 59 * 2 * LATENCY
 
 
+@pytest.mark.thorough
 def test_two_small_plain_rounds_share_a_round_trip_if_all_cores_are_busy(filling: Services, tmp_path: Path) -> None:
     assert seconds_of(filling.verifier, tmp_path, tokens=60) < 59 * 2 * LATENCY
 
 
+@pytest.mark.thorough
 def test_where_it_fills_them_rounds_of_many_wait_for_their_answers(filling: Services, tmp_path: Path) -> None:
     assert seconds_of(filling.verifier, tmp_path, tokens=30, requests=6) >= 29 * 2 * LATENCY
 

@@ -41,6 +41,7 @@ def test_transformers_is_measured_in_every_mode_it_has(stories_dir: Path, prose:
     assert "batch 1 only" in (cells[1].note or "")
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_that_transformers_cannot_open_is_told_with_its_words(stories_dir: Path, tmp_path: Path) -> None:
     source = PromptSource(stories_dir, [Path(__file__)])
     loads = [Batch(source, 1, 30, 8, 1.0)]

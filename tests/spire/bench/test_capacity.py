@@ -64,6 +64,7 @@ def test_a_trial_tells_who_was_refused_and_how_soon(narrow: Services, stories_di
     assert not calm.holds(calm.time_to_first_token_ms_p99 / 2)
 
 
+@pytest.mark.thorough
 def test_the_command_prints_every_trial_as_json(narrow: Services, stories_dir: Path) -> None:
     arguments = ["capacity", "--url", narrow.url, "--model", str(stories_dir), "--context", "16", "--generate", "8"]
     done = CliRunner().invoke(app, [*arguments, "--seconds", "1", "--json"])

@@ -55,6 +55,7 @@ def points(draw: st.DrawFn, kinds: tuple[DraftKind, ...] = ("spire", "vanilla", 
     return Point(target, draft, batch, context, k, tau, gpu(draw(st.sampled_from(list(GPUS)))))
 
 
+@pytest.mark.thorough
 @settings(max_examples=25, deadline=None)
 @given(points(kinds=("spire", "vanilla")), st.floats(0, 100))
 def test_the_table_the_one_device_row_and_json_say_the_same(point: Point, price: float) -> None:

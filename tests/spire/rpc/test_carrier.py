@@ -18,6 +18,7 @@ from spire.errors import InvalidRequest
 from spire.rpc.carrier import OverwritingRing, OverwritingRingReader, Ring, RingReader
 from spire.rpc.tensors import to_wire, without_data
 from spire.v1 import verifier_pb2 as pb
+from tests.marks import thoroughly
 from tests.paths import ROOT
 from tests.rings import put
 
@@ -236,7 +237,7 @@ def test_a_place_around_the_end_of_an_overwriting_ring_is_refused(tmp_path: Path
         reader.view(without_data(rows_of(2, 0)), around)
 
 
-@pytest.mark.parametrize("way", ["inline", "shared_memory"])
+@pytest.mark.parametrize("way", [thoroughly("inline"), "shared_memory"])
 def test_the_benchmark_sends_every_byte_by_the_carrier_it_names(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,6 +99,7 @@ def test_a_variable_opens_no_way_out_of_the_sandbox(expression: str) -> None:
         ChatTemplate(f"{{{{ {expression} }}}}").render(MESSAGES, 10_000, variables={"style": [1]})
 
 
+@pytest.mark.thorough
 def test_the_real_tokenizer_has_the_ids_that_transformers_has(smollm2_dir: Path) -> None:
     theirs = AutoTokenizer.from_pretrained(smollm2_dir)
     source = read_chat_template(smollm2_dir)

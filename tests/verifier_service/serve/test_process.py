@@ -87,6 +87,7 @@ def test_a_broken_checkpoint_is_named(model_dir: Path, tmp_path: Path) -> None:
     assert str(broken / "tokenizer.json") in refusal("--model", broken, "--port", 0)
 
 
+@pytest.mark.thorough
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused_at_the_start(model_dir: Path, tmp_path: Path) -> None:
     larger = shutil.copytree(model_dir, tmp_path / "larger")
     tokenizer = load_tokenizer(larger)
@@ -105,5 +106,6 @@ def test_a_cache_that_cannot_fit_is_refused(model_dir: Path, tmp_path: Path) -> 
     assert "GB" in message
 
 
+@pytest.mark.thorough
 def test_a_wrong_option_is_named(model_dir: Path) -> None:
     assert "port" in refusal("--model", model_dir, "--port", "here")
