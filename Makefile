@@ -56,9 +56,10 @@ check: lint  ## ruff, mypy, and the quick tests that start no processes (a minut
 test: lint  ## Everything CI runs: ruff, mypy, pytest.
 	$(PYTEST) $(ARGS)
 
-test-all: lint  ## All tests, `thorough` and `slow` ones too, and MINUTES of mixed load with kills (hours).
+test-all: lint  ## All tests, then the `slow` ones one by one, and MINUTES of mixed load with kills (hours).
 	@mkdir -p build
-	SPIRE_FAULTS_REPORT=build/faults.json $(VENV)/bin/python -m pytest -m "" $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
+	SPIRE_FAULTS_REPORT=build/faults.json $(VENV)/bin/python -m pytest -m slow $(ARGS)
 	$(VENV)/bin/python -m tests.faults.soak --minutes $(MINUTES)
 
 faults: $(VENV)/.dev  ## All faults of docs/faults.md, slow ones too (SPIRE_FAULTS_MINUTES of kills, 10 if not said); figures in build/faults.json.

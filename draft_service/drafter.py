@@ -59,7 +59,7 @@ def held_positions(draft: Draft, max_context: int) -> int:
 
 
 class Drafter:
-    """Keeps a memory slot per sequence, absorbs activations and drafts. `max_context`: most positions per sequence."""
+    """Absorbs activations into a slot per sequence, and drafts tokens. `max_context`: most positions per sequence."""
 
     def __init__(self, draft: Draft, max_sequences: int, top_m: int, max_context: int):
         self.draft = draft

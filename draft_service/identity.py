@@ -19,7 +19,7 @@ from spire.v1 import verifier_pb2
 
 
 def check_handshake(draft: Draft, directory: Path, info: verifier_pb2.GetInfoResponse) -> None:
-    """Raise MismatchError, naming both values, unless this draft was made for the verifier's target."""
+    """Raise MismatchError, naming the two values that differ, unless this draft was made for the verifier's target."""
     for what, ours, theirs in (
         ("protocol version", PROTOCOL_VERSION, info.protocol_version),
         ("target fingerprint", draft.draft.target_fingerprint, info.target_fingerprint),

@@ -113,7 +113,7 @@ def _log_refusals(refused: Mapping[str, RequestError]) -> None:
 def _add_uniform(
     reply: pb.DraftReply, parsed: ParsedRequest, result: DraftResult, ring: OverwritingRing | None
 ) -> bool:
-    """Add one reply for all items. Returns False, adding none, if k or rules differ, one failed, or q has no room."""
+    """Add one reply for all items. Return False, adding none, if k or rules differ, items failed, or q has no room."""
     drafted = result.drafted
     if parsed.refused or result.refused or len(set(parsed.depths)) > 1:
         return False
@@ -174,7 +174,7 @@ def _put(
     row: int,
     k: int,
 ) -> None:
-    """Write a row's first k distributions to `message`; if all rows lie in the ring at `batch`, only their `place`."""
+    """Write a row's first k distributions to `message`; if all rows lie in the ring at `batch`, only its `place`."""
     if not batch.length:
         put(message, numbers_BKM[row, :k])
         return

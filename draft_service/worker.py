@@ -116,7 +116,7 @@ class Worker:
         self._inbox.put(action)
 
     def draft(self, task: DraftTask) -> None:
-        """Queue a task. The model thread completes it once its activations are absorbed or its timeout has passed."""
+        """Queue a task. The model thread completes a task once its activations are absorbed or its timeout is over."""
         self._inbox.put(lambda: self._await_activations(task))
 
     def _run(self) -> None:

@@ -173,6 +173,6 @@ class GatewayConfig(ServiceConfig):
         return self
 
     def rule_for(self, wanted: Rule | None, seeded: bool) -> Rule:
-        """Return the verification rule: `wanted`, else the configured one, else invariant if `seeded`, else block."""
+        """Return `wanted` or the configured rule, else invariant if `seeded`, else block; rules[0] if not allowed."""
         usual: Rule = "invariant" if seeded else "block"
         return wanted or self.rule or (usual if usual in self.rules else self.rules[0])

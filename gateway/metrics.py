@@ -30,10 +30,10 @@ def parts_of_round(
 ) -> tuple[float, ...]:
     """Return the seconds that each part of a round took, in the order of ROUND_PARTS.
 
-    `models`: seconds to propose, verify and sample, by the services' clocks; `waited` and `queued`: seconds of
-    draft_wait and verify_queue; `asked`: seconds from request to answer. The rest of `asked` counts as `wire`, the rest
-    of `seconds` as `gateway`. A round sent ahead began during the previous round: waiting that exceeds `seconds` is
-    omitted, but the time of the models is counted in full.
+    `models`: seconds to propose, verify and sample, by the services' clocks; `waited`: the draft's wait (draft_wait);
+    `queued`: the batch's wait at the verifier (verify_queue); `asked`: from request to answer. What models and waits
+    leave of `asked` is `wire`; what `asked` leaves of `seconds` is `gateway`. A round sent before the previous answer
+    overlaps the previous round: waits beyond `seconds` are omitted, but the time of the models is counted in full.
     """
     left = max(0.0, seconds - sum(models))
     waited = min(waited, left)
@@ -92,7 +92,7 @@ class Metrics:
         self.compared_seconds[decoding] += seconds
 
     def drafted_block(self, drafted: int, accepted: int, kept: int) -> None:
-        """Count a verified block of `drafted` draft tokens. `kept`: its output tokens, with the one of the target."""
+        """Count a verified block of `drafted` draft tokens. `kept`: tokens that became output, the target's too."""
         self.drafts += 1
         self.drafted += drafted
         self.accepted += accepted
@@ -119,7 +119,7 @@ class Metrics:
             self.per_output_token.observe((sequence.last_token_at - sequence.first_token_at) / later)
 
     def expect_responses(self, paths: Iterable[str], statuses: Iterable[int]) -> None:
-        """Create a counter at 0 for every path and status: `rate` would miss a response that creates its counter."""
+        """Create a counter at 0 per path and status: Prometheus' `rate` misses a response that creates its counter."""
         self.responses = {(path, str(status)): 0 for path, status in product(paths, statuses)}
 
     def response(self, path: str, status: int) -> None:

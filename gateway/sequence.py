@@ -4,8 +4,8 @@
        ▲                     │                     │
        └── lose, give way ───┴─────────────────────┘      (finish is legal from every state)
 
-A lost sequence starts again from prompt + output. This is a new life with a new wire id, so that a late message about
-the former life is never mistaken for one about the new life.
+A sequence that the verifier lost starts again from prompt + output. Each start is a new life with a new id at the model
+services (wire id), so that a late message about a former life is never mistaken for one about the new life.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Sequence:
 
     @property
     def wire_id(self) -> str:
-        """The id of the sequence at the model services, new for each life."""
+        """The id of the sequence at the model services, new for each life, that is each start at the verifier."""
         return f"{self.id}.{self.life}"
 
     @property
@@ -182,7 +182,7 @@ class Sequence:
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
-        """True if prompt logprobs are requested and the verifier has not sent them yet, in any life."""
+        """True if prompt logprobs are requested and the verifier has not sent them since the first start."""
         return self.wants_prompt_logprobs and self.prompt_logprobs is None
 
     @property

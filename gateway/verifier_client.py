@@ -1,8 +1,8 @@
 """The gRPC client of the verifier: a handshake, then one long-lived stream, reopened whenever the stream breaks.
 
 The verifier is `up` from a successful handshake until the stream breaks, ends or is reset; pending answers then raise
-PeerLost. A late answer resets the stream too, because a stuck stream looks like a slow one. The client then waits
-before it connects again: twice as long after each late answer, and less after answers in time.
+PeerLost. A late answer resets the stream too, because a stuck stream looks like a slow one. After a late answer,
+the client waits before it reconnects: twice as long each time, and less after answers in time.
 
 While the health check reports that the verifier does not serve (it drains, or its model is stuck), the stream stays
 open but the verifier is not `usable`.
@@ -191,7 +191,7 @@ class VerifierClient:
             self._on_lost()
 
     async def _write(self, message: verifier_pb2.RoundsRequest, seconds: float) -> None:
-        """Write a message to the stream. Timeout: `seconds`, extended if the model is slow. Raises PeerLost."""
+        """Write a message to the stream. Timeout: `seconds`, or eight verifier steps if longer. Raises PeerLost."""
         call = self._call
         if call is None or not self.up:
             raise PeerLost("the verifier is not connected")
@@ -212,7 +212,7 @@ class VerifierClient:
     async def ask(self, request: verifier_pb2.RoundsRequest, seconds: float) -> SentBatch:
         """Send a batch (`request.verify`) to the verifier without waiting for the answer. Raises PeerLost.
 
-        Timeout of the write, and of the answer: `seconds`, extended if the model is slow.
+        The write and the answer each have a timeout of `seconds`, or of eight verifier steps if longer.
         """
         request.verify.batch_id = batch_id = next(self._batch_ids)
         loop = asyncio.get_running_loop()
@@ -227,7 +227,7 @@ class VerifierClient:
         return asked
 
     async def answer(self, asked: SentBatch) -> tuple[verifier_pb2.VerifyBatchResult, float]:
-        """Wait for a batch's answer. Return the answer and the seconds from sending to reading. Raises PeerLost."""
+        """Return a batch's answer, and the seconds from sending the batch to reading the answer. Raises PeerLost."""
         loop = asyncio.get_running_loop()
         try:
             # The timeout may grow during the wait, when the verifier reports slower steps.
@@ -302,7 +302,7 @@ class VerifierClient:
         return 0.0 if self.usable else max(0.0, self.unusable_since + self.load_seconds - time.monotonic())
 
     async def release(self, sequence_ids: list[str], seconds: float) -> None:
-        """Free the slots of ended sequences. Timeout: `seconds`, extended if the model is slow. Raises AioRpcError."""
+        """Release ended sequences. Timeout: `seconds`, or eight verifier steps if longer. Raises AioRpcError."""
         request = verifier_pb2.ReleaseRequest(sequence_ids=sequence_ids)
         answer = await self._stub.Release(request, timeout=self.limit(seconds), metadata=[self._name])
         self.cache_usage = answer.cache_usage

@@ -55,7 +55,7 @@ def is_loopback(host: str) -> bool:
 
 
 def by_tcp(host: str) -> str:
-    """Return the host for metrics, which HTTP serves: `host` itself, or loopback if the service is at unix:PATH."""
+    """Return the host on which a service at `host` serves metrics: `host` itself, or loopback if it is unix:PATH."""
     return "127.0.0.1" if is_unix(host) else host
 
 

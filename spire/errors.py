@@ -1,4 +1,4 @@
-"""The exceptions of Spire. They have one root, so that one table translates them at a boundary."""
+"""The exceptions of Spire, all of one base class, which REST and gRPC each map to status codes by one table."""
 
 
 class SpireError(Exception):
@@ -37,11 +37,11 @@ class UnknownSequence(RequestError):
 
 
 class NotAllowed(RequestError):
-    """Error for a peer that uses a name which belongs to another peer."""
+    """Error for a caller that uses the name of a gateway or draft while another process uses that name."""
 
 
 class StaleBlock(RequestError):
-    """Error for a block whose base or round is not the current one, or whose stream is superseded."""
+    """Error for a block whose base position or round is not the current one, or whose stream a newer one replaced."""
 
 
 class NotFinite(RequestError):

@@ -1,6 +1,6 @@
 """HTTP clients: direct to Spire's processes and this machine, through the environment's proxies to other hosts.
 
-Trusted authorities come from the environment (SSL_CERT_FILE, SSL_CERT_DIR) in both cases. Measurements always connect
+Every client trusts the authorities of the environment (SSL_CERT_FILE, SSL_CERT_DIR). Measurements always connect
 directly, because they would otherwise measure the proxy.
 """
 
@@ -62,7 +62,7 @@ def past_proxy(url: str) -> str:
 
 @contextmanager
 def _explained(by_proxy: bool = False) -> Iterator[None]:
-    """Convert errors into a SpireError: no HTTP client can be made, because of the proxies it names if `by_proxy`."""
+    """Convert errors of making an HTTP client into a SpireError, which blames and names the proxies if `by_proxy`."""
     try:
         yield
     except (ImportError, ValueError, httpx.InvalidURL) as error:

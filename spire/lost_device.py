@@ -1,6 +1,6 @@
 """Detection of a lost GPU. After almost every CUDA error all further CUDA calls of the process fail.
 
-Code that catches an exception and continues must therefore check for a lost GPU first. Out of memory is no such error:
+Code that catches an exception and continues must therefore check for a lost GPU first. Out of memory loses no GPU:
 the request can be refused, and the next one may fit.
 """
 

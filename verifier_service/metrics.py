@@ -21,7 +21,7 @@ _CODES = [code_name(code) for code in tensor_pb2.Code.values() if code > tensor_
 
 
 class VerifierMetrics:
-    """Counters and gauges of a verifier. `kind` is `verify`, `prefill`, or `draft` if the target drafts for itself."""
+    """Counters and gauges. The label `kind` is `verify`, `prefill`, or `draft` if the target drafts for itself."""
 
     def __init__(self, slots: int, cache: TargetCache):
         self.registry = CollectorRegistry()

@@ -1,4 +1,4 @@
-"""The HTTP response of a completion: one JSON object, or server-sent events. A disconnect ends the sequences."""
+"""The HTTP response of a completion: a JSON object or server-sent events. If the client leaves, its sequences end."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Piece:
     """The output of one choice since its previous piece.
 
     `entries`: the logprobs of tokens whose text has been emitted; those of withheld text come in a later piece.
-    `echo` precedes the text and has its own logprobs.
+    `echo`, the prompt if it is to be shown, precedes the text and has its own logprobs.
     """
 
     index: int
@@ -120,7 +120,7 @@ class Choice:
         return [replace(one, tokens=min(one.tokens, self.tokens - one.begin)) for one in new if one.begin < self.tokens]
 
     def _new_entries(self) -> list[LogprobEntry]:
-        """Return new logprob entries of tokens with emitted text. After an end without a stop string: of all tokens."""
+        """Return the new logprobs of tokens whose text is emitted; of all tokens after an end without a stop string."""
         whole = self.finish_reason is not None and not self._text.stopped
         end = self.tokens if whole else bisect_left(self._text.offsets, self._emitted)
         told, self._told = self._told, end

@@ -141,13 +141,13 @@ class Completion:
         return sum(map(len, self.prompts)) + sum(choice.sequence.max_tokens for choice in self.choices)
 
     async def begun(self) -> None:
-        """Return at the first token, or after `idle_ping` s. Raises the error of a failed choice, or DeadlinePassed."""
+        """Wait for the first token of any choice, at most `idle_ping` s. Raises a choice's error, or DeadlinePassed."""
         await self._hear(self.engine.config.idle_ping)
         for choice in self.choices:
             self._check(choice)
 
     async def whole(self) -> dict[str, Any]:
-        """Wait for all choices. Return the answer as one object. Raises the error of a choice, or DeadlinePassed."""
+        """Return the answer as one object once all choices have ended. Raises a choice's error, or DeadlinePassed."""
         pieces: list[list[Piece]] = [[] for _ in self.choices]
         async for piece in self._pieces():
             if piece is not None:
@@ -207,7 +207,7 @@ class Completion:
             unfinished = [choice for choice in unfinished if choice.finish_reason is None]
 
     async def _hear(self, patience: float | None) -> bool:
-        """Wait for progress of any choice. Return False after `patience` seconds without any. Raises DeadlinePassed."""
+        """Return True once a choice progresses, False after `patience` s without progress. Raises DeadlinePassed."""
         until = self._deadline
         if patience is not None:
             until = min(until, asyncio.get_running_loop().time() + patience)
@@ -252,7 +252,7 @@ class Completion:
         }
 
     def _answer(self, pieces: list[list[Piece]]) -> dict[str, Any]:
-        """Return the whole answer from the pieces of each choice. A choice's object is built only for its encoding."""
+        """Return the whole answer from the pieces of each choice. A choice's object is built only when encoded."""
         answer, scores, chosen = self._head(), self._prompt_logprobs(), enumerate(self._chosen())
         answer["choices"] = Large(self._choice_object(at, one, pieces[one.index], scores) for at, one in chosen)
         if scores and not self.scores_in_choices:

@@ -149,7 +149,7 @@ class Exposition(Collector):
 class Named(Collector):
     """Collects only metric families that have a sample with one of `names`: encoding the others would delay rounds.
 
-    A registry's own restriction misses families that appear after registration, such as prices or a multiplier.
+    The registry's own `restricted_registry` misses families that appear after registration, such as a multiplier.
     """
 
     all: Collector

@@ -27,7 +27,7 @@ class LogprobEntry:
 
 @dataclass(frozen=True, slots=True)
 class PromptEntries(Sequence[LogprobEntry]):
-    """The entries of a prompt's tokens, each made on access."""
+    """The logprob entries of a prompt's tokens, each built only when it is accessed."""
 
     prompt: list[int]
     # Logprobs of all tokens but the first.
@@ -85,7 +85,7 @@ def _named(token: int, logprob: float, codec: TextCodec) -> dict[str, Any]:
 
 
 def _alternatives(codec: TextCodec, top: int, entry: LogprobEntry) -> dict[str, float] | None:
-    """Return the logprobs of the likeliest tokens and of the token itself, by text; the likelier if texts are equal."""
+    """Return {text: logprob} of the `top` likeliest tokens and the token itself; of equal texts, the likelier token."""
     if entry.logprob is None:
         return None
     shown: dict[str, float] = {}

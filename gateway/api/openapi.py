@@ -1,8 +1,8 @@
 """The OpenAPI document: routes, all their statuses, and body schemas with the limits of the served model.
 
-Routes parse their bodies themselves (`gateway/requests/bodies.py`), so FastAPI does not know the bodies' schemas: they
-are added here. In a schema, these values of `format` stand for limits that the served model sets: `token-id`,
-`token-id-text`, `token-count`, `model-id`, `draft-name`.
+Routes parse their bodies themselves (`gateway/requests/bodies.py`), so FastAPI does not know the bodies' schemas: this
+module adds them. In a schema, these values of `format` stand for limits that the served model or draft sets:
+`token-id`, `token-id-text`, `token-count`, `model-id`, `draft-name`.
 """
 
 from __future__ import annotations

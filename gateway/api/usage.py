@@ -49,7 +49,7 @@ def metrics(choices: list[Choice]) -> dict[str, Any]:
 
 
 def speculation_figures(sequences: list[Sequence]) -> dict[str, Any]:
-    """Return the speculation metrics of these sequences. Rounds without draft tokens count too."""
+    """Return the speculation metrics of these sequences. Rounds without draft tokens count, with none accepted."""
     rounds = sum(len(sequence.rounds) for sequence in sequences)
     drafted = sum(sequence.drafted for sequence in sequences)
     histogram = _sum([sequence.accepted_histogram for sequence in sequences])

@@ -1,6 +1,6 @@
 """Refuses requests from foreign web pages: pages that are neither this gateway's own nor of an allowed origin.
 
-A gateway with API keys does not need this check: a foreign page has no key. A gateway without keys, as on loopback,
+A gateway with API keys needs no check for foreign pages: they have no key. A gateway without keys, as on loopback,
 distinguishes its user's programs from foreign pages by the rules of browsers: a foreign page's request with a JSON
 content type needs a CORS preflight, and its headers Origin and Host name the page's site, even if the site's name
 resolves to this machine (DNS rebinding). Does not know: who may use an address that other machines can reach.

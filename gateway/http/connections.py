@@ -24,7 +24,7 @@ log = structlog.get_logger("gateway")
 
 
 class Connections:
-    """All open connections: beyond `most`, the longest idle is aborted. `met` receives each connection's descriptor."""
+    """All open connections; beyond `most`, aborts the longest idle. `met` is called with each one's file descriptor."""
 
     def __init__(self, most: int, met: Callable[[int], None]):
         self._most, self.met = most, met

@@ -1,7 +1,7 @@
 """Limits on the file descriptors of connections: without a free one, no file or connection can be opened.
 
-Connections get the process' limit less the gateway's own needs. Connections beyond that are closed as soon as they are
-accepted: otherwise asyncio would log a traceback for each failed accept, thousands a second.
+Connections may have the process' limit of open files less what the gateway itself needs. Excess connections are closed
+as soon as they are accepted: otherwise asyncio would log a traceback for each failed accept, thousands a second.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The first layer for every HTTP request: request id, API key, size limit and timeout of the body, response counts.
 
-HEAD is answered as GET, without the body. The whole body is read here, before it is parsed, so no handler ever has
-more than the limit in memory.
+HEAD is answered as GET, without the body. This layer reads the whole request body before it is parsed, so no handler
+ever has more than `max_body_bytes` of a body in memory.
 """
 
 from __future__ import annotations

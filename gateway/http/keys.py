@@ -1,7 +1,7 @@
 """API keys: admits requests that carry a key of the key file. Without a key file, all requests are admitted.
 
-Every path but OPEN_PATHS needs a key. The checked path is the one that selects the route, so a client cannot open
-another path by the Host header or the rest of the URL. The file is read again when it changes; while it cannot be
+Every path but OPEN_PATHS needs a key. The checked path is the one that selects the route, so the Host header and the
+rest of the URL cannot give access to another path. The key file is read again when it changes; while it cannot be
 read, every key is refused. Does not know: quotas.
 """
 

@@ -1,7 +1,7 @@
 """Checks request fields that the schema lacks: fields that would change the answer are refused, others are ignored.
 
-`fields.toml` lists both kinds. An unlisted field is ignored too, unless its name is one edit away from the name of a
-supported or refused field that the body lacks: such a field is refused, and the error suggests the similar name.
+`fields.toml` lists refused and ignored fields. An unlisted field is ignored too, unless its name is one edit away from
+that of a supported or refused field that the body lacks: such a field is refused, and the error suggests that name.
 
 Does not know: the meaning of a schema's fields, and the contents of a field without a schema of its own, such as a JSON
 schema for the output.

@@ -87,7 +87,7 @@ def result_of(name: str, tokens: int) -> str:
 
 
 def _no_room(request: CompletionRequest, prompt_tokens: int, max_context: int) -> BadParameter:
-    """Return the error for prompt and output over the context: names the prompt if that fills it, else the limit."""
+    """Return the error for prompt + output over the context: names the prompt if that fills it, else max_tokens."""
     name, wanted = request.prompt_name, request.max_tokens
     if prompt_tokens > max_context:
         return over_context(name, max_context, result_of(name, prompt_tokens))

@@ -1,7 +1,7 @@
 """The request fields that constrain the output: to JSON, a regular expression, a grammar or a list of choices.
 
-A request may have at most one of these; checks raise BadParameter. Does not know: whether a grammar is valid, which the
-verifier checks by compiling it.
+A request may constrain its output by one field at most; checks raise BadParameter. Does not know: whether a grammar is
+valid, which the verifier checks by compiling it.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 class Acceptance:
     """Estimates, for each position of a block, the acceptance rate of draft tokens whose predecessors are accepted.
 
-    Under the block rule, the rate also depends on the tokens after the position. This is ignored: rounds of a greater
-    depth slightly underestimate τ of a smaller depth.
+    Under the block rule, a rate also depends on the tokens after its position, which is ignored: rounds of a greater
+    depth make τ of a smaller depth slightly too low.
     """
 
     # Blocks to remember, and the fewest rounds: workloads drift, and a large batch has many blocks at once.

@@ -75,7 +75,7 @@ class Quotas:
         self._budgets: dict[tuple[str, str], Budget] = {}
 
     def charge(self, key: str | None, tokens: int, now: float) -> Charge:
-        """Charge a key for a request of up to `tokens` tokens. Raises OverQuota, or InvalidRequest if too large."""
+        """Charge a key for a request of up to `tokens` tokens. Raises OverQuota; InvalidRequest above a whole quota."""
         wanted = {} if key is None else {"requests": 1, "tokens": tokens}
         budgets = {}
         for what, amount in wanted.items():

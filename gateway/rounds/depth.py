@@ -1,16 +1,16 @@
-"""The depth controller: picks k, possibly 0, for every round of a batch from the results of earlier rounds.
+"""The depth controller: picks k, the draft tokens (0 for none) of the next round, from the results of earlier rounds.
 
 A round at depth k yields τ(k) tokens per sequence and takes Δt(k, load) seconds; the best k has the most tokens per
-second. τ costs nothing to learn: a round at depth k also shows the yield of every smaller depth. Δt of untried depths
-is inferred, with an uncertainty, from measured ones; if the uncertainty could change the choice, the controller probes
-another depth for a round, within a time budget. If plain rounds are best, it probes drafting now and then, because a
-slow draft may have recovered. The first round after a change between drafted and plain is not timed, because it does
-work of the previous round (activations to send or to absorb). So a probe of the other kind takes two rounds.
+second. The yield τ costs nothing to learn: a round at depth k also shows that of every smaller depth. The time Δt of
+untried depths is inferred, with an uncertainty, from measured ones; if the uncertainty could change the choice, the
+controller probes another depth for a round, within a time budget. While plain rounds are best, drafting is probed now
+and then, because a slow draft may have recovered. The first round after a change between drafted and plain is not
+timed, because it does work of the previous round (activations to send or to absorb). So a drafted probe among plain
+rounds takes two rounds, and so does a plain probe among drafted rounds.
 
 A pure data structure: no I/O, clock, torch, async or randomness. `Drafting` calls `choose` before a round and
-`observe` or `missed` after it.
-
-Does not know: requests. Rounds that mix depths are not timed; k is chosen for them as if they had a single depth.
+`observe` or `missed` after it. Does not know: requests. Rounds that mix depths are not timed; k is chosen for them as
+if they took as long as rounds wholly at depth k.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Probe:
 
 
 class DepthController:
-    """Picks k for the automatic sequences of a round, whose requests leave k to the gateway."""
+    """Picks k, the number of draft tokens, for the sequences of a round whose requests leave it to the gateway."""
 
     def __init__(self, deepest: int = DEEPEST):
         self.deepest = deepest
@@ -89,7 +89,7 @@ class DepthController:
         self._look_seconds = 0.0
 
     def choose(self, load: Load, rooms: Iterable[int]) -> int:
-        """Return the depth k of the next round. `rooms`: the most draft tokens that each automatic sequence can use."""
+        """Return the depth k of the next round. `rooms`: the most draft tokens of each sequence with automatic k."""
         counts = Counter(min(room, self.deepest) for room in rooms)
         deepest = max(counts, default=0)
         if not deepest:
@@ -110,7 +110,7 @@ class DepthController:
     def observe(self, load: Load, k: int | None, seconds: float, blocks: Sequence[tuple[int, int]]) -> None:
         """Learn from the time and acceptance of a round at depth k; k is None if the time belongs to no single depth.
 
-        `seconds` excludes other sequences' prefill. `blocks`: (draft tokens, accepted tokens) of blocks to be drafted.
+        `seconds` excludes other sequences' prefill. `blocks`: (draft tokens requested, accepted) per block.
         """
         self.acceptance.observe(blocks)
         if self._turned(k):
@@ -152,7 +152,7 @@ class DepthController:
     def missed(self, load: Load, k: int, seconds: float) -> None:
         """Learn from a round whose k draft tokens did not arrive in time: a round at depth k takes at least `seconds`.
 
-        The round counts even right after a plain one: a late draft is not asked again soon, so no second one follows.
+        The round counts even right after a plain one: a late draft is not asked for a while, so no second one follows.
         """
         self.acceptance.observe([])
         self._settle(load, None, seconds, guessed=False)
@@ -167,7 +167,7 @@ class DepthController:
         return None not in (before, self._drafted) and before != self._drafted
 
     def _settle(self, load: Load, k: int | None, seconds: float, guessed: bool) -> None:
-        """Conclude a pending probe of drafting. Pause probes if it failed or was slow; distrust estimates if fast."""
+        """Conclude a pending probe of drafting: pause probes if lost or slow, raise the estimates' variance if fast."""
         probe, lost = self._probing, k is None and not guessed
         if probe is None or not (lost or k == probe.k):
             return
@@ -191,14 +191,14 @@ class DepthController:
         return self.acceptance.taus()[k] * math.exp(times.mean[0] - times.mean[k])
 
     def _times(self, load: Load) -> RoundTimes:
-        """Return the estimates of round times for this load's cell, created if the cell is new."""
+        """Return the estimates of round times for this load's cell (bucket of loads), created if the cell is new."""
         known = self.times.get(load.cell)
         if known is None or known.rounds < _FEW:
             known = self.times[load.cell] = self._begun(load.cell, known)
         return known
 
     def _begun(self, cell: tuple[int, int, bool], known: RoundTimes | None) -> RoundTimes:
-        """Return estimates for a new cell, copied from the nearest, or for a young one (`known`), from a neighbour."""
+        """Return a cell's estimates: copied from the nearest, or if young (`known`) from a better-known neighbour."""
         others = [(_distance(cell, at), times) for at, times in self.times.items() if times.last and at != cell]
         if known:
             others = [(distance, it) for distance, it in others if distance <= 1 and it.worth(distance) > known.rounds]

@@ -1,6 +1,6 @@
-"""Drafting: chooses k, plans the requests to the draft, and learns from rounds.
+"""Drafting: chooses k (draft tokens per sequence), plans the requests to the draft, and learns from rounds.
 
-A draft that is lost, slow or behind costs speed and never a request: blocks without draft tokens are decoded plainly.
+A lost, slow or lagging draft costs speed but fails no request: blocks without draft tokens are decoded plainly.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ log = structlog.get_logger("gateway")
 class DraftPlan:
     """The numbers of draft tokens that a round requests for its sequences, and later the numbers that were drafted.
 
-    `asked`: requested depths, empty once `lost`. `counts` (draft tokens) and the seconds are set from the answer.
+    `asked`: tokens requested, empty if the draft is `lost`. `counts` (tokens drafted) and seconds are from the answer.
     """
 
     draft_id: str = ""
@@ -66,14 +66,14 @@ class DraftPlan:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """The results of a round for the choice of k: its single depth, if any, and (depth, accepted) of each block."""
+    """What a round shows for the choice of k: the `depth` its time belongs to, and each block's (depth, accepted)."""
 
     depth: int | None
     blocks: list[tuple[int, int]]
 
 
 class Drafting:
-    """Chooses k, plans the requests to the draft, and learns from rounds. `draft` is None if drafting is off."""
+    """Chooses k (draft tokens), plans requests to the draft, learns from rounds. `draft` is None if drafting is off."""
 
     def __init__(self, draft: ChosenDraft | None, verifier: VerifierClient, config: GatewayConfig, metrics: Metrics):
         self._draft, self._verifier, self._config, self._metrics = draft, verifier, config, metrics
@@ -95,14 +95,14 @@ class Drafting:
 
     @property
     def multiplier(self) -> float | None:
-        """The measured speedup over plain decoding; None for a fixed k without both drafted and plain rounds."""
+        """The measured speedup over plain decoding; None for a fixed k without `plain_share` or drafted rounds."""
         if self._config.k is None:
             return self._depths.multiplier(self._load, self.k)
         return self._depths.multiplier(*self._seen) if self._seen and self._config.plain_share else None
 
     @property
     def multiplier_modelled(self) -> float | None:
-        """The speedup over plain decoding that the performance model predicts at the measured τ; None if unknown."""
+        """The performance model's speedup over plain decoding at the measured tokens per round (τ); None if unknown."""
         target, draft = self._verifier.model, self._draft.info if self._draft else None
         if not (self._model and self._seen and target and draft and self._seen[1] <= self._depths.deepest):
             return None
@@ -110,11 +110,11 @@ class Drafting:
         return self._model.multiplier(target.info, draft, load, k, self._depths.acceptance.taus()[k])
 
     def draft_for(self, sequence: Sequence) -> str:
-        """Return the id of the draft for this sequence's activations, even if briefly disconnected; empty for none."""
+        """Return the id of the draft that gets this sequence's activations, even if disconnected; empty if none."""
         return self._draft.id if sequence.speculates and self._draft else ""
 
     def choose(self, batch: list[Sequence], prefilling: bool) -> Load:
-        """Choose k and set it on the automatic sequences of a batch. Return the load of the batch."""
+        """Choose k for the sequences of a batch whose requests leave it to the gateway. Return the batch's load."""
         context = sum(sequence.base for sequence in batch) / len(batch)
         automatic = [sequence for sequence in batch if sequence.automatic]
         load = Load(len(batch), context, prefilling, bool(automatic))
@@ -126,7 +126,7 @@ class Drafting:
         return load
 
     def _next_k(self, load: Load, rooms: list[int]) -> int:
-        """Return k for the next round: the depth controller's, or 0 while an idle draft first catches up."""
+        """Return k for the next round: the depth controller's, or 0 while a paused draft absorbs missed activations."""
         if self._catching_up:
             self._catching_up -= 1
             return 0 if self._catching_up else self._postponed
@@ -139,7 +139,7 @@ class Drafting:
 
     @property
     def _draft_idle(self) -> bool:
-        """True after enough plain rounds to pause the draft. Never true if the target is its own draft (magicdec)."""
+        """True once _PLAIN_ROUNDS rounds in a row were plain. Never true if the target is its own draft (magicdec)."""
         return self._plain_rounds >= _PLAIN_ROUNDS and not (self._draft and self._draft.in_verifier)
 
     def pause(self, sequence: Sequence) -> bool:
@@ -178,7 +178,7 @@ class Drafting:
     def _most(self, sequence: Sequence) -> int:
         """Return the most draft tokens for a sequence, by both services' limits; 0 if its draft cannot be asked now.
 
-        Rounds without a draft are plain: they are sent ahead and learned from as such.
+        Without a draft, a round counts as plain for sending the next one before its answer and for learning.
         """
         draft, model = (self._draft.info if self._draft and self._draft.up else None), self._verifier.model
         if draft is None or model is None or not self._follows(sequence):
@@ -217,9 +217,9 @@ class Drafting:
             self._draft.circuit.in_time()
 
     def shown_by(self, batch: list[Sequence], plan: DraftPlan, answer: verifier_pb2.VerifyBatchResult) -> Evidence:
-        """Return a round's results for the choice of k. Call before the commit: later, sequences may lack their draft.
+        """Return what a round shows for the choice of k. Call before its commit: later, sequences may lack their draft.
 
-        Blocks that the draft was asked for and did not draft count as rejected.
+        A block that the draft answered without usable draft tokens counts as rejected.
         """
         fine = {result.sequence_id: result for result in answer.results if result.status.code == tensor_pb2.CODE_OK}
         blocks = [(depth, fine[wire_id].accepted) for wire_id, depth in plan.asked.items() if wire_id in fine]
@@ -241,9 +241,9 @@ class Drafting:
             self._depths.observe(load, shown.depth if possible else None, own, shown.blocks)
 
     def _explained_by(self, batch: list[Sequence], plan: DraftPlan) -> int | None:
-        """Return the depth to which a round's time belongs, or None if too few had the greatest or a draft is lost.
+        """Return the depth a round's time belongs to; None if too few blocks had the greatest depth or a draft is lost.
 
-        A round whose draft did not answer in time counts too: its time is a lower bound for drafting.
+        A round whose draft did not answer in time counts too: its time is a lower bound for a drafted round's.
         """
         if plan.lost and not plan.late:
             return None

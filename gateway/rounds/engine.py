@@ -1,7 +1,7 @@
 """The engine: runs the rounds, from choosing sequences and k to committing the verifier's tokens and calling listeners.
 
-`_round` is the system in a few lines; the rest handles failures. A draft that is lost, slow or behind costs speed and
-never a request. A sequence that the verifier loses, alone or with all others, starts again from its tokens.
+`_round` runs a round in a few lines; most other code handles failures. A lost, slow or lagging draft costs speed but
+fails no request. A sequence that the verifier loses, alone or with all others, starts again from its tokens.
 Does not know: text. Listeners read `sequence.output` while the next round is under way.
 """
 
@@ -128,11 +128,11 @@ class Engine:
         self._stir()
 
     def _retry_after(self, waiting: int, now: float) -> int:
-        """Return the whole seconds until `waiting` sequences should have their first token, at least one step."""
+        """Return the whole seconds until `waiting` sequences should have a first token, at least a verifier step."""
         return self._drain.retry_after(waiting, now, at_least=self.verifier.pace.step_seconds)
 
     async def handshake(self) -> None:
-        """Do the handshake with the verifier. Give up, until later, after `startup_patience`. Raises MismatchError."""
+        """Do the handshake with the verifier, or return without it after `startup_patience` s. Raises MismatchError."""
         deadline = time.monotonic() + self.config.startup_patience
         while True:
             try:
@@ -247,7 +247,7 @@ class Engine:
             self._wakeup.set()
 
     async def _round(self, current: Round, began: float) -> None:
-        """Send a round, await its answer, commit the tokens and learn. The round's time counts from `began`."""
+        """Send a round, await its answer, commit its tokens and learn from it. The round's time counts from `began`."""
         await self._rounds.send(current)
         if current.asked is None:
             return

@@ -1,8 +1,8 @@
 """Predicts the speedup by speculation with the performance model, for the served models on a calibrated machine.
 
-Shapes come from the handshakes; batch, context, k and τ from the rounds. Nothing is fitted to measured round times.
-Does not know: whether the calibration is of the machine that serves, and whether verifier and draft share a host (the
-wire is counted as if they did).
+Model shapes come from the handshakes; batch, context, draft tokens k and tokens per round τ from the rounds. Nothing is
+fitted to measured round times. Does not know: whether the calibration is of the machine that serves, and whether the
+verifier and the draft share a host (the wire is counted as if they did).
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ log = structlog.get_logger("gateway")
 
 
 class Outcomes:
-    """Applies the verifier's answers to sequences, counts them, calls listeners, and `stir` when work may follow."""
+    """Applies the verifier's answers to sequences, updates metrics, calls listeners, and `stir` if work may follow."""
 
     def __init__(
         self, scheduler: Scheduler, metrics: Metrics, releases: Releases, drain: DrainRate, stir: Callable[[], None]
@@ -156,7 +156,7 @@ class Outcomes:
         self._stir()
 
     def lose_all(self) -> None:
-        """Handle the loss of the verifier: queue its sequences again; fail those being computed at too many losses."""
+        """After the loss of the verifier, queue its sequences again; fail those lost too often while being computed."""
         self._metrics.replays += self._scheduler.held
         self._drain.emptied()
         given_up = self._scheduler.lose_all()

@@ -1,6 +1,6 @@
 """Plans and sends rounds: the next round even before the answer to the current one, if that pays.
 
-This is possible because the verifier itself knows the committed positions and asks the draft.
+The next round can be sent before the answer because the verifier knows the committed positions and asks the draft.
 Does not know: the meaning of an answer.
 """
 
@@ -22,7 +22,7 @@ from spire.v1 import verifier_pb2
 class Round:
     """A planned round: its batch, its load, and whether it is plain, that is without draft tokens.
 
-    `request`, `plan` and `sent` (its sequences) are set when the request is written, `asked` when it is sent.
+    `request`, `plan` and `sent` (sequences in the request) are set when it is written, `asked` when it is sent.
     """
 
     batch: Batch
@@ -50,7 +50,7 @@ class Rounds:
         return following or self._planned(self._scheduler.batch())
 
     async def send(self, current: Round) -> None:
-        """Send a round unless it was sent ahead. Plan the next round, and send that ahead if it pays."""
+        """Send a round unless sent already. Plan the next one, and send that too, before the answer, if it pays."""
         if current.asked is None:
             await self._ask(current)
         if following := self._planned(self._scheduler.batch(after=current.batch)):

@@ -1,7 +1,7 @@
 """The queue of sequences that wait for a place: first come, first served, within fair shares. A pure data structure.
 
-API keys share the places, and the requests of a key share the places of that key. The next sequence belongs to the key
-with the fewest places and to the request of that key with the fewest; ties go to the earliest arrival.
+API keys share the places at the verifier evenly, and so do the requests within a key. The next place goes to the key
+that holds the fewest, and within the key to the request that holds the fewest; ties go to the earliest arrival.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Held:
     def beyond_share(self, waiting: Sequence) -> Sequence | None:
         """Return the sequence to preempt in favour of `waiting`, or None if the shares are as equal as possible.
 
-        This is the latest arrival of the API key with the most places or, if keys are even, of the request with the
-        most places within the key of `waiting`. None too if all candidates were preempted just before.
+        The victim is the latest arrival of the API key with the most places or, if keys are even, of the request with
+        the most within the key of `waiting`. Sequences put back before are exempt until they have LEAST_RUN new tokens.
         """
         key = max(self.of_key, key=self.of_key.__getitem__, default=waiting.key)
         theirs = [one for one in self._sequences if one.key == key]

@@ -1,4 +1,4 @@
-"""Estimates Δt(k, load), the seconds of a round at every depth and under every load, from measured rounds."""
+"""Estimates Δt(k, load), the seconds of a round at every depth k and under every load, from measured rounds."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _LEVEL, _SEQUENCES, _CONTEXT = -3, -2, -1
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The number of sequences of a round, and `context`, the mean of their committed positions.
+    """The number of sequences of a round, and `context`, the mean number of their committed positions.
 
-    `prefilling`: prompts are prefilled between or within the same steps. `automatic`: at least one sequence leaves k to
-    the gateway.
+    `prefilling`: other sequences are starting, so prompts may be prefilled during the round. `automatic`: at least one
+    sequence leaves k to the gateway.
     """
 
     sequences: int
@@ -51,8 +51,8 @@ class Load:
 class RoundTimes:
     """The log seconds of a round at every depth as one Gaussian: a Kalman filter over depths.
 
-    The level, common to all depths, may change from round to round; the ratios between depths hardly do. So one
-    measured round updates the estimates of all depths, and rounds close in time reveal most about these ratios.
+    The level, a term common to all depths, may change from round to round; the ratios between depths hardly do. So one
+    measured round updates the estimates of all depths, and rounds close in time reveal most about the depths' ratios.
     The level grows with powers of the number of sequences and of the context. The powers are learnt too, so that rounds
     at different depths can be compared although some sequences end between them.
     """
@@ -87,11 +87,11 @@ class RoundTimes:
         self.look_again = False
 
     def worth(self, distance: float) -> int:
-        """Return the number of own rounds that these estimates replace in a cell `distance` cells away."""
+        """Return how many measured rounds these estimates replace in a cell (bucket of loads) `distance` cells away."""
         return int(self.rounds / (2 + 2 * distance))
 
     def of_neighbour(self, other: RoundTimes, distance: float) -> None:
-        """Copy the estimates of another cell, `distance` cells away, with larger variances."""
+        """Copy the estimates of another cell (bucket of loads), `distance` cells away, with larger variances."""
         self.mean, self.noise = list(other.mean), other.noise
         self.rounds = other.worth(distance)
         self._check_at = max(self._check_at, 2 * self.rounds)
@@ -100,7 +100,7 @@ class RoundTimes:
         self._unsettle([other.covariance[at][at] + self._CURVE**2 for at in (_SEQUENCES, _CONTEXT)])
 
     def _unsettle(self, powers: list[float]) -> None:
-        """Reset the variances: an unknown level and these `powers`, without covariances to each other or to depths."""
+        """Reset the variances of the level, to unknown, and of the powers, to `powers`, and zero their covariances."""
         for at, variance in zip((_LEVEL, _SEQUENCES, _CONTEXT), (self._LEVEL_VARIANCE, *powers), strict=True):
             for row in self.covariance:
                 row[at] = 0.0
@@ -151,7 +151,7 @@ class RoundTimes:
         return self.rounds >= self._check_at
 
     def checked(self, within: float) -> None:
-        """Record a routine probe. The next is due when the number of rounds has doubled, or after `within` rounds."""
+        """Record a routine probe. The next is due when the rounds have doubled, or `within` rounds later if sooner."""
         self._check_at = self.rounds + math.ceil(min(self.rounds, within))
 
     def _grown(self, load: Load) -> tuple[float, float]:

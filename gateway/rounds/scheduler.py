@@ -68,8 +68,8 @@ class Scheduler:
     def add(self, sequences: Iterable[Sequence], key: str = "") -> None:
         """Queue all sequences of one request, or none. `key`: the name of the client's API key.
 
-        The keys that wait share the queue. Raises OutOfCapacity if the key's share has too little room now,
-        InvalidRequest if the sequences can never fit.
+        API keys with queued sequences share the queue evenly. Raises OutOfCapacity if the key's share has too little
+        room now, InvalidRequest if the sequences can never fit.
         """
         new = list(sequences)
         if len(new) > self.max_waiting:
@@ -84,7 +84,7 @@ class Scheduler:
             self.waiting.add(sequence)
 
     def admit(self, make_room: bool = False) -> list[Sequence]:
-        """Return the sequences to start now, by shares and arrival. `make_room`: preempt one over its share if full."""
+        """Return the sequences to start, by shares and arrival. `make_room`: if full, preempt one over its share."""
         starts: list[Sequence] = []
         if not self.waiting and not self.stalled:
             return starts
@@ -110,7 +110,7 @@ class Scheduler:
 
     @property
     def _holders(self) -> Held:
-        """The places held by each API key and request, without sequences that wait for room at the verifier."""
+        """Number of places per API key and per request, not counting sequences that wait for room at the verifier."""
         return Held(one for one in [*self.running.values(), *self.starting.values()] if not one.stalled)
 
     def _gives_way(self, held: Held, waiting: Sequence) -> bool:
@@ -156,7 +156,7 @@ class Scheduler:
     def batch(self, after: Batch | None = None) -> Batch:
         """Return the next round's sequences: running ones without a round under way. Call `end_round` after the round.
 
-        `after`: the batch under way. Its sequences too, if max_tokens leaves a token after one per round under way.
+        `after`: the batch under way, whose sequences join if max_tokens leaves them more tokens than pending rounds.
         """
         batch = {
             wire_id: one
@@ -176,7 +176,7 @@ class Scheduler:
             sequence.under_way -= 1
 
     def started(self, sequence: Sequence, token: int, cached_tokens: int = 0, logprobs: Iterable[Logprob] = ()) -> int:
-        """Commit the first token after a Start. Return the number kept. `cached_tokens`: prompt tokens not computed."""
+        """Commit a Start's first token. Return 1 if kept, else 0. `cached_tokens`: prompt tokens copied from cache."""
         del self.starting[sequence.wire_id]
         sequence.state = State.RUNNING
         self.running[sequence.wire_id] = sequence
@@ -199,7 +199,7 @@ class Scheduler:
         return kept
 
     def lose(self, sequence: Sequence) -> bool:
-        """Queue again a sequence that the verifier lost. Return False if it must fail instead: lost too often."""
+        """Queue again a sequence that the verifier lost. If it was lost too often, only return False: it must fail."""
         sequence.fruitless_lives += 1
         if sequence.fruitless_lives >= MAX_FRUITLESS_LIVES:
             return False
@@ -207,14 +207,14 @@ class Scheduler:
         return True
 
     def lose_all(self) -> list[Sequence]:
-        """Queue all started sequences again. Return those that must fail instead: lost too often while computed."""
+        """Queue started sequences again, but return those lost too often while they were computed: they must fail."""
         held = [*self.running.values(), *self.starting.values()]
         self._recall(sequence for sequence in held if not sequence.computed)
         self._full = False
         return [sequence for sequence in held if sequence.computed and not self.lose(sequence)]
 
     def put_back(self, sequence: Sequence) -> None:
-        """Queue again a sequence that was preempted, or refused for lack of room. This does not count as a loss."""
+        """Queue again a sequence that was preempted, or refused for lack of room, without counting a loss."""
         sequence.came_back = True
         self._recall([sequence])
 
@@ -247,7 +247,7 @@ class Scheduler:
             self._ended.append(sequence.wire_id)
 
     def _extend(self, sequence: Sequence, tokens: list[int], logprobs: Iterable[Logprob]) -> int:
-        """Append tokens to the output up to its end. Return their number. All tokens but the last are draft tokens."""
+        """Append tokens (draft tokens but for the last) to the output up to its end. Return the number appended."""
         sequence.fruitless_lives = 0
         room = tokens[: sequence.tokens_left]
         end = next((at for at, token in enumerate(room) if token in sequence.end_tokens), None)

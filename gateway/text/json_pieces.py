@@ -57,7 +57,7 @@ class Joined:
 
 
 def pieces_of(value: Any) -> Iterator[bytes]:
-    """Yield the JSON of a value in pieces. Its large parts must be lists, strings or of this module's classes."""
+    """Yield a value's JSON in pieces, small if its large parts are lists, strings, Shown, Large, Shared or Joined."""
     if isinstance(value, dict):
         yield from _enclosed(b"{", (_member(name, item) for name, item in value.items()), b"}")
     elif isinstance(value, Large):

@@ -1,7 +1,7 @@
 """Parses a request's JSON body without holding the interpreter lock (GIL) for long.
 
-The standard parser lets other threads run at each number, but never at lists, objects and strings: these are counted
-before parsing, and a body with too many of them is refused.
+While Python's parser runs, other threads can run only when it reads a number. So lists and objects, members of objects,
+and values are counted before parsing, and a body with too many of them is refused.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Encodes text to tokens and decodes tokens incrementally, with the verifier's tokenizer.
 
-Text is emitted in pieces, without a last part that may be an incomplete character or the beginning of a stop string.
-So the concatenated pieces of a choice equal the decoding of its tokens up to the stop string; only bytes that form no
+Text is emitted in pieces; a last part that may be an incomplete character or begin a stop string is withheld for now.
+So the concatenated pieces of a choice equal its tokens decoded at once, up to the stop string; only bytes that form no
 character may decode differently. The text depends on the tokens alone, never on the rounds that they came in.
 """
 
@@ -83,7 +83,7 @@ def _bytes_of(name: str) -> bytes:
 
 @cache
 def _byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's byte alphabet, {letter: byte}: printable bytes are letters themselves, others follow Latin-1."""
+    """Return GPT-2's byte alphabet, {letter: byte}: printable bytes stand for themselves, others start at chr(256)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
@@ -92,8 +92,8 @@ def _byte_alphabet() -> dict[str, int]:
 class Detokenizer:
     """Decodes tokens to text incrementally, in whole characters only.
 
-    A token's cost does not grow with the text: only the bytes of an incomplete character, three at most, are withheld;
-    all other text is decoded once and emitted. Bytes that form no character are each emitted as U+FFFD.
+    A token's cost does not grow with the text: only the bytes of an incomplete character, three at most, are withheld,
+    and only the last emitted tokens are decoded again. Bytes that form no character are each emitted as U+FFFD.
     """
 
     def __init__(self, codec: TextCodec, prompt: list[int], skip_special_tokens: bool = True):
@@ -125,7 +125,7 @@ class Detokenizer:
         return self._tell(len(self._held))
 
     def _tokens_of_half(self) -> int:
-        """Return the number of last tokens that contain bytes of the incomplete character."""
+        """Return how many of the last tokens contain bytes of the incomplete character at the end of the text."""
         size = count = 0
         while size < len(self._half):
             count += 1
@@ -178,7 +178,7 @@ class StopFilter:
 
 
 class Stop:
-    """Finds one stop string (Knuth, Morris, Pratt). `begun`: the length of its longest prefix at the text's end."""
+    """Finds one stop string (Knuth, Morris, Pratt). `begun`: the length of its longest prefix that ends the text."""
 
     def __init__(self, text: str):
         self._text, self.length = text, len(text)
@@ -206,7 +206,7 @@ class TextStream:
     """Converts the tokens of one choice to text incrementally, up to the first stop string.
 
     `taken` counts the tokens that belong to the choice: all pushed tokens, up to the one that completed a stop string.
-    `offsets`: the number of characters before each of these tokens. `silent` tokens add no text; special tokens add
+    `offsets`: the number of characters before each taken token. `silent` tokens add no text; special tokens add
     text only without `skip_special_tokens`. Stop strings have no effect before the choice has `min_tokens` tokens.
     """
 

@@ -2,7 +2,7 @@
 
 τ = accepted + 1, averaged over rounds with room for k draft tokens. The last rounds of a request draft less because
 less is left to generate; this is known before the round, so excluding these rounds adds no bias. Rounds without a
-draft reply count. The interval treats contexts as independent, and rounds of one context as dependent.
+draft reply are included. The interval treats contexts as independent, and rounds of one context as dependent.
 """
 
 from __future__ import annotations

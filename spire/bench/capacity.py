@@ -47,7 +47,7 @@ class Arriving:
 
 @dataclass(frozen=True)
 class Trial:
-    """Measurements by clients at one arrival rate. `refused`: refusals by HTTP status. None: a figure without data."""
+    """Clients' measurements at one rate. `refused` counts refusals by HTTP status; a figure without data is None."""
 
     rate: float
     requests: int
@@ -64,9 +64,9 @@ class Trial:
 
 @dataclass(frozen=True)
 class Capacity:
-    """All trials of the search, the trial with the highest rate within the bound, and the trial at four times the rate.
+    """All trials of the search, the successful trial at the highest rate, and a trial at four times that rate.
 
-    `alone_ms` is the time to first token of a single request. If it exceeds `bound_ms`, no rate is tried.
+    `alone_ms` is the time to first token of a single request. No rate is tried if `alone_ms` exceeds `bound_ms`.
     """
 
     bound_ms: float

@@ -18,8 +18,8 @@ class Cell:
     decoding; `k` None leaves the depth to the server.
 
     For a trace, `batch` and `context` are None and `trace` is its name. `plain` holds the k = 0 runs that alternated
-    with these or, for another system, Spire's from the same benchmark. `modelled` holds the performance model's
-    figures. `synthetic` is True if text and acceptance are artificial.
+    with `runs` or, for a system other than Spire, Spire's k = 0 runs of the same benchmark. `modelled` holds the
+    performance model's figures. `synthetic` is True if text and acceptance are artificial.
     """
 
     system: str

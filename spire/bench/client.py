@@ -38,7 +38,7 @@ class Completed:
 class Request:
     """Parameters shared by all requests of a measurement. `k` 0 is plain decoding; None lets the gateway choose.
 
-    `rule` is always sent. Its default here is the gateway's default for requests without a seed; these have a seed.
+    The acceptance `rule` is always sent: without it, the gateway would use `invariant`, since requests have a seed.
     """
 
     max_tokens: int

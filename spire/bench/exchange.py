@@ -50,7 +50,7 @@ class Exchange(asyncio.Protocol):
             self.over.set_result(None)
 
     async def finish(self, silence: float) -> None:
-        """Wait for the end of the answer. Raises TimeoutError after `silence` seconds without a received byte."""
+        """Wait until the connection is closed. Raises TimeoutError after `silence` seconds without a received byte."""
         while not self.over.done():
             heard = self.pieces[-1][0] if self.pieces else self.sent
             left = heard + silence - time.monotonic()
@@ -79,7 +79,7 @@ async def connect(url: str, exchange: Callable[[], _Exchange]) -> _Exchange:
 
 
 def request_to(url: str, headers: dict[str, str], body: bytes | None = None) -> bytes:
-    """Return an HTTP request as bytes: a POST of the JSON `body`, or a GET. The server then closes the connection."""
+    """Return an HTTP request, POST of the JSON `body` or GET, as bytes. It asks the server to close the connection."""
     parts = urlsplit(url)
     headers = {"Host": parts.netloc, "Connection": "close"} | headers
     if body is not None:
@@ -95,7 +95,7 @@ def request_to(url: str, headers: dict[str, str], body: bytes | None = None) -> 
 
 
 def body_of(url: str, exchange: Exchange) -> Iterator[tuple[float, bytes]]:
-    """Yield (time, bytes) of the answer's body. Raises HttpRefusal unless the status is 200, BenchError if cut off."""
+    """Yield (time, bytes) of a response body's pieces. Raises HttpRefusal unless status 200, BenchError if cut off."""
     http = h11.Connection(h11.CLIENT)
     http.send(h11.Request(method="POST", target="/", headers=[("Host", "-"), ("Connection", "close")]))
     http.send(h11.EndOfMessage())

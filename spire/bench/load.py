@@ -47,7 +47,7 @@ class Batch:
     def requests(self, k: int | None, seed: int, body: Body = Request.streamed) -> list[Timed]:
         """Return the requests of one run. Prompts and request seeds depend on `seed` only, so depths are comparable.
 
-        Cache salts differ by depth, and prompts by seed: no prefix cache has a prompt of another depth or seed.
+        Cache salts differ by depth and prompts by seed: runs share no cached prompt across depths or seeds.
         """
         request = Request(self.generate, self.temperature, k, cache_salt=_salt(k))
         prompts = self.source.cut(self.batch, self.context, seed)
@@ -118,7 +118,7 @@ def alternate(
 
 
 def read_trace(file: Path, max_context: int, seconds: float, rate: float) -> list[Arrival]:
-    """Read the requests in the first `seconds` of a trace at `rate` times its speed, with lengths up to `max_context`.
+    """Read the first `seconds` of a trace replayed at `rate` times its speed, all lengths scaled to fit `max_context`.
 
     The file may be compressed. Raises DataError naming the file, and the line of an invalid request.
     """

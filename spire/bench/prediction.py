@@ -32,7 +32,7 @@ class PairModel:
     accept_rate: float | None = None
 
     def predict(self, batch: int, context: int, k: int | None, tau: float | None) -> dict[str, Any]:
-        """Return the modelled multiplier and Δt at depth k or, if k is None, at the best depth of the model.
+        """Return the modelled speed-up and relative round time Δt at depth k or, if k is None, at the best modelled k.
 
         `context` is the mean context of a run, `tau` its measured τ. `multiplier_modelled` is None if τ is unknown.
         """

@@ -1,7 +1,7 @@
 """The pair that `spire bench --shape` serves: target and draft of a known shape, random weights, a byte tokenizer.
 
 The text is meaningless, so acceptance must be artificial as well (`--accept-rate`); only the times are real. Each
-service draws the weights on its own device.
+service draws its random weights on its own device.
 """
 
 from __future__ import annotations

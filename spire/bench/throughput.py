@@ -1,13 +1,13 @@
 """Figures of a load as its clients see them, and the parts of a round's time.
 
-*Decode* tokens per second are measured while all requests decode: from the first round of the last request to the end
-of the first request, each request counted from its first to its last chunk in that interval. *End to end* tokens per
-second are all tokens over the time from the first request to the last token, prefill included. An inter-token latency
-is the time between two chunks divided by the tokens of the later chunk.
+*Decode* tokens per second are measured while all requests decode: from the latest first round of a request to the
+earliest end of a request, each request counted from its first to its last chunk in that interval. *End to end* tokens
+per second are all tokens over the time from the first request to the last token, prefill included. An inter-token
+latency is the time between two chunks divided by the tokens of the later chunk.
 
-The counters of a round's parts are read as soon as all requests decode, which slows the current round down. That round
-counts in the mean round, because the counters include it, but not in the decode rate, unless too few rounds are left.
-The slower round also misleads the gateway's choice of k, so only the first of several runs have their rounds split.
+The counters of a round's parts are read as soon as all requests decode, which slows the current round down. The round
+slowed by this reading counts in the mean round, but not in the decode rate, unless too few rounds are left. Because the
+reading also misleads the gateway's choice of k, rounds are split into parts in the first few runs only.
 
 A batch is run twice on the same prompts. The first pass, with prompts unknown to any cache, gives the end-to-end
 figures. The second pass skips prefill through the prefix cache, so that all requests decode together for most of their
@@ -37,12 +37,12 @@ SPLIT_TOLERANCE = 0.05
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of one run, or medians of several. None: requests never all decoded at once, or the metric is missing.
+    """Figures of one run, or medians. A figure is None if requests never all decoded at once or its metric is missing.
 
-    `round_ms`: mean round by part while all requests decode; `round_ms_seen`: the same round as the clients' time
-    between chunks; `overhead`: its share outside the models. `mean_k`: draft tokens per round. `busy`: share of the
-    time in which each model service computed. `fallbacks`: blocks decoded plainly for lack of a draft reply, by reason.
-    `peak_memory_bytes`: memory of the services' processes, without GPU memory.
+    `round_ms`: mean time of each part of a round while all requests decode; `round_ms_seen`: the whole round, as time
+    between a client's chunks; `overhead`: share of a round outside the models. `mean_k`: draft tokens per round.
+    `busy`: share of the time in which each model service computed. `fallbacks`: blocks decoded plainly for lack of a
+    draft reply, by reason. `peak_memory_bytes`: memory of the services' processes, without GPU memory.
     """
 
     requests: int
@@ -71,7 +71,7 @@ class Figures:
 
     @property
     def split_covers(self) -> float | None:
-        """The sum of the parts relative to the round that the clients see."""
+        """The sum of a round's parts relative to the round time that the clients see."""
         return self.round_total_ms / self.round_ms_seen if self.round_total_ms and self.round_ms_seen else None
 
     @property
@@ -103,7 +103,7 @@ async def measure(system: System, requests: list[Timed], together: bool = True, 
 
 
 async def measure_foreign(url: str, requests: list[Timed], together: bool = True) -> Figures:
-    """Measure a load on any server that streams completions, without parts of a round; τ only from a Spire gateway."""
+    """Measure a load on any server that streams completions: no parts of a round, and τ only if the server sends it."""
     key = authorization(FOREIGN_KEY)
     first = await stream_all(url, requests, key)
     second = await stream_all(url, requests, key) if together and len(requests) > 1 else first
@@ -176,7 +176,7 @@ Stretch = list[tuple[float, int]]
 def decoding_together(answers: list[Streamed], since: float = 0.0) -> list[Stretch] | None:
     """Return the chunk arrivals of each answer while all answers decode; None if an answer has fewer than two arrivals.
 
-    The interval is from the last answer's first round (after `since`) to the first answer's end. Arrivals of one round
+    The interval is from the latest first round (after `since`) to the earliest end of an answer. Arrivals of one round
     differ slightly in time, so each answer begins and ends with its arrivals nearest to the ends of the interval.
     """
     firsts = [[moment for moment, _ in answer.arrivals[ROUND_CHUNK - 1 :] if moment >= since][:1] for answer in answers]

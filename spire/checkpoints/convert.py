@@ -2,7 +2,7 @@
 
     spire convert llama2c stories260K.bin --tokenizer tok512.model --out stories260K
 
-The format: seven int32 (width, SwiGLU width, layers, heads, key/value heads, vocabulary, longest sequence; a negative
+A .bin file: seven int32 (width, SwiGLU width, layers, heads, key/value heads, vocabulary, longest sequence; a negative
 vocabulary size means that the classifier has its own weights), then float32 weights, kind by kind, all layers of each.
 llama2.c rotates neighbouring pairs of a head, Hugging Face rotates its two halves, so rows of wq and wk are permuted.
 
@@ -44,7 +44,7 @@ class Llama2cHeader(NamedTuple):
 def convert_llama2c(weights: Path, tokenizer: Path, out: Path) -> ModelConfig:
     """Convert a llama2.c model: write `config.json`, `model.safetensors` (float32) and `tokenizer.json` into `out`.
 
-    Raises CheckpointError naming a file that is missing, truncated, in another format, or does not match the other.
+    Raises CheckpointError naming a file that is missing, truncated, in another format, or not made for the other file.
     """
     vocabulary = read_vocabulary(tokenizer)
     header, values = _read(weights)

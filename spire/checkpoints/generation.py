@@ -1,8 +1,8 @@
 """Read the `generation_config.json` of a checkpoint: end tokens and suggested sampling parameters.
 
-The end tokens are added to those of `config.json`, because chat models name the token that ends a turn only in this
-file. The suggested sampling parameters are reported to clients and never applied by default, so that a request means
-the same on every model. Invalid suggestions are ignored.
+End tokens are added to those of `config.json`, because chat models name the token that ends a turn only in
+`generation_config.json`. The suggested sampling parameters are reported to clients and never applied by default, so
+that a request means the same on every model. Invalid suggestions are ignored.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Random weights for a checkpoint directory without tensors, to measure speed.
 
-The `config.json` of such a directory sets `spire_random_weights`. Drawing weights on the device is much faster than
-writing, reading and copying them.
+The `config.json` of a directory without tensors sets `spire_random_weights`. Drawing weights on the device is much
+faster than writing, reading and copying them.
 """
 
 from __future__ import annotations

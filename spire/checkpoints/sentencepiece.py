@@ -41,7 +41,7 @@ class Vocabulary:
 
 
 def read_vocabulary(file: Path) -> Vocabulary:
-    """Read the BPE vocabulary of a SentencePiece `.model` or llama2.c `.bin`. Raises CheckpointError for others."""
+    """Read a BPE vocabulary: a SentencePiece `.model` or llama2.c `.bin`. Raises CheckpointError for other files."""
     if not file.is_file():
         raise CheckpointError(f"{file} does not exist: --tokenizer takes a SentencePiece .model or llama2.c .bin file")
     refuse_stand_in(file)
@@ -58,7 +58,7 @@ def read_vocabulary(file: Path) -> Vocabulary:
 
 
 def to_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
-    """Build a tokenizer with the ids of a SentencePiece vocabulary that prepends `<s>` to every prompt."""
+    """Build a tokenizer that has the ids of a SentencePiece vocabulary and prepends `<s>` to every prompt."""
     names = [vocabulary.pieces[number] for number in (UNKNOWN, START, END)]
     tokenizer = without_special_tokens(vocabulary, UNKNOWN)
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
@@ -124,7 +124,7 @@ def _read_llama2c(raw: bytes) -> Vocabulary:
 
 
 def _read_model(raw: bytes) -> Vocabulary | None:
-    """Parse a ModelProto (1 pieces: text, score, type; 2 trainer: 3 model type; 3 normalizer). None if not BPE."""
+    """Parse a ModelProto: fields 1 (pieces of text, score, type), 2 (trainer) and 3 (normalizer). None if not BPE."""
     parts = _fields(raw)
     pieces = [dict(_fields(value)) for number, value in parts if number == 1]
     trainer, normalizer = (dict(_fields(dict(parts).get(number, b""))) for number in (2, 3))

@@ -1,8 +1,8 @@
 """Load a checkpoint's tokenizer, which encodes text to the same ids as in transformers 5.
 
-The tokenizer is read from `tokenizer.json` and the tokens declared in other files (`special_tokens`). Truncation and
-padding settings in the file are never applied. `add_bos_token` and `add_eos_token` of `tokenizer_config.json` are
-ignored: transformers uses the post-processor of `tokenizer.json`.
+The tokenizer is read from `tokenizer.json` and the tokens declared in other files (`special_tokens`). Settings of
+`tokenizer.json` for truncation and padding are never applied. `add_bos_token` and `add_eos_token` of
+`tokenizer_config.json` are ignored: transformers uses the post-processor of `tokenizer.json`.
 
 Does not know: tokenizers without a `tokenizer.json`, and tokenizers built by a checkpoint's own code.
 """
@@ -70,7 +70,7 @@ def _unbounded(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def _as_llama(raw: dict[str, Any], settings: dict[str, Any]) -> Tokenizer:
-    """Build the same tokenizer as transformers' LlamaTokenizer from a parsed `tokenizer.json` and its settings."""
+    """Build transformers' LlamaTokenizer from a parsed `tokenizer.json` and the settings of `tokenizer_config.json`."""
     model = raw["model"] | {"unk_token": None, "fuse_unk": True, "byte_fallback": True}
     tokenizer = Tokenizer.from_str(json.dumps(raw | {"model": model, "normalizer": None, "added_tokens": []}))
     in_front = settings.get("add_prefix_space") is not False

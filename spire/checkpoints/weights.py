@@ -1,6 +1,6 @@
 """Load and save weights in Hugging Face layout: `config.json` and safetensors (sharded or not), never pickle.
 
-Does not know: quantised weights and architectures other than Llama's, which are refused by name.
+Does not know: quantised weights and architectures other than Llama's, which are refused with an error that names them.
 """
 
 from __future__ import annotations

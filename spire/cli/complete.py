@@ -1,6 +1,6 @@
 """`spire complete "prompt"`: request a completion from a running gateway and stream it to the terminal.
 
-Does not know: models. The command is a REST client like any other.
+The command is a REST client like any other: it loads no model.
 """
 
 from __future__ import annotations

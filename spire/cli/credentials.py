@@ -7,8 +7,8 @@
     spire certs tls --host verifier.internal --host 10.0.0.7
     python -m verifier_service --tls tls/verifier ...
 
-Does not know: the keys that were created, since the file holds only their hashes; an existing CA of yours, whose
-certificates work as well (docs/security.md).
+Does not know: the keys that were created, since the file holds only their hashes; a CA of your own, which you can use
+instead of `spire certs` (docs/security.md).
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def doctor(
 ) -> None:
     """Check this machine, the models and the running services. Exit code 1 when something must be mended.
 
-    With --calibrate, measure what spire perf-model --hardware calibrated predicts from, while nothing else runs.
+    With --calibrate, measure, while nothing else runs, the costs that spire perf-model --hardware calibrated uses.
     """
     if shape:
         if not calibrate or out is None:

@@ -1,6 +1,6 @@
 """Choice of target and draft: options, SPIRE_MODEL and SPIRE_DRAFT, or the pair in the repository's `models/`.
 
-With `--shape` both are replaced by a temporary pair of a known shape with random weights.
+With `--shape` target and draft are a temporary pair of a known shape with random weights.
 """
 
 from __future__ import annotations

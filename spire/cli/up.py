@@ -57,7 +57,7 @@ class _Stopped(Exception):
 
 
 def _port(text: str) -> int:
-    """Parse a port from 0 to 65535. Raises BadParameter, with an explanation for an address set by Kubernetes."""
+    """Parse a port from 0 to 65535. Raises BadParameter, with advice if Kubernetes set SPIRE_UP_PORT to a URL."""
     number = int(text) if str(text).isascii() and str(text).isdecimal() else -1
     if not 0 <= number <= 65535:
         raise typer.BadParameter(explain_link("SPIRE_UP_PORT") or f"{text!r} is not a port from 0 to 65535")
@@ -292,7 +292,7 @@ def _warn(text: str) -> None:
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """Raise _Stopped at the first SIGINT or SIGTERM within the block. Later signals must not interrupt the shutdown."""
+    """Raise _Stopped at the first SIGINT or SIGTERM within the block. Later SIGINT and SIGTERM signals are ignored."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         for name in (signal.SIGINT, signal.SIGTERM):

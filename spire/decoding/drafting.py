@@ -56,10 +56,10 @@ def draft_tokens(
 ) -> Drafted:
     """Draft k tokens per sequence in k passes, of which the first feeds the newest tokens, at positions `base_B`.
 
-    `next_logits` feeds tokens [B] at the next position and returns the logits [B, V] of the token after it. Tokens are
-    drawn from the `candidates` most probable tokens, which are also returned as q; None stands for the whole
-    vocabulary, rounded to bfloat16. Under the invariant rule, tokens are picked from the whole distribution. If all
-    sequences use this rule, no q is returned.
+    `next_logits` feeds tokens [B] at the next position and returns the logits [B, V] of the token after it. Each token
+    is drawn from the `candidates` most probable tokens or, if None, from the whole vocabulary in bfloat16; this
+    distribution is returned as q. Under the invariant rule, tokens are picked from the whole distribution. If all
+    sequences use the invariant rule, no q is returned.
     """
     tokens_B, tokens, ids, probs = newest_B, [], [], []
     uniforms_BK = rows.uniforms(base_B, k, Purpose.DRAFT)

@@ -50,7 +50,7 @@ def uniform(seed: Tensor, choice: Tensor, position: Tensor, purpose: Purpose, sa
 def uniforms_behind(
     base_B: Tensor, count: int, purpose: Purpose, seed_B: Tensor, choice_B: Tensor, salted_B: Tensor
 ) -> Tensor:
-    """Return the numbers of `uniform`, [B, count], for the `count` positions after `base_B`, by a kernel if available.
+    """Return the random numbers of `uniform`, [B, count], for the `count` positions after `base_B`, by a kernel if any.
 
     `salted_B` (int64) is 1 for sequences whose salt is base + 1, and 0 for sequences without a salt.
     """

@@ -103,7 +103,7 @@ class SamplingRows:
 
     @cached_property
     def of_softmax_alone(self) -> bool:
-        """True if each sequence is greedy or draws from its whole softmax by inverse CDF, and none is nearly greedy."""
+        """True if each sequence is greedy or draws from its whole softmax by inverse CDF, at a temperature >= 1e-4."""
         return self.truncated is Share.NONE and self.invariant is Share.NONE and not self.nearly_greedy
 
     def select(self, index: Tensor) -> SamplingRows:
@@ -114,7 +114,7 @@ class SamplingRows:
         """Return uniform random numbers [B, count] for the positions after `base_B`, the base positions of the round.
 
         Block verification uses the numbers of positions that it then discards, and using them again would bias the
-        output. Under this rule, the numbers therefore also depend on the base.
+        output. Under block verification, the numbers therefore also depend on the base.
         """
         return uniforms_behind(base_B, count, purpose, self.seed_B, self.choice_B, self.by_blocks_B)
 
@@ -123,7 +123,7 @@ def probabilities(logits_BTV: Tensor, rows: SamplingRows) -> Tensor:
     """Return the distributions that tokens are drawn from, after temperature, then top_k, top_p and min_p.
 
     top_p is relative to the total probability after top_k, min_p to the most probable token. Greedy rows are one-hot at
-    the argmax, so that one rule covers every temperature.
+    the argmax, so that greedy sequences need no verification rule of their own.
     """
     if rows.greedy is Share.ALL:
         return _one_hot(logits_BTV)
@@ -167,8 +167,8 @@ def _truncate(probs_BTV: Tensor, rows: SamplingRows) -> Tensor:
 def _keep_ranked(probs_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor) -> Tensor:
     """Apply top_k, then top_p: zero the probabilities of the tokens they exclude, without renormalising.
 
-    The cutoff is found by sorting a row's most probable tokens: top_k tokens, or else the tokens that are not rare if
-    they sum to top_p, or else all. It depends neither on other rows nor on the number of sorted tokens.
+    A row's cutoff is found by sorting its top_k tokens or, without top_k, its tokens of probability >= 2^-14 if they
+    sum to top_p, else all. The cutoff depends neither on other rows nor on how many tokens are sorted.
     """
     V = probs_NV.shape[1]
     keep_N = torch.full_like(top_k_N, V)
@@ -265,9 +265,9 @@ def with_invariant(ids_B: Tensor, probs_BV: Tensor, rows: SamplingRows, position
 def pick(probs_NV: Tensor, rows: SamplingRows, position_N: Tensor) -> Tensor:
     """Draw tokens [N] from distributions p [N, V]: argmax over x of log p(x) + Gumbel noise of position and x.
 
-    Similar distributions mostly yield the same token. Only tokens that are not rare have their own noise. The rare
-    tokens compete as one token with their total probability, and if it wins, `_pick_rare` draws a rare token. This is
-    exact, because the maximum of Gumbel variables is a Gumbel variable and is independent of the argmax.
+    With the same noise, similar distributions mostly yield the same token. Tokens of probability < 2^-14 have no noise
+    of their own but compete as one token of their total probability; if it wins, `_pick_rare` draws one of them.
+    Grouping is exact, because the maximum of Gumbel variables is a Gumbel variable and is independent of the argmax.
     """
     common = _Chosen.of(probs_NV >= _NOT_RARE, probs_NV)
     bits_N = random_bits(rows.seed_B, rows.choice_B, position_N, Purpose.NOISE)
@@ -302,14 +302,14 @@ def _pick_rare(probs_NV: Tensor, bits_N: Tensor) -> Tensor:
 
 
 def _winner(weights: Tensor, bits_N: Tensor, keys: Tensor) -> Tensor:
-    """Return the argmax [N] over C of log weight + the key's Gumbel noise. Weight 0 never wins."""
+    """Return the argmax [N] over the last dimension of log weight + the key's Gumbel noise. Weight 0 never wins."""
     return (weights.double().log() + gumbel(bits_N[:, None], keys)).argmax(dim=-1)
 
 
 def draw(probs_V: Tensor, uniforms: Tensor) -> Tensor:
     """Draw int64 token ids [...] from distributions [..., V] by inverse CDF of uniform numbers [...].
 
-    The numbers are scaled by the row's sum, so rows need not be normalised. Tokens of probability zero are never drawn.
+    The uniform numbers are scaled by the row's sum, so rows need not sum to 1. Tokens of probability 0 are never drawn.
     """
     cumulative_V = probs_V.cumsum(dim=-1, dtype=torch.float64)
     total = cumulative_V[..., -1:]
@@ -323,7 +323,7 @@ def draw(probs_V: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def top_m(probs_BV: Tensor, m: int) -> tuple[Tensor, Tensor]:
-    """Return the m most probable tokens' ids and renormalised probabilities, [B, m]. A draft draws from these tokens
-    and sends the probabilities as q."""
+    """Return the m most probable tokens' ids and renormalised probabilities, [B, m]. A draft draws its tokens from this
+    distribution, which it also sends as q."""
     probs_BM, ids_BM = probs_BV.topk(min(m, probs_BV.shape[-1]), dim=-1)
     return ids_BM, probs_BM / probs_BM.sum(dim=-1, keepdim=True)

@@ -37,7 +37,7 @@ class SparseDistribution:
     """A draft's q as sent: M candidates per draft token or, without `ids_BKM`, the whole vocabulary in order of ids.
 
     Rows need not sum to one, because the draft draws in proportion to the numbers that it sends, which may be rounded
-    to bfloat16. Rows are normalised only when they are used, because of most rows only the sums are needed. Padding has
+    to bfloat16. Rows are normalised only when they are used, because for most rows only the sum is needed. Padding has
     probability zero and any id in the vocabulary.
     """
 
@@ -133,7 +133,7 @@ class Verdict:
 def verify(
     p_BTV: Tensor, draft_BK: Tensor, counts_B: Tensor, q: SparseDistribution | None, rows: SamplingRows, base_B: Tensor
 ) -> Verdict:
-    """Verify each row's draft tokens by its rule. q is one-hot at the draft tokens if None, and for greedy rows."""
+    """Verify each row's draft tokens by its rule. If None, and for greedy rows, q is one-hot at the draft tokens."""
     if draft_BK.shape[1] == 0:
         return Verdict.of(draft_BK, torch.zeros_like(counts_B), sample(p_BTV[:, 0], rows, base_B))
     if q is None:
@@ -219,7 +219,7 @@ def _of_draft(p_BTV: Tensor, draft_BK: Tensor) -> Tensor:
 
 
 def _sum_left(p_BTV: Tensor, q: SparseDistribution, weight_BT: Tensor) -> Tensor:
-    """Return the sum of max(0, P_(i-1) p - q) over the vocabulary for each draft token i, [B, K].
+    """Return the sum of max(0, P_(i-1) p - q) over the vocabulary for each draft token i, [B, K], P = `weight_BT`.
 
     Only candidates of q need the difference: every other token contributes P_(i-1) p.
     """
@@ -287,7 +287,7 @@ def check_q(q: SparseDistribution, draft_BK: Tensor, counts_B: Tensor, widths_B:
 def _check_ids(
     q: SparseDistribution, real_BK: Tensor, widths_B: Tensor, vocab_size: int
 ) -> tuple[Tensor, Tensor, SparseDistribution]:
-    """Return whether each row's ids are in the vocabulary, whether they are distinct, and q with neutral padding."""
+    """Return whether each row's ids are in the vocabulary, whether they are distinct, and q with padding set to 0."""
     if q.ids_BKM is None:
         sound_B = torch.ones(len(real_BK), dtype=torch.bool, device=real_BK.device)
         return sound_B, sound_B, q

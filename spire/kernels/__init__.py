@@ -1,6 +1,6 @@
 """C kernels for x86 processors: bfloat16 with AMX or AVX512-BF16, float32 with AVX-512 or AVX2.
 
-The kernels are built at installation if a C compiler is found. Otherwise, or on another processor, torch computes.
+The kernels are built at installation if a C compiler is found. Without a kernel for the processor, torch computes.
 Every kernel sums the terms of a row or query in the same order, whatever else is in the batch.
 """
 
@@ -36,7 +36,7 @@ class Kernels:
     """The C kernels of one instruction set, for one dtype. `compiled.pyi` documents their arguments.
 
     Tensors are passed by address. `block`: the number of a weight's outputs stored together. `head_multiple`: attention
-    needs a head_dim that is a multiple of this. `most_queries`: limit of queries per key in attention, None for none.
+    needs a head_dim that is a multiple of this. `most_queries`: most queries per key in attention, None for no limit.
     """
 
     index: int

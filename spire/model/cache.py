@@ -40,7 +40,7 @@ _STEP = 64
 class TargetCache:
     """The target's KV cache: `slots` sequences of up to `capacity` committed positions, in at most `budget` bytes.
 
-    `parking` more slots follow, which are never allocated: sequences are only copied to and from them.
+    `parking` more slots follow, which `allocate` never returns: ended sequences are copied to them for reuse.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class TargetCache:
 
     @property
     def held_bytes(self) -> int:
-        """The bytes that may be backed by memory. Exceeds the reserved bytes if a slot's last sequence was longer."""
+        """The bytes that may be backed by memory. Exceeds reserved bytes if slots keep memory of ended sequences."""
         return sum(self._held) * self.page_bytes
 
     @property
@@ -112,7 +112,7 @@ class TargetCache:
 
     @property
     def parked_bytes(self) -> int:
-        """The bytes reserved for parked sequences. Any thread may read this property."""
+        """The bytes reserved for copies of ended sequences in parking slots. Any thread may read this property."""
         return sum(self._promised[self.slots :]) * self.page_bytes
 
     def may_park(self, place: int, length: int) -> bool:
@@ -208,9 +208,9 @@ class TargetCache:
     def view(self, slots: Sequence[int], new_tokens: int, decoding: bool = False, causal: bool = True) -> BatchView:
         """Return a view of the cache for one forward that appends `new_tokens` positions to each slot.
 
-        `decoding`: the positions are not part of a prompt. Only then are kernels for few queries used: the keys of a
-        prompt must not depend on where its chunks end, so one kernel attends for chunks of any length. If `causal` is
-        False, the caller must set the attention mask by `see`. Raises OutOfCapacity if memory is short.
+        `decoding`: the positions are not part of a prompt. Kernels for few queries are used only if it is True: the
+        keys of a prompt must not depend on where its chunks end, so one kernel attends for chunks of any length. If
+        `causal` is False, the caller must set the attention mask by `see`. Raises OutOfCapacity if memory is short.
         """
         if not self.reserve(slots, new_tokens):
             raise OutOfCapacity(f"no memory for {new_tokens} more positions of {len(slots)} sequences")
@@ -318,7 +318,7 @@ class BatchView:
         return found_1GRK.reshape(1, *queries_HTK.shape)
 
     def store(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> None:
-        """Write one layer's new keys and values after the committed positions. Does nothing if attention is fused."""
+        """Write one layer's new keys and values after the committed positions, unless a fused kernel writes them."""
         if self.fused:
             return
         for pool, new_BGTK in ((self._cache.keys[layer], keys_BGTK), (self._cache.values[layer], values_BGTK)):

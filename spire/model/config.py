@@ -133,8 +133,8 @@ class DraftConfig(BaseModel):
     `tapped_layers[i]` is the index of the target layer whose input draft layer i attends to at verified positions:
     (6, 7) for a target of 8 layers and a SPIRe draft of 2. If `tapped_layers` is empty, each layer attends to its own
     input, as in a vanilla draft, and the draft receives tokens instead of activations.
-    `feedback`: at positions drafted in the current round, layers attend to a mixture of all layers' outputs (paper
-    section 3.3); otherwise to each layer's own input.
+    `feedback`: at positions drafted in the current round, layers attend to a mixture of all layers' outputs (SPIRe
+    paper, section 3.3); if False, to their own inputs.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -155,7 +155,7 @@ class DraftConfig(BaseModel):
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Return the parsed `config.json` of a checkpoint directory. Raises CheckpointError naming the file."""
+    """Return the parsed `config.json` of a checkpoint directory. Raises CheckpointError naming an unreadable file."""
     file = directory / "config.json"
     if not file.is_file():
         if gguf := directory if directory.suffix == ".gguf" else next(directory.glob("*.gguf"), None):
@@ -229,7 +229,7 @@ def _rope(raw: dict[str, Any], family: Family) -> dict[str, Any]:
 def _merged(given: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Merge the rope sections of a `config.json`, dropping nulls and renaming the older key `type` to `rope_type`.
 
-    Raises ValueError if the sections differ. Only `rope_theta` may be absent from one section.
+    Raises ValueError if the sections differ, except that `rope_theta` may be absent from one section.
     """
     sections, merged = [], dict[str, Any]()
     for one in given:

@@ -28,7 +28,7 @@ from spire.model.target import Target, WholeSequence
 
 
 class FeedbackMemory(Memory, Protocol):
-    """The memory, during one forward, of a draft that has feedback memory (paper section 3.3)."""
+    """The keys and values that a draft with feedback memory (SPIRe paper, section 3.3) attends to in a forward."""
 
     @property
     def passes_follow(self) -> bool:
@@ -106,7 +106,7 @@ def input_scale(target: Target, entered_layer: int, tokens_BT: Tensor) -> float:
     """Return the factor that scales a draft's embedding to the magnitude of the target's activations entering a layer.
 
     After several layers the residual stream may be a thousand times larger than an embedding. The copied layers add to
-    the stream in that proportion, so the draft would hardly see its token without this scale.
+    the stream at that magnitude, so a draft with an unscaled embedding would hardly see its token.
     """
     taps = target(tokens_BT, WholeSequence(tokens_BT), (entered_layer,)).taps_BTND
     assert taps is not None
@@ -116,7 +116,7 @@ def input_scale(target: Target, entered_layer: int, tokens_BT: Tensor) -> float:
 
 @dataclass(frozen=True)
 class SparseAttention:
-    """StreamingLLM's mask: a query sees the first `sink` positions, the `window` positions before it, and itself."""
+    """StreamingLLM's mask: a query sees the first `sink` positions, the `window` before it and (optionally) itself."""
 
     sink: int = 1
     window: int = 64

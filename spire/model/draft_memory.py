@@ -104,7 +104,7 @@ class RoundMemory:
 
 
 def _with_scratch(pool_NXGSK: Tensor, slots_B: Tensor, k: int) -> tuple[Tensor, ...]:
-    """Copy the slots, with k more entries, for each layer. `index_select` is far faster than indexing after a slice."""
+    """Copy the slots and add k zero entries, by layer. `index_select` is far faster than indexing after a slice."""
     N, _, G, S, K = pool_NXGSK.shape
     pairs_NBGSK = pool_NXGSK.new_empty(N, len(slots_B), G, S + k, K)
     torch.index_select(pool_NXGSK, 1, slots_B, out=pairs_NBGSK[:, :, :, :S])

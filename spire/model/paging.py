@@ -8,7 +8,7 @@ PAGE = 128
 def positions_of(capacity: int) -> int:
     """Return the number of positions to allocate for a slot in which up to `capacity` positions can be committed.
 
-    At least one position more is allocated: the padding of full rows is written there.
+    At least one position more than `capacity` is allocated, for the padding of rows whose slot is full.
     """
     return (capacity // PAGE + 1) * PAGE
 

@@ -17,7 +17,7 @@ _GENERIC = {"x86_64", "aarch64", "riscv64", "s390x", "loongarch64"}
 
 
 def not_reserved(system: str, machine: str) -> int:
-    """Return mmap's flag MAP_NORESERVE, or 0 if unknown. Without it, Linux refuses mappings larger than memory."""
+    """Return mmap's MAP_NORESERVE or, if unknown, 0. Without the flag, Linux refuses mappings larger than memory."""
     named: int | None = getattr(mmap, "MAP_NORESERVE", None)  # Python 3.13
     if named is not None:
         return named

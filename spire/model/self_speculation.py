@@ -1,6 +1,6 @@
 """MagicDec: the target drafts for itself, attending only to the sink and the window of its own cache.
 
-This is speculation for any checkpoint without training. A pass is the target's own forward over a sparse copy of its
+MagicDec needs no training and serves any checkpoint. A pass is the target's own forward over a sparse copy of its
 cache, which is made once per round and never written back: a rejected draft token has no effect, and verification
 appends the same positions itself.
 

@@ -1,7 +1,7 @@
 """The record of `spire doctor --calibrate`: measured costs of this machine in the form the performance model takes.
 
 The record is one JSON file, by default `calibration.json` in the user's cache directory; reading it does not import
-torch. `spire.perf.microbenchmarks` measures the costs and `spire.perf.calibrator` runs them.
+torch. `spire.perf.calibrator` measures the costs by running `spire.perf.microbenchmarks`.
 """
 
 from __future__ import annotations

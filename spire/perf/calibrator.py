@@ -1,4 +1,4 @@
-"""The calibration of this machine: all microbenchmarks, in three passes, on the threads that serve a pair.
+"""The calibration of this machine: all microbenchmarks, in three passes, on as many threads as serve target and draft.
 
 `spire doctor --calibrate` runs the calibration. Does not know: how the parts are measured (see `microbenchmarks`).
 """

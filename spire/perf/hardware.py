@@ -87,9 +87,9 @@ class Measured:
 
 @dataclass(frozen=True)
 class Hardware:
-    """A device as the performance model sees it. If `relative`, seconds have no unit: only the paper's formula holds.
+    """A device as the performance model sees it. If `relative`, only ratios of costs are known, not seconds.
 
-    `memory_bytes` is None if unknown. `carrier` is the transport to a draft on this device.
+    `memory_bytes` is None if unknown. `carrier` is the transport from a target to a draft on the same device.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """Memory that a device needs to serve a target, a draft, or both: weights, and keys and values of each sequence.
 
-Pure arithmetic. Does not know: the runtime's memory and temporary memory of a forward. These use the share of free
-memory that services leave after loading weights.
+Pure arithmetic. Does not know: the runtime's memory and temporary memory of a forward, for which services leave a share
+of the memory that is free after loading weights.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class MemoryNeed:
 def largest_batch(needs: Sequence[MemoryNeed], memory_bytes: float) -> int:
     """Return the most sequences that fit into `memory_bytes` if the models are loaded in this order; 0 if none fits.
 
-    Each model takes its share of the memory left after its weights and after the earlier models with their sequences.
+    A model's sequences get SHARE_OF_FREE_MEMORY of what its weights and the earlier models with their sequences leave.
     """
     most, before = math.inf, MemoryNeed(0.0, 0.0)
     for need in needs:

@@ -1,7 +1,7 @@
-"""Microbenchmarks for the performance model: each part of a step alone, at the widths of a given pair.
+"""Microbenchmarks for the performance model: each part of a step alone, at the widths of a given target and draft.
 
 The parts are a layer's matrix products by rows, memory reads, attention over far more than the processor's cache, a
-model without these, and sampling. `spire.perf.calibrator` runs them all.
+model without these, and sampling. `spire.perf.calibrator` runs all microbenchmarks.
 Shapes: B sequences, T new positions, N draft layers, D width, V vocabulary. Nothing is fitted to a whole model's run.
 Does not know: how parts slow each other down, or overlap on a GPU.
 """
@@ -254,7 +254,7 @@ class _Unread:
 
 
 class _GivenLayer(Layer):
-    """A decoder layer that computes attention only. All else is given for up to `rows` tokens, to time attention."""
+    """A decoder layer that computes attention only; its other results are random tensors for up to `rows` tokens."""
 
     def __init__(self, config: ModelConfig, rows: int, bench: Bench):
         nn.Module.__init__(self)
@@ -332,7 +332,7 @@ def _of_layer_and_round(memory: DraftMemory, bench: Bench, products: Callable[[i
 
 
 def _draft_round(memory: DraftMemory, batch: int, passes: int, bench: Bench) -> Callable[[], None]:
-    """Return a function that absorbs `_DEPTH` positions per sequence, begins a round, and runs `passes` passes."""
+    """Return a function that stores `_DEPTH` positions per sequence, begins a round, and runs `passes` draft passes."""
     draft, config = memory.draft.draft, memory.draft.config
     slots, base = list(range(batch)), draft.sink + draft.window
     tokens_B = torch.ones(batch, dtype=torch.int64, device=bench.device)
@@ -350,7 +350,7 @@ def _draft_round(memory: DraftMemory, batch: int, passes: int, bench: Bench) -> 
 
 
 def _drawing(kernels: Kernels, logits_BV: Tensor, bench: Bench) -> Callable[[], None]:
-    """Return a function that draws a token per row with one kernel. Each call overwrites the logits for the next."""
+    """Return a function that draws a token per row with one kernel. Each call overwrites `logits_BV`, its input."""
     rows, tokens_B = _sampling_rows(len(logits_BV), bench), torch.zeros(len(logits_BV), dtype=torch.int64)
     probs_BV, uniforms_B = torch.empty_like(logits_BV, dtype=torch.bfloat16), torch.rand(len(logits_BV)).double()
     return lambda: draw(kernels, logits_BV, rows.temperature_B, uniforms_B, tokens_B, probs_BV)

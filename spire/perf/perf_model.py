@@ -3,8 +3,8 @@
     multiplier = τ / Δt,   Δt = (k · draft pass + verification) / plain step
     cost of a forward = max(FLOPs, bytes read · HOI),   HOI = FLOP/s over bytes/s of the hardware
 
-`paper_multiplier` is this formula; `multiplier` adds every known cost, of which none is fitted to a whole run. Pure
-arithmetic: no torch, no files, no clock. Run it with `spire perf-model`.
+`paper_multiplier` is the paper's formula; `multiplier` adds every known cost, none of which is fitted to a whole run.
+Pure arithmetic: no torch, no files, no clock. `spire perf-model` runs the model.
 
 Does not know: prefill, queues, the gateway's own work, and whether weights and caches fit (see `memory_need`).
 """
@@ -57,7 +57,7 @@ class AcceptanceModel:
 def paper_multiplier(
     target: Shape, draft: DraftShape, batch: float, context: int, k: int, tau: float, hardware: Hardware
 ) -> float:
-    """Return the speedup τ / Δt by the paper's formula: Δt is the layers' time at the device's peak, and nothing else.
+    """Return the speedup τ / Δt by the paper's formula, where Δt counts only the layers' time at the device's peak.
 
     Raises InvalidRequest for an empty batch.
     """
@@ -101,7 +101,7 @@ class RoundCost:
 
 
 def plain_cost(target: Shape, batch: float, context: int, hardware: Hardware) -> RoundCost:
-    """Return the cost of a step without speculation. Raises InvalidRequest for relative hardware."""
+    """Return the cost of a step without speculation. Raises InvalidRequest if `hardware.relative` (has no seconds)."""
     wire = wire_of(hardware.carrier, hardware)
     return RoundCost(0.0, verify_seconds(target, batch, context, 0, hardware), plain_wire_seconds(batch, wire))
 
@@ -109,7 +109,7 @@ def plain_cost(target: Shape, batch: float, context: int, hardware: Hardware) ->
 def round_cost(
     target: Shape, draft: DraftShape, batch: float, context: int, k: int, tau: float, hardware: Hardware
 ) -> RoundCost:
-    """Return the cost of a round with draft and target on one device. Raises InvalidRequest for relative hardware."""
+    """Return the cost of a round with draft and target on one device. Raises InvalidRequest if `hardware.relative`."""
     wire = wire_of(hardware.carrier, hardware)
     return RoundCost(
         draft_seconds(draft, batch, context, k, hardware),
@@ -124,7 +124,7 @@ def multiplier(
     """Return τ / Δt with all known costs: throughput of speculation relative to plain decoding, on one device.
 
     Besides the layers, costs are unembedding and wire and, on a measured machine, sampling and launches. Raises
-    InvalidRequest for an empty batch and for relative hardware, for which only `paper_multiplier` holds.
+    InvalidRequest for an empty batch, and if `hardware.relative`: then only `paper_multiplier` can be computed.
     """
     _check(batch, context, k)
     plain = plain_cost(target, batch, context, hardware)
@@ -194,7 +194,7 @@ def best_k(
     hardware: Hardware,
     max_k: int = 8,
 ) -> BestDepth:
-    """Return the depth from 1 to `max_k` with the greatest multiplier, by the paper's formula on relative hardware."""
+    """Return the depth from 1 to `max_k` with the greatest multiplier (`paper_multiplier` if `hardware.relative`)."""
     gain = paper_multiplier if hardware.relative else multiplier
     choices = (
         BestDepth(k, gain(target, draft, batch, context, k, acceptance.tau(k), hardware)) for k in range(1, max_k + 1)
@@ -245,7 +245,7 @@ def split_cost(
     wire: Wire,
     lanes: int = 2,
 ) -> RoundCost:
-    """Return the cost of one lane's round with the draft on its own device. Raises InvalidRequest for MagicDec."""
+    """Return a round's cost for one of `lanes` groups, draft on its own device. Raises InvalidRequest for MagicDec."""
     if draft.kind == "magicdec":
         raise InvalidRequest("MagicDec drafts with the target's own weights and cache: it has no device of its own")
     if lanes not in (1, 2):

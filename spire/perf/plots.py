@@ -49,7 +49,7 @@ def write_speedup(
 ) -> None:
     """Plot multipliers by batch (rows) and context (columns), one panel per draft, as in Figures 4 and 6.
 
-    None marks a cell that does not fit the device.
+    None marks a cell whose batch does not fit into the device's memory.
     """
     figure, axes = _grids(title, list(panels), batches, contexts)
     from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
@@ -77,7 +77,7 @@ def write_map(
 ) -> None:
     """Plot the best depth `k` and its `multiplier` by batch and context; hatched grey if speculation is off (`k` = 0).
 
-    `fits` is False in a cell whose batch does not fit the device.
+    `fits` is False in a cell whose batch does not fit into the device's memory.
     """
     figure, axes = _grids(title, list(panels), batches, contexts)
     from matplotlib.cm import ScalarMappable
@@ -107,7 +107,7 @@ def write_map(
 
 
 def write_intensity(file: Path, title: str, target: Shape, contexts: Sequence[int], k: int, hardware: Hardware) -> None:
-    """Plot FLOPs per byte of verification by batch, a curve per context, and the hardware's HOI (Figure 3)."""
+    """Plot the FLOPs per byte of verification by batch, a curve per context, and those of the hardware (Figure 3)."""
     figure = _figure(7.5, 4.8)
     axis = figure.add_subplot()
     batches = [2**exponent for exponent in range(_LARGEST_BATCH.bit_length())]

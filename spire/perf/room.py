@@ -1,4 +1,4 @@
-"""The size of a KV cache: sequences and positions as requested or, without a request, as memory allows.
+"""The size of a KV cache: sequences and positions as configured or, if not configured, as memory allows.
 
 If a device allocates the whole cache at once, sequences and context are both cut to what fits. If memory is allocated
 as it is written (on a CPU), sequences share the memory, and only one sequence of full length must fit.
@@ -51,7 +51,7 @@ class Room:
 def room_for(wishes: Wishes, longest: int, position_bytes: int, free: int, at_once: bool) -> Room:
     """Return a size of the KV cache that fits in `free` bytes, for a model that takes at most `longest` positions.
 
-    `at_once`: the whole cache is allocated at the start. Raises CheckpointError that names the values and a remedy.
+    `at_once`: the whole cache is allocated at the start. Raises CheckpointError, with a remedy, if `wishes` do not fit.
     """
     wishes.check(longest)
     if at_once and wishes.budget > free:

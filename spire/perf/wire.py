@@ -36,9 +36,9 @@ class Wire:
 
 
 def wire_of(carrier: Carrier, hardware: Hardware) -> Wire:
-    """Return the costs of a carrier: for messages those measured on the hardware or, if not measured, STREAM.
+    """Return the costs of a carrier. gRPC costs are those measured on `hardware` or, if not measured, STREAM.
 
-    Raises InvalidRequest for relative hardware, which has no seconds.
+    Raises InvalidRequest if `hardware.relative`: its costs are not in seconds.
     """
     if hardware.relative:
         raise InvalidRequest(f"{hardware.name} has no seconds that a wire's could be added to: name a device")

@@ -59,7 +59,7 @@ Memory = memoryview | Tensor
 
 
 class _Made:
-    """The end of a ring that creates its memory. All pages are faulted in at once: the first access to a page is slow.
+    """One end of a ring buffer, which creates its memory and faults in all pages: the first access to a page is slow.
 
     Raises OSError if the directory cannot be written or lacks `size` free bytes, or the GPU cannot share memory.
     """
@@ -86,7 +86,7 @@ class _Made:
 
 
 class _Opened:
-    """The end of a ring that opens memory created by the other end. The file is unlinked: a ring can be opened once.
+    """One end of a ring buffer, which opens the other end's memory. The file is unlinked: a ring can be opened once.
 
     Raises OSError if there is no such file or the GPU memory cannot be opened, and InvalidRequest if the file or the
     GPU memory is not the offered one.
@@ -121,7 +121,7 @@ class Ring(_Made):
         _wait_for(self._bytes)
 
     def claim(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor | None, pb.RingSlice]:
-        """Reserve space in the ring. Return a tensor to fill at once and its slice; None, length 0 if the ring is full.
+        """Reserve space. Return a tensor to fill at once and its slice; if the ring is full, None and an empty slice.
 
         Call `settle` after writing and before notifying the reader.
         """
@@ -195,7 +195,7 @@ class OverwritingRing(_Opened):
 
 
 class OverwritingRingReader(_Made):
-    """The reading end of a ring buffer for q. Its first position is random, to detect slices of another ring."""
+    """The reading end of a ring buffer for q. The ring's first position is random, to detect slices of other rings."""
 
     def __init__(self, directory: Path, size: int):
         super().__init__(directory, size)

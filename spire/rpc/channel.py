@@ -1,6 +1,6 @@
 """gRPC channels and servers, with common options that detect a frozen or vanished peer within seconds.
 
-`http2.ping_timeout_ms` matters: with its default a frozen peer is noticed after a minute.
+`http2.ping_timeout_ms` matters: with its default a frozen peer is noticed only after a minute.
 """
 
 from __future__ import annotations

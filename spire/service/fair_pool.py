@@ -57,7 +57,7 @@ class FairPool:
                 self._changed.notify()
 
     def _next(self) -> tuple[str, _Job]:
-        """Wait for a job. Return the asker whose turn it is and the asker's first job; others wait for a later turn."""
+        """Wait for a job. Return the asker whose turn it is and its first job; its other jobs wait for a later turn."""
         with self._changed:
             while (asker := next((one for one in self._queues if one not in self._served), None)) is None:
                 self._changed.wait()

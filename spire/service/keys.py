@@ -71,7 +71,7 @@ def create_key(name: str, file: Path) -> str:
 
 
 def revoke_key(name: str, file: Path) -> int:
-    """Remove all API keys called `name` from `file`, and return their number. Raises DataError if there is none."""
+    """Remove all API keys called `name` from `file`; return their number. Raises DataError if no key has this name."""
     lines = _lines(file)
     kept = [line for line in lines if _name_of(line) != name]
     if kept == lines:

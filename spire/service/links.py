@@ -1,6 +1,6 @@
 """Detection of Kubernetes service links: the addresses of a namespace's Services in the environment of each pod.
 
-A Service named spire-gateway sets SPIRE_GATEWAY_PORT=tcp://10.0.0.1:8000, which collides with an option of ours.
+A Service named spire-gateway sets SPIRE_GATEWAY_PORT=tcp://10.0.0.1:8000, which collides with the gateway's `--port`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ _REMEMBERED = 8
 
 
 def limit(step_seconds: float, floor: float) -> float:
-    """Return the timeout in seconds for a step if steps usually take `step_seconds`: a multiple, at least `floor`."""
+    """Return the timeout in seconds for a step: eight times `step_seconds`, the usual time, but at least `floor`."""
     return max(floor, MULTIPLE * step_seconds)
 
 

@@ -121,8 +121,8 @@ def _long_option(argument: str) -> str:
 def on_passing_thread(load: Callable[[], Loaded]) -> Loaded:
     """Call `load`, the heavy part of start-up, on a temporary thread and return its result.
 
-    OpenMP keeps a team of threads for every living thread that ever computed. If all these threads outnumber the cores,
-    OpenMP stops spinning and a forward is much slower. So only the model thread may stay alive after computing.
+    OpenMP keeps a team of threads for every living thread that ever computed. If the threads of all teams outnumber the
+    cores, OpenMP stops spinning and a forward is much slower. So only the model thread may stay alive after computing.
     """
     with ThreadPoolExecutor(1) as passing:
         return passing.submit(load).result()
@@ -139,7 +139,7 @@ async def stop_signal() -> None:
 def announce(ready_file: Path | None, address: str) -> None:
     """Announce that the service is reachable: write `address` atomically to the ready file, if a file is given.
 
-    All objects loaded so far are frozen, because searching them for garbage would delay a gateway's rounds.
+    Objects loaded so far are excluded from garbage collection, which would delay a gateway's rounds.
     """
     gc.collect()
     gc.freeze()
@@ -159,7 +159,7 @@ async def keep_announcing(ready_file: Path | None, well: Callable[[], bool] = la
 
 
 def _log_as_json(level: str) -> None:
-    """Log one JSON object per line on stderr, also for libraries. Repeated lines are counted (`Repeats`)."""
+    """Log one JSON object per line on stderr, also for libraries. Lines repeated too often are only counted."""
     repeats = Repeats()
     stamps: list[Processor] = [structlog.processors.add_log_level, structlog.processors.TimeStamper(fmt="iso")]
     to_json = structlog.processors.JSONRenderer()

@@ -1,6 +1,6 @@
 """Text documents: the reader of all files given with --data, for training and measurements.
 
-A .txt file is one document. A line of a .jsonl file is one too: its `text`, or its `messages` rendered by a model's
+A .txt file is one document, and so is a line of a .jsonl file: its `text`, or its `messages` rendered by a model's
 chat template. Text is UTF-8, with or without byte order mark. Only \\n ends a JSONL line. Blank documents are skipped.
 """
 

@@ -1,8 +1,8 @@
 """Text files as streams of bytes: plain, compressed, in archives, and in directories.
 
-The suffix of a file's name, in any case, is its format: .gz, .xz and .bz2 are decompressed while reading, .tar and .zip
-hold further files. In directories and archives only files with the suffix of a text file are read; a file given by its
-own name needs no such suffix. Does not know: encodings, and archives in archives.
+The suffix of a file's name, in upper or lower case, is its format: .gz, .xz and .bz2 are decompressed while reading,
+.tar and .zip hold further files. In directories and archives only files with the suffix of a text file are read; a file
+given by its own name needs no such suffix. Does not know: encodings, and archives in archives.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class TextFile:
 
 
 def find_files(paths: Iterable[Path]) -> list[Path]:
-    """Replace each directory in `paths` by its text files, sorted. Raises DataError if a path is missing or empty."""
+    """Replace directories in `paths` by their sorted text files. Raises DataError for missing paths or no text file."""
     found: list[Path] = []
     for path in paths:
         if not path.exists():
@@ -69,7 +69,7 @@ def bytes_to_read(files: Iterable[Path]) -> int:
 
 
 def text_files(files: Iterable[Path], told: Told = lambda _: None) -> Iterator[TextFile]:
-    """Yield each file, or the text files in an archive by name. Each read from disk calls `told` with its byte count.
+    """Yield each file or an archive's text files, sorted by name. Each read from disk calls `told` with its byte count.
 
     Raises DataError naming a file that cannot be read.
     """

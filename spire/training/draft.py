@@ -41,8 +41,8 @@ class DraftRecipe:
 
     `start_from` is the directory of a draft to train further, instead of a new draft initialised as `init` says.
     `on_policy` is the share of the short sequences whose second half is sampled from the target.
-    `loss`: "mixed" is the paper's ω · CE(p, q) − (1 − ω) · α; "mixed-log" has log α in place of α; "data" is
-    cross-entropy on the text itself. ω changes linearly from `omega` to `omega_final`.
+    `loss`: "mixed" is the paper's ω · CE(p, q) − (1 − ω) · α (α: acceptance); "mixed-log" has log α in place of α;
+    "data" is cross-entropy on the text itself. ω changes linearly from `omega` to `omega_final`.
     """
 
     kind: Literal["spire", "vanilla"] = "spire"
@@ -244,7 +244,7 @@ def _optimizers(draft: Draft, recipe: DraftRecipe, input_factor: float) -> list[
 def rollout_loss(
     draft: Draft, target: Target, tokens_BL: Tensor, blocks: RolloutBlocks, loss: Loss, omega: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the loss and the acceptance α, both means over drafted positions. α is None if the loss needs no p."""
+    """Return the loss and the acceptance α, both means over drafted positions. α is None if `loss` is "data"."""
     losses, alphas = [], []
     for positions_T, log_q, p in _passes(draft, target, tokens_BL, blocks, needs_p=loss != "data"):
         if p is None:

@@ -21,7 +21,7 @@ _EARLY, _LATE = (256, 512), (1500, 2000)
 
 @dataclass(frozen=True)
 class TargetFigures:
-    """Figures of a target. Losses are nats per token; `early` and `late` are the same tokens at different positions."""
+    """Target figures. Losses are nats per token: `early_loss` and `late_loss` of the same tokens at other positions."""
 
     windows: int
     tokens: int

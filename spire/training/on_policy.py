@@ -1,7 +1,7 @@
 """On-policy data: text continued by the target, because a served draft predicts text that the target writes.
 
 Each sequence is an excerpt of the corpus continued by the target's samples at temperature 1, generated once before
-training and stored in the user's cache. Does not know: other temperatures, and sequences of the long length.
+training and stored in the user's cache. Does not know: other temperatures, and training sequences of `long_length`.
 
 Shapes: N sequences, B of them at a time, L positions.
 """
@@ -41,7 +41,7 @@ class OnPolicy:
         return cls(stream, np.load(file), share)
 
     def batch(self, seed: int, step: int, batch: int, length: int) -> NDArray[np.int64]:
-        """Return one step's training windows [batch, length]. For a given shape, they depend on (seed, step) alone."""
+        """Return one step's training windows [batch, length]. Windows of a given shape depend on (seed, step) alone."""
         rows_BL = self.stream.batch(seed, step, batch, length)
         if length == self.written_NL.shape[1]:
             rng = np.random.default_rng((seed, step, 2))

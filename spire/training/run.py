@@ -134,7 +134,7 @@ def predict(
 ) -> tuple[float, int]:
     """Predict the seconds and the peak bytes of memory of training steps with these sequence lengths.
 
-    One step of each length is timed after another has compiled it. The model does not change. The optimizer's update is
+    For each length one step compiles and a second one is timed. The model does not change. The optimizer's update is
     not timed, because it is short.
     """
     seconds = 0.0
@@ -183,7 +183,7 @@ def train_steps(
     validate: Callable[[], dict[str, float]],
     minutes: float | None = None,
 ) -> bool:
-    """Run all training steps after the checkpoint's (forward, backward, clip, update), with periodic reports and saves.
+    """Run the training steps (forward, backward, clip, update) from the checkpoint on, with periodic reports and saves.
 
     `lengths` has each step's sequence length. The learning rate rises for 50 steps, is constant, then falls linearly to
     zero over the last `decay_share` of the steps. Returns False if `minutes` have passed before the last step.

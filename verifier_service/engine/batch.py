@@ -24,7 +24,7 @@ from verifier_service.engine.sequence import HeldSequence, Reply
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits that every block must respect."""
+    """The limits of every block of draft tokens to verify: token ids, positions, number of draft tokens."""
 
     vocab_size: int
     max_context: int

@@ -70,14 +70,14 @@ class Blocks:
 
     @property
     def ready(self) -> bool:
-        """True if any batch can be verified now."""
+        """True if any batch awaits no draft reply and can be verified now."""
         return any(task.asked and not task.awaited for task in self._waiting)
 
     def add(self, task: VerifyTask) -> None:
         self._waiting.append(task)
 
     def ask(self) -> bool:
-        """Request drafts for batches that share no sequence with an earlier batch. Return False if there was none."""
+        """Request drafts for batches without sequences of earlier batches. Return False if no batch was eligible."""
         seen, any_asked = set[str](), False
         for task in self._waiting:
             if not task.asked and seen.isdisjoint(task.sequence_ids):
@@ -113,7 +113,7 @@ class Blocks:
         return tasks
 
     def _admissible(self, tasks: Rows[VerifyTask]) -> list[Block]:
-        """Return the blocks to verify, sorted by slot. Repeats get their stored result, invalid items an error."""
+        """Return the blocks to verify, by slot. Repeated items get their stored result, invalid items an error."""
         blocks, seen = list[Block](), set[str]()
         for task in tasks:
             for item in task.items:
@@ -173,7 +173,7 @@ class Blocks:
         return blocks
 
     def _with_sound_q(self, blocks: list[Block]) -> tuple[list[Block], RaggedBatch | None]:
-        """Drop draft tokens whose q is unusable, or refuse their items; return the remaining blocks and their batch."""
+        """Drop draft tokens of unusable q; refuse items if gateways sent them. Return remaining blocks and batch."""
         if not blocks:
             return [], None
         batch = pad(blocks, self._steps.device)
@@ -209,7 +209,7 @@ class Blocks:
                 block.sequence.advance(block.item.round, block.base, outcome.tokens[row])
 
     def answer(self, work: StepWork, outcome: Outcome | None, began: float, over: float) -> None:
-        """Answer every batch, and count the step in the metrics. Drafts may be asked between `conclude` and this call.
+        """Answer every batch and update the metrics. Draft requests may be sent between `conclude` and `answer`.
 
         `began`, `over`: start and end of the step on `time.perf_counter`'s clock.
         """

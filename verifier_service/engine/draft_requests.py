@@ -73,7 +73,7 @@ class DraftRequests:
             self.drafts.may_be_asked(draft_id, draft_id in self._connected and draft_id not in self._owed)
 
     def place(self, task: VerifyTask) -> None:
-        """Send the draft requests of a batch. The outcome of its sequences' previous blocks must have been applied."""
+        """Send a batch's draft requests. The tokens of its sequences' previous blocks must have been appended."""
         by_draft: defaultdict[str, list[tuple[Item, HeldSequence]]] = defaultdict(list)
         for item in task.items:
             sequence = self._sequences.get(item.sequence_id) if item.k and not item.tokens else None
@@ -175,7 +175,7 @@ def _plainly(items: list[Item], why: pb.Undrafted) -> None:
 
 
 def _take_all_over(request: OutstandingRequest, uniform: draft_pb2.UniformReply) -> None:
-    """Copy draft tokens and q from a uniform reply to the items. If the reply is invalid, items are decoded plainly."""
+    """Copy tokens and q of a reply with one k for all items. If the reply is invalid, its items are decoded plainly."""
     k, rest = divmod(len(uniform.tokens), len(request.items))
     if rest or not 0 < k <= min(item.k for item in request.items):
         _plainly(request.items, pb.UNDRAFTED_ERROR)

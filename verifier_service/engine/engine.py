@@ -50,7 +50,7 @@ MOST_TAKEN = 256
 
 
 class VerifierEngine:
-    """The engine and its thread. After `start`, others may call only `stop`, `submit`, `take_reply` and `call`."""
+    """The engine and its thread. After `start`, other threads call only `stop`, `submit`, `take_reply` and `call`."""
 
     def __init__(
         self,
@@ -204,9 +204,9 @@ class VerifierEngine:
             self._advance_prompts(chosen, chunk, prefilled, began)
 
     def _ask_ahead(self) -> None:
-        """Send the draft requests of batches that arrived during this step; check the inbox if none waits already.
+        """During a step, send the draft requests of batches that wait already or, if none does, of those in the inbox.
 
-        No sequence may be added or removed during a step, so all other tasks wait for the next turn.
+        No sequence may be added or removed during a step, so tasks other than batches wait for the next turn.
         """
         if self._blocks.ask():
             return
@@ -325,7 +325,7 @@ class VerifierEngine:
         self.steps.tapped_layers = self.publisher.layers
 
     def replay(self, draft_id: str, sequence_ids: Rows[str]) -> list[str]:
-        """Replay sink and window of these sequences to the draft. Return the ids without stored activations."""
+        """Resend stored activations of these sequences to the draft. Return the ids without stored activations."""
         self._publish(lambda: self.publisher.replay(draft_id, sequence_ids))
         return self.publisher.unknown(draft_id, sequence_ids)
 

@@ -20,7 +20,7 @@ SHORTEST = 64
 
 
 class Prefixes:
-    """The tokens of each live or parked cache slot. Parked slots are ordered by last use, least recent first."""
+    """The tokens of live and parked slots. Parked slots (of ended sequences) are ordered by last use, oldest first."""
 
     def __init__(self, cache: TargetCache, enabled: bool = True):
         slots = len(cache.lengths)

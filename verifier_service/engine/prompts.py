@@ -23,9 +23,9 @@ _REMEMBERED = 8
 
 
 class TokenBudget:
-    """The number of `positions` for a step: `given`, or if 0, as many as a step computes in about _GOAL_SECONDS.
+    """The number of `positions` for a step: `given`, or if 0, as many as a step computes in about half a second.
 
-    The number is derived from the median of the last steps, so that one slow step on a busy machine changes little.
+    The number is derived from median times of the last steps, so that one slow step on a busy machine changes little.
     """
 
     def __init__(self, given: int):
@@ -104,7 +104,7 @@ class Prompts:
         return not sequence.compared and self._cache.lengths[sequence.slot] >= sequence.before_copy
 
     def next_chunk(self, taken: int) -> tuple[list[HeldSequence], PromptChunk | None]:
-        """Return the next chunk's sequences, and the chunk: the prompts that fit beside `taken` positions of blocks."""
+        """Return the next chunk's sequences, and the chunk: prompts that fit beside `taken` positions to verify."""
         parts = self._parts(taken)
         if not parts:
             return [], None
@@ -123,8 +123,8 @@ class Prompts:
     def _parts(self, taken: int) -> list[_Part]:
         """Choose the prompts of the next chunk, and group prompts of similar length into parts.
 
-        Up to half of the positions are reserved for the prompt whose turn it is. The rest goes to the prompts with the
-        fewest remaining positions. So a long prompt advances, and short prompts do not wait for all of it.
+        Up to half of the positions are reserved for the prompt whose turn it is. The other positions go to the prompts
+        with the fewest remaining positions. So a long prompt advances, and short prompts do not wait for all of it.
         """
         parts: list[_Part] = []
         by_age = self._in_turn(self._waiting)

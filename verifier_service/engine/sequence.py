@@ -38,7 +38,7 @@ class StartTask:
 
 @dataclass
 class HeldSequence:
-    """A sequence in a slot, prefilling until `started` is set. Then its newest token is at `cache.lengths[slot]`."""
+    """A sequence in a slot, prefilling until `started` is set; then its newest token is at `cache.lengths[slot]`."""
 
     start: pb.Start
     slot: int

@@ -1,7 +1,7 @@
 """The assignment of slots to sequences, from admission to release, and of all state that is kept by slot.
 
-A Start waits until a slot and memory are free. Gateways share both: the gateway with the fewest sequences is served
-first, and the youngest sequence of the gateway with the most sequences is preempted for that gateway.
+A Start waits until a slot and memory are free. Gateways share slots and memory: the gateway with the fewest sequences
+is served first, and the youngest sequence of the gateway with the most sequences is preempted for that gateway.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Waiting(dict[str, StartTask]):
         self[task.start.sequence_id] = task
 
     def next(self, held: Counter[str]) -> StartTask | None:
-        """Return the oldest Start of the gateway with the fewest sequences. No shorter Start may overtake it."""
+        """Return the oldest Start of the gateway with the fewest sequences; shorter Starts must not overtake it."""
         return min(self.values(), key=lambda task: held[task.gateway], default=None)
 
 

@@ -93,7 +93,7 @@ class Outcome:
 class ModelSteps:
     """Runs the steps of the target and its cache. Called by one thread only, in inference mode.
 
-    `sparse`: the positions that the target attends to when it drafts. `top_m`: the number of tokens that its q keeps.
+    `sparse`: the positions that the target attends to when it drafts. `top_m`: the number of tokens in the target's q.
     """
 
     def __init__(self, target: Target, cache: TargetCache, pipeline: Pipeline, sparse: SparseAttention, top_m: int):
@@ -183,7 +183,7 @@ class ModelSteps:
         return [TargetOutput(*output) for output in zip(together.split(hidden), split_taps, strict=True)]
 
     def _conclude(self, batch: RaggedBatch, output: TargetOutput, forward_seconds: float) -> Outcome:
-        """Apply the rule to each row. Commits keys and values of each block up to the last accepted token."""
+        """Apply the verification rule by row. Commits each block's keys and values up to the last accepted token."""
         began = time.perf_counter()
         logits_BTV = self.target.unembed(output.hidden_BTD)
         forward_seconds += time.perf_counter() - began

@@ -40,7 +40,7 @@ class Taps:
 
     @classmethod
     def read(cls, request: pb.ActivationsRequest, target: pb.GetInfoResponse) -> Taps:
-        """Check and convert a subscription request. Raises MismatchError, naming both values, or InvalidRequest."""
+        """Check and convert a subscription. Raises InvalidRequest, or MismatchError naming both services' values."""
         if (theirs := request.protocol_version) != PROTOCOL_VERSION:
             raise MismatchError(f"the draft speaks protocol {theirs}, the verifier {PROTOCOL_VERSION}")
         wanted, ours = request.target_fingerprint, target.target_fingerprint
@@ -66,7 +66,7 @@ class Taps:
 
 @dataclass(slots=True)
 class Advance:
-    """Tokens committed in a sequence from position `start` on. If `paused`, their activations are not sent yet."""
+    """Tokens committed in a sequence from position `start` on. If `paused`, activations are not sent yet."""
 
     sequence_id: str
     draft_id: str
@@ -103,7 +103,7 @@ class Feed:
 
     @property
     def _tails(self) -> Tensor:
-        """The tails by slot and entry, [slots, sink + window, N, D]."""
+        """The activations stored for replay (tails), by slot and entry, [slots, sink + window, N, D]."""
         if self._pool is None:
             self._pool = Pool(self._shape, self._no_row.dtype, self._no_row.device)
         return self._pool.tensor.view(-1, self._entries, *self._tapped)
@@ -125,7 +125,7 @@ class Feed:
         return True
 
     def store(self, advances: Rows[Advance], rows_RND: Tensor) -> None:
-        """Store the rows that a replay needs."""
+        """Store the activations that a later replay needs."""
         for a in advances:
             self.members[a.sequence_id] = (a.slot, a.start + a.count)
         self._pending.append((advances, rows_RND))
@@ -134,7 +134,7 @@ class Feed:
             self._write_tails()
 
     def _write_tails(self) -> None:
-        """Write pending rows to the tails: each sink position has its own entry, the window is a ring."""
+        """Write pending activations to the tails: each sink position has its own entry, the window is a ring."""
         pending, self._pending, self._pending_rows = self._pending, [], 0
         advances = [a for stored, _ in pending for a in stored]
         if not advances or not self.taps.layers:
@@ -191,7 +191,7 @@ class Feed:
         return self._kept([(sequence_id, 0) for sequence_id in sequence_ids], whole)
 
     def _kept(self, wanted: Rows[tuple[str, int]], whole: bool = False) -> Delivery:
-        """Return for each (sequence id, start) the positions from `start` on; a replay if some are no longer stored."""
+        """Return activations from `start` on for each (sequence id, start); a replay if some are no longer stored."""
         if wanted:  # empty in most rounds
             self._write_tails()
         spans, rows, tokens = list[pb.ActivationSpan](), list[Tensor](), list[int]()

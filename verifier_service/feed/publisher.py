@@ -54,7 +54,7 @@ class Publisher:
         return self._bytes_per_tap * (taps.sink + taps.window) * len(taps.layers)
 
     def subscribe(self, draft_id: str, taps: Taps, deliver: Deliver) -> None:
-        """Pass the draft's deliveries to `deliver` from now on, first a replay. Any older subscriber gets no more."""
+        """Pass the draft's deliveries to `deliver` from now on, first a replay. Older subscribers get no deliveries."""
         self._keep_later()
         feed = self.feeds.get(draft_id)
         if feed is None or feed.taps != taps:
@@ -101,7 +101,7 @@ class Publisher:
         return self._shares(advances, taps_BTND)
 
     def _keep_later(self) -> None:
-        """Announce and store the deferred rounds."""
+        """Deliver and store the activations of the deferred rounds."""
         if not self._later:
             return
         advances = [a for later, _ in self._later for a in later]
@@ -133,13 +133,13 @@ class Publisher:
         return shares
 
     def announce(self, shares: Rows[FeedRows]) -> None:
-        """Deliver the committed positions to the drafts, which wait for the activations."""
+        """Deliver the activations of committed positions to the drafts, which wait for them."""
         for share in shares:
             if share.feed.deliver:
                 self._deliver(share.feed.deliver, share.feed.advance(share.advances, share.rows))
 
     def store(self, shares: Rows[FeedRows]) -> None:
-        """Store the rows that a later replay needs; then deliver the unsent positions of resumed sequences."""
+        """Store the activations that a later replay needs; then deliver the unsent ones of resumed sequences."""
         for share in shares:
             share.feed.store(share.advances, share.rows.rows_RND)
             if share.feed.deliver:
@@ -168,7 +168,7 @@ class Publisher:
         return [i for i in sequence_ids if feed is None or i not in feed.members]
 
     def replay_all(self, draft_id: str, deliver: Deliver) -> None:
-        """Replay all sequences of a draft to its subscriber, which is new or was too slow."""
+        """Send all stored activations of a draft's sequences to its subscriber, which is new or was too slow."""
         self._keep_later()
         feed = self.feeds.get(draft_id)
         if feed is not None and feed.deliver == deliver:
@@ -190,7 +190,7 @@ class Publisher:
 
 
 def _committed(taps_BTND: Tensor, rows: list[int], advances: Rows[Advance]) -> Picked:
-    """Select the committed positions of these rows, concatenated row by row."""
+    """Select the activations at the committed positions of these rows, concatenated row by row."""
     T, taps_XND = taps_BTND.shape[1], taps_BTND.flatten(0, 1)
     if sum(a.count for a in advances) == len(taps_XND):
         return Picked(taps_XND)

@@ -24,7 +24,7 @@ _RING_PART = 3
 
 
 class Subscriber:
-    """The queue of one draft. Runs on the event loop; only `deliver` is called by the model thread."""
+    """The queue of activations for one draft. Runs on the event loop; only `deliver` is called by the model thread."""
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ Refused = Callable[[pb.Start, SpireError], None]
 
 
 class Compiling:
-    """The Starts of one stream whose grammars are being compiled. Each is passed once to `compiled` or `refused`."""
+    """The Starts of one stream whose grammars are being compiled. Each Start goes once to `compiled` or `refused`."""
 
     def __init__(self, grammars: Grammars, gateway: str, compiled: Compiled, refused: Refused):
         self._grammars, self._gateway = grammars, gateway
@@ -45,7 +45,7 @@ class Compiling:
                 self._refused(start, UnknownSequence(f"sequence {start.sequence_id} has been released"))
 
     def end(self) -> None:
-        """Cancel all Starts without an answer: the stream has ended, and a reconnecting gateway has released them."""
+        """Cancel all Starts and answer none: the stream has ended, and a reconnecting gateway has released them."""
         for task in self._tasks:
             task.cancel()
 

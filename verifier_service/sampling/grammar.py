@@ -141,7 +141,7 @@ class Matcher:
         return answer
 
     def live(self, draft: Sequence[int]) -> list[int]:
-        """Return the draft up to its first token that ends the output or cannot be part of an output."""
+        """Return the draft tokens before the first that ends the output or cannot be part of an output."""
         if self.ended:
             return []
         text_V = self._grammars.text_V
@@ -172,7 +172,7 @@ def _read_tokenizer(tokenizer_json: bytes, vocab_size: int) -> tuple[LLTokenizer
 
 
 def _source(grammar: pb.Grammar) -> str:
-    """Return the grammar in the library's notation. Raises InvalidRequest."""
+    """Return the grammar in the notation of llguidance. Raises InvalidRequest."""
     kind = grammar.WhichOneof("kind")
     if kind is None:
         raise _wrong("the grammar is empty: give it a json_schema, a regex or a lark")

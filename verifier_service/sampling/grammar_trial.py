@@ -1,8 +1,8 @@
 """Try grammars in processes that may crash: each in a fork of `python grammar_trial.py`, which `grammar.py` runs.
 
 A few bytes of grammar can keep the library busy for minutes, fill the memory, or overflow the stack, which ends the
-process; the library's own limits cover none of these. A fork has what it needs imported: that takes longer than most
-grammars. stdin is a socket over which a connection comes for each trial (`Trials`).
+process; the library's own limits cover none of these. Modules are imported before the fork, because importing takes
+longer than most grammars. stdin is a socket over which a connection comes for each trial (`Trials`).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _RECEIVED_AT_ONCE = 1 << 16
 
 
 class Trials:
-    """Tries grammars in forks of a process that starts with the first. Any thread may call."""
+    """Tries each grammar in a fork of one process, which starts with the first trial. Any thread may call."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._control: socket.socket | None = None
 
     def run(self, task: str, grammar: str) -> tuple[str, str] | None:
-        """Run "compile" or "convert" (from llama.cpp's GBNF to Lark). Return (output, error), None for a lost fork."""
+        """Run "compile" or "convert" (from llama.cpp's GBNF to Lark). Return (output, error), None if the fork died."""
         ours, theirs = socket.socketpair()
         with ours:
             with theirs:
@@ -64,7 +64,7 @@ class Trials:
 
 
 def start(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """Return a matcher for `grammar` and an empty output, with the limits of every request. Check it with `error`."""
+    """Return a matcher for `grammar` and an empty output, with this module's parser limits. Check it with `error`."""
     # The state of an ambiguous grammar grows with the output until the whole batch waits for one mask.
     limits = LLParserLimits(max_lexer_states=50_000, step_max_items=2_000, verbose_errors=False)
     return LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
@@ -94,7 +94,7 @@ def _received(connection: socket.socket) -> str:
 
 
 def _try(connection: socket.socket) -> None:
-    """Set the limits, run the task that comes over `connection`, and answer its result as JSON."""
+    """Limit this process's resources, run the task received over `connection`, and send back its result as JSON."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))

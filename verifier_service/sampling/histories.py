@@ -72,7 +72,7 @@ class Histories:
             self._free.append(row)
 
     def advance(self, slots: Rows[int], tokens: Rows[Rows[int]]) -> None:
-        """Count the new tokens of the sequences in these slots."""
+        """Add the new tokens of the sequences in these slots to the token counts."""
         gained = [(self.rows[s], t) for s, of_s in zip(slots, tokens, strict=True) if s in self.rows for t in of_s]
         if gained:
             at = torch.tensor(gained, device=self.device).unbind(1)

@@ -27,7 +27,7 @@ _STUCK = "no token is possible here: allowed tokens, min_tokens and grammar excl
 
 @dataclass(frozen=True)
 class Distributions:
-    """p and the adjusted logits [B, T, V]. `problems`: rows whose grammar can no longer be followed.
+    """p and the adjusted logits [B, T, V]. `problems`: by row, the error if its grammar can no longer be followed.
 
     `possible_BT` is False where adjustments left no token or no finite logit, and None if nothing was adjusted.
     """
@@ -47,7 +47,7 @@ class Distributions:
 
 
 class Pipeline:
-    """Sampling parameters, histories and grammars by slot. Parameters are tensors: a round selects its rows."""
+    """Sampling parameters, histories and grammars by slot. Parameters are tensors: a round selects its slots' rows."""
 
     def __init__(self, slots: int, vocab_size: int, device: torch.device, grammars: Grammars | None = None):
         self._rows = from_protos([tensor_pb2.Sampling(top_p=1)] * slots, device)
@@ -82,7 +82,7 @@ class Pipeline:
         self._logprobs.pop(slot, None)
 
     def advance(self, slots: Rows[int], tokens: Rows[Rows[int]]) -> None:
-        """Append new tokens to the sequences in these slots."""
+        """Append new tokens to the histories of the sequences in these slots, and advance their grammars."""
         self._histories.advance(slots, tokens)
         for slot, gained in zip(slots, tokens, strict=True):
             if slot in self._matchers:

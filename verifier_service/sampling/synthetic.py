@@ -1,7 +1,7 @@
 """LOSSY: a verification rule for benchmarks without trained weights. The text is meaningless, the timing realistic.
 
 `--lossy-synthetic-acceptance A` makes a verifier accept each draft token with probability A, by coin flips that are a
-function of seed and position. The verifier's log and the model's name, which every client sees, say so.
+function of seed and position. The verifier's log and the model's name, which every client sees, say LOSSY.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Verify = Callable[[Tensor, Tensor, Tensor, SparseDistribution | None, SamplingRo
 
 
 def coin_flips(rate: float) -> Verify:
-    """Return a rule that runs the lossless rule for its cost, then accepts each draft token with probability `rate`."""
+    """Return a rule that takes as long as the lossless one, and accepts each draft token with probability `rate`."""
 
     def flip(
         p_BTV: Tensor,

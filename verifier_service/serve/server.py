@@ -206,7 +206,7 @@ async def _drained(engine: VerifierEngine, leases: Leases, seconds: float, hurry
 
 
 async def _ended(engine: VerifierEngine, hurry: asyncio.Task[None]) -> None:
-    """Stop the engine. Wait for the end of its thread, but at most _LAST_TURN seconds, or less after another signal."""
+    """Stop the engine. Wait for its thread to end, but at most _LAST_TURN seconds, or less after another signal."""
     engine.stop()
     began = time.monotonic()
     while not engine.ended.done():

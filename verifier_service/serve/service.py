@@ -123,7 +123,7 @@ class RoundsStream:
             self._answers.put_nowait(InvalidRequest(f"a request cannot be read: {error!r}"))
 
     async def _tell_pace(self) -> None:
-        """Send the gateway the pace of steps whenever it changes, unless answers wait in the queue."""
+        """Send the gateway step time and prefill progress whenever they change, unless answers wait in the queue."""
         told = None
         while True:
             pace = pb.Pace(step_seconds=self._engine.pace.step_seconds, prefilled=self._engine.prefilled)
@@ -156,7 +156,7 @@ class RoundsStream:
             self._engine.submit(StartTask(start, self._gateway, self._reply, self.send, matcher))
 
     def withdraw(self, gateway: str, sequence_ids: Sequence[str]) -> None:
-        """Withdraw released sequences that still wait for their grammars, if this is the gateway's stream."""
+        """Withdraw released sequences that still wait for their grammars, if this stream is of `gateway`."""
         if self._compiling and gateway == self._gateway:
             self._compiling.withdraw(frozenset(sequence_ids))
 
@@ -281,7 +281,7 @@ class VerifierService(rpc.VerifierServicer):
                 asyncio.get_running_loop().call_later(_STILL_MAPPED_SECONDS, lambda _: None, ring)
 
     def _share(self, taps: Taps, gpu: str) -> tuple[Ring | None, OverwritingRingReader | None]:
-        """Create the rings for a draft on this host, for activations (if it has taps) and for q. Blocks the thread."""
+        """Create the rings for a draft on this host, for activations (if it taps layers) and q. Blocks the thread."""
         size, device = min(MAX_RING_BYTES, self._engine.publisher.replay_bytes(taps)), self._engine.steps.device
         ring = None
         if size and gpu and gpu == gpu_of(device):

@@ -1,1 +1,1 @@
-"""Measurements of other servers and libraries under the same loads."""
+"""Measurements of other servers and libraries under the loads that `spire bench` also runs on Spire."""

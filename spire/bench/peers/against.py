@@ -1,7 +1,7 @@
 """Loads on any server of OpenAI's completions API, with standard fields only, so that no server refuses them.
 
-Such a server may end a text where its model ends it, and reports the number of tokens only at the end of a stream. The
-tokens are then spread evenly over the chunks. `exact_tokens` is True if each chunk is known to be one token.
+A server may end a text at its model's end token. A stream reports only its total number of tokens, at its end; this
+number is spread evenly over the chunks. `Figures.exact_tokens` is True if each chunk is known to be one token.
 """
 
 from __future__ import annotations

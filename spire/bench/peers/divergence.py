@@ -1,4 +1,4 @@
-"""Frequency at which texts of one seed diverge: the effect of rounding under a rule that depends on the seed alone."""
+"""How often two texts of one seed differ under the `invariant` rule, where only rounding can make them differ."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 class Divergence:
     """Result of comparing `texts` pairs, each up to its first difference: `partings` differences in `tokens` tokens.
 
-    The interval is that of a Poisson count.
+    `per_1000_ci95` is the half-width of the 95 % interval of `per_1000`, as for a Poisson count.
     """
 
     what: str

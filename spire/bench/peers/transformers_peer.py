@@ -1,8 +1,8 @@
-"""The process that `spire bench --peers transformers` starts: `transformers` generates from the same checkpoint, timed.
+"""The process of `spire bench --peers transformers`, which times `transformers` generating from Spire's checkpoint.
 
     python -m spire.bench.peers.transformers_peer < task.json
 
-`spire.bench.peers.servers` writes the task; each measured mode is one line of JSON on standard output. A mode with
+`spire.bench.peers.servers` writes the task; the results of each mode are a line of JSON on standard output. A mode with
 several ways to run (kind of cache, attention implementation, number of draft tokens) first tries each way briefly and
 is then measured in the fastest. Tokens are drawn at the requested temperature from the whole vocabulary.
 

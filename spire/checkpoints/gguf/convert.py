@@ -3,7 +3,7 @@
     spire convert gguf SmolLM2-135M-Instruct.Q4_1.gguf --out smollm2
 
 Everything is checked before anything is written. Does not know: architectures other than Llama's, split files,
-big-endian files, and pre-tokenizers that cannot be rebuilt exactly. Each is refused by name.
+big-endian files, and pre-tokenizers that cannot be rebuilt exactly; each is refused with an error that names it.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class GgufFile:
         return self._checked(key, self.value(key, default), float)
 
     def whole(self, key: str, default: Any = _REQUIRED) -> Any:
-        """Return the integer at `key`. If it is a list with an integer per layer, all integers must be equal."""
+        """Return the integer at `key`. A value that is a list with an integer per layer must have equal integers."""
         value = self.value(key, default)
         if isinstance(value, list) and len(set(value)) == 1:
             value = value[0]

@@ -1,4 +1,4 @@
-"""Build a ModelConfig from the metadata keys of a GGUF file. Unknown keys are refused by name."""
+"""Build a ModelConfig from the metadata keys of a GGUF file. An unknown key is refused with an error that names it."""
 
 from __future__ import annotations
 

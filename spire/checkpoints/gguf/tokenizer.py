@@ -30,7 +30,7 @@ _CAPITALS, _SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{
 
 @dataclass(frozen=True)
 class Division:
-    """A pre-tokenizer: splits text by `pattern` (empty: GPT-2's) and, if `single_digits`, into single digits."""
+    """A pre-tokenizer: splits text by `pattern` (empty: GPT-2's) and, if `single_digits`, numbers into digits."""
 
     pattern: str = ""
     single_digits: bool = False
@@ -162,7 +162,7 @@ def _sentencepiece(file: GgufFile, pieces: list[str], kinds: list[int]) -> Token
 def _frame(
     file: GgufFile, roles: dict[str, int | None], pieces: list[str], added: dict[str, bool]
 ) -> processors.PostProcessor:
-    """Return the post-processor that adds start and end tokens. Its template names them by role, not by text."""
+    """Return the post-processor that adds start and end tokens, which its template names by role, not by text."""
     tokens = []
     for role in (role for role, adds in added.items() if adds):
         number = roles[role]

@@ -195,7 +195,7 @@ def _pair(
 ) -> Iterator[tuple[Pair, str]]:
     """Yield the pair to measure and its title: a model's pair, or one of random weights that exists during the block.
 
-    `--drafts spire` selects the draft of this pair.
+    `--drafts spire` selects the draft of the pair that is yielded.
     """
     if shape is None and rate is None:
         if layers is not None:

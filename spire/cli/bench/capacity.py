@@ -5,7 +5,7 @@
     spire capacity --url http://127.0.0.1:8000         services that already run, with their own options
 
 Services started by this command refuse requests that would wait longer than the bound (option `--max-queue-seconds` of
-the gateway). Otherwise the queue would grow under overload.
+the gateway), so that the queue does not grow under overload.
 """
 
 from __future__ import annotations

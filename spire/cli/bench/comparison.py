@@ -49,7 +49,7 @@ class Run:
     def of(self, system: System, chosen: Chosen, progress: Progress, task: TaskID) -> Iterator[Cell]:
         """Measure a draft on `system`: yield the cell of each load at each depth, after an unmeasured warm-up.
 
-        Unless a load is a trace, each load first runs unmeasured at automatic k, which learns as on a server in use.
+        If automatic k is to be measured on batches, each load first runs unmeasured, so that the choice of k learns.
         """
         depths: list[Depth] = self.depths if chosen.pair.speculates or not chosen.known else [0]
         learning = _LEARNING if AUTO in depths and not any(load.trace for load in self.loads) else 0

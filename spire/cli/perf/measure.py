@@ -93,10 +93,10 @@ def eval_divergence(
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """How often the text of a seed parts from plain decoding's under the invariant rule: never in float32.
+    """How often, under the invariant rule, speculation changes the text of a seed: never in float32.
 
-    In bfloat16 one token more or fewer in a forward rounds differently, and a token can turn where two are as good as
-    equal. Counted is the first parting of each text.
+    In bfloat16, a forward of one token more or fewer rounds differently, which can change a token if two are almost
+    equally probable. Only the first difference of each text from plain decoding is counted.
     """
     pair = choose_pair(model, draft)
     prompts = PromptSource(pair.model, data or [BUNDLED_TEXT]).cut(contexts, context, seed)

@@ -91,9 +91,9 @@ def perf_model(
 ) -> None:
     """Predict what speculation gains, and map where to switch it off. Pure arithmetic: no model is loaded.
 
-    The multiplier is throughput over plain decoding of the same model: τ / Δt, where Δt is how much longer a round of
-    speculation takes than a plain step. With --hardware it has every cost that is known, and the paper's formula stands
-    beside it; without, only that holds. The map gives the best depth k for every batch and context, or "off".
+    The multiplier is throughput over plain decoding of the same model: τ / Δt, where Δt is how much longer a round
+    takes than a plain step. With --hardware, the multiplier has every known cost and the paper's is shown, too; without
+    --hardware, only the paper's is shown. The map gives the best depth k for every batch and context, or "off".
 
     The paper's table, and its Llama-3-70B:
 

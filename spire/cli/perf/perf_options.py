@@ -29,7 +29,7 @@ POWERS = [2**exponent for exponent in range(21)]
 class TargetOption:
     """The target that --target names. `longest` is the maximum number of positions of a sequence; None is no limit.
 
-    `context` and `contexts` are the defaults of table and map. `tied`: embedding and unembedding are one matrix.
+    `context`, `contexts`: default contexts of table and map. `tied`: embedding and unembedding are one matrix.
     """
 
     name: str
@@ -132,7 +132,7 @@ def find_acceptance(tau: float | None, shares: str | None, k: int, drafts: list[
 
 
 def _published(name: str, goal: TargetOption) -> AcceptanceModel:
-    """Return the acceptance that the paper measures or assumes for this draft and target; SpireError if not known."""
+    """Return the acceptance that the paper measures or assumes for this draft and target; raises SpireError if none."""
     if goal.of_the_paper and name in _KINDS:
         return AcceptanceModel.of_tau(PAPER_TAU[_KINDS[name]], PAPER_K)
     raise SpireError(
@@ -161,9 +161,9 @@ def find_hardware(name: str | None, hoi: float, bytes_per_value: int | None, sha
 def find_wire(
     carrier: str | None, machine: Hardware, another: bool, round_trip_ms: float | None, gb_per_s: float | None
 ) -> Wire:
-    """Return the wire to a draft on its own device: by default gRPC to `another` kind of device, else shared memory.
+    """Return message costs to the draft's device, by default of gRPC to `another` kind of device, else shared memory.
 
-    Raises SpireError for relative hardware and for an unknown carrier.
+    Raises SpireError if `machine.relative` (no costs in seconds) or the carrier is unknown.
     """
     if machine.relative:
         raise SpireError("--split needs the seconds of a device: name one with --hardware")

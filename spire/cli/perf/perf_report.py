@@ -17,7 +17,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A draft to evaluate: its name, acceptance, and shape under each window rule. The map shows the first rule."""
+    """A draft to evaluate: its name, acceptance, and shape under each window rule, of which the map shows the first."""
 
     name: str
     acceptance: model.AcceptanceModel
@@ -30,7 +30,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Scenario:
-    """Input of a report: a target and its drafts on a device, a point for the table, and a grid for the map.
+    """Input of a report: target, drafts, device; batch, context and k of the table; batches and contexts of the map.
 
     `tied`: the target's embedding and unembedding are one matrix. `price` is the price of an hour of all devices.
     """
@@ -152,7 +152,7 @@ def _split(scenario: Scenario, candidate: Candidate, window: str, draft: DraftSh
 
 
 def _described(scenario: Scenario, candidate: Candidate, window: str, draft: DraftShape, gain: float | None) -> Row:
-    """Return a draft's sizes, τ, Δt and multipliers. `gain`: multiplier with all costs; None if there is none."""
+    """Return a draft's sizes, τ, Δt and multipliers. `gain`: the multiplier with all costs; None if unknown."""
     k, tau = scenario.k, candidate.acceptance.tau(scenario.k)
     paper = model.paper_multiplier(scenario.target, draft, scenario.batch, scenario.context, k, tau, scenario.hardware)
     known = paper if gain is None else gain
@@ -241,7 +241,7 @@ def plot(directory: Path, scenario: Scenario, maps: dict[str, Grid]) -> list[Pat
 
 
 def _speedups(scenario: Scenario) -> dict[str, list[list[float | None]]]:
-    """Return speed-ups by panel of the plot: one panel per draft and window rule, all first rules before the second."""
+    """Return speed-ups by panel: one per draft and window rule, the first rules of all drafts before second rules."""
     shown = [(each, list(each.windows.items())) for each in scenario.candidates]
     panels = [(each, *windows[rule]) for rule in range(2) for each, windows in shown if len(windows) > rule]
     return {

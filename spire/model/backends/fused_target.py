@@ -45,7 +45,7 @@ class FusedStack:
         """Run the target's layers: return the hidden states [B, T, D] after the final norm, and the activations
         [B, T, taps, D] entering the tapped layers, or None if no layer is tapped.
 
-        The rows of `attentions` are concatenated. Raises IndexError for a token outside the vocabulary.
+        `tokens_BT` concatenates the rows of `attentions`. Raises IndexError for a token outside the vocabulary.
         """
         config, pools = self._config, attentions[0].pools
         B, T = tokens_BT.shape

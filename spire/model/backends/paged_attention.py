@@ -5,7 +5,7 @@ key/value head once, for all queries of the head's group; a second kernel joins 
 fixed positions, so the order of summation does not depend on the batch.
 
 A pool is viewed as rows of K numbers, in which a page of key/value head g begins at `page * page_rows + g * head_rows`.
-This covers consecutive pages that hold all heads, and slots whose heads are contiguous (`slot_pages`).
+This layout covers consecutive pages that hold all heads, and slots whose heads are contiguous (`slot_pages`).
 
 Shapes: B sequences, G key/value heads, H query heads, T new positions, K head width, X slots, P pages of a sequence.
 """
@@ -30,7 +30,7 @@ _LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True)
 class Tuning:
-    """The number of positions in a stretch, and compiler options. The defaults were the fastest tried on an H200."""
+    """The number of positions per program, and compiler options. The defaults were the fastest tried on an H200."""
 
     split: int = 1024
     warps: int = 4
@@ -42,7 +42,7 @@ FASTEST = Tuning()
 
 @dataclass(frozen=True)
 class Pages:
-    """The page table of B sequences, int32 [B, P], and the strides of pages and of heads, in rows of a pool."""
+    """The page table of B sequences, int32 [B, P], and a pool's strides of pages and heads in rows of K numbers."""
 
     table_BP: Tensor
     page_rows: int
