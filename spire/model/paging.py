@@ -14,5 +14,5 @@ def positions_of(capacity: int) -> int:
 
 
 def capacity_of(positions: int) -> int:
-    """Return the number of positions that can be committed in a slot with memory for `positions` positions."""
+    """Return how many positions can be committed in a slot of `positions`: whole pages, less one for padding."""
     return max(0, positions // PAGE * PAGE - 1)

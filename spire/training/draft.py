@@ -79,7 +79,7 @@ class DraftRecipe:
         return self.omega + (self.omega_final - self.omega) * step / self.steps
 
     def copied(self, target: ModelConfig) -> tuple[int, ...]:
-        """Return the target layers to copy, whose inputs the draft attends to. Raises DataError for a missing layer."""
+        """Return the target layers whose weights the draft copies and whose inputs it attends to. Raises DataError."""
         if self.copied_layers is None:
             return last_layers(target, self.layers)
         if wrong := [layer for layer in self.copied_layers if not 0 <= layer < target.num_hidden_layers]:

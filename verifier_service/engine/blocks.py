@@ -157,7 +157,7 @@ class Blocks:
         return Block(sequence, base, task, item, item.tokens if q else [], q)
 
     def _with_room(self, blocks: list[Block]) -> list[Block]:
-        """Reserve memory for the new positions, preempting sequences if needed; return the blocks not preempted."""
+        """Reserve the blocks' memory, preempting sequences if needed; return the blocks of sequences that remain."""
         while blocks:
             slots = [block.sequence.slot for block in blocks]
             new_tokens = 1 + max(block.k for block in blocks)

@@ -89,7 +89,7 @@ class Publisher:
             feed.skip(sequence_id, count)
 
     def shares(self, advances: Rows[Advance], taps_BTND: Tensor | None) -> list[FeedRows]:
-        """Split a forward's activations by feed. `advances` has one entry per row of `taps_BTND`, with count 0 if
+        """Split a forward's activations by draft. `advances` has one entry per row of `taps_BTND`, with count 0 if
         nothing was committed. A round without draft tokens is deferred (empty result) if all sequences are paused."""
         if self.feeds and all(a.paused for a in advances) and (taps_BTND is None or taps_BTND.shape[1] == 1):
             self._later.append((advances, taps_BTND))

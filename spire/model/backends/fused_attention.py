@@ -16,7 +16,7 @@ from spire.kernels import Kernels
 
 
 class FusedPools:
-    """The addresses of N layers' keys and values, each [slots, G, L, K]. The tensors must outlive this object."""
+    """The addresses of N layers' key and value tensors, each [slots, G, L, K], which must outlive this object."""
 
     def __init__(self, kernels: Kernels, keys: Sequence[Tensor], values: Sequence[Tensor]):
         self.kernels = kernels
