@@ -101,6 +101,7 @@ def test_stop_and_n_are_understood(client: openai.OpenAI) -> None:
     assert {choice.finish_reason for choice in answer.choices} == {"stop"}
 
 
+@pytest.mark.thorough
 def test_penalties_and_biases_are_understood(client: openai.OpenAI) -> None:
     token = client.completions.create(
         model=MODEL, prompt=PROMPT, max_tokens=1, temperature=0, extra_body={"return_token_ids": True}

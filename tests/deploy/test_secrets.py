@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import httpx
+import pytest
 
 from spire.service.keys import create_key
 from tests.deploy.compose import DEPLOY, PROFILES, composed
@@ -34,6 +35,7 @@ def test_without_a_key_only_the_health_check_is_answered(system: Services) -> No
     assert httpx.get(f"{system.url}/metrics").status_code == 401
 
 
+@pytest.mark.thorough
 def test_a_second_call_renews_certificates_and_leaves_all_else(tmp_path: Path) -> None:
     directory = tmp_path / "secrets"
     make_secrets(directory)

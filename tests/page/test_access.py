@@ -81,6 +81,7 @@ def test_it_works_by_keyboard_alone(page: Page) -> None:
     assert keys.at == "text", "Tab leaves the rounds behind"
 
 
+@pytest.mark.thorough
 def test_escape_stops_from_wherever_the_focus_is(page: Page) -> None:
     page.ask(PROMPT, tokens=480, k=1)
     eventually(lambda: len(page.tokens("drafted")) > 3, PATIENCE)

@@ -87,6 +87,7 @@ def test_the_figures_are_those_of_the_api(page: Page) -> None:
     assert page.text("#verdict") == expected
 
 
+@pytest.mark.thorough
 def test_a_multiplier_is_shown_while_the_gateway_chooses_k(page: Page, services: Services) -> None:
     page.complete(PROMPT, k=0)
     assert page.text("#depth-value") == "auto"

@@ -37,7 +37,7 @@ def test_a_json_schema_is_kept_and_its_end_ends_the_text(api: Api, wish: dict[st
 
 
 def test_a_json_object_a_regex_and_a_grammar_are_kept(api: Api) -> None:
-    anything = api.text("The dog: ", max_tokens=300, seed=8, response_format={"type": "json_object"}, temperature=0.5)
+    anything = api.text("The dog: ", max_tokens=60, seed=8, response_format={"type": "json_object"}, temperature=0.5)
     assert anything.lstrip().startswith("{")
     digits = api.text("Call ", max_tokens=60, seed=1, guided_regex=r"[0-9]{3}-[0-9]{4}")
     assert len(digits) == 8

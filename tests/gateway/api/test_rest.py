@@ -296,7 +296,7 @@ def test_the_model_says_what_it_can(api: Api) -> None:
     assert api.http.get(f"/v1/models/{card['id']}").json()["id"] == card["id"]
     assert api.http.get("/v1/models/other").status_code == 404
     assert api.text("x", model=card["id"], max_tokens=1) is not None
-    asked = {"max_tokens": 200, "ignore_eos": True, "speculation": {"k": 64}, "return_rounds": True}
+    asked = {"max_tokens": 80, "ignore_eos": True, "speculation": {"k": 64}, "return_rounds": True}
     rounds = api.complete("Once", **asked)["choices"][0]["rounds"]
     assert max(round_["drafted"] for round_ in rounds) == card["draft"]["max_k"]
 

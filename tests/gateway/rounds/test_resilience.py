@@ -159,6 +159,7 @@ def test_requests_in_flight_fail_clearly_when_no_verifier_comes_back(stories_dir
     assert refused.status_code == 503
 
 
+@pytest.mark.thorough
 @pytest.mark.fault(15)
 def test_a_full_queue_refuses_with_429_and_recovers(stories_dir: Path) -> None:
     with running(stories_dir, gateway_options=["--max-batch", "1", "--max-waiting", "3"]) as system:

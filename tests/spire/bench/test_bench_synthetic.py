@@ -18,6 +18,7 @@ from tests.paths import ROOT
 from tests.services import running
 
 
+@pytest.mark.thorough
 def test_a_lossy_verifier_accepts_at_its_rate_and_tells_everybody(stories_dir: Path, stories_draft_dir: Path) -> None:
     options = ["--lossy-synthetic-acceptance", "0.7"]
     with running(stories_dir, stories_draft_dir, verifier_options=options) as services:

@@ -257,6 +257,7 @@ def test_a_trace_arrives_as_recorded_and_its_lengths_fit_the_model(tmp_path: Pat
     assert len(read_trace(file, max_context=1000, seconds=80, rate=1)) == 3
 
 
+@pytest.mark.thorough
 def test_a_trace_is_replayed_at_every_depth(
     services: Services, stories_dir: Path, prose: list[Path], tmp_path: Path
 ) -> None:
@@ -350,6 +351,7 @@ def test_automatic_depth_is_modelled_at_the_models_own_best() -> None:
 # --- against another server -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("as_text", [[], thoroughly(["--as-text"])])
 def test_the_same_load_goes_to_any_server_with_standard_fields_only(
     services: Services, stories_dir: Path, prose: list[Path], as_text: list[str]

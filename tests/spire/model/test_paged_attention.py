@@ -50,10 +50,10 @@ def pools_of(slots: int, heads: int, positions: int, width: int, dtype: torch.dt
 # Queries per key, new tokens, width, positions before: of one page, at its border, over a stretch's border, none.
 CASES = [
     (1, 1, 64, [0, 63, 64, 130]),
-    (4, 5, 32, [1300, 59, 0]),
+    thoroughly(4, 5, 32, [1300, 59, 0]),
     thoroughly(8, 16, 16, [1023, 1024]),
     (3, 17, 64, [1010, 47]),
-    (2, 2, 128, [1087, 1088, 5]),
+    thoroughly(2, 2, 128, [1087, 1088, 5]),
 ]
 
 
