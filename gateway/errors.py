@@ -41,6 +41,10 @@ class NotJson(RequestError):
     """The request's content type is not JSON."""
 
 
+class HeadTooLarge(RequestError):
+    """The request has too many headers, or too long a query."""
+
+
 class BodyTooLarge(RequestError):
     pass
 
@@ -94,6 +98,7 @@ _TABLE: list[tuple[type[SpireError], int, str, str]] = [
     (ForeignPage, 403, "permission_error", "foreign_page"),
     (NotJson, 415, "invalid_request_error", "unsupported_media_type"),
     (UnknownModel, 404, "not_found_error", "model_not_found"),
+    (HeadTooLarge, 431, "invalid_request_error", "head_too_large"),
     (BodyTooLarge, 413, "invalid_request_error", "body_too_large"),
     (BodyTooSlow, 408, "invalid_request_error", "body_too_slow"),
     (ClientLeft, 499, "invalid_request_error", "client_left"),

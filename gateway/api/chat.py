@@ -5,7 +5,6 @@ Text only: tools and images are refused with an error that names the field (tool
 
 from __future__ import annotations
 
-import json
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -25,7 +24,7 @@ from gateway.requests.schemas import (
     CompletionRequest,
     GenerationRequest,
 )
-from gateway.requests.structured import deeper_than
+from gateway.requests.structured import deeper_than, json_text
 from gateway.verifier_client import ServedModel
 from spire.rpc.limits import MAX_LOGPROBS
 from spire.text.chat_messages import ROLES, plain_message
@@ -72,6 +71,7 @@ class Message(Part):
     """One message of a conversation, which `spire.text.chat_messages` reads."""
 
     passes_others_on: ClassVar[bool] = True
+    model_config = ConfigDict(extra="allow")
 
     role: Annotated[str, WithJsonSchema({"enum": list(ROLES)})]
     content: Annotated[Any, PartOf(TextPart), WithJsonSchema(_CONTENT_SCHEMA)]
@@ -112,10 +112,10 @@ class TemplateOptions(RequestBody):
                 raise BadParameter(f"{name}.{variable[:64]}", f"{name} must not set {variable[:64]}: the gateway does")
         if deeper_than(_DEEPEST_VARIABLES, variables):
             raise BadParameter(name, f"{name} is nested deeper than {_DEEPEST_VARIABLES} levels: give it fewer")
-        text = json.dumps(variables, ensure_ascii=False)
+        text = json_text(name, variables, _MOST_VARIABLE_BYTES)
         check_unicode(text, name)
-        if (size := len(text.encode())) > _MOST_VARIABLE_BYTES:
-            raise BadParameter(name, f"{name} may have {_MOST_VARIABLE_BYTES} bytes of JSON, it has {size}")
+        if len(text.encode()) > _MOST_VARIABLE_BYTES:
+            raise BadParameter(name, f"{name} may have {_MOST_VARIABLE_BYTES} bytes of JSON, it has more")
 
 
 class ConversationRequest(CompletionRequest):

@@ -14,7 +14,7 @@ from gateway.sequence import RoundResult, Sequence
 from gateway.text.json_pieces import Shared
 from gateway.text.tokenizer import TextCodec, TextStream
 
-# Most tokens of a choice that are decoded at once: more would block the event loop.
+# Most tokens, logprobs and rounds of a choice in a piece: more would block the event loop.
 _MOST_PULLED = 64
 
 
@@ -89,7 +89,7 @@ class Choice:
         return sum(logprob.token for logprob in logprobs) / len(logprobs) if logprobs else -inf
 
     def pull(self) -> Piece | None:
-        """Return the choice's output since the last pull, at most _MOST_PULLED tokens; None if there is none."""
+        """Return the next piece of the choice's output since the last pull; None if there is none."""
         if self.finish_reason is not None or (self._echo is not None and self._echo.awaited):
             return None
         sequence, taken = self.sequence, self._text.taken
@@ -99,31 +99,34 @@ class Choice:
         over = sequence.finished and sequence.heard == len(sequence.output)
         if over and not self._text.stopped:
             text += self._text.flush()
-        if self._text.stopped:
-            self.finish_reason = "stop"
-        elif over:
-            self.finish_reason = sequence.finish_reason
-        elif not new:
-            return None
         self._emitted += len(text)
+        told = self._tellable(whole=over and not self._text.stopped)
+        rounds, entries = self._new_rounds(), self._new_entries(told)
+        if not (new or rounds or entries or over or self._text.stopped):
+            return None
+        if (over or self._text.stopped) and self._told == told and self._told_rounds == len(sequence.rounds):
+            self.finish_reason = "stop" if self._text.stopped else sequence.finish_reason
         origins = ["draft" if drafted else "target" for drafted in sequence.from_draft[taken : self.tokens]]
         echo, self._echo = self._echo, None
-        tokens, rounds, entries = sequence.output[taken : self.tokens], self._new_rounds(), self._new_entries()
+        tokens = sequence.output[taken : self.tokens]
         return Piece(self.index, echo, text, tokens, origins, rounds, entries, self.finish_reason)
 
     def _new_rounds(self) -> list[RoundResult]:
-        """Return the results of the rounds since the last pull, without tokens after a stop string."""
-        new = self.sequence.rounds[self._told_rounds :]
+        """Return the results of the next rounds, without tokens after a stop string."""
+        new = self.sequence.rounds[self._told_rounds : self._told_rounds + _MOST_PULLED]
         self._told_rounds += len(new)
         if not self._text.stopped:
             return new
         return [replace(one, tokens=min(one.tokens, self.tokens - one.begin)) for one in new if one.begin < self.tokens]
 
-    def _new_entries(self) -> list[LogprobEntry]:
-        """Return the new logprobs of tokens whose text is emitted; of all tokens after an end without a stop string."""
-        whole = self.finish_reason is not None and not self._text.stopped
-        end = self.tokens if whole else bisect_left(self._text.offsets, self._emitted)
-        told, self._told = self._told, end
+    def _tellable(self, whole: bool) -> int:
+        """Return how many tokens may have their logprobs emitted: all of a `whole` output, else those with text."""
+        return self.tokens if whole else bisect_left(self._text.offsets, self._emitted)
+
+    def _new_entries(self, end: int) -> list[LogprobEntry]:
+        """Return the logprobs of the next tokens, of the first `end` tokens."""
+        told, self._told = self._told, min(end, self._told + _MOST_PULLED)
+        end = self._told
         sequence, offsets = self.sequence, self._text.offsets[told:end]
         places = [self._begin + offset for offset in offsets]
         return [*map(LogprobEntry, sequence.output[told:end], sequence.logprobs[told:end], places)]

@@ -23,7 +23,7 @@ from gateway.requests.schemas import CompletionRequest
 from gateway.rounds.admission import Charge
 from gateway.rounds.engine import Engine
 from gateway.sequence import Sequence
-from gateway.text.json_pieces import Joined, Large, Shared, pieces_of
+from gateway.text.json_pieces import Joined, Large, Shared, Shown, pieces_of
 from gateway.text.tokenizer import TextStream
 from gateway.verifier_client import ServedModel
 from spire.errors import InvalidRequest, SpireError
@@ -296,7 +296,7 @@ class Completion:
         if request.return_token_origins:
             answer["token_origins"] = piece.origins
         if request.return_rounds:
-            answer["rounds"] = [asdict(round_) for round_ in piece.rounds]
+            answer["rounds"] = Shown(piece.rounds, asdict)
         return answer
 
     def _said(self, piece: Piece) -> dict[str, Any]:

@@ -71,8 +71,8 @@ def add_tokenization(app: FastAPI, engine: Engine) -> None:
     @app.post("/tokenize", response_model=TokenizeResponse, responses=declared, openapi_extra=body_of(TokenizeRequest))
     async def tokenize(http: Request) -> Response:
         """Return the token ids of a prompt or of chat messages, as a completion would encode them."""
-        request, model = await read_body(http, TokenizeRequest, engine)
-        tokens = await unless_gone(http.receive, by_size(len(await http.body()), _tokens_of, request, model))
+        request, model, size = await read_body(http, TokenizeRequest, engine)
+        tokens = await unless_gone(http.receive, by_size(size, _tokens_of, request, model))
         context = model.info.max_context
         answer: dict[str, Any] = {"tokens": tokens, "count": len(tokens), "max_model_len": context}
         if request.return_token_strs:
@@ -84,8 +84,7 @@ def add_tokenization(app: FastAPI, engine: Engine) -> None:
     )
     async def detokenize(http: Request) -> Response:
         """Return the text of token ids, with special tokens spelled out."""
-        request, model = await read_body(http, DetokenizeRequest, engine)
-        size = len(await http.body())
+        request, model, size = await read_body(http, DetokenizeRequest, engine)
         text = await unless_gone(http.receive, by_size(size, _text_of, request.tokens, model))
         return json_answer({"prompt": text}, ignored_header(request))
 

@@ -1,7 +1,8 @@
 """HTTP connections with two timeouts that uvicorn lacks: for sending a request's head, and for reading the answer.
 
 A connection that exceeds a timeout is aborted, so that neither the connection nor its buffers stay for ever. If there
-are too many connections, the one that has been idle for longest is aborted.
+are too many connections, the one that has been idle for longest is aborted. What a client sends is parsed little by
+little, because a read of 256 KiB may contain 40,000 chunks of a body, which take a third of a second.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from typing import Any
 
 import h11
 import structlog
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gateway.config import GatewayConfig
 
 # The kernel's buffer for an answer that the client does not read. By default the kernel lets it grow to megabytes.
 _SEND_BUFFER_BYTES = 256 * 1024
+_PARSED_AT_ONCE = 4096
 
 log = structlog.get_logger("gateway")
 
@@ -51,6 +54,30 @@ class Connections:
         self._idle.pop(connection, None)
 
 
+class Flow(FlowControl):
+    """uvicorn's flow control, which also pauses reading while received bytes wait to be parsed."""
+
+    def __init__(self, transport: asyncio.Transport):
+        super().__init__(transport)
+        self._full = self._unparsed = False
+
+    def pause_reading(self) -> None:
+        self._full = True
+        super().pause_reading()
+
+    def resume_reading(self) -> None:
+        self._full = False
+        self.parsed(not self._unparsed)
+
+    def parsed(self, everything: bool) -> None:
+        """Pause reading unless all received bytes are parsed and uvicorn has room for more."""
+        self._unparsed = not everything
+        if self._full or self._unparsed:
+            super().pause_reading()
+        else:
+            super().resume_reading()
+
+
 class Connection(H11Protocol):
     """An HTTP connection whose client must send a request's line and headers within `head_deadline` seconds.
 
@@ -62,9 +89,12 @@ class Connection(H11Protocol):
         self._limits, self._all = limits, every
         self._head: asyncio.TimerHandle | None = None
         self._reading: asyncio.TimerHandle | None = None
+        self._unparsed = bytearray()
+        self._parsing: asyncio.Handle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = self._flow = Flow(transport)
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         self._expect_head()
         self._all.met(transport.get_extra_info("socket").fileno())
@@ -76,10 +106,23 @@ class Connection(H11Protocol):
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Start the head timeout at the first bytes of a later request; until then uvicorn's idle timeout applies."""
+        self._unparsed += data
+        if self._parsing is None:
+            self._parse()
+
+    def _parse(self) -> None:
+        """Parse the first unparsed bytes, and the next ones after other work of the event loop.
+
+        Starts the head timeout at the first bytes of a later request; until then uvicorn's idle timeout applies.
+        """
         if self._head is None and self.conn.their_state in (h11.IDLE, h11.DONE):
             self._expect_head()
+        data = bytes(self._unparsed[:_PARSED_AT_ONCE])
+        del self._unparsed[:_PARSED_AT_ONCE]
         super().data_received(data)
+        more = bool(self._unparsed) and not self.transport.is_closing()
+        self._parsing = self.loop.call_soon(self._parse) if more else None
+        self._flow.parsed(not more)
 
     def handle_events(self) -> None:
         super().handle_events()
@@ -106,13 +149,13 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._all.closed(self)
-        _cancel(self._head)
-        _cancel(self._reading)
+        for pending in (self._head, self._reading, self._parsing):
+            _cancel(pending)
 
     def _expect_head(self) -> None:
         self._head = self.loop.call_later(self._limits.head_deadline, self.transport.abort)
 
 
-def _cancel(timer: asyncio.TimerHandle | None) -> None:
-    if timer is not None:
-        timer.cancel()
+def _cancel(pending: asyncio.Handle | None) -> None:
+    if pending is not None:
+        pending.cancel()

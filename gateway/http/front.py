@@ -1,7 +1,7 @@
 """The first layer for every HTTP request: request id, API key, size limit and timeout of the body, response counts.
 
 HEAD is answered as GET, without the body. This layer reads the whole request body before it is parsed, so no handler
-ever has more than `max_body_bytes` of a body in memory.
+ever has more than `max_body_bytes` of a body in memory. The sizes of an asker's bodies count until their requests end.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ import asyncio
 import contextlib
 import random
 import re
+from collections import Counter
+from typing import Any
 
 import structlog
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.aside import asker
-from gateway.errors import STATUSES, BodyTooLarge, BodyTooSlow, error_headers, rest_error
+from gateway.errors import STATUSES, BodyTooLarge, BodyTooSlow, HeadTooLarge, OverQuota, error_headers, rest_error
 from gateway.http.browsers import ForeignPages
 from gateway.http.keys import Guard
 from gateway.metrics import Metrics
@@ -30,13 +32,17 @@ OTHER_PATH = "other"
 _REQUEST_ID = b"x-request-id"
 # The most bytes of a body over the limit that are read and discarded.
 _MOST_DISCARDED = 64 * 1024 * 1024
+# The most headers of a request, and bytes of its query: uvicorn and FastAPI take microseconds for each of them.
+_MOST_HEADERS, _MOST_QUERY_BYTES = 256, 1024
+# The bodies of one asker's requests may together be as large as this many bodies of the largest size.
+_MOST_BODIES = 64
 _ACCEPTABLE_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
 class Front:
     """ASGI middleware that checks API keys, reads request bodies and counts responses.
 
-    Adds `request_id` and `key_name` (None where no key is needed) to the request's state.
+    Adds `request_id`, `key_name` (None where no key is needed) and `body`, to be taken once, to the request's state.
     """
 
     def __init__(
@@ -51,6 +57,8 @@ class Front:
     ):
         self.app, self.metrics, self.guard, self.paths = app, metrics, guard, paths
         self.max_body_bytes, self.body_deadline = max_body_bytes, body_deadline
+        # The bytes of the bodies of requests in progress, by asker.
+        self._held = Counter[str]()
         # None if API keys are required: a foreign page has no key.
         self.pages = pages
         metrics.expect_responses([*paths, OTHER_PATH], STATUSES)
@@ -78,27 +86,39 @@ class Front:
                 message = {**message, "body": b""}
             await send(message)
 
-        try:
-            state["key_name"] = self.guard.admit(scope)
-            asker.set(state["key_name"] or str((scope.get("client") or ("",))[0]))
-            if self.pages:
-                self.pages.check(scope)
-            body = await self._body(receive, self.max_body_bytes)
-        except RequestError as error:
-            if not isinstance(error, BodyTooLarge | BodyTooSlow):
-                # Read and dropped: a client still sending when the connection closes gets a reset, not the answer.
-                with contextlib.suppress(BodyTooLarge, BodyTooSlow):
-                    await self._body(receive, most=0)
-            refusal = error_response(error)
-            # Closing the connection tells the client to stop sending the body.
-            refusal.headers["Connection"] = "close"
-            await refusal(scope, receive, send_with_id)
-            return
-        if body is not None:
-            await self.app(scope, _replay(body, receive), send_with_id)
+        with Holding(self._held, self.max_body_bytes * _MOST_BODIES) as holding:
+            try:
+                self._admit(scope, state)
+                state["body"] = await self._body(receive, self.max_body_bytes, holding)
+            except RequestError as error:
+                if not isinstance(error, BodyTooLarge | BodyTooSlow):
+                    # Read and dropped: a client still sending when the connection closes gets a reset, not the answer.
+                    with contextlib.suppress(BodyTooLarge, BodyTooSlow):
+                        await self._body(receive, most=0)
+                refusal = error_response(error)
+                # Closing the connection tells the client to stop sending the body.
+                refusal.headers["Connection"] = "close"
+                await refusal(scope, receive, send_with_id)
+                return
+            if state["body"] is not None:
+                await self.app(scope, receive, send_with_id)
 
-    async def _body(self, receive: Receive, most: int) -> bytes | None:
-        """Return the body, at most `most` bytes; None if the client disconnects. Raises BodyTooLarge or BodyTooSlow."""
+    def _admit(self, scope: Scope, state: dict[str, Any]) -> None:
+        """Check a request's head, key and origin, and set the asker. Raises the RequestError of what is refused."""
+        headers, query = len(scope["headers"]), len(scope["query_string"])
+        if headers > _MOST_HEADERS or query > _MOST_QUERY_BYTES:
+            limits = f"{_MOST_HEADERS} headers and {_MOST_QUERY_BYTES} bytes behind the question mark"
+            raise HeadTooLarge(f"a request may have {limits}; this one has {headers} and {query}")
+        state["key_name"] = self.guard.admit(scope)
+        asker.set(state["key_name"] or str((scope.get("client") or ("",))[0]))
+        if self.pages:
+            self.pages.check(scope)
+
+    async def _body(self, receive: Receive, most: int, holding: Holding | None = None) -> bytes | None:
+        """Return the body, at most `most` bytes; None if the client disconnects.
+
+        Raises BodyTooLarge, BodyTooSlow, or OverQuota if the asker's other bodies leave no room.
+        """
         chunks, size = list[bytes](), 0
         try:
             async with asyncio.timeout(self.body_deadline):
@@ -109,6 +129,8 @@ class Front:
                     size += len(message.get("body", b""))
                     if size <= most:
                         chunks.append(message.get("body", b""))
+                        if holding:
+                            holding.add(len(chunks[-1]))
                     elif not message.get("more_body") or size > _MOST_DISCARDED:
                         raise BodyTooLarge(f"the request body may have {most} bytes")
                     if not message.get("more_body"):
@@ -117,14 +139,29 @@ class Front:
             raise BodyTooSlow(f"the request body did not arrive within {self.body_deadline:g} s") from None
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return an ASGI `receive` callable that yields `body` first, then later messages of the client."""
-    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+class Holding:
+    """The bytes of one request's body, which count for the current asker until the `with` block ends."""
 
-    async def replayed() -> Message:
-        return pending.pop() if pending else await receive()
+    def __init__(self, held: Counter[str], most: int):
+        self._held, self._most = held, most
+        self._who, self._bytes = "", 0
 
-    return replayed
+    def add(self, count: int) -> None:
+        """Count more bytes of the body. Raises OverQuota if the asker's requests then hold more than they may."""
+        self._who = asker.get()
+        if self._held[self._who] + count > self._most:
+            limit = f"the bodies of your requests in progress may have {self._most} bytes together"
+            raise OverQuota(f"{limit}: wait for some of the requests", 1)
+        self._held[self._who] += count
+        self._bytes += count
+
+    def __enter__(self) -> Holding:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._held[self._who] -= self._bytes
+        if not self._held[self._who]:
+            del self._held[self._who]
 
 
 def error_response(error: Exception) -> JSONResponse:

@@ -79,7 +79,7 @@ Texts = Annotated[list[str], FIRST_ERROR]
 class Part(BaseModel):
     """Base of objects in a request body: `null` means a field's default. `requests/fields.py` checks unknown fields."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(strict=True, extra="ignore")
 
     @model_validator(mode="before")
     @classmethod
@@ -134,13 +134,22 @@ def parse(body: bytes, schema: type[Body]) -> Body:
     return request
 
 
-async def read_body(http: Request, schema: type[Body], engine: Engine) -> tuple[Body, ServedModel]:
-    """Return the parsed body and the served model. Raises BadParameter, NoVerifier, ShuttingDown or UnknownModel."""
-    body = await http.body()
+def take_body(http: Request) -> bytes:
+    """Return the request's body, once: then no other object keeps it in memory."""
+    body: bytes = http.scope["state"].pop("body")
+    return body
+
+
+async def read_body(http: Request, schema: type[Body], engine: Engine) -> tuple[Body, ServedModel, int]:
+    """Return the parsed body, the served model, and the body's size in bytes.
+
+    Raises BadParameter, NoVerifier, ShuttingDown or UnknownModel.
+    """
+    body = take_body(http)
     request = await by_size(len(body), parse, body, schema)
     model = engine.model
     check_model(request.model, model)
-    return request, model
+    return request, model, len(body)
 
 
 def bad_parameter(problems: Any) -> BadParameter:

@@ -108,10 +108,9 @@ def _ignored(body: dict[str, Any], schema: type[BaseModel], unknown: _Unknown, k
 def _ignored_in(value: Any, part: type[BaseModel] | None, unknown: _Unknown, path: str, place: str) -> Iterator[str]:
     """Yield the ignored fields of a value that is an object of the schema `part` or a list of such objects."""
     if part is not None:
-        items = [(f"{place}[{at}]", item) for at, item in enumerate(value)] if isinstance(value, list) else []
-        for where, item in items or [(place, value)]:
+        for at, item in enumerate(value) if isinstance(value, list) else [(None, value)]:
             if isinstance(item, dict):
-                yield from _ignored(item, part, unknown, path, where)
+                yield from _ignored(item, part, unknown, path, place if at is None else f"{place}[{at}]")
 
 
 def _check(refusal: Refusal, value: Any, place: str) -> None:

@@ -155,7 +155,17 @@ def _schema_text(name: str, schema: Any) -> str:
         raise BadParameter(name, f"{name} is {kind_of(schema)}: a JSON schema is an object")
     if deeper_than(_DEEPEST_SCHEMA, schema):
         raise BadParameter(name, f"{name} is nested deeper than {_DEEPEST_SCHEMA} levels: give it fewer")
-    return json.dumps(schema, ensure_ascii=False)
+    return json_text(name, schema, MAX_GRAMMAR_BYTES)
+
+
+def json_text(name: str, value: Any, most: int) -> str:
+    """Return the JSON of a field's value, encoded piece by piece. Raises BadParameter beyond `most` bytes."""
+    pieces, size = list[str](), 0
+    for piece in json.JSONEncoder(ensure_ascii=False).iterencode(value):
+        pieces.append(piece)
+        if (size := size + len(piece)) > most:
+            raise BadParameter(name, f"{name} may have {most} bytes of JSON, it has more")
+    return "".join(pieces)
 
 
 def deeper_than(levels: int, value: Any) -> bool:

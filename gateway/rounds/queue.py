@@ -10,6 +10,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Set
 from heapq import merge
+from math import inf
 from operator import attrgetter
 
 from gateway.sequence import Sequence
@@ -62,7 +63,7 @@ class Queue:
     """Waiting sequences in the order of arrival. A sequence that is queued again keeps its original arrival."""
 
     def __init__(self, sequences: Iterable[Sequence] = ()) -> None:
-        # Sequences by key and request; each list is sorted by arrival.
+        # Sequences by key and request, sorted by arrival. Requests are numbered in the order of arrival.
         self._waiting: dict[str, dict[int, list[Sequence]]] = {}
         self._count = 0
         for sequence in sequences:
@@ -86,7 +87,11 @@ class Queue:
 
     def add(self, sequence: Sequence) -> None:
         """Insert a sequence into the queue by its order of arrival."""
-        insort(self._waiting.setdefault(sequence.key, {}).setdefault(sequence.request, []), sequence, key=_by_arrival)
+        of_key = self._waiting.setdefault(sequence.key, {})
+        late = bool(of_key) and sequence.request < next(reversed(of_key))
+        insort(of_key.setdefault(sequence.request, []), sequence, key=_by_arrival)
+        if late:
+            self._waiting[sequence.key] = dict(sorted(of_key.items()))
         self._count += 1
 
     def remove(self, sequence: Sequence) -> None:
@@ -100,9 +105,17 @@ class Queue:
 
     def next(self, held: Held) -> Sequence | None:
         """Return the waiting sequence to start next, given the places `held`, without removing it from the queue."""
-
-        def turn(one: Sequence) -> tuple[int, int]:
-            return held.of_request[one.request], one.arrival
-
-        firsts = [min((request[0] for request in of_key.values()), key=turn) for of_key in self._waiting.values()]
+        firsts = [_first(of_key, held) for of_key in self._waiting.values()]
         return min(firsts, key=lambda one: (held.of_key[one.key], one.arrival), default=None)
+
+
+def _first(requests: dict[int, list[Sequence]], held: Held) -> Sequence:
+    """Return the sequence to start next of a key's waiting requests, which are in the order of arrival."""
+    best, least = None, inf
+    for request, waiting in requests.items():
+        if (places := held.of_request[request]) < least:
+            best, least = waiting[0], places
+        if not places:
+            break
+    assert best is not None, "a key without waiting requests is removed"
+    return best

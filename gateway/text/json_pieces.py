@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import count
 from typing import Any
 
 from pydantic_core import to_json
@@ -39,14 +39,19 @@ class Large:
 
 
 class Shared:
-    """A list that is encoded to JSON only once, although it occurs several times in an answer."""
+    """A list that is encoded to JSON only once, piece by piece, although it occurs several times in an answer."""
 
     def __init__(self, items: Shown | list[Any]):
-        self._items = items
+        self._runs, self._encoded = iter(_runs(items)), list[bytes]()
 
-    @cached_property
-    def pieces(self) -> list[bytes]:
-        return list(_runs(self._items))
+    @property
+    def pieces(self) -> Iterator[bytes]:
+        for at in count():
+            if at == len(self._encoded):
+                if (run := next(self._runs, None)) is None:
+                    return
+                self._encoded.append(run)
+            yield self._encoded[at]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from gateway.errors import BadParameter
 
 MOST_PARTS = 1 << 14
 MOST_MEMBERS = 1 << 16
-MOST_VALUES = 1 << 20
+MOST_VALUES = 1 << 19
 # For each kind of part: the characters that mark it outside of strings, and the most parts that a body may have.
 _SIGNS = {
     "lists and objects": (b"[{", MOST_PARTS),

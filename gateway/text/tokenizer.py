@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import accumulate
 
 from gateway.errors import over_context
@@ -182,24 +182,34 @@ class Stop:
 
     def __init__(self, text: str):
         self._text, self.length = text, len(text)
-        # borders[n]: the length of the longest proper prefix of the first n characters that is also their suffix.
-        self._borders = [0, 0]
-        for character in text[1:]:
-            self._borders.append(self._longer(self._borders[-1], character))
+        self._borders = _borders_of(text)
         self.begun = 0
 
     def takes(self, character: str) -> bool:
         """Add a character to the text, and return True if it completes the stop string."""
-        self.begun = self._longer(self.begun, character)
+        self.begun = _longer(self._text, self._borders, self.begun, character)
         if self.begun < self.length:
             return False
         self.begun = self._borders[self.begun]
         return True
 
-    def _longer(self, begun: int, character: str) -> int:
-        while begun and self._text[begun] != character:
-            begun = self._borders[begun]
-        return begun + (self._text[begun] == character)
+
+@lru_cache(maxsize=64)
+def _borders_of(text: str) -> list[int]:
+    """Return for each n the length of the longest proper prefix of the first n characters that is also their suffix.
+
+    Cached because all choices of a request have the same stop strings.
+    """
+    borders = [0, 0]
+    for character in text[1:]:
+        borders.append(_longer(text, borders, borders[-1], character))
+    return borders
+
+
+def _longer(text: str, borders: list[int], begun: int, character: str) -> int:
+    while begun and text[begun] != character:
+        begun = borders[begun]
+    return begun + (text[begun] == character)
 
 
 class TextStream:

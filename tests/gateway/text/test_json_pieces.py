@@ -47,7 +47,7 @@ def test_what_is_shared_is_made_once_and_the_same_bytes_are_everywhere() -> None
     shared = Shared(Shown(range(1000), show))
     places = [list(pieces_of({"logprobs": Joined([shared, [place]])})) for place in range(256)]
     assert len(made) == 1000
-    assert len({id(piece) for pieces in places for piece in pieces if len(piece) > 200}) == len(shared.pieces)
+    assert len({id(piece) for pieces in places for piece in pieces if len(piece) > 200}) == len([*shared.pieces])
 
 
 def test_no_piece_exceeds_a_limit_of_list_items_or_letters() -> None:
