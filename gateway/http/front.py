@@ -105,7 +105,7 @@ class Front:
 
     def _admit(self, scope: Scope, state: dict[str, Any]) -> None:
         """Check a request's head, key and origin, and set the asker. Raises the RequestError of what is refused."""
-        headers, query = len(scope["headers"]), len(scope["query_string"])
+        headers, query = len(scope["headers"]), len(scope.get("query_string", b""))
         if headers > _MOST_HEADERS or query > _MOST_QUERY_BYTES:
             limits = f"{_MOST_HEADERS} headers and {_MOST_QUERY_BYTES} bytes behind the question mark"
             raise HeadTooLarge(f"a request may have {limits}; this one has {headers} and {query}")

@@ -219,7 +219,8 @@ class Engine:
             if now - self.verifier.unusable_since > patience:
                 lost = NoVerifier(f"the verifier did not come back within {patience:g} s")
                 self.finish(list(self.scheduler.waiting), "error", lost)
-        elif self.scheduler.reading and now - self._progress_at > self.verifier.limit(self.config.start_deadline):
+        overdue = now - self._progress_at > self.verifier.limit(self.config.start_deadline)
+        if self.verifier.up and self.scheduler.reading and overdue:
             log.warning("no prompt is read", seconds=self.verifier.limit(self.config.start_deadline))
             self.verifier.reset()
 
@@ -271,10 +272,12 @@ class Engine:
         if not self._may_admit():
             return
         self._stirred = False
-        starts = self.scheduler.admit(make_room=not self._releases.under_way)
+        starts = self.scheduler.admit()
         if self.scheduler.has_ended:
             self._releases.wake()
         for sequence in starts:
+            if self.scheduler.starting.get(sequence.wire_id) is not sequence:  # it ended while others were sent
+                continue
             if not sequence.admitted_at:
                 sequence.admitted_at = time.monotonic()
                 self.metrics.queue_time.observe(sequence.admitted_at - sequence.arrived_at)

@@ -28,6 +28,7 @@ def wire_start(sequence: Sequence) -> verifier_pb2.Start:
         prompt_logprobs=sequence.lacks_prompt_logprobs,
         cache_salt=sequence.cache_salt,
         paused=sequence.paused,
+        came_back=sequence.came_back,
         logprobs=sequence.top_logprobs,
     )
 

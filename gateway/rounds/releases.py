@@ -26,13 +26,7 @@ class Releases:
         self._verifier, self._scheduler, self._deadline = verifier, scheduler, deadline
         self._settled = settled
         self._pending: list[str] = []
-        self._sending = False
         self._something = asyncio.Event()
-
-    @property
-    def under_way(self) -> bool:
-        """True while releases are pending, after which the verifier will have more room."""
-        return self._sending or bool(self._pending) or self._something.is_set()
 
     def wake(self) -> None:
         """Wake the background task that releases ended sequences."""
@@ -45,16 +39,14 @@ class Releases:
 
     def forget(self) -> None:
         """Drop all pending releases, because a new verifier process holds none of these sequences."""
+        self._scheduler.released(self._pending)
         self._pending.clear()
 
     async def run(self) -> None:
         while True:
             await self._something.wait()
             self._something.clear()
-            self._sending = True
-            sent = await self.send(self._deadline)
-            self._sending = False
-            if sent:
+            if await self.send(self._deadline):
                 self._settled()
             else:
                 await asyncio.sleep(_RETRY_SECONDS)
@@ -73,4 +65,5 @@ class Releases:
                 log.warning("release failed", sequences=len(ids), reason=error.details())
                 self._pending = ids + self._pending
                 return False
+            self._scheduler.released(ids)
         return True

@@ -35,6 +35,8 @@ class Scheduler:
         self.gave_way = 0
         # Whether the verifier had no room for the last Start whose stage it reported.
         self._full = False
+        # Wire ids of preempted sequences whose places are not free at the verifier yet.
+        self._victims: set[str] = set()
 
     @property
     def idle(self) -> bool:
@@ -83,9 +85,9 @@ class Scheduler:
             sequence.key, sequence.request = key, new[0].arrival
             self.waiting.add(sequence)
 
-    def admit(self, make_room: bool = False) -> list[Sequence]:
-        """Return the sequences to start, by shares and arrival. `make_room`: if full, preempt one over its share."""
-        starts: list[Sequence] = []
+    def admit(self) -> list[Sequence]:
+        """Return the sequences to start, by shares and arrival. If full, preempt one over its share, one at a time."""
+        starts, make_room = list[Sequence](), not self._victims
         if not self.waiting and not self.stalled:
             return starts
         held = self._holders
@@ -116,6 +118,7 @@ class Scheduler:
     def _gives_way(self, held: Held, waiting: Sequence) -> bool:
         """Preempt a sequence beyond its share in favour of `waiting`. Return False if there is no such sequence."""
         if victim := held.beyond_share(waiting):
+            self._victims.add(victim.wire_id)
             held.remove(victim)
             self.put_back(victim)
             self.gave_way += 1
@@ -130,8 +133,8 @@ class Scheduler:
     def _has_room(self) -> bool:
         if self.held >= self.capacity:
             return False
-        unread = sum(sequence.stage is not Stage.COMPUTED for sequence in self.starting.values())
-        return not self._full or unread < MOST_STALLED
+        without_room = sum(sequence.stage in (Stage.SENT, Stage.STALLED) for sequence in self.starting.values())
+        return not self._full or without_room < MOST_STALLED
 
     def _start(self, sequence: Sequence) -> None:
         self.waiting.remove(sequence)
@@ -211,6 +214,7 @@ class Scheduler:
         held = [*self.running.values(), *self.starting.values()]
         self._recall(sequence for sequence in held if not sequence.computed)
         self._full = False
+        self._victims.clear()
         return [sequence for sequence in held if sequence.computed and not self.lose(sequence)]
 
     def put_back(self, sequence: Sequence) -> None:
@@ -239,6 +243,10 @@ class Scheduler:
         """Return the wire ids of sequences to release at the verifier. Each id is returned only once."""
         ended, self._ended = self._ended, []
         return ended
+
+    def released(self, wire_ids: Iterable[str]) -> None:
+        """Record that these sequences have been released at the verifier."""
+        self._victims.difference_update(wire_ids)
 
     def _leave(self, sequence: Sequence) -> None:
         holder = {State.STARTING: self.starting, State.RUNNING: self.running}.get(sequence.state)

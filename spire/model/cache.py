@@ -144,7 +144,7 @@ class TargetCache:
         """
         if scrub:
             for pool in self._pools:
-                pool.tensor[slot].zero_()
+                pool.tensor[slot, :, : self._held[slot] * self.page].zero_()
         self.lengths[slot] = self._promised[slot] = 0
         heapq.heappush(self._free, slot)
 

@@ -51,7 +51,7 @@ class Pace:
         return self.seconds_busy > limit(self.step_seconds, floor)
 
     def work(self) -> None:
-        """Record that the thread begins to work."""
+        """Record that the thread begins to work, or makes progress within a step."""
         self._since = self._clock()
 
     def rest(self) -> None:
@@ -59,9 +59,12 @@ class Pace:
         self._since = None
 
     @contextmanager
-    def step(self, kind: str, size: int) -> Iterator[None]:
-        """Time the enclosed block as a step of `size` positions. A block that raises an exception is not recorded."""
-        self._expected = self.expected(kind, size)
+    def step(self, kind: str, size: int, forwards: int = 1) -> Iterator[None]:
+        """Time the enclosed block as a step: a number of `forwards` over `size` positions, which call `work` between.
+
+        A block that raises an exception is not recorded.
+        """
+        self._expected = self.expected(kind, size, forwards)
         self.work()
         began = self._clock()
         try:
@@ -76,10 +79,10 @@ class Pace:
         group = kind, size.bit_length()
         steps = self._steps.setdefault(group, deque(maxlen=_REMEMBERED))
         steps.append(seconds)
-        self._medians[group] = sorted(steps)[len(steps) // 2]
+        self._medians[group] = sorted(steps)[(len(steps) - 1) // 2]  # of two, the one that is no outlier
         self._longest = max(self._medians.values())
 
-    def expected(self, kind: str, size: int) -> float:
+    def expected(self, kind: str, size: int, forwards: int = 1) -> float:
         """Return the expected seconds of a step: the median of similar steps, else scaled from others; 0 if unknown."""
         bits = size.bit_length()
         if (kind, bits) in self._medians:
@@ -89,4 +92,4 @@ class Pace:
             return 0.0
         nearest = max((other for other in known if other <= bits), default=min(known))
         seconds = max(median for (_, other), median in self._medians.items() if other == nearest)
-        return seconds * 2.0 ** max(0, bits - nearest)
+        return forwards * seconds * 2.0 ** max(0, bits - nearest)

@@ -208,7 +208,7 @@ class Standing(_message.Message):
     def __init__(self, sequence_ids: _Optional[_Iterable[str]] = ..., stage: _Optional[_Union[Stage, str]] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("sequence_id", "tokens", "sampling", "draft_id", "prompt_tokens", "adjustments", "logprobs", "prompt_logprobs", "cache_salt", "paused")
+    __slots__ = ("sequence_id", "tokens", "sampling", "draft_id", "prompt_tokens", "adjustments", "logprobs", "prompt_logprobs", "cache_salt", "paused", "came_back")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -219,6 +219,7 @@ class Start(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
+    CAME_BACK_FIELD_NUMBER: _ClassVar[int]
     sequence_id: str
     tokens: _containers.RepeatedScalarFieldContainer[int]
     sampling: _tensor_pb2.Sampling
@@ -229,7 +230,8 @@ class Start(_message.Message):
     prompt_logprobs: bool
     cache_salt: str
     paused: bool
-    def __init__(self, sequence_id: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_tensor_pb2.Sampling, _Mapping]] = ..., draft_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., adjustments: _Optional[_Union[Adjustments, _Mapping]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: bool = ..., cache_salt: _Optional[str] = ..., paused: bool = ...) -> None: ...
+    came_back: bool
+    def __init__(self, sequence_id: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_tensor_pb2.Sampling, _Mapping]] = ..., draft_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., adjustments: _Optional[_Union[Adjustments, _Mapping]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: bool = ..., cache_salt: _Optional[str] = ..., paused: bool = ..., came_back: bool = ...) -> None: ...
 
 class Adjustments(_message.Message):
     __slots__ = ("logit_bias", "allowed_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "end_tokens", "grammar")

@@ -57,10 +57,10 @@ class Prefixes:
     def end(self, slot: int, tokens: Rows[int]) -> None:
         """Forget the sequence in this slot, whose committed tokens are `tokens`; park a copy of it if memory allows."""
         salt = int(self._salts_X[slot])
+        self._tokens_XL[slot] = -1  # so that the search finds what is parked
         place = self._place(tokens, salt) if self._enabled and len(tokens) >= SHORTEST else None
         if place is not None:
             self._park(slot, place, tokens, salt)
-        self._tokens_XL[slot] = -1
 
     def shed(self) -> bool:
         """Drop the least recently used parked sequence and free its memory. Return False if no sequence is parked."""
@@ -71,6 +71,7 @@ class Prefixes:
 
     def _park(self, slot: int, place: int, tokens: Rows[int], salt: int) -> None:
         self._parked.pop(place, None)  # so that `shed` spares it: it is rewritten or dropped below
+        self._cache.empty(place)
         while not self._cache.may_park(place, len(tokens)) and self.shed():
             pass
         try:

@@ -72,8 +72,8 @@ class SelfDrafting:
         wishes.sort(key=lambda wish: wish.sequence.slot)  # the order of slots in a step
         k = max(wish.depth for wish in wishes)
         slots, newest = [wish.sequence.slot for wish in wishes], [wish.sequence.newest for wish in wishes]
-        with self._pace.step(f"draft {k}", k * len(wishes)):
-            drafted = self._steps.draft(slots, newest, k, self._steps.pipeline.of(slots))
+        with self._pace.step(f"draft {k}", len(wishes), forwards=k):
+            drafted = self._steps.draft(slots, newest, k, self._steps.pipeline.of(slots), self._pace.work)
         self._metrics.steps.labels("draft").inc(k)
         self._metrics.positions.labels("draft").inc(k * len(wishes))
         for row, (wish, tokens) in enumerate(zip(wishes, drafted.tokens_BK.tolist(), strict=True)):

@@ -77,9 +77,8 @@ class HeldSequence:
 
     @property
     def may_give_way(self) -> bool:
-        """True if the sequence may be preempted: a resumed sequence only after it has generated LEAST_RUN tokens."""
-        came_back = 0 < self.start.prompt_tokens < len(self.start.tokens)
-        return not came_back or len(self.tokens) - len(self.start.tokens) >= LEAST_RUN
+        """True if the sequence may be preempted: one that gave way before only after it has generated LEAST_RUN."""
+        return not self.start.came_back or len(self.tokens) - len(self.start.tokens) >= LEAST_RUN
 
     @property
     def newest(self) -> int:

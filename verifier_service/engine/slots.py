@@ -125,8 +125,7 @@ class Slots:
         self._prompts.add(sequence)
         self._publisher.join(sequence.id, sequence.draft_id, slot, sequence.tokens)
         self._metrics.slots_used.set(len(self.sequences))
-        if start.sequence_id not in self._new:
-            task.stands(pb.STAGE_ADMITTED)
+        task.stands(pb.STAGE_ADMITTED)
         log.debug("sequence begins", sequence=sequence.id, tokens=len(start.tokens), draft_id=sequence.draft_id)
 
     def _slot_for(self, length: int) -> int | None:

@@ -9,7 +9,7 @@ Shapes: B sequences, T new positions, N tapped layers, D width, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Sequence as Rows
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -144,12 +144,22 @@ class ModelSteps:
         self.pipeline.release(slot)
         self.cache.free(slot)
 
-    def draft(self, slots: Rows[int], newest: Rows[int], k: int, rows: SamplingRows) -> Drafted:
-        """Draft k tokens after the newest token of each slot with the target, without writing to its cache."""
+    def draft(
+        self, slots: Rows[int], newest: Rows[int], k: int, rows: SamplingRows, passing: Callable[[], object]
+    ) -> Drafted:
+        """Draft k tokens after the newest token of each slot with the target, without writing to its cache.
+
+        Calls `passing` before each of the k passes, which take as long as a plain step each.
+        """
         base_B = torch.tensor([self.cache.lengths[slot] for slot in slots], device=self.device)
         round_ = SelfSpeculation(self.target, self.cache, slots, k, self._sparse)
         newest_B = torch.tensor(newest, device=self.device)
-        return draft_tokens(round_.next_logits, newest_B, base_B, k, rows, self._top_m)
+
+        def next_logits(tokens_B: Tensor) -> Tensor:
+            passing()
+            return round_.next_logits(tokens_B)
+
+        return draft_tokens(next_logits, newest_B, base_B, k, rows, self._top_m)
 
     def run(self, batch: RaggedBatch | None, chunk: PromptChunk | None) -> tuple[Outcome | None, Outcome | None]:
         """Run one forward over blocks to verify and a chunk of prompts; return the outcome of each, None if absent."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -41,6 +42,8 @@ _TOO_COMPLEX = (
     f"{grammar_trial.MEMORY_BYTES >> 20} MiB of memory or {grammar_trial.STACK_BYTES >> 20} MiB of stack"
 )
 _TRIALS = grammar_trial.Trials()
+# The longest processor time for a token of one grammar, on the average of so many tokens.
+_MOST_TOKEN_SECONDS, _AVERAGED = 0.002, 16
 # The longest error message: the library's messages quote the grammar.
 _MAX_CHARACTERS = 600
 # The formats of JSON schemas that are enforced, because the library knows them. The library refuses a schema with any
@@ -120,13 +123,23 @@ class Matcher:
         self._grammars = grammars
         self.state = state
         self.ended = False
+        # Processor seconds to append a token, averaged over about _AVERAGED tokens. A mask takes as long.
+        self.token_seconds = 0.0
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Append tokens to the output. Raises InvalidRequest at a forbidden token; the matcher is unusable then."""
         for token in tokens:
+            began = time.thread_time()
             if not self._take(token):
                 _check(self.state)
                 raise _wrong(f"token {token} cannot come here: the grammar forbids it after what was generated")
+            self.token_seconds += (time.thread_time() - began - self.token_seconds) / _AVERAGED
+            if self.token_seconds > _MOST_TOKEN_SECONDS:
+                raise self.too_slow()
+
+    def too_slow(self) -> InvalidRequest:
+        """Return the error for a grammar that takes too long to follow."""
+        return _wrong(f"the grammar is too ambiguous: its next token takes {self.token_seconds * 1e3:.2g} ms to read")
 
     def masks(self, draft: Sequence[int]) -> Tensor:
         """Return bool [len(draft) + 1, V]: row i holds the tokens allowed after the output and draft[:i].

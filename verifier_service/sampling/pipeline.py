@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, fields
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from verifier_service.sampling.grammar import Grammars, Matcher
 from verifier_service.sampling.histories import Histories
 from verifier_service.sampling.logprobs import Scores, log_p, scores_of
 
+# The longest processor time of the model's thread for a token of each grammar of a batch.
+_MOST_GRAMMAR_SECONDS = 0.01
 _STUCK = "no token is possible here: allowed tokens, min_tokens and grammar exclude each other, or numbers overflow"
 
 
@@ -87,6 +90,17 @@ class Pipeline:
         for slot, gained in zip(slots, tokens, strict=True):
             if slot in self._matchers:
                 self._follow(slot, gained)
+        self._limit_grammars(slots)
+
+    def _limit_grammars(self, slots: Rows[int]) -> None:
+        """Refuse the slowest grammars of a batch until a token of all others takes at most _MOST_GRAMMAR_SECONDS."""
+        followed = [slot for slot in slots if slot in self._matchers and slot not in self._problems]
+        fastest = sorted(followed, key=lambda slot: self._matchers[slot].token_seconds)
+        for slot, together in zip(
+            fastest, accumulate(self._matchers[one].token_seconds for one in fastest), strict=True
+        ):
+            if together > _MOST_GRAMMAR_SECONDS:
+                self._problems[slot] = self._matchers[slot].too_slow()
 
     def _follow(self, slot: int, tokens: Rows[int]) -> None:
         try:

@@ -54,12 +54,24 @@ def test_the_youngest_beyond_its_share_yields_to_waiters_down_to_its_share() -> 
     start_all(scheduler)
     ask(scheduler, "r")
     ask(scheduler, "s")
-    assert names(scheduler.admit(make_room=True)) == ["r"]
+    assert names(scheduler.admit()) == ["r"]
     assert names(scheduler.waiting) == ["f", "s"]
-    assert scheduler.admit() == [], "while places are being released nobody else gives way"
-    assert names(scheduler.admit(make_room=True)) == ["s"]
+    assert scheduler.admit() == [], "while a place is being released nobody else gives way"
+    scheduler.released(scheduler.take_ended())
+    assert names(scheduler.admit()) == ["s"]
     assert names(scheduler.waiting) == ["e", "f"]
-    assert scheduler.admit(make_room=True) == []
+    scheduler.released(scheduler.take_ended())
+    assert scheduler.admit() == []
+
+
+@pytest.mark.fault(31)
+def test_the_release_of_who_ended_by_itself_keeps_nobody_from_giving_way() -> None:
+    scheduler = Scheduler(capacity=6, max_waiting=99)
+    *_, last = ask(scheduler, "abcdef")
+    start_all(scheduler)
+    ask(scheduler, "rs")
+    scheduler.finish(last, "stop")
+    assert names(scheduler.admit()) == ["r", "s"], "one place became free, one is made before its release is answered"
 
 
 def test_nobody_gives_way_to_its_equal() -> None:
@@ -67,7 +79,7 @@ def test_nobody_gives_way_to_its_equal() -> None:
     for name in "abcd":
         ask(scheduler, name)
     start_all(scheduler)
-    assert scheduler.admit(make_room=True) == []
+    assert scheduler.admit() == []
     assert names(scheduler.running.values()) == ["a", "b"]
 
 
@@ -78,12 +90,12 @@ def test_who_came_back_runs_for_a_while_before_it_gives_way_again() -> None:
     scheduler.add([first, second])
     start_all(scheduler)
     (other,) = ask(scheduler, "r")
-    assert names(scheduler.admit(make_room=True)) == ["r"]
+    assert names(scheduler.admit()) == ["r"]
     scheduler.finish(other, "abort")
     assert start_all(scheduler) == [second]
     ask(scheduler, "s")
     run_for(scheduler, LEAST_RUN - 2)
-    assert names(scheduler.admit(make_room=True)) == ["s"]
+    assert names(scheduler.admit()) == ["s"]
     assert first.state is State.WAITING, "the younger one has come back just now"
     assert second.state is State.RUNNING
 

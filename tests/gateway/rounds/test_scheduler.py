@@ -41,10 +41,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         except OutOfCapacity:
             assert choices > room
 
-    @rule(make_room=st.booleans())
-    def admit(self, make_room: bool) -> None:
+    @rule(released=st.booleans())
+    def admit(self, released: bool) -> None:
+        if released:
+            self.take_ended()
+            self.scheduler.released(self.ended)
         waiting, stalled = list(self.scheduler.waiting), self.scheduler.stalled
-        starts = self.scheduler.admit(make_room)
+        starts = self.scheduler.admit()
         self.admitted += [s.wire_id for s in starts]
         recalled = [s for s in stalled if s in starts or s.state is State.WAITING]
         before = sorted([*waiting, *recalled], key=lambda s: s.arrival)
