@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ import httpx
 import pytest
 
 from gateway import aside
-from gateway.api.answers import unless_gone
+from gateway.api.answers import json_answer, unless_gone
 from gateway.api.app import create_app
 from gateway.api.completion import Completion
 from gateway.api.tokenization import DetokenizeRequest
@@ -23,8 +24,10 @@ from gateway.errors import BadParameter, ClientLeft
 from gateway.http.keys import Guard
 from gateway.metrics import Metrics
 from gateway.requests.bodies import parse
+from gateway.requests.schemas import CompletionRequest
 from gateway.rounds.engine import Engine
-from gateway.text.json_reader import MOST_PARTS, read_json
+from gateway.sequence import RoundResult
+from gateway.text.json_reader import MOST_PARTS, MOST_VALUES, read_json
 from gateway.text.tokenizer import TextCodec
 from gateway.verifier_client import ServedModel
 from spire.service.fair_pool import FairPool
@@ -92,6 +95,15 @@ def body_of(kind: str) -> tuple[str, bytes]:
             b'{"prompt":"a","logit_bias":{' + b",".join(b'"%d":"b"' % at for at in range(60000)) + b"}}",
         ),
         "a schema": (complete, b'{"prompt":"a","guided_json":"' + b"[]," * (BYTES // 3) + b'"}'),
+        "a schema of numbers": (
+            complete,
+            b'{"prompt":"a","guided_json":{"enum":[' + b"1," * (MOST_VALUES - 9) + b"1]}}",
+        ),
+        "variables": (
+            chat,
+            b'{"messages":[' + message[:-1] + b'],"chat_template_kwargs":{"a":[' + b"1," * 500_000 + b"1]}}",
+        ),
+        "ignored texts": (complete, b'{"prompt":"a","prompt_logprobs":-1,"extra":[' + b'"",' * 500_000 + b"1]}"),
         "choices": (complete, b'{"prompt":"a","guided_choice":[' + b'"\\\\\\\\",' * (BYTES // 8) + b'"a"]}'),
         "a model": (complete, b'{"prompt":"a","model":"' + b"a" * BYTES + b'"}'),
         "messages": (chat, b'{"messages":[' + message * 16000 + message[:-1] + b"]}"),
@@ -112,6 +124,9 @@ KINDS = [
         "deep",
         "biases",
         "a schema",
+        "a schema of numbers",
+        "variables",
+        "ignored texts",
         "choices",
         "a model",
         "a message",
@@ -228,3 +243,41 @@ async def test_a_long_output_is_made_text_in_stretches(codec: TextCodec) -> None
     ended = completions[: len(completions) - len(list(unread))]
     assert [choice.tokens for each in ended for choice in each.choices] == [4000] * 16 * len(ended)
     assert longest.seconds < LONGEST, longest
+
+
+async def test_stop_strings_are_prepared_once_for_all_choices(codec: TextCodec) -> None:
+    stops = [letter * 1024 for letter in "abcd"]
+    began = time.thread_time()
+    decoded(Completion, codec, [[7]] * 16, n=16, stop=stops)
+    assert time.thread_time() - began < 2 * LONGEST, "256 choices are made in this stretch, too"
+
+
+async def test_logprobs_that_were_held_back_come_in_pieces(codec: TextCodec) -> None:
+    """As of a text without any characters, whose end alone shows that they belong to it."""
+    completion = decoded(Completion, codec, [[7]], logprobs=2, return_rounds=True)
+    (choice,), count = completion.choices, 1000
+    sequence = choice.sequence
+    sequence.output, sequence.from_draft = [0] * count, [False] * count
+    sequence.logprobs = sequence.logprobs * count
+    sequence.rounds = [RoundResult(at, 1, 0, 0) for at in range(count)]
+    pieces = list(iter(choice.pull, None))
+    assert max(len(piece.entries) for piece in pieces) <= 64
+    assert max(len(piece.rounds) for piece in pieces) <= 64
+    assert [entry.token for piece in pieces for entry in piece.entries] == sequence.output
+    assert [round_.begin for piece in pieces for round_ in piece.rounds] == list(range(count))
+    assert [piece.finish_reason for piece in pieces if piece.finish_reason] == ["length"]
+
+
+async def test_of_a_long_prompts_logprobs_the_first_are_written_in_a_short_stretch(codec: TextCodec) -> None:
+    async def written() -> None:
+        completion = decoded(Completion, codec, [[5] * 20_000], prompt_logprobs=20)
+        json_answer(await completion.whole(), {})
+
+    longest, _ = await longest_stretch_of(written, LONGEST)
+    assert longest.seconds < LONGEST, longest
+
+
+def test_a_request_keeps_no_field_that_is_ignored() -> None:
+    request = parse(b'{"prompt": "x", "metadata": {"a": [1, 2]}, "stream_options": {"other": 1}}', CompletionRequest)
+    assert "metadata" not in repr(request)
+    assert not request.model_extra

@@ -179,3 +179,23 @@ def test_a_prompt_that_kills_four_verifiers_is_given_up_but_not_its_mates() -> N
                 assert one.output == continuation(one.prompt, 4)
 
     run(scenario())
+
+
+def test_prompts_that_a_stuck_verifier_does_not_read_are_started_again() -> None:
+    """Although it says itself that it does not serve."""
+
+    async def scenario() -> None:
+        verifier = FakeVerifier()
+        async with heart(verifier, start_deadline=120, verifier_patience=1000) as engine:
+            verifier.freeze()
+            one = sequence()
+            engine.submit([one])
+            await until(lambda: bool(engine.scheduler.starting))
+            engine.verifier.serving = False
+            await until(lambda: not engine.scheduler.starting, within=130)
+            verifier.die()
+            verifier.revive()
+            await ended(one)
+            assert one.output == continuation(one.prompt, 8)
+
+    run(scenario())

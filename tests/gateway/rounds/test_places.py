@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from gateway.rounds.scheduler import MOST_STALLED, Scheduler
@@ -95,6 +97,7 @@ def test_who_came_back_runs_for_a_while_before_it_gives_way_again() -> None:
     assert start_all(scheduler) == [second]
     ask(scheduler, "s")
     run_for(scheduler, LEAST_RUN - 2)
+    scheduler.released(scheduler.take_ended())
     assert names(scheduler.admit()) == ["s"]
     assert first.state is State.WAITING, "the younger one has come back just now"
     assert second.state is State.RUNNING
@@ -168,3 +171,29 @@ def test_a_key_that_fills_the_queue_leaves_others_their_share() -> None:
         with pytest.raises(OutOfCapacity, match=places):
             scheduler.add([sequence("e"), sequence("f")], key)
     ask(scheduler, "z", "other")
+
+
+def test_places_for_many_among_a_full_queue_are_found_in_a_short_stretch() -> None:
+    scheduler = Scheduler(capacity=64, max_waiting=1024)
+    for number in range(1024):
+        ask(scheduler, chr(0x4E00 + number))
+    seconds = []
+    for _ in range(3):
+        began = time.thread_time()
+        started = scheduler.admit()
+        seconds.append(time.thread_time() - began)
+        assert len(started) == 64
+        for one in started:
+            scheduler.finish(one, "abort")
+    assert min(seconds) < 0.01
+
+
+@pytest.mark.fault(30)
+def test_prompts_that_are_read_keep_no_other_from_the_verifier() -> None:
+    scheduler = Scheduler(capacity=64, max_waiting=99)
+    ask(scheduler, "abcd", "one")
+    for one in scheduler.admit():
+        scheduler.stands(one.wire_id, Stage.STALLED)
+        scheduler.stands(one.wire_id, Stage.ADMITTED)
+    ask(scheduler, "r", "other")
+    assert names(scheduler.admit()) == ["r"]

@@ -153,6 +153,7 @@ def test_a_new_sequence_sees_nothing_of_the_slots_former_one(target: Target, new
 def test_a_scrubbed_slot_forgets_numbers_that_are_not_finite(target: Target, new_cache: type[TargetCache]) -> None:
     cache = new_cache(target.config, slots=1, capacity=CAPACITY)
     cache.allocate()
+    assert cache.reserve([0], CAPACITY)
     for pool in (*cache.keys, *cache.values):
         pool.tensor.fill_(float("nan"))
     cache.free(0, scrub=True)

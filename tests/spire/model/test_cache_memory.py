@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -153,3 +154,16 @@ def test_half_of_the_cache_may_be_parked() -> None:
     assert cache.may_park(SLOTS, 10 * paging.PAGE), "what is there is written over"
     assert cache.may_park(SLOTS + 1, 4 * paging.PAGE)
     assert not cache.may_park(SLOTS + 1, 4 * paging.PAGE + 1)
+
+
+@pytest.mark.fault(32)
+def test_what_is_scrubbed_takes_no_memory_that_was_not_held() -> None:
+    cache = TargetCache(TINY, 1, CAPACITY)
+    slot = cache.allocate()
+    assert cache.reserve([slot], 1)
+    pool = cache.keys[0].tensor
+    pool[slot, :, :1] = torch.nan
+    pool[slot, :, 2 * paging.PAGE] = 7.0  # nobody holds it, so that nobody reads it
+    cache.free(slot, scrub=True)
+    assert (pool[slot, :, :1] == 0).all()
+    assert (pool[slot, :, 2 * paging.PAGE] == 7.0).all()

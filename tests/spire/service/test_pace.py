@@ -95,3 +95,20 @@ def test_a_step_that_fails_says_nothing_of_how_long_one_takes(clock: Clock, pace
     with pytest.raises(ZeroDivisionError):
         fail()
     assert pace.step_seconds == 0.0
+
+
+def test_of_two_steps_the_one_that_is_no_outlier_sets_limits(pace: Pace) -> None:
+    for seconds in (600.0, 1.0):
+        pace.observe("verify", 4, seconds)
+    assert pace.step_seconds == 1.0
+
+
+@pytest.mark.fault(33)
+def test_a_step_of_many_forwards_has_time_for_each_and_is_not_stuck_between(clock: Clock, pace: Pace) -> None:
+    pace.observe("prompt", 4, 10.0)
+    with pace.step("draft 16", 4, forwards=16):
+        assert pace.step_seconds == 160.0
+        for _ in range(16):
+            pace.work()
+            clock.now += 10.0
+            assert not pace.is_stuck(FLOOR)

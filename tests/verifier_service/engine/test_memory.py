@@ -99,7 +99,9 @@ async def test_a_sequence_just_back_is_preempted_only_if_no_other_can_be(running
         generated, slots = plain_greedy(target, prompt, 20), verifier.engine.slots
         for name in ("old", "middle"):
             assert (await client.start(name, prompt_of(20, seed=1))).status.code == codes.CODE_OK
-        back = pb.Start(sequence_id="back", tokens=[*prompt, *generated[:2]], prompt_tokens=40, sampling=GREEDY)
+        back = pb.Start(
+            sequence_id="back", tokens=[*prompt, *generated[:2]], prompt_tokens=40, sampling=GREEDY, came_back=True
+        )
         await client.send(pb.RoundsRequest(start=back))
         assert (await client.read()).started.token == generated[2]
         first = await asyncio.wrap_future(verifier.engine.call(slots.preempt_youngest))

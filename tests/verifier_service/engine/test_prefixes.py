@@ -185,3 +185,31 @@ def _common(first: list[int], second: list[int]) -> int:
     return next(
         (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
     )
+
+
+def test_each_turn_of_a_chat_replaces_what_was_parked_of_it() -> None:
+    cache = TargetCache(TINY, slots=2, capacity=400, parking=2)
+    prefixes = Prefixes(cache)
+    chat = prompt_of(300)
+    for turn in (100, 200, 300):
+        slot = cache.allocate()
+        assert cache.reserve([slot], turn)
+        prefixes.begin(slot, chat[:turn])
+        cache.lengths[slot] = turn
+        prefixes.end(slot, chat[:turn])
+        cache.free(slot)
+        assert cache.parked_bytes == cache.page_bytes * -(-turn // cache.page), "one copy, of the last turn"
+
+
+@pytest.mark.fault(32)
+def test_a_parking_place_is_charged_for_its_last_occupant() -> None:
+    cache = TargetCache(TINY, slots=2, capacity=400, parking=1)
+    prefixes = Prefixes(cache)
+    for seed, length in enumerate((300, SHORTEST)):
+        slot = cache.allocate()
+        assert cache.reserve([slot], length)
+        prefixes.begin(slot, prompt_of(length, seed=seed))
+        cache.lengths[slot] = length
+        prefixes.end(slot, prompt_of(length, seed=seed))
+        cache.free(slot)
+    assert cache.parked_bytes == cache.page_bytes * -(-SHORTEST // cache.page)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -278,7 +279,10 @@ def test_a_grammar_in_the_notation_of_llama_cpp_is_followed(byte_level: Language
     assert [text for text in texts if not re.fullmatch(r"say ([a-c]+|<s>)[!?]{2}", text)] == []
 
 
-def test_a_batch_of_matchers_answers_like_each_and_a_failure_stays_its_own(byte_level: Language) -> None:
+def test_a_batch_of_matchers_answers_like_each_and_a_failure_stays_its_own(
+    byte_level: Language, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verifier_service.sampling.grammar._MOST_TOKEN_SECONDS", math.inf)
     too_many = byte_level.compile(lark='start: x{1,1000}\nx: y{1,1000}\ny: z{1,1000}\nz: "a"')
     a = byte_level.tokens("a")[0]
     with pytest.raises(InvalidRequest, match=r"cannot be followed: .*items"):
@@ -366,3 +370,12 @@ def test_a_tokenizer_without_bytes_is_refused_with_the_reason(model: dict[str, o
     tokenizer_json = json.dumps({"version": "1.0", "model": model, "added_tokens": []}).encode()
     with pytest.raises(CheckpointError, match=r"cannot be followed with this tokenizer.json: .+"):
         Grammars(tokenizer_json, 10, (1,))
+
+
+def test_a_grammar_whose_tokens_take_long_is_refused_before_they_take_longer(byte_level: Language) -> None:
+    """Its state grows with each token, and its time with the state's square: at 265 tokens 37 ms each."""
+    matcher = byte_level.compile(lark='start: s\ns: s s | s s s | "a" | "aa" | "xyz"')
+    (a,) = byte_level.tokens("a")
+    with pytest.raises(InvalidRequest, match="too ambiguous"):
+        matcher.advance([a] * 250)
+    assert matcher.token_seconds < 0.01

@@ -183,3 +183,28 @@ def _tensors(message: pb.Logprobs) -> list[tuple[tensor_pb2.Tensor, torch.dtype]
 def test_what_cannot_be_used_is_refused_by_name(adjustments: pb.Adjustments, says: str) -> None:
     with pytest.raises(InvalidRequest, match=says):
         check_adjustments(adjustments, V)
+
+
+class Slow:
+    """A matcher whose grammar takes so many seconds for each token."""
+
+    def __init__(self, token_seconds: float):
+        self.token_seconds = token_seconds
+
+    def advance(self, tokens: list[int]) -> None:
+        pass
+
+    def too_slow(self) -> InvalidRequest:
+        return InvalidRequest("too ambiguous", "grammar")
+
+
+def test_the_slowest_grammars_of_a_batch_are_refused_until_the_others_are_fast_together() -> None:
+    pipeline = Pipeline(9, V, CPU)
+    seconds = [0.0015, 0.004, 0.0001, 0.006, 0.002]
+    for slot, of_token in enumerate(seconds):
+        pipeline.assign(slot, pb.Start(tokens=[1], sampling=tensor_pb2.Sampling(top_p=1)), Slow(of_token))  # type: ignore[arg-type]
+    slots = list(range(len(seconds)))
+    pipeline.advance(slots, [[1]] * len(slots))
+    assert pipeline._problems.keys() == {3}
+    pipeline.advance(slots[:3], [[1]] * 3)
+    assert pipeline._problems.keys() == {3}

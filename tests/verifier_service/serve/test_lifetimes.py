@@ -33,7 +33,7 @@ async def test_who_finds_no_slot_waits_until_a_release_frees_one(running: Runnin
         assert await client.release("a") == 1
         started = (await client.read()).started
         assert client.stages["c"] == [pb.STAGE_WAITING, pb.STAGE_ADMITTED, pb.STAGE_COMPUTED]
-        assert client.stages["b"] == [pb.STAGE_COMPUTED]
+        assert client.stages["b"] == [pb.STAGE_ADMITTED, pb.STAGE_COMPUTED]
         assert (started.sequence_id, [started.token]) == ("c", plain_greedy(target, prompt_of(30), 1))
         (gone,) = await client.verify(pb.VerifyItem(sequence_id="a", round=1, base=9))
         assert gone.status.code == codes.CODE_NOT_FOUND
