@@ -92,6 +92,11 @@ class Engine:
         return self.verifier.model
 
     @property
+    def _epoch(self) -> str:
+        """The name of the verifier's process; empty before the first handshake."""
+        return self.verifier.model.info.epoch if self.verifier.model else ""
+
+    @property
     def draft_info(self) -> verifier_pb2.DraftInfo | None:
         """The verifier's last description of the chosen draft, even if disconnected; None before the first draft."""
         return self.draft.info if self.draft else None
@@ -272,6 +277,7 @@ class Engine:
         if not self._may_admit():
             return
         self._stirred = False
+        self._outcomes.settle(self._epoch)
         starts = self.scheduler.admit()
         if self.scheduler.has_ended:
             self._releases.wake()
@@ -323,5 +329,5 @@ class Engine:
     def _on_verifier_lost(self) -> None:
         if self.draft:
             self.draft.told([])
-        self._outcomes.lose_all()
+        self._outcomes.lose_all(self._epoch)
         self._stir()

@@ -41,6 +41,8 @@ class Outcomes:
         self._drain, self._stir = drain, stir
         # No Start is sent before this moment.
         self.admit_from = 0.0
+        # The verifier's process that was lost when the suspects were computed.
+        self._lost_epoch = ""
 
     def commit(self, batch: list[Sequence], answer: verifier_pb2.VerifyBatchResult, plan: DraftPlan) -> int:
         """Commit a round's tokens to the sequences of its batch. Return the number of tokens that became output."""
@@ -155,12 +157,18 @@ class Outcomes:
         self._releases.wake()
         self._stir()
 
-    def lose_all(self) -> None:
-        """After the loss of the verifier, queue its sequences again; fail those lost too often while being computed."""
+    def lose_all(self, epoch: str) -> None:
+        """Queue all sequences again after the loss of the verifier, whose process is named `epoch`."""
         self._metrics.replays += self._scheduler.held
         self._drain.emptied()
-        given_up = self._scheduler.lose_all()
-        self.finish(given_up, "error", PeerLost("the verifier was lost several times during this request"))
+        if not self._scheduler.suspects:
+            self._lost_epoch = epoch
+        self._scheduler.lose_all()
+
+    def settle(self, epoch: str) -> None:
+        """Fail the suspects of too many deaths, once a verifier serves. A broken connection to the same is no death."""
+        failing = self._scheduler.settle(died=epoch != self._lost_epoch)
+        self.finish(failing, "error", PeerLost("the verifier was lost several times during this request"))
 
 
 def _logprobs_for(sequence: Sequence, message: verifier_pb2.Logprobs, tokens: int) -> abc.Sequence[Logprob]:

@@ -35,6 +35,8 @@ class Scheduler:
         self.gave_way = 0
         # Whether the verifier had no room for the last Start whose stage it reported.
         self._full = False
+        # Sequences that were being computed when the verifier was lost, until it is known whether it died.
+        self.suspects: list[Sequence] = []
         # Wire ids of preempted sequences whose places are not free at the verifier yet.
         self._victims: set[str] = set()
 
@@ -101,7 +103,7 @@ class Scheduler:
             stalled = Queue()
             if make_room and self.held >= self.capacity and not self.stalled:
                 make_room = not self._gives_way(held, sequence)
-            if not self._has_room:
+            if not self._has_room or (_on_trial(sequence) and any(map(_on_trial, self.starting.values()))):
                 break
             self._start(sequence)
             held.add(sequence)
@@ -203,19 +205,23 @@ class Scheduler:
 
     def lose(self, sequence: Sequence) -> bool:
         """Queue again a sequence that the verifier lost. If it was lost too often, only return False: it must fail."""
-        sequence.fruitless_lives += 1
-        if sequence.fruitless_lives >= MAX_FRUITLESS_LIVES:
+        if _lost_too_often(sequence):
             return False
         self._recall([sequence])
         return True
 
-    def lose_all(self) -> list[Sequence]:
-        """Queue started sequences again, but return those lost too often while they were computed: they must fail."""
+    def lose_all(self) -> None:
+        """Queue all started sequences again, because the verifier was lost. Those being computed become suspects."""
         held = [*self.running.values(), *self.starting.values()]
-        self._recall(sequence for sequence in held if not sequence.computed)
+        self.suspects += [sequence for sequence in held if sequence.computed]
+        self._recall(held)
         self._full = False
         self._victims.clear()
-        return [sequence for sequence in held if sequence.computed and not self.lose(sequence)]
+
+    def settle(self, died: bool) -> list[Sequence]:
+        """Clear the suspects. If the verifier `died`, count a loss for each; return those that must fail for that."""
+        suspects, self.suspects = self.suspects, []
+        return [one for one in suspects if died and not one.finished and _lost_too_often(one)]
 
     def put_back(self, sequence: Sequence) -> None:
         """Queue again a sequence that was preempted, or refused for lack of room, without counting a loss."""
@@ -268,6 +274,16 @@ class Scheduler:
         elif sequence.tokens_left == 0:
             self.finish(sequence, "length")
         return len(kept)
+
+
+def _on_trial(sequence: Sequence) -> bool:
+    """True for a sequence that may be the cause of deaths. Only one starts at a time, so that it dies alone."""
+    return sequence.fruitless_lives > 1
+
+
+def _lost_too_often(sequence: Sequence) -> bool:
+    sequence.fruitless_lives += 1
+    return sequence.fruitless_lives >= MAX_FRUITLESS_LIVES
 
 
 def _count(histogram: list[int], value: int) -> None:

@@ -268,7 +268,7 @@ async def test_logprobs_that_were_held_back_come_in_pieces(codec: TextCodec) -> 
     assert [piece.finish_reason for piece in pieces if piece.finish_reason] == ["length"]
 
 
-async def test_of_a_long_prompts_logprobs_the_first_are_written_in_a_short_stretch(codec: TextCodec) -> None:
+async def test_a_long_prompts_logprobs_are_written_in_short_stretches(codec: TextCodec) -> None:
     async def written() -> None:
         completion = decoded(Completion, codec, [[5] * 20_000], prompt_logprobs=20)
         json_answer(await completion.whole(), {})

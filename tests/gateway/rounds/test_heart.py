@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from gateway.errors import NoVerifier, PeerLost, ReaderTooSlow
+from gateway.rounds.scheduler import MAX_FRUITLESS_LIVES
 from tests.fake_clock import run
 from tests.gateway.fake_verifier import FakeVerifier, continuation
 from tests.gateway.heart import ended, heart, sequence, until
@@ -197,5 +198,48 @@ def test_prompts_that_a_stuck_verifier_does_not_read_are_started_again() -> None
             verifier.revive()
             await ended(one)
             assert one.output == continuation(one.prompt, 8)
+
+    run(scenario())
+
+
+@pytest.mark.fault(34)
+def test_wires_that_break_while_a_prompt_is_read_are_no_deaths() -> None:
+    async def scenario() -> None:
+        verifier, cuts = FakeVerifier(), 3 * MAX_FRUITLESS_LIVES
+        one = sequence()
+
+        def cut(ids: list[str]) -> None:
+            nonlocal cuts
+            if cuts and any(wire_id.startswith(f"{one.id}.") for wire_id in ids):
+                cuts -= 1
+                asyncio.get_running_loop().call_soon(verifier.cut)
+
+        verifier.in_step = cut
+        async with heart(verifier) as engine:
+            engine.submit([one])
+            await ended(one)
+            assert cuts == 0
+            assert one.output == continuation(one.prompt, 8)
+
+    run(scenario())
+
+
+@pytest.mark.fault(34)
+def test_who_was_computed_beside_a_killer_is_not_given_up_with_it() -> None:
+    async def scenario() -> None:
+        verifier = FakeVerifier()
+        others, poison = [sequence() for _ in range(6)], sequence()
+
+        def dies(ids: list[str]) -> None:
+            if any(wire_id.startswith(f"{poison.id}.") for wire_id in ids):
+                asyncio.get_running_loop().call_soon(verifier.die)
+                asyncio.get_running_loop().call_later(1, verifier.revive)
+
+        verifier.in_step = dies
+        async with heart(verifier) as engine:
+            engine.submit([*others[:3], poison, *others[3:]])
+            await ended(poison, *others)
+            assert isinstance(poison.error, PeerLost)
+            assert [one.output for one in others] == [continuation(one.prompt, 8) for one in others]
 
     run(scenario())

@@ -16,7 +16,7 @@ def test_lost_sequences_return_to_where_they_were() -> None:
     scheduler = Scheduler(capacity=3, max_waiting=9)
     scheduler.add([sequence(name) for name in "abcde"])
     start_all(scheduler)
-    assert scheduler.lose_all() == []
+    scheduler.lose_all()
     assert names(scheduler.waiting) == list("abcde")
 
 

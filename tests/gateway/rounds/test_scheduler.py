@@ -115,11 +115,14 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.scheduler.finish(one, "error")
             assert one.output == output
 
-    @rule()
-    def lose_all(self) -> None:
-        for given_up in self.scheduler.lose_all():
-            self.scheduler.finish(given_up, "error")
+    @rule(died=st.booleans())
+    def lose_all(self, died: bool) -> None:
+        self.scheduler.lose_all()
         assert self.scheduler.held == 0
+        lives = {one.id: one.fruitless_lives for one in self.all}
+        for given_up in self.scheduler.settle(died):
+            self.scheduler.finish(given_up, "error")
+        assert died or lives == {one.id: one.fruitless_lives for one in self.all}
 
     @rule(at=st.integers(0, 9), state=st.sampled_from(list(State)))
     def finish(self, at: int, state: State) -> None:
@@ -187,12 +190,14 @@ def test_only_who_was_computed_when_a_verifier_died_is_to_blame() -> None:
             scheduler.started(one, 7)
         scheduler.stands(read.wire_id, Stage.COMPUTED)
         runs.under_way = 1
-        assert scheduler.lose_all() == []
+        scheduler.lose_all()
+        assert scheduler.settle(died=True) == []
         runs.fruitless_lives = 0
     assert [one.fruitless_lives for one in (waits, read, rests)] == [0, MAX_FRUITLESS_LIVES - 1, 0]
     scheduler.admit()
     scheduler.stands(read.wire_id, Stage.COMPUTED)
-    assert scheduler.lose_all() == [read]
+    scheduler.lose_all()
+    assert scheduler.settle(died=True) == [read]
 
 
 def test_a_lost_sequence_restarts_from_all_its_tokens_under_a_new_name() -> None:
