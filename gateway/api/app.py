@@ -89,7 +89,7 @@ def create_app(config: GatewayConfig, engine: Engine, guard: Guard, host: str) -
 
 def _add_completions(app: FastAPI, config: GatewayConfig, engine: Engine) -> None:
     quotas = Quotas(config.requests_per_minute, config.tokens_per_minute)
-    declared = refusals(400, 403, 404, 408, 413, 415, 429, 500, 503, 504)
+    declared = refusals(400, 403, 404, 408, 413, 415, 429, 431, 500, 503, 504)
 
     @app.post(
         "/v1/completions", responses=answers(CompletionResponse) | declared, openapi_extra=body_of(CompletionRequest)

@@ -66,7 +66,7 @@ class DetokenizeResponse(BaseModel):
 
 
 def add_tokenization(app: FastAPI, engine: Engine) -> None:
-    declared = refusals(400, 403, 404, 408, 413, 415, 500, 503)
+    declared = refusals(400, 403, 404, 408, 413, 415, 429, 431, 500, 503)
 
     @app.post("/tokenize", response_model=TokenizeResponse, responses=declared, openapi_extra=body_of(TokenizeRequest))
     async def tokenize(http: Request) -> Response:
