@@ -75,7 +75,7 @@ fuzz: $(VENV)/.dev  ## 100,000 wrong messages to the verifier while clients stre
 soak: $(VENV)/.dev  ## Mixed load with kills for MINUTES (30), on MODEL=DIR (DRAFT=DIR) instead of the bundled pair; ARGS="--trace FILE"; figures in build/soak.json.
 	$(VENV)/bin/python -m tests.faults.soak --minutes $(MINUTES) $(if $(MODEL),--model $(MODEL)) $(if $(DRAFT),--draft $(DRAFT)) $(ARGS)
 
-neighbours: $(VENV)/.dev  ## What one user's requests do to another's stream, attack by attack, on `spire up` (twenty minutes; ARGS="--only NAME", "--json"); figures in build/neighbours.json.
+neighbours: $(VENV)/.dev  ## What one user's requests do to another's stream, attack by attack, on `spire up` (half an hour; ARGS="--only NAME", "--json"); figures in build/neighbours.json.
 	$(VENV)/bin/python -m tests.faults.neighbours $(ARGS)
 
 images-test: $(VENV)/.dev  ## Build the images by buildah, run the system from them (as root, without an engine; minutes, 4 GB while it runs).

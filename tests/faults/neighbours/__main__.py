@@ -1,6 +1,6 @@
 """`make neighbours`: what one user's requests do to another's stream. Each attack runs beside a victim, on `spire up`.
 
-    python -m tests.faults.neighbours                      all attacks on the bundled pair, twenty minutes
+    python -m tests.faults.neighbours                      all attacks on the bundled pair, half an hour
     python -m tests.faults.neighbours --only choices       one of them; may be said several times
     python -m tests.faults.neighbours --model DIR          a target of yours, which is decoded plainly
 

@@ -100,6 +100,21 @@ def choices(client: Client) -> None:
     client.post({"prompt": prompts, "n": 16, "max_tokens": 400, "ignore_eos": True})
 
 
+@attack(clients=4)
+def prompt_logprobs(client: Client) -> None:
+    """Prompts that fill the context, with 20 logprobs for each of their tokens."""
+    count = client.gateway.max_context - 8
+    ids = [10 + hash((client.unique, at)) % 500 for at in range(count)]
+    client.post({"prompt": ids, "max_tokens": 1, "prompt_logprobs": 20})
+
+
+@attack(clients=4)
+def logprobs_held_back(client: Client) -> None:
+    """A token without text until the context is full, with 20 logprobs each: all are due at the end."""
+    body = {"prompt": "x", "max_tokens": client.gateway.max_context - 16, "allowed_token_ids": [0]}
+    client.post(body | {"ignore_eos": True, "logprobs": 20, "stream": True, "return_rounds": True})
+
+
 # -- grammars ----------------------------------------------------------------------------------------------------------
 
 
@@ -120,6 +135,14 @@ def ambiguous_grammar(client: Client) -> None:
     """A grammar that reads a text in more ways than can be counted."""
     grammar = 'start: s\ns: s s | s s s | "a" | "aa" | ' + f'"{client.unique}"'
     client.post({"prompt": "x", "max_tokens": 400, "min_tokens": 400, "guided_grammar": grammar})
+
+
+@attack(clients=1)
+def ambiguous_grammars(client: Client) -> None:
+    """A grammar that reads a text in more ways than can be counted, for 64 choices in one request."""
+    grammar = 'start: s\ns: s s | s s s | "a" | "aa" | ' + f'"{client.unique}"'
+    prompts = [f"{client.unique} {number}" for number in range(4)]
+    client.post({"prompt": prompts, "n": 16, "max_tokens": 400, "min_tokens": 400, "guided_grammar": grammar})
 
 
 # -- connections -------------------------------------------------------------------------------------------------------
@@ -149,6 +172,12 @@ def unread_streams(client: Client) -> None:
         client.linger(60)
 
 
+@attack(clients=1)
+def tiny_chunks(client: Client) -> None:
+    """A body of 60,000 chunks of a byte, with a key that nobody knows."""
+    client.post_chunks(b"1\r\nx\r\n" * 60_000 + b"0\r\n\r\n")
+
+
 # -- bodies ------------------------------------------------------------------------------------------------------------
 
 
@@ -166,3 +195,9 @@ def deep_and_large_bodies(client: Client) -> None:
         b" " * 20_000_000,
     ]
     client.post(bodies[(client.number + client.turn) % len(bodies)])
+
+
+@attack(clients=4)
+def ignored_fields(client: Client) -> None:
+    """2 MB of texts in a field that is ignored, while a long text is written."""
+    client.post(b'{"prompt":"x","max_tokens":400,"ignore_eos":true,"metadata":[' + b'"aa",' * 400_000 + b'"aa"]}')

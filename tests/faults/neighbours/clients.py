@@ -59,6 +59,17 @@ class Client:
         finally:
             connection.close()
 
+    def post_chunks(self, chunks: bytes, path: str = COMPLETIONS) -> None:
+        """Send a body that is chunked already, and read the answer's first line; its status is counted."""
+        with socket.create_connection(("127.0.0.1", self.gateway.port), PATIENCE_SECONDS) as connection:
+            head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+            try:
+                connection.sendall(head.encode() + chunks)
+                line = connection.recv(64).split(b" ")
+                self.answers[line[1].decode() if len(line) > 1 else "closed"] += 1
+            except OSError as error:
+                self.answers[type(error).__name__] += 1
+
     @contextmanager
     def sent(self, body: Body, path: str = COMPLETIONS, receive_bytes: int | None = None) -> Iterator[socket.socket]:
         """A connection by which a request went whose answer nobody has read. Leaving the block closes it."""
