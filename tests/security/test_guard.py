@@ -177,7 +177,7 @@ async def test_the_name_of_the_key_is_in_the_request_s_state(tmp_path: Path) -> 
         front = Front(application, Metrics(), Guard(keys), frozenset(), 1024, 1.0)
         headers = [(b"authorization", f"Bearer {key}".encode()), (b"x-request-id", b"mine")]
         await front({"type": "http", "path": "/ready", "method": "GET", "headers": headers}, receive, send)
-        assert seen.pop() == {"key_name": expected, "request_id": "mine"}
+        assert seen.pop() == {"key_name": expected, "request_id": "mine", "body": b""}
 
 
 def test_a_key_is_compared_with_every_known_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ def test_of_two_steps_the_one_that_is_no_outlier_sets_limits(pace: Pace) -> None
 
 
 @pytest.mark.fault(33)
-def test_a_step_of_many_forwards_has_time_for_each_and_is_not_stuck_between(clock: Clock, pace: Pace) -> None:
+def test_a_step_of_many_forwards_has_time_for_each_of_them(clock: Clock, pace: Pace) -> None:
     pace.observe("prompt", 4, 10.0)
     with pace.step("draft 16", 4, forwards=16):
         assert pace.step_seconds == 160.0
