@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spire.model.config import ModelConfig, RopeConfig
-
-if TYPE_CHECKING:
-    from spire.model.backends.fused_layer import FusedNorm
 
 # Maps queries [B, H, T, K], keys and values [B, G, T, K] of new positions to the output of attention [B, H, T, K]. The
 # owner of the keys decides which other positions are attended and what is stored.
@@ -177,7 +174,7 @@ class Decoder(nn.Module):
             nn.init.normal_(embedding_VD)
         self.embed_tokens = nn.Embedding.from_pretrained(embedding_VD, freeze=False)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
-        self.norm: nn.RMSNorm | FusedNorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm: nn.Module = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight

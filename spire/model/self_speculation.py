@@ -13,11 +13,11 @@ Shapes: N layers, B sequences, S entries (sink, window, then k drafted), G key/v
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from spire.model.backends.fused_attention import FusedAttention
 from spire.model.cache import TargetCache
 from spire.model.draft import SparseAttention, visible
 from spire.model.layers import additive, attend, rotate
@@ -28,7 +28,7 @@ class SelfSpeculation:
     """A MagicDec round: k <= window passes over B slots, from their committed lengths on. Implements KeyValues."""
 
     positions_BT: Tensor
-    fused: Sequence[FusedAttention] = ()
+    fused: Sequence[Any] = ()
 
     def __init__(self, target: Target, cache: TargetCache, slots: Sequence[int], k: int, sparse: SparseAttention):
         device = cache.device

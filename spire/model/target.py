@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
-from spire.model.backends.fused_attention import FusedAttention
-from spire.model.backends.fused_target import FusedStack
 from spire.model.config import ModelConfig
 from spire.model.layers import Decoder, Layer, Memory, attend
 
@@ -22,8 +20,18 @@ from spire.model.layers import Decoder, Layer, Memory, attend
 class KeyValues(Memory, Protocol):
     """The target's KV cache during one forward."""
 
-    # Attention by this project's kernels; empty unless the kernels support every row of the forward.
-    fused: Sequence[FusedAttention]
+    # Attention by a backend's kernels; empty unless the kernels support every row of the forward.
+    fused: Sequence[Any]
+
+
+class Stack(Protocol):
+    """A backend's kernel that replaces all layers of the target if it takes the attentions of the cache."""
+
+    def takes(self, attentions: Sequence[Any]) -> bool: ...
+
+    def __call__(
+        self, tokens_BT: Tensor, attentions: Sequence[Any], tapped_layers: Sequence[int]
+    ) -> tuple[Tensor, Tensor | None]: ...
 
 
 class WholeSequence:
@@ -32,7 +40,7 @@ class WholeSequence:
     def __init__(self, tokens_BT: Tensor):
         B, T = tokens_BT.shape
         self.positions_BT = torch.arange(T, device=tokens_BT.device).expand(B, T)
-        self.fused: Sequence[FusedAttention] = ()
+        self.fused: Sequence[Any] = ()
 
     def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
         return attend(queries_BHTK, keys_BGTK, values_BGTK, None)
@@ -50,8 +58,8 @@ class Target(Decoder):
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
-        # Set by `pack`: a kernel that replaces all layers if attention is fused.
-        self.stack: FusedStack | None = None
+        # Set by `pack`.
+        self.stack: Stack | None = None
 
     def forward(self, tokens_BT: Tensor, cache: KeyValues, tapped_layers: tuple[int, ...] = ()) -> TargetOutput:
         """Run the target on T new tokens per sequence and append their keys and values to `cache`.

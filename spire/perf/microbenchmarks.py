@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from spire.decoding.drafting import Drafted, draft_tokens
-from spire.decoding.fused_verification import judge, judges
+from spire.model.backends.fused_verification import judge, judges
 from spire.decoding.sampling import SamplingRows, probabilities
 from spire.decoding.verification import SparseDistribution, verify
 from spire.kernels import Kernels

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from spire.decoding.drafting import Drafted, draft_tokens
-from spire.decoding.fused_verification import judge, judges
+from spire.model.backends.fused_verification import judge, judges
 from spire.decoding.sampling import SamplingRows, sample
 from spire.decoding.verification import SparseDistribution, verify
 from spire.errors import InvalidRequest

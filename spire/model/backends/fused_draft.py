@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from spire.kernels import Kernels
 from spire.model.backends.fused_layer import FusedLayer, FusedProduct, Rotations
@@ -61,7 +61,8 @@ class FusedRound:
         own = torch.empty(N * 2 * B * G * k * K, dtype=fused.kernels.dtype)
         scratch = torch.empty(B * (D * (N + 3) + K * (2 * H + 2 * G + 2) + F), dtype=fused.kernels.dtype)
         self._logits_BV = torch.empty(B, config.vocab_size)
-        weights = (fused.layers, draft.embed_tokens.weight, draft.norm.weight, fused.unembedding, fused.feedback)
+        norm_D = cast(nn.RMSNorm, draft.norm).weight
+        weights = (fused.layers, draft.embed_tokens.weight, norm_D, fused.unembedding, fused.feedback)
         place = (fused.positions_XS, slots_B.contiguous(), base_B.contiguous(), *rope)
         # Keeps the tensors alive while their addresses are used.
         self._tensors = (*weights, *place, own, scratch, self._logits_BV)

@@ -10,17 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from spire.kernels import Kernels
 from spire.model.backends.fused_attention import FusedAttention, FusedPools
-from spire.model.backends.fused_layer import MOST_ROTATIONS, FusedLayer, Rotations
-
-if TYPE_CHECKING:
-    from spire.model.target import Target
+from spire.model.backends.fused_layer import MOST_ROTATIONS, FusedLayer, FusedNorm, Rotations
+from spire.model.target import Target
 
 
 class FusedStack:
@@ -30,7 +28,8 @@ class FusedStack:
         layers = cast(Sequence[FusedLayer], target.layers)
         self._config, self._kernels, self._rotations = target.config, kernels, Rotations(target.rope, kernels.dtype)
         self._eps = layers[0].eps
-        self._embedding_VD, self._norm_D = (x.weight.detach() for x in (target.embed_tokens, target.norm))
+        self._embedding_VD = target.embed_tokens.weight.detach()
+        self._norm_D = cast(FusedNorm, target.norm).weight.detach()
         self._weights = torch.tensor([layer.addresses for layer in layers], dtype=torch.int64)
         # The pools of the last call, and per layer the addresses of its weights and of these pools' keys and values.
         self._layers: tuple[FusedPools | None, Tensor] = None, self._weights
