@@ -117,12 +117,7 @@ def _drafter(draft: Draft, config: DraftServiceConfig, max_context: int) -> Draf
 
 
 async def _run(
-    config: DraftServiceConfig,
-    server: grpc.aio.Server,
-    follower: Follower,
-    requests: Requests,
-    worker: Worker,
-    address: str,
+    config: DraftServiceConfig, server: grpc.aio.Server, follower: Follower, requests: Requests, worker: Worker, at: str
 ) -> None:
     """Serve draft requests until a stop signal. Raises MismatchError if draft and verifier no longer match."""
     healthy = health.aio.HealthServicer()
@@ -137,8 +132,8 @@ async def _run(
     running = (follower.run(), requests.run(), stop_signal(), keep_reporting(healthy, well))
     following, asked, stopping, reporting = (asyncio.create_task(each) for each in running)
     await asyncio.sleep(0)  # signal handlers are installed before the address is announced
-    log.info("listening", address=address, bytes_per_sequence=worker.drafter.memory.bytes_per_sequence())
-    announce(config.ready_file, address)
+    log.info("listening", address=at, bytes_per_sequence=worker.drafter.memory.bytes_per_sequence())
+    announce(config.ready_file, at)
     telling = asyncio.create_task(keep_announcing(config.ready_file, well))
     try:
         await asyncio.wait({following, asked, stopping}, return_when=asyncio.FIRST_COMPLETED)

@@ -157,11 +157,8 @@ class Follower:
         count = sum([span.count for span in spans])
         if len(shape) != 3 or shape[0] != count or len(tokens) != (count if self._request.tokens else 0):
             raise InvalidRequest(f"activations of shape {shape} and {len(tokens)} tokens do not fit {count} positions")
-        if message.slice.length:
-            self.bytes_received[self._carrier] += message.slice.length
-        else:
-            self.bytes_received[INLINE] += len(message.rows.data)
         ring, taken = self._ring, message.slice
+        self.bytes_received[self._carrier if taken.length else INLINE] += taken.length or len(message.rows.data)
         return Verified(spans, rows, tokens), (lambda: ring.release(taken)) if ring else (lambda: None)
 
     async def resync(self, sequence_ids: list[str]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import chain, compress, zip_longest
+from typing import NamedTuple
 
 import structlog
 from torch import Tensor
@@ -24,8 +24,7 @@ from spire.v1 import draft_pb2 as pb, tensor_pb2, verifier_pb2
 log = structlog.get_logger()
 
 
-@dataclass(frozen=True)
-class ParsedRequest:
+class ParsedRequest(NamedTuple):
     """The valid items of a request with their k (`depths`), the refused items, and the task if any item is valid."""
 
     batch_id: int
@@ -97,10 +96,8 @@ class Replies:
                 _add_items(reply, parsed, result, parsed.task.rows, ring)
             reply.timings.queue_seconds = result.queue_seconds
             reply.timings.forward_seconds = result.forward_seconds
-        reply.items.extend(
-            pb.DraftReplyItem(sequence_id=sequence_id, status=item_status(error))
-            for sequence_id, error in parsed.refused.items()
-        )
+        for sequence_id, error in parsed.refused.items():
+            reply.items.add(sequence_id=sequence_id, status=item_status(error))
         reply.timings.total_seconds = time.monotonic() - parsed.began - reply.timings.queue_seconds
         return reply
 

@@ -92,7 +92,6 @@ class GatewayConfig(ServiceConfig):
         default_factory=list,
         description="origins whose pages may call this gateway from a browser, '*' for all; without any, none may",
     )
-
     allow_host: list[str] = Field(
         default_factory=list,
         description="a name beside those of loopback that requests may be for, where this gateway listens on loopback "

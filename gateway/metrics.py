@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import product
@@ -68,7 +69,7 @@ class Metrics:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     finished: dict[str, float] = field(default_factory=lambda: dict.fromkeys(FINISH_REASONS, 0.0))
-    responses: dict[tuple[str, str], int] = field(default_factory=dict)
+    responses: Counter[tuple[str, str]] = field(default_factory=Counter)
     first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_BUCKETS))
     inter_token: Histogram = field(default_factory=lambda: Histogram(INTER_TOKEN_BUCKETS))
     per_output_token: Histogram = field(default_factory=lambda: Histogram(INTER_TOKEN_BUCKETS))
@@ -120,8 +121,7 @@ class Metrics:
 
     def expect_responses(self, paths: Iterable[str], statuses: Iterable[int]) -> None:
         """Create a counter at 0 per path and status: Prometheus' `rate` misses a response that creates its counter."""
-        self.responses = {(path, str(status)): 0 for path, status in product(paths, statuses)}
+        self.responses = Counter({(path, str(status)): 0 for path, status in product(paths, statuses)})
 
     def response(self, path: str, status: int) -> None:
-        key = (path, str(status))
-        self.responses[key] = self.responses.get(key, 0) + 1
+        self.responses[path, str(status)] += 1

@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
 import grpc
 import structlog
@@ -40,8 +40,7 @@ _SHORTEST_RETRY, _LONGEST_RETRY = 0.2, 1.0
 log = structlog.get_logger("gateway")
 
 
-@dataclass(frozen=True, slots=True)
-class SentBatch:
+class SentBatch(NamedTuple):
     """A batch sent to the verifier: the future of (answer, time of arrival), the time of sending, and the timeout."""
 
     answer: asyncio.Future[tuple[verifier_pb2.VerifyBatchResult, float]]
@@ -49,8 +48,7 @@ class SentBatch:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class ServedModel:
+class ServedModel(NamedTuple):
     """The model that the verifier serves, with its tokenizer and chat template, as received at the handshake."""
 
     info: verifier_pb2.GetInfoResponse

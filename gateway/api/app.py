@@ -30,18 +30,9 @@ from gateway.http.front import Front, error_response
 from gateway.http.keys import Guard
 from gateway.http.manual import add_manual
 from gateway.http.page import PATHS as PAGE_PATHS, add_page
-from gateway.requests.bodies import (
-    ModelName,
-    bad_parameter,
-    check_model,
-    ignored_header,
-    parse,
-    read_body,
-    refusals,
-    take_body,
-)
+from gateway.requests.bodies import ModelName, bad_parameter, check_model, ignored_header, parsed, read_body, refusals
 from gateway.requests.prompts import encode_prompts
-from gateway.requests.schemas import CompletionRequest, check, check_logprobs, check_tokens
+from gateway.requests.schemas import CompletionRequest, check_logprobs, check_tokens, checked, parse_completion
 from gateway.rounds.admission import Quotas, seconds_allowed
 from gateway.rounds.engine import Engine
 from gateway.sequence import GREEDY
@@ -104,15 +95,13 @@ def _add_completions(app: FastAPI, config: GatewayConfig, engine: Engine) -> Non
         return await answer(http, *await unless_gone(http.receive, _chat_completion(http)))
 
     async def _completion(http: Request) -> tuple[Completion, dict[str, str]]:
-        body = take_body(http)
-        size, request = len(body), await by_size(len(body), _checked, body)
-        del body
+        request, size = await parsed(http, parse_completion)
         return await _made(http, request, Completion, size), ignored_header(request)
 
     async def _chat_completion(http: Request) -> tuple[Completion, dict[str, str]]:
         asked, model, size = await read_body(http, ChatRequest, engine)
         prompt = await by_size(size, chat_prompt, asked.messages, model, asked, asked.add_special_tokens)
-        request = await by_size(size, _continued, asked, prompt, model.info.max_context)
+        request = await by_size(size, lambda: checked(asked.as_completion(prompt, model.info.max_context)))
         return await _made(http, request, ChatCompletion, size), ignored_header(asked)
 
     async def _made(http: Request, request: CompletionRequest, kind: type[Completion], size: int) -> Completion:
@@ -127,18 +116,6 @@ def _add_completions(app: FastAPI, config: GatewayConfig, engine: Engine) -> Non
         completion.key = http.state.key_name or ""
         completion.charge = quotas.charge(http.state.key_name, completion.most_tokens, time.monotonic())
         return completion
-
-
-def _continued(asked: ChatRequest, prompt: list[int], max_context: int) -> CompletionRequest:
-    request = asked.as_completion(prompt, max_context)
-    check(request)
-    return request
-
-
-def _checked(body: bytes) -> CompletionRequest:
-    request = parse(body, CompletionRequest)
-    check(request)
-    return request
 
 
 def _check_offered(request: CompletionRequest, engine: Engine, model: ServedModel) -> None:

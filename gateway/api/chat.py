@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, JsonValue, WithJsonSchema
+from pydantic import ConfigDict, Field, WithJsonSchema
 
 from gateway.api.choice import Piece
 from gateway.api.completion import Completion
@@ -17,13 +17,7 @@ from gateway.errors import BadParameter, over_context
 from gateway.requests.bodies import FIRST_ERROR, Part, RequestBody, TokenCount, check_unicode
 from gateway.requests.fields import PartOf
 from gateway.requests.prompts import result_of
-from gateway.requests.schemas import (
-    NEWER_LIMIT,
-    PROMPT_LOGPROBS_SCHEMA,
-    STREAM_SCHEMA,
-    CompletionRequest,
-    GenerationRequest,
-)
+from gateway.requests.schemas import NEWER_LIMIT, OFF, PAIRS, CompletionRequest, GenerationRequest, not_both, only_with
 from gateway.requests.structured import deeper_than, json_text
 from gateway.verifier_client import ServedModel
 from spire.rpc.limits import MAX_LOGPROBS
@@ -40,19 +34,7 @@ _VARIABLES_SCHEMA = {
     "propertyNames": {"not": {"anyOf": [{"enum": [*_OURS]}, {"pattern": f"{_SPECIAL_TOKEN}$"}]}},
 }
 # The prompt either begins an answer or continues the last message, not both.
-TEMPLATE_SCHEMA: dict[str, JsonValue] = {
-    "anyOf": [
-        {"properties": {"continue_final_message": {"enum": [False, None]}}},
-        {"properties": {"add_generation_prompt": {"enum": [False, None]}}},
-    ]
-}
-# top_logprobs is allowed only with logprobs.
-_LOGPROBS_SCHEMA: dict[str, JsonValue] = {
-    "anyOf": [
-        {"properties": {"logprobs": {"const": True}}, "required": ["logprobs"]},
-        {"properties": {"top_logprobs": {"enum": [0, None]}}},
-    ]
-}
+TEMPLATE_SCHEMA = not_both(continue_final_message=OFF, add_generation_prompt=OFF)
 
 
 class TextPart(Part):
@@ -102,10 +84,8 @@ class TemplateOptions(RequestBody):
     def check_template_options(self) -> None:
         """Check the request's options of the chat template. Raises BadParameter."""
         if self.continue_final_message and self.begins_answer:
-            raise BadParameter(
-                "continue_final_message",
-                "continue_final_message and add_generation_prompt exclude each other: leave one of them out",
-            )
+            message = "continue_final_message and add_generation_prompt exclude each other: leave one of them out"
+            raise BadParameter("continue_final_message", message)
         name, variables = "chat_template_kwargs", self.chat_template_kwargs or {}
         for variable in variables:
             if variable in _OURS or variable.endswith(_SPECIAL_TOKEN):
@@ -126,7 +106,7 @@ class ConversationRequest(CompletionRequest):
 
 class ChatRequest(GenerationRequest, TemplateOptions):
     model_config = ConfigDict(
-        json_schema_extra={"allOf": [STREAM_SCHEMA, PROMPT_LOGPROBS_SCHEMA, _LOGPROBS_SCHEMA, TEMPLATE_SCHEMA]}
+        json_schema_extra={"allOf": [*PAIRS, only_with("logprobs", top_logprobs={"enum": [0, None]}), TEMPLATE_SCHEMA]}
     )
 
     messages: Annotated[list[Message], FIRST_ERROR] = Field(min_length=1)

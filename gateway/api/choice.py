@@ -100,7 +100,9 @@ class Choice:
         if over and not self._text.stopped:
             text += self._text.flush()
         self._emitted += len(text)
-        told = self._tellable(whole=over and not self._text.stopped)
+        # Logprobs may be emitted of all tokens of a whole output, else of those whose text has been emitted.
+        whole = over and not self._text.stopped
+        told = self.tokens if whole else bisect_left(self._text.offsets, self._emitted)
         rounds, entries = self._new_rounds(), self._new_entries(told)
         if not (new or rounds or entries or over or self._text.stopped):
             return None
@@ -119,14 +121,9 @@ class Choice:
             return new
         return [replace(one, tokens=min(one.tokens, self.tokens - one.begin)) for one in new if one.begin < self.tokens]
 
-    def _tellable(self, whole: bool) -> int:
-        """Return how many tokens may have their logprobs emitted: all of a `whole` output, else those with text."""
-        return self.tokens if whole else bisect_left(self._text.offsets, self._emitted)
-
     def _new_entries(self, end: int) -> list[LogprobEntry]:
         """Return the logprobs of the next tokens, of the first `end` tokens."""
-        told, self._told = self._told, min(end, self._told + _MOST_PULLED)
-        end = self._told
-        sequence, offsets = self.sequence, self._text.offsets[told:end]
-        places = [self._begin + offset for offset in offsets]
-        return [*map(LogprobEntry, sequence.output[told:end], sequence.logprobs[told:end], places)]
+        new = slice(self._told, min(end, self._told + _MOST_PULLED))
+        self._told = new.stop
+        places = [self._begin + offset for offset in self._text.offsets[new]]
+        return [*map(LogprobEntry, self.sequence.output[new], self.sequence.logprobs[new], places)]

@@ -184,9 +184,6 @@ class Completion:
         said = piece.echo or piece.text or piece.entries or piece.finish_reason
         return bool(said or (piece.tokens and tells_tokens))
 
-    def _event_of(self, piece: Piece | None) -> bytes:
-        return _event(self._chunk(piece))
-
     async def _pieces(self, ping: float | None = None) -> AsyncIterator[Piece | None]:
         """Yield pieces of the choices' output as they arrive, and None after each `ping` seconds without output."""
         if self.request.echo:
@@ -308,14 +305,14 @@ class Completion:
         own = arrays(piece.entries, codec, top)
         return {name: Joined([of_echo[name], shown] if of_echo else [shown]) for name, shown in own.items()}
 
-    def _chunk(self, piece: Piece | None) -> dict[str, Any]:
-        """Return the streamed chunk for a piece, or the last chunk for None, with usage and metrics if requested."""
+    def _event_of(self, piece: Piece | None) -> bytes:
+        """Return the event for a piece, or the last event for None, with usage and metrics if requested."""
         chunk = self._head() | {"choices": Large([self._piece_object(piece)] if piece else [])}
         if self.request.include_usage:
             chunk["usage"] = self._usage() if piece is None or self.request.continuous_usage else None
         if piece is None and self.request.return_metrics:
             chunk["metrics"] = metrics(self.choices)
-        return chunk
+        return _event(chunk)
 
     def _usage(self) -> dict[str, Any]:
         return usage(self.prompts, self.choices, self.request.candidates)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from gateway.sequence import Logprob
 from gateway.text.json_pieces import Shown
@@ -16,8 +16,7 @@ from gateway.text.tokenizer import TextCodec
 _IMPOSSIBLE = -9999.0
 
 
-@dataclass(frozen=True, slots=True)
-class LogprobEntry:
+class LogprobEntry(NamedTuple):
     """A token, its logprob (None for a prompt's first token), and its offset in the choice's text."""
 
     token: int

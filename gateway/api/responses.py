@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-FinishReason = Literal["stop", "length"]
 Origin = Literal["draft", "target"]
 
 
@@ -63,7 +62,7 @@ PromptLogprobs = Annotated[
 
 class AnyChoice(AnswerModel):
     index: int
-    finish_reason: FinishReason
+    finish_reason: Literal["stop", "length"]
     prompt_token_ids: list[int] = Field([], description="with return_token_ids")
     token_ids: list[int] = Field([], description="with return_token_ids")
     token_origins: list[Origin] = Field([], description="with return_token_origins: who chose each token")

@@ -73,8 +73,7 @@ def add_tokenization(app: FastAPI, engine: Engine) -> None:
         """Return the token ids of a prompt or of chat messages, as a completion would encode them."""
         request, model, size = await read_body(http, TokenizeRequest, engine)
         tokens = await unless_gone(http.receive, by_size(size, _tokens_of, request, model))
-        context = model.info.max_context
-        answer: dict[str, Any] = {"tokens": tokens, "count": len(tokens), "max_model_len": context}
+        answer: dict[str, Any] = {"tokens": tokens, "count": len(tokens), "max_model_len": model.info.max_context}
         if request.return_token_strs:
             answer["token_strs"] = Shown(tokens, lambda token: model.codec.tokenizer.id_to_token(token) or "")
         return json_answer(answer, ignored_header(request))

@@ -37,10 +37,8 @@ class ForeignPages:
         if self._hosts is not None and host:
             name = re.sub(r":\d*$", "", host).strip("[]").lower()  # without port and brackets
             if not (is_loopback(name) or name.endswith(".localhost") or name in self._hosts):
-                raise ForeignPage(
-                    f"this gateway is not {name[:80]!r}: ask for it at 127.0.0.1 or localhost, or "
-                    "start it with --allow-host NAME"
-                )
+                advice = "ask for it at 127.0.0.1 or localhost, or start it with --allow-host NAME"
+                raise ForeignPage(f"this gateway is not {name[:80]!r}: {advice}")
         if origin is not None:
             page = origin.decode("latin-1")
             if not ({page, "*"} & self._origins or urlsplit(page).netloc.lower() == host.lower()):

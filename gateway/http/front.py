@@ -86,7 +86,7 @@ class Front:
                 message = {**message, "body": b""}
             await send(message)
 
-        with Holding(self._held, self.max_body_bytes * _MOST_BODIES) as holding:
+        with contextlib.closing(Holding(self._held, self.max_body_bytes * _MOST_BODIES)) as holding:
             try:
                 self._admit(scope, state)
                 state["body"] = await self._body(receive, self.max_body_bytes, holding)
@@ -140,7 +140,7 @@ class Front:
 
 
 class Holding:
-    """The bytes of one request's body, which count for the current asker until the `with` block ends."""
+    """The bytes of one request's body, which count for the current asker until `close`."""
 
     def __init__(self, held: Counter[str], most: int):
         self._held, self._most = held, most
@@ -155,10 +155,7 @@ class Holding:
         self._held[self._who] += count
         self._bytes += count
 
-    def __enter__(self) -> Holding:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._held[self._who] -= self._bytes
         if not self._held[self._who]:
             del self._held[self._who]

@@ -40,11 +40,9 @@ class Keys:
     def name_of(self, key: bytes) -> str | None:
         """Return the name of an API key, None if unknown. The time taken does not reveal whether the key is known."""
         self._refresh()
-        presented, found = digest(key), None
-        for known in self._keys:
-            if hmac.compare_digest(known.digest, presented):
-                found = known.name
-        return found
+        presented = digest(key)
+        names = [known.name for known in self._keys if hmac.compare_digest(known.digest, presented)]
+        return names[-1] if names else None
 
     def _refresh(self) -> None:
         if (version := _version(self._file)) == self._seen:

@@ -37,5 +37,4 @@ def field_of(request: CompletionRequest, param: str) -> str:
         return request.prompt_name
     if param == "grammar":
         return request.shape.field if request.shape else ""
-    name = _FIELDS.get(param, param)
-    return name if param in _FIELDS or name in type(request).model_fields else ""
+    return _FIELDS.get(param, param if param in type(request).model_fields else "")

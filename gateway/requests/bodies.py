@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from fastapi import Request
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    FailFast,
-    Field,
-    GetJsonSchemaHandler,
-    PrivateAttr,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, FailFast, Field, GetJsonSchemaHandler, PrivateAttr, model_validator
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, ValidationError
 
 from gateway.aside import by_size
 from gateway.errors import BadParameter, UnknownModel
@@ -135,10 +127,10 @@ def parse(body: bytes, schema: type[Body]) -> Body:
     return request
 
 
-def take_body(http: Request) -> bytes:
-    """Return the request's body, once: then no other object keeps it in memory."""
+async def parsed(http: Request, parser: Callable[[bytes], Body]) -> tuple[Body, int]:
+    """Return the request's body, parsed by `parser`, and its size in bytes. No object keeps its bytes in memory."""
     body: bytes = http.scope["state"].pop("body")
-    return body
+    return await by_size(len(body), parser, body), len(body)
 
 
 async def read_body(http: Request, schema: type[Body], engine: Engine) -> tuple[Body, ServedModel, int]:
@@ -146,11 +138,10 @@ async def read_body(http: Request, schema: type[Body], engine: Engine) -> tuple[
 
     Raises BadParameter, NoVerifier, ShuttingDown or UnknownModel.
     """
-    body = take_body(http)
-    request = await by_size(len(body), parse, body, schema)
+    request, size = await parsed(http, lambda body: parse(body, schema))
     model = engine.model
     check_model(request.model, model)
-    return request, model, len(body)
+    return request, model, size
 
 
 def bad_parameter(problems: Any) -> BadParameter:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from pydantic import BaseModel
 
@@ -37,8 +37,7 @@ class PartOf:
     schema: type[BaseModel]
 
 
-@dataclass(frozen=True)
-class Refusal:
+class Refusal(NamedTuple):
     """An unsupported field of requests: its values without effect, which are accepted, and the field to use instead."""
 
     neutral: tuple[Any, ...]
@@ -183,10 +182,9 @@ def _spellings(schema: type[BaseModel], lists: Lists, kind: str) -> tuple[dict[s
     known = sorted({*_fields_of(schema), *lists.refused_inside(kind)})
     near: dict[str, list[str]] = {}
     for name in known:
-        if len(_letters(name)) < _SHORTEST_GUESSED:
-            continue
-        for shorter in _one_less(_letters(name)):
-            near.setdefault(shorter, []).append(name)
+        if len(letters := _letters(name)) >= _SHORTEST_GUESSED:
+            for shorter in _one_less(letters):
+                near.setdefault(shorter, []).append(name)
     return {_letters(name): name for name in known}, near
 
 

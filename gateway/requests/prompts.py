@@ -91,8 +91,7 @@ def _no_room(request: CompletionRequest, prompt_tokens: int, max_context: int) -
     name, wanted = request.prompt_name, request.max_tokens
     if prompt_tokens > max_context:
         return over_context(name, max_context, result_of(name, prompt_tokens))
-    however = (
-        f"you requested {prompt_tokens + wanted} tokens ({prompt_tokens} in the {name}, {wanted} in the completion). "
-        f"Please reduce the length of the {name} or completion."
-    )
+    parts = f"({prompt_tokens} in the {name}, {wanted} in the completion)"
+    advice = f"Please reduce the length of the {name} or completion."
+    however = f"you requested {prompt_tokens + wanted} tokens {parts}. {advice}"
     return over_context(name if prompt_tokens == max_context else request.limit_name, max_context, however)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, WithJsonSchema, model_validator
 
 from gateway.errors import BadParameter
-from gateway.requests.bodies import Part, Texts, TokenCount, TokenIds
+from gateway.requests.bodies import Part, Texts, TokenCount, TokenIds, parse
 from gateway.requests.structured import StructuredRequest
 from gateway.sequence import Rule
 from spire.rpc.limits import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_STOP_TOKENS
@@ -32,7 +32,7 @@ _LONGEST_SALT = 256
 # The most logprobs that the answer to one request may contain: some 100 MB while it is built and encoded.
 MOST_LOGPROBS = 1 << 21
 
-# Limits of fields that the types do not express and `check` enforces.
+# Limits of fields that the types do not express and `checked` enforces.
 _STOP_SCHEMA = {"type": "string", "minLength": 1, "maxLength": _LONGEST_STOP}
 _STOPS_SCHEMA = {"anyOf": [_STOP_SCHEMA, {"type": "array", "maxItems": _MOST_STOPS, "items": _STOP_SCHEMA}]}
 _BIAS_SCHEMA = {
@@ -43,23 +43,23 @@ _BIAS_SCHEMA = {
     "additionalProperties": {"type": ["number", "null"], "minimum": -_LARGEST_BIAS, "maximum": _LARGEST_BIAS},
 }
 _TRUNCATION_SCHEMA = {"anyOf": [{"const": -1}, {"type": "integer", "minimum": 1}]}
-# stream_options are allowed only in a stream.
-STREAM_SCHEMA: dict[str, JsonValue] = {
-    "anyOf": [
-        {"properties": {"stream": {"const": True}}, "required": ["stream"]},
-        {"properties": {"stream_options": {"type": "null"}}},
-    ]
-}
-
 NEWER_LIMIT = "the newer name of max_tokens, and counts before it"
 
-# prompt_logprobs are not allowed in a stream.
-PROMPT_LOGPROBS_SCHEMA: dict[str, JsonValue] = {
-    "anyOf": [
-        {"properties": {"stream": {"enum": [False, None]}}},
-        {"properties": {"prompt_logprobs": {"type": "null"}}},
-    ]
-}
+
+def only_with(flag: str, **unset: JsonValue) -> dict[str, Any]:
+    """Return the JSON schema of a body whose field in `unset` may differ from that only if `flag` is true."""
+    return {"anyOf": [{"properties": {flag: {"const": True}}, "required": [flag]}, {"properties": unset}]}
+
+
+def not_both(**unset: JsonValue) -> dict[str, Any]:
+    """Return the JSON schema of a body of whose two fields in `unset` only one may differ from that."""
+    return {"anyOf": [{"properties": {name: value}} for name, value in unset.items()]}
+
+
+OFF: JsonValue = {"enum": [False, None]}
+_ABSENT: JsonValue = {"type": "null"}
+# The pairs of fields of GenerationRequest that depend on each other.
+PAIRS = [only_with("stream", stream_options=_ABSENT), not_both(stream=OFF, prompt_logprobs=_ABSENT)]
 
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 
@@ -91,7 +91,7 @@ class Speculation(Part):
 class GenerationRequest(StructuredRequest):
     """The fields that completion requests and chat requests have in common."""
 
-    model_config = ConfigDict(json_schema_extra={"allOf": [STREAM_SCHEMA, PROMPT_LOGPROBS_SCHEMA]})
+    model_config = ConfigDict(json_schema_extra={"allOf": [*PAIRS]})
 
     temperature: float = Field(1.0, ge=0, le=2, allow_inf_nan=False)
     top_p: float = Field(1.0, gt=0, le=1, allow_inf_nan=False)
@@ -191,8 +191,8 @@ class CompletionRequest(GenerationRequest):
         return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
 
-def check(request: CompletionRequest) -> None:
-    """Check the constraints of a request that pydantic's types cannot express. Raises BadParameter."""
+def checked(request: CompletionRequest) -> CompletionRequest:
+    """Return a request that keeps the constraints that pydantic's types cannot express. Raises BadParameter."""
     limit = request.limit_name
     if request.max_tokens == 0 and not request.echo:
         raise BadParameter(limit, f"{limit} of 0 needs echo: ask for at least 1, or for the prompt's echo")
@@ -218,6 +218,11 @@ def check(request: CompletionRequest) -> None:
             raise BadParameter("stop", f"a stop string may have {_LONGEST_STOP} characters, one has {len(stop)}")
     _check_biases(request.logit_bias)
     _ = request.shape  # raises for several shapes, and for an obviously invalid one
+    return request
+
+
+def parse_completion(body: bytes) -> CompletionRequest:
+    return checked(parse(body, CompletionRequest))
 
 
 def _check_biases(biases: dict[str, float]) -> None:

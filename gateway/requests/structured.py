@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field, JsonValue
 
@@ -29,6 +28,7 @@ _OBJECT = {"type": "object"}
 
 _TEXT: dict[str, JsonValue] = {"minLength": 1, "maxLength": MAX_GRAMMAR_BYTES}
 _CHOICE: dict[str, JsonValue] = {"minItems": 1, "maxItems": _MOST_CHOICES, "items": {"type": "string", "minLength": 1}}
+_WHITESPACE: dict[str, JsonValue] = {"maxLength": _LONGEST_WHITESPACE}
 _GRAMMAR_WORDS = "a context-free grammar in Lark's notation, or in llama.cpp's (GBNF)"
 _CHOICE_WORDS = "the output is one of these"
 _WHITESPACE_WORDS = "only with JSON: a regular expression for what may stand between its tokens"
@@ -60,16 +60,13 @@ class StructuredOutputs(Part):
     choice: Texts | None = Field(default=None, description=_CHOICE_WORDS, json_schema_extra=_CHOICE)
     json_object: bool | None = Field(default=None, description="any JSON object")
     disable_any_whitespace: bool | None = Field(default=None, description="only with JSON: false lets it be laid out")
-    whitespace_pattern: str | None = Field(
-        default=None, description=_WHITESPACE_WORDS, json_schema_extra={"maxLength": _LONGEST_WHITESPACE}
-    )
+    whitespace_pattern: str | None = Field(default=None, description=_WHITESPACE_WORDS, json_schema_extra=_WHITESPACE)
 
 
 Kind = Literal["json_schema", "regex", "lark"]
 
 
-@dataclass(frozen=True)
-class OutputShape:
+class OutputShape(NamedTuple):
     """The constraint on an output's shape, and the name of the request field that contains the constraint.
 
     `whitespace` is a regular expression for the white space between JSON tokens; empty allows none.
@@ -90,9 +87,7 @@ class StructuredRequest(RequestBody):
     guided_regex: str | None = Field(None, json_schema_extra=_TEXT)
     guided_grammar: str | None = Field(None, description=_GRAMMAR_WORDS, json_schema_extra=_TEXT)
     guided_choice: Texts | None = Field(None, description=_CHOICE_WORDS, json_schema_extra=_CHOICE)
-    guided_whitespace_pattern: str | None = Field(
-        None, description=_WHITESPACE_WORDS, json_schema_extra={"maxLength": _LONGEST_WHITESPACE}
-    )
+    guided_whitespace_pattern: str | None = Field(None, description=_WHITESPACE_WORDS, json_schema_extra=_WHITESPACE)
     json_whitespace: bool | None = Field(
         None, description="only with JSON: true lets it be laid out. By default nothing stands between its tokens"
     )
@@ -213,10 +208,8 @@ def _whitespace_of(request: StructuredRequest, outputs: StructuredOutputs, of_js
         "structured_outputs.whitespace_pattern": outputs.whitespace_pattern,
     }
     if not of_json:
-        for name, value in said.items():
-            if value:
-                message = f"{name} is about the white space in JSON, and no JSON is asked for: leave it out"
-                raise BadParameter(name, message)
+        if name := next((name for name, value in said.items() if value), ""):
+            raise BadParameter(name, f"{name} is about the white space in JSON, and no JSON is asked for: leave it out")
         return ""
     given = {name: value for name, value in said.items() if value is not None}
     for flag, allows in (("json_whitespace", True), ("structured_outputs.disable_any_whitespace", False)):

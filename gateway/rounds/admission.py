@@ -13,8 +13,6 @@ from gateway.errors import BadParameter, OverQuota
 from spire.errors import InvalidRequest
 
 TIMEOUT_HEADER = "X-Request-Timeout"
-# Least Retry-After in seconds: a client is never told to retry at once.
-_SHORTEST_RETRY = 1
 # First tokens that the drain rate is measured over.
 _REMEMBERED = 64
 
@@ -119,4 +117,4 @@ def seconds_allowed(headers: Mapping[str, str], most: float) -> float:
 
 
 def _retry(seconds: float) -> int:
-    return max(_SHORTEST_RETRY, ceil(seconds))
+    return max(1, ceil(seconds))  # a client is never told to retry at once

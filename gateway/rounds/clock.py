@@ -5,11 +5,10 @@ A pure data structure: callers pass every `now`. Does not know: what a round con
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Took:
+class Took(NamedTuple):
     """The durations of one round, in seconds. Time before the end of the previous round does not count.
 
     `seconds`: by the gateway's clock. `by_verifier`: by the verifier's clock if the round directly followed another,

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from gateway.rounds.acceptance import Acceptance
 from gateway.rounds.round_times import Load, RoundTimes
@@ -52,8 +52,7 @@ _OUT_OF_REACH = 4.0
 _LOOKS = (1, 8)
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
+class Probe(NamedTuple):
     """A planned probe round: drafted at depth k although plain rounds are best, with the expected times of both."""
 
     load: Load

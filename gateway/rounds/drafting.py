@@ -30,7 +30,6 @@ _FALLBACKS = {
     verifier_pb2.UNDRAFTED_LOST: "draft_lost",
     verifier_pb2.UNDRAFTED_LATE: "draft_timeout",
     verifier_pb2.UNDRAFTED_BEHIND: "draft_behind",
-    verifier_pb2.UNDRAFTED_ERROR: "draft_error",
     verifier_pb2.UNDRAFTED_OWING: "draft_absent",
 }
 _MISSED = {

@@ -49,8 +49,7 @@ log = structlog.get_logger("gateway")
 
 class Engine:
     def __init__(self, config: GatewayConfig, metrics: Metrics, trust: Trust = ANYBODY):
-        self.config = config
-        self.metrics = metrics
+        self.config, self.metrics = config, metrics
         self.scheduler = Scheduler(config.max_batch, config.max_waiting)
         gateway_id = uuid.uuid4().hex[:12]
         self.verifier = VerifierClient(
@@ -197,9 +196,8 @@ class Engine:
                 self._patrol()
 
     def _has_work(self) -> bool:
-        scheduler = self.scheduler
-        startable = scheduler.waiting and self._stirred and self._may_admit()
-        return self.verifier.up and bool(self._rounds.next or scheduler.has_free or startable)
+        startable = self.scheduler.waiting and self._stirred and self._may_admit()
+        return self.verifier.up and bool(self._rounds.next or self.scheduler.has_free or startable)
 
     def _stir(self) -> None:
         """Wake the loop of rounds, because an event may allow the admission of sequences or a round."""
@@ -235,8 +233,7 @@ class Engine:
         if not self.scheduler.reading:
             self._progress_at = began
         await self._start()
-        current = self._rounds.take()
-        if current is None:
+        if (current := self._rounds.take()) is None:
             return
         try:
             await self._round(current, began)
@@ -297,8 +294,7 @@ class Engine:
         self._outcomes.started(message, now)
 
     def _on_standing(self, message: verifier_pb2.Standing) -> None:
-        stage = _STAGES.get(message.stage)
-        if stage is None:
+        if (stage := _STAGES.get(message.stage)) is None:
             return
         if stage is not Stage.STALLED:
             self._progress_at = time.monotonic()

@@ -10,7 +10,6 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Set
 from heapq import merge
-from math import inf
 from operator import attrgetter
 
 from gateway.sequence import Sequence
@@ -111,11 +110,6 @@ class Queue:
 
 def _first(requests: dict[int, list[Sequence]], held: Held) -> Sequence:
     """Return the sequence to start next of a key's waiting requests, which are in the order of arrival."""
-    best, least = None, inf
-    for request, waiting in requests.items():
-        if (places := held.of_request[request]) < least:
-            best, least = waiting[0], places
-        if not places:
-            break
-    assert best is not None, "a key without waiting requests is removed"
-    return best
+    without_place = next((waiting for request, waiting in requests.items() if not held.of_request[request]), None)
+    waiting = without_place or requests[min(requests, key=held.of_request.__getitem__)]
+    return waiting[0]

@@ -23,8 +23,7 @@ class Releases:
     """Releases ended sequences at the verifier, in calls of at most `deadline` seconds; then calls `settled`."""
 
     def __init__(self, verifier: VerifierClient, scheduler: Scheduler, deadline: float, settled: Callable[[], None]):
-        self._verifier, self._scheduler, self._deadline = verifier, scheduler, deadline
-        self._settled = settled
+        self._verifier, self._scheduler, self._deadline, self._settled = verifier, scheduler, deadline, settled
         self._pending: list[str] = []
         self._something = asyncio.Event()
 

@@ -24,8 +24,7 @@ Batch = dict[str, Sequence]
 
 class Scheduler:
     def __init__(self, capacity: int, max_waiting: int):
-        self.capacity = capacity
-        self.max_waiting = max_waiting
+        self.capacity, self.max_waiting = capacity, max_waiting
         self.waiting = Queue()
         self.starting: dict[str, Sequence] = {}
         self.running: dict[str, Sequence] = {}
@@ -255,9 +254,7 @@ class Scheduler:
         self._victims.difference_update(wire_ids)
 
     def _leave(self, sequence: Sequence) -> None:
-        holder = {State.STARTING: self.starting, State.RUNNING: self.running}.get(sequence.state)
-        if holder is not None:
-            del holder[sequence.wire_id]
+        if self.starting.pop(sequence.wire_id, None) or self.running.pop(sequence.wire_id, None):
             self._ended.append(sequence.wire_id)
 
     def _extend(self, sequence: Sequence, tokens: list[int], logprobs: Iterable[Logprob]) -> int:

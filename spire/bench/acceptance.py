@@ -61,7 +61,6 @@ def acceptance(completions: list[Completed], context: int, request: Request) -> 
     total = [sum(histogram[a] for histogram in histograms) for a in range(k + 1)]
     rounds, generated = sum(total), sum(c.tokens for c in completions)
     seconds = max(c.answered for c in completions) - min(c.sent for c in completions)
-    all_rounds = sum(each["num_spec_steps"] for each in told)
     tau, half_width = ratio_with_interval(
         [sum((a + 1) * count for a, count in enumerate(h)) for h in histograms], [sum(h) for h in histograms]
     )
@@ -72,7 +71,7 @@ def acceptance(completions: list[Completed], context: int, request: Request) -> 
         temperature=request.temperature,
         generated=generated,
         rounds=rounds,
-        short_rounds=all_rounds - rounds,
+        short_rounds=sum(each["num_spec_steps"] for each in told) - rounds,
         tau=tau,
         tau_ci95=half_width,
         prefix_acceptance=[sum(total[a:]) / rounds for a in range(1, k + 1)],

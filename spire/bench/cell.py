@@ -64,14 +64,11 @@ class Cell:
         """Δt: the time of a round relative to that of a plain step, both as seen by the clients."""
         return self._relative("round_ms_seen")
 
-    @property
-    def multiplier_modelled(self) -> float | None:
-        return self.modelled.get("multiplier_modelled")
-
     def to_json(self) -> dict[str, Any]:
         """Return all figures by name, in milliseconds, bytes and tokens per second."""
         figures = self.figures
         what = ("system", "draft", "k", "batch", "context", "trace", "synthetic")
+        derived = ("round_total_ms", "split_covers", "split_adds_up", "overhead")
         return {
             **{name: getattr(self, name) for name in what},
             **asdict(figures),
@@ -84,9 +81,6 @@ class Cell:
             "multiplier_end_to_end": self.multiplier_end_to_end,
             "multiplier_modelled": None,
             **self.modelled,
-            "round_total_ms": figures.round_total_ms,
-            "split_covers": figures.split_covers,
-            "split_adds_up": figures.split_adds_up,
-            "overhead": figures.overhead,
+            **{name: getattr(figures, name) for name in derived},
             "note": self.note,
         }

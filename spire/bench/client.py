@@ -49,15 +49,8 @@ class Request:
     cache_salt: str = ""
 
     def body(self, prompt: list[int], seed: int) -> dict[str, Any]:
-        body = {
-            "prompt": prompt,
-            "max_tokens": self.max_tokens,
-            "temperature": self.temperature,
-            "seed": seed,
-            "ignore_eos": True,
-            "return_metrics": True,
-            "return_token_ids": True,
-        }
+        body = {"prompt": prompt, "max_tokens": self.max_tokens, "temperature": self.temperature, "seed": seed}
+        body |= {"ignore_eos": True, "return_metrics": True, "return_token_ids": True}
         if self.cache_salt:
             body["cache_salt"] = self.cache_salt
         depth = {} if self.k is None else {"k": self.k} if self.k else {"draft": "off"}
@@ -65,8 +58,7 @@ class Request:
 
     def streamed(self, prompt: list[int], seed: int) -> dict[str, Any]:
         """Return the body of a streamed request whose events carry token ids."""
-        streaming = {"stream": True, "stream_options": {"include_usage": True}}
-        return self.body(prompt, seed) | streaming
+        return self.body(prompt, seed) | {"stream": True, "stream_options": {"include_usage": True}}
 
     def standard(self, prompt: list[int] | str, seed: int, model: str) -> dict[str, Any]:
         """Return a body with only the fields that any server of OpenAI's completions API accepts."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from spire.bench.cell import AUTO, Depth
 from spire.bench.client import Request
@@ -54,8 +54,7 @@ class Batch:
         return [Timed(body(request, prompt, seed + at)) for at, prompt in enumerate(prompts)]
 
 
-@dataclass(frozen=True)
-class Arrival:
+class Arrival(NamedTuple):
     """A request of a trace: arrival in seconds after the first request, numbers of prompt and of generated tokens."""
 
     at: float
@@ -80,10 +79,10 @@ class Trace:
         return self.name
 
     def requests(self, k: int | None, seed: int, body: Body = Request.streamed) -> list[Timed]:
-        prompts = (self.source.cut(1, one.context, seed + at)[0] for at, one in enumerate(self.arrivals))
         return [
             Timed(body(Request(one.generated, self.temperature, k, cache_salt=_salt(k)), prompt, seed + at), one.at)
-            for at, (one, prompt) in enumerate(zip(self.arrivals, prompts, strict=True))
+            for at, one in enumerate(self.arrivals)
+            for prompt in self.source.cut(1, one.context, seed + at)
         ]
 
 

@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from spire.bench.client import BenchError
 from spire.bench.exchange import Exchange, HttpRefusal, body_of, connect, request_to
@@ -23,8 +23,7 @@ _EVENT, _END = b"data: {", b'"finish_reason":"'
 ROUND_CHUNK = 2
 
 
-@dataclass(frozen=True)
-class Timed:
+class Timed(NamedTuple):
     """A request body and `at`, its time of sending in seconds after the start of the load."""
 
     body: dict[str, Any]
@@ -96,8 +95,7 @@ async def stream_all(
     url: str, requests: list[Timed], headers: dict[str, str] | None = None, listener: LoadListener | None = None
 ) -> list[Streamed]:
     """Send each request at its time and return all answers once complete. Raises BenchError, also for a refusal."""
-    recorders = await _record_all(url, requests, headers or {}, listener)
-    return [_read(url, recorder) for recorder in recorders]
+    return [_read(url, recorder) for recorder in await _record_all(url, requests, headers or {}, listener)]
 
 
 async def stream_each(

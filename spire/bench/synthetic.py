@@ -24,8 +24,7 @@ def write_pair(directory: Path, shape: Shape, positions: int) -> tuple[Path, Pat
     draft = trained_config(config, fingerprint(config, {}))
     _write(directory / "target", config, {})
     # One token per byte. The rest of the vocabulary never occurs in text.
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: at for at, token in enumerate(["<s>", *letters])}
+    vocabulary = {token: at for at, token in enumerate(["<s>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     vocabulary |= {f"<{at}>": at for at in range(len(vocabulary), shape.vocab_size)}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

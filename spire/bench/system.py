@@ -25,8 +25,6 @@ DRAFT_STATE_BYTES = "spire_draft_state_bytes_per_sequence"
 # A page is requested while all sequences decode: only these samples, because writing more would slow a round down.
 _ASKED = urlencode([("name[]", name) for name in (ROUND_SECONDS, ROUNDS, FALLBACKS, DRAFT_STATE_BYTES, *BUSY.values())])
 _PATIENCE_SECONDS = 60
-# Written to clear_refs, this value resets the peak of resident memory on Linux.
-_FORGET_PEAK = "5"
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ class System:
         """Reset the services' peaks of resident memory to the current use, if the operating system allows that."""
         for process in self.processes.values():
             try:
-                Path(f"/proc/{process}/clear_refs").write_text(_FORGET_PEAK)
+                Path(f"/proc/{process}/clear_refs").write_text("5")  # Linux: resets the peak
             except OSError:
                 return
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import re
 import struct
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from google.protobuf.empty_pb2 import Empty
 from google.protobuf.message import DecodeError
@@ -28,8 +28,7 @@ _NORMAL, _BPE = 1, 2
 _LLAMA2C_MARKS = {"\n<s>\n": "<s>", "\n</s>\n": "</s>"}
 
 
-@dataclass(frozen=True)
-class Vocabulary:
+class Vocabulary(NamedTuple):
     """A BPE vocabulary: pieces in order of ids, their scores (higher scores merge first), and text normalisation."""
 
     pieces: list[str]

@@ -80,11 +80,8 @@ def complete(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
 ) -> None:
     """Complete a prompt through a running gateway."""
-    options = locals() | {
-        "logit_bias": _biases(logit_bias or []),
-        "json_schema": _read(json_schema),
-        "grammar": _read(grammar),
-    }
+    options = locals() | {"logit_bias": _biases(logit_bias or [])}
+    options |= {"json_schema": _read(json_schema), "grammar": _read(grammar)}
     fields = {_FIELDS.get(name, name): value for name, value in options.items() if name not in _NO_FIELDS}
     request = _given(**fields, speculation=_given(rule=rule, draft=draft, k=k))
     request |= {} if special_tokens else {"add_special_tokens": False}

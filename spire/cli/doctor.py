@@ -115,9 +115,8 @@ def _torch() -> Iterator[Check]:
     yield Check("threads", str(torch.get_num_threads()))
     flags = processor_line("flags").split()
     fast = [name for name in ("amx_bf16", "avx512_bf16") if name in flags]
-    yield Check(
-        "bfloat16", ", ".join(fast) or "no instructions for it", advice="" if fast else "float32 is faster here"
-    )
+    advice = "" if fast else "float32 is faster here"
+    yield Check("bfloat16", ", ".join(fast) or "no instructions for it", advice=advice)
     kernels = kernels_for(choose_dtype("auto", torch.device("cpu")))
     advice = "" if kernels or COMPILED else "install again where there is a C compiler: models may get faster"
     yield Check("kernels", kernels.name if kernels else "torch's own", advice=advice)

@@ -194,8 +194,7 @@ class Stack:
 
     @property
     def url(self) -> str:
-        address = join(reachable(bare(self.host)), self.services[-1].port)
-        return f"{'https' if self.secure else 'http'}://{address}"
+        return f"{'https' if self.secure else 'http'}://{join(reachable(bare(self.host)), self.services[-1].port)}"
 
     def start(self) -> None:
         """Start each service once the services it needs are ready. Raises ServiceFailed if a service ends."""

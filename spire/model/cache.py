@@ -346,10 +346,9 @@ class Stretches:
 
     def attend(self, layer: int, queries_1HRK: Tensor, keys_1GRK: Tensor, values_1GRK: Tensor) -> Tensor:
         attended = []
+        given = (queries_1HRK, keys_1GRK, values_1GRK)
         for view, rows in zip(self._views, self._rows, strict=True):
-            stretch = [
-                x[0, :, rows].unflatten(1, view.shape).transpose(0, 1) for x in (queries_1HRK, keys_1GRK, values_1GRK)
-            ]
+            stretch = [x[0, :, rows].unflatten(1, view.shape).transpose(0, 1) for x in given]
             attended.append(view.attend(layer, *stretch).transpose(0, 1).flatten(1, 2))
         return torch.cat(attended, dim=1)[None]
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol, cast
 
@@ -73,10 +72,8 @@ class Draft(Decoder):
     def remembered(self, taps_BTND: Tensor, positions_BT: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return each draft layer's keys and values [B, G, T, K], computed from the target's tapped activations."""
         rope = self.rope(positions_BT, taps_BTND.dtype)
-        return [
-            layer.keys_values(taps_BTND[:, :, index], rope)
-            for index, layer in enumerate(cast(Iterable[Layer], self.layers))
-        ]
+        layers = cast(Iterable[Layer], self.layers)
+        return [layer.keys_values(taps_BTND[:, :, index], rope) for index, layer in enumerate(layers)]
 
 
 def prune(target: Target, draft: DraftConfig, copied_layers: tuple[int, ...]) -> Draft:
@@ -114,8 +111,7 @@ def input_scale(target: Target, entered_layer: int, tokens_BT: Tensor) -> float:
     return (taps[:, 1:].float().square().mean() / embedded).sqrt().item()
 
 
-@dataclass(frozen=True)
-class SparseAttention:
+class SparseAttention(NamedTuple):
     """StreamingLLM's mask: a query sees the first `sink` positions, the `window` before it and (optionally) itself."""
 
     sink: int = 1

@@ -8,12 +8,10 @@ of such values. Other keys are unknown: they are ignored, and their names are re
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True)
-class Family:
+class Family(NamedTuple):
     """The known `config.json` keys of one `model_type`. `ropes` maps each supported rope type to its required keys."""
 
     architectures: tuple[str, ...]
@@ -86,9 +84,7 @@ FAMILIES: dict[str, Family] = {
     )
 }
 # Neutral and harmless keys of a rope section of any type.
-NEUTRAL_ROPE: dict[str, tuple[Any, ...]] = {
-    "attention_factor": (None, 1),
-    "factor": (None, 1),
-    "partial_rotary_factor": (None, 1),
-}
+NEUTRAL_ROPE: dict[str, tuple[Any, ...]] = dict.fromkeys(
+    ["attention_factor", "factor", "partial_rotary_factor"], (None, 1)
+)
 HARMLESS_ROPE = frozenset({"original_max_position_embeddings"})

@@ -77,13 +77,10 @@ def attend(queries_BHTK: Tensor, keys_BGSK: Tensor, values_BGSK: Tensor, mask_B1
 
     `mask_B1TS` is additive, or None for causal self-attention. Every query must attend to at least one key.
     """
-    grouped = keys_BGSK.shape[1] != queries_BHTK.shape[1]
-    if mask_B1TS is None:
-        return F.scaled_dot_product_attention(queries_BHTK, keys_BGSK, values_BGSK, is_causal=True, enable_gqa=grouped)
-    if torch.is_grad_enabled():
-        return F.scaled_dot_product_attention(
-            queries_BHTK, keys_BGSK, values_BGSK, attn_mask=mask_B1TS, enable_gqa=grouped
-        )
+    if mask_B1TS is None or torch.is_grad_enabled():
+        given = (queries_BHTK, keys_BGSK, values_BGSK, mask_B1TS)
+        causal, grouped = mask_B1TS is None, keys_BGSK.shape[1] != queries_BHTK.shape[1]
+        return F.scaled_dot_product_attention(*given, is_causal=causal, enable_gqa=grouped)
     # Queries of one group become rows of one product, so that each key and value byte is read once.
     B, H, T, K = queries_BHTK.shape
     G = keys_BGSK.shape[1]

@@ -18,10 +18,8 @@ _GENERIC = {"x86_64", "aarch64", "riscv64", "s390x", "loongarch64"}
 
 def not_reserved(system: str, machine: str) -> int:
     """Return mmap's MAP_NORESERVE or, if unknown, 0. Without the flag, Linux refuses mappings larger than memory."""
-    named: int | None = getattr(mmap, "MAP_NORESERVE", None)  # Python 3.13
-    if named is not None:
-        return named
-    return 0x4000 if system.startswith("linux") and machine in _GENERIC else 0
+    unnamed = 0x4000 if system.startswith("linux") and machine in _GENERIC else 0
+    return getattr(mmap, "MAP_NORESERVE", unnamed)  # named since Python 3.13
 
 
 class Pool:

@@ -23,22 +23,11 @@ import torch
 from spire.model.backends.fused_layer import kernels_of
 from spire.model.config import DraftConfig, ModelConfig
 from spire.model.placement import choose_device, choose_dtype
+from spire.perf import microbenchmarks as parts
 from spire.perf.calibration import Calibration, Machine, processor_line
 from spire.perf.hardware import Hardware, Measured, ModelCosts
 from spire.perf.loopback import wire_cost
-from spire.perf.microbenchmarks import (
-    Bench,
-    draft_costs,
-    draft_sampling_cost,
-    fused_draft_costs,
-    fused_target_layer_cost,
-    kv_read_cost,
-    products,
-    read_bandwidth,
-    target_layer_cost,
-    threads_of,
-    verify_sampling_cost,
-)
+from spire.perf.microbenchmarks import Bench, threads_of
 from spire.perf.shapes import Shape
 from spire.service.heap import keep_freed_memory
 from spire.service.machine_memory import memory_limit
@@ -115,24 +104,24 @@ def _every_part(
         begin(next(steps))
         return measure(*given)
 
-    matmul = step(products, target, bench)
-    matmul_other = step(products, target, other)
-    bandwidth = step(read_bandwidth, bench)
-    kv_read = step(kv_read_cost, target, bench)
+    matmul = step(parts.products, target, bench)
+    matmul_other = step(parts.products, target, other)
+    bandwidth = step(parts.read_bandwidth, bench)
+    kv_read = step(parts.kv_read_cost, target, bench)
     fused = kernels_of(target, bench.randn(0)) is not None
-    target_layer, pass_layer = step(target_layer_cost, target, bench), None
+    target_layer, pass_layer = step(parts.target_layer_cost, target, bench), None
     if fused:  # in verification; the target's own draft passes run layer by layer
-        target_layer, pass_layer = fused_target_layer_cost(target, matmul, bandwidth, bench), target_layer
-    verify_sampling = step(verify_sampling_cost, target.vocab_size, bench)
+        target_layer, pass_layer = parts.fused_target_layer_cost(target, matmul, bandwidth, bench), target_layer
+    verify_sampling = step(parts.verify_sampling_cost, target.vocab_size, bench)
     threads = torch.get_num_threads()
     torch.set_num_threads(for_draft)
     try:
-        draft_matmul = step(products, target, bench)
+        draft_matmul = step(parts.products, target, bench)
         if fused:
-            draft_layer, draft_round = step(fused_draft_costs, target, draft, draft_matmul, bandwidth, bench)
+            draft_layer, draft_round = step(parts.fused_draft_costs, target, draft, draft_matmul, bandwidth, bench)
         else:
-            draft_layer, draft_round = step(draft_costs, target, draft, bench)
-        draft_sampling = step(draft_sampling_cost, target, bench)
+            draft_layer, draft_round = step(parts.draft_costs, target, draft, bench)
+        draft_sampling = step(parts.draft_sampling_cost, target, bench)
     finally:
         torch.set_num_threads(threads)
     measured = Measured(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from spire.errors import InvalidRequest
 
@@ -126,8 +126,7 @@ class Hardware:
         )
 
 
-@dataclass(frozen=True)
-class Sheet:
+class Sheet(NamedTuple):
     """Values of a GPU's data sheet. `flops`: dense peak FLOP/s (half of those "with sparsity") by bytes per value."""
 
     bytes_per_second: float

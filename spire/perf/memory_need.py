@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from spire.model.paging import positions_of
 from spire.perf.shapes import DraftShape, Shape
@@ -18,8 +18,7 @@ from spire.perf.shapes import DraftShape, Shape
 SHARE_OF_FREE_MEMORY = 0.8
 
 
-@dataclass(frozen=True)
-class MemoryNeed:
+class MemoryNeed(NamedTuple):
     """Memory that a model needs, in bytes: `weights` once, `per_sequence` for each sequence."""
 
     weights: float
@@ -54,6 +53,5 @@ def of_draft(draft: DraftShape, context: int, k: int, bytes_per_value: float) ->
     """Return a draft's memory need, including k drafted positions; MagicDec needs no memory of its own."""
     if draft.kind == "magicdec":
         return MemoryNeed(0.0, 0.0)
-    positions = draft.cached_positions(context) + k
-    per_sequence = positions * draft.shape.kv_values_per_position
+    per_sequence = (draft.cached_positions(context) + k) * draft.shape.kv_values_per_position
     return MemoryNeed(draft.shape.parameters() * bytes_per_value, per_sequence * bytes_per_value)

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from spire.decoding.drafting import Drafted, draft_tokens
-from spire.model.backends.fused_verification import judge, judges
 from spire.decoding.sampling import SamplingRows, probabilities
 from spire.decoding.verification import SparseDistribution, verify
 from spire.kernels import Kernels
 from spire.model.backends.fused_draft import draw
 from spire.model.backends.fused_layer import kernels_of
+from spire.model.backends.fused_verification import judge, judges
 from spire.model.backends.packing import pack, replace_head
 from spire.model.cache import BatchView, TargetCache
 from spire.model.config import DraftConfig, ModelConfig
@@ -155,9 +155,8 @@ def kv_read_cost(config: ModelConfig, bench: Bench) -> Curve:
 def target_layer_cost(config: ModelConfig, bench: Bench) -> Cost:
     """Measure seconds per layer, by rows, of a target forward without matrix products and without cache reads."""
     layers = min(config.num_hidden_layers, _SKELETON_LAYERS)
-    small = config.model_copy(update={"num_hidden_layers": layers, "vocab_size": _SKELETON_VOCABULARY})
     with torch.device("meta"):
-        model = Target(small)
+        model = Target(config.model_copy(update={"num_hidden_layers": layers, "vocab_size": _SKELETON_VOCABULARY}))
     model = _without_layers(model, prod(_MANY), bench)
     return _of_forward(model, bench, lambda view: _Unread(view, bench), lambda batch, tokens: 0.0)
 

@@ -136,7 +136,7 @@ def multiplier(
 def verify_seconds(target: Shape, batch: float, context: int, k: int, hardware: Hardware) -> float:
     """Return the seconds of a target forward over k + 1 tokens per sequence, sampling included if measured."""
     costs = hardware.measured.target if hardware.measured else None
-    return _forward_seconds(target, batch, k + 1, context, hardware, costs)
+    return _forward_seconds(target, batch, k + 1, context, hardware, costs, 0)
 
 
 def draft_seconds(draft: DraftShape, batch: float, context: int, k: int, hardware: Hardware) -> float:
@@ -151,13 +151,7 @@ def draft_seconds(draft: DraftShape, batch: float, context: int, k: int, hardwar
 
 
 def _forward_seconds(
-    shape: Shape,
-    batch: float,
-    tokens: int,
-    cached: int,
-    hardware: Hardware,
-    costs: ModelCosts | None,
-    more_flops: float = 0.0,
+    shape: Shape, batch: float, tokens: int, cached: int, hardware: Hardware, costs: ModelCosts | None, more_flops: int
 ) -> float:
     """Return the seconds of a forward: the sum over operations, each of which overlaps only its own reads and FLOPs."""
     rows, width = batch * tokens, hardware.bytes_per_value

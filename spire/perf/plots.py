@@ -62,13 +62,10 @@ def write_speedup(
         image = axis.imshow(numbers, norm=norm, cmap=colours, aspect="auto")
         for row, values_of_row in enumerate(grid):
             for column, value in enumerate(values_of_row):
-                if value is None:
-                    _write(axis, column, row, _NOT_FITTING, "black")
-                    continue
-                dark = abs(norm(value) - 0.5) > 0.36
-                _write(axis, column, row, f"{value:.2f}", "white" if dark else "black")
-    bar = figure.colorbar(image, ax=axes, pad=0.015, aspect=28)
-    bar.set_label("throughput over plain decoding")
+                dark = value is not None and abs(norm(value) - 0.5) > 0.36
+                text = _NOT_FITTING if value is None else f"{value:.2f}"
+                _write(axis, column, row, text, "white" if dark else "black")
+    figure.colorbar(image, ax=axes, pad=0.015, aspect=28, label="throughput over plain decoding")
     figure.savefig(file, dpi=150)
 
 
@@ -101,8 +98,8 @@ def write_map(
                 text = f"k={k}\n{cell['multiplier']:.2f}" if k else "off"
                 _write(axis, column, row, text, "white" if k > deepest / 2 else "black")
     shown = ScalarMappable(BoundaryNorm([k + 0.5 for k in range(deepest + 1)], deepest), ListedColormap(shades))
-    bar = figure.colorbar(shown, ax=axes, pad=0.015, aspect=28, ticks=range(1, deepest + 1))
-    bar.set_label("best speculation depth k")
+    label, ticks = "best speculation depth k", range(1, deepest + 1)
+    figure.colorbar(shown, ax=axes, pad=0.015, aspect=28, ticks=ticks, label=label)
     figure.savefig(file, dpi=150)
 
 
@@ -136,8 +133,7 @@ def write_intensity(file: Path, title: str, target: Shape, contexts: Sequence[in
 
 def write_multipliers(file: Path, title: str, panels: dict[str, list[tuple[str, float | None, float | None]]]) -> None:
     """Plot throughput relative to plain decoding: a panel per draft, (name, measured, modelled) per cell."""
-    widest = max(map(len, panels.values()))
-    figure = _figure(1.6 + 0.62 * widest, 0.6 + 2.4 * len(panels))
+    figure = _figure(1.6 + 0.62 * max(map(len, panels.values())), 0.6 + 2.4 * len(panels))
     for axis, (name, cells) in zip(figure.subplots(len(panels), squeeze=False).flat, panels.items(), strict=True):
         for column, (label, colour) in enumerate((("measured", _ABOVE), ("modelled", _OFF))):
             heights = [cell[1 + column] or 0.0 for cell in cells]

@@ -6,7 +6,7 @@ Pure arithmetic: no torch, no files.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from spire.model.config import DraftConfig, ModelConfig
 
@@ -119,8 +119,7 @@ LLAMA_3_8B = Shape(32, 4096, 14336, heads=32, kv_heads=8, head_dim=128, vocab_si
 QWEN3_8B = Shape(36, 4096, 12288, heads=32, kv_heads=8, head_dim=128, vocab_size=151936)
 
 
-@dataclass(frozen=True)
-class Known:
+class Known(NamedTuple):
     """A model shape in the table of named shapes. `longest` is the maximum number of positions of a sequence.
 
     `longest` is None for the paper's two models, which the paper evaluates beyond their trained contexts.

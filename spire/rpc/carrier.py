@@ -263,11 +263,9 @@ def _tensor_at(memory: Memory, place: int, shape: Sequence[int], dtype: torch.dt
 
 def _view(memory: Memory, taken: pb.RingSlice, alignment: int) -> Memory:
     """Return the bytes of a slice. Raises InvalidRequest if the slice does not lie in the ring."""
-    place = taken.position % len(memory)
-    if taken.position >= _NO_POSITION or place % alignment or place + taken.length > len(memory):
-        raise InvalidRequest(
-            f"{taken.length} bytes at position {taken.position} do not lie in a ring of {len(memory)} bytes"
-        )
+    size, place = len(memory), taken.position % len(memory)
+    if taken.position >= _NO_POSITION or place % alignment or place + taken.length > size:
+        raise InvalidRequest(f"{taken.length} bytes at position {taken.position} do not lie in a ring of {size} bytes")
     return memory[place : place + taken.length]
 
 

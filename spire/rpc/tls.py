@@ -9,8 +9,8 @@ Does not know: which service a certificate is for, and renewal: a service reads 
 from __future__ import annotations
 
 import ssl
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import grpc
 
@@ -28,8 +28,7 @@ _REASONS = {
 }
 
 
-@dataclass(frozen=True)
-class Tls:
+class Tls(NamedTuple):
     """A service's certificate, its private key and the CA certificate, each in PEM."""
 
     certificate: bytes

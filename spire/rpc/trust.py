@@ -5,8 +5,8 @@ Without authentication a service listens only on loopback or a Unix socket. Ever
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import structlog
 
@@ -18,8 +18,7 @@ from spire.rpc.tls import Tls
 log = structlog.get_logger()
 
 
-@dataclass(frozen=True)
-class Trust:
+class Trust(NamedTuple):
     tls: Tls | None = None
     secret: Secret | None = None
 

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.error import URLError
 from urllib.request import ProxyHandler, build_opener
 
 from spire.errors import SpireError
@@ -25,9 +24,7 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m spire.service.health", description="Ask a service whether it serves."
-    )
+    parser = argparse.ArgumentParser("python -m spire.service.health", description="Ask a service whether it serves.")
     parser.add_argument("address", help="http(s)://HOST:PORT/PATH, or HOST:PORT of a gRPC service")
     parser.add_argument("--tls", type=Path, help="directory with tls.crt, tls.key and ca.crt, for a gRPC service")
     parser.add_argument("--timeout", type=float, default=5.0, help="seconds to wait for the answer (default: 5)")
@@ -42,17 +39,13 @@ def main() -> None:
 
 def refusal_of(address: str, tls: Path | None, timeout: float) -> str:
     """Return the reason why a service is not serving, or "" if healthy. Raises SpireError for unusable certificates."""
-    if address.startswith(("http://", "https://")):
-        return _of_http(address, timeout)
-    return asyncio.run(_of_grpc(address, tls, timeout))
-
-
-def _of_http(url: str, timeout: float) -> str:
+    if not address.startswith(("http://", "https://")):
+        return asyncio.run(_of_grpc(address, tls, timeout))
     try:
         # The environment's proxies are not for connections to this container itself.
-        with build_opener(ProxyHandler({})).open(url, timeout=timeout):
+        with build_opener(ProxyHandler({})).open(address, timeout=timeout):
             return ""
-    except (URLError, OSError) as error:
+    except OSError as error:
         return str(error)
 
 

@@ -12,9 +12,9 @@ import hashlib
 import os
 import re
 import secrets
-from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
+from typing import NamedTuple
 
 from spire.errors import DataError, SpireError
 from spire.files import write_whole
@@ -27,8 +27,7 @@ _LINE = re.compile(rf"({_NAME.pattern})[ \t]+([0-9a-f]{{64}})")
 _SENDABLE = re.compile(r"[\x21-\x7e]*")
 
 
-@dataclass(frozen=True)
-class KnownKey:
+class KnownKey(NamedTuple):
     name: str
     digest: bytes
 

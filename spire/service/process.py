@@ -29,6 +29,8 @@ import structlog
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, CliApp, PydanticBaseSettingsSource, SettingsConfigDict, SettingsError
 from pydantic_settings.sources import PyprojectTomlConfigSettingsSource as TomlTable
+from structlog.processors import ExceptionRenderer
+from structlog.stdlib import ProcessorFormatter
 from structlog.typing import ExcInfo, Processor
 
 from spire.address import Host
@@ -169,13 +171,9 @@ def _log_as_json(level: str) -> None:
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
-    foreign: list[Processor] = [
-        structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-        structlog.processors.ExceptionRenderer(_without_message),
-        to_json,
-    ]
-    formatter = structlog.stdlib.ProcessorFormatter(
-        processors=foreign, foreign_pre_chain=[*stamps, structlog.stdlib.add_logger_name]
+    without_meta, exceptions = ProcessorFormatter.remove_processors_meta, ExceptionRenderer(_without_message)
+    formatter = ProcessorFormatter(
+        processors=[without_meta, exceptions, to_json], foreign_pre_chain=[*stamps, structlog.stdlib.add_logger_name]
     )
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter)

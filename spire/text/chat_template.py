@@ -56,12 +56,8 @@ class ChatTemplate:
         """
         if not self.source:
             raise TemplateRefusal("the model's tokenizer has no chat template")
-        given = dict(variables or {}) | {
-            "messages": messages,
-            "add_generation_prompt": add_generation_prompt,
-            "tools": None,
-            "documents": None,
-        }
+        given = dict(variables or {}) | {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        given |= {"tools": None, "documents": None}
         if not continue_final_message:
             return self._written(given, most_characters)
         # A random mark occurs in no message. Its trailing blank shows whether the template keeps trailing blanks.

@@ -104,7 +104,7 @@ def decoded(raw: bytes, name: str, first_line: int = 1) -> str:
     except UnicodeDecodeError as error:
         at, byte = error.start, raw[error.start]
         line = first_line + raw.count(b"\n", 0, at)
-        column = at - (raw.rfind(b"\n", 0, at) + 1) + 1
+        column = at - raw.rfind(b"\n", 0, at)
         # Not `from error`, which would keep the whole file in memory.
         raise DataError(
             f"{name}, line {line}: byte {column} is 0x{byte:02x}, which is not UTF-8. Convert the file, "

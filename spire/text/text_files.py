@@ -17,9 +17,8 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from spire.errors import DataError
 
@@ -37,8 +36,7 @@ _BLOCK = 512
 Told = Callable[[int], None]
 
 
-@dataclass(frozen=True)
-class TextFile:
+class TextFile(NamedTuple):
     """A file's name for messages and a stream of its unpacked bytes, valid until `text_files` yields the next file."""
 
     name: str

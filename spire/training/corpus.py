@@ -67,10 +67,8 @@ class TokenStream:
         name = key.hexdigest()[:16]
         file = user_cache() / f"tokens-{name}.npy"
         if not file.exists():
-            encoded = (
-                tokenizer.encode(text, add_special_tokens=False).ids
-                for text in corpus_texts(paths, chats, "tokenizing")
-            )
+            texts = corpus_texts(paths, chats, "tokenizing")
+            encoded = (tokenizer.encode(text, add_special_tokens=False).ids for text in texts)
             rows = [np.array([*ids, end], dtype=np.uint32) for ids in encoded]
             write_whole(file, lambda unfinished: np.save(unfinished, np.concatenate(rows)))
         return cls(np.load(file, mmap_mode="r"), start, name)

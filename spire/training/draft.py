@@ -126,9 +126,9 @@ def train_draft(
     Returns False if the time ran out before the last step.
     """
     find_files([*data, *valid])  # reports missing files before a large target is loaded
-    work, device = out / "run", execution.device
     target, identity = load_target(target_directory)
-    target, config, chats = target.to(device), target.config, Chats(target_directory)
+    device, config, chats = execution.device, target.config, Chats(target_directory)
+    target = target.to(device)
     _check(recipe)
     tokenizer = load_tokenizer(target_directory, config.vocab_size)
     start = config.bos_token_id if config.bos_token_id is not None else 0
@@ -140,9 +140,8 @@ def train_draft(
         source = OnPolicy.build(target, identity, stream, recipe.on_policy, recipe.short_length)
     torch.manual_seed(recipe.seed)
     draft = new_draft(target, identity, recipe).to(device).requires_grad_(True).train()
-    factor = _scale_embedding(draft, target, stream, recipe)
-    optimizers = _optimizers(draft, recipe, factor)
-    checkpoint = Checkpoint(work, {**{k: v for k, v in asdict(recipe).items() if k != "steps"}, "target": identity})
+    optimizers = _optimizers(draft, recipe, _scale_embedding(draft, target, stream, recipe))
+    checkpoint = Checkpoint(out / "run", asdict(recipe) | {"target": identity})
     objective = torch.compile(rollout_loss, dynamic=False) if execution.compiled else rollout_loss
 
     def forward(step: int) -> StepResult:
@@ -159,8 +158,7 @@ def train_draft(
         return validation_figures(draft, target, held_out, recipe, device) if held_out else {}
 
     lengths, decay = [recipe.length_at(step) for step in range(recipe.steps)], recipe.decay_share
-    minutes = execution.minutes
-    done = train_steps("draft", checkpoint, draft, optimizers, lengths, decay, forward, validate, minutes)
+    done = train_steps("draft", checkpoint, draft, optimizers, lengths, decay, forward, validate, execution.minutes)
     if done:
         save_draft(out, draft)
     return done

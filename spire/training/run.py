@@ -36,7 +36,8 @@ class Checkpoint:
 
     def __init__(self, directory: Path, recipe: dict[str, Any]):
         self.file = directory / "state.safetensors"
-        self.recipe = json.loads(json.dumps(recipe))
+        # The number of steps may change until the learning rate decays: before, it has no effect.
+        self.recipe = json.loads(json.dumps({name: value for name, value in recipe.items() if name != "steps"}))
         directory.mkdir(parents=True, exist_ok=True)
 
     def save(self, step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
@@ -102,15 +103,9 @@ class ProgressLog:
         self.began, self.tokens = time.monotonic(), 0
 
     def steps(self, description: str) -> Iterator[int]:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[figures]}"),
-        )
-        with Progress(*columns, refresh_per_second=2) as self.progress:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        figures = TextColumn("{task.fields[figures]}")
+        with Progress(*columns, TimeRemainingColumn(), figures, refresh_per_second=2) as self.progress:
             self.task = self.progress.add_task(description, total=self.total, completed=self.start, figures="")
             for step in range(self.start, self.total):
                 yield step
@@ -120,8 +115,7 @@ class ProgressLog:
     def report(self, step: int, **figures: float) -> None:
         seconds = time.monotonic() - self.began
         figures["tokens_per_second"] = self.tokens / seconds
-        text = " ".join(f"{name}={value:.4g}" for name, value in figures.items())
-        self.progress.update(self.task, figures=text)
+        self.progress.update(self.task, figures=" ".join(f"{name}={value:.4g}" for name, value in figures.items()))
         self.note(step, seconds=round(seconds, 1), **figures)
 
     def note(self, step: int, **figures: float) -> None:

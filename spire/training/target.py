@@ -74,8 +74,7 @@ def train_target(
 
     Returns False if the time ran out before the last step.
     """
-    work, device = out / "run", execution.device
-    chats = Chats(out)
+    device, chats = execution.device, Chats(out)
     tokenizer = _tokenizer(data, out, recipe.vocab_size, chats)
     start, end = tokenizer.encode(START + END, add_special_tokens=False).ids
     stream = TokenStream.build(data, tokenizer, start, end, chats)
@@ -85,8 +84,7 @@ def train_target(
     target = Target(recipe.model_config()).to(device)
     initialise(target, target.layers)
     optimizers = muon_and_adamw(target, target.layers, recipe.muon_rate, recipe.adamw_rate, recipe.muon_weight_decay)
-    # The number of steps may change until the learning rate decays: before, it has no effect.
-    checkpoint = Checkpoint(work, {k: v for k, v in asdict(recipe).items() if k != "steps"})
+    checkpoint = Checkpoint(out / "run", asdict(recipe))
     loss_of = torch.compile(next_token_loss, dynamic=False) if execution.compiled else next_token_loss
 
     def forward(step: int) -> StepResult:
@@ -100,8 +98,7 @@ def train_target(
         return {"valid_loss": validation_loss(target, held_out, recipe.short_length, device)} if held_out else {}
 
     lengths, decay = [recipe.length_at(step) for step in range(recipe.steps)], recipe.decay_share
-    minutes = execution.minutes
-    done = train_steps("target", checkpoint, target, optimizers, lengths, decay, forward, validate, minutes)
+    done = train_steps("target", checkpoint, target, optimizers, lengths, decay, forward, validate, execution.minutes)
     if done:
         save_target(out, target)
     return done
@@ -109,8 +106,7 @@ def train_target(
 
 def next_token_loss(target: Target, tokens_BT: Tensor) -> Tensor:
     """Return the mean cross-entropy in nats of each token given the tokens before it."""
-    output = target(tokens_BT[:, :-1], WholeSequence(tokens_BT[:, :-1]))
-    logits = target.unembed(output.hidden_BTD)
+    logits = target.unembed(target(tokens_BT[:, :-1], WholeSequence(tokens_BT[:, :-1])).hidden_BTD)
     return F.cross_entropy(logits.flatten(0, 1), tokens_BT[:, 1:].flatten())
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence as Rows
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import structlog
 
@@ -27,8 +27,7 @@ from verifier_service.metrics import VerifierMetrics
 log = structlog.get_logger("verifier_service")
 
 
-@dataclass(frozen=True)
-class StepWork:
+class StepWork(NamedTuple):
     """The batches that a step answers, and the blocks of these batches that the step verifies, in order of slots.
 
     `q_seconds`: time spent on reading and checking q.

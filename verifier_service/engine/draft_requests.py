@@ -10,9 +10,9 @@ import operator
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from typing import NamedTuple
 
 from spire.decoding.drafting import MAX_SPECULATION_DEPTH
 from spire.model.config import MAGICDEC
@@ -30,8 +30,7 @@ _MOST_PATIENCE = 60.0
 Send = Callable[[draft_pb2.DraftRequest], None]
 
 
-@dataclass(frozen=True)
-class OutstandingRequest:
+class OutstandingRequest(NamedTuple):
     """A draft request without a reply so far: the items of a batch to draft for, and the deadline of the reply."""
 
     draft_id: str
@@ -77,9 +76,7 @@ class DraftRequests:
         by_draft: defaultdict[str, list[tuple[Item, HeldSequence]]] = defaultdict(list)
         for item in task.items:
             sequence = self._sequences.get(item.sequence_id) if item.k and not item.tokens else None
-            if not sequence or sequence.gateway != task.gateway:
-                continue
-            if sequence.started and item.round == sequence.round + 1:
+            if sequence and sequence.gateway == task.gateway and sequence.started and item.round == sequence.round + 1:
                 by_draft[sequence.draft_id].append((item, sequence))
         for draft_id, asked in by_draft.items():
             if draft_id == MAGICDEC:

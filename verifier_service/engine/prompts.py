@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence as Rows
 from dataclasses import dataclass
-from operator import itemgetter
+from itertools import count
 from statistics import median
 
 from spire.model.cache import TargetCache
@@ -158,12 +158,8 @@ class Prompts:
 
     def _in_turn(self, sequences: Rows[HeldSequence]) -> list[HeldSequence]:
         """Interleave the gateways, in order of their turns: the first sequence of each gateway, then the second, ..."""
-        before = Counter[str]()
-        keys = []
-        for sequence in sequences:
-            keys.append((before[sequence.gateway], self._turns.get(sequence.gateway, 0)))
-            before[sequence.gateway] += 1
-        return [sequence for _, sequence in sorted(zip(keys, sequences, strict=True), key=itemgetter(0))]
+        before: defaultdict[str, Iterator[int]] = defaultdict(count)
+        return sorted(sequences, key=lambda one: (next(before[one.gateway]), self._turns.get(one.gateway, 0)))
 
     def _remaining(self, sequence: HeldSequence) -> int:
         """Return the number of positions to compute until the sequence may copy a prefix or its prompt is complete."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence as Rows
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import structlog
 
@@ -21,8 +21,7 @@ from verifier_service.metrics import INTERNAL, VerifierMetrics
 log = structlog.get_logger("verifier_service")
 
 
-@dataclass(frozen=True)
-class Wish:
+class Wish(NamedTuple):
     """An item of a batch, its sequence, and the number of tokens to draft for it."""
 
     item: Item

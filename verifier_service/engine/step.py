@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from spire.decoding.drafting import Drafted, draft_tokens
-from spire.model.backends.fused_verification import judge, judges
 from spire.decoding.sampling import SamplingRows, sample
 from spire.decoding.verification import SparseDistribution, verify
 from spire.errors import InvalidRequest
+from spire.model.backends.fused_verification import judge, judges
 from spire.model.cache import Stretches, TargetCache
 from spire.model.self_speculation import SelfSpeculation, SparseAttention
 from spire.model.target import Target, TargetOutput
@@ -118,15 +118,10 @@ class ModelSteps:
                 self.cache.rewind(chosen, [0] * some)
                 self.run(None, PromptChunk(chosen, prompts, [True] * some, [[] for _ in chosen], [some]))
                 probs_BKV = torch.ones(some, k, self.target.config.vocab_size, device=self.device)
-                blocks = RaggedBatch(
-                    slots=chosen,
-                    counts=[k] * some,
-                    tokens_BT=torch.tensor([[0] * (k + 1)] * some, device=self.device),
-                    counts_B=torch.tensor([k] * some, device=self.device),
-                    base_B=torch.tensor([len(prompt)] * some, device=self.device),
-                    q=None,
-                    widths_B=torch.tensor([0] * some, device=self.device),
-                )
+                tokens_BT = torch.zeros(some, k + 1, dtype=torch.int64, device=self.device)
+                numbers = torch.tensor([[k] * some, [len(prompt)] * some, [0] * some], device=self.device)
+                counts_B, base_B, widths_B = numbers
+                blocks = RaggedBatch(chosen, [k] * some, tokens_BT, counts_B, base_B, None, widths_B)
                 for q in (None, SparseDistribution(None, probs_BKV.bfloat16())):
                     self.cache.rewind(chosen, [len(prompt)] * some)
                     self.run(replace(blocks, q=q), None)

@@ -98,11 +98,10 @@ Deliver = Callable[[Delivery], None]
 
 def spans_of(sequence_id: str, positions: list[int], reset: bool) -> list[pb.ActivationSpan]:
     """Return one span per run of consecutive positions. If `reset`, the first span marks the start of a replay."""
-    starts = [positions[0], *(b for a, b in pairwise(positions) if b != a + 1)] if positions else []
-    bounds = [*(positions.index(start) for start in starts), len(positions)]
+    starts = [at for at, position in enumerate(positions) if at == 0 or position != positions[at - 1] + 1]
     return [
         pb.ActivationSpan(sequence_id=sequence_id, start=positions[a], count=b - a, reset=reset and a == 0)
-        for a, b in pairwise(bounds)
+        for a, b in pairwise([*starts, len(positions)])
     ]
 
 

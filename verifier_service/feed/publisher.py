@@ -10,7 +10,7 @@ Does not know: sequences that started before their draft first subscribed. They 
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +21,7 @@ from verifier_service.feed.feed import Advance, Feed, Taps
 from verifier_service.metrics import VerifierMetrics
 
 
-@dataclass(frozen=True)
-class FeedRows:
+class FeedRows(NamedTuple):
     """The committed positions of a forward that belong to one feed, and the activations at these R positions."""
 
     feed: Feed

@@ -73,10 +73,9 @@ class Grammars:
             raise _wrong("this model has no end token: nothing could end an output that a grammar describes")
         source = _source(grammar)
         _, words = _tried("compile", source)
-        if words:
-            _refuse(words)
+        _check(words)
         state = grammar_trial.start(self._tokenizer, source)
-        _check(state)
+        _check(grammar_trial.error(state))
         matcher = Matcher(self, state)
         if not (matcher.masks([])[0].numpy() & self.text_V).any() and not state.is_accepting():
             raise _wrong("no token can begin what the grammar describes")
@@ -86,10 +85,7 @@ class Grammars:
         """Return for each (matcher, draft) the result of `Matcher.masks`, or its error; computed in parallel."""
         drafts = [matcher.live(draft) for matcher, draft in asked]
         # A draft is tried on a copy: a library state is unusable once no token can continue.
-        states = [
-            matcher.state.deep_copy() if draft else matcher.state
-            for (matcher, _), draft in zip(asked, drafts, strict=True)
-        ]
+        states = [one.state.deep_copy() if draft else one.state for (one, _), draft in zip(asked, drafts, strict=True)]
         *firsts, count = accumulate((len(draft) + 1 for _, draft in asked), initial=0)
         allowed_RV = self._rows(list(zip(states, firsts, drafts, strict=True)), count)
         answers: list[Tensor | InvalidRequest] = []
@@ -97,7 +93,7 @@ class Grammars:
             end = first + len(whole) + 1
             allowed_RV[first + (0 if matcher.ended else len(draft) + 1) : end] = self.ends_V
             try:
-                _check(state)
+                _check(grammar_trial.error(state))
                 answers.append(torch.from_numpy(allowed_RV[first:end]))
             except InvalidRequest as error:
                 answers.append(error)
@@ -131,7 +127,7 @@ class Matcher:
         for token in tokens:
             began = time.thread_time()
             if not self._take(token):
-                _check(self.state)
+                _check(grammar_trial.error(self.state))
                 raise _wrong(f"token {token} cannot come here: the grammar forbids it after what was generated")
             self.token_seconds += (time.thread_time() - began - self.token_seconds) / _AVERAGED
             if self.token_seconds > _MOST_TOKEN_SECONDS:
@@ -199,8 +195,7 @@ def _source(grammar: pb.Grammar) -> str:
             source = f"start: %json {_with_layout(text, grammar.json_whitespace)}"
         case _ if _GBNF_RULE.search(text):
             source, words = _tried("convert", text)
-            if words:
-                _refuse(words)
+            _check(words)
         case _:
             source = text
             if found := next((match for match in _LARK_TOKEN.finditer(text) if match["special"]), None):
@@ -254,14 +249,10 @@ def _wrong(message: str) -> InvalidRequest:
     return InvalidRequest(message, "grammar")
 
 
-def _check(state: LLMatcher) -> None:
-    """Raise InvalidRequest with the library's message if this state has an error."""
-    if words := grammar_trial.error(state):
-        _refuse(words)
-
-
-def _refuse(words: str) -> None:
-    """Raise InvalidRequest with the library's message, without its quotes of the translated source."""
+def _check(words: str) -> None:
+    """Raise InvalidRequest with the library's message, if any, without its quotes of the translated source."""
+    if not words:
+        return
     words = re.split(r"\n *\d+ \| |\n<", words)[0].removeprefix("at 1(8): ")
     if len(words) > _MAX_CHARACTERS:
         words = f"{words[: _MAX_CHARACTERS // 2]} … {words[-_MAX_CHARACTERS // 2 :]}"

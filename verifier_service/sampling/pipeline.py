@@ -96,9 +96,8 @@ class Pipeline:
         """Refuse the slowest grammars of a batch until a token of all others takes at most _MOST_GRAMMAR_SECONDS."""
         followed = [slot for slot in slots if slot in self._matchers and slot not in self._problems]
         fastest = sorted(followed, key=lambda slot: self._matchers[slot].token_seconds)
-        for slot, together in zip(
-            fastest, accumulate(self._matchers[one].token_seconds for one in fastest), strict=True
-        ):
+        times = accumulate(self._matchers[slot].token_seconds for slot in fastest)
+        for slot, together in zip(fastest, times, strict=True):
             if together > _MOST_GRAMMAR_SECONDS:
                 self._problems[slot] = self._matchers[slot].too_slow()
 

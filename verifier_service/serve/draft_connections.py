@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import grpc
 
@@ -67,19 +66,15 @@ class DraftConnections(rpc.DraftingServicer):
         draft_id = told(context, DRAFT_METADATA_KEY)
         try:
             check_draft_id(draft_id)
-            with self.names.held(draft_id, context), self._asked(draft_id) as stream:
-                await asyncio.wrap_future(self._engine.call(self._engine.draft_requests.connect, draft_id, stream.send))
-                # The metadata tell the draft that requests will follow.
-                await context.send_initial_metadata(())
-                async for request in stream.requests(replies):
-                    yield request
+            with self.names.held(draft_id, context):
+                stream, engine = RequestStream(self._engine, draft_id), self._engine
+                try:
+                    await asyncio.wrap_future(engine.call(engine.draft_requests.connect, draft_id, stream.send))
+                    # The metadata tell the draft that requests will follow.
+                    await context.send_initial_metadata(())
+                    async for request in stream.requests(replies):
+                        yield request
+                finally:
+                    engine.call(engine.draft_requests.disconnect, draft_id, stream.send)
         except SpireError as error:
             await context.abort(call_status(error), str(error))
-
-    @contextlib.contextmanager
-    def _asked(self, draft_id: str) -> Iterator[RequestStream]:
-        stream = RequestStream(self._engine, draft_id)
-        try:
-            yield stream
-        finally:
-            self._engine.call(self._engine.draft_requests.disconnect, draft_id, stream.send)

@@ -61,8 +61,7 @@ class Names:
             raise InvalidRequest(
                 f"the {self._kind} that calls does not say its name: spire-{self._kind} in the metadata"
             )
-        caller, _ = self._uses.get(name, (told(context, CALLER_METADATA_KEY), 0))
-        if caller != told(context, CALLER_METADATA_KEY):
+        if name in self._uses and self._uses[name][0] != told(context, CALLER_METADATA_KEY):
             raise NotAllowed(f"another process is {self._kind} {name} now: a name in use cannot be taken over")
 
 

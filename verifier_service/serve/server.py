@@ -81,7 +81,7 @@ def load(config: VerifierConfig) -> tuple[VerifierEngine, Hosted]:
     position_bytes, at_once = shape.kv_bytes_per_position // 2 * dtype.itemsize, device.type != "cpu"
     room = room_for(wishes, shape.max_position_embeddings, position_bytes, free_memory(device), at_once)
     grammars, no_grammars = _read_grammars(tokenizer.tokenizer_json, shape.vocab_size, end_tokens)
-    engine = _build_engine(packed, config, room, dtype, device, grammars)
+    engine = _build_engine(packed, config, room, device, grammars)
     if loads_kernels_late(device):
         engine.steps.warm_up()
     engine.measure()
@@ -136,23 +136,11 @@ def _read_tokenizer(model: Path, shape: ModelConfig) -> pb.GetTokenizerResponse:
 
 
 def _build_engine(
-    target: Target,
-    config: VerifierConfig,
-    room: Room,
-    dtype: torch.dtype,
-    device: torch.device,
-    grammars: Grammars | None,
+    target: Target, config: VerifierConfig, room: Room, device: torch.device, grammars: Grammars | None
 ) -> VerifierEngine:
-    shape, slots = target.config, room.sequences
-    cache = TargetCache(
-        shape,
-        slots,
-        room.context,
-        dtype,
-        device,
-        parking=slots if config.prefix_cache and device.type == "cpu" else 0,
-        budget=room.budget,
-    )
+    shape, dtype, slots = target.config, target.embed_tokens.weight.dtype, room.sequences
+    parking = slots if config.prefix_cache and device.type == "cpu" else 0
+    cache = TargetCache(shape, slots, room.context, dtype, device, parking, room.budget)
     sparse = SparseAttention(config.self_sink, config.self_window)
     steps = ModelSteps(target, cache, Pipeline(slots, shape.vocab_size, device, grammars), sparse, config.self_top_m)
     if (rate := config.lossy_synthetic_acceptance) is not None:

@@ -305,13 +305,14 @@ class VerifierService(rpc.VerifierServicer):
         subscriber = Subscriber(asyncio.get_running_loop(), ask_replay, ring)
         self._subscribers[draft_id] = subscriber
         subscribed = self._engine.call(self._engine.subscribe, draft_id, taps, subscriber.deliver)
+        carrier = "inline bytes" if ring is None else "memory of the GPU" if ring.offer.gpu_handle else "shared memory"
         log.info(
             "a draft follows",
             draft_id=draft_id,
             tapped_layers=taps.layers,
             sink=taps.sink,
             window=taps.window,
-            carrier=_carrier(ring),
+            carrier=carrier,
         )
         return subscriber, subscribed
 
@@ -337,9 +338,3 @@ class VerifierService(rpc.VerifierServicer):
         done = self._engine.call(self._engine.slots.release_own, gateway, list(request.sequence_ids))
         released = await asyncio.wrap_future(done)
         return pb.ReleaseResponse(released=released, cache_usage=self._engine.steps.cache.usage)
-
-
-def _carrier(ring: Ring | None) -> str:
-    if ring is None:
-        return "inline bytes"
-    return "memory of the GPU" if ring.offer.gpu_handle else "shared memory"

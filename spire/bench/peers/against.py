@@ -43,8 +43,7 @@ class Server:
             raise BenchError(f"{base}/v1/models does not say what is served there: {said}") from error
 
     def body(self, request: Request, prompt: list[int], seed: int) -> dict[str, Any]:
-        sent = prompt if self.tokenizer is None else self.tokenizer.decode(prompt)
-        return request.standard(sent, seed, self.model)
+        return request.standard(prompt if self.tokenizer is None else self.tokenizer.decode(prompt), seed, self.model)
 
     def measure(self, load: Load, repeats: int, seed: int, done: Callable[[], None]) -> Cell:
         """Run the load once to warm up and `repeats` times to measure. `done` is called after each run."""

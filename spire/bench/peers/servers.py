@@ -12,10 +12,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from spire.bench.cell import Cell
 from spire.bench.load import Batch
@@ -25,11 +24,9 @@ from spire.errors import SpireError
 from spire.model.config import load_draft_config
 
 TRANSFORMERS = "transformers"
-_ALONE = "transformers assists one sequence at a time: measured at batch 1 only"
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """Measurements to make with a peer. `assistant` is a draft that needs no target activations, or None."""
 
     model: Path
@@ -81,15 +78,10 @@ def cells(task: Task) -> int:
 
 
 def _message(task: Task) -> dict[str, Any]:
+    seeds = [task.seed + 1_000_000 * at for at in range(task.repeats)]
     loads = [
-        {
-            "batch": load.batch,
-            "context": load.context,
-            "generate": load.generate,
-            "prompts": [
-                load.source.cut(load.batch, load.context, task.seed + 1_000_000 * at) for at in range(task.repeats)
-            ],
-        }
+        {"batch": load.batch, "context": load.context, "generate": load.generate}
+        | {"prompts": [load.source.cut(load.batch, load.context, seed) for seed in seeds]}
         for load in task.loads
     ]
     assistant = str(task.assistant) if task.assistant else None
@@ -101,7 +93,7 @@ def _cell(answer: dict[str, Any]) -> Cell:
     runs = [_figures(run, answer["batch"], answer["peak_memory_bytes"]) for run in answer["runs"]]
     note = ", ".join(f"{name} {value}" for name, value in answer["way"].items())
     if answer["mode"] != "generate":
-        note += f" ({_ALONE})"
+        note += " (transformers assists one sequence at a time: measured at batch 1 only)"
     return Cell(f"{TRANSFORMERS} {answer['mode']}", None, None, answer["batch"], answer["context"], runs, note=note)
 
 
@@ -110,6 +102,5 @@ def _figures(stamps: list[tuple[float, int]], batch: int, peak: int | None) -> F
     before = [0, *(tokens for _, tokens in stamps)]
     arrivals = [(moment, tokens - had) for (moment, tokens), had in zip(stamps, before, strict=False)]
     steps = len(stamps) - 1
-    accepted = stamps[-1][1] - stamps[0][1] - steps
-    told = {"num_spec_steps": steps, "num_accepted_draft_tokens": accepted}
+    told = {"num_spec_steps": steps, "num_accepted_draft_tokens": stamps[-1][1] - stamps[0][1] - steps}
     return figures_of_steps([Streamed(0.0, arrivals, metrics={"speculative_decoding": told})] * batch, peak)

@@ -22,7 +22,6 @@ _NEUTRAL: dict[str, Any] = {
     "use_parallel_residual": False,
 }
 _ROPE_FACTORS = "rope_freqs.weight"
-_LLAMA3_LOW, _LLAMA3_HIGH = 1.0, 4.0
 
 
 def model_config(file: GgufFile) -> ModelConfig:
@@ -44,9 +43,7 @@ def model_config(file: GgufFile) -> ModelConfig:
 
 
 def _shape(file: GgufFile) -> ModelConfig:
-    width, heads, context = (
-        _key(file, name) for name in ("embedding_length", "attention.head_count", "context_length")
-    )
+    width, heads, context = (_key(file, key) for key in ("embedding_length", "attention.head_count", "context_length"))
     head_dim = _key(file, "attention.key_length", width // max(heads, 1))
     for name in ("attention.value_length", "rope.dimension_count"):
         if (found := _key(file, name, head_dim)) != head_dim:
@@ -97,7 +94,7 @@ def _llama3(file: GgufFile, theta: float, head_dim: int) -> RopeConfig:
     """
     factors = [float(value) for value in file.tensors[_ROPE_FACTORS].data.reshape(-1)]
     largest = max(factors, default=0.0)
-    low, high = _LLAMA3_LOW, _LLAMA3_HIGH
+    low, high = 1.0, 4.0  # Llama 3's own
     frequencies = [theta ** (-2 * pair / head_dim) for pair in range(head_dim // 2)]
     contexts = [
         2 * math.pi / frequency * (low + (high - low) * (1 / factor - 1 / largest) / (1 - 1 / largest))

@@ -7,7 +7,6 @@ space to every text between special tokens, as llama.cpp does, because GGUF file
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -28,8 +27,7 @@ _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CAPITALS, _SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 
 
-@dataclass(frozen=True)
-class Division:
+class Division(NamedTuple):
     """A pre-tokenizer: splits text by `pattern` (empty: GPT-2's) and, if `single_digits`, numbers into digits."""
 
     pattern: str = ""

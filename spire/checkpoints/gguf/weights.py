@@ -89,8 +89,7 @@ def write_weights(file: GgufFile, weights: list[Weight], config: ModelConfig, ou
     if len(shards) > 1:
         places = {weight.name: name for name, shard in zip(names, shards, strict=True) for weight in shard}
         total = sum(math.prod(weight.shape) for weight in weights) * dtype.itemsize
-        index = {"metadata": {"total_size": total}, "weight_map": places}
-        write_json(out / "model.safetensors.index.json", index)
+        write_json(out / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": places})
 
 
 def _shards(weights: list[Weight], dtype: torch.dtype) -> Iterator[list[Weight]]:

@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from spire.bench.capacity import OVERLOAD, Arriving, Capacity, Trial, find
 from spire.bench.client import Request
@@ -49,12 +49,10 @@ def capacity(
     pair = choose_pair(model, draft)
     source = PromptSource(pair.model, data or [BUNDLED_TEXT])
     arriving = Arriving(source, context, Request(generate, temperature, None), seconds)
-    refusing = ["--max-queue-seconds", str(first_token)]
-    with serving(url, pair, ModelOptions(dtype), gateway_options=refusing) as system:
+    with serving(url, pair, ModelOptions(dtype), gateway_options=["--max-queue-seconds", str(first_token)]) as system:
         found = find(system.url, arriving, 1000 * first_token, seed, _tell)
     if as_json:
-        figures = asdict(found) | {"overload_factor": OVERLOAD, "inter_token_stretch": found.stretch}
-        typer.echo(json.dumps(figures))
+        typer.echo(json.dumps(asdict(found) | {"overload_factor": OVERLOAD, "inter_token_stretch": found.stretch}))
     else:
         Console().print(_table(found))
 
@@ -66,13 +64,12 @@ def _tell(trial: Trial) -> None:
 
 
 def _table(found: Capacity) -> Table:
-    table = Table(title=f"capacity: first token within {found.bound_ms:.0f} ms for 99 of 100")
     headings = ("", "requests/s", "refused", "first token p99", "between tokens p99", "tokens/s", "refusal p95")
-    for heading in headings:
-        table.add_column(heading, justify="right")
+    columns = [Column(heading, justify="right") for heading in headings]
+    table = Table(*columns, title=f"capacity: first token within {found.bound_ms:.0f} ms for 99 of 100")
     for name, trial in (("capacity", found.best), (f"{OVERLOAD} × that", found.overload)):
         if trial is None:
-            table.add_row(name, *["none"] * (len(headings) - 1))
+            table.add_row(name, *["none"] * (len(columns) - 1))
             continue
         refused = f"{sum(trial.refused.values())} of {trial.requests}"
         times = (trial.time_to_first_token_ms_p99, trial.inter_token_ms_p99)

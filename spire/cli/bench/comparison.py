@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.progress import Progress, TaskID
 
@@ -25,8 +25,7 @@ _LEARNING = 8
 _LOOKED_UP = 4
 
 
-@dataclass(frozen=True)
-class Chosen:
+class Chosen(NamedTuple):
     """A draft to measure: its name in outputs and the pair to serve. `known`: False for a gateway's unknown draft."""
 
     name: str
@@ -67,8 +66,7 @@ class Run:
             runs = alternate(system, load, depths, self.repeats, seed, lambda: progress.advance(task))
             for depth in depths:
                 cell = Cell(SPIRE, chosen.name, depth, load.batch, load.context, runs[depth], runs[0], trace=load.trace)
-                modelled = self._modelled(chosen, load, cell)
-                yield replace(cell, modelled=modelled, synthetic=self.accept_rate is not None)
+                yield replace(cell, modelled=self._modelled(chosen, load, cell), synthetic=self.accept_rate is not None)
 
     def peers(
         self, target: Path, drafts: list[Path], dtype: str, cells: list[Cell], progress: Progress

@@ -46,7 +46,8 @@ def plot(directory: Path, cells: list[Cell]) -> Path:
     for cell in cells:
         if cell.draft is not None and cell.k != 0 and cell.multiplier_measured:
             panel = panels.setdefault(f"{cell.draft}, k = {cell.k}", [])
-            panel.append((f"L {cell.context}\nB {cell.batch}", cell.multiplier_measured, cell.multiplier_modelled))
+            modelled = cell.modelled.get("multiplier_modelled")
+            panel.append((f"L {cell.context}\nB {cell.batch}", cell.multiplier_measured, modelled))
     if not panels:
         raise SpireError("--plot: no depth above 0 was measured beside k = 0 with all requests decoding")
     directory.mkdir(parents=True, exist_ok=True)
@@ -140,7 +141,7 @@ _THROUGHPUT: Columns = _WHAT | {
     "decode": lambda cell: _number(cell.figures.decode_tokens_per_second, 1),
     "min–max": _spread,
     "× plain": lambda cell: _number(cell.multiplier_measured, 2),
-    "modelled": lambda cell: _number(cell.multiplier_modelled, 2),
+    "modelled": lambda cell: _number(cell.modelled.get("multiplier_modelled"), 2),
     "end to end": lambda cell: _number(cell.figures.end_to_end_tokens_per_second, 1),
     "× its plain": lambda cell: _number(cell.multiplier_end_to_end, 2),
 }

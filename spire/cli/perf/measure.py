@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from spire.bench.acceptance import acceptance
 from spire.bench.client import Client, Completed, Request
@@ -66,9 +66,8 @@ def eval_acceptance(
         ]
     if as_json:
         return typer.echo(json.dumps({"acceptance": [asdict(cell) for cell in cells]}))
-    table = Table(title="τ through the services")
-    for heading in ("context", "contexts", "k", "temperature", "rule", "rounds", "τ", "± 95 %", "prefix", "tokens/s"):
-        table.add_column(heading, justify="right")
+    headings = ("context", "contexts", "k", "temperature", "rule", "rounds", "τ", "± 95 %", "prefix", "tokens/s")
+    table = Table(*(Column(heading, justify="right") for heading in headings), title="τ through the services")
     for cell in cells:
         prefix = " ".join(f"{share:.2f}" for share in cell.prefix_acceptance)
         row = (cell.context, cell.contexts, cell.k, cell.temperature, cell.rule, cell.rounds)

@@ -143,8 +143,7 @@ def perf_model(
         wire = find_wire(carrier, machine, draft_hardware is not None, round_trip_ms, wire_gb_per_s)
         its = find_hardware(draft_hardware, hoi, bytes_per_value, goal.shape) if draft_hardware else machine
         each = price if draft_price is None else draft_price
-        its_price = None if each is None else each * (1 if draft_hardware else devices)
-        apart = Apart(its, wire, lanes, its_price)
+        apart = Apart(its, wire, lanes, None if each is None else each * (1 if draft_hardware else devices))
     figures = perf_report.report(scenario, apart)
     maps = {each.name: perf_report.grid(scenario, each) for each in scenario.candidates}
     if plot:

@@ -100,6 +100,7 @@ def _draft(name: str, directory: Path | None, goal: TargetOption) -> DraftShape:
     if not directory.is_dir():
         raise SpireError(f"--draft {name} is no directory and none of {', '.join(_KINDS)}")
     # The sizes of a draft may show that it belongs to another target.
+    foreign = f"--draft {directory} is of another target"
     draft, target = Shape.of(load_model_config(directory)), goal.shape
     tapped = load_draft_config(directory).tapped_layers
     sizes = {"vocabulary": "vocab_size"} if target.vocab_size else {}
@@ -108,14 +109,10 @@ def _draft(name: str, directory: Path | None, goal: TargetOption) -> DraftShape:
     for what, size in sizes.items():
         ours, theirs = getattr(draft, size), getattr(target, size)
         if ours != theirs:
-            raise SpireError(
-                f"--draft {directory} is of another target: its {what} is {ours}, {goal.name} has {theirs}"
-            )
+            raise SpireError(f"{foreign}: its {what} is {ours}, {goal.name} has {theirs}")
     if tapped and max(tapped) >= target.layers:
-        raise SpireError(
-            f"--draft {directory} is of another target: it is sent what enters layer {max(tapped)}, counted from 0, "
-            f"{goal.name} has {target.layers}"
-        )
+        enters = f"it is sent what enters layer {max(tapped)}, counted from 0"
+        raise SpireError(f"{foreign}: {enters}, {goal.name} has {target.layers}")
     return served_draft(directory)
 
 
@@ -148,8 +145,7 @@ def find_hardware(name: str | None, hoi: float, bytes_per_value: int | None, sha
         return gpu(name, bytes_per_value or 2)
     file = calibration.default_file() if name == calibration.CALIBRATED else Path(name)
     if name != calibration.CALIBRATED and not file.is_file():
-        known = ", ".join([*GPUS, calibration.CALIBRATED])
-        raise SpireError(f"--hardware {name} is no file and none of {known}")
+        raise SpireError(f"--hardware {name} is no file and none of {', '.join([*GPUS, calibration.CALIBRATED])}")
     found = calibration.load(file)
     if bytes_per_value not in (None, found.hardware.bytes_per_value):
         raise SpireError(f"--bytes {bytes_per_value}: {file} was measured with {found.dtype}")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from spire.perf import memory_need, perf_model as model, plots
 from spire.perf.hardware import Hardware
@@ -15,8 +15,7 @@ from spire.perf.wire import Wire, wire_bytes
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A draft to evaluate: its name, acceptance, and shape under each window rule, of which the map shows the first."""
 
     name: str
@@ -28,8 +27,7 @@ class Candidate:
         return next(iter(self.windows.values()))
 
 
-@dataclass(frozen=True)
-class Scenario:
+class Scenario(NamedTuple):
     """Input of a report: target, drafts, device; batch, context and k of the table; batches and contexts of the map.
 
     `tied`: the target's embedding and unembedding are one matrix. `price` is the price of an hour of all devices.
@@ -49,8 +47,7 @@ class Scenario:
     contexts: list[int]
 
 
-@dataclass(frozen=True)
-class Apart:
+class Apart(NamedTuple):
     """A device of the draft's own, its price per hour, the network to it, and the number of `lanes`: 1, or 2 groups of
     running sequences of which one is drafted for while the other is verified."""
 
@@ -190,8 +187,7 @@ def _target_need(scenario: Scenario, context: int) -> MemoryNeed:
 
 def _needs(scenario: Scenario, draft: DraftShape, context: int, k: int) -> list[MemoryNeed]:
     """Return the memory needs of target and draft on one device, in the order in which the models are loaded."""
-    its = memory_need.of_draft(draft, context, k, scenario.hardware.bytes_per_value)
-    return [_target_need(scenario, context), its]
+    return [_target_need(scenario, context), memory_need.of_draft(draft, context, k, scenario.hardware.bytes_per_value)]
 
 
 def _fit(needs: list[MemoryNeed], batch: int, hardware: Hardware) -> Row:

@@ -12,7 +12,7 @@ Shapes: B sequences, G key/value heads, H query heads, T new positions, K head w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -28,8 +28,7 @@ _JOINED = 16
 _LOG2_E = 1.4426950408889634
 
 
-@dataclass(frozen=True)
-class Tuning:
+class Tuning(NamedTuple):
     """The number of positions per program, and compiler options. The defaults were the fastest tried on an H200."""
 
     split: int = 1024
@@ -40,8 +39,7 @@ class Tuning:
 FASTEST = Tuning()
 
 
-@dataclass(frozen=True)
-class Pages:
+class Pages(NamedTuple):
     """The page table of B sequences, int32 [B, P], and a pool's strides of pages and heads in rows of K numbers."""
 
     table_BP: Tensor

@@ -10,10 +10,10 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 import spire.model.backends.fused_verification
-from spire.model.backends.fused_verification import judge, judges
 from spire.decoding.sampling import Rule, SamplingRows, probabilities
 from spire.decoding.verification import Q_PROBLEMS, SparseDistribution, Verdict, check_q, verify
 from spire.kernels import Kernels, every_kernels
+from spire.model.backends.fused_verification import judge, judges
 from tests.spire.decoding.test_verification import sampled_rows
 from tests.spire.model.test_fused_layer import each_kernels
 
