@@ -24,7 +24,7 @@ class KeyValues(Memory, Protocol):
     fused: Sequence[Any]
 
 
-class Stack(Protocol):
+class LayerStack(Protocol):
     """A backend's kernel that replaces all layers of the target if it takes the attentions of the cache."""
 
     def takes(self, attentions: Sequence[Any]) -> bool: ...
@@ -59,7 +59,7 @@ class Target(Decoder):
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         # Set by `pack`.
-        self.stack: Stack | None = None
+        self.stack: LayerStack | None = None
 
     def forward(self, tokens_BT: Tensor, cache: KeyValues, tapped_layers: tuple[int, ...] = ()) -> TargetOutput:
         """Run the target on T new tokens per sequence and append their keys and values to `cache`.
