@@ -21,7 +21,7 @@ from gateway.config import GatewayConfig
 
 # The kernel's buffer for an answer that the client does not read. By default the kernel lets it grow to megabytes.
 _SEND_BUFFER_BYTES = 256 * 1024
-_PARSED_AT_ONCE = 4096
+_PARSED_AT_ONCE = 2048
 
 log = structlog.get_logger("gateway")
 
