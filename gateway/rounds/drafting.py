@@ -65,7 +65,7 @@ class DraftPlan:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What a round shows for the choice of k: the `depth` its time belongs to, and each block's (depth, accepted)."""
+    """Results of a round for the choice of k: the `depth` its time belongs to, and each block's (depth, accepted)."""
 
     depth: int | None
     blocks: list[tuple[int, int]]

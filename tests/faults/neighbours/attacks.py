@@ -130,19 +130,23 @@ def grammars_abandoned(client: Client) -> None:
         client.linger(1)
 
 
+def _ambiguous(client: Client) -> str:
+    return 'start: s\ns: s s | s s s | "a" | "aa" | ' + f'"{client.unique}"'
+
+
 @attack(clients=4)
 def ambiguous_grammar(client: Client) -> None:
     """A grammar that reads a text in more ways than can be counted."""
-    grammar = 'start: s\ns: s s | s s s | "a" | "aa" | ' + f'"{client.unique}"'
-    client.post({"prompt": "x", "max_tokens": 400, "min_tokens": 400, "guided_grammar": grammar})
+    client.post({"prompt": "x", "max_tokens": 400, "min_tokens": 400, "guided_grammar": _ambiguous(client)})
 
 
 @attack(clients=1)
 def ambiguous_grammars(client: Client) -> None:
     """A grammar that reads a text in more ways than can be counted, for 64 choices in one request."""
-    grammar = 'start: s\ns: s s | s s s | "a" | "aa" | ' + f'"{client.unique}"'
     prompts = [f"{client.unique} {number}" for number in range(4)]
-    client.post({"prompt": prompts, "n": 16, "max_tokens": 400, "min_tokens": 400, "guided_grammar": grammar})
+    client.post(
+        {"prompt": prompts, "n": 16, "max_tokens": 400, "min_tokens": 400, "guided_grammar": _ambiguous(client)}
+    )
 
 
 # -- connections -------------------------------------------------------------------------------------------------------

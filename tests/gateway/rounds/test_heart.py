@@ -10,6 +10,7 @@ import pytest
 
 from gateway.errors import NoVerifier, PeerLost, ReaderTooSlow
 from gateway.rounds.scheduler import MAX_FRUITLESS_LIVES
+from gateway.sequence import Sequence
 from tests.fake_clock import run
 from tests.gateway.fake_verifier import FakeVerifier, continuation
 from tests.gateway.heart import ended, heart, sequence, until
@@ -91,17 +92,22 @@ def test_a_frozen_verifier_is_left_at_the_deadline_and_sequences_resume() -> Non
     run(scenario())
 
 
+def killed_by(verifier: FakeVerifier, poison: Sequence) -> None:
+    """Let each step that computes `poison` kill the verifier, which comes back a second later."""
+
+    def dies(ids: list[str]) -> None:
+        if any(wire_id.startswith(f"{poison.id}.") for wire_id in ids):
+            asyncio.get_running_loop().call_soon(verifier.die)
+            asyncio.get_running_loop().call_later(1, verifier.revive)
+
+    verifier.in_step = dies
+
+
 def test_whoever_kills_every_verifier_that_computes_it_is_given_up() -> None:
     async def scenario() -> None:
         verifier = FakeVerifier()
         poison = sequence()
-
-        def dies(ids: list[str]) -> None:
-            if any(wire_id.startswith(f"{poison.id}.") for wire_id in ids):
-                asyncio.get_running_loop().call_soon(verifier.die)
-                asyncio.get_running_loop().call_later(1, verifier.revive)
-
-        verifier.in_step = dies
+        killed_by(verifier, poison)
         async with heart(verifier) as engine:
             engine.submit([poison])
             await ended(poison)
@@ -164,13 +170,7 @@ def test_a_prompt_that_kills_four_verifiers_is_given_up_but_not_its_mates() -> N
     async def scenario() -> None:
         verifier = FakeVerifier(budget=64)
         poison, *others = (sequence(100, 4) for _ in range(20))
-
-        def dies(ids: list[str]) -> None:
-            if any(wire_id.startswith(f"{poison.id}.") for wire_id in ids):
-                asyncio.get_running_loop().call_soon(verifier.die)
-                asyncio.get_running_loop().call_later(1, verifier.revive)
-
-        verifier.in_step = dies
+        killed_by(verifier, poison)
         async with heart(verifier) as engine:
             for one in (poison, *others):
                 engine.submit([one])
@@ -229,13 +229,7 @@ def test_who_was_computed_beside_a_killer_is_not_given_up_with_it() -> None:
     async def scenario() -> None:
         verifier = FakeVerifier()
         others, poison = [sequence() for _ in range(6)], sequence()
-
-        def dies(ids: list[str]) -> None:
-            if any(wire_id.startswith(f"{poison.id}.") for wire_id in ids):
-                asyncio.get_running_loop().call_soon(verifier.die)
-                asyncio.get_running_loop().call_later(1, verifier.revive)
-
-        verifier.in_step = dies
+        killed_by(verifier, poison)
         async with heart(verifier) as engine:
             engine.submit([*others[:3], poison, *others[3:]])
             await ended(poison, *others)
