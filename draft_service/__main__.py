@@ -28,10 +28,11 @@ from draft_service.requests import Requests
 from draft_service.worker import Worker
 from spire.address import by_tcp, join
 from spire.checkpoints.weights import load_draft
-from spire.model.backends.packing import pack
+from spire.model.backends.placed import backend_for
+from spire.model.backends.reference import Reference
 from spire.model.draft import Draft
 from spire.model.placement import choose_device, choose_dtype, draft_threads, loads_kernels_late, set_threads
-from spire.perf.room import Wishes, free_memory, room_for
+from spire.perf.room import Wishes, free_memory, sequences_for
 from spire.rpc.channel import connect, listen, new_server
 from spire.v1 import draft_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 
@@ -52,14 +53,14 @@ async def serve(config: DraftServiceConfig) -> None:
     trust = Trust.read(config.tls, config.secret_file)
     trust.check_host(config.host)
     keep_freed_memory()
-    draft = on_passing_thread(lambda: _load(config))
+    draft, backend = on_passing_thread(lambda: _load(config))
     server = new_server(trust)
     port = listen(server, config.host, config.port, trust)
     async with connect(config.verifier, trust) as channel:
         stub = verifier_pb2_grpc.VerifierStub(channel)
         info = await _meet(stub, config.verifier, trust)
         check_handshake(draft, config.draft, info)
-        drafter = on_passing_thread(lambda: _drafter(draft, config, info.max_context))
+        drafter = on_passing_thread(lambda: _drafter(draft, backend, config, info.max_context))
         draft_id = config.draft_id or stable_id(config, port)
         loop = asyncio.get_running_loop()
         worker = Worker(
@@ -90,27 +91,27 @@ async def _meet(stub: verifier_pb2_grpc.VerifierStub, address: str, trust: Trust
             await asyncio.sleep(_RETRY_SECONDS)
 
 
-def _load(config: DraftServiceConfig) -> Draft:
+def _load(config: DraftServiceConfig) -> tuple[Draft, Reference]:
     device = choose_device(config.device)
+    backend = backend_for(device)
     draft = load_draft(config.draft, choose_dtype(config.dtype, device), device)
     set_threads(config.threads or draft_threads(draft))
-    return pack(draft)
+    return backend.pack(draft), backend
 
 
-def _drafter(draft: Draft, config: DraftServiceConfig, max_context: int) -> Drafter:
+def _drafter(draft: Draft, backend: Reference, config: DraftServiceConfig, max_context: int) -> Drafter:
     """Create a drafter, ready for its first round, for `config.max_sequences`, or by default as many as fit the GPU.
 
     Raises CheckpointError if an explicitly configured number of sequences does not fit.
     """
     weight, sequences = draft.embed_tokens.weight, config.max_sequences
     if weight.device.type != "cpu":  # on a CPU memory is allocated only when written
-        held, exactly = held_positions(draft, max_context), "max_sequences" in config.model_fields_set
-        position_bytes = draft.config.kv_bytes_per_position // 2 * weight.dtype.itemsize
-        wishes = Wishes(sequences, exactly, held)
-        sequences = room_for(wishes, held, position_bytes, free_memory(weight.device), at_once=True).sequences
+        sequence_bytes = held_positions(draft, max_context) * draft.config.kv_bytes_per_position
+        wishes = Wishes(sequences, exactly="max_sequences" in config.model_fields_set)
+        sequences = sequences_for(wishes, sequence_bytes // 2 * weight.dtype.itemsize, free_memory(weight.device))
         if sequences < config.max_sequences:
             log.warning("more sequences do not fit the GPU and are decoded plainly", sequences=sequences)
-    drafter = Drafter(draft, sequences, config.top_m, max_context)
+    drafter = Drafter(draft, sequences, config.top_m, max_context, backend)
     if loads_kernels_late(drafter.device):
         drafter.warm_up()
     return drafter

@@ -14,16 +14,17 @@ import structlog
 import torch
 from torch import Tensor
 
-from spire.decoding.drafting import MAX_SPECULATION_DEPTH, Drafted, DraftItem, draft_tokens
-from spire.decoding.randomness import Purpose
+from spire.decoding.drafting import MAX_SPECULATION_DEPTH, Drafted, DraftItem
 from spire.decoding.sampling import SamplingRows
 from spire.errors import StaleBlock, UnknownSequence
-from spire.model.backends.fused_draft import FusedRound
+from spire.model.backends.reference import Reference
+from spire.model.cache.paging import positions_of
 from spire.model.draft import Draft
 from spire.model.draft_memory import DraftMemory
 from spire.model.token_memory import TokenMemory
 from spire.rpc.carrier import OverwritingRing
 from spire.rpc.sampling import ONE_OF_EACH, from_protos
+from spire.v1.verifier_pb2 import RingSlice
 
 # The most ended sequences to remember: more than can end during one round.
 _ENDED_KEPT = 4096
@@ -53,18 +54,18 @@ class Verified:
 
 
 def held_positions(draft: Draft, max_context: int) -> int:
-    """Return the maximum number of positions per sequence for which a draft keeps keys and values."""
+    """Return the number of positions per sequence for which a draft has memory for keys and values."""
     spire = draft.draft
-    return spire.sink + spire.window if spire.tapped_layers else max_context + MAX_SPECULATION_DEPTH
+    return spire.sink + spire.window if spire.tapped_layers else positions_of(max_context + MAX_SPECULATION_DEPTH)
 
 
 class Drafter:
     """Absorbs activations into a slot per sequence, and drafts tokens. `max_context`: most positions per sequence."""
 
-    def __init__(self, draft: Draft, max_sequences: int, top_m: int, max_context: int):
-        self.draft = draft
+    def __init__(self, draft: Draft, max_sequences: int, top_m: int, max_context: int, backend: Reference):
+        self.draft, self._backend = draft, backend
         self.memory: DraftMemory | TokenMemory = (
-            DraftMemory(draft, max_sequences)
+            backend.memory(draft, max_sequences)
             if draft.draft.tapped_layers
             else TokenMemory(draft, max_sequences, max_context)
         )
@@ -182,13 +183,11 @@ class Drafter:
     def propose(self, items: list[DraftItem], k: int, rows: SamplingRows) -> Drafted:
         """Draft k tokens for each of B sequences in k fixed-shape passes."""
         bases = [item.base for item in items]
-        memory = self.memory.round([self.slots[item.sequence_id] for item in items], bases, k)
+        round_ = self.memory.round([self.slots[item.sequence_id] for item in items], bases, k)
         newest_B = torch.tensor([item.newest_token for item in items], device=self.device)
         base_B = torch.tensor(bases, device=self.device)
-        if isinstance(memory, FusedRound) and self.top_m is None and rows.of_softmax_alone:
-            uniforms_BK = rows.uniforms(base_B, k, Purpose.DRAFT)
-            ring = self.q_ring()
-            there, place = (ring and ring.claim(memory.shape, torch.bfloat16)) or (None, None)
-            tokens_BK, probs_BKV = memory.drawn(newest_B, rows.temperature_B, uniforms_BK, there)
-            return Drafted(tokens_BK, None, probs_BKV, place)
-        return draft_tokens(memory.next_logits, newest_B, base_B, k, rows, self.top_m)
+        return self._backend.draft(round_, newest_B, base_B, k, rows, self.top_m, self._claim)
+
+    def _claim(self, shape: tuple[int, int, int]) -> tuple[Tensor, RingSlice] | None:
+        ring = self.q_ring()
+        return ring.claim(shape, torch.bfloat16) if ring else None

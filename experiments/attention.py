@@ -24,7 +24,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from spire.model.cache import TargetCache
+from spire.model.cache.placed import cache_for
 from spire.model.config import load_model_config
 from spire.model.placement import choose_dtype
 
@@ -58,10 +58,11 @@ def measure(model: Path, batch: int, context: int, queries: int, repeats: int, d
     """Medians over alternating runs, milliseconds for all layers."""
     config = load_model_config(model)
     G, H, K, layers = config.num_key_value_heads, config.num_attention_heads, config.head_dim, config.num_hidden_layers
-    cache = TargetCache(config, batch, context + queries, dtype)
+    cache = cache_for(config, batch, context + queries, dtype, "cpu")
     slots = [cache.allocate() for _ in range(batch)]
-    for pool in (*cache.keys, *cache.values):
-        pool.tensor.normal_()  # untouched zeros would all be one page of memory
+    for keys_RK, values_RK in cache.pools:  # untouched zeros would all be one page of memory
+        keys_RK.normal_()
+        values_RK.normal_()
     assert cache.reserve(slots, context + queries)
     cache.commit(slots, [context] * batch)
     query, new = (torch.randn(batch, heads, queries, K, dtype=dtype) for heads in (H, G))

@@ -27,7 +27,7 @@ from rich.table import Table
 from draft_service.drafter import Drafter, Span, Verified
 from spire.checkpoints.weights import load_draft
 from spire.decoding.drafting import DraftItem
-from spire.model.backends.packing import pack
+from spire.model.backends.placed import backend_for
 from spire.model.placement import choose_dtype, draft_threads, set_threads
 from spire.rpc.sampling import from_protos
 from spire.service.heap import keep_freed_memory
@@ -62,7 +62,8 @@ def measure(path: Path, batch: int, short: int, long: int, k: int, repeats: int)
     keep_freed_memory()
     model = load_draft(path, choose_dtype("auto", torch.device("cpu")))
     set_threads(draft_threads(model))
-    drafter = Drafter(pack(model), 2 * batch, model.config.vocab_size, long + k)
+    backend = backend_for(torch.device("cpu"))
+    drafter = Drafter(backend.pack(model), 2 * batch, model.config.vocab_size, long + k, backend)
     rows = from_protos([pb.Sampling(temperature=1.0, top_p=1.0, seed=seed) for seed in range(batch)])
     guesses = {context: _absorbed(drafter, batch, context) for context in (short, long)}
     seconds: dict[int, list[float]] = {short: [], long: []}

@@ -56,7 +56,7 @@ SECONDS = [
     "spire/cli/test_perf_model_command.py",
     "spire/decoding/test_sampling.py",
     "spire/decoding/test_verification.py",
-    "spire/model/test_cache.py",
+    "spire/model/cache/test_cache.py",
     "spire/model/test_draft.py",
     "spire/model/test_families.py",
     "spire/model/test_self_speculation.py",

@@ -25,7 +25,7 @@ class VerifierConfig(ModelServiceConfig):
     port: int = Field(50051, ge=0, le=65535, description="Port to listen on; 0 chooses a free one.")
     threads: int = Field(0, ge=0, description="Compute threads; 0 leaves it to torch, and so to OMP_NUM_THREADS.")
     max_sequences: int = Field(
-        64, ge=1, le=MAX_NAMED, description="Sequences held at once. Default: 64, on a GPU fewer if they do not fit."
+        64, ge=1, le=MAX_NAMED, description="Sequences held at once; they share the cache's memory."
     )
     cache_gb: float = Field(
         0.0, ge=0, description="Memory for the cache; 0 takes what all sequences need, or 80 % of what is free."

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from spire.model.cache import TargetCache
+from spire.model.cache.target_cache import TargetCache
 from spire.rpc.errors import code_name
 from spire.service.process_metrics import register_process
 from spire.v1 import tensor_pb2

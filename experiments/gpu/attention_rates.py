@@ -51,10 +51,12 @@ class Layers:
         self.kernels, self.shape, self.batch, self.context = paged_attention, shape, batch, context
         self.bench = Bench(setting.device, torch.bfloat16, setting.least_seconds / 3)
         self.bytes = 2 * 2 * batch * context * shape.kv_heads * shape.head_dim
-        places = batch, shape.kv_heads, context + 64, shape.head_dim
+        of_each = context // self.kernels.PAGE
+        places = batch * of_each, shape.kv_heads, self.kernels.PAGE, shape.head_dim
         layers = max(2, _BEYOND_ANY_CACHE // self.bytes)
         self.layers = [(self.bench.randn(*places), self.bench.randn(*places)) for _ in range(layers)]
-        self.slots_B = torch.randperm(batch, device=setting.device)
+        # As they lie after a while: in no order.
+        self.table_BP = torch.randperm(batch * of_each, device=setting.device).int().view(batch, of_each)
 
     def found(self, tokens: int, rate: float) -> Finding:
         queries, asked = self._asked(tokens)
@@ -81,9 +83,8 @@ class Layers:
     def _asked(self, tokens: int) -> tuple[Tensor, tuple[Any, ...]]:
         length = self.context - tokens
         queries = self.bench.randn(self.batch, self.shape.heads, tokens, self.shape.head_dim)
-        pages = self.kernels.slot_pages(self.slots_B, self.layers[0][0], -(-self.context // self.kernels.PAGE))
         lengths_B = torch.full((self.batch,), length, dtype=torch.int32, device=queries.device)
-        return queries, (pages, lengths_B, length)
+        return queries, (self.table_BP, lengths_B, length)
 
     def _seconds(self, queries: Tensor, asked: tuple[Any, ...], tuning: Any) -> float:
         """Time one layer. Several run one behind the other, so that launches are hidden."""
@@ -97,10 +98,10 @@ class Layers:
 
     def _error(self, queries: Tensor, asked: tuple[Any, ...]) -> float:
         """Return the error of the first sequence, relative to float64."""
-        keys, values = self.layers[0]
-        found = self.kernels.attend(queries, keys, values, *asked)[:1].double()
-        slot, length, tokens = self.slots_B[:1], asked[2], queries.shape[2]
-        keys, values = (pool[slot, :, : length + tokens].double() for pool in (keys, values))
+        found = self.kernels.attend(queries, *self.layers[0], *asked)[:1].double()
+        length, tokens = asked[2], queries.shape[2]
+        in_order = (pages[self.table_BP[:1].long()].transpose(1, 2).flatten(2, 3) for pages in self.layers[0])
+        keys, values = (of_all[:, :, : length + tokens].double() for of_all in in_order)
         columns = torch.arange(length + tokens, device=queries.device)
         visible_1TS = columns <= length + torch.arange(tokens, device=queries.device)[None, :, None]
         right = attend(queries[:1].double(), keys, values, additive(visible_1TS, torch.float64))

@@ -17,7 +17,7 @@ from experiments.gpu.shapes import shape_of
 from spire.bench.synthetic import config_of
 from spire.checkpoints.random_weights import draw_weights
 from spire.decoding.drafting import DraftItem
-from spire.model.backends.packing import pack
+from spire.model.backends.placed import backend_for
 from spire.model.config import DraftConfig
 from spire.model.draft import Draft, last_layers
 from spire.perf.microbenchmarks import Bench
@@ -32,9 +32,10 @@ _DEPTH, _VERIFIED, _CONTEXT, _TOP_M = 4, 3, 1024, 4096
 @torch.inference_mode()
 def measure(setting: Setting, findings: Findings) -> None:
     rate, shape = copy_rate(setting), shape_of(setting)
-    draft = _draft(setting)
+    backend = backend_for(setting.device)
+    draft = backend.pack(_draft(setting))
     for batch in _TINY_BATCHES if setting.tiny else _BATCHES:
-        drafter = Drafter(draft, batch, _TOP_M, _CONTEXT)
+        drafter = Drafter(draft, batch, _TOP_M, _CONTEXT, backend)
         what = f"a draft's round, {batch} sequences, k = {_DEPTH}"
         with findings.attempt(what):
             _fill(drafter, batch)
@@ -49,7 +50,7 @@ def _draft(setting: Setting) -> Draft:
     tapped = last_layers(config, rule.shape.layers)
     spire = DraftConfig(target_fingerprint="", tapped_layers=tapped, window=rule.window or 0, sink=rule.sink)
     of_draft = config.model_copy(update={"num_hidden_layers": len(tapped)})
-    return pack(draw_weights(lambda: Draft(of_draft, spire), torch.bfloat16, setting.device))
+    return draw_weights(lambda: Draft(of_draft, spire), torch.bfloat16, setting.device)
 
 
 def _found(setting: Setting, what: str, work: Callable[[], object], expected: float | None = None) -> Finding:

@@ -15,8 +15,9 @@ from experiments.gpu.part import Setting
 from experiments.gpu.shapes import shape_of
 from spire.bench.synthetic import config_of
 from spire.checkpoints.random_weights import draw_weights
-from spire.model.backends.packing import pack
-from spire.model.cache import TargetCache
+from spire.model.backends.placed import backend_for
+from spire.model.backends.reference import Reference
+from spire.model.cache.placed import cache_for
 from spire.model.draft import last_layers
 from spire.model.self_speculation import SparseAttention
 from spire.model.target import Target
@@ -50,22 +51,23 @@ def measure(setting: Setting, findings: Findings) -> None:
     rate, shape = copy_rate(setting), shape_of(setting)
     cells = _TINY_CELLS if setting.tiny else _CELLS
     config = config_of(shape, max(context for _, context in cells) + 2 * _DEPTH)
-    target = pack(draw_weights(lambda: Target(config), torch.bfloat16, setting.device))
+    backend = backend_for(setting.device)
+    target = backend.pack(draw_weights(lambda: Target(config), torch.bfloat16, setting.device))
     for batch, context in cells:
         for k in (0, _DEPTH):
             cell = Cell(batch, context, k)
             with findings.attempt(cell.name):
-                findings.add(_found(setting, target, cell, rate))
+                findings.add(_found(setting, target, backend, cell, rate))
 
 
-def _found(setting: Setting, target: Target, cell: Cell, rate: float) -> Finding:
+def _found(setting: Setting, target: Target, backend: Reference, cell: Cell, rate: float) -> Finding:
     """Measure one cell. A lack of memory is a finding too."""
     shape = shape_of(setting)
     predicted = step_seconds(shape, cell.batch, cell.context, rate)
     floor = floor_seconds(shape, cell.batch, cell.context, rate)
     setting.forget_peak()
     try:
-        seconds, counted = _measured(setting, target, cell)
+        seconds, counted = _measured(setting, target, backend, cell)
     except torch.OutOfMemoryError as error:
         return Finding(cell.name, None, "ms", 1000 * predicted, note=f"out of memory: {str(error)[:80]}")
     more = {"floor_ms": 1000 * floor, "peak_gb": setting.peak_gb(), **counted}
@@ -74,17 +76,19 @@ def _found(setting: Setting, target: Target, cell: Cell, rate: float) -> Finding
     return Finding(cell.name, 1000 * seconds, "ms", 1000 * predicted, note, more)
 
 
-def _measured(setting: Setting, target: Target, cell: Cell) -> tuple[float, dict[str, Any]]:
+def _measured(setting: Setting, target: Target, backend: Reference, cell: Cell) -> tuple[float, dict[str, Any]]:
     """Seconds of a step, and what it asks of the GPU."""
     config, device = target.config, setting.device
-    cache = TargetCache(config, cell.batch, cell.context + cell.k + 1, torch.bfloat16, device)
+    cache = cache_for(config, cell.batch, cell.context + cell.k + 1, torch.bfloat16, device)
     slots = [cache.allocate() for _ in range(cell.batch)]
     cache.reserve(slots, cell.context)
     cache.commit(slots, [cell.context] * cell.batch)
-    for pool in (*cache.keys, *cache.values):
-        pool.tensor.normal_()
+    for keys_RK, values_RK in cache.pools:
+        keys_RK.normal_()
+        values_RK.normal_()
     sparse = SparseAttention(SERVED_SINK, SERVED_WINDOW)
-    steps = ModelSteps(target, cache, Pipeline(cell.batch, config.vocab_size, device), sparse, config.vocab_size)
+    pipeline = Pipeline(cell.batch, config.vocab_size, device)
+    steps = ModelSteps(target, cache, pipeline, sparse, config.vocab_size, backend)
     if cell.k:
         steps.tapped_layers = last_layers(config, trained_draft("spire", shape_of(setting)).shape.layers)
     batch = _batch(cell, slots, config.vocab_size, device)

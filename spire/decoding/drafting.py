@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +21,13 @@ from spire.v1.verifier_pb2 import RingSlice
 
 # The largest k of any draft in this project.
 MAX_SPECULATION_DEPTH = 16
+
+
+class DraftingRound(Protocol):
+    """A drafting round over B sequences."""
+
+    def next_logits(self, tokens_B: Tensor) -> Tensor:
+        """Feed the next token of every sequence and return the logits [B, V] of the token after it."""
 
 
 @dataclass(slots=True)

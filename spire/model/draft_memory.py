@@ -1,8 +1,8 @@
 """A SPIRe draft's memory while serving: the number of key/value pairs per sequence is constant, for any context length.
 
 A slot stores the sink and a ring of the last `window` verified positions. The k positions of a round are stored in a
-working copy, or in a separate buffer if kernels draft (`fused_draft`), and are dropped when the round ends. A rejected
-token can therefore never evict a committed one, and no rollback is needed.
+working copy and are dropped when the round ends. A rejected token can therefore never evict a committed one, and no
+rollback is needed.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from spire.model.backends.fused_draft import FusedDraft, FusedRound
-from spire.model.backends.fused_layer import MOST_ROTATIONS, FusedLayer, kernels_of
+from spire.decoding.drafting import DraftingRound
 from spire.model.draft import Draft, visible
 from spire.model.layers import additive, attend
 
@@ -30,9 +29,6 @@ class DraftMemory:
         self.keys_NXGSK = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
         self.values_NXGSK = torch.zeros_like(self.keys_NXGSK)
         self.positions_XS = torch.full((slots, places), -1, dtype=torch.int64, device=weight.device)
-        self._fused: FusedDraft | None = None
-        if isinstance(draft.layers[0], FusedLayer) and (kernels := kernels_of(config, weight)):
-            self._fused = FusedDraft(draft, kernels, self.keys_NXGSK, self.values_NXGSK, self.positions_XS)
 
     def bytes_per_sequence(self) -> int:
         """Return the bytes of one slot, the same for every sequence."""
@@ -47,9 +43,6 @@ class DraftMemory:
 
         Positions outside the sink and the window of a sequence of length `ends_R` are skipped.
         """
-        if self._fused:
-            self._fused.absorb(slots_R, positions_R, ends_R, taps_RND)
-            return
         sink, window = self.draft.draft.sink, self.draft.draft.window
         keep_R = (positions_R < sink) | (positions_R >= ends_R - window)
         if not keep_R.all():
@@ -60,13 +53,10 @@ class DraftMemory:
             self.keys_NXGSK[layer][slots_R, :, places_R] = keys[0].transpose(0, 1)
             self.values_NXGSK[layer][slots_R, :, places_R] = values[0].transpose(0, 1)
 
-    def round(self, slots: Sequence[int], bases: Sequence[int], k: int) -> RoundMemory | FusedRound:
+    def round(self, slots: Sequence[int], bases: Sequence[int], k: int) -> DraftingRound:
         """Begin a drafting round of k passes over `slots`, whose newest tokens are at positions `bases`."""
         device = self.positions_XS.device
-        slots_B, base_B = torch.tensor(slots, device=device), torch.tensor(bases, device=device)
-        if self._fused and (end := max(bases) + k) <= MOST_ROTATIONS:
-            return FusedRound(self._fused, slots_B, base_B, k, end)
-        return RoundMemory(self, slots_B, base_B, k)
+        return RoundMemory(self, torch.tensor(slots, device=device), torch.tensor(bases, device=device), k)
 
 
 class RoundMemory:

@@ -176,8 +176,13 @@ class Decoder(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self.rope = Rope(config.head_dim, config.rope)
-        # Set by `pack`: a kernel that replaces the unembedding.
+        # Set by a backend: a kernel that replaces the unembedding.
         self.fused_head: Callable[[Tensor], Tensor] | None = None
+
+    def replace_head(self, head: Callable[[Tensor], Tensor]) -> None:
+        """Unembed by `head` from now on, and drop the weight of `lm_head`; a tied embedding keeps its weight."""
+        self.fused_head = head
+        self.lm_head.weight = None  # type: ignore[assignment]
 
     def unembed(self, hidden_D: Tensor) -> Tensor:
         """Return fp32 logits [..., V] of hidden states [..., D] that have passed the final norm."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spire.model.cache import TargetCache
+from spire.model.cache.target_cache import TargetCache
 from spire.model.draft import SparseAttention, visible
 from spire.model.layers import additive, attend, rotate
 from spire.model.target import Target

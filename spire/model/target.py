@@ -13,25 +13,15 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from spire.model.config import ModelConfig
 from spire.model.layers import Decoder, Layer, Memory, attend
 
 
 class KeyValues(Memory, Protocol):
     """The target's KV cache during one forward."""
 
-    # Attention by a backend's kernels; empty unless the kernels support every row of the forward.
-    fused: Sequence[Any]
-
-
-class LayerStack(Protocol):
-    """A backend's kernel that replaces all layers of the target if it takes the attentions of the cache."""
-
-    def takes(self, attentions: Sequence[Any]) -> bool: ...
-
-    def __call__(
-        self, tokens_BT: Tensor, attentions: Sequence[Any], tapped_layers: Sequence[int]
-    ) -> tuple[Tensor, Tensor | None]: ...
+    @property
+    def fused(self) -> Sequence[Any]:
+        """Attention by a backend's kernels; empty unless the kernels support every row of the forward."""
 
 
 class WholeSequence:
@@ -56,18 +46,11 @@ class TargetOutput(NamedTuple):
 class Target(Decoder):
     """The target model, which maps token ids to hidden states and tapped activations."""
 
-    def __init__(self, config: ModelConfig):
-        super().__init__(config)
-        # Set by `pack`.
-        self.stack: LayerStack | None = None
-
     def forward(self, tokens_BT: Tensor, cache: KeyValues, tapped_layers: tuple[int, ...] = ()) -> TargetOutput:
         """Run the target on T new tokens per sequence and append their keys and values to `cache`.
 
         `tapped_layers` are layer indices: i taps the activation *entering* layer i (0 is the embedding).
         """
-        if self.stack and self.stack.takes(cache.fused):
-            return TargetOutput(*self.stack(tokens_BT, cache.fused, tapped_layers))
         hidden_BTD = self.embed_tokens(tokens_BT)
         rope = self.rope(cache.positions_BT, hidden_BTD.dtype)
         taps: dict[int, Tensor] = {}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from spire.decoding.drafting import MAX_SPECULATION_DEPTH
-from spire.model.cache import TargetCache
+from spire.model.cache.placed import cache_for
 from spire.model.draft import Draft, visible
 
 # Positions of a prompt per forward.
@@ -28,7 +28,7 @@ class TokenMemory:
     def __init__(self, draft: Draft, slots: int, capacity: int):
         weight = draft.embed_tokens.weight
         self.draft, self.slots = draft, slots
-        self.cache = TargetCache(draft.config, slots, capacity + MAX_SPECULATION_DEPTH, weight.dtype, weight.device)
+        self.cache = cache_for(draft.config, slots, capacity + MAX_SPECULATION_DEPTH, weight.dtype, weight.device)
         # Kernels can attend if each position sees all positions before it.
         self._dense = draft.draft.attends_self and draft.draft.window >= capacity
         self.verified: list[list[int]] = [[] for _ in range(slots)]

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from spire.model.paging import positions_of
+from spire.model.cache.paging import positions_of
 from spire.perf.shapes import DraftShape, Shape
 
 # Share of the memory free after loading weights that a service takes for its sequences. The rest is for activations,

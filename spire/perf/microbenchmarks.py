@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import TypeVar, cast
+from typing import cast
 
 # Imported before torch, because this module sets how OpenMP waits, as in the services.
 import spire.service.process  # noqa: F401
@@ -24,14 +24,15 @@ import torch
 from torch import Tensor, nn
 
 from spire.decoding.drafting import Drafted, draft_tokens
-from spire.decoding.sampling import SamplingRows, probabilities
-from spire.decoding.verification import SparseDistribution, verify
+from spire.decoding.sampling import SamplingRows
+from spire.decoding.verification import SparseDistribution
 from spire.kernels import Kernels
 from spire.model.backends.fused_draft import draw
 from spire.model.backends.fused_layer import kernels_of
-from spire.model.backends.fused_verification import judge, judges
-from spire.model.backends.packing import pack, replace_head
-from spire.model.cache import BatchView, TargetCache
+from spire.model.backends.placed import backend_for
+from spire.model.backends.reference import Model, Reference
+from spire.model.cache.placed import cache_for
+from spire.model.cache.target_cache import BatchView
 from spire.model.config import DraftConfig, ModelConfig
 from spire.model.draft import Draft
 from spire.model.draft_memory import DraftMemory
@@ -55,8 +56,6 @@ _SKELETON_LAYERS = 8
 _MOST_PARAMETERS = 32_000_000
 _SKELETON_VOCABULARY = 256
 _WHOLE_Q = 4096
-
-Model = TypeVar("Model", Target, Draft)
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ def products(config: ModelConfig, bench: Bench) -> tuple[tuple[int, float], ...]
     alone = config.model_copy(update={"num_hidden_layers": 1, "vocab_size": _SKELETON_VOCABULARY})
     model = Target(alone).to(bench.device, bench.dtype).requires_grad_(False)
     flops_per_row = sum(2 * one.weight.numel() for one in model.layers.modules() if isinstance(one, nn.Linear))
-    model = pack(model)
+    model = backend_for(bench.device).pack(model)
     layer = cast(Layer, model.layers[0])
 
     def compute(input_1RD: Tensor, attended_1HRK: Tensor, rope: Rotation) -> None:
@@ -127,11 +126,12 @@ def kv_read_cost(config: ModelConfig, bench: Bench) -> Curve:
     sequences, positions = _MANY[0], 2048
     per_layer = sequences * positions * 2 * config.num_key_value_heads * config.head_dim * bench.dtype.itemsize
     layers = max(1, -(-_BEYOND_ANY_CACHE // per_layer))
-    cache = TargetCache(
+    cache = cache_for(
         config.model_copy(update={"num_hidden_layers": layers}), sequences, positions - 1, bench.dtype, bench.device
     )
-    for pool in (*cache.keys, *cache.values):
-        pool.tensor.normal_()  # untouched zeros share one physical page, which is always in cache
+    for keys_RK, values_RK in cache.pools:  # untouched zeros share one physical page, which is always in cache
+        keys_RK.normal_()
+        values_RK.normal_()
     slots = [cache.allocate() for _ in range(sequences)]
     cache.commit(slots, [positions - max(_VERIFIED) - 1] * sequences)
 
@@ -158,7 +158,7 @@ def target_layer_cost(config: ModelConfig, bench: Bench) -> Cost:
     with torch.device("meta"):
         model = Target(config.model_copy(update={"num_hidden_layers": layers, "vocab_size": _SKELETON_VOCABULARY}))
     model = _without_layers(model, prod(_MANY), bench)
-    return _of_forward(model, bench, lambda view: _Unread(view, bench), lambda batch, tokens: 0.0)
+    return _of_forward(model, Reference(), bench, lambda view: _Unread(view, bench), lambda batch, tokens: 0.0)
 
 
 def fused_target_layer_cost(
@@ -169,10 +169,15 @@ def fused_target_layer_cost(
     fitting = max(1, _MOST_PARAMETERS // Shape.of(alone).body_parameters)
     layers = min(config.num_hidden_layers, _SKELETON_LAYERS, fitting)
     small = config.model_copy(update={"num_hidden_layers": layers, "vocab_size": _SKELETON_VOCABULARY})
-    model = pack(Target(small).to(bench.device, bench.dtype).requires_grad_(False))
+    backend = backend_for(bench.device)
+    model = backend.pack(Target(small).to(bench.device, bench.dtype).requires_grad_(False))
     body, products = replace(Shape.of(small), vocab_size=0), _only_products(matmul, bandwidth, bench)
     return _of_forward(
-        model, bench, lambda view: view, lambda batch, tokens: verify_seconds(body, batch, 0, tokens - 1, products)
+        model,
+        backend,
+        bench,
+        lambda view: view,
+        lambda batch, tokens: verify_seconds(body, batch, 0, tokens - 1, products),
     )
 
 
@@ -193,7 +198,8 @@ def fused_draft_costs(
     """Measure `draft_costs` for fused draft passes: seconds of a pass less predicted seconds of matrix products."""
     model = _draft_shell(config, draft, _SKELETON_VOCABULARY).to(bench.device, bench.dtype).requires_grad_(False)
     shape, alone = DraftShape("spire", Shape.of(model.config)), _only_products(matmul, bandwidth, bench)
-    memory = DraftMemory(pack(model), _MANY[0])
+    backend = backend_for(bench.device)
+    memory = backend.memory(backend.pack(model), _MANY[0])
     return _of_layer_and_round(memory, bench, lambda batch: draft_seconds(shape, batch, 0, 1, alone))
 
 
@@ -212,6 +218,7 @@ def draft_sampling_cost(config: ModelConfig, bench: Bench) -> Cost:
 
 def verify_sampling_cost(vocabulary: int, bench: Bench) -> Cost:
     """Measure verification by the block rule: seconds from logits to committed tokens, by the number of logits."""
+    backend = backend_for(bench.device)
 
     def seconds(batch: int, tokens: int) -> float:
         k, rows = tokens - 1, _sampling_rows(batch, bench)
@@ -227,10 +234,7 @@ def verify_sampling_cost(vocabulary: int, bench: Bench) -> Cost:
 
         def sample() -> None:
             logits, given = logits_BTV.to(torch.float32, copy=True), (draft_BK, counts_B, q, rows, counts_B)
-            if judges(logits, q, rows):
-                verdict, _ = judge(logits, *given)
-            else:
-                verdict = verify(probabilities(logits, rows), *given)
+            verdict, _ = backend.verdict(logits, *given)
             verdict.tokens_BT.tolist()
 
         return bench.seconds(sample)
@@ -243,7 +247,7 @@ class _Unread:
     """A cache view that stores keys and values but never reads them: new positions attend to each other only."""
 
     def __init__(self, view: BatchView, bench: Bench):
-        self._view, self.positions_BT = view, view.positions_BT
+        self._view, self.positions_BT, self.fused = view, view.positions_BT, ()
         B, T = view.positions_BT.shape
         self._mask = torch.zeros(B, 1, T, T, dtype=bench.dtype, device=bench.device)
 
@@ -280,7 +284,7 @@ def _without_layers(model: Model, rows: int, bench: Bench) -> Model:
     """Replace layers and unembedding by stand-ins without weights, so that a model of any size fits in memory."""
     model.layers = nn.ModuleList(_GivenLayer(model.config, rows, bench) for _ in model.layers)
     output_RE = bench.randn(rows, model.config.vocab_size)
-    replace_head(model, lambda x: output_RE[: x.numel() // x.shape[-1]].view(*x.shape[:-1], -1))
+    model.replace_head(lambda x: output_RE[: x.numel() // x.shape[-1]].view(*x.shape[:-1], -1))
     model = model.to(bench.dtype).to_empty(device=bench.device).requires_grad_(False)
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.normal_()
@@ -300,18 +304,25 @@ def threads_of(config: ModelConfig, draft: DraftConfig) -> int:
 
 
 def _of_forward(
-    model: Target, bench: Bench, seen: Callable[[BatchView], BatchView | _Unread], products: Callable[[int, int], float]
+    model: Target,
+    backend: Reference,
+    bench: Bench,
+    seen: Callable[[BatchView], BatchView | _Unread],
+    products: Callable[[int, int], float],
 ) -> Cost:
     """Measure the seconds per layer of a forward on the view `seen(view)`, less `products(batch, tokens)`, by rows."""
     layers = model.config.num_hidden_layers
-    cache = TargetCache(model.config, _MANY[0], _MANY[1], bench.dtype, bench.device)
+    cache = cache_for(model.config, _MANY[0], _MANY[1], bench.dtype, bench.device)
     slots = [cache.allocate() for _ in range(_MANY[0])]
 
     def seconds(batch: int, tokens: int) -> float:
         tokens_BT = torch.ones(batch, tokens, dtype=torch.int64, device=bench.device)
-        of_all = bench.seconds(
-            lambda: model(tokens_BT, seen(cache.view(slots[:batch], tokens, decoding=True)), (layers - 1,))
-        )
+
+        def forward() -> None:
+            view = seen(cache.view(slots[:batch], tokens, decoding=True))
+            backend.forward(model, tokens_BT, view, (layers - 1,))
+
+        of_all = bench.seconds(forward)
         return max(0.0, of_all - products(batch, tokens))
 
     return _line((prod(_FEW), seconds(*_FEW)), (prod(_MANY), seconds(*_MANY)), layers)

@@ -1,7 +1,7 @@
 """The size of a KV cache: sequences and positions as configured or, if not configured, as memory allows.
 
-If a device allocates the whole cache at once, sequences and context are both cut to what fits. If memory is allocated
-as it is written (on a CPU), sequences share the memory, and only one sequence of full length must fit.
+The sequences of the target share its memory page by page, so only one sequence of full length must fit. The sequences
+of a draft on a GPU have memory of their own each, so all of them must fit.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from spire.errors import CheckpointError
-from spire.model.paging import capacity_of, positions_of
+from spire.model.cache.paging import capacity_of, positions_of
 from spire.perf.memory_need import SHARE_OF_FREE_MEMORY
 from spire.service import machine_memory
 
-# Unless a context is requested, the number of sequences is reduced before the context falls below this.
-_USUAL_CONTEXT = 8192
 # Shorter contexts are of no use.
 _LEAST_CONTEXT = 256
 
@@ -25,7 +23,7 @@ _LEAST_CONTEXT = 256
 class Wishes:
     """Requested size of a KV cache: `context` positions of the longest sequence, `budget` bytes in all; 0 if not given.
 
-    `sequences` is the number of simultaneous sequences, required if `exactly`, else at most as many as fit.
+    `sequences` is the number of simultaneous sequences; a draft may have fewer unless `exactly`.
     """
 
     sequences: int
@@ -51,7 +49,8 @@ class Room:
 def room_for(wishes: Wishes, longest: int, position_bytes: int, free: int, at_once: bool) -> Room:
     """Return a size of the KV cache that fits in `free` bytes, for a model that takes at most `longest` positions.
 
-    `at_once`: the whole cache is allocated at the start. Raises CheckpointError, with a remedy, if `wishes` do not fit.
+    `at_once`: the memory is allocated at the start, as on a GPU. Raises CheckpointError, with a remedy, if `wishes` do
+    not fit.
     """
     wishes.check(longest)
     if at_once and wishes.budget > free:
@@ -60,7 +59,7 @@ def room_for(wishes: Wishes, longest: int, position_bytes: int, free: int, at_on
         )
     allowed = wishes.budget or int(SHARE_OF_FREE_MEMORY * free)
     positions = allowed // position_bytes
-    context = wishes.context or _context(wishes, longest, positions, at_once)
+    context = wishes.context or max(min(longest, capacity_of(positions)), min(longest, _LEAST_CONTEXT))
     needed = positions_of(context)
     if needed > positions:
         remedy = "raise --cache-gb, or lower --max-context" if wishes.budget else "lower --max-context"
@@ -68,15 +67,24 @@ def room_for(wishes: Wishes, longest: int, position_bytes: int, free: int, at_on
             f"{_gb(allowed)} GB are too little for one sequence of {context} positions, which needs "
             f"{_gb(needed * position_bytes)} GB ({_allowed(wishes, allowed)}): {remedy}"
         )
-    fitting = min(wishes.sequences, positions // needed) if at_once else wishes.sequences
-    if wishes.exactly and fitting < wishes.sequences:
-        all_of_them = _gb(wishes.sequences * needed * position_bytes)
+    all_fit = wishes.sequences * needed <= positions
+    return Room(wishes.sequences, context, None if all_fit and not wishes.budget else allowed)
+
+
+def sequences_for(wishes: Wishes, sequence_bytes: int, free: int) -> int:
+    """Return the number of a draft's sequences, of `sequence_bytes` each, that fit in their share of `free` bytes.
+
+    Raises CheckpointError if fewer than one fits, or fewer than requested exactly.
+    """
+    allowed = int(SHARE_OF_FREE_MEMORY * free)
+    fitting = min(wishes.sequences, allowed // sequence_bytes)
+    if fitting < (wishes.sequences if wishes.exactly else 1):
+        wanted = wishes.sequences if wishes.exactly else 1
+        remedy = f"lower --max-sequences to {fitting}" if fitting else "take a smaller draft, or a larger GPU"
         raise CheckpointError(
-            f"{wishes.sequences} sequences of {context} positions need {all_of_them} GB, {_allowed(wishes, allowed)}: "
-            f"lower --max-sequences to {fitting}, or --max-context"
+            f"{wanted} sequences need {_gb(wanted * sequence_bytes)} GB, {_allowed(wishes, allowed)}: {remedy}"
         )
-    all_fit = fitting * needed <= positions
-    return Room(fitting, context, None if all_fit and not wishes.budget else allowed)
+    return fitting
 
 
 def free_memory(device: torch.device) -> int:
@@ -85,15 +93,6 @@ def free_memory(device: torch.device) -> int:
         torch.cuda.empty_cache()  # release what loading has cached
         return torch.cuda.mem_get_info(device)[0]
     return machine_memory.free_memory()
-
-
-def _context(wishes: Wishes, longest: int, positions: int, at_once: bool) -> int:
-    """Return the longest context that fits for as many sequences as would fit with the usual context."""
-    sequences = 1
-    if at_once:
-        usual = positions_of(min(longest, _USUAL_CONTEXT))
-        sequences = wishes.sequences if wishes.exactly else max(1, min(wishes.sequences, positions // usual))
-    return max(min(longest, capacity_of(positions // sequences)), min(longest, _LEAST_CONTEXT))
 
 
 def _allowed(wishes: Wishes, allowed: int) -> str:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from rich.progress import track
 
 from spire.files import user_cache, write_whole
-from spire.model.cache import TargetCache
+from spire.model.cache.placed import cache_for
 from spire.model.target import Target
 from spire.training.corpus import TokenStream
 
@@ -59,7 +59,7 @@ def _written(target: Target, stream: TokenStream, sequences: int, length: int) -
     writer.load_state_dict(target.state_dict())
     random = torch.Generator(device).manual_seed(_SEED)
     batch = min(_BATCH, sequences)
-    cache = TargetCache(target.config, batch, length, dtype, device)
+    cache = cache_for(target.config, batch, length, dtype, device)
     slots = [cache.allocate() for _ in range(batch)]
     written = []
     for number in track(range(-(-sequences // batch)), description="the target writes"):

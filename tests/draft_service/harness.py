@@ -14,6 +14,7 @@ from draft_service.drafter import Drafter
 from draft_service.requests import Requests
 from draft_service.worker import Worker
 from spire.checkpoints.weights import load_draft
+from spire.model.backends.reference import Reference
 from spire.rpc.channel import connect
 from spire.v1 import draft_pb2, draft_pb2_grpc, tensor_pb2, verifier_pb2 as pb, verifier_pb2_grpc as rpc
 from tests.draft_service.conftest import eventually
@@ -46,7 +47,7 @@ class Following:
     async def start_draft(self) -> None:
         draft, loop = load_draft(self._directory), asyncio.get_running_loop()
         top_m = self._top_m or draft.config.vocab_size
-        drafter = Drafter(draft, 8, top_m, self.verifier.info.max_context)
+        drafter = Drafter(draft, 8, top_m, self.verifier.info.max_context, Reference())
         self.worker = Worker(
             drafter, WAIT_SECONDS, lambda ids: asyncio.run_coroutine_threadsafe(self.follower.resync(ids), loop)
         )

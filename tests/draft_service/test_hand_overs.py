@@ -26,15 +26,15 @@ from gateway.metrics import Metrics
 from gateway.rounds.engine import Engine
 from gateway.rounds.scheduler import Scheduler
 from gateway.verifier_client import VerifierClient
+from spire.model.backends import cpu, reference
 from spire.service.inbox import Inbox
 from tests.draft_service.conftest import eventually
 from tests.draft_service.harness import following
 from tests.paths import ROOT
-from verifier_service.engine import step
 from verifier_service.feed.subscriber import Subscriber
 from verifier_service.serve.service import RoundsStream
 
-OURS = ("gateway", "verifier_service", "draft_service")
+OURS = ("gateway", "verifier_service", "draft_service", "spire.model.backends")
 # Where a way begins on a stack: what is above serves every request or task alike.
 ENTRIES = re.compile(r"complete|Engine\._run|VerifierEngine\._run|RoundsStream\._read|VerifierService\.Rounds")
 # Loops and wrappers of threads, through which no activation passes.
@@ -75,7 +75,7 @@ def stack() -> Stack:
     """Names of our own functions on this stack, from where a way begins."""
     frame, names = sys._getframe(2), list[str]()
     while frame is not None:
-        if frame.f_globals.get("__name__", "").split(".")[0] in OURS:
+        if frame.f_globals.get("__name__", "").startswith(OURS):
             names.append(frame.f_code.co_qualname.replace("_add_completions.<locals>.", ""))
         frame = frame.f_back  # type: ignore[assignment]
     names.reverse()
@@ -100,8 +100,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder.watch("in 1", Scheduler, "add")
     recorder.watch("in 2", VerifierClient, "_write")
     recorder.watch("in 3", Inbox, "put")
-    recorder.watch("in 4", step, "verify")
-    recorder.watch("in 4", step, "judge")
+    recorder.watch("in 4", reference, "verify")
+    recorder.watch("in 4", cpu, "judge")
     recorder.watch("out 1", RoundsStream, "_reply")
     recorder.watch_answers("out 2")
     recorder.watch("out 3", VerifierClient, "_answered")

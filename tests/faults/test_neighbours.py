@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 
-from spire.model.pool import Pool
+from spire.model.cache.pool import Pool
 from tests.faults.neighbours.attacks import ATTACKS
 from tests.faults.neighbours.clients import Crowd, well_behaved
 from tests.faults.neighbours.stack import Gateway, _cache_bytes

@@ -218,14 +218,14 @@ def test_a_rounds_parts_sum_to_its_time_or_to_its_models_if_longer(
 def cost_of_a_round(sequences: int, k: int = 4, accepted: int = 3) -> float:
     """Seconds that all three services spend on counting one round."""
     from draft_service.worker import STALENESS_BUCKETS
-    from spire.model.cache import TargetCache
+    from spire.model.cache.contiguous import ContiguousCache
     from spire.model.config import load_model_config
     from spire.service.histogram import Histogram
     from verifier_service.metrics import VerifierMetrics
 
     metrics = Metrics()
     batch = [Sequence(f"s{index}", [1], Sampling(), 100) for index in range(sequences)]
-    verifier = VerifierMetrics(sequences, TargetCache(load_model_config(ROOT / "models/target"), sequences, 256))
+    verifier = VerifierMetrics(sequences, ContiguousCache(load_model_config(ROOT / "models/target"), sequences, 256))
     staleness = Histogram(STALENESS_BUCKETS)
 
     def gateway() -> None:

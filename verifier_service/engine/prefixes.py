@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spire.errors import OutOfCapacity
-from spire.model.cache import TargetCache
+from spire.model.cache.target_cache import TargetCache
 
 # Shorter prefixes are computed as fast as they are copied.
 SHORTEST = 64

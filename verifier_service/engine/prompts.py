@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 from statistics import median
 
-from spire.model.cache import TargetCache
+from spire.model.cache.target_cache import TargetCache
 from verifier_service.engine.sequence import HeldSequence
 from verifier_service.engine.step import PromptChunk
 

@@ -21,8 +21,9 @@ from spire.decoding.drafting import Drafted, draft_tokens
 from spire.decoding.sampling import SamplingRows, sample
 from spire.decoding.verification import SparseDistribution, verify
 from spire.errors import InvalidRequest
-from spire.model.backends.fused_verification import judge, judges
-from spire.model.cache import Stretches, TargetCache
+from spire.model.backends.reference import Reference, finite_rows
+from spire.model.cache.stretches import Stretches
+from spire.model.cache.target_cache import TargetCache
 from spire.model.self_speculation import SelfSpeculation, SparseAttention
 from spire.model.target import Target, TargetOutput
 from spire.rpc.sampling import ONE_OF_EACH
@@ -96,8 +97,16 @@ class ModelSteps:
     `sparse`: the positions that the target attends to when it drafts. `top_m`: the number of tokens in the target's q.
     """
 
-    def __init__(self, target: Target, cache: TargetCache, pipeline: Pipeline, sparse: SparseAttention, top_m: int):
-        self.target, self.cache, self.pipeline = target, cache, pipeline
+    def __init__(
+        self,
+        target: Target,
+        cache: TargetCache,
+        pipeline: Pipeline,
+        sparse: SparseAttention,
+        top_m: int,
+        backend: Reference,
+    ):
+        self.target, self.cache, self.pipeline, self.backend = target, cache, pipeline, backend
         self.device = cache.device
         self.tapped_layers: tuple[int, ...] = ()
         # The verification rule: decides which draft tokens are accepted.
@@ -180,10 +189,10 @@ class ModelSteps:
             for at, (slots, tokens_BT) in enumerate(stretches)
         ]
         if len(views) == 1:
-            return [self.target(stretches[0][1], views[0], self.tapped_layers)]
+            return [self.backend.forward(self.target, stretches[0][1], views[0], self.tapped_layers)]
         together = Stretches(views)
         tokens_1R = torch.cat([tokens_BT.flatten() for _, tokens_BT in stretches])[None]
-        hidden, taps = self.target(tokens_1R, together, self.tapped_layers)
+        hidden, taps = self.backend.forward(self.target, tokens_1R, together, self.tapped_layers)
         split_taps = [None] * len(views) if taps is None else together.split(taps)
         return [TargetOutput(*output) for output in zip(together.split(hidden), split_taps, strict=True)]
 
@@ -196,13 +205,10 @@ class ModelSteps:
         rows, drawn_from = self.pipeline.of(batch.slots), None
         arguments = (batch.draft_BK, batch.counts_B, batch.q, rows, batch.base_B)
         usual = self.rule is verify and self.pipeline.leaves_alone(batch.slots)
-        if usual and judges(logits_BTV, batch.q, rows):
-            verdict, finite_B = judge(logits_BTV, *arguments)
+        if usual:
+            verdict, finite_B = self.backend.verdict(logits_BTV, *arguments)
         else:
-            # Ignore the logits of padding.
-            position_T = torch.arange(logits_BTV.shape[1], device=self.device)
-            finite_BT = logits_BTV.sum(dim=-1).isfinite() | (position_T > batch.counts_B[:, None])
-            finite_B = finite_BT.all(dim=1)
+            finite_B = finite_rows(logits_BTV, batch.counts_B)
             drawn_from = self.pipeline.distributions(
                 batch.slots, rows, logits_BTV, batch.draft_BK, batch.counts, batch.base_B
             )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from spire.errors import InvalidRequest, MismatchError
-from spire.model.pool import Pool
+from spire.model.cache.pool import Pool
 from spire.rpc.channel import PROTOCOL_VERSION
 from spire.rpc.limits import MAX_TAPPED_POSITIONS
 from spire.rpc.tensors import host_bytes

@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import structlog
-import torch
 from grpc_health.v1 import health, health_pb2_grpc
 
 from spire.address import join
@@ -22,8 +21,9 @@ from spire.checkpoints.random_weights import has_random_weights
 from spire.checkpoints.tokenizer import ids_without_text, load_tokenizer
 from spire.checkpoints.weights import load_target
 from spire.errors import CheckpointError
-from spire.model.backends.packing import pack
-from spire.model.cache import TargetCache
+from spire.model.backends.placed import backend_for
+from spire.model.backends.reference import Reference
+from spire.model.cache.placed import cache_for
 from spire.model.config import ModelConfig, load_model_config, unknown_keys
 from spire.model.placement import choose_device, choose_dtype, leaves_cores, loads_kernels_late
 from spire.model.self_speculation import SparseAttention
@@ -66,8 +66,7 @@ def load(config: VerifierConfig) -> tuple[VerifierEngine, Hosted]:
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     shape = load_model_config(config.model)
-    exactly = "max_sequences" in config.model_fields_set
-    wishes = Wishes(config.max_sequences, exactly, config.max_context, int(config.cache_gb * 1e9))
+    wishes = Wishes(config.max_sequences, context=config.max_context, budget=int(config.cache_gb * 1e9))
     wishes.check(shape.max_position_embeddings)
     tokenizer = _read_tokenizer(config.model, shape)
     end_tokens, sampling, unusable = read_generation(config.model, shape)
@@ -76,12 +75,13 @@ def load(config: VerifierConfig) -> tuple[VerifierEngine, Hosted]:
     if config.lossy_synthetic_acceptance is None and has_random_weights(config.model):
         raise CheckpointError(f"{config.model} holds a shape and no weights: only measurements of time can serve it")
     target, fingerprint = load_target(config.model, dtype, device)
-    packed = pack(target)
-    # The number and length of sequences that fit are measured when the weights are in memory.
+    backend = backend_for(device)
+    packed = backend.pack(target)
+    # The memory for sequences is measured when the weights are in memory.
     position_bytes, at_once = shape.kv_bytes_per_position // 2 * dtype.itemsize, device.type != "cpu"
     room = room_for(wishes, shape.max_position_embeddings, position_bytes, free_memory(device), at_once)
     grammars, no_grammars = _read_grammars(tokenizer.tokenizer_json, shape.vocab_size, end_tokens)
-    engine = _build_engine(packed, config, room, device, grammars)
+    engine = _build_engine(packed, backend, config, room, grammars)
     if loads_kernels_late(device):
         engine.steps.warm_up()
     engine.measure()
@@ -136,13 +136,15 @@ def _read_tokenizer(model: Path, shape: ModelConfig) -> pb.GetTokenizerResponse:
 
 
 def _build_engine(
-    target: Target, config: VerifierConfig, room: Room, device: torch.device, grammars: Grammars | None
+    target: Target, backend: Reference, config: VerifierConfig, room: Room, grammars: Grammars | None
 ) -> VerifierEngine:
-    shape, dtype, slots = target.config, target.embed_tokens.weight.dtype, room.sequences
-    parking = slots if config.prefix_cache and device.type == "cpu" else 0
-    cache = TargetCache(shape, slots, room.context, dtype, device, parking, room.budget)
+    shape, weight, slots = target.config, target.embed_tokens.weight, room.sequences
+    dtype, device = weight.dtype, weight.device
+    parking = slots if config.prefix_cache else 0
+    cache = cache_for(shape, slots, room.context, dtype, device, parking, room.budget)
     sparse = SparseAttention(config.self_sink, config.self_window)
-    steps = ModelSteps(target, cache, Pipeline(slots, shape.vocab_size, device, grammars), sparse, config.self_top_m)
+    pipeline = Pipeline(slots, shape.vocab_size, device, grammars)
+    steps = ModelSteps(target, cache, pipeline, sparse, config.self_top_m, backend)
     if (rate := config.lossy_synthetic_acceptance) is not None:
         log.warning("LOSSY: what the target says of draft tokens is ignored", synthetic_acceptance=rate)
         steps.rule = coin_flips(rate)

@@ -14,18 +14,21 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from spire.decoding.drafting import DraftingRound
 from spire.kernels import Kernels
-from spire.model.backends.fused_layer import FusedLayer, FusedProduct, Rotations
+from spire.model.backends.fused_layer import MOST_ROTATIONS, FusedLayer, FusedProduct, Rotations
 from spire.model.draft import Draft
+from spire.model.draft_memory import DraftMemory
 
 
-class FusedDraft:
-    """The addresses of a packed draft's weights and memory, for kernels. Draft and memory must outlive this object."""
+class FusedDraftMemory(DraftMemory):
+    """The memory of a packed draft, and the addresses of its entries and of the draft's weights, for kernels."""
 
-    def __init__(self, draft: Draft, kernels: Kernels, keys_NXGSK: Tensor, values_NXGSK: Tensor, positions_XS: Tensor):
-        self.draft, self.kernels, self.positions_XS = draft, kernels, positions_XS
+    def __init__(self, draft: Draft, slots: int, kernels: Kernels):
+        super().__init__(draft, slots)
+        self.kernels = kernels
         layers = cast(Sequence[FusedLayer], draft.layers)
-        memories = zip(layers, keys_NXGSK, values_NXGSK, strict=True)
+        memories = zip(layers, self.keys_NXGSK, self.values_NXGSK, strict=True)
         table = [[*layer.addresses, keys.data_ptr(), values.data_ptr()] for layer, keys, values in memories]
         self.layers = torch.tensor(table, dtype=torch.int64)
         self.feedback = draft.memory_weights.softmax(dim=-1).float() if draft.draft.feedback else None
@@ -33,8 +36,6 @@ class FusedDraft:
         self.rotations = Rotations(draft.rope, kernels.dtype)
 
     def absorb(self, slots_R: Tensor, positions_R: Tensor, ends_R: Tensor, taps_RND: Tensor) -> None:
-        """Store keys and values computed from the target's activations at R verified positions, except positions
-        outside the sink and the window of a sequence of length `ends_R`."""
         config, spire = self.draft.config, self.draft.draft
         R, N, D = taps_RND.shape
         if not R:
@@ -47,11 +48,17 @@ class FusedDraft:
         shape = (R, N, D, config.num_attention_heads, G, K, self.positions_XS.shape[1], spire.window, spire.sink)
         self.kernels.absorb(*tensors, config.rms_norm_eps, *shape, torch.get_num_threads())
 
+    def round(self, slots: Sequence[int], bases: Sequence[int], k: int) -> DraftingRound:
+        """Begin a drafting round by kernels, or by layers for positions beyond those whose rotations are cached."""
+        if (end := max(bases) + k) > MOST_ROTATIONS:
+            return super().round(slots, bases, k)
+        return FusedRound(self, torch.tensor(slots), torch.tensor(bases), k, end)
+
 
 class FusedRound:
     """A drafting round by kernels: k passes from positions `base_B` on, all below `end` <= MOST_ROTATIONS."""
 
-    def __init__(self, fused: FusedDraft, slots_B: Tensor, base_B: Tensor, k: int, end: int):
+    def __init__(self, fused: FusedDraftMemory, slots_B: Tensor, base_B: Tensor, k: int, end: int):
         draft, config, spire = fused.draft, fused.draft.config, fused.draft.draft
         B, N, S = len(slots_B), config.num_hidden_layers, fused.positions_XS.shape[1]
         H, G, K = config.num_attention_heads, config.num_key_value_heads, config.head_dim

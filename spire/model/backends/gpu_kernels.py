@@ -17,16 +17,16 @@ def on_gpu(tensor: Tensor) -> bool:
     return tensor.device.type == "cuda"
 
 
-def gpu_kernels(pool_XGLK: Tensor, queries_per_key: int) -> ModuleType | None:
-    """Return the module `paged_attention` if its kernels can serve this pool of keys, or None if torch has to attend.
+def gpu_kernels(pages_XGLK: Tensor, queries_per_key: int) -> ModuleType | None:
+    """Return the module `paged_attention` if its kernels can serve these pages, or None if torch has to attend.
 
     The kernels are tried, and a failure is logged. Raises errors after which this process can no longer use its GPU.
     """
-    if not on_gpu(pool_XGLK):
+    if not on_gpu(pages_XGLK):
         return None
     try:
         kernels = importlib.import_module("spire.model.backends.paged_attention")
-        kernels.try_out(pool_XGLK, queries_per_key)
+        kernels.try_out(pages_XGLK, queries_per_key)
     except Exception as error:  # a compiler may raise anything, and torch can serve instead
         if device_lost(error):
             raise

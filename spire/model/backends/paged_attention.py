@@ -4,10 +4,8 @@ A sequence is split into stretches, so that a few long sequences also fill a GPU
 key/value head once, for all queries of the head's group; a second kernel joins the stretches. Sequences are split at
 fixed positions, so the order of summation does not depend on the batch.
 
-A pool is viewed as rows of K numbers, in which a page of key/value head g begins at `page * page_rows + g * head_rows`.
-This layout covers consecutive pages that hold all heads, and slots whose heads are contiguous (`slot_pages`).
-
-Shapes: B sequences, G key/value heads, H query heads, T new positions, K head width, X slots, P pages of a sequence.
+Shapes: B sequences, G key/value heads, H query heads, T new positions, L positions of a page, K head width, P pages of
+a sequence, X pages of all.
 """
 
 from __future__ import annotations
@@ -39,68 +37,52 @@ class Tuning(NamedTuple):
 FASTEST = Tuning()
 
 
-class Pages(NamedTuple):
-    """The page table of B sequences, int32 [B, P], and a pool's strides of pages and heads in rows of K numbers."""
-
-    table_BP: Tensor
-    page_rows: int
-    head_rows: int
-
-
-def slot_pages(slots_B: Tensor, pool_XGLK: Tensor, pages: int) -> Pages:
-    """Return the page table of the first `pages` pages of each slot, or of all pages if a slot has fewer."""
-    _, G, L, _ = pool_XGLK.shape
-    first_B1 = slots_B[:, None] * (G * L // PAGE)
-    table_BP = first_B1 + torch.arange(min(pages, L // PAGE), device=slots_B.device)
-    return Pages(table_BP.int(), PAGE, L)
-
-
 def attends(queries_per_key: int, new_tokens: int, width: int) -> bool:
     """True if the attention kernels support this number of queries per key and of new tokens, and this head width."""
     return queries_per_key * new_tokens <= _MOST_ROWS and width in _WIDTHS
 
 
-def try_out(pool_XGLK: Tensor, queries_per_key: int) -> None:
-    """Run each kernel that can serve this pool once, so that Triton compiles it now and not during a request.
+def try_out(pages_XGLK: Tensor, queries_per_key: int) -> None:
+    """Run each kernel that can serve these pages once, so that Triton compiles it now and not during a request.
 
     Raises RuntimeError for a wrong result, and Triton's errors if a kernel cannot be compiled.
     """
-    _, G, _, K = pool_XGLK.shape
-    keys = torch.ones(1, G, PAGE, K, dtype=pool_XGLK.dtype, device=pool_XGLK.device)
-    slots_B, lengths_B = (torch.zeros(1, dtype=dtype, device=keys.device) for dtype in (torch.int64, torch.int32))
+    _, G, _, K = pages_XGLK.shape
+    keys = torch.ones(1, G, PAGE, K, dtype=pages_XGLK.dtype, device=pages_XGLK.device)
+    table_BP = torch.zeros(1, 1, dtype=torch.int32, device=keys.device)
     rows = _LEAST_ROWS
     while attends(queries_per_key, T := max(1, rows // queries_per_key), K):
         queries = torch.ones(1, G * queries_per_key, T, K, dtype=keys.dtype, device=keys.device)
-        if not attend(queries, keys, keys, slot_pages(slots_B, keys, 1), lengths_B, 0).eq(1).all():
+        if not attend(queries, keys, keys, table_BP, table_BP[0], 0).eq(1).all():
             raise RuntimeError("attention over ones is not one")
         rows *= 2
 
 
 def attend(
     queries_BHTK: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    pages: Pages,
+    keys_XGLK: Tensor,
+    values_XGLK: Tensor,
+    table_BP: Tensor,
     lengths_B: Tensor,
     longest: int,
     tuning: Tuning = FASTEST,
 ) -> Tensor:
     """Return the causal attention of T new positions to paged keys and values, [B, H, T, K].
 
-    `lengths_B` (int32) is each sequence's number of earlier positions, and `longest` is their maximum. The pools must
-    already contain the new keys and values.
+    `table_BP` (int32) names the pages of each sequence. `lengths_B` (int32) is each sequence's number of earlier
+    positions, and `longest` is their maximum. The pages must already contain the new keys and values.
     """
     B, H, T, K = queries_BHTK.shape
-    G = keys.shape[1]
+    G = keys_XGLK.shape[1]
     rows = max(_LEAST_ROWS, triton.next_power_of_2(H // G * T))
     splits = triton.cdiv(longest + T, tuning.split)
     queries_BHTK = queries_BHTK.contiguous()
     found_BHTK = torch.empty_like(queries_BHTK)
     parts = queries_BHTK.new_empty(B, H * T, splits, K, dtype=torch.float32)
     weights = queries_BHTK.new_empty(B, H * T, splits, dtype=torch.float32)
-    shape = (T, H // G, G, pages.table_BP.shape[1], pages.page_rows, pages.head_rows, splits)
+    shape = (T, H // G, G, table_BP.shape[1], splits)
     _stretch[(B, G, splits)](
-        queries_BHTK, keys, values, pages.table_BP, lengths_B, parts, weights, K**-0.5 * _LOG2_E, *shape,
+        queries_BHTK, keys_XGLK, values_XGLK, table_BP, lengths_B, parts, weights, K**-0.5 * _LOG2_E, *shape,
         ROWS=rows, K=K, PAGE=PAGE, SPLIT=tuning.split, num_warps=tuning.warps, num_stages=tuning.stages,
     )  # fmt: skip
     _join[(B, H * T)](
@@ -109,9 +91,9 @@ def attend(
     return found_BHTK
 
 
-@triton.jit(do_not_specialize=["T", "GROUP", "G", "pages", "page_rows", "head_rows", "splits"])
+@triton.jit(do_not_specialize=["T", "GROUP", "G", "pages", "splits"])
 def _stretch(
-    queries, keys, values, table, lengths, parts, weights, scale, T, GROUP, G, pages, page_rows, head_rows, splits,
+    queries, keys, values, table, lengths, parts, weights, scale, T, GROUP, G, pages, splits,
     ROWS: tl.constexpr, K: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     sequence, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -133,7 +115,7 @@ def _stretch(
         for step in range(SPLIT // PAGE):
             now = begin + step * PAGE
             page = tl.load(table + sequence * pages + now // PAGE, mask=now < end, other=0).to(tl.int64)
-            place = (page * page_rows + head * head_rows + at) * K
+            place = ((page * G + head) * PAGE + at) * K
             there = now + at < end
             key = tl.load(keys + place[None, :] + k[:, None], mask=there[None, :], other=0.0)
             scores = tl.dot(q, key, input_precision="ieee") * scale

@@ -11,8 +11,8 @@ from scipy import stats
 from torch import Tensor
 
 from spire.kernels import Kernels, every_kernels
+from spire.model.backends.cpu import CpuBackend
 from spire.model.backends.fused_draft import FusedRound, draw
-from spire.model.backends.packing import pack
 from spire.model.config import DraftConfig
 from spire.model.draft import Draft, prune
 from spire.model.draft_memory import DraftMemory, RoundMemory
@@ -26,7 +26,7 @@ ALPHA = 1e-6
 
 def served_draft(kernels: Kernels, **changes: object) -> Draft:
     """The last two layers of a target, as they are served."""
-    return pack(unpacked_draft(kernels, **changes))
+    return CpuBackend().pack(unpacked_draft(kernels, **changes))
 
 
 def unpacked_draft(kernels: Kernels, **changes: object) -> Draft:
@@ -38,7 +38,7 @@ def unpacked_draft(kernels: Kernels, **changes: object) -> Draft:
 
 def memory_of(draft: Draft, contexts: Sequence[int]) -> DraftMemory:
     """A slot for each, after so many positions of its own."""
-    memory = DraftMemory(draft, len(contexts))
+    memory = CpuBackend().memory(draft, len(contexts))
     for slot, context in enumerate(contexts):
         taps_RND = torch.randn(context, 2, 128, generator=torch.Generator().manual_seed(context))
         numbers = (torch.full((context,), slot), torch.arange(context), torch.full((context,), context))
@@ -107,7 +107,7 @@ def test_behind_the_rotations_that_are_kept_a_draft_guesses_by_its_layers(
 ) -> None:
     memory = memory_of(served_draft(kernels), [30, 9])
     expected = guessed(memory.round([0, 1], [30, 9], 4), 2)
-    monkeypatch.setattr("spire.model.draft_memory.MOST_ROTATIONS", 33)
+    monkeypatch.setattr("spire.model.backends.fused_draft.MOST_ROTATIONS", 33)
     round_ = memory.round([0, 1], [30, 9], 4)
     assert isinstance(round_, RoundMemory)
     assert far_apart(guessed(round_, 2), expected) < rounding(kernels)

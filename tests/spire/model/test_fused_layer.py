@@ -8,9 +8,9 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 from spire.kernels import Kernels, every_kernels
+from spire.model.backends.cpu import CpuBackend
 from spire.model.backends.fused_layer import FusedLayer
-from spire.model.backends.packing import pack
-from spire.model.cache import TargetCache
+from spire.model.cache.contiguous import ContiguousCache
 from spire.model.config import ModelConfig
 from spire.model.layers import Layer, Rope
 from spire.model.target import Target
@@ -82,7 +82,7 @@ def test_a_fused_target_is_as_near_to_exact_numbers_as_the_other(kernels: Kernel
     assert isinstance(target, Target)
     tokens_BT = torch.randint(96, (3, 20))
     exact, by_torch = (logits(model, tokens_BT) for model in (with_doubles(target), target))
-    fused = logits(pack(target), tokens_BT)
+    fused = logits(CpuBackend().pack(target), tokens_BT)
     assert isinstance(target.layers[0], FusedLayer)
     # Sums of floats come in another order.
     assert (fused - exact).abs().mean() <= (1.1 if kernels.dtype == torch.bfloat16 else 2) * (
@@ -97,7 +97,7 @@ def with_doubles(target: Target) -> Target:
 
 
 def logits(target: Target, tokens_BT: Tensor) -> Tensor:
-    cache = TargetCache(target.config, len(tokens_BT), 64, target.embed_tokens.weight.dtype)
+    cache = ContiguousCache(target.config, len(tokens_BT), 64, target.embed_tokens.weight.dtype)
     slots = [cache.allocate() for _ in tokens_BT]
     return target.unembed(target(tokens_BT, cache.view(slots, tokens_BT.shape[1])).hidden_BTD)
 
@@ -105,7 +105,7 @@ def logits(target: Target, tokens_BT: Tensor) -> Tensor:
 @each_kernels
 @torch.inference_mode()
 def test_a_position_has_the_same_bits_verified_or_decoded_in_any_batch(kernels: Kernels) -> None:
-    target = pack(randomised(Target(config_of(4, 2)), kernels.dtype))
+    target = CpuBackend().pack(randomised(Target(config_of(4, 2)), kernels.dtype))
     assert isinstance(target, Target)
     prompts_BT, block_BT = torch.randint(96, (5, 300)), torch.randint(96, (5, 7))
     verified = decoded(target, prompts_BT, block_BT, together=True)
@@ -116,7 +116,7 @@ def test_a_position_has_the_same_bits_verified_or_decoded_in_any_batch(kernels: 
 
 def decoded(target: Target, prompts_BT: Tensor, block_BT: Tensor, together: bool) -> Tensor:
     """Logits of a block behind prompts that were each prefilled alone, in one forward or position by position."""
-    cache = TargetCache(target.config, len(prompts_BT), 400, target.embed_tokens.weight.dtype)
+    cache = ContiguousCache(target.config, len(prompts_BT), 400, target.embed_tokens.weight.dtype)
     slots = [cache.allocate() for _ in prompts_BT]
     for slot, prompt_T in zip(slots, prompts_BT, strict=True):
         target(prompt_T[None], cache.view([slot], len(prompt_T)))
@@ -145,6 +145,6 @@ def test_numbers_that_are_none_stay_in_their_row(kernels: Kernels) -> None:
 @each_kernels
 @pytest.mark.parametrize("changes", [{"attention_bias": True}, {"hidden_size": 80}, {"head_dim": 16}])
 def test_shapes_that_kernels_do_not_fit_are_left_to_torch(kernels: Kernels, changes: dict[str, object]) -> None:
-    target = pack(randomised(Target(config_of(**changes)), kernels.dtype))
+    target = CpuBackend().pack(randomised(Target(config_of(**changes)), kernels.dtype))
     assert isinstance(target, Target)
     assert not isinstance(target.layers[0], FusedLayer)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from spire.kernels import kernels_for
-from spire.model.backends.packing import pack
+from spire.model.backends.cpu import CpuBackend
 from spire.model.config import ModelConfig
 from spire.model.target import Target, WholeSequence
 
@@ -31,19 +31,20 @@ def logits(target: Target, tokens_BT: torch.Tensor) -> torch.Tensor:
 def test_a_model_that_no_kernel_fits_is_left_as_it_is(changes: dict[str, object]) -> None:
     target, tokens_BT = target_of(torch.float32, **changes), torch.arange(20)[None]
     before = logits(target, tokens_BT)
-    assert torch.equal(logits(pack(target), tokens_BT), before)
+    assert torch.equal(logits(CpuBackend().pack(target), tokens_BT), before)
     assert all(isinstance(module.weight, torch.Tensor) for module in target.modules() if isinstance(module, nn.Linear))
 
 
 @pytest.mark.skipif(kernels_for(torch.float32) is None, reason="no kernels for this processor")
 def test_a_model_that_kernels_fit_has_them_in_the_place_of_its_layers() -> None:
-    target = pack(target_of(torch.float32))
-    assert target.stack is not None
+    backend = CpuBackend()
+    target = backend.pack(target_of(torch.float32))
+    assert backend._stack is not None
     assert target.fused_head is not None
 
 
 @torch.no_grad()
 def test_weights_of_other_types_stay_as_they_are() -> None:
-    target = pack(target_of(torch.float64))
+    target = CpuBackend().pack(target_of(torch.float64))
     assert all(module.weight is not None for module in target.modules() if isinstance(module, nn.Linear))
     assert logits(target, torch.arange(5)[None]).isfinite().all()

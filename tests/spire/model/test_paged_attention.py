@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from spire.model import paging
 from spire.model.backends import gpu_kernels as choosing
-from spire.model.cache import TargetCache
+from spire.model.cache import paging
+from spire.model.cache.paged import PagedCache
 from spire.model.config import ModelConfig
 from spire.model.layers import additive, attend
 from spire.model.target import Target, WholeSequence
@@ -47,6 +47,15 @@ def pools_of(slots: int, heads: int, positions: int, width: int, dtype: torch.dt
     return keys, values
 
 
+def in_pages(keys: Tensor, values: Tensor, slots: list[int], pages: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Slots [X, G, positions, K] as pages in any order, [pages, G, 64, K], and the page table of `slots`."""
+    of_a_slot = keys.shape[2] // 64
+    order = torch.randperm(len(keys) * of_a_slot)
+    keys, values = (pool.unflatten(2, (-1, 64)).transpose(1, 2).flatten(0, 1)[order] for pool in (keys, values))
+    place_XP = order.argsort().view(-1, of_a_slot).int()
+    return keys.contiguous(), values.contiguous(), place_XP[slots, :pages].contiguous()
+
+
 # Queries per key, new tokens, width, positions before: of one page, at its border, over a stretch's border, none.
 CASES = [
     (1, 1, 64, [0, 63, 64, 130]),
@@ -71,9 +80,9 @@ def test_pages_give_what_the_reference_gives_whatever_lies_behind(
         keys[slot, :, length + tokens :] = values[slot, :, length + tokens :] = torch.nan
     keys[:2], values[:2] = torch.nan, torch.nan
     queries = torch.randn(len(lengths), heads * group, tokens, width).to(dtype)
-    pages = kernels.slot_pages(torch.tensor(slots), keys, -(-(max(lengths) + tokens) // kernels.PAGE))
+    pages = -(-(max(lengths) + tokens) // kernels.PAGE)
     lengths_B = torch.tensor(lengths, dtype=torch.int32)
-    found = kernels.attend(queries, keys, values, pages, lengths_B, max(lengths))
+    found = kernels.attend(queries, *in_pages(keys, values, slots, pages), lengths_B, max(lengths))
     for row, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
         right = reference(queries[row], keys[slot], values[slot], length)
         assert (found[row].double() - right).norm() / right.norm() < bound
@@ -87,21 +96,13 @@ def test_a_sequence_is_attended_alike_alone_and_beside_others(kernels: ModuleTyp
 
     def found(rows: list[int]) -> Tensor:
         longest = max(lengths[row] for row in rows)
-        pages = kernels.slot_pages(torch.tensor(rows), keys, -(-(longest + 3) // kernels.PAGE))
+        pages = -(-(longest + 3) // kernels.PAGE)
         lengths_B = torch.tensor([lengths[row] for row in rows], dtype=torch.int32)
-        return kernels.attend(queries[rows], keys, values, pages, lengths_B, longest)
+        return kernels.attend(queries[rows], *in_pages(keys, values, rows, pages), lengths_B, longest)
 
     together = found([0, 1, 2])
     for row in range(3):
         assert torch.equal(found([row])[0], together[row])
-
-
-class Paged(TargetCache):
-    """Of a GPU, whose kernels the interpreter runs."""
-
-    @staticmethod
-    def _is_cpu(device: torch.device) -> bool:
-        return False
 
 
 @pytest.mark.thorough
@@ -109,7 +110,7 @@ class Paged(TargetCache):
 def test_decoding_over_cache_pages_gives_the_logits_of_the_whole_sequence(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spire.model.cache.gpu_kernels", lambda pool, group: kernels)
+    monkeypatch.setattr("spire.model.cache.paged.gpu_kernels", lambda pool, group: kernels)
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 40}
     config = ModelConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=16, **sizes)
@@ -118,7 +119,7 @@ def test_decoding_over_cache_pages_gives_the_logits_of_the_whole_sequence(
     whole_attend = kernels.attend
     monkeypatch.setattr(kernels, "attend", lambda q, *rest: attended.append(q.shape[2]) or whole_attend(q, *rest))
     capacity = paging.capacity_of(paging.PAGE)
-    cache = Paged(config, slots=3, capacity=capacity)
+    cache = PagedCache(config, slots=3, capacity=capacity)
     tokens_NL = torch.randint(40, (3, capacity))
     slots = [cache.allocate() for _ in range(3)]
     for slot, prompt in zip(slots, (70, 3, capacity - 4), strict=True):
@@ -170,7 +171,7 @@ from spire.model.backends import paged_attention as kernels
 rows, width = map(int, sys.argv[1:])
 pointers = dict.fromkeys(("queries", "keys", "values"), "*bf16") | {"table": "*i32", "lengths": "*i32"}
 floats = {"parts": "*fp32", "weights": "*fp32", "scale": "fp32"}
-numbers = dict.fromkeys(("T", "GROUP", "G", "pages", "page_rows", "head_rows", "splits"), "i32")
+numbers = dict.fromkeys(("T", "GROUP", "G", "pages", "splits"), "i32")
 fixed = {"ROWS": rows, "K": width, "PAGE": kernels.PAGE, "SPLIT": kernels.FASTEST.split}
 signature = pointers | floats | numbers | dict.fromkeys(fixed, "constexpr")
 aligned = {(at,): [["tt.divisibility", 16]] for at in range(7)}

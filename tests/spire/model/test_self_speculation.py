@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -11,13 +12,14 @@ import torch
 from torch import Tensor
 
 from spire.decoding.drafting import draft_tokens
-from spire.model.cache import TargetCache
+from spire.model.cache.contiguous import ContiguousCache
+from spire.model.cache.paged import PagedCache
+from spire.model.cache.target_cache import TargetCache
 from spire.model.config import ModelConfig, RopeConfig
 from spire.model.self_speculation import SelfSpeculation, SparseAttention
 from spire.model.target import Target
 from spire.rpc.sampling import from_protos
 from spire.v1 import tensor_pb2
-from tests.spire.model.test_cache import AsOnGpu
 
 V, K = 40, 4
 KINDS: dict[str, dict[str, Any]] = {
@@ -76,8 +78,8 @@ class Filled:
         return self.target.unembed(self.target(torch.stack(fed), self.cache.view(self.slots, k)).hidden_BTD)
 
 
-def filled(target: Target, lengths: list[int], dtype: torch.dtype = torch.float32, paged: bool = True) -> Filled:
-    cache = (TargetCache if paged else AsOnGpu)(target.config, slots=len(lengths) + 1, capacity=400, dtype=dtype)
+def filled(target: Target, lengths: list[int], dtype: torch.dtype = torch.float32, paged: bool = False) -> Filled:
+    cache = (PagedCache if paged else ContiguousCache)(target.config, slots=len(lengths) + 1, capacity=400, dtype=dtype)
     cache.allocate()
     slots = [cache.allocate() for _ in lengths][::-1]
     texts = [torch.randint(V, (length + 20,), generator=torch.Generator().manual_seed(length)) for length in lengths]
@@ -168,7 +170,7 @@ def test_where_the_sink_stands_shows_in_the_logits() -> None:
     assert (other - some.guessed(sparse, k=1)[:, 0]).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("paged", [True, False], ids=["pages of a CPU", "one page as on a GPU"])
+@pytest.mark.parametrize("paged", [True, False], ids=["pages as on a GPU", "contiguous slots"])
 def test_with_everything_inside_the_window_it_is_the_target(paged: bool) -> None:
     some = filled(new_target(num_key_value_heads=2), [3, 60, 270], paged=paged)
     torch.testing.assert_close(some.guessed(SparseAttention(1, 300)), some.verified(), atol=1e-4, rtol=1e-4)
@@ -178,7 +180,7 @@ def test_a_window_is_read_across_pages_as_within_one() -> None:
     lengths, sparse = [255, 256, 258, 300], SparseAttention(1, 8)
     target = new_target()
     torch.testing.assert_close(
-        filled(target, lengths).guessed(sparse), filled(target, lengths, paged=False).guessed(sparse)
+        filled(target, lengths).guessed(sparse), filled(target, lengths, paged=True).guessed(sparse)
     )
 
 
@@ -194,21 +196,22 @@ def test_in_bfloat16_guesses_are_those_of_fp32_up_to_rounding() -> None:
 
 def test_drafting_leaves_the_cache_as_it_was() -> None:
     some = filled(new_target(), [3, 60])
-    before = [pool.tensor.clone() for pool in (*some.cache.keys, *some.cache.values)]
+    before = [pool_RK.clone() for pool_RK in chain(*some.cache.pools)]
     lengths = list(some.cache.lengths)
     some.guessed(SparseAttention(1, 8))
     assert some.cache.lengths == lengths
-    after = [pool.tensor for pool in (*some.cache.keys, *some.cache.values)]
-    assert all(map(torch.equal, after, before))
+    assert all(map(torch.equal, chain(*some.cache.pools), before))
 
 
 def test_what_a_poisoned_neighbour_left_behind_is_not_seen() -> None:
     some, sparse = filled(new_target(), [2, 30]), SparseAttention(1, 8)
     expected = some.guessed(sparse)
-    for pool in (*some.cache.keys, *some.cache.values):
-        pool.tensor[0].fill_(float("nan"))
-        for slot in some.slots:
-            pool.tensor[slot, :, some.cache.lengths[slot] :] = float("nan")
+    held = [some.cache.rows([slot], torch.arange(some.cache.lengths[slot])[None]).flatten() for slot in some.slots]
+    for pool_RK in chain(*some.cache.pools):
+        kept_RK = pool_RK.clone()
+        pool_RK.fill_(float("nan"))
+        for rows in held:
+            pool_RK[rows] = kept_RK[rows]
     assert torch.equal(some.guessed(sparse), expected)
 
 

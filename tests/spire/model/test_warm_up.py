@@ -13,6 +13,7 @@ from draft_service.config import DraftServiceConfig
 from draft_service.drafter import Drafter, Span, Verified
 from spire.checkpoints.weights import load_draft, load_target
 from spire.decoding.drafting import DraftItem
+from spire.model.backends.reference import Reference
 from spire.model.config import DraftConfig
 from spire.model.draft import Draft, prune
 from spire.rpc.sampling import ONE_OF_EACH, from_protos
@@ -47,7 +48,7 @@ def guesses_of(drafter: Drafter) -> list[list[int]]:
 
 @pytest.mark.parametrize("slots", [1, 2, 8])
 def test_of_a_draft_that_has_warmed_up_nothing_stays(draft: Draft, slots: int) -> None:
-    cold, warm = (Drafter(draft, slots, draft.config.vocab_size, CONTEXT) for _ in range(2))
+    cold, warm = (Drafter(draft, slots, draft.config.vocab_size, CONTEXT, Reference()) for _ in range(2))
     warm.warm_up()
     assert (warm.slots, warm.absorbed, warm._free, warm._ended) == ({}, {}, cold._free, {})
     assert guesses_of(warm) == guesses_of(cold)
@@ -60,10 +61,10 @@ def test_a_draft_on_a_gpu_has_drafted_before_it_is_ready(
     propose = Drafter.propose
     monkeypatch.setattr(Drafter, "propose", lambda self, *asked: rounds.append(1) or propose(self, *asked))
     config = DraftServiceConfig.model_validate({"draft": tmp_path, "verifier": "127.0.0.1:1"})
-    drafting._drafter(draft, config, CONTEXT)
+    drafting._drafter(draft, Reference(), config, CONTEXT)
     assert not rounds, "a CPU has nothing to load"
     monkeypatch.setattr(drafting, "loads_kernels_late", lambda device: True)
-    drafting._drafter(draft, config, CONTEXT)
+    drafting._drafter(draft, Reference(), config, CONTEXT)
     assert rounds
 
 

@@ -14,12 +14,13 @@ from hypothesis import given, strategies as st
 from draft_service import __main__ as draft_service
 from draft_service.config import DraftServiceConfig
 from spire.bench.synthetic import config_of, write_pair
-from spire.errors import CheckpointError, OutOfCapacity
-from spire.model.cache import TargetCache
-from spire.model.config import DraftConfig, ModelConfig
+from spire.errors import CheckpointError
+from spire.model.backends.reference import Reference
+from spire.model.cache.paged import PagedCache
+from spire.model.cache.paging import capacity_of, positions_of
+from spire.model.cache.pool import Pool, not_reserved
+from spire.model.config import DraftConfig
 from spire.model.draft import Draft
-from spire.model.paging import capacity_of, positions_of
-from spire.model.pool import Pool, not_reserved
 from spire.model.target import Target
 from spire.model.token_memory import TokenMemory
 from spire.perf.memory_need import SHARE_OF_FREE_MEMORY, largest_batch, of_target
@@ -38,42 +39,37 @@ def room(free: float, at_once: bool = True, **wishes: Any) -> Room:
 
 
 def bytes_of(found: Room) -> int:
-    return found.sequences * positions_of(found.context) * POSITION
+    """Of the cache on a GPU, which is allocated at the start."""
+    return found.budget or found.sequences * positions_of(found.context) * POSITION
 
 
-def test_llama_3_1_8b_starts_on_an_80_gb_card_without_options() -> None:
-    """It was refused: 64 times 131,072 positions are 1.1 TB."""
+def test_llama_3_1_8b_serves_its_longest_context_on_an_80_gb_card() -> None:
+    """It was refused (64 times 131,072 positions are 1.1 TB), then cut to 8,447 positions of 46 sequences."""
     found = room(64 * GB)
-    assert found.sequences == 46
-    assert found.context >= 8192
+    assert (found.sequences, found.context) == (64, LONGEST)
     assert 0.95 * SHARE_OF_FREE_MEMORY * 64 * GB < bytes_of(found) <= SHARE_OF_FREE_MEMORY * 64 * GB
 
 
 def test_what_is_asked_for_is_given_and_the_other_fits() -> None:
-    assert room(64 * GB, context=131_072).sequences == 2
-    assert room(64 * GB, sequences=8, exactly=True).context > 40_000
-    assert room(64 * GB, sequences=32, exactly=True, context=8192) == Room(32, 8192, None)
+    assert room(64 * GB, context=131_072).sequences == 64
+    assert room(20 * GB, sequences=8).context == capacity_of(int(SHARE_OF_FREE_MEMORY * 20 * GB) // POSITION)
+    assert room(64 * GB, sequences=32, context=8192) == Room(32, 8192, None)
     assert bytes_of(room(64 * GB, budget=20 * GB)) <= 20 * GB
 
 
 @pytest.mark.parametrize(
     ("wishes", "message"),
     [
-        (
-            {"context": 131_072, "sequences": 4, "exactly": True},
-            "4 sequences of 131072 positions need 68.8 GB, 51.2 GB",
-        ),
-        ({"context": 131_072, "sequences": 4, "exactly": True}, "lower --max-sequences to 2, or --max-context"),
         ({"context": 131_072, "budget": 10 * GB}, "10 GB are too little for one sequence of 131072 positions"),
         ({"context": 131_072, "budget": 10 * GB}, "raise --cache-gb, or lower --max-context"),
-        ({"context": 131_072, "sequences": 4, "exactly": True}, "51.2 GB, 80% of what is free, are there for them"),
+        ({"context": 131_072, "free": 10 * GB}, "8 GB, 80% of what is free, are there for them): lower --max-context"),
         ({"context": 131_073}, "--max-context 131073: the model takes at most 131072 positions"),
         ({"budget": 70 * GB}, "--cache-gb 70: 64 GB are free"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_its_values_and_what_to_do(wishes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError) as refused:
-        room(64 * GB, **wishes)
+        room(**{"free": 64 * GB} | wishes)
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -92,21 +88,21 @@ def test_with_memory_taken_on_write_all_sequences_count_and_one_must_fit() -> No
 @given(
     free=st.integers(0, 200 * GB),
     sequences=st.integers(1, 256),
-    exactly=st.booleans(),
     context=st.integers(0, LONGEST),
     budget=st.integers(0, 200 * GB),
 )
 def test_preallocation_stays_within_its_budget_whatever_is_asked_for(
-    free: int, sequences: int, exactly: bool, context: int, budget: int
+    free: int, sequences: int, context: int, budget: int
 ) -> None:
-    wishes = Wishes(sequences, exactly, context, budget)
+    wishes = Wishes(sequences, context=context, budget=budget)
     try:
         found = room_for(wishes, LONGEST, POSITION, free, at_once=True)
     except CheckpointError:
         return
     assert bytes_of(found) <= (budget or SHARE_OF_FREE_MEMORY * free) <= free
     assert found.context == (context or min(found.context, LONGEST))
-    assert found.sequences == sequences if exactly else 1 <= found.sequences <= sequences
+    assert found.sequences == sequences
+    assert positions_of(found.context) * POSITION <= bytes_of(found), "one sequence of full length fits"
 
 
 @given(
@@ -125,35 +121,15 @@ def test_the_performance_model_fits_as_many_sequences_as_the_verifier(memory: in
     """It said 54 on an 80 GB card, of which the verifier refused all beyond 46."""
     need = of_target(LLAMA_3_8B, context, 2)
     most = largest_batch([need], memory)
-    wishes = Wishes(max(1, most), exactly=True, context=context)
+    wishes = Wishes(max(1, most), context=context)
     if not most:
         with pytest.raises(CheckpointError):
             room_for(wishes, LONGEST, POSITION, memory - int(need.weights), at_once=True)
         return
-    assert room_for(wishes, LONGEST, POSITION, memory - int(need.weights), at_once=True).sequences == most
-    with pytest.raises(CheckpointError):
-        room_for(replace(wishes, sequences=most + 1), LONGEST, POSITION, memory - int(need.weights), at_once=True)
-
-
-def test_a_preallocated_cache_refuses_to_exceed_its_budget_up_front() -> None:
-    class Unfilled(TargetCache):
-        @staticmethod
-        def _is_cpu(device: torch.device) -> bool:
-            return False
-
-    config = ModelConfig(
-        vocab_size=10,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=8,
-    )
-    of_a_slot = Unfilled(config, 1, 100).bytes
-    assert Unfilled(config, 3, 100, budget=3 * of_a_slot).bytes == 3 * of_a_slot
-    with pytest.raises(OutOfCapacity, match="too little for 4 slots of 100 positions"):
-        Unfilled(config, 4, 100, budget=3 * of_a_slot)
+    for sequences in (most, most + 1):
+        found = room_for(replace(wishes, sequences=sequences), LONGEST, POSITION, memory - int(need.weights), True)
+        all_fit = sequences * positions_of(context) * POSITION <= bytes_of(found)
+        assert all_fit == (sequences == most)
 
 
 @pytest.mark.skipif(not hasattr(mmap, "MAP_ANONYMOUS"), reason="memory comes at once here")
@@ -188,8 +164,9 @@ def test_the_verifier_of_an_8b_shape_allocates_what_fits_an_80_gb_card(
     engine, hosted = server.load(VerifierConfig.model_validate(options))
     cache = engine.steps.cache
     assert (hosted.info.max_sequences, hosted.info.max_context) == (cache.slots, cache.capacity)
-    assert (cache.slots, cache.capacity) == (46, 8447)
-    assert sum(pool.tensor.nbytes for pool in cache._pools) == cache.bytes <= SHARE_OF_FREE_MEMORY * 64 * GB
+    assert isinstance(cache, PagedCache)
+    assert (cache.slots, cache.capacity) == (64, LONGEST)
+    assert cache.pages_N2PGLK.nbytes == cache.bytes <= SHARE_OF_FREE_MEMORY * 64 * GB
 
 
 def target_without_memory() -> Target:
@@ -210,9 +187,9 @@ def draft_options(**more: object) -> DraftServiceConfig:
 def test_a_vanilla_draft_allocates_no_more_than_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """It took 256 times the longest context unasked: here 1.1 TB."""
     monkeypatch.setattr(draft_service, "free_memory", lambda device: 40 * GB)
-    memory = draft_service._drafter(vanilla_draft(), draft_options(), LONGEST).memory
+    memory = draft_service._drafter(vanilla_draft(), Reference(), draft_options(), LONGEST).memory
     assert isinstance(memory, TokenMemory)
-    assert sum(pool.tensor.nbytes for pool in memory.cache._pools) <= SHARE_OF_FREE_MEMORY * 40 * GB
+    assert memory.cache.bytes <= SHARE_OF_FREE_MEMORY * 40 * GB
     assert 1 <= memory.slots < 256
 
 
@@ -221,6 +198,6 @@ def test_more_sequences_than_fit_a_draft_are_refused_if_asked_for(
 ) -> None:
     monkeypatch.setattr(draft_service, "free_memory", lambda device: 40 * GB)
     with pytest.raises(
-        CheckpointError, match=r"200 sequences of 131088 positions need 1,719\.7 GB.*--max-sequences to 3"
+        CheckpointError, match=r"200 sequences need 1,719.7 GB, 32 GB, 80% of .*: lower --max-sequences to 3"
     ):
-        draft_service._drafter(vanilla_draft(), draft_options(max_sequences=200), LONGEST)
+        draft_service._drafter(vanilla_draft(), Reference(), draft_options(max_sequences=200), LONGEST)

@@ -20,7 +20,7 @@ PAGE_BYTES = 3 * 2 * 2 * 16 * 8 * 4
 
 @pytest.fixture(autouse=True)
 def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spire.model.paging.PAGE", 16)
+    monkeypatch.setattr("spire.model.cache.paging.PAGE", 16)
 
 
 def gigabytes(pages: int) -> float:

@@ -10,7 +10,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from spire.model.cache import TargetCache
+from spire.model.cache.contiguous import ContiguousCache
 from spire.model.target import Target
 from spire.v1 import verifier_pb2 as pb
 from tests.verifier_service.conftest import Running
@@ -135,7 +135,7 @@ async def test_another_beginning_is_not_mixed_up(running: Running, target: Targe
 @hypothesis.settings(max_examples=60, deadline=None)
 def test_the_longest_beginning_is_found_among_all_that_is_held(random_: random.Random) -> None:
     """Against a comparison by hand, through any history of sequences that begin, grow, end and are shed."""
-    cache = TargetCache(TINY, slots=4, capacity=300, parking=3)
+    cache = ContiguousCache(TINY, slots=4, capacity=300, parking=3)
     prefixes, live, salts = Prefixes(cache), {}, {}
     held: dict[int, list[int]] = {}
     for _ in range(30):
@@ -164,7 +164,7 @@ def test_the_longest_beginning_is_found_among_all_that_is_held(random_: random.R
 
 
 def test_what_is_parked_gives_way_the_longest_unused_first() -> None:
-    cache = TargetCache(TINY, slots=3, capacity=300, parking=2)
+    cache = ContiguousCache(TINY, slots=3, capacity=300, parking=2)
     prefixes = Prefixes(cache)
     for kind in (1, 2, 3):
         slot = cache.allocate()
@@ -188,7 +188,7 @@ def _common(first: list[int], second: list[int]) -> int:
 
 
 def test_each_turn_of_a_chat_replaces_what_was_parked_of_it() -> None:
-    cache = TargetCache(TINY, slots=2, capacity=400, parking=2)
+    cache = ContiguousCache(TINY, slots=2, capacity=400, parking=2)
     prefixes = Prefixes(cache)
     chat = prompt_of(300)
     for turn in (100, 200, 300):
@@ -203,7 +203,7 @@ def test_each_turn_of_a_chat_replaces_what_was_parked_of_it() -> None:
 
 @pytest.mark.fault(32)
 def test_a_parking_place_is_charged_for_its_last_occupant() -> None:
-    cache = TargetCache(TINY, slots=2, capacity=400, parking=1)
+    cache = ContiguousCache(TINY, slots=2, capacity=400, parking=1)
     prefixes = Prefixes(cache)
     for seed, length in enumerate((300, SHORTEST)):
         slot = cache.allocate()

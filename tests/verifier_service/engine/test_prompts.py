@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from spire.model.cache import TargetCache
+from spire.model.cache.contiguous import ContiguousCache
 from tests.verifier_service.harness import TINY
 from verifier_service.engine.prompts import _PADDING, Prompts, TokenBudget
 from verifier_service.engine.sequence import HeldSequence
@@ -19,7 +19,7 @@ LONGEST = 400
 
 def waiting(gateways_and_lengths: list[tuple[str, int]], budget: int) -> tuple[Prompts, list[HeldSequence]]:
     longest = max(length for _, length in gateways_and_lengths)
-    cache = TargetCache(TINY, len(gateways_and_lengths), longest + _PADDING)
+    cache = ContiguousCache(TINY, len(gateways_and_lengths), longest + _PADDING)
     prompts = Prompts(cache, TokenBudget(budget))
     sequences = []
     for gateway, length in gateways_and_lengths:
@@ -54,7 +54,7 @@ def test_a_chunk_fills_its_room_and_nobody_waits_beside_empty_places(
     assert whole.count(False) <= 2
 
 
-def rounds_until_read(prompts: Prompts, cache: TargetCache, wanted: HeldSequence) -> int:
+def rounds_until_read(prompts: Prompts, cache: ContiguousCache, wanted: HeldSequence) -> int:
     """Steps until this prompt is whole."""
     for steps in range(1, 1000):
         chosen, chunk = prompts.next_chunk(0)

@@ -8,8 +8,8 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from spire.errors import OutOfCapacity
-from spire.model import paging
-from spire.model.cache import TargetCache
+from spire.model.cache import paging
+from spire.model.cache.contiguous import ContiguousCache
 from spire.model.config import ModelConfig
 
 SLOTS, PARKING, CAPACITY, BUDGET = 6, 3, 10 * paging.PAGE, 20
@@ -25,9 +25,9 @@ TINY = ModelConfig(
 )
 
 
-def new_cache(budget_pages: int = BUDGET, slots: int = SLOTS) -> TargetCache:
-    page_bytes = TargetCache(TINY, 1, CAPACITY).page_bytes
-    return TargetCache(TINY, slots, CAPACITY, parking=PARKING, budget=budget_pages * page_bytes)
+def new_cache(budget_pages: int = BUDGET, slots: int = SLOTS) -> ContiguousCache:
+    page_bytes = ContiguousCache(TINY, 1, CAPACITY).page_bytes
+    return ContiguousCache(TINY, slots, CAPACITY, parking=PARKING, budget=budget_pages * page_bytes)
 
 
 def pages_of(length: int) -> int:
@@ -158,7 +158,7 @@ def test_half_of_the_cache_may_be_parked() -> None:
 
 @pytest.mark.fault(32)
 def test_what_is_scrubbed_takes_no_memory_that_was_not_held() -> None:
-    cache = TargetCache(TINY, 1, CAPACITY)
+    cache = ContiguousCache(TINY, 1, CAPACITY)
     slot = cache.allocate()
     assert cache.reserve([slot], 1)
     pool = cache.keys[0].tensor

@@ -1,8 +1,9 @@
-"""Pages of the KV cache: on a CPU, memory is reserved and released in pages of positions. Does not import torch."""
+"""Pages of the KV cache: memory is reserved and released in pages of positions. Does not import torch."""
 
 from __future__ import annotations
 
-PAGE = 128
+# On a CPU, and on a GPU, where a page is also what a program of the attention kernels reads at once.
+PAGE, GPU_PAGE = 128, 64
 
 
 def positions_of(capacity: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import random
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,11 @@ from torch import Tensor
 
 from spire.errors import OutOfCapacity
 from spire.kernels import kernels_for
-from spire.model import paging
-from spire.model.cache import Stretches, TargetCache
+from spire.model.cache import paging
+from spire.model.cache.contiguous import ContiguousCache
+from spire.model.cache.paged import PagedCache
+from spire.model.cache.stretches import Stretches
+from spire.model.cache.target_cache import TargetCache
 from spire.model.config import ModelConfig
 from spire.model.target import Target, WholeSequence
 from tests.marks import thoroughly
@@ -21,27 +25,19 @@ from tests.marks import thoroughly
 V, CAPACITY = 40, 100
 
 
-class AsOnGpu(TargetCache):
-    """Read by gathering."""
-
-    @staticmethod
-    def _is_cpu(device: torch.device) -> bool:
-        return False
-
-
-class WithoutKernels(TargetCache):
+class WithoutKernels(ContiguousCache):
     """Read by torch's flash kernel."""
 
     @staticmethod
-    def _fused_pools(config: ModelConfig, dtype: torch.dtype) -> None:
+    def _fused_pools(dtype: torch.dtype) -> None:
         return None
 
 
 _CACHES = {
-    "small pages": TargetCache,
-    "one page": TargetCache,
+    "small pages": ContiguousCache,
+    "one page": ContiguousCache,
     "without kernels": WithoutKernels,
-    "as on a GPU": AsOnGpu,
+    "as on a GPU": PagedCache,
 }
 
 
@@ -51,7 +47,8 @@ _PAGE = paging.PAGE
 
 @pytest.fixture(autouse=True, params=_CACHES)
 def new_cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[TargetCache]:
-    monkeypatch.setattr("spire.model.paging.PAGE", 256 if request.param == "one page" else 16)
+    for name in ("PAGE", "GPU_PAGE"):
+        monkeypatch.setattr(f"spire.model.cache.paging.{name}", 256 if request.param == "one page" else 16)
     return _CACHES[request.param]
 
 
@@ -83,10 +80,9 @@ def without_gradients() -> object:
 def test_each_kind_of_cache_is_read_as_it_says(target: Target) -> None:
     kernels = kernels_for(torch.float32)
     caches = {kind: cache(target.config, 1, CAPACITY) for kind, cache in _CACHES.items()}
-    assert not caches["as on a GPU"].on_cpu
-    assert caches["without kernels"].on_cpu
-    assert caches["without kernels"].fused is None
-    assert (caches["small pages"].fused is not None) == bool(kernels and kernels.attends(target.config.head_dim))
+    assert caches["as on a GPU"].view([0], 1).fused == ()
+    assert caches["without kernels"].view([0], 1).fused == []
+    assert bool(caches["small pages"].view([0], 1).fused) == bool(kernels and kernels.attends(target.config.head_dim))
 
 
 def whole_logits(target: Target, tokens_L: Tensor) -> Tensor:
@@ -154,8 +150,8 @@ def test_a_scrubbed_slot_forgets_numbers_that_are_not_finite(target: Target, new
     cache = new_cache(target.config, slots=1, capacity=CAPACITY)
     cache.allocate()
     assert cache.reserve([0], CAPACITY)
-    for pool in (*cache.keys, *cache.values):
-        pool.tensor.fill_(float("nan"))
+    for pool_RK in chain(*cache.pools):
+        pool_RK.fill_(float("nan"))
     cache.free(0, scrub=True)
     cache.allocate()
     assert target(torch.tensor([[1, 2, 3]]), cache.view([0], 3)).hidden_BTD.isfinite().all()
@@ -209,16 +205,18 @@ def test_a_copy_goes_on_as_the_original_would(target: Target, new_cache: type[Ta
     target(tokens_L[None, :70], cache.view([0], 70))
     cache.commit([0], [70])
     cache.copy(0, 2, 65)
-    for pool in (*cache.keys, *cache.values):
-        pool.tensor[0].fill_(7.0)
+    rows = cache.rows([0], torch.arange(70)[None]).flatten()
+    if isinstance(cache, ContiguousCache):
+        for pool_RK in chain(*cache.pools):
+            pool_RK[rows] = 7.0
     logits = target.unembed(target(tokens_L[None, 65:], cache.view([2], 15)).hidden_BTD[0])
     torch.testing.assert_close(logits, whole_logits(target, tokens_L)[65:], atol=1e-4, rtol=1e-4)
 
 
 def test_memory_is_promised_up_to_the_budget_and_reused_once_freed(target: Target) -> None:
     pages = CAPACITY // paging.PAGE + 1
-    page_bytes = TargetCache(target.config, slots=1, capacity=CAPACITY).page_bytes
-    cache = TargetCache(target.config, slots=4, capacity=CAPACITY, budget=2 * pages * page_bytes)
+    page_bytes = ContiguousCache(target.config, slots=1, capacity=CAPACITY).page_bytes
+    cache = ContiguousCache(target.config, slots=4, capacity=CAPACITY, budget=2 * pages * page_bytes)
     slots = [cache.allocate() for _ in range(3)]
     assert cache.reserve(slots[:2], CAPACITY)
     assert cache.held_bytes == cache.bytes
@@ -232,13 +230,13 @@ def test_memory_is_promised_up_to_the_budget_and_reused_once_freed(target: Targe
 
 def test_a_budget_too_small_for_one_sequence_is_refused(target: Target) -> None:
     with pytest.raises(OutOfCapacity, match="too little for one sequence of 100 positions"):
-        TargetCache(target.config, slots=4, capacity=CAPACITY, budget=10)
+        ContiguousCache(target.config, slots=4, capacity=CAPACITY, budget=10)
 
 
 def test_memory_comes_with_what_is_written_and_goes_with_it(target: Target) -> None:
     """Address space for gigabytes costs nothing; a long sequence costs what it holds, and gives it back."""
     config = target.config.model_copy(update={"head_dim": 64})
-    cache = TargetCache(config, slots=64, capacity=8000)
+    cache = ContiguousCache(config, slots=64, capacity=8000)
     assert cache.bytes > 500e6
     before = _resident()
     slot = cache.allocate()
@@ -254,9 +252,9 @@ def test_keys_and_values_take_within_5_percent_of_what_the_config_says(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """16 sequences of 1,900 positions, by the cache's own count and by what the process holds."""
-    monkeypatch.setattr("spire.model.paging.PAGE", _PAGE)
+    monkeypatch.setattr("spire.model.cache.paging.PAGE", _PAGE)
     config = target.config.model_copy(update={"num_hidden_layers": 8})
-    cache = TargetCache(config, slots=64, capacity=1900, dtype=torch.bfloat16)
+    cache = ContiguousCache(config, slots=64, capacity=1900, dtype=torch.bfloat16)
     heads = config.num_key_value_heads * config.head_dim
     expected = 16 * 1900 * 2 * config.num_hidden_layers * heads * torch.bfloat16.itemsize
     before = _resident()

@@ -1,0 +1,81 @@
+"""The CPU backend: this project's C kernels (`spire/kernels`), for the models, batches and parameters that fit them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import cast
+
+from torch import Tensor, nn
+
+from spire.decoding.drafting import Drafted, DraftingRound
+from spire.decoding.randomness import Purpose
+from spire.decoding.sampling import SamplingRows
+from spire.decoding.verification import SparseDistribution, Verdict
+from spire.model.backends.fused_draft import FusedDraftMemory, FusedRound
+from spire.model.backends.fused_layer import FusedLayer, FusedNorm, FusedProduct, kernels_of
+from spire.model.backends.fused_target import FusedStack
+from spire.model.backends.fused_verification import judge, judges
+from spire.model.backends.reference import ClaimQ, Model, Reference
+from spire.model.draft import Draft
+from spire.model.draft_memory import DraftMemory
+from spire.model.layers import Layer
+from spire.model.target import KeyValues, Target, TargetOutput
+
+
+class CpuBackend(Reference):
+    """C kernels in the place of the layers, the unembedding, the verdict and a draft's rounds."""
+
+    def __init__(self) -> None:
+        # All layers of the packed target, if kernels support it.
+        self._stack: FusedStack | None = None
+
+    def pack(self, model: Model) -> Model:
+        if kernels := kernels_of(model.config, next(model.parameters())):
+            model.layers = nn.ModuleList(FusedLayer(layer, kernels) for layer in cast(Iterable[Layer], model.layers))
+            model.replace_head(FusedProduct(model.lm_head, kernels))
+            if isinstance(model, Target):
+                model.norm = FusedNorm(cast(nn.RMSNorm, model.norm), kernels)
+                self._stack = FusedStack(model, kernels)
+        return model
+
+    def forward(
+        self, target: Target, tokens_BT: Tensor, cache: KeyValues, tapped_layers: tuple[int, ...] = ()
+    ) -> TargetOutput:
+        if self._stack and self._stack.takes(cache.fused):
+            return TargetOutput(*self._stack(tokens_BT, cache.fused, tapped_layers))
+        return super().forward(target, tokens_BT, cache, tapped_layers)
+
+    def verdict(
+        self,
+        logits_BTV: Tensor,
+        draft_BK: Tensor,
+        counts_B: Tensor,
+        q: SparseDistribution | None,
+        rows: SamplingRows,
+        base_B: Tensor,
+    ) -> tuple[Verdict, Tensor]:
+        decide = judge if judges(logits_BTV, q, rows) else super().verdict
+        return decide(logits_BTV, draft_BK, counts_B, q, rows, base_B)
+
+    def memory(self, draft: Draft, slots: int) -> DraftMemory:
+        kernels = kernels_of(draft.config, draft.embed_tokens.weight)
+        if kernels and isinstance(draft.layers[0], FusedLayer):
+            return FusedDraftMemory(draft, slots, kernels)
+        return super().memory(draft, slots)
+
+    def draft(
+        self,
+        round_: DraftingRound,
+        newest_B: Tensor,
+        base_B: Tensor,
+        k: int,
+        rows: SamplingRows,
+        candidates: int | None,
+        claim: ClaimQ,
+    ) -> Drafted:
+        if not (isinstance(round_, FusedRound) and candidates is None and rows.of_softmax_alone):
+            return super().draft(round_, newest_B, base_B, k, rows, candidates, claim)
+        uniforms_BK = rows.uniforms(base_B, k, Purpose.DRAFT)
+        there, place = claim(round_.shape) or (None, None)
+        tokens_BK, probs_BKV = round_.drawn(newest_B, rows.temperature_B, uniforms_BK, there)
+        return Drafted(tokens_BK, None, probs_BKV, place)

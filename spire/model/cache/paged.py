@@ -1,0 +1,241 @@
+"""The KV cache on a GPU: pages of 64 positions in one allocation, and a page table for each slot.
+
+A sequence takes pages as it grows, so memory is not reserved for the longest context. A copy shares the pages of its
+source: a page counts its slots, and is copied when one of several slots is about to write to it. Two sequences of one
+prefix thus hold the prefix once.
+
+Shapes: N layers, P pages, X slots, B sequences, T new positions, S attended positions, G key/value heads, H query
+heads, L positions of a page, K head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spire.model.backends.gpu_kernels import gpu_kernels
+from spire.model.cache import paging
+from spire.model.cache.target_cache import STEP, TargetCache
+from spire.model.config import ModelConfig
+from spire.model.layers import additive, attend
+
+
+class PageTables:
+    """Which page holds which positions of each slot, and how many slots hold each page."""
+
+    def __init__(self, slots: int, parking: int, pages: int, of_a_slot: int):
+        self.slots = slots
+        # The first entries of a slot's row are its pages, `counts` of them.
+        self.table_XP = np.zeros((slots + parking, of_a_slot), dtype=np.int32)
+        self.counts = [0] * (slots + parking)
+        # By page, the number of live slots and of parking slots that hold it.
+        self._live, self._parked = [0] * pages, [0] * pages
+        self._free = list(range(pages))[::-1]
+        # The number of pages held by a live slot, and by parking slots alone.
+        self.live = self.parked = 0
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def holders(self, page: int) -> int:
+        """Return the number of slots that hold this page."""
+        return self._live[page] + self._parked[page]
+
+    def is_shared(self, slot: int, entry: int) -> bool:
+        return self.holders(self.table_XP[slot, entry]) > 1
+
+    def shared(self, slot: int, first: int, end: int) -> list[int]:
+        """Return the entries of a slot, from `first` to `end` - 1, whose pages other slots hold, too."""
+        return [entry for entry in range(first, min(end, self.counts[slot])) if self.is_shared(slot, entry)]
+
+    def grow(self, slot: int, pages: int) -> None:
+        """Add free pages to a slot until it has `pages`."""
+        for entry in range(self.counts[slot], pages):
+            self._set(slot, entry, self._free.pop())
+        self.counts[slot] = max(self.counts[slot], pages)
+
+    def replace(self, slot: int, entry: int) -> tuple[int, int]:
+        """Give a slot a free page in the place of a shared one. Return the former page and the new one."""
+        former, new = int(self.table_XP[slot, entry]), self._free.pop()
+        self._leave(slot, former)
+        self._set(slot, entry, new)
+        return former, new
+
+    def share(self, source: int, target: int, pages: int) -> None:
+        """Let a slot without pages hold the first `pages` pages of another slot."""
+        for entry in range(pages):
+            self._set(target, entry, int(self.table_XP[source, entry]))
+        self.counts[target] = pages
+
+    def drop(self, slot: int) -> None:
+        """Take all pages from a slot. A page that no slot holds is free again."""
+        for page in self.table_XP[slot, : self.counts[slot]].tolist():
+            self._leave(slot, page)
+        self.counts[slot] = 0
+
+    def of(self, slots: Sequence[int], pages: int) -> np.ndarray:
+        """Return the page table of these slots, int32 [B, pages]. Entries behind a slot's pages are of any page."""
+        return self.table_XP[list(slots), :pages]
+
+    def _set(self, slot: int, entry: int, page: int) -> None:
+        self._count(slot, page, 1)
+        self.table_XP[slot, entry] = page
+
+    def _leave(self, slot: int, page: int) -> None:
+        self._count(slot, page, -1)
+        if not self.holders(page):
+            self._free.append(page)
+
+    def _count(self, slot: int, page: int, change: int) -> None:
+        """Change the number of slots of this slot's kind, live or parking, that hold a page."""
+        was_live, was_parked = self._live[page] > 0, self._parked[page] > 0 and not self._live[page]
+        (self._live if slot < self.slots else self._parked)[page] += change
+        self.live += (self._live[page] > 0) - was_live
+        self.parked += (self._parked[page] > 0 and not self._live[page]) - was_parked
+
+
+class PagedCache(TargetCache):
+    """A KV cache of pages [N, 2, P, G, page, K]: keys are at index 0, values at index 1."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        slots: int,
+        capacity: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        parking: int = 0,
+        budget: int | None = None,
+    ):
+        super().__init__(config, slots, capacity, dtype, device, parking, budget, paging.GPU_PAGE)
+        shape = (self.layers, 2, self._budget, self.heads, self.page, self.width)
+        # Not zeroed: nothing reads a position before it is written.
+        self.pages_N2PGLK = torch.empty(shape, dtype=dtype, device=device)
+        self.pools = [(keys, values) for keys, values in self.pages_N2PGLK.view(self.layers, 2, -1, self.width)]
+        self.tables = PageTables(slots, parking, self._budget, self.pages)
+        # Attention kernels for few queries, or None.
+        self.kernels = gpu_kernels(self.pages_N2PGLK[0, 0], self.queries_per_key)
+
+    @property
+    def held_bytes(self) -> int:
+        return (self._budget - self.tables.free) * self.page_bytes
+
+    @property
+    def live_bytes(self) -> int:
+        """The bytes of pages that live sequences hold. A page of several sequences counts once."""
+        return self.tables.live * self.page_bytes
+
+    @property
+    def parked_bytes(self) -> int:
+        return self.tables.parked * self.page_bytes
+
+    def may_park(self, place: int, length: int) -> bool:
+        return self.tables.parked + self._pages_for(length) <= self._budget // 2
+
+    def reserve(self, slots: Sequence[int], new_tokens: int) -> bool:
+        wanted = [(slot, self._pages_for(self.lengths[slot] + new_tokens)) for slot in slots]
+        written = [(slot, self.lengths[slot] // self.page, end) for slot, end in wanted]
+        copied = [(slot, entry) for slot, first, end in written for entry in self.tables.shared(slot, first, end)]
+        added = sum(max(0, end - self.tables.counts[slot]) for slot, end in wanted)
+        if len(copied) + added > self.tables.free:
+            return False
+        for slot, end in wanted:
+            self.tables.grow(slot, end)
+        # A page whose other holders have just been given copies is not shared any more.
+        pairs = [self.tables.replace(slot, entry) for slot, entry in copied if self.tables.is_shared(slot, entry)]
+        if pairs:
+            self._copy_pages(pairs)
+        return True
+
+    def _copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy the keys and values of pages (source, target), in all layers."""
+        sources, targets = torch.tensor(pairs, device=self.device).unbind(1)
+        self.pages_N2PGLK[:, :, targets] = self.pages_N2PGLK[:, :, sources]
+
+    def _release(self, slot: int, scrub: bool) -> None:
+        self.tables.drop(slot)
+
+    def empty(self, slot: int) -> None:
+        self.lengths[slot] = 0
+        self.tables.drop(slot)
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Let slot `target` hold the first `length` positions of slot `source`. Takes no memory until either grows."""
+        self.tables.drop(target)
+        self.tables.share(source, target, self._pages_for(length))
+        self.lengths[target] = length
+
+    def _view(self, slots: Sequence[int], new_tokens: int, decoding: bool, causal: bool) -> PagedView:
+        kernels = self.kernels if causal and decoding else None
+        if kernels and not kernels.attends(self.queries_per_key, new_tokens, self.width):
+            kernels = None
+        return PagedView(self, slots, new_tokens, kernels)
+
+    def rows(self, slots: Sequence[int], positions_BS: Tensor) -> Tensor:
+        return self._rows_of(self.table(slots, self.pages), positions_BS)
+
+    def _rows_of(self, table_BP: Tensor, positions_BS: Tensor) -> Tensor:
+        pages_BS1 = table_BP.long().gather(1, positions_BS // self.page)[..., None]
+        heads_G = torch.arange(self.heads, device=self.device)
+        return (pages_BS1 * self.heads + heads_G) * self.page + positions_BS[..., None] % self.page
+
+    def table(self, slots: Sequence[int], pages: int) -> Tensor:
+        """Return the page table of these slots, int32 [B, pages], on the cache's device."""
+        return torch.from_numpy(self.tables.of(slots, pages)).to(self.device)
+
+
+class PagedView:
+    """A view of paged slots. Implements BatchView."""
+
+    fused: Sequence[Any] = ()
+
+    def __init__(self, cache: PagedCache, slots: Sequence[int], new_tokens: int, kernels: ModuleType | None):
+        self._cache, self._kernels = cache, kernels
+        self._lengths = [cache.lengths[slot] for slot in slots]
+        self.shape = len(slots), new_tokens
+        # All padding of a nearly full row is written to the last column, which is never committed.
+        last_column = cache.pages * cache.page - 1
+        needed = min(-(-(max(self._lengths) + new_tokens) // STEP) * STEP, last_column + 1)
+        self._table_BP = cache.table(slots, -(-needed // cache.page))
+        columns_BT = self.positions_BT.clamp(max=last_column)
+        self._rows_R = cache._rows_of(self._table_BP, columns_BT).flatten()
+        if kernels:
+            self._lengths_B = self.positions_BT[:, 0].int()
+            return
+        self.columns_1S = torch.arange(self._table_BP.shape[1] * cache.page, device=cache.device)[None]
+        self.see(self.columns_1S[:, None] <= columns_BT[..., None])
+
+    @cached_property
+    def positions_BT(self) -> Tensor:
+        device = self._cache.device
+        return torch.tensor(self._lengths, device=device)[:, None] + torch.arange(self.shape[1], device=device)
+
+    def see(self, visible_BTS: Tensor) -> None:
+        self._mask_B1TS = additive(visible_BTS, self._cache.pages_N2PGLK.dtype)
+        # Positions that no query sees may never have been written, and a masked NaN would still spread.
+        self._unseen_B1S1 = ~visible_BTS.any(dim=1)[:, None, :, None]
+
+    def store(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> None:
+        for pool_RK, new_BGTK in zip(self._cache.pools[layer], (keys_BGTK, values_BGTK), strict=True):
+            pool_RK.index_copy_(0, self._rows_R, new_BGTK.transpose(1, 2).reshape(-1, pool_RK.shape[-1]))
+
+    def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
+        self.store(layer, keys_BGTK, values_BGTK)
+        keys, values = self._cache.pages_N2PGLK[layer]
+        if self._kernels:
+            longest = max(self._lengths)
+            found: Tensor = self._kernels.attend(queries_BHTK, keys, values, self._table_BP, self._lengths_B, longest)
+            return found
+        return attend(queries_BHTK, self._gathered(keys), self._gathered(values), self._mask_B1TS)
+
+    def _gathered(self, pages_PGLK: Tensor) -> Tensor:
+        """Return a copy of the slots' pages as [B, G, S, K], zero at positions that no query sees."""
+        pages_BPGLK = pages_PGLK[self._table_BP.long()]
+        return pages_BPGLK.transpose(1, 2).flatten(2, 3).masked_fill(self._unseen_B1S1, 0)
