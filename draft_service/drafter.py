@@ -130,12 +130,15 @@ class Drafter:
             of_slots += [-1 if slot is None else slot] * span.count
             positions += range(span.start, end)
             ends += [end] * span.count
-        numbers_3R = torch.from_numpy(np.array([of_slots, positions, ends]))
-        if None in slots:
-            used_R = numbers_3R[0] >= 0
-            numbers_3R, rows_RND = numbers_3R[:, used_R], rows_RND[used_R]
-        slots_R, positions_R, ends_R = numbers_3R.to(self.device)
-        memory.absorb(slots_R, positions_R, ends_R, rows_RND.to(self.device, self.dtype))
+        slots_R, positions_R, ends_R = np.array([of_slots, positions, ends])
+        sink, window = self.draft.draft.sink, self.draft.draft.window
+        # Sorted out here and not in the memory, where a GPU would have to be waited for.
+        used_R = (slots_R >= 0) & ((positions_R < sink) | (positions_R >= ends_R - window))
+        numbers_2R = torch.from_numpy(np.stack((slots_R, positions_R)))
+        if not used_R.all():
+            used = torch.from_numpy(used_R)
+            numbers_2R, rows_RND = numbers_2R[:, used], rows_RND[used.to(rows_RND.device)]
+        memory.absorb(*numbers_2R.to(self.device), rows_RND.to(self.device, self.dtype))
 
     def _absorb_tokens(self, memory: TokenMemory, verified: Verified, slots: list[int | None]) -> None:
         first = 0

@@ -116,7 +116,7 @@ def _add_uniform(
         return False
     if parsed.task is None or drafted is None or drafted.ids_BKM is not None:
         return False
-    judged, probs_BKM = parsed.task.rows.judged_by_q, drafted.probs_BKM
+    judged, probs_BKM = parsed.task.rows.mix.judged_by_q, drafted.probs_BKM
     if judged is not Share.NONE:
         if judged is Share.SOME or probs_BKM is None or ring is None:
             return False

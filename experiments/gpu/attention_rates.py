@@ -81,10 +81,9 @@ class Layers:
         return Finding(f"{tokens} queries, best tuning", times[best], "ms", 1000 * self.bytes / rate, best, times)
 
     def _asked(self, tokens: int) -> tuple[Tensor, tuple[Any, ...]]:
-        length = self.context - tokens
         queries = self.bench.randn(self.batch, self.shape.heads, tokens, self.shape.head_dim)
-        lengths_B = torch.full((self.batch,), length, dtype=torch.int32, device=queries.device)
-        return queries, (self.table_BP, lengths_B, length)
+        lengths_B = torch.full((self.batch,), self.context - tokens, dtype=torch.int32, device=queries.device)
+        return queries, (self.table_BP, lengths_B)
 
     def _seconds(self, queries: Tensor, asked: tuple[Any, ...], tuning: Any) -> float:
         """Time one layer. Several run one behind the other, so that launches are hidden."""
@@ -99,7 +98,8 @@ class Layers:
     def _error(self, queries: Tensor, asked: tuple[Any, ...]) -> float:
         """Return the error of the first sequence, relative to float64."""
         found = self.kernels.attend(queries, *self.layers[0], *asked)[:1].double()
-        length, tokens = asked[2], queries.shape[2]
+        tokens = queries.shape[2]
+        length = self.context - tokens
         in_order = (pages[self.table_BP[:1].long()].transpose(1, 2).flatten(2, 3) for pages in self.layers[0])
         keys, values = (of_all[:, :, : length + tokens].double() for of_all in in_order)
         columns = torch.arange(length + tokens, device=queries.device)

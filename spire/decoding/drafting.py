@@ -71,7 +71,7 @@ def draft_tokens(
     """
     tokens_B, tokens, ids, probs = newest_B, [], [], []
     uniforms_BK = rows.uniforms(base_B, k, Purpose.DRAFT)
-    all_invariant = rows.invariant is Share.ALL
+    all_invariant = rows.mix.invariant is Share.ALL
     for position, uniforms_B in enumerate(uniforms_BK.unbind(1), start=1):
         position_B = base_B + position
         probs_BV = probabilities(next_logits(tokens_B)[:, None], rows)[:, 0]

@@ -36,7 +36,6 @@ def random_bits(seed: Tensor, choice: Tensor, position: Tensor, purpose: Purpose
 
     Positions and salts must be below 2^31.
     """
-    salt = torch.as_tensor(salt, device=seed.device)
     hashed = _mix(seed + _WEYL)
     hashed = _mix(hashed + (choice * len(Purpose) + int(purpose)) * _WEYL)
     return _mix(hashed + (position + 1 + (salt << 32)) * _WEYL)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from enum import Enum, IntEnum
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -49,6 +50,38 @@ class Share(Enum):
         return cls.ALL if true == of_all else cls.SOME if true else cls.NONE
 
 
+class Mix(NamedTuple):
+    """The kinds of sequences in a batch. Code for a GPU branches on them without reading a tensor from the GPU."""
+
+    greedy: Share
+    truncated: Share
+    invariant: Share
+    # Sequences whose rule needs q.
+    judged_by_q: Share
+    rules: tuple[Rule, ...]
+    # True if a temperature is neither 0 nor 1; True if one is so low that divided logits might be infinite.
+    tempered: bool
+    nearly_greedy: bool
+
+    @classmethod
+    def of(cls, rows: SamplingRows) -> Mix:
+        temperature_B = rows.temperature_B
+        return cls(
+            greedy=Share.of(rows.greedy_B),
+            truncated=Share.of(rows.truncated_B),
+            invariant=Share.of(rows.invariant_B),
+            judged_by_q=Share.of(rows.judged_by_q_B),
+            rules=tuple(Rule(number) for number in rows.rule_B.unique().tolist()),
+            tempered=not bool((rows.greedy_B | (temperature_B == 1)).all()),
+            nearly_greedy=bool(((temperature_B > 0) & (temperature_B < 1e-4)).any()),
+        )
+
+    @property
+    def of_softmax_alone(self) -> bool:
+        """True if each sequence is greedy or draws from its whole softmax by inverse CDF, at a temperature >= 1e-4."""
+        return self.truncated is Share.NONE and self.invariant is Share.NONE and not self.nearly_greedy
+
+
 @dataclass(frozen=True)
 class SamplingRows:
     """The sampling parameters of B sequences, one tensor per parameter. `seed_B` has uint64 bit patterns in int64."""
@@ -79,32 +112,31 @@ class SamplingRows:
         """True for sequences whose rule needs q (rejection, block): all but greedy and invariant ones."""
         return ~(self.greedy_B | self.invariant_B)
 
-    # The share of sequences that have each property.
-    greedy = cached_property(lambda rows: Share.of(rows.greedy_B))
-    truncated = cached_property(lambda rows: Share.of(rows.truncated_B))
-    invariant = cached_property(lambda rows: Share.of(rows.invariant_B))
-    judged_by_q = cached_property(lambda rows: Share.of(rows.judged_by_q_B))
+    @cached_property
+    def mix(self) -> Mix:
+        return Mix.of(self)
 
     @cached_property
     def by_blocks_B(self) -> Tensor:
         """1 for sequences under block verification, 0 for others (int64)."""
         return (self.rule_B == Rule.BLOCK).long()
 
-    @cached_property
-    def divisor_B11(self) -> Tensor | None:
-        """The divisor of the logits: the temperature, or 1 for greedy sequences. None if all divisors are 1."""
-        divisor_B = torch.where(self.greedy_B, 1.0, self.temperature_B)
-        return None if bool((divisor_B == 1).all()) else divisor_B[:, None, None]
+    @property
+    def divisor_B11(self) -> Tensor:
+        """The divisor of the logits: the temperature, or 1 for greedy sequences."""
+        return torch.where(self.greedy_B, 1.0, self.temperature_B)[:, None, None]
 
-    @cached_property
-    def nearly_greedy(self) -> bool:
-        """True if a sequence's temperature is so low that its divided logits might be infinite."""
-        return bool(((self.temperature_B > 0) & (self.temperature_B < 1e-4)).any())
+    def to(self, device: torch.device) -> SamplingRows:
+        """Return these sampling parameters on another device, and the mix as it is known here."""
+        if device == self.seed_B.device:
+            return self
+        moved = SamplingRows(*(getattr(self, field.name).to(device) for field in fields(self)))
+        return moved.with_mix(self.mix)
 
-    @cached_property
-    def of_softmax_alone(self) -> bool:
-        """True if each sequence is greedy or draws from its whole softmax by inverse CDF, at a temperature >= 1e-4."""
-        return self.truncated is Share.NONE and self.invariant is Share.NONE and not self.nearly_greedy
+    def with_mix(self, mix: Mix) -> SamplingRows:
+        """Set the mix, which would otherwise be read from the tensors, and return the rows."""
+        self.__dict__["mix"] = mix
+        return self
 
     def select(self, index: Tensor) -> SamplingRows:
         """Return the sampling parameters of the sequences at `index`."""
@@ -125,22 +157,22 @@ def probabilities(logits_BTV: Tensor, rows: SamplingRows) -> Tensor:
     top_p is relative to the total probability after top_k, min_p to the most probable token. Greedy rows are one-hot at
     the argmax, so that greedy sequences need no verification rule of their own.
     """
-    if rows.greedy is Share.ALL:
+    mix = rows.mix
+    if mix.greedy is Share.ALL:
         return _one_hot(logits_BTV)
-    if rows.nearly_greedy:
+    if mix.nearly_greedy:
         # With the maximum at zero, a tiny temperature gives -inf and never inf - inf.
         logits_BTV = logits_BTV - logits_BTV.amax(dim=-1, keepdim=True)
-    if rows.divisor_B11 is not None:
+    if mix.tempered:
         logits_BTV = logits_BTV / rows.divisor_B11
     probs_BTV = logits_BTV.softmax(dim=-1)
-    if rows.truncated is Share.ALL:
+    if mix.truncated is Share.ALL:
         return _truncate(probs_BTV, rows)
-    if rows.truncated is Share.SOME:
+    if mix.truncated is Share.SOME:
         index = rows.truncated_B.nonzero().squeeze(1)
         probs_BTV[index] = _truncate(probs_BTV[index], rows.select(index))
-    if rows.greedy is Share.SOME:
-        index = rows.greedy_B.nonzero().squeeze(1)
-        probs_BTV[index] = _one_hot(probs_BTV[index])
+    if mix.greedy is Share.SOME:
+        return torch.where(rows.greedy_B[:, None, None], _one_hot(probs_BTV), probs_BTV)
     return probs_BTV
 
 
@@ -256,7 +288,7 @@ def sample(probs_BV: Tensor, rows: SamplingRows, base_B: Tensor) -> Tensor:
 
 def with_invariant(ids_B: Tensor, probs_BV: Tensor, rows: SamplingRows, position_B: Tensor) -> Tensor:
     """Return the tokens `ids_B`, except for sequences under the invariant rule, whose tokens `pick` draws."""
-    if rows.invariant is Share.NONE:
+    if rows.mix.invariant is Share.NONE:
         return ids_B
     index = rows.invariant_B.nonzero().squeeze(1)
     return ids_B.index_put((index,), pick(probs_BV[index], rows.select(index), position_B[index]))

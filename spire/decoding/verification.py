@@ -15,7 +15,7 @@ Does not know: where p and q came from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -130,6 +130,10 @@ class Verdict:
         return cls(accepted_B, tokens_BT.scatter_(1, accepted_B[:, None], final_B[:, None]))
 
 
+# A rule for a batch: p, draft tokens and their numbers, q, sampling parameters and bases to the verdict, like `verify`.
+Verify = Callable[[Tensor, Tensor, Tensor, SparseDistribution | None, SamplingRows, Tensor], Verdict]
+
+
 def verify(
     p_BTV: Tensor, draft_BK: Tensor, counts_B: Tensor, q: SparseDistribution | None, rows: SamplingRows, base_B: Tensor
 ) -> Verdict:
@@ -138,9 +142,9 @@ def verify(
         return Verdict.of(draft_BK, torch.zeros_like(counts_B), sample(p_BTV[:, 0], rows, base_B))
     if q is None:
         q = SparseDistribution(draft_BK[..., None], torch.ones_like(draft_BK[..., None], dtype=torch.float32))
-    elif rows.greedy is not Share.NONE:
+    elif rows.mix.greedy is not Share.NONE:
         q = _one_hot_where_greedy(q, draft_BK, rows.greedy_B)
-    present = [Rule(number) for number in rows.rule_B.unique().tolist()]
+    present = rows.mix.rules
     if len(present) == 1:
         return _RULES[present[0]](p_BTV, draft_BK, counts_B, q, rows, base_B)
     verdict = Verdict(torch.zeros_like(counts_B), draft_BK.new_zeros(p_BTV.shape[:2]))

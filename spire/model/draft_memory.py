@@ -38,15 +38,12 @@ class DraftMemory:
     def forget(self, slot: int) -> None:
         self.positions_XS[slot] = -1
 
-    def absorb(self, slots_R: Tensor, positions_R: Tensor, ends_R: Tensor, taps_RND: Tensor) -> None:
+    def absorb(self, slots_R: Tensor, positions_R: Tensor, taps_RND: Tensor) -> None:
         """Store keys and values computed from the target's activations at R verified positions, in any order.
 
-        Positions outside the sink and the window of a sequence of length `ends_R` are skipped.
+        Of each slot, the positions must lie in the sink or in one window, because a place holds one position.
         """
         sink, window = self.draft.draft.sink, self.draft.draft.window
-        keep_R = (positions_R < sink) | (positions_R >= ends_R - window)
-        if not keep_R.all():
-            slots_R, positions_R, taps_RND = slots_R[keep_R], positions_R[keep_R], taps_RND[keep_R]
         places_R = torch.where(positions_R < sink, positions_R, sink + (positions_R - sink) % window)
         self.positions_XS[slots_R, places_R] = positions_R
         for layer, (keys, values) in enumerate(self.draft.remembered(taps_RND[None], positions_R[None])):

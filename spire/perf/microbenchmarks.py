@@ -30,7 +30,7 @@ from spire.kernels import Kernels
 from spire.model.backends.fused_draft import draw
 from spire.model.backends.fused_layer import kernels_of
 from spire.model.backends.placed import backend_for
-from spire.model.backends.reference import Model, Reference
+from spire.model.backends.reference import BlockBatch, Model, Reference
 from spire.model.cache.placed import cache_for
 from spire.model.cache.target_cache import BatchView
 from spire.model.config import DraftConfig, ModelConfig
@@ -233,8 +233,8 @@ def verify_sampling_cost(vocabulary: int, bench: Bench) -> Cost:
                 q = SparseDistribution.whole(list(drafted.probs_BKM), k, vocabulary, bench.device)
 
         def sample() -> None:
-            logits, given = logits_BTV.to(torch.float32, copy=True), (draft_BK, counts_B, q, rows, counts_B)
-            verdict, _ = backend.verdict(logits, *given)
+            logits = logits_BTV.to(torch.float32, copy=True)
+            verdict, _ = backend.judge(logits, BlockBatch(draft_BK, counts_B, q, rows, counts_B))
             verdict.tokens_BT.tolist()
 
         return bench.seconds(sample)
@@ -351,7 +351,7 @@ def _draft_round(memory: DraftMemory, batch: int, passes: int, bench: Bench) -> 
     taps_RND = bench.randn(batch * _DEPTH, config.num_hidden_layers, config.hidden_size)
 
     def run() -> None:
-        memory.absorb(slots_R, positions_R, torch.full_like(positions_R, base), taps_RND)
+        memory.absorb(slots_R, positions_R, taps_RND)
         round_ = memory.round(slots, [base] * batch, _DEPTH)
         for _ in range(passes):
             round_.next_logits(tokens_B)

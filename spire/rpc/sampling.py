@@ -23,15 +23,16 @@ ONE_OF_EACH = (
 
 def from_protos(samplings: Sequence[pb.Sampling], device: torch.device | str = "cpu") -> SamplingRows:
     """Convert sampling parameters to tensors with one row per message."""
-    return SamplingRows(
-        temperature_B=torch.tensor([s.temperature for s in samplings], dtype=torch.float32, device=device),
-        top_k_B=torch.tensor([s.top_k for s in samplings], dtype=torch.int64, device=device),
-        top_p_B=torch.tensor([s.top_p for s in samplings], dtype=torch.float32, device=device),
-        min_p_B=torch.tensor([s.min_p for s in samplings], dtype=torch.float32, device=device),
-        seed_B=torch.tensor([_as_signed(s.seed) for s in samplings], dtype=torch.int64, device=device),
-        choice_B=torch.tensor([s.choice for s in samplings], dtype=torch.int64, device=device),
-        rule_B=torch.tensor([s.rule or Rule.REJECTION for s in samplings], dtype=torch.int64, device=device),
+    rows = SamplingRows(
+        temperature_B=torch.tensor([s.temperature for s in samplings], dtype=torch.float32),
+        top_k_B=torch.tensor([s.top_k for s in samplings], dtype=torch.int64),
+        top_p_B=torch.tensor([s.top_p for s in samplings], dtype=torch.float32),
+        min_p_B=torch.tensor([s.min_p for s in samplings], dtype=torch.float32),
+        seed_B=torch.tensor([_as_signed(s.seed) for s in samplings], dtype=torch.int64),
+        choice_B=torch.tensor([s.choice for s in samplings], dtype=torch.int64),
+        rule_B=torch.tensor([s.rule or Rule.REJECTION for s in samplings], dtype=torch.int64),
     )
+    return rows.to(torch.device(device))
 
 
 def check_sampling(sampling: pb.Sampling) -> None:

@@ -26,11 +26,12 @@ from gateway.metrics import Metrics
 from gateway.rounds.engine import Engine
 from gateway.rounds.scheduler import Scheduler
 from gateway.verifier_client import VerifierClient
-from spire.model.backends import cpu, reference
+from spire.model.backends import cpu
 from spire.service.inbox import Inbox
 from tests.draft_service.conftest import eventually
 from tests.draft_service.harness import following
 from tests.paths import ROOT
+from verifier_service.engine import step
 from verifier_service.feed.subscriber import Subscriber
 from verifier_service.serve.service import RoundsStream
 
@@ -100,7 +101,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder.watch("in 1", Scheduler, "add")
     recorder.watch("in 2", VerifierClient, "_write")
     recorder.watch("in 3", Inbox, "put")
-    recorder.watch("in 4", reference, "verify")
+    recorder.watch("in 4", step, "verify")
     recorder.watch("in 4", cpu, "judge")
     recorder.watch("out 1", RoundsStream, "_reply")
     recorder.watch_answers("out 2")

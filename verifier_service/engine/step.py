@@ -21,7 +21,7 @@ from spire.decoding.drafting import Drafted, draft_tokens
 from spire.decoding.sampling import SamplingRows, sample
 from spire.decoding.verification import SparseDistribution, verify
 from spire.errors import InvalidRequest
-from spire.model.backends.reference import Reference, finite_rows
+from spire.model.backends.reference import BlockBatch, Reference, finite_rows
 from spire.model.cache.stretches import Stretches
 from spire.model.cache.target_cache import TargetCache
 from spire.model.self_speculation import SelfSpeculation, SparseAttention
@@ -199,22 +199,22 @@ class ModelSteps:
     def _conclude(self, batch: RaggedBatch, output: TargetOutput, forward_seconds: float) -> Outcome:
         """Apply the verification rule by row. Commits each block's keys and values up to the last accepted token."""
         began = time.perf_counter()
-        logits_BTV = self.target.unembed(output.hidden_BTD)
-        forward_seconds += time.perf_counter() - began
-        began = time.perf_counter()
         rows, drawn_from = self.pipeline.of(batch.slots), None
-        arguments = (batch.draft_BK, batch.counts_B, batch.q, rows, batch.base_B)
-        usual = self.rule is verify and self.pipeline.leaves_alone(batch.slots)
-        if usual:
-            verdict, finite_B = self.backend.verdict(logits_BTV, *arguments)
+        blocks = BlockBatch(batch.draft_BK, batch.counts_B, batch.q, rows, batch.base_B)
+        if self.pipeline.leaves_alone(batch.slots):
+            verdict, finite_B, unembed_seconds = self.backend.verdict(self.target, output.hidden_BTD, blocks, self.rule)
         else:
+            logits_BTV = self.target.unembed(output.hidden_BTD)
+            unembed_seconds = time.perf_counter() - began
             finite_B = finite_rows(logits_BTV, batch.counts_B)
             drawn_from = self.pipeline.distributions(
                 batch.slots, rows, logits_BTV, batch.draft_BK, batch.counts, batch.base_B
             )
-            verdict = self.rule(drawn_from.p_BTV, *arguments)
-        finite, accepted = [bool(row) for row in finite_B.tolist()], verdict.accepted_B.tolist()
-        tokens = [row[: a + 1] for row, a in zip(verdict.tokens_BT.tolist(), accepted, strict=True)]
+            verdict = self.rule(drawn_from.p_BTV, *blocks)
+        # One copy, because each waits for a GPU.
+        found_BX = torch.column_stack((finite_B, verdict.accepted_B, verdict.tokens_BT)).tolist()
+        finite, accepted = [bool(row[0]) for row in found_BX], [row[1] for row in found_BX]
+        tokens = [row[2 : 3 + row[1]] for row in found_BX]
         refused: list[InvalidRequest | None] = [None] * len(tokens)
         logprobs: list[pb.Logprobs | None] = [None] * len(tokens)
         if drawn_from:
@@ -223,7 +223,8 @@ class ModelSteps:
         sound = [row and not refusal for row, refusal in zip(finite, refused, strict=True)]
         self._commit(batch.slots, [a + 1 for a in accepted], sound)
         self.pipeline.advance(batch.slots, [t if good else [] for t, good in zip(tokens, sound, strict=True)])
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - began - unembed_seconds
+        forward_seconds += unembed_seconds
         return Outcome(finite, accepted, tokens, refused, logprobs, output.taps_BTND, forward_seconds, seconds)
 
     def _prefilled(self, chunk: PromptChunk, output: TargetOutput, forward_seconds: float) -> Outcome:

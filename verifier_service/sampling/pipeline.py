@@ -53,7 +53,8 @@ class Pipeline:
     """Sampling parameters, histories and grammars by slot. Parameters are tensors: a round selects its slots' rows."""
 
     def __init__(self, slots: int, vocab_size: int, device: torch.device, grammars: Grammars | None = None):
-        self._rows = from_protos([tensor_pb2.Sampling(top_p=1)] * slots, device)
+        # On the CPU: which kinds of sequences a batch has is decided there.
+        self._rows, self._device = from_protos([tensor_pb2.Sampling(top_p=1)] * slots), device
         # Slots and rows of the last batch; the next batch usually has the same slots.
         self._last: tuple[Rows[int], SamplingRows] = ((), self._rows)
         self._histories = Histories(vocab_size, device)
@@ -115,7 +116,7 @@ class Pipeline:
     def of(self, slots: Rows[int]) -> SamplingRows:
         last, rows = self._last
         if list(slots) != list(last):
-            rows = self._rows.select(torch.tensor(slots, device=self._rows.seed_B.device))
+            rows = self._rows.select(torch.tensor(slots)).to(self._device)
             self._last = list(slots), rows
         return rows
 

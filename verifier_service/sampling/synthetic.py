@@ -6,16 +6,12 @@ function of seed and position. The verifier's log and the model's name, which ev
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from spire.decoding.randomness import Purpose
 from spire.decoding.sampling import SamplingRows
-from spire.decoding.verification import SparseDistribution, Verdict, verify
-
-Verify = Callable[[Tensor, Tensor, Tensor, SparseDistribution | None, SamplingRows, Tensor], Verdict]
+from spire.decoding.verification import SparseDistribution, Verdict, Verify, verify
 
 
 def coin_flips(rate: float) -> Verify:

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from spire.decoding.drafting import Drafted, DraftingRound
 from spire.decoding.randomness import Purpose
 from spire.decoding.sampling import SamplingRows
-from spire.decoding.verification import SparseDistribution, Verdict
+from spire.decoding.verification import Verify, verify
 from spire.model.backends.fused_draft import FusedDraftMemory, FusedRound
 from spire.model.backends.fused_layer import FusedLayer, FusedNorm, FusedProduct, kernels_of
 from spire.model.backends.fused_target import FusedStack
 from spire.model.backends.fused_verification import judge, judges
-from spire.model.backends.reference import ClaimQ, Model, Reference
+from spire.model.backends.reference import BlockBatch, ClaimQ, JudgingKernel, Model, Reference
 from spire.model.draft import Draft
 from spire.model.draft_memory import DraftMemory
 from spire.model.layers import Layer
@@ -45,17 +45,8 @@ class CpuBackend(Reference):
             return TargetOutput(*self._stack(tokens_BT, cache.fused, tapped_layers))
         return super().forward(target, tokens_BT, cache, tapped_layers)
 
-    def verdict(
-        self,
-        logits_BTV: Tensor,
-        draft_BK: Tensor,
-        counts_B: Tensor,
-        q: SparseDistribution | None,
-        rows: SamplingRows,
-        base_B: Tensor,
-    ) -> tuple[Verdict, Tensor]:
-        decide = judge if judges(logits_BTV, q, rows) else super().verdict
-        return decide(logits_BTV, draft_BK, counts_B, q, rows, base_B)
+    def judging_kernel(self, logits_BTV: Tensor, blocks: BlockBatch, rule: Verify) -> JudgingKernel | None:
+        return judge if rule is verify and judges(logits_BTV, blocks.q, blocks.rows) else None
 
     def memory(self, draft: Draft, slots: int) -> DraftMemory:
         kernels = kernels_of(draft.config, draft.embed_tokens.weight)
@@ -73,7 +64,7 @@ class CpuBackend(Reference):
         candidates: int | None,
         claim: ClaimQ,
     ) -> Drafted:
-        if not (isinstance(round_, FusedRound) and candidates is None and rows.of_softmax_alone):
+        if not (isinstance(round_, FusedRound) and candidates is None and rows.mix.of_softmax_alone):
             return super().draft(round_, newest_B, base_B, k, rows, candidates, claim)
         uniforms_BK = rows.uniforms(base_B, k, Purpose.DRAFT)
         there, place = claim(round_.shape) or (None, None)

@@ -35,12 +35,13 @@ class FusedDraftMemory(DraftMemory):
         self.unembedding = cast(FusedProduct, draft.fused_head).weight
         self.rotations = Rotations(draft.rope, kernels.dtype)
 
-    def absorb(self, slots_R: Tensor, positions_R: Tensor, ends_R: Tensor, taps_RND: Tensor) -> None:
+    def absorb(self, slots_R: Tensor, positions_R: Tensor, taps_RND: Tensor) -> None:
         config, spire = self.draft.config, self.draft.draft
         R, N, D = taps_RND.shape
         if not R:
             return
         G, K = config.num_key_value_heads, config.head_dim
+        ends_R = positions_R + 1  # no position is outside of the window
         rope = self.rotations.at(positions_R, int(ends_R.max()))
         scratch = torch.empty(R * 2 * (D + G * K), dtype=self.kernels.dtype)
         numbers = (x.contiguous() for x in (taps_RND, positions_R, ends_R, slots_R))

@@ -21,11 +21,11 @@ from spire.kernels import SHARES, every_kernels
 def judges(logits_BTV: Tensor, q: SparseDistribution | None, rows: SamplingRows) -> bool:
     """True if the verification kernel supports this batch's device, vocabulary size, sampling parameters and q."""
     _, T, V = logits_BTV.shape
-    if logits_BTV.device.type != "cpu" or V % SHARES or not every_kernels() or not rows.of_softmax_alone:
+    if logits_BTV.device.type != "cpu" or V % SHARES or not every_kernels() or not rows.mix.of_softmax_alone:
         return False
     if T == 1:
         return True
-    return rows.greedy is Share.ALL if q is None else q.collected
+    return rows.mix.greedy is Share.ALL if q is None else q.collected
 
 
 def judge(

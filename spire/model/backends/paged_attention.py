@@ -53,7 +53,7 @@ def try_out(pages_XGLK: Tensor, queries_per_key: int) -> None:
     rows = _LEAST_ROWS
     while attends(queries_per_key, T := max(1, rows // queries_per_key), K):
         queries = torch.ones(1, G * queries_per_key, T, K, dtype=keys.dtype, device=keys.device)
-        if not attend(queries, keys, keys, table_BP, table_BP[0], 0).eq(1).all():
+        if not attend(queries, keys, keys, table_BP, table_BP[0]).eq(1).all():
             raise RuntimeError("attention over ones is not one")
         rows *= 2
 
@@ -64,18 +64,17 @@ def attend(
     values_XGLK: Tensor,
     table_BP: Tensor,
     lengths_B: Tensor,
-    longest: int,
     tuning: Tuning = FASTEST,
 ) -> Tensor:
     """Return the causal attention of T new positions to paged keys and values, [B, H, T, K].
 
-    `table_BP` (int32) names the pages of each sequence. `lengths_B` (int32) is each sequence's number of earlier
-    positions, and `longest` is their maximum. The pages must already contain the new keys and values.
+    `table_BP` (int32) names the pages of each sequence, as many as the longest has. `lengths_B` (int32) is each
+    sequence's number of earlier positions. The pages must already contain the new keys and values.
     """
     B, H, T, K = queries_BHTK.shape
     G = keys_XGLK.shape[1]
     rows = max(_LEAST_ROWS, triton.next_power_of_2(H // G * T))
-    splits = triton.cdiv(longest + T, tuning.split)
+    splits = triton.cdiv(table_BP.shape[1] * PAGE, tuning.split)
     queries_BHTK = queries_BHTK.contiguous()
     found_BHTK = torch.empty_like(queries_BHTK)
     parts = queries_BHTK.new_empty(B, H * T, splits, K, dtype=torch.float32)

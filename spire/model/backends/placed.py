@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from spire.model.backends.cpu import CpuBackend
+from spire.model.backends.gpu import GpuBackend
 from spire.model.backends.reference import Reference
 
 
 def backend_for(device: torch.device) -> Reference:
     """Return a new backend (`Reference`) for one model on this device."""
-    return CpuBackend() if device.type == "cpu" else Reference()
+    return {"cpu": CpuBackend, "cuda": GpuBackend}.get(device.type, Reference)()

@@ -8,15 +8,16 @@ Shapes: B sequences, T positions, K draft tokens, V vocabulary.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from spire.decoding.drafting import Drafted, DraftingRound, draft_tokens
 from spire.decoding.sampling import SamplingRows, probabilities
-from spire.decoding.verification import SparseDistribution, Verdict, verify
+from spire.decoding.verification import SparseDistribution, Verdict, Verify, verify
 from spire.model.draft import Draft
 from spire.model.draft_memory import DraftMemory
 from spire.model.target import KeyValues, Target, TargetOutput
@@ -26,6 +27,29 @@ Model = TypeVar("Model", Target, Draft)
 # Claims memory for q of this shape where the verifier will read it. Returns the memory and its place, None if there is
 # no room.
 ClaimQ = Callable[[tuple[int, int, int]], tuple[Tensor, RingSlice] | None]
+
+
+# Maps logits and the fields of a `BlockBatch` to the verdict and, by row, whether the logits are finite.
+JudgingKernel = Callable[..., tuple[Verdict, Tensor]]
+
+
+class BlockBatch(NamedTuple):
+    """A batch of blocks as a rule takes it: draft tokens, their numbers, q, sampling parameters, base positions."""
+
+    draft_BK: Tensor
+    counts_B: Tensor
+    q: SparseDistribution | None
+    rows: SamplingRows
+    base_B: Tensor
+
+
+class Judgement(NamedTuple):
+    """The verdict on a batch; bool [B], true for rows whose logits but those of padding are finite; and the seconds
+    that unembedding took, if it was a step of its own."""
+
+    verdict: Verdict
+    finite_B: Tensor
+    unembed_seconds: float
 
 
 class Reference:
@@ -41,19 +65,24 @@ class Reference:
         """Run the target on T new tokens per sequence, as `Target.forward` does."""
         return target(tokens_BT, cache, tapped_layers)
 
-    def verdict(
-        self,
-        logits_BTV: Tensor,
-        draft_BK: Tensor,
-        counts_B: Tensor,
-        q: SparseDistribution | None,
-        rows: SamplingRows,
-        base_B: Tensor,
-    ) -> tuple[Verdict, Tensor]:
-        """Verify a batch by `verify`, from logits that may be overwritten. Return the verdict and, by row, whether all
-        logits but those of padding are finite."""
-        finite_B = finite_rows(logits_BTV, counts_B)
-        return verify(probabilities(logits_BTV, rows), draft_BK, counts_B, q, rows, base_B), finite_B
+    def verdict(self, target: Target, hidden_BTD: Tensor, blocks: BlockBatch, rule: Verify = verify) -> Judgement:
+        """Unembed the hidden states of a batch of blocks and verify the blocks by `rule`."""
+        began = time.perf_counter()
+        logits_BTV = target.unembed(hidden_BTD)
+        unembedded = time.perf_counter()
+        verdict, finite_B = self.judge(logits_BTV, blocks, rule)
+        return Judgement(verdict, finite_B, unembedded - began)
+
+    def judge(self, logits_BTV: Tensor, blocks: BlockBatch, rule: Verify = verify) -> tuple[Verdict, Tensor]:
+        """Verify blocks from fp32 logits, which may be overwritten. Return the verdict, and true for finite rows."""
+        if kernel := self.judging_kernel(logits_BTV, blocks, rule):
+            return kernel(logits_BTV, *blocks)
+        finite_B = finite_rows(logits_BTV, blocks.counts_B)
+        return rule(probabilities(logits_BTV, blocks.rows), *blocks), finite_B
+
+    def judging_kernel(self, logits_BTV: Tensor, blocks: BlockBatch, rule: Verify) -> JudgingKernel | None:
+        """Return a kernel that verifies these blocks from their logits by this rule, or None."""
+        return None
 
     def memory(self, draft: Draft, slots: int) -> DraftMemory:
         """Return the memory of a draft that attends to the target's activations, for `slots` sequences."""

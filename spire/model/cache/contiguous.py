@@ -22,9 +22,12 @@ from spire.kernels import kernels_for
 from spire.model.backends.fused_attention import FusedAttention, FusedPools
 from spire.model.cache import paging
 from spire.model.cache.pool import Pool
-from spire.model.cache.target_cache import STEP, TargetCache
+from spire.model.cache.target_cache import TargetCache
 from spire.model.config import ModelConfig
 from spire.model.layers import additive
+
+# A multiple of this many positions is read, so that the order of summation does not depend on where a chunk ends.
+_STEP = 64
 
 
 class ContiguousCache(TargetCache):
@@ -155,7 +158,7 @@ class ContiguousView:
         last_column = cache.pages * cache.page - 1
         columns_BT = self.positions_BT.clamp(max=last_column)
         self._rows_R = cache.rows(slots, columns_BT).flatten()
-        read = (-(-(length + new_tokens) // STEP) * STEP for length in self._lengths)
+        read = (-(-(length + new_tokens) // _STEP) * _STEP for length in self._lengths)
         self._needed = [min(positions, last_column + 1) for positions in read]
         self.columns_1S = torch.arange(max(self._needed), device=cache.device)[None]
         self.see(self.columns_1S[:, None] <= columns_BT[..., None])

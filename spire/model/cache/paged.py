@@ -11,7 +11,6 @@ heads, L positions of a page, K head width.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from spire.model.backends.gpu_kernels import gpu_kernels
 from spire.model.cache import paging
-from spire.model.cache.target_cache import STEP, TargetCache
+from spire.model.cache.target_cache import TargetCache
 from spire.model.config import ModelConfig
 from spire.model.layers import additive, attend
 
@@ -31,8 +30,10 @@ class PageTables:
 
     def __init__(self, slots: int, parking: int, pages: int, of_a_slot: int):
         self.slots = slots
-        # The first entries of a slot's row are its pages, `counts` of them.
-        self.table_XP = np.zeros((slots + parking, of_a_slot), dtype=np.int32)
+        # A page behind all others that no slot holds: padding is written to it.
+        self.padding_page = pages
+        # The first entries of a slot's row are its pages, `counts` of them; the others are the padding page.
+        self.table_XP = np.full((slots + parking, of_a_slot), pages, dtype=np.int32)
         self.counts = [0] * (slots + parking)
         # By page, the number of live slots and of parking slots that hold it.
         self._live, self._parked = [0] * pages, [0] * pages
@@ -78,11 +79,8 @@ class PageTables:
         """Take all pages from a slot. A page that no slot holds is free again."""
         for page in self.table_XP[slot, : self.counts[slot]].tolist():
             self._leave(slot, page)
+        self.table_XP[slot, : self.counts[slot]] = self.padding_page
         self.counts[slot] = 0
-
-    def of(self, slots: Sequence[int], pages: int) -> np.ndarray:
-        """Return the page table of these slots, int32 [B, pages]. Entries behind a slot's pages are of any page."""
-        return self.table_XP[list(slots), :pages]
 
     def _set(self, slot: int, entry: int, page: int) -> None:
         self._count(slot, page, 1)
@@ -102,7 +100,7 @@ class PageTables:
 
 
 class PagedCache(TargetCache):
-    """A KV cache of pages [N, 2, P, G, page, K]: keys are at index 0, values at index 1."""
+    """A KV cache of pages [N, 2, P, G, L, K]: keys are at index 0, values at index 1. The last page is for padding."""
 
     def __init__(
         self,
@@ -115,7 +113,7 @@ class PagedCache(TargetCache):
         budget: int | None = None,
     ):
         super().__init__(config, slots, capacity, dtype, device, parking, budget, paging.GPU_PAGE)
-        shape = (self.layers, 2, self._budget, self.heads, self.page, self.width)
+        shape = (self.layers, 2, self._budget + 1, self.heads, self.page, self.width)
         # Not zeroed: nothing reads a position before it is written.
         self.pages_N2PGLK = torch.empty(shape, dtype=dtype, device=device)
         self.pools = [(keys, values) for keys, values in self.pages_N2PGLK.view(self.layers, 2, -1, self.width)]
@@ -176,66 +174,72 @@ class PagedCache(TargetCache):
         kernels = self.kernels if causal and decoding else None
         if kernels and not kernels.attends(self.queries_per_key, new_tokens, self.width):
             kernels = None
-        return PagedView(self, slots, new_tokens, kernels)
+        lengths = [self.lengths[slot] for slot in slots]
+        # A page more than is needed only for the row's padding is the padding page.
+        pages = min(self.pages, -(-(max(lengths) + new_tokens) // self.page))
+        lengths_B = torch.tensor(lengths, device=self.device)
+        return PagedView(self, self.table(slots, pages), lengths_B, new_tokens, kernels, decoding and causal)
 
     def rows(self, slots: Sequence[int], positions_BS: Tensor) -> Tensor:
-        return self._rows_of(self.table(slots, self.pages), positions_BS)
+        return self.rows_of(self.table(slots, self.pages), positions_BS)
 
-    def _rows_of(self, table_BP: Tensor, positions_BS: Tensor) -> Tensor:
+    def rows_of(self, table_BP: Tensor, positions_BS: Tensor) -> Tensor:
         pages_BS1 = table_BP.long().gather(1, positions_BS // self.page)[..., None]
         heads_G = torch.arange(self.heads, device=self.device)
         return (pages_BS1 * self.heads + heads_G) * self.page + positions_BS[..., None] % self.page
 
     def table(self, slots: Sequence[int], pages: int) -> Tensor:
         """Return the page table of these slots, int32 [B, pages], on the cache's device."""
-        return torch.from_numpy(self.tables.of(slots, pages)).to(self.device)
+        return torch.from_numpy(self.tables.table_XP[list(slots), :pages]).to(self.device)
 
 
 class PagedView:
-    """A view of paged slots. Implements BatchView."""
+    """A view of B sequences with the page table `table_BP` (int32) and `lengths_B` committed positions.
+
+    Implements BatchView. Reads no tensor, so it can be made within a CUDA graph.
+    """
 
     fused: Sequence[Any] = ()
 
-    def __init__(self, cache: PagedCache, slots: Sequence[int], new_tokens: int, kernels: ModuleType | None):
-        self._cache, self._kernels = cache, kernels
-        self._lengths = [cache.lengths[slot] for slot in slots]
-        self.shape = len(slots), new_tokens
+    def __init__(
+        self,
+        cache: PagedCache,
+        table_BP: Tensor,
+        lengths_B: Tensor,
+        new_tokens: int,
+        kernels: ModuleType | None,
+        decoding: bool,
+    ):
+        self.cache, self.kernels, self.decoding = cache, kernels, decoding
+        self.table_BP, self.lengths_B, self.shape = table_BP, lengths_B, (len(lengths_B), new_tokens)
+        self.positions_BT = lengths_B[:, None] + torch.arange(new_tokens, device=cache.device)
         # All padding of a nearly full row is written to the last column, which is never committed.
-        last_column = cache.pages * cache.page - 1
-        needed = min(-(-(max(self._lengths) + new_tokens) // STEP) * STEP, last_column + 1)
-        self._table_BP = cache.table(slots, -(-needed // cache.page))
-        columns_BT = self.positions_BT.clamp(max=last_column)
-        self._rows_R = cache._rows_of(self._table_BP, columns_BT).flatten()
+        columns_BT = self.positions_BT.clamp(max=cache.pages * cache.page - 1)
+        self._rows_R = cache.rows_of(table_BP, columns_BT).flatten()
         if kernels:
-            self._lengths_B = self.positions_BT[:, 0].int()
+            self._lengths_B = lengths_B.int()
             return
-        self.columns_1S = torch.arange(self._table_BP.shape[1] * cache.page, device=cache.device)[None]
+        self.columns_1S = torch.arange(table_BP.shape[1] * cache.page, device=cache.device)[None]
         self.see(self.columns_1S[:, None] <= columns_BT[..., None])
 
-    @cached_property
-    def positions_BT(self) -> Tensor:
-        device = self._cache.device
-        return torch.tensor(self._lengths, device=device)[:, None] + torch.arange(self.shape[1], device=device)
-
     def see(self, visible_BTS: Tensor) -> None:
-        self._mask_B1TS = additive(visible_BTS, self._cache.pages_N2PGLK.dtype)
+        self._mask_B1TS = additive(visible_BTS, self.cache.pages_N2PGLK.dtype)
         # Positions that no query sees may never have been written, and a masked NaN would still spread.
         self._unseen_B1S1 = ~visible_BTS.any(dim=1)[:, None, :, None]
 
     def store(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> None:
-        for pool_RK, new_BGTK in zip(self._cache.pools[layer], (keys_BGTK, values_BGTK), strict=True):
+        for pool_RK, new_BGTK in zip(self.cache.pools[layer], (keys_BGTK, values_BGTK), strict=True):
             pool_RK.index_copy_(0, self._rows_R, new_BGTK.transpose(1, 2).reshape(-1, pool_RK.shape[-1]))
 
     def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
         self.store(layer, keys_BGTK, values_BGTK)
-        keys, values = self._cache.pages_N2PGLK[layer]
-        if self._kernels:
-            longest = max(self._lengths)
-            found: Tensor = self._kernels.attend(queries_BHTK, keys, values, self._table_BP, self._lengths_B, longest)
+        keys, values = self.cache.pages_N2PGLK[layer]
+        if self.kernels:
+            found: Tensor = self.kernels.attend(queries_BHTK, keys, values, self.table_BP, self._lengths_B)
             return found
         return attend(queries_BHTK, self._gathered(keys), self._gathered(values), self._mask_B1TS)
 
     def _gathered(self, pages_PGLK: Tensor) -> Tensor:
         """Return a copy of the slots' pages as [B, G, S, K], zero at positions that no query sees."""
-        pages_BPGLK = pages_PGLK[self._table_BP.long()]
+        pages_BPGLK = pages_PGLK[self.table_BP.long()]
         return pages_BPGLK.transpose(1, 2).flatten(2, 3).masked_fill(self._unseen_B1S1, 0)

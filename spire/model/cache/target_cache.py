@@ -22,9 +22,6 @@ from spire.errors import OutOfCapacity
 from spire.model.cache import paging
 from spire.model.config import ModelConfig
 
-# A multiple of this many positions is read, so that the order of summation does not depend on where a chunk ends.
-STEP = 64
-
 
 class BatchView(Protocol):
     """A view of the KV cache for one forward over B slots with T new positions each. Implements KeyValues."""

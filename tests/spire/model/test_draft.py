@@ -77,7 +77,7 @@ def served_round(draft: Draft, memory: DraftMemory, slots: Tensor, tokens_BK: Te
 def absorb(memory: DraftMemory, slots: Tensor, taps: Tensor, start: int, stop: int) -> None:
     for position in range(start, stop):
         positions = torch.full((len(slots),), position)
-        memory.absorb(slots, positions, positions + 1, taps[:, position])
+        memory.absorb(slots, positions, taps[:, position])
 
 
 @pytest.mark.parametrize("offset", [1, 2, 3, 4])

@@ -41,8 +41,10 @@ def memory_of(draft: Draft, contexts: Sequence[int]) -> DraftMemory:
     memory = CpuBackend().memory(draft, len(contexts))
     for slot, context in enumerate(contexts):
         taps_RND = torch.randn(context, 2, 128, generator=torch.Generator().manual_seed(context))
-        numbers = (torch.full((context,), slot), torch.arange(context), torch.full((context,), context))
-        memory.absorb(*numbers, taps_RND.to(memory.keys_NXGSK.dtype))
+        position_R = torch.arange(context)
+        kept = (position_R < draft.draft.sink) | (position_R >= context - draft.draft.window)
+        slot_R = torch.full_like(position_R, slot)
+        memory.absorb(slot_R[kept], position_R[kept], taps_RND[kept].to(memory.keys_NXGSK.dtype))
     return memory
 
 

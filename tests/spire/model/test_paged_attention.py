@@ -82,7 +82,7 @@ def test_pages_give_what_the_reference_gives_whatever_lies_behind(
     queries = torch.randn(len(lengths), heads * group, tokens, width).to(dtype)
     pages = -(-(max(lengths) + tokens) // kernels.PAGE)
     lengths_B = torch.tensor(lengths, dtype=torch.int32)
-    found = kernels.attend(queries, *in_pages(keys, values, slots, pages), lengths_B, max(lengths))
+    found = kernels.attend(queries, *in_pages(keys, values, slots, pages), lengths_B)
     for row, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
         right = reference(queries[row], keys[slot], values[slot], length)
         assert (found[row].double() - right).norm() / right.norm() < bound
@@ -98,7 +98,7 @@ def test_a_sequence_is_attended_alike_alone_and_beside_others(kernels: ModuleTyp
         longest = max(lengths[row] for row in rows)
         pages = -(-(longest + 3) // kernels.PAGE)
         lengths_B = torch.tensor([lengths[row] for row in rows], dtype=torch.int32)
-        return kernels.attend(queries[rows], *in_pages(keys, values, rows, pages), lengths_B, longest)
+        return kernels.attend(queries[rows], *in_pages(keys, values, rows, pages), lengths_B)
 
     together = found([0, 1, 2])
     for row in range(3):

@@ -1,0 +1,164 @@
+"""The GPU backend: CUDA graphs of the forward over a paged cache, of the verdict and of a draft's round.
+
+A batch is padded to one of a few sizes, so that few graphs serve all batches. Padding writes to the padding page of the
+cache, or to the padding slot of a draft's memory.
+
+Shapes: B sequences, T positions, K draft tokens, P pages of a sequence, V vocabulary, D width.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from spire.decoding.drafting import Drafted, DraftingRound, draft_tokens
+from spire.decoding.sampling import SamplingRows
+from spire.decoding.verification import SparseDistribution, Verdict, Verify, verify
+from spire.model.backends.graphs import CudaRecorder, Graphs, Outputs, Record
+from spire.model.backends.reference import BlockBatch, ClaimQ, Judgement, Reference
+from spire.model.cache.paged import PagedView
+from spire.model.draft import Draft
+from spire.model.draft_memory import DraftMemory, RoundMemory
+from spire.model.target import KeyValues, Target, TargetOutput
+
+# The sizes of batches that have graphs.
+_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+# The positions of a page table are a power of two of this.
+_LEAST_POSITIONS = 1024
+_PARAMETERS = len(fields(SamplingRows))
+
+
+class GpuBackend(Reference):
+    """CUDA graphs where the work does not depend on numbers that only the GPU knows, single launches elsewhere."""
+
+    def __init__(self, record: Record | None = None):
+        self._graphs = Graphs(record or CudaRecorder())
+
+    def forward(
+        self, target: Target, tokens_BT: Tensor, cache: KeyValues, tapped_layers: tuple[int, ...] = ()
+    ) -> TargetOutput:
+        size = size_for(len(tokens_BT))
+        if not (isinstance(cache, PagedView) and cache.decoding and size):
+            return super().forward(target, tokens_BT, cache, tapped_layers)
+        pages, T = pages_for(cache), tokens_BT.shape[1]
+        table_BP = padded(cache.table_BP, (size, pages), cache.cache.tables.padding_page)
+        inputs = tokens_BT, table_BP, padded(cache.lengths_B, (size,))
+
+        def work(tokens_BT: Tensor, table_BP: Tensor, lengths_B: Tensor) -> Outputs:
+            view = PagedView(cache.cache, table_BP, lengths_B, T, cache.kernels, decoding=True)
+            hidden_BTD, taps_BTND = target(tokens_BT, view, tapped_layers)
+            return (hidden_BTD,) if taps_BTND is None else (hidden_BTD, taps_BTND)
+
+        key = "forward", size, T, pages, tapped_layers, cache.kernels is None
+        hidden_BTD, *taps = (output[: len(tokens_BT)] for output in self._graphs.run(key, size, inputs, work))
+        # Activations are read after the next step has begun.
+        return TargetOutput(hidden_BTD, taps[0].clone() if taps else None)
+
+    def verdict(self, target: Target, hidden_BTD: Tensor, blocks: BlockBatch, rule: Verify = verify) -> Judgement:
+        size, mix = size_for(len(hidden_BTD)), blocks.rows.mix
+        of_one_rule = len(mix.rules) == 1 or hidden_BTD.shape[1] == 1  # without draft tokens there is nothing to judge
+        if not (size and mix.of_softmax_alone and of_one_rule):
+            return super().verdict(target, hidden_BTD, blocks, rule)
+        q, B = blocks.q, len(hidden_BTD)
+        of_q = () if q is None else (q.probs_BKM,) if q.ids_BKM is None else (q.probs_BKM, q.ids_BKM)
+        inputs = hidden_BTD, blocks.draft_BK, blocks.counts_B, blocks.base_B, *parameters(blocks.rows), *of_q
+
+        def work(hidden_BTD: Tensor, draft_BK: Tensor, counts_B: Tensor, base_B: Tensor, *rest: Tensor) -> Outputs:
+            numbers, of_q = rest[:_PARAMETERS], rest[_PARAMETERS:]
+            fixed = SamplingRows(*numbers).with_mix(mix)
+            again = SparseDistribution((*of_q, None)[1], of_q[0]) if of_q else None
+            verdict, finite_B = self.judge(
+                target.unembed(hidden_BTD), BlockBatch(draft_BK, counts_B, again, fixed, base_B), rule
+            )
+            return verdict.accepted_B, verdict.tokens_BT, finite_B
+
+        shapes = tuple(x.shape[1:] for x in (hidden_BTD, *of_q))
+        found = self._graphs.run(("verdict", size, shapes, mix, rule), size, inputs, work)
+        accepted_B, tokens_BT, finite_B = (output[:B] for output in found)
+        return Judgement(Verdict(accepted_B, tokens_BT), finite_B, 0.0)
+
+    def memory(self, draft: Draft, slots: int) -> DraftMemory:
+        return PaddedMemory(draft, slots)
+
+    def draft(
+        self,
+        round_: DraftingRound,
+        newest_B: Tensor,
+        base_B: Tensor,
+        k: int,
+        rows: SamplingRows,
+        candidates: int | None,
+        claim: ClaimQ,
+    ) -> Drafted:
+        size, mix = size_for(len(newest_B)), rows.mix
+        if not (isinstance(round_, PaddedRound) and size and mix.of_softmax_alone):
+            return super().draft(round_, newest_B, base_B, k, rows, candidates, claim)
+        memory, B = round_.memory, len(newest_B)
+        inputs = padded(round_.slots_B, (size,), memory.padding_slot), newest_B, base_B, *parameters(rows)
+
+        def work(slots_B: Tensor, newest_B: Tensor, base_B: Tensor, *numbers: Tensor) -> Outputs:
+            fixed = SamplingRows(*numbers).with_mix(mix)
+            again = RoundMemory(memory, slots_B, base_B, k)
+            found = draft_tokens(again.next_logits, newest_B, base_B, k, fixed, candidates)
+            of_q = (found.probs_BKM, found.ids_BKM)
+            return found.tokens_BK, *(x for x in of_q if x is not None)
+
+        key = "draft", size, k, mix, candidates
+        tokens_BK, *of_q = (output[:B].clone() for output in self._graphs.run(key, size, inputs, work))
+        probs_BKM, ids_BKM = (*of_q, None, None)[:2]
+        return Drafted(tokens_BK, ids_BKM, probs_BKM)
+
+
+class PaddedMemory(DraftMemory):
+    """A draft's memory with a slot more, to which the rows of padding belong."""
+
+    def __init__(self, draft: Draft, slots: int):
+        super().__init__(draft, slots + 1)
+        self.slots = self.padding_slot = slots
+
+    def round(self, slots: Sequence[int], bases: Sequence[int], k: int) -> DraftingRound:
+        return PaddedRound(self, slots, bases, k)
+
+
+class PaddedRound:
+    """A round that has not begun: a graph begins and ends it, or its passes are run one by one."""
+
+    def __init__(self, memory: PaddedMemory, slots: Sequence[int], bases: Sequence[int], k: int):
+        self.memory, self._bases, self._k = memory, bases, k
+        self.slots_B = torch.tensor(slots, device=memory.positions_XS.device)
+        self._begun: RoundMemory | None = None
+
+    def next_logits(self, tokens_B: Tensor) -> Tensor:
+        if self._begun is None:
+            self._begun = RoundMemory(
+                self.memory, self.slots_B, torch.tensor(self._bases, device=tokens_B.device), self._k
+            )
+        return self._begun.next_logits(tokens_B)
+
+
+def parameters(rows: SamplingRows) -> list[Tensor]:
+    return [getattr(rows, field.name) for field in fields(rows)]
+
+
+def size_for(count: int) -> int | None:
+    """Return the size to which a batch of `count` sequences is padded, or None if it is larger than any."""
+    at = bisect_left(_SIZES, count)
+    return _SIZES[at] if at < len(_SIZES) else None
+
+
+def pages_for(view: PagedView) -> int:
+    """Return the number of pages to which this view's page table is padded."""
+    page = view.cache.page
+    positions = max(_LEAST_POSITIONS, 1 << (view.table_BP.shape[1] * page - 1).bit_length())
+    return min(view.cache.pages, -(-positions // page))
+
+
+def padded(x: Tensor, shape: Sequence[int], value: int = 0) -> Tensor:
+    """Return a tensor of this shape that begins with `x` in every dimension and has `value` elsewhere."""
+    out = x.new_full(tuple(shape), value)
+    out[tuple(slice(length) for length in x.shape)] = x
+    return out
