@@ -138,7 +138,8 @@ class Drafter:
         if not used_R.all():
             used = torch.from_numpy(used_R)
             numbers_2R, rows_RND = numbers_2R[:, used], rows_RND[used.to(rows_RND.device)]
-        memory.absorb(*numbers_2R.to(self.device), rows_RND.to(self.device, self.dtype))
+        of_slots_R, at_R = numbers_2R.to(self.device)
+        memory.absorb(of_slots_R, at_R, rows_RND.to(self.device, self.dtype))
 
     def _absorb_tokens(self, memory: TokenMemory, verified: Verified, slots: list[int | None]) -> None:
         first = 0

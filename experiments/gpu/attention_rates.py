@@ -46,7 +46,7 @@ class Layers:
     """Keys and values of `batch` sequences of `context` positions, of as many layers as no cache holds."""
 
     def __init__(self, setting: Setting, shape: Shape, batch: int, context: int):
-        from spire.model.backends import paged_attention
+        from spire.model.attention import paged_attention
 
         self.kernels, self.shape, self.batch, self.context = paged_attention, shape, batch, context
         self.bench = Bench(setting.device, torch.bfloat16, setting.least_seconds / 3)

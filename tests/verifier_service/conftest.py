@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from spire.checkpoints.weights import load_target, save_target
+from spire.model.backends.gpu.backend import GpuBackend
+from spire.model.cache.paged import PagedCache
 from spire.model.config import ModelConfig
 from spire.model.target import Target
 from spire.training.corpus import train_tokenizer
+from tests.recorder import Recorder
 from tests.verifier_service.harness import VOCAB, Verifier
 from verifier_service.config import VerifierConfig
 from verifier_service.serve.server import listening, load
@@ -47,6 +50,14 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def target(model_dir: Path) -> Target:
     return load_target(model_dir)[0]
+
+
+@pytest.fixture(params=["as on a CPU", "as on a GPU"])
+def each_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages and graphs as on a GPU, too: with torch in the place of kernels, and graphs that a double records."""
+    if request.param == "as on a GPU":
+        monkeypatch.setattr("verifier_service.serve.server.backend_for", lambda device: GpuBackend(Recorder()))
+        monkeypatch.setattr("verifier_service.serve.server.cache_for", PagedCache)
 
 
 Running = Callable[..., AbstractAsyncContextManager[Verifier]]

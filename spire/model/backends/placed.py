@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from spire.model.backends.cpu import CpuBackend
-from spire.model.backends.gpu import GpuBackend
+from spire.model.backends.cpu.backend import CpuBackend
+from spire.model.backends.gpu.backend import GpuBackend
 from spire.model.backends.reference import Reference
 
 

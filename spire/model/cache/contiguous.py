@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from spire.errors import OutOfCapacity
 from spire.kernels import kernels_for
-from spire.model.backends.fused_attention import FusedAttention, FusedPools
+from spire.model.attention.fused_attention import FusedAttention, FusedPools
 from spire.model.cache import paging
 from spire.model.cache.pool import Pool
 from spire.model.cache.target_cache import TargetCache

@@ -17,8 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
 
-from spire.model.backends.gpu_kernels import gpu_kernels
+from spire.model.attention.triton_kernels import attention_kernels
 from spire.model.cache import paging
 from spire.model.cache.target_cache import TargetCache
 from spire.model.config import ModelConfig
@@ -119,7 +121,7 @@ class PagedCache(TargetCache):
         self.pools = [(keys, values) for keys, values in self.pages_N2PGLK.view(self.layers, 2, -1, self.width)]
         self.tables = PageTables(slots, parking, self._budget, self.pages)
         # Attention kernels for few queries, or None.
-        self.kernels = gpu_kernels(self.pages_N2PGLK[0, 0], self.queries_per_key)
+        self.kernels = attention_kernels(self.pages_N2PGLK[0, 0], self.queries_per_key)
 
     @property
     def held_bytes(self) -> int:
@@ -177,8 +179,10 @@ class PagedCache(TargetCache):
         lengths = [self.lengths[slot] for slot in slots]
         # A page more than is needed only for the row's padding is the padding page.
         pages = min(self.pages, -(-(max(lengths) + new_tokens) // self.page))
-        lengths_B = torch.tensor(lengths, device=self.device)
-        return PagedView(self, self.table(slots, pages), lengths_B, new_tokens, kernels, decoding and causal)
+        table_BP, lengths_B = self.table(slots, pages), torch.tensor(lengths, device=self.device)
+        if causal and not decoding:
+            return PromptView(self, table_BP, lengths_B, lengths, new_tokens)
+        return PagedView(self, table_BP, lengths_B, new_tokens, kernels, decoding and causal)
 
     def rows(self, slots: Sequence[int], positions_BS: Tensor) -> Tensor:
         return self.rows_of(self.table(slots, self.pages), positions_BS)
@@ -215,11 +219,15 @@ class PagedView:
         self.positions_BT = lengths_B[:, None] + torch.arange(new_tokens, device=cache.device)
         # All padding of a nearly full row is written to the last column, which is never committed.
         columns_BT = self.positions_BT.clamp(max=cache.pages * cache.page - 1)
-        self._rows_R = cache.rows_of(table_BP, columns_BT).flatten()
-        if kernels:
-            self._lengths_B = lengths_B.int()
+        self.rows_RG = cache.rows_of(table_BP, columns_BT).flatten(0, 1)
+        self._prepare(columns_BT)
+
+    def _prepare(self, columns_BT: Tensor) -> None:
+        """Make what attention needs besides the page table: the lengths for kernels, or a mask."""
+        if self.kernels:
+            self._lengths_B = self.lengths_B.int()
             return
-        self.columns_1S = torch.arange(table_BP.shape[1] * cache.page, device=cache.device)[None]
+        self.columns_1S = torch.arange(self.table_BP.shape[1] * self.cache.page, device=self.cache.device)[None]
         self.see(self.columns_1S[:, None] <= columns_BT[..., None])
 
     def see(self, visible_BTS: Tensor) -> None:
@@ -229,10 +237,14 @@ class PagedView:
 
     def store(self, layer: int, keys_BGTK: Tensor, values_BGTK: Tensor) -> None:
         for pool_RK, new_BGTK in zip(self.cache.pools[layer], (keys_BGTK, values_BGTK), strict=True):
-            pool_RK.index_copy_(0, self._rows_R, new_BGTK.transpose(1, 2).reshape(-1, pool_RK.shape[-1]))
+            pool_RK.index_copy_(0, self.rows_RG.flatten(), new_BGTK.transpose(1, 2).reshape(-1, pool_RK.shape[-1]))
 
     def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
         self.store(layer, keys_BGTK, values_BGTK)
+        return self.attend_stored(layer, queries_BHTK)
+
+    def attend_stored(self, layer: int, queries_BHTK: Tensor) -> Tensor:
+        """Return the attention output [B, H, T, K] of new positions whose keys and values are in the cache already."""
         keys, values = self.cache.pages_N2PGLK[layer]
         if self.kernels:
             found: Tensor = self.kernels.attend(queries_BHTK, keys, values, self.table_BP, self._lengths_B)
@@ -243,3 +255,28 @@ class PagedView:
         """Return a copy of the slots' pages as [B, G, S, K], zero at positions that no query sees."""
         pages_BPGLK = pages_PGLK[self.table_BP.long()]
         return pages_BPGLK.transpose(1, 2).flatten(2, 3).masked_fill(self._unseen_B1S1, 0)
+
+
+class PromptView(PagedView):
+    """A view for a chunk of prompts, for which torch's flash kernel attends sequence by sequence."""
+
+    def __init__(self, cache: PagedCache, table_BP: Tensor, lengths_B: Tensor, lengths: Sequence[int], new_tokens: int):
+        self._lengths = lengths
+        super().__init__(cache, table_BP, lengths_B, new_tokens, None, decoding=False)
+
+    def _prepare(self, columns_BT: Tensor) -> None:
+        """Nothing: the flash kernel needs no mask."""
+
+    def attend_stored(self, layer: int, queries_BHTK: Tensor) -> Tensor:
+        page, found_BHTK = self.cache.page, torch.zeros_like(queries_BHTK)
+        for row, length in enumerate(self._lengths):
+            # Padding behind the last position of a slot has no place of its own, and nobody reads its output.
+            end = min(length + self.shape[1], self.cache.pages * page)
+            pages_P, new = self.table_BP[row, : -(-end // page)].long(), end - length
+            keys, values = (
+                pages_PGLK[pages_P].transpose(0, 1).flatten(1, 2)[None, :, :end]
+                for pages_PGLK in self.cache.pages_N2PGLK[layer]
+            )
+            queries, mask = queries_BHTK[row : row + 1, :, :new], causal_lower_right(new, end)
+            found_BHTK[row, :, :new] = scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=True)[0]
+        return found_BHTK

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from spire.kernels import Kernels, every_kernels
-from spire.model.backends.fused_attention import FusedAttention, FusedPools
+from spire.model.attention.fused_attention import FusedAttention, FusedPools
 
 L, SLOTS = 640, 5
 

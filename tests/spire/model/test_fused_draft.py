@@ -11,8 +11,8 @@ from scipy import stats
 from torch import Tensor
 
 from spire.kernels import Kernels, every_kernels
-from spire.model.backends.cpu import CpuBackend
-from spire.model.backends.fused_draft import FusedRound, draw
+from spire.model.backends.cpu.backend import CpuBackend
+from spire.model.backends.cpu.fused_draft import FusedRound, draw
 from spire.model.config import DraftConfig
 from spire.model.draft import Draft, prune
 from spire.model.draft_memory import DraftMemory, RoundMemory
@@ -109,7 +109,7 @@ def test_behind_the_rotations_that_are_kept_a_draft_guesses_by_its_layers(
 ) -> None:
     memory = memory_of(served_draft(kernels), [30, 9])
     expected = guessed(memory.round([0, 1], [30, 9], 4), 2)
-    monkeypatch.setattr("spire.model.backends.fused_draft.MOST_ROTATIONS", 33)
+    monkeypatch.setattr("spire.model.backends.cpu.fused_draft.MOST_ROTATIONS", 33)
     round_ = memory.round([0, 1], [30, 9], 4)
     assert isinstance(round_, RoundMemory)
     assert far_apart(guessed(round_, 2), expected) < rounding(kernels)

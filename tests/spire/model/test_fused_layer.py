@@ -8,8 +8,8 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 from spire.kernels import Kernels, every_kernels
-from spire.model.backends.cpu import CpuBackend
-from spire.model.backends.fused_layer import FusedLayer
+from spire.model.backends.cpu.backend import CpuBackend
+from spire.model.backends.cpu.fused_layer import FusedLayer
 from spire.model.cache.contiguous import ContiguousCache
 from spire.model.config import ModelConfig
 from spire.model.layers import Layer, Rope

@@ -8,8 +8,8 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from spire.kernels import Kernels, every_kernels
-from spire.model.backends import fused_layer, fused_target
-from spire.model.backends.cpu import CpuBackend
+from spire.model.backends.cpu import fused_layer, fused_target
+from spire.model.backends.cpu.backend import CpuBackend
 from spire.model.backends.reference import Reference
 from spire.model.cache.contiguous import ContiguousCache
 from spire.model.cache.stretches import Stretches

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-import spire.model.backends.fused_verification
+import spire.model.backends.cpu.fused_verification
 from spire.decoding.sampling import Rule, SamplingRows, probabilities
 from spire.decoding.verification import Q_PROBLEMS, SparseDistribution, Verdict, check_q, verify
 from spire.kernels import Kernels, every_kernels
-from spire.model.backends.fused_verification import judge, judges
+from spire.model.backends.cpu.fused_verification import judge, judges
 from tests.spire.decoding.test_verification import sampled_rows
 from tests.spire.model.test_fused_layer import each_kernels
 
@@ -28,7 +28,7 @@ def collected(rows_KV: list[Tensor | None], K: int, vocabulary: int = V) -> Spar
 def judged(kernels: Kernels, logits_BTV: Tensor, *arguments: object) -> tuple[Verdict, Tensor]:
     """By these kernels."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spire.model.backends.fused_verification, "every_kernels", lambda: (kernels,))
+        patch.setattr(spire.model.backends.cpu.fused_verification, "every_kernels", lambda: (kernels,))
         assert judges(logits_BTV, arguments[2], arguments[3])  # type: ignore[arg-type]
         return judge(logits_BTV.clone(), *arguments)  # type: ignore[arg-type]
 
@@ -74,7 +74,7 @@ def test_it_comes_to_the_same_verdict(
 @each_kernels
 def test_exponentials_are_as_exact_as_float32(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are what a draw leaves of its logits, and those of attention and gates too."""
-    monkeypatch.setattr(spire.model.backends.fused_verification, "every_kernels", lambda: (kernels,))
+    monkeypatch.setattr(spire.model.backends.cpu.fused_verification, "every_kernels", lambda: (kernels,))
     logits_B1V = -torch.linspace(0, 80, 4096)[None, None]
     left_B1V, none_B = logits_B1V.clone(), torch.zeros(1, dtype=torch.int64)
     judge(left_B1V, torch.empty(1, 0, dtype=torch.int64), none_B, None, sampled_rows(1), none_B)

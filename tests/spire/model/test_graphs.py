@@ -8,11 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from spire.decoding.verification import SparseDistribution, verify
-from spire.model.backends.gpu import GpuBackend, size_for
-from spire.model.backends.graphs import Graphs, Outputs
+from spire.model.backends.gpu.backend import GpuBackend, size_for
+from spire.model.backends.gpu.graphs import Graphs, Outputs
 from spire.model.backends.reference import BlockBatch, Reference
 from spire.model.cache.paged import PagedCache
 from spire.model.config import DraftConfig, ModelConfig
@@ -20,42 +19,9 @@ from spire.model.draft import prune
 from spire.model.target import Target
 from spire.rpc.sampling import from_protos
 from spire.v1.tensor_pb2 import RULE_BLOCK, RULE_INVARIANT, Sampling
+from tests.recorder import Recorder
 
 V, CAPACITY, SLOTS = 64, 300, 7
-
-
-class Recorder:
-    """As a CUDA graph: what work reads and writes lies in fixed tensors. Counts, and may fail as a capture does."""
-
-    def __init__(self, fails: bool = False):
-        self.recorded, self.replayed, self.fails = 0, 0, fails
-
-    def __call__(self, work: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
-        if self.fails:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        self.recorded += 1
-        with NothingFromOutside():
-            outputs = work()
-
-        def replay() -> None:
-            self.replayed += 1
-            for stale in outputs:
-                stale.fill_(torch.nan if stale.is_floating_point() else 77)
-            for fixed, new in zip(outputs, work(), strict=True):
-                fixed.copy_(new)
-
-        return replay, outputs
-
-
-class NothingFromOutside(TorchDispatchMode):
-    """Refuses what a capture does not permit: waiting for a number, and operations of sizes that depend on numbers."""
-
-    REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "bincount", "lift_fresh")
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if any(name in str(func) for name in self.REFUSED):
-            raise RuntimeError(f"{func} within a graph")
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture(autouse=True)

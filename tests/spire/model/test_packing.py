@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from spire.kernels import kernels_for
-from spire.model.backends.cpu import CpuBackend
+from spire.model.backends.cpu.backend import CpuBackend
 from spire.model.config import ModelConfig
 from spire.model.target import Target, WholeSequence
 

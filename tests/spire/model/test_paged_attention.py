@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import importlib
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
-from spire.model.backends import gpu_kernels as choosing
+from spire.model.attention import triton_kernels as choosing
 from spire.model.cache import paging
 from spire.model.cache.paged import PagedCache
 from spire.model.config import ModelConfig
 from spire.model.layers import additive, attend
 from spire.model.target import Target, WholeSequence
 from tests.marks import thoroughly
-from tests.paths import ROOT
 
 triton = pytest.importorskip("triton", reason="needs Triton: pip install triton (Linux)")
 
@@ -31,7 +25,7 @@ def kernels() -> ModuleType:
     """Interpreted, as `tests/conftest.py` has told Triton."""
     if not triton.knobs.runtime.interpret:
         pytest.skip("with a GPU the kernels are compiled: make gpu")
-    return importlib.import_module("spire.model.backends.paged_attention")
+    return importlib.import_module("spire.model.attention.paged_attention")
 
 
 def reference(queries_HTK: Tensor, keys_GSK: Tensor, values_GSK: Tensor, length: int) -> Tensor:
@@ -110,7 +104,7 @@ def test_a_sequence_is_attended_alike_alone_and_beside_others(kernels: ModuleTyp
 def test_decoding_over_cache_pages_gives_the_logits_of_the_whole_sequence(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spire.model.cache.paged.gpu_kernels", lambda pool, group: kernels)
+    monkeypatch.setattr("spire.model.cache.paged.attention_kernels", lambda pool, group: kernels)
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 40}
     config = ModelConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=16, **sizes)
@@ -144,7 +138,7 @@ def test_decoding_over_cache_pages_gives_the_logits_of_the_whole_sequence(
 
 def test_without_a_gpu_or_its_compiler_torch_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = torch.zeros(1, 1, 64, 16)
-    assert choosing.gpu_kernels(pool, 1) is None
+    assert choosing.attention_kernels(pool, 1) is None
     on_gpu = torch.empty(1, 1, 64, 16, device="meta")
     monkeypatch.setattr(choosing, "on_gpu", lambda pool: True)
 
@@ -152,43 +146,11 @@ def test_without_a_gpu_or_its_compiler_torch_serves(monkeypatch: pytest.MonkeyPa
         raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
 
     monkeypatch.setattr(choosing.importlib, "import_module", fails)
-    assert choosing.gpu_kernels(on_gpu, 1) is None
+    assert choosing.attention_kernels(on_gpu, 1) is None
 
     def is_lost(name: str) -> ModuleType:
         raise torch.AcceleratorError("CUDA error: unspecified launch failure")
 
     monkeypatch.setattr(choosing.importlib, "import_module", is_lost)
     with pytest.raises(torch.AcceleratorError):
-        choosing.gpu_kernels(on_gpu, 1)
-
-
-COMPILE = """
-import sys
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from spire.model.backends import paged_attention as kernels
-rows, width = map(int, sys.argv[1:])
-pointers = dict.fromkeys(("queries", "keys", "values"), "*bf16") | {"table": "*i32", "lengths": "*i32"}
-floats = {"parts": "*fp32", "weights": "*fp32", "scale": "fp32"}
-numbers = dict.fromkeys(("T", "GROUP", "G", "pages", "splits"), "i32")
-fixed = {"ROWS": rows, "K": width, "PAGE": kernels.PAGE, "SPLIT": kernels.FASTEST.split}
-signature = pointers | floats | numbers | dict.fromkeys(fixed, "constexpr")
-aligned = {(at,): [["tt.divisibility", 16]] for at in range(7)}
-source = ASTSource(kernels._stretch, signature=signature, constexprs=fixed, attrs=aligned)
-options = {"num_warps": kernels.FASTEST.warps, "num_stages": kernels.FASTEST.stages}
-print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
-"""
-
-
-@pytest.mark.parametrize(("rows", "width"), [(64, 128), thoroughly(16, 128), thoroughly(32, 128), thoroughly(64, 64)])
-def test_the_kernels_compile_for_a_hopper_gpu_without_spilling_registers(rows: int, width: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", COMPILE, str(rows), str(width)]
-    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "TRITON_INTERPRET": "0"}
-    compiled = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
-    assert compiled.returncode == 0, compiled.stderr
-    (tmp_path / "kernel.ptx").write_text(compiled.stdout)
-    assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    asked = [assembler, "-v", "--gpu-name", "sm_90a", tmp_path / "kernel.ptx", "-o", tmp_path / "kernel.cubin"]
-    told = subprocess.run(asked, capture_output=True, text=True, check=True).stderr
-    assert re.findall(r"(\d+) bytes spill", told) == ["0", "0"], told
+        choosing.attention_kernels(on_gpu, 1)

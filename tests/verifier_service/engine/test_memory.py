@@ -14,13 +14,16 @@ from tests.verifier_service.harness import GREEDY, plain_greedy, prompt_of
 from tests.verifier_service.serve.test_lifetimes import until
 from verifier_service.engine.sequence import LEAST_RUN
 
+pytestmark = pytest.mark.usefixtures("each_backend")
+
 # Of 16 positions: three layers, keys and values, two heads of width 8, in float32.
 PAGE_BYTES = 3 * 2 * 2 * 16 * 8 * 4
 
 
 @pytest.fixture(autouse=True)
 def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spire.model.cache.paging.PAGE", 16)
+    for name in ("PAGE", "GPU_PAGE"):
+        monkeypatch.setattr(f"spire.model.cache.paging.{name}", 16)
 
 
 def gigabytes(pages: int) -> float:

@@ -18,6 +18,8 @@ from tests.verifier_service.harness import GREEDY, TINY, Client, Follower, plain
 from tests.verifier_service.serve.test_lifetimes import until
 from verifier_service.engine.prefixes import SHORTEST, Prefixes
 
+pytestmark = pytest.mark.usefixtures("each_backend")
+
 
 def assert_window(follower: Follower, target: Target, name: str, tokens: list[int], window: int = 8) -> None:
     """Sink and window hold what a forward over the whole sequence gives."""

@@ -28,6 +28,8 @@ from verifier_service.engine.engine import VerifierEngine
 from verifier_service.engine.sequence import StartTask
 from verifier_service.serve.server import load
 
+pytestmark = pytest.mark.usefixtures("each_backend")
+
 NAMES = st.sampled_from("abc")
 LENGTHS = st.sampled_from([1, 2, 7, 8, 9, 30])
 LONGEST = 60

@@ -22,6 +22,8 @@ from tests.verifier_service.harness import (
     slow_steps,
 )
 
+pytestmark = pytest.mark.usefixtures("each_backend")
+
 
 def item(sequence_id: str, round_: int, base: int, draft: list[int] | None = None) -> pb.VerifyItem:
     return pb.VerifyItem(sequence_id=sequence_id, round=round_, base=base, draft_tokens=draft or [])

@@ -16,6 +16,8 @@ from tests.verifier_service.conftest import Running
 from tests.verifier_service.harness import GREEDY, Client, Verifier, plain_greedy, prompt_of, slow_steps
 from tests.verifier_service.serve.test_lifetimes import until
 
+pytestmark = pytest.mark.usefixtures("each_backend")
+
 SAMPLED = codes.Sampling(temperature=1, top_p=1, seed=5)
 ITSELF = "magicdec"
 

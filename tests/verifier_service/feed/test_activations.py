@@ -20,6 +20,8 @@ from verifier_service.feed.delivery import Deliver, Delivery, Picked, frames
 from verifier_service.feed.subscriber import MAX_FRAME_BYTES, Subscriber
 from verifier_service.serve.service import MAX_RING_BYTES
 
+pytestmark = pytest.mark.usefixtures("each_backend")
+
 WINDOW, SINK = 8, 1
 
 

@@ -22,6 +22,8 @@ from tests.verifier_service.harness import VOCAB, Client, Follower, Verifier, di
 from verifier_service.engine import blocks
 from verifier_service.engine.batch import RaggedBatch, pad
 
+pytestmark = pytest.mark.usefixtures("each_backend")
+
 # Of a sequence whose draft tokens stand or fall by q.
 SAMPLED = codes.Sampling(temperature=1, top_p=1, seed=5, rule=codes.RULE_BLOCK)
 DRAFT = [3, 4]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from spire.decoding.drafting import DraftingRound
 from spire.kernels import Kernels
-from spire.model.backends.fused_layer import MOST_ROTATIONS, FusedLayer, FusedProduct, Rotations
+from spire.model.backends.cpu.fused_layer import MOST_ROTATIONS, FusedLayer, FusedProduct, Rotations
 from spire.model.draft import Draft
 from spire.model.draft_memory import DraftMemory
 

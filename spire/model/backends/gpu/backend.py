@@ -9,20 +9,26 @@ Shapes: B sequences, T positions, K draft tokens, P pages of a sequence, V vocab
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from spire.decoding.drafting import Drafted, DraftingRound, draft_tokens
 from spire.decoding.sampling import SamplingRows
 from spire.decoding.verification import SparseDistribution, Verdict, Verify, verify
-from spire.model.backends.graphs import CudaRecorder, Graphs, Outputs, Record
-from spire.model.backends.reference import BlockBatch, ClaimQ, Judgement, Reference
+from spire.model.backends.gpu.draft_round import DraftKernels, GpuRound
+from spire.model.backends.gpu.graphs import CudaRecorder, Graphs, Outputs, Record
+from spire.model.backends.gpu.kernels import draft_kernels, elementwise_kernels
+from spire.model.backends.gpu.packed_layer import PackedLayer
+from spire.model.backends.gpu.stack import GpuStack
+from spire.model.backends.reference import BlockBatch, ClaimQ, Judgement, Model, Reference
 from spire.model.cache.paged import PagedView
 from spire.model.draft import Draft
 from spire.model.draft_memory import DraftMemory, RoundMemory
+from spire.model.layers import Layer
 from spire.model.target import KeyValues, Target, TargetOutput
 
 # The sizes of batches that have graphs.
@@ -37,26 +43,45 @@ class GpuBackend(Reference):
 
     def __init__(self, record: Record | None = None):
         self._graphs = Graphs(record or CudaRecorder())
+        # All layers of the packed target, and the kernels for a packed draft, if kernels support the model.
+        self._stack: GpuStack | None = None
+        self._draft_kernels: DraftKernels | None = None
+
+    def pack(self, model: Model) -> Model:
+        model.layers = nn.ModuleList(PackedLayer(layer) for layer in cast(Iterable[Layer], model.layers))
+        elementwise = elementwise_kernels(model)
+        if isinstance(model, Target) and elementwise:
+            self._stack = GpuStack(model, elementwise)
+        elif isinstance(model, Draft) and elementwise and (attention := draft_kernels(model)):
+            self._draft_kernels = DraftKernels(elementwise, attention)
+        return model
 
     def forward(
         self, target: Target, tokens_BT: Tensor, cache: KeyValues, tapped_layers: tuple[int, ...] = ()
     ) -> TargetOutput:
         size = size_for(len(tokens_BT))
         if not (isinstance(cache, PagedView) and cache.decoding and size):
-            return super().forward(target, tokens_BT, cache, tapped_layers)
+            return self._computed(target, tokens_BT, cache, tapped_layers)
         pages, T = pages_for(cache), tokens_BT.shape[1]
         table_BP = padded(cache.table_BP, (size, pages), cache.cache.tables.padding_page)
         inputs = tokens_BT, table_BP, padded(cache.lengths_B, (size,))
 
         def work(tokens_BT: Tensor, table_BP: Tensor, lengths_B: Tensor) -> Outputs:
             view = PagedView(cache.cache, table_BP, lengths_B, T, cache.kernels, decoding=True)
-            hidden_BTD, taps_BTND = target(tokens_BT, view, tapped_layers)
+            hidden_BTD, taps_BTND = self._computed(target, tokens_BT, view, tapped_layers)
             return (hidden_BTD,) if taps_BTND is None else (hidden_BTD, taps_BTND)
 
         key = "forward", size, T, pages, tapped_layers, cache.kernels is None
         hidden_BTD, *taps = (output[: len(tokens_BT)] for output in self._graphs.run(key, size, inputs, work))
         # Activations are read after the next step has begun.
         return TargetOutput(hidden_BTD, taps[0].clone() if taps else None)
+
+    def _computed(
+        self, target: Target, tokens_BT: Tensor, cache: KeyValues, tapped_layers: tuple[int, ...]
+    ) -> TargetOutput:
+        if self._stack and isinstance(cache, PagedView):
+            return self._stack(tokens_BT, cache, tapped_layers)
+        return target(tokens_BT, cache, tapped_layers)
 
     def verdict(self, target: Target, hidden_BTD: Tensor, blocks: BlockBatch, rule: Verify = verify) -> Judgement:
         size, mix = size_for(len(hidden_BTD)), blocks.rows.mix
@@ -76,13 +101,13 @@ class GpuBackend(Reference):
             )
             return verdict.accepted_B, verdict.tokens_BT, finite_B
 
-        shapes = tuple(x.shape[1:] for x in (hidden_BTD, *of_q))
-        found = self._graphs.run(("verdict", size, shapes, mix, rule), size, inputs, work)
+        kinds = tuple((x.shape[1:], x.dtype) for x in (hidden_BTD, *of_q))
+        found = self._graphs.run(("verdict", size, kinds, mix, rule), size, inputs, work)
         accepted_B, tokens_BT, finite_B = (output[:B] for output in found)
         return Judgement(Verdict(accepted_B, tokens_BT), finite_B, 0.0)
 
     def memory(self, draft: Draft, slots: int) -> DraftMemory:
-        return PaddedMemory(draft, slots)
+        return PaddedMemory(draft, slots, self._draft_kernels)
 
     def draft(
         self,
@@ -102,7 +127,7 @@ class GpuBackend(Reference):
 
         def work(slots_B: Tensor, newest_B: Tensor, base_B: Tensor, *numbers: Tensor) -> Outputs:
             fixed = SamplingRows(*numbers).with_mix(mix)
-            again = RoundMemory(memory, slots_B, base_B, k)
+            again = memory.begin(slots_B, base_B, k)
             found = draft_tokens(again.next_logits, newest_B, base_B, k, fixed, candidates)
             of_q = (found.probs_BKM, found.ids_BKM)
             return found.tokens_BK, *(x for x in of_q if x is not None)
@@ -116,9 +141,16 @@ class GpuBackend(Reference):
 class PaddedMemory(DraftMemory):
     """A draft's memory with a slot more, to which the rows of padding belong."""
 
-    def __init__(self, draft: Draft, slots: int):
+    def __init__(self, draft: Draft, slots: int, kernels: DraftKernels | None):
         super().__init__(draft, slots + 1)
         self.slots = self.padding_slot = slots
+        self._kernels = kernels
+
+    def begin(self, slots_B: Tensor, base_B: Tensor, k: int) -> DraftingRound:
+        """Begin a round of k passes over these slots, by kernels if they support so many entries."""
+        if self._kernels and self._kernels.attention.attends(self.places, k):
+            return GpuRound(self, slots_B, base_B, k, self._kernels)
+        return RoundMemory(self, slots_B, base_B, k)
 
     def round(self, slots: Sequence[int], bases: Sequence[int], k: int) -> DraftingRound:
         return PaddedRound(self, slots, bases, k)
@@ -130,13 +162,12 @@ class PaddedRound:
     def __init__(self, memory: PaddedMemory, slots: Sequence[int], bases: Sequence[int], k: int):
         self.memory, self._bases, self._k = memory, bases, k
         self.slots_B = torch.tensor(slots, device=memory.positions_XS.device)
-        self._begun: RoundMemory | None = None
+        self._begun: DraftingRound | None = None
 
     def next_logits(self, tokens_B: Tensor) -> Tensor:
         if self._begun is None:
-            self._begun = RoundMemory(
-                self.memory, self.slots_B, torch.tensor(self._bases, device=tokens_B.device), self._k
-            )
+            base_B = torch.tensor(self._bases, device=tokens_B.device)
+            self._begun = self.memory.begin(self.slots_B, base_B, self._k)
         return self._begun.next_logits(tokens_B)
 
 

@@ -76,7 +76,7 @@ def attend(
     rows = max(_LEAST_ROWS, triton.next_power_of_2(H // G * T))
     splits = triton.cdiv(table_BP.shape[1] * PAGE, tuning.split)
     queries_BHTK = queries_BHTK.contiguous()
-    found_BHTK = torch.empty_like(queries_BHTK)
+    found_BTHK = queries_BHTK.new_empty(B, T, H, K)
     parts = queries_BHTK.new_empty(B, H * T, splits, K, dtype=torch.float32)
     weights = queries_BHTK.new_empty(B, H * T, splits, dtype=torch.float32)
     shape = (T, H // G, G, table_BP.shape[1], splits)
@@ -85,9 +85,9 @@ def attend(
         ROWS=rows, K=K, PAGE=PAGE, SPLIT=tuning.split, num_warps=tuning.warps, num_stages=tuning.stages,
     )  # fmt: skip
     _join[(B, H * T)](
-        parts, weights, lengths_B, found_BHTK, T, H * T, splits, K=K, SPLIT=tuning.split, JOINED=_JOINED, num_warps=2
+        parts, weights, lengths_B, found_BTHK, T, H * T, splits, K=K, SPLIT=tuning.split, JOINED=_JOINED, num_warps=2
     )
-    return found_BHTK
+    return found_BTHK.transpose(1, 2)
 
 
 @triton.jit(do_not_specialize=["T", "GROUP", "G", "pages", "splits"])
@@ -157,4 +157,6 @@ def _join(parts, weights, lengths, found, T, rows, splits, K: tl.constexpr, SPLI
         total = total * kept + tl.sum(share, 0)
         greatest = new
         first += JOINED
-    tl.store(found + of_row * K + k, (sum_K / total).to(found.dtype.element_ty))
+    # From head by head to position by position, as the output projection takes them.
+    to = (sequence * rows + row % T * (rows // T) + row // T) * K
+    tl.store(found + to + k, (sum_K / total).to(found.dtype.element_ty))

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from spire.kernels import Kernels
-from spire.model.backends.fused_attention import FusedAttention, FusedPools
-from spire.model.backends.fused_layer import MOST_ROTATIONS, FusedLayer, FusedNorm, Rotations
+from spire.model.attention.fused_attention import FusedAttention, FusedPools
+from spire.model.backends.cpu.fused_layer import MOST_ROTATIONS, FusedLayer, FusedNorm, Rotations
 from spire.model.target import Target
 
 

@@ -11,10 +11,10 @@ from spire.decoding.drafting import Drafted, DraftingRound
 from spire.decoding.randomness import Purpose
 from spire.decoding.sampling import SamplingRows
 from spire.decoding.verification import Verify, verify
-from spire.model.backends.fused_draft import FusedDraftMemory, FusedRound
-from spire.model.backends.fused_layer import FusedLayer, FusedNorm, FusedProduct, kernels_of
-from spire.model.backends.fused_target import FusedStack
-from spire.model.backends.fused_verification import judge, judges
+from spire.model.backends.cpu.fused_draft import FusedDraftMemory, FusedRound
+from spire.model.backends.cpu.fused_layer import FusedLayer, FusedNorm, FusedProduct, kernels_of
+from spire.model.backends.cpu.fused_target import FusedStack
+from spire.model.backends.cpu.fused_verification import judge, judges
 from spire.model.backends.reference import BlockBatch, ClaimQ, JudgingKernel, Model, Reference
 from spire.model.draft import Draft
 from spire.model.draft_memory import DraftMemory

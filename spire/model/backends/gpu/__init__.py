@@ -1,0 +1,1 @@
+"""The GPU backend: Triton kernels and CUDA graphs."""

@@ -1,0 +1,138 @@
+"""Triton kernels for what lies between the matrix products of a layer on a GPU, each in one launch.
+
+Numbers are computed in fp32 and rounded once, where torch rounds after each operation.
+
+Shapes: R rows (positions of all sequences), D width, H query heads, G key/value heads, K head width, F inner width.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 1024
+
+
+def norm(x_RD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """Return the RMSNorm of each row."""
+    out_RD = torch.empty_like(x_RD)
+    R, D = x_RD.shape
+    block = triton.next_power_of_2(D)
+    _add_norm[(R,)](x_RD, x_RD, weight_D, x_RD, out_RD, eps, D, ADD=False, BLOCK=block, num_warps=_warps(block))
+    return out_RD
+
+
+def add_norm(
+    x_RD: Tensor, more_RD: Tensor, weight_D: Tensor, eps: float, sum_RD: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of two tensors, written to `sum_RD` if given, and the RMSNorm of each row of the sum."""
+    sum_RD, out_RD = torch.empty_like(x_RD) if sum_RD is None else sum_RD, torch.empty_like(x_RD)
+    R, D = x_RD.shape
+    block = triton.next_power_of_2(D)
+    _add_norm[(R,)](x_RD, more_RD, weight_D, sum_RD, out_RD, eps, D, ADD=True, BLOCK=block, num_warps=_warps(block))
+    return sum_RD, out_RD
+
+
+def rotate_and_store(
+    projected_RE: Tensor,
+    cosine_RK: Tensor,
+    signed_sine_RK: Tensor,
+    rows_RG: Tensor,
+    keys_PK: Tensor,
+    values_PK: Tensor,
+    heads: int,
+    new_tokens: int,
+) -> Tensor:
+    """Rotate queries and keys, and write keys and values to rows of a cache. Return the queries, [B, H, T, K].
+
+    `projected_RE` has the queries, keys and values of each position, head by head. `rows_RG` (int64) are the rows of
+    `keys_PK` and `values_PK` to write to.
+    """
+    R, G = rows_RG.shape
+    K = keys_PK.shape[1]
+    queries_BHTK = projected_RE.new_empty(R // new_tokens, heads, new_tokens, K)
+    _rotate_and_store[(R, heads + 2 * G)](
+        projected_RE, cosine_RK, signed_sine_RK, rows_RG, queries_BHTK, keys_PK, values_PK, heads, G, new_tokens,
+        HALF=K // 2, num_warps=1,
+    )  # fmt: skip
+    return queries_BHTK
+
+
+def silu_mul(gate_up_RE: Tensor) -> Tensor:
+    """Return silu(gate) · up, [R, F], of rows that hold gate and up one after the other, [R, 2 F]."""
+    R, E = gate_up_RE.shape
+    out_RF = gate_up_RE.new_empty(R, E // 2)
+    _silu_mul[(R, triton.cdiv(E // 2, _BLOCK))](gate_up_RE, out_RF, E // 2, BLOCK=_BLOCK, num_warps=4)
+    return out_RF
+
+
+def try_out(dtype: torch.dtype, device: torch.device, width: int, head_dim: int) -> None:
+    """Run each kernel once, so that Triton compiles it now. Raises RuntimeError for a wrong result."""
+    ones = torch.ones(1, width, dtype=dtype, device=device)
+    total, normed = add_norm(ones, ones, ones[0], 0.0)
+    pools = torch.zeros(2, 1, head_dim, dtype=dtype, device=device)
+    projected, rows = ones.new_ones(1, 3 * head_dim), torch.zeros(1, 1, dtype=torch.int64, device=device)
+    cosine, sine = projected[:, :head_dim], pools[0].clone()
+    queries = rotate_and_store(projected, cosine.contiguous(), sine, rows, pools[0], pools[1], 1, 1)
+    found = (norm(ones, ones[0], 0.0), normed, total / 2, queries, pools, silu_mul(ones * 0 + 1) / 0.7311)
+    if not all(torch.allclose(x.float(), torch.ones((), device=device), atol=1e-2) for x in found):
+        raise RuntimeError("elementwise kernels of ones do not give ones")
+
+
+def _warps(block: int) -> int:
+    return min(16, max(1, block // 512))
+
+
+@triton.jit(do_not_specialize=["eps"])
+def _add_norm(x, more, weight, total, out, eps, D, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    used = at < D
+    place = tl.program_id(0).to(tl.int64) * D + at
+    value = tl.load(x + place, mask=used, other=0.0)
+    if ADD:
+        value = (value.to(tl.float32) + tl.load(more + place, mask=used, other=0.0).to(tl.float32)).to(value.dtype)
+        tl.store(total + place, value, mask=used)
+    wide = value.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / D + eps)
+    gain = tl.load(weight + at, mask=used, other=0.0).to(tl.float32)
+    tl.store(out + place, (wide * scale * gain).to(value.dtype), mask=used)
+
+
+@triton.jit(do_not_specialize=["H", "G", "T"])
+def _rotate_and_store(projected, cosine, sine, rows, queries, keys, values, H, G, T, HALF: tl.constexpr):
+    r, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    K: tl.constexpr = 2 * HALF
+    at = tl.arange(0, HALF)
+    source = projected + (r * (H + 2 * G) + head) * K + at
+    first, second = tl.load(source), tl.load(source + HALF)
+    if head < H + G:
+        angle = r * K + at
+        low = first.to(tl.float32) * tl.load(cosine + angle).to(tl.float32)
+        low += second.to(tl.float32) * tl.load(sine + angle).to(tl.float32)
+        high = second.to(tl.float32) * tl.load(cosine + angle + HALF).to(tl.float32)
+        high += first.to(tl.float32) * tl.load(sine + angle + HALF).to(tl.float32)
+        first, second = low.to(first.dtype), high.to(second.dtype)
+    if head < H:
+        to = queries + ((r // T * H + head) * T + r % T) * K + at
+        tl.store(to, first)
+        tl.store(to + HALF, second)
+    elif head < H + G:
+        to = keys + tl.load(rows + r * G + head - H) * K + at
+        tl.store(to, first)
+        tl.store(to + HALF, second)
+    else:
+        to = values + tl.load(rows + r * G + head - H - G) * K + at
+        tl.store(to, first)
+        tl.store(to + HALF, second)
+
+
+@triton.jit
+def _silu_mul(gate_up, out, F, BLOCK: tl.constexpr):
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    used = at < F
+    gate = tl.load(gate_up + row * 2 * F + at, mask=used, other=0.0)
+    up = tl.load(gate_up + row * 2 * F + F + at, mask=used, other=0.0)
+    wide = gate.to(tl.float32)
+    tl.store(out + row * F + at, (wide * tl.sigmoid(wide) * up.to(tl.float32)).to(gate.dtype), mask=used)

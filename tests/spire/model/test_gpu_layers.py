@@ -1,0 +1,268 @@
+"""A target's layers on a GPU compute what its layers in torch do. Triton interprets the kernels here."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from spire.model.attention import triton_kernels
+from spire.model.backends.gpu.backend import GpuBackend, PaddedMemory, PaddedRound
+from spire.model.backends.gpu.draft_round import GpuRound
+from spire.model.backends.gpu.packed_layer import PackedLayer
+from spire.model.cache.paged import PagedCache
+from spire.model.config import DraftConfig, ModelConfig, RopeConfig
+from spire.model.draft import prune
+from spire.model.draft_memory import DraftMemory
+from spire.model.layers import Layer, Rope, rotate
+from spire.model.target import Target, WholeSequence
+from tests.marks import thoroughly
+from tests.recorder import Recorder
+
+triton = pytest.importorskip("triton", reason="needs Triton: pip install triton (Linux)")
+
+each_dtype = pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float16, 2e-3)])
+
+
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture(scope="module")
+def kernels() -> ModuleType:
+    if not triton.knobs.runtime.interpret:
+        pytest.skip("with a GPU the kernels are compiled: make gpu")
+    return importlib.import_module("spire.model.backends.gpu.elementwise")
+
+
+def near(found: Tensor, right: Tensor, bound: float) -> bool:
+    return bool((found.double() - right.double()).norm() <= bound * right.double().norm())
+
+
+@each_dtype
+@pytest.mark.parametrize("width", [64, thoroughly(96), thoroughly(4096)])
+def test_a_norm_of_a_sum_is_that_of_torch(kernels: ModuleType, dtype: torch.dtype, bound: float, width: int) -> None:
+    torch.manual_seed(width)
+    x_RD, more_RD = torch.randn(2, 5, width).to(dtype)
+    weight_D = torch.rand(width).to(dtype)
+    total, normed = kernels.add_norm(x_RD, more_RD, weight_D, 1e-5)
+    assert torch.equal(total, x_RD + more_RD)
+    right = nn.functional.rms_norm((x_RD + more_RD).double(), (width,), weight_D.double(), 1e-5)
+    assert near(normed, right, bound)
+    assert torch.equal(kernels.norm(total, weight_D, 1e-5), normed)
+
+
+@each_dtype
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 2, 16), thoroughly(8, 1, 64), thoroughly(3, 3, 128)])
+def test_what_is_rotated_is_stored_where_its_row_says(
+    kernels: ModuleType, dtype: torch.dtype, bound: float, heads: int, kv_heads: int, width: int
+) -> None:
+    torch.manual_seed(heads)
+    B, T, rows = 3, 2, 40
+    projected = torch.randn(B * T, (heads + 2 * kv_heads) * width).to(dtype)
+    positions_BT = torch.tensor([[5, 6], [0, 1], [999, 1000]])
+    rope = Rope(width, RopeConfig())(positions_BT, dtype)
+    rows_RG = torch.randperm(rows)[: B * T * kv_heads].view(B * T, kv_heads)
+    keys, values = torch.full((2, rows, width), torch.nan, dtype=dtype)
+    cosine, sine = (part.reshape(B * T, width) for part in rope)
+    queries = kernels.rotate_and_store(projected, cosine, sine, rows_RG, keys, values, heads, T)
+    heads_BHTK = projected.view(B, T, -1, width).transpose(1, 2)
+    rotated = rotate(heads_BHTK[:, :-kv_heads].double(), tuple(part.double() for part in rope))  # type: ignore[arg-type]
+    assert near(queries, rotated[:, :heads], bound)
+    of_rows = rows_RG.view(B, T, kv_heads).transpose(1, 2)
+    assert near(keys[of_rows], rotated[:, heads:], bound)
+    assert torch.equal(values[of_rows], heads_BHTK[:, -kv_heads:])
+    assert keys.isnan().all(dim=1).sum() == rows - rows_RG.numel(), "nothing else is written"
+
+
+@each_dtype
+def test_a_gate_lets_through_what_torch_s_does(kernels: ModuleType, dtype: torch.dtype, bound: float) -> None:
+    gate, up = (3 * torch.randn(2, 4, 1500)).to(dtype)
+    right = nn.functional.silu(gate.double()) * up.double()
+    assert near(kernels.silu_mul(torch.cat((gate, up), dim=1)), right, bound)
+
+
+def test_kernels_are_tried_before_they_serve(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels.try_out(torch.float32, torch.device("cpu"), 64, 16)
+    monkeypatch.setattr(kernels, "silu_mul", lambda x: x)
+    with pytest.raises(RuntimeError, match="do not give ones"):
+        kernels.try_out(torch.float32, torch.device("cpu"), 64, 16)
+
+
+def new_target(dtype: torch.dtype = torch.float32, **changes: Any) -> Target:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 40}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    target = Target(ModelConfig.model_validate(sizes | heads | changes))
+    with torch.no_grad():
+        for parameter in target.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3 + (parameter.ndim == 1))
+    return target.to(dtype).requires_grad_(False)
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention_bias": True, "mlp_bias": True}, {"num_key_value_heads": 4}])
+def test_packed_projections_are_the_projections(changes: dict[str, Any]) -> None:
+    target, tokens_BT = new_target(**changes), torch.arange(12).view(2, 6)
+    before = target(tokens_BT, WholeSequence(tokens_BT)).hidden_BTD
+    memory, rope = torch.randn(1, 3, 64), target.rope(torch.arange(3)[None], torch.float32)
+    right = cast(Layer, target.layers[0]).keys_values(memory, rope)
+    target.layers = nn.ModuleList(PackedLayer(cast(Layer, layer)) for layer in target.layers)
+    torch.testing.assert_close(target(tokens_BT, WholeSequence(tokens_BT)).hidden_BTD, before)
+    for found, expected in zip(cast(Layer, target.layers[0]).keys_values(memory, rope), right, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.fixture
+def backend(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> GpuBackend:
+    """With all kernels, interpreted, and graphs that a double records."""
+    attention = importlib.import_module("spire.model.attention.paged_attention")
+    monkeypatch.setattr("spire.model.backends.gpu.backend.elementwise_kernels", lambda target: kernels)
+    monkeypatch.setattr("spire.model.cache.paged.attention_kernels", lambda pages, group: attention)
+    of_drafts = importlib.import_module("spire.model.backends.gpu.draft_attention")
+    monkeypatch.setattr("spire.model.backends.gpu.backend.draft_kernels", lambda draft: of_drafts)
+    return GpuBackend(Recorder())
+
+
+def test_the_stack_gives_what_the_layers_give(backend: GpuBackend) -> None:
+    right, target = new_target(), backend.pack(new_target())
+    cache = PagedCache(target.config, 3, 200)
+    slots, tokens_NL = [cache.allocate() for _ in range(3)], torch.randint(40, (3, 100))
+    for slot, prompt in zip(slots, (70, 3, 64), strict=True):
+        backend.forward(target, tokens_NL[slot, None, :prompt], cache.view([slot], prompt))
+        cache.commit([slot], [prompt])
+    for T in (1, 3, 3):
+        starts = [cache.lengths[slot] for slot in slots]
+        tokens_BT = torch.stack([tokens_NL[slot, start : start + T] for slot, start in zip(slots, starts, strict=True)])
+        found = backend.forward(target, tokens_BT, cache.view(slots, T, decoding=True), (0, 2))
+        assert found.taps_BTND is not None
+        for slot, start in zip(slots, starts, strict=True):
+            whole_1L = tokens_NL[slot, None, : start + T]
+            expected = right(whole_1L, WholeSequence(whole_1L), (0, 2))
+            assert expected.taps_BTND is not None
+            torch.testing.assert_close(found.hidden_BTD[slot], expected.hidden_BTD[0, start:], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(found.taps_BTND[slot], expected.taps_BTND[0, start:], atol=1e-4, rtol=1e-4)
+        cache.commit(slots, [T] * 3)
+
+
+class Counter(TorchDispatchMode):
+    """Counts operations that launch a kernel: all but views and allocations."""
+
+    NO_LAUNCH = ("view", "transpose", "empty", "expand", "slice", "select", "::t.", "unbind", "detach", "unsqueeze")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if not any(name in str(func) or name in func.name() for name in self.NO_LAUNCH):
+            self.launches.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_layer_asks_for_twelve_launches_at_most(
+    backend: GpuBackend, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches: dict[int, list[str]] = {}
+    for layers in (2, 4):
+        target = backend.pack(new_target(num_hidden_layers=layers))
+        cache = PagedCache(target.config, 2, 100)
+        slots = [cache.allocate() for _ in range(2)]
+        view = cache.view(slots, 2, decoding=True)
+        with Counter() as counter, monkeypatch.context() as patch:
+            for name in ("norm", "add_norm", "rotate_and_store", "silu_mul"):
+                patch.setattr(kernels, name, launched(counter, name, getattr(kernels, name), 1))
+            patch.setattr(view.kernels, "attend", launched(counter, "attend", view.kernels.attend, 2))  # type: ignore[attr-defined,union-attr]
+            backend._computed(target, torch.zeros(2, 2, dtype=torch.int64), view, ())
+        launches[layers] = counter.launches
+    assert len(launches[4]) - len(launches[2]) <= 2 * 12, launches[2]
+
+
+def launched(counter: Counter, name: str, kernel: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """Count the kernel's own launches, and nothing of what its interpreter does."""
+
+    def call(*args: Any) -> Any:
+        before = len(counter.launches)
+        found = kernel(*args)
+        counter.launches[before:] = [name] * count
+        return found
+
+    return call
+
+
+DRAFTS: list[Any] = [
+    {},
+    {"feedback": False},
+    thoroughly({"attends_self": False}),
+    thoroughly({"window": 40, "sink": 3}),
+]
+
+
+def absorbed(memory: DraftMemory, contexts: list[int]) -> DraftMemory:
+    sink, window = memory.draft.draft.sink, memory.draft.draft.window
+    for slot, context in enumerate(contexts):
+        positions = [p for p in range(context) if p < sink or p >= context - window]
+        taps_RND = torch.randn(len(positions), 2, 64, generator=torch.Generator().manual_seed(context))
+        position_R = torch.tensor(positions)
+        memory.absorb(torch.full_like(position_R, slot), position_R, taps_RND)
+    return memory
+
+
+@pytest.mark.parametrize("changes", DRAFTS)
+@pytest.mark.parametrize("kv_heads", [2, thoroughly(1)])
+def test_a_round_by_kernels_is_the_round(backend: GpuBackend, changes: dict[str, Any], kv_heads: int) -> None:
+    contexts, k = [2, 30, 9], 4
+    draft = prune(
+        new_target(num_key_value_heads=kv_heads),
+        DraftConfig.model_validate({"target_fingerprint": "", "tapped_layers": (1, 2), "window": 6} | changes),
+        (1, 2),
+    ).requires_grad_(False)
+    right = absorbed(DraftMemory(copy.deepcopy(draft), 3), contexts).round([2, 0, 1], [9, 2, 30], k)
+    round_ = absorbed(backend.memory(backend.pack(draft), 3), contexts).round([2, 0, 1], [9, 2, 30], k)
+    tokens_KB = torch.randint(40, (k, 3))
+    for tokens_B in tokens_KB:
+        torch.testing.assert_close(round_.next_logits(tokens_B), right.next_logits(tokens_B), atol=1e-4, rtol=1e-4)
+    assert isinstance(round_, PaddedRound)
+    assert isinstance(round_._begun, GpuRound)
+
+
+def test_a_draft_s_layer_asks_for_fourteen_launches_a_pass_at_most(
+    backend: GpuBackend, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches: dict[int, int] = {}
+    of_draft = importlib.import_module("spire.model.backends.gpu.draft_attention")
+    for layers in (1, 3):
+        spire = DraftConfig(target_fingerprint="", tapped_layers=tuple(range(layers)), window=6)
+        draft = backend.pack(prune(new_target(num_hidden_layers=4), spire, tuple(range(layers))).requires_grad_(False))
+        memory = backend.memory(draft, 2)
+        assert isinstance(memory, PaddedMemory)
+        round_ = memory.begin(torch.tensor([0, 1]), torch.tensor([3, 3]), 4)
+        with Counter() as counter, monkeypatch.context() as patch:
+            for name in ("norm", "add_norm", "rotate_and_store", "silu_mul"):
+                patch.setattr(kernels, name, launched(counter, name, getattr(kernels, name), 1))
+            patch.setattr(of_draft, "attend", launched(counter, "attend", of_draft.attend, 1))
+            round_.next_logits(torch.tensor([1, 2]))
+        launches[layers] = len(counter.launches)
+    assert launches[3] - launches[1] <= 2 * 14
+
+
+def test_without_kernels_the_packed_layers_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_kernels, "on_gpu", lambda tensor: True)
+
+    def fails(name: str) -> ModuleType:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(triton_kernels.importlib, "import_module", fails)
+    backend, tokens_BT = GpuBackend(Recorder()), torch.arange(6)[None]
+    target = backend.pack(new_target())
+    found = backend.forward(target, tokens_BT, WholeSequence(tokens_BT)).hidden_BTD
+    plain = new_target()
+    torch.testing.assert_close(found, plain(tokens_BT, WholeSequence(tokens_BT)).hidden_BTD)
