@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from unittest import mock
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from spire.decoding import sampling, verification
 from spire.model.backends.gpu.graphs import Outputs
 
 
@@ -20,25 +24,50 @@ class Recorder:
         if self.fails:
             raise RuntimeError("operation not permitted when stream is capturing")
         self.recorded += 1
-        with NothingFromOutside():
+        with nothing_from_outside(), not_waiting():
             outputs = work()
 
         def replay() -> None:
             self.replayed += 1
             for stale in outputs:
                 stale.fill_(torch.nan if stale.is_floating_point() else 77)
-            for fixed, new in zip(outputs, work(), strict=True):
+            with not_waiting():
+                again = work()
+            for fixed, new in zip(outputs, again, strict=True):
                 fixed.copy_(new)
 
         return replay, outputs
 
 
-class NothingFromOutside(TorchDispatchMode):
-    """Refuses what a capture does not permit: waiting for a number, and operations of sizes that depend on numbers."""
+@contextmanager
+def not_waiting() -> Iterator[None]:
+    """Sampling and verification compute as for a GPU, which they do not wait for."""
+    with ExitStack() as stack:
+        for module in (sampling, verification):
+            stack.enter_context(mock.patch.object(module, "may_wait", return_value=False))
+        yield
 
-    REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "bincount", "lift_fresh")
+
+class _NoWaiting(TorchDispatchMode):
+    REFUSED = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "bincount")
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if any(name in str(func) for name in self.REFUSED):
             raise RuntimeError(f"{func} within a graph")
         return func(*args, **(kwargs or {}))
+
+
+class _NoHostData(TorchFunctionMode):
+    REFUSED = (torch.tensor, torch.as_tensor, torch.from_numpy, torch.frombuffer)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func in self.REFUSED:
+            raise RuntimeError(f"{func} within a graph")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def nothing_from_outside() -> Iterator[None]:
+    """Refuse what a capture does not permit: to wait for a number, shapes of numbers, copies from the host."""
+    with _NoWaiting(), _NoHostData():
+        yield

@@ -168,12 +168,19 @@ def probabilities(logits_BTV: Tensor, rows: SamplingRows) -> Tensor:
     probs_BTV = logits_BTV.softmax(dim=-1)
     if mix.truncated is Share.ALL:
         return _truncate(probs_BTV, rows)
-    if mix.truncated is Share.SOME:
+    if mix.truncated is Share.SOME and may_wait(probs_BTV):
         index = rows.truncated_B.nonzero().squeeze(1)
         probs_BTV[index] = _truncate(probs_BTV[index], rows.select(index))
+    elif mix.truncated is Share.SOME:
+        probs_BTV = torch.where(rows.truncated_B[:, None, None], _truncate(probs_BTV, rows), probs_BTV)
     if mix.greedy is Share.SOME:
         return torch.where(rows.greedy_B[:, None, None], _one_hot(probs_BTV), probs_BTV)
     return probs_BTV
+
+
+def may_wait(numbers: Tensor) -> bool:
+    """True if the shape of a result may depend on these numbers: on a CPU. A GPU would have to be waited for."""
+    return numbers.device.type == "cpu"
 
 
 def _one_hot(scores_BTV: Tensor) -> Tensor:
@@ -190,7 +197,9 @@ def _truncate(probs_BTV: Tensor, rows: SamplingRows) -> Tensor:
     top_k_N, top_p_N, min_p_N = (p.repeat_interleave(T) for p in (rows.top_k_B, rows.top_p_B, rows.min_p_B))
     floor_N = min_p_N * probs_NV.amax(dim=-1)
     top_k_N = torch.where((top_k_N > 0) & (top_k_N < V), top_k_N, V)
-    if bool(((top_k_N < V) | (top_p_N < 1)).any()):
+    if not may_wait(probs_NV):
+        probs_NV = _keep_ranked_of_all(probs_NV, top_k_N, top_p_N)
+    elif bool(((top_k_N < V) | (top_p_N < 1)).any()):
         probs_NV = _keep_ranked(probs_NV, top_k_N, top_p_N)
     kept_NV = probs_NV.where(probs_NV >= floor_N[:, None], 0.0)
     return (kept_NV / kept_NV.sum(dim=-1, keepdim=True)).view_as(probs_BTV)
@@ -225,10 +234,18 @@ def _keep_ranked(probs_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor) -> Tensor:
     return _without_surplus(kept_NV, least_N, keep_N)
 
 
+def _keep_ranked_of_all(probs_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor) -> Tensor:
+    """Compute `_keep_ranked` by sorting all probabilities, so that no shape depends on them."""
+    sorted_NV = probs_NV.sort(dim=-1, descending=True).values
+    keep_N = _ranks_kept(sorted_NV, top_k_N, top_p_N)
+    least_N1 = sorted_NV.gather(1, keep_N[:, None] - 1)
+    above_NV, tied_NV = probs_NV > least_N1, probs_NV == least_N1
+    room_N1 = keep_N[:, None] - above_NV.sum(dim=-1, keepdim=True)
+    return probs_NV.where(above_NV | tied_NV & (tied_NV.cumsum(dim=-1) <= room_N1), 0.0)
+
+
 def _sorted_down(probs_NV: Tensor) -> Tensor:
-    if probs_NV.device.type == "cpu":
-        return -torch.from_numpy(np.sort(-probs_NV.numpy(), axis=-1))  # far faster than torch's sort
-    return probs_NV.sort(dim=-1, descending=True).values
+    return -torch.from_numpy(np.sort(-probs_NV.numpy(), axis=-1))  # far faster than torch's sort
 
 
 def _ranks_kept(sorted_NC: Tensor, top_k_N: Tensor, top_p_N: Tensor) -> Tensor:
@@ -290,6 +307,8 @@ def with_invariant(ids_B: Tensor, probs_BV: Tensor, rows: SamplingRows, position
     """Return the tokens `ids_B`, except for sequences under the invariant rule, whose tokens `pick` draws."""
     if rows.mix.invariant is Share.NONE:
         return ids_B
+    if not may_wait(probs_BV):
+        return torch.where(rows.invariant_B, pick(probs_BV, rows, position_B), ids_B)
     index = rows.invariant_B.nonzero().squeeze(1)
     return ids_B.index_put((index,), pick(probs_BV[index], rows.select(index), position_B[index]))
 
@@ -301,6 +320,8 @@ def pick(probs_NV: Tensor, rows: SamplingRows, position_N: Tensor) -> Tensor:
     of their own but compete as one token of their total probability; if it wins, `_pick_rare` draws one of them.
     Grouping is exact, because the maximum of Gumbel variables is a Gumbel variable and is independent of the argmax.
     """
+    if not may_wait(probs_NV):
+        return _pick_of_all(probs_NV, rows, position_N)
     common = _Chosen.of(probs_NV >= _NOT_RARE, probs_NV)
     bits_N = random_bits(rows.seed_B, rows.choice_B, position_N, Purpose.NOISE)
     score_C = common.prob_C.double().log() + gumbel(bits_N[common.row_C], common.id_C)
@@ -315,6 +336,19 @@ def pick(probs_NV: Tensor, rows: SamplingRows, position_N: Tensor) -> Tensor:
         bits_N = random_bits(rows.seed_B[of_rest], rows.choice_B[of_rest], position_N[of_rest], Purpose.TAIL)
         ids_N[of_rest] = _pick_rare(rest_NV[of_rest], bits_N)
     return ids_N
+
+
+def _pick_of_all(probs_NV: Tensor, rows: SamplingRows, position_N: Tensor) -> Tensor:
+    """Compute `pick` with noise for all tokens, so that no shape depends on the probabilities."""
+    V, common_NV = probs_NV.shape[-1], probs_NV >= _NOT_RARE
+    bits_N = random_bits(rows.seed_B, rows.choice_B, position_N, Purpose.NOISE)
+    keys = torch.arange(V + 1, device=probs_NV.device)
+    score_NV = probs_NV.double().log() + gumbel(bits_N[:, None], keys[:V])
+    best_N, ids_N = score_NV.masked_fill_(~common_NV, -torch.inf).max(dim=-1)
+    rest_NV = probs_NV.masked_fill(common_NV, 0.0)
+    rest_N = rest_NV.sum(dim=-1).double().log() + gumbel(bits_N, keys[V])
+    rare_N = _pick_rare(rest_NV, random_bits(rows.seed_B, rows.choice_B, position_N, Purpose.TAIL))
+    return torch.where(rest_N >= best_N, rare_N, ids_N)
 
 
 def _pick_rare(probs_NV: Tensor, bits_N: Tensor) -> Tensor:
@@ -348,8 +382,8 @@ def draw(probs_V: Tensor, uniforms: Tensor) -> Tensor:
     # Rounding must not lift a threshold to the total: no cumulative sum is above it.
     threshold = torch.minimum(uniforms[..., None] * total, total.nextafter(torch.zeros_like(total)))
     ids = torch.searchsorted(cumulative_V, threshold, right=True).clamp_(max=probs_V.shape[-1] - 1)
-    if probs_V.device.type == "cpu":
-        return ids.squeeze(-1)  # summed in order: the first sum above the threshold has a positive probability
+    if may_wait(probs_V):
+        return ids.squeeze(-1)  # a CPU summed in order: the first sum above the threshold has a positive probability
     likeliest = probs_V.argmax(dim=-1, keepdim=True)
     return torch.where(probs_V.gather(-1, ids) > 0, ids, likeliest).squeeze(-1)
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from spire.decoding.randomness import Purpose
-from spire.decoding.sampling import Rule, SamplingRows, Share, draw, pick, sample
+from spire.decoding.sampling import Rule, SamplingRows, Share, draw, may_wait, pick, sample
 from spire.kernels import collect, collects
 
 # The largest deviation of a row's sum from one: the worst case of rounding each term to bfloat16.
@@ -129,6 +129,11 @@ class Verdict:
         tokens_BT = torch.where(position_T < accepted_B[:, None], tokens_BT, 0)
         return cls(accepted_B, tokens_BT.scatter_(1, accepted_B[:, None], final_B[:, None]))
 
+    def replaced(self, rows_B: Tensor, other: Verdict) -> Verdict:
+        """Return this verdict with the rows of another one where `rows_B` is true."""
+        tokens_BT = torch.where(rows_B[:, None], other.tokens_BT, self.tokens_BT)
+        return Verdict(torch.where(rows_B, other.accepted_B, self.accepted_B), tokens_BT)
+
 
 # A rule for a batch: p, draft tokens and their numbers, q, sampling parameters and bases to the verdict, like `verify`.
 Verify = Callable[[Tensor, Tensor, Tensor, SparseDistribution | None, SamplingRows, Tensor], Verdict]
@@ -149,6 +154,10 @@ def verify(
         return _RULES[present[0]](p_BTV, draft_BK, counts_B, q, rows, base_B)
     verdict = Verdict(torch.zeros_like(counts_B), draft_BK.new_zeros(p_BTV.shape[:2]))
     for rule in present:
+        if not may_wait(p_BTV):
+            of_all = _RULES[rule](p_BTV, draft_BK, counts_B, q, rows, base_B)
+            verdict = verdict.replaced(rows.rule_B == rule, of_all)
+            continue
         index = (rows.rule_B == rule).nonzero().squeeze(1)
         arguments = (p_BTV[index], draft_BK[index], counts_B[index], q.select(index), rows.select(index), base_B[index])
         part = _RULES[rule](*arguments)

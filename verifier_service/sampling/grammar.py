@@ -241,8 +241,13 @@ def _inside(keyword: str, value: Any) -> Any:
 
 @lru_cache(maxsize=256)
 def _tried(task: Literal["compile", "convert"], source: str) -> tuple[str, str]:
-    """Compile or convert a grammar in a separate process. Return (output, error message or an empty string)."""
-    return _TRIALS.run(task, source) or ("", _TOO_COMPLEX)
+    """Compile or convert a grammar in a separate process. Return (output, error message or an empty string).
+
+    Raises InvalidRequest if the process died, which is not remembered: the machine may have been the reason.
+    """
+    if (answer := _TRIALS.run(task, source)) is None:
+        raise _wrong(f"the grammar cannot be followed: {_TOO_COMPLEX}")
+    return answer
 
 
 def _wrong(message: str) -> InvalidRequest:

@@ -85,8 +85,7 @@ class GpuBackend(Reference):
 
     def verdict(self, target: Target, hidden_BTD: Tensor, blocks: BlockBatch, rule: Verify = verify) -> Judgement:
         size, mix = size_for(len(hidden_BTD)), blocks.rows.mix
-        of_one_rule = len(mix.rules) == 1 or hidden_BTD.shape[1] == 1  # without draft tokens there is nothing to judge
-        if not (size and mix.of_softmax_alone and of_one_rule):
+        if size is None:
             return super().verdict(target, hidden_BTD, blocks, rule)
         q, B = blocks.q, len(hidden_BTD)
         of_q = () if q is None else (q.probs_BKM,) if q.ids_BKM is None else (q.probs_BKM, q.ids_BKM)
@@ -120,7 +119,7 @@ class GpuBackend(Reference):
         claim: ClaimQ,
     ) -> Drafted:
         size, mix = size_for(len(newest_B)), rows.mix
-        if not (isinstance(round_, PaddedRound) and size and mix.of_softmax_alone):
+        if not (isinstance(round_, PaddedRound) and size):
             return super().draft(round_, newest_B, base_B, k, rows, candidates, claim)
         memory, B = round_.memory, len(newest_B)
         inputs = padded(round_.slots_B, (size,), memory.padding_slot), newest_B, base_B, *parameters(rows)
