@@ -21,18 +21,19 @@ from spire.service.process import announce, keep_announcing, on_passing_thread, 
 
 # isort: split
 from draft_service.activations import Follower, subscription
-from draft_service.drafter import Drafter, held_positions
+from draft_service.drafter import Drafter
 from draft_service.identity import check_handshake, describe, stable_id
 from draft_service.metrics import registry_of
 from draft_service.requests import Requests
 from draft_service.worker import Worker
 from spire.address import by_tcp, join
 from spire.checkpoints.weights import load_draft
+from spire.decoding.drafting import MAX_SPECULATION_DEPTH
 from spire.model.backends.placed import backend_for
 from spire.model.backends.reference import Reference
 from spire.model.draft import Draft
 from spire.model.placement import choose_device, choose_dtype, draft_threads, loads_kernels_late, set_threads
-from spire.perf.room import Wishes, free_memory, sequences_for
+from spire.perf.room import Wishes, free_memory, room_for, sequences_for
 from spire.rpc.channel import connect, listen, new_server
 from spire.v1 import draft_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 
@@ -104,14 +105,22 @@ def _drafter(draft: Draft, backend: Reference, config: DraftServiceConfig, max_c
 
     Raises CheckpointError if an explicitly configured number of sequences does not fit.
     """
-    weight, sequences = draft.embed_tokens.weight, config.max_sequences
+    weight, sequences, budget = draft.embed_tokens.weight, config.max_sequences, None
+    position_bytes = draft.config.kv_bytes_per_position // 2 * weight.dtype.itemsize
     if weight.device.type != "cpu":  # on a CPU memory is allocated only when written
-        sequence_bytes = held_positions(draft, max_context) * draft.config.kv_bytes_per_position
-        wishes = Wishes(sequences, exactly="max_sequences" in config.model_fields_set)
-        sequences = sequences_for(wishes, sequence_bytes // 2 * weight.dtype.itemsize, free_memory(weight.device))
-        if sequences < config.max_sequences:
-            log.warning("more sequences do not fit the GPU and are decoded plainly", sequences=sequences)
-    drafter = Drafter(draft, sequences, config.top_m, max_context, backend)
+        free, wishes = free_memory(weight.device), Wishes(sequences, "max_sequences" in config.model_fields_set)
+        if draft.draft.tapped_layers:
+            entries = draft.draft.sink + draft.draft.window
+            sequences = sequences_for(wishes, entries * position_bytes, free)
+            if sequences < config.max_sequences:
+                log.warning("more sequences do not fit the GPU and are decoded plainly", sequences=sequences)
+        else:
+            room = room_for(wishes, max_context + MAX_SPECULATION_DEPTH, position_bytes, free, at_once=True)
+            budget, fitting = room.budget, room.context - MAX_SPECULATION_DEPTH
+            if fitting < max_context:
+                max_context = fitting
+                log.warning("longer sequences do not fit the GPU and are decoded plainly", positions=max_context)
+    drafter = Drafter(draft, sequences, config.top_m, max_context, backend, budget)
     if loads_kernels_late(drafter.device):
         drafter.warm_up()
     return drafter

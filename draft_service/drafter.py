@@ -14,11 +14,10 @@ import structlog
 import torch
 from torch import Tensor
 
-from spire.decoding.drafting import MAX_SPECULATION_DEPTH, Drafted, DraftItem
+from spire.decoding.drafting import Drafted, DraftItem
 from spire.decoding.sampling import SamplingRows
-from spire.errors import StaleBlock, UnknownSequence
+from spire.errors import OutOfCapacity, StaleBlock, UnknownSequence
 from spire.model.backends.reference import Reference
-from spire.model.cache.paging import positions_of
 from spire.model.draft import Draft
 from spire.model.draft_memory import DraftMemory
 from spire.model.token_memory import TokenMemory
@@ -53,21 +52,27 @@ class Verified:
     tokens: list[int]
 
 
-def held_positions(draft: Draft, max_context: int) -> int:
-    """Return the number of positions per sequence for which a draft has memory for keys and values."""
-    spire = draft.draft
-    return spire.sink + spire.window if spire.tapped_layers else positions_of(max_context + MAX_SPECULATION_DEPTH)
-
-
 class Drafter:
-    """Absorbs activations into a slot per sequence, and drafts tokens. `max_context`: most positions per sequence."""
+    """Absorbs activations into a slot per sequence, and drafts tokens.
 
-    def __init__(self, draft: Draft, max_sequences: int, top_m: int, max_context: int, backend: Reference):
+    `max_context`: the most positions per sequence. `budget`: the bytes for keys and values of a draft that receives
+    tokens; None: as much as all sequences need.
+    """
+
+    def __init__(
+        self,
+        draft: Draft,
+        max_sequences: int,
+        top_m: int,
+        max_context: int,
+        backend: Reference,
+        budget: int | None = None,
+    ):
         self.draft, self._backend = draft, backend
         self.memory: DraftMemory | TokenMemory = (
             backend.memory(draft, max_sequences)
             if draft.draft.tapped_layers
-            else TokenMemory(draft, max_sequences, max_context)
+            else TokenMemory(draft, max_sequences, max_context, budget)
         )
         self.device, self.dtype = draft.embed_tokens.weight.device, draft.embed_tokens.weight.dtype
         # Returns the ring from which the verifier reads q, if both run on this host.
@@ -136,8 +141,8 @@ class Drafter:
         used_R = (slots_R >= 0) & ((positions_R < sink) | (positions_R >= ends_R - window))
         numbers_2R = torch.from_numpy(np.stack((slots_R, positions_R)))
         if not used_R.all():
-            used = torch.from_numpy(used_R)
-            numbers_2R, rows_RND = numbers_2R[:, used], rows_RND[used.to(rows_RND.device)]
+            used = torch.from_numpy(used_R.nonzero()[0])
+            numbers_2R, rows_RND = numbers_2R[:, used], rows_RND.index_select(0, used.to(rows_RND.device))
         of_slots_R, at_R = numbers_2R.to(self.device)
         memory.absorb(of_slots_R, at_R, rows_RND.to(self.device, self.dtype))
 
@@ -145,7 +150,12 @@ class Drafter:
         first = 0
         for span, slot in zip(verified.spans, slots, strict=True):
             if slot is not None:
-                memory.absorb(slot, span.start, verified.tokens[first : first + span.count])
+                try:
+                    memory.absorb(slot, span.start, verified.tokens[first : first + span.count])
+                except OutOfCapacity as error:
+                    log.debug("decoded plainly from now on", sequence=span.sequence_id, reason=str(error))
+                    memory.forget(slot)
+                    self.end([span.sequence_id])
             first += span.count
 
     def _slot_for(self, span: Span) -> int | None:

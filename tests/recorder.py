@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from unittest import mock
 
 import torch
@@ -15,21 +16,27 @@ from spire.model.backends.gpu.graphs import Outputs
 
 
 class Recorder:
-    """As a CUDA graph: what work reads and writes lies in fixed tensors. Counts, and may fail as a capture does."""
+    """As a CUDA graph: what work reads and writes lies in fixed tensors. Counts, and may fail as a capture does.
+
+    Graphs share memory: a replay overwrites what all of them returned.
+    """
 
     def __init__(self, fails: bool = False):
         self.recorded, self.replayed, self.fails = 0, 0, fails
+        self._returned: list[Outputs] = []
 
     def __call__(self, work: Callable[[], Outputs]) -> tuple[Callable[[], None], Outputs]:
         if self.fails:
-            raise RuntimeError("operation not permitted when stream is capturing")
+            raise torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing")
         self.recorded += 1
         with nothing_from_outside(), not_waiting():
             outputs = work()
 
+        self._returned.append(outputs)
+
         def replay() -> None:
             self.replayed += 1
-            for stale in outputs:
+            for stale in chain(*self._returned):
                 stale.fill_(torch.nan if stale.is_floating_point() else 77)
             with not_waiting():
                 again = work()

@@ -1,4 +1,4 @@
-"""Part 5: a draft's round for an 8B shape on today's path, and taking up what was verified. Weights are random."""
+"""Part 5: a draft's round for an 8B shape, and taking up what was verified. Weights are random."""
 
 from __future__ import annotations
 

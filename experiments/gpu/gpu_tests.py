@@ -1,4 +1,5 @@
-"""Part 9: `pytest -m gpu`, what only a GPU can show: memory that two processes map, and a process that has lost it."""
+"""Part 9: `pytest -m gpu`, what only a GPU can show: kernels and graphs in its numbers, memory that two processes map,
+and a process that has lost it."""
 
 from __future__ import annotations
 
@@ -11,7 +12,11 @@ from experiments.gpu.packages import ROOT
 from experiments.gpu.part import Setting
 
 # By name: what others import is not on such a machine.
-_FILES = ("tests/draft_service/test_cuda_ipc.py", "tests/faults/test_services_lost.py")
+_FILES = (
+    "tests/spire/model/test_on_gpu.py",
+    "tests/draft_service/test_cuda_ipc.py",
+    "tests/faults/test_services_lost.py",
+)
 _OUTCOMES = re.compile(r"(\d+) (passed|failed|error|skipped)")
 _LAST = 4000
 

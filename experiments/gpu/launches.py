@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 # By the beginning of what CUDA calls it.
 _CALLS = {
     "launches": ("cudaLaunchKernel", "cuLaunchKernel"),
+    "graphs": ("cudaGraphLaunch", "cuGraphLaunch"),
     "copies": ("cudaMemcpy", "cudaMemset"),
     "waits": ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"),
 }
@@ -22,8 +23,8 @@ _NAME = 60
 def launches(work: Callable[[], object], device: torch.device) -> dict[str, Any]:
     """Count the launches of one call of `work`; return nothing where there is no GPU.
 
-    `launches`, `copies`, `waits`: calls of the host. `gpu_ms`: the time in which kernels ran, by themselves, and
-    `kernels` those that took most of it with their milliseconds.
+    `launches`, `graphs`, `copies`, `waits`: calls of the host. `gpu_ms`: the time in which kernels ran, by themselves.
+    `kernels`: those that took most of it, with their milliseconds.
     """
     if device.type != "cuda":
         return {}

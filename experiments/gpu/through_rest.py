@@ -50,7 +50,7 @@ class Cell:
         return self.context + self.generate
 
     def expected_tokens_per_second(self, shape: Shape, rate: float) -> float:
-        """τ tokens of each sequence a round, which takes the draft's passes and a step of today's path."""
+        """τ tokens of each sequence a round, which takes the draft's passes and a step."""
         context = self.context + self.generate // 2
         seconds = step_seconds(shape, self.batch, context, rate)
         seconds += draft_seconds(trained_draft("spire", shape).shape, self.k, rate)

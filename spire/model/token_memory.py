@@ -23,12 +23,15 @@ _CHUNK = 512
 
 
 class TokenMemory:
-    """A draft's KV cache with slots of `capacity` positions. Each slot has a list of verified and one of fed tokens."""
+    """A draft's KV cache with slots of `capacity` positions. Each slot has a list of verified and one of fed tokens.
 
-    def __init__(self, draft: Draft, slots: int, capacity: int):
-        weight = draft.embed_tokens.weight
+    `budget` is the size of the cache in bytes; None: as much as all slots need.
+    """
+
+    def __init__(self, draft: Draft, slots: int, capacity: int, budget: int | None = None):
+        weight, most = draft.embed_tokens.weight, capacity + MAX_SPECULATION_DEPTH
         self.draft, self.slots = draft, slots
-        self.cache = cache_for(draft.config, slots, capacity + MAX_SPECULATION_DEPTH, weight.dtype, weight.device)
+        self.cache = cache_for(draft.config, slots, most, weight.dtype, weight.device, budget=budget)
         # Kernels can attend if each position sees all positions before it.
         self._dense = draft.draft.attends_self and draft.draft.window >= capacity
         self.verified: list[list[int]] = [[] for _ in range(slots)]
@@ -40,9 +43,13 @@ class TokenMemory:
 
     def forget(self, slot: int) -> None:
         self.verified[slot], self.fed[slot] = [], []
+        self.cache.empty(slot)
 
     def absorb(self, slot: int, start: int, tokens: Sequence[int]) -> None:
-        """Store a slot's verified tokens from position `start` on; feed those not yet cached, except the last."""
+        """Store a slot's verified tokens from position `start` on; feed those not yet cached, except the last.
+
+        Raises OutOfCapacity if there is no memory for more positions.
+        """
         verified = self.verified[slot]
         verified[start:] = tokens
         fed = self.fed[slot]

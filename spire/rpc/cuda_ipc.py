@@ -77,7 +77,8 @@ def _calling(device: torch.device) -> Iterator[None]:
     """Enter a CUDA context on `device` in the calling thread, and convert CUDA errors into OSError."""
     try:
         with torch.cuda.device(device):
-            torch.cuda.synchronize()
+            # Of this stream alone: to wait for the whole GPU would spoil a graph that another thread records.
+            torch.cuda.current_stream().synchronize()
             yield
     except (RuntimeError, AttributeError) as error:
         raise OSError(f"CUDA: {error}") from error

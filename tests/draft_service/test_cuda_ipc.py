@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -201,7 +202,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(library))
     monkeypatch.setattr(cuda_ipc, "_driver", lambda: loaded)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
 
     def tensor(memory: cuda_ipc._Bytes, device: torch.device) -> Tensor:
         """Of the host's memory, as torch makes one of a GPU's: it holds what says where that is."""
@@ -245,11 +246,11 @@ def test_whatever_else_cuda_says_is_no_more_than_memory_that_cannot_be_had(
     def broken() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(torch.cuda, "synchronize", broken)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=broken))
     for call in (lambda: cuda_ipc.share(1, CPU), lambda: cuda_ipc.opened(b"\0" * 64, 1, CPU)):
         with pytest.raises(OSError, match="illegal memory access"):
             call()
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
     monkeypatch.setattr(cuda_ipc, "_driver", lambda: ctypes.CDLL(None))
     with pytest.raises(OSError, match="cuMemAlloc_v2"):
         cuda_ipc.share(1, CPU)

@@ -37,15 +37,25 @@ class Tuning(NamedTuple):
 FASTEST = Tuning()
 
 
+# (rows, width) of programs for which this GPU lacks shared memory or registers, as `try_out` found.
+_too_large: set[tuple[int, int]] = set()
+
+
 def attends(queries_per_key: int, new_tokens: int, width: int) -> bool:
     """True if the attention kernels support this number of queries per key and of new tokens, and this head width."""
-    return queries_per_key * new_tokens <= _MOST_ROWS and width in _WIDTHS
+    queries = queries_per_key * new_tokens
+    return queries <= _MOST_ROWS and width in _WIDTHS and (_rows(queries), width) not in _too_large
+
+
+def _rows(queries: int) -> int:
+    return max(_LEAST_ROWS, triton.next_power_of_2(queries))
 
 
 def try_out(pages_XGLK: Tensor, queries_per_key: int) -> None:
     """Run each kernel that can serve these pages once, so that Triton compiles it now and not during a request.
 
-    Raises RuntimeError for a wrong result, and Triton's errors if a kernel cannot be compiled.
+    A kernel for which the GPU is too small serves no more. Raises RuntimeError for a wrong result, and Triton's errors
+    if a kernel cannot be compiled.
     """
     _, G, _, K = pages_XGLK.shape
     keys = torch.ones(1, G, PAGE, K, dtype=pages_XGLK.dtype, device=pages_XGLK.device)
@@ -53,8 +63,13 @@ def try_out(pages_XGLK: Tensor, queries_per_key: int) -> None:
     rows = _LEAST_ROWS
     while attends(queries_per_key, T := max(1, rows // queries_per_key), K):
         queries = torch.ones(1, G * queries_per_key, T, K, dtype=keys.dtype, device=keys.device)
-        if not attend(queries, keys, keys, table_BP, table_BP[0]).eq(1).all():
-            raise RuntimeError("attention over ones is not one")
+        try:
+            if not attend(queries, keys, keys, table_BP, table_BP[0]).eq(1).all():
+                raise RuntimeError("attention over ones is not one")
+        except triton.runtime.errors.OutOfResources:
+            if rows == _LEAST_ROWS:
+                raise
+            _too_large.add((rows, K))
         rows *= 2
 
 
@@ -73,7 +88,7 @@ def attend(
     """
     B, H, T, K = queries_BHTK.shape
     G = keys_XGLK.shape[1]
-    rows = max(_LEAST_ROWS, triton.next_power_of_2(H // G * T))
+    rows = _rows(H // G * T)
     splits = triton.cdiv(table_BP.shape[1] * PAGE, tuning.split)
     queries_BHTK = queries_BHTK.contiguous()
     found_BTHK = queries_BHTK.new_empty(B, T, H, K)
@@ -104,7 +119,7 @@ def _stretch(
         row, k, at = tl.arange(0, ROWS), tl.arange(0, K), tl.arange(0, PAGE)
         used = row < GROUP * T
         # The queries of a group are contiguous: head by head, with T positions each.
-        first = (sequence * G + head) * GROUP * T
+        first = (sequence * G + head).to(tl.int64) * GROUP * T
         q = tl.load(queries + (first + row)[:, None] * K + k[None, :], mask=used[:, None], other=0.0)
         last = length + row % T
         greatest = tl.full([ROWS], float("-inf"), tl.float32)
@@ -140,7 +155,7 @@ def _stretch(
 def _join(parts, weights, lengths, found, T, rows, splits, K: tl.constexpr, SPLIT: tl.constexpr, JOINED: tl.constexpr):
     sequence, row = tl.program_id(0), tl.program_id(1)
     count = tl.minimum(tl.cdiv(tl.load(lengths + sequence) + T, SPLIT), splits)
-    of_row = sequence * rows + row
+    of_row = sequence.to(tl.int64) * rows + row
     split, k = tl.arange(0, JOINED), tl.arange(0, K)
     greatest, total, sum_K = float("-inf"), 0.0, tl.zeros([K], tl.float32)
     first = 0
@@ -158,5 +173,5 @@ def _join(parts, weights, lengths, found, T, rows, splits, K: tl.constexpr, SPLI
         greatest = new
         first += JOINED
     # From head by head to position by position, as the output projection takes them.
-    to = (sequence * rows + row % T * (rows // T) + row // T) * K
+    to = (sequence.to(tl.int64) * rows + row % T * (rows // T) + row // T) * K
     tl.store(found + to + k, (sum_K / total).to(found.dtype.element_ty))

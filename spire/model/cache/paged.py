@@ -72,10 +72,14 @@ class PageTables:
         return former, new
 
     def share(self, source: int, target: int, pages: int) -> None:
-        """Let a slot without pages hold the first `pages` pages of another slot."""
+        """Let a slot hold the first `pages` pages of another slot, in the place of its own."""
         for entry in range(pages):
-            self._set(target, entry, int(self.table_XP[source, entry]))
-        self.counts[target] = pages
+            page = int(self.table_XP[source, entry])
+            self._count(target, page, 1)  # first, so that a page that both hold does not become free
+            if entry < self.counts[target]:
+                self._leave(target, int(self.table_XP[target, entry]))
+            self.table_XP[target, entry] = page
+        self.counts[target] = max(pages, self.counts[target])
 
     def drop(self, slot: int) -> None:
         """Take all pages from a slot. A page that no slot holds is free again."""
@@ -167,10 +171,16 @@ class PagedCache(TargetCache):
         self.tables.drop(slot)
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """Let slot `target` hold the first `length` positions of slot `source`. Takes no memory until either grows."""
-        self.tables.drop(target)
+        """Let slot `target` hold the first `length` positions of slot `source`, instead of its own.
+
+        Takes no memory until either grows. What `target` has reserved behind these positions stays reserved.
+        """
+        reserved = self.tables.counts[target] * self.page
         self.tables.share(source, target, self._pages_for(length))
         self.lengths[target] = length
+        if reserved > length:
+            # Copies a page that both have begun. Its place is one of those that `target` has just left.
+            self.reserve([target], reserved - length)
 
     def _view(self, slots: Sequence[int], new_tokens: int, decoding: bool, causal: bool) -> PagedView:
         kernels = self.kernels if causal and decoding else None

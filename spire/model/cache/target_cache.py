@@ -176,8 +176,8 @@ class TargetCache(ABC):
     def view(self, slots: Sequence[int], new_tokens: int, decoding: bool = False, causal: bool = True) -> BatchView:
         """Return a view of the cache for one forward that appends `new_tokens` positions to each slot.
 
-        `decoding`: the positions are not part of a prompt. Kernels for few queries are used only if it is True: the
-        keys of a prompt must not depend on where its chunks end, so one kernel attends for chunks of any length. If
+        `decoding`: the positions are not part of a prompt. Kernels for few queries are used only if it is True: one
+        kernel attends for chunks of any length, so that on a CPU a prompt's keys do not depend on where chunks end. If
         `causal` is False, the caller must set the attention mask by `see`. Raises OutOfCapacity if memory is short.
         """
         if not self.reserve(slots, new_tokens):

@@ -14,6 +14,7 @@ from hypothesis import given, strategies as st
 from draft_service import __main__ as draft_service
 from draft_service.config import DraftServiceConfig
 from spire.bench.synthetic import config_of, write_pair
+from spire.decoding.drafting import MAX_SPECULATION_DEPTH
 from spire.errors import CheckpointError
 from spire.model.backends.reference import Reference
 from spire.model.cache.paged import PagedCache
@@ -186,19 +187,31 @@ def draft_options(**more: object) -> DraftServiceConfig:
 
 
 def test_a_vanilla_draft_allocates_no_more_than_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It took 256 times the longest context unasked: here 1.1 TB."""
+    """It took 256 times the longest context unasked (here 1.1 TB), then one sequence of the longest context."""
     monkeypatch.setattr(draft_service, "free_memory", lambda device: 40 * GB)
     memory = draft_service._drafter(vanilla_draft(), Reference(), draft_options(), LONGEST).memory
     assert isinstance(memory, TokenMemory)
     assert memory.cache.bytes <= SHARE_OF_FREE_MEMORY * 40 * GB
-    assert 1 <= memory.slots < 256
+    assert (memory.slots, memory.cache.capacity) == (256, LONGEST + MAX_SPECULATION_DEPTH)
+
+
+def test_a_vanilla_draft_with_little_memory_drafts_for_short_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_service, "free_memory", lambda device: GB)
+    memory = draft_service._drafter(vanilla_draft(), Reference(), draft_options(), LONGEST).memory
+    assert isinstance(memory, TokenMemory)
+    assert 1000 < memory.cache.capacity < LONGEST
+    assert memory.cache.bytes <= SHARE_OF_FREE_MEMORY * GB
 
 
 def test_more_sequences_than_fit_a_draft_are_refused_if_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(draft_service, "free_memory", lambda device: 40 * GB)
+    monkeypatch.setattr(draft_service, "free_memory", lambda device: GB // 10)
+    config = config_of(replace(SEQAX_67M, vocab_size=512), LONGEST)
+    with torch.device(NOWHERE):
+        spire = Draft(config, DraftConfig(target_fingerprint="", tapped_layers=tuple(range(config.num_hidden_layers))))
+    assert 0 < draft_service._drafter(spire, Reference(), draft_options(), LONGEST).memory.slots < 200
     with pytest.raises(
-        CheckpointError, match=r"200 sequences need 1,719.7 GB, 32 GB, 80% of .*: lower --max-sequences to 3"
+        CheckpointError, match=r"200 sequences need .* GB, 0.08 GB, 80% of .*: lower --max-sequences to \d+"
     ):
-        draft_service._drafter(vanilla_draft(), Reference(), draft_options(max_sequences=200), LONGEST)
+        draft_service._drafter(spire, Reference(), draft_options(max_sequences=200), LONGEST)

@@ -15,12 +15,13 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from spire.decoding.drafting import Drafted, DraftingRound, draft_tokens
 from spire.decoding.sampling import SamplingRows
 from spire.decoding.verification import SparseDistribution, Verdict, Verify, verify
 from spire.model.backends.gpu.draft_round import DraftKernels, GpuRound
-from spire.model.backends.gpu.graphs import CudaRecorder, Graphs, Outputs, Record
+from spire.model.backends.gpu.graphs import CudaRecorder, Graphs, Input, Outputs, Record
 from spire.model.backends.gpu.kernels import draft_kernels, elementwise_kernels
 from spire.model.backends.gpu.packed_layer import PackedLayer
 from spire.model.backends.gpu.stack import GpuStack
@@ -35,6 +36,8 @@ from spire.model.target import KeyValues, Target, TargetOutput
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 # The positions of a page table are a power of two of this.
 _LEAST_POSITIONS = 1024
+# A step that needs more memory for intermediate results of a layer is not recorded: a graph keeps it.
+_MOST_TEMPORARY_BYTES = 2**29
 _PARAMETERS = len(fields(SamplingRows))
 
 
@@ -62,16 +65,18 @@ class GpuBackend(Reference):
         size = size_for(len(tokens_BT))
         if not (isinstance(cache, PagedView) and cache.decoding and size):
             return self._computed(target, tokens_BT, cache, tapped_layers)
-        pages, T = pages_for(cache), tokens_BT.shape[1]
-        table_BP = padded(cache.table_BP, (size, pages), cache.cache.tables.padding_page)
-        inputs = tokens_BT, table_BP, padded(cache.lengths_B, (size,))
+        pages, T, padding_page = pages_for(cache), tokens_BT.shape[1], cache.cache.tables.padding_page
+        if temporary_bytes(cache, size, pages) > _MOST_TEMPORARY_BYTES:
+            return self._computed(target, tokens_BT, cache, tapped_layers)
+        table_BP = pad(cache.table_BP, (0, pages - cache.table_BP.shape[1]), value=padding_page)
+        inputs = Input(tokens_BT), Input(table_BP, padding_page), Input(cache.lengths_B, 0)
 
         def work(tokens_BT: Tensor, table_BP: Tensor, lengths_B: Tensor) -> Outputs:
             view = PagedView(cache.cache, table_BP, lengths_B, T, cache.kernels, decoding=True)
             hidden_BTD, taps_BTND = self._computed(target, tokens_BT, view, tapped_layers)
             return (hidden_BTD,) if taps_BTND is None else (hidden_BTD, taps_BTND)
 
-        key = "forward", size, T, pages, tapped_layers, cache.kernels is None
+        key = "forward", id(cache.cache), size, T, pages, tapped_layers, cache.kernels is None
         hidden_BTD, *taps = (output[: len(tokens_BT)] for output in self._graphs.run(key, size, inputs, work))
         # Activations are read after the next step has begun.
         return TargetOutput(hidden_BTD, taps[0].clone() if taps else None)
@@ -89,7 +94,7 @@ class GpuBackend(Reference):
             return super().verdict(target, hidden_BTD, blocks, rule)
         q, B = blocks.q, len(hidden_BTD)
         of_q = () if q is None else (q.probs_BKM,) if q.ids_BKM is None else (q.probs_BKM, q.ids_BKM)
-        inputs = hidden_BTD, blocks.draft_BK, blocks.counts_B, blocks.base_B, *parameters(blocks.rows), *of_q
+        of_blocks = hidden_BTD, blocks.draft_BK, blocks.counts_B, blocks.base_B, *parameters(blocks.rows), *of_q
 
         def work(hidden_BTD: Tensor, draft_BK: Tensor, counts_B: Tensor, base_B: Tensor, *rest: Tensor) -> Outputs:
             numbers, of_q = rest[:_PARAMETERS], rest[_PARAMETERS:]
@@ -101,7 +106,7 @@ class GpuBackend(Reference):
             return verdict.accepted_B, verdict.tokens_BT, finite_B
 
         kinds = tuple((x.shape[1:], x.dtype) for x in (hidden_BTD, *of_q))
-        found = self._graphs.run(("verdict", size, kinds, mix, rule), size, inputs, work)
+        found = self._graphs.run(("verdict", size, kinds, mix, rule), size, [*map(Input, of_blocks)], work)
         accepted_B, tokens_BT, finite_B = (output[:B] for output in found)
         return Judgement(Verdict(accepted_B, tokens_BT), finite_B, 0.0)
 
@@ -122,7 +127,8 @@ class GpuBackend(Reference):
         if not (isinstance(round_, PaddedRound) and size):
             return super().draft(round_, newest_B, base_B, k, rows, candidates, claim)
         memory, B = round_.memory, len(newest_B)
-        inputs = padded(round_.slots_B, (size,), memory.padding_slot), newest_B, base_B, *parameters(rows)
+        others = map(Input, (newest_B, base_B, *parameters(rows)))
+        inputs = Input(round_.slots_B, memory.padding_slot), *others
 
         def work(slots_B: Tensor, newest_B: Tensor, base_B: Tensor, *numbers: Tensor) -> Outputs:
             fixed = SamplingRows(*numbers).with_mix(mix)
@@ -131,7 +137,7 @@ class GpuBackend(Reference):
             of_q = (found.probs_BKM, found.ids_BKM)
             return found.tokens_BK, *(x for x in of_q if x is not None)
 
-        key = "draft", size, k, mix, candidates
+        key = "draft", id(memory), size, k, mix, candidates
         tokens_BK, *of_q = (output[:B].clone() for output in self._graphs.run(key, size, inputs, work))
         probs_BKM, ids_BKM = (*of_q, None, None)[:2]
         return Drafted(tokens_BK, ids_BKM, probs_BKM)
@@ -187,8 +193,10 @@ def pages_for(view: PagedView) -> int:
     return min(view.cache.pages, -(-positions // page))
 
 
-def padded(x: Tensor, shape: Sequence[int], value: int = 0) -> Tensor:
-    """Return a tensor of this shape that begins with `x` in every dimension and has `value` elsewhere."""
-    out = x.new_full(tuple(shape), value)
-    out[tuple(slice(length) for length in x.shape)] = x
-    return out
+def temporary_bytes(view: PagedView, size: int, pages: int) -> int:
+    """Return about how much memory attention of a layer takes for `size` sequences with so many pages."""
+    cache, positions = view.cache, pages * view.cache.page
+    if view.kernels:  # partial results, in fp32, of each stretch of positions
+        queries = cache.heads * cache.queries_per_key * view.shape[1]
+        return size * queries * -(-positions // _LEAST_POSITIONS) * cache.width * 4
+    return 4 * size * cache.heads * positions * cache.width * cache.pages_N2PGLK.element_size()

@@ -1,4 +1,4 @@
-"""A SPIRe draft's round on a GPU: at most 14 launches for each layer and pass.
+"""A SPIRe draft's round on a GPU: 12 launches for each layer and pass.
 
 Shapes: B sequences, N layers, L = N + 1 residual streams, D width, G key/value heads, K head width, V vocabulary.
 """
