@@ -14,7 +14,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from spire.decoding.drafting import Drafted, DraftItem
+from spire.decoding.drafting import Drafted, DraftItem, RoundInputs
 from spire.decoding.sampling import SamplingRows
 from spire.errors import OutOfCapacity, StaleBlock, UnknownSequence
 from spire.model.backends.reference import Reference
@@ -112,6 +112,7 @@ class Drafter:
     def _drop(self, sequence_ids: list[str]) -> None:
         for sequence_id in sequence_ids:
             if (slot := self.slots.pop(sequence_id, None)) is not None:
+                self.memory.forget(slot)
                 self._free.append(slot)
                 del self.absorbed[sequence_id]
                 log.debug("sequence ends", sequence=sequence_id)
@@ -154,7 +155,6 @@ class Drafter:
                     memory.absorb(slot, span.start, verified.tokens[first : first + span.count])
                 except OutOfCapacity as error:
                     log.debug("decoded plainly from now on", sequence=span.sequence_id, reason=str(error))
-                    memory.forget(slot)
                     self.end([span.sequence_id])
             first += span.count
 
@@ -200,7 +200,7 @@ class Drafter:
         round_ = self.memory.round([self.slots[item.sequence_id] for item in items], bases, k)
         newest_B = torch.tensor([item.newest_token for item in items], device=self.device)
         base_B = torch.tensor(bases, device=self.device)
-        return self._backend.draft(round_, newest_B, base_B, k, rows, self.top_m, self._claim)
+        return self._backend.draft(round_, RoundInputs(newest_B, base_B, k, rows, self.top_m), self._claim)
 
     def _claim(self, shape: tuple[int, int, int]) -> tuple[Tensor, RingSlice] | None:
         ring = self.q_ring()

@@ -230,7 +230,7 @@ def _measure(cell: CellPlan, measurement: Measurement, held_out: Path) -> dict[s
 
 
 def target_fingerprint() -> str:
-    """Of the bundled target, as its bundled draft knows it."""
+    """Return the bundled target's fingerprint, as its bundled draft knows it."""
     config = json.loads((BUNDLED / "config.json").read_text())
     fingerprint: str = config["spire_draft"]["target_fingerprint"]
     return fingerprint

@@ -192,7 +192,7 @@ def _follow_up_rows(results: dict[str, Cell]) -> list[list[str]]:
 
 
 def _mean(ratios: list[float]) -> str:
-    """Of three seeds, with what they vary by (Student's t, two degrees of freedom)."""
+    """Return the mean over three seeds and its 95 % interval (Student's t, two degrees of freedom)."""
     return f"{fmean(ratios):.3f} ± {4.303 * stdev(ratios) / 3**0.5:.3f}" if len(ratios) == 3 else MISSING
 
 

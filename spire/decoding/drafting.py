@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,17 @@ class DraftingRound(Protocol):
 
     def next_logits(self, tokens_B: Tensor) -> Tensor:
         """Feed the next token of every sequence and return the logits [B, V] of the token after it."""
+
+
+class RoundInputs(NamedTuple):
+    """What a round drafts from: the newest tokens, their positions, k, sampling parameters, and the number of
+    candidates that each token is drawn from, None for the whole vocabulary. As `draft_tokens` takes them."""
+
+    newest_B: Tensor
+    base_B: Tensor
+    k: int
+    rows: SamplingRows
+    candidates: int | None
 
 
 @dataclass(slots=True)

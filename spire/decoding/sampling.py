@@ -216,7 +216,7 @@ def _keep_ranked(probs_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor) -> Tensor:
     least_N = torch.zeros_like(top_p_N)
 
     def cut(index: Tensor, sorted_NC: Tensor) -> None:
-        keep = _ranks_kept(sorted_NC, top_k_N[index], top_p_N[index])
+        keep = _ranks_kept(sorted_NC, top_k_N[index], top_p_N[index], V)
         keep_N[index], least_N[index] = keep, sorted_NC.gather(1, keep[:, None] - 1)[:, 0]
 
     by_k = (top_k_N < V).nonzero().squeeze(1)
@@ -237,7 +237,7 @@ def _keep_ranked(probs_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor) -> Tensor:
 def _keep_ranked_of_all(probs_NV: Tensor, top_k_N: Tensor, top_p_N: Tensor) -> Tensor:
     """Compute `_keep_ranked` by sorting all probabilities, so that no shape depends on them."""
     sorted_NV = probs_NV.sort(dim=-1, descending=True).values
-    keep_N = _ranks_kept(sorted_NV, top_k_N, top_p_N)
+    keep_N = _ranks_kept(sorted_NV, top_k_N, top_p_N, probs_NV.shape[1])
     least_N1 = sorted_NV.gather(1, keep_N[:, None] - 1)
     above_NV, tied_NV = probs_NV > least_N1, probs_NV == least_N1
     room_N1 = keep_N[:, None] - above_NV.sum(dim=-1, keepdim=True)
@@ -248,13 +248,13 @@ def _sorted_down(probs_NV: Tensor) -> Tensor:
     return -torch.from_numpy(np.sort(-probs_NV.numpy(), axis=-1))  # far faster than torch's sort
 
 
-def _ranks_kept(sorted_NC: Tensor, top_k_N: Tensor, top_p_N: Tensor) -> Tensor:
+def _ranks_kept(sorted_NC: Tensor, top_k_N: Tensor, top_p_N: Tensor, vocabulary: int) -> Tensor:
     """Return the number of most probable tokens that top_k and top_p keep in each row, at least one."""
     rank_C = torch.arange(sorted_NC.shape[-1], device=sorted_NC.device)
     upto_NC = sorted_NC.cumsum(dim=-1)
-    # top_p is relative to the total probability after top_k, or to 1.
+    # top_p is relative to the total probability after top_k, or to 1 without top_k.
     last_N = (top_k_N - 1).clamp(max=len(rank_C) - 1)
-    whole_N = torch.where(top_k_N <= len(rank_C), upto_NC.gather(1, last_N[:, None])[:, 0], 1.0)
+    whole_N = torch.where(top_k_N < vocabulary, upto_NC.gather(1, last_N[:, None])[:, 0], 1.0)
     gathered_NC = (upto_NC - sorted_NC >= (top_p_N * whole_N)[:, None]) & (top_p_N < 1)[:, None]
     return (~gathered_NC & (rank_C < top_k_N[:, None]) | (rank_C == 0)).sum(dim=-1)
 

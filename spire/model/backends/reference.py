@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from spire.decoding.drafting import Drafted, DraftingRound, draft_tokens
+from spire.decoding.drafting import Drafted, DraftingRound, RoundInputs, draft_tokens
 from spire.decoding.sampling import SamplingRows, probabilities
 from spire.decoding.verification import SparseDistribution, Verdict, Verify, verify
 from spire.model.draft import Draft
@@ -27,8 +27,6 @@ Model = TypeVar("Model", Target, Draft)
 # Claims memory for q of this shape where the verifier will read it. Returns the memory and its place, None if there is
 # no room.
 ClaimQ = Callable[[tuple[int, int, int]], tuple[Tensor, RingSlice] | None]
-
-
 # Maps logits and the fields of a `BlockBatch` to the verdict and, by row, whether the logits are finite.
 JudgingKernel = Callable[..., tuple[Verdict, Tensor]]
 
@@ -88,18 +86,9 @@ class Reference:
         """Return the memory of a draft that attends to the target's activations, for `slots` sequences."""
         return DraftMemory(draft, slots)
 
-    def draft(
-        self,
-        round_: DraftingRound,
-        newest_B: Tensor,
-        base_B: Tensor,
-        k: int,
-        rows: SamplingRows,
-        candidates: int | None,
-        claim: ClaimQ,
-    ) -> Drafted:
+    def draft(self, round_: DraftingRound, inputs: RoundInputs, claim: ClaimQ) -> Drafted:
         """Run a round of k passes, as `draft_tokens` does. If possible, q is written to memory from `claim`."""
-        return draft_tokens(round_.next_logits, newest_B, base_B, k, rows, candidates)
+        return draft_tokens(round_.next_logits, *inputs)
 
 
 def finite_rows(logits_BTV: Tensor, counts_B: Tensor) -> Tensor:

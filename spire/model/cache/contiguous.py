@@ -23,7 +23,6 @@ from spire.model.attention.fused_attention import FusedAttention, FusedPools
 from spire.model.cache import paging
 from spire.model.cache.pool import Pool
 from spire.model.cache.target_cache import TargetCache
-from spire.model.config import ModelConfig
 from spire.model.layers import additive
 
 # A multiple of this many positions is read, so that the order of summation does not depend on where a chunk ends.
@@ -33,20 +32,14 @@ _STEP = 64
 class ContiguousCache(TargetCache):
     """A KV cache [slots, G, L, K] per layer for keys and values each."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        slots: int,
-        capacity: int,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-        parking: int = 0,
-        budget: int | None = None,
-    ):
-        super().__init__(config, slots, capacity, dtype, device, parking, budget, paging.PAGE)
+    @staticmethod
+    def _page_size() -> int:
+        return paging.PAGE
+
+    def _allocate(self, dtype: torch.dtype) -> None:
         shape = (len(self.lengths), self.heads, self.pages * self.page, self.width)
-        self.keys = [Pool(shape, dtype, device) for _ in range(self.layers)]
-        self.values = [Pool(shape, dtype, device) for _ in range(self.layers)]
+        self.keys = [Pool(shape, dtype, self.device) for _ in range(self.layers)]
+        self.values = [Pool(shape, dtype, self.device) for _ in range(self.layers)]
         self._pools = [*self.keys, *self.values]
         pairs = zip(self.keys, self.values, strict=True)
         self.pools = [(keys.tensor.view(-1, self.width), values.tensor.view(-1, self.width)) for keys, values in pairs]

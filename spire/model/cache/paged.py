@@ -23,20 +23,19 @@ from torch.nn.functional import scaled_dot_product_attention
 from spire.model.attention.triton_kernels import attention_kernels
 from spire.model.cache import paging
 from spire.model.cache.target_cache import TargetCache
-from spire.model.config import ModelConfig
 from spire.model.layers import additive, attend
 
 
 class PageTables:
-    """Which page holds which positions of each slot, and how many slots hold each page."""
+    """Which page holds which positions of each slot, and how many slots hold each page. The first `slots` are live."""
 
-    def __init__(self, slots: int, parking: int, pages: int, of_a_slot: int):
+    def __init__(self, slots: int, all_slots: int, pages: int, of_a_slot: int):
         self.slots = slots
         # A page behind all others that no slot holds: padding is written to it.
         self.padding_page = pages
         # The first entries of a slot's row are its pages, `counts` of them; the others are the padding page.
-        self.table_XP = np.full((slots + parking, of_a_slot), pages, dtype=np.int32)
-        self.counts = [0] * (slots + parking)
+        self.table_XP = np.full((all_slots, of_a_slot), pages, dtype=np.int32)
+        self.counts = [0] * all_slots
         # By page, the number of live slots and of parking slots that hold it.
         self._live, self._parked = [0] * pages, [0] * pages
         self._free = list(range(pages))[::-1]
@@ -108,22 +107,16 @@ class PageTables:
 class PagedCache(TargetCache):
     """A KV cache of pages [N, 2, P, G, L, K]: keys are at index 0, values at index 1. The last page is for padding."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        slots: int,
-        capacity: int,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-        parking: int = 0,
-        budget: int | None = None,
-    ):
-        super().__init__(config, slots, capacity, dtype, device, parking, budget, paging.GPU_PAGE)
+    @staticmethod
+    def _page_size() -> int:
+        return paging.GPU_PAGE
+
+    def _allocate(self, dtype: torch.dtype) -> None:
         shape = (self.layers, 2, self._budget + 1, self.heads, self.page, self.width)
         # Not zeroed: nothing reads a position before it is written.
-        self.pages_N2PGLK = torch.empty(shape, dtype=dtype, device=device)
+        self.pages_N2PGLK = torch.empty(shape, dtype=dtype, device=self.device)
         self.pools = [(keys, values) for keys, values in self.pages_N2PGLK.view(self.layers, 2, -1, self.width)]
-        self.tables = PageTables(slots, parking, self._budget, self.pages)
+        self.tables = PageTables(self.slots, len(self.lengths), self._budget, self.pages)
         # Attention kernels for few queries, or None.
         self.kernels = attention_kernels(self.pages_N2PGLK[0, 0], self.queries_per_key)
 
@@ -187,7 +180,6 @@ class PagedCache(TargetCache):
         if kernels and not kernels.attends(self.queries_per_key, new_tokens, self.width):
             kernels = None
         lengths = [self.lengths[slot] for slot in slots]
-        # A page more than is needed only for the row's padding is the padding page.
         pages = min(self.pages, -(-(max(lengths) + new_tokens) // self.page))
         table_BP, lengths_B = self.table(slots, pages), torch.tensor(lengths, device=self.device)
         if causal and not decoding:

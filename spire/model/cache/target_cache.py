@@ -64,13 +64,13 @@ class TargetCache(ABC):
         config: ModelConfig,
         slots: int,
         capacity: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        parking: int,
-        budget: int | None,
-        page: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        parking: int = 0,
+        budget: int | None = None,
     ):
-        self.slots, self.capacity, self.device, self.page = slots, capacity, torch.device(device), page
+        self.slots, self.capacity, self.device = slots, capacity, torch.device(device)
+        self.page = page = self._page_size()
         self.lengths = [0] * (slots + parking)
         # Pages of the longest sequence.
         self.pages = -(-paging.positions_of(capacity) // page)
@@ -86,6 +86,16 @@ class TargetCache(ABC):
         self._free = list(range(slots))
         # The keys and values of each layer, as rows of one position and head, [rows, K] each.
         self.pools: Sequence[tuple[Tensor, Tensor]] = ()
+        self._allocate(dtype)
+
+    @staticmethod
+    @abstractmethod
+    def _page_size() -> int:
+        """Return the number of positions of a page."""
+
+    @abstractmethod
+    def _allocate(self, dtype: torch.dtype) -> None:
+        """Create the memory and set `pools`. Called once, by the constructor."""
 
     # --- memory ---------------------------------------------------------------------------------------------------
 

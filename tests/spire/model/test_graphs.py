@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from spire.decoding.drafting import RoundInputs
 from spire.decoding.verification import SparseDistribution, verify
 from spire.model.backends.gpu.backend import GpuBackend, size_for
 from spire.model.backends.gpu.graphs import Graphs, Input, Outputs
@@ -162,7 +163,9 @@ def test_a_draft_s_round_by_graphs_drafts_the_same_tokens(target: Target, kind: 
         rows = from_protos([SAMPLINGS[kind][slot % len(SAMPLINGS[kind])] for slot in slots])
         found, expected = (
             backend.draft(
-                memory.round(slots, bases, k), newest_B, torch.tensor(bases), k, rows, candidates, lambda shape: None
+                memory.round(slots, bases, k),
+                RoundInputs(newest_B, torch.tensor(bases), k, rows, candidates),
+                lambda shape: None,
             )
             for backend, memory in zip(backends, memories, strict=True)
         )

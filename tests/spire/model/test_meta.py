@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from spire.decoding.drafting import RoundInputs
 from spire.decoding.verification import SparseDistribution, verify
 from spire.model.backends.gpu.backend import GpuBackend
 from spire.model.backends.gpu.graphs import Outputs
@@ -137,7 +138,7 @@ def test_a_draft_s_round_asks_nothing_of_the_host(backend: GpuBackend, kind: str
     rows = from_protos([MIXES[kind][row % len(MIXES[kind])] for row in range(B)], META)
     for _ in range(2):
         round_ = memory.round(list(range(B)), [9] * B, T)
-        found = backend.draft(round_, numbers, numbers, T, rows, candidates, lambda shape: None)
+        found = backend.draft(round_, RoundInputs(numbers, numbers, T, rows, candidates), lambda shape: None)
     assert works(backend) == 1
     assert found.tokens_BK.shape == (B, T)
 

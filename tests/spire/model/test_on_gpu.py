@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from spire.decoding.drafting import RoundInputs
 from spire.model.backends.gpu.backend import GpuBackend, PaddedRound
 from spire.model.backends.gpu.draft_round import GpuRound
 from spire.model.backends.gpu.graphs import Outputs
@@ -124,7 +125,7 @@ def test_a_round_by_a_graph_draws_what_its_launches_draw() -> None:
             memory.absorb(torch.full((9,), slot, device="cuda"), torch.arange(9, device="cuda"), taps_RND)
         for _ in range(3):
             found = backend.draft(
-                memory.round(slots, bases, 4), newest_B, base_B, 4, rows, None, lambda shape: None
+                memory.round(slots, bases, 4), RoundInputs(newest_B, base_B, 4, rows, None), lambda shape: None
             ).tokens_BK
             drawn.append(found.tolist())
     assert all(tokens == drawn[0] for tokens in drawn)

@@ -7,9 +7,8 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from spire.decoding.drafting import Drafted, DraftingRound
+from spire.decoding.drafting import Drafted, DraftingRound, RoundInputs
 from spire.decoding.randomness import Purpose
-from spire.decoding.sampling import SamplingRows
 from spire.decoding.verification import Verify, verify
 from spire.model.backends.cpu.fused_draft import FusedDraftMemory, FusedRound
 from spire.model.backends.cpu.fused_layer import FusedLayer, FusedNorm, FusedProduct, kernels_of
@@ -54,18 +53,10 @@ class CpuBackend(Reference):
             return FusedDraftMemory(draft, slots, kernels)
         return super().memory(draft, slots)
 
-    def draft(
-        self,
-        round_: DraftingRound,
-        newest_B: Tensor,
-        base_B: Tensor,
-        k: int,
-        rows: SamplingRows,
-        candidates: int | None,
-        claim: ClaimQ,
-    ) -> Drafted:
+    def draft(self, round_: DraftingRound, inputs: RoundInputs, claim: ClaimQ) -> Drafted:
+        newest_B, base_B, k, rows, candidates = inputs
         if not (isinstance(round_, FusedRound) and candidates is None and rows.mix.of_softmax_alone):
-            return super().draft(round_, newest_B, base_B, k, rows, candidates, claim)
+            return super().draft(round_, inputs, claim)
         uniforms_BK = rows.uniforms(base_B, k, Purpose.DRAFT)
         there, place = claim(round_.shape) or (None, None)
         tokens_BK, probs_BKV = round_.drawn(newest_B, rows.temperature_B, uniforms_BK, there)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from spire.decoding.drafting import Drafted, DraftingRound, draft_tokens
+from spire.decoding.drafting import Drafted, DraftingRound, RoundInputs, draft_tokens
 from spire.decoding.sampling import SamplingRows
 from spire.decoding.verification import SparseDistribution, Verdict, Verify, verify
 from spire.model.backends.gpu.draft_round import DraftKernels, GpuRound
@@ -113,22 +113,14 @@ class GpuBackend(Reference):
     def memory(self, draft: Draft, slots: int) -> DraftMemory:
         return PaddedMemory(draft, slots, self._draft_kernels)
 
-    def draft(
-        self,
-        round_: DraftingRound,
-        newest_B: Tensor,
-        base_B: Tensor,
-        k: int,
-        rows: SamplingRows,
-        candidates: int | None,
-        claim: ClaimQ,
-    ) -> Drafted:
+    def draft(self, round_: DraftingRound, inputs: RoundInputs, claim: ClaimQ) -> Drafted:
+        newest_B, base_B, k, rows, candidates = inputs
         size, mix = size_for(len(newest_B)), rows.mix
         if not (isinstance(round_, PaddedRound) and size):
-            return super().draft(round_, newest_B, base_B, k, rows, candidates, claim)
+            return super().draft(round_, inputs, claim)
         memory, B = round_.memory, len(newest_B)
         others = map(Input, (newest_B, base_B, *parameters(rows)))
-        inputs = Input(round_.slots_B, memory.padding_slot), *others
+        given = Input(round_.slots_B, memory.padding_slot), *others
 
         def work(slots_B: Tensor, newest_B: Tensor, base_B: Tensor, *numbers: Tensor) -> Outputs:
             fixed = SamplingRows(*numbers).with_mix(mix)
@@ -138,7 +130,7 @@ class GpuBackend(Reference):
             return found.tokens_BK, *(x for x in of_q if x is not None)
 
         key = "draft", id(memory), size, k, mix, candidates
-        tokens_BK, *of_q = (output[:B].clone() for output in self._graphs.run(key, size, inputs, work))
+        tokens_BK, *of_q = (output[:B].clone() for output in self._graphs.run(key, size, given, work))
         probs_BKM, ids_BKM = (*of_q, None, None)[:2]
         return Drafted(tokens_BK, ids_BKM, probs_BKM)
 
