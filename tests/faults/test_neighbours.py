@@ -17,7 +17,15 @@ from spire.model.cache.pool import Pool
 from tests.faults.neighbours.attacks import ATTACKS
 from tests.faults.neighbours.clients import Crowd, well_behaved
 from tests.faults.neighbours.stack import Gateway, _cache_bytes
-from tests.faults.neighbours.verdict import FEWEST_GAPS, LONGEST_GAP, LONGEST_HEALTH, Result, judge
+from tests.faults.neighbours.verdict import (
+    FEWEST_GAPS,
+    LONGEST_GAP,
+    LONGEST_HEALTH,
+    MOST_GROWTH,
+    Result,
+    growth_of,
+    judge,
+)
 from tests.faults.neighbours.watch import Seen, Watch, mean_step
 
 WELL = Seen(
@@ -57,6 +65,16 @@ def test_a_service_that_was_started_again_is_broken() -> None:
 def test_memory_added_by_a_second_attack_is_broken() -> None:
     assert judged(replace(WELL, peak_besides_cache=102_000_000)).broken == ["memory grew by 2.0%"]
     assert judged(replace(WELL, peak_besides_cache=100_900_000)).broken == []
+
+
+def test_a_peak_by_chance_is_no_growth_and_a_leak_is() -> None:
+    by_chance, leaking = ([Seen(peak_besides_cache=peak) for peak in peaks] for peaks in (CHANCE, LEAK))
+    assert growth_of(by_chance[:3]) > MOST_GROWTH >= growth_of(by_chance)
+    assert all(growth_of(leaking[:times]) > MOST_GROWTH for times in range(3, 7))
+
+
+CHANCE = [500_000_000, 480_000_000, 510_000_000, 505_000_000]
+LEAK = [int(500_000_000 * 1.011**time_) for time_ in range(6)]
 
 
 def test_only_what_the_cache_has_written_is_left_out_of_memory() -> None:

@@ -27,12 +27,13 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from tests.faults.neighbours.attacks import ATTACKS, Attack
 from tests.faults.neighbours.clients import Behaviour, Crowd, well_behaved
 from tests.faults.neighbours.stack import Stack, stack
-from tests.faults.neighbours.verdict import Result, judge, table
+from tests.faults.neighbours.verdict import MOST_GROWTH, Result, growth_of, judge, table
 from tests.faults.neighbours.watch import Seen, Watch
 
 console = Console(stderr=True)
-# The first two show how much memory the attack takes at most, which depends on how many requests coincide.
-_TIMES = 3
+# How much memory an attack takes at most depends on how many of its requests coincide. Peaks that rise by chance soon
+# stop rising; those of a leak do not.
+_FEWEST_TIMES, _MOST_TIMES = 3, 6
 
 
 def neighbours(
@@ -77,13 +78,15 @@ def run(attack: Attack, options: list[str], seconds: float, say: Callable[[str],
         say(f"{attack.name}: the victim beside {attack.beside} who behave")
         usual, _ = beside(system, well_behaved, attack.beside, seconds, seed=1)
         times, resident, answers = list[Seen](), list[dict[str, int]](), dict[str, int]()
-        for time_ in range(1, _TIMES + 1):
-            say(f"{attack.name}: {attack.about} ({time_} of {_TIMES})")
+        for time_ in range(1, _MOST_TIMES + 1):
+            say(f"{attack.name}: {attack.about} ({time_} of {_FEWEST_TIMES} to {_MOST_TIMES})")
             once, answers = beside(system, attack.behaviour, attack.clients, seconds, seed=1 + time_)
             times.append(once)
             say(f"{attack.name}: letting it settle")
             system.settle()
             resident.append(system.resident())
+            if time_ >= _FEWEST_TIMES and growth_of(times) <= MOST_GROWTH:
+                break
         return judge(attack.name, attack.about, usual, times, resident, system.lost(), answers)
 
 

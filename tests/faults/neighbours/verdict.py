@@ -36,6 +36,7 @@ class Result:
     resident_bytes: dict[str, int]
     resident_bytes_peak: int
     resident_growth: float
+    peaks_besides_cache: list[int]
     answers: dict[str, int]
     broken: list[str] = field(default_factory=list)
 
@@ -47,6 +48,15 @@ def p99(values: Sequence[float]) -> float:
     return sorted(values)[min(len(values) - 1, int(0.99 * len(values)))] if values else float("inf")
 
 
+def growth_of(times: Sequence[Seen]) -> float:
+    """By how much the last attack raises the peak of memory over all before it.
+
+    Memory is compared by its peaks: between them, how much of its freed memory a process keeps is chance.
+    """
+    before = max(each.peak_besides_cache for each in times[:-1])
+    return times[-1].peak_besides_cache / before - 1 if before else float("inf")
+
+
 def judge(
     attack: str,
     about: str,
@@ -56,12 +66,8 @@ def judge(
     lost: Sequence[str] = (),
     answers: dict[str, int] | None = None,
 ) -> Result:
-    """`usual`: beside as many well-behaved clients. `times`: beside each attack. `resident`: after each.
-
-    Memory is compared by its peaks: between them, how much of its freed memory a process keeps is chance.
-    """
-    seen, before = sum(times[1:], times[0]), max(each.peak_besides_cache for each in times[:-1])
-    growth = times[-1].peak_besides_cache / before - 1 if before else float("inf")
+    """`usual`: beside as many well-behaved clients. `times`: beside each attack. `resident`: after each."""
+    seen, growth = sum(times[1:], times[0]), growth_of(times)
     bound = min(TIMES * p99(usual.gaps) + seen.longest_step, LONGEST_GAP)
     gap, health = p99(seen.gaps), max(seen.health, default=float("inf"))
     broken = [f"{failure}" for failure in dict.fromkeys(seen.failures)][:5]
@@ -89,6 +95,7 @@ def judge(
         resident_bytes_before=resident[0],
         resident_bytes_peak=seen.peak_bytes,
         resident_growth=growth,
+        peaks_besides_cache=[each.peak_besides_cache for each in times],
         answers=answers or {},
         broken=broken,
     )
