@@ -82,8 +82,8 @@ images-test: $(VENV)/.dev  ## Build the images by buildah, run the system from t
 	SPIRE_TEST_IMAGES=1 $(VENV)/bin/python -m pytest tests/deploy/test_images.py $(ARGS)
 
 # With the machine's own Python and torch: nothing is installed that it has.
-gpu:  ## Measure by parts on a GPU machine, bare and without a network: OUT=DIR, PARTS=0,3 (all), DRY_RUN=1 on a CPU; docs/gpu.md.
-	@$(PYTHON) -m experiments.gpu --out "$(OUT)" --parts "$(PARTS)" $(if $(filter-out 0,$(DRY_RUN)),--dry-run)
+gpu:  ## Measure by parts on a GPU machine, bare and without a network: OUT=DIR, PARTS=0,3 (all), RESUME=FILE, DRY_RUN=1 on a CPU; docs/gpu.md.
+	@$(PYTHON) -m experiments.gpu --out "$(OUT)" --parts "$(PARTS)" $(if $(RESUME),--resume "$(RESUME)") $(if $(filter-out 0,$(DRY_RUN)),--dry-run)
 
 gpu-wheels:  ## What such a machine's Python (GPU_PYTHON=3.12) lacks, into build/gpu-wheels, to be carried there.
 	@rm -rf build/gpu-wheels

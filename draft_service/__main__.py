@@ -29,7 +29,7 @@ from draft_service.worker import Worker
 from spire.address import by_tcp, join
 from spire.checkpoints.weights import load_draft
 from spire.decoding.drafting import MAX_SPECULATION_DEPTH
-from spire.model.backends.placed import backend_for
+from spire.model.backends.placed import backend_for, fp8_backend_for
 from spire.model.backends.reference import Reference
 from spire.model.draft import Draft
 from spire.model.placement import choose_device, choose_dtype, draft_threads, loads_kernels_late, set_threads
@@ -94,8 +94,9 @@ async def _meet(stub: verifier_pb2_grpc.VerifierStub, address: str, trust: Trust
 
 def _load(config: DraftServiceConfig) -> tuple[Draft, Reference]:
     device = choose_device(config.device)
-    backend = backend_for(device)
-    draft = load_draft(config.draft, choose_dtype(config.dtype, device), device)
+    dtype = choose_dtype(config.dtype, device)
+    backend = fp8_backend_for(device, dtype) if config.quantization == "fp8" else backend_for(device)
+    draft = load_draft(config.draft, dtype, device)
     set_threads(config.threads or draft_threads(draft))
     return backend.pack(draft), backend
 
@@ -133,7 +134,8 @@ async def _run(
     healthy = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     if config.metrics_port:
-        start_http_server(config.metrics_port, by_tcp(config.host), registry=registry_of(worker, follower))
+        registry = registry_of(worker, follower, requests.replies)
+        start_http_server(config.metrics_port, by_tcp(config.host), registry=registry)
     await server.start()
 
     def well() -> bool:

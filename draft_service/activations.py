@@ -1,7 +1,7 @@
 """The draft's subscription: one gRPC server stream carries the activations of all sequences of this draft.
 
 Messages contain the activations, or if verifier and draft share a host, only their positions in a ring buffer in shared
-memory (in GPU memory if verifier and draft share a GPU). A second ring carries q to the verifier.
+memory (in GPU memory if verifier and draft share a GPU). A second ring, likewise, carries q to the verifier.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from draft_service.drafter import Span, Verified
 from draft_service.worker import Worker
 from spire.errors import InvalidRequest, MismatchError, OutOfCapacity
 from spire.model.config import DraftConfig
-from spire.rpc.carrier import OverwritingRing, RingReader
+from spire.rpc.carrier import CARRIERS, INLINE, OverwritingRing, RingReader
 from spire.rpc.channel import PROTOCOL_VERSION
 from spire.rpc.cuda_ipc import gpu_of
 from spire.rpc.host import host_id
@@ -34,8 +34,6 @@ _STARVED_SECONDS = 3.0
 
 # The subscription is refused: another process uses this draft's id, the id is reserved, or the secret has changed.
 _TURNED_AWAY = {grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INVALID_ARGUMENT}
-
-INLINE, SHARED_MEMORY, CUDA_IPC = "inline", "shared_memory", "cuda_ipc"
 
 log = structlog.get_logger()
 
@@ -63,7 +61,7 @@ class Follower:
         # The ring from which the current verifier reads q.
         self.q_ring: OverwritingRing | None = None
         self.following = False
-        self.bytes_received = {INLINE: 0, SHARED_MEMORY: 0, CUDA_IPC: 0}
+        self.bytes_received = dict.fromkeys(CARRIERS, 0)
         self.subscriptions = 0
 
     async def run(self) -> None:
@@ -133,10 +131,14 @@ class Follower:
         self._say_how()
 
     def _opened(self, offers: pb.ActivationsResponse) -> tuple[RingReader | None, OverwritingRing | None]:
-        gpu = self._device if offers.ring.gpu_handle else None
+        def gpu_of_ring(ring: pb.Ring) -> torch.device | None:
+            return self._device if ring.gpu_handle else None
+
         return (
-            RingReader(self._shared_memory, offers.ring, gpu) if offers.ring.name else None,
-            OverwritingRing(self._shared_memory, offers.q_ring) if offers.q_ring.name else None,
+            RingReader(self._shared_memory, offers.ring, gpu_of_ring(offers.ring)) if offers.ring.name else None,
+            OverwritingRing(self._shared_memory, offers.q_ring, gpu_of_ring(offers.q_ring))
+            if offers.q_ring.name
+            else None,
         )
 
     def _say_how(self) -> None:
@@ -145,9 +147,7 @@ class Follower:
     @property
     def _carrier(self) -> str:
         """The carrier of activations: `INLINE` without a ring, else the kind of the ring's memory."""
-        if self._ring is None:
-            return INLINE
-        return CUDA_IPC if self._ring.on_gpu else SHARED_MEMORY
+        return self._ring.carrier if self._ring else INLINE
 
     def _taken(self, message: pb.ActivationsResponse) -> tuple[Verified, Callable[[], None]]:
         """Parse a message: return its activations and a function to free their ring slice. Raises InvalidRequest."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
@@ -24,6 +25,9 @@ class DraftServiceConfig(ModelServiceConfig):
     port: int = Field(50052, ge=0, le=65535, description="Port to listen on; 0 chooses a free one.")
     threads: int = Field(0, ge=0, description="Compute threads; 0 is one for a small draft, torch's choice for others.")
     max_sequences: int = Field(256, ge=1, description="Sequences remembered at once; more are decoded plainly.")
+    quantization: Literal["none", "fp8"] = Field(
+        "none", description="fp8 halves the bytes of the draft's weights, on a GPU of compute capability 9.0 or above."
+    )
     top_m: int = Field(
         4096, ge=1, description="Tokens kept of a draft distribution; vocabularies up to this size are sent whole."
     )

@@ -8,13 +8,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from draft_service.activations import Follower
+from draft_service.replies import Replies
 from draft_service.worker import Worker
 from spire.service.process_metrics import register_process
 
 
 class DraftCollector(Collector):
-    def __init__(self, worker: Worker, follower: Follower):
-        self._worker, self._follower = worker, follower
+    def __init__(self, worker: Worker, follower: Follower, replies: Replies):
+        self._worker, self._follower, self._replies = worker, follower, replies
 
     def collect(self) -> Iterator[Metric]:
         drafter = self._worker.drafter
@@ -30,12 +31,9 @@ class DraftCollector(Collector):
         yield CounterMetricFamily(
             "spire_draft_busy_seconds", "Seconds the model thread worked.", value=self._worker.busy_seconds
         )
-        activations = CounterMetricFamily(
-            "spire_draft_activation_bytes", "Bytes of activations received, by how they came.", labels=["carrier"]
-        )
-        for carrier, count in self._follower.bytes_received.items():
-            activations.add_metric([carrier], count)
-        yield activations
+        received, sent = self._follower.bytes_received, self._replies.q_bytes
+        yield _by_carrier("activation", "Bytes of activations received, by how they came.", received)
+        yield _by_carrier("q", "Bytes of q sent, by how they went.", sent)
         yield self._worker.staleness.family(
             "spire_draft_staleness_positions", "Verified positions that had not arrived when a draft request did."
         )
@@ -44,8 +42,15 @@ class DraftCollector(Collector):
         )
 
 
-def registry_of(worker: Worker, follower: Follower) -> CollectorRegistry:
+def _by_carrier(what: str, help_text: str, counts: dict[str, int]) -> CounterMetricFamily:
+    family = CounterMetricFamily(f"spire_draft_{what}_bytes", help_text, labels=["carrier"])
+    for carrier, count in counts.items():
+        family.add_metric([carrier], count)
+    return family
+
+
+def registry_of(worker: Worker, follower: Follower, replies: Replies) -> CollectorRegistry:
     registry = CollectorRegistry(auto_describe=True)  # so that a scrape can select metrics by name
-    registry.register(DraftCollector(worker, follower))
+    registry.register(DraftCollector(worker, follower, replies))
     register_process(registry)
     return registry

@@ -15,7 +15,7 @@ from draft_service.worker import DraftResult, DraftTask
 from spire.decoding.drafting import MAX_SPECULATION_DEPTH, Drafted, DraftItem
 from spire.decoding.sampling import SamplingRows, Share
 from spire.errors import InvalidRequest, RequestError
-from spire.rpc.carrier import OverwritingRing
+from spire.rpc.carrier import CARRIERS, INLINE
 from spire.rpc.errors import OK, item_status
 from spire.rpc.sampling import check_sampling, from_protos
 from spire.rpc.tensors import put, put_shape
@@ -35,6 +35,15 @@ class ParsedRequest(NamedTuple):
     task: DraftTask | None
 
 
+class PlacedQ(NamedTuple):
+    """The q of a round, [B, k, m], and the slices of the q ring that hold it; without slices, it lies on the host."""
+
+    probs_BKM: Tensor
+    ids_BKM: Tensor | None
+    of_probs: verifier_pb2.RingSlice | None = None
+    of_ids: verifier_pb2.RingSlice | None = None
+
+
 class Replies:
     """Parses draft requests and builds replies."""
 
@@ -43,6 +52,8 @@ class Replies:
         # Sequence ids and sampling rows of the last request without refusals. The next request usually names the same
         # sequences, and the sampling parameters of a sequence never change.
         self._last: tuple[tuple[str, ...], SamplingRows | None] = ((), None)
+        # Bytes of q sent, by carrier.
+        self.q_bytes = dict.fromkeys(CARRIERS, 0)
 
     def parsed(self, request: pb.DraftRequest) -> ParsedRequest:
         began = time.monotonic()
@@ -91,9 +102,9 @@ class Replies:
         reply = pb.DraftReply(batch_id=parsed.batch_id)
         if result and parsed.task:
             _log_refusals({parsed.items[index].sequence_id: error for index, error in result.refused.items()})
-            ring = self._drafter.q_ring()
-            if not _add_uniform(reply, parsed, result, ring):
-                _add_items(reply, parsed, result, parsed.task.rows, ring)
+            q = self._placed(result.drafted) if parsed.task.rows.mix.judged_by_q is not Share.NONE else None
+            if not _add_uniform(reply, parsed, result, q):
+                self.q_bytes[INLINE] += _add_items(reply, parsed, result, parsed.task.rows, q)
             reply.timings.queue_seconds = result.queue_seconds
             reply.timings.forward_seconds = result.forward_seconds
         for sequence_id, error in parsed.refused.items():
@@ -101,78 +112,81 @@ class Replies:
         reply.timings.total_seconds = time.monotonic() - parsed.began - reply.timings.queue_seconds
         return reply
 
+    def _placed(self, drafted: Drafted | None) -> PlacedQ | None:
+        """Write q to the ring, unless it is there; if there is no ring or no room, copy it to the host."""
+        if drafted is None or drafted.probs_BKM is None:
+            return None
+        ring, probs_BKM = self._drafter.q_ring(), drafted.probs_BKM
+        ids_BKM = None if drafted.ids_BKM is None else drafted.ids_BKM.int()
+        size = probs_BKM.nbytes + (0 if ids_BKM is None else ids_BKM.nbytes)
+        if ring:
+            of_probs = drafted.place or ring.put(probs_BKM)
+            of_ids = verifier_pb2.RingSlice() if ids_BKM is None else ring.put(ids_BKM)
+            if of_probs.length and (ids_BKM is None or of_ids.length):
+                ring.settle()
+                self.q_bytes[ring.carrier] += size
+                return PlacedQ(probs_BKM, ids_BKM, of_probs, of_ids)
+        return PlacedQ(probs_BKM.cpu(), None if ids_BKM is None else ids_BKM.cpu())
+
 
 def _log_refusals(refused: Mapping[str, RequestError]) -> None:
     for sequence_id, error in refused.items():
         log.debug("refused", sequence=sequence_id, code=type(error).__name__)
 
 
-def _add_uniform(
-    reply: pb.DraftReply, parsed: ParsedRequest, result: DraftResult, ring: OverwritingRing | None
-) -> bool:
-    """Add one reply for all items. Return False, adding none, if k or rules differ, items failed, or q has no room."""
+def _add_uniform(reply: pb.DraftReply, parsed: ParsedRequest, result: DraftResult, q: PlacedQ | None) -> bool:
+    """Add one reply for all items. Return False, adding none, if k differs, items failed, or q is not in the ring."""
     drafted = result.drafted
-    if parsed.refused or result.refused or len(set(parsed.depths)) > 1:
+    if drafted is None or parsed.refused or result.refused or len(set(parsed.depths)) > 1:
         return False
-    if parsed.task is None or drafted is None or drafted.ids_BKM is not None:
-        return False
-    judged, probs_BKM = parsed.task.rows.mix.judged_by_q, drafted.probs_BKM
-    if judged is not Share.NONE:
-        if judged is Share.SOME or probs_BKM is None or ring is None:
+    if q:
+        if q.of_probs is None:
             return False
-        place = drafted.place or ring.put(probs_BKM)
-        if not place.length:
-            return False
-        put_shape(reply.uniform.q.probabilities, probs_BKM.dtype, probs_BKM.shape)
-        reply.uniform.q.probabilities_slice.CopyFrom(place)
+        put_shape(reply.uniform.q.probabilities, q.probs_BKM.dtype, q.probs_BKM.shape)
+        reply.uniform.q.probabilities_slice.CopyFrom(q.of_probs)
+        if q.ids_BKM is not None and q.of_ids:
+            put_shape(reply.uniform.q.ids, q.ids_BKM.dtype, q.ids_BKM.shape)
+            reply.uniform.q.ids_slice.CopyFrom(q.of_ids)
     reply.uniform.tokens.extend(chain.from_iterable(drafted.tokens_BK.tolist()))
     return True
 
 
 def _add_items(
-    reply: pb.DraftReply, parsed: ParsedRequest, result: DraftResult, rows: SamplingRows, ring: OverwritingRing | None
-) -> None:
-    """Add one reply per item. Messages are filled in place, without a copy, because q is large if sent inline."""
+    reply: pb.DraftReply, parsed: ParsedRequest, result: DraftResult, rows: SamplingRows, q: PlacedQ | None
+) -> int:
+    """Add one reply per item, and return the bytes of q that are in the reply itself.
+
+    Messages are filled in place, without a copy, because q is large if sent inline.
+    """
     for index, error in result.refused.items():
         reply.items.add(sequence_id=parsed.items[index].sequence_id, status=item_status(error))
     ready = [(parsed.items[index].sequence_id, parsed.depths[index]) for index in result.ready]
     added = [reply.items.add(sequence_id=sequence_id, status=OK) for sequence_id, _ in ready]
     if result.drafted is None:
-        return
+        return 0
     for item, (_, k), tokens in zip(added, ready, result.drafted.tokens_BK.tolist(), strict=True):
         item.tokens.extend(tokens[:k])
-    judged = rows.judged_by_q_B[result.ready].tolist()
-    sampled = [(row, added[row].q, k) for row, (_, k) in enumerate(ready) if judged[row] and k]
-    if sampled:
-        _add_q(sampled, result.drafted, ring)
-
-
-def _add_q(
-    sampled: list[tuple[int, verifier_pb2.DraftDistribution, int]], drafted: Drafted, ring: OverwritingRing | None
-) -> None:
-    """Write the first k distributions of a row to its message, for each (row, message, k) in `sampled`."""
-    assert drafted.probs_BKM is not None  # at least one sequence is not under the invariant rule
-    in_ring = ring.put if ring else lambda _: verifier_pb2.RingSlice()
-    if drafted.ids_BKM is not None:
-        ids_BKM = drafted.ids_BKM.int()
-        place = in_ring(ids_BKM)
-        for row, q, k in sampled:
-            _put(q.ids, q.ids_slice, ids_BKM, place, row, k)
-    place = drafted.place if ring and drafted.place else in_ring(drafted.probs_BKM)
-    for row, q, k in sampled:
-        _put(q.probabilities, q.probabilities_slice, drafted.probs_BKM, place, row, k)
+    if q is None:
+        return 0
+    for row, judged in enumerate(rows.judged_by_q_B[result.ready].tolist()):
+        if judged and (k := ready[row][1]):
+            message = added[row].q
+            _put(message.probabilities, message.probabilities_slice, q.probs_BKM, q.of_probs, row, k)
+            if q.ids_BKM is not None:
+                _put(message.ids, message.ids_slice, q.ids_BKM, q.of_ids, row, k)
+    return 0 if q.of_probs else sum(item.q.ByteSize() for item in added)
 
 
 def _put(
     message: tensor_pb2.Tensor,
     place: verifier_pb2.RingSlice,
     numbers_BKM: Tensor,
-    batch: verifier_pb2.RingSlice,
+    batch: verifier_pb2.RingSlice | None,
     row: int,
     k: int,
 ) -> None:
     """Write a row's first k distributions to `message`; if all rows lie in the ring at `batch`, only its `place`."""
-    if not batch.length:
+    if batch is None:
         put(message, numbers_BKM[row, :k])
         return
     B, K, M = numbers_BKM.shape

@@ -25,7 +25,7 @@ class Requests:
     """Receives draft requests and sends the replies. Runs on the event loop."""
 
     def __init__(self, stub: rpc.DraftingStub, draft_id: str, worker: Worker):
-        self._stub, self._draft_id, self._worker, self._replies = stub, draft_id, worker, Replies(worker.drafter)
+        self._stub, self._draft_id, self._worker, self.replies = stub, draft_id, worker, Replies(worker.drafter)
         # True while the stream is open.
         self.connected = False
 
@@ -70,16 +70,16 @@ class Requests:
         def drafted(done: Future[DraftResult]) -> None:
             message = nothing
             try:
-                message = self._replies.to(parsed, None if done.exception() else done.result())
+                message = self.replies.to(parsed, None if done.exception() else done.result())
             except Exception as error:
                 end_if_device_lost(error)
                 log.exception("a reply could not be made")
             reply(message)
 
         try:
-            parsed = self._replies.parsed(request)
+            parsed = self.replies.parsed(request)
             if parsed.task is None:
-                reply(self._replies.to(parsed, None))
+                reply(self.replies.to(parsed, None))
                 return
         except Exception as error:
             end_if_device_lost(error)

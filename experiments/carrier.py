@@ -45,12 +45,12 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from draft_service.activations import CUDA_IPC, INLINE, SHARED_MEMORY, Follower
+from draft_service.activations import Follower
 from draft_service.drafter import Verified
 from draft_service.worker import Worker
 from spire.perf.hardware import Cost
 from spire.perf.loopback import wire_cost
-from spire.rpc.carrier import Ring
+from spire.rpc.carrier import CUDA_IPC, INLINE, SHARED_MEMORY, Ring
 from spire.rpc.channel import connect, new_server
 from spire.rpc.cuda_ipc import gpu_of
 from spire.rpc.host import host_id

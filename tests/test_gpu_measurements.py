@@ -35,6 +35,9 @@ from tests.paths import ROOT
 pytestmark = pytest.mark.timeout(1600)
 
 
+CELLS = [("a cell", 1.5), ("a cell that failed", None)]
+
+
 def make_gpu(out: Path, *more: str) -> subprocess.CompletedProcess[str]:
     command = ["make", "gpu", f"PYTHON={sys.executable}", f"OUT={out}", *more]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500)
@@ -46,15 +49,19 @@ def test_make_gpu_dry_runs_every_part_and_prints_a_table(tmp_path: Path) -> None
     (file,) = tmp_path.glob("*.json")
     run = json.loads(file.read_text())
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [(part["part"], part["status"]) for part in run["parts"]] == [(n, "ok") for n in (0, 1, 2, 3, 5, 6, 7, 9)]
+    assert [(part["part"], part["status"]) for part in run["parts"]] == [(n, "ok") for n in range(11)]
     assert run["machine"]["torch"] in done.stdout
     found = {(part["part"], found["what"]): found for part in run["parts"] for found in part["findings"]}
     assert found[1, "float32: texts that part, k = 4 from k = 0"]["measured"] == 0
+    assert found[3, "prompt of 40 tokens"]["measured"] > 0
     assert found[3, "2 × 130, verify k = 4"]["measured"] > 0
-    assert found[5, "a draft's round, 2 sequences, k = 4"]["measured"] > 0
+    assert found[4, "verdict, 2 sequences, k = 4, sampled"]["measured"] > 0
+    assert found[5, "a draft's round, 2 sequences, k = 4, bfloat16"]["measured"] > 0
     assert found[6, "2 × 24, k = 4, SYNTHETIC acceptance 0.8"]["measured"] > 0
     assert found[7, "τ at k = 4"]["measured"] > 1
+    assert found[8, "transformers, generate_batch, 2 × 24, plain"]["measured"] > 0
     assert found[9, "tests that need a GPU, failed"]["measured"] == 0
+    assert found[10, "2 × 24, automatic k"]["measured"] > 0
     for (_, what), finding in found.items():
         assert what in done.stdout
         assert finding["predicted"] is None or finding["predicted"] >= 0
@@ -71,10 +78,12 @@ def test_the_parts_fit_twelve_minutes_together_and_ten_each() -> None:
     assert all(part.estimate < part.limit < 10 * 60 for part in PARTS)
 
 
-def run_parts(parts: list[Part], directory: Path, **asked_for: object) -> dict[str, Any]:
+def run_parts(
+    parts: list[Part], directory: Path, earlier: dict[int, dict[str, Any]] | None = None, **asked_for: object
+) -> dict[str, Any]:
     run: dict[str, Any] = {"parts": []}
     asked = Namespace(**{"within": 100, "dry_run": True} | asked_for)
-    gpu._run_all(parts, asked, dict(os.environ), directory, run, directory / "run.json")
+    gpu._run_all(parts, asked, dict(os.environ), directory, run, directory / "run.json", earlier or {})
     return json.loads((directory / "run.json").read_text())
 
 
@@ -93,6 +102,31 @@ def test_a_part_whose_time_is_up_keeps_what_it_had_found(tmp_path: Path) -> None
     assert late["status"] == "out of time"
     assert late["error"].startswith("ended after 1 s")
     assert late["findings"][0]["measured"] == 1.5
+
+
+def test_a_resumed_run_keeps_what_was_measured_and_goes_on_with_the_rest(tmp_path: Path) -> None:
+    done = {"part": 0, "status": "ok", "findings": [{"what": "copy rate"}]}
+    of_all = {"unit": "", "predicted": None, "note": "", "more": None}
+    cells = [{"what": what, "measured": measured} | of_all for what, measured in CELLS]
+    broken = {"part": 3, "status": "out of time", "findings": cells}
+    parts = [PARTS[0], Part(3, "no_such_module", "goes on", 1, 60)]
+    first, second = run_parts(parts, tmp_path, {0: done, 3: broken})["parts"]
+    assert first == done
+    assert second["status"] == "failed", "it has run again"
+    findings = Findings(tmp_path / "3.json")
+    assert [findings.known(what) for what, _ in CELLS] == [True, False]
+    findings.add(Finding("next", 1))
+    assert [found["what"] for found in json.loads((tmp_path / "3.json").read_text())] == ["a cell", "next"]
+
+
+@pytest.mark.parametrize("changed", [{"commit": "another"}, {"machine": {"card": "another"}}, {"dry_run": False}])
+def test_a_run_of_another_commit_or_card_is_not_resumed(tmp_path: Path, changed: dict[str, Any]) -> None:
+    run = {"commit": "this", "machine": {"card": "H100"}, "dry_run": True, "parts": [{"part": 3}]}
+    (tmp_path / "run.json").write_text(json.dumps(run | changed))
+    with pytest.raises(SystemExit, match=r"cannot be resumed.*(another|False)"):
+        gpu._earlier(tmp_path / "run.json", run)
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    assert gpu._earlier(tmp_path / "run.json", run) == {3: {"part": 3}}
 
 
 def attempted(file: Path, error: Exception) -> list[dict[str, Any]]:
@@ -149,10 +183,10 @@ def test_parts_for_which_no_time_is_left_are_told_of(tmp_path: Path) -> None:
     assert (left_out["status"], left_out["error"]) == ("not begun", "no time was left")
 
 
-@pytest.mark.parametrize("unknown", ["4", "x", "", "-1", "0x1"])
+@pytest.mark.parametrize("unknown", ["11", "x", "", "-1", "0x1"])
 def test_an_unknown_part_is_refused_as_it_was_named(unknown: str) -> None:
     assert [part.number for part in parts_named("3, 0,3")] == [3, 0]
-    with pytest.raises(ValueError, match=f"there is no part '{unknown}', only 0, 1, 2, 3, 5, 6, 7, 9"):
+    with pytest.raises(ValueError, match=f"there is no part '{unknown}', only 0, 1, .*, 9, 10"):
         parts_named(f"0,{unknown}")
 
 

@@ -1,4 +1,4 @@
-"""Part 5: a draft's round for an 8B shape, and taking up what was verified. Weights are random."""
+"""Part 5: a draft's round for an 8B shape, and taking up what was verified. Weights are random, in bfloat16 and fp8."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from experiments.gpu.shapes import shape_of
 from spire.bench.synthetic import config_of
 from spire.checkpoints.random_weights import draw_weights
 from spire.decoding.drafting import DraftItem
-from spire.model.backends.placed import backend_for
+from spire.model.backends.placed import backend_for, fp8_backend_for
 from spire.model.config import DraftConfig
 from spire.model.draft import Draft, last_layers
 from spire.perf.microbenchmarks import Bench
@@ -32,16 +32,19 @@ _DEPTH, _VERIFIED, _CONTEXT, _TOP_M = 4, 3, 1024, 4096
 @torch.inference_mode()
 def measure(setting: Setting, findings: Findings) -> None:
     rate, shape = copy_rate(setting), shape_of(setting)
-    backend = backend_for(setting.device)
-    draft = backend.pack(_draft(setting))
-    for batch in _TINY_BATCHES if setting.tiny else _BATCHES:
-        drafter = Drafter(draft, batch, _TOP_M, _CONTEXT, backend)
-        what = f"a draft's round, {batch} sequences, k = {_DEPTH}"
-        with findings.attempt(what):
-            _fill(drafter, batch)
-            expected = draft_seconds(trained_draft("spire", shape).shape, _DEPTH, rate)
-            findings.add(_found(setting, what, partial(_round, drafter, batch), expected))
-            findings.add(_found(setting, f"taking up {_VERIFIED} positions of each", partial(_take_up, drafter, batch)))
+    expected = draft_seconds(trained_draft("spire", shape).shape, _DEPTH, rate)
+    for name in ("bfloat16",) if setting.tiny else ("bfloat16", "fp8"):
+        with findings.attempt(name):
+            fp8 = name == "fp8"
+            backend = fp8_backend_for(setting.device, torch.bfloat16) if fp8 else backend_for(setting.device)
+            draft = backend.pack(_draft(setting))
+            for batch in _TINY_BATCHES if setting.tiny else _BATCHES:
+                drafter = Drafter(draft, batch, _TOP_M, _CONTEXT, backend)
+                _fill(drafter, batch)
+                what = f"a draft's round, {batch} sequences, k = {_DEPTH}, {name}"
+                findings.add(_found(setting, what, partial(_round, drafter, batch), expected / 2 if fp8 else expected))
+                what = f"taking up {_VERIFIED} positions of each of {batch}, {name}"
+                findings.add(_found(setting, what, partial(_take_up, drafter, batch)))
 
 
 def _draft(setting: Setting) -> Draft:

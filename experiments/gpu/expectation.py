@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from spire.perf.shapes import Shape
 
-_PRODUCTS, _KEYS_AND_VALUES = 1.2, 1.05
+PRODUCTS, _KEYS_AND_VALUES = 1.2, 1.05
 
 
 def step_seconds(shape: Shape, batch: int, context: int, rate: float) -> float:
     """A step of a few new positions for each of `batch` sequences. `rate`: bytes a second of a copy."""
     keys_and_values = 2 * batch * context * shape.kv_values_per_position
-    bytes_moved = _PRODUCTS * weight_bytes(shape) + _KEYS_AND_VALUES * keys_and_values
+    bytes_moved = PRODUCTS * weight_bytes(shape) + _KEYS_AND_VALUES * keys_and_values
     return bytes_moved / rate
 
 
@@ -25,7 +25,7 @@ def floor_seconds(shape: Shape, batch: int, context: int, rate: float) -> float:
 
 def draft_seconds(draft: Shape, k: int, rate: float) -> float:
     """k passes of a draft, whose memory is small."""
-    return k * _PRODUCTS * weight_bytes(draft) / rate
+    return k * PRODUCTS * weight_bytes(draft) / rate
 
 
 def weight_bytes(shape: Shape) -> int:

@@ -32,12 +32,20 @@ class Findings:
 
     def __init__(self, file: Path):
         self._file = file
+        # Those of an earlier run that this one goes on with, but failures.
+        earlier = json.loads(file.read_text()) if file.exists() else []
+        self._earlier = [Finding(**found) for found in earlier if found["measured"] is not None]
         self._found: list[Finding] = []
         self.failed = False
 
+    def known(self, what: str) -> bool:
+        """True if an earlier run has measured this."""
+        return any(found.what == what for found in self._earlier)
+
     def add(self, finding: Finding) -> None:
+        self._earlier = [found for found in self._earlier if found.what != finding.what]
         self._found.append(finding)
-        write_json(self._file, [asdict(found) for found in self._found])
+        write_json(self._file, [asdict(found) for found in (*self._earlier, *self._found)])
 
     @contextmanager
     def attempt(self, what: str) -> Iterator[None]:

@@ -1,6 +1,6 @@
 """The parts: what each measures, how long it ought to take, when it is ended.
 
-Numbers are those of the plan in docs/gpu.md; 4 and 8 need kernels that are not written yet.
+Numbers are those of the table in docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ PARTS = (
     Part(1, "greedy_equality", "greedy text, k = 0 against k = 4", 60, 120),
     Part(2, "attention_rates", "attention of an 8B shape's layer", 30, 120),
     Part(3, "step_time", "whole step of an 8B shape", 25, 180),
+    Part(4, "verdict", "verdict on the blocks of a step, 8B vocabulary", 15, 90),
     Part(5, "draft_round", "a draft's round for an 8B shape", 15, 90),
     Part(6, "through_rest", "8B shape through REST, synthetic acceptance", 125, 240),
     Part(7, "bundled_pair", "bundled pair: τ on the GPU and on the CPU", 65, 120),
+    Part(8, "peer", "transformers with paged continuous batching, same shape and batch", 90, 150),
     Part(9, "gpu_tests", "tests that need a GPU", 100, 180),
+    Part(10, "automatic_k", "automatic k against plain decoding through REST", 170, 400),
 )
 
 

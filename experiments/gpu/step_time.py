@@ -23,11 +23,14 @@ from spire.model.self_speculation import SparseAttention
 from spire.model.target import Target
 from spire.perf.microbenchmarks import Bench
 from spire.perf.shapes import SERVED_SINK, SERVED_WINDOW, trained_draft
+from spire.v1 import verifier_pb2 as pb
+from spire.v1.tensor_pb2 import Sampling
 from verifier_service.engine.batch import RaggedBatch
-from verifier_service.engine.step import ModelSteps
+from verifier_service.engine.step import ModelSteps, PromptChunk
 from verifier_service.sampling.pipeline import Pipeline
 
 _DEPTH = 4
+_PROMPT, _TINY_PROMPT = 2048, 40
 # Sequences and positions of each, the one that matters most first.
 _CELLS = ((32, 8192), (32, 1024), (1, 1024), (1, 8192))
 _TINY_CELLS = ((2, 130), (1, 40))
@@ -53,11 +56,37 @@ def measure(setting: Setting, findings: Findings) -> None:
     config = config_of(shape, max(context for _, context in cells) + 2 * _DEPTH)
     backend = backend_for(setting.device)
     target = backend.pack(draw_weights(lambda: Target(config), torch.bfloat16, setting.device))
+    with findings.attempt("a prompt"):
+        findings.add(_prompt(setting, target, backend))
     for batch, context in cells:
         for k in (0, _DEPTH):
             cell = Cell(batch, context, k)
             with findings.attempt(cell.name):
                 findings.add(_found(setting, target, backend, cell, rate))
+
+
+def _prompt(setting: Setting, target: Target, backend: Reference) -> Finding:
+    """Time a prompt from its tokens to its first token, expected at the rate of products of so many rows."""
+    config, device, length = target.config, setting.device, _TINY_PROMPT if setting.tiny else _PROMPT
+    cache = cache_for(config, 1, length + 1, torch.bfloat16, device)
+    slot = cache.allocate()
+    cache.reserve([slot], length)
+    pipeline = Pipeline(1, config.vocab_size, device)
+    pipeline.assign(slot, pb.Start(tokens=[0] * length, sampling=Sampling(temperature=1, top_p=1)), None)
+    sparse = SparseAttention(SERVED_SINK, SERVED_WINDOW)
+    steps = ModelSteps(target, cache, pipeline, sparse, config.vocab_size, backend)
+    chunk = PromptChunk([slot], [torch.randint(config.vocab_size, (length,))], [True], [[]], [1])
+
+    def prefill() -> None:
+        steps.run(None, chunk)
+        cache.rewind([slot], [0])
+
+    bench = Bench(device, torch.bfloat16, setting.least_seconds)
+    shape = shape_of(setting)
+    inputs_RD, weight_ED = bench.randn(length, shape.hidden_size), bench.randn(4096, shape.hidden_size)
+    product = bench.seconds(lambda: torch.nn.functional.linear(inputs_RD, weight_ED)) / weight_ED.numel()
+    seconds = bench.seconds(prefill)
+    return Finding(f"prompt of {length:,} tokens", 1000 * seconds, "ms", 1000 * product * shape.body_parameters)
 
 
 def _found(setting: Setting, target: Target, backend: Reference, cell: Cell, rate: float) -> Finding:

@@ -8,7 +8,10 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from experiments.gpu.expectation import draft_seconds, step_seconds
@@ -34,12 +37,12 @@ _TOKEN_BUDGET = "4096"
 
 @dataclass(frozen=True)
 class Cell:
-    """`batch` requests of `context` tokens, each answered by `generate`, at depth `k`."""
+    """`batch` requests of `context` tokens, each answered by `generate`, at depth `k`; None: the gateway chooses."""
 
     batch: int
     context: int
     generate: int
-    k: int
+    k: int | None
 
     @property
     def name(self) -> str:
@@ -51,10 +54,10 @@ class Cell:
 
     def expected_tokens_per_second(self, shape: Shape, rate: float) -> float:
         """τ tokens of each sequence a round, which takes the draft's passes and a step."""
-        context = self.context + self.generate // 2
+        context, k = self.context + self.generate // 2, self.k or 0
         seconds = step_seconds(shape, self.batch, context, rate)
-        seconds += draft_seconds(trained_draft("spire", shape).shape, self.k, rate)
-        return self.batch * sum(_ACCEPTANCE**at for at in range(self.k + 1)) / seconds
+        seconds += draft_seconds(trained_draft("spire", shape).shape, k, rate)
+        return self.batch * sum(_ACCEPTANCE**at for at in range(k + 1)) / seconds
 
 
 _CELLS = (
@@ -67,18 +70,24 @@ _TINY_CELLS = tuple(Cell(2, 24, 24, k) for k in (0, 4, 6))
 def measure(setting: Setting, findings: Findings) -> None:
     cells = _TINY_CELLS if setting.tiny else _CELLS
     rate, shape = copy_rate(setting), shape_of(setting)
+    with synthetic(setting, findings, cells) as run:
+        for cell in cells:
+            with findings.attempt(cell.name):
+                findings.add(_found(cell.name, run(cell), cell.expected_tokens_per_second(shape, rate)))
+
+
+@contextmanager
+def synthetic(setting: Setting, findings: Findings, cells: Sequence[Cell]) -> Iterator[Callable[[Cell], Figures]]:
+    """Serve the 8B shape with random weights and made-up acceptance, and yield a function that runs a cell."""
     os.environ["SPIRE_VERIFIER_TOKEN_BUDGET"] = _TOKEN_BUDGET
     # No more, so that prompts of 8,000 tokens have memory for their scores.
     os.environ["SPIRE_VERIFIER_MAX_SEQUENCES"] = str(max(cell.batch for cell in cells))
     with tempfile.TemporaryDirectory(prefix="SYNTHETIC-") as name:
-        pair = Pair(*write_pair(Path(name), shape, max(cell.positions for cell in cells) + 1))
+        pair = Pair(*write_pair(Path(name), shape_of(setting), max(cell.positions for cell in cells) + 1))
         source = PromptSource(pair.model, [BUNDLED_TEXT])
         with served(setting, findings, pair, "bfloat16", _ACCEPTANCE) as system:
             _run(system, source, Cell(2, 24, 16, 4))  # what is slow once is over then
-            for cell in cells:
-                with findings.attempt(cell.name):
-                    expected = cell.expected_tokens_per_second(shape, rate)
-                    findings.add(_found(cell.name, _run(system, source, cell), expected))
+            yield partial(_run, system, source)
 
 
 def _found(what: str, figures: Figures, expected: float) -> Finding:

@@ -168,6 +168,9 @@ def _add_state(app: FastAPI, engine: Engine) -> None:
             "draft_kind": engine.draft_info.kind if engine.draft_info else None,
             "max_context": model.info.max_context,
             "max_sequences": model.info.max_sequences,
+            "device": model.info.device,
+            "dtype": model.info.dtype,
+            "kernels": model.info.kernels,
         }
 
     @app.get("/version")

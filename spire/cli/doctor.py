@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import socket
 import sys
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ from spire.errors import SpireError
 from spire.http import client_for
 from spire.model.config import MAGICDEC, load_draft_config, load_model_config
 from spire.perf.calibration import Calibration, default_file, processor_line, save
+from spire.perf.gpus import gpus
 from spire.perf.shapes import SHAPES, trained_config
 from spire.service.keys import GATEWAY_KEY, authorization
 
@@ -103,10 +105,14 @@ def _torch() -> Iterator[Check]:
         yield Check("torch", "not installed", False, "pip install 'spire-serve[model]'")
         return
     yield Check("torch", torch.__version__)
-    if torch.cuda.is_available():
-        memory = torch.cuda.get_device_properties(0).total_memory / 2**30
-        yield Check("device", f"cuda: {torch.cuda.get_device_name(0)}, {memory:.0f} GiB")
-        yield Check("bfloat16", "yes" if torch.cuda.is_bf16_supported() else "emulated")
+    seen, listed = torch.cuda.is_available(), gpus()
+    for gpu in listed:
+        memory = f"{gpu.free / 1024:.0f} of {gpu.total / 1024:.0f} GiB free"
+        mig = ", divided by MIG" if gpu.divided else ""
+        advice = "" if seen else "torch does not see it: install a build of torch for CUDA"
+        yield Check("GPU", f"{gpu.name}, {memory}, driver {gpu.driver}{mig}", advice=advice)
+    if seen:
+        yield from _cuda()
         return
     from spire.kernels import COMPILED, kernels_for
     from spire.model.placement import choose_dtype
@@ -120,6 +126,36 @@ def _torch() -> Iterator[Check]:
     kernels = kernels_for(choose_dtype("auto", torch.device("cpu")))
     advice = "" if kernels or COMPILED else "install again where there is a C compiler: models may get faster"
     yield Check("kernels", kernels.name if kernels else "torch's own", advice=advice)
+
+
+def _cuda() -> Iterator[Check]:
+    """Check what services do on the first visible GPU."""
+    import torch
+
+    from spire.rpc import cuda_ipc
+
+    device = torch.device("cuda")
+    capability = torch.cuda.get_device_capability(device)
+    name, version_of = torch.cuda.get_device_name(device), ".".join(map(str, capability))
+    yield Check("device", f"cuda: {name}, compute capability {version_of}")
+    yield Check("bfloat16", "yes" if torch.cuda.is_bf16_supported() else "emulated")
+    yield Check("fp8 drafts", "yes" if capability >= (9, 0) else "no, from compute capability 9.0 on")
+    yield _triton()
+    try:
+        cuda_ipc.share(1, device)
+        yield Check("CUDA IPC", "yes")
+    except OSError as error:
+        yield Check("CUDA IPC", "no", advice=f"verifier and draft exchange tensors by memory of the host ({error})")
+
+
+def _triton() -> Check:
+    try:
+        found = version("triton")
+    except PackageNotFoundError:
+        return Check("kernels", "torch's own", advice="pip install triton: attention is several times faster")
+    if not any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))):
+        return Check("kernels", "torch's own", advice="install a C compiler, with which Triton compiles kernels")
+    return Check("kernels", f"Triton {found}")
 
 
 def _models(model: Path | None, draft: str | None) -> Iterator[Check]:

@@ -37,6 +37,7 @@ from spire.cli.service import Service
 from spire.errors import SpireError
 from spire.http import direct_client
 from spire.model.config import MAGICDEC, load_model_config
+from spire.perf.gpus import VISIBLE, chosen
 from spire.rpc.secret import make_secret
 from spire.rpc.tls import AUTHORITY
 from spire.service.keys import GATEWAY_KEY, authorization, refuse_open_address
@@ -89,7 +90,12 @@ def up(
     log_level: Annotated[str | None, typer.Option(help="debug (logs every request), info, warning or error.")] = None,
     k: Annotated[int | None, typer.Option(help="Draft tokens a round. Default: chosen each round.", min=0)] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, bfloat16 or float32.")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    draft_quantization: Annotated[
+        str | None, typer.Option(help="none, or fp8: half the bytes of the draft's weights, on a GPU from Hopper on.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="auto, cpu or cuda: of several GPUs the one with the most free memory.")
+    ] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of each model service.", min=1)] = None,
     max_context: Annotated[
         int | None,
@@ -118,6 +124,7 @@ def up(
             module: _arguments(tls=tls and tls / module.removesuffix("_service"), log_level=log_level or None)
             for module in _MODULES
         }
+        further["draft_service"] += _arguments(quantization=draft_quantization or None)
         further["gateway"] += _arguments(keys=keys, without_keys=without_keys, https=https, allow_host=allow_host)
         further["verifier_service"] += _arguments(
             host=None if tls else _private_host(Path(directory)),
@@ -198,6 +205,7 @@ class Stack:
 
     def start(self) -> None:
         """Start each service once the services it needs are ready. Raises ServiceFailed if a service ends."""
+        self._choose_gpu()
         # The services recognise each other by this secret; other users cannot read its file.
         make_secret(self.directory / "secret")
         with console.status("") as status:
@@ -211,11 +219,18 @@ class Stack:
             self._launch("gateway", gateway, "the gateway to listen", status, self.port)
             self._wait(status, "the gateway to find the models ready", self._gateway_is_ready)
 
+    def _choose_gpu(self) -> None:
+        """Let the services see one of several GPUs only, the one with the most free memory."""
+        if self.options.device != "cpu" and (gpu := chosen()):
+            console.print(f"  GPU       {gpu.name}, {gpu.free:,} MiB free ({VISIBLE} chooses another)")
+            os.environ[VISIBLE] = gpu.uuid
+
     def announce(self) -> None:
         for service in self.services:
             drafts = " (and drafts: MagicDec)" if self.pair.magicdec and service.module == "verifier_service" else ""
             console.print(f"  {service.name:9} {service.address}{drafts}")
         if room := self.ready.get("max_context"):
+            console.print("  computes  {device}, {dtype}; kernels: {kernels}".format(**self.ready))
             console.print(f"  room for  {self.ready['max_sequences']} sequences × {room:,} positions")
         console.print(f"\n  page        [bold]{self.url}/[/]")
         console.print(f"  completions [bold]{self.url}/v1/completions[/]")

@@ -54,7 +54,8 @@ class SparseDistribution:
         """Build q over the whole vocabulary from B tensors of up to K rows. Missing rows become padding."""
         if device.type == "cpu" and all(rows is None or collects(rows) for rows in probs_KV):
             return cls(None, *collect(probs_KV, K, vocabulary))
-        probs_BKV = torch.zeros(len(probs_KV), K, vocabulary)
+        there = next((rows.device for rows in probs_KV if rows is not None), device)
+        probs_BKV = torch.zeros(len(probs_KV), K, vocabulary, device=there)
         for row, rows_KV in enumerate(probs_KV):
             if rows_KV is not None:
                 probs_BKV[row, : len(rows_KV)] = rows_KV
@@ -71,7 +72,7 @@ class SparseDistribution:
         padding_B11 = torch.tensor([row is None for row in rows], device=device)[:, None, None]
         # Move before converting: bfloat16 has half of the bytes.
         probs_BKM = probs_XKM[chosen_B].to(device).float().masked_fill_(padding_B11, 0)
-        return cls(None if ids_XKM is None else ids_XKM[chosen_B].to(device), probs_BKM)
+        return cls(None if ids_XKM is None else ids_XKM[chosen_B].to(device).long(), probs_BKM)
 
     @property
     def collected(self) -> bool:

@@ -13,12 +13,20 @@ _SMALL_DRAFT = 32_000_000
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the torch device for `--device`; `auto` prefers a GPU. Raises CheckpointError for `cuda` without a GPU."""
+    """Return the torch device for `--device`; `auto` prefers a GPU. Raises CheckpointError for `cuda` without a GPU.
+
+    Of several GPUs it is the first in CUDA_VISIBLE_DEVICES.
+    """
     if name == "cuda" and not torch.cuda.is_available():
         raise CheckpointError("--device cuda: torch sees no GPU here; use --device cpu or auto")
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a device for people."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -46,8 +46,8 @@ def wire_of(carrier: Carrier, hardware: Hardware) -> Wire:
     if carrier == "grpc":
         return Wire(carrier, stream.fixed, stream.each, stream.each)
     # A copy within a GPU's memory reads and writes each byte.
-    rows = 2 / hardware.bytes_per_second if carrier == "cuda_ipc" else RING_BYTE
-    return Wire(carrier, stream.fixed, rows, RING_BYTE)
+    byte = 2 / hardware.bytes_per_second if carrier == "cuda_ipc" else RING_BYTE
+    return Wire(carrier, stream.fixed, byte, byte)
 
 
 def answer_bytes(batch: float, tau: float) -> float:

@@ -11,9 +11,9 @@ copied into a ring once, and gRPC carries its position and length only (`Ring` a
 Killed processes leave no files behind: the draft unlinks a ring's file as soon as it has opened the file, and the next
 ring created in the directory removes the files whose creators have died.
 
-If both services run on one GPU, the bytes of the ring of activations are GPU memory that both map; the header stays on
-the host. Does not know: rings between two GPUs, q in GPU memory, and systems other than Linux (without a boot id the
-draft has no host id, and data travel inline).
+If both services run on one GPU, the bytes of both rings are GPU memory that both map; the headers stay on the host.
+Does not know: rings between two GPUs, and systems other than Linux (without a boot id the draft has no host id, and
+data travel inline).
 """
 
 from __future__ import annotations
@@ -54,11 +54,37 @@ _LARGEST_PART = 4
 # The first position of an overwriting ring is its size times a random number of this many bits.
 _FIRST_BITS = 32
 
+# By what tensors travel between verifier and draft: within messages, in memory of the host, in memory of the GPU.
+CARRIERS = INLINE, SHARED_MEMORY, CUDA_IPC = "inline", "shared_memory", "cuda_ipc"
+
 # Bytes on the host or on a GPU.
 Memory = memoryview | Tensor
 
 
-class _Made:
+class _End:
+    """One end of a ring buffer. `settle` and `carrier` are common to all."""
+
+    _bytes: Memory
+
+    @property
+    def gpu_memory(self) -> Tensor | None:
+        """The bytes of a ring in GPU memory; None for memory of the host."""
+        return self._bytes if isinstance(self._bytes, Tensor) else None
+
+    @property
+    def carrier(self) -> str:
+        return SHARED_MEMORY if self.gpu_memory is None else CUDA_IPC
+
+    def settle(self) -> None:
+        """Wait until the GPU has done what was asked of it: call after writing and before notifying the other end.
+
+        Host memory needs no wait.
+        """
+        if self.gpu_memory is not None:
+            cuda_ipc.wait_for(self.gpu_memory)
+
+
+class _Made(_End):
     """One end of a ring buffer, which creates its memory and faults in all pages: the first access to a page is slow.
 
     Raises OSError if the directory cannot be written or lacks `size` free bytes, or the GPU cannot share memory.
@@ -82,10 +108,10 @@ class _Made:
         memory[:_TOKEN_BYTES] = self.offer.token
         self._header, on_host = _parts(memory)
         self._header[_GPU_BYTES] = 0 if on_gpu is None else self.size
-        self._bytes: Memory = on_host if on_gpu is None else on_gpu
+        self._bytes = on_host if on_gpu is None else on_gpu
 
 
-class _Opened:
+class _Opened(_End):
     """One end of a ring buffer, which opens the other end's memory. The file is unlinked: a ring can be opened once.
 
     Raises OSError if there is no such file or the GPU memory cannot be opened, and InvalidRequest if the file or the
@@ -104,7 +130,7 @@ class _Opened:
             memory = mmap.mmap(opened.fileno(), 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
             file.unlink()
         self._header, on_host = _parts(memory)
-        self._bytes: Memory = _open_gpu(offer, self._header[_GPU_BYTES], gpu) if gpu else on_host
+        self._bytes = _open_gpu(offer, self._header[_GPU_BYTES], gpu) if gpu else on_host
         self.size = len(self._bytes)
 
 
@@ -115,10 +141,6 @@ class Ring(_Made):
         super().__init__(directory, size, gpu)
         # _head: position of the next row. _floor: all data before this position have been read, whatever _READ is.
         self._head = self._floor = 0
-
-    def settle(self) -> None:
-        """Wait until the GPU has written to the ring. Call before notifying the reader. Host memory needs no wait."""
-        _wait_for(self._bytes)
 
     def claim(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor | None, pb.RingSlice]:
         """Reserve space. Return a tensor to fill at once and its slice; if the ring is full, None and an empty slice.
@@ -145,10 +167,6 @@ class Ring(_Made):
 class RingReader(_Opened):
     """The reading end of a ring buffer for activations. `gpu` is the GPU whose memory holds the ring, if any."""
 
-    @property
-    def on_gpu(self) -> bool:
-        return isinstance(self._bytes, Tensor)
-
     def rows(self, message: pb.ActivationsResponse) -> Tensor:
         """Return the activations of a message: a view of the ring, valid until `release`, or a copy of inline bytes.
 
@@ -160,20 +178,26 @@ class RingReader(_Opened):
 
     def release(self, taken: pb.RingSlice) -> None:
         """Mark the slice `taken` and all earlier slices as read, so that the writer may reuse their memory."""
-        _wait_for(self._bytes)
+        self.settle()
         self._header[_READ] = taken.position + taken.length
 
 
 class OverwritingRing(_Opened):
-    """The writing end of a ring buffer for q, which overwrites the oldest data. `put` and `claim` are thread-safe."""
+    """The writing end of a ring buffer for q, which overwrites the oldest data. `put` and `claim` are thread-safe.
 
-    def __init__(self, directory: Path, offer: pb.Ring):
-        super().__init__(directory, offer)
+    `gpu` is the GPU whose memory holds the ring, if any.
+    """
+
+    def __init__(self, directory: Path, offer: pb.Ring, gpu: torch.device | None = None):
+        super().__init__(directory, offer, gpu)
         self._head = self._header[_WRITTEN]
         self._claiming = threading.Lock()
 
     def put(self, numbers: Tensor) -> pb.RingSlice:
-        """Copy a tensor of any device over the oldest data. Return its slice: length 0 if the tensor is too large."""
+        """Copy a tensor of any device over the oldest data. Return its slice: length 0 if the tensor is too large.
+
+        Call `settle` before notifying the reader.
+        """
         claimed = self.claim(numbers.shape, numbers.dtype)
         if claimed is None:
             return pb.RingSlice()
@@ -195,17 +219,21 @@ class OverwritingRing(_Opened):
 
 
 class OverwritingRingReader(_Made):
-    """The reading end of a ring buffer for q. The ring's first position is random, to detect slices of other rings."""
+    """The reading end of a ring buffer for q, which lies in GPU memory if `gpu` is given.
 
-    def __init__(self, directory: Path, size: int):
-        super().__init__(directory, size)
+    The ring's first position is random, to detect slices of other rings.
+    """
+
+    def __init__(self, directory: Path, size: int, gpu: torch.device | None = None):
+        super().__init__(directory, size, gpu)
         self._first = self._header[_WRITTEN] = secrets.randbits(_FIRST_BITS) * self.size
 
     def view(self, message: tensor_pb2.Tensor, place: pb.RingSlice, dtype: torch.dtype | None = None) -> Tensor | None:
         """Return a view of the tensor in the slice `place`; None if the slice is overwritten or of another ring.
 
-        Data read from the view are valid only if `holds` is still true afterwards. Raises InvalidRequest for a slice
-        that crosses the ring's end, and if bytes, shape and dtype disagree.
+        Data read from the view are valid only if `holds` is still true afterwards, which on a GPU means: after the
+        reading kernel has ended. Raises InvalidRequest for a slice that crosses the ring's end, and if bytes, shape and
+        dtype disagree.
         """
         if not self.holds(place):
             return None
@@ -248,11 +276,6 @@ def _open_gpu(offer: pb.Ring, size: int, gpu: torch.device) -> Tensor:
     if token != offer.token:
         raise InvalidRequest("the memory of the GPU that was opened is not what the verifier offered")
     return memory[:size]
-
-
-def _wait_for(memory: Memory) -> None:
-    if isinstance(memory, Tensor):
-        cuda_ipc.wait_for(memory)
 
 
 def _tensor_at(memory: Memory, place: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

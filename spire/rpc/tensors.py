@@ -75,11 +75,11 @@ def from_wire(message: pb.Tensor, dtype: torch.dtype | None = None, data: memory
     size, came = math.prod(message.shape) * found.itemsize, len(raw)
     if came != size:
         raise InvalidRequest(f"tensor of shape {list(message.shape)} and {found} needs {size} bytes, {came} came")
-    if isinstance(raw, Tensor):
-        flat = raw.view(found)
-    else:
-        flat = torch.frombuffer(raw, dtype=found) if size else torch.empty(0, dtype=found)
     try:
+        if isinstance(raw, Tensor):
+            flat = raw.view(found)  # fails at an address that is no multiple of the item's size
+        else:
+            flat = torch.frombuffer(raw, dtype=found) if size else torch.empty(0, dtype=found)
         return flat.view(tuple(message.shape))
     except RuntimeError as error:  # with a 0 among the sizes, the others may overflow
-        raise InvalidRequest(f"no tensor has the shape {list(message.shape)}: {error}") from error
+        raise InvalidRequest(f"no tensor of {found} has the shape {list(message.shape)} there: {error}") from error

@@ -13,9 +13,9 @@ from pathlib import Path
 import grpc
 import torch
 
-from draft_service.activations import INLINE, SHARED_MEMORY, Follower
+from draft_service.activations import Follower
 from draft_service.drafter import Verified
-from spire.rpc.carrier import Ring
+from spire.rpc.carrier import INLINE, SHARED_MEMORY, Ring
 from spire.rpc.channel import connect, new_server
 from spire.rpc.tensors import to_wire, without_data
 from spire.v1 import verifier_pb2 as pb, verifier_pb2_grpc as rpc

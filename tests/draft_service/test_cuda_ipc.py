@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -20,10 +21,13 @@ from torch import Tensor
 
 import draft_service.activations as following_side
 import verifier_service.serve.service as offering_side
-from draft_service.activations import CUDA_IPC, INLINE, SHARED_MEMORY
+from draft_service.drafter import Drafter
+from draft_service.replies import Replies
+from spire.decoding.drafting import Drafted
 from spire.errors import InvalidRequest
 from spire.rpc import cuda_ipc
-from spire.rpc.carrier import Ring, RingReader
+from spire.rpc.carrier import CUDA_IPC, INLINE, SHARED_MEMORY, OverwritingRing, OverwritingRingReader, Ring, RingReader
+from spire.rpc.tensors import without_data
 from spire.v1 import verifier_pb2 as pb
 from tests.draft_service.harness import Following, following
 from tests.draft_service.test_requests import DEPTH, carriers, texts
@@ -94,6 +98,10 @@ def carried(both: Following) -> set[str]:
     return {name for name, count in both.follower.bytes_received.items() if count}
 
 
+def q_carriers(both: Following) -> set[str]:
+    return {name for name, count in both.requests.replies.q_bytes.items() if count}
+
+
 def names(directory: Path) -> list[Path]:
     return list(directory.iterdir())
 
@@ -106,11 +114,11 @@ async def test_on_one_gpu_rows_stay_there_and_the_text_is_that_of_shared_memory(
         monkeypatch.setattr(following_side, "gpu_of", lambda device, name=name: name)
         async with following(pair, tmp_path) as both:
             found.append(texts(await decoded(both, 10)))
-            assert carriers(both) == {carrier}
+            assert carriers(both) == q_carriers(both) == {carrier}
         assert not names(tmp_path), "no name stays behind"
     assert found[0] == found[1]
     assert {drafted for drafted, _ in found[0]} == {DEPTH}
-    assert len(gpu) == 1, "who runs on another GPU is offered none of this one's memory"
+    assert len(gpu) == 2, "a ring of activations and one of q; who runs on another GPU is offered none of this one's"
 
 
 async def decoded(both: Following, rounds: int) -> list[pb.VerifyResult]:
@@ -138,7 +146,7 @@ async def test_a_draft_that_cannot_open_the_gpus_memory_asks_for_the_hosts(
     async with following(pair, tmp_path) as both:
         assert {result.drafted for result in await decoded(both, 3)} == {DEPTH}
         assert carriers(both) == {SHARED_MEMORY}
-        assert len(gpu) == 1
+        assert len(gpu) == 2
         assert not names(tmp_path), "no name stays behind"
 
 
@@ -176,6 +184,39 @@ def test_rows_are_waited_for_before_announcement_and_before_release(
     assert len(waited) == 2
     assert message(ring, rows_of(PAGE // 192, 1)).slice.length, "all of it is free again"
     assert not message(ring, rows_of(1, 2)).slice.length, "and what does not fit travels inline"
+
+
+def test_q_in_the_gpus_memory_is_waited_for_before_the_reply(
+    tmp_path: Path, gpu: dict[bytes, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = OverwritingRingReader(tmp_path, PAGE, CPU)
+    ring = OverwritingRing(tmp_path, reader.offer, CPU)
+    waited: list[int] = []
+    monkeypatch.setattr(cuda_ipc, "wait_for", lambda memory: waited.append(len(waited)))
+    drafter = SimpleNamespace(q_ring=lambda: ring, draft=SimpleNamespace(config=SimpleNamespace(vocab_size=9)))
+    probs_BKM = torch.rand(2, 3, 9)
+    q = Replies(cast(Drafter, drafter))._placed(Drafted(torch.zeros(2, 3), None, probs_BKM))
+    assert len(waited) == 1
+    assert q is not None
+    assert q.of_probs is not None
+    place = q.of_probs
+    found = reader.view(without_data(probs_BKM), place)
+    assert found is not None
+    assert torch.equal(found, probs_BKM)
+    assert reader.holds(place)
+    put_all_over = [ring.put(torch.zeros(PAGE // 4, dtype=torch.uint8)) for _ in range(8)]
+    assert all(each.length for each in put_all_over)
+    assert not reader.holds(place)
+
+
+def test_a_slice_at_an_odd_address_of_the_gpus_memory_is_refused(tmp_path: Path, gpu: dict[bytes, Tensor]) -> None:
+    """A GPU that reads a number there is lost."""
+    reader = OverwritingRingReader(tmp_path, PAGE, CPU)
+    ring = OverwritingRing(tmp_path, reader.offer, CPU)
+    place = ring.put(torch.rand(4, 4))
+    place.position += 2
+    with pytest.raises(InvalidRequest, match=r"no tensor of torch\.float32"):
+        reader.view(without_data(torch.rand(3, 4)), pb.RingSlice(position=place.position, length=48))
 
 
 def test_a_slice_around_the_end_of_the_gpus_memory_is_refused(tmp_path: Path, gpu: dict[bytes, Tensor]) -> None:

@@ -7,10 +7,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from draft_service.activations import INLINE, SHARED_MEMORY
-from spire.v1 import tensor_pb2, verifier_pb2 as pb
+from spire.rpc.carrier import INLINE, SHARED_MEMORY
+from spire.v1 import draft_pb2, tensor_pb2, verifier_pb2 as pb
 from tests.draft_service.conftest import eventually
-from tests.draft_service.harness import SAMPLED, Following, following
+from tests.draft_service.harness import GREEDY, SAMPLED, Following, following
 
 DEPTH = 3
 
@@ -25,25 +25,46 @@ def carriers(both: Following) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "sampling",
+    ("sampling", "top_m"),
     [
-        pytest.param(SAMPLED, id="judged by q"),
-        pytest.param(tensor_pb2.Sampling(top_p=1), id="greedy"),
-        pytest.param(tensor_pb2.Sampling(temperature=1, top_p=1, rule=tensor_pb2.RULE_INVARIANT), id="invariant"),
+        pytest.param(SAMPLED, None, id="judged by q"),
+        pytest.param(SAMPLED, 8, id="judged by q over candidates"),
+        pytest.param(tensor_pb2.Sampling(top_p=1), None, id="greedy"),
+        pytest.param(tensor_pb2.Sampling(temperature=1, top_p=1, rule=tensor_pb2.RULE_INVARIANT), None, id="invariant"),
     ],
 )
 async def test_in_shared_memory_rows_and_q_are_what_they_are_inline(
-    pair: tuple[Path, Path], tmp_path: Path, sampling: tensor_pb2.Sampling
+    pair: tuple[Path, Path], tmp_path: Path, sampling: tensor_pb2.Sampling, top_m: int | None
 ) -> None:
     found = []
     for shared, carrier in ((str(tmp_path), SHARED_MEMORY), ("", INLINE)):
-        async with following(pair, shared) as both:
+        async with following(pair, shared, top_m) as both:
             await both.start("a", [1, 2, 3, 4, 5], sampling)
             found.append(await both.decode("a", 10, DEPTH))
             assert carriers(both) == {carrier}
     assert texts(found[0]) == texts(found[1])
     assert {result.drafted for result in found[0]} == {DEPTH}
     assert sum(result.accepted for result in found[0]) > 0
+
+
+@pytest.mark.parametrize("top_m", [None, 8], ids=["whole vocabulary", "candidates"])
+async def test_one_reply_for_all_items_names_q_in_the_ring(
+    pair: tuple[Path, Path], tmp_path: Path, top_m: int | None
+) -> None:
+    async with following(pair, tmp_path, top_m) as both:
+        for name, sampling in {"a": SAMPLED, "b": GREEDY}.items():
+            await both.start(name, [1, 2, 3, 4, 5], sampling)
+        made, replies = both.requests.replies.to, list[draft_pb2.DraftReply]()
+        both.requests.replies.to = lambda *given: replies.append(made(*given)) or replies[-1]  # type: ignore[func-returns-value,method-assign]
+        items = [pb.VerifyItem(sequence_id=name, round=1, k=DEPTH) for name in "ab"]
+        await both.client.send(pb.RoundsRequest(verify=pb.VerifyBatch(batch_id=1, items=items, patience_seconds=10)))
+        results = (await both.client.read()).verified.results
+    assert [result.drafted for result in results] == [DEPTH, DEPTH]
+    (reply,) = replies
+    assert not reply.items
+    assert len(reply.uniform.tokens) == 2 * DEPTH
+    assert reply.uniform.q.probabilities_slice.length
+    assert bool(reply.uniform.q.ids_slice.length) == (top_m is not None)
 
 
 @pytest.mark.parametrize("broken", ["from_protos", "_add_uniform"], ids=["reading the request", "making the reply"])

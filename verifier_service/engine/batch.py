@@ -156,42 +156,43 @@ class SharedQ:
     """The q of several blocks with k tokens each, sent by one draft in one message."""
 
     def __init__(self, q: pb.DraftDistribution, blocks: int):
-        self._places, self._message, self._blocks = (q.probabilities_slice,), q.probabilities, blocks
-        self._probs_XKV: Tensor | None = None
+        self._message, self._blocks = q, blocks
+        self._q: Q | None = None
 
     def of(self, row: int, k: int, vocab_size: int, ring: OverwritingRingReader | None) -> Q | None:
         """Return the q of block `row`; None if the q has been overwritten. Raises InvalidRequest for a wrong shape."""
-        if self._probs_XKV is None:
-            probs_XKV = _read_probs(self._message, *self._places, ring)
-            if probs_XKV is None:
-                return None
-            expected = (self._blocks, k, vocab_size)
-            if probs_XKV.shape != expected:
-                raise InvalidRequest(f"q without ids has shape {list(probs_XKV.shape)}, expected {list(expected)}")
-            self._probs_XKV = probs_XKV
-        return Q(self._probs_XKV, vocab_size, None, row, ring, self._places)
+        self._q = self._q or _read_q(self._message, (self._blocks, k), vocab_size, ring)
+        q = self._q
+        return Q(q.probs, q.width, q.ids, row, q.ring, q.places) if q else None
 
 
 def read_q(q: pb.DraftDistribution, k: int, vocab_size: int, ring: OverwritingRingReader | None) -> Q | None:
     """Return the q of one block; None if the q has been overwritten. Raises InvalidRequest for wrong shapes."""
+    return _read_q(q, (k,), vocab_size, ring)
+
+
+def _read_q(
+    q: pb.DraftDistribution, leading: tuple[int, ...], vocab_size: int, ring: OverwritingRingReader | None
+) -> Q | None:
+    """Return q as tensors of shape [*leading, M]."""
     places = tuple(place for place in (q.ids_slice, q.probabilities_slice) if place.length)
-    probs_KM = _read_probs(q.probabilities, q.probabilities_slice, ring)
-    if probs_KM is None:
+    probs = _read_probs(q.probabilities, q.probabilities_slice, ring)
+    if probs is None:
         return None
     if not q.HasField("ids"):
-        if probs_KM.shape != (k, vocab_size):
-            raise InvalidRequest(f"q without ids has shape {list(probs_KM.shape)}, expected [{k}, {vocab_size}]")
-        return Q(probs_KM, vocab_size, None, None, ring, places)
-    ids_KM = _read_tensor(q.ids, q.ids_slice, ring, torch.int32)
-    if ids_KM is None:
+        if probs.shape != (*leading, vocab_size):
+            raise InvalidRequest(f"q without ids has shape {list(probs.shape)}, expected {[*leading, vocab_size]}")
+        return Q(probs, vocab_size, None, None, ring, places)
+    ids = _read_tensor(q.ids, q.ids_slice, ring, torch.int32)
+    if ids is None:
         return None
-    fits = ids_KM.ndim == 2 and len(ids_KM) == k and 0 < ids_KM.shape[1] <= vocab_size
-    if ids_KM.shape != probs_KM.shape or not fits:
+    fits = ids.ndim == len(leading) + 1 and ids.shape[:-1] == leading and 0 < ids.shape[-1] <= vocab_size
+    if ids.shape != probs.shape or not fits:
         raise InvalidRequest(
-            f"q has ids of shape {list(ids_KM.shape)} and probabilities of shape {list(probs_KM.shape)}, "
-            f"expected [{k}, m] for both, m at most {vocab_size}"
+            f"q has ids of shape {list(ids.shape)} and probabilities of shape {list(probs.shape)}, "
+            f"expected [{', '.join(map(str, leading))}, m] for both, m at most {vocab_size}"
         )
-    return Q(probs_KM, probs_KM.shape[1], ids_KM, None, ring, places)
+    return Q(probs, probs.shape[-1], ids, None, ring, places)
 
 
 def _read_probs(message: tensor_pb2.Tensor, place: pb.RingSlice, ring: OverwritingRingReader | None) -> Tensor | None:
@@ -240,11 +241,14 @@ def _pad_q(blocks: Rows[Block], K: int, device: torch.device) -> SparseDistribut
     if all(q.ids is None for q in carried):
         rows_KM = [q.probs_KM[: block.k] if q else None for block, q in zip(blocks, of_blocks, strict=True)]
         return SparseDistribution.whole(rows_KM, K, M, device)
-    probs_BKM, ids_BKM = torch.zeros(len(blocks), K, M), torch.zeros(len(blocks), K, M, dtype=torch.int64)
+    # Where q lies: a row that has to change the device is waited for.
+    probs_BKM = torch.zeros(len(blocks), K, M, device=first.probs.device)
+    ids_BKM = torch.zeros(probs_BKM.shape, dtype=torch.int64, device=probs_BKM.device)
+    every_id_V = torch.arange(M, device=probs_BKM.device)
     for row, (block, q) in enumerate(zip(blocks, of_blocks, strict=True)):
         if q:
             probs_BKM[row, : block.k, : q.width] = q.probs_KM[: block.k]
-            ids_BKM[row, : block.k, : q.width] = torch.arange(q.width) if q.ids_KM is None else q.ids_KM[: block.k]
+            ids_BKM[row, : block.k, : q.width] = every_id_V[: q.width] if q.ids_KM is None else q.ids_KM[: block.k]
     return SparseDistribution(ids_BKM.to(device), probs_BKM.to(device))
 
 

@@ -176,12 +176,13 @@ class Blocks:
         if not blocks:
             return [], None
         batch = pad(blocks, self._steps.device)
+        # Waits for a GPU: only then has it read q.
+        problems = q_problems(batch, self._limits.vocab_size)
         overwritten = [block for block in blocks if block.q and not block.q.holds]
         for block in overwritten:
             block.empty()
         if overwritten:
             return self._with_sound_q(blocks)
-        problems = q_problems(batch, self._limits.vocab_size)
         if not any(problems):
             return blocks, batch
         for block, problem in zip(blocks, problems, strict=True):

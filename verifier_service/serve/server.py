@@ -25,7 +25,7 @@ from spire.model.backends.placed import backend_for
 from spire.model.backends.reference import Reference
 from spire.model.cache.placed import cache_for
 from spire.model.config import ModelConfig, load_model_config, unknown_keys
-from spire.model.placement import choose_device, choose_dtype, leaves_cores, loads_kernels_late
+from spire.model.placement import choose_device, choose_dtype, device_name, leaves_cores, loads_kernels_late
 from spire.model.self_speculation import SparseAttention
 from spire.model.target import Target
 from spire.perf.room import Room, Wishes, free_memory, room_for
@@ -104,6 +104,8 @@ def load(config: VerifierConfig) -> tuple[VerifierEngine, Hosted]:
         most_sequences_ahead=room.sequences if leaves_cores(device) else _FEW_SEQUENCES,
         suggested_sampling=pb.SuggestedSampling(**sampling.model_dump(exclude_none=True)),
         load_seconds=time.monotonic() - began,
+        device=device_name(device),
+        kernels=backend.kernels,
     )
     return engine, Hosted(info, tokenizer, grammars)
 

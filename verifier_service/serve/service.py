@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import grpc
 import structlog
+import torch
 
 from spire.errors import InvalidRequest, OutOfCapacity, SpireError
 from spire.rpc.carrier import OverwritingRingReader, Ring
@@ -42,6 +43,8 @@ log = structlog.get_logger("verifier_service")
 # The ring of activations holds a whole replay, or three rounds of an 8B target at 64 sequences; the ring of q holds
 # four rounds of 64 sequences at k = 8 and a vocabulary of 4,096. A container has 64 MiB for both by default.
 MAX_RING_BYTES, Q_RING_BYTES = 44 * 1024 * 1024, 18 * 1024 * 1024
+# In a GPU's memory: four rounds of 64 sequences at k = 16 and 4,096 ids of a larger vocabulary.
+GPU_Q_RING_BYTES = 128 * 1024 * 1024
 # Seconds between two checks of the pace, which is sent to gateways if it has changed.
 _PACE_SECONDS = 1.0
 # Placeholder in a stream's queue for the newest message about drafts.
@@ -276,23 +279,22 @@ class VerifierService(rpc.VerifierServicer):
             self._engine.call(self._engine.publisher.unsubscribe, request.draft_id, subscriber.deliver)
             if self._engine.q_rings.get(request.draft_id) is q_ring:
                 self._engine.q_rings.pop(request.draft_id, None)
-            if ring and ring.offer.gpu_handle:
-                # The memory must not be freed while the draft maps it; the draft soon learns of the stream's end.
-                asyncio.get_running_loop().call_later(_STILL_MAPPED_SECONDS, lambda _: None, ring)
+            # Memory of a GPU must not be freed while the draft maps it; the draft soon learns of the stream's end.
+            mapped = [each.gpu_memory for each in (ring, q_ring) if each and each.gpu_memory is not None]
+            asyncio.get_running_loop().call_later(_STILL_MAPPED_SECONDS, mapped.clear)
 
     def _share(self, taps: Taps, gpu: str) -> tuple[Ring | None, OverwritingRingReader | None]:
         """Create the rings for a draft on this host, for activations (if it taps layers) and q. Blocks the thread."""
         size, device = min(MAX_RING_BYTES, self._engine.publisher.replay_bytes(taps)), self._engine.steps.device
-        ring = None
-        if size and gpu and gpu == gpu_of(device):
-            ring = self._made(partial(Ring, gpu=device), size)
-        if size and ring is None:
-            ring = self._made(Ring, size)
-        return ring, self._made(OverwritingRingReader, Q_RING_BYTES)
+        ring = of_q = None
+        if gpu and gpu == gpu_of(device):
+            ring = self._made(Ring, size, device)
+            of_q = self._made(OverwritingRingReader, GPU_Q_RING_BYTES, device)
+        return ring or self._made(Ring, size), of_q or self._made(OverwritingRingReader, Q_RING_BYTES)
 
-    def _made(self, kind: Callable[[Path, int], Made], size: int) -> Made | None:
+    def _made(self, kind: type[Made], size: int, gpu: torch.device | None = None) -> Made | None:
         try:
-            return kind(Path(self._shared_memory), size) if self._shared_memory else None
+            return kind(Path(self._shared_memory), size, gpu) if self._shared_memory and size else None
         except OSError as error:
             log.warning("no shared memory for a draft", directory=self._shared_memory, bytes=size, error=str(error))
             return None

@@ -53,7 +53,10 @@ def test_guesses_are_waited_for_as_verifications_are(stories_dir: Path) -> None:
 def test_the_kind_of_draft_is_shown(api: Api, stories_dir: Path) -> None:
     ready = {"status": "ready", "model": stories_dir.name, "verifier": "connected"}
     ready |= {"max_context": 512, "max_sequences": 64}
-    assert api.ready() == ready | {"draft": "connected", "draft_kind": "magicdec"}
+    ready |= {"draft": "connected", "draft_kind": "magicdec"}
+    found = api.ready()
+    assert ready.items() <= found.items()
+    assert all(found[name] for name in ("device", "dtype", "kernels"))
     assert api.metric("spire_draft_info", kind="magicdec", name=stories_dir.name) == 1
     assert api.metric("spire_draft_state_bytes_per_sequence") == 0
     (card,) = api.http.get("/v1/models").json()["data"]

@@ -166,7 +166,8 @@ def test_a_full_queue_refuses_with_429_and_recovers(stories_dir: Path) -> None:
         api = Api(system.url)
         plainly = {"verifier": "connected", "draft": "off", "draft_kind": None}
         plainly |= {"max_context": 512, "max_sequences": 64}
-        assert api.ready() == {"status": "degraded", "model": stories_dir.name} | plainly
+        plainly |= {"status": "degraded", "model": stories_dir.name}
+        assert plainly.items() <= api.ready().items()
         with ThreadPoolExecutor(2) as pool:
             running_one = pool.submit(api.complete, PROMPT, max_tokens=480, ignore_eos=True)
             eventually(lambda: api.metric("spire_sequences_now", state="running") == 1)

@@ -32,7 +32,7 @@ source = ASTSource(getattr(kernels, name), signature=signature, constexprs=fixed
 print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
 """
 
-BF16, I32, I64, F32 = "*bf16", "*i32", "*i64", "*fp32"
+BF16, FP8, I32, I64, F32 = "*bf16", "*fp8e4nv", "*i32", "*i64", "*fp32"
 Case = tuple[str, str, dict[str, str], dict[str, str], dict[str, Any], dict[str, int]]
 
 
@@ -57,9 +57,9 @@ def join(width: int) -> Case:
     )
 
 
-def add_norm(width: int) -> Case:
-    pointers = dict.fromkeys(("x", "more", "weight", "total", "out"), BF16)
-    fixed = {"ADD": True, "BLOCK": width}
+def add_norm(width: int, fp8: bool = False) -> Case:
+    pointers = dict.fromkeys(("x", "more", "weight", "total"), BF16) | {"out": FP8 if fp8 else BF16, "scales": F32}
+    fixed = {"ADD": True, "FP8": fp8, "LARGEST": 448.0, "LEAST": 1e-12, "BLOCK": width}
     return (
         "backends.gpu.elementwise",
         "_add_norm",
@@ -68,6 +68,11 @@ def add_norm(width: int) -> Case:
         fixed,
         {"num_warps": width // 512},
     )
+
+
+def quantise(width: int) -> Case:
+    pointers, fixed = {"x": BF16, "out": FP8, "scales": F32}, {"LARGEST": 448.0, "LEAST": 1e-12, "BLOCK": width}
+    return "backends.gpu.elementwise", "_quantise", pointers, {"D": "i32"}, fixed, {"num_warps": min(16, width // 512)}
 
 
 def rotate(width: int) -> Case:
@@ -99,6 +104,9 @@ CASES = {
     "joining": join(128),
     "norm of 4,096": add_norm(4096),
     "norm of 8,192": add_norm(8192),
+    "norm of 4,096 in fp8": add_norm(4096, fp8=True),
+    "4,096 numbers in fp8": quantise(4096),
+    "16,384 numbers in fp8": quantise(16384),
     "rotation of 128": rotate(128),
     "rotation of 64": rotate(64),
     "gate": silu_mul(),

@@ -13,10 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from spire.errors import CheckpointError
 from spire.model.attention import triton_kernels
 from spire.model.backends.gpu.backend import GpuBackend, PaddedMemory, PaddedRound
 from spire.model.backends.gpu.draft_round import GpuRound
+from spire.model.backends.gpu.fp8 import FP8, Fp8Linear, Rows8, rows8
 from spire.model.backends.gpu.packed_layer import PackedLayer
+from spire.model.backends.placed import fp8_backend_for
 from spire.model.cache.paged import PagedCache
 from spire.model.config import DraftConfig, ModelConfig, RopeConfig
 from spire.model.draft import prune
@@ -193,13 +196,116 @@ def test_a_layer_asks_for_twelve_launches_at_most(
 def launched(counter: Counter, name: str, kernel: Callable[..., Any], count: int) -> Callable[..., Any]:
     """Count the kernel's own launches, and nothing of what its interpreter does."""
 
-    def call(*args: Any) -> Any:
+    def call(*args: Any, **options: Any) -> Any:
         before = len(counter.launches)
-        found = kernel(*args)
+        found = kernel(*args, **options)
         counter.launches[before:] = [name] * count
         return found
 
     return call
+
+
+def scaled_mm(
+    values_RD: Tensor, weight_DE: Tensor, *, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    """As torch's product of fp8 matrices on a GPU, with scales of rows and of outputs, but not rounded to bfloat16."""
+    assert out_dtype == torch.bfloat16
+    assert values_RD.dtype == weight_DE.dtype == FP8
+    assert scale_a.shape == (len(values_RD), 1)
+    assert scale_b.shape == (1, weight_DE.shape[1])
+    assert scale_a.is_contiguous()
+    assert scale_b.is_contiguous()
+    return (values_RD.float() * scale_a) @ (weight_DE.float() * scale_b)
+
+
+def wide(rows: Rows8) -> Tensor:
+    return rows.values_RD.float() * rows.scale_R1
+
+
+@pytest.fixture
+def rounds_to_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter halves numbers that round up to a power of two."""
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    convert = interpreter._convert_float
+
+    def converted(data: Any, source: Any, target: Any, mode: Any) -> Any:
+        if target != triton.language.float8e4nv:
+            return convert(data, source, target, mode)
+        assert source == triton.language.float32
+        return torch.from_numpy(data).to(FP8).view(torch.uint8).numpy()
+
+    monkeypatch.setattr(interpreter, "_convert_float", converted)
+
+
+@pytest.mark.usefixtures("rounds_to_fp8")
+@pytest.mark.parametrize("width", [64, thoroughly(96), thoroughly(4096)])
+def test_rows_in_fp8_are_torch_s(kernels: ModuleType, width: int) -> None:
+    torch.manual_seed(width)
+    x_RD, more_RD, weight_D = torch.randn(5, width), torch.randn(5, width), torch.rand(width)
+    x_RD[3] = more_RD[3] = 0
+    given = x_RD, more_RD, weight_D, 1e-5
+    for found, exact in (
+        (kernels.quantise(x_RD), x_RD),
+        (kernels.norm(x_RD, weight_D, 1e-5, fp8=True), kernels.norm(x_RD, weight_D, 1e-5)),
+        (kernels.add_norm(*given, fp8=True)[1], kernels.add_norm(*given)[1]),
+    ):
+        torch.testing.assert_close(found.scale_R1, rows8(exact).scale_R1, rtol=1e-5, atol=0)
+        # A number next to the middle of two may be rounded to either.
+        same = (found.values_RD.float() == rows8(exact).values_RD.float()).float().mean()
+        assert same > 0.99
+        assert ((wide(found) - exact).abs() <= exact.abs() / 16 + found.scale_R1 * 2**-9).all()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_in_fp8_is_near_the_product(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    torch.manual_seed(0)
+    linear = nn.Linear(64, 96, bias=bias).bfloat16().requires_grad_(False)
+    x_BTD, right_of = torch.randn(2, 3, 64).bfloat16(), copy.deepcopy(linear).double()
+    fp8 = Fp8Linear(linear)
+    assert linear.weight is None
+    assert fp8(x_BTD).shape == (2, 3, 96)
+    assert near(fp8(x_BTD), right_of(x_BTD.double()), 0.05)
+    torch.testing.assert_close(fp8(x_BTD, 32), fp8(x_BTD)[..., 32:])
+    rows = rows8(x_BTD.flatten(0, 1))
+    assert torch.equal(fp8(rows), fp8(x_BTD).flatten(0, 1))
+
+
+@pytest.mark.usefixtures("rounds_to_fp8")
+def test_a_round_in_fp8_by_kernels_is_the_one_by_torch(backend: GpuBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp32 between the products: Triton's interpreter has no products in bfloat16."""
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    backend._fp8, contexts, k = True, [2, 30, 9], 4
+    spire = DraftConfig(target_fingerprint="", tapped_layers=(1, 2), window=6)
+    draft = backend.pack(prune(new_target(), spire, (1, 2)).requires_grad_(False))
+    layers = cast(list[PackedLayer], list(draft.layers))
+    assert all(isinstance(part, Fp8Linear) for part in (layers[0].o_proj, layers[1].down_proj))
+    assert isinstance(draft.lm_head, nn.Linear), "40 ids are no multiple of 16"
+    memory = absorbed(backend.memory(draft, 3), contexts)
+    rounds = [DraftMemory.round(memory, [2, 0, 1], [9, 2, 30], k), memory.round([2, 0, 1], [9, 2, 30], k)]
+    for tokens_B in torch.randint(40, (k, 3)):
+        right, found = (round_.next_logits(tokens_B) for round_ in rounds)
+        assert near(found, right, 0.02)
+    assert isinstance(cast(PaddedRound, rounds[1])._begun, GpuRound)
+
+
+def test_a_draft_whose_sizes_fp8_has_no_products_for_is_refused() -> None:
+    spire = DraftConfig(target_fingerprint="", tapped_layers=(1, 2), window=6)
+    draft = prune(new_target(intermediate_size=88), spire, (1, 2)).requires_grad_(False)
+    with pytest.raises(CheckpointError, match="64 × 88: leave it out"):
+        GpuBackend(Recorder(), fp8=True).pack(draft)
+
+
+def test_fp8_is_refused_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CheckpointError, match="needs a GPU, and the draft runs on cpu"):
+        fp8_backend_for(torch.device("cpu"), torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(CheckpointError, match=r"NVIDIA A100 has 8\.0"):
+        fp8_backend_for(torch.device("cuda"), torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with pytest.raises(CheckpointError, match="--dtype"):
+        fp8_backend_for(torch.device("cuda"), torch.float32)
 
 
 DRAFTS: list[Any] = [
@@ -238,9 +344,12 @@ def test_a_round_by_kernels_is_the_round(backend: GpuBackend, changes: dict[str,
     assert isinstance(round_._begun, GpuRound)
 
 
-def test_a_draft_s_layer_asks_for_fourteen_launches_a_pass_at_most(
-    backend: GpuBackend, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fp8", [False, True], ids=["bfloat16", "fp8"])
+def test_a_draft_s_layer_asks_for_twelve_launches_a_pass_in_fp8_for_fourteen(
+    backend: GpuBackend, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, fp8: bool
 ) -> None:
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    backend._fp8 = fp8
     launches: dict[int, int] = {}
     of_draft = importlib.import_module("spire.model.backends.gpu.draft_attention")
     for layers in (1, 3):
@@ -250,12 +359,13 @@ def test_a_draft_s_layer_asks_for_fourteen_launches_a_pass_at_most(
         assert isinstance(memory, PaddedMemory)
         round_ = memory.begin(torch.tensor([0, 1]), torch.tensor([3, 3]), 4)
         with Counter() as counter, monkeypatch.context() as patch:
-            for name in ("norm", "add_norm", "rotate_and_store", "silu_mul"):
+            for name in ("norm", "add_norm", "rotate_and_store", "silu_mul", "quantise"):
                 patch.setattr(kernels, name, launched(counter, name, getattr(kernels, name), 1))
+            patch.setattr(torch, "_scaled_mm", launched(counter, "product", scaled_mm, 1))
             patch.setattr(of_draft, "attend", launched(counter, "attend", of_draft.attend, 1))
             round_.next_logits(torch.tensor([1, 2]))
         launches[layers] = len(counter.launches)
-    assert launches[3] - launches[1] <= 2 * 14
+    assert launches[3] - launches[1] <= 2 * (14 if fp8 else 12)
 
 
 def test_without_kernels_the_packed_layers_serve(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,6 +158,7 @@ def test_a_draft_s_round_by_graphs_drafts_the_same_tokens(target: Target, kind: 
             position_R = torch.tensor([0, *range(1 + slot, 9 + slot)])  # the sink and the window
             taps_RND = torch.randn(len(position_R), 2, 32, generator=torch.Generator().manual_seed(slot))
             memory.absorb(torch.full_like(position_R, slot), position_R, taps_RND)
+    absorbing = recorder.recorded
     for slots, k in (([3, 1], 3), ([0], 3), ([6, 5, 4, 2], 3), ([1, 2], 3), ([2, 0, 1], 1), ([6, 4, 3, 1, 0], 3)) * 3:
         bases, newest_B = [9 + slot for slot in slots], torch.tensor([7 * slot for slot in slots])
         rows = from_protos([SAMPLINGS[kind][slot % len(SAMPLINGS[kind])] for slot in slots])
@@ -174,7 +175,24 @@ def test_a_draft_s_round_by_graphs_drafts_the_same_tokens(target: Target, kind: 
             assert (mine is None) == (other is None)
             if mine is not None and other is not None:
                 torch.testing.assert_close(mine, other, atol=1e-2, rtol=1e-2)
-    assert recorder.recorded
+    assert recorder.recorded > absorbing
+
+
+def test_activations_are_absorbed_by_graphs_as_without(target: Target) -> None:
+    draft = prune(target, DraftConfig(target_fingerprint="", tapped_layers=(1, 2), window=8), (1, 2))
+    draft.requires_grad_(False)
+    recorder, numbers = Recorder(), random.Random(3)
+    mine, other = (backend.memory(draft, SLOTS) for backend in (GpuBackend(recorder), Reference()))
+    for step in range(40):
+        slot_R = torch.tensor(numbers.sample(range(SLOTS), numbers.randint(1, SLOTS)))
+        position_R = torch.full_like(slot_R, step)
+        taps_RND = torch.randn(len(slot_R), 2, 32, generator=torch.Generator().manual_seed(step))
+        for memory in (mine, other):
+            memory.absorb(slot_R, position_R, taps_RND)
+    assert 0 < recorder.recorded < recorder.replayed
+    assert torch.equal(mine.positions_XS[:SLOTS], other.positions_XS)
+    for found, expected in ((mine.keys_NXGSK, other.keys_NXGSK), (mine.values_NXGSK, other.values_NXGSK)):
+        torch.testing.assert_close(found[:, :SLOTS], expected, atol=1e-5, rtol=1e-5)
 
 
 class OutOfMemory(Recorder):

@@ -50,8 +50,8 @@ def rotate_and_store(projected: Tensor, *rest: Any) -> Tensor:
 
 # Kernels as operators without an implementation: what goes in is not looked at, and shapes come out.
 FAKES = SimpleNamespace(
-    norm=lambda x, weight, eps: torch.empty_like(x),
-    add_norm=lambda x, more, weight, eps, out=None: (torch.empty_like(x), torch.empty_like(x)),
+    norm=lambda x, weight, eps, fp8=False: torch.empty_like(x),
+    add_norm=lambda x, more, weight, eps, out=None, fp8=False: (torch.empty_like(x), torch.empty_like(x)),
     rotate_and_store=rotate_and_store,
     silu_mul=lambda x: x[:, : x.shape[1] // 2].contiguous(),
 )
@@ -141,6 +141,16 @@ def test_a_draft_s_round_asks_nothing_of_the_host(backend: GpuBackend, kind: str
         found = backend.draft(round_, RoundInputs(numbers, numbers, T, rows, candidates), lambda shape: None)
     assert works(backend) == 1
     assert found.tokens_BK.shape == (B, T)
+
+
+def test_absorbing_activations_asks_nothing_of_the_host(backend: GpuBackend) -> None:
+    spire = DraftConfig(target_fingerprint="", tapped_layers=(1, 2), window=8)
+    with META:
+        draft = backend.pack(prune(new_target(), spire, (1, 2)))
+    memory, numbers_R = backend.memory(draft, B), torch.empty(5, dtype=torch.int64, device=META)
+    for _ in range(2):
+        memory.absorb(numbers_R, numbers_R, torch.empty(5, 2, 32, device=META))
+    assert works(backend) == 1
 
 
 X = torch.empty(1, device=META)

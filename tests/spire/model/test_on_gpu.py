@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from spire.decoding.drafting import RoundInputs
 from spire.model.backends.gpu.backend import GpuBackend, PaddedRound
 from spire.model.backends.gpu.draft_round import GpuRound
+from spire.model.backends.gpu.fp8 import Fp8Linear
 from spire.model.backends.gpu.graphs import Outputs
+from spire.model.backends.placed import fp8_backend_for
 from spire.model.cache.paged import PagedCache
 from spire.model.config import DraftConfig, ModelConfig
 from spire.model.draft import prune
@@ -106,6 +108,28 @@ def test_a_draft_s_passes_give_what_its_layers_give(
         tokens_B = torch.tensor([step, 7 * step, 100 + step])
         right, found = rounds[0].next_logits(tokens_B), rounds[1].next_logits(tokens_B.cuda())
         assert error(found, right) < bound
+    assert isinstance(rounds[1], PaddedRound)
+    assert isinstance(rounds[1]._begun, GpuRound)
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="no products in fp8"
+)
+def test_a_draft_s_passes_in_fp8_are_near_those_in_bfloat16() -> None:
+    spire = DraftConfig(target_fingerprint="", tapped_layers=(1, 2))
+    draft = prune(new_target(torch.bfloat16, 8, 2), spire, (1, 2)).bfloat16().requires_grad_(False)
+    exact, backend = copy.deepcopy(draft).double(), fp8_backend_for(torch.device("cuda"), torch.bfloat16)
+    served = backend.pack(draft.cuda())
+    assert isinstance(served.lm_head, Fp8Linear)
+    memories = [DraftMemory(exact, 1), backend.memory(served, 1)]
+    taps_RND, positions = torch.randn(9, 2, 256, generator=torch.Generator().manual_seed(1)).bfloat16(), torch.arange(9)
+    for memory in memories:
+        on = memory.keys_NXGSK
+        memory.absorb(torch.zeros(9, dtype=torch.int64).to(on.device), positions.to(on.device), taps_RND.to(on))
+    rounds = [memory.round([0], [9], 4) for memory in memories]
+    for token in (5, 6, 7, 8):
+        right, found = rounds[0].next_logits(torch.tensor([token])), rounds[1].next_logits(torch.tensor([token]).cuda())
+        assert error(found, right) < 0.2
     assert isinstance(rounds[1], PaddedRound)
     assert isinstance(rounds[1]._begun, GpuRound)
 

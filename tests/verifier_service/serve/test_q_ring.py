@@ -20,7 +20,6 @@ from tests.verifier_service.conftest import Running
 from tests.verifier_service.engine.test_draft_requests import Draft, drafting
 from tests.verifier_service.harness import VOCAB, Client, Follower, Verifier, distribution, prompt_of
 from verifier_service.engine import blocks
-from verifier_service.engine.batch import RaggedBatch, pad
 
 pytestmark = pytest.mark.usefixtures("each_backend")
 
@@ -96,20 +95,23 @@ async def test_a_block_whose_q_is_gone_is_verified_as_an_empty_one(running: Runn
         assert outcome(await verified(client, "left", q)) == plain
 
 
+@pytest.mark.parametrize("during", ["pad", "q_problems"])
 async def test_a_block_whose_q_is_overwritten_during_the_read_counts_as_empty(
-    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, during: str
 ) -> None:
+    """A GPU may still read q while the host goes on, until the host has read what is wrong with it."""
+    work = getattr(blocks, during)
     async with running(shared_memory=str(tmp_path)) as verifier:
         ring, client = await followed(await verifier.follower(shared_memory=tmp_path)), verifier.client()
         plain = outcome(await verified(client, "plain", None))
 
-        def pad_slowly(*arguments: Any) -> RaggedBatch:
-            batch = pad(*arguments)
+        def slowly(*arguments: Any) -> Any:
+            found = work(*arguments)
             for _ in range(8):
                 put(ring, torch.zeros(ring.size // 4, dtype=torch.uint8))
-            return batch
+            return found
 
-        monkeypatch.setattr(blocks, "pad", pad_slowly)
+        monkeypatch.setattr(blocks, during, slowly)
         assert outcome(await verified(client, "overwritten", placed(ring))) == plain
 
 
@@ -129,7 +131,9 @@ class RingDraft:
     def __init__(self, draft: Draft, ring: OverwritingRing):
         self.draft, self.ring = draft, ring
 
-    async def guess(self, probs_BKV: Tensor, shape: list[int] | None = None, tokens: int = 6) -> None:
+    async def guess(
+        self, probs_BKV: Tensor, shape: list[int] | None = None, tokens: int = 6, ids_BKM: Tensor | None = None
+    ) -> None:
         """Reply to the next request: every item has the same tokens, all together so many."""
         reply = draft_pb2.DraftReply(batch_id=(await self.draft.asked()).batch_id)
         reply.uniform.tokens.extend((5 * DRAFT)[:tokens])
@@ -138,6 +142,9 @@ class RingDraft:
         if shape is not None:
             q.probabilities.shape[:] = shape
         q.probabilities_slice.CopyFrom(put(self.ring, probs_BKV))
+        if ids_BKM is not None:
+            q.ids.CopyFrom(without_data(ids_BKM))
+            q.ids_slice.CopyFrom(put(self.ring, ids_BKM))
         await self.draft.write(reply)
 
 
@@ -173,6 +180,26 @@ async def test_q_of_all_proposals_at_once_counts_as_each_ones_own(running: Runni
             )
             (alone,) = await client.verify(pb.VerifyItem(sequence_id=name, round=1, draft_tokens=DRAFT, q=own))
             assert outcome(alone) == outcome(at_once[twin]), row
+
+
+async def test_candidates_of_all_at_once_count_as_the_whole_distribution(running: Running, tmp_path: Path) -> None:
+    """Each block has the candidates of its own row."""
+    of_rows = [[*DRAFT, *range(10 + 6 * row, 16 + 6 * row)] for row in range(3)]
+    ids_BKM = torch.tensor(of_rows, dtype=torch.int32)[:, None].expand(3, len(DRAFT), 8).contiguous()
+    probs_BKM = torch.rand(3, len(DRAFT), 8, generator=torch.Generator().manual_seed(4))
+    probs_BKM /= probs_BKM.sum(-1, keepdim=True)
+    probs_BKV = torch.zeros(3, len(DRAFT), VOCAB).scatter_(2, ids_BKM.long(), probs_BKM)
+    found = []
+    for q in ((probs_BKV, None), (probs_BKM, ids_BKM)):
+        async with running(shared_memory=str(tmp_path)) as verifier, told(verifier, tmp_path) as draft:
+            client = verifier.client()
+            for name in "abc":
+                await client.start(name, prompt_of(9, ord(name) % 3), SAMPLED, "draft")
+            waiting = asyncio.create_task(of_three(client, 1))
+            await draft.guess(q[0], ids_BKM=q[1])
+            found.append([(result.drafted, outcome(result)) for result in await waiting])
+    assert [drafted for drafted, _ in found[0]] == [2, 2, 2]
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(

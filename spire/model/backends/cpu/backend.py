@@ -30,6 +30,7 @@ class CpuBackend(Reference):
 
     def pack(self, model: Model) -> Model:
         if kernels := kernels_of(model.config, next(model.parameters())):
+            self.kernels = f"C, {kernels.name}"
             model.layers = nn.ModuleList(FusedLayer(layer, kernels) for layer in cast(Iterable[Layer], model.layers))
             model.replace_head(FusedProduct(model.lm_head, kernels))
             if isinstance(model, Target):

@@ -21,6 +21,7 @@ from spire.decoding.drafting import Drafted, DraftingRound, RoundInputs, draft_t
 from spire.decoding.sampling import SamplingRows
 from spire.decoding.verification import SparseDistribution, Verdict, Verify, verify
 from spire.model.backends.gpu.draft_round import DraftKernels, GpuRound
+from spire.model.backends.gpu.fp8 import quantise
 from spire.model.backends.gpu.graphs import CudaRecorder, Graphs, Input, Outputs, Record
 from spire.model.backends.gpu.kernels import draft_kernels, elementwise_kernels
 from spire.model.backends.gpu.packed_layer import PackedLayer
@@ -44,15 +45,23 @@ _PARAMETERS = len(fields(SamplingRows))
 class GpuBackend(Reference):
     """CUDA graphs where the work does not depend on numbers that only the GPU knows, single launches elsewhere."""
 
-    def __init__(self, record: Record | None = None):
+    kernels = "torch's own, CUDA graphs"
+
+    def __init__(self, record: Record | None = None, fp8: bool = False):
         self._graphs = Graphs(record or CudaRecorder())
+        # True if a draft's weights are to be in fp8.
+        self._fp8 = fp8
         # All layers of the packed target, and the kernels for a packed draft, if kernels support the model.
         self._stack: GpuStack | None = None
         self._draft_kernels: DraftKernels | None = None
 
     def pack(self, model: Model) -> Model:
         model.layers = nn.ModuleList(PackedLayer(layer) for layer in cast(Iterable[Layer], model.layers))
+        if self._fp8 and isinstance(model, Draft):
+            quantise(model)
         elementwise = elementwise_kernels(model)
+        if elementwise:
+            self.kernels = "Triton, CUDA graphs"
         if isinstance(model, Target) and elementwise:
             self._stack = GpuStack(model, elementwise)
         elif isinstance(model, Draft) and elementwise and (attention := draft_kernels(model)):
@@ -111,7 +120,7 @@ class GpuBackend(Reference):
         return Judgement(Verdict(accepted_B, tokens_BT), finite_B, 0.0)
 
     def memory(self, draft: Draft, slots: int) -> DraftMemory:
-        return PaddedMemory(draft, slots, self._draft_kernels)
+        return PaddedMemory(draft, slots, self._draft_kernels, self._graphs)
 
     def draft(self, round_: DraftingRound, inputs: RoundInputs, claim: ClaimQ) -> Drafted:
         newest_B, base_B, k, rows, candidates = inputs
@@ -136,12 +145,24 @@ class GpuBackend(Reference):
 
 
 class PaddedMemory(DraftMemory):
-    """A draft's memory with a slot more, to which the rows of padding belong."""
+    """A draft's memory with a slot more, to which the rows of padding belong. Activations are absorbed by graphs."""
 
-    def __init__(self, draft: Draft, slots: int, kernels: DraftKernels | None):
+    def __init__(self, draft: Draft, slots: int, kernels: DraftKernels | None, graphs: Graphs):
         super().__init__(draft, slots + 1)
         self.slots = self.padding_slot = slots
-        self._kernels = kernels
+        self._kernels, self._graphs = kernels, graphs
+
+    def absorb(self, slots_R: Tensor, positions_R: Tensor, taps_RND: Tensor) -> None:
+        size = size_for(len(slots_R))
+        if size is None:
+            return super().absorb(slots_R, positions_R, taps_RND)
+        inputs = Input(slots_R, self.padding_slot), Input(positions_R, 0), Input(taps_RND)
+
+        def work(*inputs: Tensor) -> Outputs:
+            DraftMemory.absorb(self, *inputs)
+            return ()
+
+        self._graphs.run(("absorb", id(self), size), size, inputs, work)
 
     def begin(self, slots_B: Tensor, base_B: Tensor, k: int) -> DraftingRound:
         """Begin a round of k passes over these slots, by kernels if they support so many entries."""

@@ -12,27 +12,48 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from spire.model.backends.gpu.fp8 import FP8, LARGEST, LEAST_SCALE, Rows8
+
 _BLOCK = 1024
 
 
-def norm(x_RD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Return the RMSNorm of each row."""
-    out_RD = torch.empty_like(x_RD)
-    R, D = x_RD.shape
-    block = triton.next_power_of_2(D)
-    _add_norm[(R,)](x_RD, x_RD, weight_D, x_RD, out_RD, eps, D, ADD=False, BLOCK=block, num_warps=_warps(block))
-    return out_RD
+def norm(x_RD: Tensor, weight_D: Tensor, eps: float, fp8: bool = False) -> Tensor | Rows8:
+    """Return the RMSNorm of each row, in fp8 if asked."""
+    return _normed(x_RD, None, weight_D, eps, x_RD, fp8)
 
 
 def add_norm(
-    x_RD: Tensor, more_RD: Tensor, weight_D: Tensor, eps: float, sum_RD: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    x_RD: Tensor, more_RD: Tensor, weight_D: Tensor, eps: float, sum_RD: Tensor | None = None, fp8: bool = False
+) -> tuple[Tensor, Tensor | Rows8]:
     """Return the sum of two tensors, written to `sum_RD` if given, and the RMSNorm of each row of the sum."""
-    sum_RD, out_RD = torch.empty_like(x_RD) if sum_RD is None else sum_RD, torch.empty_like(x_RD)
+    sum_RD = torch.empty_like(x_RD) if sum_RD is None else sum_RD
+    return sum_RD, _normed(x_RD, more_RD, weight_D, eps, sum_RD, fp8)
+
+
+def _normed(
+    x_RD: Tensor, more_RD: Tensor | None, weight_D: Tensor, eps: float, sum_RD: Tensor, fp8: bool
+) -> Tensor | Rows8:
     R, D = x_RD.shape
     block = triton.next_power_of_2(D)
-    _add_norm[(R,)](x_RD, more_RD, weight_D, sum_RD, out_RD, eps, D, ADD=True, BLOCK=block, num_warps=_warps(block))
-    return sum_RD, out_RD
+    out_RD, scale_R1 = _empty8(x_RD) if fp8 else (torch.empty_like(x_RD), weight_D)
+    _add_norm[(R,)](
+        x_RD, x_RD if more_RD is None else more_RD, weight_D, sum_RD, out_RD, scale_R1, eps, D,
+        ADD=more_RD is not None, FP8=fp8, LARGEST=LARGEST, LEAST=LEAST_SCALE, BLOCK=block, num_warps=_warps(block),
+    )  # fmt: skip
+    return Rows8(out_RD, scale_R1) if fp8 else out_RD
+
+
+def quantise(x_RD: Tensor) -> Rows8:
+    """Round rows to fp8."""
+    R, D = x_RD.shape
+    block = triton.next_power_of_2(D)
+    found = _empty8(x_RD)
+    _quantise[(R,)](x_RD, *found, D, LARGEST=LARGEST, LEAST=LEAST_SCALE, BLOCK=block, num_warps=_warps(block))
+    return found
+
+
+def _empty8(x_RD: Tensor) -> Rows8:
+    return Rows8(torch.empty_like(x_RD, dtype=FP8), x_RD.new_empty(len(x_RD), 1, dtype=torch.float32))
 
 
 def rotate_and_store(
@@ -72,11 +93,14 @@ def try_out(dtype: torch.dtype, device: torch.device, width: int, head_dim: int)
     """Run each kernel once, so that Triton compiles it now. Raises RuntimeError for a wrong result."""
     ones = torch.ones(1, width, dtype=dtype, device=device)
     total, normed = add_norm(ones, ones, ones[0], 0.0)
+    normed_alone = norm(ones, ones[0], 0.0)
+    assert isinstance(normed, Tensor)
+    assert isinstance(normed_alone, Tensor)
     pools = torch.zeros(2, 1, head_dim, dtype=dtype, device=device)
     projected, rows = ones.new_ones(1, 3 * head_dim), torch.zeros(1, 1, dtype=torch.int64, device=device)
     cosine, sine = projected[:, :head_dim], pools[0].clone()
     queries = rotate_and_store(projected, cosine.contiguous(), sine, rows, pools[0], pools[1], 1, 1)
-    found = (norm(ones, ones[0], 0.0), normed, total / 2, queries, pools, silu_mul(ones * 0 + 1) / 0.7311)
+    found = (normed_alone, normed, total / 2, queries, pools, silu_mul(ones * 0 + 1) / 0.7311)
     if not all(torch.allclose(x.float(), torch.ones((), device=device), atol=1e-2) for x in found):
         raise RuntimeError("elementwise kernels of ones do not give ones")
 
@@ -86,10 +110,14 @@ def _warps(block: int) -> int:
 
 
 @triton.jit(do_not_specialize=["eps"])
-def _add_norm(x, more, weight, total, out, eps, D, ADD: tl.constexpr, BLOCK: tl.constexpr):
+def _add_norm(
+    x, more, weight, total, out, scales, eps, D,
+    ADD: tl.constexpr, FP8: tl.constexpr, LARGEST: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     at = tl.arange(0, BLOCK)
     used = at < D
-    place = tl.program_id(0).to(tl.int64) * D + at
+    row = tl.program_id(0).to(tl.int64)
+    place = row * D + at
     value = tl.load(x + place, mask=used, other=0.0)
     if ADD:
         value = (value.to(tl.float32) + tl.load(more + place, mask=used, other=0.0).to(tl.float32)).to(value.dtype)
@@ -97,7 +125,24 @@ def _add_norm(x, more, weight, total, out, eps, D, ADD: tl.constexpr, BLOCK: tl.
     wide = value.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / D + eps)
     gain = tl.load(weight + at, mask=used, other=0.0).to(tl.float32)
-    tl.store(out + place, (wide * scale * gain).to(value.dtype), mask=used)
+    normed = wide * scale * gain
+    if FP8:
+        unit = tl.maximum(tl.max(tl.abs(normed), 0) / LARGEST, LEAST)
+        tl.store(scales + row, unit)
+        tl.store(out + place, (normed / unit).to(tl.float8e4nv), mask=used)
+    else:
+        tl.store(out + place, normed.to(value.dtype), mask=used)
+
+
+@triton.jit
+def _quantise(x, out, scales, D, LARGEST: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    used = at < D
+    row = tl.program_id(0).to(tl.int64)
+    value = tl.load(x + row * D + at, mask=used, other=0.0).to(tl.float32)
+    unit = tl.maximum(tl.max(tl.abs(value), 0) / LARGEST, LEAST)
+    tl.store(scales + row, unit)
+    tl.store(out + row * D + at, (value / unit).to(tl.float8e4nv), mask=used)
 
 
 @triton.jit(do_not_specialize=["H", "G", "T"])

@@ -22,9 +22,10 @@ class PackedLayer(Layer):
         self.heads = attention.q_proj.out_features // self.head_dim
         self.input_layernorm, self.post_attention_layernorm = layer.input_layernorm, layer.post_attention_layernorm
         self.eps = self.input_layernorm.eps or torch.finfo(attention.q_proj.weight.dtype).eps
-        self.queries_keys_values_proj = packed(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.o_proj, self.down_proj = attention.o_proj, mlp.down_proj
-        self.gate_up_proj = packed(mlp.gate_proj, mlp.up_proj)
+        self.queries_keys_values_proj: nn.Module = packed(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.o_proj: nn.Module = attention.o_proj
+        self.down_proj: nn.Module = mlp.down_proj
+        self.gate_up_proj: nn.Module = packed(mlp.gate_proj, mlp.up_proj)
 
     def queries_keys_values(self, input_BTD: Tensor, rope: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         heads_BHTK = self._heads(self.queries_keys_values_proj(self.input_layernorm(input_BTD)))
@@ -33,11 +34,8 @@ class PackedLayer(Layer):
         return rotated_BHTK[:, : self.heads], rotated_BHTK[:, self.heads :], heads_BHTK[:, -kv:]
 
     def keys_values(self, memory_BTD: Tensor, rope: Rotation) -> tuple[Tensor, Tensor]:
-        projection, first = self.queries_keys_values_proj, self.heads * self.head_dim
-        bias = None if projection.bias is None else projection.bias[first:]
-        keys, values = self._heads(F.linear(self.input_layernorm(memory_BTD), projection.weight[first:], bias)).chunk(
-            2, dim=1
-        )
+        projected_BTE = self.queries_keys_values_proj(self.input_layernorm(memory_BTD), self.heads * self.head_dim)
+        keys, values = self._heads(projected_BTE).chunk(2, dim=1)
         return rotate(keys, rope), values
 
     def behind(self, input_BTD: Tensor, attended_BHTK: Tensor) -> Tensor:
@@ -49,12 +47,19 @@ class PackedLayer(Layer):
         return projected_BTE.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
-def packed(*linears: nn.Linear) -> nn.Linear:
+class PackedLinear(nn.Linear):
+    """A linear layer of which the outputs from number `first` on can be computed alone."""
+
+    def forward(self, input: Tensor, first: int = 0) -> Tensor:
+        return F.linear(input, self.weight[first:], None if self.bias is None else self.bias[first:])
+
+
+def packed(*linears: nn.Linear) -> PackedLinear:
     """Return one linear layer that computes the outputs of all, and drop their weights one by one."""
     first = linears[0].weight
     sizes = [linear.out_features for linear in linears]
     with torch.device("meta"):
-        whole = nn.Linear(first.shape[1], sum(sizes), bias=linears[0].bias is not None)
+        whole = PackedLinear(first.shape[1], sum(sizes), bias=linears[0].bias is not None)
     weight = first.new_empty(sum(sizes), first.shape[1])
     for part_ED, linear in zip(weight.split(sizes), linears, strict=True):
         part_ED.copy_(linear.weight.detach())
