@@ -345,7 +345,7 @@ def test_a_round_by_kernels_is_the_round(backend: GpuBackend, changes: dict[str,
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bfloat16", "fp8"])
-def test_a_draft_s_layer_asks_for_twelve_launches_a_pass_in_fp8_for_fourteen(
+def test_a_draft_s_layer_has_twelve_launches_a_pass_fourteen_in_fp8(
     backend: GpuBackend, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, fp8: bool
 ) -> None:
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
