@@ -266,11 +266,16 @@ def load_draft_config(directory: Path) -> DraftConfig:
 def in_words(error: ValidationError) -> str:
     """Format a validation error as one line with every invalid key, its value and its message."""
     return "; ".join(
-        f"{'.'.join(map(str, e['loc']))} is {short(e['input'])}: {e['msg']}"
+        f"{_place(e['loc'])} is {short(e['input'])}: {e['msg']}"
         if e["loc"] and e["type"] != "missing"
-        else ": ".join(filter(None, (".".join(map(str, e["loc"])), e["msg"].removeprefix("Value error, "))))
+        else ": ".join(filter(None, (_place(e["loc"]), e["msg"].removeprefix("Value error, "))))
         for e in error.errors()
     )
+
+
+def _place(keys: Iterable[str | int]) -> str:
+    """Join the keys that lead to a value. A key that would break the line is quoted."""
+    return ".".join(str(key) if str(key).isprintable() else repr(key) for key in keys)
 
 
 def short(value: Any) -> str:

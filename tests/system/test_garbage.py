@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from spire.checkpoints.chat_template import read_chat_template
 from spire.checkpoints.generation import SuggestedSampling, read_generation
@@ -58,6 +58,7 @@ def test_any_rope(tmp_path: Path, key: str, section: dict[str, Any]) -> None:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(st.sampled_from(["kind", "target_fingerprint", "tapped_layers", "window", "sink"]), JSON) | JSON)
+@example({"a key\nof two lines": None})
 def test_any_draft(tmp_path: Path, section: Any) -> None:
     plain = {"target_fingerprint": "x", "tapped_layers": [1]}
     draft = plain | section if isinstance(section, dict) else section
