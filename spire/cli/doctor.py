@@ -132,6 +132,7 @@ def _cuda() -> Iterator[Check]:
     """Check what services do on the first visible GPU."""
     import torch
 
+    from spire.model.backends.gpu.fp8 import NEEDED_CAPABILITY
     from spire.rpc import cuda_ipc
 
     device = torch.device("cuda")
@@ -139,7 +140,7 @@ def _cuda() -> Iterator[Check]:
     name, version_of = torch.cuda.get_device_name(device), ".".join(map(str, capability))
     yield Check("device", f"cuda: {name}, compute capability {version_of}")
     yield Check("bfloat16", "yes" if torch.cuda.is_bf16_supported() else "emulated")
-    yield Check("fp8 drafts", "yes" if capability >= (9, 0) else "no, from compute capability 9.0 on")
+    yield Check("fp8 drafts", "yes" if capability >= NEEDED_CAPABILITY else "no, from compute capability 9.0 on")
     yield _triton()
     try:
         cuda_ipc.share(1, device)

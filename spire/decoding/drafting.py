@@ -31,7 +31,7 @@ class DraftingRound(Protocol):
 
 
 class RoundInputs(NamedTuple):
-    """What a round drafts from: the newest tokens, their positions, k, sampling parameters, and the number of
+    """The inputs of a round: the newest tokens, their positions, k, sampling parameters, and the number of
     candidates that each token is drawn from, None for the whole vocabulary. As `draft_tokens` takes them."""
 
     newest_B: Tensor

@@ -26,7 +26,7 @@ LEAST_SCALE = 1e-12
 _ALIGNMENT = 16
 _PROJECTIONS = ("queries_keys_values_proj", "o_proj", "gate_up_proj", "down_proj")
 _ROWS_AT_ONCE = 8192
-_NEEDED_CAPABILITY = (9, 0)
+NEEDED_CAPABILITY = (9, 0)
 
 
 class Rows8(NamedTuple):
@@ -69,7 +69,7 @@ def check_fp8(device: torch.device, dtype: torch.dtype) -> None:
     """Raise CheckpointError unless this device multiplies matrices in fp8 and the draft computes in bfloat16."""
     if device.type != "cuda":
         raise CheckpointError(f"--quantization fp8 needs a GPU, and the draft runs on {device.type}: leave it out")
-    if (capability := torch.cuda.get_device_capability(device)) < _NEEDED_CAPABILITY:
+    if (capability := torch.cuda.get_device_capability(device)) < NEEDED_CAPABILITY:
         name, has = torch.cuda.get_device_name(device), ".".join(map(str, capability))
         raise CheckpointError(
             f"--quantization fp8 needs a GPU of compute capability 9.0 or above, and {name} has {has}: leave it out"
