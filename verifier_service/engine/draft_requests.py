@@ -25,9 +25,11 @@ from verifier_service.engine.sequence import HeldSequence
 
 # The longest timeout, in seconds, that a gateway may set for draft replies.
 _MOST_PATIENCE = 60.0
+# A draft that still owes a reply after so many seconds has to connect again: the request or the reply may be lost.
+_MOST_OWED_SECONDS = 10.0
 
-# Copies the message before it returns: the next request may reuse the message with other numbers.
-Send = Callable[[draft_pb2.DraftRequest], None]
+# Copies the message before it returns: the next request may reuse the message with other numbers. None ends the stream.
+Send = Callable[[draft_pb2.DraftRequest | None], None]
 
 
 class OutstandingRequest(NamedTuple):
@@ -38,6 +40,13 @@ class OutstandingRequest(NamedTuple):
     items: list[Item]
     at: float
     deadline: float
+
+
+class OwedReply(NamedTuple):
+    """A reply that was late: the id of its request, and the time from which on it is lost."""
+
+    request_id: int
+    lost_at: float
 
 
 class DraftRequests:
@@ -51,7 +60,7 @@ class DraftRequests:
         self._last: dict[str, tuple[list[HeldSequence], draft_pb2.DraftRequest]] = {}
         self._under_way: dict[int, OutstandingRequest] = {}
         # draft id -> the last request whose reply was late: the draft is not asked again until it has replied.
-        self._owed: dict[str, int] = {}
+        self._owed: dict[str, OwedReply] = {}
         self._ids = count(1)
 
     def connect(self, draft_id: str, send: Send) -> None:
@@ -120,7 +129,7 @@ class DraftRequests:
 
     def take(self, draft_id: str, reply: draft_pb2.DraftReply, received: float) -> None:
         """Handle a draft reply that arrived at time `received`. Ignore the reply if its request was given up."""
-        if self._owed.get(draft_id) == reply.batch_id:
+        if (owed := self._owed.get(draft_id)) and owed.request_id == reply.batch_id:
             del self._owed[draft_id]
             self._tell(draft_id)
         request = self._under_way.get(reply.batch_id)
@@ -140,18 +149,27 @@ class DraftRequests:
             task.drafting.CopyFrom(reply.timings)
 
     def give_up_late(self) -> None:
-        """Give up the requests whose deadline has passed: their blocks are decoded plainly."""
+        """Give up the requests whose deadline has passed: their blocks are decoded plainly.
+
+        A draft whose late reply is lost is disconnected. It connects again, and can then be asked again.
+        """
         now = time.perf_counter()
         for request_id in [i for i, request in self._under_way.items() if request.deadline <= now]:
             draft_id = self._under_way[request_id].draft_id
-            self._owed[draft_id] = request_id
+            self._owed[draft_id] = OwedReply(request_id, now + _MOST_OWED_SECONDS)
             self._give_up(request_id, pb.UNDRAFTED_LATE)
             self._tell(draft_id)
+        for draft_id in [i for i, owed in self._owed.items() if owed.lost_at <= now]:
+            del self._owed[draft_id]
+            if send := self._connected.get(draft_id):
+                send(None)
+                self.disconnect(draft_id, send)
 
     @property
     def patience(self) -> float | None:
-        """Seconds until the next deadline; None if no request is under way."""
+        """Seconds until the next deadline; None if no reply is awaited."""
         deadlines = [request.deadline for request in self._under_way.values()]
+        deadlines += [owed.lost_at for owed in self._owed.values()]
         return max(0.0, min(deadlines) - time.perf_counter()) if deadlines else None
 
     def _lose(self, draft_id: str) -> None:

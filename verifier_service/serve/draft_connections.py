@@ -25,9 +25,14 @@ class RequestStream:
         self._loop = asyncio.get_running_loop()
         self._requests: asyncio.Queue[pb.DraftRequest | InvalidRequest | None] = asyncio.Queue()
 
-    def send(self, request: pb.DraftRequest) -> None:
-        """Send a copy of a request. The engine's thread calls this and may change the message afterwards."""
-        if not self._loop.is_closed():
+    def send(self, request: pb.DraftRequest | None) -> None:
+        """Send a copy of a request, or end the stream. The engine's thread calls this and may change the message
+        afterwards."""
+        if self._loop.is_closed():
+            return
+        if request is None:
+            self._loop.call_soon_threadsafe(self._requests.put_nowait, None)
+        else:
             self._engine.metrics.draft_requests.labels(GRPC).inc()
             message = pb.DraftRequest()
             message.CopyFrom(request)

@@ -17,6 +17,7 @@ from spire.rpc.channel import DRAFT_METADATA_KEY, connect
 from spire.v1 import draft_pb2, draft_pb2_grpc, tensor_pb2, verifier_pb2 as pb
 from tests.verifier_service.harness import GREEDY, VOCAB, Client, Verifier, distribution, plain_greedy, prompt_of
 from tests.verifier_service.serve.test_lifetimes import until
+from verifier_service.engine import draft_requests
 from verifier_service.engine.batch import RaggedBatch
 from verifier_service.engine.step import Outcome, PromptChunk
 
@@ -181,6 +182,28 @@ async def test_a_draft_that_is_late_costs_its_patience_and_nothing_else(verifier
         await draft.guess(await draft.asked(), proposal("a", tokens[3:4]))
         back = await result(client)
         assert (back.undrafted, back.accepted, list(back.tokens)) == (0, 1, tokens[3:5])
+
+
+@pytest.mark.fault(12)
+async def test_a_draft_whose_reply_is_lost_is_asked_again_once_it_connects_again(
+    verifier: Verifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bit that flips in a request's id: the reply is to another request, and the verifier would wait for ever."""
+    monkeypatch.setattr(draft_requests, "_MOST_OWED_SECONDS", 0.5)
+    client = verifier.client()
+    async with drafting(verifier) as draft:
+        await client.start("a", prompt_of(9), GREEDY, "draft")
+        await order(client, block("a", 1, k=2), patience=0.3)
+        asked = await draft.asked()
+        asked.batch_id ^= 1 << 20
+        await draft.guess(asked, proposal("a", [1, 2]))
+        assert (await result(client)).undrafted == pb.UNDRAFTED_LATE
+        with pytest.raises(AssertionError, match="the stream has ended"):
+            await draft.asked()
+    async with drafting(verifier) as draft:
+        await order(client, block("a", 2, k=1))
+        await draft.guess(await draft.asked(), proposal("a", [1]))
+        assert (await result(client)).drafted == 1
 
 
 @pytest.mark.fault(2)
