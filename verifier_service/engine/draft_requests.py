@@ -25,7 +25,7 @@ from verifier_service.engine.sequence import HeldSequence
 
 # The longest timeout, in seconds, that a gateway may set for draft replies.
 _MOST_PATIENCE = 60.0
-# A draft that still owes a reply after so many seconds has to connect again: the request or the reply may be lost.
+# A draft that owes a reply for so many seconds has to connect again: the request or the reply may be lost.
 _MOST_OWED_SECONDS = 10.0
 
 # Copies the message before it returns: the next request may reuse the message with other numbers. None ends the stream.
@@ -160,10 +160,9 @@ class DraftRequests:
             self._give_up(request_id, pb.UNDRAFTED_LATE)
             self._tell(draft_id)
         for draft_id in [i for i, owed in self._owed.items() if owed.lost_at <= now]:
-            del self._owed[draft_id]
-            if send := self._connected.get(draft_id):
-                send(None)
-                self.disconnect(draft_id, send)
+            send = self._connected[draft_id]  # a draft that leaves owes nothing
+            send(None)
+            self.disconnect(draft_id, send)
 
     @property
     def patience(self) -> float | None:
