@@ -10,12 +10,14 @@ verifier_service   stuck    the model thread waits, the event loop answers
                    lost     one step finds that the GPU is lost
                    brittle  the process ends at a block of a sequence it does not hold
 draft_service      gone     one round finds that the GPU is lost
+                   behind   activations are absorbed three seconds after they have come
                    lies     any tokens, whatever the draft thinks
                    nonsense any tokens, of no distribution
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import runpy
 import sys
@@ -81,7 +83,17 @@ def break_verifier(on: Path) -> None:
 
 def break_draft(on: Path) -> None:
     from draft_service.drafter import Drafter
+    from draft_service.worker import Worker
 
+    absorb_at_once = Worker.absorb
+
+    def absorb(self: Worker, *args: object) -> None:
+        if (on / "behind").exists():
+            asyncio.get_running_loop().call_later(3.0, absorb_at_once, self, *args)
+        else:
+            absorb_at_once(self, *args)  # type: ignore[arg-type]
+
+    Worker.absorb = absorb  # type: ignore[method-assign,assignment]
     honest = Drafter.propose
 
     def propose(self: Drafter, *args: object) -> Drafted:

@@ -304,7 +304,7 @@ def soak(
             time.sleep(1)
             whole.baseline = whole.held()
             run = Soak(whole, rng, expected, [*WRONG, (too_long, 400)])
-            load_and_kill(run, times, 60 * minutes, kill_every or max(KILL_EVERY, longest))
+            load_and_kill(run, times, 60 * minutes, kill_every or max(KILL_EVERY, longest), longest)
             verdict = run.verdict(minutes, trace.name if trace else f"Poisson process, seed {seed}")
     verdict["model"] = target.name
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -314,8 +314,11 @@ def soak(
     raise typer.Exit(1 if verdict["broken"] else 0)
 
 
-def load_and_kill(run: Soak, times: list[float], seconds: float, kill_every: float) -> None:
-    """Clients come at these times; services die every so many seconds of the first part; all that has begun may end."""
+def load_and_kill(run: Soak, times: list[float], seconds: float, kill_every: float, longest: float) -> None:
+    """Clients come at these times; services die every so many seconds of the first part; all that has begun may end.
+
+    What clients have left ends within the time that the `longest` undisturbed request took, and a minute.
+    """
     console.print(
         f"for {seconds / 60:g} minutes; in the first {KILLS_UNTIL * seconds:.0f} s a kill every {kill_every:.0f} s"
     )
@@ -338,7 +341,7 @@ def load_and_kill(run: Soak, times: list[float], seconds: float, kill_every: flo
     stop.set()
     for thread in beside:
         thread.join()
-    eventually(lambda: run.whole.metric("gateway", "spire_sequences_now") == 0, within=60)
+    eventually(lambda: run.whole.metric("gateway", "spire_sequences_now") == 0, within=60 + longest)
 
 
 def _prime(whole: System, too_long: Body) -> None:
