@@ -7,10 +7,8 @@ of summation may part where two tokens are as good as equal, and only there; ker
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 
-import httpx
 import pytest
 import torch
 from torch import Tensor
@@ -20,6 +18,7 @@ from spire.bench.prompts import BUNDLED_TEXT, PromptSource
 from spire.checkpoints.weights import load_target
 from spire.kernels import kernels_for
 from spire.model.target import Target, WholeSequence
+from tests.greedy import by_transformers, complete
 from tests.marks import thoroughly
 from tests.services import Services, running
 
@@ -46,65 +45,30 @@ def services() -> Iterator[Services]:
         yield services
 
 
-def complete(url: str, prompts: list[list[int]], **extra: object) -> tuple[list[list[int]], int]:
-    """Greedy continuations of all prompts at once, and how many of their tokens the draft guessed."""
-
-    async def one(client: httpx.AsyncClient, prompt: list[int]) -> dict:
-        body = {"prompt": prompt, "max_tokens": GENERATED, "temperature": 0, "ignore_eos": True}
-        response = await client.post("/v1/completions", json=body | {"return_token_ids": True} | extra)
-        assert response.status_code == 200, response.text
-        return response.json()
-
-    async def everything() -> list[dict]:
-        limits = httpx.Limits(max_connections=len(prompts))
-        async with httpx.AsyncClient(base_url=url, timeout=1000, limits=limits) as client:
-            return await asyncio.gather(*(one(client, prompt) for prompt in prompts))
-
-    answers = asyncio.run(everything())
-    guessed = sum(a["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] for a in answers)
-    return [answer["choices"][0]["token_ids"] for answer in answers], guessed
-
-
 @pytest.fixture(scope="module")
 def plain(services: Services, prompts: list[list[int]]) -> list[list[int]]:
     """What the target alone says in fp32."""
-    texts, guessed = complete(services.url, prompts, speculation={"draft": "off"})
-    assert guessed == 0
-    return texts
+    continued = complete(services.url, prompts, GENERATED, speculation={"draft": "off"})
+    assert continued.accepted == 0
+    return continued.texts
 
 
 def test_speculation_changes_no_greedy_token(
     services: Services, prompts: list[list[int]], plain: list[list[int]]
 ) -> None:
-    speculated, guessed = complete(services.url, prompts)
-    assert guessed > sum(map(len, plain)) // 3
-    assert speculated == plain
-    assert speculated == by_transformers(prompts)
-
-
-def by_transformers(prompts: list[list[int]]) -> list[list[int]]:
-    """The same continuations by `transformers`, prompts of one length at a time so that nothing is padded."""
-    from transformers import LlamaForCausalLM
-
-    model = LlamaForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    model.generation_config.eos_token_id = None
-    continuations: dict[int, list[int]] = {}
-    for length in set(map(len, prompts)):
-        rows = [index for index, prompt in enumerate(prompts) if len(prompt) == length]
-        ids = torch.tensor([prompts[index] for index in rows])
-        with torch.inference_mode():
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=GENERATED, do_sample=False)
-        continuations |= dict(zip(rows, out[:, length:].tolist(), strict=True))
-    return [continuations[index] for index in range(len(prompts))]
+    speculated = complete(services.url, prompts, GENERATED)
+    assert speculated.accepted > sum(map(len, plain)) // 3
+    assert speculated.texts == plain
+    assert speculated.texts == by_transformers(MODEL, prompts, GENERATED)
 
 
 @pytest.fixture(scope="module")
 def in_bfloat16(prompts: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
     """With speculation and without."""
     with running(MODEL, DRAFT, dtype="bfloat16") as services:
-        speculated, guessed = complete(services.url, prompts)
-        assert guessed
-        return speculated, complete(services.url, prompts, speculation={"draft": "off"})[0]
+        speculated = complete(services.url, prompts, GENERATED)
+        assert speculated.accepted
+        return speculated.texts, complete(services.url, prompts, GENERATED, speculation={"draft": "off"}).texts
 
 
 @pytest.mark.thorough
