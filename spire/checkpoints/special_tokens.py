@@ -18,6 +18,8 @@ from spire.model.directory import read_object_if_any
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _LLAMA_DEFAULTS = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
 _LLAMA = ("LlamaTokenizer", "LlamaTokenizerFast")
+# Model types for which transformers does not take Llama's class, although checkpoints name it.
+_NEVER_LLAMA = ("mistral", "qwen2")
 _EXTRA = ("extra_special_tokens", "additional_special_tokens")
 _PROPERTIES = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
@@ -38,11 +40,11 @@ class DeclaredTokens(NamedTuple):
 
 def read_declared(directory: Path, tokenizer: dict[str, Any]) -> DeclaredTokens:
     """Read a checkpoint's declared tokens; `tokenizer` is its parsed tokenizer.json. Raises CheckpointError."""
-    settings = read_object_if_any(directory / "tokenizer_config.json")
-    kind = settings.get("tokenizer_class") or read_object_if_any(directory / "config.json").get("tokenizer_class")
+    settings, config = (read_object_if_any(directory / name) for name in ("tokenizer_config.json", "config.json"))
+    kind = settings.get("tokenizer_class") or config.get("tokenizer_class")
     # A byte-level tokenizer is not Llama 2's, whatever its class says.
     byte_level = any('"ByteLevel"' in json.dumps(tokenizer.get(part)) for part in ("pre_tokenizer", "decoder"))
-    is_llama = kind in _LLAMA and not byte_level
+    is_llama = kind in _LLAMA and config.get("model_type") not in _NEVER_LLAMA and not byte_level
     written = (_LLAMA_DEFAULTS if is_llama else {}) | settings
     try:
         if "added_tokens_decoder" in settings:

@@ -1,6 +1,7 @@
 """Load and save weights in Hugging Face layout: `config.json` and safetensors (sharded or not), never pickle.
 
-Does not know: quantised weights and architectures other than Llama's, which are refused with an error that names them.
+Does not know: quantised weights and families that `spire.model.families` does not list, which are refused with an error
+that names them.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def _loaded(
     with torch.device("meta"):
         module = build()
     wanted = module.state_dict()
-    _check(wanted, tensors, directory)
+    _check(wanted, tensors, directory, config.model_type)
     # The loaded tensors become the parameters, without a copy.
     module.load_state_dict({name: tensors[name] for name in wanted}, assign=True)
     if config.tie_word_embeddings:
@@ -147,13 +148,16 @@ def _instead(directory: Path) -> str:
     )
 
 
-def _check(wanted: dict[str, Tensor], tensors: dict[str, Tensor], directory: Path) -> None:
+def _check(wanted: dict[str, Tensor], tensors: dict[str, Tensor], directory: Path, model_type: str) -> None:
     """Raise CheckpointError for missing, unknown, misshapen or quantised tensors."""
     known = {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
+    advice = f"model_type is {model_type!r}; take the config.json that belongs to these weights"
     if missing := sorted(wanted.keys() - known.keys()):
-        raise CheckpointError(f"{directory}: {len(missing)} tensors are missing, the first is {missing[0]!r}")
+        raise CheckpointError(f"{directory}: {len(missing)} tensors are missing, the first is {missing[0]!r}: {advice}")
     if unknown := sorted(known.keys() - wanted.keys()):
-        raise CheckpointError(f"{directory}: {len(unknown)} tensors are not Llama's, the first is {unknown[0]!r}")
+        raise CheckpointError(
+            f"{directory}: {len(unknown)} tensors are not this model's, the first is {unknown[0]!r}: {advice}"
+        )
     for name, parameter in wanted.items():
         shape, asked, dtype = known[name].shape, parameter.shape, known[name].dtype
         if shape != asked:
@@ -165,7 +169,7 @@ def _check(wanted: dict[str, Tensor], tensors: dict[str, Tensor], directory: Pat
 
 def fingerprint(config: ModelConfig, tensors: dict[str, Tensor]) -> str:
     """Return a hash, independent of sharding, of a target's config and about 1,024 elements of each stored tensor."""
-    digest = hashlib.sha256(config.model_dump_json(exclude={"torch_dtype"}).encode())
+    digest = hashlib.sha256(config.identity.encode())
     for name in sorted(tensors):
         flat = tensors[name].reshape(-1)
         step = max(1, flat.numel() // _SAMPLED_ELEMENTS)

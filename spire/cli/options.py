@@ -11,7 +11,7 @@ import typer
 Url = Annotated[str | None, typer.Option(help="A gateway that runs already. Default: services are started.")]
 ServedModel = Annotated[
     Path | None,
-    typer.Option(help="Target: a Llama-architecture directory. Default: the bundled one.", envvar="SPIRE_MODEL"),
+    typer.Option(help="Target: a directory in Hugging Face layout. Default: the bundled one.", envvar="SPIRE_MODEL"),
 ]
 ServedDraft = Annotated[
     str | None,

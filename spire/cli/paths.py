@@ -43,7 +43,7 @@ def choose_pair(model: Path | None, draft: str | None) -> Pair:
     """Return the target and draft to serve. Raises CheckpointError for a directory that is missing or unusable."""
     target = model or BUNDLED / "target"
     if model is None and not target.is_dir():
-        raise CheckpointError(f"no bundled model at {target}: name a Llama-architecture directory with --model DIR")
+        raise CheckpointError(f"no bundled model at {target}: name a model directory with --model DIR")
     load_model_config(target)
     if draft == OFF:
         return Pair(target, None)

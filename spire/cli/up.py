@@ -2,7 +2,7 @@
 
     spire up                          the bundled pair, on the available hardware
     spire up --model DIR --draft magicdec
-                                      any Llama-architecture directory, which drafts for itself
+                                      your own model, which drafts for itself
     spire up --model DIR --draft off  the same model with plain decoding
     spire up --once                   stop after the completion
 

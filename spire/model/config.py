@@ -1,8 +1,8 @@
 """Read the `config.json` of a checkpoint. Does not import torch, because the gateway and the CLI read it too.
 
-A target is any Llama-architecture directory in Hugging Face layout. A draft is a directory of the same kind whose
-`config.json` has a `spire_draft` section. `families` lists the known keys; unsupported values are refused by name.
-Sizes beyond any real model are refused before memory is allocated for them.
+A target is a directory in Hugging Face layout of a family that `families` lists. A draft is a directory of the same
+kind whose `config.json` has a `spire_draft` section. `families` lists the known keys; unsupported values are refused by
+name. Sizes beyond any real model are refused before memory is allocated for them.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ Positive = Annotated[float, Field(gt=0)]
 _MOST_WEIGHTS = 4_000_000_000_000
 _MOST_SHOWN = 60
 _ROPE_KEYS = {"rope_type", "rope_theta"}
+# Fields that are part of a target's identity only where they are not at their defaults, as of all Llamas.
+_OF_OTHER_FAMILIES = ("model_type", "sliding_window")
 
 
 class RopeConfig(BaseModel):
@@ -52,7 +54,7 @@ class RopeConfig(BaseModel):
 
 
 class ModelConfig(BaseModel):
-    """The shape of a Llama-architecture model, under Hugging Face's names."""
+    """The family and the shape of a model, under Hugging Face's names."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
 
@@ -68,6 +70,8 @@ class ModelConfig(BaseModel):
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
+    model_type: str = "llama"
+    sliding_window: Positions | None = None
     rope: RopeConfig = RopeConfig()
     bos_token_id: TokenId | None = None
     eos_token_ids: tuple[TokenId, ...] = ()
@@ -101,6 +105,32 @@ class ModelConfig(BaseModel):
         return self
 
     @property
+    def qkv_bias(self) -> bool:
+        """True if the projections to queries, keys and values have biases."""
+        return self.attention_bias or FAMILIES[self.model_type].qkv_bias
+
+    @property
+    def qk_norm(self) -> bool:
+        """True if the queries and the keys of each head pass an RMSNorm before they are rotated."""
+        return FAMILIES[self.model_type].qk_norm
+
+    @property
+    def longest(self) -> int:
+        """The most positions of a sequence: those of the model, or of its sliding window if that is shorter.
+
+        Up to the length of the window, attention reaches all positions; beyond, the model is not supported.
+        """
+        return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
+
+    @property
+    def identity(self) -> str:
+        """All that determines the model's numbers, besides its weights, as JSON. Drafts name their target by its hash,
+        so it must not change: fields that Llamas do not have are left out of theirs."""
+        fields = type(self).model_fields
+        absent = {name for name in _OF_OTHER_FAMILIES if getattr(self, name) == fields[name].default}
+        return self.model_dump_json(exclude={"torch_dtype", *absent})
+
+    @property
     def weights(self) -> int:
         """The number of elements of all weight matrices, without norms and biases."""
         attention = 2 * self.head_dim * (self.num_attention_heads + self.num_key_value_heads)
@@ -114,11 +144,10 @@ class ModelConfig(BaseModel):
 
     def to_hugging_face(self) -> dict[str, Any]:
         """Return the contents of a `config.json` that both `transformers` and `load_model_config` accept."""
-        rope = self.rope.model_dump(include={"rope_type", "rope_theta", *FAMILIES["llama"].ropes[self.rope.rope_type]})
-        ends = list(self.eos_token_ids)
-        return self.model_dump(exclude={"rope", "eos_token_ids", "torch_dtype"}) | {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
+        family, ends = FAMILIES[self.model_type], list(self.eos_token_ids)
+        rope = self.rope.model_dump(include={"rope_type", "rope_theta", *family.ropes[self.rope.rope_type]})
+        return self.model_dump(include=set(family.read - {"torch_dtype"})) | {
+            "architectures": list(family.architectures),
             "hidden_act": "silu",
             "rope_theta": self.rope.rope_theta,
             "rope_parameters": rope,
@@ -179,7 +208,9 @@ def model_config_of(raw: dict[str, Any]) -> ModelConfig:
     family, end = _family(raw), raw.get("eos_token_id")
     unused = {"sliding_window"} if raw.get("use_sliding_window") is False else set()
     _refuse_unbuilt({name: value for name, value in raw.items() if name not in unused}, family.neutral)
-    values = {name: value for name, value in raw.items() if name in family.read and value is not None}
+    # As in transformers, a null is not the family's default: a sliding window of null is none.
+    given = {**family.defaults, **raw}
+    values = {name: value for name, value in given.items() if name in family.read and value is not None}
     values["rope"] = _rope(raw, family)
     values["eos_token_ids"] = () if end is None else tuple(end) if isinstance(end, list) else (end,)
     values["torch_dtype"] = values.get("dtype") or values.get("torch_dtype") or "float32"
@@ -197,7 +228,7 @@ def _family(raw: dict[str, Any]) -> Family:
     """Return the model family of a parsed `config.json`. Raises ValueError for unsupported types or architectures."""
     kind = raw.get("model_type", "llama")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ValueError(f"model_type is {short(kind)}; served is {_listed(FAMILIES)}")
+        raise ValueError(f"model_type is {short(kind)}; served are {_listed(FAMILIES)}")
     family, named = FAMILIES[kind], raw.get("architectures")
     for name in named if isinstance(named, list) else [named]:
         if name is not None and str(name).lower() not in map(str.lower, family.architectures):

@@ -1,7 +1,8 @@
-"""One Llama layer, shared by target and draft, and by training and serving.
+"""The decoder layer of every model family, shared by target and draft, and by training and serving.
 
-A layer leaves attention to the owner of the keys: the target's cache stores the layer's own keys, the SPIRe draft's
-memory computes keys from memory vectors. Parameter names are Hugging Face's.
+The layer is Llama's, with options for other families (`families`): biases of queries, keys and values, norms of
+queries and keys. A layer leaves attention to the owner of the keys: the target's cache stores the layer's own keys, the
+SPIRe draft's memory computes keys from memory vectors. Parameter names are Hugging Face's.
 
 Shapes: B sequences, T new positions, S attended positions, D width, H query heads, G key/value heads, K head width.
 """
@@ -96,21 +97,29 @@ def additive(visible_BTS: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Attention(nn.Module):
-    """The query, key, value and output projections of attention. Inputs must be normalised."""
+    """The query, key, value and output projections of attention, and the norms of queries and keys, if the model has
+    them. Inputs must be normalised."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         D, K = config.hidden_size, config.head_dim
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim, self.kv_heads = K, kv_heads
-        self.q_proj = nn.Linear(D, heads * K, bias=config.attention_bias)
-        self.k_proj = nn.Linear(D, kv_heads * K, bias=config.attention_bias)
-        self.v_proj = nn.Linear(D, kv_heads * K, bias=config.attention_bias)
+        self.q_proj = nn.Linear(D, heads * K, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(D, kv_heads * K, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(D, kv_heads * K, bias=config.qkv_bias)
         self.o_proj = nn.Linear(heads * K, D, bias=config.attention_bias)
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(K, eps=config.rms_norm_eps) if config.qk_norm else nn.Identity() for _ in range(2)
+        )
+
+    def queries(self, x_BTD: Tensor, rope: Rotation) -> Tensor:
+        """Project normalised inputs to rotated queries [B, H, T, K]."""
+        return rotate(self.q_norm(self.heads(self.q_proj(x_BTD))), rope)
 
     def keys_values(self, x_BTD: Tensor, rope: Rotation) -> tuple[Tensor, Tensor]:
         """Project normalised inputs to keys and values, each [B, G, T, K]; keys are rotated."""
-        return rotate(self.heads(self.k_proj(x_BTD)), rope), self.heads(self.v_proj(x_BTD))
+        return rotate(self.k_norm(self.heads(self.k_proj(x_BTD))), rope), self.heads(self.v_proj(x_BTD))
 
     def heads(self, projected_BTE: Tensor) -> Tensor:
         """Split the output of a projection into heads, [B, heads, T, K]."""
@@ -132,7 +141,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """A Llama layer: RMSNorm, attention, residual, RMSNorm, SwiGLU, residual."""
+    """A decoder layer: RMSNorm, attention, residual, RMSNorm, SwiGLU, residual."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -144,7 +153,7 @@ class Layer(nn.Module):
     def queries_keys_values(self, input_BTD: Tensor, rope: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """Return a layer's queries [B, H, T, K], keys and values [B, G, T, K]; queries and keys are rotated."""
         attention, x_BTD = self.self_attn, self.input_layernorm(input_BTD)
-        return rotate(attention.heads(attention.q_proj(x_BTD)), rope), *attention.keys_values(x_BTD, rope)
+        return attention.queries(x_BTD, rope), *attention.keys_values(x_BTD, rope)
 
     def keys_values(self, memory_BTD: Tensor, rope: Rotation) -> tuple[Tensor, Tensor]:
         """Return keys (rotated) and values [B, G, T, K] computed from memory vectors instead of the layer's input."""

@@ -1,4 +1,4 @@
-"""The target: a Llama-architecture decoder with one forward.
+"""The target: a decoder of any served family, with one forward.
 
 Prefill, verification and plain decoding are the same call with different numbers of new tokens. Training is the same
 call with a cache that stores nothing. The forward also returns the inputs of the tapped layers, for the draft.

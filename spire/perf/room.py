@@ -31,10 +31,16 @@ class Wishes:
     context: int = 0
     budget: int = 0
 
-    def check(self, longest: int) -> None:
-        """Raise CheckpointError if the requested context exceeds `longest`, the model's maximum number of positions."""
+    def check(self, longest: int, window: int | None = None) -> None:
+        """Raise CheckpointError if the requested context exceeds `longest`, the model's maximum number of positions, or
+        its sliding window, beyond which its attention is not supported."""
         if self.context > longest:
             raise CheckpointError(f"--max-context {self.context}: the model takes at most {longest} positions")
+        if window and self.context > window:
+            raise CheckpointError(
+                f"--max-context {self.context}: attention slides over a window of {window} positions, beyond which the "
+                f"model is not served: lower --max-context to {window}, or leave it out"
+            )
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ SERVED_SINK, SERVED_WINDOW = 1, 64
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a Llama-architecture model. `vocab_size` 0 means unknown, so unembedding costs nothing."""
+    """The sizes of a model of any served family. `vocab_size` 0 means unknown, so unembedding costs nothing."""
 
     layers: int
     hidden_size: int

@@ -103,7 +103,7 @@ def recipe_for(target_directory: Path, given: dict[str, Any]) -> DraftRecipe:
             "layers": max(1, target.num_hidden_layers // 2),
             "init": "random",
             **dict.fromkeys(("scale_input", "activations", "feedback"), False),
-            "window": target.max_position_embeddings,
+            "window": target.longest,
             "loss": "data",
         }
     elif "start_from" in given:
@@ -145,7 +145,7 @@ def train_draft(
     objective = torch.compile(rollout_loss, dynamic=False) if execution.compiled else rollout_loss
 
     def forward(step: int) -> StepResult:
-        length = min(recipe.length_at(step), config.max_position_embeddings)
+        length = min(recipe.length_at(step), config.longest)
         tokens_BT = torch.from_numpy(source.batch(recipe.seed, step, max(1, recipe.tokens_per_step // length), length))
         omega = torch.tensor(recipe.omega_at(step), device=device)
         with torch.autocast(device, dtype=torch.bfloat16):

@@ -292,7 +292,7 @@ def soak(
     rng = random.Random(seed)
     with served(model, draft) as (target, follower):
         config = load_model_config(target)
-        context = min(LONGEST, config.max_position_embeddings)
+        context = min(LONGEST, config.longest)
         rows = read_trace(trace, context, float("inf"), 1.0) if trace else poisson(context, rng)
         times = list(arrivals(rows, rng.randrange(len(rows)), rate, 60 * minutes))
         console.print("starting the services")

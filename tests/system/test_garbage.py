@@ -17,7 +17,7 @@ from spire.checkpoints.special_tokens import read_declared
 from spire.errors import CheckpointError
 from spire.model.config import load_draft_config, load_model_config, unknown_keys
 from spire.model.families import FAMILIES
-from tests.spire.model.test_families import LLAMA3, SHAPE
+from tests.spire.model.test_families import LLAMA3, SHAPE, of_family
 
 NUMBERS = st.integers() | st.floats() | st.sampled_from([0, -1, 10**9, 10**30, 1e308])
 LEAVES = st.none() | st.booleans() | NUMBERS | st.text(max_size=5) | st.sampled_from(["llama3", "<s>", "bfloat16"])
@@ -26,6 +26,7 @@ JSON = st.recursive(
 )
 ROPE = st.dictionaries(st.sampled_from([*LLAMA3, "type", "rope_theta", "beta_fast"]), JSON, max_size=6)
 TOKEN = st.fixed_dictionaries({}, optional=dict.fromkeys(("content", "special", "lstrip", "__type"), JSON))
+KEYS = [(kind, key) for kind, family in FAMILIES.items() for key in sorted({*family.read, *family.neutral})]
 DECLARED = st.dictionaries(st.sampled_from(["5", "x", "-1", "99999999999999999999"]), TOKEN | JSON, max_size=3)
 
 
@@ -41,10 +42,10 @@ def read_or_refused(read: Callable[[], object], file: Path) -> None:
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.sampled_from(sorted(FAMILIES["llama"].read | FAMILIES["llama"].neutral.keys())), JSON)
-def test_any_value_of_a_key_of_config_json(tmp_path: Path, key: str, value: Any) -> None:
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(SHAPE | {key: value}))
+@given(st.sampled_from(KEYS), JSON)
+def test_any_value_of_a_key_of_config_json(tmp_path: Path, kind_and_key: tuple[str, str], value: Any) -> None:
+    file, (kind, key) = tmp_path / "config.json", kind_and_key
+    file.write_text(json.dumps(SHAPE | of_family(kind) | {"num_key_value_heads": 2, key: value}))
     read_or_refused(lambda: (load_model_config(tmp_path), unknown_keys(tmp_path)), file)
     read_or_refused(lambda: load_draft_config(tmp_path), file)
 

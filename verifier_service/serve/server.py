@@ -67,7 +67,9 @@ def load(config: VerifierConfig) -> tuple[VerifierEngine, Hosted]:
     dtype = choose_dtype(config.dtype, device)
     shape = load_model_config(config.model)
     wishes = Wishes(config.max_sequences, context=config.max_context, budget=int(config.cache_gb * 1e9))
-    wishes.check(shape.max_position_embeddings)
+    wishes.check(shape.max_position_embeddings, shape.sliding_window)
+    if shape.longest < shape.max_position_embeddings:
+        log.info("sequences end at the model's sliding window", positions=shape.longest)
     tokenizer = _read_tokenizer(config.model, shape)
     end_tokens, sampling, unusable = read_generation(config.model, shape)
     if unusable:
@@ -79,7 +81,7 @@ def load(config: VerifierConfig) -> tuple[VerifierEngine, Hosted]:
     packed = backend.pack(target)
     # The memory for sequences is measured when the weights are in memory.
     position_bytes, at_once = shape.kv_bytes_per_position // 2 * dtype.itemsize, device.type != "cpu"
-    room = room_for(wishes, shape.max_position_embeddings, position_bytes, free_memory(device), at_once)
+    room = room_for(wishes, shape.longest, position_bytes, free_memory(device), at_once)
     grammars, no_grammars = _read_grammars(tokenizer.tokenizer_json, shape.vocab_size, end_tokens)
     engine = _build_engine(packed, backend, config, room, grammars)
     if loads_kernels_late(device):

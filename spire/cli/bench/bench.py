@@ -114,7 +114,7 @@ def bench(
     contexts, batches, depths = numbers(context), numbers(batch), _depths(k)
     with _pair(model, shape, layers, accept_rate, max(contexts) + generate) as (pair, title):
         stacks = [] if against and not (drafts or url) else _choose(drafts, pair, url)
-        longest = load_model_config(pair.model).max_position_embeddings
+        longest = load_model_config(pair.model).longest
         source = PromptSource(pair.model, data or [BUNDLED_TEXT])
         if trace is None:
             if max(contexts) + generate > longest:

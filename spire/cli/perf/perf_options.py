@@ -64,7 +64,7 @@ def find_target(name: str) -> TargetOption:
     if name != "bundled" and not directory.is_dir():
         raise SpireError(f"--target {name} is no directory and none of {', '.join([*SHAPES, 'bundled'])}")
     config = load_model_config(directory)
-    longest = config.max_position_embeddings
+    longest = config.longest
     return TargetOption(name, Shape.of(config), longest, *_contexts(longest), config.tie_word_embeddings, directory)
 
 

@@ -17,8 +17,10 @@ from torch.overrides import TorchFunctionMode
 
 from spire.bench.synthetic import write_pair
 from spire.checkpoints.weights import load_draft, load_target
+from spire.cli.paths import BUNDLED
 from spire.errors import CheckpointError
 from spire.model.config import ModelConfig, load_draft_config, load_model_config
+from spire.model.families import FAMILIES
 from spire.perf.shapes import SEQAX_67M
 from tests.spire.model.test_target import LLAMA3, reference_model
 from verifier_service.config import VerifierConfig
@@ -77,7 +79,7 @@ def test_one_several_or_no_end_tokens_are_read(written: object, read: tuple[int,
     [
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type"),
-        ({"model_type": "mistral"}, "'mistral'"),
+        ({"model_type": "gemma"}, "'gemma'"),
         ({"hidden_act": "gelu"}, "'gelu'"),
         ({"vocab_size": "many"}, "vocab_size"),
     ],
@@ -126,8 +128,30 @@ def test_weights_that_do_not_fit_config_json_are_refused(checkpoint: Path) -> No
     with pytest.raises(CheckpointError, match=r"tensors are missing, the first is 'layers\.3\."):
         load_target(checkpoint)
     (checkpoint / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
-    with pytest.raises(CheckpointError, match=r"tensors are not Llama's, the first is 'layers\.2\."):
+    with pytest.raises(CheckpointError, match=r"tensors are not this model's, the first is 'layers\.2\."):
         load_target(checkpoint)
+
+
+def test_weights_of_another_family_are_told_by_their_tensors(checkpoint: Path, tmp_path: Path) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    for kind, count, first in (("qwen2", 9, "self_attn.k_proj.bias"), ("qwen3", 6, "self_attn.k_norm.weight")):
+        other = {"model_type": kind, "architectures": list(FAMILIES[kind].architectures)}
+        (checkpoint / "config.json").write_text(json.dumps(config | other))
+        with pytest.raises(CheckpointError) as refused:
+            load_target(checkpoint)
+        missing = f"{count} tensors are missing, the first is 'layers.0.{first}': model_type is '{kind}'"
+        assert missing in str(refused.value)
+    reference_model("qwen2").save_pretrained(tmp_path / "qwen2")
+    config = json.loads((tmp_path / "qwen2" / "config.json").read_text())
+    llama = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "qwen2" / "config.json").write_text(json.dumps(config | llama))
+    with pytest.raises(CheckpointError, match=r"9 tensors are not this model's, the first is .*k_proj\.bias'"):
+        load_target(tmp_path / "qwen2")
+
+
+def test_the_bundled_draft_still_knows_its_target() -> None:
+    """A fingerprint must not change with the code: every draft names its target by one."""
+    assert load_target(BUNDLED / "target")[1] == load_draft_config(BUNDLED / "draft").target_fingerprint
 
 
 def test_a_target_is_no_draft(checkpoint: Path) -> None:

@@ -86,6 +86,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "Llama's class, newer rule": {"tokenizer_config.json": LLAMA | {"legacy": False, "add_eos_token": True}},
     "Llama's class, nothing in front": {"tokenizer_config.json": LLAMA | {"add_prefix_space": False}},
+    "Llama's class of a Mistral": {"tokenizer_config.json": LLAMA, "config.json": {"model_type": "mistral"}},
+    "Llama's class of a Qwen3": {"tokenizer_config.json": LLAMA, "config.json": {"model_type": "qwen3"}},
 }
 
 

@@ -16,10 +16,10 @@ from spire.training.draft import Loss, rollout_loss
 WINDOW, K = 6, 4
 
 
-@pytest.fixture(scope="module")
-def target() -> Target:
+def new_target(model_type: str = "llama") -> Target:
     torch.manual_seed(0)
     config = ModelConfig(
+        model_type=model_type,
         vocab_size=50,
         hidden_size=32,
         intermediate_size=48,
@@ -29,10 +29,17 @@ def target() -> Target:
         head_dim=8,
     )
     target = Target(config).requires_grad_(False)
-    for parameter in target.parameters():
-        if parameter.ndim == 2:
+    for name, parameter in target.named_parameters():
+        if parameter.ndim == 2 or name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.3)
+        elif name.endswith(("q_norm.weight", "k_norm.weight")):
+            torch.nn.init.normal_(parameter, mean=1, std=0.3)
     return target
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return new_target()
 
 
 def pruned(target: Target, **config: object) -> Draft:
@@ -85,6 +92,19 @@ def absorb(memory: DraftMemory, slots: Tensor, taps: Tensor, start: int, stop: i
 def test_serving_computes_what_training_trained(
     target: Target, tokens_BL: Tensor, offset: int, ablation: dict[str, object]
 ) -> None:
+    serves_what_was_trained(target, tokens_BL, offset, **ablation)
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "qwen2", "qwen3"])
+def test_drafts_of_other_families_compute_what_training_trained(model_type: str, tokens_BL: Tensor) -> None:
+    target = new_target(model_type)
+    serves_what_was_trained(target, tokens_BL, offset=2)
+    mine, theirs = pruned(target).layers.state_dict(), target.layers[2:].state_dict()
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
+
+
+def serves_what_was_trained(target: Target, tokens_BL: Tensor, offset: int, **ablation: object) -> None:
     draft = pruned(target, **ablation).requires_grad_(False)
     taps = taps_of(target, draft, tokens_BL)
     blocks = RolloutBlocks.of(tokens_BL.shape[1], K, offset)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from spire.errors import CheckpointError
 from spire.model.config import ModelConfig, load_model_config, unknown_keys
@@ -24,6 +24,13 @@ SHAPE: dict[str, Any] = {
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
 }
+CONFIGS: dict[str, type[PreTrainedConfig]] = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+}
+each_family = pytest.mark.parametrize("kind", CONFIGS)
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -38,6 +45,11 @@ def config_of(directory: Path, **values: Any) -> ModelConfig:
     return load_model_config(directory)
 
 
+def of_family(kind: str) -> dict[str, Any]:
+    """What a `config.json` says of its family."""
+    return {"model_type": kind, "architectures": list(FAMILIES[kind].architectures)}
+
+
 def refusal(directory: Path, **values: Any) -> str:
     with pytest.raises(CheckpointError) as refused:
         config_of(directory, **values)
@@ -47,9 +59,14 @@ def refusal(directory: Path, **values: Any) -> str:
     return words
 
 
-def test_every_llama_key_of_transformers_is_read_or_harmless_or_refused() -> None:
-    family = FAMILIES["llama"]
-    written = LlamaConfig().to_dict().keys() | {field.name for field in fields(LlamaConfig)}
+def test_the_families_here_are_all_that_are_served() -> None:
+    assert CONFIGS.keys() == FAMILIES.keys()
+
+
+@each_family
+def test_every_key_of_transformers_is_read_or_harmless_or_refused(kind: str) -> None:
+    family, theirs = FAMILIES[kind], CONFIGS[kind]
+    written = theirs().to_dict().keys() | {field.name for field in fields(theirs)}
     assert written - family.read - family.harmless - family.neutral.keys() == set()
 
 
@@ -57,14 +74,38 @@ def test_a_key_has_one_place() -> None:
     for family in FAMILIES.values():
         assert not family.read & family.harmless
         assert not (family.read | family.harmless) & family.neutral.keys()
+        assert family.defaults.keys() <= family.read
 
 
-def test_what_transformers_writes_unasked_is_taken(tmp_path: Path) -> None:
-    LlamaConfig(**SHAPE).save_pretrained(tmp_path)
+@each_family
+def test_what_transformers_writes_unasked_is_taken(kind: str, tmp_path: Path) -> None:
+    theirs = CONFIGS[kind](**SHAPE | of_family(kind) | {"num_key_value_heads": 2})
+    theirs.save_pretrained(tmp_path)
     assert load_model_config(tmp_path).vocab_size == 97
-    (tmp_path / "config.json").write_text(json.dumps(LlamaConfig(**SHAPE).to_dict()))
+    (tmp_path / "config.json").write_text(json.dumps(theirs.to_dict()))
     assert load_model_config(tmp_path).vocab_size == 97
     assert unknown_keys(tmp_path) == []
+
+
+@each_family
+def test_what_config_json_leaves_out_is_what_transformers_takes(kind: str, tmp_path: Path) -> None:
+    said = SHAPE | of_family(kind) | {"num_attention_heads": 32, "hidden_size": 64}
+    ours, theirs = config_of(tmp_path, **said), CONFIGS[kind](**said)
+    for name in ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.head_dim == getattr(theirs, "head_dim", 64 // 32)
+    assert ours.sliding_window == getattr(theirs, "sliding_window", None)
+    assert ours.rope.rope_theta == theirs.rope_parameters["rope_theta"]
+
+
+@each_family
+def test_what_we_write_of_a_model_reads_as_the_same_model(kind: str, tmp_path: Path) -> None:
+    for more in [{}, *([{"sliding_window": 100}, {"sliding_window": None}] if kind == "mistral" else [])]:
+        config = config_of(tmp_path, **of_family(kind), num_key_value_heads=2, eos_token_id=[2, 3], **more)
+        assert config.model_type == kind
+        (tmp_path / "config.json").write_text(json.dumps(config.to_hugging_face()))
+        assert load_model_config(tmp_path) == config
+        assert unknown_keys(tmp_path) == []
 
 
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -90,15 +131,159 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "torch_dtype": "float16",
     },
     "linear": {"rope_scaling": {"factor": 4.0, "type": "linear"}, "rope_theta": 100000, "rope_interleaved": False},
+    "Qwen2.5-0.5B": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151643,
+        "hidden_act": "silu",
+        "hidden_size": 896,
+        "initializer_range": 0.02,
+        "intermediate_size": 4864,
+        "max_position_embeddings": 32768,
+        "max_window_layers": 24,
+        "model_type": "qwen2",
+        "num_attention_heads": 14,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "sliding_window": 32768,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.40.1",
+        "use_cache": True,
+        "use_mrope": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "Qwen3-0.6B": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 1024,
+        "initializer_range": 0.02,
+        "intermediate_size": 3072,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 28,
+        "model_type": "qwen3",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.51.0",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "Mistral-7B-v0.1": {
+        "architectures": ["MistralForCausalLM"],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "model_type": "mistral",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.34.0.dev0",
+        "use_cache": True,
+        "vocab_size": 32000,
+    },
+    "Mistral-Nemo": {
+        "architectures": ["MistralForCausalLM"],
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "head_dim": 128,
+        "hidden_size": 5120,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 131072,
+        "model_type": "mistral",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 8,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 131072,
+    },
 }
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_what_llamas_are_published_with_is_taken_and_known(name: str, tmp_path: Path) -> None:
+def test_what_models_are_published_with_is_taken_and_known(name: str, tmp_path: Path) -> None:
     config = config_of(tmp_path, **PUBLISHED[name])
     assert config.torch_dtype == PUBLISHED[name].get("torch_dtype", "float32")
     assert config.rope.rope_theta == PUBLISHED[name].get("rope_theta", 10000.0)
     assert unknown_keys(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "qkv_bias", "qk_norm", "head_dim", "longest"),
+    [
+        ("Llama 3.1", False, False, 128, 131072),
+        ("Qwen2.5-0.5B", True, False, 64, 32768),
+        ("Qwen3-0.6B", False, True, 128, 40960),
+        ("Mistral-7B-v0.1", False, False, 128, 4096),
+        ("Mistral-Nemo", False, False, 128, 131072),
+    ],
+)
+def test_a_family_sets_the_options_of_its_layer(
+    name: str, qkv_bias: bool, qk_norm: bool, head_dim: int, longest: int, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, **PUBLISHED[name])
+    assert (config.qkv_bias, config.qk_norm, config.head_dim) == (qkv_bias, qk_norm, head_dim)
+    assert config.longest == longest
+
+
+@pytest.mark.parametrize(
+    ("values", "window"),
+    [
+        ({"sliding_window": 4096}, 4096),
+        ({"sliding_window": None}, None),
+        ({}, 4096),
+        ({"sliding_window": 4096, "max_position_embeddings": 1000}, 4096),
+    ],
+)
+def test_a_mistral_s_window_is_read_and_null_is_none(
+    values: dict[str, Any], window: int | None, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, **of_family("mistral"), num_key_value_heads=2, **values)
+    assert config.sliding_window == window == MistralConfig(**values).sliding_window
+    assert config.longest == min(config.max_position_embeddings, window or 2**40)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_a_qwen_s_window_counts_only_where_it_is_used(kind: str, tmp_path: Path) -> None:
+    said = of_family(kind) | {"num_key_value_heads": 2, "sliding_window": 100, "max_window_layers": 1}
+    assert config_of(tmp_path, **said).longest == 32768
+    assert config_of(tmp_path, **said, use_sliding_window=False).longest == 32768
+    assert "use_sliding_window is True" in refusal(tmp_path, **said, use_sliding_window=True)
+    assert "layer_types" in refusal(tmp_path, **said, layer_types=["full_attention", "sliding_attention"])
+
+
+def test_the_biases_of_a_qwen2_are_there_whatever_its_config_says(tmp_path: Path) -> None:
+    for said in ({}, {"attention_bias": True}, {"attention_bias": False}):
+        config = config_of(tmp_path, **of_family("qwen2"), num_key_value_heads=2, **said)
+        assert (config.qkv_bias, config.attention_bias) == (True, False)
 
 
 def test_keys_that_nobody_knows_are_told(tmp_path: Path) -> None:
@@ -123,7 +308,11 @@ def test_a_key_that_changes_numbers_is_refused_by_name_unless_neutral(key: str, 
         ({"sliding_window": 4096}, "sliding_window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
-        ({"model_type": "qwen2"}, "'qwen2'"),
+        ({"model_type": "gemma3"}, "'gemma3'; served are 'llama', 'mistral', 'qwen2', 'qwen3'"),
+        ({"model_type": "qwen3"}, "'LlamaForCausalLM'; served is 'Qwen3ForCausalLM'"),
+        (of_family("mistral") | {"attention_bias": True, "num_key_value_heads": 2}, "attention_bias is True"),
+        (of_family("mistral") | {"sliding_window": 0, "num_key_value_heads": 2}, "sliding_window is 0"),
+        (of_family("qwen3") | {"mlp_bias": True, "num_key_value_heads": 2}, "mlp_bias is True"),
         ({"model_type": None}, "model_type is None"),
         ({"rope_scaling": {"type": "linear"}}, "needs factor"),
         ({"rope_scaling": LLAMA3 | {"low_freq_factor": None}}, "needs low_freq_factor"),
@@ -221,8 +410,7 @@ def test_sizes_that_are_each_possible_and_together_are_not_are_refused(tmp_path:
 
 def test_the_identity_of_a_target_is_made_of_the_same_fields_as_ever(tmp_path: Path) -> None:
     """Drafts name their target by it: one more field, or another order, and every draft would be a stranger's."""
-    written = config_of(tmp_path, eos_token_id=[2, 3]).model_dump_json(exclude={"torch_dtype"})
-    assert list(json.loads(written)) == [
+    assert list(json.loads(config_of(tmp_path, eos_token_id=[2, 3]).identity)) == [
         "vocab_size",
         "hidden_size",
         "intermediate_size",
@@ -239,3 +427,11 @@ def test_the_identity_of_a_target_is_made_of_the_same_fields_as_ever(tmp_path: P
         "bos_token_id",
         "eos_token_ids",
     ]
+
+
+def test_models_of_two_families_have_two_identities(tmp_path: Path) -> None:
+    """Else a draft of one would be taken for the other's."""
+    same = {"num_key_value_heads": 2, "head_dim": 12, "max_position_embeddings": 100, "attention_bias": False}
+    configs = [config_of(tmp_path, **of_family(kind), **same) for kind in FAMILIES]
+    shorter = config_of(tmp_path, **of_family("mistral"), **same, sliding_window=50)
+    assert len({config.identity for config in (*configs, shorter)}) == len(FAMILIES) + 1

@@ -18,12 +18,13 @@ from spire.model.attention import triton_kernels
 from spire.model.backends.gpu.backend import GpuBackend, PaddedMemory, PaddedRound
 from spire.model.backends.gpu.draft_round import GpuRound
 from spire.model.backends.gpu.fp8 import FP8, Fp8Linear, Rows8, rows8
+from spire.model.backends.gpu.kernels import elementwise_kernels, layers_fit
 from spire.model.backends.gpu.packed_layer import PackedLayer
 from spire.model.backends.placed import fp8_backend_for
 from spire.model.cache.paged import PagedCache
 from spire.model.config import DraftConfig, ModelConfig, RopeConfig
 from spire.model.draft import prune
-from spire.model.draft_memory import DraftMemory
+from spire.model.draft_memory import DraftMemory, RoundMemory
 from spire.model.layers import Layer, Rope, rotate
 from spire.model.target import Target, WholeSequence
 from tests.marks import thoroughly
@@ -112,31 +113,50 @@ def new_target(dtype: torch.dtype = torch.float32, **changes: Any) -> Target:
     return target.to(dtype).requires_grad_(False)
 
 
-@pytest.mark.parametrize("changes", [{}, {"attention_bias": True, "mlp_bias": True}, {"num_key_value_heads": 4}])
+PACKED: list[dict[str, Any]] = [
+    {},
+    {"attention_bias": True, "mlp_bias": True},
+    {"num_key_value_heads": 4},
+    {"model_type": "qwen2"},
+    {"model_type": "qwen3"},
+]
+
+
+@pytest.mark.parametrize("changes", PACKED)
 def test_packed_projections_are_the_projections(changes: dict[str, Any]) -> None:
     target, tokens_BT = new_target(**changes), torch.arange(12).view(2, 6)
     before = target(tokens_BT, WholeSequence(tokens_BT)).hidden_BTD
     memory, rope = torch.randn(1, 3, 64), target.rope(torch.arange(3)[None], torch.float32)
     right = cast(Layer, target.layers[0]).keys_values(memory, rope)
     target.layers = nn.ModuleList(PackedLayer(cast(Layer, layer)) for layer in target.layers)
-    torch.testing.assert_close(target(tokens_BT, WholeSequence(tokens_BT)).hidden_BTD, before)
+    torch.testing.assert_close(target(tokens_BT, WholeSequence(tokens_BT)).hidden_BTD, before, atol=1e-5, rtol=1e-5)
     for found, expected in zip(cast(Layer, target.layers[0]).keys_values(memory, rope), right, strict=True):
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.fixture
 def backend(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> GpuBackend:
-    """With all kernels, interpreted, and graphs that a double records."""
+    """With all kernels that fit, interpreted, and graphs that a double records."""
     attention = importlib.import_module("spire.model.attention.paged_attention")
-    monkeypatch.setattr("spire.model.backends.gpu.backend.elementwise_kernels", lambda target: kernels)
+    fitting = "spire.model.backends.gpu.backend.elementwise_kernels"
+    monkeypatch.setattr(fitting, lambda model: kernels if layers_fit(model.config) else None)
     monkeypatch.setattr("spire.model.cache.paged.attention_kernels", lambda pages, group: attention)
     of_drafts = importlib.import_module("spire.model.backends.gpu.draft_attention")
     monkeypatch.setattr("spire.model.backends.gpu.backend.draft_kernels", lambda draft: of_drafts)
     return GpuBackend(Recorder())
 
 
-def test_the_stack_gives_what_the_layers_give(backend: GpuBackend) -> None:
-    right, target = new_target(), backend.pack(new_target())
+def test_elementwise_kernels_are_of_no_use_to_a_qwen3(monkeypatch: pytest.MonkeyPatch, kernels: ModuleType) -> None:
+    monkeypatch.setattr("spire.model.backends.gpu.kernels.load_kernels", lambda *given: kernels)
+    for model_type in ("llama", "mistral", "qwen2"):
+        assert elementwise_kernels(new_target(model_type=model_type)) is kernels
+    assert elementwise_kernels(new_target(model_type="qwen3")) is None
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+def test_the_stack_gives_what_the_layers_give(backend: GpuBackend, model_type: str) -> None:
+    right, target = new_target(model_type=model_type), backend.pack(new_target(model_type=model_type))
+    assert (backend._stack is None) == (model_type == "qwen3")
     cache = PagedCache(target.config, 3, 200)
     slots, tokens_NL = [cache.allocate() for _ in range(3)], torch.randint(40, (3, 100))
     for slot, prompt in zip(slots, (70, 3, 64), strict=True):
@@ -342,6 +362,20 @@ def test_a_round_by_kernels_is_the_round(backend: GpuBackend, changes: dict[str,
         torch.testing.assert_close(round_.next_logits(tokens_B), right.next_logits(tokens_B), atol=1e-4, rtol=1e-4)
     assert isinstance(round_, PaddedRound)
     assert isinstance(round_._begun, GpuRound)
+
+
+@pytest.mark.parametrize(("model_type", "kind"), [("qwen2", GpuRound), ("qwen3", RoundMemory)])
+def test_a_round_of_another_family_is_by_kernels_where_they_fit(
+    backend: GpuBackend, model_type: str, kind: type[Any]
+) -> None:
+    spire = DraftConfig(target_fingerprint="", tapped_layers=(1, 2), window=6)
+    draft = prune(new_target(model_type=model_type), spire, (1, 2)).requires_grad_(False)
+    right = absorbed(DraftMemory(copy.deepcopy(draft), 2), [2, 30]).round([1, 0], [30, 2], 3)
+    round_ = absorbed(backend.memory(backend.pack(draft), 2), [2, 30]).round([1, 0], [30, 2], 3)
+    for tokens_B in torch.randint(40, (3, 2)):
+        torch.testing.assert_close(round_.next_logits(tokens_B), right.next_logits(tokens_B), atol=1e-4, rtol=1e-4)
+    assert isinstance(round_, PaddedRound)
+    assert isinstance(round_._begun, kind)
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bfloat16", "fp8"])

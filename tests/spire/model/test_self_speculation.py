@@ -29,6 +29,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "linear rope": {"rope": RopeConfig(rope_type="linear", factor=4.0)},
     "llama3 rope": {"rope": RopeConfig(rope_type="llama3", factor=8.0, original_max_position_embeddings=32)},
     "attention bias": {"attention_bias": True, "num_key_value_heads": 2},
+    "Mistral": {"model_type": "mistral", "sliding_window": 100},
+    "Qwen2": {"model_type": "qwen2", "num_key_value_heads": 2},
+    "Qwen3": {"model_type": "qwen3", "num_key_value_heads": 2},
 }
 
 
@@ -53,6 +56,8 @@ def new_target(**changes: Any) -> Target:
     for name, parameter in target.named_parameters():
         if parameter.ndim == 2 or name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.3)
+        elif name.endswith(("q_norm.weight", "k_norm.weight")):
+            torch.nn.init.normal_(parameter, mean=1, std=0.3)
     return target
 
 
@@ -128,7 +133,9 @@ def unrotated_keys_values(target: Target, text_L: Tensor) -> list[tuple[list[Ten
 
 def projections(layer: Any, hidden_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     attention, normed = layer.self_attn, layer.input_layernorm(hidden_TD)
-    return tuple(p(normed).unflatten(-1, (-1, 8)) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
+    projected = (p(normed).unflatten(-1, (-1, 8)) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
+    queries, keys, values = projected
+    return attention.q_norm(queries), attention.k_norm(keys), values
 
 
 def turned(target: Target, x_THK: Tensor, positions_T: Tensor) -> Tensor:

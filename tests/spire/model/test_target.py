@@ -1,4 +1,4 @@
-"""The target against `transformers`: the same logits on every kind of Llama checkpoint that we say we serve."""
+"""The target against `transformers`: the same logits on every kind of checkpoint that we say we serve."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from spire.checkpoints.weights import load_target, save_target
+from spire.errors import CheckpointError
 from spire.model.config import model_config_of
+from spire.model.families import FAMILIES
+from spire.model.layers import Attention
 from spire.model.target import Target, WholeSequence
 
 LLAMA3 = {
@@ -42,23 +46,30 @@ KINDS: dict[str, dict[str, Any]] = {
         "rope_parameters": LLAMA3,
         "rms_norm_eps": 1e-3,
     },
+    "Mistral": {"model_type": "mistral", "sliding_window": None},
+    "Mistral, up to its window": {"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": 70},
+    "Qwen2": {"model_type": "qwen2", "num_key_value_heads": 2},
+    "Qwen2, tied": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "Qwen3": {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 24},
+    "Qwen3, with biases": {"model_type": "qwen3", "head_dim": 12, "attention_bias": True, "rms_norm_eps": 1e-3},
 }
 
 
-def reference_model(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
-    """A small random Llama. Weights are large enough that every part of the arithmetic shows in the logits."""
+def reference_model(model_type: str = "llama", seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A small random model. Weights are large enough that every part of the arithmetic shows in the logits."""
     shape = {
         "vocab_size": 97,
         "hidden_size": 48,
         "intermediate_size": 80,
         "num_hidden_layers": 3,
         "num_attention_heads": 4,
+        "num_key_value_heads": 4,
         "max_position_embeddings": 256,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "attn_implementation": "eager",
     }
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**(shape | changes))).eval()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(shape | changes))).eval()
     for name, parameter in model.named_parameters():
         is_norm = "norm" in name
         torch.nn.init.normal_(parameter, mean=float(is_norm), std=0.2)
@@ -83,6 +94,56 @@ def test_logits_equal_those_of_transformers(kind: str, tmp_path: Path) -> None:
     theirs = reference(random_tokens()).logits
     assert theirs.std() > 0.5, "the comparison must be about logits that differ"
     assert (our_logits(tmp_path, random_tokens()) - theirs).abs().max() < 1e-4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "Qwen3, with biases"])
+def test_without_a_family_s_option_logits_are_others(kind: str, tmp_path: Path) -> None:
+    """A control: each option shows in the logits, or the comparison above would prove little."""
+    reference = reference_model(**KINDS[kind])
+    reference.save_pretrained(tmp_path)
+    theirs = reference(random_tokens()).logits
+    for part in ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm"):
+        target, _ = load_target(tmp_path)
+        if without(target, part):
+            ours = target.unembed(target(random_tokens(), WholeSequence(random_tokens())).hidden_BTD)
+            assert (ours - theirs).abs().max() > 1e-2, part
+
+
+def without(target: Target, part: str) -> bool:
+    """Drop the bias, or the norm, of one part of the first layer. False if it has none."""
+    attention = target.layers[0].self_attn
+    assert isinstance(attention, Attention)
+    module = getattr(attention, part)
+    if isinstance(module, nn.RMSNorm):
+        setattr(attention, part, nn.Identity())
+    elif isinstance(module, nn.Linear) and module.bias is not None:
+        module.bias.zero_()
+    else:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("kind", "option"), [("Qwen2", "qkv_bias"), ("Qwen3", "qk_norm")])
+def test_a_table_without_the_option_does_not_load_the_family(
+    kind: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference_model(**KINDS[kind]).save_pretrained(tmp_path)
+    model_type = KINDS[kind]["model_type"]
+    monkeypatch.setitem(FAMILIES, model_type, FAMILIES[model_type]._replace(**{option: False}))
+    with pytest.raises(CheckpointError, match="tensors are not this model's"):
+        load_target(tmp_path)
+
+
+@torch.no_grad()
+def test_beyond_its_window_a_mistral_has_logits_that_are_not_ours(tmp_path: Path) -> None:
+    """Why contexts end at the window: up to there both agree, and from there on they do not."""
+    reference = reference_model("mistral", sliding_window=40)
+    reference.save_pretrained(tmp_path)
+    far_BT = (our_logits(tmp_path, random_tokens()) - reference(random_tokens()).logits).abs().amax(dim=-1)
+    assert far_BT[:, :40].max() < 1e-4
+    assert far_BT[:, 40:].max() > 1e-2
+    assert load_target(tmp_path)[0].config.longest == 40
 
 
 @torch.no_grad()
@@ -114,10 +175,12 @@ def test_sharding_does_not_change_the_fingerprint_and_other_weights_do(tmp_path:
 
 @torch.no_grad()
 @pytest.mark.parametrize("tied", [False, True])
-def test_what_we_save_opens_in_transformers_with_the_same_logits(tied: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_what_we_save_opens_in_transformers_with_the_same_logits(model_type: str, tied: bool, tmp_path: Path) -> None:
     torch.manual_seed(3)
     config = model_config_of(
         {
+            "model_type": model_type,
             "vocab_size": 97,
             "hidden_size": 48,
             "intermediate_size": 80,
@@ -133,7 +196,9 @@ def test_what_we_save_opens_in_transformers_with_the_same_logits(tied: bool, tmp
     for parameter in target.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     save_target(tmp_path, target, torch.float32)
-    reference = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
+    kind = {"dtype": torch.float32, "attn_implementation": "eager"}
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, **kind).eval()
+    assert reference.config.model_type == model_type
     tokens = random_tokens()
     ours = target.unembed(target(tokens, WholeSequence(tokens)).hidden_BTD)
     assert (ours - reference(tokens).logits).abs().max() < 1e-4

@@ -75,6 +75,13 @@ def test_what_does_not_fit_is_refused_with_its_values_and_what_to_do(wishes: dic
     assert "\n" not in str(refused.value)
 
 
+def test_a_context_beyond_the_sliding_window_is_refused_by_name() -> None:
+    Wishes(64, context=4096).check(LONGEST, 4096)
+    Wishes(64).check(LONGEST, 4096)
+    with pytest.raises(CheckpointError, match=r"--max-context 4097: .* window of 4096 positions.* to 4096"):
+        Wishes(64, context=4097).check(LONGEST, 4096)
+
+
 def test_with_memory_taken_on_write_all_sequences_count_and_one_must_fit() -> None:
     assert room(20 * GB, at_once=False) == Room(
         64, capacity_of(int(SHARE_OF_FREE_MEMORY * 20 * GB) // POSITION), 16 * GB

@@ -244,11 +244,17 @@ def test_a_draft_of_another_shape_is_not_trained_further(stories_dir: Path, tmp_
         train(stories_dir, tmp_path / "second", further)
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("model_type", "tied"),
+    [("llama", True), ("llama", False), thoroughly("mistral", False), ("qwen2", True), ("qwen3", False)],
+)
 @pytest.mark.parametrize("kind", ["spire", "vanilla"])
-def test_any_llama_shape_gets_a_draft_from_json_lines(stories_dir: Path, tmp_path: Path, tied: bool, kind: str) -> None:
-    """Grouped queries, tied embeddings, rope scaling, bias; text as JSONL."""
+def test_any_served_shape_gets_a_draft_from_json_lines(
+    stories_dir: Path, tmp_path: Path, model_type: str, tied: bool, kind: str
+) -> None:
+    """Grouped queries, tied embeddings, rope scaling, bias, norms of queries; text as JSONL."""
     config = ModelConfig(
+        model_type=model_type,
         vocab_size=512,
         hidden_size=24,
         intermediate_size=20,
@@ -258,7 +264,8 @@ def test_any_llama_shape_gets_a_draft_from_json_lines(stories_dir: Path, tmp_pat
         head_dim=8,
         max_position_embeddings=64,
         tie_word_embeddings=tied,
-        attention_bias=True,
+        attention_bias=model_type == "llama",
+        sliding_window=24 if model_type == "mistral" else None,
         rope=RopeConfig(rope_type="linear", factor=2.0),
     )
     directory = tmp_path / "target"
@@ -270,7 +277,7 @@ def test_any_llama_shape_gets_a_draft_from_json_lines(stories_dir: Path, tmp_pat
     train(directory, tmp_path / "draft", recipe_for(directory, short | {"kind": kind}), text)
     draft = load_draft(tmp_path / "draft")
     assert draft.draft.target_fingerprint == load_target(directory)[1]
-    assert draft.config.num_key_value_heads == 2
+    assert (draft.config.num_key_value_heads, draft.config.model_type) == (2, model_type)
 
 
 def test_a_tokenizer_that_knows_more_tokens_than_the_target_is_refused(stories_dir: Path, tmp_path: Path) -> None:

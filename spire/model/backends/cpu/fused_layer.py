@@ -23,9 +23,9 @@ MOST_ROTATIONS = 2**18
 
 def kernels_of(config: ModelConfig, weight: Tensor) -> Kernels | None:
     """Return the CPU kernels that support a model with this config and weights like `weight`, or None."""
-    biased = config.attention_bias or config.mlp_bias
+    unfit = config.qkv_bias or config.qk_norm or config.mlp_bias
     widths = (config.hidden_size, config.intermediate_size, config.head_dim, config.vocab_size)
-    if weight.device.type != "cpu" or biased or any(width % _MULTIPLE for width in widths):
+    if weight.device.type != "cpu" or unfit or any(width % _MULTIPLE for width in widths):
         return None
     return kernels_for(weight.dtype)
 

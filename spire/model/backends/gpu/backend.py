@@ -23,7 +23,7 @@ from spire.decoding.verification import SparseDistribution, Verdict, Verify, ver
 from spire.model.backends.gpu.draft_round import DraftKernels, GpuRound
 from spire.model.backends.gpu.fp8 import quantise
 from spire.model.backends.gpu.graphs import CudaRecorder, Graphs, Input, Outputs, Record
-from spire.model.backends.gpu.kernels import draft_kernels, elementwise_kernels
+from spire.model.backends.gpu.kernels import computed_by, draft_kernels, elementwise_kernels, layers_fit
 from spire.model.backends.gpu.packed_layer import PackedLayer
 from spire.model.backends.gpu.stack import GpuStack
 from spire.model.backends.reference import BlockBatch, ClaimQ, Judgement, Model, Reference
@@ -60,8 +60,8 @@ class GpuBackend(Reference):
         if self._fp8 and isinstance(model, Draft):
             quantise(model)
         elementwise = elementwise_kernels(model)
-        if elementwise:
-            self.kernels = "Triton, CUDA graphs"
+        if elementwise or not layers_fit(model.config):
+            self.kernels = computed_by(model.config)
         if isinstance(model, Target) and elementwise:
             self._stack = GpuStack(model, elementwise)
         elif isinstance(model, Draft) and elementwise and (attention := draft_kernels(model)):

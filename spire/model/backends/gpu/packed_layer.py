@@ -13,7 +13,7 @@ from spire.model.layers import Layer, Rotation, rotate
 
 
 class PackedLayer(Layer):
-    """A Llama layer with packed projections. Takes the parameters of a layer, which is of no use afterwards."""
+    """A layer with packed projections. Takes the parameters of a layer, which is of no use afterwards."""
 
     def __init__(self, layer: Layer):
         nn.Module.__init__(self)
@@ -23,20 +23,20 @@ class PackedLayer(Layer):
         self.input_layernorm, self.post_attention_layernorm = layer.input_layernorm, layer.post_attention_layernorm
         self.eps = self.input_layernorm.eps or torch.finfo(attention.q_proj.weight.dtype).eps
         self.queries_keys_values_proj: nn.Module = packed(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
         self.o_proj: nn.Module = attention.o_proj
         self.down_proj: nn.Module = mlp.down_proj
         self.gate_up_proj: nn.Module = packed(mlp.gate_proj, mlp.up_proj)
 
     def queries_keys_values(self, input_BTD: Tensor, rope: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         heads_BHTK = self._heads(self.queries_keys_values_proj(self.input_layernorm(input_BTD)))
-        kv = self.kv_heads
-        rotated_BHTK = rotate(heads_BHTK[:, :-kv], rope)
-        return rotated_BHTK[:, : self.heads], rotated_BHTK[:, self.heads :], heads_BHTK[:, -kv:]
+        queries, keys, values = heads_BHTK.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        return rotate(self.q_norm(queries), rope), rotate(self.k_norm(keys), rope), values
 
     def keys_values(self, memory_BTD: Tensor, rope: Rotation) -> tuple[Tensor, Tensor]:
         projected_BTE = self.queries_keys_values_proj(self.input_layernorm(memory_BTD), self.heads * self.head_dim)
         keys, values = self._heads(projected_BTE).chunk(2, dim=1)
-        return rotate(keys, rope), values
+        return rotate(self.k_norm(keys), rope), values
 
     def behind(self, input_BTD: Tensor, attended_BHTK: Tensor) -> Tensor:
         hidden_BTD = input_BTD + self.o_proj(attended_BHTK.transpose(1, 2).flatten(2))
