@@ -167,6 +167,8 @@ def _models(model: Path | None, draft: str | None) -> Iterator[Check]:
         return
     target = _fingerprint(pair.model)
     yield target
+    if target.ok:
+        yield _kernels("target's kernels", pair.model)
     yield _tokenizer(pair.model)
     if pair.draft is None:
         yield Check("draft", f"{MAGICDEC}: the target itself" if pair.magicdec else OFF, advice=pair.note)
@@ -177,6 +179,8 @@ def _models(model: Path | None, draft: str | None) -> Iterator[Check]:
         yield Check("draft", str(pair.draft), False, advice)
         return
     yield Check("draft", f"{pair.draft} (window {config.window}, sink {config.sink})")
+    if target.ok:
+        yield _kernels("draft's kernels", pair.draft)
 
 
 def _fingerprint(directory: Path) -> Check:
@@ -188,6 +192,18 @@ def _fingerprint(directory: Path) -> Check:
         return Check("target", str(directory), False, "torch and safetensors are needed to read it")
     except SpireError as error:
         return Check("target", str(directory), False, str(error))
+
+
+def _kernels(name: str, directory: Path) -> Check:
+    """Check which kernels compute a model here, and what they leave to torch."""
+    from spire.model.backends.placed import computed_by
+    from spire.model.placement import choose_device, choose_dtype
+
+    device = choose_device("auto")
+    try:
+        return Check(name, computed_by(load_model_config(directory), device, choose_dtype("auto", device)))
+    except SpireError as error:
+        return Check(name, "not usable", False, str(error))
 
 
 def _tokenizer(directory: Path) -> Check:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 from collections.abc import Iterator
 from dataclasses import fields
@@ -10,14 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
+from spire.checkpoints.weights import save_target
 from spire.cli import app, main
-from spire.model.config import load_model_config
+from spire.model.backends.placed import computed_by
+from spire.model.config import ModelConfig, load_model_config
+from spire.model.placement import choose_device, choose_dtype
+from spire.model.target import Target
 from spire.training.draft import DraftRecipe
 from spire.training.target import TargetRecipe
 from tests.conftest import FIXTURES
+from tests.untrained import untrained_draft
 
 
 def commands(command: Any, name: str = "spire") -> Iterator[tuple[str, Any]]:
@@ -127,6 +134,30 @@ def test_convert_writes_a_directory_that_doctor_finds_good(
     assert (code, report["ok"]) == (0, True)
     checks = {check["name"]: check["value"] for check in report["checks"]}
     assert {"python", "torch", "device", "bfloat16", "kernels", "target"} <= checks.keys()
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_doctor_says_what_of_target_and_draft_is_left_to_torch(
+    model_type: str,
+    stories_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "head_dim": 32}
+    config = ModelConfig(model_type=model_type, num_attention_heads=2, num_key_value_heads=1, **sizes)
+    save_target(tmp_path / "target", Target(config), torch.float32)
+    shutil.copy(stories_dir / "tokenizer.json", tmp_path / "target")
+    untrained_draft(tmp_path / "target", tmp_path / "draft", layers=(1, 2))
+    pair = ["--model", str(tmp_path / "target"), "--draft", str(tmp_path / "draft")]
+    code, printed = run(["doctor", *pair, "--url", "http://127.0.0.1:9", "--json"], capsys, monkeypatch)
+    assert code == 0, printed
+    checks = {check["name"]: check["value"] for check in json.loads(printed)["checks"]}
+    device = choose_device("auto")
+    computing = computed_by(config, device, choose_dtype("auto", device))
+    assert checks["target's kernels"] == checks["draft's kernels"] == computing
+    if model_type == "qwen3":
+        assert "torch's own" in computing
 
 
 def test_doctor_fails_and_names_a_truncated_checkpoint(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from spire.kernels import Kernels, every_kernels
 from spire.model.backends.cpu.backend import CpuBackend
-from spire.model.backends.cpu.fused_layer import FusedLayer
+from spire.model.backends.cpu.fused_layer import FusedLayer, PartlyFusedLayer
 from spire.model.cache.contiguous import ContiguousCache
 from spire.model.config import ModelConfig
 from spire.model.layers import Layer, Rope
@@ -68,6 +68,22 @@ def test_a_fused_layer_computes_what_the_layer_does(
     ):
         assert far_apart(found, expected) < rounding(kernels)
     assert far_apart(fused.behind(input_BTD, attended_BHTK), layer.behind(input_BTD, attended_BHTK)) < rounding(kernels)
+
+
+@each_kernels
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
+@torch.inference_mode()
+def test_a_partly_fused_layer_computes_what_the_layer_does(kernels: Kernels, model_type: str) -> None:
+    config = config_of(4, 2, model_type=model_type)
+    layer, rope = layer_and_rope(kernels, config, 7, 3)
+    input_BTD = torch.randn(7, 3, config.hidden_size).to(kernels.dtype)
+    attended_BHTK = torch.randn(7, 4, 3, config.head_dim).to(kernels.dtype)
+    front = (*layer.queries_keys_values(input_BTD, rope), *layer.keys_values(input_BTD, rope))
+    behind = layer.behind(input_BTD, attended_BHTK)
+    fused = PartlyFusedLayer(layer, kernels)
+    found = (*fused.queries_keys_values(input_BTD, rope), *fused.keys_values(input_BTD, rope))
+    assert all(map(torch.equal, found, front))
+    assert far_apart(fused.behind(input_BTD, attended_BHTK), behind) < rounding(kernels)
 
 
 def far_apart(found_D: Tensor, expected_D: Tensor) -> float:
@@ -143,7 +159,9 @@ def test_numbers_that_are_none_stay_in_their_row(kernels: Kernels) -> None:
 
 
 @each_kernels
-@pytest.mark.parametrize("changes", [{"attention_bias": True}, {"hidden_size": 80}, {"head_dim": 16}])
+@pytest.mark.parametrize(
+    "changes", [{"attention_bias": True}, {"hidden_size": 80}, {"head_dim": 16}, {"model_type": "qwen3"}]
+)
 def test_shapes_that_kernels_do_not_fit_are_left_to_torch(kernels: Kernels, changes: dict[str, object]) -> None:
     target = CpuBackend().pack(randomised(Target(config_of(**changes)), kernels.dtype))
     assert isinstance(target, Target)

@@ -11,7 +11,15 @@ from spire.decoding.drafting import Drafted, DraftingRound, RoundInputs
 from spire.decoding.randomness import Purpose
 from spire.decoding.verification import Verify, verify
 from spire.model.backends.cpu.fused_draft import FusedDraftMemory, FusedRound
-from spire.model.backends.cpu.fused_layer import FusedLayer, FusedNorm, FusedProduct, kernels_of
+from spire.model.backends.cpu.fused_layer import (
+    FusedLayer,
+    FusedNorm,
+    FusedProduct,
+    PartlyFusedLayer,
+    computed_by,
+    kernels_behind,
+    kernels_of,
+)
 from spire.model.backends.cpu.fused_target import FusedStack
 from spire.model.backends.cpu.fused_verification import judge, judges
 from spire.model.backends.reference import BlockBatch, ClaimQ, JudgingKernel, Model, Reference
@@ -29,13 +37,16 @@ class CpuBackend(Reference):
         self._stack: FusedStack | None = None
 
     def pack(self, model: Model) -> Model:
-        if kernels := kernels_of(model.config, next(model.parameters())):
-            self.kernels = f"C, {kernels.name}"
-            model.layers = nn.ModuleList(FusedLayer(layer, kernels) for layer in cast(Iterable[Layer], model.layers))
+        config, weight = model.config, next(model.parameters())
+        self.kernels = computed_by(config, weight)
+        if kernels := kernels_behind(config, weight):
+            whole = kernels_of(config, weight) is not None
+            kind = FusedLayer if whole else PartlyFusedLayer
+            model.layers = nn.ModuleList(kind(layer, kernels) for layer in cast(Iterable[Layer], model.layers))
             model.replace_head(FusedProduct(model.lm_head, kernels))
             if isinstance(model, Target):
                 model.norm = FusedNorm(cast(nn.RMSNorm, model.norm), kernels)
-                self._stack = FusedStack(model, kernels)
+                self._stack = FusedStack(model, kernels) if whole else None
         return model
 
     def forward(

@@ -3,6 +3,9 @@
 The results of a row do not depend on other rows or on the number of rows. With `fused_attention`, the results at a
 position are therefore bitwise equal, whether the position is decoded plainly or verified, and in any batch.
 
+No kernel adds biases to queries, keys and values or computes their norms: with these, only the kernel after attention
+runs, and torch computes the rest, with results that may differ in the last bits from batch to batch.
+
 Shapes: B sequences, T positions, R = B * T rows, D width, E outputs, H query heads, G key/value heads, K head width.
 """
 
@@ -22,34 +25,75 @@ MOST_ROTATIONS = 2**18
 
 
 def kernels_of(config: ModelConfig, weight: Tensor) -> Kernels | None:
-    """Return the CPU kernels that support a model with this config and weights like `weight`, or None."""
-    unfit = config.qkv_bias or config.qk_norm or config.mlp_bias
+    """Return the CPU kernels that support a whole model with this config and weights like `weight`, or None."""
+    return None if config.qkv_bias or config.qk_norm else kernels_behind(config, weight)
+
+
+def kernels_behind(config: ModelConfig, weight: Tensor) -> Kernels | None:
+    """Return the CPU kernels that support such a model except, perhaps, its queries, keys and values, or None."""
+    biased = config.attention_bias or config.mlp_bias
     widths = (config.hidden_size, config.intermediate_size, config.head_dim, config.vocab_size)
-    if weight.device.type != "cpu" or unfit or any(width % _MULTIPLE for width in widths):
+    if weight.device.type != "cpu" or biased or any(width % _MULTIPLE for width in widths):
         return None
     return kernels_for(weight.dtype)
 
 
-class FusedLayer(Layer):
-    """A Llama layer with weights in the layout of the CPU kernels. Cannot be trained or saved."""
+def computed_by(config: ModelConfig, weight: Tensor) -> str:
+    """Name, for people, what computes a model with this config and weights like `weight` on a CPU."""
+    kernels, behind = kernels_for(weight.dtype), kernels_behind(config, weight)
+    if not kernels or not (behind or kernels.attends(config.head_dim)):
+        return "torch's own"
+    if kernels_of(config, weight):
+        return f"C, {kernels.name}"
+    return f"C, {kernels.name}; torch's own for {'queries, keys and values' if behind else 'layers'}"
+
+
+class PartlyFusedLayer(Layer):
+    """A layer that a CPU kernel computes from attention's output on. Takes the parameters of another layer, which is of
+    no use afterwards. Cannot be trained or saved."""
 
     def __init__(self, layer: Layer, kernels: Kernels):
         nn.Module.__init__(self)
         self._kernels = kernels
         attention, mlp = layer.self_attn, layer.mlp
-        self.head_dim, self.kv_heads = attention.head_dim, attention.kv_heads
-        self.heads, self.inner = attention.q_proj.out_features // self.head_dim, mlp.down_proj.in_features
-        norms = (layer.input_layernorm, layer.post_attention_layernorm)
-        self.eps = norms[0].eps or torch.finfo(kernels.dtype).eps
-        self._norm, self._norm_inside = (norm.weight.detach().contiguous() for norm in norms)
-        self._queries_keys_values = blocked(
-            torch.cat(_weights(attention.q_proj, attention.k_proj, attention.v_proj)), kernels
-        )
-        self._keys_values = self._queries_keys_values[self.heads * self.head_dim // kernels.block :]
+        self.inner = mlp.down_proj.in_features
+        self.eps = layer.post_attention_layernorm.eps or torch.finfo(kernels.dtype).eps
+        self._norm_inside = layer.post_attention_layernorm.weight.detach().contiguous()
         self._output, self._down = (blocked(weight, kernels) for weight in _weights(attention.o_proj, mlp.down_proj))
         # Half of the outputs of each block are of gate_proj, the other half are of up_proj.
         halves = [weight.unflatten(0, (-1, kernels.block // 2)) for weight in _weights(mlp.gate_proj, mlp.up_proj)]
         self._gate_and_up = blocked(torch.stack(halves, dim=1).flatten(0, 2), kernels)
+        self._take_front(layer)
+
+    def _take_front(self, layer: Layer) -> None:
+        """Take what computes queries, keys and values."""
+        del layer.self_attn.o_proj
+        self.input_layernorm, self.self_attn = layer.input_layernorm, layer.self_attn
+
+    def behind(self, input_BTD: Tensor, attended_BHTK: Tensor) -> Tensor:
+        (B, T, D), (_, H, _, K) = input_BTD.shape, attended_BHTK.shape
+        given, attended_BTE = input_BTD.contiguous(), attended_BHTK.transpose(1, 2).contiguous()
+        hidden, normed, out_BTD = torch.empty(3, B * T, D, dtype=self._kernels.dtype).unbind()
+        inside = torch.empty(B * T, self.inner, dtype=self._kernels.dtype)
+        weights = (self._output, self._norm_inside, self._gate_and_up, self._down)
+        tensors = (given, attended_BTE, *weights, hidden, normed, inside, out_BTD)
+        shape = (B * T, D, H * K, self.inner)
+        self._kernels.behind_attention(*tensors, self.eps, *shape, torch.get_num_threads())
+        return out_BTD.view(B, T, D)
+
+
+class FusedLayer(PartlyFusedLayer):
+    """A layer with all weights in the layout of the CPU kernels. Cannot be trained or saved."""
+
+    def _take_front(self, layer: Layer) -> None:
+        attention = layer.self_attn
+        self.head_dim, self.kv_heads = attention.head_dim, attention.kv_heads
+        self.heads = attention.q_proj.out_features // self.head_dim
+        self._norm = layer.input_layernorm.weight.detach().contiguous()
+        self._queries_keys_values = blocked(
+            torch.cat(_weights(attention.q_proj, attention.k_proj, attention.v_proj)), self._kernels
+        )
+        self._keys_values = self._queries_keys_values[self.heads * self.head_dim // self._kernels.block :]
 
     @property
     def addresses(self) -> list[int]:
@@ -65,17 +109,6 @@ class FusedLayer(Layer):
     def keys_values(self, memory_BTD: Tensor, rope: Rotation) -> tuple[Tensor, Tensor]:
         projected = self._projected(memory_BTD, rope, self._keys_values)
         return projected[:, : self.kv_heads], projected[:, self.kv_heads :]
-
-    def behind(self, input_BTD: Tensor, attended_BHTK: Tensor) -> Tensor:
-        B, T, D = input_BTD.shape
-        given, attended_BTE = input_BTD.contiguous(), attended_BHTK.transpose(1, 2).contiguous()
-        hidden, normed, out_BTD = torch.empty(3, B * T, D, dtype=self._kernels.dtype).unbind()
-        inside = torch.empty(B * T, self.inner, dtype=self._kernels.dtype)
-        weights = (self._output, self._norm_inside, self._gate_and_up, self._down)
-        tensors = (given, attended_BTE, *weights, hidden, normed, inside, out_BTD)
-        shape = (B * T, D, self.heads * self.head_dim, self.inner)
-        self._kernels.behind_attention(*tensors, self.eps, *shape, torch.get_num_threads())
-        return out_BTD.view(B, T, D)
 
     def _projected(self, input_BTD: Tensor, rope: Rotation, weight: Tensor) -> Tensor:
         """Normalise the inputs and project them by `weight` to heads [B, heads, T, K], rotated except for values."""
