@@ -16,7 +16,7 @@ _Out = Annotated[Path, typer.Option(help="Directory to write.")]
 
 @app.command("gguf")
 def gguf(
-    file: Annotated[Path, typer.Argument(help="A Llama-architecture model as one .gguf file, quantised or not.")],
+    file: Annotated[Path, typer.Argument(help="A Llama or Mistral as one .gguf file, quantised or not.")],
     out: _Out,
     dtype: Annotated[
         Literal["bfloat16", "float32"], typer.Option(help="Type of the dequantised weights.")
@@ -45,6 +45,6 @@ def llama2c(
 def _report(out: Path, config: ModelConfig) -> None:
     typer.echo(
         f"{out}: {config.num_hidden_layers} layers of width {config.hidden_size}, vocabulary {config.vocab_size}, "
-        f"context {config.max_position_embeddings}"
+        f"context {config.longest}"
     )
     typer.echo(f"serve it with: spire up --model {out}")

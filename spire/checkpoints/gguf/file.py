@@ -31,7 +31,10 @@ class GgufFile:
         if (kind := self.text("general.type", "model")) != "model":
             raise self.error(f"holds no model: general.type is {kind!r}")
         if (architecture := self.text("general.architecture")) != ARCHITECTURE:
-            raise self.error(f"the architecture is {architecture!r}; only {ARCHITECTURE!r} can be served")
+            raise self.error(
+                f"the architecture is {architecture!r}; only {ARCHITECTURE!r} is converted: take the model in Hugging "
+                "Face layout, of which docs/models.md lists the families"
+            )
         if not self.tensors:
             raise self.error("holds a vocabulary and no weights")
 

@@ -48,8 +48,14 @@ def _shape(file: GgufFile) -> ModelConfig:
     for name in ("attention.value_length", "rope.dimension_count"):
         if (found := _key(file, name, head_dim)) != head_dim:
             raise file.error(f"{ARCHITECTURE}.{name} is {found}; only {head_dim}, a head's width, is served")
-    if 0 < (window := _key(file, "attention.sliding_window", 0)) < context:
-        raise file.error(f"attention sees {window} of {context} positions: sliding windows are not served")
+    attention_bias, mlp_bias = (
+        any(f".{part}_" in name and name.endswith(".bias") for name in file.tensors) for part in ("attn", "ffn")
+    )
+    # GGUF counts Mistral, which has a sliding window and no biases, among its Llamas.
+    window = _key(file, "attention.sliding_window", 0)
+    slides = 0 < window < context
+    if slides and (attention_bias or mlp_bias):
+        raise file.error(f"attention sees {window} of {context} positions: with biases, sliding windows are not served")
     layers = len({name.split(".")[1] for name in file.tensors if name.startswith("blk.")})
     if (claimed := _key(file, "block_count")) != layers:
         raise file.error(f"{ARCHITECTURE}.block_count is {claimed}, and the file holds {layers} layers")
@@ -66,8 +72,10 @@ def _shape(file: GgufFile) -> ModelConfig:
         rms_norm_eps=_number(file, "attention.layer_norm_rms_epsilon"),
         max_position_embeddings=context,
         tie_word_embeddings="output.weight" not in file.tensors,
-        attention_bias=any(".attn_" in name and name.endswith(".bias") for name in file.tensors),
-        mlp_bias=any(".ffn_" in name and name.endswith(".bias") for name in file.tensors),
+        attention_bias=attention_bias,
+        mlp_bias=mlp_bias,
+        model_type="mistral" if slides else "llama",
+        sliding_window=window if slides else None,
         rope=_rope(file, head_dim),
     )
 

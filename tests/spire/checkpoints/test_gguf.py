@@ -102,6 +102,31 @@ def test_an_output_of_its_own_and_biases_are_read(stories_dir: Path, stories_ggu
     load_target(tmp_path / "out")
 
 
+def test_a_sliding_window_is_served_as_a_mistral_s(stories_dir: Path, stories_gguf: Writer, tmp_path: Path) -> None:
+    convert_gguf(stories_gguf({"llama.attention.sliding_window": 100}), tmp_path / "out", torch.float32)
+    config = load_model_config(tmp_path / "out")
+    assert (config.model_type, config.sliding_window, config.longest) == ("mistral", 100, 100)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert (reference.config.model_type, reference.config.sliding_window) == ("mistral", 100)
+    written = load_tensors(stories_dir)
+    assert all(torch.equal(values, written[name]) for name, values in reference.state_dict().items() if name in written)
+
+
+def test_a_window_of_all_positions_is_none(stories_gguf: Writer, tmp_path: Path) -> None:
+    for number, window in enumerate((0, 512, 4096)):
+        out = tmp_path / f"out{number}"
+        convert_gguf(stories_gguf({"llama.attention.sliding_window": window}), out, torch.float32)
+        config = load_model_config(out)
+        assert (config.model_type, config.sliding_window, config.longest) == ("llama", None, 512)
+
+
+def test_a_sliding_window_with_biases_is_refused(stories_dir: Path, stories_gguf: Writer, tmp_path: Path) -> None:
+    config = load_model_config(stories_dir)
+    bias = {"model.layers.0.self_attn.q_proj.bias": torch.zeros(config.num_attention_heads * config.head_dim)}
+    file = stories_gguf({"llama.attention.sliding_window": 100}, gguf_tensors(bias, config))
+    refused(file, tmp_path / "out", "attention sees 100 of 512 positions: with biases, sliding windows are not served")
+
+
 @pytest.mark.parametrize("scaling", [{"type": "linear", "factor": 4.0}, {"factor": 4.0}])
 def test_linear_stretching_is_read(stories_gguf: Writer, tmp_path: Path, scaling: Changes) -> None:
     convert_gguf(stories_gguf({f"llama.rope.scaling.{key}": value for key, value in scaling.items()}), tmp_path / "out")
@@ -180,13 +205,15 @@ def test_factors_of_another_stretching_are_refused(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Changes, str]] = {
-    "architecture": ({"general.architecture": "qwen2"}, r"the architecture is 'qwen2'; only 'llama' can be served"),
+    "architecture": (
+        {"general.architecture": "qwen2"},
+        r"the architecture is 'qwen2'; only 'llama' is converted: take",
+    ),
     "adapter": ({"general.type": "adapter"}, "general.type is 'adapter'"),
     "part": ({"split.count": 3}, "part of a model in 3 files"),
     "yarn": ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type is 'yarn'"),
     "experts": ({"llama.expert_count": 8}, "llama.expert_count is 8; only 0"),
     "unknown key": ({"llama.logit_scale": 2.0}, "llama.logit_scale is 2.0, which is not understood"),
-    "window": ({"llama.attention.sliding_window": 100}, "attention sees 100 of 512 positions"),
     "partial rotation": ({"llama.rope.dimension_count": 4}, "llama.rope.dimension_count is 4; only 8"),
     "values": ({"llama.attention.value_length": 4}, "llama.attention.value_length is 4; only 8"),
     "layers": ({"llama.block_count": 10**9}, "llama.block_count is 1000000000, and the file holds 5 layers"),
