@@ -111,22 +111,14 @@ def input_scale(target: Target, entered_layer: int, tokens_BT: Tensor) -> float:
     return (taps[:, 1:].float().square().mean() / embedded).sqrt().item()
 
 
-class SparseAttention(NamedTuple):
-    """StreamingLLM's mask: a query sees the first `sink` positions, the `window` before it and (optionally) itself."""
-
-    sink: int = 1
-    window: int = 64
-    attends_self: bool = True
-
-
-def visible(queries_BT: Tensor, keys_BS: Tensor, sparse: SparseAttention | DraftConfig) -> Tensor:
+def visible(queries_BT: Tensor, keys_BS: Tensor, draft: DraftConfig) -> Tensor:
     """Return StreamingLLM's boolean mask [B, T, S] for queries and keys at these text positions.
 
     A query sees the sink, the `window` positions before it and, if `attends_self`, itself. Key position -1 means empty.
     """
     query, key = queries_BT[:, :, None], keys_BS[:, None, :]
-    past = (key <= query) if sparse.attends_self else (key < query)
-    return (key >= 0) & past & ((key < sparse.sink) | (key >= query - sparse.window))
+    past = (key <= query) if draft.attends_self else (key < query)
+    return (key >= 0) & past & ((key < draft.sink) | (key >= query - draft.window))
 
 
 class RolloutBlocks(NamedTuple):

@@ -1,69 +1,94 @@
 """MagicDec: the target drafts for itself, attending only to the sink and the window of its own cache.
 
-MagicDec needs no training and serves any checkpoint. A pass is the target's own forward over a sparse copy of its
-cache, which is made once per round and never written back: a rejected draft token has no effect, and verification
-appends the same positions itself.
+MagicDec needs no training and serves any checkpoint. A round copies sink and window of each sequence to a sparse cache,
+a small cache of the same kind as the target's. A pass is a plain step of the target over the sparse cache, by the same
+kernels. Nothing is written back: a rejected draft token has no effect, and verification appends the same positions
+itself. Within a round the window does not slide: a pass also attends to all tokens drafted before it.
 
-Positions are relative to the sparse cache (Xiao et al., 2024): the window has its positions in the text, and the sink
-directly precedes the window. Rotations compose, so the sink's few keys are rotated forward instead of every query.
+Positions are relative to the sparse cache (Xiao et al., 2024): sink, window and drafted tokens follow each other. The
+window's keys are therefore rotated back by the number of positions that the copy leaves out.
 
-Shapes: N layers, B sequences, S entries (sink, window, then k drafted), G key/value heads, K head width, V vocabulary.
+Shapes: N layers, B sequences, S copied positions (sink and window), G key/value heads, K head width, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from spire.decoding.drafting import MAX_SPECULATION_DEPTH
+from spire.model.backends.reference import Reference
 from spire.model.cache.target_cache import TargetCache
-from spire.model.draft import SparseAttention, visible
-from spire.model.layers import additive, attend, rotate
+from spire.model.layers import rotate
 from spire.model.target import Target
 
 
+class SparseAttention(NamedTuple):
+    """The positions before a round that its passes attend to: the first `sink` and the last `window`."""
+
+    sink: int = 1
+    window: int = 64
+
+
 class SelfSpeculation:
-    """A MagicDec round: k <= window passes over B slots, from their committed lengths on. Implements KeyValues."""
+    """The target as its own draft, for the sequences in the slots of `cache`. Called by one thread."""
 
-    positions_BT: Tensor
-    fused: Sequence[Any] = ()
+    def __init__(self, target: Target, cache: TargetCache, sparse: SparseAttention, backend: Reference):
+        self._target, self._cache, self._backend = target, cache, backend
+        self._sink, self._most = sparse.sink, sparse.sink + sparse.window
 
-    def __init__(self, target: Target, cache: TargetCache, slots: Sequence[int], k: int, sparse: SparseAttention):
-        device = cache.device
-        base_B1 = torch.tensor([cache.lengths[slot] for slot in slots], device=device)[:, None]
-        self._target, self._sparse = target, sparse
-        self._positions_BK = base_B1 + torch.arange(k, device=device)
-        # The text position of each entry, -1 if empty. A sink position inside the window is stored once.
-        sink_S = torch.arange(sparse.sink, device=device)
-        window_BS = base_B1 - sparse.window + torch.arange(sparse.window, device=device)
-        held = (torch.where(sink_S < base_B1, sink_S, -1), torch.where(window_BS >= sparse.sink, window_BS, -1))
-        held_BS = torch.cat((*held, self._positions_BK), dim=1)
-        # Empty entries and entries of draft tokens are filled with finite numbers: a masked NaN would still spread.
-        committed_BS = torch.where(held_BS < base_B1, held_BS, 0).clamp(min=0)
-        self._keys_NBGSK, self._values_NBGSK = cache.gather(slots, committed_BS)
-        self._sinks_NBGSK = self._keys_NBGSK[:, :, :, : sparse.sink].clone()
-        self._masks_B1KS = additive(visible(self._positions_BK, held_BS, sparse), self._keys_NBGSK.dtype)
-        self._passes = -1
+    @cached_property
+    def sparse_cache(self) -> TargetCache:
+        """The cache of sink, window and drafted tokens, made at the first round: most verifiers never draft."""
+        cache, capacity = self._cache, self._most + MAX_SPECULATION_DEPTH
+        return type(cache)(self._target.config, cache.slots, capacity, cache.pools[0][0].dtype, cache.device)
+
+    def round(self, slots: Sequence[int], passing: Callable[[], object] = lambda: None) -> SelfSpeculationRound:
+        """Begin a round of up to MAX_SPECULATION_DEPTH passes over B slots, from their committed lengths on.
+
+        Each slot has a committed position. Each pass calls `passing` first. A round ends when the next one begins.
+        """
+        cache, device = self._cache, self._cache.device
+        bases = [cache.lengths[slot] for slot in slots]
+        lengths = [min(base, self._most) for base in bases]
+        base_B1 = torch.tensor(bases, device=device)[:, None]
+        skipped_B1 = (base_B1 - self._most).clamp(min=0)
+        entries_S = torch.arange(max(lengths), device=device)
+        positions_BS = torch.where(entries_S < self._sink, entries_S, entries_S + skipped_B1)
+        # Beyond the end of a shorter sequence, any finite numbers will do.
+        keys_NBGSK, values_NBGSK = cache.gather(slots, positions_BS.minimum(base_B1 - 1))
+        if max(bases) > self._most:
+            keys_NBGSK = self._moved_back(keys_NBGSK, skipped_B1)
+        self.sparse_cache.load(lengths, keys_NBGSK, values_NBGSK)
+        return SelfSpeculationRound(self._target, self._backend, self.sparse_cache, len(slots), passing)
+
+    def _moved_back(self, keys_NBGSK: Tensor, skipped_B1: Tensor) -> Tensor:
+        """Return the keys with those behind the sink rotated to positions that are lower by `skipped_B1`."""
+        identity_KK = torch.eye(keys_NBGSK.shape[-1], dtype=keys_NBGSK.dtype, device=keys_NBGSK.device)
+        # One rotation serves all keys of a sequence. As a matrix, it reads the keys once.
+        rotations_BKK = rotate(identity_KK, self._target.rope(-skipped_B1, keys_NBGSK.dtype))[:, 0]
+        moved_NBGSK = (keys_NBGSK.flatten(2, 3) @ rotations_BKK).view_as(keys_NBGSK)
+        moved_NBGSK[:, :, :, : self._sink] = keys_NBGSK[:, :, :, : self._sink]
+        return moved_NBGSK
+
+
+class SelfSpeculationRound:
+    """A round of passes over the first B slots of a sparse cache. Implements DraftingRound."""
+
+    def __init__(
+        self, target: Target, backend: Reference, sparse_cache: TargetCache, B: int, passing: Callable[[], object]
+    ):
+        self._target, self._backend, self._cache, self._passing = target, backend, sparse_cache, passing
+        self._slots = list(range(B))
 
     def next_logits(self, tokens_B: Tensor) -> Tensor:
         """Feed the next token of every sequence and return the logits [B, V] of the token after it."""
-        self._passes += 1
-        now = slice(self._passes, self._passes + 1)
-        self.positions_BT, self._mask = self._positions_BK[:, now], self._masks_B1KS[:, :, now]
-        self._move_sinks()
-        return self._target.unembed(self._target(tokens_B[:, None], self).hidden_BTD)[:, 0]
-
-    def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
-        """Store new keys and values; return attention to sink, window and the round's positions, [B, H, T, K]."""
-        place = self._sparse.sink + self._sparse.window + self._passes
-        for places, new in ((self._keys_NBGSK, keys_BGTK), (self._values_NBGSK, values_BGTK)):
-            places[layer][:, :, place : place + 1] = new
-        return attend(queries_BHTK, self._keys_NBGSK[layer], self._values_NBGSK[layer], self._mask)
-
-    def _move_sinks(self) -> None:
-        """Rotate the sink's keys by the number of positions between sink and window, so that the two are adjacent."""
-        unseen_BT = (self.positions_BT - self._sparse.sink - self._sparse.window).clamp(min=0)
-        rope = self._target.rope(unseen_BT, self._sinks_NBGSK.dtype)
-        self._keys_NBGSK[:, :, :, : self._sparse.sink] = rotate(self._sinks_NBGSK, rope)
+        self._passing()
+        view = self._cache.view(self._slots, 1, decoding=True)
+        hidden_B1D = self._backend.forward(self._target, tokens_B[:, None], view).hidden_BTD
+        self._cache.commit(self._slots, [1] * len(self._slots))
+        return self._target.unembed(hidden_B1D)[:, 0]

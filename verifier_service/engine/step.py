@@ -1,7 +1,7 @@
 """The model work of a step: one forward, the sampling pipeline, the verification rule, the commit.
 
 Verification and prefill both append positions to the cache, and share one forward if both have work.
-Drafting (MagicDec) is the same forward over a sparse copy of the cache, and commits nothing.
+Drafting (MagicDec) is a round of the same forward over a sparse copy of the cache, and commits nothing.
 
 Shapes: B sequences, T new positions, N tapped layers, D width, V vocabulary.
 """
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from spire.decoding.drafting import Drafted, draft_tokens
+from spire.decoding.drafting import Drafted, RoundInputs
 from spire.decoding.sampling import SamplingRows, sample
 from spire.decoding.verification import SparseDistribution, verify
 from spire.errors import InvalidRequest
@@ -111,7 +111,8 @@ class ModelSteps:
         self.tapped_layers: tuple[int, ...] = ()
         # The verification rule: decides which draft tokens are accepted.
         self.rule: Verify = verify
-        self._sparse, self._top_m = sparse, top_m if top_m < target.config.vocab_size else None
+        self._self_speculation = SelfSpeculation(target, cache, sparse, backend)
+        self._top_m = top_m if top_m < target.config.vocab_size else None
 
     def warm_up(self) -> None:
         """Prefill, verify and free dummy sequences, so that no request has to wait for the slow first step on a GPU."""
@@ -156,14 +157,9 @@ class ModelSteps:
         Calls `passing` before each of the k passes, which take as long as a plain step each.
         """
         base_B = torch.tensor([self.cache.lengths[slot] for slot in slots], device=self.device)
-        round_ = SelfSpeculation(self.target, self.cache, slots, k, self._sparse)
         newest_B = torch.tensor(newest, device=self.device)
-
-        def next_logits(tokens_B: Tensor) -> Tensor:
-            passing()
-            return round_.next_logits(tokens_B)
-
-        return draft_tokens(next_logits, newest_B, base_B, k, rows, self._top_m)
+        inputs = RoundInputs(newest_B, base_B, k, rows, self._top_m)
+        return self.backend.draft(self._self_speculation.round(slots, passing), inputs, lambda _: None)
 
     def run(self, batch: RaggedBatch | None, chunk: PromptChunk | None) -> tuple[Outcome | None, Outcome | None]:
         """Run one forward over blocks to verify and a chunk of prompts; return the outcome of each, None if absent."""

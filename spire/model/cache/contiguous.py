@@ -131,6 +131,13 @@ class ContiguousCache(TargetCache):
             fused = fused if few else None
         return ContiguousView(self, slots, new_tokens, fused)
 
+    def _load(self, keys_NBGSK: Tensor, values_NBGSK: Tensor) -> None:
+        B, S = keys_NBGSK.shape[1], keys_NBGSK.shape[3]
+        for pool, new_BGSK in zip(self._pools, (*keys_NBGSK, *values_NBGSK), strict=True):
+            pool.tensor[:B, :, :S] = new_BGSK
+            if not self.fused:  # torch reads beyond the last position, and a masked NaN would still spread
+                pool.tensor[:B, :, S:].zero_()
+
     def rows(self, slots: Sequence[int], positions_BS: Tensor) -> Tensor:
         slots_B11 = torch.tensor(slots, device=positions_BS.device)[:, None, None]
         heads_G = torch.arange(self.heads, device=positions_BS.device)

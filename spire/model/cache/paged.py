@@ -186,6 +186,13 @@ class PagedCache(TargetCache):
             return PromptView(self, table_BP, lengths_B, lengths, new_tokens)
         return PagedView(self, table_BP, lengths_B, new_tokens, kernels, decoding and causal)
 
+    def _load(self, keys_NBGSK: Tensor, values_NBGSK: Tensor) -> None:
+        B, S = keys_NBGSK.shape[1], keys_NBGSK.shape[3]
+        rows_BSG = self.rows(range(B), torch.arange(S, device=self.device).expand(B, S))
+        new_N2RK = torch.stack((keys_NBGSK, values_NBGSK), dim=1).flatten(2, 4)
+        pages_N2RK = self.pages_N2PGLK.view(self.layers, 2, -1, self.width)
+        pages_N2RK.index_copy_(2, rows_BSG.transpose(1, 2).flatten(), new_N2RK)
+
     def rows(self, slots: Sequence[int], positions_BS: Tensor) -> Tensor:
         return self.rows_of(self.table(slots, self.pages), positions_BS)
 

@@ -197,6 +197,23 @@ class TargetCache(ABC):
     @abstractmethod
     def _view(self, slots: Sequence[int], new_tokens: int, decoding: bool, causal: bool) -> BatchView: ...
 
+    def load(self, lengths: Sequence[int], keys_NBGSK: Tensor, values_NBGSK: Tensor) -> None:
+        """Replace the content of the first B slots, allocated or not, by keys and values of S positions.
+
+        `lengths` of them are committed; the numbers at the others must be finite. Raises OutOfCapacity if memory is
+        short.
+        """
+        slots, S = range(len(lengths)), keys_NBGSK.shape[3]
+        self.rewind(slots, [0] * len(lengths))
+        if not self.reserve(slots, S):
+            raise OutOfCapacity(f"no memory for {S} positions of {len(lengths)} sequences")
+        self._load(keys_NBGSK, values_NBGSK)
+        self.commit(slots, lengths)
+
+    @abstractmethod
+    def _load(self, keys_NBGSK: Tensor, values_NBGSK: Tensor) -> None:
+        """Write the first S positions of the first B slots."""
+
     @abstractmethod
     def rows(self, slots: Sequence[int], positions_BS: Tensor) -> Tensor:
         """Return the row of each head at these positions of each slot, [B, S, G]."""

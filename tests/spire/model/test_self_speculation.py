@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -12,14 +13,16 @@ import torch
 from torch import Tensor
 
 from spire.decoding.drafting import draft_tokens
+from spire.model.backends.reference import Reference
 from spire.model.cache.contiguous import ContiguousCache
 from spire.model.cache.paged import PagedCache
 from spire.model.cache.target_cache import TargetCache
 from spire.model.config import ModelConfig, RopeConfig
-from spire.model.self_speculation import SelfSpeculation, SparseAttention
+from spire.model.self_speculation import SelfSpeculation, SelfSpeculationRound, SparseAttention
 from spire.model.target import Target
 from spire.rpc.sampling import from_protos
 from spire.v1 import tensor_pb2
+from tests.marks import thoroughly
 
 V, K = 40, 4
 KINDS: dict[str, dict[str, Any]] = {
@@ -70,12 +73,17 @@ class Filled:
     slots: list[int]
     texts: list[Tensor]
 
+    def drafting(self, sparse: SparseAttention) -> SelfSpeculation:
+        return SelfSpeculation(self.target, self.cache, sparse, Reference())
+
     def guessed(self, sparse: SparseAttention, k: int = K) -> Tensor:
         """Logits [B, k, V] after each of the k positions that follow, when the text's own tokens are fed."""
-        drafting = SelfSpeculation(self.target, self.cache, self.slots, k, sparse)
+        return self.guessed_in(self.drafting(sparse).round(self.slots), k)
+
+    def guessed_in(self, round_: SelfSpeculationRound, k: int = K) -> Tensor:
         bases = [self.cache.lengths[slot] for slot in self.slots]
         fed_BK = torch.stack([text[base : base + k] for text, base in zip(self.texts, bases, strict=True)])
-        return torch.stack([drafting.next_logits(fed_BK[:, step]) for step in range(k)], dim=1)
+        return torch.stack([round_.next_logits(fed_BK[:, step]) for step in range(k)], dim=1)
 
     def verified(self, k: int = K) -> Tensor:
         """The same by the target itself, which sees everything."""
@@ -94,6 +102,12 @@ def filled(target: Target, lengths: list[int], dtype: torch.dtype = torch.float3
     return Filled(target, cache, slots, texts)
 
 
+def copied(base: int, sparse: SparseAttention) -> list[int]:
+    """The positions of sink and window before a round from `base` on."""
+    first = max(0, base - sparse.window)
+    return [*range(min(sparse.sink, first)), *range(first, base)]
+
+
 def streaming_reference(filled: Filled, row: int, sparse: SparseAttention, k: int = K) -> Tensor:
     """Logits [k, V] of one row: keys are kept unrotated, and rotated to their place in the cache for each query."""
     target, base, text = filled.target, filled.cache.lengths[filled.slots[row]], filled.texts[row]
@@ -101,8 +115,7 @@ def streaming_reference(filled: Filled, row: int, sparse: SparseAttention, k: in
     logits = []
     for position in range(base, base + k):
         hidden_D = target.embed_tokens(text[position])
-        first = max(0, position - sparse.window)
-        kept = [*range(min(sparse.sink, first)), *range(first, position + 1)]
+        kept = [*copied(base, sparse), *range(base, position + 1)]
         for layer, (keys, values) in zip(target.layers, past, strict=True):
             query_HK, key_GK, value_GK = projections(layer, hidden_D[None])
             keys.append(key_GK[0])
@@ -168,13 +181,55 @@ def test_logits_are_those_of_attention_at_positions_within_the_cache(kind: str, 
     torch.testing.assert_close(guessed, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_where_the_sink_stands_shows_in_the_logits() -> None:
+def test_where_keys_stand_shows_in_the_logits() -> None:
     """A control: at the positions of the text, the same keys give other logits, or the test above proved little."""
     some, sparse = filled(new_target(), [47]), SparseAttention(1, 8)
-    in_text = SelfSpeculation(some.target, some.cache, some.slots, 1, sparse)
-    in_text._move_sinks = lambda: None
-    other = in_text.next_logits(some.texts[0][47:48])
+    in_text = some.drafting(sparse)
+    in_text._moved_back = lambda keys_NBGSK, skipped_B1: keys_NBGSK
+    other = in_text.round(some.slots).next_logits(some.texts[0][47:48])
     assert (other - some.guessed(sparse, k=1)[:, 0]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("paged", [True, False], ids=["pages as on a GPU", "contiguous slots"])
+@pytest.mark.parametrize("seed", [0, 1, *map(thoroughly, range(2, 10))])
+def test_after_any_rounds_the_copy_is_of_sink_and_last_window(seed: int, paged: bool) -> None:
+    """Whichever sequences take part in a round, whatever is drafted in it, and however much of it is accepted."""
+    chance, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    sparse = SparseAttention(chance.randint(0, 3), chance.randint(4, 12))
+    some = filled(new_target(num_key_value_heads=2), [1, 6, 20, 40], paged=paged)
+    drafting = some.drafting(sparse)
+    for _ in range(4):
+        rows = chance.sample(range(4), chance.randint(1, 4))
+        slots, k = [some.slots[row] for row in rows], chance.randint(1, K)
+        round_ = drafting.round(slots)
+        for _ in range(k):
+            round_.next_logits(torch.randint(V, (len(rows),), generator=generator))
+        for at, row in enumerate(rows):
+            base = some.cache.lengths[some.slots[row]]
+            assert drafting.sparse_cache.lengths[at] == len(copied(base, sparse)) + k
+            check_copy(drafting.sparse_cache, at, some.target, some.texts[row][:base], sparse)
+        accept(some, rows, [chance.randint(1, k + 1) for _ in rows])
+
+
+def check_copy(sparse_cache: TargetCache, at: int, target: Target, text_L: Tensor, sparse: SparseAttention) -> None:
+    """Compare the first entries of a slot of the sparse cache with keys and values computed apart from it."""
+    kept = copied(len(text_L), sparse)
+    entries_S = torch.arange(len(kept))
+    keys_N1GSK, values_N1GSK = sparse_cache.gather([at], entries_S[None])
+    for layer, (keys, values) in enumerate(unrotated_keys_values(target, text_L)):
+        expected_SGK = turned(target, torch.stack([keys[s] for s in kept]), entries_S)
+        torch.testing.assert_close(keys_N1GSK[layer, 0].transpose(0, 1), expected_SGK, atol=1e-4, rtol=1e-4)
+        expected_SGK = torch.stack([values[s] for s in kept])
+        torch.testing.assert_close(values_N1GSK[layer, 0].transpose(0, 1), expected_SGK, atol=1e-4, rtol=1e-4)
+
+
+def accept(some: Filled, rows: list[int], counts: list[int]) -> None:
+    """Append the next tokens of these rows' texts to the target's own cache."""
+    for row, count in zip(rows, counts, strict=True):
+        slot, text = some.slots[row], some.texts[row]
+        base = some.cache.lengths[slot]
+        some.target(text[None, base : base + count], some.cache.view([slot], count))
+        some.cache.commit([slot], [count])
 
 
 @pytest.mark.parametrize("paged", [True, False], ids=["pages as on a GPU", "contiguous slots"])
@@ -186,9 +241,8 @@ def test_with_everything_inside_the_window_it_is_the_target(paged: bool) -> None
 def test_a_window_is_read_across_pages_as_within_one() -> None:
     lengths, sparse = [255, 256, 258, 300], SparseAttention(1, 8)
     target = new_target()
-    torch.testing.assert_close(
-        filled(target, lengths).guessed(sparse), filled(target, lengths, paged=True).guessed(sparse)
-    )
+    slots, pages = (filled(target, lengths, paged=paged).guessed(sparse) for paged in (False, True))
+    torch.testing.assert_close(slots, pages, atol=1e-4, rtol=1e-4)
 
 
 def test_in_bfloat16_guesses_are_those_of_fp32_up_to_rounding() -> None:
@@ -222,13 +276,33 @@ def test_what_a_poisoned_neighbour_left_behind_is_not_seen() -> None:
     assert torch.equal(some.guessed(sparse), expected)
 
 
+@pytest.mark.parametrize("paged", [True, False], ids=["pages as on a GPU", "contiguous slots"])
+def test_what_an_earlier_round_left_in_the_copy_is_not_seen(paged: bool) -> None:
+    some, sparse = filled(new_target(), [2, 30], paged=paged), SparseAttention(1, 8)
+    expected, drafting = some.guessed(sparse), some.drafting(sparse)
+    for pool_RK in chain(*drafting.sparse_cache.pools):
+        pool_RK.fill_(float("nan"))
+    assert torch.equal(some.guessed_in(drafting.round(some.slots)), expected)
+
+
+def test_the_copy_has_one_size_at_every_context() -> None:
+    short, long = (filled(new_target(), [length]) for length in (3, 380))
+    sizes = []
+    for some in (short, long):
+        drafting = some.drafting(SparseAttention(1, 8))
+        some.guessed_in(drafting.round(some.slots))
+        sizes.append((drafting.sparse_cache.bytes, drafting.sparse_cache.held_bytes))
+    assert sizes[0] == sizes[1]
+    assert sizes[0][0] < short.cache.bytes
+
+
 def test_greedy_guesses_through_a_full_window_match_the_target() -> None:
     some = filled(new_target(), [1, 12, 40])
     rows = from_protos([tensor_pb2.Sampling(temperature=0, top_p=1)] * 3)
     bases = [some.cache.lengths[slot] for slot in some.slots]
     newest_B = torch.stack([text[base] for text, base in zip(some.texts, bases, strict=True)])
-    drafting = SelfSpeculation(some.target, some.cache, some.slots, K, SparseAttention(1, 64))
-    drafted_BK = draft_tokens(drafting.next_logits, newest_B, torch.tensor(bases), K, rows, None).tokens_BK
+    round_ = some.drafting(SparseAttention(1, 64)).round(some.slots)
+    drafted_BK = draft_tokens(round_.next_logits, newest_B, torch.tensor(bases), K, rows, None).tokens_BK
     for text, base, drafted in zip(some.texts, bases, drafted_BK, strict=True):
         text[base + 1 : base + 1 + K] = drafted
     assert torch.equal(some.verified().argmax(dim=-1), drafted_BK)
