@@ -39,13 +39,12 @@ class VerifierConfig(ModelServiceConfig):
         description="Positions of one step: blocks to verify first, then prompts. 0: 64 to 512, as many as take half a "
         "second, or twice a step without prompts.",
     )
-    # At least the maximum number of draft tokens in a block.
     self_window: int = Field(
-        64, ge=16, description="MagicDec: last positions of its own cache that the target drafts through."
+        64, ge=1, description="MagicDec: last positions of its own cache that the target drafts through."
     )
     self_sink: int = Field(1, ge=0, description="MagicDec: first positions that it sees as well.")
     self_top_m: int = Field(
-        4096, ge=1, description="MagicDec: tokens kept of a draft distribution; smaller vocabularies are sent whole."
+        0, ge=0, description="MagicDec: most probable tokens that a draft token is drawn from; 0: the whole vocabulary."
     )
     lossy_synthetic_acceptance: CliSuppress[float | None] = Field(
         None, ge=0, le=1, description="LOSSY, for benchmarks without trained weights: draft tokens stand so often."

@@ -94,7 +94,8 @@ class Outcome:
 class ModelSteps:
     """Runs the steps of the target and its cache. Called by one thread only, in inference mode.
 
-    `sparse`: the positions that the target attends to when it drafts. `top_m`: the number of tokens in the target's q.
+    `sparse`: the positions that the target attends to when it drafts. `top_m`: the number of tokens in the target's q,
+    0 for all.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class ModelSteps:
         # The verification rule: decides which draft tokens are accepted.
         self.rule: Verify = verify
         self._self_speculation = SelfSpeculation(target, cache, sparse, backend)
-        self._top_m = top_m if top_m < target.config.vocab_size else None
+        self._top_m = top_m if 0 < top_m < target.config.vocab_size else None
 
     def warm_up(self) -> None:
         """Prefill, verify and free dummy sequences, so that no request has to wait for the slow first step on a GPU."""

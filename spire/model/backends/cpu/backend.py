@@ -67,9 +67,14 @@ class CpuBackend(Reference):
 
     def draft(self, round_: DraftingRound, inputs: RoundInputs, claim: ClaimQ) -> Drafted:
         newest_B, base_B, k, rows, candidates = inputs
-        if not (isinstance(round_, FusedRound) and candidates is None and rows.mix.of_softmax_alone):
+        if candidates is not None or not rows.mix.of_softmax_alone:
             return super().draft(round_, inputs, claim)
         uniforms_BK = rows.uniforms(base_B, k, Purpose.DRAFT)
-        there, place = claim(round_.shape) or (None, None)
-        tokens_BK, probs_BKV = round_.drawn(newest_B, rows.temperature_B, uniforms_BK, there)
-        return Drafted(tokens_BK, None, probs_BKV, place)
+        if isinstance(round_, FusedRound):
+            there, place = claim(round_.shape) or (None, None)
+            tokens_BK, probs_BKV = round_.drawn(newest_B, rows.temperature_B, uniforms_BK, there)
+            return Drafted(tokens_BK, None, probs_BKV, place)
+        if self._stack:  # a packed target drafts for itself
+            tokens_BK, probs_BKV = self._stack.drawn(round_, newest_B, rows.temperature_B, uniforms_BK)
+            return Drafted(tokens_BK, None, probs_BKV)
+        return super().draft(round_, inputs, claim)

@@ -1,9 +1,10 @@
 """The target's forward, except for logits, by one CPU kernel: `spire/kernels/target.h`.
 
 Called layer by layer, a forward of few rows spends most of its time on dispatch, and each operation may have to wait
-for the interpreter lock.
+for the interpreter lock. A target that drafts for itself (MagicDec) also draws its tokens by a kernel.
 
-Shapes: B sequences, T positions, R = B * T rows, N layers, D width, K head width, V vocabulary.
+Shapes: B sequences, T positions, R = B * T rows, N layers, D width, K head width, V vocabulary, k
+passes of a round.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from spire.decoding.drafting import DraftingRound
 from spire.kernels import Kernels
 from spire.model.attention.fused_attention import FusedAttention, FusedPools
+from spire.model.backends.cpu.fused_draft import draw
 from spire.model.backends.cpu.fused_layer import MOST_ROTATIONS, FusedLayer, FusedNorm, Rotations
 from spire.model.target import Target
 
@@ -64,3 +67,17 @@ class FusedStack:
         tensors, counts = (*given, scratch, taps_BTND, out_BTD), (len(attentions), len(tapped_layers))
         self._kernels.forward(*tensors, self._eps, *counts, *shape, *pools.strides, torch.get_num_threads())
         return out_BTD, taps_BTND if tapped_layers else None
+
+    def drawn(
+        self, round_: DraftingRound, newest_B: Tensor, temperature_B: Tensor, uniforms_BK: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Run a round's passes and draw from each by one kernel; return tokens and q as `FusedRound.drawn` does."""
+        (B, k), V = uniforms_BK.shape, self._config.vocab_size
+        uniforms_KB, temperature_B = uniforms_BK.T.contiguous(), temperature_B.contiguous()
+        tokens_KB, probs_BKV = newest_B.new_empty(k, B), torch.empty(B, k, V, dtype=torch.bfloat16)
+        fed_B = newest_B
+        for step, tokens_B in enumerate(tokens_KB):
+            logits_BV = round_.next_logits(fed_B)
+            draw(self._kernels, logits_BV, temperature_B, uniforms_KB[step], tokens_B, probs_BKV[:, step])
+            fed_B = tokens_B
+        return tokens_KB.T, probs_BKV
