@@ -110,7 +110,7 @@ def _every_part(
     kv_read = step(parts.kv_read_cost, target, bench)
     fused = kernels_of(target, bench.randn(0)) is not None
     target_layer, pass_layer = step(parts.target_layer_cost, target, bench), None
-    if fused:  # in verification; the target's own draft passes run layer by layer
+    if fused:  # the target's forward; the passes of a vanilla draft run layer by layer
         target_layer, pass_layer = parts.fused_target_layer_cost(target, matmul, bandwidth, bench), target_layer
     verify_sampling = step(parts.verify_sampling_cost, target.vocab_size, bench)
     threads = torch.get_num_threads()

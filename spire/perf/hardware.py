@@ -75,13 +75,13 @@ class Measured:
     draft_round: Cost
     # Seconds of a round trip on a stream, by bytes.
     wire: Cost
-    # Replaces `target.layer` in the draft passes of a target that drafts for itself, if these run layer by layer while
-    # verification does not.
+    # Replaces `target.layer` in the passes of a vanilla draft, if these run layer by layer while the target's forward
+    # does not.
     pass_layer: Cost | None = None
 
     @property
-    def passes(self) -> ModelCosts:
-        """Costs of passes of a vanilla or MagicDec draft: the target's, with layer cost `pass_layer` if measured."""
+    def vanilla(self) -> ModelCosts:
+        """Costs of passes of a vanilla draft: the target's, with layer cost `pass_layer` if measured."""
         return self.target if self.pass_layer is None else replace(self.target, layer=self.pass_layer)
 
 

@@ -50,8 +50,9 @@ def of_target(target: Shape, context: int, bytes_per_value: float, tied: bool = 
 
 
 def of_draft(draft: DraftShape, context: int, k: int, bytes_per_value: float) -> MemoryNeed:
-    """Return a draft's memory need, including k drafted positions; MagicDec needs no memory of its own."""
+    """Return a draft's memory need, including k drafted positions. MagicDec has no weights, and takes whole pages."""
+    positions, parameters = draft.cached_positions(context) + k, draft.shape.parameters()
     if draft.kind == "magicdec":
-        return MemoryNeed(0.0, 0.0)
-    per_sequence = (draft.cached_positions(context) + k) * draft.shape.kv_values_per_position
-    return MemoryNeed(draft.shape.parameters() * bytes_per_value, per_sequence * bytes_per_value)
+        positions, parameters = positions_of(positions), 0
+    per_sequence = positions * draft.shape.kv_values_per_position
+    return MemoryNeed(parameters * bytes_per_value, per_sequence * bytes_per_value)

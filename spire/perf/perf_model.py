@@ -140,10 +140,15 @@ def verify_seconds(target: Shape, batch: float, context: int, k: int, hardware: 
 
 
 def draft_seconds(draft: DraftShape, batch: float, context: int, k: int, hardware: Hardware) -> float:
-    """Return the seconds of k draft passes, sampling included if measured."""
+    """Return the seconds of k draft passes, sampling included if measured.
+
+    A pass of MagicDec is a plain step of the target over sink and window.
+    """
     measured, cached = hardware.measured, draft.cached_positions(context)
-    if measured is None or draft.kind != "spire":
-        costs = measured.passes if measured else None
+    if draft.kind == "magicdec":
+        return k * verify_seconds(draft.shape, batch, cached, 0, hardware)
+    if measured is None or draft.kind == "vanilla":
+        costs = measured.vanilla if measured else None
         return k * _forward_seconds(draft.shape, batch, 1, cached, hardware, costs, draft.memory_flops)
     # The measured cost of a SPIRe draft's layer includes reading its memory, whose size is constant.
     one = _forward_seconds(draft.shape, batch, 1, 0, hardware, measured.draft, draft.memory_flops)

@@ -10,6 +10,7 @@ import pytest
 from spire.errors import InvalidRequest
 from spire.model.config import load_draft_config, load_model_config
 from spire.perf.hardware import Cost, Curve, Hardware, Measured, ModelCosts, gpu
+from spire.perf.memory_need import of_draft
 from spire.perf.perf_model import (
     PAPER_TAU,
     AcceptanceModel,
@@ -265,14 +266,33 @@ def test_a_machine_without_overheads_costs_what_the_paper_s_formula_says() -> No
         assert multiplier(*point) == pytest.approx(paper_multiplier(*point))
 
 
-def test_a_self_drafting_target_pays_per_layer_only_for_its_draft_passes() -> None:
-    draft = paper_draft("magicdec", SEQAX_67M)
+def by_layer() -> Hardware:
+    """A device on which passes of a vanilla draft run layer by layer, each layer in a millisecond."""
     usual = machine()
     assert usual.measured is not None
-    by_layer = replace(usual, measured=replace(usual.measured, pass_layer=Cost(1e-3)))
-    before, after = (round_cost(SEQAX_67M, draft, 1, 512, 4, 3, hardware) for hardware in (usual, by_layer))
+    return replace(usual, measured=replace(usual.measured, pass_layer=Cost(1e-3)))
+
+
+def test_a_vanilla_draft_pays_for_running_layer_by_layer() -> None:
+    draft = paper_draft("vanilla", SEQAX_67M)
+    before, after = (round_cost(SEQAX_67M, draft, 1, 512, 4, 3, hardware) for hardware in (machine(), by_layer()))
     assert after.verify == before.verify
-    assert after.draft == pytest.approx(before.draft + 4 * SEQAX_67M.layers * 1e-3)
+    assert after.draft == pytest.approx(before.draft + 4 * draft.shape.layers * 1e-3)
+
+
+@pytest.mark.parametrize("hardware", [machine(), by_layer(), gpu("h100")], ids=["kernels", "by layer", "data sheet"])
+@pytest.mark.parametrize(("context", "seen"), [(40, 40), (512, 65), (8192, 65)])
+def test_a_pass_of_magicdec_costs_a_plain_step_over_sink_and_window(
+    hardware: Hardware, context: int, seen: int
+) -> None:
+    draft = paper_draft("magicdec", SEQAX_67M)
+    plain = verify_seconds(SEQAX_67M, 3, seen, 0, hardware)
+    assert draft_seconds(draft, 3, context, 4, hardware) == pytest.approx(4 * plain)
+
+
+def test_magicdec_needs_memory_for_sink_and_window_and_no_weights() -> None:
+    short, long = (of_draft(paper_draft("magicdec", SEQAX_67M), context, 4, 2) for context in (512, 65536))
+    assert short == long == (0, 128 * SEQAX_67M.kv_values_per_position * 2)
 
 
 def test_a_measured_forward_adds_up_its_parts() -> None:
