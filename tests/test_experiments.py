@@ -36,6 +36,15 @@ def test_the_paper_size_run_resumes_in_slices_until_all_is_measured(tmp_path: Pa
         assert all(1 <= cell["tau"] <= 5 for cell in draft["acceptance"])
 
 
+def test_a_pass_of_magicdec_is_timed_beside_a_plain_step() -> None:
+    command = [sys.executable, "-m", "experiments.magicdec_pass", "--batches", "1,2", "--contexts", "20,90"]
+    command += ["--k", "2", "--seconds", "0", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=200)
+    cells = json.loads(done.stdout)["cells"]
+    assert [(cell["batch"], cell["context"]) for cell in cells] == [(1, 20), (1, 90), (2, 20), (2, 90)]
+    assert all(cell["ratio"] == pytest.approx(cell["pass_ms"] / cell["step_ms"]) > 0 for cell in cells)
+
+
 @pytest.fixture
 def report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(EXPERIMENTS)
