@@ -67,7 +67,7 @@ def test_a_forward_by_graphs_is_the_forward_whoever_is_in_the_batch(target: Targ
             outputs.append(one.forward(target, tokens_BT, cache.view(rows, T, decoding=True), (1, 2)))
             cache.commit(rows, [choices.randint(0, 0) + T // 2 + 1] * len(rows))
         for found, expected in zip(*outputs, strict=True):
-            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     assert 0 < recorder.recorded < recorder.replayed < 60
     for (found, _), (expected, _) in zip(*(cache.pools for cache, _ in caches), strict=True):
         held = torch.cat([caches[0][0].rows([slot], torch.arange(n)[None]).flatten() for slot, n in lengths(caches)])
