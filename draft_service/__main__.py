@@ -96,7 +96,7 @@ def _load(config: DraftServiceConfig) -> tuple[Draft, Reference]:
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     backend = fp8_backend_for(device, dtype) if config.quantization == "fp8" else backend_for(device)
-    draft = load_draft(config.draft, dtype, device)
+    draft = load_draft(config.draft, dtype, device, config.target)
     set_threads(config.threads or draft_threads(draft))
     return backend.pack(draft), backend
 

@@ -20,6 +20,9 @@ class DraftServiceConfig(ModelServiceConfig):
     )
 
     draft: Path = Field(description="Draft checkpoint directory.")
+    target: Path | None = Field(
+        None, description="Directory of the draft's target, whose embeddings a draft without its own uses."
+    )
     verifier: Peer = Field(description="HOST:PORT of the verifier whose activations are followed.")
     draft_id: str = Field("", description="Name at the verifier; must outlive restarts. Default: from host and port.")
     port: int = Field(50052, ge=0, le=65535, description="Port to listen on; 0 chooses a free one.")
@@ -29,7 +32,10 @@ class DraftServiceConfig(ModelServiceConfig):
         "none", description="fp8 halves the bytes of the draft's weights, on a GPU of compute capability 9.0 or above."
     )
     top_m: int = Field(
-        4096, ge=1, description="Tokens kept of a draft distribution; vocabularies up to this size are sent whole."
+        4096,
+        ge=1,
+        description="Tokens kept of a draft distribution; vocabularies up to this size, and those of drafts that have "
+        "their own, are sent whole.",
     )
     wait_ms: float = Field(
         50.0, ge=0, description="How long a request waits for activations that are still on the way."

@@ -77,7 +77,8 @@ class Drafter:
         self.device, self.dtype = draft.embed_tokens.weight.device, draft.embed_tokens.weight.dtype
         # Returns the ring from which the verifier reads q, if both run on this host.
         self.q_ring: Callable[[], OverwritingRing | None] = lambda: None
-        self.top_m = top_m if top_m < draft.config.vocab_size else None
+        # A draft with a vocabulary of its own sends its whole distribution.
+        self.top_m = top_m if draft.vocabulary is None and top_m < draft.config.vocab_size else None
         self.slots: dict[str, int] = {}
         self.absorbed: dict[str, int] = {}
         self._free = list(range(max_sequences))[::-1]
@@ -200,7 +201,8 @@ class Drafter:
         round_ = self.memory.round([self.slots[item.sequence_id] for item in items], bases, k)
         newest_B = torch.tensor([item.newest_token for item in items], device=self.device)
         base_B = torch.tensor(bases, device=self.device)
-        return self._backend.draft(round_, RoundInputs(newest_B, base_B, k, rows, self.top_m), self._claim)
+        inputs = RoundInputs(newest_B, base_B, k, rows, self.top_m, self.draft.vocabulary)
+        return self._backend.draft(round_, inputs, self._claim)
 
     def _claim(self, shape: tuple[int, int, int]) -> tuple[Tensor, RingSlice] | None:
         ring = self.q_ring()

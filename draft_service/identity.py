@@ -51,7 +51,7 @@ def describe(draft_id: str, directory: Path, drafter: Drafter) -> verifier_pb2.D
         max_speculation_depth=MAX_SPECULATION_DEPTH,
         state_bytes_per_sequence=drafter.memory.bytes_per_sequence(),
         max_sequences=drafter.memory.slots,
-        shape=shape_to_wire(Shape.of(drafter.draft.config)),
+        shape=shape_to_wire(Shape.of(drafter.draft.config, drafter.draft.draft.vocabulary)),
         window=drafter.draft.draft.window,
         sink=drafter.draft.draft.sink,
     )

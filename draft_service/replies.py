@@ -36,10 +36,13 @@ class ParsedRequest(NamedTuple):
 
 
 class PlacedQ(NamedTuple):
-    """The q of a round, [B, k, m], and the slices of the q ring that hold it; without slices, it lies on the host."""
+    """The q of a round, [B, k, m], and the slices of the q ring that hold it; without slices, it lies on the host.
+
+    `ids`: the tokens of q, [B, k, m], or [m] if they are the same everywhere; None: the whole vocabulary.
+    """
 
     probs_BKM: Tensor
-    ids_BKM: Tensor | None
+    ids: Tensor | None
     of_probs: verifier_pb2.RingSlice | None = None
     of_ids: verifier_pb2.RingSlice | None = None
 
@@ -117,16 +120,17 @@ class Replies:
         if drafted is None or drafted.probs_BKM is None:
             return None
         ring, probs_BKM = self._drafter.q_ring(), drafted.probs_BKM
-        ids_BKM = None if drafted.ids_BKM is None else drafted.ids_BKM.int()
-        size = probs_BKM.nbytes + (0 if ids_BKM is None else ids_BKM.nbytes)
+        ids = drafted.vocabulary_M if drafted.ids_BKM is None else drafted.ids_BKM
+        ids = None if ids is None else ids.int()
+        size = probs_BKM.nbytes + (0 if ids is None else ids.nbytes)
         if ring:
             of_probs = drafted.place or ring.put(probs_BKM)
-            of_ids = verifier_pb2.RingSlice() if ids_BKM is None else ring.put(ids_BKM)
-            if of_probs.length and (ids_BKM is None or of_ids.length):
+            of_ids = verifier_pb2.RingSlice() if ids is None else ring.put(ids)
+            if of_probs.length and (ids is None or of_ids.length):
                 ring.settle()
                 self.q_bytes[ring.carrier] += size
-                return PlacedQ(probs_BKM, ids_BKM, of_probs, of_ids)
-        return PlacedQ(probs_BKM.cpu(), None if ids_BKM is None else ids_BKM.cpu())
+                return PlacedQ(probs_BKM, ids, of_probs, of_ids)
+        return PlacedQ(probs_BKM.cpu(), None if ids is None else ids.cpu())
 
 
 def _log_refusals(refused: Mapping[str, RequestError]) -> None:
@@ -144,8 +148,8 @@ def _add_uniform(reply: pb.DraftReply, parsed: ParsedRequest, result: DraftResul
             return False
         put_shape(reply.uniform.q.probabilities, q.probs_BKM.dtype, q.probs_BKM.shape)
         reply.uniform.q.probabilities_slice.CopyFrom(q.of_probs)
-        if q.ids_BKM is not None and q.of_ids:
-            put_shape(reply.uniform.q.ids, q.ids_BKM.dtype, q.ids_BKM.shape)
+        if q.ids is not None and q.of_ids:
+            put_shape(reply.uniform.q.ids, q.ids.dtype, q.ids.shape)
             reply.uniform.q.ids_slice.CopyFrom(q.of_ids)
     reply.uniform.tokens.extend(chain.from_iterable(drafted.tokens_BK.tolist()))
     return True
@@ -172,24 +176,32 @@ def _add_items(
         if judged and (k := ready[row][1]):
             message = added[row].q
             _put(message.probabilities, message.probabilities_slice, q.probs_BKM, q.of_probs, row, k)
-            if q.ids_BKM is not None:
-                _put(message.ids, message.ids_slice, q.ids_BKM, q.of_ids, row, k)
+            if q.ids is not None:
+                _put(message.ids, message.ids_slice, q.ids, q.of_ids, row, k)
     return 0 if q.of_probs else sum(item.q.ByteSize() for item in added)
 
 
 def _put(
     message: tensor_pb2.Tensor,
     place: verifier_pb2.RingSlice,
-    numbers_BKM: Tensor,
+    numbers: Tensor,
     batch: verifier_pb2.RingSlice | None,
     row: int,
     k: int,
 ) -> None:
-    """Write a row's first k distributions to `message`; if all rows lie in the ring at `batch`, only its `place`."""
+    """Write the first k of a row of `numbers` [B, K, M] to `message`, or all of `numbers` [M], which every row shares.
+
+    If they lie in the ring at `batch`, write only their `place`.
+    """
+    shared = numbers.ndim == 1
     if batch is None:
-        put(message, numbers_BKM[row, :k])
+        put(message, numbers if shared else numbers[row, :k])
         return
-    B, K, M = numbers_BKM.shape
-    put_shape(message, numbers_BKM.dtype, (k, M))
+    if shared:
+        put_shape(message, numbers.dtype, numbers.shape)
+        place.CopyFrom(batch)
+        return
+    B, K, M = numbers.shape
+    put_shape(message, numbers.dtype, (k, M))
     of_row = batch.length // B
     place.position, place.length = batch.position + row * of_row, of_row // K * k

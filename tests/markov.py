@@ -19,11 +19,14 @@ from spire.model.target import Target, WholeSequence
 VOCABULARY = 16
 
 
-def write_markov_pair(directory: Path) -> tuple[Path, Path]:
-    """Target and draft directories. The draft is the pruned target made worse, so that q differs from p."""
+def write_markov_pair(directory: Path, vocabulary: int = VOCABULARY, own: int | None = None) -> tuple[Path, Path]:
+    """Target and draft directories. The draft is the pruned target made worse, so that q differs from p.
+
+    `own`: how many tokens it can propose, every other one from the first on.
+    """
     torch.manual_seed(3)
     config = ModelConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=3,
@@ -39,9 +42,10 @@ def write_markov_pair(directory: Path) -> tuple[Path, Path]:
                 parameter.normal_(std=0.0 if name.endswith("o_proj.weight") else 0.12 if "mlp" in name else 0.25)
     model = directory / "target"
     save_target(model, target, torch.float32)
-    _words().save(str(model / "tokenizer.json"))
+    _words(vocabulary).save(str(model / "tokenizer.json"))
     target, fingerprint = load_target(model)
-    draft = prune(target, DraftConfig(target_fingerprint=fingerprint, tapped_layers=(2,), window=4), (2,))
+    kind = DraftConfig(target_fingerprint=fingerprint, tapped_layers=(2,), window=4, vocabulary=own)
+    draft = prune(target, kind, (2,), None if own is None else torch.arange(0, 2 * own, 2))
     # By this seed greedy guesses are right after one token of a text and wrong after another.
     noise = torch.randn(draft.lm_head.weight.shape, generator=torch.Generator().manual_seed(21))
     with torch.no_grad():
@@ -53,12 +57,12 @@ def write_markov_pair(directory: Path) -> tuple[Path, Path]:
 def logits_after_each_token(model: Path) -> Tensor:
     """Row x: the target's logits [V, V] for the token after x."""
     target, _ = load_target(model)
-    tokens_V1 = torch.arange(VOCABULARY)[:, None]
+    tokens_V1 = torch.arange(target.config.vocab_size)[:, None]
     return target.unembed(target(tokens_V1, WholeSequence(tokens_V1)).hidden_BTD)[:, 0]
 
 
-def _words() -> Tokenizer:
-    words = {f" w{index}": index for index in range(VOCABULARY)}
+def _words(vocabulary: int) -> Tokenizer:
+    words = {f" w{index}": index for index in range(vocabulary)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token=" w0"))
     tokenizer.decoder = decoders.Fuse()
     return tokenizer

@@ -212,7 +212,8 @@ class Stack:
             model = _arguments(model=self.pair.model, **vars(self.options))
             verifier = self._launch("verifier_service", model, f"the verifier to load {self.pair.model}", status)
             if self.pair.draft is not None:
-                follow = _arguments(draft=self.pair.draft, verifier=verifier, **vars(self.options))
+                pair = {"draft": self.pair.draft, "target": self.pair.model}
+                follow = _arguments(**pair, verifier=verifier, **vars(self.options))
                 self._launch("draft_service", follow, f"the draft to load {self.pair.draft}", status)
             draft = "auto" if self.pair.draft else MAGICDEC if self.pair.magicdec else OFF
             gateway = _arguments(verifier=verifier, host=self.host, draft=draft, k=self.k)

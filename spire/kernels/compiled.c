@@ -178,17 +178,18 @@ static PyObject *py_forward(PyObject *self, PyObject *arguments) {
 /* A draft's round, of a tuple. */
 static int parse_round(PyObject *given, DraftRound *round) {
   Address layers, embedding, norm, unembedding, feedback, positions, slots, bases, cosine, sine, own, scratch, logits;
+  Address vocabulary;
   double eps;
-  if (!PyArg_ParseTuple(given, "KKKKKKKKKKKKKdiiiiiiiiiiiii", &layers, &embedding, &norm, &unembedding, &feedback,
-                        &positions, &slots, &bases, &cosine, &sine, &own, &scratch, &logits, &eps, &round->B, &round->k,
-                        &round->N, &round->D, &round->H, &round->G, &round->K, &round->F, &round->V, &round->S,
-                        &round->window, &round->sink, &round->attends_self))
+  if (!PyArg_ParseTuple(given, "KKKKKKKKKKKKKKdiiiiiiiiiiiii", &layers, &embedding, &norm, &unembedding, &feedback,
+                        &positions, &slots, &bases, &cosine, &sine, &own, &scratch, &logits, &vocabulary, &eps,
+                        &round->B, &round->k, &round->N, &round->D, &round->H, &round->G, &round->K, &round->F,
+                        &round->V, &round->S, &round->window, &round->sink, &round->attends_self))
     return 0;
   round->layers = AT(layers), round->feedback = AT(feedback);
   round->embedding = AT(embedding), round->norm = AT(norm), round->unembedding = AT(unembedding);
   round->positions = AT(positions), round->slots = AT(slots), round->bases = AT(bases);
   round->cosine = AT(cosine), round->sine = AT(sine), round->own = AT(own), round->scratch = AT(scratch);
-  round->logits = AT(logits), round->eps = (float)eps;
+  round->logits = AT(logits), round->vocabulary = AT(vocabulary), round->eps = (float)eps;
   return 1;
 }
 
@@ -211,8 +212,8 @@ static PyObject *py_draft_round(PyObject *self, PyObject *arguments) {
                                  &tokens, &q, &threads);
   if (!kernels || !parse_round(given, &round)) return NULL;
   const Draw drawn = {.logits = round.logits, .temperatures = AT(temperatures), .uniforms = AT(uniforms),
-                      .tokens = AT(tokens), .q = AT(q), .uniforms_row = round.k, .q_row = (long long)round.k * round.V,
-                      .B = round.B, .V = round.V};
+                      .tokens = AT(tokens), .vocabulary = round.vocabulary, .q = AT(q), .uniforms_row = round.k,
+                      .q_row = (long long)round.k * round.V, .B = round.B, .V = round.V};
   COMPUTE(kernels->draft_round(&round, AT(newest), &drawn, threads));
 }
 
@@ -224,7 +225,7 @@ static PyObject *py_draw(PyObject *self, PyObject *arguments) {
                                  &work.B, &work.V, &threads);
   if (!kernels) return NULL;
   work.logits = AT(logits), work.temperatures = AT(temperatures), work.uniforms = AT(uniforms), work.uniforms_row = 1;
-  work.tokens = AT(tokens), work.q = AT(q);
+  work.tokens = AT(tokens), work.q = AT(q), work.vocabulary = NULL;
   COMPUTE(kernels->draw(&work, threads));
 }
 

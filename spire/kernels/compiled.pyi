@@ -41,9 +41,9 @@ def forward(kernels: int, *work: float) -> None:
 
 def draft_pass(kernels: int, round: tuple[float, ...], number: int, tokens: int, threads: int) -> None:
     """Of the round addresses of layers, embedding, norm, unembedding, feedback's weights, positions, slots, bases,
-    cosines and sines by position, its own keys and values, scratch and logits; eps; B, k, N, D, H, G, K, F, V, S,
-    window, sink, and whether a position attends itself. Then which pass it is, the address of its tokens, and
-    threads."""
+    cosines and sines by position, its own keys and values, scratch, logits and the tokens that it can propose (0 for
+    all); eps; B, k, N, D, H, G, K, F, V, S, window, sink, and whether a position attends itself. Then which pass it is,
+    the address of its tokens, and threads."""
 
 def draft_round(kernels: int, round: tuple[float, ...], *drawn: int) -> None:
     """Of the round as for `draft_pass`. Then addresses of its first tokens, temperatures, uniform numbers [B, k],

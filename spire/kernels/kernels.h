@@ -81,16 +81,17 @@ typedef struct {
 } Forward;
 
 /* A round of a draft: B sequences, k passes, N layers, D width, H query heads, G key/value heads, K head width, F inner
-   width, V vocabulary, S places of a slot. */
+   width, V tokens that it can propose, S places of a slot. */
 typedef struct {
   const Layer *layers;                     /* [N] */
-  const number *embedding, *norm, *unembedding; /* [V, D]; [D]; blocks of [V, D] */
+  const number *embedding, *norm, *unembedding; /* by token, D each; [D]; blocks of [V, D] */
   const float *feedback;                        /* [N, N + 1]; NULL where a layer remembers its own input */
   const int64_t *positions;                     /* [slots, S]: of the text, -1 in empty places */
   const int64_t *slots, *bases;                 /* [B] */
   const number *cosine, *sine;                  /* [positions, K] */
   number *own, *scratch;                        /* [N, 2, B, G, k, K]; B * (D * (N + 3) + K * (2 * H + 2 * G + 2) + F) */
   float *logits;                                /* [B, V] */
+  const int64_t *vocabulary;                    /* [V]: which tokens; NULL: all of the target's */
   int B, k, N, D, H, G, K, F, V, S, window, sink, attends_self;
   float eps;
 } DraftRound;
@@ -115,6 +116,7 @@ typedef struct {
   const float *temperatures; /* [B] */
   const double *uniforms;    /* one for each row */
   int64_t *tokens;           /* [B] */
+  const int64_t *vocabulary; /* [V]: which tokens the logits are of; NULL: 0 to V - 1 */
   uint16_t *q;
   long long uniforms_row, q_row; /* strides */
   int B, V;

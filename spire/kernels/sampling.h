@@ -42,6 +42,10 @@ static int64_t inverse(const float *shares, double uniform, int V) {
   return found;
 }
 
+static inline int64_t token_at(const Draw *work, int64_t place) {
+  return work->vocabulary ? work->vocabulary[place] : place;
+}
+
 static void draw(const Draw *work, int threads) {
   const int V = work->V;
 #pragma omp parallel for schedule(static) num_threads(threads)
@@ -49,7 +53,7 @@ static void draw(const Draw *work, int threads) {
     float *row = work->logits + (int64_t)b * V;
     uint16_t *q = work->q + b * work->q_row;
     if (work->temperatures[b] == 0) {
-      work->tokens[b] = likeliest(row, V);
+      work->tokens[b] = token_at(work, likeliest(row, V));
       continue;
     }
     lanes whole = every(soften(row, work->temperatures[b], V));
@@ -57,7 +61,7 @@ static void draw(const Draw *work, int threads) {
       store_narrow(q + v, load_wide(row + v) / whole);
       store_wide(row + v, load_narrow(q + v));
     }
-    work->tokens[b] = inverse(row, work->uniforms[b * work->uniforms_row], V);
+    work->tokens[b] = token_at(work, inverse(row, work->uniforms[b * work->uniforms_row], V));
   }
 }
 

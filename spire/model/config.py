@@ -156,6 +156,18 @@ class ModelConfig(BaseModel):
         }
 
 
+class SharedEmbeddings(BaseModel):
+    """How a draft uses the embedding and unembedding of its target, instead of storing its own.
+
+    `scale` multiplies the embedding. `fingerprint` identifies the two matrices.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    scale: Positive
+    fingerprint: str
+
+
 class DraftConfig(BaseModel):
     """The `spire_draft` section of a draft's `config.json`: its kind, its target, and what its layers attend to.
 
@@ -164,6 +176,8 @@ class DraftConfig(BaseModel):
     input, as in a vanilla draft, and the draft receives tokens instead of activations.
     `feedback`: at positions drafted in the current round, layers attend to a mixture of all layers' outputs (SPIRe
     paper, section 3.3); if False, to their own inputs.
+    `vocabulary`: the number of tokens that the draft can propose, listed in its tensor of that name; None: all tokens.
+    It is a multiple of 32, as kernels need it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -175,6 +189,8 @@ class DraftConfig(BaseModel):
     sink: Annotated[int, Field(ge=0, le=1_000_000)] = 1
     attends_self: bool = True
     feedback: bool = True
+    vocabulary: Annotated[int, Field(ge=1, le=10_000_000, multiple_of=32)] | None = None
+    embeddings: SharedEmbeddings | None = None
 
     @model_validator(mode="after")
     def _feedback_needs_activations(self) -> DraftConfig:

@@ -7,7 +7,11 @@ memory. If all memory vectors are the layer's own input, the same forward is an 
 an ablation of SPIRe. Training and serving run the same forward with different memories (`BlockRollouts` and `OwnPast`
 here, `draft_memory` and `token_memory` while serving).
 
-Shapes: B sequences, T positions, S memories, N draft layers, D width, G key/value heads, K head width.
+A draft may have a vocabulary of its own, the tokens that its target writes most often: the unembedding of a large
+vocabulary costs more than a draft's layers. It is exact, because q is the distribution that tokens are drawn from.
+
+Shapes: B sequences, T positions, S memories, N draft layers, D width, G key/value heads, K head width, V vocabulary of
+the target, W vocabulary of the draft.
 """
 
 from __future__ import annotations
@@ -38,11 +42,17 @@ class FeedbackMemory(Memory, Protocol):
 
 
 class Draft(Decoder):
-    """The draft model. Maps token ids to hidden states by attending to a memory, to which it adds the new positions."""
+    """The draft model. Maps token ids to hidden states by attending to a memory, to which it adds the new positions.
+
+    `vocabulary`: the tokens [W] that it can propose, ascending; None: all.
+    """
+
+    vocabulary: Tensor | None
 
     def __init__(self, config: ModelConfig, draft: DraftConfig):
-        super().__init__(config)
+        super().__init__(config, draft.vocabulary)
         self.draft, N = draft, config.num_hidden_layers
+        self.register_buffer("vocabulary", None if draft.vocabulary is None else torch.arange(draft.vocabulary))
         if draft.feedback:
             # At first each layer's own input has a softmax weight of 0.9.
             self.memory_weights = nn.Parameter(torch.zeros(N, N + 1).fill_diagonal_(math.log(0.9 / (1 - 0.9) * N)))
@@ -64,6 +74,17 @@ class Draft(Decoder):
                 feeding.replace(index, *layer.keys_values(feedback_NBTD[index], rope))
         return self.norm(hidden_BTD)
 
+    def unembed(self, hidden_D: Tensor) -> Tensor:
+        """Return fp32 logits [..., V] of hidden states [..., D]; -inf for tokens that the draft cannot propose."""
+        return self.spread(super().unembed(hidden_D))
+
+    def spread(self, logits_W: Tensor) -> Tensor:
+        """Return logits [..., V] for the target's vocabulary, given those for the draft's own, [..., W]."""
+        if self.vocabulary is None:
+            return logits_W
+        logits_V = logits_W.new_full((*logits_W.shape[:-1], self.config.vocab_size), -torch.inf)
+        return logits_V.index_copy_(-1, self.vocabulary, logits_W)
+
     def feedback(self, passed_LBTD: Tensor) -> Tensor:
         """Return each layer's feedback memory m^i = Σ_l softmax(w_i)_l · x^l, l = 0..N (section 3.3), [N, B, T, D]."""
         weights_NL = self.memory_weights.softmax(dim=-1).to(passed_LBTD.dtype)
@@ -76,15 +97,23 @@ class Draft(Decoder):
         return [layer.keys_values(taps_BTND[:, :, index], rope) for index, layer in enumerate(layers)]
 
 
-def prune(target: Target, draft: DraftConfig, copied_layers: tuple[int, ...]) -> Draft:
+def prune(
+    target: Target, draft: DraftConfig, copied_layers: tuple[int, ...], vocabulary_W: Tensor | None = None
+) -> Draft:
     """Create a draft from copies of the target's embedding, `copied_layers`, norm and unembedding (paper section 3.2).
 
     Embedding and unembedding are copied separately even if the target ties them: only the embedding will be scaled.
+    `vocabulary_W` are the tokens that the draft can propose, ascending, as many as `draft.vocabulary` says.
     """
     update = {"num_hidden_layers": len(copied_layers), "tie_word_embeddings": False}
     pruned = Draft(target.config.model_copy(update=update), draft)
-    for name in ("embed_tokens", "norm", "lm_head"):
+    for name in ("embed_tokens", "norm"):
         getattr(pruned, name).load_state_dict(getattr(target, name).state_dict())
+    head_VD = target.lm_head.weight
+    if vocabulary_W is not None:
+        pruned.vocabulary = vocabulary_W
+        head_VD = head_VD[vocabulary_W]
+    pruned.lm_head.load_state_dict({"weight": head_VD})
     for mine, index in zip(pruned.layers, copied_layers, strict=True):
         mine.load_state_dict(target.layers[index].state_dict())
     return pruned

@@ -170,9 +170,12 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The base of target and draft: embedding, layers, norm and unembedding. Parameter names are Hugging Face's."""
+    """The base of target and draft: embedding, layers, norm and unembedding. Parameter names are Hugging Face's.
 
-    def __init__(self, config: ModelConfig):
+    `outputs`: the number of tokens that the unembedding covers; None: the whole vocabulary.
+    """
+
+    def __init__(self, config: ModelConfig, outputs: int | None = None):
         super().__init__()
         self.config = config
         embedding_VD = torch.empty(config.vocab_size, config.hidden_size)
@@ -181,7 +184,7 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding.from_pretrained(embedding_VD, freeze=False)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.norm: nn.Module = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.hidden_size, outputs or config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self.rope = Rope(config.head_dim, config.rope)

@@ -17,7 +17,10 @@ SERVED_SINK, SERVED_WINDOW = 1, 64
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a model of any served family. `vocab_size` 0 means unknown, so unembedding costs nothing."""
+    """The sizes of a model of any served family.
+
+    `vocab_size` is the number of tokens that it unembeds to. 0 means unknown, so unembedding costs nothing.
+    """
 
     layers: int
     hidden_size: int
@@ -28,7 +31,8 @@ class Shape:
     vocab_size: int = 0
 
     @classmethod
-    def of(cls, config: ModelConfig) -> Shape:
+    def of(cls, config: ModelConfig, vocabulary: int | None = None) -> Shape:
+        """Return the shape of a model, or of a draft that can propose only `vocabulary` tokens."""
         return cls(
             config.num_hidden_layers,
             config.hidden_size,
@@ -36,7 +40,7 @@ class Shape:
             config.num_attention_heads,
             config.num_key_value_heads,
             config.head_dim,
-            config.vocab_size,
+            vocabulary or config.vocab_size,
         )
 
     @property

@@ -11,7 +11,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
+import pytest
 import torch
+from torch import Tensor
 
 from draft_service.activations import Follower
 from draft_service.drafter import Verified
@@ -22,6 +24,7 @@ from spire.v1 import verifier_pb2 as pb, verifier_pb2_grpc as rpc
 from tests.draft_service.conftest import eventually
 from tests.draft_service.test_service import accepted_tokens, complete, wait_until
 from tests.services import Service, Services, running
+from tests.untrained import untrained_draft
 from tests.verifier_service.harness import free_port
 
 LONG = {"prompt": [1, 2, 3], "max_tokens": 60, "temperature": 0}
@@ -43,12 +46,16 @@ def activation_bytes(port: int) -> dict[str, float]:
     return {carrier: float(count) for carrier, count in found}
 
 
+@pytest.mark.parametrize("own", [None, torch.arange(256, 512)], ids=["whole vocabulary", "own vocabulary"])
 def test_one_host_uses_shared_memory_and_gives_the_text_of_inline_bytes(
-    pair: tuple[Path, Path],
+    own: Tensor | None, pair: tuple[Path, Path], stories_dir: Path, tmp_path: Path
 ) -> None:
     texts = []
-    for options, carrier in (([], SHARED_MEMORY), (["--shared-memory", ""], INLINE)):
+    if own is not None:
+        pair = stories_dir, untrained_draft(stories_dir, tmp_path / "draft", layers=(3, 4), window=16, own=own)
+    for shared, carrier in (([], SHARED_MEMORY), (["--shared-memory", ""], INLINE)):
         port = free_port()
+        options = ["--target", str(pair[0]), *shared]
         with running(*pair, draft_options=["--metrics-port", str(port), *options]) as services:
             answers = [complete(services.url, body) for body in (LONG, SAMPLED)]
             texts.append([(answer["choices"][0]["text"], accepted_tokens(answer)) for answer in answers])

@@ -100,6 +100,23 @@ def test_a_target_that_drafts_for_itself_keeps_its_distribution(
     assert min(p_values.values()) > FALSE_ALARM, p_values
 
 
+@pytest.mark.parametrize(
+    ("rule", "requests"), [("block", FEW), *(thoroughly(rule, MANY) for rule in ("block", "rejection"))]
+)
+def test_tokens_that_a_draft_cannot_propose_come_as_often_as_they_should(
+    rule: str, requests: int, tmp_path: Path
+) -> None:
+    """A draft with a vocabulary of its own, half of the target's."""
+    model, draft = write_markov_pair(tmp_path, vocabulary=64, own=32)
+    with running(model, draft) as services:
+        drawn, accepted = generate(services.url, {"temperature": 1.0}, {"rule": rule, "k": 3}, requests)
+    assert accepted > len(drawn) // 2, "the draft must have taken part"
+    assert (drawn % 2).mean() > 0.2, "tokens must have come that the draft cannot propose"
+    rows = logits_after_each_token(model).detach().numpy().astype(np.float64)
+    p_values = fit(drawn, reference(rows, temperature=1.0))
+    assert min(p_values.values()) > FALSE_ALARM, p_values
+
+
 @pytest.mark.parametrize("requests", [FEW, thoroughly(MANY)])
 def test_a_verifier_that_accepts_everything_fails(
     pair: tuple[Path, Path], logits: NDArray[np.float64], requests: int
@@ -138,7 +155,7 @@ def generate(
 
 
 def reference(
-    logits: NDArray[np.float64], temperature: float, top_k: int = VOCABULARY, top_p: float = 1.0, min_p: float = 0.0
+    logits: NDArray[np.float64], temperature: float, top_k: int | None = None, top_p: float = 1.0, min_p: float = 0.0
 ) -> NDArray[np.float64]:
     """The distribution after each token, written down apart from the product's pipeline."""
     rows = []
@@ -194,10 +211,10 @@ def fit(drawn: NDArray[np.int64], p: NDArray[np.float64]) -> dict[str, float]:
     p_values["pooled"] = goodness_of_fit(before.ravel(), after.ravel(), p)
     # Pairs do not overlap, so that they are independent draws given the token before them.
     first, second = walk[:, 1:-1:2].ravel(), walk[:, 2::2].ravel()
-    joint = (p[:, :, None] * p[None, :, :]).reshape(VOCABULARY, -1)
-    p_values["joint over two"] = goodness_of_fit(walk[:, 0:-2:2].ravel(), first * VOCABULARY + second, joint)
+    joint = (p[:, :, None] * p[None, :, :]).reshape(len(p), -1)
+    p_values["joint over two"] = goodness_of_fit(walk[:, 0:-2:2].ravel(), first * len(p) + second, joint)
     # Tokens in four kinds, or there were more outcomes than draws.
-    kinds = np.eye(4)[np.arange(VOCABULARY) % 4]
+    kinds = np.eye(4)[np.arange(len(p)) % 4]
     three = np.einsum("a,ab,bc,ai,bj,ck->ijk", p[START], p, p, kinds, kinds, kinds).reshape(1, -1)
     outcome = (drawn[:, :3] % 4) @ np.array([16, 4, 1])
     p_values["joint over three"] = goodness_of_fit(np.zeros(len(drawn), dtype=np.int64), outcome, three)

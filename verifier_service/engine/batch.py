@@ -186,6 +186,8 @@ def _read_q(
     ids = _read_tensor(q.ids, q.ids_slice, ring, torch.int32)
     if ids is None:
         return None
+    if ids.ndim == 1:
+        return Q(_spread(probs, ids.long(), leading, vocab_size), vocab_size, None, None, ring, places)
     fits = ids.ndim == len(leading) + 1 and ids.shape[:-1] == leading and 0 < ids.shape[-1] <= vocab_size
     if ids.shape != probs.shape or not fits:
         raise InvalidRequest(
@@ -193,6 +195,21 @@ def _read_q(
             f"expected [{', '.join(map(str, leading))}, m] for both, m at most {vocab_size}"
         )
     return Q(probs, probs.shape[-1], ids, None, ring, places)
+
+
+def _spread(probs: Tensor, ids_M: Tensor, leading: tuple[int, ...], vocab_size: int) -> Tensor:
+    """Return q over the whole vocabulary, [*leading, V], given that over the vocabulary `ids_M` of a draft.
+
+    Raises InvalidRequest for a wrong shape, and for ids that do not ascend or are outside of the vocabulary.
+    """
+    if probs.shape != (*leading, len(ids_M)):
+        raise InvalidRequest(
+            f"q over {len(ids_M)} tokens has shape {list(probs.shape)}, expected {[*leading, len(ids_M)]}"
+        )
+    in_order = bool((ids_M[1:] > ids_M[:-1]).all())
+    if not len(ids_M) or not in_order or int(ids_M[0]) < 0 or int(ids_M[-1]) >= vocab_size:
+        raise InvalidRequest(f"the tokens of q must ascend and lie below {vocab_size}")
+    return probs.new_zeros(*leading, vocab_size).index_copy_(-1, ids_M, probs)
 
 
 def _read_probs(message: tensor_pb2.Tensor, place: pb.RingSlice, ring: OverwritingRingReader | None) -> Tensor | None:

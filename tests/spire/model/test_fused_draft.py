@@ -10,13 +10,17 @@ from hypothesis import given, settings, strategies as st
 from scipy import stats
 from torch import Tensor
 
+from spire.decoding.drafting import RoundInputs
 from spire.kernels import Kernels, every_kernels
 from spire.model.backends.cpu.backend import CpuBackend
 from spire.model.backends.cpu.fused_draft import FusedRound, draw
+from spire.model.backends.reference import Reference
 from spire.model.config import DraftConfig
 from spire.model.draft import Draft, prune
 from spire.model.draft_memory import DraftMemory, RoundMemory
 from spire.model.target import Target
+from spire.rpc.sampling import from_protos
+from spire.v1.tensor_pb2 import RULE_BLOCK, Sampling
 from tests.spire.model.test_fused_layer import config_of, each_kernels, far_apart, randomised, rounding
 
 pytestmark = pytest.mark.skipif(not every_kernels(), reason="no compiler at installation, or none for this processor")
@@ -31,9 +35,11 @@ def served_draft(kernels: Kernels, **changes: object) -> Draft:
 
 def unpacked_draft(kernels: Kernels, **changes: object) -> Draft:
     values = {"target_fingerprint": "", "tapped_layers": (1, 2), "window": 6, "sink": 1, **changes}
-    target = randomised(Target(config_of(4, 2)), kernels.dtype)
+    target, config = randomised(Target(config_of(4, 2)), kernels.dtype), DraftConfig.model_validate(values)
     assert isinstance(target, Target)
-    return prune(target, DraftConfig.model_validate(values), (1, 2)).to(kernels.dtype).requires_grad_(False)
+    all_V = torch.randperm(target.config.vocab_size, generator=torch.Generator().manual_seed(3))
+    vocabulary_W = all_V[: config.vocabulary].sort().values if config.vocabulary else None
+    return prune(target, config, (1, 2), vocabulary_W).to(kernels.dtype).requires_grad_(False)
 
 
 def memory_of(draft: Draft, contexts: Sequence[int]) -> DraftMemory:
@@ -55,7 +61,10 @@ def guessed(round_: RoundMemory | FusedRound, B: int) -> Tensor:
 
 
 @each_kernels
-@pytest.mark.parametrize("changes", [{}, {"feedback": False}, {"attends_self": False}, {"window": 64}, {"sink": 3}])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"feedback": False}, {"attends_self": False}, {"window": 64}, {"sink": 3}, {"vocabulary": 32}],
+)
 @torch.inference_mode()
 def test_a_draft_s_pass_by_one_kernel_guesses_what_its_layers_do(kernels: Kernels, changes: dict[str, object]) -> None:
     draft, contexts = served_draft(kernels, **changes), [2, 30, 9]
@@ -64,7 +73,10 @@ def test_a_draft_s_pass_by_one_kernel_guesses_what_its_layers_do(kernels: Kernel
     assert isinstance(fused, FusedRound)
     found = guessed(fused, 3)
     expected = guessed(RoundMemory(memory, torch.arange(3), torch.tensor(contexts), 4), 3)
-    assert far_apart(found, expected) < rounding(kernels)
+    proposed_V = found[0, 0].isfinite()
+    assert int(proposed_V.sum()) == changes.get("vocabulary", found.shape[-1])
+    assert torch.equal(found.isfinite(), expected.isfinite())
+    assert far_apart(found[..., proposed_V], expected[..., proposed_V]) < rounding(kernels)
 
 
 @each_kernels
@@ -178,6 +190,32 @@ def test_nan_logits_give_a_token_of_the_vocabulary_and_stay_in_their_row(kernels
     assert (tokens_B < 64).all()
     assert probs_BV[[0, 2]].isfinite().all()
     assert not probs_BV[1].isfinite().all()
+
+
+@each_kernels
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@torch.inference_mode()
+def test_a_round_of_a_draft_with_its_own_vocabulary_draws_its_tokens(kernels: Kernels, temperature: float) -> None:
+    """As the reference draws them from the logits of all tokens, -inf for those that it cannot propose."""
+    draft = served_draft(kernels, vocabulary=32)
+    assert draft.vocabulary is not None
+    memory, newest_B = memory_of(draft, [30, 9]), torch.tensor([7, 11])
+    samplings = [Sampling(temperature=temperature, top_p=1, seed=seed, rule=RULE_BLOCK) for seed in (1, 2)]
+    inputs = RoundInputs(newest_B, torch.tensor([30, 9]), 4, from_protos(samplings, torch.device("cpu")), None)
+    inputs = inputs._replace(vocabulary_W=draft.vocabulary)
+    fused, by_torch = (
+        backend.draft(memory.round([0, 1], [30, 9], 4), inputs, lambda _: None)
+        for backend in (CpuBackend(), Reference())
+    )
+    assert torch.equal(fused.tokens_BK, by_torch.tokens_BK)
+    assert torch.isin(fused.tokens_BK, draft.vocabulary).all()
+    for drafted in (fused, by_torch):
+        assert drafted.ids_BKM is None
+        assert drafted.vocabulary_M is draft.vocabulary
+    if temperature:
+        assert fused.probs_BKM is not None
+        assert by_torch.probs_BKM is not None
+        torch.testing.assert_close(fused.probs_BKM, by_torch.probs_BKM, rtol=2**-7, atol=1e-6)
 
 
 @each_kernels

@@ -10,7 +10,10 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from verifier_service.engine.batch import Block, Item, Q, VerifyTask, pad
+from spire.errors import InvalidRequest
+from spire.rpc.tensors import put
+from spire.v1 import verifier_pb2 as pb
+from verifier_service.engine.batch import Block, Item, Q, VerifyTask, pad, read_q
 from verifier_service.engine.sequence import HeldSequence
 
 V = 16
@@ -95,3 +98,39 @@ def test_candidates_of_one_tensor_are_padded_as_tensors_of_their_own(
 
     for found, expected in zip(padded(shared=True), padded(shared=False), strict=True):
         assert torch.equal(found, expected)
+
+
+# --- q of a draft with a vocabulary of its own ----------------------------------------------------------------------
+
+
+def message_of(probs_KM: Tensor, ids_M: list[int]) -> pb.DraftDistribution:
+    message = pb.DraftDistribution()
+    put(message.probabilities, probs_KM)
+    put(message.ids, torch.tensor(ids_M, dtype=torch.int32))
+    return message
+
+
+def test_q_over_a_drafts_own_vocabulary_is_zero_elsewhere() -> None:
+    probs_KM = torch.rand(3, 4).softmax(dim=-1)
+    q = read_q(message_of(probs_KM, [1, 5, 6, 15]), 3, V, None)
+    assert q is not None
+    assert q.ids is None
+    assert torch.equal(q.probs[:, [1, 5, 6, 15]], probs_KM)
+    assert not q.probs[:, [0, 2, 3, 4, *range(7, 15)]].any()
+
+
+@pytest.mark.parametrize(
+    ("shape", "ids_M", "says"),
+    [
+        ((3, 4), [1, 5, 15], r"q over 3 tokens has shape \[3, 4\], expected \[3, 3\]"),
+        ((2, 3), [1, 5, 15], r"q over 3 tokens has shape \[2, 3\], expected \[3, 3\]"),
+        ((3, 3), [5, 1, 15], "must ascend and lie below 16"),
+        ((3, 3), [1, 1, 15], "must ascend and lie below 16"),
+        ((3, 3), [1, 5, 16], "must ascend and lie below 16"),
+        ((3, 3), [-1, 5, 15], "must ascend and lie below 16"),
+        ((3, 0), [], "must ascend and lie below 16"),
+    ],
+)
+def test_a_vocabulary_of_q_that_is_none_is_refused(shape: tuple[int, int], ids_M: list[int], says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says):
+        read_q(message_of(torch.rand(shape), ids_M), 3, V, None)

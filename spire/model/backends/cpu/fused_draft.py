@@ -3,7 +3,8 @@
 A draft is so small that torch spends most of a pass on dispatch. Keys and values of a round's own positions are stored
 in a separate buffer, and the memory is read in place.
 
-Shapes: B sequences, k passes, R verified positions, N layers, S entries of a slot, V vocabulary.
+Shapes: B sequences, k passes, R verified positions, N layers, S entries of a slot, V vocabulary of the target, W
+vocabulary of the draft.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class FusedDraftMemory(DraftMemory):
         self.layers = torch.tensor(table, dtype=torch.int64)
         self.feedback = draft.memory_weights.softmax(dim=-1).float() if draft.draft.feedback else None
         self.unembedding = cast(FusedProduct, draft.fused_head).weight
+        self.outputs = draft.draft.vocabulary or draft.config.vocab_size
         self.rotations = Rotations(draft.rope, kernels.dtype)
 
     def absorb(self, slots_R: Tensor, positions_R: Tensor, taps_RND: Tensor) -> None:
@@ -68,13 +70,13 @@ class FusedRound:
         rope = fused.rotations.until(end)
         own = torch.empty(N * 2 * B * G * k * K, dtype=fused.kernels.dtype)
         scratch = torch.empty(B * (D * (N + 3) + K * (2 * H + 2 * G + 2) + F), dtype=fused.kernels.dtype)
-        self._logits_BV = torch.empty(B, config.vocab_size)
+        self._draft, self._logits_BW = draft, torch.empty(B, fused.outputs)
         norm_D = cast(nn.RMSNorm, draft.norm).weight
         weights = (fused.layers, draft.embed_tokens.weight, norm_D, fused.unembedding, fused.feedback)
         place = (fused.positions_XS, slots_B.contiguous(), base_B.contiguous(), *rope)
         # Keeps the tensors alive while their addresses are used.
-        self._tensors = (*weights, *place, own, scratch, self._logits_BV)
-        shape = (B, k, N, D, H, G, K, F, config.vocab_size, S, spire.window, spire.sink, spire.attends_self)
+        self._tensors = (*weights, *place, own, scratch, self._logits_BW, draft.vocabulary)
+        shape = (B, k, N, D, H, G, K, F, fused.outputs, S, spire.window, spire.sink, spire.attends_self)
         addresses = (0 if tensor is None else tensor.data_ptr() for tensor in self._tensors)
         self._round = (*addresses, config.rms_norm_eps, *shape)
 
@@ -82,28 +84,28 @@ class FusedRound:
         """Feed the next token of every sequence; return the logits [B, V] after it, valid until the next pass."""
         self._kernels.draft_pass(self._round, self._passes, tokens_B.contiguous(), torch.get_num_threads())
         self._passes += 1
-        return self._logits_BV
+        return self._draft.spread(self._logits_BW)
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """The shape (B, k, V) of the distributions that a round draws from."""
-        B, V = self._logits_BV.shape
-        return B, self._k, V
+        """The shape (B, k, W) of the distributions that a round draws from."""
+        B, W = self._logits_BW.shape
+        return B, self._k, W
 
     def drawn(
-        self, newest_B: Tensor, temperature_B: Tensor, uniforms_BK: Tensor, probs_BKV: Tensor | None = None
+        self, newest_B: Tensor, temperature_B: Tensor, uniforms_BK: Tensor, probs_BKW: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Run all k passes and return the drawn tokens [B, k] and their bfloat16 distributions q, [B, k, V].
+        """Run all k passes and return the drawn tokens [B, k] and their bfloat16 distributions q, [B, k, W].
 
-        The distributions are written to `probs_BKV` if given. Greedy rows get the most probable tokens, and their
+        The distributions are written to `probs_BKW` if given. Greedy rows get the most probable tokens, and their
         distributions are not written.
         """
         tokens_KB = newest_B.new_empty(self._k, len(newest_B))
-        if probs_BKV is None:
-            probs_BKV = torch.empty(self.shape, dtype=torch.bfloat16)
+        if probs_BKW is None:
+            probs_BKW = torch.empty(self.shape, dtype=torch.bfloat16)
         given = [x.contiguous() for x in (newest_B, temperature_B, uniforms_BK)]
-        self._kernels.draft_round(self._round, *given, tokens_KB, probs_BKV, torch.get_num_threads())
-        return tokens_KB.T, probs_BKV
+        self._kernels.draft_round(self._round, *given, tokens_KB, probs_BKW, torch.get_num_threads())
+        return tokens_KB.T, probs_BKW
 
 
 def draw(

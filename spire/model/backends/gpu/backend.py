@@ -123,7 +123,7 @@ class GpuBackend(Reference):
         return PaddedMemory(draft, slots, self._draft_kernels, self._graphs)
 
     def draft(self, round_: DraftingRound, inputs: RoundInputs, claim: ClaimQ) -> Drafted:
-        newest_B, base_B, k, rows, candidates = inputs
+        newest_B, base_B, k, rows, candidates, vocabulary_W = inputs
         size, mix = size_for(len(newest_B)), rows.mix
         if not (isinstance(round_, PaddedRound) and size):
             return super().draft(round_, inputs, claim)
@@ -134,14 +134,14 @@ class GpuBackend(Reference):
         def work(slots_B: Tensor, newest_B: Tensor, base_B: Tensor, *numbers: Tensor) -> Outputs:
             fixed = SamplingRows(*numbers).with_mix(mix)
             again = memory.begin(slots_B, base_B, k)
-            found = draft_tokens(again.next_logits, newest_B, base_B, k, fixed, candidates)
+            found = draft_tokens(again.next_logits, newest_B, base_B, k, fixed, candidates, vocabulary_W)
             of_q = (found.probs_BKM, found.ids_BKM)
             return found.tokens_BK, *(x for x in of_q if x is not None)
 
         key = "draft", id(memory), size, k, mix, candidates
         tokens_BK, *of_q = (output[:B].clone() for output in self._graphs.run(key, size, given, work))
         probs_BKM, ids_BKM = (*of_q, None, None)[:2]
-        return Drafted(tokens_BK, ids_BKM, probs_BKM)
+        return Drafted(tokens_BK, ids_BKM, probs_BKM, vocabulary_M=vocabulary_W if candidates is None else None)
 
 
 class PaddedMemory(DraftMemory):
