@@ -111,7 +111,13 @@ def draft(
     ] = None,
     omega: Annotated[float | None, typer.Option(help="MixedLoss: share of cross-entropy.", min=0, max=1)] = None,
     omega_final: Annotated[float | None, typer.Option(help="ω at the end. Default: --omega.", min=0, max=1)] = None,
-    freeze_embeddings: Annotated[bool | None, typer.Option(help="Leave both embeddings as the target's.")] = None,
+    vocabulary: Annotated[
+        int | None,
+        typer.Option(help="Tokens that it can propose: the text's most frequent. Default: all, up to 8192.", min=32),
+    ] = None,
+    freeze_embeddings: Annotated[
+        bool | None, typer.Option(help="Leave both embeddings as the target's, and do not store them.")
+    ] = None,
     on_policy: Annotated[
         float | None,
         typer.Option(help="Share of the short sequences whose second half the target wrote.", min=0, max=1),

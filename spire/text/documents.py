@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from spire.checkpoints.chat_template import read_chat_template
 from spire.errors import DataError
@@ -20,7 +20,7 @@ from spire.model.directory import is_pointer
 from spire.text.chat_messages import plain_message
 from spire.text.chat_template import ChatTemplate, TemplateRefusal
 from spire.text.kinds import kind_of
-from spire.text.text_files import TextFile, Told, reading, text_files
+from spire.text.text_files import TextFile, Told, is_json_lines, open_unpacked, reading, text_files
 
 # A template that writes more than this is broken: no document is so long.
 _MOST_CHARACTERS = 1 << 28
@@ -35,7 +35,19 @@ _BEGINNINGS = {
     b"%PDF": "a PDF: extract its text",
 }
 _HEAD = 512
+_MESSAGES = "messages"
 _MOST_KEYS, _LONGEST_KEY = 8, 40
+
+
+Document = TypeVar("Document")
+
+
+class Segment(NamedTuple):
+    """A part of a document: of a text, or of a conversation. A draft learns to propose texts and answers."""
+
+    text: str
+    learned: bool
+    of_text: bool = False
 
 
 class _Unusable(Exception):
@@ -63,28 +75,80 @@ class Chats:
             raise _Unusable(f"'messages' need a chat template, and {self.model} has none")
         return self.template.render(messages, _MOST_CHARACTERS, add_generation_prompt=False)
 
+    def segments(self, messages: list[dict[str, Any]]) -> list[Segment]:
+        """Return a conversation as alternating prompts and answers, which make up its `text`.
+
+        An answer is what follows the prompt for it, including the template's end of a message. Answers are not learned
+        where the template writes them differently later in the conversation.
+        """
+        whole, segments, at = self.text(messages), list[Segment](), 0
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            prompt = self.template.render(messages[:number], _MOST_CHARACTERS, add_generation_prompt=True)
+            answered = self.text(messages[: number + 1])
+            if whole.startswith(prompt) and whole.startswith(answered) and at <= len(prompt) < len(answered):
+                segments += [Segment(whole[at : len(prompt)], False), Segment(whole[len(prompt) : len(answered)], True)]
+                at = len(answered)
+        return [*segments, Segment(whole[at:], False)] if at < len(whole) else segments
+
 
 def read_documents(files: list[Path], chats: Chats, told: Told = lambda _: None) -> Iterator[str]:
     """Yield all documents of `files` (see find_files) in a fixed order. Each read calls `told` with its byte count.
 
     Raises DataError naming the file, the line and the key that cannot be used, or the files if they hold no text.
     """
+    return _read(files, told, lambda text: text, chats.text, lambda text: text)
+
+
+def read_segments(files: list[Path], chats: Chats, told: Told = lambda _: None) -> Iterator[list[Segment]]:
+    """Yield the segments of all documents of `files`. Raises the errors of `read_documents`."""
+
+    def joined(segments: list[Segment]) -> str:
+        return "".join(segment.text for segment in segments)
+
+    return _read(files, told, lambda text: [Segment(text, True, of_text=True)], chats.segments, joined)
+
+
+def hold_chats(files: list[Path]) -> bool:
+    """True if the first line of one of these files has `messages`. Archives are not opened."""
+    for file in files:
+        if is_json_lines(file):
+            with open_unpacked(file) as stream:
+                first = next((line for line in stream if line.strip()), b"")
+            if f'"{_MESSAGES}"'.encode() in first:
+                return True
+    return False
+
+
+def _read(
+    files: list[Path],
+    told: Told,
+    of_text: Callable[[str], Document],
+    of_messages: Callable[[list[dict[str, Any]]], Document],
+    text_of: Callable[[Document], str],
+) -> Iterator[Document]:
     empty = True
     for file in text_files(files, told):
         with reading(file.name):
-            for text in _texts(file, chats):
-                if text and not text.isspace():
+            for document in _documents(file, of_text, of_messages, text_of):
+                if (text := text_of(document)) and not text.isspace():
                     empty = False
-                    yield text
+                    yield document
     if empty:
         raise DataError(f"no text found in {', '.join(map(str, files))}")
 
 
-def _texts(file: TextFile, chats: Chats) -> Iterator[str]:
+def _documents(
+    file: TextFile,
+    of_text: Callable[[str], Document],
+    of_messages: Callable[[list[dict[str, Any]]], Document],
+    text_of: Callable[[Document], str],
+) -> Iterator[Document]:
     if not file.json_lines:
         raw = file.stream.read()
         _refuse_other_files(file.name, raw[:_HEAD])
-        yield decoded(raw, file.name)
+        yield of_text(decoded(raw, file.name))
         return
     for number, line in enumerate(file.stream, 1):
         if number == 1:
@@ -92,7 +156,10 @@ def _texts(file: TextFile, chats: Chats) -> Iterator[str]:
         if not line.strip():
             continue
         try:
-            yield _text_of(decoded(line.rstrip(b"\r\n"), file.name, number), chats)
+            record = _record_of(decoded(line.rstrip(b"\r\n"), file.name, number))
+            key, document = ("text", of_text(record)) if isinstance(record, str) else (_MESSAGES, of_messages(record))
+            _check_unicode(key, text_of(document))
+            yield document
         except (_Unusable, TemplateRefusal) as error:
             raise DataError(f"{file.name}, line {number}: {' '.join(str(error).split())}") from error
 
@@ -122,8 +189,8 @@ def _refuse_other_files(name: str, head: bytes) -> None:
         raise DataError(f"{name} has zero bytes: it is no text, or UTF-16 (iconv -f UTF-16LE -t UTF-8 converts that)")
 
 
-def _text_of(line: str, chats: Chats) -> str:
-    """Parse a line of JSONL and return its document. Raises _Unusable or TemplateRefusal."""
+def _record_of(line: str) -> str | list[dict[str, Any]]:
+    """Parse a line of JSONL and return its text or its messages. Raises _Unusable or TemplateRefusal."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
@@ -133,21 +200,22 @@ def _text_of(line: str, chats: Chats) -> str:
     if not isinstance(record, dict):
         raise _Unusable(f"{kind_of(record)}, not an object with 'text' or 'messages'")
     if "text" in record:
-        key, text = "text", record["text"]
-        if not isinstance(text, str):
-            raise _Unusable(f"'text' is {kind_of(text)}, not text")
-    elif "messages" in record:
+        if not isinstance(record["text"], str):
+            raise _Unusable(f"'text' is {kind_of(record['text'])}, not text")
+        return record["text"]
+    if _MESSAGES in record:
         if record.get("tools") or record.get("functions"):
             raise _Unusable("'tools' are not supported: templates get messages alone")
-        key, text = "messages", chats.text(_messages(record["messages"]))
-    else:
-        raise _Unusable(f"no 'text' and no 'messages', but {_named(record)}")
+        return _messages(record[_MESSAGES])
+    raise _Unusable(f"no 'text' and no 'messages', but {_named(record)}")
+
+
+def _check_unicode(key: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
         raise _Unusable(f"{key!r} has an unpaired surrogate (\\u{code:04x}) at character {error.start + 1}") from None
-    return text
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:

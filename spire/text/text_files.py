@@ -66,6 +66,11 @@ def bytes_to_read(files: Iterable[Path]) -> int:
     return sum(file.stat().st_size * (2 if _suffix(file.name) in packed_tars else 1) for file in files)
 
 
+def is_json_lines(file: Path) -> bool:
+    """True for a file of JSON lines, compressed or not."""
+    return _suffix(file.name)[0] in _JSON_LINES
+
+
 def text_files(files: Iterable[Path], told: Told = lambda _: None) -> Iterator[TextFile]:
     """Yield each file or an archive's text files, sorted by name. Each read from disk calls `told` with its byte count.
 

@@ -1,9 +1,9 @@
 """`spire train draft`: training of a draft for a frozen target (paper sections 3.2 to 3.4, 4.1).
 
 A SPIRe draft learns by block rollouts: each training sequence is divided into blocks of k positions, and the draft runs
-k passes over all blocks in parallel, with teacher forcing. The target runs once per sequence; its activations are used
-at once and never stored. The offset of the blocks is drawn for each step. The paper's ablations and its vanilla
-baseline are values of the same recipe: the draft's initialisation, its memory, and its loss.
+k passes over all blocks in parallel, with teacher forcing. The offset of the blocks is drawn for each step. The paper's
+ablations and its vanilla baseline are values of the same recipe: the draft's initialisation, its memory, and its loss.
+Of chats the draft learns the answers; of text it learns random windows.
 """
 
 from __future__ import annotations
@@ -17,20 +17,28 @@ import torch
 from torch import Tensor
 
 from spire.checkpoints.tokenizer import load_tokenizer
-from spire.checkpoints.weights import load_draft, load_target, save_draft
+from spire.checkpoints.weights import load_draft, load_embeddings, load_target, sampled_hash, save_draft
 from spire.errors import DataError
-from spire.model.config import DraftConfig, ModelConfig, load_model_config
-from spire.model.draft import BlockRollouts, Draft, OwnPast, RolloutBlocks, input_scale, last_layers, prune
-from spire.model.target import Target, WholeSequence
+from spire.model.config import DraftConfig, ModelConfig, SharedEmbeddings, load_draft_config, load_model_config
+from spire.model.draft import Draft, RolloutBlocks, input_scale, last_layers, prune
+from spire.model.placement import choose_dtype
+from spire.model.target import Target
 from spire.perf.shapes import SERVED_SINK, SERVED_WINDOW, quarter_of
-from spire.text.documents import Chats
+from spire.text.documents import Chats, hold_chats
 from spire.text.text_files import find_files
+from spire.training.conversations import Conversations, TrainingBatch
 from spire.training.corpus import TokenStream
 from spire.training.on_policy import OnPolicy
+from spire.training.rollouts import Loss, acceptance, rollout_loss
 from spire.training.run import Checkpoint, Execution, StepResult, adamw, muon_and_adamw, train_steps
+from spire.training.sources import Source, WholeConversations, Windows, most_frequent
 from spire.training.target import initialise
+from spire.training.teacher import StoredTeacher, Taught, teach
 
-Loss = Literal["mixed", "mixed-log", "data"]
+# A draft for a larger vocabulary proposes only the most frequent tokens, as many as these.
+_WHOLE_VOCABULARY, _OWN_VOCABULARY = 16384, 8192
+# The rate for layers that are copied from a target trained by AdamW. Conversations longer than this are cut off.
+_REAL_RATE, _LONGEST_CONVERSATION = 5e-4, 1024
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,8 @@ class DraftRecipe:
     `recipe_for` adapts the defaults to a target, for example `layers` to a quarter of the target's layers.
 
     `start_from` is the directory of a draft to train further, instead of a new draft initialised as `init` says.
+    `vocabulary` is the number of tokens that the draft can propose, the most frequent ones of the text; None: all.
+    `freeze_embeddings`: embedding and unembedding remain the target's, and are not stored with the draft.
     `on_policy` is the share of the short sequences whose second half is sampled from the target.
     `loss`: "mixed" is the paper's ω · CE(p, q) − (1 − ω) · α (α: acceptance); "mixed-log" has log α in place of α;
     "data" is cross-entropy on the text itself. ω changes linearly from `omega` to `omega_final`.
@@ -64,6 +74,7 @@ class DraftRecipe:
     loss: Loss = "mixed"
     omega: float = 0.5
     omega_final: float = 0.5
+    vocabulary: int | None = None
     freeze_embeddings: bool = False
     on_policy: float = 0.0
     optimizer: Literal["muon", "adamw"] = "muon"
@@ -107,9 +118,14 @@ def recipe_for(target_directory: Path, given: dict[str, Any]) -> DraftRecipe:
             "loss": "data",
         }
     elif "start_from" in given:
-        fitted["layers"] = load_model_config(Path(given["start_from"])).num_hidden_layers
+        start_from = Path(given["start_from"])
+        fitted["layers"] = load_model_config(start_from).num_hidden_layers
+        fitted["vocabulary"] = load_draft_config(start_from).vocabulary
     else:
         fitted["layers"] = quarter_of(target.num_hidden_layers)
+    if target.vocab_size > _WHOLE_VOCABULARY and given.get("init") != "random" and given.get("kind") != "vanilla":
+        real = {"freeze_embeddings": True, "optimizer": "adamw", "adamw_rate": _REAL_RATE}
+        fitted = {"vocabulary": _OWN_VOCABULARY} | real | fitted
     return DraftRecipe(**fitted | given)
 
 
@@ -126,62 +142,124 @@ def train_draft(
     Returns False if the time ran out before the last step.
     """
     find_files([*data, *valid])  # reports missing files before a large target is loaded
-    target, identity = load_target(target_directory)
-    device, config, chats = execution.device, target.config, Chats(target_directory)
-    target = target.to(device)
-    _check(recipe)
-    tokenizer = load_tokenizer(target_directory, config.vocab_size)
-    start = config.bos_token_id if config.bos_token_id is not None else 0
-    end = config.eos_token_ids[0] if config.eos_token_ids else start
-    stream = TokenStream.build(data, tokenizer, start, end, chats)
-    held_out = TokenStream.build(valid, tokenizer, start, end, chats) if valid else None
-    source: TokenStream | OnPolicy = stream
-    if recipe.on_policy:
-        source = OnPolicy.build(target, identity, stream, recipe.on_policy, recipe.short_length)
+    device = execution.device
+    target, identity = load_target(target_directory, _dtype_for(target_directory, device), device)
+    _check(recipe, target.config)
+    source = _source(data, target_directory, target, identity, recipe)
+    held_out = _held_out(valid, target_directory, target.config, recipe) if valid else None
     torch.manual_seed(recipe.seed)
-    draft = new_draft(target, identity, recipe).to(device).requires_grad_(True).train()
-    optimizers = _optimizers(draft, recipe, _scale_embedding(draft, target, stream, recipe))
+    vocabulary_W = most_frequent(source, recipe.vocabulary, target.config.vocab_size, target.config.eos_token_ids)
+    draft = new_draft(target, identity, recipe, vocabulary_W, target_directory)
+    draft = draft.to(device).requires_grad_(True).train()
+    factor = _scale_embedding(draft, target, source, recipe)
+    optimizers = _optimizers(draft, recipe, factor)
     checkpoint = Checkpoint(out / "run", asdict(recipe) | {"target": identity})
     objective = torch.compile(rollout_loss, dynamic=False) if execution.compiled else rollout_loss
+    tapped, needs_p = draft.draft.tapped_layers, recipe.loss != "data"
+    stored = source.stored_outputs(target, identity, tapped, device, recipe.steps) if needs_p or tapped else None
 
     def forward(step: int) -> StepResult:
-        length = min(recipe.length_at(step), config.longest)
-        tokens_BT = torch.from_numpy(source.batch(recipe.seed, step, max(1, recipe.tokens_per_step // length), length))
+        batch = source.batch(step)
         omega = torch.tensor(recipe.omega_at(step), device=device)
         with torch.autocast(device, dtype=torch.bfloat16):
-            blocks = _blocks(recipe, step, length, device)
-            loss, alpha = objective(draft, target, tokens_BT.to(device), blocks, recipe.loss, omega)
-        figures = {"length": float(length)} if alpha is None else {"alpha": alpha.item(), "length": float(length)}
-        return StepResult(loss, figures, tokens_BT.numel())
+            taught = _taught(stored, target, batch, tapped, device) if needs_p or tapped else None
+            blocks = _blocks(recipe, step, batch.tokens_BL.shape[1], device)
+            loss, alpha = objective(draft, target, taught, batch.to(device), blocks, recipe.loss, omega)
+        length = float(batch.tokens_BL.shape[1])
+        figures = {"length": length} if alpha is None else {"alpha": alpha.item(), "length": length}
+        return StepResult(loss, figures, batch.tokens_BL.numel())
 
     def validate() -> dict[str, float]:
         return validation_figures(draft, target, held_out, recipe, device) if held_out else {}
 
-    lengths, decay = [recipe.length_at(step) for step in range(recipe.steps)], recipe.decay_share
+    lengths, decay = [source.length_at(step) for step in range(recipe.steps)], recipe.decay_share
     done = train_steps("draft", checkpoint, draft, optimizers, lengths, decay, forward, validate, execution.minutes)
     if done:
         save_draft(out, draft)
     return done
 
 
-def _scale_embedding(draft: Draft, target: Target, stream: TokenStream, recipe: DraftRecipe) -> float:
+def _source(data: list[Path], target_directory: Path, target: Target, identity: str, recipe: DraftRecipe) -> Source:
+    corpus = _corpus(data, target_directory, target.config, recipe)
+    if isinstance(corpus, Conversations):
+        return WholeConversations(corpus, recipe.seed, recipe.tokens_per_step)
+    stream: TokenStream | OnPolicy = corpus
+    if recipe.on_policy:
+        stream = OnPolicy.build(target, identity, corpus, recipe.on_policy, recipe.short_length)
+    longest = target.config.longest
+    return Windows(stream, recipe.seed, recipe.tokens_per_step, lambda step: min(recipe.length_at(step), longest))
+
+
+def _held_out(valid: list[Path], target_directory: Path, config: ModelConfig, recipe: DraftRecipe) -> Source:
+    """Return the same batches of held-out text for every recipe of the same lengths."""
+    corpus, tokens = _corpus(valid, target_directory, config, recipe), 4 * recipe.short_length
+    if isinstance(corpus, Conversations):
+        return WholeConversations(corpus, 0, tokens)
+    return Windows(corpus, 0, tokens, lambda _: recipe.short_length)
+
+
+def _corpus(
+    paths: list[Path], target_directory: Path, config: ModelConfig, recipe: DraftRecipe
+) -> Conversations | TokenStream:
+    """Read training data: as conversations if there are any, otherwise as one stream of text."""
+    chats, tokenizer = Chats(target_directory), load_tokenizer(target_directory, config.vocab_size)
+    start = config.bos_token_id if config.bos_token_id is not None else 0
+    end = config.eos_token_ids[0] if config.eos_token_ids else start
+    if not hold_chats(find_files(paths)):
+        return TokenStream.build(paths, tokenizer, start, end, chats)
+    longest = min(_LONGEST_CONVERSATION, config.longest)
+    return Conversations.build(paths, tokenizer, start, end, chats, recipe.short_length, longest)
+
+
+def _dtype_for(target_directory: Path, device: str) -> torch.dtype:
+    """Return the dtype in which the target runs: its own, if the hardware multiplies it, otherwise float32."""
+    own = load_model_config(target_directory).torch_dtype
+    return torch.float32 if own == "float32" else choose_dtype("auto", torch.device(device))
+
+
+def _taught(
+    stored: StoredTeacher | None, target: Target, batch: TrainingBatch, tapped: tuple[int, ...], device: str
+) -> Taught:
+    """Return the target's outputs for a batch: those that were stored, if any, or those of a forward."""
+    if stored is None:
+        return teach(target, batch.tokens_BL.to(device), tapped)
+    taps_BLND, hidden_BLD, log_sum_BL = stored(batch)
+    on_device = None if taps_BLND is None else taps_BLND.to(device)
+    return Taught(on_device, hidden_BLD.to(device), log_sum_BL.to(device))
+
+
+def _scale_embedding(draft: Draft, target: Target, source: Source, recipe: DraftRecipe) -> float:
     """Scale a new draft's embedding to the magnitude of the copied layers' input, and return the factor."""
     if not recipe.scale_input:
         return 1.0
-    weight = draft.embed_tokens.weight
-    sample_BT = torch.from_numpy(stream.batch(recipe.seed, 0, 4, recipe.short_length)).to(weight.device)
-    factor = input_scale(target, recipe.copied(target.config)[0], sample_BT)
+    weight, shared = draft.embed_tokens.weight, draft.draft.embeddings
+    factor = input_scale(target, recipe.copied(target.config)[0], source.batch(0).tokens_BL.to(weight.device))
     if recipe.start_from is None:
         weight.data.mul_(factor)
+        if shared:
+            scaled = shared.model_copy(update={"scale": factor})
+            draft.draft = draft.draft.model_copy(update={"embeddings": scaled})
     return factor
 
 
-def new_draft(target: Target, identity: str, recipe: DraftRecipe) -> Draft:
-    """Return a new draft, or the draft stored in `recipe.start_from`. Raises DataError if the latter does not fit."""
-    fresh = _fresh_draft(target, identity, recipe)
+def new_draft(
+    target: Target,
+    identity: str,
+    recipe: DraftRecipe,
+    vocabulary_W: Tensor | None = None,
+    target_directory: Path | None = None,
+) -> Draft:
+    """Return a new draft, or the draft stored in `recipe.start_from`. Raises DataError if the latter does not fit.
+
+    `target_directory` is needed for a draft whose embeddings are the target's.
+    """
+    fresh = _fresh_draft(target, identity, recipe, vocabulary_W)
+    if recipe.freeze_embeddings and recipe.init == "pruned" and target_directory:
+        shared = SharedEmbeddings(scale=1.0, fingerprint=sampled_hash(load_embeddings(target_directory)))
+        fresh.draft = fresh.draft.model_copy(update={"embeddings": shared})
     if recipe.start_from is None:
         return fresh
-    given = load_draft(Path(recipe.start_from))
+    given = load_draft(Path(recipe.start_from), target=target_directory)
     asked = _described(fresh)
     for name, value in _described(given).items():
         if value != asked[name]:
@@ -191,10 +269,11 @@ def new_draft(target: Target, identity: str, recipe: DraftRecipe) -> Draft:
 
 def _described(draft: Draft) -> dict[str, Any]:
     """Return the draft's settings, which must equal those of a run that trains the draft further."""
-    return draft.config.model_dump(mode="json", exclude={"torch_dtype"}) | draft.draft.model_dump(mode="json")
+    own = draft.draft.model_dump(mode="json", exclude={"embeddings"}) | {"embeddings": bool(draft.draft.embeddings)}
+    return draft.config.model_dump(mode="json", exclude={"torch_dtype"}) | own
 
 
-def _fresh_draft(target: Target, identity: str, recipe: DraftRecipe) -> Draft:
+def _fresh_draft(target: Target, identity: str, recipe: DraftRecipe, vocabulary_W: Tensor | None) -> Draft:
     shape = target.config
     copied = () if recipe.kind == "vanilla" else recipe.copied(shape)
     draft = DraftConfig(
@@ -205,9 +284,10 @@ def _fresh_draft(target: Target, identity: str, recipe: DraftRecipe) -> Draft:
         sink=recipe.sink,
         attends_self=recipe.self_key,
         feedback=recipe.feedback,
+        vocabulary=None if vocabulary_W is None else len(vocabulary_W),
     )
     if recipe.init == "pruned":
-        return prune(target, draft, copied)
+        return prune(target, draft, copied, vocabulary_W)
     update = {"num_hidden_layers": len(copied), "tie_word_embeddings": False}
     if recipe.kind == "vanilla":
         if shape.hidden_size % 2 or shape.intermediate_size % 2 or shape.head_dim % 4:
@@ -218,6 +298,7 @@ def _fresh_draft(target: Target, identity: str, recipe: DraftRecipe) -> Draft:
         update |= {name: getattr(shape, name) // 2 for name in ("hidden_size", "intermediate_size", "head_dim")}
         update["num_hidden_layers"] = recipe.layers
     fresh = Draft(shape.model_copy(update=update), draft)
+    fresh.vocabulary = vocabulary_W
     initialise(fresh, fresh.layers)
     return fresh
 
@@ -239,67 +320,22 @@ def _optimizers(draft: Draft, recipe: DraftRecipe, input_factor: float) -> list[
     return optimizers
 
 
-def rollout_loss(
-    draft: Draft, target: Target, tokens_BL: Tensor, blocks: RolloutBlocks, loss: Loss, omega: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """Return the loss and the acceptance α, both means over drafted positions. α is None if `loss` is "data"."""
-    losses, alphas = [], []
-    for positions_T, log_q, p in _passes(draft, target, tokens_BL, blocks, needs_p=loss != "data"):
-        if p is None:
-            losses.append(-log_q.gather(-1, tokens_BL[:, positions_T + 1, None]).mean())
-            continue
-        alpha_BT = _alpha(p, log_q)
-        gain_BT = alpha_BT.log() if loss == "mixed-log" else alpha_BT
-        losses.append(omega * -(p * log_q).sum(dim=-1).mean() - (1 - omega) * gain_BT.mean())
-        alphas.append(alpha_BT.detach().mean())
-    return torch.stack(losses).mean(), torch.stack(alphas).mean() if alphas else None
-
-
-def _passes(
-    draft: Draft, target: Target, tokens_BL: Tensor, blocks: RolloutBlocks, needs_p: bool
-) -> list[tuple[Tensor, Tensor, Tensor | None]]:
-    """Run the draft's passes; return for each the positions fed [T], log q [B, T, V], and p [B, T, V] if needed."""
-    tapped = draft.draft.tapped_layers
-    taps_BLND, p_BLV = None, None
-    if tapped or needs_p:
-        with torch.no_grad():
-            output = target(tokens_BL, WholeSequence(tokens_BL), tapped)
-            taps_BLND = output.taps_BTND
-            p_BLV = target.unembed(output.hidden_BTD).softmax(dim=-1) if needs_p else None
-    memory = OwnPast(draft, tokens_BL) if taps_BLND is None else BlockRollouts(draft, taps_BLND, blocks)
-    passes = []
-    for _ in range(memory.passes):
-        positions_T = memory.advance()
-        log_q = draft.unembed(draft(tokens_BL[:, positions_T], memory)).log_softmax(dim=-1)
-        passes.append((positions_T, log_q, None if p_BLV is None else p_BLV[:, positions_T]))
-    return passes
-
-
-def _alpha(p: Tensor, log_q: Tensor) -> Tensor:
-    """Return Σ_x min(p(x), q(x)): the probability that a draft token is accepted under the rejection rule."""
-    return torch.minimum(p, log_q.exp()).sum(dim=-1)
-
-
-@torch.no_grad()
 def validation_figures(
-    draft: Draft, target: Target, stream: TokenStream, recipe: DraftRecipe, device: str, batches: int = 8
+    draft: Draft, target: Target, source: Source, recipe: DraftRecipe, device: str, batches: int = 8
 ) -> dict[str, float]:
-    """Return α (mean acceptance of a draft token) and τ (mean number of tokens per round) on windows of held-out text.
+    """Return α (mean acceptance of a draft token) and τ (mean number of tokens per round) on held-out text.
 
     With teacher forcing, τ = 1 + Σ_i E[α_1 · … · α_i] over blocks of k. `spire eval acceptance` measures τ on policy.
     """
-    alphas, taus = [], []
+    found = []
     for number in range(batches):
-        tokens_BT = torch.from_numpy(stream.batch(0, number, 4, recipe.short_length)).to(device)
+        batch = source.batch(number).to(device)
         with torch.autocast(device, dtype=torch.bfloat16):
-            blocks = _blocks(recipe, number, recipe.short_length, device)
-            passes = _passes(draft, target, tokens_BT, blocks, needs_p=True)
-        alpha_kBT = torch.stack([_alpha(p, log_q) for _, log_q, p in passes if p is not None])
-        if len(passes) == 1:  # one pass feeds all positions: blocks are consecutive positions
-            alpha_kBT = alpha_kBT[0].unfold(1, recipe.k, recipe.k).permute(2, 0, 1)
-        alphas.append(alpha_kBT.mean())
-        taus.append(1 + alpha_kBT.cumprod(dim=0).mean(dim=(1, 2)).sum())
-    return {"valid_alpha": torch.stack(alphas).mean().item(), "valid_tau": torch.stack(taus).mean().item()}
+            blocks = _blocks(recipe, number, batch.tokens_BL.shape[1], device)
+            taught = teach(target, batch.tokens_BL, draft.draft.tapped_layers)
+            found.append(acceptance(draft, target, taught, batch, blocks))
+    alpha, accepted, positions, whole = (sum(column) for column in zip(*found, strict=True))
+    return {"valid_alpha": alpha / max(1, positions), "valid_tau": 1 + accepted / max(1, whole)}
 
 
 def _blocks(recipe: DraftRecipe, step: int, length: int, device: str) -> RolloutBlocks:
@@ -307,7 +343,11 @@ def _blocks(recipe: DraftRecipe, step: int, length: int, device: str) -> Rollout
     return RolloutBlocks.of(length, recipe.k, offset, device)
 
 
-def _check(recipe: DraftRecipe) -> None:
+def _check(recipe: DraftRecipe, target: ModelConfig) -> None:
+    if recipe.vocabulary is not None and (recipe.vocabulary % 32 or not 0 < recipe.vocabulary <= target.vocab_size):
+        raise DataError(
+            f"vocabulary is {recipe.vocabulary}: it is a multiple of 32, at most the target's {target.vocab_size}"
+        )
     if recipe.short_length <= 2 * recipe.k:
         raise DataError(f"sequences of {recipe.short_length} tokens are too short for blocks of k = {recipe.k}")
     if recipe.feedback and not recipe.activations:

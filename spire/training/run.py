@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import resource
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from spire.files import write_whole
 _REPORT_EVERY = 20
 _SAVE_EVERY = 200
 _WARMUP = 50
+# A prediction times steps of this many lengths, and of the longest.
+_LENGTHS_TIMED = 3
 
 
 class Checkpoint:
@@ -42,7 +45,9 @@ class Checkpoint:
 
     def save(self, step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
         # Tied tensors are written twice, because safetensors refuses tensors that share memory.
-        tensors = {f"model.{name}": tensor.detach().clone().contiguous() for name, tensor in model.state_dict().items()}
+        frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+        state = {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
+        tensors = {f"model.{name}": tensor.detach().clone().contiguous() for name, tensor in state.items()}
         for number, optimizer in enumerate(optimizers):
             for parameter, state in optimizer.state_dict()["state"].items():
                 for name, value in state.items():
@@ -50,13 +55,12 @@ class Checkpoint:
         metadata = {"step": str(step), "recipe": json.dumps(self.recipe)}
         write_whole(self.file, lambda unfinished: save_file(tensors, unfinished, metadata=metadata))
 
-    def resume(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> int:
-        """Load the run's saved state, if any, and return the next step, else 0. Raises DataError if recipes differ."""
+    def step(self) -> int:
+        """Return the next step of the saved state, 0 without one. Raises DataError if it has another recipe."""
         if not self.file.exists():
             return 0
         with safe_open(self.file, framework="pt") as stored:
             metadata = stored.metadata()
-            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
         recipe = json.loads(metadata["recipe"])
         for name, value in self.recipe.items():
             if recipe.get(name) != value:
@@ -64,7 +68,16 @@ class Checkpoint:
                     f"{self.file} was made with {name} = {recipe.get(name)!r}, this run asks for {value!r}: "
                     "use the same value or another --out"
                 )
-        model.load_state_dict({n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")})
+        return int(metadata["step"])
+
+    def resume(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+        """Load the saved state, if there is one."""
+        if not self.file.exists():
+            return
+        with safe_open(self.file, framework="pt") as stored:
+            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+        trained = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
+        model.load_state_dict(trained, strict=False)  # frozen parameters are not stored
         for number, optimizer in enumerate(optimizers):
             state: dict[int, dict[str, Tensor]] = {}
             for name, tensor in tensors.items():
@@ -72,7 +85,6 @@ class Checkpoint:
                     parameter, key = name.removeprefix(f"optimizer.{number}.").split(".", 1)
                     state.setdefault(int(parameter), {})[key] = tensor
             optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-        return int(metadata["step"])
 
 
 def muon_and_adamw(
@@ -124,29 +136,43 @@ class ProgressLog:
 
 
 def predict(
-    lengths: list[int], first: int, forward: Callable[[int], StepResult], model: nn.Module
+    lengths: list[int],
+    first: int,
+    forward: Callable[[int], StepResult],
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
 ) -> tuple[float, int]:
     """Predict the seconds and the peak bytes of memory of training steps with these sequence lengths.
 
-    For each length one step compiles and a second one is timed. The model does not change. The optimizer's update is
-    not timed, because it is short.
+    Of the longest and of the most frequent lengths, one step compiles and a second one is timed, with an update at rate
+    zero; other lengths are taken to need the mean of these times. Model and optimizers do not change.
     """
-    seconds = 0.0
-    for length, count in Counter(lengths).items():
-        step = first + lengths.index(length)
+    counts = Counter(lengths)
+    timed = dict.fromkeys([max(counts), *(length for length, _ in counts.most_common(_LENGTHS_TIMED))])
+    seconds_of, waits = dict[int, float](), next(model.parameters()).device.type == "cuda"
+    rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+    for length in timed:
         for _ in range(2):  # the first one compiles
             began = time.perf_counter()
-            result = forward(step)
+            result = forward(first + lengths.index(length))
             result.loss.backward()
-            result.loss.item()  # waits for a GPU
-            elapsed = time.perf_counter() - began
-        model.zero_grad(set_to_none=True)
-        seconds += count * elapsed
-    device, peak = next(model.parameters()).device, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
-    moments = 2 * sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    return seconds, peak + moments
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = 0.0
+                optimizer.step()
+            if waits:
+                torch.cuda.synchronize()
+            seconds_of[length] = time.perf_counter() - began
+            model.zero_grad(set_to_none=True)
+    for optimizer, of_groups in zip(optimizers, rates, strict=True):
+        optimizer.state.clear()
+        for group, rate in zip(optimizer.param_groups, of_groups, strict=True):
+            group["lr"] = rate
+    usual = sum(seconds_of[length] * counts[length] for length in timed) / sum(counts[length] for length in timed)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if waits:
+        peak = torch.cuda.max_memory_allocated(next(model.parameters()).device)
+    return sum(count * seconds_of.get(length, usual) for length, count in counts.items()), peak
 
 
 @dataclass(frozen=True)
@@ -182,11 +208,14 @@ def train_steps(
     `lengths` has each step's sequence length. The learning rate rises for 50 steps, is constant, then falls linearly to
     zero over the last `decay_share` of the steps. Returns False if `minutes` have passed before the last step.
     """
+    # Of norms, whose inputs autocast leaves in bfloat16 and whose weights are float32. It says nothing to users.
+    warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
     began, steps = time.monotonic(), len(lengths)
-    first = checkpoint.resume(model, optimizers)
+    first = min(checkpoint.step(), steps)
     console = Console(stderr=True)
-    with console.status(f"{name}: one step of each length, to say how long all will take"):
-        seconds, peak = predict(lengths[first:], first, forward, model)
+    with console.status(f"{name}: a few steps, to say how long all will take"):
+        seconds, peak = predict(lengths[first:], first, forward, model, optimizers) if first < steps else (0.0, 0)
+    checkpoint.resume(model, optimizers)
     need = f"{len(lengths[first:]):,} steps, about {seconds / 60:.0f} min, {peak / 1e9:.1f} GB of memory"
     console.print(f"{name}: {need}", highlight=False)
 

@@ -11,7 +11,9 @@ from spire.model.draft import BlockRollouts, Draft, OwnPast, RolloutBlocks, inpu
 from spire.model.draft_memory import DraftMemory
 from spire.model.target import Target, WholeSequence
 from spire.model.token_memory import TokenMemory
-from spire.training.draft import Loss, rollout_loss
+from spire.training.conversations import TrainingBatch
+from spire.training.rollouts import Loss, rollout_loss
+from spire.training.teacher import teach
 
 WINDOW, K = 6, 4
 
@@ -187,13 +189,21 @@ def test_the_embedding_is_scaled_to_what_entered_the_copied_layer(target: Target
     assert scaled.item() == pytest.approx(entered.item(), rel=1e-4)
 
 
+def loss_of(
+    draft: Draft, target: Target, tokens_BL: Tensor, blocks: RolloutBlocks, loss: Loss
+) -> tuple[Tensor, Tensor | None]:
+    taught = teach(target, tokens_BL, draft.draft.tapped_layers)
+    return rollout_loss(draft, target, taught, TrainingBatch(tokens_BL), blocks, loss, torch.tensor(0.5))
+
+
 def test_training_raises_acceptance(target: Target, tokens_BL: Tensor) -> None:
     draft = pruned(target).requires_grad_(True)
     optimizer = torch.optim.AdamW(draft.parameters(), lr=3e-3)
     blocks = RolloutBlocks.of(tokens_BL.shape[1], K, 2)
     alphas = []
     for _ in range(40):
-        loss, alpha = rollout_loss(draft, target, tokens_BL, blocks, "mixed", torch.tensor(0.5))
+        loss, alpha = loss_of(draft, target, tokens_BL, blocks, "mixed")
+        assert alpha is not None
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -211,7 +221,7 @@ def test_every_loss_teaches_every_memory(
     blocks = RolloutBlocks.of(tokens_BL.shape[1], K, 2)
     losses = []
     for _ in range(20):
-        value, _ = rollout_loss(draft, target, tokens_BL, blocks, loss, torch.tensor(0.5))
+        value, _ = loss_of(draft, target, tokens_BL, blocks, loss)
         value.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -12,11 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 import spire.training.draft
 import spire.training.run
+from spire.checkpoints.tokenizer import load_tokenizer
 from spire.checkpoints.weights import load_draft, load_target, save_target
 from spire.errors import CheckpointError, DataError
 from spire.model.config import ModelConfig, RopeConfig, load_model_config
@@ -100,6 +102,8 @@ def test_a_target_without_tokenizer_is_refused(stories_dir: Path, tmp_path: Path
         {"feedback": False, "activations": False},
         {"window": 64},
         {"copied_layers": (0, 3), "freeze_embeddings": True, "optimizer": "adamw", "self_key": False},
+        {"vocabulary": 64, "freeze_embeddings": True, "optimizer": "adamw"},
+        {"vocabulary": 64, "loss": "data"},
         thoroughly({"on_policy": 0.5, "loss": "mixed-log", "omega_final": 0.0}),
     ],
     ids=str,
@@ -110,11 +114,32 @@ def test_every_baseline_and_ablation_is_a_value_of_the_same_recipe(
     short = {"steps": 3, "tokens_per_step": 64, "short_length": 16, "long_length": 32, "layers": 2}
     recipe = recipe_for(stories_dir, short | given)
     train(stories_dir, tmp_path, recipe)
-    draft = load_draft(tmp_path)
+    draft = load_draft(tmp_path, target=stories_dir)
     assert draft.draft.kind == given.get("kind", "spire")
     assert bool(draft.draft.tapped_layers) == recipe.activations
     assert draft.draft.feedback == recipe.feedback
     assert draft.config.num_hidden_layers == 2
+    assert draft.lm_head.out_features == given.get("vocabulary", 512)
+
+
+def test_a_draft_learns_from_chats_what_its_target_computed_once(stories_chat_dir: Path, tmp_path: Path) -> None:
+    """Its loss falls, it proposes tokens of the answers and the end token, and it stores its layers alone."""
+    answers = ["Once upon a time, there was a cat.", "The dog was happy.", "She had a big red ball."]
+    chats = [[{"role": "user", "content": "Go on"}, {"role": "assistant", "content": text}] for text in answers]
+    data = tmp_path / "chats.jsonl"
+    data.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats * 8))
+    given = {"steps": 60, "tokens_per_step": 256, "layers": 2, "vocabulary": 64, "freeze_embeddings": True}
+    recipe = recipe_for(stories_chat_dir, given | {"short_length": 32})
+    train(stories_chat_dir, tmp_path / "draft", recipe, data)
+    losses = [json.loads(line).get("loss") for line in (tmp_path / "draft" / "run" / "log.jsonl").open()]
+    of_steps = [loss for loss in losses if loss is not None]
+    assert of_steps[-1] < of_steps[0] - 0.2
+    draft = load_draft(tmp_path / "draft", target=stories_chat_dir)
+    assert draft.vocabulary is not None
+    proposed = load_tokenizer(stories_chat_dir, 512).decode(draft.vocabulary.tolist())
+    assert "happy" in proposed
+    assert 2 in draft.vocabulary.tolist(), "the end token"
+    assert not any("embed" in name or "lm_head" in name for name in load_file(tmp_path / "draft" / "model.safetensors"))
 
 
 @pytest.mark.parametrize("kind", ["spire", "vanilla"])
@@ -191,14 +216,20 @@ def test_a_prediction_is_the_time_that_its_steps_take(monkeypatch: pytest.Monkey
     clock = [0.0]
     monkeypatch.setattr(spire.training.run.time, "perf_counter", lambda: clock[0])
 
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
     def forward(step: int) -> StepResult:
         clock[0] += 0.03 if step % 4 == 1 else 0.01
         return StepResult(model(torch.ones(1)).sum(), {}, 1)
 
     lengths = [2048 if step % 4 == 1 else 512 for step in range(8, 108)]
-    seconds, _ = predict(lengths, 8, forward, model)
+    seconds, _ = predict(lengths, 8, forward, model, [optimizer])
     assert seconds == pytest.approx(25 * 0.03 + 75 * 0.01)
     assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert not optimizer.state
+    assert optimizer.param_groups[0]["lr"] == 0.1
 
 
 @pytest.mark.thorough

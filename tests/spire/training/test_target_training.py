@@ -101,7 +101,7 @@ def test_a_run_is_not_resumed_with_another_recipe(undisturbed: Path) -> None:
 def test_too_little_text_is_refused_with_the_numbers(tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_text("too little")
-    with pytest.raises(DataError, match=r"holds \d+ tokens, fewer than one sequence of 16"):
+    with pytest.raises(DataError, match=r"holds \d+ tokens, fewer than one sequence of 32"):
         train(tmp_path / "out", data=short)
 
 
