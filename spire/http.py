@@ -41,6 +41,14 @@ def client_for(url: str, **options: Any) -> httpx.Client:
         return httpx.Client(**options)
 
 
+def async_client_for(url: str, limits: httpx.Limits, **options: Any) -> httpx.AsyncClient:
+    """Return an async HTTP client for `url`, like `client_for`. Raises SpireError in the same cases."""
+    if not goes_by_proxy(url):
+        return direct_async_client(limits, **options)
+    with _explained(by_proxy=True):
+        return httpx.AsyncClient(limits=limits, **options)
+
+
 def goes_by_proxy(url: str) -> bool:
     """True if the environment sets a proxy for `url`; always False for this machine, regardless of no_proxy.
 

@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.markup import escape
 
 import spire
-from spire.cli import complete, convert, credentials, doctor, train, up
+from spire.cli import complete, convert, credentials, doctor, up
 from spire.cli.bench import bench, capacity
 from spire.cli.perf import measure, perf_model
+from spire.cli.training import train, write
 from spire.errors import SpireError
 from spire.service.options_file import read_options
 
@@ -32,6 +33,7 @@ app.command("complete")(complete.complete)
 app.command("doctor")(doctor.doctor)
 app.add_typer(convert.app, name="convert")
 app.add_typer(train.app, name="train")
+app.command("write")(write.write)
 app.add_typer(credentials.app, name="key")
 app.command("certs")(credentials.certs)
 app.add_typer(measure.evaluate, name="eval")

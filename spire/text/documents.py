@@ -40,6 +40,7 @@ _MOST_KEYS, _LONGEST_KEY = 8, 40
 
 
 Document = TypeVar("Document")
+Used = TypeVar("Used")
 
 
 class Segment(NamedTuple):
@@ -50,7 +51,7 @@ class Segment(NamedTuple):
     of_text: bool = False
 
 
-class _Unusable(Exception):
+class UnusableLine(Exception):
     """Error for a line that cannot be used; the message is the reason."""
 
 
@@ -72,7 +73,7 @@ class Chats:
 
     def text(self, messages: list[dict[str, Any]]) -> str:
         if not self.template.source:
-            raise _Unusable(f"'messages' need a chat template, and {self.model} has none")
+            raise UnusableLine(f"'messages' need a chat template, and {self.model} has none")
         return self.template.render(messages, _MOST_CHARACTERS, add_generation_prompt=False)
 
     def segments(self, messages: list[dict[str, Any]]) -> list[Segment]:
@@ -146,21 +147,45 @@ def _documents(
     text_of: Callable[[Document], str],
 ) -> Iterator[Document]:
     if not file.json_lines:
-        raw = file.stream.read()
-        _refuse_other_files(file.name, raw[:_HEAD])
-        yield of_text(decoded(raw, file.name))
+        yield of_text(whole_text(file))
         return
+
+    def use(record: dict[str, Any]) -> Document:
+        if "text" in record:
+            if not isinstance(record["text"], str):
+                raise UnusableLine(f"'text' is {kind_of(record['text'])}, not text")
+            key, document = "text", of_text(record["text"])
+        elif _MESSAGES in record:
+            key, document = _MESSAGES, of_messages(messages_of(record))
+        else:
+            raise UnusableLine(f"no 'text' and no 'messages', but {keys_of(record)}")
+        check_surrogates(text_of(document), key)
+        return document
+
+    yield from each_record(file, use, "'text' or 'messages'")
+
+
+def whole_text(file: TextFile) -> str:
+    """Return the text of a file that is not JSON lines. Raises DataError if it is not UTF-8, or not text."""
+    raw = file.stream.read()
+    _refuse_other_files(file.name, raw[:_HEAD])
+    return decoded(raw, file.name)
+
+
+def each_record(file: TextFile, use: Callable[[dict[str, Any]], Used], keys: str) -> Iterator[Used]:
+    """Yield `use(record)` for the object in each line of JSON lines that is not blank.
+
+    `keys` names the keys that a record should have, for messages. `use` raises UnusableLine or TemplateRefusal for a
+    record that it cannot use. Raises DataError naming the file and the line.
+    """
     for number, line in enumerate(file.stream, 1):
         if number == 1:
             _refuse_other_files(file.name, line[:_HEAD])
         if not line.strip():
             continue
         try:
-            record = _record_of(decoded(line.rstrip(b"\r\n"), file.name, number))
-            key, document = ("text", of_text(record)) if isinstance(record, str) else (_MESSAGES, of_messages(record))
-            _check_unicode(key, text_of(document))
-            yield document
-        except (_Unusable, TemplateRefusal) as error:
+            yield use(_record(decoded(line.rstrip(b"\r\n"), file.name, number), keys))
+        except (UnusableLine, TemplateRefusal) as error:
             raise DataError(f"{file.name}, line {number}: {' '.join(str(error).split())}") from error
 
 
@@ -189,51 +214,47 @@ def _refuse_other_files(name: str, head: bytes) -> None:
         raise DataError(f"{name} has zero bytes: it is no text, or UTF-16 (iconv -f UTF-16LE -t UTF-8 converts that)")
 
 
-def _record_of(line: str) -> str | list[dict[str, Any]]:
-    """Parse a line of JSONL and return its text or its messages. Raises _Unusable or TemplateRefusal."""
+def _record(line: str, keys: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        raise _Unusable(f"not JSON: {error.msg} at column {error.colno}") from None
+        raise UnusableLine(f"not JSON: {error.msg} at column {error.colno}") from None
     except (ValueError, RecursionError) as error:
-        raise _Unusable(f"not JSON: {error}") from None
+        raise UnusableLine(f"not JSON: {error}") from None
     if not isinstance(record, dict):
-        raise _Unusable(f"{kind_of(record)}, not an object with 'text' or 'messages'")
-    if "text" in record:
-        if not isinstance(record["text"], str):
-            raise _Unusable(f"'text' is {kind_of(record['text'])}, not text")
-        return record["text"]
-    if _MESSAGES in record:
-        if record.get("tools") or record.get("functions"):
-            raise _Unusable("'tools' are not supported: templates get messages alone")
-        return _messages(record[_MESSAGES])
-    raise _Unusable(f"no 'text' and no 'messages', but {_named(record)}")
+        raise UnusableLine(f"{kind_of(record)}, not an object with {keys}")
+    return record
 
 
-def _check_unicode(key: str, text: str) -> None:
+def check_surrogates(text: str, key: str) -> None:
+    """Raise UnusableLine if the text at `key` has an unpaired surrogate, which no encoding has."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        code = ord(text[error.start])
-        raise _Unusable(f"{key!r} has an unpaired surrogate (\\u{code:04x}) at character {error.start + 1}") from None
+        code, at = ord(text[error.start]), error.start + 1
+        raise UnusableLine(f"{key!r} has an unpaired surrogate (\\u{code:04x}) at character {at}") from None
 
 
-def _messages(value: Any) -> list[dict[str, Any]]:
-    """Check and normalize the `messages` of a JSONL line for a chat template. Raises _Unusable or TemplateRefusal."""
+def messages_of(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the `messages` of a record, normalized for a chat template. Raises UnusableLine or TemplateRefusal."""
+    if record.get("tools") or record.get("functions"):
+        raise UnusableLine("'tools' are not supported: templates get messages alone")
+    value = record[_MESSAGES]
     if not isinstance(value, list) or not value:
         found = "empty" if value == [] else kind_of(value)
-        raise _Unusable(f"'messages' is {found}, not a list of messages")
+        raise UnusableLine(f"'messages' is {found}, not a list of messages")
     for at, message in enumerate(value):
         where = f"messages[{at}]"
         if not isinstance(message, dict):
-            raise _Unusable(f"{where!r} is {kind_of(message)}, not an object with 'role' and 'content'")
+            raise UnusableLine(f"{where!r} is {kind_of(message)}, not an object with 'role' and 'content'")
         for name in ("role", "content"):
             if name not in message:
-                raise _Unusable(f"{where!r} has no {name!r}, but {_named(message)}")
+                raise UnusableLine(f"{where!r} has no {name!r}, but {keys_of(message)}")
     return [plain_message(message, f"messages[{at}]") for at, message in enumerate(value)]
 
 
-def _named(record: dict[str, Any]) -> str:
+def keys_of(record: dict[str, Any]) -> str:
+    """Return the first keys of a record as a list for messages."""
     names = [repr(name if len(name) <= _LONGEST_KEY else f"{name[:_LONGEST_KEY]}…") for name in record]
     more = [f"{len(names) - _MOST_KEYS} more"] if len(names) > _MOST_KEYS else []
     return ", ".join([*names[:_MOST_KEYS], *more]) or "nothing"

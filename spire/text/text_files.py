@@ -44,12 +44,15 @@ class TextFile(NamedTuple):
     stream: IO[bytes]
 
 
-def find_files(paths: Iterable[Path]) -> list[Path]:
-    """Replace directories in `paths` by their sorted text files. Raises DataError for missing paths or no text file."""
+def find_files(paths: Iterable[Path], option: str = "--data") -> list[Path]:
+    """Replace directories in `paths` by their sorted text files. Raises DataError for missing paths or no text file.
+
+    `option` names the option that `paths` were given with.
+    """
     found: list[Path] = []
     for path in paths:
         if not path.exists():
-            raise DataError(f"{path} does not exist: --data takes text, JSONL, directories or archives of them")
+            raise DataError(f"{path} does not exist: {option} takes text, JSONL, directories or archives of them")
         if not path.is_dir():
             found.append(path)
             continue

@@ -1,0 +1,1 @@
+"""Commands that train models, and that write text for training."""

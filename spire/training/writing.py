@@ -1,0 +1,205 @@
+"""`spire write`: chats for training, written by the model that a gateway serves.
+
+A draft learns best from its target's own text. Prompts come from files, or the model writes them itself: a chat that
+ends behind the user's tag is continued by what a user would say. Prompts that say the same as an earlier one are left
+out. Every finished answer is appended to the output as a line of JSON with `messages`, so that a run that was broken
+off can be continued.
+
+Does not know: which model is served, and how it decodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from spire.errors import DataError, SpireError
+from spire.http import async_client_for
+from spire.service.keys import authorization
+from spire.text.prompts import Prompt
+
+_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+# Of a whole answer, which waits for its turn.
+_SECONDS = 3600.0
+# So many prompts in a row that are blank, cut off or known end the search for more.
+_MOST_IN_VAIN = 200
+
+
+@dataclass(frozen=True)
+class Writing:
+    """How text is written: the gateway, the answers at a time, and the sampling of prompts and answers."""
+
+    url: str
+    concurrency: int = 16
+    max_tokens: int = 512
+    temperature: float = 1.0
+    seed: int = 0
+
+
+@dataclass
+class Written:
+    """What came of a run: chats written and tokens generated.
+
+    Left out were prompts that were `known`, answers that were `cut_off`, and prompts that the gateway `refused`, for
+    example because they are too long.
+    """
+
+    chats: int = 0
+    tokens: int = 0
+    known: int = 0
+    cut_off: int = 0
+    refused: int = 0
+
+    @property
+    def prompts(self) -> int:
+        """The number of prompts that are dealt with."""
+        return self.chats + self.known + self.cut_off + self.refused
+
+
+class _Refused(SpireError):
+    """Error for a request that the gateway refused for what it says; others may be answered."""
+
+
+def write_chats(
+    out: Path,
+    prompts: Iterable[Prompt] | None,
+    count: int | None,
+    writing: Writing,
+    told: Callable[[Written], None] = lambda _: None,
+) -> Written:
+    """Have `prompts` answered, or prompts that the model writes, and append the chats to `out`.
+
+    Ends after the last of `prompts`, or with `count` chats in `out`, less those that are left out.
+    Calls `told` after each answer. Raises DataError for an output that is not such a file, and SpireError for a gateway
+    that cannot be reached or refuses.
+    """
+    return asyncio.run(_Writer(out, writing, told).write(prompts, count))
+
+
+class _Writer:
+    def __init__(self, out: Path, writing: Writing, told: Callable[[Written], None]):
+        self._out, self._writing, self._told = out, writing, told
+        self._done = Written()
+        # The prompts that are answered or being answered.
+        self._known = {prompt.normalized for prompt in _answered(out)}
+
+    async def write(self, prompts: Iterable[Prompt] | None, count: int | None) -> Written:
+        wanted = None if count is None else max(0, count - len(self._known))
+        options = {"timeout": _SECONDS, "headers": authorization()}
+        async with async_client_for(self._writing.url, _LIMITS, **options) as self._client:
+            source = self._invented() if prompts is None else _each(prompts)
+            with self._out.open("a", encoding="utf-8") as self._file:
+                async with asyncio.TaskGroup() as group:
+                    free = asyncio.Semaphore(self._writing.concurrency)
+                    async for prompt in self._new(source, wanted):
+                        await free.acquire()
+                        answering = group.create_task(self._answer(prompt))
+                        answering.add_done_callback(lambda _: free.release())
+        return self._done
+
+    async def _new(self, source: AsyncIterator[Prompt], wanted: int | None) -> AsyncIterator[Prompt]:
+        """Yield at most `wanted` prompts that are not known."""
+        given = 0
+        if wanted == 0:
+            return
+        async for prompt in source:
+            if prompt.normalized in self._known:
+                self._done.known += 1
+                continue
+            self._known.add(prompt.normalized)
+            yield prompt
+            given += 1
+            if given == wanted:
+                return
+
+    async def _invented(self) -> AsyncIterator[Prompt]:
+        """Yield prompts that the model writes behind the user's tag, without end."""
+        number, in_vain = len(self._known), 0
+        user = {"messages": [{"role": "user", "content": ""}], "continue_final_message": True}
+        waiting = set[asyncio.Task[tuple[str, str]]]()
+        try:
+            while in_vain < _MOST_IN_VAIN:
+                while len(waiting) < max(1, self._writing.concurrency // 4):
+                    waiting.add(asyncio.create_task(self._ask(user, f"prompt {number}")))
+                    number += 1
+                finished, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in finished:
+                    text, reason = task.result()
+                    prompt, in_vain = Prompt.of_user(text.strip()), in_vain + 1
+                    if reason == "stop" and text.strip():
+                        in_vain = in_vain if prompt.normalized in self._known else 0
+                        yield prompt
+        finally:
+            for task in waiting:
+                task.cancel()
+        raise SpireError(
+            f"the last {_MOST_IN_VAIN} prompts that the model wrote were blank, cut off or known: give it prompts "
+            "(--prompts FILE), or raise --max-tokens or --temperature"
+        )
+
+    async def _answer(self, prompt: Prompt) -> None:
+        """Have a prompt answered and write the chat, unless the answer is cut off by its length."""
+        try:
+            text, reason = await self._ask({"messages": prompt.messages}, json.dumps(prompt.messages))
+        except _Refused:
+            self._done.refused += 1
+        else:
+            if reason == "stop":
+                messages = [*prompt.messages, {"role": "assistant", "content": text}]
+                self._file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
+                self._file.flush()
+                self._done.chats += 1
+            else:
+                self._done.cut_off += 1
+        self._told(self._done)
+
+    async def _ask(self, request: dict[str, Any], name: str) -> tuple[str, str]:
+        """Return the text and the finish reason of a chat. `name` determines its seed."""
+        seed = int.from_bytes(hashlib.sha256(f"{self._writing.seed} {name}".encode()).digest()[:6], "big")
+        sampling = {"temperature": self._writing.temperature, "max_tokens": self._writing.max_tokens, "seed": seed}
+        url = self._writing.url
+        try:
+            response = await self._client.post(f"{url}/v1/chat/completions", json=request | sampling)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise SpireError(f"no answer from {url} ({error or type(error).__name__}): is a gateway running?") from None
+        if response.status_code != httpx.codes.OK:
+            kind = _Refused if response.status_code == httpx.codes.BAD_REQUEST else SpireError
+            raise kind(f"the gateway refused ({response.status_code}): {_message_of(response)}")
+        answer = response.json()
+        self._done.tokens += answer["usage"]["completion_tokens"]
+        return answer["choices"][0]["message"]["content"] or "", answer["choices"][0]["finish_reason"]
+
+
+def _message_of(response: httpx.Response) -> str:
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return response.text[:500]
+
+
+async def _each(prompts: Iterable[Prompt]) -> AsyncIterator[Prompt]:
+    for prompt in prompts:
+        yield prompt
+
+
+def _answered(out: Path) -> Iterator[Prompt]:
+    """Yield the prompts of the chats in the output of an earlier run, and remove a last line that is incomplete."""
+    if not out.exists():
+        return
+    raw = out.read_bytes()
+    whole = raw[: raw.rfind(b"\n") + 1]
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            yield Prompt(json.loads(line)["messages"][:-1])
+        except (ValueError, KeyError, TypeError):
+            raise DataError(f"{out}, line {number} is no chat: name another file to write to") from None
+    if len(whole) < len(raw):
+        with out.open("r+b") as file:
+            file.truncate(len(whole))
