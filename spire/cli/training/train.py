@@ -30,7 +30,8 @@ Data = Annotated[
 Valid = Annotated[list[Path] | None, typer.Option(help="Held-out text for validation, in the same forms; repeatable.")]
 Out = Annotated[Path, typer.Option(help="Directory of the checkpoint; the run's state lies in its run/.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Compiled = Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the loss: slow start, fast steps.")]
+_COMPILE = "Compile the loss: slow start, fast steps."
+Compiled = Annotated[bool, typer.Option("--compile/--no-compile", help=_COMPILE)]
 Minutes = Annotated[float | None, typer.Option(help="Stop after so many minutes; the same command continues.", min=0)]
 Steps = Annotated[int | None, typer.Option(help="Optimizer steps.", min=1)]
 Seed = Annotated[int | None, typer.Option(help="Seed of the initial weights and of the order of the data.")]
@@ -80,7 +81,10 @@ def draft(
     / "target",
     valid: Valid = None,
     device: Device = "auto",
-    compiled: Compiled = True,
+    compiled: Annotated[
+        bool | None,
+        typer.Option("--compile/--no-compile", help=f"{_COMPILE} Default: not on a CPU for a large vocabulary."),
+    ] = None,
     minutes: Minutes = None,
     steps: Steps = None,
     seed: Seed = None,
@@ -131,7 +135,8 @@ def draft(
     from spire.training.draft import recipe_for, train_draft
 
     recipe = recipe_for(target, given)
-    done = train_draft(target, data, valid or [], out, recipe, _execution(device, compiled, minutes))
+    execution = _execution(device, compiled, minutes, large=recipe.vocabulary is not None)
+    done = train_draft(target, data, valid or [], out, recipe, execution)
     typer.echo(f"wrote {out}; serve it with: spire up --model {target} --draft {out}" if done else _STOPPED)
 
 
@@ -144,10 +149,12 @@ def _given(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in _NOT_RECIPE and value is not None}
 
 
-def _execution(device: str, compiled: bool, minutes: float | None) -> Execution:
+def _execution(device: str, compiled: bool | None, minutes: float | None, large: bool = False) -> Execution:
+    """Return the settings of a run. For a `large` vocabulary on a CPU, compiling takes longer than it saves."""
     from spire.model.placement import choose_device
     from spire.training.run import Execution
 
     if device not in ("auto", "cpu", "cuda"):
         raise SpireError(f"--device {device!r}: it is auto, cpu or cuda")
-    return Execution(choose_device(device).type, compiled, minutes)
+    placed = choose_device(device).type
+    return Execution(placed, (placed != "cpu" or not large) if compiled is None else compiled, minutes)

@@ -260,3 +260,18 @@ def test_doctor_names_a_draft_of_another_target(
     code, printed = run(arguments, capsys, monkeypatch)
     assert code == 1
     assert "it was trained for target 0123456789abcdef" in printed
+
+
+@pytest.mark.parametrize(
+    ("given", "vocabulary", "compiled"),
+    [([], None, True), ([], 64, False), (["--compile"], 64, True), (["--no-compile"], None, False)],
+)
+def test_a_draft_for_a_large_vocabulary_is_not_compiled_on_a_cpu(
+    given: list[str], vocabulary: int | None, compiled: bool, stories_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executions: list[Any] = []
+    monkeypatch.setattr("spire.training.draft.train_draft", lambda *arguments: executions.append(arguments[-1]))
+    own = [] if vocabulary is None else ["--vocabulary", str(vocabulary)]
+    command = ["train", "draft", "--device", "cpu", "--target", str(stories_dir), "--data", "a.txt", "--out", "o"]
+    assert CliRunner().invoke(app, [*command, *own, *given]).exit_code == 0
+    assert executions[0].compiled == compiled
