@@ -11,7 +11,11 @@ import typer
 Url = Annotated[str | None, typer.Option(help="A gateway that runs already. Default: services are started.")]
 ServedModel = Annotated[
     Path | None,
-    typer.Option(help="Target: a directory in Hugging Face layout. Default: the bundled one.", envvar="SPIRE_MODEL"),
+    typer.Option(
+        help="Target: a directory in Hugging Face layout, a .gguf file, or a name of the Hugging Face hub (ORG/NAME). "
+        "Default: the bundled one.",
+        envvar="SPIRE_MODEL",
+    ),
 ]
 ServedDraft = Annotated[
     str | None,
@@ -20,7 +24,7 @@ ServedDraft = Annotated[
         envvar="SPIRE_DRAFT",
     ),
 ]
-Model = Annotated[Path | None, typer.Option(help="Target directory. Default: the bundled one.")]
+Model = Annotated[Path | None, typer.Option(help="Target, as for `spire up`. Default: the bundled one.")]
 Draft = Annotated[str | None, typer.Option(help="Directory, magicdec or off. Default: the bundled target's draft.")]
 Dtype = Annotated[str | None, typer.Option(help="auto, bfloat16 or float32.")]
 Data = Annotated[

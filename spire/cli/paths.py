@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import spire
+from spire.checkpoints.named import model_directory
 from spire.errors import CheckpointError, SpireError
 from spire.model.config import MAGICDEC, load_draft_config, load_model_config
 from spire.perf.shapes import SHAPES
@@ -40,8 +41,11 @@ class Pair:
 
 
 def choose_pair(model: Path | None, draft: str | None) -> Pair:
-    """Return the target and draft to serve. Raises CheckpointError for a directory that is missing or unusable."""
-    target = model or BUNDLED / "target"
+    """Return the target and draft to serve. Raises CheckpointError for a directory that is missing or unusable.
+
+    `model` is a directory, a GGUF file, or the name of a repository of the Hugging Face hub.
+    """
+    target = BUNDLED / "target" if model is None else model_directory(model)
     if model is None and not target.is_dir():
         raise CheckpointError(f"no bundled model at {target}: name a model directory with --model DIR")
     load_model_config(target)

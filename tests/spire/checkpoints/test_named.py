@@ -1,0 +1,68 @@
+"""A model is found by what people type: a directory, a GGUF file, a name of the hub."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import spire.checkpoints.gguf.convert
+from spire.checkpoints.named import model_directory
+from spire.checkpoints.weights import load_target
+from spire.cli.paths import choose_pair
+from spire.errors import CheckpointError
+from tests.spire.checkpoints.conftest import Writer
+
+NAME = Path("SomeOrg/some-model_1.5B")
+REVISION = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache of a hub that cannot be reached."""
+    pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "hub"
+
+
+def test_a_directory_is_taken_as_it_is(stories_dir: Path) -> None:
+    assert model_directory(stories_dir) == stories_dir
+
+
+def test_a_gguf_file_is_converted_once(stories_gguf: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = stories_gguf()
+    directory = model_directory(file)
+    assert load_target(directory)[0].config.vocab_size > 0
+    assert choose_pair(file, None).model == directory
+    monkeypatch.setattr(spire.checkpoints.gguf.convert, "convert_gguf", None)
+    assert model_directory(file) == directory
+
+
+def test_a_conversion_that_fails_is_not_taken_for_the_model(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF and nothing else")
+    for _ in range(2):
+        with pytest.raises(CheckpointError):
+            model_directory(tmp_path / "model.gguf")
+
+
+def test_a_repository_in_the_local_cache_is_served_without_a_network(hub: Path, stories_dir: Path) -> None:
+    repository = hub / "models--SomeOrg--some-model_1.5B"
+    shutil.copytree(stories_dir, repository / "snapshots" / REVISION)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(REVISION)
+    assert choose_pair(NAME, "off").model.resolve() == (repository / "snapshots" / REVISION).resolve()
+
+
+def test_a_hub_that_cannot_be_reached_is_told_as_such(hub: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"SomeOrg/some-model_1\.5B is neither a directory here nor in the local"):
+        choose_pair(NAME, "off")
+
+
+@pytest.mark.parametrize("path", ["no-such-directory", "/absent/model", "../x/y", "models/absent"])
+def test_a_wrong_path_is_not_looked_for_in_the_hub(path: str, hub: Path) -> None:
+    (hub.parent / "models").mkdir()
+    with pytest.raises(CheckpointError, match=r"does not exist|is no|not a"):
+        choose_pair(Path(path), "off")
