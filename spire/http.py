@@ -1,7 +1,8 @@
 """HTTP clients: direct to Spire's processes and this machine, through the environment's proxies to other hosts.
 
 Every client trusts the authorities of the environment (SSL_CERT_FILE, SSL_CERT_DIR). Measurements always connect
-directly, because they would otherwise measure the proxy.
+directly, because they would otherwise measure the proxy. `gateway_errors` and `refusal_of` say what went wrong between
+a client and a gateway.
 """
 
 from __future__ import annotations
@@ -16,6 +17,11 @@ import httpx
 
 from spire.address import is_loopback, reachable
 from spire.errors import SpireError
+from spire.service.keys import GATEWAY_KEY
+
+
+class GatewayError(SpireError):
+    """Error for an unreachable gateway, a refused request or a broken stream. The message includes advice."""
 
 
 def direct_client(**options: Any) -> httpx.Client:
@@ -47,6 +53,27 @@ def async_client_for(url: str, limits: httpx.Limits, **options: Any) -> httpx.As
         return direct_async_client(limits, **options)
     with _explained(by_proxy=True):
         return httpx.AsyncClient(limits=limits, **options)
+
+
+@contextmanager
+def gateway_errors(url: str) -> Iterator[None]:
+    """Convert errors of httpx in requests to the gateway at `url` into a GatewayError."""
+    try:
+        yield
+    except httpx.ConnectError as error:
+        raise GatewayError(f"no gateway at {url}: start one with 'spire up', or name another with --url") from error
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise GatewayError(f"the connection to {url} failed: {error}") from error
+
+
+def refusal_of(response: httpx.Response) -> str:
+    """Return what a gateway said in a response that is an error, with its status."""
+    try:
+        message = response.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = response.text[:500]
+    advice = f" ({GATEWAY_KEY} is where it is read from)" if response.status_code == httpx.codes.UNAUTHORIZED else ""
+    return f"the gateway refused ({response.status_code}): {message}{advice}"
 
 
 def goes_by_proxy(url: str) -> bool:

@@ -13,9 +13,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from spire.cli.gateway_client import ClientCompletion, GatewayError, run_completion, stream_completion
+from spire.cli.gateway_client import ClientCompletion, run_completion, stream_completion
 from spire.cli.origins import ASKED, Origins, Painter
-from spire.http import client_for
+from spire.http import GatewayError, client_for
 
 # Fields of a request whose option has another name.
 _FIELDS = {

@@ -5,18 +5,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
-from spire.errors import SpireError
-from spire.service.keys import GATEWAY_KEY, authorization
-
-
-class GatewayError(SpireError):
-    """Error for an unreachable gateway, a refused request or a broken stream. The message includes advice."""
+from spire.http import GatewayError, gateway_errors, refusal_of
+from spire.service.keys import authorization
 
 
 @dataclass
@@ -60,10 +55,10 @@ def run_completion(client: httpx.Client, url: str, prompt: str, **request: Any) 
     """Request a completion in one response. Raises GatewayError."""
     began = time.perf_counter()
     body = {"prompt": prompt, "return_metrics": True, **request}
-    with _explained(url):
+    with gateway_errors(url):
         response = client.post(f"{url}/v1/completions", json=body, headers=authorization())
     if response.status_code != httpx.codes.OK:
-        raise GatewayError(_refusal(response))
+        raise GatewayError(refusal_of(response))
     answer, seconds = response.json(), time.perf_counter() - began
     return ClientCompletion(prompt, answer["choices"], answer.get("usage") or {}, answer.get("metrics") or {}, seconds)
 
@@ -76,12 +71,12 @@ def stream_completion(
     options = {"stream": True, "stream_options": {"include_usage": True}, "return_metrics": True}
     body = {"prompt": result.prompt, **options, **request}
     with (
-        _explained(url),
+        gateway_errors(url),
         client.stream("POST", f"{url}/v1/completions", json=body, headers=authorization()) as response,
     ):
         if response.status_code != httpx.codes.OK:
             response.read()
-            raise GatewayError(_refusal(response))
+            raise GatewayError(refusal_of(response))
         for event in _events(response.iter_lines()):
             if error := event.get("error"):
                 raise GatewayError(f"the gateway broke off: {error.get('message')}")
@@ -108,23 +103,3 @@ def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
     for line in lines:
         if line.startswith("data: ") and line != "data: [DONE]":
             yield json.loads(line.removeprefix("data: "))
-
-
-@contextmanager
-def _explained(url: str) -> Iterator[None]:
-    """Convert errors of httpx into a GatewayError."""
-    try:
-        yield
-    except httpx.ConnectError as error:
-        raise GatewayError(f"no gateway at {url}: start one with 'spire up', or name another with --url") from error
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise GatewayError(f"the connection to {url} failed: {error}") from error
-
-
-def _refusal(response: httpx.Response) -> str:
-    try:
-        message = response.json()["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        message = response.text[:500]
-    advice = f" ({GATEWAY_KEY} is where it is read from)" if response.status_code == httpx.codes.UNAUTHORIZED else ""
-    return f"the gateway refused ({response.status_code}): {message}{advice}"

@@ -1,4 +1,4 @@
-"""What a draft is trained on, batch by batch: random windows of text, or whole conversations.
+"""Training data of a draft, batch by batch: random windows of text, or whole conversations.
 
 Shapes: B sequences, L positions, V vocabulary.
 """

@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 
 from spire.errors import DataError, SpireError
-from spire.http import async_client_for
+from spire.http import GatewayError, async_client_for, gateway_errors, refusal_of
 from spire.service.keys import authorization
 from spire.text.prompts import Prompt
 
@@ -45,7 +45,7 @@ class Writing:
 
 @dataclass
 class Written:
-    """What came of a run: chats written and tokens generated.
+    """The result of a run: chats written and tokens generated.
 
     Left out were prompts that were `known`, answers that were `cut_off`, and prompts that the gateway `refused`, for
     example because they are too long.
@@ -63,7 +63,7 @@ class Written:
         return self.chats + self.known + self.cut_off + self.refused
 
 
-class _Refused(SpireError):
+class _Refused(GatewayError):
     """Error for a request that the gateway refused for what it says; others may be answered."""
 
 
@@ -77,8 +77,8 @@ def write_chats(
     """Have `prompts` answered, or prompts that the model writes, and append the chats to `out`.
 
     Ends after the last of `prompts`, or with `count` chats in `out`, less those that are left out.
-    Calls `told` after each answer. Raises DataError for an output that is not such a file, and SpireError for a gateway
-    that cannot be reached or refuses.
+    Calls `told` after each answer. Raises DataError for an output that is not such a file, and GatewayError for a
+    gateway that cannot be reached or refuses.
     """
     return asyncio.run(_Writer(out, writing, told).write(prompts, count))
 
@@ -164,24 +164,14 @@ class _Writer:
         """Return the text and the finish reason of a chat. `name` determines its seed."""
         seed = int.from_bytes(hashlib.sha256(f"{self._writing.seed} {name}".encode()).digest()[:6], "big")
         sampling = {"temperature": self._writing.temperature, "max_tokens": self._writing.max_tokens, "seed": seed}
-        url = self._writing.url
-        try:
-            response = await self._client.post(f"{url}/v1/chat/completions", json=request | sampling)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise SpireError(f"no answer from {url} ({error or type(error).__name__}): is a gateway running?") from None
+        with gateway_errors(self._writing.url):
+            response = await self._client.post(f"{self._writing.url}/v1/chat/completions", json=request | sampling)
         if response.status_code != httpx.codes.OK:
-            kind = _Refused if response.status_code == httpx.codes.BAD_REQUEST else SpireError
-            raise kind(f"the gateway refused ({response.status_code}): {_message_of(response)}")
+            kind = _Refused if response.status_code == httpx.codes.BAD_REQUEST else GatewayError
+            raise kind(refusal_of(response))
         answer = response.json()
         self._done.tokens += answer["usage"]["completion_tokens"]
         return answer["choices"][0]["message"]["content"] or "", answer["choices"][0]["finish_reason"]
-
-
-def _message_of(response: httpx.Response) -> str:
-    try:
-        return str(response.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return response.text[:500]
 
 
 async def _each(prompts: Iterable[Prompt]) -> AsyncIterator[Prompt]:

@@ -106,7 +106,7 @@ def test_the_command_says_what_is_missing_and_what_it_wrote(url: str, questions:
     assert "how many chats" in str(command()[1])
     assert "--prompts takes" in str(command("--prompts", str(tmp_path / "absent.jsonl"))[1])
     refused = command("--prompts", str(questions), "--url", "http://127.0.0.1:9")[1]
-    assert "no answer from http://127.0.0.1:9" in str(refused)
+    assert "no gateway at http://127.0.0.1:9" in str(refused)
     printed, error = command("--prompts", str(questions), "--url", url, "--json", "--max-tokens", "400")
     assert error is None
     figures = json.loads(printed)
