@@ -17,7 +17,8 @@ from spire.checkpoints.special_tokens import read_declared
 from spire.errors import CheckpointError
 from spire.model.config import load_draft_config, load_model_config, unknown_keys
 from spire.model.families import FAMILIES
-from tests.spire.model.test_families import LLAMA3, SHAPE, of_family
+from tests.spire.model.published_configs import LLAMA3
+from tests.spire.model.test_families import SHAPE, of_family
 
 NUMBERS = st.integers() | st.floats() | st.sampled_from([0, -1, 10**9, 10**30, 1e308])
 LEAVES = st.none() | st.booleans() | NUMBERS | st.text(max_size=5) | st.sampled_from(["llama3", "<s>", "bfloat16"])

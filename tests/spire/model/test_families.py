@@ -14,6 +14,7 @@ from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Conf
 from spire.errors import CheckpointError
 from spire.model.config import ModelConfig, load_model_config, unknown_keys
 from spire.model.families import FAMILIES
+from tests.spire.model.published_configs import LLAMA3, PUBLISHED
 
 SHAPE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -31,13 +32,6 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "qwen3": Qwen3Config,
 }
 each_family = pytest.mark.parametrize("kind", CONFIGS)
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 
 
 def config_of(directory: Path, **values: Any) -> ModelConfig:
@@ -106,126 +100,6 @@ def test_what_we_write_of_a_model_reads_as_the_same_model(kind: str, tmp_path: P
         (tmp_path / "config.json").write_text(json.dumps(config.to_hugging_face()))
         assert load_model_config(tmp_path) == config
         assert unknown_keys(tmp_path) == []
-
-
-PUBLISHED: dict[str, dict[str, Any]] = {
-    "Llama 3.1": {
-        "bos_token_id": 128000,
-        "eos_token_id": [128001, 128008, 128009],
-        "max_position_embeddings": 131072,
-        "num_key_value_heads": 8,
-        "num_attention_heads": 32,
-        "hidden_size": 4096,
-        "rope_scaling": LLAMA3,
-        "rope_theta": 500000.0,
-        "vocab_size": 128256,
-        "torch_dtype": "bfloat16",
-        "pretraining_tp": 1,
-    },
-    "the first": {
-        "architectures": ["LLaMAForCausalLM"],
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "pad_token_id": -1,
-        "max_sequence_length": 2048,
-        "torch_dtype": "float16",
-    },
-    "linear": {"rope_scaling": {"factor": 4.0, "type": "linear"}, "rope_theta": 100000, "rope_interleaved": False},
-    "Qwen2.5-0.5B": {
-        "architectures": ["Qwen2ForCausalLM"],
-        "attention_dropout": 0.0,
-        "bos_token_id": 151643,
-        "eos_token_id": 151643,
-        "hidden_act": "silu",
-        "hidden_size": 896,
-        "initializer_range": 0.02,
-        "intermediate_size": 4864,
-        "max_position_embeddings": 32768,
-        "max_window_layers": 24,
-        "model_type": "qwen2",
-        "num_attention_heads": 14,
-        "num_hidden_layers": 24,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-06,
-        "rope_theta": 1000000.0,
-        "sliding_window": 32768,
-        "tie_word_embeddings": True,
-        "torch_dtype": "bfloat16",
-        "transformers_version": "4.40.1",
-        "use_cache": True,
-        "use_mrope": False,
-        "use_sliding_window": False,
-        "vocab_size": 151936,
-    },
-    "Qwen3-0.6B": {
-        "architectures": ["Qwen3ForCausalLM"],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": 151643,
-        "eos_token_id": 151645,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "hidden_size": 1024,
-        "initializer_range": 0.02,
-        "intermediate_size": 3072,
-        "max_position_embeddings": 40960,
-        "max_window_layers": 28,
-        "model_type": "qwen3",
-        "num_attention_heads": 16,
-        "num_hidden_layers": 28,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-06,
-        "rope_scaling": None,
-        "rope_theta": 1000000,
-        "sliding_window": None,
-        "tie_word_embeddings": True,
-        "torch_dtype": "bfloat16",
-        "transformers_version": "4.51.0",
-        "use_cache": True,
-        "use_sliding_window": False,
-        "vocab_size": 151936,
-    },
-    "Mistral-7B-v0.1": {
-        "architectures": ["MistralForCausalLM"],
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "hidden_act": "silu",
-        "hidden_size": 4096,
-        "initializer_range": 0.02,
-        "intermediate_size": 14336,
-        "max_position_embeddings": 32768,
-        "model_type": "mistral",
-        "num_attention_heads": 32,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-05,
-        "rope_theta": 10000.0,
-        "sliding_window": 4096,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "transformers_version": "4.34.0.dev0",
-        "use_cache": True,
-        "vocab_size": 32000,
-    },
-    "Mistral-Nemo": {
-        "architectures": ["MistralForCausalLM"],
-        "attention_dropout": 0.0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "head_dim": 128,
-        "hidden_size": 5120,
-        "intermediate_size": 14336,
-        "max_position_embeddings": 131072,
-        "model_type": "mistral",
-        "num_attention_heads": 32,
-        "num_hidden_layers": 40,
-        "num_key_value_heads": 8,
-        "rope_theta": 1000000.0,
-        "sliding_window": None,
-        "torch_dtype": "bfloat16",
-        "vocab_size": 131072,
-    },
-}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
