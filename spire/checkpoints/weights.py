@@ -73,8 +73,9 @@ def load_draft(
 
 
 def _check_vocabulary(directory: Path, vocabulary_W: Tensor, vocab_size: int) -> None:
-    ascends = bool((vocabulary_W[1:] > vocabulary_W[:-1]).all())
-    if vocabulary_W.dtype != torch.int64 or not ascends or int(vocabulary_W[0]) < 0 or vocabulary_W[-1] >= vocab_size:
+    below, beyond = (vocabulary_W.new_full((1,), end) for end in (-1, vocab_size))
+    steps = vocabulary_W.diff(prepend=below, append=beyond)
+    if vocabulary_W.dtype != torch.int64 or not bool((steps > 0).all()):
         raise CheckpointError(
             f"{directory}: {_VOCABULARY!r} does not list tokens below {vocab_size} in ascending order"
         )
