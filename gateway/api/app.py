@@ -194,6 +194,8 @@ def _model_card(engine: Engine) -> dict[str, Any]:
         "created": model.seen_at,
         "owned_by": "spire",
         "max_model_len": model.info.max_context,
+        "parameters": model.info.parameters,
+        "chat_template": bool(model.chat_template.source),
         "fingerprint": model.info.target_fingerprint,
         "dtype": model.info.dtype,
         "rules": [GREEDY, *engine.config.rules],
@@ -203,6 +205,9 @@ def _model_card(engine: Engine) -> dict[str, Any]:
             "kind": draft.kind,
             "k": "auto" if engine.config.k is None else engine.config.k,
             "max_k": engine.deepest,
+            # MagicDec holds its memory in the verifier, which does not tell its size.
+            "bytes_per_sequence": draft.state_bytes_per_sequence or None,
+            "gains": [gain._asdict() for gain in engine.drafting.gains],
         }
         if draft
         else None,

@@ -48,6 +48,8 @@ _FEW = 8
 _HORIZON = 2000.0
 # A depth more than this many standard deviations behind the best one is not worth a probe.
 _OUT_OF_REACH = 4.0
+# Greatest standard deviation of a log multiplier that is shown to people.
+_WELL_KNOWN = 0.1
 # Numbers of probes to consider: one often shows too little to be worth its cost, even if several would be.
 _LOOKS = (1, 8)
 
@@ -59,6 +61,15 @@ class Probe(NamedTuple):
     k: int
     seconds: float
     usual_seconds: float
+
+
+class Gain(NamedTuple):
+    """The best depth k that was measured under a load, and its tokens per second relative to plain decoding."""
+
+    sequences: int
+    context: int
+    k: int
+    multiplier: float
 
 
 class DepthController:
@@ -189,6 +200,12 @@ class DepthController:
         times = self._times(load)
         return self.acceptance.taus()[k] * math.exp(times.mean[0] - times.mean[k])
 
+    def gains(self) -> list[Gain]:
+        """Return the gain of drafting under each load whose rounds have shown it within _WELL_KNOWN."""
+        taus = self.acceptance.taus()
+        measured = [times for cell, times in self.times.items() if not cell[2] and times.own >= _FEW]
+        return sorted(gain for times in measured if (gain := _gain(times, taus)) is not None)
+
     def _times(self, load: Load) -> RoundTimes:
         """Return the estimates of round times for this load's cell (bucket of loads), created if the cell is new."""
         known = self.times.get(load.cell)
@@ -253,6 +270,15 @@ class DepthController:
             if behind < _OUT_OF_REACH * (deviation := math.sqrt(shown)):
                 most = max(most, _HORIZON * _mean_lead(behind, deviation) / looks)
         return most
+
+
+def _gain(times: RoundTimes, taus: list[float]) -> Gain | None:
+    """Return the best depth of a cell whose multiplier is well known, and that multiplier, or None if none is."""
+    known = [k for k in range(1, len(taus)) if times.deviation(0, k) < _WELL_KNOWN]
+    if times.first is None or not known:
+        return None
+    multiplier, k = max((taus[k] * math.exp(times.mean[0] - times.mean[k]), k) for k in known)
+    return Gain(times.first.sequences, round(times.first.context), k, multiplier)
 
 
 def _same_kind(k: int, other: int) -> bool:

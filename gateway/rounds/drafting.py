@@ -13,7 +13,7 @@ from gateway.config import GatewayConfig
 from gateway.draft import ChosenDraft
 from gateway.metrics import Metrics
 from gateway.rounds.clock import Took
-from gateway.rounds.depth import DepthController
+from gateway.rounds.depth import DepthController, Gain
 from gateway.rounds.modelled import RoundModel
 from gateway.rounds.round_times import Load
 from gateway.sequence import Sequence
@@ -98,6 +98,11 @@ class Drafting:
         if self._config.k is None:
             return self._depths.multiplier(self._load, self.k)
         return self._depths.multiplier(*self._seen) if self._seen and self._config.plain_share else None
+
+    @property
+    def gains(self) -> list[Gain]:
+        """What drafting gains under the loads measured so far; empty for a fixed k, which compares nothing."""
+        return self._depths.gains() if self._config.k is None else []
 
     @property
     def multiplier_modelled(self) -> float | None:

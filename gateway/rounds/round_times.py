@@ -164,6 +164,11 @@ class RoundTimes:
         self.last = load
         return self._LEVEL_DRIFT**2 + self._jump + self._CURVE**2 * (sequences**2 + context**2)
 
+    def deviation(self, k: int, other: int) -> float:
+        """Return the standard deviation of the estimated log(time at k / time at other)."""
+        variance = self.covariance[k][k] + self.covariance[other][other] - 2 * self.covariance[k][other]
+        return math.sqrt(max(0.0, variance))
+
     def shows(self, k: int, other: int, looks: int) -> float:
         """Return how far `looks` rounds at k would move the estimated log(time at k / time at other), as a variance."""
         at_k, level = self.covariance[k], self.covariance[_LEVEL]

@@ -39,7 +39,7 @@ class GetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetInfoResponse(_message.Message):
-    __slots__ = ("protocol_version", "model_name", "target_fingerprint", "tokenizer_hash", "vocab_size", "hidden_size", "num_layers", "max_context", "max_sequences", "end_tokens", "epoch", "dtype", "max_speculation_depth", "no_grammars", "shape", "most_sequences_ahead", "suggested_sampling", "load_seconds", "device", "kernels")
+    __slots__ = ("protocol_version", "model_name", "target_fingerprint", "tokenizer_hash", "vocab_size", "hidden_size", "num_layers", "max_context", "max_sequences", "end_tokens", "epoch", "dtype", "max_speculation_depth", "no_grammars", "shape", "most_sequences_ahead", "suggested_sampling", "load_seconds", "device", "kernels", "parameters")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     TARGET_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +60,7 @@ class GetInfoResponse(_message.Message):
     LOAD_SECONDS_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     KERNELS_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     model_name: str
     target_fingerprint: str
@@ -80,7 +81,8 @@ class GetInfoResponse(_message.Message):
     load_seconds: float
     device: str
     kernels: str
-    def __init__(self, protocol_version: _Optional[int] = ..., model_name: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., max_context: _Optional[int] = ..., max_sequences: _Optional[int] = ..., end_tokens: _Optional[_Iterable[int]] = ..., epoch: _Optional[str] = ..., dtype: _Optional[str] = ..., max_speculation_depth: _Optional[int] = ..., no_grammars: _Optional[str] = ..., shape: _Optional[_Union[ModelShape, _Mapping]] = ..., most_sequences_ahead: _Optional[int] = ..., suggested_sampling: _Optional[_Union[SuggestedSampling, _Mapping]] = ..., load_seconds: _Optional[float] = ..., device: _Optional[str] = ..., kernels: _Optional[str] = ...) -> None: ...
+    parameters: int
+    def __init__(self, protocol_version: _Optional[int] = ..., model_name: _Optional[str] = ..., target_fingerprint: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., max_context: _Optional[int] = ..., max_sequences: _Optional[int] = ..., end_tokens: _Optional[_Iterable[int]] = ..., epoch: _Optional[str] = ..., dtype: _Optional[str] = ..., max_speculation_depth: _Optional[int] = ..., no_grammars: _Optional[str] = ..., shape: _Optional[_Union[ModelShape, _Mapping]] = ..., most_sequences_ahead: _Optional[int] = ..., suggested_sampling: _Optional[_Union[SuggestedSampling, _Mapping]] = ..., load_seconds: _Optional[float] = ..., device: _Optional[str] = ..., kernels: _Optional[str] = ..., parameters: _Optional[int] = ...) -> None: ...
 
 class SuggestedSampling(_message.Message):
     __slots__ = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")

@@ -77,6 +77,7 @@ def load(config: VerifierConfig) -> tuple[VerifierEngine, Hosted]:
     if config.lossy_synthetic_acceptance is None and has_random_weights(config.model):
         raise CheckpointError(f"{config.model} holds a shape and no weights: only measurements of time can serve it")
     target, fingerprint = load_target(config.model, dtype, device)
+    parameters = sum(weight.numel() for weight in target.parameters())  # counted before packing takes them
     backend = backend_for(device)
     packed = backend.pack(target)
     # The memory for sequences is measured when the weights are in memory.
@@ -108,6 +109,7 @@ def load(config: VerifierConfig) -> tuple[VerifierEngine, Hosted]:
         load_seconds=time.monotonic() - began,
         device=device_name(device),
         kernels=backend.kernels,
+        parameters=parameters,
     )
     return engine, Hosted(info, tokenizer, grammars)
 

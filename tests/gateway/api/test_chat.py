@@ -56,6 +56,11 @@ def test_an_answer_is_the_completion_of_the_template_s_prompt(talker: Api) -> No
     assert answer["usage"]["completion_tokens"] == 24
 
 
+def test_the_model_says_that_it_has_a_chat_template(talker: Api) -> None:
+    (card,) = talker.http.get("/v1/models").json()["data"]
+    assert card["chat_template"] is True
+
+
 def test_text_may_come_in_parts(talker: Api) -> None:
     parts = [{"type": "text", "text": "Lily"}, {"type": "text", "text": "and the dog"}]
     first = chat(talker, [{"role": "user", "content": parts}], max_tokens=8, temperature=0)

@@ -292,7 +292,11 @@ def test_the_model_says_what_it_can(api: Api) -> None:
     (card,) = api.http.get("/v1/models").json()["data"]
     assert card["max_model_len"] == 512
     assert card["rules"] == ["greedy", "rejection", "block", "invariant"]
+    assert card["parameters"] == 260_032
+    assert card["chat_template"] is False
     assert card["draft"]["kind"] == "spire"
+    assert card["draft"]["bytes_per_sequence"] == api.metric("spire_draft_state_bytes_per_sequence") > 0
+    assert card["draft"]["gains"] == [], "k is fixed here"
     assert api.http.get(f"/v1/models/{card['id']}").json()["id"] == card["id"]
     assert api.http.get("/v1/models/other").status_code == 404
     assert api.text("x", model=card["id"], max_tokens=1) is not None

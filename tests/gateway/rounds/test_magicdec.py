@@ -61,6 +61,7 @@ def test_the_kind_of_draft_is_shown(api: Api, stories_dir: Path) -> None:
     assert api.metric("spire_draft_state_bytes_per_sequence") == 0
     (card,) = api.http.get("/v1/models").json()["data"]
     assert card["draft"]["kind"] == "magicdec"
+    assert card["draft"]["bytes_per_sequence"] is None
     assert api.complete(PROMPT, max_tokens=4, speculation={"draft": "magicdec"})["choices"]
 
 
