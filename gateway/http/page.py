@@ -19,9 +19,21 @@ _TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-_FILES = {"/": "index.html"} | {
-    f"/static/{name}": name for name in ("page.css", "page.js", "api.js", "choice.js", "lane.js", "icon.svg")
-}
+_SCRIPTS = (
+    "api.js",
+    "choice.js",
+    "clipboard.js",
+    "conversation.js",
+    "element.js",
+    "error.js",
+    "figures.js",
+    "form.js",
+    "lane.js",
+    "page.js",
+    "served.js",
+    "snippet.js",
+)
+_FILES = {"/": "index.html"} | {f"/static/{name}": name for name in ("page.css", "icon.svg", *_SCRIPTS)}
 PATHS = frozenset(_FILES)
 
 _POLICY = (

@@ -57,8 +57,9 @@ def assembled(stream: str) -> dict[str, Any]:
             event = json.loads(line.removeprefix("data: "))
             whole["metrics"] = event.get("metrics")
             for piece in event["choices"]:
-                whole["text_offset"] += piece["logprobs"]["text_offset"]
-                for name in ("text", "token_ids", "rounds"):
+                whole["text"] += piece["text"] if "text" in piece else piece["delta"]["content"]
+                whole["text_offset"] += piece["logprobs"].get("text_offset", [])
+                for name in ("token_ids", "rounds"):
                     whole[name] += piece[name]
     return whole
 
@@ -124,10 +125,16 @@ class Page:
         while (now := float(slider.get_attribute("value"))) != value:
             slider.send_keys("\ue014" if now < value else "\ue012")  # arrow right, arrow left
 
-    def ask(self, prompt: str, *, tokens: int = 40, seed: int = 2, k: int = 1) -> None:
-        """Fill the form and start."""
+    def switch(self, selector: str, on: bool) -> None:
+        if self.find(selector).is_selected() != on:
+            self.find(selector).click()
+
+    def ask(self, prompt: str, *, tokens: int = 40, seed: int = 2, k: int = 1, beside: bool = False) -> None:
+        """Fill the form and start. `beside`: side by side with plain decoding."""
         if not self.find("details").get_property("open"):
             self.find("summary").click()
+        if self.find("#beside").is_enabled():
+            self.switch("#beside", beside)
         self.fill("#prompt", prompt)
         self.fill("#tokens", str(tokens))
         self.fill("#seed", str(seed))

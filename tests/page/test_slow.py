@@ -27,8 +27,7 @@ def test_a_slow_target_is_waited_for_and_both_lanes_come_to_their_end(
     with running(target, draft, verifier=[*SLOW, step, prefill], k=None) as services:
         page = opened(driver, services.url)
         page.load_ready()
-        page.find("#beside").click()
-        page.ask("Once upon a time", tokens=8)
+        page.ask("Once upon a time", tokens=8, beside=True)
         eventually(lambda: page.text("#plain .facts").startswith("reads the prompt: "), PATIENCE)
         eventually(lambda: not page.busy, 10 * PATIENCE)
         assert page.text("#verdict").startswith("Both texts are equal, in all 8 tokens")

@@ -9,6 +9,10 @@ export function useKey(value) {
   key = value.trim();
 }
 
+export function hasKey() {
+  return Boolean(key);
+}
+
 /** What the gateway said against a request; `code` is the API's, "unreachable" or "cut". */
 export class ApiError extends Error {
   constructor(message, { code = null, retryAfter = null } = {}) {
@@ -28,9 +32,9 @@ export async function metric(name) {
   return line ? Number(line.split(" ")[1]) : null;
 }
 
-/** The chunks of a streamed completion, as they come. Raises ApiError, also for an error in mid-stream. */
-export async function* complete(request, signal) {
-  const response = await ask("v1/completions", { method: "POST", body: JSON.stringify(request), signal });
+/** The chunks of a streamed completion or chat, as they come. Raises ApiError, also for an error in mid-stream. */
+export async function* complete({ path, body }, signal) {
+  const response = await ask(path, { method: "POST", body: JSON.stringify(body), signal });
   for await (const data of events(response.body)) {
     if (data === "[DONE]") return;
     const chunk = JSON.parse(data);

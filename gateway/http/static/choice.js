@@ -1,9 +1,11 @@
 // One choice of a completion as it grows: its tokens with their text and who chose them, its rounds, its speed.
 
-/** What to ask for, so that chunks can be added here. */
+// Text may begin so many letters behind the text before it, if bytes between the two form no character.
+const MOST_UNKNOWN = 4;
+
+/** The fields of a request whose chunks can be added to a choice. */
 export const ASKED = {
   stream: true,
-  logprobs: 0, // with a token's logprob comes where in the text it begins
   return_token_ids: true,
   return_token_origins: true,
   return_rounds: true,
@@ -18,6 +20,7 @@ export class Choice {
   #letters = []; // by code point, as the API counts them
   #offsets = [];
   #logprobs = [];
+  #spelling = new Spelling();
   #roundOf = [];
   #shown = 0;
   #firstAt = null;
@@ -36,13 +39,22 @@ export class Choice {
       this.rounds.push(round);
     }
     this.ids.push(...piece.token_ids);
-    this.#letters.push(...piece.text);
-    this.#offsets.push(...piece.logprobs.text_offset);
-    this.#logprobs.push(...piece.logprobs.token_logprobs);
+    this.#letters.push(...(piece.text ?? piece.delta.content));
+    this.#addLogprobs(piece.logprobs);
     this.finishReason = piece.finish_reason ?? this.finishReason;
     if (!piece.token_ids.length) return;
     if (this.#firstAt === null) [this.#firstAt, this.#atFirst] = [now, this.ids.length];
     this.#lastAt = now;
+  }
+
+  /** A completion tells where each token's text begins, a chat tells each token's bytes. */
+  #addLogprobs({ content, text_offset, token_logprobs }) {
+    this.#offsets.push(...(text_offset ?? content.map(({ bytes }) => this.#spelling.place(bytes, this.#letters))));
+    this.#logprobs.push(...(token_logprobs ?? content.map(({ logprob }) => logprob)));
+  }
+
+  get text() {
+    return this.#letters.join("");
   }
 
   /** The tokens whose text has come since the last call: {text, kind, round, probability}. */
@@ -79,6 +91,29 @@ export class Choice {
     const seconds = (this.#lastAt - this.#firstAt) / 1000;
     return seconds > 0 ? (this.ids.length - this.#atFirst) / seconds : null;
   }
+}
+
+/** Finds the place of each token in a text, given the tokens' bytes one after another. */
+class Spelling {
+  #reader = new TextDecoder("utf-8", { ignoreBOM: true });
+  #end = 0;
+
+  place(bytes, letters) {
+    const own = this.#reader.decode(Uint8Array.from(bytes), { stream: true });
+    const begin = this.#end;
+    // A tokenizer may drop the space before the first word. The name of a special token is not in the text at all.
+    const found = [own, own.trimStart()].map((text) => endOf([...text], letters, begin)).find((end) => end !== null);
+    this.#end = found ?? begin;
+    return begin;
+  }
+}
+
+/** Where a text that begins at a place, or a few letters behind it, ends; null where it does not begin there. */
+function endOf(text, letters, begin) {
+  for (let at = begin; at <= begin + MOST_UNKNOWN; at++) {
+    if (text.every((letter, offset) => letters[at + offset] === letter)) return at + text.length;
+  }
+  return null;
 }
 
 /** What the target's own token of a round is. */

@@ -1,6 +1,7 @@
 // A choice on the page: its text, token by token, and its rounds, a column each.
 
 import { targetOf } from "./choice.js";
+import { element } from "./element.js";
 
 const KINDS = {
   accepted: "accepted from the draft",
@@ -32,10 +33,11 @@ export class Lane {
     this.#rounds.addEventListener("keydown", (event) => this.#walk(event));
   }
 
-  clear(prompt, facts) {
+  /** Begin with a prompt: a text goes on with it, a question stands above its answer. */
+  clear(prompt, facts, asQuestion) {
     this.#drawn = 0;
     this.#rounds.replaceChildren();
-    this.#text.replaceChildren(element("span", "prompt", prompt));
+    this.#text.replaceChildren(element(asQuestion ? "p" : "span", "prompt", prompt));
     this.say(facts);
   }
 
@@ -45,12 +47,10 @@ export class Lane {
 
   /** Show what a choice has grown by. */
   show(choice) {
-    const following = atEnd(this.#text);
     for (const token of choice.news()) if (token.text) this.#text.append(drawToken(token));
     for (; this.#drawn < choice.rounds.length; this.#drawn++) {
       this.#rounds.append(drawRound(choice.rounds[this.#drawn], this.#drawn));
     }
-    if (following) this.#text.scrollTop = this.#text.scrollHeight;
     this.#rounds.scrollTop = this.#rounds.scrollHeight;
   }
 
@@ -101,13 +101,3 @@ function drawRound(round, at) {
   return item;
 }
 
-function element(name, style = "", text = "") {
-  const made = document.createElement(name);
-  made.className = style;
-  made.textContent = text;
-  return made;
-}
-
-function atEnd(box) {
-  return box.scrollTop + box.clientHeight >= box.scrollHeight - 4;
-}

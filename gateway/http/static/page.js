@@ -1,108 +1,28 @@
-// The page: what is asked for, the state of the gateway, one or two completions on their way, and their figures.
+// The page: the state of the gateway, and one or two completions on their way.
 
-import { ApiError, complete, getJson, metric, useKey } from "./api.js";
-import { ASKED, Choice, parting } from "./choice.js";
+import { ApiError, complete, getJson, hasKey, useKey } from "./api.js";
+import { Choice } from "./choice.js";
+import { copy } from "./clipboard.js";
+import { Conversation } from "./conversation.js";
+import { part } from "./element.js";
+import { HEADINGS, hideError, showError, shownCode } from "./error.js";
+import { clearFigures, facts, followEstimate, keepPlain, showFigures, verdict } from "./figures.js";
+import { drawSeed, follow, laneNames, meet, pin, read, requestFor, watched } from "./form.js";
 import { Lane } from "./lane.js";
+import { showServed } from "./served.js";
+import { curl, python } from "./snippet.js";
 
 const LOOK_EVERY_MS = 3000;
-const ESTIMATE_EVERY_MS = 1000;
 const WAIT_EVERY_MS = 1000;
+const SNIPPETS = { curl, python };
 
-const RULES = {
-  block: "Drafts are judged as a whole: at least as many are accepted as by rejection.",
-  rejection: "A draft token stands with probability min(1, p/q).",
-  invariant: "The target draws by noise of the seed and the position; a draft token stands if it is the same.",
-};
-const HEADINGS = {
-  no_verifier: "The verifier is down",
-  verifier_lost: "The verifier was lost",
-  shutting_down: "The gateway is shutting down",
-  invalid_api_key: "An API key is needed",
-  queue_full: "Too much is waiting",
-  rate_limit_exceeded: "This key has had what it may have for now",
-  unreachable: "The gateway does not answer",
-  cut: "The connection was cut",
-  deadline_passed: "It took too long",
-};
-const HINTS = {
-  no_verifier: "Start it again: this page notices when it is back.",
-  verifier_lost: "Complete again once it is back.",
-  shutting_down: "Ask another gateway, or try again later.",
-  unreachable: "Start it again: this page notices when it is back.",
-};
-
-const part = (id) => document.getElementById(id);
 const form = part("form");
 const lanes = { drafted: new Lane(part("drafted")), plain: new Lane(part("plain")) };
+const conversation = new Conversation();
 
 let card = null; // of the model, once the gateway has told it
 let running = null; // the AbortController of what runs
-let ruleBefore = null; // the rule to go back to after side by side
-let plainBefore = null; // the last plain run: its rate, and of what
-
-// -- what is asked for ------------------------------------------------------------------------------------------------
-
-function read() {
-  const depth = part("depth").valueAsNumber;
-  const speculation = part("speculation").checked;
-  return {
-    body: {
-      ...ASKED,
-      prompt: part("prompt").value,
-      max_tokens: part("tokens").valueAsNumber,
-      temperature: part("temperature").valueAsNumber,
-      seed: part("seed").valueAsNumber,
-    },
-    rule: part("rule").value || undefined, // none is known before the model is
-    depth,
-    lanes: part("beside").checked ? ["drafted", "plain"] : [speculation ? "drafted" : "plain"],
-  };
-}
-
-function bodyFor(name, asked) {
-  const speculation = name === "plain" ? { draft: "off" } : asked.depth ? { k: asked.depth } : {};
-  return { ...asked.body, speculation: { ...speculation, rule: asked.rule } };
-}
-
-/** Whether speculation runs with nothing beside it to compare with. */
-function alone({ lanes }) {
-  return lanes.length === 1 && lanes[0] === "drafted";
-}
-
-/** What a rate must have in common with another to be compared: the same work for the target. */
-function work({ body, rule }) {
-  return JSON.stringify([card?.id, card?.fingerprint, body.temperature, rule]);
-}
-
-function followControls() {
-  const depth = part("depth"), speculation = part("speculation"), beside = part("beside"), rule = part("rule");
-  speculation.disabled = beside.checked || !card?.draft;
-  if (beside.checked) speculation.checked = true;
-  depth.disabled = !speculation.checked || !card?.draft;
-  part("depth-value").textContent = depth.valueAsNumber || (card?.draft?.k ?? "auto");
-  depth.setAttribute("aria-valuetext", depth.valueAsNumber ? `${depth.value} tokens` : "chosen by the gateway");
-  part("temperature-value").textContent = part("temperature").value;
-  if (beside.checked && !rule.disabled) [ruleBefore, rule.value] = [rule.value, "invariant"];
-  if (!beside.checked && rule.disabled) rule.value = ruleBefore;
-  rule.disabled = beside.checked;
-  part("rule-help").textContent = RULES[rule.value] ?? "";
-  for (const name of Object.keys(lanes)) lanes[name].section.hidden = !running && !read().lanes.includes(name);
-  part("lanes").classList.toggle("two", read().lanes.length === 2);
-}
-
-function meet(model) {
-  card = model;
-  const draft = card.draft ? `${card.draft.kind} draft` : "no draft";
-  part("model").textContent = `${card.id} · ${card.dtype} · ${draft}`;
-  const rules = card.rules.filter((rule) => rule in RULES);
-  part("rule").replaceChildren(...rules.map((rule) => new Option(rule, rule)));
-  if (rules.includes("invariant")) part("rule").value = "invariant";
-  part("tokens").max = card.max_model_len - 1;
-  part("depth").max = Math.min(8, card.draft?.max_k ?? 8);
-  part("speculation").checked = Boolean(card.draft);
-  part("beside").disabled = !card.draft || !rules.includes("invariant");
-  followControls();
-}
+let asked = null; // what was asked last
 
 // -- the gateway's state ----------------------------------------------------------------------------------------------
 
@@ -110,16 +30,26 @@ async function look() {
   try {
     const ready = await getJson("ready");
     const known = card?.id === ready.model && (card.draft?.kind ?? null) === ready.draft_kind;
-    if (!known) meet((await getJson("v1/models")).data[0]);
+    if (!known) await learn(ready);
     const draft = { connected: "ready", absent: "ready, the draft is away", off: "ready, without a draft" };
     say(draft[ready.draft], ready.draft === "absent" ? "degraded" : "ready");
-    if (["no_verifier", "unreachable"].includes(part("error").dataset.code)) hideError();
+    if (["no_verifier", "unreachable"].includes(shownCode())) hideError();
   } catch (error) {
     if (error.code === "invalid_api_key") askForKey(error);
     const away = running && error.code === "no_verifier" ? ": what runs waits for it" : "";
     const heading = HEADINGS[error.code] ?? error.message;
     say(heading[0].toLowerCase() + heading.slice(1) + away, "down");
   }
+}
+
+/** Ask what is served, and offer it in the form if that is new. */
+async function learn(ready) {
+  const before = card;
+  card = (await getJson("v1/models")).data[0];
+  showServed(card, ready);
+  if (before?.fingerprint === card.fingerprint && before.draft?.name === card.draft?.name) return;
+  meet(card);
+  showLanes(laneNames());
 }
 
 function say(text, state) {
@@ -131,7 +61,7 @@ function say(text, state) {
 /** Look again and again while somebody sees the page, but not for as long as a key is missing. */
 async function watch() {
   for (;;) {
-    if (!document.hidden && part("error").dataset.code !== "invalid_api_key") await look();
+    if (!document.hidden && shownCode() !== "invalid_api_key") await look();
     await new Promise((wake) => setTimeout(wake, LOOK_EVERY_MS));
   }
 }
@@ -139,52 +69,44 @@ async function watch() {
 function askForKey(error) {
   const first = part("key-field").hidden;
   part("key-field").hidden = false;
+  part("links").hidden = true; // a browser that follows a link sends no key
   showError(part("key").value ? error : new ApiError("Enter one that this gateway knows.", error));
   if (first) part("key").focus();
-}
-
-// -- errors -----------------------------------------------------------------------------------------------------------
-
-function showError(error) {
-  const box = part("error"), [heading, message, hint] = box.children;
-  if (!error.code) console.error(error); // not the API's: a bug of this page
-  box.dataset.code = error.code ?? "";
-  heading.textContent = HEADINGS[error.code] ?? "This did not work";
-  message.textContent = error.message;
-  hint.textContent = HINTS[error.code] ?? (error.retryAfter ? `Try again in ${error.retryAfter} s.` : "");
-  box.hidden = false;
-}
-
-function hideError() {
-  part("error").hidden = true;
-  part("error").dataset.code = "";
 }
 
 // -- a run ------------------------------------------------------------------------------------------------------------
 
 async function run() {
-  const asked = read(), choices = {};
+  const choices = {};
+  drawSeed();
+  asked = read(conversation);
   hideError();
-  begin(asked);
+  begin();
   try {
-    for (const name of asked.lanes) await decode(name, asked, choices);
-    part("verdict").textContent = verdict(asked, choices);
+    for (const name of asked.lanes) await decode(name, choices);
+    part("verdict").textContent = verdict(choices, card);
   } catch (error) {
     part("verdict").textContent = error.name === "AbortError" ? "Stopped." : "";
     if (error.code === "invalid_api_key") askForKey(error);
     else if (error.name !== "AbortError") showError(error);
   } finally {
-    end();
+    end(choices[asked.lanes[0]]);
   }
+  await showGains();
 }
 
-function begin(asked) {
-  for (const figure of ["tau", "rate"]) part(figure).textContent = "–";
-  showGain(null, `multiplier${alone(asked) ? ": side by side measures it" : " over plain decoding"}`);
-  for (const name of Object.keys(lanes)) {
-    lanes[name].section.hidden = !asked.lanes.includes(name);
-    lanes[name].clear(asked.body.prompt, asked.lanes[0] === name ? "" : "waits for its turn");
+function begin() {
+  clearFigures(asked);
+  conversation.draw();
+  for (const name of asked.lanes) {
+    lanes[name].clear(asked.prompt, asked.lanes[0] === name ? "" : "waits for its turn", asked.chats);
   }
+  if (asked.chats) part("prompt").value = "";
+  showLanes(asked.lanes);
+  part("results").dataset.state = "outcome";
+  part("used-seed").textContent = asked.body.seed;
+  part("copied").textContent = "";
+  part("anew").hidden = true;
   part("verdict").textContent = "Decoding.";
   // Where the results are below the form, they would come unseen.
   if (part("results").getBoundingClientRect().top > 0.7 * innerHeight) part("results").scrollIntoView();
@@ -193,26 +115,50 @@ function begin(asked) {
   form.setAttribute("aria-busy", "true");
 }
 
-function end() {
+/** End a run. `choice`: that of the first lane, whose text a chat goes on with. */
+function end(choice) {
   running = null;
   swap("stop", "run");
   form.setAttribute("aria-busy", "false");
-  followControls();
+  const answered = Boolean(choice?.ids.length);
+  if (!answered) part("results").dataset.state = conversation.isEmpty ? "first" : "history";
+  if (asked.chats) takeTurn(answered ? choice.text : null);
+  follow();
 }
 
-async function decode(name, asked, choices) {
+/** Go on with a chat; without an answer the question goes back into its field. */
+function takeTurn(answer) {
+  if (answer !== null) conversation.keep(asked.prompt, answer);
+  else part("prompt").value ||= asked.prompt;
+  part("anew").hidden = conversation.isEmpty;
+}
+
+function beginAnew() {
+  conversation.clear();
+  part("results").dataset.state = "first";
+  part("verdict").textContent = "";
+  part("anew").hidden = true;
+  part("prompt").focus();
+}
+
+function showLanes(names) {
+  for (const name of Object.keys(lanes)) lanes[name].section.hidden = !names.includes(name);
+  part("lanes").classList.toggle("two", names.length === 2);
+}
+
+async function decode(name, choices) {
   const choice = (choices[name] = new Choice()), lane = lanes[name];
-  const estimates = alone(asked) && !asked.depth ? followEstimate(choice) : null;
+  const estimates = followEstimate(asked, choice);
   const wait = tellWait(lane);
   try {
-    for await (const chunk of complete(bodyFor(name, asked), running.signal)) {
+    for await (const chunk of complete(watched(requestFor(name, asked)), running.signal)) {
       wait.stop();
       choice.add(chunk, performance.now());
       lane.show(choice);
       lane.say(facts(choice));
-      showFigures(asked, choices);
+      showFigures(asked, choices, card);
     }
-    if (name === "plain" && choice.rate) plainBefore = { rate: choice.rate, of: work(asked) };
+    if (name === "plain") keepPlain(asked, choice, card);
   } finally {
     wait.stop();
     await estimates?.stop();
@@ -228,60 +174,10 @@ function tellWait(lane) {
   return { stop: () => clearInterval(timer) };
 }
 
-function facts(choice) {
-  const told = [`${choice.ids.length} tokens`, `${choice.rounds.length} rounds`];
-  if (choice.rate) told.push(`${short(choice.rate)} tokens/s`);
-  if (choice.metrics) told.push(`first after ${short(choice.metrics.time_to_first_token_ms)} ms`);
-  if (choice.finishReason === "stop") told.push("ended by the model");
-  return told.join(" · ");
-}
-
-// -- figures ----------------------------------------------------------------------------------------------------------
-
-function showFigures(asked, { drafted, plain }) {
-  const shown = drafted ?? plain;
-  part("tau").textContent = shown.tau?.toFixed(2) ?? "–";
-  part("rate").textContent = shown.rate ? short(shown.rate) : "–";
-  if (drafted?.rate && plain?.rate) showGain(drafted.rate / plain.rate, "multiplier, measured here");
-  else if (!drafted) showGain(1, "multiplier: this is plain decoding");
-  else if (alone(asked) && asked.depth && drafted.rate && plainBefore?.of === work(asked))
-    showGain(drafted.rate / plainBefore.rate, "multiplier over the last plain run");
-}
-
-function showGain(gain, name) {
-  part("gain").textContent = gain === null ? "–" : `${gain.toFixed(2)} ×`;
-  part("gain-name").textContent = name;
-}
-
-/** Show what the gateway has found out about the multiplier at the depth that it chooses, until stopped. */
-function followEstimate(choice) {
-  const tell = async () => {
-    if (!choice.rounds.length) return;
-    const gain = await metric("spire_multiplier_measured").catch(() => null);
-    if (gain !== null) showGain(gain, "multiplier, by the gateway’s rounds");
-  };
-  const timer = setInterval(tell, ESTIMATE_EVERY_MS);
-  return {
-    stop() {
-      clearInterval(timer);
-      return tell();
-    },
-  };
-}
-
-function verdict(asked, { drafted, plain }) {
-  if (!drafted || !plain) {
-    const { drafted: guesses, accepted } = drafted ?? plain;
-    return guesses ? `Done: ${accepted} of ${guesses} draft tokens accepted.` : "Done.";
-  }
-  const at = parting(drafted, plain);
-  if (at === null) return `Both texts are equal, in all ${plain.ids.length} tokens: speculation changed the speed alone.`;
-  const reason = card.dtype === "float32" ? "" : ` In ${card.dtype} a token can turn where two are as good as equal.`;
-  return `The texts part at token ${at + 1}.${reason}`;
-}
-
-function short(number) {
-  return number < 10 ? number.toFixed(1) : Math.round(number).toString();
+/** Ask what the rounds so far have shown of the draft's gain. */
+async function showGains() {
+  const ready = await getJson("ready").catch(() => null);
+  if (ready) await learn(ready).catch(() => null);
 }
 
 // -- wiring -----------------------------------------------------------------------------------------------------------
@@ -298,12 +194,30 @@ function swap(shown, other) {
   if (focused) part(other).focus({ preventScroll: true });
 }
 
+async function copySnippet(kind) {
+  const request = requestFor(asked.lanes[0], asked);
+  const text = SNIPPETS[kind]({ ...request, body: { model: card.id, ...request.body } }, hasKey());
+  part("copied").textContent = (await copy(text)) ? "Copied." : "This browser does not let the page copy.";
+}
+
 form.addEventListener("submit", (event) => {
   event.preventDefault();
   start();
 });
 part("stop").addEventListener("click", () => running?.abort());
-form.addEventListener("input", followControls);
+part("anew").addEventListener("click", beginAnew);
+part("examples").addEventListener("click", (event) => {
+  const example = event.target.closest("button");
+  if (!example || running) return;
+  part("prompt").value = example.textContent;
+  start();
+});
+part("again").addEventListener("click", (event) => {
+  const { copy: kind } = event.target.dataset;
+  if (kind) copySnippet(kind);
+});
+part("seed").addEventListener("input", pin);
+form.addEventListener("input", follow);
 // What is wrong inside of closed details could not be shown.
 form.addEventListener("invalid", (event) => event.target.closest("details")?.setAttribute("open", ""), true);
 part("key").addEventListener("change", () => {
@@ -318,5 +232,5 @@ document.addEventListener("keydown", (event) => {
   start();
 });
 
-followControls();
+follow();
 watch();
