@@ -12,6 +12,11 @@ from fastapi.responses import HTMLResponse
 
 from gateway.http.page import HEADERS
 
+_METAS = (
+    '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    '<meta name="color-scheme" content="light dark">'
+)
+
 
 def add_manual(app: FastAPI) -> None:
     async def manual(_: Request) -> HTMLResponse:
@@ -23,7 +28,7 @@ def add_manual(app: FastAPI) -> None:
 def rendered(document: dict[str, Any]) -> str:
     """Return an OpenAPI document as HTML."""
     title = escape(f"{document['info']['title']} {document['info']['version']}")
-    head = f'<meta charset="utf-8"><title>{title}</title><link rel="stylesheet" href="/static/page.css">'
+    head = f'{_METAS}<title>{title}</title><link rel="stylesheet" href="/static/page.css">'
     operations = "".join(
         _operation(method, path, operation)
         for path, methods in document["paths"].items()
@@ -31,7 +36,7 @@ def rendered(document: dict[str, Any]) -> str:
     )
     schemas = "".join(_folded(name, schema, name) for name, schema in document["components"]["schemas"].items())
     about = 'The same for programs: <a href="/openapi.json">/openapi.json</a>.'
-    body = f"<main><h1>{title}</h1><p>{about}</p>{operations}<h2>Schemas</h2>{schemas}</main>"
+    body = f'<main class="manual"><h1>{title}</h1><p>{about}</p>{operations}<h2>Schemas</h2>{schemas}</main>'
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{body}</body></html>'
 
 

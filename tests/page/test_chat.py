@@ -60,10 +60,7 @@ def test_an_answer_is_coloured_by_who_chose_its_tokens(chat: Page) -> None:
     assert chat.text("#drafted .text .prompt") == QUESTIONS[0]
     kinds = [kind for kind, _ in chat.tokens("drafted")]
     assert {*kinds} == KINDS
-    assert len(kinds) <= len(heard["token_ids"])
-    spelled = {(kind, text) for kind, text in chat.tokens("drafted")}
-    assert spelled
-    assert kinds == [kind for kind, _ in zip(kinds_of(heard), kinds, strict=False)]
+    assert kinds == kinds_of(heard)[: len(kinds)], "tokens at the end may have no text"
 
 
 def test_each_message_is_sent_with_all_before_it(chat: Page) -> None:

@@ -94,7 +94,7 @@ export function drawSeed() {
 // -- the request ----------------------------------------------------------------------------------------------------
 
 /** The names of the lanes that a run will have: with speculation, plain, or both. */
-export function laneNames() {
+function laneNames() {
   if (part("beside").checked) return ["drafted", "plain"];
   return [part("speculation").checked ? "drafted" : "plain"];
 }

@@ -7,7 +7,7 @@ import { Conversation } from "./conversation.js";
 import { part } from "./element.js";
 import { HEADINGS, hideError, showError, shownCode } from "./error.js";
 import { clearFigures, facts, followEstimate, keepPlain, showFigures, verdict } from "./figures.js";
-import { drawSeed, follow, laneNames, meet, pin, read, requestFor, watched } from "./form.js";
+import { drawSeed, follow, meet, pin, read, requestFor, watched } from "./form.js";
 import { Lane } from "./lane.js";
 import { showServed } from "./served.js";
 import { curl, python } from "./snippet.js";
@@ -49,7 +49,6 @@ async function learn(ready) {
   showServed(card, ready);
   if (before?.fingerprint === card.fingerprint && before.draft?.name === card.draft?.name) return;
   meet(card);
-  showLanes(laneNames());
 }
 
 function say(text, state) {
