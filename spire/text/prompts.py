@@ -1,8 +1,8 @@
 """Prompts in files, for models to answer: chats, questions, and lines of text.
 
-A line of a .jsonl file is an object with `messages` (the assistant's last messages are left out), or with the text of
-a user's message as `prompt` or `question`. A line of a .txt file is a user's message. Forms of files, encoding and
-errors are those of `spire.text.documents`; other keys of an object are ignored, and so are blank lines.
+A line of a .jsonl file is an object with `messages` (the assistant's last messages are no part of the prompt), or with
+the text of a user's message as `prompt` or `question`. A line of a .txt file is a user's message. Forms of files,
+encoding and errors are those of `spire.text.documents`; other keys of an object are ignored, and so are blank lines.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ _KEYS = "'messages', 'prompt' or 'question'"
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation for the assistant to answer, as messages for a chat template."""
+    """A conversation for the assistant to answer, as messages for a chat template, and its answer if that is known."""
 
     messages: list[dict[str, Any]]
+    answer: dict[str, Any] | None = None
 
     @classmethod
     def of_user(cls, text: str) -> Prompt:
@@ -91,4 +92,4 @@ def _unanswered(messages: list[dict[str, Any]]) -> Prompt:
         count -= 1
     if not count:
         raise UnusableLine("'messages' has none but the assistant's: there is nothing to answer")
-    return Prompt(messages[:count])
+    return Prompt(messages[:count], messages[count] if count < len(messages) else None)

@@ -2,8 +2,8 @@
 
 A draft learns best from its target's own text. Prompts come from files, or the model writes them itself: a chat that
 ends behind the user's tag is continued by what a user would say. Prompts that say the same as an earlier one are left
-out. Every finished answer is appended to the output as a line of JSON with `messages`, so that a run that was broken
-off can be continued.
+out. Every chat is appended to the output as a line of JSON with `messages`, so that a run that was broken off can be
+continued. A prompt whose answer was cut off is written without it: training ignores it, and no later run tries it.
 
 Does not know: which model is served, and how it decodes.
 """
@@ -34,13 +34,17 @@ _MOST_IN_VAIN = 200
 
 @dataclass(frozen=True)
 class Writing:
-    """How text is written: the gateway, the answers at a time, and the sampling of prompts and answers."""
+    """How text is written: the gateway, the answers at a time, and the sampling of prompts and answers.
+
+    Prompts that the model writes start with `begin`.
+    """
 
     url: str
     concurrency: int = 16
     max_tokens: int = 512
     temperature: float = 1.0
     seed: int = 0
+    begin: str = ""
 
 
 @dataclass
@@ -122,7 +126,8 @@ class _Writer:
     async def _invented(self) -> AsyncIterator[Prompt]:
         """Yield prompts that the model writes behind the user's tag, without end."""
         number, in_vain = len(self._known), 0
-        user = {"messages": [{"role": "user", "content": ""}], "continue_final_message": True}
+        begin = self._writing.begin
+        user = {"messages": [{"role": "user", "content": begin}], "continue_final_message": True}
         waiting = set[asyncio.Task[tuple[str, str]]]()
         try:
             while in_vain < _MOST_IN_VAIN:
@@ -132,7 +137,7 @@ class _Writer:
                 finished, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 for task in finished:
                     text, reason = task.result()
-                    prompt, in_vain = Prompt.of_user(text.strip()), in_vain + 1
+                    prompt, in_vain = Prompt.of_user(f"{begin}{text}".strip()), in_vain + 1
                     if reason == "stop" and text.strip():
                         in_vain = in_vain if prompt.normalized in self._known else 0
                         yield prompt
@@ -145,19 +150,18 @@ class _Writer:
         )
 
     async def _answer(self, prompt: Prompt) -> None:
-        """Have a prompt answered and write the chat, unless the answer is cut off by its length."""
+        """Have a prompt answered and write the chat; without an answer that is cut off by its length."""
         try:
             text, reason = await self._ask({"messages": prompt.messages}, json.dumps(prompt.messages))
         except _Refused:
             self._done.refused += 1
         else:
-            if reason == "stop":
-                messages = [*prompt.messages, {"role": "assistant", "content": text}]
-                self._file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
-                self._file.flush()
-                self._done.chats += 1
-            else:
-                self._done.cut_off += 1
+            answered = reason == "stop"
+            messages = [*prompt.messages, *([{"role": "assistant", "content": text}] if answered else [])]
+            self._file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
+            self._file.flush()
+            self._done.chats += answered
+            self._done.cut_off += not answered
         self._told(self._done)
 
     async def _ask(self, request: dict[str, Any], name: str) -> tuple[str, str]:
@@ -187,8 +191,9 @@ def _answered(out: Path) -> Iterator[Prompt]:
     whole = raw[: raw.rfind(b"\n") + 1]
     for number, line in enumerate(whole.splitlines(), 1):
         try:
-            yield Prompt(json.loads(line)["messages"][:-1])
-        except (ValueError, KeyError, TypeError):
+            messages = json.loads(line)["messages"]
+            yield Prompt(messages[:-1] if messages[-1]["role"] == "assistant" else messages)
+        except (ValueError, LookupError, TypeError):
             raise DataError(f"{out}, line {number} is no chat: name another file to write to") from None
     if len(whole) < len(raw):
         with out.open("r+b") as file:

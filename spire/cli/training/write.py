@@ -36,6 +36,7 @@ def write(
     ] = 512,
     temperature: Annotated[float, typer.Option(help="Temperature of prompts and answers.", min=0)] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of all prompts and answers.", min=0)] = 0,
+    begin: Annotated[str, typer.Option(help="How the prompts begin that the model writes itself.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print figures as JSON.")] = False,
 ) -> None:
     """Write chats for `spire train draft` with the model that a gateway serves.
@@ -48,6 +49,8 @@ def write(
     from spire.text.text_files import find_files
     from spire.training.writing import Writing, write_chats
 
+    if prompts and begin:
+        raise SpireError("--begin is for prompts that the model writes: leave it out, or --prompts")
     if not prompts and count is None:
         raise SpireError("how many chats shall the model write? Say --count, or give --prompts for it to answer")
     found = list(read_prompts(find_files(prompts, "--prompts"))) if prompts else None
@@ -62,7 +65,7 @@ def write(
             shown = f"{written.tokens / seconds:,.0f} tokens/s"
             progress.update(task, completed=written.prompts, figures=shown)
 
-        writing = Writing(url.rstrip("/"), concurrency, max_tokens, temperature, seed)
+        writing = Writing(url.rstrip("/"), concurrency, max_tokens, temperature, seed, begin)
         try:
             done = write_chats(out, found, count, writing, told)
         except* SpireError as errors:

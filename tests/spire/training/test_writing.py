@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,10 @@ def chats(file: Path) -> list[list[dict[str, Any]]]:
     return [json.loads(line)["messages"] for line in file.read_text().splitlines()]
 
 
+def answered(file: Path) -> list[list[dict[str, Any]]]:
+    return [messages for messages in chats(file) if messages[-1]["role"] == "assistant"]
+
+
 def asked(file: Path) -> list[str]:
     return sorted(messages[0]["content"] for messages in chats(file))
 
@@ -48,8 +53,8 @@ def test_each_question_is_answered_once(url: str, questions: Path, tmp_path: Pat
     out = tmp_path / "chats.jsonl"
     done = write_chats(out, read_prompts([questions]), None, writing(url))
     assert (done.chats + done.cut_off, done.known) == (3, 1)
-    assert asked(out) == sorted(QUESTIONS[:3]) or done.cut_off
-    assert all([message["role"] for message in messages] == ["user", "assistant"] for messages in chats(out))
+    assert asked(out) == sorted(QUESTIONS[:3])
+    assert len(answered(out)) == done.chats
     assert done.tokens > 0
 
 
@@ -63,11 +68,13 @@ def test_a_run_that_was_broken_off_is_continued(url: str, questions: Path, tmp_p
     assert sorted(chats(broken), key=str) == sorted(chats(whole), key=str)
 
 
-def test_answers_that_are_cut_off_are_left_out_and_counted(url: str, questions: Path, tmp_path: Path) -> None:
+def test_answers_that_are_cut_off_are_left_out_and_not_tried_again(url: str, questions: Path, tmp_path: Path) -> None:
     out = tmp_path / "chats.jsonl"
     done = write_chats(out, read_prompts([questions]), None, Writing(url, max_tokens=1))
     assert (done.chats, done.cut_off) == (0, 3)
-    assert out.read_text() == ""
+    assert [[message["role"] for message in messages] for messages in chats(out)] == [["user"]] * 3
+    again = write_chats(out, read_prompts([questions]), None, Writing(url, max_tokens=1))
+    assert (again.tokens, again.known) == (0, 4)
 
 
 def test_a_prompt_that_is_refused_costs_no_other(url: str, tmp_path: Path) -> None:
@@ -82,6 +89,12 @@ def test_the_model_writes_prompts_behind_the_users_tag(url: str, tmp_path: Path)
     assert done.prompts == 2
     assert all(messages[0]["content"].strip() for messages in chats(out))
     assert len(set(asked(out))) == len(asked(out))
+
+
+def test_the_prompts_that_the_model_writes_begin_as_asked(url: str, tmp_path: Path) -> None:
+    out = tmp_path / "chats.jsonl"
+    write_chats(out, None, 3, replace(writing(url), begin="Once upon"))
+    assert all(text.startswith("Once upon") for text in asked(out))
 
 
 def test_a_model_that_writes_no_usable_prompt_is_not_asked_forever(url: str, tmp_path: Path) -> None:
@@ -104,6 +117,7 @@ def test_the_command_says_what_is_missing_and_what_it_wrote(url: str, questions:
         return done.stdout, done.exception
 
     assert "how many chats" in str(command()[1])
+    assert "leave it out" in str(command("--prompts", str(questions), "--begin", "Tell me")[1])
     assert "--prompts takes" in str(command("--prompts", str(tmp_path / "absent.jsonl"))[1])
     refused = command("--prompts", str(questions), "--url", "http://127.0.0.1:9")[1]
     assert "no gateway at http://127.0.0.1:9" in str(refused)
@@ -111,7 +125,7 @@ def test_the_command_says_what_is_missing_and_what_it_wrote(url: str, questions:
     assert error is None
     figures = json.loads(printed)
     assert figures["chats"] + figures["cut_off"] == 3
-    assert len(chats(tmp_path / "chats.jsonl")) == figures["chats"]
+    assert len(answered(tmp_path / "chats.jsonl")) == figures["chats"]
 
 
 # --- prompts in files -------------------------------------------------------------------------------------------------
@@ -126,7 +140,8 @@ def test_prompts_are_read_from_messages_questions_and_lines(tmp_path: Path) -> N
     (tmp_path / "b.txt").write_text("four\n\n  five \n")
     found = list(read_prompts([tmp_path / "a.jsonl", tmp_path / "b.txt"]))
     assert [prompt.text for prompt in found] == ["one", "two", None, "four", "five"]
-    assert found[2] == Prompt([{"role": "system", "content": "s"}, {"role": "user", "content": "three"}])
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "three"}]
+    assert found[2] == Prompt(messages, answer={"role": "assistant", "content": "gone"})
 
 
 @pytest.mark.parametrize(
