@@ -121,10 +121,24 @@ def prune(
 
 def last_layers(target: ModelConfig, count: int) -> tuple[int, ...]:
     """Return the indices of the target's last `count` layers. Raises DataError unless 0 < count < number of layers."""
+    depth = _depth_for(target, count)
+    return tuple(range(depth - count, depth))
+
+
+def spread_layers(target: ModelConfig, count: int) -> tuple[int, ...]:
+    """Return the indices of `count` layers at equal distances, the first among them. Raises DataError as last_layers.
+
+    The first layer is the only one that a target trained to read embeddings.
+    """
+    depth = _depth_for(target, count)
+    return tuple(number * (depth - 1) // max(1, count - 1) for number in range(count))
+
+
+def _depth_for(target: ModelConfig, count: int) -> int:
     depth = target.num_hidden_layers
     if not 0 < count < depth:
         raise DataError(f"layers is {count}: a draft of a target of {depth} layers has 1 to {depth - 1}")
-    return tuple(range(depth - count, depth))
+    return depth
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from spire.checkpoints.tokenizer import load_tokenizer
 from spire.checkpoints.weights import load_draft, load_embeddings, load_target, sampled_hash, save_draft
 from spire.errors import DataError
 from spire.model.config import DraftConfig, ModelConfig, SharedEmbeddings, load_draft_config, load_model_config
-from spire.model.draft import Draft, RolloutBlocks, input_scale, last_layers, prune
+from spire.model.draft import Draft, RolloutBlocks, input_scale, last_layers, prune, spread_layers
 from spire.model.placement import choose_dtype
 from spire.model.target import Target
 from spire.perf.shapes import SERVED_SINK, SERVED_WINDOW, quarter_of
@@ -38,7 +38,7 @@ from spire.training.teacher import StoredTeacher, Taught, teach
 # A draft for a larger vocabulary proposes only the most frequent tokens, as many as these.
 _WHOLE_VOCABULARY, _OWN_VOCABULARY = 16384, 8192
 # The rate for layers that are copied from a target trained by AdamW. Conversations longer than this are cut off.
-_REAL_RATE, _LONGEST_CONVERSATION = 5e-4, 1024
+_REAL_RATE, _LONGEST_CONVERSATION = 1e-3, 1024
 
 
 @dataclass(frozen=True)
@@ -119,13 +119,15 @@ def recipe_for(target_directory: Path, given: dict[str, Any]) -> DraftRecipe:
         }
     elif "start_from" in given:
         start_from = Path(given["start_from"])
+        begun = load_draft_config(start_from)
         fitted["layers"] = load_model_config(start_from).num_hidden_layers
-        fitted["vocabulary"] = load_draft_config(start_from).vocabulary
+        fitted["vocabulary"], fitted["copied_layers"] = begun.vocabulary, begun.tapped_layers or None
     else:
         fitted["layers"] = quarter_of(target.num_hidden_layers)
     if target.vocab_size > _WHOLE_VOCABULARY and given.get("init") != "random" and given.get("kind") != "vanilla":
         real = {"freeze_embeddings": True, "optimizer": "adamw", "adamw_rate": _REAL_RATE}
-        fitted = {"vocabulary": _OWN_VOCABULARY} | real | fitted
+        copied = spread_layers(target, given.get("layers", fitted["layers"]))
+        fitted = {"vocabulary": _OWN_VOCABULARY, "copied_layers": copied} | real | fitted
     return DraftRecipe(**fitted | given)
 
 

@@ -161,7 +161,19 @@ def test_the_performance_model_counts_the_draft_that_training_makes(
 def test_a_draft_that_is_trained_further_keeps_its_number_of_layers(stories_dir: Path, stories_draft_dir: Path) -> None:
     layers = load_model_config(stories_draft_dir).num_hidden_layers
     assert layers != recipe_for(stories_dir, {}).layers
-    assert recipe_for(stories_dir, {"start_from": str(stories_draft_dir)}).layers == layers
+    further = recipe_for(stories_dir, {"start_from": str(stories_draft_dir)})
+    assert further.layers == layers
+    assert further.copied_layers == load_draft(stories_draft_dir).draft.tapped_layers
+
+
+def test_for_a_large_vocabulary_layers_are_spread_from_the_first(stories_dir: Path, tmp_path: Path) -> None:
+    config = json.loads((stories_dir / "config.json").read_text()) | {"vocab_size": 32000, "num_hidden_layers": 30}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert recipe_for(tmp_path, {"layers": 3}).copied_layers == (0, 14, 29)
+    assert recipe_for(tmp_path, {"layers": 1}).copied_layers == (0,)
+    assert recipe_for(tmp_path, {"layers": 3, "copied_layers": (27, 28, 29)}).copied_layers == (27, 28, 29)
+    with pytest.raises(DataError, match="a draft of a target of 30 layers has 1 to 29"):
+        recipe_for(tmp_path, {"layers": 30})
 
 
 def test_a_vanilla_draft_has_an_eighth_of_the_targets_body(stories_dir: Path) -> None:
