@@ -6,6 +6,7 @@ The service asks the verifier for its target, and refuses to start if the draft 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import grpc
 import structlog
@@ -22,6 +23,7 @@ from spire.service.process import announce, keep_announcing, on_passing_thread, 
 # isort: split
 from draft_service.activations import Follower, subscription
 from draft_service.drafter import Drafter
+from draft_service.embeddings import ask_embeddings, is_kept, kept_embeddings
 from draft_service.identity import check_handshake, describe, stable_id
 from draft_service.metrics import registry_of
 from draft_service.requests import Requests
@@ -54,13 +56,17 @@ async def serve(config: DraftServiceConfig) -> None:
     trust = Trust.read(config.tls, config.secret_file)
     trust.check_host(config.host)
     keep_freed_memory()
-    draft, backend = on_passing_thread(lambda: _load(config))
+    kept = kept_embeddings(config)
+    loaded = None if kept else on_passing_thread(lambda: _load(config, config.target))
     server = new_server(trust)
     port = listen(server, config.host, config.port, trust)
     async with connect(config.verifier, trust) as channel:
         stub = verifier_pb2_grpc.VerifierStub(channel)
         info = await _meet(stub, config.verifier, trust)
-        check_handshake(draft, config.draft, info)
+        check_handshake(config.draft, info)
+        if kept and not is_kept(kept):
+            await ask_embeddings(stub, kept)
+        draft, backend = loaded or on_passing_thread(lambda: _load(config, kept))
         drafter = on_passing_thread(lambda: _drafter(draft, backend, config, info.max_context))
         draft_id = config.draft_id or stable_id(config, port)
         loop = asyncio.get_running_loop()
@@ -92,11 +98,11 @@ async def _meet(stub: verifier_pb2_grpc.VerifierStub, address: str, trust: Trust
             await asyncio.sleep(_RETRY_SECONDS)
 
 
-def _load(config: DraftServiceConfig) -> tuple[Draft, Reference]:
+def _load(config: DraftServiceConfig, target: Path | None) -> tuple[Draft, Reference]:
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     backend = fp8_backend_for(device, dtype) if config.quantization == "fp8" else backend_for(device)
-    draft = load_draft(config.draft, dtype, device, config.target)
+    draft = load_draft(config.draft, dtype, device, target)
     set_threads(config.threads or draft_threads(draft))
     return backend.pack(draft), backend
 

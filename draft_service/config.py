@@ -21,7 +21,9 @@ class DraftServiceConfig(ModelServiceConfig):
 
     draft: Path = Field(description="Draft checkpoint directory.")
     target: Path | None = Field(
-        None, description="Directory of the draft's target, whose embeddings a draft without its own uses."
+        None,
+        description="Directory of the draft's target, whose embeddings a draft without its own uses. Default: they are "
+        "asked from the verifier once and kept in the user's cache.",
     )
     verifier: Peer = Field(description="HOST:PORT of the verifier whose activations are followed.")
     draft_id: str = Field("", description="Name at the verifier; must outlive restarts. Default: from host and port.")

@@ -11,21 +11,22 @@ from draft_service.drafter import Drafter
 from spire.checkpoints.names import model_name
 from spire.decoding.drafting import MAX_SPECULATION_DEPTH
 from spire.errors import MismatchError
-from spire.model.draft import Draft
+from spire.model.config import load_draft_config, load_model_config
 from spire.perf.shape_messages import shape_to_wire
 from spire.perf.shapes import Shape
 from spire.rpc.channel import PROTOCOL_VERSION
 from spire.v1 import verifier_pb2
 
 
-def check_handshake(draft: Draft, directory: Path, info: verifier_pb2.GetInfoResponse) -> None:
+def check_handshake(directory: Path, info: verifier_pb2.GetInfoResponse) -> None:
     """Raise MismatchError, naming the two values that differ, unless this draft was made for the verifier's target."""
+    shape, draft = load_model_config(directory), load_draft_config(directory)
     for what, ours, theirs in (
         ("protocol version", PROTOCOL_VERSION, info.protocol_version),
-        ("target fingerprint", draft.draft.target_fingerprint, info.target_fingerprint),
+        ("target fingerprint", draft.target_fingerprint, info.target_fingerprint),
         ("tokenizer", _tokenizer_hash(directory) or info.tokenizer_hash, info.tokenizer_hash),
-        ("vocabulary", draft.config.vocab_size, info.vocab_size),
-        ("width", draft.config.hidden_size if draft.draft.tapped_layers else info.hidden_size, info.hidden_size),
+        ("vocabulary", shape.vocab_size, info.vocab_size),
+        ("width", shape.hidden_size if draft.tapped_layers else info.hidden_size, info.hidden_size),
     ):
         if ours != theirs:
             raise MismatchError(

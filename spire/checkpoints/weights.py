@@ -114,6 +114,35 @@ def load_embeddings(directory: Path) -> dict[str, Tensor]:
     return {_EMBEDDING: embedding, _HEAD: found.get(stored[_HEAD], embedding)}
 
 
+def embedding_rows(directory: Path, most_bytes: int) -> Iterator[tuple[bool, Tensor]]:
+    """Yield a target's embedding and then, if stored apart, its unembedding (True), a few rows at a time.
+
+    Raises the errors of `load_tensors`.
+    """
+    for name in (_EMBEDDING, _HEAD):
+        for file in _files(directory):
+            with _readable(file), safe_open(file, framework="pt") as stored:
+                if stored_name(name) not in stored.keys():  # noqa: SIM118
+                    continue
+                matrix = stored.get_slice(stored_name(name))
+                rows, width = matrix.get_shape()
+                step = max(1, most_bytes // (4 * width))
+                for first in range(0, rows, step):
+                    yield name == _HEAD, matrix[first : first + step]
+
+
+def save_embeddings(directory: Path, embedding: Tensor, unembedding: Tensor | None) -> str:
+    """Write a target's embeddings, in a directory that `load_draft` takes for the target's; return their fingerprint.
+
+    `unembedding`: None if it is the embedding.
+    """
+    head = embedding if unembedding is None else unembedding
+    tensors = {_EMBEDDING: embedding} | ({} if unembedding is None else {_HEAD: unembedding})
+    directory.mkdir(parents=True, exist_ok=True)
+    write_tensors(directory / "model.safetensors", {stored_name(name): tensor for name, tensor in tensors.items()})
+    return sampled_hash({_EMBEDDING: embedding, _HEAD: head})
+
+
 def _loaded(
     directory: Path,
     config: ModelConfig,

@@ -141,6 +141,18 @@ class GetTokenizerResponse(_message.Message):
     special_tokens: _containers.ScalarMap[str, str]
     def __init__(self, tokenizer_json: _Optional[bytes] = ..., chat_template: _Optional[str] = ..., special_tokens: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
+class GetEmbeddingsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetEmbeddingsResponse(_message.Message):
+    __slots__ = ("unembedding", "rows")
+    UNEMBEDDING_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    unembedding: bool
+    rows: _tensor_pb2.Tensor
+    def __init__(self, unembedding: bool = ..., rows: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ...) -> None: ...
+
 class RoundsRequest(_message.Message):
     __slots__ = ("start", "verify")
     START_FIELD_NUMBER: _ClassVar[int]

@@ -67,6 +67,11 @@ class VerifierStub(object):
                 request_serializer=spire_dot_v1_dot_verifier__pb2.GetTokenizerRequest.SerializeToString,
                 response_deserializer=spire_dot_v1_dot_verifier__pb2.GetTokenizerResponse.FromString,
                 _registered_method=True)
+        self.GetEmbeddings = channel.unary_stream(
+                '/spire.v1.Verifier/GetEmbeddings',
+                request_serializer=spire_dot_v1_dot_verifier__pb2.GetEmbeddingsRequest.SerializeToString,
+                response_deserializer=spire_dot_v1_dot_verifier__pb2.GetEmbeddingsResponse.FromString,
+                _registered_method=True)
         self.Rounds = channel.stream_stream(
                 '/spire.v1.Verifier/Rounds',
                 request_serializer=spire_dot_v1_dot_verifier__pb2.RoundsRequest.SerializeToString,
@@ -127,6 +132,12 @@ class VerifierServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetEmbeddings(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Rounds(self, request_iterator, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -163,6 +174,11 @@ def add_VerifierServicer_to_server(servicer, server):
                     servicer.GetTokenizer,
                     request_deserializer=spire_dot_v1_dot_verifier__pb2.GetTokenizerRequest.FromString,
                     response_serializer=spire_dot_v1_dot_verifier__pb2.GetTokenizerResponse.SerializeToString,
+            ),
+            'GetEmbeddings': grpc.unary_stream_rpc_method_handler(
+                    servicer.GetEmbeddings,
+                    request_deserializer=spire_dot_v1_dot_verifier__pb2.GetEmbeddingsRequest.FromString,
+                    response_serializer=spire_dot_v1_dot_verifier__pb2.GetEmbeddingsResponse.SerializeToString,
             ),
             'Rounds': grpc.stream_stream_rpc_method_handler(
                     servicer.Rounds,
@@ -262,6 +278,33 @@ class Verifier(object):
             '/spire.v1.Verifier/GetTokenizer',
             spire_dot_v1_dot_verifier__pb2.GetTokenizerRequest.SerializeToString,
             spire_dot_v1_dot_verifier__pb2.GetTokenizerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetEmbeddings(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/spire.v1.Verifier/GetEmbeddings',
+            spire_dot_v1_dot_verifier__pb2.GetEmbeddingsRequest.SerializeToString,
+            spire_dot_v1_dot_verifier__pb2.GetEmbeddingsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -265,10 +265,10 @@ def test_a_draft_meets_only_a_verifier_of_its_own(
         vocab_size=draft.config.vocab_size,
         hidden_size=draft.config.hidden_size,
     )
-    check_handshake(draft, directory, right)
+    check_handshake(directory, right)
     right.MergeFrom(verifier_pb2.GetInfoResponse(**change))
     with pytest.raises(MismatchError, match=says):
-        check_handshake(draft, directory, right)
+        check_handshake(directory, right)
 
 
 def hash_of(content: bytes) -> str:

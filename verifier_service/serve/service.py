@@ -36,6 +36,7 @@ from verifier_service.metrics import GRPC
 from verifier_service.sampling.compiling import Compiling
 from verifier_service.sampling.grammar import Grammars, Matcher
 from verifier_service.serve.draft_connections import DraftConnections
+from verifier_service.serve.embeddings import embedding_messages
 from verifier_service.serve.names import Leases, told
 
 log = structlog.get_logger("verifier_service")
@@ -189,6 +190,7 @@ class VerifierService(rpc.VerifierServicer):
         self, engine: VerifierEngine, hosted: Hosted, config: VerifierConfig, drafting: DraftConnections, drafts: Drafts
     ):
         self._engine, self._hosted, self._shared_memory = engine, hosted, config.shared_memory
+        self._model = config.model
         self._drafting, self._drafts = drafting, drafts
         self.leases = Leases(engine, config.lease_seconds)
         self._subscribers: dict[str, Subscriber] = {}
@@ -203,6 +205,16 @@ class VerifierService(rpc.VerifierServicer):
         self, request: pb.GetTokenizerRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetTokenizerResponse:
         return self._hosted.tokenizer
+
+    async def GetEmbeddings(
+        self, request: pb.GetEmbeddingsRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.GetEmbeddingsResponse]:
+        try:
+            parts = embedding_messages(self._model)
+            while (part := await asyncio.to_thread(next, parts, None)) is not None:
+                yield part
+        except SpireError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
 
     async def Rounds(
         self, requests: AsyncIterator[pb.RoundsRequest], context: grpc.aio.ServicerContext

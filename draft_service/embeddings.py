@@ -1,0 +1,74 @@
+"""The embeddings of a draft's target: from the target's directory, or asked from the verifier once and kept.
+
+A draft without embeddings of its own names its target's by their fingerprint.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import grpc
+import structlog
+import torch
+from torch import Tensor
+
+from draft_service.config import DraftServiceConfig
+from spire.checkpoints.weights import save_embeddings
+from spire.errors import CheckpointError, MismatchError
+from spire.files import user_cache
+from spire.model.config import load_draft_config
+from spire.rpc.tensors import from_wire
+from spire.v1 import verifier_pb2, verifier_pb2_grpc
+
+log = structlog.get_logger("draft_service")
+
+
+def kept_embeddings(config: DraftServiceConfig) -> Path | None:
+    """Return where embeddings that were asked from a verifier are kept; None for a draft that needs none of these."""
+    shared = load_draft_config(config.draft).embeddings
+    return None if config.target or not shared else user_cache() / "embeddings" / shared.fingerprint
+
+
+def is_kept(directory: Path) -> bool:
+    return directory.is_dir()
+
+
+async def ask_embeddings(stub: verifier_pb2_grpc.VerifierStub, directory: Path) -> None:
+    """Ask the verifier for its target's embeddings and keep them in `directory`.
+
+    Raises MismatchError if they are not those that the draft names, and CheckpointError if they cannot be kept.
+    """
+    parts: dict[bool, list[Tensor]] = {False: [], True: []}
+    try:
+        async for part in stub.GetEmbeddings(verifier_pb2.GetEmbeddingsRequest()):
+            parts[part.unembedding].append(from_wire(part.rows))
+    except grpc.aio.AioRpcError as error:
+        raise MismatchError(
+            f"the draft uses its target's embeddings, and the verifier did not send them: {error.details()}. "
+            "Give the target's directory with --target DIR"
+        ) from error
+    embedding, head = (torch.cat(rows) if rows else None for rows in parts.values())
+    assert embedding is not None
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory.parent) as unfinished:
+            _keep(embedding, head, Path(unfinished) / "kept", directory)
+    except OSError as error:
+        raise CheckpointError(
+            f"the target's embeddings cannot be kept in {directory.parent} ({error.strerror}): point XDG_CACHE_HOME to "
+            "a directory that can be written, or give the target's directory with --target DIR"
+        ) from error
+    log.info("kept the target's embeddings", directory=str(directory), bytes=embedding.nbytes)
+
+
+def _keep(embedding: Tensor, head: Tensor | None, unfinished: Path, directory: Path) -> None:
+    found = save_embeddings(unfinished, embedding, head)
+    if found != directory.name:
+        raise MismatchError(
+            f"embeddings: this draft was made for {directory.name}, the verifier's target has {found}; "
+            "serve the draft's own target, or train a draft for this one with `spire train draft`"
+        )
+    shutil.rmtree(directory, ignore_errors=True)
+    unfinished.rename(directory)
