@@ -173,7 +173,9 @@ def _guess(name: str, schema: type[BaseModel], lists: Lists, kind: str) -> str |
     if letters in whole:
         return whole[letters]
     found = {known for shorter in _one_less(letters) for known in near.get(shorter, ())}
-    return next(iter(get_close_matches(name, sorted(found), 1, 0)), None)
+    # Letters that changed their places are a smaller slip than others in their places.
+    moved = {known for known in found if sorted(_letters(known)) == sorted(letters)}
+    return next(iter(get_close_matches(name, sorted(moved or found), 1, 0)), None)
 
 
 @cache
