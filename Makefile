@@ -33,8 +33,8 @@ ONE_LINE := awk -v shown="$$(test -t 2 && echo yes)" \
 help:  ## List what can be made.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-serve: $(VENV)/.serve  ## Install, start the services, complete one prompt, serve until Ctrl-C (ONCE=1: stop after the completion).
-	@$(VENV)/bin/spire up $(if $(filter-out 0,$(ONCE)),--once) $(ARGS)
+serve: $(VENV)/.serve  ## Install, start the services, answer one prompt, serve until Ctrl-C (ONCE=1: stop after the answer; MODEL=tiny: the bundled toy).
+	@$(VENV)/bin/spire up $(if $(MODEL),--model $(MODEL)) $(if $(DRAFT),--draft $(DRAFT)) $(if $(filter-out 0,$(ONCE)),--once) $(ARGS)
 
 compose-up: deploy/.env  ## The system in containers, by docker compose: keys and certificates, images, services (options: deploy/.env).
 	@mkdir -p deploy/secrets

@@ -18,6 +18,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: threads of 
     os.environ["OMP_NUM_THREADS"] = "1"
 
 from spire.bench.prompts import PromptSource
+from spire.checkpoints.smollm2 import NotAvailable
 from tests import smollm2
 from tests.paths import TESTS
 from tests.services import Service, Services, running, start
@@ -179,7 +180,7 @@ def smollm2_gguf(pytestconfig: pytest.Config) -> Path:
     """SmolLM2-135M-Instruct as a GGUF file (Q4_1), downloaded once; skips where it cannot be had."""
     try:
         return smollm2.gguf_file(pytestconfig.cache.mkdir("smollm2"))
-    except smollm2.NotAvailable as reason:
+    except NotAvailable as reason:
         pytest.skip(str(reason))
 
 

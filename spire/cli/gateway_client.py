@@ -1,4 +1,4 @@
-"""REST client for a completion from a running gateway, in one response or streamed."""
+"""REST client for a completion from a running gateway, in one response or streamed, and for a streamed chat."""
 
 from __future__ import annotations
 
@@ -36,6 +36,12 @@ class ClientCompletion:
         return rounds.get("mean_acceptance_length") if rounds.get("num_draft_tokens") else None
 
     @property
+    def rate(self) -> float:
+        """Tokens a second after the first token; 0 if there is no second one."""
+        milliseconds = self.metrics.get("mean_itl_ms")
+        return 1000 / milliseconds if milliseconds else 0.0
+
+    @property
     def summary(self) -> str:
         rate = f"{self.tokens / self.seconds:.1f} tokens/s" if self.seconds else ""
         depth = f"τ {self.tau:.2f}" if self.tau is not None else "no speculation"
@@ -67,13 +73,21 @@ def stream_completion(
     client: httpx.Client, url: str, result: ClientCompletion, **request: Any
 ) -> Iterator[dict[str, Any]]:
     """Stream a completion of one choice: yield its pieces and fill `result`. Raises GatewayError, also mid-stream."""
+    yield from _stream(client, url, "/v1/completions", {"prompt": result.prompt, **request}, result)
+
+
+def stream_chat(client: httpx.Client, url: str, result: ClientCompletion, **request: Any) -> Iterator[dict[str, Any]]:
+    """Stream the answer to a user's message, with pieces and errors as those of `stream_completion`."""
+    messages = [{"role": "user", "content": result.prompt}]
+    yield from _stream(client, url, "/v1/chat/completions", {"messages": messages, **request}, result)
+
+
+def _stream(
+    client: httpx.Client, url: str, path: str, request: dict[str, Any], result: ClientCompletion
+) -> Iterator[dict[str, Any]]:
     began = time.perf_counter()
-    options = {"stream": True, "stream_options": {"include_usage": True}, "return_metrics": True}
-    body = {"prompt": result.prompt, **options, **request}
-    with (
-        gateway_errors(url),
-        client.stream("POST", f"{url}/v1/completions", json=body, headers=authorization()) as response,
-    ):
+    body = {"stream": True, "stream_options": {"include_usage": True}, "return_metrics": True} | request
+    with gateway_errors(url), client.stream("POST", f"{url}{path}", json=body, headers=authorization()) as response:
         if response.status_code != httpx.codes.OK:
             response.read()
             raise GatewayError(refusal_of(response))
@@ -82,7 +96,9 @@ def stream_completion(
                 raise GatewayError(f"the gateway broke off: {error.get('message')}")
             result.usage = event.get("usage") or result.usage
             result.metrics = event.get("metrics") or result.metrics
-            for piece in event.get("choices", []):
+            for choice in event.get("choices", []):
+                delta = choice.pop("delta", {})
+                piece = {"text": delta.get("content") or ""} | choice
                 result.choices = [joined(result.choices[0], piece) if result.choices else piece]
                 yield piece
     result.seconds = time.perf_counter() - began

@@ -12,8 +12,8 @@ Url = Annotated[str | None, typer.Option(help="A gateway that runs already. Defa
 ServedModel = Annotated[
     Path | None,
     typer.Option(
-        help="Target: a directory in Hugging Face layout, a .gguf file, or a name of the Hugging Face hub (ORG/NAME). "
-        "Default: the bundled one.",
+        help="Target: a directory in Hugging Face layout, a .gguf file, a name of the Hugging Face hub (ORG/NAME), "
+        "smollm2 (SmolLM2-135M-Instruct, downloaded once) or tiny (the bundled toy).",
         envvar="SPIRE_MODEL",
     ),
 ]
@@ -24,12 +24,19 @@ ServedDraft = Annotated[
         envvar="SPIRE_DRAFT",
     ),
 ]
-Model = Annotated[Path | None, typer.Option(help="Target, as for `spire up`. Default: the bundled one.")]
-Draft = Annotated[str | None, typer.Option(help="Directory, magicdec or off. Default: the bundled target's draft.")]
+Model = Annotated[Path | None, typer.Option(help="Target, as for `spire up`. Default: tiny.")]
+Draft = Annotated[str | None, typer.Option(help="Directory, magicdec or off. Default: the one of tiny or smollm2.")]
 Dtype = Annotated[str | None, typer.Option(help="auto, bfloat16 or float32.")]
 Data = Annotated[
     list[Path] | None,
     typer.Option(help="Text to cut prompts from, as docs/data.md lists it; repeatable. Default: bundled."),
+]
+Chats = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="Chats (.jsonl, as spire write makes them) instead of text: at most --context tokens of earlier exchanges "
+        "and a message to answer. Left out: answers shorter than --generate, and such that repeat themselves."
+    ),
 ]
 Layers = Annotated[int | None, typer.Option(help="Use only this many layers of the shape.", min=2)]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.", min=0)]

@@ -1,6 +1,7 @@
-"""`spire up`: run verifier, draft and gateway as processes on this machine, and complete one prompt as a check.
+"""`spire up`: run verifier, draft and gateway as processes on this machine, and answer one prompt as a check.
 
-    spire up                          the bundled pair, on the available hardware
+    spire up                          SmolLM2-135M-Instruct with its SPIRe draft, on the available hardware
+    spire up --model tiny             the bundled toy
     spire up --model DIR --draft magicdec
                                       your own model, which drafts for itself
     spire up --model DIR --draft off  the same model with plain decoding
@@ -29,10 +30,11 @@ from rich.markup import escape
 from rich.status import Status
 
 from spire.address import bare, bind, fits_unix, join, reachable
+from spire.checkpoints.chat_template import read_chat_template
 from spire.checkpoints.tokenizer import ids_without_text, load_tokenizer
-from spire.cli.gateway_client import ClientCompletion, stream_completion
+from spire.cli.gateway_client import ClientCompletion, stream_chat, stream_completion
 from spire.cli.options import ServedDraft, ServedModel
-from spire.cli.paths import OFF, Pair, choose_pair
+from spire.cli.paths import OFF, Pair, choose_pair, first_pair
 from spire.cli.service import Service
 from spire.errors import SpireError
 from spire.http import direct_client
@@ -51,6 +53,10 @@ _FALSE = {"", "0", "f", "false", "n", "no", "off"}
 _MODULES = ("verifier_service", "draft_service", "gateway")
 _POLL_SECONDS = 0.1
 _FIRST_PROMPT = "It was a cold and stormy night, and"
+_FIRST_QUESTION = "What is the capital of France, and what is it known for?"
+_FIRST_TOKENS = 64
+# An answer that took longer is not decoded once more for comparison.
+_COMPARED_SECONDS = 20.0
 
 
 class _Stopped(Exception):
@@ -104,11 +110,13 @@ def up(
     cache_gb: Annotated[
         float | None, typer.Option(help="Memory for the target's cache. Default: what fits into free memory.", min=0)
     ] = None,
-    prompt: Annotated[str, typer.Option(help="Prompt to complete once all serve; empty for none.")] = _FIRST_PROMPT,
-    once: Annotated[bool, typer.Option("--once", help="Stop after the first completion.")] = False,
+    prompt: Annotated[
+        str | None, typer.Option(help="Prompt to answer once all serve; empty for none. Default: one that fits.")
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Stop after the first answer.")] = False,
 ) -> None:
-    """Start the services, complete one prompt, and serve until Ctrl-C."""
-    pair = choose_pair(model, draft)
+    """Start the services, answer one prompt, and serve until Ctrl-C."""
+    pair = choose_pair(model, draft) if model else first_pair(draft)
     if pair.note:
         _warn(pair.note)
     vocab_size = load_model_config(pair.model).vocab_size
@@ -139,10 +147,10 @@ def up(
         try:
             stack.start()
             stack.announce()
-            if prompt and not once and not stack.admitted:
+            if prompt != "" and not once and not stack.admitted:
                 _warn(f"no completion: the gateway asks for an API key, and {GATEWAY_KEY} holds none that it knows")
-            elif prompt:
-                show_completion(stack.url, prompt)
+            elif prompt != "":
+                show_answer(stack.url, prompt, chats=bool(read_chat_template(pair.model).template))
             if not once:
                 console.print("\nServing. Ctrl-C stops.")
                 stack.watch()
@@ -291,14 +299,31 @@ class Stack:
         return not self.pair.speculates or self.ready.get("draft") == "connected"
 
 
-def show_completion(url: str, prompt: str) -> None:
-    """Complete `prompt` and stream the text to the terminal: a large model may take minutes. Raises GatewayError."""
-    completion = ClientCompletion(prompt)
-    console.print(f"[bold]{escape(prompt)}[/]", end="")
-    with direct_client(timeout=None) as client:
-        for piece in stream_completion(client, url, completion, max_tokens=64, temperature=0.8, seed=1):
+def show_answer(url: str, prompt: str | None, chats: bool) -> None:
+    """Stream the answer to a prompt to the terminal, then compare its speed with plain decoding. Raises GatewayError.
+
+    `chats`: the prompt is a user's message. Nothing is compared that was not drafted, or took long.
+    """
+    stream, fitting, sampling = (
+        (stream_chat, _FIRST_QUESTION, {"temperature": 0})
+        if chats
+        else (stream_completion, _FIRST_PROMPT, {"temperature": 0.8, "seed": 1})
+    )
+    answer, plainly = (ClientCompletion(fitting if prompt is None else prompt) for _ in range(2))
+    console.print(f"[bold]{escape(answer.prompt)}[/]", end="\n" if chats else "")
+    with direct_client(timeout=None) as client:  # a large model may take minutes
+        for piece in stream(client, url, answer, max_tokens=_FIRST_TOKENS, **sampling):
             console.out(piece["text"], end="")
-    console.print(f"\n[dim]{completion.summary}[/]")
+        console.print(f"\n[dim]{answer.summary}[/]")
+        if answer.tau is None or answer.seconds > _COMPARED_SECONDS:
+            return
+        for _ in stream(client, url, plainly, max_tokens=_FIRST_TOKENS, speculation={"k": 0}, **sampling):
+            pass
+    if answer.rate and plainly.rate:
+        console.print(
+            f"[dim]after the first token {answer.rate:.0f} tokens/s, by plain decoding {plainly.rate:.0f}: "
+            f"{answer.rate / plainly.rate:.2f} ×[/]"
+        )
 
 
 def _warn(text: str) -> None:

@@ -127,6 +127,14 @@ def test_once_completes_a_prompt_prints_figures_and_stops(stories_dir: Path, sto
     assert "/v1/completions" in done.stdout
 
 
+def test_a_chat_model_answers_a_question_beside_plain_decoding(stories_chat_dir: Path, stories_draft_dir: Path) -> None:
+    command = up(stories_chat_dir, stories_draft_dir, "--once")
+    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "What is the capital of France" in done.stdout
+    assert re.search(r"after the first token \d+ tokens/s, by plain decoding \d+: \d\.\d\d ×", done.stdout), done.stdout
+
+
 @pytest.mark.thorough
 def test_logs_stay_where_they_were_wanted_and_the_model_has_its_name(stories_dir: Path, tmp_path: Path) -> None:
     logs = tmp_path / "kept" / "logs"
@@ -143,7 +151,8 @@ def test_logs_stay_where_they_were_wanted_and_the_model_has_its_name(stories_dir
 def test_an_open_address_without_keys_is_refused_before_anything_is_loaded(
     told: dict[str, str], tmp_path: Path
 ) -> None:
-    command = spire("up", "--host", "0.0.0.0", "--port", "0", "--once", "--log-dir", str(tmp_path / "logs"))
+    options = ["--host", "0.0.0.0", "--port", "0", "--once", "--log-dir", str(tmp_path / "logs")]
+    command = spire("up", "--model", "tiny", *options)
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT | told, timeout=60)
     assert done.returncode == 1
     assert "other machines can reach 0.0.0.0, and no API keys are asked for" in done.stderr

