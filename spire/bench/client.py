@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,18 +86,26 @@ class Client:
         await self._http.aclose()
 
     async def complete_all(
-        self, request: Request, prompts: list[list[int]], on_done: Callable[[Completed], None] = lambda _: None
+        self,
+        request: Request,
+        prompts: list[list[int]],
+        on_done: Callable[[Completed], None] = lambda _: None,
+        seeds: Sequence[int] | None = None,
     ) -> list[Completed]:
-        """Complete all prompts, at most `concurrency` at once; results are in prompt order. Raises BenchError."""
+        """Complete all prompts, at most `concurrency` at once; results are in prompt order. Raises BenchError.
+
+        `seeds`: one for each prompt; by default its place.
+        """
         gate = asyncio.Semaphore(self.concurrency)
 
-        async def one(index: int, prompt: list[int]) -> Completed:
+        async def one(seed: int, prompt: list[int]) -> Completed:
             async with gate:
-                completed = await self._complete(request.body(prompt, seed=index))
+                completed = await self._complete(request.body(prompt, seed))
             on_done(completed)
             return completed
 
-        return await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(prompts)))
+        given = range(len(prompts)) if seeds is None else seeds
+        return await asyncio.gather(*map(one, given, prompts))
 
     async def _complete(self, body: dict[str, Any]) -> Completed:
         sent = time.monotonic()

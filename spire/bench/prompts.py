@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Protocol
 
 from spire.checkpoints.tokenizer import load_tokenizer
 from spire.errors import DataError
@@ -13,6 +14,13 @@ from spire.text.documents import Chats, read_documents
 from spire.text.text_files import bytes_to_read, find_files
 
 BUNDLED_TEXT = Path(__file__).parent / "prose.txt"
+
+
+class Prompts(Protocol):
+    """Prompts for measurements."""
+
+    def cut(self, count: int, length: int, seed: int) -> list[list[int]]:
+        """Return `count` prompts of `length` tokens, which depend on the arguments only. Raises DataError."""
 
 
 class PromptSource:

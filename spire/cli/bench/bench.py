@@ -1,6 +1,6 @@
 """`spire bench`: measure the gain of speculation through the REST endpoint, beside the performance model's prediction.
 
-    spire bench                                           the bundled pair at 1, 4 and 16 requests
+    spire bench                                           the bundled toy at 1, 4 and 16 requests
     spire bench --drafts off,vanilla=DIR,magicdec,spire --batch 1,4,16,64 --context 128,512,1900 --k 0,4,auto
     spire bench --trace azure_llm_2023_conv.csv.xz --trace-seconds 60
     spire bench --url http://127.0.0.1:8000               services that already run
@@ -30,15 +30,15 @@ from typing import Annotated
 import typer
 
 from spire.bench.cell import AUTO, SPIRE, Cell, Depth
+from spire.bench.chats import source_of
 from spire.bench.load import Batch, Load, Trace, read_trace
 from spire.bench.peers.against import Server
 from spire.bench.peers.servers import check
-from spire.bench.prompts import BUNDLED_TEXT, PromptSource
 from spire.checkpoints.tokenizer import load_tokenizer
 from spire.cli.bench import report as bench_report
 from spire.cli.bench.comparison import Chosen, Run
-from spire.cli.options import Data, Dtype, Json, Layers, Model, Seed, Temperature, Url, numbers
-from spire.cli.paths import OFF, Pair, choose_pair, random_pair
+from spire.cli.options import Chats, Data, Dtype, Json, Layers, Model, Seed, Temperature, Url, numbers
+from spire.cli.paths import OFF, TINY, Pair, choose_pair, random_pair
 from spire.cli.serving import serving
 from spire.cli.terminal import bar_or_lines, note
 from spire.cli.up import ModelOptions
@@ -96,6 +96,7 @@ def bench(
     ] = None,
     dtype: Dtype = None,
     data: Data = None,
+    chats: Chats = None,
     hardware: Annotated[
         Path | None,
         typer.Option(help="Calibration file for predictions. Default: the one spire doctor --calibrate wrote."),
@@ -115,7 +116,7 @@ def bench(
     with _pair(model, shape, layers, accept_rate, max(contexts) + generate) as (pair, title):
         stacks = [] if against and not (drafts or url) else _choose(drafts, pair, url)
         longest = load_model_config(pair.model).longest
-        source = PromptSource(pair.model, data or [BUNDLED_TEXT])
+        source = source_of(pair.model, data, chats)
         if trace is None:
             if max(contexts) + generate > longest:
                 raise SpireError(
@@ -201,7 +202,7 @@ def _pair(
         if layers is not None:
             raise SpireError("--layers belongs to --shape")
         pair = choose_pair(model, None)
-        yield pair, str(pair.model) if model else "bundled"
+        yield pair, str(model or TINY)
         return
     if shape is None or rate is None:
         raise SpireError("--accept-rate and --shape belong together: random weights accept nothing by themselves")

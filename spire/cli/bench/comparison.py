@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.progress import Progress, TaskID
 
 from spire.bench.cell import AUTO, SPIRE, Cell, Depth
+from spire.bench.chats import ChatSource, ChosenChats
+from spire.bench.client import Request
 from spire.bench.load import Batch, Load, alternate
 from spire.bench.peers.against import Server
 from spire.bench.peers.servers import TRANSFORMERS, Task, assistant_of, cells as peer_cells, run_transformers
@@ -44,6 +46,8 @@ class Run:
     hardware: Hardware | None
     # Acceptance probability of every draft token; set only for synthetic acceptance.
     accept_rate: float | None = None
+    # Of a load that consists of chats: the same with the chats that were chosen.
+    _chosen: dict[Load, Load] = field(default_factory=dict)
 
     def of(self, system: System, chosen: Chosen, progress: Progress, task: TaskID) -> Iterator[Cell]:
         """Measure a draft on `system`: yield the cell of each load at each depth, after an unmeasured warm-up.
@@ -61,18 +65,31 @@ class Run:
         alternate(system, warming, depths, 1, self.seed - 1, lambda: progress.advance(task))
         for at, load in enumerate(self.loads):
             progress.update(task, description=f"{chosen.name}: {load.name}")
+            load = self._with_chosen_chats(load, system)
             seed = self.seed + 1000 * at
             alternate(system, load, [AUTO], learning, seed + 500, lambda: progress.advance(task), split_turns=0)
             runs = alternate(system, load, depths, self.repeats, seed, lambda: progress.advance(task))
             for depth in depths:
                 cell = Cell(SPIRE, chosen.name, depth, load.batch, load.context, runs[depth], runs[0], trace=load.trace)
-                yield replace(cell, modelled=self._modelled(chosen, load, cell), synthetic=self.accept_rate is not None)
+                left_out = load.source.left_out if isinstance(load.source, ChosenChats) else None
+                modelled = self._modelled(chosen, load, cell)
+                yield replace(cell, modelled=modelled, note=left_out, synthetic=self.accept_rate is not None)
+
+    def _with_chosen_chats(self, load: Load, system: System) -> Load:
+        """Return the load with chats chosen by the first system's answers; any other load as it is."""
+        if not isinstance(load.source, ChatSource) or not isinstance(load, Batch):
+            return load
+        if load not in self._chosen:
+            request = Request(load.generate, load.temperature)
+            self._chosen[load] = replace(load, source=ChosenChats(load.source, system.url, request))
+        return self._chosen[load]
 
     def peers(
         self, target: Path, drafts: list[Path], dtype: str, cells: list[Cell], progress: Progress
     ) -> Iterator[Cell]:
         """Measure peers: yield their cells, compared to Spire's plain decoding at the same batch and context."""
-        batches = [load for load in self.loads if isinstance(load, Batch)]
+        loads = (self._chosen.get(load, load) for load in self.loads)
+        batches = [load for load in loads if isinstance(load, Batch)]
         depth = next((depth for depth in self.depths if depth not in (0, AUTO)), _LOOKED_UP)
         assert depth != AUTO
         task = Task(target, assistant_of(drafts), batches, dtype, depth, self.repeats, self.seed)
@@ -85,7 +102,8 @@ class Run:
         """Measure another server: yield the cell of each load, compared to Spire's plain decoding of the same load."""
         row = progress.add_task(server.url, total=len(self.loads) * (self.repeats + 1))
         for at, load in enumerate(self.loads):
-            cell = server.measure(load, self.repeats, self.seed + 1000 * at, lambda: progress.advance(row))
+            same, seed = self._chosen.get(load, load), self.seed + 1000 * at
+            cell = server.measure(same, self.repeats, seed, lambda: progress.advance(row))
             yield self._beside_plain(cell, cells)
 
     def _modelled(self, chosen: Chosen, load: Load, cell: Cell) -> dict[str, Any]:

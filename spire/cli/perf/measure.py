@@ -20,10 +20,11 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from spire.bench.acceptance import acceptance
+from spire.bench.chats import ChatSource, ChosenChats, source_of
 from spire.bench.client import Client, Completed, Request
 from spire.bench.peers.divergence import divergence
-from spire.bench.prompts import BUNDLED_TEXT, PromptSource
-from spire.cli.options import Data, Draft, Dtype, Json, Model, Seed, Temperature, Url, numbers
+from spire.bench.prompts import BUNDLED_TEXT, Prompts, PromptSource
+from spire.cli.options import Chats, Data, Draft, Dtype, Json, Model, Seed, Temperature, Url, numbers
 from spire.cli.paths import choose_pair
 from spire.cli.serving import serving
 from spire.cli.terminal import progress_bar
@@ -41,6 +42,7 @@ def eval_acceptance(
     draft: Draft = None,
     dtype: Dtype = None,
     data: Data = None,
+    chats: Chats = None,
     contexts: Annotated[int, typer.Option(help="How many prompts.", min=2)] = 512,
     context: Annotated[str, typer.Option(help="Tokens of each prompt; several with commas.")] = "512",
     generate: Annotated[int, typer.Option(help="Tokens generated after each prompt.", min=8)] = 64,
@@ -53,10 +55,12 @@ def eval_acceptance(
 ) -> None:
     """Mean tokens per round τ with its 95 % interval, and acceptance by position, through the services."""
     pair = choose_pair(model, draft)
-    source = PromptSource(pair.model, data or [BUNDLED_TEXT])
+    source: Prompts = source_of(pair.model, data, chats)
     requests = [Request(generate + 1, temperature, k, name.strip()) for name in rule.split(",")]
-    prompts = {length: source.cut(contexts, length, seed) for length in numbers(context)}
     with serving(url, pair, ModelOptions(dtype)) as served:
+        if isinstance(source, ChatSource):
+            source = ChosenChats(source, served.url, requests[0], concurrency)
+        prompts = {length: source.cut(contexts, length, seed) for length in numbers(context)}
         cells = [
             acceptance(
                 asyncio.run(_complete(served.url, cut, request, concurrency, f"context {length}")), length, request
@@ -64,8 +68,10 @@ def eval_acceptance(
             for length, cut in prompts.items()
             for request in requests
         ]
+    left_out = source.left_out if isinstance(source, ChosenChats) else None
     if as_json:
-        return typer.echo(json.dumps({"acceptance": [asdict(cell) for cell in cells]}))
+        told = {"left_out": left_out} if left_out else {}
+        return typer.echo(json.dumps({"acceptance": [asdict(cell) for cell in cells]} | told))
     headings = ("context", "contexts", "k", "temperature", "rule", "rounds", "τ", "± 95 %", "prefix", "tokens/s")
     table = Table(*(Column(heading, justify="right") for heading in headings), title="τ through the services")
     for cell in cells:
@@ -74,6 +80,8 @@ def eval_acceptance(
         rate = f"{cell.tokens_per_second:.0f}"
         table.add_row(*map(str, row), f"{cell.tau:.3f}", f"{cell.tau_ci95:.3f}", prefix, rate)
     Console().print(table)
+    if left_out:
+        typer.echo(left_out)
 
 
 @evaluate.command("divergence")
