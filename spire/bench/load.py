@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from spire.bench.cell import AUTO, Depth
 from spire.bench.client import Request
-from spire.bench.prompts import Prompts
+from spire.bench.prompts import PromptMaker
 from spire.bench.stream import Timed
 from spire.bench.system import System
 from spire.bench.throughput import Figures, measure
@@ -32,7 +32,7 @@ Body = Callable[[Request, list[int], int], dict[str, Any]]
 class Batch:
     """A load of `batch` simultaneous requests, each with `context` prompt tokens and `generate` generated tokens."""
 
-    source: Prompts
+    source: PromptMaker
     batch: int
     context: int
     generate: int
@@ -66,7 +66,7 @@ class Arrival(NamedTuple):
 class Trace:
     """A load with the arrival times, prompt lengths and output lengths of a trace."""
 
-    source: Prompts
+    source: PromptMaker
     arrivals: list[Arrival]
     temperature: float
     name: str

@@ -16,8 +16,8 @@ from spire.text.text_files import bytes_to_read, find_files
 BUNDLED_TEXT = Path(__file__).parent / "prose.txt"
 
 
-class Prompts(Protocol):
-    """Prompts for measurements."""
+class PromptMaker(Protocol):
+    """What makes prompts for measurements."""
 
     def cut(self, count: int, length: int, seed: int) -> list[list[int]]:
         """Return `count` prompts of `length` tokens, which depend on the arguments only. Raises DataError."""

@@ -23,7 +23,7 @@ from spire.bench.acceptance import acceptance
 from spire.bench.chats import ChatSource, ChosenChats, source_of
 from spire.bench.client import Client, Completed, Request
 from spire.bench.peers.divergence import divergence
-from spire.bench.prompts import BUNDLED_TEXT, Prompts, PromptSource
+from spire.bench.prompts import BUNDLED_TEXT, PromptMaker, PromptSource
 from spire.cli.options import Chats, Data, Draft, Dtype, Json, Model, Seed, Temperature, Url, numbers
 from spire.cli.paths import choose_pair
 from spire.cli.serving import serving
@@ -55,7 +55,7 @@ def eval_acceptance(
 ) -> None:
     """Mean tokens per round τ with its 95 % interval, and acceptance by position, through the services."""
     pair = choose_pair(model, draft)
-    source: Prompts = source_of(pair.model, data, chats)
+    source: PromptMaker = source_of(pair.model, data, chats)
     requests = [Request(generate + 1, temperature, k, name.strip()) for name in rule.split(",")]
     with serving(url, pair, ModelOptions(dtype)) as served:
         if isinstance(source, ChatSource):
