@@ -32,6 +32,7 @@ def kept_embeddings(config: DraftServiceConfig) -> Path | None:
 
 
 def is_kept(directory: Path) -> bool:
+    """Return whether an earlier run has kept the embeddings in `directory`."""
     return directory.is_dir()
 
 
@@ -49,8 +50,9 @@ async def ask_embeddings(stub: verifier_pb2_grpc.VerifierStub, directory: Path) 
             f"the draft uses its target's embeddings, and the verifier did not send them: {error.details()}. "
             "Give the target's directory with --target DIR"
         ) from error
-    embedding, head = (torch.cat(rows) if rows else None for rows in parts.values())
-    assert embedding is not None
+    if not parts[False]:
+        raise MismatchError("the verifier sent no embedding, which this draft needs: give --target DIR")
+    embedding, head = torch.cat(parts[False]), torch.cat(parts[True]) if parts[True] else None
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory.parent) as unfinished:

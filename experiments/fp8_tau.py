@@ -1,4 +1,4 @@
-"""What fp8 costs a draft in τ: weights and inputs of its products rounded as on a GPU, the rest in float32 on this CPU.
+"""Measure what fp8 costs a draft in τ: its products round weights and inputs as on a GPU, in float32 on this CPU.
 
 Only the input of the unembedding is not rounded here.
 

@@ -101,7 +101,7 @@ class Drafting:
 
     @property
     def gains(self) -> list[Gain]:
-        """What drafting gains under the loads measured so far; empty for a fixed k, which compares nothing."""
+        """The gains of drafting under the loads measured so far; empty for a fixed k, which compares nothing."""
         return self._depths.gains() if self._config.k is None else []
 
     @property

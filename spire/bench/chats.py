@@ -97,7 +97,7 @@ class ChosenChats:
 
     @property
     def left_out(self) -> str:
-        """What was left out, for people."""
+        """The shares of prompts that were left out, for people."""
         shares = (f"{number / max(1, self.tried):.0%}" for number in (self.short, self.repetitive))
         return "left out of {} chats: {} whose answers end early, {} that repeat themselves".format(self.tried, *shares)
 

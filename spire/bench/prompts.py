@@ -17,7 +17,7 @@ BUNDLED_TEXT = Path(__file__).parent / "prose.txt"
 
 
 class PromptMaker(Protocol):
-    """What makes prompts for measurements."""
+    """A maker of prompts for measurements."""
 
     def cut(self, count: int, length: int, seed: int) -> list[list[int]]:
         """Return `count` prompts of `length` tokens, which depend on the arguments only. Raises DataError."""
