@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.library import custom_op
 
 PAGE = 64
 # Limits of a program's queries per key: a matrix product on the GPU's tensor cores has 16 rows or more.
@@ -87,22 +88,36 @@ def attend(
     sequence's number of earlier positions. The pages must already contain the new keys and values.
     """
     B, H, T, K = queries_BHTK.shape
-    G = keys_XGLK.shape[1]
-    rows = _rows(H // G * T)
     splits = triton.cdiv(table_BP.shape[1] * PAGE, tuning.split)
     queries_BHTK = queries_BHTK.contiguous()
     found_BTHK = queries_BHTK.new_empty(B, T, H, K)
     parts = queries_BHTK.new_empty(B, H * T, splits, K, dtype=torch.float32)
     weights = queries_BHTK.new_empty(B, H * T, splits, dtype=torch.float32)
+    _launch_stretch(queries_BHTK, keys_XGLK, values_XGLK, table_BP, lengths_B, parts, weights, *tuning)
+    _launch_join(parts, weights, lengths_B, found_BTHK, tuning.split)
+    return found_BTHK.transpose(1, 2)
+
+
+@custom_op("spire::stretch", mutates_args=("parts", "weights"))
+def _launch_stretch(
+    queries_BHTK: Tensor, keys_XGLK: Tensor, values_XGLK: Tensor, table_BP: Tensor, lengths_B: Tensor,
+    parts: Tensor, weights: Tensor, split: int, warps: int, stages: int,
+) -> None:  # fmt: skip
+    B, H, T, K = queries_BHTK.shape
+    G, splits = keys_XGLK.shape[1], parts.shape[2]
     shape = (T, H // G, G, table_BP.shape[1], splits)
     _stretch[(B, G, splits)](
         queries_BHTK, keys_XGLK, values_XGLK, table_BP, lengths_B, parts, weights, K**-0.5 * _LOG2_E, *shape,
-        ROWS=rows, K=K, PAGE=PAGE, SPLIT=tuning.split, num_warps=tuning.warps, num_stages=tuning.stages,
+        ROWS=_rows(H // G * T), K=K, PAGE=PAGE, SPLIT=split, num_warps=warps, num_stages=stages,
     )  # fmt: skip
+
+
+@custom_op("spire::join", mutates_args=("found_BTHK",))
+def _launch_join(parts: Tensor, weights: Tensor, lengths_B: Tensor, found_BTHK: Tensor, split: int) -> None:
+    B, T, H, K = found_BTHK.shape
     _join[(B, H * T)](
-        parts, weights, lengths_B, found_BTHK, T, H * T, splits, K=K, SPLIT=tuning.split, JOINED=_JOINED, num_warps=2
+        parts, weights, lengths_B, found_BTHK, T, H * T, parts.shape[2], K=K, SPLIT=split, JOINED=_JOINED, num_warps=2
     )
-    return found_BTHK.transpose(1, 2)
 
 
 @triton.jit(do_not_specialize=["T", "GROUP", "G", "pages", "splits"])

@@ -5,22 +5,21 @@ An operation on a meta tensor and a tensor of the host raises an error, and so d
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from spire.decoding.drafting import RoundInputs
 from spire.decoding.verification import SparseDistribution, verify
-from spire.model.backends.gpu.backend import GpuBackend
+from spire.model.backends.gpu.backend import GpuBackend, PaddedMemory
 from spire.model.backends.gpu.graphs import Outputs
 from spire.model.backends.reference import BlockBatch
 from spire.model.cache.paged import PagedCache
 from spire.model.config import DraftConfig, ModelConfig
-from spire.model.draft import prune
+from spire.model.draft import Draft, prune
 from spire.model.target import Target
 from spire.rpc.sampling import from_protos
 from spire.v1.tensor_pb2 import RULE_BLOCK, RULE_INVARIANT, Sampling
@@ -43,21 +42,6 @@ class Checked:
         return (lambda: None), outputs
 
 
-def rotate_and_store(projected: Tensor, *rest: Any) -> Tensor:
-    heads, new_tokens, K = rest[-2], rest[-1], rest[3].shape[1]
-    return projected.new_empty(len(projected) // new_tokens, heads, new_tokens, K)
-
-
-# Kernels as operators without an implementation: what goes in is not looked at, and shapes come out.
-FAKES = SimpleNamespace(
-    norm=lambda x, weight, eps, fp8=False: torch.empty_like(x),
-    add_norm=lambda x, more, weight, eps, out=None, fp8=False: (torch.empty_like(x), torch.empty_like(x)),
-    rotate_and_store=rotate_and_store,
-    silu_mul=lambda x: x[:, : x.shape[1] // 2].contiguous(),
-)
-ATTENTION = SimpleNamespace(attends=lambda *sizes: True, attend=lambda queries, *rest: torch.empty_like(queries))
-
-
 @pytest.fixture(autouse=True)
 def inference() -> Iterator[None]:
     with torch.inference_mode():
@@ -66,16 +50,22 @@ def inference() -> Iterator[None]:
 
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> GpuBackend:
-    monkeypatch.setattr("spire.model.backends.gpu.backend.elementwise_kernels", lambda model: FAKES)
-    monkeypatch.setattr("spire.model.backends.gpu.backend.draft_kernels", lambda draft: ATTENTION)
-    monkeypatch.setattr("spire.model.cache.paged.attention_kernels", lambda pages, group: ATTENTION)
+    """With all kernels that fit, none of which has been tried: their launches are operators that do nothing here."""
+    for chooser in ("spire.model.backends.gpu.kernels", "spire.model.attention.triton_kernels"):
+        monkeypatch.setattr(f"{chooser}.load_kernels", lambda module, *given: importlib.import_module(module))
     return GpuBackend(Checked())
 
 
-def new_target() -> Target:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": V}
+def new_target(layers: int = 3, dtype: torch.dtype = torch.float32) -> Target:
+    sizes = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": layers, "vocab_size": V}
     with META:
-        return Target(ModelConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=8, **sizes))
+        return Target(ModelConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=16, **sizes)).to(dtype)
+
+
+def new_draft(layers: int = 2, dtype: torch.dtype = torch.float32) -> Draft:
+    tapped = tuple(range(layers))
+    with META:
+        return prune(new_target(4, dtype), DraftConfig(target_fingerprint="", tapped_layers=tapped, window=8), tapped)
 
 
 def works(backend: GpuBackend) -> int:
@@ -106,9 +96,9 @@ def test_a_forward_asks_nothing_of_the_host(backend: GpuBackend, tokens: int) ->
     for _ in range(2):
         found = backend.forward(target, torch.empty(B, tokens, dtype=torch.int64, device=META), view, (0, 2))
     assert works(backend) == 1
-    assert found.hidden_BTD.shape == (B, tokens, 32)
+    assert found.hidden_BTD.shape == (B, tokens, 64)
     assert found.taps_BTND is not None
-    assert found.taps_BTND.shape == (B, tokens, 2, 32)
+    assert found.taps_BTND.shape == (B, tokens, 2, 64)
 
 
 @pytest.mark.parametrize("kind", MIXES)
@@ -123,7 +113,7 @@ def test_a_verdict_asks_nothing_of_the_host(backend: GpuBackend, kind: str, q_of
     rows = from_protos([MIXES[kind][row % len(MIXES[kind])] for row in range(B)], META)
     blocks = BlockBatch(torch.empty(B, T - 1, dtype=torch.int64, device=META), numbers, q, rows, numbers)
     for _ in range(2):
-        found = backend.verdict(target, torch.empty(B, T, 32, device=META), blocks, verify)
+        found = backend.verdict(target, torch.empty(B, T, 64, device=META), blocks, verify)
     assert works(backend) == 1
     assert found.verdict.tokens_BT.shape == (B, T)
 
@@ -131,9 +121,7 @@ def test_a_verdict_asks_nothing_of_the_host(backend: GpuBackend, kind: str, q_of
 @pytest.mark.parametrize("kind", MIXES)
 @pytest.mark.parametrize("candidates", [None, 8], ids=["whole q", "candidates"])
 def test_a_draft_s_round_asks_nothing_of_the_host(backend: GpuBackend, kind: str, candidates: int | None) -> None:
-    spire = DraftConfig(target_fingerprint="", tapped_layers=(1, 2), window=8)
-    with META:
-        draft = backend.pack(prune(new_target(), spire, (1, 2)))
+    draft = backend.pack(new_draft())
     memory, numbers = backend.memory(draft, B), torch.empty(B, dtype=torch.int64, device=META)
     rows = from_protos([MIXES[kind][row % len(MIXES[kind])] for row in range(B)], META)
     for _ in range(2):
@@ -144,13 +132,66 @@ def test_a_draft_s_round_asks_nothing_of_the_host(backend: GpuBackend, kind: str
 
 
 def test_absorbing_activations_asks_nothing_of_the_host(backend: GpuBackend) -> None:
-    spire = DraftConfig(target_fingerprint="", tapped_layers=(1, 2), window=8)
-    with META:
-        draft = backend.pack(prune(new_target(), spire, (1, 2)))
+    draft = backend.pack(new_draft())
     memory, numbers_R = backend.memory(draft, B), torch.empty(5, dtype=torch.int64, device=META)
     for _ in range(2):
-        memory.absorb(numbers_R, numbers_R, torch.empty(5, 2, 32, device=META))
+        memory.absorb(numbers_R, numbers_R, torch.empty(5, 2, 64, device=META))
     assert works(backend) == 1
+
+
+class Launches(TorchDispatchMode):
+    """Names operations that launch a kernel: all but views and allocations."""
+
+    NO_LAUNCH = (
+        "view", "reshape", "transpose", "empty", "empty_like", "new_empty", "empty_strided", "expand", "slice",
+        "select", "t", "unbind", "detach", "unsqueeze", "flatten", "unflatten", "squeeze", "permute", "alias", "split",
+        "_unsafe_view",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func.overloadpacket.__name__ not in self.NO_LAUNCH:
+            self.names.append(str(func.overloadpacket))
+        return func(*args, **(kwargs or {}))
+
+    def kernels(self) -> set[str]:
+        """The names of our own kernels among them."""
+        return {name.removeprefix("spire.") for name in self.names if name.startswith("spire.")}
+
+
+OF_LAYERS = {"add_norm", "rotate_and_store", "silu_mul"}
+
+
+@pytest.mark.parametrize("tokens", [1, T], ids=["plain", "verifying"])
+def test_a_layer_has_twelve_launches_at_most(backend: GpuBackend, tokens: int) -> None:
+    counts: dict[int, int] = {}
+    for layers in (2, 4):
+        target = backend.pack(new_target(layers))
+        cache = PagedCache(target.config, B, 300, device=META)
+        view = cache.view([cache.allocate() for _ in range(B)], tokens, decoding=True)
+        with Launches() as launches:
+            backend._computed(target, torch.empty(B, tokens, dtype=torch.int64, device=META), view, ())
+        assert launches.kernels() == OF_LAYERS | {"stretch", "join"}
+        counts[layers] = len(launches.names)
+    assert counts[4] - counts[2] <= 2 * 12, launches.names
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bfloat16", "fp8"])
+def test_a_draft_s_layer_has_twelve_launches_a_pass_fourteen_in_fp8(backend: GpuBackend, fp8: bool) -> None:
+    backend._fp8 = fp8
+    numbers, counts = torch.empty(B, dtype=torch.int64, device=META), {}
+    for layers in (1, 3):
+        memory = backend.memory(backend.pack(new_draft(layers, torch.bfloat16)), B)
+        assert isinstance(memory, PaddedMemory)
+        round_ = memory.begin(numbers, numbers, k=4)
+        with Launches() as launches:
+            round_.next_logits(numbers)
+        assert launches.kernels() == OF_LAYERS | {"attend_memory"} | ({"quantise"} if fp8 else set())
+        counts[layers] = len(launches.names)
+    assert counts[3] - counts[1] <= 2 * (14 if fp8 else 12), launches.names
 
 
 X = torch.empty(1, device=META)

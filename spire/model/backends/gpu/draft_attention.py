@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.library import custom_op
 
 from spire.decoding.drafting import MAX_SPECULATION_DEPTH
 from spire.model.config import DraftConfig
@@ -60,17 +61,29 @@ def attend(
     The position is `base_B` + `passes`. It attends to entries of its slot with positions in the sink or the window, and
     to the round's positions before it. `own_keys_BGkK` and `own_values_BGkK` hold the round's keys and values so far.
     """
+    found_BHK = torch.empty_like(queries_BHK)
+    _launch_attend_memory(
+        queries_BHK, keys_XGSK, values_XGSK, positions_XS, slots_B, own_keys_BGkK, own_values_BGkK, base_B, found_BHK,
+        passes, draft.sink, draft.window, draft.attends_self,
+    )  # fmt: skip
+    return found_BHK
+
+
+@custom_op("spire::attend_memory", mutates_args=("found_BHK",))
+def _launch_attend_memory(
+    queries_BHK: Tensor, keys_XGSK: Tensor, values_XGSK: Tensor, positions_XS: Tensor, slots_B: Tensor,
+    own_keys_BGkK: Tensor, own_values_BGkK: Tensor, base_B: Tensor, found_BHK: Tensor,
+    passes: int, sink: int, window: int, attends_self: bool,
+) -> None:  # fmt: skip
     B, H, K = queries_BHK.shape
     _, G, S, _ = keys_XGSK.shape
     k = own_keys_BGkK.shape[2]
-    found_BHK = torch.empty_like(queries_BHK)
     entries = max(_LEAST_ROWS, triton.next_power_of_2(S + k))
     _attend_memory[(B, G)](
         queries_BHK, keys_XGSK, values_XGSK, positions_XS, slots_B, own_keys_BGkK, own_values_BGkK, base_B, found_BHK,
-        K**-0.5 * _LOG2_E, passes, H // G, G, S, k, draft.sink, draft.window, int(draft.attends_self),
+        K**-0.5 * _LOG2_E, passes, H // G, G, S, k, sink, window, int(attends_self),
         ROWS=max(_LEAST_ROWS, triton.next_power_of_2(H // G)), ENTRIES=entries, K=K, num_warps=4,
     )  # fmt: skip
-    return found_BHK
 
 
 @triton.jit(do_not_specialize=["passes", "GROUP", "G", "S", "k", "sink", "window", "attends_self"])

@@ -1,5 +1,8 @@
 """Triton kernels for what lies between the matrix products of a layer on a GPU, each in one launch.
 
+Each launch is an operator of torch that returns nothing and names what it writes: so it can be counted, and work runs
+on meta tensors without a GPU.
+
 Numbers are computed in fp32 and rounded once, where torch rounds after each operation.
 
 Shapes: R rows (positions of all sequences), D width, H query heads, G key/value heads, K head width, F inner width.
@@ -11,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.library import custom_op
 
 from spire.model.backends.gpu.fp8 import FP8, LARGEST, LEAST_SCALE, Rows8
 
@@ -33,23 +37,37 @@ def add_norm(
 def _normed(
     x_RD: Tensor, more_RD: Tensor | None, weight_D: Tensor, eps: float, sum_RD: Tensor, fp8: bool
 ) -> Tensor | Rows8:
+    out = _empty8(x_RD) if fp8 else (torch.empty_like(x_RD), None)
+    _launch_add_norm(x_RD, more_RD, weight_D, sum_RD, *out, eps)
+    return out if isinstance(out, Rows8) else out[0]
+
+
+@custom_op("spire::add_norm", mutates_args=("sum_RD", "out_RD", "scale_R1"))
+def _launch_add_norm(
+    x_RD: Tensor, more_RD: Tensor | None, weight_D: Tensor, sum_RD: Tensor, out_RD: Tensor, scale_R1: Tensor | None,
+    eps: float,
+) -> None:  # fmt: skip
     R, D = x_RD.shape
     block = triton.next_power_of_2(D)
-    out_RD, scale_R1 = _empty8(x_RD) if fp8 else (torch.empty_like(x_RD), weight_D)
     _add_norm[(R,)](
-        x_RD, x_RD if more_RD is None else more_RD, weight_D, sum_RD, out_RD, scale_R1, eps, D,
-        ADD=more_RD is not None, FP8=fp8, LARGEST=LARGEST, LEAST=LEAST_SCALE, BLOCK=block, num_warps=_warps(block),
+        x_RD, x_RD if more_RD is None else more_RD, weight_D, sum_RD, out_RD,
+        weight_D if scale_R1 is None else scale_R1, eps, D, ADD=more_RD is not None, FP8=scale_R1 is not None,
+        LARGEST=LARGEST, LEAST=LEAST_SCALE, BLOCK=block, num_warps=_warps(block),
     )  # fmt: skip
-    return Rows8(out_RD, scale_R1) if fp8 else out_RD
 
 
 def quantise(x_RD: Tensor) -> Rows8:
     """Round rows to fp8."""
+    found = _empty8(x_RD)
+    _launch_quantise(x_RD, *found)
+    return found
+
+
+@custom_op("spire::quantise", mutates_args=("out_RD", "scale_R1"))
+def _launch_quantise(x_RD: Tensor, out_RD: Tensor, scale_R1: Tensor) -> None:
     R, D = x_RD.shape
     block = triton.next_power_of_2(D)
-    found = _empty8(x_RD)
-    _quantise[(R,)](x_RD, *found, D, LARGEST=LARGEST, LEAST=LEAST_SCALE, BLOCK=block, num_warps=_warps(block))
-    return found
+    _quantise[(R,)](x_RD, out_RD, scale_R1, D, LARGEST=LARGEST, LEAST=LEAST_SCALE, BLOCK=block, num_warps=_warps(block))
 
 
 def _empty8(x_RD: Tensor) -> Rows8:
@@ -71,22 +89,36 @@ def rotate_and_store(
     `projected_RE` has the queries, keys and values of each position, head by head. `rows_RG` (int64) are the rows of
     `keys_PK` and `values_PK` to write to.
     """
+    queries_BHTK = projected_RE.new_empty(len(rows_RG) // new_tokens, heads, new_tokens, keys_PK.shape[1])
+    _launch_rotate_and_store(
+        projected_RE, cosine_RK, signed_sine_RK, rows_RG, queries_BHTK, keys_PK, values_PK, heads, new_tokens
+    )
+    return queries_BHTK
+
+
+@custom_op("spire::rotate_and_store", mutates_args=("queries_BHTK", "keys_PK", "values_PK"))
+def _launch_rotate_and_store(
+    projected_RE: Tensor, cosine_RK: Tensor, signed_sine_RK: Tensor, rows_RG: Tensor,
+    queries_BHTK: Tensor, keys_PK: Tensor, values_PK: Tensor, heads: int, new_tokens: int,
+) -> None:  # fmt: skip
     R, G = rows_RG.shape
-    K = keys_PK.shape[1]
-    queries_BHTK = projected_RE.new_empty(R // new_tokens, heads, new_tokens, K)
     _rotate_and_store[(R, heads + 2 * G)](
         projected_RE, cosine_RK, signed_sine_RK, rows_RG, queries_BHTK, keys_PK, values_PK, heads, G, new_tokens,
-        HALF=K // 2, num_warps=1,
+        HALF=keys_PK.shape[1] // 2, num_warps=1,
     )  # fmt: skip
-    return queries_BHTK
 
 
 def silu_mul(gate_up_RE: Tensor) -> Tensor:
     """Return silu(gate) · up, [R, F], of rows that hold gate and up one after the other, [R, 2 F]."""
-    R, E = gate_up_RE.shape
-    out_RF = gate_up_RE.new_empty(R, E // 2)
-    _silu_mul[(R, triton.cdiv(E // 2, _BLOCK))](gate_up_RE, out_RF, E // 2, BLOCK=_BLOCK, num_warps=4)
+    out_RF = gate_up_RE.new_empty(len(gate_up_RE), gate_up_RE.shape[1] // 2)
+    _launch_silu_mul(gate_up_RE, out_RF)
     return out_RF
+
+
+@custom_op("spire::silu_mul", mutates_args=("out_RF",))
+def _launch_silu_mul(gate_up_RE: Tensor, out_RF: Tensor) -> None:
+    R, F = out_RF.shape
+    _silu_mul[(R, triton.cdiv(F, _BLOCK))](gate_up_RE, out_RF, F, BLOCK=_BLOCK, num_warps=4)
 
 
 def try_out(dtype: torch.dtype, device: torch.device, width: int, head_dim: int) -> None:
