@@ -69,4 +69,5 @@ def served_draft(directory: Path) -> DraftShape:
     config = load_draft_config(directory)
     # A draft without the target's activations caches its whole past, even if it attends to a window only.
     kind: DraftKind = "spire" if config.tapped_layers else "vanilla"
-    return DraftShape(kind, Shape.of(load_model_config(directory)), config.window, config.sink)
+    shape = Shape.of(load_model_config(directory), config.vocabulary)
+    return DraftShape(kind, shape, config.window, config.sink)

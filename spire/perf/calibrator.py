@@ -112,7 +112,7 @@ def _every_part(
     target_layer, pass_layer = step(parts.target_layer_cost, target, bench), None
     if fused:  # the target's forward; the passes of a vanilla draft run layer by layer
         target_layer, pass_layer = parts.fused_target_layer_cost(target, matmul, bandwidth, bench), target_layer
-    verify_sampling = step(parts.verify_sampling_cost, target.vocab_size, bench)
+    verify_sampling = step(parts.verify_sampling_cost, target, draft, bench)
     threads = torch.get_num_threads()
     torch.set_num_threads(for_draft)
     try:
@@ -121,7 +121,7 @@ def _every_part(
             draft_layer, draft_round = step(parts.fused_draft_costs, target, draft, draft_matmul, bandwidth, bench)
         else:
             draft_layer, draft_round = step(parts.draft_costs, target, draft, bench)
-        draft_sampling = step(parts.draft_sampling_cost, target, bench)
+        draft_sampling = step(parts.draft_sampling_cost, target, draft, bench)
     finally:
         torch.set_num_threads(threads)
     measured = Measured(

@@ -22,6 +22,7 @@ import spire.service.process  # noqa: F401
 # isort: split
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from spire.decoding.drafting import Drafted, draft_tokens
 from spire.decoding.sampling import SamplingRows
@@ -203,22 +204,23 @@ def fused_draft_costs(
     return _of_layer_and_round(memory, bench, lambda batch: draft_seconds(shape, batch, 0, 1, alone))
 
 
-def draft_sampling_cost(config: ModelConfig, bench: Bench) -> Cost:
+def draft_sampling_cost(config: ModelConfig, draft: DraftConfig, bench: Bench) -> Cost:
     """Measure the seconds of sampling draft tokens from logits, by the number of logits."""
-    vocabulary, kernels = config.vocab_size, kernels_of(config, bench.randn(0))
+    vocabulary, kernels = draft.vocabulary or config.vocab_size, kernels_of(config, bench.randn(0))
+    candidates = _candidates(config, draft)
 
     def seconds(batch: int) -> float:
-        if kernels and vocabulary <= _WHOLE_Q:
+        if kernels and candidates is None:
             return bench.seconds(_drawing(kernels, logits[:batch].float(), bench))
-        return bench.seconds(lambda: _draft(vocabulary, batch, _DEPTH, logits, bench)) / _DEPTH
+        return bench.seconds(lambda: _draft(batch, _DEPTH, logits, candidates, bench)) / _DEPTH
 
     logits = bench.randn(_MANY[0], vocabulary)
     return _line((vocabulary, seconds(1)), (_MANY[0] * vocabulary, seconds(_MANY[0])))
 
 
-def verify_sampling_cost(vocabulary: int, bench: Bench) -> Cost:
+def verify_sampling_cost(config: ModelConfig, draft: DraftConfig, bench: Bench) -> Cost:
     """Measure verification by the block rule: seconds from logits to committed tokens, by the number of logits."""
-    backend = backend_for(bench.device)
+    backend, vocabulary, candidates = backend_for(bench.device), config.vocab_size, _candidates(config, draft)
 
     def seconds(batch: int, tokens: int) -> float:
         k, rows = tokens - 1, _sampling_rows(batch, bench)
@@ -226,16 +228,16 @@ def verify_sampling_cost(vocabulary: int, bench: Bench) -> Cost:
         counts_B = torch.full((batch,), k, device=bench.device)
         draft_BK, q = torch.empty(batch, 0, dtype=torch.int64, device=bench.device), None
         if k:
-            drafted = _draft(vocabulary, batch, k, logits_BTV[:, 0], bench)
+            drafted = _draft(batch, k, logits_BTV[:, 0, : draft.vocabulary], candidates, bench)
             assert drafted.probs_BKM is not None  # the block rule needs q
             draft_BK, q = drafted.tokens_BK, SparseDistribution(drafted.ids_BKM, drafted.probs_BKM)
             if drafted.ids_BKM is None:
-                q = SparseDistribution.whole(list(drafted.probs_BKM), k, vocabulary, bench.device)
+                whole = pad(drafted.probs_BKM, (0, vocabulary - drafted.probs_BKM.shape[-1]))
+                q = SparseDistribution.whole(list(whole), k, vocabulary, bench.device)
 
         def sample() -> None:
             logits = logits_BTV.to(torch.float32, copy=True)
-            verdict, _ = backend.judge(logits, BlockBatch(draft_BK, counts_B, q, rows, counts_B))
-            verdict.tokens_BT.tolist()
+            backend.judge(logits, BlockBatch(draft_BK, counts_B, q, rows, counts_B))[0].tokens_BT.tolist()
 
         return bench.seconds(sample)
 
@@ -294,13 +296,16 @@ def _without_layers(model: Model, rows: int, bench: Bench) -> Model:
 
 def _draft_shell(config: ModelConfig, draft: DraftConfig, vocabulary: int) -> Draft:
     update = {"num_hidden_layers": len(draft.tapped_layers), "vocab_size": vocabulary}
-    return Draft(config.model_copy(update=update), draft)
+    return Draft(config.model_copy(update=update), draft.model_copy(update={"vocabulary": None}))
 
 
 def threads_of(config: ModelConfig, draft: DraftConfig) -> int:
     """Return the number of threads with which a draft of this size is served."""
     with torch.device("meta"):
-        return draft_threads(_draft_shell(config, draft, config.vocab_size)) or torch.get_num_threads()
+        return (
+            draft_threads(Draft(config.model_copy(update={"num_hidden_layers": len(draft.tapped_layers)}), draft))
+            or torch.get_num_threads()
+        )
 
 
 def _of_forward(
@@ -366,9 +371,13 @@ def _drawing(kernels: Kernels, logits_BV: Tensor, bench: Bench) -> Callable[[], 
     return lambda: draw(kernels, logits_BV, rows.temperature_B, uniforms_B, tokens_B, probs_BV)
 
 
-def _draft(vocabulary: int, batch: int, k: int, logits_BV: Tensor, bench: Bench) -> Drafted:
+def _candidates(config: ModelConfig, draft: DraftConfig) -> int | None:
+    """Return from how many tokens a draft draws; None: from its whole vocabulary."""
+    return None if draft.vocabulary or config.vocab_size <= _WHOLE_Q else _WHOLE_Q
+
+
+def _draft(batch: int, k: int, logits_BV: Tensor, candidates: int | None, bench: Bench) -> Drafted:
     newest_B = torch.zeros(batch, dtype=torch.int64, device=bench.device)
-    candidates = None if vocabulary <= _WHOLE_Q else _WHOLE_Q
     rows = _sampling_rows(batch, bench)
     return draft_tokens(lambda _: logits_BV[:batch].float(), newest_B, newest_B, k, rows, candidates)
 

@@ -19,8 +19,8 @@ STREAM = Cost(fixed=0.14e-3, each=1 / 1.7e9)
 # (experiments/results/carrier.json, by experiments/carrier.py).
 RING_BYTE = (1.050e-3 - 0.311e-3) / (14_417_920 - 55_296)
 
-# A vocabulary of up to this many tokens sends q whole in bfloat16; a larger one sends the top tokens with ids in fp32.
-# Greedy requests send no q.
+# A vocabulary of up to this many tokens, or of the draft's own, sends q whole in bfloat16; a larger one sends the top
+# tokens with ids in fp32. Greedy requests send no q.
 _Q_TOP_M = 4096
 _TOKEN_BYTES = 4
 
@@ -59,7 +59,9 @@ def guess_bytes(target: Shape, draft: DraftShape, batch: float, k: int) -> float
     """Return the bytes of a round's draft tokens and q from draft to verifier; 0 for MagicDec."""
     if draft.kind == "magicdec":
         return 0.0
-    q_row = target.vocab_size * 2 if target.vocab_size <= _Q_TOP_M else _Q_TOP_M * (_TOKEN_BYTES + 4)
+    tokens = draft.shape.vocab_size
+    whole = tokens <= _Q_TOP_M or tokens < target.vocab_size
+    q_row = tokens * 2 if whole else _Q_TOP_M * (_TOKEN_BYTES + 4)
     return batch * k * (_TOKEN_BYTES + q_row)
 
 

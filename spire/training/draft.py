@@ -266,6 +266,8 @@ def new_draft(
     for name, value in _described(given).items():
         if value != asked[name]:
             raise DataError(f"{recipe.start_from} has {name} = {value!r}, this run asks for {asked[name]!r}")
+    if given.draft.embeddings:
+        given.vocabulary, given.lm_head = fresh.vocabulary, fresh.lm_head  # the tokens that this run's text has most
     return given
 
 

@@ -11,14 +11,13 @@ import resource
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from spire.errors import DataError
 from spire.files import write_whole
+from spire.progress import Count, count_shown
 
 _REPORT_EVERY = 20
 _SAVE_EVERY = 200
@@ -107,27 +107,17 @@ def adamw(parameters: list[nn.Parameter], rate: float) -> torch.optim.Optimizer:
 
 
 class ProgressLog:
-    """A training run's progress bar with figures, and `log.jsonl` with a JSON line per report."""
+    """The figures of a training run: beside its progress, and in `log.jsonl` with a JSON line per report."""
 
-    def __init__(self, directory: Path, total: int, start: int):
+    def __init__(self, directory: Path, progress: Count):
         self.lines = (directory / "log.jsonl").open("a", buffering=1)
-        self.total, self.start = total, start
+        self._progress = progress
         self.began, self.tokens = time.monotonic(), 0
-
-    def steps(self, description: str) -> Iterator[int]:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        figures = TextColumn("{task.fields[figures]}")
-        with Progress(*columns, TimeRemainingColumn(), figures, refresh_per_second=2) as self.progress:
-            self.task = self.progress.add_task(description, total=self.total, completed=self.start, figures="")
-            for step in range(self.start, self.total):
-                yield step
-                self.progress.advance(self.task)
-        self.lines.close()
 
     def report(self, step: int, **figures: float) -> None:
         seconds = time.monotonic() - self.began
         figures["tokens_per_second"] = self.tokens / seconds
-        self.progress.update(self.task, figures=" ".join(f"{name}={value:.4g}" for name, value in figures.items()))
+        self._progress.figures(" ".join(f"{name}={value:.4g}" for name, value in figures.items()))
         self.note(step, seconds=round(seconds, 1), **figures)
 
     def note(self, step: int, **figures: float) -> None:
@@ -224,25 +214,27 @@ def train_steps(
         return min((step + 1) / _WARMUP, 1.0, (steps - step) / (decay_share * steps))
 
     schedulers = [LambdaLR(optimizer, rate) for optimizer in optimizers]
-    log = ProgressLog(checkpoint.file.parent, steps, first)
-    log.note(first, predicted_seconds=seconds, predicted_bytes=peak)
-    for step in log.steps(name):
-        result = forward(step)
-        result.loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad(set_to_none=True)
-        log.tokens += result.tokens
-        if step % _REPORT_EVERY == 0:
-            log.report(step, loss=result.loss.item(), **result.figures)
-        if (step + 1) % _SAVE_EVERY == 0:
-            checkpoint.save(step + 1, model, optimizers)
-            if figures := validate():
-                log.report(step, tokens=(step + 1) * result.tokens, **figures)
-        if minutes is not None and time.monotonic() - began > 60 * minutes and step + 1 < steps:
-            checkpoint.save(step + 1, model, optimizers)
-            return False
+    with count_shown(name, steps, "steps", first) as progress:
+        log = ProgressLog(checkpoint.file.parent, progress)
+        log.note(first, predicted_seconds=seconds, predicted_bytes=peak)
+        for step in range(first, steps):
+            result = forward(step)
+            result.loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad(set_to_none=True)
+            log.tokens += result.tokens
+            if step % _REPORT_EVERY == 0:
+                log.report(step, loss=result.loss.item(), **result.figures)
+            if (step + 1) % _SAVE_EVERY == 0:
+                checkpoint.save(step + 1, model, optimizers)
+                if figures := validate():
+                    log.report(step, tokens=(step + 1) * result.tokens, **figures)
+            progress.advance()
+            if minutes is not None and time.monotonic() - began > 60 * minutes and step + 1 < steps:
+                checkpoint.save(step + 1, model, optimizers)
+                return False
     checkpoint.save(steps, model, optimizers)
     return True

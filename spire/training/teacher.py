@@ -9,18 +9,20 @@ Shapes: B sequences, L positions, N tapped layers, D width, V vocabulary, P posi
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from numpy.typing import NDArray
 from torch import Tensor
 
 from spire.files import user_cache
 from spire.model.target import Target, WholeSequence
+from spire.progress import count_shown
 from spire.training.conversations import Conversations, TrainingBatch
 
 # The most logits at a time.
@@ -60,10 +62,9 @@ class StoredTeacher:
     """
 
     def __init__(self, directory: Path, sequences: Conversations, tapped: int, width: int):
-        self._sequences = sequences
-        positions = len(sequences.tokens)
-        self._rows = np.memmap(directory / "rows.bin", np.uint16, "r", shape=(positions, tapped + 1, width))
-        self._log_sums = np.memmap(directory / "log_sums.bin", np.float32, "r", shape=(positions,))
+        # Read, not mapped: mapped pages count as memory of the process, up to the size of the file.
+        self._sequences, self._row = sequences, (tapped + 1, width)
+        self._rows, self._log_sums = ((directory / name).open("rb") for name in ("rows.bin", "log_sums.bin"))
 
     @classmethod
     def build(
@@ -87,26 +88,32 @@ class StoredTeacher:
 
     def __call__(self, batch: TrainingBatch) -> Taught:
         B, L = batch.tokens_BL.shape
-        rows = np.zeros((B, L, *self._rows.shape[1:]), np.uint16)
+        rows = np.zeros((B, L, *self._row), np.uint16)
         log_sums = np.zeros((B, L), np.float32)
         for row, number in enumerate(batch.numbers):
             first, end = self._sequences.starts[number : number + 2]
-            rows[row, : end - first] = self._rows[first:end]
-            log_sums[row, : end - first] = self._log_sums[first:end]
+            rows[row, : end - first] = _read(self._rows, np.uint16, first, end, self._row)
+            log_sums[row, : end - first] = _read(self._log_sums, np.float32, first, end)
         rows_BLND = torch.from_numpy(rows).view(torch.bfloat16)
         return Taught(rows_BLND[:, :, :-1], rows_BLND[:, :, -1], torch.from_numpy(log_sums))
+
+
+def _read(file: BinaryIO, dtype: type[np.generic], first: int, end: int, row: tuple[int, ...] = ()) -> NDArray[Any]:
+    """Return rows `first` to `end` of a file that holds nothing but rows of this shape."""
+    numbers = math.prod(row)
+    file.seek(first * numbers * np.dtype(dtype).itemsize)
+    return np.fromfile(file, dtype, (end - first) * numbers).reshape(end - first, *row)
 
 
 def _store(
     directory: Path, target: Target, sequences: Conversations, tapped: tuple[int, ...], device: str, doing: str
 ) -> None:
     """Write the target's outputs for all sequences, sequences of like length together."""
-    positions, width = len(sequences.tokens), target.config.hidden_size
-    rows = np.memmap(directory / "rows.bin", np.uint16, "w+", shape=(positions, len(tapped) + 1, width))
-    log_sums = np.memmap(directory / "log_sums.bin", np.float32, "w+", shape=(positions,))
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,}/{task.total:,} tokens"))
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), refresh_per_second=2) as progress:
-        task = progress.add_task(doing, total=positions)
+    with (
+        (directory / "rows.bin").open("wb") as rows,
+        (directory / "log_sums.bin").open("wb") as log_sums,
+        count_shown(doing, len(sequences.tokens), "tokens") as progress,
+    ):
         for batch in sequences.by_length(_STORED_AT_ONCE):
             with torch.autocast(device, dtype=torch.bfloat16):
                 taught = teach(target, batch.tokens_BL.to(device), tapped)
@@ -115,7 +122,7 @@ def _store(
             found = whole_BLND.view(torch.uint16).numpy(), taught.log_sum_BL.float().cpu().numpy()
             for row, number in enumerate(batch.numbers):
                 first, end = sequences.starts[number : number + 2]
-                rows[first:end], log_sums[first:end] = (numbers[row, : end - first] for numbers in found)
-                progress.advance(task, end - first)
-    rows.flush()
-    log_sums.flush()
+                for file, numbers in zip((rows, log_sums), found, strict=True):
+                    file.seek(first * numbers[0, 0].nbytes)
+                    file.write(numbers[row, : end - first].tobytes())
+                progress.advance(end - first)

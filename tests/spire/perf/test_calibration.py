@@ -115,14 +115,15 @@ def test_a_draft_s_pass_is_what_a_round_takes_beyond_its_own_work() -> None:
     assert (4 * layer.at(1), 4 * layer.at(16)) == pytest.approx((0.5 - 0.1, 1.1 - 0.3))
 
 
-@pytest.mark.parametrize("vocabulary", [300, 5000])
-def test_sampling_is_counted_by_logits(vocabulary: int) -> None:
-    """5,000 tokens are more than q carries whole."""
-    cost = microbenchmarks.verify_sampling_cost(vocabulary, told(0.1, 0.4))
-    assert (cost.at(vocabulary), cost.at(80 * vocabulary)) == pytest.approx((0.1, 0.4))
+@pytest.mark.parametrize(("vocabulary", "own"), [(300, None), (5000, None), (5000, 64)])
+def test_sampling_is_counted_by_logits(vocabulary: int, own: int | None) -> None:
+    """5,000 tokens are more than q carries whole, unless the draft proposes only some of them."""
     config = CONFIG.model_copy(update={"vocab_size": vocabulary})
-    cost = microbenchmarks.draft_sampling_cost(config, told(0.4, 0.8))
-    assert (cost.at(vocabulary), cost.at(16 * vocabulary)) == pytest.approx((0.1, 0.2))
+    draft, proposed = DRAFT.model_copy(update={"vocabulary": own}), own or vocabulary
+    cost = microbenchmarks.verify_sampling_cost(config, draft, told(0.1, 0.4))
+    assert (cost.at(vocabulary), cost.at(80 * vocabulary)) == pytest.approx((0.1, 0.4))
+    cost = microbenchmarks.draft_sampling_cost(config, draft, told(0.4, 0.8))
+    assert (cost.at(proposed), cost.at(16 * proposed)) == pytest.approx((0.1, 0.2))
 
 
 def test_noise_never_makes_more_work_cheaper() -> None:

@@ -334,31 +334,6 @@ def test_wire_bytes_of_the_bundled_pair_are_those_of_the_protocol() -> None:
     assert wire_bytes(target, draft, 16, 4, 3.5, 2) == pytest.approx(16 * (drafted + committed))
 
 
-def test_drafts_that_need_no_activations_are_sent_none() -> None:
-    spire, vanilla = (
-        wire_bytes(LLAMA_3_70B, paper_draft(kind, LLAMA_3_70B), 1, 4, 3, 2) for kind in ("spire", "vanilla")
-    )
-    assert spire - vanilla == 3 * 20 * 8192 * 2
-
-
-def test_what_magicdec_guesses_does_not_travel() -> None:
-    itself, vanilla = (paper_draft(kind, LLAMA_3_8B) for kind in ("magicdec", "vanilla"))
-    answers, all_ = (wire_bytes(LLAMA_3_8B, draft, 64, 4, 3.0, 2) for draft in (itself, vanilla))
-    assert answers == 64 * 3 * 4
-    assert all_ - answers == 64 * 4 * (4 + 4096 * 8)
-    cost = round_cost(LLAMA_3_8B, itself, 64, 512, 4, 3.0, gpu("h100"))
-    wire = wire_of(gpu("h100").carrier, gpu("h100"))
-    assert cost.wire == pytest.approx(wire.round_trip + answers * wire.guesses)
-
-
-def test_rows_travel_as_fast_as_their_carrier() -> None:
-    """On one GPU a byte of activations is read and written once; a ring was measured, and so was a stream."""
-    on_gpu, ring, stream = (wire_of(carrier, gpu("h100")) for carrier in ("cuda_ipc", "shared_memory", "grpc"))
-    assert on_gpu.activations == 2 / 3.35e12 < ring.activations < stream.activations == 1 / 1.7e9
-    assert on_gpu.guesses == on_gpu.activations < ring.guesses < stream.guesses
-    assert on_gpu.round_trip == ring.round_trip == stream.round_trip > 0
-
-
 def test_a_message_takes_what_was_measured_with_the_machine() -> None:
     slow = machine(wire=Cost(0.5, 1e-6))
     assert wire_of("grpc", slow) == Wire("grpc", 0.5, 1e-6, 1e-6)
