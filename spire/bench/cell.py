@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import statistics
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -10,6 +12,9 @@ from spire.bench.throughput import Figures, medians
 SPIRE = "spire"
 AUTO: Literal["auto"] = "auto"
 Depth = int | Literal["auto"]
+
+# An interval needs as many turns, and resamples them so often.
+_TURNS, _RESAMPLED = 5, 2000
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,20 @@ class Cell:
         return self._relative("decode_tokens_per_second")
 
     @property
+    def multiplier_ci95(self) -> tuple[float, float] | None:
+        """The 95 % interval of `multiplier_measured`, by resampling the turns of these runs and the plain ones."""
+        ours, plain = ([run.decode_tokens_per_second for run in runs or ()] for runs in (self.runs, self.plain))
+        turns = [(our, its) for our, its in zip(ours, plain, strict=False) if our and its]
+        if len(turns) < _TURNS or len(ours) != len(plain):
+            return None
+        rng, found = random.Random(0), []
+        for _ in range(_RESAMPLED):
+            sample = rng.choices(turns, k=len(turns))
+            found.append(statistics.median(our for our, _ in sample) / statistics.median(its for _, its in sample))
+        found.sort()
+        return found[_RESAMPLED // 40], found[-_RESAMPLED // 40 - 1]
+
+    @property
     def multiplier_end_to_end(self) -> float | None:
         """End-to-end tokens per second, prefill included, relative to those of plain decoding."""
         return self._relative("end_to_end_tokens_per_second")
@@ -78,6 +97,7 @@ class Cell:
             "delta_t_measured": self.delta_t,
             "delta_t_modelled": None,
             "multiplier_measured": self.multiplier_measured,
+            "multiplier_ci95": self.multiplier_ci95,
             "multiplier_end_to_end": self.multiplier_end_to_end,
             "multiplier_modelled": None,
             **self.modelled,

@@ -111,6 +111,10 @@ def _spread(cell: Cell) -> str:
     return f"{min(runs):.0f}–{max(runs):.0f}" if runs else _UNKNOWN
 
 
+def _interval(cell: Cell) -> str:
+    return "{:.2f}–{:.2f}".format(*interval) if (interval := cell.multiplier_ci95) and cell.k != 0 else _UNKNOWN
+
+
 def _part(names: tuple[str, ...], cell: Cell) -> str:
     split = cell.figures.round_ms
     return _milliseconds(None if split is None else sum(split.get(name, 0.0) for name in names))
@@ -141,6 +145,7 @@ _THROUGHPUT: Columns = _WHAT | {
     "decode": lambda cell: _number(cell.figures.decode_tokens_per_second, 1),
     "min–max": _spread,
     "× plain": lambda cell: _number(cell.multiplier_measured, 2),
+    "95 %": _interval,
     "modelled": lambda cell: _number(cell.modelled.get("multiplier_modelled"), 2),
     "end to end": lambda cell: _number(cell.figures.end_to_end_tokens_per_second, 1),
     "× its plain": lambda cell: _number(cell.multiplier_end_to_end, 2),

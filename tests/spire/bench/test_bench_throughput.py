@@ -165,6 +165,17 @@ def test_draft_bytes_do_not_grow_with_context(measured: dict[int, Figures]) -> N
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
+def test_an_interval_of_the_gain_needs_five_turns_and_holds_their_spread() -> None:
+    ours, plain = (
+        [figures_cell(0, rate).runs[0] for rate in rates] for rates in ((180, 190, 200, 210, 220), [100] * 5)
+    )
+    cell = Cell("spire", "spire", 4, 1, 512, ours, plain)
+    low, high = cell.multiplier_ci95 or (0.0, 0.0)
+    assert 1.79 < low < 1.95 < cell.multiplier_measured < 2.05 < high < 2.21
+    assert cell.to_json()["multiplier_ci95"] == (low, high)
+    assert Cell("spire", "spire", 4, 1, 512, ours[:4], plain[:4]).multiplier_ci95 is None
+
+
 @pytest.mark.thorough
 def test_every_draft_is_compared_with_plain_decoding_in_its_own_services(
     stories_dir: Path, stories_draft_dir: Path, prose: list[Path]
