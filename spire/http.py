@@ -1,8 +1,8 @@
 """HTTP clients: direct to Spire's processes and this machine, through the environment's proxies to other hosts.
 
 Every client trusts the authorities of the environment (SSL_CERT_FILE, SSL_CERT_DIR). Measurements always connect
-directly, because they would otherwise measure the proxy. `gateway_errors` and `refusal_of` say what went wrong between
-a client and a gateway.
+directly, because they would otherwise measure the proxy. `gateway_errors`, `distrust` and `refusal_of` say what went
+wrong between a client and a gateway.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import httpx
 
 from spire.address import is_loopback, reachable
 from spire.errors import SpireError
+from spire.rpc.tls import AUTHORITY
 from spire.service.keys import GATEWAY_KEY
 
 
@@ -60,10 +61,19 @@ def gateway_errors(url: str) -> Iterator[None]:
     """Convert errors of httpx in requests to the gateway at `url` into a GatewayError."""
     try:
         yield
-    except httpx.ConnectError as error:
-        raise GatewayError(f"no gateway at {url}: start one with 'spire up', or name another with --url") from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise GatewayError(f"the connection to {url} failed: {error}") from error
+        reason = f"the connection to {url} failed: {error}"
+        if isinstance(error, httpx.ConnectError) and "[SSL" not in str(error):
+            reason = f"no gateway at {url}: start one with 'spire up', or name another with --url"
+        raise GatewayError(distrust(url, error) or reason) from error
+
+
+def distrust(url: str, error: Exception) -> str:
+    """Return what is wrong with the certificate of `url` and what to do; "" if `error` is no refused certificate."""
+    if "CERTIFICATE_VERIFY_FAILED" not in str(error):
+        return ""
+    advice = f"it must be for this host, and SSL_CERT_FILE must name the {AUTHORITY} of its authority"
+    return f"this machine does not trust the certificate of {url} ({error}): {advice}"
 
 
 def refusal_of(response: httpx.Response) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from spire.errors import SpireError
-from spire.http import direct_async_client, past_proxy
+from spire.http import direct_async_client, distrust, past_proxy
 from spire.service.keys import authorization
 
 
@@ -115,7 +115,8 @@ class Client:
             raise BenchError(f"{self.url} did not answer within {_ANSWERED_WITHIN.read:.0f} s") from error
         except httpx.TransportError as error:
             advice = f"start it with `spire up`{past_proxy(self.url)}"
-            raise BenchError(f"{self.url} cannot be reached ({error!r}): {advice}") from error
+            absent = f"{self.url} cannot be reached ({error!r}): {advice}"
+            raise BenchError(distrust(self.url, error) or absent) from error
         if response.status_code != 200:
             raise BenchError(f"{self.url} answered {response.status_code}: {response.text[:500]}")
         answer = response.json()

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import h11
 
 from spire.bench.client import BenchError
-from spire.http import past_proxy
+from spire.http import distrust, past_proxy
 
 
 class HttpRefusal(BenchError):
@@ -74,7 +74,8 @@ async def connect(url: str, exchange: Callable[[], _Exchange]) -> _Exchange:
     try:
         _, connected = await loop.create_connection(exchange, parts.hostname or "", port, ssl=secure)
     except OSError as error:
-        raise BenchError(f"{url} cannot be reached ({error}): start it with `spire up`{remark}") from error
+        absent = f"{url} cannot be reached ({error}): start it with `spire up`{remark}"
+        raise BenchError(distrust(url, error) or absent) from error
     return connected
 
 

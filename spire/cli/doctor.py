@@ -27,7 +27,7 @@ from spire.cli.options import Json, Layers, ServedDraft, ServedModel
 from spire.cli.paths import OFF, Pair, choose_pair, random_pair
 from spire.cli.terminal import progress_bar
 from spire.errors import SpireError
-from spire.http import client_for
+from spire.http import client_for, distrust
 from spire.model.config import MAGICDEC, load_draft_config, load_model_config
 from spire.perf.calibration import Calibration, default_file, processor_line, save
 from spire.perf.gpus import gpus
@@ -226,8 +226,9 @@ def _gateway(url: str) -> Iterator[Check]:
     except SpireError as error:
         yield Check(f"gateway {url}", "cannot be asked", False, str(error))
         return
-    except (httpx.HTTPError, httpx.InvalidURL):
-        yield _port(url)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        refused = distrust(url, error)
+        yield Check(f"gateway {url}", "not trusted", False, refused) if refused else _port(url)
         return
     ready, admitted = answer.status_code == httpx.codes.OK, answer.status_code != httpx.codes.UNAUTHORIZED
     advice = "see the logs that 'spire up' names" if admitted else f"set {GATEWAY_KEY} to a key that it knows"

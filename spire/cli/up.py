@@ -37,7 +37,7 @@ from spire.cli.options import ServedDraft, ServedModel
 from spire.cli.paths import OFF, Pair, choose_pair, first_pair
 from spire.cli.service import Service
 from spire.errors import SpireError
-from spire.http import direct_client
+from spire.http import direct_client, distrust
 from spire.model.config import MAGICDEC, load_model_config
 from spire.perf.gpus import VISIBLE, chosen
 from spire.rpc.secret import make_secret
@@ -284,11 +284,8 @@ class Stack:
             with direct_client(timeout=2) as client:
                 answer = client.get(f"{self.url}/ready", headers=authorization())
         except httpx.HTTPError as error:
-            if "CERTIFICATE_VERIFY_FAILED" in str(error):
-                raise SpireError(
-                    f"{self.url} has a certificate that this machine does not trust ({error}): put the {AUTHORITY} of "
-                    "its authority beside it, or name it in SSL_CERT_FILE"
-                ) from error
+            if refused := distrust(self.url, error):
+                raise SpireError(f"{refused}, or lie beside it") from error
             return False
         self.admitted = answer.status_code != httpx.codes.UNAUTHORIZED
         if not self.admitted:

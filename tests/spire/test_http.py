@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import re
 import socket
+import ssl
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 
 import httpx
 import pytest
 
+from spire.bench.client import BenchError, Client, Request
+from spire.bench.exchange import Exchange, connect
+from spire.cli.doctor import _gateway
+from spire.cli.gateway_client import run_completion
 from spire.errors import SpireError
-from spire.http import client_for, direct_client, goes_by_proxy
+from spire.http import GatewayError, client_for, direct_client, goes_by_proxy
+from spire.service.certificates import make_certificates
 
 
 @pytest.fixture
@@ -80,6 +90,46 @@ def test_certificates_that_cannot_be_read_are_named(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "missing.pem"))
     with pytest.raises(SpireError, match="the trusted certificates of SSL_CERT_FILE cannot be read"):
         direct_client()
+
+
+@pytest.fixture
+def distrusted(tmp_path: Path) -> Iterator[str]:
+    """The URL of an HTTPS server whose certificate is of an authority that nobody trusts."""
+    make_certificates(tmp_path)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(tmp_path / "gateway" / "tls.crt", tmp_path / "gateway" / "tls.key")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    server.handle_error = lambda *_: None  # type: ignore[method-assign]
+    thread = Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield f"https://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_certificate_that_is_not_trusted_is_told_as_such(distrusted: str) -> None:
+    told = rf"does not trust the certificate of {distrusted} .*CERTIFICATE_VERIFY_FAILED.*SSL_CERT_FILE must name"
+    with client_for(distrusted) as client, pytest.raises(GatewayError, match=told):
+        run_completion(client, distrusted, "Once")
+    (check,) = _gateway(distrusted)
+    assert re.search(told, check.advice)
+    with pytest.raises(BenchError, match=told):
+        asyncio.run(_ask(distrusted))
+    with pytest.raises(BenchError, match=told):
+        asyncio.run(connect(distrusted, Exchange))
+
+
+def test_a_server_without_tls_is_not_told_as_absent(proxy: list[bytes]) -> None:
+    url = f"https://{os.environ['http_proxy'].removeprefix('http://')}"
+    with client_for(url) as client, pytest.raises(GatewayError, match=r"connection to .* failed: .*SSL"):
+        run_completion(client, url, "Once")
+
+
+async def _ask(url: str) -> None:
+    async with Client(url, 1) as client:
+        await client.complete_all(Request(1), [[1]])
 
 
 @pytest.mark.parametrize("url", ["http://[::1", "http://::1:8000", "http://h:port"])
