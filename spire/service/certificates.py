@@ -53,19 +53,25 @@ def make_certificates(directory: Path, hosts: Sequence[str] = (), days: float = 
             _write_key(directory / name / KEY, key)
             _write(directory / name / CERTIFICATE, certificate.public_bytes(Encoding.PEM))
             _write(directory / name / AUTHORITY, ca.public_bytes(Encoding.PEM))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, OverflowError) as error:
         raise DataError(f"{directory}: certificates cannot be made: {error}") from error
 
 
 def _authority(directory: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
     """Return key and certificate of the CA, which is created if absent."""
     key_file, file = directory / _AUTHORITY_KEY, directory / AUTHORITY
-    if not key_file.exists():
+    absent = [one for one in (key_file, file) if not one.exists()]
+    if len(absent) == 1:
+        raise ValueError(f"{absent[0].name} of the CA there is missing: name another directory for a new CA")
+    if absent:
         _new_authority(key_file, file)
     key = load_pem_private_key(key_file.read_bytes(), None)
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise ValueError(f"{key_file} is no key that was made here")
-    return key, x509.load_pem_x509_certificate(file.read_bytes())
+    certificate = x509.load_pem_x509_certificate(file.read_bytes())
+    if certificate.public_key() != key.public_key():
+        raise ValueError(f"{key_file} is not the key of {file}")
+    return key, certificate
 
 
 def _new_authority(key_file: Path, file: Path) -> None:

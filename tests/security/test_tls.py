@@ -15,7 +15,7 @@ import grpc
 import httpx
 import pytest
 
-from spire.errors import SpireError
+from spire.errors import DataError, SpireError
 from spire.rpc.channel import connect, listen, new_server
 from spire.rpc.tls import Tls, in_words
 from spire.rpc.trust import Trust
@@ -168,6 +168,28 @@ def test_spire_up_serves_with_tls_between_all_three_and_https_to_clients(
     assert done.returncode == 0, done.stdout + done.stderr
     assert "https://127.0.0.1:" in done.stdout
     assert re.search(r"64 tokens · τ \d\.\d\d", done.stdout), done.stdout
+
+
+@pytest.mark.parametrize("missing", ["ca.key", "ca.crt"])
+def test_an_authority_that_is_not_whole_is_left_as_it_is(missing: str, tmp_path: Path) -> None:
+    make_certificates(tmp_path)
+    (tmp_path / missing).unlink()
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*.*")}
+    with pytest.raises(DataError, match=f"{tmp_path}: .*{missing} of the CA there is missing"):
+        make_certificates(tmp_path)
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*.*")} == before
+
+
+def test_an_authority_with_the_key_of_another_is_refused(certs: Path, tmp_path: Path) -> None:
+    make_certificates(tmp_path)
+    shutil.copy(certs / "ca.key", tmp_path)
+    with pytest.raises(DataError, match=r"ca\.key is not the key of .*ca\.crt"):
+        make_certificates(tmp_path)
+
+
+def test_certificates_that_would_never_end_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="certificates cannot be made"):
+        make_certificates(tmp_path, days=10**10)
 
 
 def test_clients_may_speak_https(certs: Path, tmp_path: Path) -> None:
