@@ -6,7 +6,8 @@ Every option can also be set by an environment variable SPIRE_<COMMAND>_<OPTION>
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from difflib import get_close_matches
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,7 +19,7 @@ from spire.cli.bench import bench, capacity
 from spire.cli.perf import measure, perf_model
 from spire.cli.training import train, write
 from spire.errors import SpireError
-from spire.service.options_file import read_options
+from spire.service.options_file import options_file, read_options
 
 app = typer.Typer(
     name="spire",
@@ -42,6 +43,10 @@ app.command("capacity")(capacity.capacity)
 app.command("perf-model")(perf_model.perf_model)
 
 
+# Services have tables of their own in the options file, which they check themselves.
+_SERVICES = {"gateway", "verifier", "draft"}
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"spire {spire.__version__}")
@@ -57,10 +62,27 @@ def root(
     """Lossless speculative decoding with a draft whose memory does not grow with context."""
 
 
+def _refuse_unknown(options: dict[str, Any], command: Any, place: str) -> None:
+    """Raise SpireError for a table or option that no command has. `place` is where `options` are, for messages."""
+    inside = getattr(command, "commands", {})
+    known = inside or {parameter.name for parameter in command.params}
+    for name, value in options.items():
+        if name not in known:
+            near = get_close_matches(name.replace("-", "_"), known, 1)
+            raise SpireError(f"{place} has {name}, which is not known{f': did you mean {near[0]}?' if near else ''}")
+        if inside:
+            if not isinstance(value, dict):
+                raise SpireError(f"{place} has {name}, which is no table")
+            _refuse_unknown(value, inside[name], f"{place}, [{name}],")
+
+
 def main() -> None:
     """Run the command line. A SpireError becomes one line on stderr and exit code 1."""
     try:
-        app(default_map=read_options())
+        if options := read_options():
+            of_commands = {name: table for name, table in options.items() if name not in _SERVICES}
+            _refuse_unknown(of_commands, typer.main.get_command(app), str(options_file()))
+        app(default_map=options)
     except SpireError as error:
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error:[/] {escape(str(error))}")
         sys.exit(1)

@@ -28,12 +28,18 @@ def options_file() -> Path:
     return file
 
 
-def read_options() -> dict[str, Any]:
-    """Return all tables of the options file, empty if there is no file. Raises SpireError if the file is not TOML."""
+def read_options() -> dict[str, dict[str, Any]]:
+    """Return all tables of the options file, empty if there is no file. Raises SpireError if it is not such a file."""
     file = options_file()
     if not file.is_file():
         return {}
     try:
-        return tomllib.loads(file.read_text())
+        tables = tomllib.loads(file.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SpireError(f"{file} is not valid TOML: {error}") from error
+    except OSError as error:
+        raise SpireError(f"{file} cannot be read: {error.strerror}") from error
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            raise SpireError(f"{file}: {name} is no table: options stand in the table of a command or service, as [up]")
+    return tables

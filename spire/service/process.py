@@ -36,7 +36,7 @@ from structlog.typing import ExcInfo, Processor
 from spire.address import Host
 from spire.errors import SpireError
 from spire.service.links import explain_link
-from spire.service.options_file import options_file
+from spire.service.options_file import options_file, read_options
 from spire.service.repeats import Repeats
 
 
@@ -54,6 +54,7 @@ class ServiceConfig(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
+        read_options()  # says what is wrong with the file
         return init_settings, env_settings, TomlTable(settings_cls, options_file())
 
     log_level: Literal["debug", "info", "warning", "error"] = Field(

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gateway.config import GatewayConfig
-from spire.cli import app
+from spire.cli import app, main
 from spire.errors import SpireError
 from spire.service.options_file import read_options
 
@@ -43,6 +43,56 @@ def test_a_misspelt_option_is_refused_by_name(options: Path) -> None:
     assert result.returncode == 2
     assert "max-bach" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("[gateway\n", "is not valid TOML"),
+        ("\xff", "is not valid TOML"),
+        ("gateway = 3\n", "gateway is no table"),
+        ("[[gateway]]\nk = 3\n", "gateway is no table"),
+    ],
+)
+def test_a_service_names_a_file_that_it_cannot_use(options: Path, content: str, told: str) -> None:
+    options.write_text(content, encoding="latin-1")
+    result = subprocess.run([sys.executable, "-m", "gateway"], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert result.stderr.startswith("gateway: ")
+    assert f"{options}" in result.stderr
+    assert told in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("[up]\nmax-context = 7\n", "[up], has max-context, which is not known: did you mean max_context?"),
+        ("[upp]\n", "has upp, which is not known: did you mean up?"),
+        ("[train]\ndraft = 3\n", "[train], has draft, which is no table"),
+        ("port = 9000\n", "port is no table"),
+    ],
+)
+def test_a_command_refuses_options_that_it_would_ignore(
+    options: Path, content: str, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options.write_text(content)
+    monkeypatch.setattr(sys, "argv", ["spire", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert told in capsys.readouterr().err
+
+
+def test_options_of_all_commands_and_services_are_known(
+    options: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options.write_text("[up]\nmax_context = 7\n[train.draft]\nk = 3\n[perf-model]\n[verifier]\nmax_sequences = 1\n")
+    monkeypatch.setattr(sys, "argv", ["spire", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("spire ")
 
 
 @pytest.mark.parametrize("content", ["[gateway\n", "\xff"])
