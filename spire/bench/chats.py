@@ -41,7 +41,7 @@ class ChatSource:
         if not self._template.source:
             raise DataError(f"{model} has no chat template: measure it on text, with --data")
         self._names = ", ".join(map(str, files))
-        self._prompts = list(read_prompts(find_files(files)))
+        self._prompts = list(read_prompts(find_files(files, "--chats")))
 
     def cut(self, count: int, length: int, seed: int) -> list[list[int]]:
         """Return `count` prompts of at most `length` tokens. Raises DataError if every message is longer."""

@@ -80,11 +80,11 @@ class Chats:
         """Return a conversation as alternating prompts and answers, which make up its `text`.
 
         An answer is what follows the prompt for it, including the template's end of a message. Answers are not learned
-        where the template writes them differently later in the conversation.
+        where the template writes them differently later in the conversation, or where they answer nothing.
         """
         whole, segments, at = self.text(messages), list[Segment](), 0
         for number, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if message["role"] != "assistant" or not number:
                 continue
             prompt = self.template.render(messages[:number], _MOST_CHARACTERS, add_generation_prompt=True)
             answered = self.text(messages[: number + 1])

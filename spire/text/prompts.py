@@ -15,7 +15,7 @@ from typing import Any
 from spire.errors import DataError
 from spire.text.documents import UnusableLine, check_surrogates, each_record, keys_of, messages_of, whole_text
 from spire.text.kinds import kind_of
-from spire.text.text_files import Told, text_files
+from spire.text.text_files import TextFile, Told, reading, text_files
 
 _TEXTS = ("prompt", "question")
 _KEYS = "'messages', 'prompt' or 'question'"
@@ -59,16 +59,19 @@ def read_prompts(files: Iterable[Path], told: Told = lambda _: None) -> Iterator
     """
     files, empty = list(files), True
     for file in text_files(files, told):
-        if file.json_lines:
-            prompts = each_record(file, _prompt_of, _KEYS)
-        else:
-            lines = whole_text(file).split("\n")
-            prompts = (Prompt.of_user(line.strip()) for line in lines if line.strip())
-        for prompt in prompts:
-            empty = False
-            yield prompt
+        with reading(file.name):
+            for prompt in _prompts_in(file):
+                empty = False
+                yield prompt
     if empty:
         raise DataError(f"no prompt found in {', '.join(map(str, files))}")
+
+
+def _prompts_in(file: TextFile) -> Iterator[Prompt]:
+    if file.json_lines:
+        return each_record(file, _prompt_of, _KEYS)
+    lines = whole_text(file).split("\n")
+    return (Prompt.of_user(line.strip()) for line in lines if line.strip())
 
 
 def _prompt_of(record: dict[str, Any]) -> Prompt:

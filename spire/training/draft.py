@@ -143,7 +143,8 @@ def train_draft(
 
     Returns False if the time ran out before the last step.
     """
-    find_files([*data, *valid])  # reports missing files before a large target is loaded
+    for option, paths in {"--data": data, "--valid": valid}.items():
+        find_files(paths, option)  # reports missing files before a large target is loaded
     device = execution.device
     target, identity = load_target(target_directory, _dtype_for(target_directory, device), device)
     _check(recipe, target.config)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from spire.errors import DataError
-from spire.text.documents import Chats, read_documents
+from spire.text.documents import Chats, Segment, read_documents
 
 SECRET = "nobody's business"
 WORDS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(lambda text: not text.isspace())
@@ -189,6 +189,15 @@ def test_what_a_template_does_not_take_is_told_with_its_line(tmp_path: Path) -> 
     with_template(tmp_path)
     message = refusal(tmp_path, line(messages=CHAT) + line(messages=[{"role": "system", "content": SECRET}]))
     assert message.endswith("line 2: the model's chat template does not take these messages: no system here")
+
+
+def test_what_begins_a_chat_answers_nothing_and_is_not_learned(tmp_path: Path) -> None:
+    with_template(tmp_path)
+    greeting = {"role": "assistant", "content": "Hello!"}
+    whole = "<s><assistant>Hello!</s><user>Who?</s><assistant>"
+    segments = Chats(tmp_path).segments([greeting, CHAT[0], {"role": "assistant", "content": "Me."}])
+    assert segments == [Segment(whole, False), Segment("Me.</s>", True)]
+    assert Chats(tmp_path).segments([greeting]) == [Segment("<s><assistant>Hello!</s>", False)]
 
 
 def test_a_surrogate_in_messages_is_told(tmp_path: Path) -> None:

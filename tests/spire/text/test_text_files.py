@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import io
+import json
 import lzma
 import tarfile
 import zipfile
@@ -16,6 +17,7 @@ from hypothesis import given, strategies as st
 
 from spire.errors import DataError
 from spire.text.documents import Chats, read_documents
+from spire.text.prompts import read_prompts
 from spire.text.text_files import bytes_to_read, find_files
 
 FILES = {"b/two.txt": b"second", "a.jsonl": b'{"text": "first"}\n', "._a.jsonl": b"\x00\x05", "notes.pdf": b"%PDF"}
@@ -97,6 +99,16 @@ def test_what_is_cut_off_anywhere_is_named_or_was_whole(
     assert read == expected
     assert not said or str(path) in said
     assert "\n" not in said
+
+
+@pytest.mark.parametrize("name", ["prompts.jsonl.gz", "prompts.txt.xz"])
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_prompts_that_are_cut_off_are_named(name: str, share: float, tmp_path: Path) -> None:
+    lines = "".join(json.dumps({"prompt": f"question {number}"}) + "\n" for number in range(2000)).encode()
+    whole = gzip.compress(lines) if name.endswith("gz") else lzma.compress(lines)
+    path = kept(tmp_path / name, whole[: int(share * len(whole))])
+    with pytest.raises(DataError, match=rf"{name} is cut off"):
+        list(read_prompts([path]))
 
 
 @pytest.mark.parametrize("blocks", [0, 1, 2, 3, 4])
