@@ -22,6 +22,7 @@ from spire.text.text_files import bytes_to_read, find_files
 START, END = "<s>", "</s>"
 # Version of the document reader: tokens cached by an earlier version are not reused.
 _READER = b"2"
+_HASHED_TOKENS = 4096
 
 
 def corpus_texts(paths: Iterable[Path], chats: Chats, doing: str) -> Iterator[str]:
@@ -47,6 +48,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         single=f"{START} $A", special_tokens=[(START, tokenizer.token_to_id(START))]
     )
     return tokenizer
+
+
+def described(tokens: NDArray[np.uint32]) -> str:
+    """Return a description that tells corpora apart: the number of tokens, and a hash of some of them."""
+    some = tokens[:: max(1, len(tokens) // _HASHED_TOKENS)]
+    return f"{len(tokens):,} tokens ({hashlib.sha256(some.tobytes()).hexdigest()[:8]})"
 
 
 class TokenStream:

@@ -156,7 +156,7 @@ def train_draft(
     draft = draft.to(device).requires_grad_(True).train()
     factor = _scale_embedding(draft, target, source, recipe)
     optimizers = _optimizers(draft, recipe, factor)
-    checkpoint = Checkpoint(out / "run", asdict(recipe) | {"target": identity})
+    checkpoint = Checkpoint(out / "run", asdict(recipe) | {"target": identity, "data": source.data})
     objective = torch.compile(rollout_loss, dynamic=False) if execution.compiled else rollout_loss
     tapped, needs_p = draft.draft.tapped_layers, recipe.loss != "data"
     stored = source.stored_outputs(target, identity, tapped, device, recipe.steps) if needs_p or tapped else None

@@ -61,7 +61,8 @@ class Checkpoint:
             return 0
         with safe_open(self.file, framework="pt") as stored:
             metadata = stored.metadata()
-        recipe = json.loads(metadata["recipe"])
+        # Checkpoints of earlier versions do not tell their data.
+        recipe = {"data": self.recipe.get("data")} | json.loads(metadata["recipe"])
         for name, value in self.recipe.items():
             if recipe.get(name) != value:
                 raise DataError(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spire.model.target import Target
 from spire.training.conversations import Conversations, TrainingBatch
-from spire.training.corpus import TokenStream
+from spire.training.corpus import TokenStream, described
 from spire.training.on_policy import OnPolicy
 from spire.training.teacher import StoredTeacher
 
@@ -25,6 +25,10 @@ _USED_AGAIN = 1.5
 
 class Source(Protocol):
     """Batches of training sequences, which depend on the step alone."""
+
+    @property
+    def data(self) -> str:
+        """A description of all tokens, by which an interrupted run recognises its data."""
 
     def batch(self, step: int) -> TrainingBatch:
         """Return one step's batch."""
@@ -50,14 +54,21 @@ class Windows:
         self._stream, self._seed, self._tokens_per_step = stream, seed, tokens_per_step
         self.length_at = length_at
 
+    @property
+    def data(self) -> str:
+        return described(self._text.tokens)
+
+    @property
+    def _text(self) -> TokenStream:
+        return self._stream.stream if isinstance(self._stream, OnPolicy) else self._stream
+
     def batch(self, step: int) -> TrainingBatch:
         length = self.length_at(step)
         rows = max(1, self._tokens_per_step // length)
         return TrainingBatch(torch.from_numpy(self._stream.batch(self._seed, step, rows, length)))
 
     def counts(self, vocab_size: int) -> NDArray[np.int64]:
-        stream = self._stream.stream if isinstance(self._stream, OnPolicy) else self._stream
-        return np.bincount(stream.tokens, minlength=vocab_size)
+        return np.bincount(self._text.tokens, minlength=vocab_size)
 
     def stored_outputs(
         self, target: Target, identity: str, tapped: tuple[int, ...], device: str, steps: int
@@ -70,6 +81,10 @@ class WholeConversations:
 
     def __init__(self, conversations: Conversations, seed: int, tokens_per_step: int):
         self._conversations, self._seed, self._tokens_per_step = conversations, seed, tokens_per_step
+
+    @property
+    def data(self) -> str:
+        return described(self._conversations.tokens)
 
     def batch(self, step: int) -> TrainingBatch:
         return self._conversations.batch(self._seed, step, self._tokens_per_step)

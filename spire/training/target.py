@@ -22,7 +22,7 @@ from spire.checkpoints.weights import save_target
 from spire.model.config import ModelConfig
 from spire.model.target import Target, WholeSequence
 from spire.text.documents import Chats
-from spire.training.corpus import END, START, TokenStream, corpus_texts, train_tokenizer
+from spire.training.corpus import END, START, TokenStream, corpus_texts, described, train_tokenizer
 from spire.training.run import Checkpoint, Execution, StepResult, muon_and_adamw, train_steps
 
 
@@ -84,7 +84,7 @@ def train_target(
     target = Target(recipe.model_config()).to(device)
     initialise(target, target.layers)
     optimizers = muon_and_adamw(target, target.layers, recipe.muon_rate, recipe.adamw_rate, recipe.muon_weight_decay)
-    checkpoint = Checkpoint(out / "run", asdict(recipe))
+    checkpoint = Checkpoint(out / "run", asdict(recipe) | {"data": described(stream.tokens)})
     loss_of = torch.compile(next_token_loss, dynamic=False) if execution.compiled else next_token_loss
 
     def forward(step: int) -> StepResult:

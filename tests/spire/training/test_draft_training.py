@@ -286,6 +286,13 @@ def test_a_run_cut_into_slices_of_time_gives_the_same_weights(stories_dir: Path,
     assert whole == sliced
 
 
+def test_a_draft_is_not_trained_on_with_other_data(stories_dir: Path, tmp_path: Path) -> None:
+    train(stories_dir, tmp_path / "draft", replace(TINY, steps=1))
+    (tmp_path / "other.txt").write_text(TEXT.read_text() * 2)
+    with pytest.raises(DataError, match="was made with data = "):
+        train(stories_dir, tmp_path / "draft", replace(TINY, steps=2), tmp_path / "other.txt")
+
+
 def test_a_finished_draft_is_trained_further_from_where_it_stands(stories_dir: Path, tmp_path: Path) -> None:
     train(stories_dir, tmp_path / "first", replace(TINY, steps=30))
     further = replace(TINY, steps=1, muon_rate=0.0, adamw_rate=0.0, start_from=str(tmp_path / "first"))

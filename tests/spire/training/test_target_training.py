@@ -7,7 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from spire.checkpoints.weights import load_target
 from spire.errors import DataError
 from spire.training.corpus import TokenStream
-from spire.training.run import Execution
+from spire.training.run import Checkpoint, Execution
 from spire.training.target import TargetRecipe, train_target
 from tests.conftest import FIXTURES
 
@@ -96,6 +96,23 @@ def test_another_seed_gives_other_weights(undisturbed: Path, tmp_path: Path) -> 
 def test_a_run_is_not_resumed_with_another_recipe(undisturbed: Path) -> None:
     with pytest.raises(DataError, match=r"made with adamw_rate = 0\.003, this run asks for 0\.1"):
         train(undisturbed, replace(TINY, adamw_rate=0.1))
+
+
+def test_a_run_is_not_resumed_with_other_data(undisturbed: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text(TEXT.read_text() + "And so on.")
+    with pytest.raises(DataError, match=r"made with data = '[\d,]+ tokens .*, this run asks for '[\d,]+ tokens "):
+        train(undisturbed, data=other)
+
+
+def test_a_checkpoint_that_does_not_tell_its_data_is_resumed(tmp_path: Path) -> None:
+    recipe = asdict(TINY)
+    Checkpoint(tmp_path, recipe).save(3, torch.nn.Linear(1, 1), [])
+    resumed = Checkpoint(tmp_path, recipe | {"data": "7 tokens"})
+    assert resumed.step() == 3
+    resumed.save(4, torch.nn.Linear(1, 1), [])
+    with pytest.raises(DataError, match="made with data = '7 tokens', this run asks for '8 tokens'"):
+        Checkpoint(tmp_path, recipe | {"data": "8 tokens"}).step()
 
 
 def test_too_little_text_is_refused_with_the_numbers(tmp_path: Path) -> None:
