@@ -216,11 +216,11 @@ class Blocks:
         if outcome:
             for row, block in enumerate(work.blocks):
                 self._write_answer(block, outcome, row)
-            drafted = sum(block.k for block in work.blocks)
-            self._metrics.step("verify", drafted + len(work.blocks), outcome.seconds)
-            self._metrics.tokens.inc(sum(len(tokens) for tokens in outcome.tokens))
-            self._metrics.draft_tokens.inc(drafted)
-            self._metrics.accepted_tokens.inc(sum(outcome.accepted))
+            self._metrics.step("verify", sum(block.k + 1 for block in work.blocks), outcome.seconds)
+            sound = [row for row in range(len(work.blocks)) if outcome.sound(row)]
+            self._metrics.tokens.inc(sum(len(outcome.tokens[row]) for row in sound))
+            self._metrics.draft_tokens.inc(sum(work.blocks[row].k for row in sound))
+            self._metrics.accepted_tokens.inc(sum(outcome.accepted[row] for row in sound))
         cache_usage = self._steps.cache.usage
         for task in work.tasks:
             # Filled in place: a message that is built from other messages copies them.

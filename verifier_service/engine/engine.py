@@ -266,7 +266,7 @@ class VerifierEngine:
         prompt, computed = sequence.start.tokens, self.steps.cache.lengths[sequence.slot]
         if not sequence.before_copy:
             sequence.tell(standing(sequence.id, pb.STAGE_COMPUTED))
-        donor, length = self.prefixes.longest(prompt[: len(prompt) - 1 - window], sequence.start.cache_salt)
+        donor, length = self.prefixes.longest(prompt[: max(0, len(prompt) - 1 - window)], sequence.start.cache_salt)
         if length <= max(sink, computed) or sequence.start.prompt_logprobs:  # logprobs need every position computed
             sequence.compared = True
         elif computed < sink:

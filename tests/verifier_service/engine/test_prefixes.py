@@ -67,6 +67,18 @@ async def test_a_draft_gets_sink_and_window_of_a_copied_prompt(running: Running,
         assert_window(follower, target, "b", prompt)
 
 
+async def test_nothing_is_copied_of_a_prompt_that_fits_the_window(running: Running, target: Target) -> None:
+    prompt = prompt_of(150)
+    async with running() as verifier:
+        follower, client = await verifier.follower(window=160), verifier.client()
+        await client.start("a", prompt, draft_id="draft")
+        started = await client.start("b", prompt, draft_id="draft")
+        assert started.cached_tokens == 0
+        while "b" not in follower.rows or 149 not in follower.rows["b"]:
+            await follower.read()
+        assert_window(follower, target, "b", prompt, window=149)
+
+
 async def test_the_sinks_of_prompts_that_are_copied_share_steps(running: Running, target: Target) -> None:
     prompt, names = prompt_of(150), [f"copy {number}" for number in range(6)]
     async with running() as verifier:

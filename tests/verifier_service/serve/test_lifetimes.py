@@ -141,8 +141,10 @@ async def test_numbers_that_are_not_finite_fail_their_sequence_only(verifier: Ve
     slot = verifier.engine.sequences["damaged"].slot
     verifier.engine.steps.cache.values[0].tensor[slot, :, 0] = float("nan")
     items = [pb.VerifyItem(sequence_id=name, round=1, base=damaged.base) for name in ("damaged", "mate")]
+    generated = verifier.engine.metrics.tokens._value.get()
     bad, good = await client.verify(*items)
     assert (bad.status.code, good.status.code) == (codes.CODE_DATA_LOSS, codes.CODE_OK)
+    assert verifier.engine.metrics.tokens._value.get() == generated + 1
     assert list(good.tokens) == plain_greedy(target, prompt, 2)[1:]
     await client.release("damaged")
     again = await client.start("again", prompt_of(40))
