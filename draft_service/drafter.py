@@ -82,7 +82,7 @@ class Drafter:
         self.slots: dict[str, int] = {}
         self.absorbed: dict[str, int] = {}
         self._free = list(range(max_sequences))[::-1]
-        # The sequences that ended last, oldest first: requests do not wait for their activations.
+        # The sequences that ended or found no slot last, oldest first: requests do not wait for their activations.
         self._ended: dict[str, None] = {}
 
     def warm_up(self) -> None:
@@ -166,6 +166,7 @@ class Drafter:
             if held is None:
                 log.debug("sequence begins", sequence=span.sequence_id, free_slots=len(self._free))
                 if not self._free:
+                    self.end([span.sequence_id])
                     return None
                 self.slots[span.sequence_id] = self._free.pop()
                 self._ended.pop(span.sequence_id, None)

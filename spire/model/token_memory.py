@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from spire.decoding.drafting import MAX_SPECULATION_DEPTH
+from spire.errors import OutOfCapacity
 from spire.model.cache.placed import cache_for
 from spire.model.draft import Draft, visible
 
@@ -48,13 +49,16 @@ class TokenMemory:
     def absorb(self, slot: int, start: int, tokens: Sequence[int]) -> None:
         """Store a slot's verified tokens from position `start` on; feed those not yet cached, except the last.
 
-        Raises OutOfCapacity if there is no memory for more positions.
+        Raises OutOfCapacity if there is no memory for these positions and a round behind them: it fails no round.
         """
         verified = self.verified[slot]
         verified[start:] = tokens
         fed = self.fed[slot]
         right = takewhile(lambda pair: pair[0] == pair[1], zip(fed[start:], tokens, strict=False))
         del fed[start + len(list(right)) :]
+        self.cache.rewind([slot], [len(fed)])
+        if not self.cache.reserve([slot], len(verified) + MAX_SPECULATION_DEPTH - len(fed)):
+            raise OutOfCapacity(f"no memory for {len(verified)} positions and a round")
         # A round feeds the last verified position together with the newest token.
         while len(fed) < len(verified) - 1:
             chunk = verified[len(fed) : min(len(fed) + _CHUNK, len(verified) - 1)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from draft_service.drafter import Drafter, Span, Verified
-from spire.decoding.drafting import DraftItem
+from spire.decoding.drafting import MAX_SPECULATION_DEPTH, DraftItem
 from spire.model.backends.reference import Reference
 from spire.model.cache.paged import PagedCache
 from spire.model.config import DraftConfig, ModelConfig
@@ -54,3 +54,24 @@ def test_a_sequence_for_which_memory_is_short_is_decoded_plainly(drafter: Drafte
     drafter.end(["long"])
     absorb(drafter, "next", 290)
     assert set(drafter.slots) == {"next"}
+
+
+def test_nobody_waits_for_a_sequence_for_which_no_slot_is_free(drafter: Drafter) -> None:
+    for name in "abcde":
+        absorb(drafter, name, 10)
+    assert set(drafter.slots) == set("abcd")
+    assert not drafter.behind(DraftItem("e", 10, 5))
+    drafter.end(["a"])
+    absorb(drafter, "e", 11)
+    assert drafter.behind(DraftItem("e", 12, 5)), "it has a slot now, and what it lacks will come"
+
+
+def test_a_round_never_lacks_memory_for_a_sequence_that_was_absorbed(drafter: Drafter) -> None:
+    """Nobody's draft tokens are lost because another sequence comes to the end of its pages."""
+    lengths = {"a": 100, "b": 250, "c": 126}
+    for name, length in lengths.items():
+        absorb(drafter, name, length)
+    assert set(drafter.slots) == {"a", "b"}
+    items, rows = [DraftItem(name, lengths[name], 5) for name in drafter.slots], from_protos(ONE_OF_EACH[:2])
+    with torch.inference_mode():
+        assert drafter.propose(items, MAX_SPECULATION_DEPTH, rows).tokens_BK.shape == (2, MAX_SPECULATION_DEPTH)
