@@ -9,6 +9,7 @@ import uuid
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from itertools import chain
+from math import inf
 from typing import Any
 
 import structlog
@@ -58,6 +59,8 @@ class Completion:
         self.engine, self.request, self.model, self.prompts = engine, request, model, prompts
         self._seconds = seconds
         self._deadline = asyncio.get_running_loop().time() + seconds
+        # When a ping is due unless something else is written before; never for an answer that is no stream.
+        self._ping_at = inf
         # The name of the client's API key: capacity is shared between keys.
         self.key = ""
         # The tokens charged to the API key; settled when the completion ends.
@@ -142,7 +145,7 @@ class Completion:
 
     async def begun(self) -> None:
         """Wait for the first token of any choice, at most `idle_ping` s. Raises a choice's error, or DeadlinePassed."""
-        await self._hear(self.engine.config.idle_ping)
+        await self._hear(asyncio.get_running_loop().time() + self.engine.config.idle_ping)
         for choice in self.choices:
             self._check(choice)
 
@@ -165,13 +168,18 @@ class Completion:
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield the answer as server-sent events. An error during the stream becomes an event too."""
+        loop, ping = asyncio.get_running_loop(), self.engine.config.idle_ping
+        self._ping_at = loop.time() + ping
         try:
-            async for piece in self._pieces(ping=self.engine.config.idle_ping):
-                if piece is None:
-                    yield _PING
-                elif self._says_something(piece):
+            async for piece in self._pieces():
+                if piece is not None and self._says_something(piece):
                     # On another thread if the piece echoes a prompt, which may be long.
                     yield self._event_of(piece) if piece.echo is None else await aside(self._event_of, piece)
+                elif loop.time() >= self._ping_at:
+                    yield _PING
+                else:
+                    continue
+                self._ping_at = loop.time() + ping
             if self.request.include_usage or self.request.return_metrics:
                 yield self._event_of(None)
         except Exception as error:
@@ -184,13 +192,13 @@ class Completion:
         said = piece.echo or piece.text or piece.entries or piece.finish_reason
         return bool(said or (piece.tokens and tells_tokens))
 
-    async def _pieces(self, ping: float | None = None) -> AsyncIterator[Piece | None]:
-        """Yield pieces of the choices' output as they arrive, and None after each `ping` seconds without output."""
+    async def _pieces(self) -> AsyncIterator[Piece | None]:
+        """Yield pieces of the choices' output as they arrive, and None if none has arrived by `_ping_at`."""
         if self.request.echo:
             await aside(self._echo_prompts)
         unfinished, stretch = self.choices, Stretch()
         while unfinished:
-            if not await self._hear(ping):
+            if not await self._hear(self._ping_at):
                 yield None
                 continue
             self._changed.clear()
@@ -203,11 +211,9 @@ class Completion:
                     await stretch.breathe()
             unfinished = [choice for choice in unfinished if choice.finish_reason is None]
 
-    async def _hear(self, patience: float | None) -> bool:
-        """Return True once a choice progresses, False after `patience` s without progress. Raises DeadlinePassed."""
-        until = self._deadline
-        if patience is not None:
-            until = min(until, asyncio.get_running_loop().time() + patience)
+    async def _hear(self, until: float) -> bool:
+        """Return True once a choice progresses, False if none has by the time `until`. Raises DeadlinePassed."""
+        until = min(until, self._deadline)
         try:
             async with asyncio.timeout_at(until):
                 await self._changed.wait()
