@@ -30,7 +30,7 @@ log = structlog.get_logger("gateway")
 OTHER_PATH = "other"
 
 _REQUEST_ID = b"x-request-id"
-# The most bytes of a body over the limit that are read and discarded.
+# The most bytes of a refused request's body that are read, to be discarded.
 _MOST_DISCARDED = 64 * 1024 * 1024
 # The most headers of a request, and bytes of its query: uvicorn and FastAPI take microseconds for each of them.
 _MOST_HEADERS, _MOST_QUERY_BYTES = 256, 1024
@@ -86,19 +86,13 @@ class Front:
                 message = {**message, "body": b""}
             await send(message)
 
+        incoming = Incoming(receive)
         with contextlib.closing(Holding(self._held, self.max_body_bytes * _MOST_BODIES)) as holding:
             try:
                 self._admit(scope, state)
-                state["body"] = await self._body(receive, self.max_body_bytes, holding)
+                state["body"] = await self._body(incoming, holding)
             except RequestError as error:
-                if not isinstance(error, BodyTooLarge | BodyTooSlow):
-                    # Read and dropped: a client still sending when the connection closes gets a reset, not the answer.
-                    with contextlib.suppress(BodyTooLarge, BodyTooSlow):
-                        await self._body(receive, most=0)
-                refusal = error_response(error)
-                # Closing the connection tells the client to stop sending the body.
-                refusal.headers["Connection"] = "close"
-                await refusal(scope, receive, send_with_id)
+                await self._refuse(error, incoming, scope, send_with_id)
                 return
             if state["body"] is not None:
                 await self.app(scope, receive, send_with_id)
@@ -114,29 +108,59 @@ class Front:
         if self.pages:
             self.pages.check(scope)
 
-    async def _body(self, receive: Receive, most: int, holding: Holding | None = None) -> bytes | None:
-        """Return the body, at most `most` bytes; None if the client disconnects.
+    async def _body(self, incoming: Incoming, holding: Holding) -> bytes | None:
+        """Return the body; None if the client disconnects.
 
         Raises BodyTooLarge, BodyTooSlow, or OverQuota if the asker's other bodies leave no room.
         """
-        chunks, size = list[bytes](), 0
+        chunks = list[bytes]()
         try:
             async with asyncio.timeout(self.body_deadline):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        return None
-                    size += len(message.get("body", b""))
-                    if size <= most:
-                        chunks.append(message.get("body", b""))
-                        if holding:
-                            holding.add(len(chunks[-1]))
-                    elif not message.get("more_body") or size > _MOST_DISCARDED:
-                        raise BodyTooLarge(f"the request body may have {most} bytes")
-                    if not message.get("more_body"):
-                        return b"".join(chunks)
+                while not incoming.over:
+                    chunks.append(await incoming.next())
+                    if incoming.size > self.max_body_bytes:
+                        raise BodyTooLarge(f"the request body may have {self.max_body_bytes} bytes")
+                    holding.add(len(chunks[-1]))
         except TimeoutError:
             raise BodyTooSlow(f"the request body did not arrive within {self.body_deadline:g} s") from None
+        return None if incoming.left else b"".join(chunks)
+
+    async def _refuse(self, error: RequestError, incoming: Incoming, scope: Scope, send: Send) -> None:
+        """Send the refusal at once, then discard the rest of the body, within the body's deadline.
+
+        Were the connection closed while the client still sends, the client would get a reset instead of the answer.
+        """
+
+        async def send_and_stay(message: Message) -> None:
+            await send({**message, "more_body": True})
+
+        refusal = error_response(error)
+        # Closing the connection tells the client to stop sending the body.
+        refusal.headers["Connection"] = "close"
+        await refusal(scope, incoming.receive, send_and_stay)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0 if isinstance(error, BodyTooSlow) else self.body_deadline):
+                while not incoming.over and incoming.size <= _MOST_DISCARDED:
+                    await incoming.next()
+        await send({"type": "http.response.body", "body": b""})
+
+
+class Incoming:
+    """A request's body, read chunk by chunk. `over`: no more of it comes, be it that the client has `left`."""
+
+    def __init__(self, receive: Receive):
+        self.receive = receive
+        self.over = self.left = False
+        self.size = 0
+
+    async def next(self) -> bytes:
+        """Return the next chunk, which may be empty."""
+        message = await self.receive()
+        chunk: bytes = message.get("body", b"")
+        self.left = message["type"] == "http.disconnect"
+        self.over = self.left or not message.get("more_body")
+        self.size += len(chunk)
+        return chunk
 
 
 class Holding:

@@ -91,8 +91,12 @@ async def test_an_askers_bodies_together_are_bounded_until_its_requests_end() ->
         await held.wait()
 
     async def post(layer: Front, address: str) -> None:
+        came: list[Message] = [{"type": "http.request", "body": b"x" * 10, "more_body": False}]
+
         async def body() -> Message:
-            return {"type": "http.request", "body": b"x" * 10, "more_body": False}
+            if not came:
+                await asyncio.Event().wait()
+            return came.pop()
 
         async def send(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -104,7 +108,7 @@ async def test_an_askers_bodies_together_are_bounded_until_its_requests_end() ->
     layer = front(waits, most=10)
     fitting = [asyncio.create_task(post(layer, "one")) for _ in range(64)]
     await asyncio.sleep(0.01)
-    await post(layer, "one")
+    await asyncio.wait_for(post(layer, "one"), 20)
     assert answers == [429]
     other = asyncio.create_task(post(layer, "other"))
     await asyncio.sleep(0.01)
@@ -113,3 +117,39 @@ async def test_an_askers_bodies_together_are_bounded_until_its_requests_end() ->
     await asyncio.gather(*fitting, other)
     await post(layer, "one")
     assert answers == [429], "what has ended holds nothing"
+
+
+async def answer_before_the_body_ends(layer: Front, first: Message, **scope: object) -> int:
+    """Return the status of the answer to a client that sends `first` and then neither anything more nor leaves."""
+    answered, came, status = asyncio.Event(), [first], 0
+
+    async def body() -> Message:
+        if not came:
+            await asyncio.Event().wait()
+        return came.pop()
+
+    async def send(message: Message) -> None:
+        nonlocal status
+        status = message.get("status", status)
+        if message.get("body"):
+            answered.set()
+
+    head = {"type": "http", "method": "POST", "path": "/", "headers": [], "client": ("one", 1)}
+    request = asyncio.create_task(layer(head | scope, body, send))
+    await asyncio.wait_for(answered.wait(), 20)
+    request.cancel()
+    return status
+
+
+async def test_a_refusal_does_not_wait_for_the_rest_of_a_body() -> None:
+    first = {"type": "http.request", "body": b"x" * 11, "more_body": True}
+    headers = [(b"a", b"")] * 300
+    assert await answer_before_the_body_ends(front(most=10), first) == 413
+    assert await answer_before_the_body_ends(front(), first, headers=headers) == 431
+
+
+async def test_a_client_that_still_sends_gets_its_refusal_and_no_reset() -> None:
+    async with served(front(most=10)) as exchange:
+        came = await exchange(POST + b"Content-Length: 9000000\r\n\r\n" + b"x" * 9_000_000)
+    assert came.startswith(b"HTTP/1.1 413")
+    assert came.endswith(b"}"), "whole"
