@@ -41,8 +41,16 @@ class ForeignPages:
                 raise ForeignPage(f"this gateway is not {name[:80]!r}: {advice}")
         if origin is not None:
             page = origin.decode("latin-1")
-            if not ({page, "*"} & self._origins or urlsplit(page).netloc.lower() == host.lower()):
+            if not ({page, "*"} & self._origins or _site(page) == host.lower()):
                 raise ForeignPage("a page of another site may not ask here: --cors-origins names those that may")
         takes_json = scope["method"] == "POST" and scope["path"] in self._bodies
         if takes_json and not _JSON.fullmatch(headers.get(b"content-type", b"").strip()):
             raise NotJson("the body's type must be declared: send the header 'Content-Type: application/json'")
+
+
+def _site(page: str) -> str | None:
+    """Return the host and port of a page's origin; None for an origin that is no URL."""
+    try:
+        return urlsplit(page).netloc.lower()
+    except ValueError:
+        return None

@@ -73,7 +73,9 @@ def test_this_machine_s_names_and_those_that_were_allowed_are_served(host: str, 
 
 
 @pytest.mark.fault(37)
-@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://127.0.0.1:1", "http://localhost"])
+@pytest.mark.parametrize(
+    "origin", ["https://evil.example", "null", "http://127.0.0.1:1", "http://localhost", "http://["]
+)
 def test_a_page_of_another_origin_is_refused(origin: str, gateway: httpx.Client) -> None:
     for method, path in (("GET", "/metrics"), ("POST", "/v1/completions")):
         answer = gateway.request(method, path, headers={"Origin": origin} | JSON, content=BODY)
