@@ -118,7 +118,9 @@ _RETRY_AFTER_SECONDS = {429: 1, 503: 2}
 
 
 def error_body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    """Return the JSON of an error. Unpaired surrogates, which UTF-8 cannot encode, are escaped."""
+    words = {"message": message, "type": kind, "param": param, "code": code}
+    return {"error": {name: word and word.encode(errors="backslashreplace").decode() for name, word in words.items()}}
 
 
 def rest_error(error: Exception) -> tuple[int, dict[str, Any]]:
