@@ -85,7 +85,7 @@ class GatewayConfig(ServiceConfig):
         description="most connections of clients, or fewer where the "
         "process may not open as many files; beyond that the longest idle is closed",
     )
-    max_choices: int = Field(256, ge=1, description="most choices (prompts x n) of one request")
+    max_choices: int = Field(256, ge=1, description="most choices (prompts x n or best_of) of one request")
     max_body_bytes: int = Field(2 * 1024 * 1024, ge=1024, description="largest request body; beyond that 413")
 
     cors_origins: list[str] = Field(

@@ -110,7 +110,7 @@ def _add_completions(app: FastAPI, config: GatewayConfig, engine: Engine) -> Non
         _check_offered(request, engine, model)
         check_tokens(request, model.info.vocab_size)
         seconds = seconds_allowed(http.headers, config.request_deadline)
-        prompts = await by_size(size, encode_prompts, request, model, config.max_choices // request.candidates)
+        prompts = await by_size(size, encode_prompts, request, model, min(config.max_choices, config.max_waiting))
         check_logprobs(request, [*map(len, prompts)])
         completion = kind(engine, request, model, prompts, http.state.request_id, seconds)
         completion.key = http.state.key_name or ""

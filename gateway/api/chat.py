@@ -17,7 +17,16 @@ from gateway.errors import BadParameter, over_context
 from gateway.requests.bodies import FIRST_ERROR, Part, RequestBody, TokenCount, check_unicode
 from gateway.requests.fields import PartOf
 from gateway.requests.prompts import result_of
-from gateway.requests.schemas import NEWER_LIMIT, OFF, PAIRS, CompletionRequest, GenerationRequest, not_both, only_with
+from gateway.requests.schemas import (
+    NEWER_LIMIT,
+    OFF,
+    PAIRS,
+    CompletionRequest,
+    GenerationRequest,
+    most_scored_output,
+    not_both,
+    only_with,
+)
 from gateway.requests.structured import deeper_than, json_text
 from gateway.verifier_client import ServedModel
 from spire.rpc.limits import MAX_LOGPROBS
@@ -102,6 +111,7 @@ class ConversationRequest(CompletionRequest):
     """A completion request whose prompt was rendered by the chat template."""
 
     prompt_name: ClassVar[str] = "messages"
+    alternatives_name: ClassVar[str] = "top_logprobs"
 
 
 class ChatRequest(GenerationRequest, TemplateOptions):
@@ -110,7 +120,9 @@ class ChatRequest(GenerationRequest, TemplateOptions):
     )
 
     messages: Annotated[list[Message], FIRST_ERROR] = Field(min_length=1)
-    max_tokens: TokenCount | None = Field(None, ge=1, description="by default what the context has room for")
+    max_tokens: TokenCount | None = Field(
+        None, ge=1, description="by default what the context and the limit of logprobs have room for"
+    )
     max_completion_tokens: TokenCount | None = Field(None, ge=1, description=NEWER_LIMIT)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS, description="only with logprobs")
@@ -122,12 +134,15 @@ class ChatRequest(GenerationRequest, TemplateOptions):
             raise BadParameter("top_logprobs", "top_logprobs is only allowed with logprobs: true")
         if len(prompt) > max_context:
             raise over_context("messages", max_context, result_of("messages", len(prompt)))
-        return ConversationRequest(
+        request = ConversationRequest(
             **{name: getattr(self, name) for name in GenerationRequest.model_fields},
             prompt=prompt,
             max_tokens=self.max_tokens or max(1, max_context - len(prompt)),
             logprobs=self.top_logprobs if self.logprobs else None,
         )
+        if self.max_tokens is None and self.max_completion_tokens is None:
+            request.max_tokens = int(max(1, min(request.max_tokens, most_scored_output(request, [len(prompt)]))))
+        return request
 
 
 def chat_prompt(messages: list[Message], model: ServedModel, options: TemplateOptions, special: bool) -> list[int]:

@@ -16,12 +16,23 @@ Prompt = str | list[int]
 _ANY_LENGTH = 2**31
 
 
-def encode_prompts(request: CompletionRequest, model: ServedModel, max_prompts: int) -> list[list[int]]:
+def encode_prompts(request: CompletionRequest, model: ServedModel, max_choices: int) -> list[list[int]]:
     """Return the token ids of each prompt. Raises BadParameter, also if prompt and output exceed the context."""
+    _check_choices(request, max_choices)
     context = model.info.max_context
     longest = context if request.truncate_prompt_tokens is None else _ANY_LENGTH
-    prompts = _prompts_of(request.prompt, longest, model.info.vocab_size, max_prompts)
+    prompts = _prompts_of(request.prompt, longest, model.info.vocab_size)
     return [_encoded(prompt, request, model, longest) for prompt in prompts]
+
+
+def _check_choices(request: CompletionRequest, most: int) -> None:
+    """Raise BadParameter if a request asks for more than `most` choices, whatever the form of its prompts."""
+    value, each = request.prompt, request.candidates
+    prompts = len(value) if isinstance(value, list) and value and not _is_token(value[0]) else 1
+    if prompts * each > most:
+        name = "prompt" if prompts > 1 else request.candidates_name
+        message = f"{prompts * each} choices are asked for, {each} for each prompt; a request may have {most}"
+        raise BadParameter(name, message)
 
 
 def _encoded(prompt: Prompt, request: CompletionRequest, model: ServedModel, longest: int) -> list[int]:
@@ -36,7 +47,7 @@ def _encoded(prompt: Prompt, request: CompletionRequest, model: ServedModel, lon
     return tokens
 
 
-def _prompts_of(value: Any, max_context: int, vocab_size: int, max_prompts: int) -> list[Prompt]:
+def _prompts_of(value: Any, max_context: int, vocab_size: int) -> list[Prompt]:
     """Return the request's prompts: texts unchanged, token ids checked for range and number. Raises BadParameter."""
     if isinstance(value, str):
         return [text_prompt(value, "prompt")]
@@ -44,8 +55,6 @@ def _prompts_of(value: Any, max_context: int, vocab_size: int, max_prompts: int)
         raise BadParameter("prompt", "prompt must be a string, a list of strings, or one or more lists of token ids")
     if _is_token(value[0]):
         return [_token_ids(value, max_context, vocab_size, "prompt")]
-    if len(value) > max_prompts:
-        raise BadParameter("prompt", f"prompt holds {len(value)} prompts; a request may hold {max_prompts} choices")
     return [_one_of_many(item, value[0], max_context, vocab_size, f"prompt[{at}]") for at, item in enumerate(value)]
 
 

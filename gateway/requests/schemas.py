@@ -5,6 +5,7 @@ Does not know: the model, except its vocabulary size; unknown fields, which `gat
 
 from __future__ import annotations
 
+from math import inf
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, WithJsonSchema, model_validator
@@ -135,6 +136,8 @@ class GenerationRequest(StructuredRequest):
 class CompletionRequest(GenerationRequest):
     # The name of the request field that contained the prompt.
     prompt_name: ClassVar[str] = "prompt"
+    # The name of the field that asked for alternatives beside the logprob of each output token.
+    alternatives_name: ClassVar[str] = "logprobs"
 
     prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
     max_tokens: TokenCount = Field(16, ge=0, description="0 only with echo")
@@ -167,16 +170,27 @@ class CompletionRequest(GenerationRequest):
         return self.n if self.best_of is None else self.best_of
 
     @property
+    def candidates_name(self) -> str:
+        """The name of the field that sets `candidates`."""
+        return "n" if self.best_of is None else "best_of"
+
+    @property
     def scores_prompt(self) -> bool:
         return self.prompt_logprobs is not None or (self.echo and self.logprobs is not None)
 
     @property
+    def wanted_logprobs(self) -> dict[str, int]:
+        """The number of likeliest tokens to report at each position, by the names of the fields that ask for them."""
+        wanted = {self.alternatives_name if self.logprobs else "logprobs": self.logprobs}
+        wanted["prompt_logprobs"] = self.prompt_logprobs
+        if self.candidates > self.n:
+            wanted["best_of"] = 0  # the candidates are ranked by their logprobs
+        return {name: number for name, number in wanted.items() if number is not None}
+
+    @property
     def most_logprobs(self) -> int | None:
         """The number of likeliest tokens to report at each position; None if no logprobs are needed."""
-        wanted = [number for number in (self.logprobs, self.prompt_logprobs) if number is not None]
-        if self.candidates > self.n:
-            wanted.append(0)  # the candidates are ranked by their logprobs
-        return max(wanted, default=None)
+        return max(self.wanted_logprobs.values(), default=None)
 
     @property
     def biases(self) -> dict[int, float]:
@@ -246,18 +260,28 @@ def check_tokens(request: CompletionRequest, vocab_size: int) -> None:
 
 def check_logprobs(request: CompletionRequest, prompt_lengths: list[int]) -> None:
     """Check that the answer can have at most MOST_LOGPROBS logprobs, alternatives included. Raises BadParameter."""
-    if request.most_logprobs is None:
-        return
-    scored = sum(prompt_lengths) if request.scores_prompt else 0
-    generated = len(prompt_lengths) * request.candidates * request.max_tokens
-    if (numbers := (scored + generated) * (1 + request.most_logprobs)) > MOST_LOGPROBS:
-        name = "logprobs" if request.logprobs is not None else "prompt_logprobs"
+    if request.max_tokens > most_scored_output(request, prompt_lengths):
+        wanted = request.wanted_logprobs
+        name = max(wanted, key=wanted.__getitem__)
+        tokens = len(prompt_lengths) * request.candidates * request.max_tokens
         raise BadParameter(
-            name if request.most_logprobs else "best_of",
-            f"{numbers} logprobs could come, of {scored} tokens of prompts, {generated} of output and "
-            f"{request.most_logprobs} others beside each: a request may have {MOST_LOGPROBS}. "
-            f"Ask for fewer choices, {request.limit_name}, prompts or logprobs",
+            name,
+            f"a request may have {MOST_LOGPROBS} logprobs, and more could come, of {_scored(request, prompt_lengths)} "
+            f"tokens of prompts, {tokens} of output and {wanted[name]} others beside each: "
+            f"ask for fewer choices, {request.limit_name}, prompts or logprobs",
         )
+
+
+def most_scored_output(request: CompletionRequest, prompt_lengths: list[int]) -> float:
+    """Return the most output tokens of a choice with which the answer has at most MOST_LOGPROBS logprobs."""
+    if request.most_logprobs is None:
+        return inf
+    scored = MOST_LOGPROBS // (1 + request.most_logprobs)
+    return (scored - _scored(request, prompt_lengths)) // (len(prompt_lengths) * request.candidates)
+
+
+def _scored(request: CompletionRequest, prompt_lengths: list[int]) -> int:
+    return sum(prompt_lengths) if request.scores_prompt else 0
 
 
 def check_ids(name: str, ids: list[int], most: int, vocab_size: int) -> None:
