@@ -5,8 +5,6 @@ A draft without embeddings of its own names its target's by their fingerprint.
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from pathlib import Path
 
 import grpc
@@ -16,8 +14,8 @@ from torch import Tensor
 
 from draft_service.config import DraftServiceConfig
 from spire.checkpoints.weights import save_embeddings
-from spire.errors import CheckpointError, MismatchError
-from spire.files import user_cache
+from spire.errors import CheckpointError, DataError, MismatchError
+from spire.files import made_once, user_cache
 from spire.model.config import load_draft_config
 from spire.rpc.tensors import from_wire
 from spire.v1 import verifier_pb2, verifier_pb2_grpc
@@ -54,23 +52,16 @@ async def ask_embeddings(stub: verifier_pb2_grpc.VerifierStub, directory: Path) 
         raise MismatchError("the verifier sent no embedding, which this draft needs: give --target DIR")
     embedding, head = torch.cat(parts[False]), torch.cat(parts[True]) if parts[True] else None
     try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=directory.parent) as unfinished:
-            _keep(embedding, head, Path(unfinished) / "kept", directory)
-    except OSError as error:
-        raise CheckpointError(
-            f"the target's embeddings cannot be kept in {directory.parent} ({error.strerror}): point XDG_CACHE_HOME to "
-            "a directory that can be written, or give the target's directory with --target DIR"
-        ) from error
+        made_once(directory, lambda unfinished: _keep(embedding, head, unfinished))
+    except DataError as error:
+        raise CheckpointError(f"{error}, or give the target's directory with --target DIR") from error
     log.info("kept the target's embeddings", directory=str(directory), bytes=embedding.nbytes)
 
 
-def _keep(embedding: Tensor, head: Tensor | None, unfinished: Path, directory: Path) -> None:
-    found = save_embeddings(unfinished, embedding, head)
+def _keep(embedding: Tensor, head: Tensor | None, directory: Path) -> None:
+    found = save_embeddings(directory, embedding, head)
     if found != directory.name:
         raise MismatchError(
             f"embeddings: this draft was made for {directory.name}, the verifier's target has {found}; "
             "serve the draft's own target, or train a draft for this one with `spire train draft`"
         )
-    shutil.rmtree(directory, ignore_errors=True)
-    unfinished.rename(directory)

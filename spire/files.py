@@ -1,9 +1,10 @@
-"""Atomic writes of files, and the directory of the user's cache."""
+"""Atomic writes of files and directories, and the directory of the user's cache."""
 
 from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,35 @@ def write_whole(file: Path, write: Callable[[Path], object]) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         write(unfinished)
         os.replace(unfinished, file)
-    except Exception as error:
+    except BaseException as error:
         unfinished.unlink(missing_ok=True)
+        if not isinstance(error, Exception):
+            raise
         raise DataError(f"{file} cannot be written ({error}): is the disk full?") from error
+
+
+def made_once(directory: Path, make: Callable[[Path], object]) -> Path:
+    """Return `directory`; if it does not exist, call `make` with a temporary path beside it, then rename.
+
+    If another process makes the same directory meanwhile, the first one that is complete stays. Raises DataError,
+    naming the directory, if it cannot be written.
+    """
+    if directory.is_dir():
+        return directory
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(".part", f"{directory.name}.", directory.parent) as passing:
+            unfinished = Path(passing) / directory.name
+            make(unfinished)
+            try:
+                unfinished.rename(directory)
+            except OSError:
+                if not directory.is_dir():
+                    raise
+    except OSError as error:
+        advice = "free some space, or point XDG_CACHE_HOME to another directory"
+        raise DataError(f"{directory} cannot be written ({error.strerror or error}): {advice}") from error
+    return directory
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:

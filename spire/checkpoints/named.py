@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-import shutil
 from pathlib import Path
 
 import httpx
 from rich.console import Console
 
 from spire.errors import CheckpointError
-from spire.files import user_cache
+from spire.files import made_once, user_cache
 
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 # No pickles, and no weights in other formats.
@@ -39,15 +38,13 @@ def _converted(file: Path) -> Path:
     state = file.resolve().stat()
     key = hashlib.sha256(f"{file.resolve()} {state.st_size} {state.st_mtime_ns}".encode()).hexdigest()[:16]
     directory = user_cache() / "converted" / f"{file.stem}-{key}"
-    if directory.is_dir():
-        return directory
-    unfinished = directory.with_name(f"{directory.name}.part")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    console = Console(stderr=True, highlight=False)
-    console.print(f"converting {file.name}, once: the result is kept in {directory}", soft_wrap=True)
-    convert_gguf(file, unfinished)
-    unfinished.rename(directory)
-    return directory
+
+    def convert(unfinished: Path) -> None:
+        console = Console(stderr=True, highlight=False)
+        console.print(f"converting {file.name}, once: the result is kept in {directory}", soft_wrap=True)
+        convert_gguf(file, unfinished)
+
+    return made_once(directory, convert)
 
 
 def _of_hub(repository: str) -> Path:

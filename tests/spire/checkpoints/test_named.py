@@ -44,6 +44,23 @@ def test_a_gguf_file_is_converted_once(stories_gguf: Writer, monkeypatch: pytest
     assert model_directory(file) == directory
 
 
+def test_two_that_convert_a_file_at_once_share_the_result(
+    stories_gguf: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, convert = stories_gguf(), spire.checkpoints.gguf.convert.convert_gguf
+    others: list[Path] = []
+
+    def outrun(path: Path, out: Path) -> None:
+        monkeypatch.setattr(spire.checkpoints.gguf.convert, "convert_gguf", convert)
+        others.append(model_directory(file))
+        convert(path, out)
+
+    monkeypatch.setattr(spire.checkpoints.gguf.convert, "convert_gguf", outrun)
+    assert [model_directory(file)] == others
+    assert load_target(others[0])[0].config.vocab_size > 0
+    assert [path.name for path in others[0].parent.glob(f"{file.stem}*part")] == []
+
+
 def test_a_conversion_that_fails_is_not_taken_for_the_model(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF and nothing else")
     for _ in range(2):

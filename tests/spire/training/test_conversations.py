@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from spire.errors import DataError
 from spire.files import user_cache
 from spire.text.documents import Chats
 from spire.training.conversations import Conversations
-from spire.training.teacher import StoredTeacher, teach
+from spire.training.teacher import StoredTeacher, Taught, teach
 
 CHATS = [
     [("user", "Who are you?"), ("assistant", "A cat named Tom.")],
@@ -122,6 +123,25 @@ def test_stored_outputs_are_those_of_a_forward_and_are_stored_once(
             torch.testing.assert_close(one, other, rtol=0.05, atol=0.05 * other.abs().max().item())
     monkeypatch.setattr("spire.training.teacher.teach", None)
     assert StoredTeacher.build(target, identity, conversations, (3, 4), "cpu") is not None
+
+
+def test_two_runs_that_store_outputs_at_once_do_not_disturb_each_other(
+    stories_chat_dir: Path, conversations: Conversations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, identity = load_target(stories_chat_dir)
+    built: list[StoredTeacher | None] = []
+
+    def outrun(*given: Any) -> Taught:
+        monkeypatch.setattr("spire.training.teacher.teach", teach)
+        built.append(StoredTeacher.build(target, identity, conversations, (2,), "cpu"))
+        return teach(*given)
+
+    monkeypatch.setattr("spire.training.teacher.teach", outrun)
+    built.append(StoredTeacher.build(target, identity, conversations, (2,), "cpu"))
+    outputs = [stored(conversations.batch(0, 0, 4096)).log_sum_BL for stored in built if stored]
+    assert torch.equal(outputs[0], outputs[1])
+    assert outputs[0].any()
+    assert len(list(user_cache().glob(f"outputs-{identity}-{conversations.name}-2*"))) == 1
 
 
 def test_outputs_that_would_fill_the_disk_are_not_stored(
