@@ -127,6 +127,13 @@ def test_a_server_without_tls_is_not_told_as_absent(proxy: list[bytes]) -> None:
         run_completion(client, url, "Once")
 
 
+@pytest.mark.parametrize(("prompt", "temperature"), [("Once", float("nan")), ("\udcff", 1.0)])
+def test_a_request_that_cannot_be_sent_is_told_as_such(prompt: str, temperature: float) -> None:
+    url = "http://127.0.0.1:9"
+    with client_for(url) as client, pytest.raises(GatewayError, match="is asked for, or what it answers, is no JSON"):
+        run_completion(client, url, prompt, temperature=temperature)
+
+
 async def _ask(url: str) -> None:
     async with Client(url, 1) as client:
         await client.complete_all(Request(1), [[1]])
