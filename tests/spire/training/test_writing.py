@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -109,6 +110,41 @@ def test_a_file_of_something_else_is_not_appended_to(url: str, questions: Path, 
     with pytest.raises(DataError, match=r"notes\.txt, line 1 is no chat: name another file"):
         write_chats(out, read_prompts([questions]), None, writing(url))
     assert out.read_text() == "my notes\n"
+
+
+@pytest.mark.parametrize(
+    "content", ['{"a": 1}', "my notes", '{"messages": [{"role": "user", "content": null}]}\n', '{"messages": []}']
+)
+def test_a_file_of_something_else_is_not_emptied(content: str, tmp_path: Path) -> None:
+    out = tmp_path / "notes.json"
+    out.write_text(content)
+    with pytest.raises(DataError, match=r"notes\.json, line 1 is no chat"):
+        write_chats(out, [Prompt.of_user("Hi")], None, writing("http://127.0.0.1:9"))
+    assert out.read_text() == content
+
+
+def test_a_last_chat_without_a_newline_is_kept(tmp_path: Path) -> None:
+    out = tmp_path / "chats.jsonl"
+    chat = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
+    out.write_text(json.dumps(chat))
+    done = write_chats(out, [Prompt.of_user("hi")], None, writing("http://127.0.0.1:9"))
+    assert done.known == 1
+    assert out.read_text() == json.dumps(chat) + "\n"
+
+
+@pytest.mark.parametrize("name", [".", "no/such/directory"])
+def test_a_file_that_cannot_be_written_is_named(name: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=f"{tmp_path / name} cannot be written"):
+        write_chats(tmp_path / name, [Prompt.of_user("Hi")], None, writing("http://127.0.0.1:9"))
+
+
+def test_a_gateway_that_is_not_there_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        write_chats(tmp_path / "chats.jsonl", None, 2, Writing("http://127.0.0.1:9", concurrency=32))
+    assert caught.group_contains(SpireError, match="no gateway")
+    del caught
+    gc.collect()
+    assert caplog.messages == []
 
 
 def test_the_command_says_what_is_missing_and_what_it_wrote(url: str, questions: Path, tmp_path: Path) -> None:
