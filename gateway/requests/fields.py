@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -173,9 +174,19 @@ def _guess(name: str, schema: type[BaseModel], lists: Lists, kind: str) -> str |
     if letters in whole:
         return whole[letters]
     found = {known for shorter in _one_less(letters) for known in near.get(shorter, ())}
-    # Letters that changed their places are a smaller slip than others in their places.
+    near = {known for known in found if _is_one_slip(letters, _letters(known))}
+    # Letters that changed their places are a smaller slip than others that came and went.
     moved = {known for known in found if sorted(_letters(known)) == sorted(letters)}
-    return next(iter(get_close_matches(name, sorted(moved or found), 1, 0)), None)
+    return next(iter(get_close_matches(name, sorted(near or moved), 1, 0)), None)
+
+
+def _is_one_slip(one: str, other: str) -> bool:
+    """Return True if the texts differ by one letter, or by two neighbours that changed places."""
+    begin = len(commonprefix([one, other]))
+    one, other = one[begin:], other[begin:]
+    end = len(commonprefix([one[::-1], other[::-1]]))
+    one, other = one[: len(one) - end], other[: len(other) - end]
+    return max(len(one), len(other)) <= 1 or (len(one) == 2 and one == other[::-1])
 
 
 @cache

@@ -275,3 +275,10 @@ def test_a_draft_for_a_large_vocabulary_is_not_compiled_on_a_cpu(
     command = ["train", "draft", "--device", "cpu", "--target", str(stories_dir), "--data", "a.txt", "--out", "o"]
     assert CliRunner().invoke(app, [*command, *own, *given]).exit_code == 0
     assert executions[0].compiled == compiled
+
+
+def test_a_seed_below_zero_is_refused_by_name(tmp_path: Path) -> None:
+    command = ["train", "target", "--data", str(tmp_path), "--out", str(tmp_path / "out"), "--seed", "-1"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 2
+    assert "--seed" in done.output

@@ -115,6 +115,38 @@ def test_a_checkpoint_that_does_not_tell_its_data_is_resumed(tmp_path: Path) -> 
         Checkpoint(tmp_path, recipe | {"data": "8 tokens"}).step()
 
 
+def test_a_finished_run_is_not_taken_for_a_shorter_one(undisturbed: Path) -> None:
+    with pytest.raises(DataError, match="has 399 steps behind it, this run asks for 300"):
+        train(undisturbed, replace(TINY, steps=300))
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    model, checkpoint = torch.nn.Linear(1, 1), Checkpoint(tmp_path, asdict(TINY))
+    checkpoint.save(3, model, [])
+    model.weight.data.fill_(torch.nan)
+    with pytest.raises(DataError, match="weight is not finite after 4 steps"):
+        checkpoint.save(4, model, [])
+    assert checkpoint.step() == 3
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match="file/run cannot be made: Not a directory"):
+        Checkpoint(tmp_path / "file" / "run", {})
+
+
+def test_a_sequence_longer_than_a_step_is_a_step(tmp_path: Path) -> None:
+    train(tmp_path, replace(TINY, steps=2, tokens_per_step=8))
+    assert (tmp_path / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("given", [{"heads": 32}, {"head_dim": 3}])
+def test_a_shape_that_no_target_has_is_refused(given: dict[str, int], tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="there is no target of this shape: "):
+        train(tmp_path, replace(TINY, **given))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_too_little_text_is_refused_with_the_numbers(tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_text("too little")
