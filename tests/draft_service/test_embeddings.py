@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 
+from draft_service.embeddings import ask_embeddings
 from spire.checkpoints.weights import load_draft, load_embeddings, load_target, sampled_hash, save_draft, save_target
 from spire.files import user_cache
 from spire.model.target import Target
+from spire.v1 import verifier_pb2 as pb, verifier_pb2_grpc as rpc
 from tests.services import Service, running, start
 from tests.untrained import untrained_draft
+from verifier_service.serve.embeddings import embedding_messages
 
 EVERY_FIFTH = torch.arange(0, 320, 5)
 
@@ -69,3 +75,22 @@ def test_those_of_another_target_are_refused_and_not_kept(stories_dir: Path, tmp
         started(tmp_path / "lying", services.verifier.address, tmp_path)
     assert f"the verifier's target has {theirs}" in str(failure.value)
     assert not (user_cache() / "embeddings" / "0123456789abcdef").exists()
+
+
+class Sends:
+    """A verifier's stub that sends the embeddings of a target; another draft keeps them while they are sent."""
+
+    def __init__(self, target: Path, kept: Path):
+        self._target, self._kept = target, kept
+
+    async def GetEmbeddings(self, request: object) -> AsyncIterator[pb.GetEmbeddingsResponse]:
+        self._kept.mkdir(parents=True)
+        (self._kept / "in use").touch()
+        for message in embedding_messages(self._target):
+            yield message
+
+
+def test_what_another_draft_has_kept_meanwhile_stays(stories_dir: Path, tmp_path: Path) -> None:
+    kept = tmp_path / sampled_hash(load_embeddings(stories_dir))
+    asyncio.run(ask_embeddings(cast(rpc.VerifierStub, Sends(stories_dir, kept)), kept))
+    assert [file.name for file in tmp_path.rglob("*")] == [kept.name, "in use"]
