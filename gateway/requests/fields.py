@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
-from os.path import commonprefix
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -174,18 +173,18 @@ def _guess(name: str, schema: type[BaseModel], lists: Lists, kind: str) -> str |
     if letters in whole:
         return whole[letters]
     found = {known for shorter in _one_less(letters) for known in near.get(shorter, ())}
-    near = {known for known in found if _is_one_slip(letters, _letters(known))}
+    slips = {known for known in found if _is_one_slip(letters, _letters(known))}
     # Letters that changed their places are a smaller slip than others that came and went.
     moved = {known for known in found if sorted(_letters(known)) == sorted(letters)}
-    return next(iter(get_close_matches(name, sorted(near or moved), 1, 0)), None)
+    return next(iter(get_close_matches(name, sorted(slips or moved), 1, 0)), None)
 
 
 def _is_one_slip(one: str, other: str) -> bool:
     """Return True if the texts differ by one letter, or by two neighbours that changed places."""
-    begin = len(commonprefix([one, other]))
-    one, other = one[begin:], other[begin:]
-    end = len(commonprefix([one[::-1], other[::-1]]))
-    one, other = one[: len(one) - end], other[: len(other) - end]
+    while one and other and one[0] == other[0]:
+        one, other = one[1:], other[1:]
+    while one and other and one[-1] == other[-1]:
+        one, other = one[:-1], other[:-1]
     return max(len(one), len(other)) <= 1 or (len(one) == 2 and one == other[::-1])
 
 
