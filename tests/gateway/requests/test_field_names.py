@@ -52,6 +52,7 @@ def misspelt(draw: st.DrawFn) -> tuple[type[RequestBody], str, str]:
 
 
 @given(misspelt())
+@example((ChatRequest, "max_tokens", "mnx_tokens"))
 @example((ChatRequest, "forced_bos_token_id", "forced_obs_token_id"))
 def test_a_slip_in_a_name_is_refused_with_the_name_that_was_meant(case: tuple[type[RequestBody], str, str]) -> None:
     route, name, slip = case
