@@ -66,6 +66,8 @@ def gateway_errors(url: str) -> Iterator[None]:
         if isinstance(error, httpx.ConnectError) and "[SSL" not in str(error):
             reason = f"no gateway at {url}: start one with 'spire up', or name another with --url"
         raise GatewayError(distrust(url, error) or reason) from error
+    except ValueError as error:
+        raise GatewayError(f"what {url} is asked for, or what it answers, is no JSON: {error}") from error
 
 
 def distrust(url: str, error: Exception) -> str:

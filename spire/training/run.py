@@ -41,12 +41,18 @@ class Checkpoint:
         self.file = directory / "state.safetensors"
         # The number of steps may change until the learning rate decays: before, it has no effect.
         self.recipe = json.loads(json.dumps({name: value for name, value in recipe.items() if name != "steps"}))
-        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DataError(f"{directory} cannot be made: {error.strerror}") from error
 
     def save(self, step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+        """Replace the saved state. Raises DataError, and leaves the saved state, if a weight is not finite."""
         # Tied tensors are written twice, because safetensors refuses tensors that share memory.
         frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
         state = {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
+        if diverged := [name for name, tensor in state.items() if not tensor.isfinite().all()]:
+            raise DataError(f"{diverged[0]} is not finite after {step} steps: train from the start at a lower rate")
         tensors = {f"model.{name}": tensor.detach().clone().contiguous() for name, tensor in state.items()}
         for number, optimizer in enumerate(optimizers):
             for parameter, state in optimizer.state_dict()["state"].items():
@@ -202,7 +208,9 @@ def train_steps(
     # Of norms, whose inputs autocast leaves in bfloat16 and whose weights are float32. It says nothing to users.
     warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
     began, steps = time.monotonic(), len(lengths)
-    first = min(checkpoint.step(), steps)
+    first = checkpoint.step()
+    if first > steps:
+        raise DataError(f"{checkpoint.file} has {first} steps behind it, this run asks for {steps}: use another --out")
     console = Console(stderr=True)
     with console.status(f"{name}: a few steps, to say how long all will take"):
         seconds, peak = predict(lengths[first:], first, forward, model, optimizers) if first < steps else (0.0, 0)

@@ -13,12 +13,14 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from pydantic import ValidationError
 from rich.console import Console
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from spire.checkpoints.tokenizer import load_tokenizer
 from spire.checkpoints.weights import save_target
+from spire.errors import DataError
 from spire.files import write_whole
 from spire.model.config import ModelConfig
 from spire.model.target import Target, WholeSequence
@@ -48,20 +50,25 @@ class TargetRecipe:
     head_dim: int | None = None
 
     def model_config(self) -> ModelConfig:
-        return ModelConfig(
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.heads,
-            head_dim=self.head_dim or self.hidden_size // self.heads,
-            rms_norm_eps=1e-5,
-            max_position_embeddings=self.long_length,
-            bos_token_id=0,
-            eos_token_ids=(1,),
-            torch_dtype="bfloat16",
-        )
+        """Return the shape of the target. Raises DataError if there is no such shape."""
+        try:
+            return ModelConfig(
+                vocab_size=self.vocab_size,
+                hidden_size=self.hidden_size,
+                intermediate_size=self.intermediate_size,
+                num_hidden_layers=self.layers,
+                num_attention_heads=self.heads,
+                num_key_value_heads=self.heads,
+                head_dim=self.head_dim or self.hidden_size // self.heads,
+                rms_norm_eps=1e-5,
+                max_position_embeddings=self.long_length,
+                bos_token_id=0,
+                eos_token_ids=(1,),
+                torch_dtype="bfloat16",
+            )
+        except ValidationError as error:
+            wrong = "; ".join(": ".join([*map(str, each["loc"]), each["msg"]]) for each in error.errors())
+            raise DataError(f"there is no target of this shape: {wrong}") from error
 
     def length_at(self, step: int) -> int:
         decaying = step >= (1 - self.decay_share) * self.steps
@@ -75,14 +82,14 @@ def train_target(
 
     Returns False if the time ran out before the last step.
     """
-    device, chats = execution.device, Chats(out)
+    device, chats, config = execution.device, Chats(out), recipe.model_config()
     tokenizer = _tokenizer(data, out, recipe.vocab_size, chats)
     start, end = tokenizer.encode(START + END, add_special_tokens=False).ids
     stream = TokenStream.build(data, tokenizer, start, end, chats)
     held_out = TokenStream.build(valid, tokenizer, start, end, chats) if valid else None
 
     torch.manual_seed(recipe.seed)
-    target = Target(recipe.model_config()).to(device)
+    target = Target(config).to(device)
     initialise(target, target.layers)
     optimizers = muon_and_adamw(target, target.layers, recipe.muon_rate, recipe.adamw_rate, recipe.muon_weight_decay)
     checkpoint = Checkpoint(out / "run", asdict(recipe) | {"data": described(stream.tokens)})
@@ -90,7 +97,7 @@ def train_target(
 
     def forward(step: int) -> StepResult:
         length = recipe.length_at(step)
-        tokens_BT = torch.from_numpy(stream.batch(recipe.seed, step, recipe.tokens_per_step // length, length))
+        tokens_BT = torch.from_numpy(stream.batch(recipe.seed, step, max(1, recipe.tokens_per_step // length), length))
         with torch.autocast(device, dtype=torch.bfloat16):
             loss = loss_of(target, tokens_BT.to(device))
         return StepResult(loss, {"length": length}, tokens_BT.numel())

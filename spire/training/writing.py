@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None)
 _SECONDS = 3600.0
 # So many prompts in a row that are blank, cut off or known end the search for more.
 _MOST_IN_VAIN = 200
+# How every line of the output begins.
+_BEGINNING = b'{"messages": ['
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,10 @@ def write_chats(
     Calls `told` after each answer. Raises DataError for an output that is not such a file, and GatewayError for a
     gateway that cannot be reached or refuses.
     """
-    return asyncio.run(_Writer(out, writing, told).write(prompts, count))
+    try:
+        return asyncio.run(_Writer(out, writing, told).write(prompts, count))
+    except OSError as error:
+        raise DataError(f"{out} cannot be written: {error.strerror}") from error
 
 
 class _Writer:
@@ -92,7 +98,7 @@ class _Writer:
         self._out, self._writing, self._told = out, writing, told
         self._done = Written()
         # The prompts that are answered or being answered.
-        self._known = {prompt.normalized for prompt in _answered(out)}
+        self._known = set(_answered(out))
 
     async def write(self, prompts: Iterable[Prompt] | None, count: int | None) -> Written:
         wanted = None if count is None else max(0, count - len(self._known))
@@ -128,7 +134,7 @@ class _Writer:
         number, in_vain = len(self._known), 0
         begin = self._writing.begin
         user = {"messages": [{"role": "user", "content": begin}], "continue_final_message": True}
-        waiting = set[asyncio.Task[tuple[str, str]]]()
+        waiting, finished = set[asyncio.Task[tuple[str, str]]](), set[asyncio.Task[tuple[str, str]]]()
         try:
             while in_vain < _MOST_IN_VAIN:
                 while len(waiting) < max(1, self._writing.concurrency // 4):
@@ -144,6 +150,7 @@ class _Writer:
         finally:
             for task in waiting:
                 task.cancel()
+            await asyncio.gather(*waiting, *finished, return_exceptions=True)
         raise SpireError(
             f"the last {_MOST_IN_VAIN} prompts that the model wrote were blank, cut off or known: give it prompts "
             "(--prompts FILE), or raise --max-tokens or --temperature"
@@ -183,18 +190,30 @@ async def _each(prompts: Iterable[Prompt]) -> AsyncIterator[Prompt]:
         yield prompt
 
 
-def _answered(out: Path) -> Iterator[Prompt]:
-    """Yield the prompts of the chats in the output of an earlier run, and remove a last line that is incomplete."""
+def _answered(out: Path) -> Iterator[tuple[str, ...]]:
+    """Yield the prompts of the chats in the output of an earlier run, normalized. Repair its last line afterwards."""
     if not out.exists():
         return
     raw = out.read_bytes()
-    whole = raw[: raw.rfind(b"\n") + 1]
-    for number, line in enumerate(whole.splitlines(), 1):
+    end = raw.rfind(b"\n") + 1
+    if _is_broken_off(raw[end:]):
+        raw = raw[:end]
+    for number, line in enumerate(raw.splitlines(), 1):
         try:
             messages = json.loads(line)["messages"]
-            yield Prompt(messages[:-1] if messages[-1]["role"] == "assistant" else messages)
-        except (ValueError, LookupError, TypeError):
+            yield Prompt(messages[:-1] if messages[-1]["role"] == "assistant" else messages).normalized
+        except (ValueError, LookupError, TypeError, AttributeError):
             raise DataError(f"{out}, line {number} is no chat: name another file to write to") from None
-    if len(whole) < len(raw):
-        with out.open("r+b") as file:
-            file.truncate(len(whole))
+    with out.open("r+b") as file:
+        file.truncate(len(raw))
+        file.seek(0, os.SEEK_END)
+        file.write(b"" if raw.endswith(b"\n") or not raw else b"\n")
+
+
+def _is_broken_off(line: bytes) -> bool:
+    """True for the beginning of a line that a run has written."""
+    try:
+        json.loads(line)
+    except ValueError:
+        return line.startswith(_BEGINNING[: len(line)])
+    return False

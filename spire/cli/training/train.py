@@ -34,7 +34,7 @@ _COMPILE = "Compile the loss: slow start, fast steps."
 Compiled = Annotated[bool, typer.Option("--compile/--no-compile", help=_COMPILE)]
 Minutes = Annotated[float | None, typer.Option(help="Stop after so many minutes; the same command continues.", min=0)]
 Steps = Annotated[int | None, typer.Option(help="Optimizer steps.", min=1)]
-Seed = Annotated[int | None, typer.Option(help="Seed of the initial weights and of the order of the data.")]
+Seed = Annotated[int | None, typer.Option(help="Seed of the initial weights and of the order of the data.", min=0)]
 TokensPerStep = Annotated[int | None, typer.Option(help="Tokens of one batch.", min=1)]
 ShortLength = Annotated[int | None, typer.Option(help="Tokens of most training sequences.", min=2)]
 LongLength = Annotated[int | None, typer.Option(help="Tokens of the long training sequences.", min=2)]
