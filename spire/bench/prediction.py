@@ -30,13 +30,16 @@ class PairModel:
     hardware: Hardware
     # Acceptance probability of every draft token; set only for artificial acceptance.
     accept_rate: float | None = None
+    temperature: float = 1.0
 
     def predict(self, batch: int, context: int, k: int | None, tau: float | None) -> dict[str, Any]:
         """Return the modelled speed-up and relative round time Δt at depth k or, if k is None, at the best modelled k.
 
         `context` is the mean context of a run, `tau` its measured τ. `multiplier_modelled` is None if τ is unknown.
         """
-        known = recorded_acceptance(self.draft, context) if self.draft and self.accept_rate is None else None
+        known = None
+        if self.draft and self.accept_rate is None:
+            known = recorded_acceptance(self.draft, context, self.temperature)
         if self.accept_rate is not None:
             known = AcceptanceModel(tuple(self.accept_rate**position for position in range(1, _POSITIONS + 1)))
         if known is None and (k is None or tau is None):
@@ -56,11 +59,15 @@ class PairModel:
         return told | {"tau_modelled_from": source}
 
 
-def recorded_acceptance(draft: Path, context: int) -> AcceptanceModel | None:
-    """Return the acceptance recorded with a draft at the context nearest to `context`, or None. Raises DataError."""
+def recorded_acceptance(draft: Path, context: int, temperature: float = 1.0) -> AcceptanceModel | None:
+    """Return the acceptance recorded with a draft at the nearest temperature and, of these records, at the nearest
+    context; None without a record. Raises DataError."""
     if not (file := draft / RECORD).is_file():
         return None
-    nearest = min(read_record(file), key=lambda cell: abs(math.log(cell.context / context)))
+    nearest = min(
+        read_record(file),
+        key=lambda cell: (abs(cell.temperature - temperature), abs(math.log(cell.context / context))),
+    )
     return AcceptanceModel(tuple(nearest.prefix_acceptance))
 
 

@@ -109,7 +109,7 @@ class Run:
     def _modelled(self, chosen: Chosen, load: Load, cell: Cell) -> dict[str, Any]:
         if self.hardware is None or not chosen.known or cell.k == 0 or not isinstance(load, Batch):
             return {}
-        model = PairModel(chosen.pair.model, chosen.pair.draft, self.hardware, self.accept_rate)
+        model = PairModel(chosen.pair.model, chosen.pair.draft, self.hardware, self.accept_rate, load.temperature)
         depth = None if cell.k == AUTO else cell.k
         return model.predict(load.batch, load.context + load.generate // 2, depth, cell.figures.tau)
 

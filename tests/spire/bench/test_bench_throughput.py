@@ -17,7 +17,7 @@ from gateway.metrics import ROUND_PARTS
 from spire.bench.cell import Cell
 from spire.bench.client import BenchError, Request
 from spire.bench.load import Batch, read_trace
-from spire.bench.prediction import PairModel
+from spire.bench.prediction import PairModel, recorded_acceptance
 from spire.bench.prompts import PromptSource
 from spire.bench.stream import Streamed, Timed, stream_all
 from spire.bench.system import System
@@ -342,6 +342,14 @@ def test_what_is_modelled_does_not_depend_on_the_run() -> None:
     assert prediction["multiplier_modelled"] == json.loads(told.stdout)["drafts"][0]["multiplier"]
     assert prediction["tau_modelled_from"] == "record"
     assert model.predict(16, 1900, 4, tau=4.9) == prediction
+
+
+def test_what_is_modelled_is_of_the_temperature_that_is_measured() -> None:
+    """SmolLM2's draft has records at temperatures 0 and 1; more of what it drafts is accepted at 0."""
+    greedy, sampled = (recorded_acceptance(ROOT / "models" / "smollm2-draft", 300, t) for t in (0.0, 0.8))
+    assert greedy is not None
+    assert sampled is not None
+    assert greedy.tau(4) > sampled.tau(4) + 0.1
 
 
 def test_an_unmeasured_draft_is_modelled_at_the_runs_tau_and_says_so() -> None:
