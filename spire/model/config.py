@@ -168,6 +168,15 @@ class SharedEmbeddings(BaseModel):
     fingerprint: str
 
 
+class StopHeadConfig(BaseModel):
+    """The sizes of a draft's stop head (SpecDec++, section 3.2): `depth` residual layers of `width`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    depth: Annotated[int, Field(ge=0, le=64)] = 3
+    width: Annotated[int, Field(ge=1, le=65_536)] = 256
+
+
 class DraftConfig(BaseModel):
     """The `spire_draft` section of a draft's `config.json`: its kind, its target, and what its layers attend to.
 
@@ -178,6 +187,7 @@ class DraftConfig(BaseModel):
     paper, section 3.3); if False, to their own inputs.
     `vocabulary`: the number of tokens that the draft can propose, listed in its tensor of that name; None: all tokens.
     It is a multiple of 32, as kernels need it.
+    `stop_head`: the head that predicts whether a draft token is accepted, if one was trained.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -191,6 +201,7 @@ class DraftConfig(BaseModel):
     feedback: bool = True
     vocabulary: Annotated[int, Field(ge=1, le=10_000_000, multiple_of=32)] | None = None
     embeddings: SharedEmbeddings | None = None
+    stop_head: StopHeadConfig | None = None
 
     @model_validator(mode="after")
     def _feedback_needs_activations(self) -> DraftConfig:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from spire.errors import DataError
 from spire.model.config import DraftConfig, ModelConfig
 from spire.model.layers import Decoder, Layer, Memory, additive, attend
+from spire.model.stop_head import StopHead
 from spire.model.target import Target, WholeSequence
 
 
@@ -56,6 +57,7 @@ class Draft(Decoder):
         if draft.feedback:
             # At first each layer's own input has a softmax weight of 0.9.
             self.memory_weights = nn.Parameter(torch.zeros(N, N + 1).fill_diagonal_(math.log(0.9 / (1 - 0.9) * N)))
+        self.stop_head = StopHead(config.hidden_size, draft.stop_head) if draft.stop_head else None
 
     def forward(self, tokens_BT: Tensor, memory: Memory) -> Tensor:
         """Run one pass of the draft and return the hidden states [B, T, D] after the final norm, to be unembedded.

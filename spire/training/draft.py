@@ -146,10 +146,10 @@ def train_draft(
     for option, paths in {"--data": data, "--valid": valid}.items():
         find_files(paths, option)  # reports missing files before a large target is loaded
     device = execution.device
-    target, identity = load_target(target_directory, _dtype_for(target_directory, device), device)
+    target, identity = load_target(target_directory, target_dtype(target_directory, device), device)
     _check(recipe, target.config)
-    source = _source(data, target_directory, target, identity, recipe)
-    held_out = _held_out(valid, target_directory, target.config, recipe) if valid else None
+    source = source_of(data, target_directory, target, identity, recipe)
+    held_out = held_out_source(valid, target_directory, target.config, recipe) if valid else None
     torch.manual_seed(recipe.seed)
     vocabulary_W = most_frequent(source, recipe.vocabulary, target.config.vocab_size, target.config.eos_token_ids)
     draft = new_draft(target, identity, recipe, vocabulary_W, target_directory)
@@ -182,7 +182,8 @@ def train_draft(
     return done
 
 
-def _source(data: list[Path], target_directory: Path, target: Target, identity: str, recipe: DraftRecipe) -> Source:
+def source_of(data: list[Path], target_directory: Path, target: Target, identity: str, recipe: DraftRecipe) -> Source:
+    """Return the training batches that a recipe draws from files: conversations if there are any, else windows."""
     corpus = _corpus(data, target_directory, target.config, recipe)
     if isinstance(corpus, Conversations):
         return WholeConversations(corpus, recipe.seed, recipe.tokens_per_step)
@@ -193,7 +194,7 @@ def _source(data: list[Path], target_directory: Path, target: Target, identity: 
     return Windows(stream, recipe.seed, recipe.tokens_per_step, lambda step: min(recipe.length_at(step), longest))
 
 
-def _held_out(valid: list[Path], target_directory: Path, config: ModelConfig, recipe: DraftRecipe) -> Source:
+def held_out_source(valid: list[Path], target_directory: Path, config: ModelConfig, recipe: DraftRecipe) -> Source:
     """Return the same batches of held-out text for every recipe of the same lengths."""
     corpus, tokens = _corpus(valid, target_directory, config, recipe), 4 * recipe.short_length
     if isinstance(corpus, Conversations):
@@ -214,7 +215,7 @@ def _corpus(
     return Conversations.build(paths, tokenizer, start, end, chats, recipe.short_length, longest)
 
 
-def _dtype_for(target_directory: Path, device: str) -> torch.dtype:
+def target_dtype(target_directory: Path, device: str) -> torch.dtype:
     """Return the dtype in which the target runs: its own, if the hardware multiplies it, otherwise float32."""
     own = load_model_config(target_directory).torch_dtype
     return torch.float32 if own == "float32" else choose_dtype("auto", torch.device(device))
@@ -263,6 +264,8 @@ def new_draft(
     if recipe.start_from is None:
         return fresh
     given = load_draft(Path(recipe.start_from), target=target_directory)
+    # A draft that changes needs another head.
+    given.draft, given.stop_head = given.draft.model_copy(update={"stop_head": None}), None
     asked = _described(fresh)
     for name, value in _described(given).items():
         if value != asked[name]:

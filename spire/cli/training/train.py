@@ -9,12 +9,16 @@ Options that are not given have the values of the bundled pair's recipe.
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
-from spire.cli.options import listed
+from spire.cli.options import Json, listed
 from spire.cli.paths import TINY, target_directory
 from spire.errors import SpireError
 
@@ -143,6 +147,57 @@ def draft(
     execution = _execution(device, compiled, minutes, large=recipe.vocabulary is not None)
     done = train_draft(directory, data, valid or [], out, recipe, execution)
     typer.echo(f"wrote {out}; serve it with: spire up --model {target} --draft {out}" if done else _STOPPED)
+
+
+@app.command("stop-head")
+def stop_head(
+    data: Data,
+    draft: Annotated[Path, typer.Option(help="Draft that gets the head.")],
+    target: Annotated[Path, typer.Option(help="Target that the draft guesses for, as for `spire up`.")] = TINY,
+    out: Annotated[
+        Path | None, typer.Option(help="Where the draft is written with its head. Default: --draft.")
+    ] = None,
+    valid: Valid = None,
+    device: Device = "auto",
+    samples: Annotated[int | None, typer.Option(help="Drafted tokens to learn from.", min=1000)] = None,
+    k: Annotated[int | None, typer.Option(help="Depth of the blocks that are drafted.", min=1, max=16)] = None,
+    depth: Annotated[int | None, typer.Option(help="Residual layers of the head.", min=0, max=64)] = None,
+    width: Annotated[int | None, typer.Option(help="Width of the head's layers.", min=1)] = None,
+    rejected_weight: Annotated[
+        float | None, typer.Option(help="What a rejected token counts in the loss; an accepted one counts 1.", min=0.01)
+    ] = None,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="Try the paper's depths and weights, and keep the best.")
+    ] = False,
+    seed: Seed = None,
+    as_json: Json = False,
+) -> None:
+    """Train the head that tells a frozen draft when to stop (SpecDec++), on the target's own text."""
+    given: dict[str, Any] = {
+        "samples": samples,
+        "k": k,
+        "depth": depth,
+        "width": width,
+        "rejected_weight": rejected_weight,
+        "seed": seed,
+    }
+    from spire.model.placement import choose_device
+    from spire.training.stop_head import StopHeadRecipe, train_stop_head
+
+    recipe = StopHeadRecipe(**{name: value for name, value in given.items() if value is not None})
+    recipes = [recipe]
+    if sweep:
+        recipes = [replace(recipe, depth=d, rejected_weight=w) for d in range(5) for w in (1.0, 3.0, 6.0, 12.0)]
+    directory, written = target_directory(target), out or draft
+    found = train_stop_head(directory, draft, data, valid or [], written, recipes, choose_device(device).type)
+    if as_json:
+        return typer.echo(json.dumps([asdict(recipe) | asdict(figures) for recipe, figures in found]))
+    table = Table("depth", "w_rej", "AUC", "of entropy", "of q", "log loss", box=None, padding=(0, 2, 0, 0))
+    for one, figures in found:
+        numbers = (figures.auc, figures.auc_of_entropy, figures.auc_of_q, figures.log_loss)
+        table.add_row(str(one.depth), f"{one.rejected_weight:g}", *(f"{number:.3f}" for number in numbers))
+    Console().print(table)
+    typer.echo(f"wrote {written}, with the head of least log loss")
 
 
 _STOPPED = "the time is up, nothing is lost: the same command goes on"

@@ -1,0 +1,250 @@
+"""`spire train stop-head`: training of the head that predicts whether a draft token is accepted (SpecDec++, section 3).
+
+The draft is frozen. It drafts blocks after many places of the target's own text, as it does while serving, and the
+target judges them: the soft labels min(1, p/q) of section 3.3 are exact for what the head will see. The paper mixes the
+draft's tokens into the text at random instead, which puts tokens into the context that the target would have rejected.
+
+Shapes: N drafted tokens, D width of the draft.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spire.checkpoints.weights import load_draft, load_target, save_draft
+from spire.errors import DataError
+from spire.model.config import StopHeadConfig
+from spire.model.draft import Draft, RolloutBlocks
+from spire.model.stop_head import StopHead
+from spire.model.target import Target
+from spire.progress import count_shown
+from spire.text.text_files import find_files
+from spire.training.branches import judged_blocks
+from spire.training.conversations import TrainingBatch
+from spire.training.draft import DraftRecipe, held_out_source, source_of, target_dtype
+from spire.training.sources import Source
+
+# Tokens of text whose branches are drafted and judged at once.
+_TOKENS = 1024
+_BATCH, _EPOCHS, _RATE = 1024, 8, 1e-3
+# The temperatures at which the draft draws, each in a third of the sequences.
+_TEMPERATURES = (0.0, 0.7, 1.0)
+# Batches without a sample after which there are none.
+_MOST_EMPTY = 100
+
+
+@dataclass(frozen=True)
+class StopHeadRecipe:
+    """All values, besides draft, target and text, that determine a stop head.
+
+    `samples`: drafted tokens to learn from. `k`: depth of the drafted blocks. `rejected_weight`: w_rej of section 3.3,
+    with w_acc = 1: what a rejected token counts. The head's probabilities are corrected for it, so that they are
+    probabilities at any weight.
+    """
+
+    samples: int = 200_000
+    k: int = 10
+    depth: int = 3
+    width: int = 256
+    rejected_weight: float = 1.0
+    seed: int = 3
+
+
+class Samples(NamedTuple):
+    """Drafted tokens: hidden states [N, D], what the head is told [N, 3], labels [N], and weights [N].
+
+    The weight is the probability that the target accepts all tokens before it in the block.
+    """
+
+    hidden_ND: Tensor
+    told_NF: Tensor
+    accepted_N: Tensor
+    reached_N: Tensor
+
+
+def collect(draft: Draft, target: Target, source: Source, samples: int, k: int, seed: int, doing: str) -> Samples:
+    """Draft and judge blocks of k tokens until there are as many samples. Raises DataError for text without any."""
+    device, found, had = draft.embed_tokens.weight.device, list[Samples](), 0
+    random = torch.Generator(device).manual_seed(seed)
+    with count_shown(doing, samples, "tokens") as progress:
+        step = 0
+        while had < samples:
+            batch = source.batch(step).to(str(device))
+            part = _of_batch(draft, target, batch, k, random)
+            step += 1
+            if step > _MOST_EMPTY and not had:
+                raise DataError(f"no sequence is as long as a block of {k} tokens")
+            found.append(part)
+            had += len(part.accepted_N)
+            progress.advance(len(part.accepted_N))
+    return Samples(*(torch.cat(parts)[:samples] for parts in zip(*found, strict=True)))
+
+
+def _of_batch(draft: Draft, target: Target, batch: TrainingBatch, k: int, random: torch.Generator) -> Samples:
+    """Return the samples of one batch: those whose place in the text is learned, in blocks from a random offset on."""
+    tokens_BL, device = batch.tokens_BL, batch.tokens_BL.device
+    B, L = tokens_BL.shape
+    offset = 1 + int(torch.randint(k, (1,), generator=random, device=device))
+    blocks = RolloutBlocks.of(L, k, offset, device)
+    chosen_B = torch.randint(len(_TEMPERATURES), (B,), generator=random, device=device)
+    temperature_B = torch.tensor(_TEMPERATURES, device=device)[chosen_B]
+    judged = judged_blocks(draft, target, tokens_BL, blocks, temperature_B, random)
+    accepted_JBT = judged.accepted_JBT
+    before_JBT = torch.cat((torch.ones_like(accepted_JBT[:1]), accepted_JBT[:-1]))
+    at_JT = blocks.starts_T + torch.arange(k, device=device)[:, None]
+    learned_JBT = torch.ones_like(accepted_JBT, dtype=torch.bool)
+    if batch.learned_BL is not None:
+        learned_JBT = batch.learned_BL[:, at_JT].transpose(0, 1)
+    parts = (judged.hidden_JBTD.bfloat16(), judged.told_JBTF, accepted_JBT, before_JBT.cumprod(dim=0))
+    return Samples(*(part[learned_JBT].cpu() for part in parts))
+
+
+def train_stop_head(
+    target_directory: Path,
+    draft_directory: Path,
+    data: list[Path],
+    valid: list[Path],
+    out: Path,
+    recipes: Sequence[StopHeadRecipe],
+    device: str = "cpu",
+) -> list[tuple[StopHeadRecipe, HeadFigures]]:
+    """Train a head by each recipe on the same samples, and write the draft to `out` with the best by held-out log loss.
+
+    Without `valid`, a tenth of the samples is held out. Returns the figures of all heads. Raises the errors of
+    `load_draft`, and DataError for unusable text.
+    """
+    find_files([*data, *valid])
+    first = recipes[0]
+    target, identity = load_target(target_directory, target_dtype(target_directory, device), device)
+    draft = load_draft(draft_directory, device=device, target=target_directory)
+    if draft.draft.target_fingerprint != identity:
+        raise DataError(f"{draft_directory} was trained for another target than {target_directory}")
+    of_text = DraftRecipe(seed=first.seed, tokens_per_step=_TOKENS)
+    chosen = source_of(data, target_directory, target, identity, of_text)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        train = collect(draft, target, chosen, first.samples, first.k, first.seed, "drafting")
+        if valid:
+            others = held_out_source(valid, target_directory, target.config, of_text)
+            held_out = collect(draft, target, others, max(1, first.samples // 10), first.k, first.seed, "held out")
+        else:
+            train, held_out = _divided(train)
+    fits = []
+    with count_shown("training", len(recipes), "heads") as progress:
+        for recipe in recipes:
+            fits.append(fit(train, held_out, recipe))
+            progress.advance()
+    best = min(range(len(fits)), key=lambda at: fits[at].figures.log_loss)
+    config = StopHeadConfig(depth=recipes[best].depth, width=recipes[best].width)
+    draft.stop_head, draft.draft = fits[best].head, draft.draft.model_copy(update={"stop_head": config})
+    save_draft(out, draft)
+    return [(recipe, one.figures) for recipe, one in zip(recipes, fits, strict=True)]
+
+
+def _divided(samples: Samples) -> tuple[Samples, Samples]:
+    at = len(samples.accepted_N) * 9 // 10
+    return Samples(*(part[:at] for part in samples)), Samples(*(part[at:] for part in samples))
+
+
+class Fit(NamedTuple):
+    """A trained head and what it reaches on held-out samples."""
+
+    head: StopHead
+    figures: HeadFigures
+
+
+def fit(train: Samples, held_out: Samples, recipe: StopHeadRecipe) -> Fit:
+    """Train a head on samples. It learns from standardised inputs; the head that is returned takes them raw."""
+    torch.manual_seed(recipe.seed)
+    inputs_NE = torch.cat((train.hidden_ND.float(), train.told_NF), dim=1)
+    mean_E, scale_E = inputs_NE.mean(dim=0), inputs_NE.std(dim=0).clamp(min=1e-6)
+    config = StopHeadConfig(depth=recipe.depth, width=recipe.width)
+    head = StopHead(train.hidden_ND.shape[1], config)
+    steps = max(1, _EPOCHS * len(inputs_NE) // _BATCH)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=_RATE, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, total_steps=steps)
+    random = torch.Generator().manual_seed(recipe.seed)
+    D = train.hidden_ND.shape[1]
+    for _ in range(steps):
+        chosen = torch.randint(len(inputs_NE), (_BATCH,), generator=random)
+        given = (inputs_NE[chosen] - mean_E) / scale_E
+        logit_N = head(given[:, :D], given[:, D:])
+        loss = weighted_loss(logit_N, train.accepted_N[chosen], train.reached_N[chosen], recipe.rejected_weight)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    with torch.no_grad():
+        head.enter.bias.sub_(head.enter.weight @ (mean_E / scale_E))
+        head.enter.weight.div_(scale_E)
+        # At the minimum of the weighted loss the odds are 1 / w_rej of what they should be.
+        head.leave.bias.add_(math.log(recipe.rejected_weight))
+        head = head.to(torch.bfloat16).float()  # as it is stored
+        return Fit(head, figures_of(head, held_out))
+
+
+def weighted_loss(logit_N: Tensor, accepted_N: Tensor, reached_N: Tensor, rejected_weight: float) -> Tensor:
+    """Return the weighted cross-entropy of section 3.3 with soft labels; tokens count as often as they are reached."""
+    losses_N = -(accepted_N * F.logsigmoid(logit_N) + rejected_weight * (1 - accepted_N) * F.logsigmoid(-logit_N))
+    return (reached_N * losses_N).sum() / reached_N.sum().clamp(min=1e-6)
+
+
+@dataclass(frozen=True)
+class HeadFigures:
+    """How well a head tells accepted from rejected tokens, on held-out samples.
+
+    `auc`: area under the ROC of the head; `auc_of_entropy`, `auc_of_q`: of the draft's own entropy and of q of the
+    token. `log_loss` in nats. `calibration`: for ten groups of tokens by the prediction, the mean prediction, the share
+    that is accepted, and the share of all tokens.
+    """
+
+    auc: float
+    auc_of_entropy: float
+    auc_of_q: float
+    log_loss: float
+    calibration: list[tuple[float, float, float]]
+
+
+@torch.no_grad()
+def figures_of(head: StopHead, held_out: Samples) -> HeadFigures:
+    """Return the figures of a head; each sample counts as often as it is reached."""
+    logit_N = head(held_out.hidden_ND.float(), held_out.told_NF)
+    accepted_N, reached_N = held_out.accepted_N, held_out.reached_N
+    log_q_N, entropy_N, _ = held_out.told_NF.unbind(dim=1)
+    return HeadFigures(
+        auc=area_under_roc(logit_N, accepted_N, reached_N),
+        auc_of_entropy=area_under_roc(-entropy_N, accepted_N, reached_N),
+        auc_of_q=area_under_roc(log_q_N, accepted_N, reached_N),
+        log_loss=float(weighted_loss(logit_N, accepted_N, reached_N, 1.0)),
+        calibration=_calibration(logit_N.sigmoid(), accepted_N, reached_N),
+    )
+
+
+def area_under_roc(score_N: Tensor, accepted_N: Tensor, weight_N: Tensor) -> float:
+    """Return the probability that an accepted token scores above a rejected one; ties count half.
+
+    Labels are soft: a token is accepted with weight a and rejected with weight 1 - a.
+    """
+    levels, place_N = score_N.double().unique(return_inverse=True)
+    positive, negative = (
+        torch.zeros(len(levels), dtype=torch.float64).index_add_(0, place_N, (weight_N * share_N).double())
+        for share_N in (accepted_N, 1 - accepted_N)
+    )
+    below = negative.cumsum(dim=0) - negative / 2
+    return float((positive * below).sum() / (positive.sum() * negative.sum()))
+
+
+def _calibration(predicted_N: Tensor, accepted_N: Tensor, weight_N: Tensor) -> list[tuple[float, float, float]]:
+    group_N = (predicted_N * 10).long().clamp(max=9)
+    sums = [
+        torch.zeros(10).index_add_(0, group_N, weight_N * x_N)
+        for x_N in (predicted_N, accepted_N, 1.0 * (weight_N > -1))
+    ]
+    return [(float(p / n), float(a / n), float(n / sums[2].sum())) for p, a, n in zip(*sums, strict=True) if n > 0]
