@@ -193,6 +193,18 @@ static int parse_round(PyObject *given, DraftRound *round) {
   return 1;
 }
 
+/* When it stops, of a tuple. */
+static int parse_stop(PyObject *given, Stop *stop) {
+  Address enter, told, enter_bias, residual, residual_bias, leave, least, scratch, stands, counts;
+  if (!PyArg_ParseTuple(given, "KKKKKKKKKKii", &enter, &told, &enter_bias, &residual, &residual_bias, &leave, &least,
+                        &scratch, &stands, &counts, &stop->depth, &stop->W))
+    return 0;
+  stop->enter = AT(enter), stop->enter_told = AT(told), stop->enter_bias = AT(enter_bias);
+  stop->residual = AT(residual), stop->residual_bias = AT(residual_bias), stop->leave = AT(leave);
+  stop->least = AT(least), stop->scratch = AT(scratch), stop->stands = AT(stands), stop->counts = AT(counts);
+  return 1;
+}
+
 static PyObject *py_draft_pass(PyObject *self, PyObject *arguments) {
   PyObject *given;
   Address tokens;
@@ -204,17 +216,20 @@ static PyObject *py_draft_pass(PyObject *self, PyObject *arguments) {
 }
 
 static PyObject *py_draft_round(PyObject *self, PyObject *arguments) {
-  PyObject *given;
+  PyObject *given, *head;
   Address newest, temperatures, uniforms, tokens, q;
   DraftRound round;
+  Stop stop;
   int threads;
-  const Kernels *kernels = parse(arguments, "O!KKKKKi", &PyTuple_Type, &given, &newest, &temperatures, &uniforms,
-                                 &tokens, &q, &threads);
+  const Kernels *kernels = parse(arguments, "O!KKKKKO!i", &PyTuple_Type, &given, &newest, &temperatures, &uniforms,
+                                 &tokens, &q, &PyTuple_Type, &head, &threads);
   if (!kernels || !parse_round(given, &round)) return NULL;
+  const int stops = PyTuple_Size(head) > 0;
+  if (stops && !parse_stop(head, &stop)) return NULL;
   const Draw drawn = {.logits = round.logits, .temperatures = AT(temperatures), .uniforms = AT(uniforms),
                       .tokens = AT(tokens), .vocabulary = round.vocabulary, .q = AT(q), .uniforms_row = round.k,
                       .q_row = (long long)round.k * round.V, .B = round.B, .V = round.V};
-  COMPUTE(kernels->draft_round(&round, AT(newest), &drawn, threads));
+  COMPUTE(kernels->draft_round(&round, AT(newest), &drawn, stops ? &stop : NULL, threads));
 }
 
 static PyObject *py_draw(PyObject *self, PyObject *arguments) {
@@ -225,7 +240,7 @@ static PyObject *py_draw(PyObject *self, PyObject *arguments) {
                                  &work.B, &work.V, &threads);
   if (!kernels) return NULL;
   work.logits = AT(logits), work.temperatures = AT(temperatures), work.uniforms = AT(uniforms), work.uniforms_row = 1;
-  work.tokens = AT(tokens), work.q = AT(q), work.vocabulary = NULL;
+  work.tokens = AT(tokens), work.q = AT(q), work.vocabulary = NULL, work.rows = NULL;
   COMPUTE(kernels->draw(&work, threads));
 }
 

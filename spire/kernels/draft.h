@@ -42,6 +42,8 @@ static void absorb(const Absorbed *work, int threads) {
   }
 }
 
+#define ROW(a) (rows ? rows[a] : (a)) /* of the round, where it lies among those of a pass */
+
 /* --- a pass ------------------------------------------------------------------------------------------------------- */
 
 /* Keys and values of one sequence and head: those of its slot's places, and behind them the round's own. */
@@ -103,74 +105,177 @@ static void mix(const number *passed, const float *weights, int N, int64_t numbe
   }
 }
 
-static void draft_pass(const DraftRound *round, int pass, const int64_t *tokens, int threads) {
+/* Pass over A sequences: those in the places `rows` of the round, or all of them. Tokens and logits are [A]. */
+static void pass_over(const DraftRound *round, const int64_t *rows, int A, int pass, const int64_t *tokens, int threads) {
   const int B = round->B, N = round->N, D = round->D, H = round->H, G = round->G, K = round->K, S = round->S;
   const int F = round->F, row = (H + 2 * G) * K;
   const int64_t held = (int64_t)G * S * K, own = (int64_t)G * round->k * K;
-  number *passed = round->scratch, *hidden = passed + (int64_t)B * D * (N + 1), *normed = hidden + B * D;
-  number *projected = normed + B * D, *attended = projected + B * row, *inside = attended + B * H * K;
-  number *cosine = inside + B * F, *sine = cosine + B * K;
+  number *passed = round->scratch, *hidden = passed + (int64_t)A * D * (N + 1), *normed = hidden + A * D;
+  number *projected = normed + A * D, *attended = projected + A * row, *inside = attended + A * H * K;
+  number *cosine = inside + A * F, *sine = cosine + A * K;
 #pragma omp parallel num_threads(threads)
   {
 #pragma omp for schedule(static)
-    for (int b = 0; b < B; b++) {
-      const int64_t position = round->bases[b] + pass;
-      memcpy(passed + b * D, round->embedding + tokens[b] * D, sizeof(number) * D);
-      memcpy(cosine + b * K, round->cosine + position * K, sizeof(number) * K);
-      memcpy(sine + b * K, round->sine + position * K, sizeof(number) * K);
+    for (int a = 0; a < A; a++) {
+      const int64_t position = round->bases[ROW(a)] + pass;
+      memcpy(passed + a * D, round->embedding + tokens[a] * D, sizeof(number) * D);
+      memcpy(cosine + a * K, round->cosine + position * K, sizeof(number) * K);
+      memcpy(sine + a * K, round->sine + position * K, sizeof(number) * K);
     }
     Before projection = {.cosine = cosine, .sine = sine, .normed = normed, .out = projected,
-                         .R = B, .D = D, .K = K, .eps = round->eps};
+                         .R = A, .D = D, .K = K, .eps = round->eps};
     for (int i = 0; i < N; i++) {
       const Layer *layer = &round->layers[i];
       number *own_keys = round->own + (int64_t)i * 2 * B * own, *own_values = own_keys + B * own;
-      projection.x = passed + (int64_t)i * B * D, projection.norm = layer->norm;
+      projection.x = passed + (int64_t)i * A * D, projection.norm = layer->norm;
       projection.weight = layer->queries_keys_values, projection.E = row, projection.heads = H + G;
       before(&projection);
 #pragma omp for schedule(static)
-      for (int b = 0; b < B; b++) {
-        const number *new = projected + b * row;
+      for (int a = 0; a < A; a++) {
+        const int64_t b = ROW(a);
+        const number *new = projected + a * row;
         int places[S + round->k], count = visible(round, b, pass, places);
         remember(new + H * K, G, K, round->k, pass, own_keys + b * own);
         remember(new + (H + G) * K, G, K, round->k, pass, own_values + b * own);
         for (int h = 0; h < H; h++) {
           int64_t g = h / (H / G), slot = round->slots[b] * held + g * S * K, mine = b * own + g * round->k * K;
           Past past = {layer->keys + slot, layer->values + slot, own_keys + mine, own_values + mine, S};
-          attend_places(new + h * K, &past, places, count, K, attended + (b * H + h) * K);
+          attend_places(new + h * K, &past, places, count, K, attended + ((int64_t)a * H + h) * K);
         }
       }
       const Behind rest = {.x = projection.x, .attended = attended, .output = layer->output,
                            .norm = layer->norm_inside, .gate_up = layer->gate_up, .down = layer->down,
                            .hidden = hidden, .normed = normed, .inside = inside,
-                           .out = passed + (int64_t)(i + 1) * B * D, .R = B, .D = D, .A = H * K, .F = F,
+                           .out = passed + (int64_t)(i + 1) * A * D, .R = A, .D = D, .A = H * K, .F = F,
                            .eps = round->eps};
       behind(&rest);
     }
     for (int i = 0; round->feedback && pass + 1 < round->k && i < N; i++) {
       const Layer *layer = &round->layers[i];
       number *own_keys = round->own + (int64_t)i * 2 * B * own, *own_values = own_keys + B * own;
-      mix(passed, round->feedback + i * (N + 1), N, (int64_t)B * D, hidden);
+      mix(passed, round->feedback + i * (N + 1), N, (int64_t)A * D, hidden);
       projection.x = hidden, projection.norm = layer->norm, projection.heads = G;
       projection.weight = layer->queries_keys_values + (int64_t)H * K * D, projection.E = 2 * G * K;
       before(&projection);
 #pragma omp for schedule(static)
-      for (int b = 0; b < B; b++) {
-        remember(projected + b * 2 * G * K, G, K, round->k, pass, own_keys + b * own);
-        remember(projected + (b * 2 + 1) * G * K, G, K, round->k, pass, own_values + b * own);
+      for (int a = 0; a < A; a++) {
+        const int64_t b = ROW(a);
+        remember(projected + a * 2 * G * K, G, K, round->k, pass, own_keys + b * own);
+        remember(projected + (a * 2 + 1) * G * K, G, K, round->k, pass, own_values + b * own);
       }
     }
-    normalise(passed + (int64_t)N * B * D, round->norm, round->eps, B, D, normed);
-    product(normed, round->unembedding, B, D, round->V, WIDE, NULL, round->logits);
+    normalise(passed + (int64_t)N * A * D, round->norm, round->eps, A, D, normed);
+    product(normed, round->unembedding, A, D, round->V, WIDE, NULL, round->logits);
   }
 }
 
-/* All passes, each fed what was drawn from the one before: tokens [k, B]. */
-static void draft_round(const DraftRound *round, const int64_t *tokens, const Draw *drawn, int threads) {
+static void draft_pass(const DraftRound *round, int pass, const int64_t *tokens, int threads) {
+  pass_over(round, NULL, round->B, pass, tokens, threads);
+}
+
+/* --- a round ------------------------------------------------------------------------------------------------------ */
+
+/* What a pass over A sequences left: their final hidden states [A, D]. */
+static const number *final_states(const DraftRound *round, int A) {
+  return round->scratch + (int64_t)A * round->D * (round->N + 2);
+}
+
+/* out [A, W] = inputs [A, D] weights [W, D] + bias, in fp32. */
+static void affine(const float *inputs, const float *weights, const float *bias, int A, int D, int W, float *out) {
+#pragma omp for schedule(static)
+  for (int w = 0; w < W; w++)
+    for (int a = 0; a < A; a++) {
+      lanes sum = every(0.0f);
+      int d = 0;
+      for (; d + LANES <= D; d += LANES)
+        sum = multiply_add(load_wide(inputs + (int64_t)a * D + d), load_wide(weights + (int64_t)w * D + d), sum);
+      float rest = bias[w];
+      for (; d < D; d++) rest += inputs[(int64_t)a * D + d] * weights[(int64_t)w * D + d];
+      out[(int64_t)a * W + w] = sum_of(sum) + rest;
+    }
+}
+
+/* Log q of a token at temperature 1, and the entropy of q, of logits [V]. */
+static void told_of(const float *logits, int64_t place, int V, float *told) {
+  lanes most = every(-INFINITY), total = every(0.0f), weighted = every(0.0f);
+  for (int v = 0; v < V; v += LANES) most = larger(load_wide(logits + v), most);
+  const float largest = largest_of(most);
+  for (int v = 0; v < V; v += LANES) {
+    lanes below = load_wide(logits + v) - every(largest), share = exponential(below);
+    total += share;
+    weighted = multiply_add(share, below, weighted);
+  }
+  const float sum = sum_of(total), log_sum = logf(sum);
+  told[0] = logits[place] - largest - log_sum;
+  told[1] = log_sum - sum_of(weighted) / sum;
+}
+
+static int64_t place_among(const int64_t *vocabulary, int V, int64_t token) {
+  int first = 0, end = V;
+  if (!vocabulary) return token;
+  while (end - first > 1) {
+    const int middle = (first + end) / 2;
+    if (vocabulary[middle] <= token) first = middle; else end = middle;
+  }
+  return first;
+}
+
+/* Multiply the probability that each block stands by that of its newest token. `before`: logits [A, V] as they were. */
+static void judge_newest(const DraftRound *round, const Stop *stop, const int64_t *rows, int A, const Draw *drawn,
+                         int threads) {
+  const int D = round->D, W = stop->W, V = round->V;
+  float *before = stop->scratch, *states = before + (int64_t)round->B * V, *x = states + (int64_t)round->B * D;
+  float *inside = x + (int64_t)round->B * W, *told = inside + (int64_t)round->B * W;
+  const number *hidden = final_states(round, A);
+#pragma omp parallel num_threads(threads)
+  {
+#pragma omp for schedule(static)
+    for (int a = 0; a < A; a++) {
+      for (int d = 0; d < D; d += LANES) store_wide(states + (int64_t)a * D + d, load(hidden + (int64_t)a * D + d));
+      told_of(before + (int64_t)a * V, place_among(drawn->vocabulary, V, drawn->tokens[rows[a]]), V, told + a * 3);
+      told[a * 3 + 2] = drawn->temperatures[rows[a]];
+    }
+    affine(states, stop->enter, stop->enter_bias, A, D, W, x);
+#pragma omp for schedule(static)
+    for (int a = 0; a < A; a++)
+      for (int f = 0; f < 3; f++)
+        for (int w = 0; w < W; w++) x[(int64_t)a * W + w] += told[a * 3 + f] * stop->enter_told[(int64_t)f * W + w];
+    for (int i = 0; i < stop->depth; i++) {
+      affine(x, stop->residual + (int64_t)i * W * W, stop->residual_bias + (int64_t)i * W, A, W, W, inside);
+#pragma omp for schedule(static)
+      for (int64_t at = 0; at < (int64_t)A * W; at++) x[at] += inside[at] / (1.0f + expf(-inside[at]));
+    }
+#pragma omp for schedule(static)
+    for (int a = 0; a < A; a++) {
+      float logit = stop->leave[W];
+      for (int w = 0; w < W; w++) logit += x[(int64_t)a * W + w] * stop->leave[w];
+      stop->stands[rows[a]] /= 1.0f + expf(-logit);
+    }
+  }
+}
+
+/* All passes, each fed what was drawn from the one before: tokens [k, B]. With `stop` a sequence takes part until its
+   block is too likely to fall; what was drawn before stays, because whether to go on may depend on nothing else. */
+static void draft_round(const DraftRound *round, const int64_t *tokens, const Draw *drawn, const Stop *stop, int threads) {
+  const int B = round->B;
+  int64_t rows[B], fed[B];
+  int alive = B;
   Draw next = *drawn;
-  for (int pass = 0; pass < round->k; pass++) {
-    draft_pass(round, pass, tokens, threads);
+  for (int b = 0; b < B; b++) rows[b] = b, fed[b] = tokens[b];
+  next.rows = rows;
+  for (int pass = 0; pass < round->k && alive; pass++) {
+    pass_over(round, rows, alive, pass, fed, threads);
+    if (stop) memcpy(stop->scratch, round->logits, sizeof(float) * alive * round->V);
+    next.B = alive;
     draw(&next, threads);
-    tokens = next.tokens;
-    next.tokens += round->B, next.uniforms++, next.q += round->V;
+    if (stop) judge_newest(round, stop, rows, alive, &next, threads);
+    int on = 0;
+    for (int a = 0; a < alive; a++) {
+      const int64_t b = rows[a];
+      if (stop) stop->counts[b] = pass + 1;
+      if (!stop || stop->stands[b] >= stop->least[b]) fed[on] = next.tokens[b], rows[on++] = b;
+    }
+    alive = on;
+    next.tokens += B, next.uniforms++, next.q += round->V;
   }
 }

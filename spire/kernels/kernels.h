@@ -118,9 +118,24 @@ typedef struct {
   int64_t *tokens;           /* [B] */
   const int64_t *vocabulary; /* [V]: which tokens the logits are of; NULL: 0 to V - 1 */
   uint16_t *q;
+  const int64_t *rows; /* [B]: where each row of logits lies in all others; NULL: in the same place */
   long long uniforms_row, q_row; /* strides */
   int B, V;
 } Draw;
+
+/* When a round stops drafting for a sequence: where the head that judges its tokens (SpecDec++, section 3.2) says that
+   the block stands with less than this probability. `depth` residual layers of width W; what a token is told of is log q,
+   the entropy of q, and its temperature. */
+typedef struct {
+  const float *enter, *enter_told, *enter_bias; /* [W, D], [3, W], [W] */
+  const float *residual, *residual_bias;        /* [depth, W, W], [depth, W] */
+  const float *leave;                           /* [W + 1]: the last is the bias */
+  const float *least;                           /* [B] */
+  float *scratch;                               /* B * (V + D + 2 * W + 3) */
+  float *stands;                                /* [B]: the probability */
+  int64_t *counts;                              /* [B]: tokens drafted */
+  int depth, W;
+} Stop;
 
 /* Which of a sequence's drafted tokens stand by the rejection rule or by that of blocks, and the token behind them. T - 1
    are drafted at most, of row b the first counts[b]. Logits are used up. q is in proportion to what a token was drawn
@@ -170,7 +185,7 @@ typedef struct {
   void (*absorb)(const Absorbed *work, int threads);
   void (*forward)(const Forward *work, int threads);
   void (*draft_pass)(const DraftRound *round, int pass, const int64_t *tokens, int threads);
-  void (*draft_round)(const DraftRound *round, const int64_t *tokens, const Draw *drawn, int threads);
+  void (*draft_round)(const DraftRound *round, const int64_t *tokens, const Draw *drawn, const Stop *stop, int threads);
   void (*draw)(const Draw *work, int threads);
   void (*judge)(const Verdict *work, int threads);
   void (*collect)(const Collection *work, int threads);

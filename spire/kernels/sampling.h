@@ -49,8 +49,9 @@ static inline int64_t token_at(const Draw *work, int64_t place) {
 static void draw(const Draw *work, int threads) {
   const int V = work->V;
 #pragma omp parallel for schedule(static) num_threads(threads)
-  for (int b = 0; b < work->B; b++) {
-    float *row = work->logits + (int64_t)b * V;
+  for (int a = 0; a < work->B; a++) {
+    const int64_t b = work->rows ? work->rows[a] : a;
+    float *row = work->logits + (int64_t)a * V;
     uint16_t *q = work->q + b * work->q_row;
     if (work->temperatures[b] == 0) {
       work->tokens[b] = token_at(work, likeliest(row, V));

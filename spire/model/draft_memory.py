@@ -74,7 +74,9 @@ class RoundMemory:
         self.passes += 1
         now = slice(self.passes, self.passes + 1)
         self.positions_BT, self.mask = self.positions_BK[:, now], self.masks_B1KS[:, :, now]
-        return self.draft.unembed(self.draft(tokens_B[:, None], self))[:, 0]
+        hidden_B1D = self.draft(tokens_B[:, None], self)
+        self.hidden_BD = hidden_B1D[:, 0]
+        return self.draft.unembed(hidden_B1D)[:, 0]
 
     @property
     def passes_follow(self) -> bool:

@@ -91,4 +91,5 @@ class SelfSpeculationRound:
         view = self._cache.view(self._slots, 1, decoding=True)
         hidden_B1D = self._backend.forward(self._target, tokens_B[:, None], view).hidden_BTD
         self._cache.commit(self._slots, [1] * len(self._slots))
-        return self._target.unembed(hidden_B1D)[:, 0]
+        self.hidden_BD = hidden_B1D[:, 0]
+        return self._target.unembed(self.hidden_BD)

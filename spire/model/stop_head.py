@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from spire.model.config import StopHeadConfig
 
-# What the head is told of a token besides the hidden state: log q, the entropy of q (both at temperature 1), and the
-# temperature at which it was drawn.
+# The numbers that `spire.decoding.drafting.told_of` tells of a token.
 _TOLD = 3
 
 
@@ -35,11 +34,3 @@ class StopHead(nn.Module):
         for layer in self.residual:
             x_RW = x_RW + F.silu(layer(x_RW))
         return self.leave(x_RW)[..., 0]
-
-
-def told_of(logits_RW: Tensor, drawn_R: Tensor, temperature_R: Tensor) -> Tensor:
-    """Return what the head is told of tokens [R, 3], given the draft's logits and the places of the drawn tokens."""
-    log_q_RW = logits_RW.float().log_softmax(dim=-1)
-    entropy_R = -(log_q_RW.exp() * log_q_RW).sum(dim=-1)
-    log_q_R = log_q_RW.gather(-1, drawn_R[..., None])[..., 0]
-    return torch.stack((log_q_R, entropy_R, temperature_R.float()), dim=-1)

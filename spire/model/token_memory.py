@@ -105,4 +105,5 @@ class TokenRound:
             self._memory.fed[slot] += tokens
         self._starts = [start + tokens_BT.shape[1] for start in self._starts]
         self._before_BT = self._before_BT[:, :0]
-        return self._memory.draft.unembed(hidden_BTD[:, -1])[self._back_B]
+        self.hidden_BD = hidden_BTD[self._back_B, -1]
+        return self._memory.draft.unembed(self.hidden_BD)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from spire.decoding.drafting import Drafted, draft_tokens
+from spire.decoding.drafting import Drafted, RoundInputs, draft_tokens
 from spire.decoding.sampling import SamplingRows
 from spire.decoding.verification import SparseDistribution
 from spire.kernels import Kernels
@@ -379,7 +379,17 @@ def _candidates(config: ModelConfig, draft: DraftConfig) -> int | None:
 def _draft(batch: int, k: int, logits_BV: Tensor, candidates: int | None, bench: Bench) -> Drafted:
     newest_B = torch.zeros(batch, dtype=torch.int64, device=bench.device)
     rows = _sampling_rows(batch, bench)
-    return draft_tokens(lambda _: logits_BV[:batch].float(), newest_B, newest_B, k, rows, candidates)
+    return draft_tokens(_Given(logits_BV[:batch]), RoundInputs(newest_B, newest_B, k, rows, candidates))
+
+
+class _Given:
+    """A drafting round whose passes compute nothing."""
+
+    def __init__(self, logits_BV: Tensor):
+        self._logits_BV = self.hidden_BD = logits_BV
+
+    def next_logits(self, tokens_B: Tensor) -> Tensor:
+        return self._logits_BV.float()
 
 
 def _only_products(matmul: tuple[tuple[int, float], ...], bandwidth: float, bench: Bench) -> Hardware:

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spire.decoding.drafting import told_of
 from spire.model.draft import BlockRollouts, Draft, RolloutBlocks, visible
 from spire.model.layers import additive, attend
-from spire.model.stop_head import told_of
 from spire.model.target import Target
 from spire.training.teacher import MOST_LOGITS
 

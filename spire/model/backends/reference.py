@@ -93,7 +93,7 @@ class Reference:
 
     def draft(self, round_: DraftingRound, inputs: RoundInputs, claim: ClaimQ) -> Drafted:
         """Run a round of k passes, as `draft_tokens` does. If possible, q is written to memory from `claim`."""
-        return draft_tokens(round_.next_logits, *inputs)
+        return draft_tokens(round_, inputs)
 
 
 def finite_rows(logits_BTV: Tensor, counts_B: Tensor) -> Tensor:

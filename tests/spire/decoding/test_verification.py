@@ -16,7 +16,7 @@ from hypothesis import given, settings, strategies as st
 from scipy import stats
 from torch import Tensor
 
-from spire.decoding.drafting import draft_tokens
+from spire.decoding.drafting import RoundInputs, draft_tokens
 from spire.decoding.randomness import Purpose
 from spire.decoding.sampling import Rule, SamplingRows, draw, pick, top_m
 from spire.decoding.verification import Q_PROBLEMS, SparseDistribution, Verdict, check_q, verify
@@ -86,13 +86,23 @@ def generate(
     return written_BL[:, 5 : 5 + length]
 
 
+class Given:
+    """A round of a draft whose next token depends on the newest alone."""
+
+    def __init__(self, q_VV: Tensor):
+        self.q_VV = self.hidden_BD = q_VV
+
+    def next_logits(self, tokens_B: Tensor) -> Tensor:
+        return self.q_VV[tokens_B].log()
+
+
 def drafted(
     q_VV: Tensor, newest_B: Tensor, base_B: Tensor, k: int, rows: SamplingRows, m: int | None
 ) -> tuple[Tensor, SparseDistribution | None]:
     """As the draft service draws, and as it sends q."""
     if k == 0:
         return newest_B.new_zeros(len(newest_B), 0), None
-    answer = draft_tokens(lambda tokens_B: q_VV[tokens_B].log(), newest_B, base_B, k, rows, m)
+    answer = draft_tokens(Given(q_VV), RoundInputs(newest_B, base_B, k, rows, m))
     q = None if answer.probs_BKM is None else SparseDistribution(answer.ids_BKM, answer.probs_BKM.float())
     return answer.tokens_BK, q
 

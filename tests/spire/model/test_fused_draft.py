@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from scipy import stats
 from torch import Tensor
 
-from spire.decoding.drafting import RoundInputs
+from spire.decoding.drafting import RoundInputs, Stop
 from spire.kernels import Kernels, every_kernels
 from spire.model.backends.cpu.backend import CpuBackend
 from spire.model.backends.cpu.fused_draft import FusedRound, draw
@@ -219,13 +219,51 @@ def test_a_round_of_a_draft_with_its_own_vocabulary_draws_its_tokens(kernels: Ke
 
 
 @each_kernels
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("vocabulary", [None, 32])
+@torch.inference_mode()
+def test_each_sequence_stops_where_its_head_says_as_by_torch(
+    kernels: Kernels, depth: int, vocabulary: int | None
+) -> None:
+    """Whoever goes on draws what it would have drawn if nobody had stopped."""
+    torch.manual_seed(depth)
+    draft = unpacked_draft(kernels, vocabulary=vocabulary, stop_head={"depth": depth, "width": 24})
+    assert draft.stop_head is not None
+    with torch.no_grad():
+        for parameter in draft.stop_head.parameters():
+            parameter.normal_(std=0.1)
+    draft, contexts = CpuBackend().pack(draft), list(range(8, 20))
+    memory, bases_B = memory_of(draft, contexts), torch.tensor(contexts)
+    samplings = [Sampling(temperature=at % 2, top_p=1, seed=at, rule=RULE_BLOCK) for at in range(12)]
+    least_B = torch.linspace(0.0, 1.0, 12)
+    assert draft.stop_head is not None
+    rows = from_protos(samplings, torch.device("cpu"))
+    inputs = RoundInputs(bases_B % 32, bases_B, 6, rows, None, draft.vocabulary, Stop(draft.stop_head, least_B))
+    slots = range(12)
+    fused, by_torch = (
+        backend.draft(memory.round(slots, contexts, 6), inputs, lambda _: None)
+        for backend in (CpuBackend(), Reference())
+    )
+    all_k = CpuBackend().draft(memory.round(slots, contexts, 6), inputs._replace(stop=None), lambda _: None)
+    assert fused.counts_B is not None
+    assert by_torch.counts_B is not None
+    assert fused.counts_B.tolist() == by_torch.counts_B.tolist()
+    assert fused.counts_B[0] == 6, "it goes on as long as there is any hope"
+    assert fused.counts_B[11] == 1, "nothing is certain"
+    assert len(set(fused.counts_B.tolist())) > 2
+    for row, count in enumerate(fused.counts_B.tolist()):
+        assert torch.equal(fused.tokens_BK[row, :count], all_k.tokens_BK[row, :count])
+        assert torch.equal(fused.tokens_BK[row, :count], by_torch.tokens_BK[row, :count])
+
+
+@each_kernels
 @torch.inference_mode()
 def test_a_whole_round_draws_what_its_passes_do(kernels: Kernels) -> None:
     memory = memory_of(served_draft(kernels), [30, 9])
     uniforms_BK, newest_B = torch.rand(2, 4, dtype=torch.float64), torch.tensor([7, 11])
     whole = memory.round([0, 1], [30, 9], 4)
     assert isinstance(whole, FusedRound)
-    tokens_BK, probs_BKV = whole.drawn(newest_B, torch.ones(2), uniforms_BK)
+    tokens_BK, probs_BKV, _ = whole.drawn(newest_B, torch.ones(2), uniforms_BK)
     step_by_step, fed_B = memory.round([0, 1], [30, 9], 4), newest_B
     for step in range(4):
         fed_B, probs_BV = drawn(

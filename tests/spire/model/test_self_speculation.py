@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spire.decoding.drafting import draft_tokens
+from spire.decoding.drafting import RoundInputs, draft_tokens
 from spire.model.backends.reference import Reference
 from spire.model.cache.contiguous import ContiguousCache
 from spire.model.cache.paged import PagedCache
@@ -302,7 +302,7 @@ def test_greedy_guesses_through_a_full_window_match_the_target() -> None:
     bases = [some.cache.lengths[slot] for slot in some.slots]
     newest_B = torch.stack([text[base] for text, base in zip(some.texts, bases, strict=True)])
     round_ = some.drafting(SparseAttention(1, 64)).round(some.slots)
-    drafted_BK = draft_tokens(round_.next_logits, newest_B, torch.tensor(bases), K, rows, None).tokens_BK
+    drafted_BK = draft_tokens(round_, RoundInputs(newest_B, torch.tensor(bases), K, rows, None)).tokens_BK
     for text, base, drafted in zip(some.texts, bases, drafted_BK, strict=True):
         text[base + 1 : base + 1 + K] = drafted
     assert torch.equal(some.verified().argmax(dim=-1), drafted_BK)

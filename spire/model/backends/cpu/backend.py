@@ -66,14 +66,16 @@ class CpuBackend(Reference):
         return super().memory(draft, slots)
 
     def draft(self, round_: DraftingRound, inputs: RoundInputs, claim: ClaimQ) -> Drafted:
-        newest_B, base_B, k, rows, candidates, vocabulary_W = inputs
+        newest_B, base_B, k, rows, candidates, vocabulary_W, stop = inputs
         if candidates is not None or not rows.mix.of_softmax_alone:
             return super().draft(round_, inputs, claim)
         uniforms_BK = rows.uniforms(base_B, k, Purpose.DRAFT)
         if isinstance(round_, FusedRound):
             there, place = claim(round_.shape) or (None, None)
-            tokens_BK, probs_BKW = round_.drawn(newest_B, rows.temperature_B, uniforms_BK, there)
-            return Drafted(tokens_BK, None, probs_BKW, place, vocabulary_W)
+            least_B = stop.least_B if stop else None
+            drawn = round_.drawn(newest_B, rows.temperature_B, uniforms_BK, there, least_B)
+            tokens_BK, probs_BKW, counts_B = drawn
+            return Drafted(tokens_BK, None, probs_BKW, place, vocabulary_W, counts_B)
         if self._stack:  # a packed target drafts for itself
             tokens_BK, probs_BKV = self._stack.drawn(round_, newest_B, rows.temperature_B, uniforms_BK)
             return Drafted(tokens_BK, None, probs_BKV)

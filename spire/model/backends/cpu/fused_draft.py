@@ -10,7 +10,7 @@ vocabulary of the draft.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from spire.kernels import Kernels
 from spire.model.backends.cpu.fused_layer import MOST_ROTATIONS, FusedLayer, FusedProduct, Rotations
 from spire.model.draft import Draft
 from spire.model.draft_memory import DraftMemory
+from spire.model.stop_head import StopHead
 
 
 class FusedDraftMemory(DraftMemory):
@@ -36,6 +37,8 @@ class FusedDraftMemory(DraftMemory):
         self.unembedding = cast(FusedProduct, draft.fused_head).weight
         self.outputs = draft.draft.vocabulary or draft.config.vocab_size
         self.rotations = Rotations(draft.rope, kernels.dtype)
+        head = draft.stop_head
+        self.stop_head = FusedStopHead.of(head, draft.config.hidden_size) if head else None
 
     def absorb(self, slots_R: Tensor, positions_R: Tensor, taps_RND: Tensor) -> None:
         config, spire = self.draft.config, self.draft.draft
@@ -58,6 +61,24 @@ class FusedDraftMemory(DraftMemory):
         return FusedRound(self, torch.tensor(slots), torch.tensor(bases), k, end)
 
 
+class FusedStopHead(NamedTuple):
+    """A stop head's weights as the kernels take them, in fp32: see `Stop` in `spire/kernels/kernels.h`."""
+
+    weights: tuple[Tensor, ...]
+    depth: int
+    width: int
+
+    @classmethod
+    def of(cls, head: StopHead, hidden_size: int) -> FusedStopHead:
+        enter_WE, layers = head.enter.weight.float(), [cast(nn.Linear, layer) for layer in head.residual]
+        depth, width = len(layers), head.enter.out_features
+        residual = torch.cat([torch.empty(0), *(layer.weight.float().flatten() for layer in layers)])
+        biases = torch.cat([torch.empty(0), *(layer.bias.float() for layer in layers)])
+        leave = torch.cat((head.leave.weight.float().flatten(), head.leave.bias.float()))
+        enter = (enter_WE[:, :hidden_size].contiguous(), enter_WE[:, hidden_size:].T.contiguous())
+        return cls((*enter, head.enter.bias.float(), residual, biases, leave), depth, width)
+
+
 class FusedRound:
     """A drafting round by kernels: k passes from positions `base_B` on, all below `end` <= MOST_ROTATIONS."""
 
@@ -67,6 +88,7 @@ class FusedRound:
         H, G, K = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         D, F = config.hidden_size, config.intermediate_size
         self._kernels, self._k, self._passes = fused.kernels, k, 0
+        self._stop_head = fused.stop_head
         rope = fused.rotations.until(end)
         own = torch.empty(N * 2 * B * G * k * K, dtype=fused.kernels.dtype)
         scratch = torch.empty(B * (D * (N + 3) + K * (2 * H + 2 * G + 2) + F), dtype=fused.kernels.dtype)
@@ -75,6 +97,7 @@ class FusedRound:
         weights = (fused.layers, draft.embed_tokens.weight, norm_D, fused.unembedding, fused.feedback)
         place = (fused.positions_XS, slots_B.contiguous(), base_B.contiguous(), *rope)
         # Keeps the tensors alive while their addresses are used.
+        self._hidden = scratch[B * D * (N + 2) :][: B * D].view(B, D)
         self._tensors = (*weights, *place, own, scratch, self._logits_BW, draft.vocabulary)
         shape = (B, k, N, D, H, G, K, F, fused.outputs, S, spire.window, spire.sink, spire.attends_self)
         addresses = (0 if tensor is None else tensor.data_ptr() for tensor in self._tensors)
@@ -84,6 +107,7 @@ class FusedRound:
         """Feed the next token of every sequence; return the logits [B, V] after it, valid until the next pass."""
         self._kernels.draft_pass(self._round, self._passes, tokens_B.contiguous(), torch.get_num_threads())
         self._passes += 1
+        self.hidden_BD = self._hidden
         return self._draft.spread(self._logits_BW)
 
     @property
@@ -93,19 +117,37 @@ class FusedRound:
         return B, self._k, W
 
     def drawn(
-        self, newest_B: Tensor, temperature_B: Tensor, uniforms_BK: Tensor, probs_BKW: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        newest_B: Tensor,
+        temperature_B: Tensor,
+        uniforms_BK: Tensor,
+        probs_BKW: Tensor | None = None,
+        least_B: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Run all k passes and return the drawn tokens [B, k] and their bfloat16 distributions q, [B, k, W].
 
         The distributions are written to `probs_BKW` if given. Greedy rows get the most probable tokens, and their
-        distributions are not written.
+        distributions are not written. With `least_B`, a sequence whose block stands with a probability below it takes
+        part in no further pass; returned are then the numbers of tokens drawn, too.
         """
         tokens_KB = newest_B.new_empty(self._k, len(newest_B))
         if probs_BKW is None:
             probs_BKW = torch.empty(self.shape, dtype=torch.bfloat16)
         given = [x.contiguous() for x in (newest_B, temperature_B, uniforms_BK)]
-        self._kernels.draft_round(self._round, *given, tokens_KB, probs_BKW, torch.get_num_threads())
-        return tokens_KB.T, probs_BKW
+        stop, counts_B = self._stop(least_B)
+        self._kernels.draft_round(self._round, *given, tokens_KB, probs_BKW, stop, torch.get_num_threads())
+        return tokens_KB.T, probs_BKW, counts_B
+
+    def _stop(self, least_B: Tensor | None) -> tuple[tuple[int, ...], Tensor | None]:
+        """Return what the kernels need to stop, nothing without `least_B`, and where they write the counts."""
+        if least_B is None:
+            return (), None
+        head, B, D, W = self._stop_head, len(least_B), self._hidden.shape[1], self._logits_BW.shape[1]
+        assert head is not None
+        scratch = torch.empty(B * (W + D + 2 * head.width + 3))
+        stands_B, counts_B = torch.ones(B), torch.zeros(B, dtype=torch.int64)
+        self._stopping = (*head.weights, least_B.float().contiguous(), scratch, stands_B, counts_B)
+        return (*(tensor.data_ptr() for tensor in self._stopping), head.depth, head.width), counts_B
 
 
 def draw(

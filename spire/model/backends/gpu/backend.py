@@ -123,25 +123,28 @@ class GpuBackend(Reference):
         return PaddedMemory(draft, slots, self._draft_kernels, self._graphs)
 
     def draft(self, round_: DraftingRound, inputs: RoundInputs, claim: ClaimQ) -> Drafted:
-        newest_B, base_B, k, rows, candidates, vocabulary_W = inputs
+        newest_B, base_B, k, rows, candidates, vocabulary_W, stop = inputs
         size, mix = size_for(len(newest_B)), rows.mix
         if not (isinstance(round_, PaddedRound) and size):
             return super().draft(round_, inputs, claim)
         memory, B = round_.memory, len(newest_B)
-        others = map(Input, (newest_B, base_B, *parameters(rows)))
-        given = Input(round_.slots_B, memory.padding_slot), *others
+        numbers = (newest_B, base_B, *((stop.least_B,) if stop else ()), *parameters(rows))
+        given = Input(round_.slots_B, memory.padding_slot), *map(Input, numbers)
 
         def work(slots_B: Tensor, newest_B: Tensor, base_B: Tensor, *numbers: Tensor) -> Outputs:
-            fixed = SamplingRows(*numbers).with_mix(mix)
+            fixed = SamplingRows(*numbers[1 if stop else 0 :]).with_mix(mix)
+            stops = stop and stop._replace(least_B=numbers[0])
             again = memory.begin(slots_B, base_B, k)
-            found = draft_tokens(again.next_logits, newest_B, base_B, k, fixed, candidates, vocabulary_W)
-            of_q = (found.probs_BKM, found.ids_BKM)
-            return found.tokens_BK, *(x for x in of_q if x is not None)
+            found = draft_tokens(again, RoundInputs(newest_B, base_B, k, fixed, candidates, vocabulary_W, stops))
+            others = (found.counts_B, found.probs_BKM, found.ids_BKM)
+            return found.tokens_BK, *(x for x in others if x is not None)
 
-        key = "draft", id(memory), size, k, mix, candidates
-        tokens_BK, *of_q = (output[:B].clone() for output in self._graphs.run(key, size, given, work))
-        probs_BKM, ids_BKM = (*of_q, None, None)[:2]
-        return Drafted(tokens_BK, ids_BKM, probs_BKM, vocabulary_M=vocabulary_W if candidates is None else None)
+        key = "draft", id(memory), size, k, mix, candidates, stop is not None
+        tokens_BK, *others = (output[:B].clone() for output in self._graphs.run(key, size, given, work))
+        counts_B = others.pop(0) if stop else None
+        probs_BKM, ids_BKM = (*others, None, None)[:2]
+        of_own = vocabulary_W if candidates is None else None
+        return Drafted(tokens_BK, ids_BKM, probs_BKM, vocabulary_M=of_own, counts_B=counts_B)
 
 
 class PaddedMemory(DraftMemory):
@@ -186,7 +189,9 @@ class PaddedRound:
         if self._begun is None:
             base_B = torch.tensor(self._bases, device=tokens_B.device)
             self._begun = self.memory.begin(self.slots_B, base_B, self._k)
-        return self._begun.next_logits(tokens_B)
+        logits_BV = self._begun.next_logits(tokens_B)
+        self.hidden_BD = self._begun.hidden_BD
+        return logits_BV
 
 
 def parameters(rows: SamplingRows) -> list[Tensor]:

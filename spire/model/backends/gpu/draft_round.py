@@ -71,6 +71,7 @@ class GpuRound:
             )
         if draft.draft.feedback and self._passes + 1 < self._k:
             self._remember(draft.feedback(streams_LBD[:, :, None])[:, :, 0], cosine_BK, sine_BK, rows_BG)
+        self.hidden_BD = normed_BD
         return draft.unembed(normed_BD)
 
     def _remember(self, feedback_NBD: Tensor, cosine_BK: Tensor, sine_BK: Tensor, rows_BG: Tensor) -> None:
