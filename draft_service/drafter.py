@@ -14,7 +14,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from spire.decoding.drafting import Drafted, DraftItem, RoundInputs
+from spire.decoding.drafting import Drafted, DraftItem, RoundInputs, Stop
 from spire.decoding.sampling import SamplingRows
 from spire.errors import OutOfCapacity, StaleBlock, UnknownSequence
 from spire.model.backends.reference import Reference
@@ -197,13 +197,18 @@ class Drafter:
             raise StaleBlock(f"sequence {item.sequence_id!r}: base {item.base} asked, {absorbed} absorbed")
 
     def propose(self, items: list[DraftItem], k: int, rows: SamplingRows) -> Drafted:
-        """Draft k tokens for each of B sequences in k fixed-shape passes."""
+        """Draft k tokens for each of B sequences, fewer where they stop, in at most k passes."""
         bases = [item.base for item in items]
         round_ = self.memory.round([self.slots[item.sequence_id] for item in items], bases, k)
         newest_B = torch.tensor([item.newest_token for item in items], device=self.device)
         base_B = torch.tensor(bases, device=self.device)
-        inputs = RoundInputs(newest_B, base_B, k, rows, self.top_m, self.draft.vocabulary)
+        inputs = RoundInputs(newest_B, base_B, k, rows, self.top_m, self.draft.vocabulary, self._stop(items))
         return self._backend.draft(round_, inputs, self._claim)
+
+    def _stop(self, items: list[DraftItem]) -> Stop | None:
+        """Return when to stop drafting for each item; None if nobody stops, or this draft has no stop head."""
+        head, least = self.draft.stop_head, [item.least_standing for item in items]
+        return Stop(head, torch.tensor(least, device=self.device)) if head and any(least) else None
 
     def _claim(self, shape: tuple[int, int, int]) -> tuple[Tensor, RingSlice] | None:
         ring = self.q_ring()

@@ -55,6 +55,7 @@ def describe(draft_id: str, directory: Path, drafter: Drafter) -> verifier_pb2.D
         shape=shape_to_wire(Shape.of(drafter.draft.config, drafter.draft.draft.vocabulary)),
         window=drafter.draft.draft.window,
         sink=drafter.draft.draft.sink,
+        stops=drafter.draft.stop_head is not None,
     )
 
 

@@ -62,7 +62,7 @@ class Replies:
         began = time.monotonic()
         # Read each field once: an attribute of a message takes longer than one of an object.
         wanted = list(request.items)
-        items = [DraftItem(item.sequence_id, item.base, item.newest_token) for item in wanted]
+        items = [DraftItem(item.sequence_id, item.base, item.newest_token, item.least_standing) for item in wanted]
         depths = [item.k for item in wanted]
         sequence_ids = tuple([item.sequence_id for item in items])
         known, rows = self._last
@@ -143,6 +143,8 @@ def _add_uniform(reply: pb.DraftReply, parsed: ParsedRequest, result: DraftResul
     drafted = result.drafted
     if drafted is None or parsed.refused or result.refused or len(set(parsed.depths)) > 1:
         return False
+    if drafted.counts_B is not None and int(drafted.counts_B.min()) < drafted.tokens_BK.shape[1]:
+        return False
     if q:
         if q.of_probs is None:
             return False
@@ -164,7 +166,12 @@ def _add_items(
     """
     for index, error in result.refused.items():
         reply.items.add(sequence_id=parsed.items[index].sequence_id, status=item_status(error))
-    ready = [(parsed.items[index].sequence_id, parsed.depths[index]) for index in result.ready]
+    stopped = result.drafted.counts_B if result.drafted else None
+    counts = [MAX_SPECULATION_DEPTH] * len(result.ready) if stopped is None else stopped.tolist()
+    ready = [
+        (parsed.items[index].sequence_id, min(parsed.depths[index], count))
+        for index, count in zip(result.ready, counts, strict=True)
+    ]
     added = [reply.items.add(sequence_id=sequence_id, status=OK) for sequence_id, _ in ready]
     if result.drafted is None:
         return 0

@@ -62,11 +62,15 @@ class RoundInputs(NamedTuple):
 
 @dataclass(slots=True)
 class DraftItem:
-    """One sequence of a batch to draft for. `newest_token` is at position `base`."""
+    """One sequence of a batch to draft for. `newest_token` is at position `base`.
+
+    `least_standing`: drafting stops once its block stands with a probability below it; 0 for never.
+    """
 
     sequence_id: str
     base: int
     newest_token: int
+    least_standing: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,7 @@ class Drafts(_message.Message):
     def __init__(self, drafts: _Optional[_Iterable[_Union[DraftInfo, _Mapping]]] = ...) -> None: ...
 
 class DraftInfo(_message.Message):
-    __slots__ = ("draft_id", "kind", "model_name", "tokenizer_hash", "vocab_size", "max_speculation_depth", "state_bytes_per_sequence", "max_sequences", "shape", "window", "sink", "available")
+    __slots__ = ("draft_id", "kind", "model_name", "tokenizer_hash", "vocab_size", "max_speculation_depth", "state_bytes_per_sequence", "max_sequences", "shape", "window", "sink", "available", "stops")
     DRAFT_ID_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
@@ -195,6 +195,7 @@ class DraftInfo(_message.Message):
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     SINK_FIELD_NUMBER: _ClassVar[int]
     AVAILABLE_FIELD_NUMBER: _ClassVar[int]
+    STOPS_FIELD_NUMBER: _ClassVar[int]
     draft_id: str
     kind: str
     model_name: str
@@ -207,7 +208,8 @@ class DraftInfo(_message.Message):
     window: int
     sink: int
     available: bool
-    def __init__(self, draft_id: _Optional[str] = ..., kind: _Optional[str] = ..., model_name: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_speculation_depth: _Optional[int] = ..., state_bytes_per_sequence: _Optional[int] = ..., max_sequences: _Optional[int] = ..., shape: _Optional[_Union[ModelShape, _Mapping]] = ..., window: _Optional[int] = ..., sink: _Optional[int] = ..., available: bool = ...) -> None: ...
+    stops: bool
+    def __init__(self, draft_id: _Optional[str] = ..., kind: _Optional[str] = ..., model_name: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_speculation_depth: _Optional[int] = ..., state_bytes_per_sequence: _Optional[int] = ..., max_sequences: _Optional[int] = ..., shape: _Optional[_Union[ModelShape, _Mapping]] = ..., window: _Optional[int] = ..., sink: _Optional[int] = ..., available: bool = ..., stops: bool = ...) -> None: ...
 
 class Pace(_message.Message):
     __slots__ = ("step_seconds", "prefilled")
@@ -335,7 +337,7 @@ class VerifyBatch(_message.Message):
     def __init__(self, batch_id: _Optional[int] = ..., items: _Optional[_Iterable[_Union[VerifyItem, _Mapping]]] = ..., patience_seconds: _Optional[float] = ...) -> None: ...
 
 class VerifyItem(_message.Message):
-    __slots__ = ("sequence_id", "round", "base", "draft_tokens", "q", "paused", "k")
+    __slots__ = ("sequence_id", "round", "base", "draft_tokens", "q", "paused", "k", "least_standing")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
@@ -343,6 +345,7 @@ class VerifyItem(_message.Message):
     Q_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
     K_FIELD_NUMBER: _ClassVar[int]
+    LEAST_STANDING_FIELD_NUMBER: _ClassVar[int]
     sequence_id: str
     round: int
     base: int
@@ -350,7 +353,8 @@ class VerifyItem(_message.Message):
     q: DraftDistribution
     paused: bool
     k: int
-    def __init__(self, sequence_id: _Optional[str] = ..., round: _Optional[int] = ..., base: _Optional[int] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., q: _Optional[_Union[DraftDistribution, _Mapping]] = ..., paused: bool = ..., k: _Optional[int] = ...) -> None: ...
+    least_standing: float
+    def __init__(self, sequence_id: _Optional[str] = ..., round: _Optional[int] = ..., base: _Optional[int] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., q: _Optional[_Union[DraftDistribution, _Mapping]] = ..., paused: bool = ..., k: _Optional[int] = ..., least_standing: _Optional[float] = ...) -> None: ...
 
 class DraftDistribution(_message.Message):
     __slots__ = ("ids", "probabilities", "ids_slice", "probabilities_slice")

@@ -46,6 +46,7 @@ class Item:
     paused: bool
     tokens: Rows[int]
     q: ReadQ | None
+    least_standing: float = 0.0
     undrafted: pb.Undrafted = pb.UNDRAFTED_UNSPECIFIED
     result: pb.VerifyResult | None = None
 
@@ -53,7 +54,7 @@ class Item:
     def read(cls, item: pb.VerifyItem) -> Item:
         tokens = list(item.draft_tokens)
         q = partial(read_q, item.q) if tokens and item.HasField("q") else None
-        return cls(item.sequence_id, item.round, item.base, item.k, item.paused, tokens, q)
+        return cls(item.sequence_id, item.round, item.base, item.k, item.paused, tokens, q, item.least_standing)
 
 
 @dataclass
