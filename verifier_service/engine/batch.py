@@ -31,6 +31,10 @@ class Limits:
     max_depth: int
 
 
+# Positions of padding that cost less than one group more.
+MOST_PADDING = 6
+
+
 @dataclass(slots=True)
 class Item:
     """One item of a VerifyBatch, copied from the message, with its draft tokens and, after the step, its `result`.
@@ -227,6 +231,19 @@ def _read_tensor(
     if not place.length:
         return from_wire(message, dtype)
     return ring.view(message, place, dtype) if ring else None
+
+
+def grouped(blocks: Rows[Block]) -> list[list[Block]]:
+    """Divide blocks into groups of like depth, each in the order given, so that little of a batch is padding."""
+    groups, padding = list[list[Block]](), 0
+    for block in sorted(blocks, key=lambda block: -block.k):
+        padding += groups[-1][0].k - block.k if groups else 0
+        if not groups or padding > MOST_PADDING:
+            groups.append([])
+            padding = 0
+        groups[-1].append(block)
+    place = {id(block): at for at, block in enumerate(blocks)}
+    return [sorted(group, key=lambda block: place[id(block)]) for group in groups]
 
 
 def pad(blocks: Rows[Block], device: torch.device) -> RaggedBatch:

@@ -82,6 +82,23 @@ class Outcome:
     sample_seconds: float
     scores: Rows[Scores | None] = ()
 
+    @classmethod
+    def of_groups(cls, groups: Rows[Outcome]) -> Outcome:
+        """Join the outcomes of the groups of a step, in order."""
+        if len(groups) == 1:
+            return groups[0]
+        taps = [row for group in groups if group.taps_BTND is not None for row in group.taps_BTND]
+        return cls(
+            finite=[row for group in groups for row in group.finite],
+            accepted=[row for group in groups for row in group.accepted],
+            tokens=[row for group in groups for row in group.tokens],
+            refused=[row for group in groups for row in group.refused],
+            logprobs=[row for group in groups for row in group.logprobs],
+            taps_BTND=pad_sequence(taps, batch_first=True) if taps else None,
+            forward_seconds=sum(group.forward_seconds for group in groups),
+            sample_seconds=sum(group.sample_seconds for group in groups),
+        )
+
     def sound(self, row: int) -> bool:
         """True if the sequence of this row can continue: its numbers are finite and it is not refused."""
         return self.finite[row] and not self.refused[row]
@@ -127,7 +144,7 @@ class ModelSteps:
                 some = len(chosen)
                 prompts = [torch.tensor(prompt)] * some
                 self.cache.rewind(chosen, [0] * some)
-                self.run(None, PromptChunk(chosen, prompts, [True] * some, [[] for _ in chosen], [some]))
+                self.run([], PromptChunk(chosen, prompts, [True] * some, [[] for _ in chosen], [some]))
                 probs_BKV = torch.ones(some, k, self.target.config.vocab_size, device=self.device)
                 tokens_BT = torch.zeros(some, k + 1, dtype=torch.int64, device=self.device)
                 numbers = torch.tensor([[k] * some, [len(prompt)] * some, [0] * some], device=self.device)
@@ -135,7 +152,7 @@ class ModelSteps:
                 blocks = RaggedBatch(chosen, [k] * some, tokens_BT, counts_B, base_B, None, widths_B)
                 for q in (None, SparseDistribution(None, probs_BKV.bfloat16())):
                     self.cache.rewind(chosen, [len(prompt)] * some)
-                    self.run(replace(blocks, q=q), None)
+                    self.run([replace(blocks, q=q)], None)
         for slot in slots:
             self.pipeline.release(slot)
             self.cache.free(slot)
@@ -146,7 +163,7 @@ class ModelSteps:
         prompt = [0] * FIRST_POSITIONS
         self.pipeline.assign(slot, pb.Start(tokens=prompt, sampling=ONE_OF_EACH[0]), None)
         with torch.inference_mode():
-            self.run(None, PromptChunk([slot], [torch.tensor(prompt)], [True], [[]], [1]))
+            self.run([], PromptChunk([slot], [torch.tensor(prompt)], [True], [[]], [1]))
         self.pipeline.release(slot)
         self.cache.free(slot)
 
@@ -162,19 +179,20 @@ class ModelSteps:
         inputs = RoundInputs(newest_B, base_B, k, rows, self._top_m)
         return self.backend.draft(self._self_speculation.round(slots, passing), inputs, lambda _: None)
 
-    def run(self, batch: RaggedBatch | None, chunk: PromptChunk | None) -> tuple[Outcome | None, Outcome | None]:
+    def run(self, batches: Rows[RaggedBatch], chunk: PromptChunk | None) -> tuple[Outcome | None, Outcome | None]:
         """Run one forward over blocks to verify and a chunk of prompts; return the outcome of each, None if absent."""
         began = time.perf_counter()
-        blocks = [(batch.slots, batch.tokens_BT)] if batch else []
+        blocks = [(batch.slots, batch.tokens_BT) for batch in batches]
         prompts = chunk.rectangles() if chunk else []
         outputs = self._append(blocks, prompts)
         forward = time.perf_counter() - began
         of_blocks, of_prompts = outputs[: len(blocks)], outputs[len(blocks) :]
         positions = [tokens_BT.numel() for _, tokens_BT in [*blocks, *prompts]]
-        share = sum(positions[: len(blocks)]) / sum(positions)
-        verified = self._conclude(batch, of_blocks[0], forward * share) if batch else None
-        prefilled = self._prefilled(chunk, _joined(of_prompts), forward * (1 - share)) if chunk else None
-        return verified, prefilled
+        shares = [forward * count / sum(positions) for count in positions]
+        verified = [self._conclude(*of_batch) for of_batch in zip(batches, of_blocks, shares, strict=False)]
+        of_chunk = sum(shares[len(blocks) :])
+        prefilled = self._prefilled(chunk, _joined(of_prompts), of_chunk) if chunk else None
+        return Outcome.of_groups(verified) if verified else None, prefilled
 
     def _append(
         self, blocks: list[tuple[list[int], Tensor]], prompts: list[tuple[list[int], Tensor]]
