@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_settings import CliImplicitFlag, NoDecode, SettingsConfigDict
 
 from gateway.draft import AUTO, OFF
-from gateway.sequence import Rule
+from gateway.sequence import Rule, Stop
 from spire.address import Host, Peer
 from spire.service.process import ServiceConfig
 
@@ -59,6 +59,14 @@ class GatewayConfig(ServiceConfig):
         None,
         description="which draft tokens stand, unless a request says otherwise; without it, invariant for a request "
         "with a seed and block for one without",
+    )
+    stop: Stop | None = Field(
+        None,
+        description="where a draft with a stop head stops before k tokens, unless a request says otherwise: cost "
+        "(where one more is worth less than it costs), threshold or off; without it, cost where the gateway chooses k",
+    )
+    stop_threshold: float = Field(
+        0.7, ge=0, le=1, description="for stop threshold: the probability of a rejected token at which drafting stops"
     )
     rules: Annotated[tuple[Rule, ...], NoDecode] = Field(
         ("rejection", "block", "invariant"), min_length=1, description="the rules that may be used, comma-separated"

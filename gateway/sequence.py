@@ -20,6 +20,8 @@ from spire.v1.tensor_pb2 import Sampling
 from spire.v1.verifier_pb2 import Adjustments
 
 Rule = Literal["rejection", "block", "invariant"]
+# Drafting stops where one more token costs more than it is worth, where too little of a block probably stands, or at k.
+Stop = Literal["cost", "threshold", "off"]
 # The rule that is used at temperature 0, whatever the request says.
 GREEDY = "greedy"
 # The largest automatic k: the most that our drafts support, which pays only in small batches.
@@ -88,6 +90,8 @@ class Sequence:
     end_tokens: frozenset[int] = frozenset()
     # True if the gateway chooses k anew for every round.
     automatic: bool = False
+    # By which rule the draft stops before k tokens.
+    stop: Stop = "off"
     # True if the verifier withholds the activations of the newest round or Start from the draft.
     paused: bool = False
     adjustments: Adjustments | None = None

@@ -95,6 +95,7 @@ class Completion:
         seed = secrets.randbits(64) if request.seed is None else request.seed % 2**64
         k = 0 if speculation.draft == "off" else config.k if speculation.k is None else speculation.k
         rule = config.rule_for(speculation.rule, request.seed is not None)
+        stop = speculation.stop or config.stop or ("cost" if k is None else "off")
         end_tokens = {*request.stop_token_ids}
         if request.shape is not None or not request.ignore_eos:
             end_tokens.update(self.model.info.end_tokens)
@@ -114,6 +115,7 @@ class Completion:
                 max_tokens=request.max_tokens,
                 k=k or 0,
                 automatic=k is None,
+                stop=stop,
                 end_tokens=frozenset(end_tokens),
                 adjustments=adjustments,
                 top_logprobs=request.most_logprobs,

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, WithJsonSche
 from gateway.errors import BadParameter
 from gateway.requests.bodies import Part, Texts, TokenCount, TokenIds, parse
 from gateway.requests.structured import StructuredRequest
-from gateway.sequence import Rule
+from gateway.sequence import Rule, Stop
 from spire.rpc.limits import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_STOP_TOKENS
 
 _TOKENS_SCHEMA = {"type": "array", "minItems": 1, "items": {"type": "integer", "format": "token-id", "minimum": 0}}
@@ -87,6 +87,11 @@ class Speculation(Part):
     draft: Annotated[str, Field(json_schema_extra={"format": "draft-name"})] = "auto"
     k: int | None = Field(default=None, ge=0, le=64, description="draft tokens a round; else the gateway's choice")
     rule: Rule | None = Field(default=None, description="by default invariant with a seed, block without")
+    stop: Stop | None = Field(
+        default=None,
+        description="where the draft stops before k tokens, if it has a stop head: cost (where one more is worth less "
+        "than it costs), threshold, or off; by default cost if the gateway chooses k",
+    )
 
 
 class GenerationRequest(StructuredRequest):

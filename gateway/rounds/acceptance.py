@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Block(NamedTuple):
+    """A block of a round: the draft tokens that were asked for, those that were drafted, and those accepted."""
+
+    asked: int
+    drafted: int
+    accepted: int
 
 
 class Acceptance:
@@ -19,10 +28,27 @@ class Acceptance:
 
     def __init__(self, deepest: int):
         self.tried, self.accepted = [0.0] * deepest, [0.0] * deepest
+        # Of blocks by position: how many were asked for a token there, and how many got one before the draft stopped.
+        self.asked, self.drafted = [0.0] * deepest, [0.0] * deepest
+        self._judged, self._stood = 0.0, 0.0
         self.idle = 0
 
-    def observe(self, blocks: Sequence[tuple[int, int]]) -> None:
-        """Learn from a round's blocks, each (draft tokens, accepted tokens). A round without blocks counts as idle."""
+    @property
+    def rate(self) -> float:
+        """The share of accepted tokens among those drafted whose predecessors were accepted."""
+        return (self._stood + self._WEIGHT * self._FIRST) / (self._judged + self._WEIGHT)
+
+    def mean_drafted(self, k: int) -> float:
+        """Return how many tokens are drafted for a block that asks for k."""
+        shares = zip(self.asked[:k], self.drafted[:k], strict=True)
+        return sum((drafted + 1) / (asked + 1) for asked, drafted in shares)
+
+    def observe(self, blocks: Sequence[Block]) -> None:
+        """Learn from a round's blocks. A round without blocks counts as idle.
+
+        τ(k) is what asking for k tokens brings: a token that was not drafted because the draft stopped counts there as
+        one that is not accepted. `rate` counts only what was drafted.
+        """
         if not blocks:
             self.idle += 1
             return
@@ -30,10 +56,18 @@ class Acceptance:
         self.idle = 0
         self.tried = [count * keep for count in self.tried]
         self.accepted = [count * keep for count in self.accepted]
-        for drafted, accepted in blocks:
-            for position in range(min(drafted, accepted + 1, len(self.tried))):
+        self.asked = [count * keep for count in self.asked]
+        self.drafted = [count * keep for count in self.drafted]
+        self._judged, self._stood = self._judged * keep, self._stood * keep
+        for asked, drafted, accepted in blocks:
+            for position in range(min(asked, accepted + 1, len(self.tried))):
                 self.tried[position] += 1
                 self.accepted[position] += position < accepted
+            for position in range(min(asked, len(self.asked))):
+                self.asked[position] += 1
+                self.drafted[position] += position < drafted
+            self._judged += min(drafted, accepted + 1)
+            self._stood += accepted
 
     def taus(self) -> list[float]:
         """Return τ, the estimated tokens per sequence and round, at depths 0, 1, …"""

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from gateway.rounds.acceptance import Acceptance
+from gateway.rounds.acceptance import Acceptance, Block
 from gateway.rounds.round_times import Load, RoundTimes
 from gateway.sequence import DEEPEST
 
@@ -50,6 +50,9 @@ _HORIZON = 2000.0
 _OUT_OF_REACH = 4.0
 # Greatest standard deviation of a log multiplier that is shown to people.
 _WELL_KNOWN = 0.1
+# Tokens beyond the first that must be drafted in the mean for times of rounds to tell what each costs; what each is
+# taken to cost before, in plain rounds; and the bounds of the probability below which drafting stops.
+_TELLING, _FIRST_COST, _LEAST_STANDING = 0.5, 0.12, (0.02, 0.9)
 # Numbers of probes to consider: one often shows too little to be worth its cost, even if several would be.
 _LOOKS = (1, 8)
 
@@ -117,10 +120,10 @@ class DepthController:
         self._plain_cell = None if best else load.cell
         return self._probe(load, times, mean, taus, worth, best)
 
-    def observe(self, load: Load, k: int | None, seconds: float, blocks: Sequence[tuple[int, int]]) -> None:
+    def observe(self, load: Load, k: int | None, seconds: float, blocks: Sequence[Block]) -> None:
         """Learn from the time and acceptance of a round at depth k; k is None if the time belongs to no single depth.
 
-        `seconds` excludes other sequences' prefill. `blocks`: (draft tokens requested, accepted) per block.
+        `seconds` excludes other sequences' prefill.
         """
         self.acceptance.observe(blocks)
         if self._turned(k):
@@ -194,6 +197,20 @@ class DepthController:
                 self._times(load).doubt()
                 for times in self.times.values():
                     times.look_again = True
+
+    def least_standing(self, load: Load, k: int) -> float:
+        """Return the probability with which a block must stand for one more draft token of it to be worth its cost.
+
+        One more token gains as many tokens as the probability that all so far stand, times the rate at which a token is
+        accepted. It costs the time by which a round grows with each token that is drafted, in which the sequences give
+        tokens at the present rate.
+        """
+        times, taus = self._times(load).at(load), self.acceptance.taus()
+        more = self.acceptance.mean_drafted(k) - 1
+        seconds = math.exp(times[k])
+        each = (seconds - math.exp(times[1])) / more if more >= _TELLING else _FIRST_COST * math.exp(times[0])
+        least = max(0.0, each) * taus[k] / (seconds * self.acceptance.rate)
+        return min(max(least, _LEAST_STANDING[0]), _LEAST_STANDING[1])
 
     def multiplier(self, load: Load, k: int) -> float:
         """Return the estimated ratio of tokens per second at depth k to tokens per second of plain decoding."""

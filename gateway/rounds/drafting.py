@@ -12,6 +12,7 @@ import structlog
 from gateway.config import GatewayConfig
 from gateway.draft import ChosenDraft
 from gateway.metrics import Metrics
+from gateway.rounds.acceptance import Block
 from gateway.rounds.clock import Took
 from gateway.rounds.depth import DepthController, Gain
 from gateway.rounds.modelled import RoundModel
@@ -65,10 +66,10 @@ class DraftPlan:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Results of a round for the choice of k: the `depth` its time belongs to, and each block's (depth, accepted)."""
+    """Results of a round for the choice of k: the `depth` its time belongs to, and its blocks."""
 
     depth: int | None
-    blocks: list[tuple[int, int]]
+    blocks: list[Block]
 
 
 class Drafting:
@@ -179,6 +180,14 @@ class Drafting:
         """Return the number of draft tokens for a sequence in the round for which k was last chosen."""
         return min(sequence.k, self._most(sequence)) if sequence.k else 0
 
+    def least_standing(self, sequence: Sequence) -> float:
+        """Return the probability of standing below which the draft stops in a sequence's next round; 0 for never."""
+        if sequence.stop == "off" or not (self._draft and self._draft.info and self._draft.info.stops):
+            return 0.0
+        if sequence.stop == "threshold":
+            return 1.0 - self._config.stop_threshold
+        return self._depths.least_standing(self._load, self.depth(sequence))
+
     def _most(self, sequence: Sequence) -> int:
         """Return the most draft tokens for a sequence, by both services' limits; 0 if its draft cannot be asked now.
 
@@ -226,7 +235,11 @@ class Drafting:
         A block that the draft answered without usable draft tokens counts as rejected.
         """
         fine = {result.sequence_id: result for result in answer.results if result.status.code == tensor_pb2.CODE_OK}
-        blocks = [(depth, fine[wire_id].accepted) for wire_id, depth in plan.asked.items() if wire_id in fine]
+        blocks = [
+            Block(depth, plan.counts.get(wire_id, 0) or depth, fine[wire_id].accepted)
+            for wire_id, depth in plan.asked.items()
+            if wire_id in fine
+        ]
         return Evidence(self._explained_by(batch, plan), blocks)
 
     def learn(self, load: Load, shown: Evidence, plan: DraftPlan, verified: verifier_pb2.Timings, took: Took) -> None:
@@ -251,7 +264,8 @@ class Drafting:
         """
         if plan.lost and not plan.late:
             return None
-        depths_by_id = plan.late or plan.counts
+        # A round in which drafts stop early belongs to the depth that was asked: what is learned is what asking brings.
+        depths_by_id = plan.late or {one: plan.asked.get(one, 0) if count else 0 for one, count in plan.counts.items()}
         depths = [depths_by_id.get(sequence.wire_id, 0) for sequence in batch if self._follows(sequence)]
         if not depths:
             return None if plan.asked or plan.late else 0  # no sequence speculates

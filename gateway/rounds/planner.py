@@ -105,4 +105,5 @@ class Rounds:
             item = request.verify.items.add(sequence_id=sequence.wire_id)
             item.round, item.base = sequence.round + before + 1, 0 if before else sequence.base
             item.k = planned.plan.asked.get(sequence.wire_id, 0)
+            item.least_standing = self._drafting.least_standing(sequence) if item.k else 0.0
             item.paused = self._drafting.pause(sequence)

@@ -14,7 +14,7 @@ from statistics import fmean
 
 import pytest
 
-from gateway.rounds.acceptance import Acceptance
+from gateway.rounds.acceptance import Acceptance, Block
 from gateway.rounds.depth import PROBE_SHARE, DepthController
 from gateway.rounds.round_times import Load, RoundTimes
 from gateway.sequence import DEEPEST
@@ -58,11 +58,11 @@ class System:
     def best(self, load: Load) -> float:
         return max(self.rate(k, load) for k in DEPTHS)
 
-    def round(self, k: int, load: Load, rng: random.Random) -> tuple[float, list[tuple[int, int]]]:
+    def round(self, k: int, load: Load, rng: random.Random) -> tuple[float, list[Block]]:
         """What a gateway would see of one round."""
         seconds = self.seconds(k, load) * math.exp(rng.gauss(0, self.noise))
         seconds *= rng.uniform(2, 8) if rng.random() < self.outliers else 1
-        blocks = [(k, self._accept(k, rng)) for _ in range(load.sequences)] if k else []
+        blocks = [Block(k, k, self._accept(k, rng)) for _ in range(load.sequences)] if k else []
         return seconds, blocks
 
     def _accept(self, k: int, rng: random.Random) -> int:
@@ -176,7 +176,7 @@ class SlowStart(System):
 
     rounds = 0
 
-    def round(self, k: int, load: Load, rng: random.Random) -> tuple[float, list[tuple[int, int]]]:
+    def round(self, k: int, load: Load, rng: random.Random) -> tuple[float, list[Block]]:
         seconds, blocks = super().round(k, load, rng)
         self.rounds += 1
         return seconds * (10 if self.rounds == 1 else 1), blocks
@@ -360,7 +360,7 @@ def test_asking_about_loads_that_never_came_changes_no_estimate() -> None:
     asked, untouched = DepthController(), DepthController()
     assert asked.multiplier(Load(1, 1), 0) == 1
     for controller in (asked, untouched):
-        controller.observe(HEAVY, 4, 0.03, [(4, 2)] * 16)
+        controller.observe(HEAVY, 4, 0.03, [Block(4, 4, 2)] * 16)
         controller.observe(HEAVY, 0, 0.02, [])
     assert [asked.multiplier(HEAVY, k) for k in DEPTHS] == [untouched.multiplier(HEAVY, k) for k in DEPTHS]
 
@@ -372,7 +372,7 @@ def test_the_same_rounds_lead_to_the_same_choices() -> None:
 def test_one_depth_shows_the_acceptance_of_every_smaller_one() -> None:
     acceptance = Acceptance(DEEPEST)
     for _ in range(200):
-        acceptance.observe([(4, 0), (4, 1), (4, 4), (4, 4)])
+        acceptance.observe([Block(4, 4, accepted) for accepted in (0, 1, 4, 4)])
     taus = acceptance.taus()
     assert taus[:5] == pytest.approx([1, 1.75, 2.25, 2.75, 3.25], rel=0.01)
     # Beyond what was tried each further token fares like the last one.
