@@ -31,6 +31,8 @@ _SAMPLED_ELEMENTS = 1024
 # Tensors of other dtypes are quantised.
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+# The file of a draft's stop head, and what the names of its tensors begin with among those of the draft.
+STOP_HEAD, _STOP_HEAD = "stop_head.safetensors", "stop_head."
 _EMBEDDING, _HEAD, _VOCABULARY = "embed_tokens.weight", "lm_head.weight", "vocabulary"
 
 
@@ -67,6 +69,9 @@ def load_draft(
     tensors = _stored(directory)
     if (vocabulary_W := tensors.get(_VOCABULARY)) is not None:
         _check_vocabulary(directory, vocabulary_W, config.vocab_size)
+    if kind.stop_head:
+        with _readable(directory / STOP_HEAD):
+            tensors |= {f"{_STOP_HEAD}{name}": tensor for name, tensor in load_file(directory / STOP_HEAD).items()}
     if kind.embeddings:
         tensors |= _shared_embeddings(directory, kind, vocabulary_W, target, dtype)
     return _loaded(directory, config, lambda: Draft(config, kind), tensors, dtype, device)
@@ -181,10 +186,15 @@ def _stored(directory: Path) -> dict[str, Tensor]:
 def save_draft(directory: Path, draft: Draft, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write a draft's checkpoint, which is like a target's plus a `spire_draft` section in `config.json`.
 
-    Embeddings that are the target's are left out.
+    Embeddings that are the target's are left out. A stop head is written to a file of its own, in float32.
     """
     section = draft.draft.model_dump(mode="json", exclude_none=True)
-    _save(directory, draft, dtype, {"spire_draft": section}, {_EMBEDDING, _HEAD} if draft.draft.embeddings else set())
+    of_head = {name: tensor for name, tensor in draft.state_dict().items() if name.startswith(_STOP_HEAD)}
+    if of_head:
+        numbers = {name.removeprefix(_STOP_HEAD): tensor.detach().cpu().float() for name, tensor in of_head.items()}
+        write_tensors(directory / STOP_HEAD, numbers)
+    of_target = {_EMBEDDING, _HEAD} if draft.draft.embeddings else set()
+    _save(directory, draft, dtype, {"spire_draft": section}, of_target | of_head.keys())
 
 
 def save_target(directory: Path, target: Target, dtype: torch.dtype = torch.bfloat16) -> None:

@@ -186,7 +186,6 @@ def fit(train: Samples, held_out: Samples, recipe: StopHeadRecipe) -> Fit:
         head.enter.weight.div_(scale_E)
         # At the minimum of the weighted loss the odds are 1 / w_rej of what they should be.
         head.leave.bias.add_(math.log(recipe.rejected_weight))
-        head = head.to(torch.bfloat16).float()  # as it is stored
         return Fit(head, figures_of(head, held_out))
 
 
