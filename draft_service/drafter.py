@@ -14,7 +14,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from spire.decoding.drafting import Drafted, DraftItem, RoundInputs, Stop
+from spire.decoding.drafting import Drafted, DraftItem, RoundInputs, Stopping
 from spire.decoding.sampling import SamplingRows
 from spire.errors import OutOfCapacity, StaleBlock, UnknownSequence
 from spire.model.backends.reference import Reference
@@ -205,10 +205,10 @@ class Drafter:
         inputs = RoundInputs(newest_B, base_B, k, rows, self.top_m, self.draft.vocabulary, self._stop(items))
         return self._backend.draft(round_, inputs, self._claim)
 
-    def _stop(self, items: list[DraftItem]) -> Stop | None:
+    def _stop(self, items: list[DraftItem]) -> Stopping | None:
         """Return when to stop drafting for each item; None if nobody stops, or this draft has no stop head."""
         head, least = self.draft.stop_head, [item.least_standing for item in items]
-        return Stop(head, torch.tensor(least, device=self.device)) if head and any(least) else None
+        return Stopping(head, torch.tensor(least, device=self.device)) if head and any(least) else None
 
     def _claim(self, shape: tuple[int, int, int]) -> tuple[Tensor, RingSlice] | None:
         ring = self.q_ring()

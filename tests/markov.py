@@ -12,17 +12,20 @@ from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 
 from spire.checkpoints.weights import load_target, save_draft, save_target
-from spire.model.config import DraftConfig, ModelConfig
+from spire.model.config import DraftConfig, ModelConfig, StopHeadConfig
 from spire.model.draft import prune
+from spire.model.stop_head import StopHead
 from spire.model.target import Target, WholeSequence
 
 VOCABULARY = 16
 
 
-def write_markov_pair(directory: Path, vocabulary: int = VOCABULARY, own: int | None = None) -> tuple[Path, Path]:
+def write_markov_pair(
+    directory: Path, vocabulary: int = VOCABULARY, own: int | None = None, stops: bool = False
+) -> tuple[Path, Path]:
     """Target and draft directories. The draft is the pruned target made worse, so that q differs from p.
 
-    `own`: how many tokens it can propose, every other one from the first on.
+    `own`: how many tokens it can propose, every other one from the first on. `stops`: with a random stop head.
     """
     torch.manual_seed(3)
     config = ModelConfig(
@@ -50,6 +53,10 @@ def write_markov_pair(directory: Path, vocabulary: int = VOCABULARY, own: int | 
     noise = torch.randn(draft.lm_head.weight.shape, generator=torch.Generator().manual_seed(21))
     with torch.no_grad():
         draft.lm_head.weight.add_(noise * 0.15)
+    if stops:
+        sizes = StopHeadConfig(depth=1, width=16)
+        draft.draft, head = draft.draft.model_copy(update={"stop_head": sizes}), StopHead(config.hidden_size, sizes)
+        draft.stop_head = head
     save_draft(directory / "draft", draft, torch.float32)
     return model, directory / "draft"
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Block(NamedTuple):
+class BlockResult(NamedTuple):
     """A block of a round: the draft tokens that were asked for, those that were drafted, and those accepted."""
 
     asked: int
@@ -43,7 +43,7 @@ class Acceptance:
         shares = zip(self.asked[:k], self.drafted[:k], strict=True)
         return sum((drafted + 1) / (asked + 1) for asked, drafted in shares)
 
-    def observe(self, blocks: Sequence[Block]) -> None:
+    def observe(self, blocks: Sequence[BlockResult]) -> None:
         """Learn from a round's blocks. A round without blocks counts as idle.
 
         τ(k) is what asking for k tokens brings: a token that was not drafted because the draft stopped counts there as

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from gateway.rounds.acceptance import Acceptance, Block
+from gateway.rounds.acceptance import Acceptance, BlockResult
 from gateway.rounds.round_times import Load, RoundTimes
 from gateway.sequence import DEEPEST
 
@@ -120,7 +120,7 @@ class DepthController:
         self._plain_cell = None if best else load.cell
         return self._probe(load, times, mean, taus, worth, best)
 
-    def observe(self, load: Load, k: int | None, seconds: float, blocks: Sequence[Block]) -> None:
+    def observe(self, load: Load, k: int | None, seconds: float, blocks: Sequence[BlockResult]) -> None:
         """Learn from the time and acceptance of a round at depth k; k is None if the time belongs to no single depth.
 
         `seconds` excludes other sequences' prefill.

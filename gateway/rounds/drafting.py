@@ -12,7 +12,7 @@ import structlog
 from gateway.config import GatewayConfig
 from gateway.draft import ChosenDraft
 from gateway.metrics import Metrics
-from gateway.rounds.acceptance import Block
+from gateway.rounds.acceptance import BlockResult
 from gateway.rounds.clock import Took
 from gateway.rounds.depth import DepthController, Gain
 from gateway.rounds.modelled import RoundModel
@@ -69,7 +69,7 @@ class Evidence:
     """Results of a round for the choice of k: the `depth` its time belongs to, and its blocks."""
 
     depth: int | None
-    blocks: list[Block]
+    blocks: list[BlockResult]
 
 
 class Drafting:
@@ -236,7 +236,7 @@ class Drafting:
         """
         fine = {result.sequence_id: result for result in answer.results if result.status.code == tensor_pb2.CODE_OK}
         blocks = [
-            Block(depth, plan.counts.get(wire_id, 0) or depth, fine[wire_id].accepted)
+            BlockResult(depth, plan.counts.get(wire_id, 0) or depth, fine[wire_id].accepted)
             for wire_id, depth in plan.asked.items()
             if wire_id in fine
         ]

@@ -20,7 +20,7 @@ from torch import Tensor
 from spire.checkpoints.random_weights import draw_weights, has_random_weights
 from spire.errors import CheckpointError
 from spire.files import write_json, write_whole
-from spire.model.config import DraftConfig, ModelConfig, load_draft_config, load_model_config
+from spire.model.config import DraftConfig, ModelConfig, load_draft_config, load_model_config, read_config
 from spire.model.directory import read_object, refuse_stand_in
 from spire.model.draft import Draft
 from spire.model.target import Target
@@ -186,15 +186,25 @@ def _stored(directory: Path) -> dict[str, Tensor]:
 def save_draft(directory: Path, draft: Draft, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write a draft's checkpoint, which is like a target's plus a `spire_draft` section in `config.json`.
 
-    Embeddings that are the target's are left out. A stop head is written to a file of its own, in float32.
+    Embeddings that are the target's are left out. A stop head is written by `save_stop_head`.
     """
     section = draft.draft.model_dump(mode="json", exclude_none=True)
-    of_head = {name: tensor for name, tensor in draft.state_dict().items() if name.startswith(_STOP_HEAD)}
-    if of_head:
-        numbers = {name.removeprefix(_STOP_HEAD): tensor.detach().cpu().float() for name, tensor in of_head.items()}
-        write_tensors(directory / STOP_HEAD, numbers)
+    of_head = {name for name in draft.state_dict() if name.startswith(_STOP_HEAD)}
     of_target = {_EMBEDDING, _HEAD} if draft.draft.embeddings else set()
-    _save(directory, draft, dtype, {"spire_draft": section}, of_target | of_head.keys())
+    _save(directory, draft, dtype, {"spire_draft": section}, of_target | of_head)
+    if of_head:
+        save_stop_head(directory, draft)
+
+
+def save_stop_head(directory: Path, draft: Draft) -> None:
+    """Write a draft's stop head, in float32, beside its weights in `directory`, which stay as they are."""
+    assert draft.stop_head is not None
+    assert draft.draft.stop_head is not None
+    tensors = {name: tensor.detach().cpu().float() for name, tensor in draft.stop_head.state_dict().items()}
+    write_tensors(directory / STOP_HEAD, tensors)
+    config = read_config(directory)
+    config["spire_draft"]["stop_head"] = draft.draft.stop_head.model_dump()
+    write_json(directory / "config.json", config)
 
 
 def save_target(directory: Path, target: Target, dtype: torch.dtype = torch.bfloat16) -> None:

@@ -33,7 +33,7 @@ class DraftingRound(Protocol):
         """Feed the next token of every sequence and return the logits [B, V] of the token after it."""
 
 
-class Stop(NamedTuple):
+class Stopping(NamedTuple):
     """When a round stops drafting for a sequence: once its block stands with a probability below `least_B`.
 
     `head` maps hidden states [B, D] and what `told_of` tells of the tokens drawn from them to the logit [B] of the
@@ -57,7 +57,7 @@ class RoundInputs(NamedTuple):
     rows: SamplingRows
     candidates: int | None
     vocabulary_W: Tensor | None = None
-    stop: Stop | None = None
+    stop: Stopping | None = None
 
 
 @dataclass(slots=True)

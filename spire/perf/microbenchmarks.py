@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
+from types import SimpleNamespace
 from typing import cast
 
 # Imported before torch, because this module sets how OpenMP waits, as in the services.
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from spire.decoding.drafting import Drafted, RoundInputs, draft_tokens
+from spire.decoding.drafting import Drafted, DraftingRound, RoundInputs, draft_tokens
 from spire.decoding.sampling import SamplingRows
 from spire.decoding.verification import SparseDistribution
 from spire.kernels import Kernels
@@ -241,8 +242,8 @@ def verify_sampling_cost(config: ModelConfig, draft: DraftConfig, bench: Bench) 
 
         return bench.seconds(sample)
 
-    few, many = (vocabulary * prod(size) for size in (_FEW, _MANY))
-    return _line((few, seconds(*_FEW)), (many, seconds(*_MANY)))
+    few, many = ((vocabulary * prod(size), seconds(*size)) for size in (_FEW, _MANY))
+    return _line(few, many)
 
 
 class _Unread:
@@ -372,24 +373,13 @@ def _drawing(kernels: Kernels, logits_BV: Tensor, bench: Bench) -> Callable[[], 
 
 
 def _candidates(config: ModelConfig, draft: DraftConfig) -> int | None:
-    """Return from how many tokens a draft draws; None: from its whole vocabulary."""
     return None if draft.vocabulary or config.vocab_size <= _WHOLE_Q else _WHOLE_Q
 
 
 def _draft(batch: int, k: int, logits_BV: Tensor, candidates: int | None, bench: Bench) -> Drafted:
     newest_B = torch.zeros(batch, dtype=torch.int64, device=bench.device)
-    rows = _sampling_rows(batch, bench)
-    return draft_tokens(_Given(logits_BV[:batch]), RoundInputs(newest_B, newest_B, k, rows, candidates))
-
-
-class _Given:
-    """A drafting round whose passes compute nothing."""
-
-    def __init__(self, logits_BV: Tensor):
-        self._logits_BV = self.hidden_BD = logits_BV
-
-    def next_logits(self, tokens_B: Tensor) -> Tensor:
-        return self._logits_BV.float()
+    given = cast(DraftingRound, SimpleNamespace(next_logits=lambda _: logits_BV[:batch].float(), hidden_BD=logits_BV))
+    return draft_tokens(given, RoundInputs(newest_B, newest_B, k, _sampling_rows(batch, bench), candidates))
 
 
 def _only_products(matmul: tuple[tuple[int, float], ...], bandwidth: float, bench: Bench) -> Hardware:

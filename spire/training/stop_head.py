@@ -10,6 +10,7 @@ Shapes: N drafted tokens, D width of the draft.
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spire.checkpoints.weights import load_draft, load_target, save_draft
+from spire.checkpoints.weights import load_draft, load_target, save_stop_head
 from spire.errors import DataError
 from spire.model.config import StopHeadConfig
 from spire.model.draft import Draft, RolloutBlocks
@@ -34,7 +35,7 @@ from spire.training.sources import Source
 
 # Tokens of text whose branches are drafted and judged at once.
 _TOKENS = 1024
-_BATCH, _EPOCHS, _RATE = 1024, 8, 1e-3
+_BATCH, _EPOCHS, _LEAST_STEPS, _RATE = 1024, 8, 1000, 2e-3
 # The temperatures at which the draft draws, each in a third of the sequences.
 _TEMPERATURES = (0.0, 0.7, 1.0)
 # Batches without a sample after which there are none.
@@ -144,7 +145,9 @@ def train_stop_head(
     best = min(range(len(fits)), key=lambda at: fits[at].figures.log_loss)
     config = StopHeadConfig(depth=recipes[best].depth, width=recipes[best].width)
     draft.stop_head, draft.draft = fits[best].head, draft.draft.model_copy(update={"stop_head": config})
-    save_draft(out, draft)
+    if out != draft_directory:
+        shutil.copytree(draft_directory, out, dirs_exist_ok=True, ignore=shutil.ignore_patterns("run"))
+    save_stop_head(out, draft)
     return [(recipe, one.figures) for recipe, one in zip(recipes, fits, strict=True)]
 
 
@@ -167,7 +170,7 @@ def fit(train: Samples, held_out: Samples, recipe: StopHeadRecipe) -> Fit:
     mean_E, scale_E = inputs_NE.mean(dim=0), inputs_NE.std(dim=0).clamp(min=1e-6)
     config = StopHeadConfig(depth=recipe.depth, width=recipe.width)
     head = StopHead(train.hidden_ND.shape[1], config)
-    steps = max(1, _EPOCHS * len(inputs_NE) // _BATCH)
+    steps = max(_LEAST_STEPS, _EPOCHS * len(inputs_NE) // _BATCH)
     optimizer = torch.optim.AdamW(head.parameters(), lr=_RATE, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, total_steps=steps)
     random = torch.Generator().manual_seed(recipe.seed)

@@ -9,6 +9,7 @@ each: 1.5e-3 for all cells. Seeds are fixed. A verifier that accepts everything 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,28 @@ def test_tokens_that_a_draft_cannot_propose_come_as_often_as_they_should(
         drawn, accepted = generate(services.url, {"temperature": 1.0}, {"rule": rule, "k": 3}, requests)
     assert accepted > len(drawn) // 2, "the draft must have taken part"
     assert (drawn % 2).mean() > 0.2, "tokens must have come that the draft cannot propose"
+    rows = logits_after_each_token(model).detach().numpy().astype(np.float64)
+    p_values = fit(drawn, reference(rows, temperature=1.0))
+    assert min(p_values.values()) > FALSE_ALARM, p_values
+
+
+@pytest.mark.parametrize(
+    ("rule", "requests"),
+    [("block", FEW), *(thoroughly(rule, MANY) for rule in ("block", "rejection", "invariant"))],
+)
+def test_a_draft_that_stops_when_it_likes_changes_no_distribution(rule: str, requests: int, tmp_path: Path) -> None:
+    """Its head is random: where it stops depends on what it has drafted, and on nothing that the target says."""
+    model, draft = write_markov_pair(tmp_path, stops=True)
+    stopping = {"rule": rule, "k": 6, "stop": "threshold"}
+    with running(model, draft, gateway_options=["--stop-threshold", "0.8"]) as services:
+        drawn, accepted = generate(services.url, {"temperature": 1.0}, stopping, requests)
+        told = httpx.get(f"{services.url}/metrics").text
+    blocks, drafted = (
+        sum(map(float, re.findall(rf"^{name}_total(?:{{.*}})? (\S+)$", told, re.MULTILINE)))
+        for name in ("vllm:spec_decode_num_drafts", "spire_draft_tokens")
+    )
+    assert 1.05 * blocks < drafted < 4.5 * blocks, "some blocks must stop early, and others go on"
+    assert accepted > len(drawn) // 2, "the draft must have taken part"
     rows = logits_after_each_token(model).detach().numpy().astype(np.float64)
     p_values = fit(drawn, reference(rows, temperature=1.0))
     assert min(p_values.values()) > FALSE_ALARM, p_values

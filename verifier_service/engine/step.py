@@ -189,7 +189,9 @@ class ModelSteps:
         of_blocks, of_prompts = outputs[: len(blocks)], outputs[len(blocks) :]
         positions = [tokens_BT.numel() for _, tokens_BT in [*blocks, *prompts]]
         shares = [forward * count / sum(positions) for count in positions]
-        verified = [self._conclude(*of_batch) for of_batch in zip(batches, of_blocks, shares, strict=False)]
+        verified = list[Outcome]()
+        for batch, output, seconds in zip(batches, of_blocks, shares, strict=False):
+            verified.append(self._conclude(batch, output, seconds))
         of_chunk = sum(shares[len(blocks) :])
         prefilled = self._prefilled(chunk, _joined(of_prompts), of_chunk) if chunk else None
         return Outcome.of_groups(verified) if verified else None, prefilled

@@ -278,7 +278,7 @@ def test_null_is_absent_among_biases() -> None:
 def test_what_nobody_else_has_is_refused_inside_speculation() -> None:
     error = refusal(CompletionRequest, speculation={"wibble": 1})
     assert error.param == "speculation.wibble"
-    assert str(error) == "speculation.wibble is not known: speculation has draft, k, rule"
+    assert str(error) == "speculation.wibble is not known: speculation has draft, k, rule, stop"
 
 
 def test_ignored_fields_are_named_once_by_their_paths() -> None:

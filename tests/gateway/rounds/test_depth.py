@@ -14,7 +14,7 @@ from statistics import fmean
 
 import pytest
 
-from gateway.rounds.acceptance import Acceptance, Block
+from gateway.rounds.acceptance import Acceptance, BlockResult
 from gateway.rounds.depth import PROBE_SHARE, DepthController
 from gateway.rounds.round_times import Load, RoundTimes
 from gateway.sequence import DEEPEST
@@ -58,11 +58,11 @@ class System:
     def best(self, load: Load) -> float:
         return max(self.rate(k, load) for k in DEPTHS)
 
-    def round(self, k: int, load: Load, rng: random.Random) -> tuple[float, list[Block]]:
+    def round(self, k: int, load: Load, rng: random.Random) -> tuple[float, list[BlockResult]]:
         """What a gateway would see of one round."""
         seconds = self.seconds(k, load) * math.exp(rng.gauss(0, self.noise))
         seconds *= rng.uniform(2, 8) if rng.random() < self.outliers else 1
-        blocks = [Block(k, k, self._accept(k, rng)) for _ in range(load.sequences)] if k else []
+        blocks = [BlockResult(k, k, self._accept(k, rng)) for _ in range(load.sequences)] if k else []
         return seconds, blocks
 
     def _accept(self, k: int, rng: random.Random) -> int:
@@ -176,7 +176,7 @@ class SlowStart(System):
 
     rounds = 0
 
-    def round(self, k: int, load: Load, rng: random.Random) -> tuple[float, list[Block]]:
+    def round(self, k: int, load: Load, rng: random.Random) -> tuple[float, list[BlockResult]]:
         seconds, blocks = super().round(k, load, rng)
         self.rounds += 1
         return seconds * (10 if self.rounds == 1 else 1), blocks
@@ -274,7 +274,7 @@ def of_plain(choose: Callable[[Load, list[int]], int] | DepthController, system:
             took, blocks = system.round(k, now, rng)
             if isinstance(choose, DepthController):
                 choose.observe(now, k, took, blocks)
-            gained = 1 + sum(accepted for _, accepted in blocks) / 4
+            gained = 1 + sum(block.accepted for block in blocks) / 4
             context += gained
             seconds += system.seconds(k, now)
             plainly += gained * system.seconds(0, now)
@@ -360,9 +360,21 @@ def test_asking_about_loads_that_never_came_changes_no_estimate() -> None:
     asked, untouched = DepthController(), DepthController()
     assert asked.multiplier(Load(1, 1), 0) == 1
     for controller in (asked, untouched):
-        controller.observe(HEAVY, 4, 0.03, [Block(4, 4, 2)] * 16)
+        controller.observe(HEAVY, 4, 0.03, [BlockResult(4, 4, 2)] * 16)
         controller.observe(HEAVY, 0, 0.02, [])
     assert [asked.multiplier(HEAVY, k) for k in DEPTHS] == [untouched.multiplier(HEAVY, k) for k in DEPTHS]
+
+
+def test_drafting_stops_sooner_where_a_token_costs_more() -> None:
+    """A round that grows by a tenth of a plain one with each token, and one that grows by a third."""
+    least = []
+    for each in (0.1, 0.35):
+        controller = DepthController()
+        for turn in range(60):
+            k = (1, 1, 4, 4)[turn % 4]
+            controller.observe(HEAVY, k, 0.01 * (1 + each * k), [BlockResult(k, k, min(k, turn % 4))] * 16)
+        least.append(controller.least_standing(HEAVY, 4))
+    assert 0.05 < least[0] < least[1] - 0.1 < 0.9
 
 
 def test_the_same_rounds_lead_to_the_same_choices() -> None:
@@ -372,7 +384,7 @@ def test_the_same_rounds_lead_to_the_same_choices() -> None:
 def test_one_depth_shows_the_acceptance_of_every_smaller_one() -> None:
     acceptance = Acceptance(DEEPEST)
     for _ in range(200):
-        acceptance.observe([Block(4, 4, accepted) for accepted in (0, 1, 4, 4)])
+        acceptance.observe([BlockResult(4, 4, accepted) for accepted in (0, 1, 4, 4)])
     taus = acceptance.taus()
     assert taus[:5] == pytest.approx([1, 1.75, 2.25, 2.75, 3.25], rel=0.01)
     # Beyond what was tried each further token fares like the last one.

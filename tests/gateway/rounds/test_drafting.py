@@ -6,13 +6,13 @@ from unittest.mock import Mock
 
 from gateway.config import GatewayConfig
 from gateway.metrics import Metrics
-from gateway.rounds.acceptance import Block
+from gateway.rounds.acceptance import BlockResult
 from gateway.rounds.clock import Took
 from gateway.rounds.drafting import Drafting, DraftPlan, Evidence
 from gateway.rounds.round_times import Load
 from spire.v1 import verifier_pb2
 
-LOAD, SHOWN = Load(1, 1900.0, prefilling=True), Evidence(4, [Block(4, 4, 2)])
+LOAD, SHOWN = Load(1, 1900.0, prefilling=True), Evidence(4, [BlockResult(4, 4, 2)])
 
 
 def taught(*rounds: tuple[float, float]) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.rounds.acceptance import Block
+from gateway.rounds.acceptance import BlockResult
 from gateway.rounds.depth import DepthController
 from gateway.rounds.round_times import Load
 from tests.gateway.rounds.test_depth import HEAVY, LOSES, PAYS, System, run
@@ -42,5 +42,5 @@ def test_rounds_beside_a_prefill_tell_no_gain() -> None:
     load = Load(4, 512, prefilling=True)
     for _ in range(100):
         k = controller.choose(load, [64] * 4)
-        controller.observe(load, k, PAYS.seconds(k, load), [Block(k, k, k)] * 4 if k else [])
+        controller.observe(load, k, PAYS.seconds(k, load), [BlockResult(k, k, k)] * 4 if k else [])
     assert controller.gains() == []

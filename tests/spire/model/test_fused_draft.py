@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from scipy import stats
 from torch import Tensor
 
-from spire.decoding.drafting import RoundInputs, Stop
+from spire.decoding.drafting import RoundInputs, Stopping
 from spire.kernels import Kernels, every_kernels
 from spire.model.backends.cpu.backend import CpuBackend
 from spire.model.backends.cpu.fused_draft import FusedRound, draw
@@ -238,7 +238,7 @@ def test_each_sequence_stops_where_its_head_says_as_by_torch(
     least_B = torch.linspace(0.0, 1.0, 12)
     assert draft.stop_head is not None
     rows = from_protos(samplings, torch.device("cpu"))
-    inputs = RoundInputs(bases_B % 32, bases_B, 6, rows, None, draft.vocabulary, Stop(draft.stop_head, least_B))
+    inputs = RoundInputs(bases_B % 32, bases_B, 6, rows, None, draft.vocabulary, Stopping(draft.stop_head, least_B))
     slots = range(12)
     fused, by_torch = (
         backend.draft(memory.round(slots, contexts, 6), inputs, lambda _: None)

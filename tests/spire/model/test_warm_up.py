@@ -75,9 +75,9 @@ def test_of_a_verifier_that_has_warmed_up_nothing_stays(
     steps: list[tuple[bool, bool]] = []
     run = ModelSteps.run
 
-    def counted(self: ModelSteps, batch: object, chunk: object) -> object:
-        steps.append((batch is not None, chunk is not None))
-        return run(self, batch, chunk)  # type: ignore[arg-type]
+    def counted(self: ModelSteps, batches: list[object], chunk: object) -> object:
+        steps.append((bool(batches), chunk is not None))
+        return run(self, batches, chunk)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ModelSteps, "run", counted)
     config = VerifierConfig.model_validate({"model": stories_dir, "max_sequences": sequences, "dtype": "float32"})
