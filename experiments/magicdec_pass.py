@@ -94,7 +94,7 @@ def measure(
     blocks = RaggedBatch(slots, [0] * batch, zeros_B[:, None], zeros_B, zeros_B + context, None, zeros_B)
 
     def step() -> None:
-        steps.run(blocks, None)
+        steps.run([blocks], None)
         cache.rewind(slots, [context] * batch)
 
     def drafting() -> None:

@@ -78,7 +78,7 @@ def _prompt(setting: Setting, target: Target, backend: Reference) -> Finding:
     chunk = PromptChunk([slot], [torch.randint(config.vocab_size, (length,))], [True], [[]], [1])
 
     def prefill() -> None:
-        steps.run(None, chunk)
+        steps.run([], chunk)
         cache.rewind([slot], [0])
 
     bench = Bench(device, torch.bfloat16, setting.least_seconds)
@@ -123,7 +123,7 @@ def _measured(setting: Setting, target: Target, backend: Reference, cell: Cell) 
     batch = _batch(cell, slots, config.vocab_size, device)
 
     def step() -> None:
-        steps.run(batch, None)
+        steps.run([batch], None)
         cache.rewind(slots, [cell.context] * cell.batch)
 
     return Bench(device, torch.bfloat16, setting.least_seconds).seconds(step), launches(step, device)
