@@ -80,6 +80,8 @@ class Drafting:
         self._depths = DepthController()
         # Load and k of the last round for which k was chosen.
         self._load, self.k = Load(1, 1), 0
+        # By depth, the probability of standing below which drafts stop in the round that was chosen last.
+        self._least: dict[int, float] = {}
         # Load and depth of the last drafted round whose time belongs to a single depth.
         self._seen: tuple[Load, int] | None = None
         self._model = RoundModel(config.calibration) if config.calibration else None
@@ -120,6 +122,7 @@ class Drafting:
 
     def choose(self, batch: list[Sequence], prefilling: bool) -> Load:
         """Choose k for the sequences of a batch whose requests leave it to the gateway. Return the batch's load."""
+        self._least.clear()
         context = sum(sequence.base for sequence in batch) / len(batch)
         automatic = [sequence for sequence in batch if sequence.automatic]
         load = Load(len(batch), context, prefilling, bool(automatic))
@@ -186,7 +189,10 @@ class Drafting:
             return 0.0
         if sequence.stop == "threshold":
             return 1.0 - self._config.stop_threshold
-        return self._depths.least_standing(self._load, self.depth(sequence))
+        depth = self.depth(sequence)
+        if depth not in self._least:
+            self._least[depth] = self._depths.least_standing(self._load, depth)
+        return self._least[depth]
 
     def _most(self, sequence: Sequence) -> int:
         """Return the most draft tokens for a sequence, by both services' limits; 0 if its draft cannot be asked now.

@@ -114,12 +114,13 @@ def draft_tokens(round_: DraftingRound, inputs: RoundInputs) -> Drafted:
     tokens_B, tokens, ids, probs = newest_B, [], [], []
     uniforms_BK = rows.uniforms(base_B, k, Purpose.DRAFT)
     all_invariant = rows.mix.invariant is Share.ALL
-    stands_B, counts_B = torch.ones_like(newest_B, dtype=torch.float32), torch.zeros_like(newest_B)
+    if stop:
+        goes_on_B = torch.ones_like(newest_B, dtype=torch.bool)
+        stands_B, counts_B = torch.ones_like(newest_B, dtype=torch.float32), torch.zeros_like(newest_B)
     for position, uniforms_B in enumerate(uniforms_BK.unbind(1), start=1):
-        goes_on_B = counts_B == position - 1
         if stop and position > 1:
-            goes_on_B &= stands_B >= stop.least_B
-            if stands_B.device.type == "cpu" and not goes_on_B.any():  # elsewhere, asking would wait for the device
+            goes_on_B = goes_on_B & (stands_B >= stop.least_B)
+            if goes_on_B.device.type == "cpu" and not goes_on_B.any():  # elsewhere, asking would wait for the device
                 break
         position_B = base_B + position
         logits_BV = round_.next_logits(tokens_B)

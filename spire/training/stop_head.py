@@ -245,8 +245,6 @@ def area_under_roc(score_N: Tensor, accepted_N: Tensor, weight_N: Tensor) -> flo
 
 def _calibration(predicted_N: Tensor, accepted_N: Tensor, weight_N: Tensor) -> list[tuple[float, float, float]]:
     group_N = (predicted_N * 10).long().clamp(max=9)
-    sums = [
-        torch.zeros(10).index_add_(0, group_N, weight_N * x_N)
-        for x_N in (predicted_N, accepted_N, 1.0 * (weight_N > -1))
-    ]
+    weighted = (weight_N * predicted_N, weight_N * accepted_N, weight_N)
+    sums = [torch.zeros(10).index_add_(0, group_N, x_N) for x_N in weighted]
     return [(float(p / n), float(a / n), float(n / sums[2].sum())) for p, a, n in zip(*sums, strict=True) if n > 0]

@@ -235,15 +235,14 @@ def _read_tensor(
 
 def grouped(blocks: Rows[Block]) -> list[list[Block]]:
     """Divide blocks into groups of like depth, each in the order given, so that little of a batch is padding."""
-    groups, padding = list[list[Block]](), 0
-    for block in sorted(blocks, key=lambda block: -block.k):
-        padding += groups[-1][0].k - block.k if groups else 0
+    groups, padding = list[list[int]](), 0
+    for at in sorted(range(len(blocks)), key=lambda at: -blocks[at].k):
+        padding += blocks[groups[-1][0]].k - blocks[at].k if groups else 0
         if not groups or padding > MOST_PADDING:
             groups.append([])
             padding = 0
-        groups[-1].append(block)
-    place = {id(block): at for at, block in enumerate(blocks)}
-    return [sorted(group, key=lambda block: place[id(block)]) for group in groups]
+        groups[-1].append(at)
+    return [[blocks[at] for at in sorted(group)] for group in groups]
 
 
 def pad(blocks: Rows[Block], device: torch.device) -> RaggedBatch:
