@@ -63,6 +63,9 @@ class Metrics:
     accepted: int = 0
     # Accepted draft tokens that became output: those after the end of a text do not count.
     drafted_output: int = 0
+    # Of blocks by position: those that had a draft token there, and those in which it was accepted. A block that
+    # stopped before a position says nothing about it.
+    drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
     fallbacks: dict[str, float] = field(default_factory=lambda: dict.fromkeys(FALLBACKS, 0.0))
     replays: int = 0
@@ -98,9 +101,10 @@ class Metrics:
         self.drafted += drafted
         self.accepted += accepted
         self.drafted_output += min(accepted, kept)
-        self.accepted_at.extend([0] * (drafted - len(self.accepted_at)))
-        for position in range(accepted):
-            self.accepted_at[position] += 1
+        for counts, tokens in ((self.drafted_at, drafted), (self.accepted_at, accepted)):
+            counts.extend([0] * (drafted - len(counts)))
+            for position in range(tokens):
+                counts[position] += 1
 
     def token_times(self, sequence: Sequence, tokens: int, now: float) -> None:
         """Record the latency of `tokens` new tokens of a sequence: time to first token, or time per token."""

@@ -134,7 +134,8 @@ class Sequence:
     rounds: list[RoundResult] = field(default_factory=list)
     drafted: int = 0
     accepted: int = 0
-    # accepted_histogram[a]: the number of rounds in which a draft tokens were accepted.
+    # drafted_histogram[d], accepted_histogram[a]: the number of rounds in which d tokens were drafted, a accepted.
+    drafted_histogram: list[int] = field(default_factory=list)
     accepted_histogram: list[int] = field(default_factory=list)
     # accepted_histogram of the rounds that max_tokens left room for k draft tokens: τ at k is measured from these.
     full_depth_histogram: list[int] = field(default_factory=list)

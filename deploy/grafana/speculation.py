@@ -24,8 +24,8 @@ SPECULATION = [
     ),
     Panel(
         "Acceptance by position",
-        "Share of the blocks whose draft token at this position, and all before it, stood. The first is what the "
-        "draft is worth; a steep fall says that k is too deep.",
+        "Of the blocks that had a draft token at this position, the share in which it, and all before it, stood. The "
+        "first is what the draft is worth; a steep fall says that k is too deep.",
         "percentunit",
         {"{{position}}": 'spire:acceptance_at:ratio1m{instance=~"$gateway",position=~"[0-7]"}'},
         bad_below(0.4, 0.6),

@@ -66,7 +66,10 @@ class Exposition(Collector):
         yield Counter("spire_draft_tokens", "Draft tokens verified.", counts.drafted)
         yield Counter("spire_accepted_tokens", "Draft tokens accepted.", counts.accepted)
         yield Counter("spire_drafted_output_tokens", "Draft tokens that became output.", counts.drafted_output)
-        yield self._positions("spire_accepted_tokens_at", "Blocks whose draft token at this position was accepted.")
+        drafted, accepted = counts.drafted_at, counts.accepted_at
+        yield self._positions("spire_draft_tokens_at", "Blocks with a draft token at this position.", drafted)
+        help_text = "Blocks whose draft token at this position was accepted."
+        yield self._positions("spire_accepted_tokens_at", help_text, accepted)
         yield _labelled("spire_fallbacks", "Blocks decoded plainly for want of a draft.", "reason", counts.fallbacks)
         at = _numbered(counts.rounds_at, self._engine.deepest + 1)
         yield _labelled("spire_rounds_at_depth", "Rounds, by the draft tokens of the deepest block.", "k", at)
@@ -132,10 +135,10 @@ class Exposition(Collector):
         yield Counter("vllm:spec_decode_num_drafts", "As vLLM.", counts.drafts)
         yield Counter("vllm:spec_decode_num_draft_tokens", "As vLLM.", counts.drafted)
         yield Counter("vllm:spec_decode_num_accepted_tokens", "As vLLM.", counts.accepted)
-        yield self._positions("vllm:spec_decode_num_accepted_tokens_per_pos", "As vLLM.")
+        yield self._positions("vllm:spec_decode_num_accepted_tokens_per_pos", "As vLLM.", counts.accepted_at)
 
-    def _positions(self, name: str, help_text: str) -> Metric:
-        return _labelled(name, help_text, "position", _numbered(self._counts.accepted_at, self._engine.deepest))
+    def _positions(self, name: str, help_text: str, counted: list[int]) -> Metric:
+        return _labelled(name, help_text, "position", _numbered(counted, self._engine.deepest))
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,7 @@ def speculation_figures(sequences: list[Sequence]) -> dict[str, Any]:
         "mean_acceptance_length": 1 + accepted / rounds if rounds else None,
         "draft_acceptance_rate": accepted / drafted if drafted else None,
         "acceptance_histogram": histogram,
+        "drafted_histogram": _sum([sequence.drafted_histogram for sequence in sequences]),
         "full_depth_histogram": _sum([sequence.full_depth_histogram for sequence in sequences]),
         "num_spec_steps": rounds,
         "num_accepted_draft_tokens": accepted,

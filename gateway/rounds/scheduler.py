@@ -193,6 +193,7 @@ class Scheduler:
         accepted = len(tokens) - 1
         sequence.round += 1
         sequence.drafted += drafted
+        _count(sequence.drafted_histogram, drafted)
         _count(sequence.accepted_histogram, accepted)
         if sequence.depth == sequence.k:
             _count(sequence.full_depth_histogram, accepted)

@@ -16,7 +16,7 @@ from rich.markup import escape
 import spire
 from spire.cli import complete, convert, credentials, doctor, up
 from spire.cli.bench import bench, capacity
-from spire.cli.perf import measure, perf_model
+from spire.cli.perf import measure, perf_model, stop
 from spire.cli.training import train, write
 from spire.errors import SpireError
 from spire.service.options_file import options_file, read_options
@@ -37,6 +37,7 @@ app.add_typer(train.app, name="train")
 app.command("write")(write.write)
 app.add_typer(credentials.app, name="key")
 app.command("certs")(credentials.certs)
+measure.evaluate.command("stop")(stop.eval_stop)
 app.add_typer(measure.evaluate, name="eval")
 app.command("bench")(bench.bench)
 app.command("capacity")(capacity.capacity)

@@ -131,6 +131,23 @@ def write_intensity(file: Path, title: str, target: Shape, contexts: Sequence[in
     figure.savefig(file, dpi=150)
 
 
+def write_fronts(file: Path, title: str, curves: dict[str, list[tuple[float, float]]]) -> None:
+    """Plot verifications over discarded draft tokens, both for each generated token: a curve for each rule of stopping,
+    a mark for a rule with one setting."""
+    figure = _figure(7.5, 4.8)
+    axis = figure.add_subplot()
+    for name, points in curves.items():
+        xs, ys = zip(*sorted(points), strict=True)
+        axis.plot(xs, ys, marker="o" if len(points) > 1 else "*", markersize=3 if len(points) > 1 else 12, label=name)
+    axis.set_xlabel("discarded draft tokens for each generated token")
+    axis.set_ylabel("verifications for each generated token")
+    axis.grid(alpha=0.25)
+    axis.legend(frameon=False, fontsize=9)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.set_title(title, fontsize=12)
+    figure.savefig(file, dpi=150)
+
+
 def write_multipliers(file: Path, title: str, panels: dict[str, list[tuple[str, float | None, float | None]]]) -> None:
     """Plot throughput relative to plain decoding: a panel per draft, (name, measured, modelled) per cell."""
     figure = _figure(1.6 + 0.62 * max(map(len, panels.values())), 0.6 + 2.4 * len(panels))

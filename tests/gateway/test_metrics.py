@@ -50,6 +50,11 @@ def vllm(counted: Counter[str], name: str, **labels: str) -> float:
     return counted[f"vllm:spec_decode_num_{name}_total{sorted(by_label.items())}"]
 
 
+def beyond(told: list[dict[str, Any]], histogram: str, position: int) -> int:
+    """Rounds in which more tokens than `position` were drafted or accepted."""
+    return sum(sum(one[histogram][position + 1 :]) for one in told)
+
+
 def test_acceptance_by_vllm_s_names_is_that_of_the_responses(api: Api) -> None:
     before = samples(api)
     bodies: list[dict[str, Any]] = [{"temperature": 0}, {"seed": 3}, *({"speculation": {"k": k}} for k in (2, 7))]
@@ -62,12 +67,10 @@ def test_acceptance_by_vllm_s_names_is_that_of_the_responses(api: Api) -> None:
     drafted, accepted = (sum(one[f"num_{what}_tokens"] for one in told) for what in ("draft", "accepted_draft"))
     assert 0 < accepted < drafted
     assert (vllm(grown, "draft_tokens"), vllm(grown, "accepted_tokens")) == (drafted, accepted)
-    histogram = Counter[int]()
-    for one in told:
-        histogram.update(dict(enumerate(one["acceptance_histogram"])))
     for position in range(8):
-        beyond = sum(times for accepted, times in histogram.items() if accepted > position)
-        assert vllm(grown, "accepted_tokens_per_pos", position=str(position)) == beyond
+        of_drafted, of_accepted = (beyond(told, f"{what}_histogram", position) for what in ("drafted", "acceptance"))
+        assert vllm(grown, "accepted_tokens_per_pos", position=str(position)) == of_accepted
+        assert grown[f"spire_draft_tokens_at_total[('position', '{position}')]"] == of_drafted
     rounds = [round_ for answer in answers for round_ in answer["choices"][0]["rounds"]]
     assert vllm(grown, "drafts") == len([round_ for round_ in rounds if round_["drafted"]])
     spire = {name: grown[f"spire_{name}_total[]"] for name in ("drafts", "draft_tokens", "accepted_tokens")}

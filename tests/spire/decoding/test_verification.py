@@ -24,6 +24,8 @@ from tests.marks import thoroughly
 
 ALPHA = 1e-6
 Verify = Callable[[Tensor, Tensor, Tensor, SparseDistribution | None, SamplingRows, Tensor], Verdict]
+# How many draft tokens of each block are verified, from p [B, T, V], the draft tokens and q.
+Stop = Callable[[Tensor, Tensor, SparseDistribution | None], Tensor]
 every_rule = pytest.mark.parametrize("rule", list(Rule), ids=lambda rule: rule.name.lower())
 
 
@@ -65,6 +67,7 @@ def generate(
     rule: Rule = Rule.REJECTION,
     m: int | None = None,
     check: Verify = verify,
+    stop: Stop | None = None,
 ) -> Tensor:
     """n sequences [n, length] of a chain, in which the next token depends on the last one alone, in rounds of k.
 
@@ -77,6 +80,8 @@ def generate(
     while int(base_B.min()) < 5 + length:
         draft_BK, q = drafted(q_VV, newest_B, base_B, k, rows, m)
         fed_BT = torch.cat((newest_B[:, None], draft_BK), dim=1)
+        if stop:
+            counts_B = stop(p_VV[fed_BT], draft_BK, q)
         verdict = check(p_VV[fed_BT], draft_BK, counts_B, q, rows, base_B)
         for offset, token_B in enumerate(verdict.tokens_BT.unbind(1)):
             going = (verdict.accepted_B >= offset) & (base_B + offset < 5 + length)

@@ -1,0 +1,307 @@
+"""What rules of stopping bring a draft: draft tokens that are discarded, against rounds (SpecDec++, section 4).
+
+The target's own text is drafted after every position, as deep as any rule drafts, and every draft token is judged by
+the target. So all rules are compared on the same blocks. A walk over the text tells how probable it is that a round
+begins at each position: after a round of n accepted tokens the next one begins n + 1 positions later.
+
+Shapes: N texts, T positions at which a round can begin, J draft tokens of a block, R rules.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from spire.checkpoints.weights import load_draft, load_target
+from spire.errors import DataError
+from spire.model.draft import RolloutBlocks
+from spire.training.branches import judged_blocks
+from spire.training.draft import target_dtype
+
+# Blocks of one text that are drafted and judged at once.
+_BLOCKS = 128
+# Resamples of the texts for a 95 % interval, and their seed.
+_RESAMPLES, _RESAMPLING_SEED = 2000, 5
+# Thresholds of a front: probabilities that a block stands below which drafting stops.
+THRESHOLDS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9)
+# Rounds of the search for the threshold of the cost rule, which depends on the rate that it brings.
+_SETTLING = 20
+
+
+class JudgedTexts(NamedTuple):
+    """Draft tokens [N, T, J]: the probability that each is accepted if those before it in its block are, as the target
+    gives it (min(1, p/q)), as the draft's head does (None without a head), and q of the token at temperature 1."""
+
+    accepted_NTJ: Tensor
+    predicted_NTJ: Tensor | None
+    q_NTJ: Tensor
+
+
+class Judge:
+    """A target that judges what its draft guesses. Raises the errors of `load_draft`, and DataError for a draft that
+    was trained for another target."""
+
+    def __init__(self, target_directory: Path, draft_directory: Path, device: str = "cpu"):
+        self.target, identity = load_target(target_directory, target_dtype(target_directory, device), device)
+        self.draft = load_draft(draft_directory, device=device, target=target_directory)
+        if self.draft.draft.target_fingerprint != identity:
+            raise DataError(f"{draft_directory} was trained for another target than {target_directory}")
+        self._device = device
+
+    @torch.inference_mode()
+    def judge(
+        self,
+        prompts: Sequence[list[int]],
+        answers: Sequence[list[int]],
+        k: int,
+        temperature: float,
+        advance: Callable[[], None] = lambda: None,
+        seed: int = 0,
+    ) -> JudgedTexts:
+        """Draft k tokens after every token of every answer and judge them. All answers must be equally long."""
+        random, parts = torch.Generator(self._device).manual_seed(seed), list[JudgedTexts]()
+        with torch.autocast(self._device, dtype=torch.bfloat16):
+            for prompt, answer in zip(prompts, answers, strict=True):
+                tokens_BL = torch.tensor([prompt + answer], device=self._device)
+                starts_T = torch.arange(len(prompt), tokens_BL.shape[1], device=self._device)
+                blocks = [RolloutBlocks(some_T, k) for some_T in starts_T.split(_BLOCKS)]
+                of_text = [self._judge(tokens_BL, some, temperature, random) for some in blocks]
+                parts.append(_joined(of_text, dim=1))
+                advance()
+        return _joined(parts, dim=0)
+
+    def _judge(
+        self, tokens_BL: Tensor, blocks: RolloutBlocks, temperature: float, random: torch.Generator
+    ) -> JudgedTexts:
+        temperature_B = torch.tensor([temperature], device=self._device)
+        judged, predicted = judged_blocks(self.draft, self.target, tokens_BL, blocks, temperature_B, random), None
+        if self.draft.stop_head is not None:
+            logit_JBT = self.draft.stop_head(judged.hidden_JBTD, judged.told_JBTF)
+            predicted = _by_place(logit_JBT.float().sigmoid())
+        return JudgedTexts(_by_place(judged.accepted_JBT), predicted, _by_place(judged.told_JBTF[..., 0].exp()))
+
+
+def _by_place(values_JBT: Tensor) -> Tensor:
+    return values_JBT.permute(1, 2, 0).cpu()
+
+
+def _joined(parts: list[JudgedTexts], dim: int) -> JudgedTexts:
+    accepted, predicted, q = zip(*parts, strict=True)
+    heads = [part for part in predicted if part is not None]
+    return JudgedTexts(torch.cat(accepted, dim), torch.cat(heads, dim) if heads else None, torch.cat(q, dim))
+
+
+class Tally(NamedTuple):
+    """Expected rounds of each text under each rule, by the draft tokens and by the accepted ones of a round: two of
+    [R, N, J + 1]. A round gives its accepted tokens and one of the target's."""
+
+    drafted_RNJ: Tensor
+    accepted_RNJ: Tensor
+
+    def sums(self, weight_SN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the rounds, the draft tokens and the accepted tokens of weighted texts: three of [S, R]."""
+        depth_J = torch.arange(self.drafted_RNJ.shape[-1], dtype=torch.float64)
+        drafted_SRJ, accepted_SRJ = (torch.einsum("rnj,sn->srj", part, weight_SN) for part in self)
+        return drafted_SRJ.sum(dim=-1), drafted_SRJ @ depth_J, accepted_SRJ @ depth_J
+
+    def rates(self, weight_SN: Tensor) -> tuple[Tensor, Tensor]:
+        """Return discarded draft tokens, and rounds, for each generated token of weighted texts: two of [S, R]."""
+        rounds_SR, drafted_SR, accepted_SR = self.sums(weight_SN)
+        tokens_SR = rounds_SR + accepted_SR
+        return (drafted_SR - accepted_SR) / tokens_SR, rounds_SR / tokens_SR
+
+    def seconds(self, round_seconds_J: Tensor, weight_SN: Tensor) -> Tensor:
+        """Return the time of a generated token [S, R], where a round of j draft tokens takes `round_seconds_J[j]`."""
+        rounds_SR, _, accepted_SR = self.sums(weight_SN)
+        spent_RN = self.drafted_RNJ @ round_seconds_J
+        return weight_SN @ spent_RN.T / (rounds_SR + accepted_SR)
+
+
+def counts_at_depth(judged: JudgedTexts, k: int) -> Tensor:
+    """Return the draft tokens of every block [N, T] at depth k."""
+    return torch.full(judged.accepted_NTJ.shape[:2], k)
+
+
+def counts_at_threshold(standing_NTJ: Tensor, threshold: float) -> Tensor:
+    """Return the draft tokens of every block [N, T] if drafting stops at the first token with which the block stands
+    with a probability below `threshold`. That token is drafted: it is the one that was judged."""
+    standing_NTJ = standing_NTJ.cumprod(dim=-1)
+    return (1 + (standing_NTJ[..., :-1] >= threshold).sum(dim=-1)).long()
+
+
+def walk(judged: JudgedTexts, counts_RNT: Tensor) -> Tally:
+    """Return what rounds that draft `counts_RNT` tokens bring, by the rejection rule."""
+    accepted_NTJ = judged.accepted_NTJ.double()
+    R, N, T = counts_RNT.shape
+    J = accepted_NTJ.shape[-1]
+    stands_NTJ = torch.cat((torch.ones(N, T, 1).double(), accepted_NTJ.cumprod(dim=-1)), dim=-1)
+    depth_J = torch.arange(J + 1)
+    after_NTJ = torch.cat((stands_NTJ[..., 1:], torch.zeros(N, T, 1).double()), dim=-1)
+    in_block_RNTJ = depth_J < counts_RNT[..., None]
+    ends_RNTJ = (stands_NTJ - after_NTJ) * in_block_RNTJ + stands_NTJ * (depth_J == counts_RNT[..., None])
+    begins_RNT = torch.zeros(R, N, T + J + 1).double()
+    begins_RNT[..., 0] = 1
+    for at in range(T):
+        begins_RNT[..., at + 1 : at + J + 2] += begins_RNT[..., at, None] * ends_RNTJ[:, :, at]
+    begins_RNT = begins_RNT[..., :T]
+    drafted_RNJ = torch.zeros(R, N, J + 1).double().scatter_add_(-1, counts_RNT, begins_RNT)
+    return Tally(drafted_RNJ, torch.einsum("rnt,rntj->rnj", begins_RNT, ends_RNTJ))
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of a round by its number of draft tokens, 0 to J; only ratios matter."""
+
+    name: str
+    round_seconds: tuple[float, ...]
+
+    @classmethod
+    def linear(cls, name: str, k: int, target: float, draft: float) -> Costs:
+        """Return the costs of a target pass that takes `target`, however many tokens it verifies, and `draft` a draft
+        token: the paper's section 4."""
+        return cls(name, tuple(target + draft * depth for depth in range(k + 1)))
+
+
+@dataclass(frozen=True)
+class Point:
+    """A rule on a front. Rates are for each generated token; `gains` are tokens a second over the best fixed k, by the
+    name of the costs, with the ends of the 95 % interval over texts."""
+
+    rule: str
+    setting: float
+    drafted: float
+    discard_rate: float
+    verification_rate: float
+    gains: dict[str, tuple[float, float, float]]
+
+
+@dataclass(frozen=True)
+class Fronts:
+    """All rules on the texts of a domain.
+
+    `saved`: by how much a rule's front has fewer rounds than fixed k at the same rate of discarded draft tokens, in the
+    mean over fixed k from 2 to the deepest but one, with the ends of the 95 % interval over texts. `best_k` is by the
+    name of the costs.
+    """
+
+    domain: str
+    texts: int
+    temperature: float
+    points: list[Point]
+    saved: dict[str, tuple[float, float, float]]
+    best_k: dict[str, int]
+
+
+def fronts(domain: str, judged: JudgedTexts, temperature: float, all_costs: Sequence[Costs]) -> Fronts:
+    """Compare fixed k, thresholds of the head and of the draft's own confidence, the rule by costs, and the oracle."""
+    k = judged.accepted_NTJ.shape[-1]
+    names: list[tuple[str, float]] = [("fixed", depth) for depth in range(1, k + 1)]
+    counts = [counts_at_depth(judged, depth) for depth in range(1, k + 1)]
+    standing = {"confidence": judged.q_NTJ} | ({} if judged.predicted_NTJ is None else {"head": judged.predicted_NTJ})
+    for rule, standing_NTJ in standing.items():
+        names += [(rule, threshold) for threshold in THRESHOLDS]
+        counts += [counts_at_threshold(standing_NTJ, threshold) for threshold in THRESHOLDS]
+    if judged.predicted_NTJ is not None:
+        for costs in all_costs:
+            threshold = cost_threshold(judged, judged.predicted_NTJ, costs)
+            names.append((f"cost: {costs.name}", threshold))
+            counts.append(counts_at_threshold(judged.predicted_NTJ, threshold))
+    tally = with_oracle(walk(judged, torch.stack(counts)), k)
+    names.append(("oracle", k))
+    return _compared(domain, temperature, names, tally, all_costs, len(judged.accepted_NTJ))
+
+
+def with_oracle(tally: Tally, k: int) -> Tally:
+    """Add the oracle, which stops before the first token that would be rejected: it accepts what depth k accepts, which
+    is the rule at place k - 1, and discards nothing."""
+    oracle_NJ = tally.accepted_RNJ[k - 1][None]
+    return Tally(torch.cat((tally.drafted_RNJ, oracle_NJ)), torch.cat((tally.accepted_RNJ, oracle_NJ)))
+
+
+def cost_threshold(judged: JudgedTexts, predicted_NTJ: Tensor, costs: Costs) -> float:
+    """Return the probability with which a block must stand for one more draft token to be worth its time.
+
+    One more token brings the probability that all so far stand, times the rate of acceptance; it costs what a round
+    grows by, in which the texts grow at the present rate. That rate depends on the threshold: the search settles it.
+    """
+    round_seconds_J = torch.tensor(costs.round_seconds).double()
+    each = float(round_seconds_J[-1] - round_seconds_J[1]) / (len(costs.round_seconds) - 2)
+    all_texts_SN, threshold = torch.ones(1, len(predicted_NTJ)).double(), 0.5
+    stands_NTJ = judged.accepted_NTJ.double().cumprod(dim=-1)
+    rate = float(stands_NTJ.sum() / (stands_NTJ[..., :-1].sum() + stands_NTJ[..., 0].numel()))
+    for _ in range(_SETTLING):
+        tally = walk(judged, counts_at_threshold(predicted_NTJ, threshold)[None])
+        tokens_a_second = 1 / float(tally.seconds(round_seconds_J, all_texts_SN))
+        threshold = (threshold + min(max(each * tokens_a_second / rate, THRESHOLDS[0]), THRESHOLDS[-1])) / 2
+    return threshold
+
+
+def _compared(
+    domain: str,
+    temperature: float,
+    names: list[tuple[str, float]],
+    tally: Tally,
+    all_costs: Sequence[Costs],
+    texts: int,
+) -> Fronts:
+    """Return the figures of all rules with intervals, from resamples of the texts that all rules share."""
+    random = torch.Generator().manual_seed(_RESAMPLING_SEED)
+    chosen = torch.randint(texts, (_RESAMPLES, texts), generator=random)
+    samples_SN = torch.zeros(_RESAMPLES, texts).scatter_add_(1, chosen, torch.ones(_RESAMPLES, texts))
+    weight_SN = torch.cat((torch.ones(1, texts), samples_SN)).double()
+    fixed = [at for at, (rule, _) in enumerate(names) if rule == "fixed"]
+    gains, best_k = dict[str, Tensor](), dict[str, int]()
+    for costs in all_costs:
+        seconds_SR = tally.seconds(torch.tensor(costs.round_seconds).double(), weight_SN)
+        best = fixed[int(seconds_SR[0, fixed].argmin())]
+        best_k[costs.name] = int(names[best][1])
+        gains[costs.name] = seconds_SR[:, best, None] / seconds_SR
+    discard_SR, verify_SR = tally.rates(weight_SN)
+    rounds_SR, drafted_SR, _ = tally.sums(weight_SN)
+    whole = zip(names, drafted_SR[0] / rounds_SR[0], discard_SR[0], verify_SR[0], strict=True)
+    points = [
+        Point(rule, setting, float(drafted), float(discarded), float(verified), _of_rule(gains, at))
+        for at, ((rule, setting), drafted, discarded, verified) in enumerate(whole)
+    ]
+    saved = {
+        rule: _interval(torch.tensor([_saved(names, rule, *one) for one in zip(discard_SR, verify_SR, strict=True)]))
+        for rule in ("confidence", "head")
+        if any(name == rule for name, _ in names)
+    }
+    return Fronts(domain, texts, temperature, points, saved, best_k)
+
+
+def _of_rule(gains: dict[str, Tensor], at: int) -> dict[str, tuple[float, float, float]]:
+    return {name: _interval(gain_SR[:, at]) for name, gain_SR in gains.items()}
+
+
+def _interval(values_S: Tensor) -> tuple[float, float, float]:
+    """Return the first value, which is that of all texts, and the 95 % interval of the others."""
+    low, high = torch.quantile(values_S[1:].double(), torch.tensor((0.025, 0.975)).double()).tolist()
+    return float(values_S[0]), low, high
+
+
+def _saved(names: list[tuple[str, float]], rule: str, discard_R: Tensor, verify_R: Tensor) -> float:
+    """Return the mean share of rounds that the front of `rule` saves at the rates of discarded tokens of fixed k."""
+    fixed = [at for at, (name, _) in enumerate(names) if name == "fixed"]
+    # The ends are common to both: a threshold of 1 is depth 1, and one of 0 the greatest depth.
+    own = sorted([at for at, (name, _) in enumerate(names) if name == rule], key=lambda at: float(discard_R[at]))
+    ends = [fixed[0], *own, fixed[-1]]
+    at_x, at_y = [float(discard_R[at]) for at in ends], [float(verify_R[at]) for at in ends]
+    shares = [1 - _between(at_x, at_y, float(discard_R[at])) / float(verify_R[at]) for at in fixed[1:-1]]
+    return math.fsum(shares) / len(shares)
+
+
+def _between(at_x: list[float], at_y: list[float], x: float) -> float:
+    """Interpolate linearly; `at_x` rises."""
+    right = next((at for at, known in enumerate(at_x) if known >= x), len(at_x) - 1)
+    left = max(0, right - 1)
+    width = at_x[right] - at_x[left]
+    share = min(1.0, max(0.0, (x - at_x[left]) / width)) if width > 0 else 0.0
+    return at_y[left] + share * (at_y[right] - at_y[left])

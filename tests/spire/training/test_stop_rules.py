@@ -1,0 +1,122 @@
+"""Rules of stopping are compared on the target's own text: how often it verifies, and what is drafted in vain."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from spire.cli import app
+from spire.training import stop_rules
+from spire.training.stop_rules import (
+    Costs,
+    Judge,
+    JudgedTexts,
+    cost_threshold,
+    counts_at_threshold,
+    fronts,
+    walk,
+)
+from tests.conftest import FIXTURES
+
+TEXT = FIXTURES / "text" / "jowett_charmides.txt"
+K = 6
+
+
+def judged(predicts: bool, texts: int = 40, places: int = 60) -> JudgedTexts:
+    """Tokens that are accepted with one of two probabilities, which the head knows, or of which it knows nothing."""
+    random_ = torch.Generator().manual_seed(1)
+    easy_NTJ = torch.rand(texts, places, K, generator=random_) < 0.8
+    accepted_NTJ = torch.where(easy_NTJ, 0.95, 0.1)
+    predicted_NTJ = accepted_NTJ if predicts else torch.rand(texts, places, K, generator=random_)
+    return JudgedTexts(accepted_NTJ, predicted_NTJ, torch.rand(texts, places, K, generator=random_))
+
+
+def walked(accepted_TJ: Tensor, counts_T: Tensor) -> tuple[int, int, int]:
+    """Rounds, draft tokens and accepted tokens of one text in which each token is certainly accepted or rejected."""
+    at = rounds = drafted = accepted = 0
+    while at < len(counts_T):
+        asked = int(counts_T[at])
+        stood = int(accepted_TJ[at, :asked].cumprod(dim=0).sum())
+        at, rounds, drafted, accepted = at + stood + 1, rounds + 1, drafted + asked, accepted + stood
+    return rounds, drafted, accepted
+
+
+def test_rounds_follow_one_another_as_in_serving() -> None:
+    random_ = torch.Generator().manual_seed(2)
+    accepted_NTJ = (torch.rand(5, 40, K, generator=random_) < 0.7).float()
+    counts_NT = torch.randint(1, K + 1, (5, 40), generator=random_)
+    tally = walk(JudgedTexts(accepted_NTJ, None, accepted_NTJ), counts_NT[None])
+    for text in range(5):
+        weight_SN = torch.eye(5).double()[text : text + 1]
+        found = tuple(round(float(value)) for value in tally.sums(weight_SN))
+        assert found == walked(accepted_NTJ[text], counts_NT[text])
+
+
+def test_a_walk_gives_the_mean_of_many_drawn_ones() -> None:
+    texts = judged(True, texts=1, places=30)
+    counts_NT = counts_at_threshold(texts.accepted_NTJ, 0.5)
+    rounds, drafted, accepted = walk(texts, counts_NT[None]).sums(torch.ones(1, 1).double())
+    random_, draws = torch.Generator().manual_seed(3), 4000
+    drawn = [
+        walked(torch.rand(texts.accepted_NTJ[0].shape, generator=random_) < texts.accepted_NTJ[0], counts_NT[0])
+        for _ in range(draws)
+    ]
+    for expected, values in zip((rounds, drafted, accepted), zip(*drawn, strict=True), strict=True):
+        values_D = torch.tensor(values).double()
+        assert abs(float(values_D.mean()) - float(expected)) < 4 * float(values_D.std()) / draws**0.5
+
+
+def test_a_head_that_knows_saves_verifications_up_to_the_oracle() -> None:
+    found = fronts("a", judged(True), 1.0, [Costs.linear("paper", K, 0.112, 0.0234)])
+    _, low, _ = found.saved["head"]
+    assert low > 0.05
+    oracle = next(point for point in found.points if point.rule == "oracle")
+    assert oracle.discard_rate == pytest.approx(0, abs=1e-9)
+    best = max(point.gains["paper"][0] for point in found.points if point.rule == "head")
+    by_cost = next(point for point in found.points if point.rule == "cost: paper")
+    assert 1 < best <= oracle.gains["paper"][0]
+    assert by_cost.gains["paper"][0] > 0.98 * best
+
+
+def test_a_head_that_knows_nothing_saves_nothing() -> None:
+    """A control for the test above."""
+    found = fronts("a", judged(False), 1.0, [Costs.linear("paper", K, 0.112, 0.0234)])
+    assert found.saved["head"][0] < 0.01
+
+
+def test_the_dearer_a_draft_token_the_sooner_the_cost_rule_stops() -> None:
+    texts = judged(True)
+    assert texts.predicted_NTJ is not None
+    cheap, dear = (cost_threshold(texts, texts.predicted_NTJ, Costs.linear("", K, 1.0, draft)) for draft in (0.02, 0.4))
+    assert cheap < dear
+
+
+def test_long_texts_are_judged_as_short_ones(
+    stories_dir: Path, stories_draft_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16, in which texts are judged, the two most probable tokens may change places now and then."""
+    judge, prompt, answer = Judge(stories_dir, stories_draft_dir), [1, 5, 9, 30, 7], list(range(3, 63))
+    at_once = judge.judge([prompt], [answer], 3, temperature=0.0).accepted_NTJ
+    monkeypatch.setattr(stop_rules, "_BLOCKS", 7)
+    in_parts = judge.judge([prompt], [answer], 3, temperature=0.0).accepted_NTJ
+    assert at_once.shape == in_parts.shape == (1, 60, 3)
+    assert set(at_once.unique().tolist()) <= {0.0, 1.0}
+    assert (at_once != in_parts).float().mean() < 0.03
+
+
+def test_eval_stop_compares_the_rules_by_domain(stories_dir: Path, stories_draft_dir: Path, tmp_path: Path) -> None:
+    pair = ["--model", str(stories_dir), "--draft", str(stories_draft_dir), "--data", str(TEXT)]
+    small = ["--texts", "8", "--context", "40", "--generate", "32", "--k", "4", "--plot", str(tmp_path), "--json"]
+    done = CliRunner().invoke(app, ["eval", "stop", *pair, *small], catch_exceptions=False)
+    (domain,) = json.loads(done.stdout)["stop"]
+    assert domain["domain"] == "jowett_charmides"
+    by_rule = {(point["rule"], point["setting"]): point for point in domain["points"]}
+    depths = [by_rule["fixed", k]["verification_rate"] for k in (1, 2, 3, 4)]
+    assert depths == sorted(depths, reverse=True)
+    assert by_rule["oracle", 4]["verification_rate"] == pytest.approx(depths[-1])
+    assert (tmp_path / "stop_jowett_charmides.png").is_file()
