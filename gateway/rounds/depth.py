@@ -48,6 +48,9 @@ _FEW = 8
 _HORIZON = 2000.0
 # A depth more than this many standard deviations behind the best one is not worth a probe.
 _OUT_OF_REACH = 4.0
+# Plain rounds are preferred unless drafting gives so much more, in log tokens per second: near the break-even, estimates
+# take either for the better one, and drafting by mistake costs a draft's work and a replay for nothing.
+_IN_FAVOUR_OF_PLAIN = 0.03
 # Greatest standard deviation of a log multiplier that is shown to people.
 _WELL_KNOWN = 0.1
 # Tokens beyond the first that must be drafted in the mean for times of rounds to tell what each costs; what each is
@@ -116,6 +119,7 @@ class DepthController:
             deepest = min(deepest, _AT_FIRST)
         plain, mean = load.sequences - counts.total(), times.at(load)
         worth = [math.log(_tokens(taus, counts, k, plain)) - mean[k] for k in range(deepest + 1)]
+        worth[0] += _IN_FAVOUR_OF_PLAIN
         best = max(range(deepest + 1), key=worth.__getitem__)
         self._plain_cell = None if best else load.cell
         return self._probe(load, times, mean, taus, worth, best)

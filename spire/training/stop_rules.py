@@ -201,8 +201,8 @@ class Fronts:
 def fronts(domain: str, judged: JudgedTexts, temperature: float, all_costs: Sequence[Costs]) -> Fronts:
     """Compare fixed k, thresholds of the head and of the draft's own confidence, the rule by costs, and the oracle."""
     k = judged.accepted_NTJ.shape[-1]
-    names: list[tuple[str, float]] = [("fixed", depth) for depth in range(1, k + 1)]
-    counts = [counts_at_depth(judged, depth) for depth in range(1, k + 1)]
+    names: list[tuple[str, float]] = [("fixed", depth) for depth in range(k + 1)]
+    counts = [counts_at_depth(judged, depth) for depth in range(k + 1)]
     standing = {"confidence": judged.q_NTJ} | ({} if judged.predicted_NTJ is None else {"head": judged.predicted_NTJ})
     for rule, standing_NTJ in standing.items():
         names += [(rule, threshold) for threshold in THRESHOLDS]
@@ -219,8 +219,8 @@ def fronts(domain: str, judged: JudgedTexts, temperature: float, all_costs: Sequ
 
 def with_oracle(tally: Tally, k: int) -> Tally:
     """Add the oracle, which stops before the first token that would be rejected: it accepts what depth k accepts, which
-    is the rule at place k - 1, and discards nothing."""
-    oracle_NJ = tally.accepted_RNJ[k - 1][None]
+    is the rule at place k, and discards nothing."""
+    oracle_NJ = tally.accepted_RNJ[k][None]
     return Tally(torch.cat((tally.drafted_RNJ, oracle_NJ)), torch.cat((tally.accepted_RNJ, oracle_NJ)))
 
 
@@ -292,9 +292,9 @@ def _saved(names: list[tuple[str, float]], rule: str, discard_R: Tensor, verify_
     fixed = [at for at, (name, _) in enumerate(names) if name == "fixed"]
     # The ends are common to both: a threshold of 1 is depth 1, and one of 0 the greatest depth.
     own = sorted([at for at, (name, _) in enumerate(names) if name == rule], key=lambda at: float(discard_R[at]))
-    ends = [fixed[0], *own, fixed[-1]]
+    ends = [fixed[1], *own, fixed[-1]]
     at_x, at_y = [float(discard_R[at]) for at in ends], [float(verify_R[at]) for at in ends]
-    shares = [1 - _between(at_x, at_y, float(discard_R[at])) / float(verify_R[at]) for at in fixed[1:-1]]
+    shares = [1 - _between(at_x, at_y, float(discard_R[at])) / float(verify_R[at]) for at in fixed[2:-1]]
     return math.fsum(shares) / len(shares)
 
 

@@ -116,7 +116,8 @@ def test_eval_stop_compares_the_rules_by_domain(stories_dir: Path, stories_draft
     (domain,) = json.loads(done.stdout)["stop"]
     assert domain["domain"] == "jowett_charmides"
     by_rule = {(point["rule"], point["setting"]): point for point in domain["points"]}
-    depths = [by_rule["fixed", k]["verification_rate"] for k in (1, 2, 3, 4)]
+    depths = [by_rule["fixed", k]["verification_rate"] for k in (0, 1, 2, 3, 4)]
+    assert depths[0] == pytest.approx(1)
     assert depths == sorted(depths, reverse=True)
     assert by_rule["oracle", 4]["verification_rate"] == pytest.approx(depths[-1])
     assert (tmp_path / "stop_jowett_charmides.png").is_file()
