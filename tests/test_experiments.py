@@ -64,3 +64,28 @@ def test_the_page_of_results_is_what_the_report_makes_of_the_measurements(report
     assert (report.ROOT / "docs" / "results.md").read_text() == report.text(measured, report.plan())
     assert sorted(file.stem for file in report.RESULTS.glob("*.json")) == sorted(measured)
     assert "not measured" not in report.text(measured, report.plan())
+
+
+def test_the_table_of_peers_has_medians_of_runs_in_which_all_decoded(tmp_path: Path) -> None:
+    cells = [("Spire", 1, [90.0, 70.0, 80.0]), ("vLLM", 1, [40.0, None, 36.0]), ("vLLM", 4, [None])]
+    rates = [
+        {"system": system, "batch": batch, "context": 512, "tokens_per_second": runs} for system, batch, runs in cells
+    ]
+    (tmp_path / "peers.json").write_text(json.dumps({"prompts": {}, "rates": rates}))
+    command = [sys.executable, "-m", "experiments.peers", "show", str(tmp_path / "peers.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=200)
+    rows = [line.replace("│", " ").split() for line in done.stdout.splitlines()]
+    assert ["512", "1", "80", "38"] in rows
+    assert not [row for row in rows if row[:2] == ["512", "4"]]
+
+
+def test_a_measurement_of_peers_keeps_its_prompts(tmp_path: Path) -> None:
+    peers = importlib.import_module("experiments.peers")
+    record = peers.Record(tmp_path / "peers.json")
+    record.kept["prompts"]["1 512 0"] = [[1, 2]]
+    cell = peers.Batch(record, 1, 512, 8, 0.0)
+    record.add("vLLM", cell, [38.0])
+    again = peers.Record(tmp_path / "peers.json")
+    assert again.cut(1, 512, 0) == [[1, 2]]
+    assert again.has("vLLM", cell)
+    assert not again.has("Spire", cell)

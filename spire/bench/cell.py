@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -63,15 +64,7 @@ class Cell:
     def multiplier_ci95(self) -> tuple[float, float] | None:
         """The 95 % interval of `multiplier_measured`, by resampling the turns of these runs and the plain ones."""
         ours, plain = ([run.decode_tokens_per_second for run in runs or ()] for runs in (self.runs, self.plain))
-        turns = [(our, its) for our, its in zip(ours, plain, strict=False) if our and its]
-        if len(turns) < _TURNS or len(ours) != len(plain):
-            return None
-        rng, found = random.Random(0), []
-        for _ in range(_RESAMPLED):
-            sample = rng.choices(turns, k=len(turns))
-            found.append(statistics.median(our for our, _ in sample) / statistics.median(its for _, its in sample))
-        found.sort()
-        return found[_RESAMPLED // 40], found[-_RESAMPLED // 40 - 1]
+        return ratio_ci95(ours, plain)
 
     @property
     def multiplier_end_to_end(self) -> float | None:
@@ -104,3 +97,16 @@ class Cell:
             **{name: getattr(figures, name) for name in derived},
             "note": self.note,
         }
+
+
+def ratio_ci95(ours: Sequence[float | None], plain: Sequence[float | None]) -> tuple[float, float] | None:
+    """Return the 95 % interval of the ratio of medians, by resampling turns; None for fewer than _TURNS turns."""
+    turns = [(our, its) for our, its in zip(ours, plain, strict=False) if our and its]
+    if len(turns) < _TURNS or len(ours) != len(plain):
+        return None
+    rng, found = random.Random(0), []
+    for _ in range(_RESAMPLED):
+        sample = rng.choices(turns, k=len(turns))
+        found.append(statistics.median(our for our, _ in sample) / statistics.median(its for _, its in sample))
+    found.sort()
+    return found[_RESAMPLED // 40], found[-_RESAMPLED // 40 - 1]

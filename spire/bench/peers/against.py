@@ -45,11 +45,11 @@ class Server:
     def body(self, request: Request, prompt: list[int], seed: int) -> dict[str, Any]:
         return request.standard(prompt if self.tokenizer is None else self.tokenizer.decode(prompt), seed, self.model)
 
-    def measure(self, load: Load, repeats: int, seed: int, done: Callable[[], None]) -> Cell:
-        """Run the load once to warm up and `repeats` times to measure. `done` is called after each run."""
+    def measure(self, load: Load, repeats: int, seed: int, done: Callable[[], None], warm_ups: int = 1) -> Cell:
+        """Run the load to warm up, and `repeats` times to measure. `done` is called after each run."""
         runs = []
-        for repeat in range(-1, repeats):
+        for repeat in range(-warm_ups, repeats):
             requests = load.requests(None, seed + 1_000_000 * repeat, self.body)
             runs.append(asyncio.run(measure_foreign(self.url, requests, load.together)))
             done()
-        return Cell(self.url, None, None, load.batch, load.context, runs[1:], trace=load.trace)
+        return Cell(self.url, None, None, load.batch, load.context, runs[warm_ups:], trace=load.trace)
