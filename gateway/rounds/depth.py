@@ -48,8 +48,8 @@ _FEW = 8
 _HORIZON = 2000.0
 # A depth more than this many standard deviations behind the best one is not worth a probe.
 _OUT_OF_REACH = 4.0
-# Plain rounds are preferred unless drafting gives so much more, in log tokens per second: near the break-even, estimates
-# take either for the better one, and drafting by mistake costs a draft's work and a replay for nothing.
+# Plain rounds are preferred unless drafting gives so much more, in log tokens per second: near the break-even, by the
+# estimates either may be the better one, and drafting by mistake costs a draft's work and a replay for nothing.
 _IN_FAVOUR_OF_PLAIN = 0.03
 # Greatest standard deviation of a log multiplier that is shown to people.
 _WELL_KNOWN = 0.1
