@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -36,6 +37,8 @@ from spire.training.sources import Source
 # Tokens of text whose branches are drafted and judged at once.
 _TOKENS = 1024
 _BATCH, _EPOCHS, _LEAST_STEPS, _RATE = 1024, 8, 1000, 2e-3
+# How often a training looks at samples that it does not learn from.
+_LOOKS = 32
 # The temperatures at which the draft draws, each in a third of the sequences.
 _TEMPERATURES = (0.0, 0.7, 1.0)
 # Batches without a sample after which there are none.
@@ -164,32 +167,51 @@ class Fit(NamedTuple):
 
 
 def fit(train: Samples, held_out: Samples, recipe: StopHeadRecipe) -> Fit:
-    """Train a head on samples. It learns from standardised inputs; the head that is returned takes them raw."""
+    """Train a head on samples. It learns from standardised inputs; the head that is returned takes them raw.
+
+    The last tenth of the samples tells when the head begins to learn the others by heart: kept are the weights that
+    judge that tenth best.
+    """
     torch.manual_seed(recipe.seed)
-    inputs_NE = torch.cat((train.hidden_ND.float(), train.told_NF), dim=1)
+    learned, watched = _divided(train)
+    inputs_NE = torch.cat((learned.hidden_ND.float(), learned.told_NF), dim=1)
     mean_E, scale_E = inputs_NE.mean(dim=0), inputs_NE.std(dim=0).clamp(min=1e-6)
-    config = StopHeadConfig(depth=recipe.depth, width=recipe.width)
-    head = StopHead(train.hidden_ND.shape[1], config)
+    head = StopHead(train.hidden_ND.shape[1], StopHeadConfig(depth=recipe.depth, width=recipe.width))
     steps = max(_LEAST_STEPS, _EPOCHS * len(inputs_NE) // _BATCH)
     optimizer = torch.optim.AdamW(head.parameters(), lr=_RATE, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, total_steps=steps)
     random = torch.Generator().manual_seed(recipe.seed)
-    D = train.hidden_ND.shape[1]
-    for _ in range(steps):
+    best, least, weight = _raw(head, mean_E, scale_E), math.inf, recipe.rejected_weight
+    for step in range(1, steps + 1):
         chosen = torch.randint(len(inputs_NE), (_BATCH,), generator=random)
-        given = (inputs_NE[chosen] - mean_E) / scale_E
-        logit_N = head(given[:, :D], given[:, D:])
-        loss = weighted_loss(logit_N, train.accepted_N[chosen], train.reached_N[chosen], recipe.rejected_weight)
+        given_hidden, given_told = ((inputs_NE[chosen] - mean_E) / scale_E).tensor_split([train.hidden_ND.shape[1]], 1)
+        loss = weighted_loss(
+            head(given_hidden, given_told), learned.accepted_N[chosen], learned.reached_N[chosen], weight
+        )
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
         schedule.step()
+        if step % max(1, steps // _LOOKS) == 0:
+            now = _raw(head, mean_E, scale_E)
+            with torch.no_grad():
+                logit_N = now(watched.hidden_ND.float(), watched.told_NF)
+                loss_now = float(weighted_loss(logit_N, watched.accepted_N, watched.reached_N, weight))
+            if loss_now < least:
+                best, least = now, loss_now
     with torch.no_grad():
-        head.enter.bias.sub_(head.enter.weight @ (mean_E / scale_E))
-        head.enter.weight.div_(scale_E)
         # At the minimum of the weighted loss the odds are 1 / w_rej of what they should be.
-        head.leave.bias.add_(math.log(recipe.rejected_weight))
-        return Fit(head, figures_of(head, held_out))
+        best.leave.bias.add_(math.log(weight))
+    return Fit(best, figures_of(best, held_out))
+
+
+@torch.no_grad()
+def _raw(head: StopHead, mean_E: Tensor, scale_E: Tensor) -> StopHead:
+    """Return a copy of a head for inputs that are not standardised."""
+    raw = deepcopy(head)
+    raw.enter.bias.sub_(raw.enter.weight @ (mean_E / scale_E))
+    raw.enter.weight.div_(scale_E)
+    return raw
 
 
 def weighted_loss(logit_N: Tensor, accepted_N: Tensor, reached_N: Tensor, rejected_weight: float) -> Tensor:
