@@ -1,4 +1,4 @@
-"""What rules of stopping bring a draft: draft tokens that are discarded, against rounds (SpecDec++, section 4).
+"""Compare rules of stopping a draft: discarded draft tokens against rounds (SpecDec++, section 4).
 
 The target's own text is drafted after every position, as deep as any rule drafts, and every draft token is judged by
 the target. So all rules are compared on the same blocks. A walk over the text tells how probable it is that a round

@@ -141,16 +141,22 @@ def _plotted(directory: Path, of_domain: Fronts) -> Path:
     curves: dict[str, list[tuple[float, float]]] = {}
     for point in of_domain.points:
         curves.setdefault(point.rule, []).append((point.discard_rate, point.verification_rate))
-    title = f"{of_domain.domain}, temperature {of_domain.temperature:g}: {of_domain.texts} texts"
+    title = _title(of_domain)
     plots.write_fronts(file, title, curves)
     return file
 
 
+def _title(of_domain: Fronts) -> str:
+    return f"{of_domain.domain}, temperature {of_domain.temperature:g}, {of_domain.texts} texts"
+
+
 def _show(of_domain: Fronts) -> None:
-    """Print the best setting of each rule by each cost, beside the best fixed k."""
-    title = f"{of_domain.domain}, temperature {of_domain.temperature:g}, {of_domain.texts} texts"
-    headings = ("costs", "rule", "setting", "drafted", "discarded", "verifications", "over best fixed k", "95 %")
-    table = Table(*(Column(heading, justify="right") for heading in headings), title=title)
+    """Print the best setting of each rule by each cost, beside the best fixed k. Discarded draft tokens and verdicts
+    (verifications) are for each generated token."""
+    title = f"{_title(of_domain)}; gain over the best fixed k"
+    headings = ("costs", "rule", "setting", "drafted", "discards", "verdicts", "gain (95 %)")
+    columns = (Column(heading, justify="right", no_wrap=True) for heading in headings)
+    table = Table(*columns, title=title, box=None, padding=(0, 1, 0, 0))
     for costs in of_domain.best_k:
         rules = dict.fromkeys(point.rule for point in of_domain.points)
         for rule in rules:
@@ -158,12 +164,11 @@ def _show(of_domain: Fronts) -> None:
                 continue
             own = [point for point in of_domain.points if point.rule == rule]
             best = max(own, key=lambda point: point.gains[costs][0])
-            gain, low, high = best.gains[costs]
-            row = (f"{best.setting:g}" if rule == "fixed" else f"{best.setting:.2f}", f"{best.drafted:.2f}")
-            rates = (f"{best.discard_rate:.3f}", f"{best.verification_rate:.3f}")
-            table.add_row(
-                costs, rule.split(":")[0], *row, *rates, f"{gain - 1:+.1%}", f"{low - 1:+.1%} to {high - 1:+.1%}"
-            )
+            setting = f"{best.setting:g}" if rule in ("fixed", "oracle") else f"{best.setting:.2f}"
+            rates = (f"{number:.2f}" for number in (best.drafted, best.discard_rate, best.verification_rate))
+            gain, low, high = (f"{ratio - 1:+.1%}" for ratio in best.gains[costs])
+            table.add_row(costs, rule.split(":")[0], setting, *rates, f"{gain} ({low} to {high})")
     Console().print(table)
-    for rule, (saved, low, high) in of_domain.saved.items():
-        typer.echo(f"{rule}: {saved:.1%} fewer verifications than fixed k at equal discards ({low:.1%} to {high:.1%})")
+    for rule, interval in of_domain.saved.items():
+        saved, least, most = (f"{share:.1%}" for share in interval)
+        typer.echo(f"{rule}: {saved} fewer verifications than fixed k at equal discards ({least} to {most})")
