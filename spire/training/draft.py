@@ -221,6 +221,15 @@ def target_dtype(target_directory: Path, device: str) -> torch.dtype:
     return torch.float32 if own == "float32" else choose_dtype("auto", torch.device(device))
 
 
+def load_pair(target_directory: Path, draft_directory: Path, device: str) -> tuple[Target, Draft]:
+    """Load a trained draft and its target. Raises the errors of `load_draft`, and DataError for another target."""
+    target, identity = load_target(target_directory, target_dtype(target_directory, device), device)
+    draft = load_draft(draft_directory, device=device, target=target_directory)
+    if draft.draft.target_fingerprint != identity:
+        raise DataError(f"{draft_directory} was trained for another target than {target_directory}")
+    return target, draft
+
+
 def _taught(
     stored: StoredTeacher | None, target: Target, batch: TrainingBatch, tapped: tuple[int, ...], device: str
 ) -> Taught:

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spire.checkpoints.weights import load_draft, load_target, save_stop_head
+from spire.checkpoints.weights import save_stop_head
 from spire.errors import DataError
 from spire.model.config import StopHeadConfig
 from spire.model.draft import Draft, RolloutBlocks
@@ -31,7 +31,7 @@ from spire.progress import count_shown
 from spire.text.text_files import find_files
 from spire.training.branches import judged_blocks
 from spire.training.conversations import TrainingBatch
-from spire.training.draft import DraftRecipe, held_out_source, source_of, target_dtype
+from spire.training.draft import DraftRecipe, held_out_source, load_pair, source_of
 from spire.training.sources import Source
 
 # Tokens of text whose branches are drafted and judged at once.
@@ -123,14 +123,12 @@ def train_stop_head(
     """Train a head by each recipe on the same samples, and write the draft to `out` with the best by held-out log loss.
 
     Without `valid`, a tenth of the samples is held out. Returns the figures of all heads. Raises the errors of
-    `load_draft`, and DataError for unusable text.
+    `load_pair`, and DataError for unusable text.
     """
     find_files([*data, *valid])
     first = recipes[0]
-    target, identity = load_target(target_directory, target_dtype(target_directory, device), device)
-    draft = load_draft(draft_directory, device=device, target=target_directory)
-    if draft.draft.target_fingerprint != identity:
-        raise DataError(f"{draft_directory} was trained for another target than {target_directory}")
+    target, draft = load_pair(target_directory, draft_directory, device)
+    identity = draft.draft.target_fingerprint
     of_text = DraftRecipe(seed=first.seed, tokens_per_step=_TOKENS)
     chosen = source_of(data, target_directory, target, identity, of_text)
     with torch.autocast(device, dtype=torch.bfloat16):

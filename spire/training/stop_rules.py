@@ -18,11 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spire.checkpoints.weights import load_draft, load_target
-from spire.errors import DataError
 from spire.model.draft import RolloutBlocks
 from spire.training.branches import judged_blocks
-from spire.training.draft import target_dtype
+from spire.training.draft import load_pair
 
 # Blocks of one text that are drafted and judged at once.
 _BLOCKS = 128
@@ -44,14 +42,10 @@ class JudgedTexts(NamedTuple):
 
 
 class Judge:
-    """A target that judges what its draft guesses. Raises the errors of `load_draft`, and DataError for a draft that
-    was trained for another target."""
+    """A target that judges what its draft guesses. Raises the errors of `load_pair`."""
 
     def __init__(self, target_directory: Path, draft_directory: Path, device: str = "cpu"):
-        self.target, identity = load_target(target_directory, target_dtype(target_directory, device), device)
-        self.draft = load_draft(draft_directory, device=device, target=target_directory)
-        if self.draft.draft.target_fingerprint != identity:
-            raise DataError(f"{draft_directory} was trained for another target than {target_directory}")
+        self.target, self.draft = load_pair(target_directory, draft_directory, device)
         self._device = device
 
     @torch.inference_mode()
