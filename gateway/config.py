@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, HttpUrl, field_validator, model_validator
 from pydantic_settings import CliImplicitFlag, NoDecode, SettingsConfigDict
 
 from gateway.draft import AUTO, OFF
@@ -153,6 +153,9 @@ class GatewayConfig(ServiceConfig):
         None, gt=0, description="price of an hour of the verifier's devices: what a million tokens cost follows"
     )
     draft_price: float = Field(0.0, ge=0, description="the same of the draft's devices, where it has any of its own")
+    boards: HttpUrl | None = Field(
+        None, description="where people find the boards, http://HOST:3000 for Grafana: the page links to it"
+    )
     vllm_metrics: bool = Field(True, description="also export the vllm:* names that existing dashboards read")
 
     @field_validator("draft")

@@ -171,6 +171,7 @@ def _add_state(app: FastAPI, engine: Engine) -> None:
             "device": model.info.device,
             "dtype": model.info.dtype,
             "kernels": model.info.kernels,
+            "boards": str(engine.config.boards) if engine.config.boards else None,
         }
 
     @app.get("/version")

@@ -112,9 +112,18 @@ def test_the_beginning_of_a_long_text_stays_in_view(page: Page) -> None:
 
 
 def test_it_links_to_the_metrics_and_the_manual_of_the_api(page: Page) -> None:
-    for link in page.all("#links a"):
+    for link in page.all("#gateway-links a"):
         assert Api(page.url).http.get(link.get_attribute("href")).status_code == 200
-    assert [link.text for link in page.all("#links a")] == ["API", "OpenAPI", "Metrics"]
+    assert [link.text for link in page.all("#links a") if link.is_displayed()] == ["API", "OpenAPI", "Metrics"]
+
+
+def test_it_links_to_the_boards_that_the_operator_names(driver: Any, stories_dir: Any, stories_draft_dir: Any) -> None:
+    options = ["--boards", "https://boards.example/d/spire"]
+    with running(stories_dir, stories_draft_dir, gateway_options=options) as services:
+        page = opened(driver, services.url)
+        page.load_ready()
+        assert [link.text for link in page.all("#links a")] == ["Boards", "API", "OpenAPI", "Metrics"]
+        assert page.find("#boards").get_attribute("href") == "https://boards.example/d/spire"
 
 
 @pytest.mark.thorough

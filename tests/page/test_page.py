@@ -320,7 +320,7 @@ def test_a_key_is_asked_for_and_kept_nowhere_but_in_the_page(
         assert page.run("return document.activeElement.id") == "key"
         assert page.text("#error h2") == "An API key is needed"
         assert page.state == "an API key is needed"
-        assert not page.find("#links").is_displayed(), "a browser that follows a link sends no key"
+        assert not page.find("#gateway-links").is_displayed(), "a browser that follows a link sends no key"
         page.find("#key").send_keys("wrong\ue004")
         eventually(lambda: "not known here" in page.text("#error"), PATIENCE)
         page.fill("#key", key + "\ue004")

@@ -68,7 +68,7 @@ async function watch() {
 function askForKey(error) {
   const first = part("key-field").hidden;
   part("key-field").hidden = false;
-  part("links").hidden = true; // a browser that follows a link sends no key
+  part("gateway-links").hidden = true; // a browser that follows a link sends no key
   showError(part("key").value ? error : new ApiError("Enter one that this gateway knows.", error));
   if (first) part("key").focus();
 }

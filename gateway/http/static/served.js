@@ -14,6 +14,8 @@ export function showServed(card, ready) {
   const rows = { Model: model(card, ready), Context: context(card, ready), Kernels: ready.kernels };
   Object.assign(rows, card.draft ? ofDraft(card.draft) : { Draft: "none: decoding is plain" });
   part("facts").replaceChildren(...Object.entries(rows).map(([name, text]) => drawRow(name, text)));
+  part("boards").hidden = !ready.boards;
+  if (ready.boards) part("boards").href = ready.boards;
   part("model").textContent = [card.id, card.dtype, card.draft ? `${card.draft.kind} draft` : "no draft"].join(" · ");
 }
 
