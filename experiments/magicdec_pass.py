@@ -21,10 +21,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from experiments.filled_cache import filled_cache
 from spire.checkpoints.random_weights import draw_weights
 from spire.model.backends.placed import backend_for
 from spire.model.backends.reference import Reference
-from spire.model.cache.placed import cache_for
 from spire.model.config import load_model_config
 from spire.model.placement import choose_device, choose_dtype
 from spire.model.self_speculation import SparseAttention
@@ -76,16 +76,8 @@ def measure(
 ) -> dict[str, Any]:
     """Return the median milliseconds of a plain step and of a pass over `batch` sequences, and their ratio."""
     config, device = target.config, bench.device
-    cache, pipeline = (
-        cache_for(config, batch, context + 1, bench.dtype, device),
-        Pipeline(batch, config.vocab_size, device),
-    )
-    slots = [cache.allocate() for _ in range(batch)]
-    assert cache.reserve(slots, context)
-    cache.commit(slots, [context] * batch)
-    for keys_RK, values_RK in cache.pools:  # untouched zeros would all be one page of memory
-        keys_RK.normal_()
-        values_RK.normal_()
+    cache, slots = filled_cache(config, batch, context, 1, bench.dtype, device)
+    pipeline = Pipeline(batch, config.vocab_size, device)
     for slot in slots:
         sampling = Sampling(temperature=1, top_p=1, seed=slot, rule=RULE_BLOCK)
         pipeline.assign(slot, pb.Start(tokens=[0], sampling=sampling), None)

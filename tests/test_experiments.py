@@ -45,6 +45,15 @@ def test_a_pass_of_magicdec_is_timed_beside_a_plain_step() -> None:
     assert all(0 < cell["ratio"] == pytest.approx(cell["pass_ms"] / cell["step_ms"]) for cell in cells)
 
 
+def test_a_step_over_blocks_of_different_depths_is_timed_beside_like_ones() -> None:
+    command = [sys.executable, "-m", "experiments.ragged_step", "--batches", "2,16", "--contexts", "20,90"]
+    command += ["--seconds", "0", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=200)
+    cells = json.loads(done.stdout)["cells"]
+    assert [(cell["batch"], cell["context"]) for cell in cells] == [(2, 20), (2, 90), (16, 20), (16, 90)]
+    assert all(min(cell["short_ms"], cell["mixed_ms"], cell["long_ms"]) > 0 for cell in cells)
+
+
 @pytest.fixture
 def report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(EXPERIMENTS)

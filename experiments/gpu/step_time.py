@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from experiments.filled_cache import filled_cache
 from experiments.gpu.expectation import floor_seconds, step_seconds
 from experiments.gpu.findings import Finding, Findings
 from experiments.gpu.launches import in_words, launches
@@ -108,13 +109,7 @@ def _found(setting: Setting, target: Target, backend: Reference, cell: Cell, rat
 def _measured(setting: Setting, target: Target, backend: Reference, cell: Cell) -> tuple[float, dict[str, Any]]:
     """Seconds of a step, and what it asks of the GPU."""
     config, device = target.config, setting.device
-    cache = cache_for(config, cell.batch, cell.context + cell.k + 1, torch.bfloat16, device)
-    slots = [cache.allocate() for _ in range(cell.batch)]
-    cache.reserve(slots, cell.context)
-    cache.commit(slots, [cell.context] * cell.batch)
-    for keys_RK, values_RK in cache.pools:
-        keys_RK.normal_()
-        values_RK.normal_()
+    cache, slots = filled_cache(config, cell.batch, cell.context, cell.k + 1, torch.bfloat16, device)
     sparse = SparseAttention(SERVED_SINK, SERVED_WINDOW)
     pipeline = Pipeline(cell.batch, config.vocab_size, device)
     steps = ModelSteps(target, cache, pipeline, sparse, config.vocab_size, backend)
