@@ -93,12 +93,14 @@ class Drafted:
 
 
 def told_of(logits_RW: Tensor, drawn_R: Tensor, temperature_R: Tensor) -> Tensor:
-    """Return what a stop head is told of tokens [R, 3]: log q and the entropy of q, both at temperature 1, and the
-    temperature at which the tokens were drawn. `drawn_R`: their places in the logits."""
+    """Return what a stop head is told of tokens [R, 5]: at temperature 1 log q of the token, the entropy of q and log q
+    of the two most probable tokens, and the temperature at which the tokens were drawn. `drawn_R`: their places in the
+    logits."""
     log_q_RW = logits_RW.float().log_softmax(dim=-1)
     entropy_R = torch.special.entr(log_q_RW.exp()).sum(dim=-1)
     log_q_R = log_q_RW.gather(-1, drawn_R[..., None])[..., 0]
-    return torch.stack((log_q_R, entropy_R, temperature_R.float()), dim=-1)
+    best_R, second_R = log_q_RW.topk(2, dim=-1).values.unbind(dim=-1)
+    return torch.stack((log_q_R, entropy_R, best_R, second_R, temperature_R.float()), dim=-1)
 
 
 def draft_tokens(round_: DraftingRound, inputs: RoundInputs) -> Drafted:

@@ -195,11 +195,21 @@ static void affine(const float *inputs, const float *weights, const float *bias,
     }
 }
 
-/* Log q of a token at temperature 1, and the entropy of q, of logits [V]. */
+/* What a stop head is told of a token with these logits [V], but the temperature: at temperature 1 log q of the token,
+   the entropy of q, log q of the two most probable tokens. */
 static void told_of(const float *logits, int64_t place, int V, float *told) {
-  lanes most = every(-INFINITY), total = every(0.0f), weighted = every(0.0f);
-  for (int v = 0; v < V; v += LANES) most = larger(load_wide(logits + v), most);
-  const float largest = largest_of(most);
+  lanes most = every(-INFINITY), next = most, total = every(0.0f), weighted = every(0.0f);
+  for (int v = 0; v < V; v += LANES) {
+    const lanes here = load_wide(logits + v);
+    next = larger(smaller(here, most), next);
+    most = larger(here, most);
+  }
+  float in_lanes[2 * LANES], largest = -INFINITY, second = -INFINITY;
+  store_wide(in_lanes, most), store_wide(in_lanes + LANES, next);
+  for (int at = 0; at < 2 * LANES; at++) {
+    second = fmaxf(second, fminf(in_lanes[at], largest));
+    largest = fmaxf(largest, in_lanes[at]);
+  }
   for (int v = 0; v < V; v += LANES) {
     lanes below = load_wide(logits + v) - every(largest), share = exponential(below);
     total += share;
@@ -208,6 +218,8 @@ static void told_of(const float *logits, int64_t place, int V, float *told) {
   const float sum = sum_of(total), log_sum = logf(sum);
   told[0] = logits[place] - largest - log_sum;
   told[1] = log_sum - sum_of(weighted) / sum;
+  told[2] = -log_sum;
+  told[3] = second - largest - log_sum;
 }
 
 static int64_t place_among(const int64_t *vocabulary, int V, int64_t token) {
@@ -232,14 +244,14 @@ static void judge_newest(const DraftRound *round, const Stop *stop, const int64_
 #pragma omp for schedule(static)
     for (int a = 0; a < A; a++) {
       for (int d = 0; d < D; d += LANES) store_wide(states + (int64_t)a * D + d, load(hidden + (int64_t)a * D + d));
-      told_of(before + (int64_t)a * V, place_among(drawn->vocabulary, V, drawn->tokens[rows[a]]), V, told + a * 3);
-      told[a * 3 + 2] = drawn->temperatures[rows[a]];
+      told_of(before + (int64_t)a * V, place_among(drawn->vocabulary, V, drawn->tokens[rows[a]]), V, told + a * TOLD);
+      told[a * TOLD + TOLD - 1] = drawn->temperatures[rows[a]];
     }
     affine(states, stop->enter, stop->enter_bias, A, D, W, x);
 #pragma omp for schedule(static)
     for (int a = 0; a < A; a++)
-      for (int f = 0; f < 3; f++)
-        for (int w = 0; w < W; w++) x[(int64_t)a * W + w] += told[a * 3 + f] * stop->enter_told[(int64_t)f * W + w];
+      for (int f = 0; f < TOLD; f++)
+        for (int w = 0; w < W; w++) x[(int64_t)a * W + w] += told[a * TOLD + f] * stop->enter_told[(int64_t)f * W + w];
     for (int i = 0; i < stop->depth; i++) {
       affine(x, stop->residual + (int64_t)i * W * W, stop->residual_bias + (int64_t)i * W, A, W, W, inside);
 #pragma omp for schedule(static)

@@ -123,15 +123,18 @@ typedef struct {
   int B, V;
 } Draw;
 
+/* The numbers that a stop head is told of a token: log q of it, the entropy of q, log q of the two most probable tokens,
+   and the temperature. */
+enum { TOLD = 5 };
+
 /* When a round stops drafting for a sequence: where the head that judges its tokens (SpecDec++, section 3.2) says that
-   the block stands with less than this probability. `depth` residual layers of width W; what a token is told of is log q,
-   the entropy of q, and its temperature. */
+   the block stands with less than this probability. `depth` residual layers of width W. */
 typedef struct {
-  const float *enter, *enter_told, *enter_bias; /* [W, D], [3, W], [W] */
+  const float *enter, *enter_told, *enter_bias; /* [W, D], [TOLD, W], [W] */
   const float *residual, *residual_bias;        /* [depth, W, W], [depth, W] */
   const float *leave;                           /* [W + 1]: the last is the bias */
   const float *least;                           /* [B] */
-  float *scratch;                               /* B * (V + D + 2 * W + 3) */
+  float *scratch;                               /* B * (V + D + 2 * W + TOLD) */
   float *stands;                                /* [B]: the probability */
   int64_t *counts;                              /* [B]: tokens drafted */
   int depth, W;

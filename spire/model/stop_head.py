@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from spire.model.config import StopHeadConfig
 
 # The numbers that `spire.decoding.drafting.told_of` tells of a token.
-_TOLD = 3
+TOLD = 5
 
 
 class StopHead(nn.Module):
@@ -24,7 +24,7 @@ class StopHead(nn.Module):
 
     def __init__(self, hidden_size: int, config: StopHeadConfig):
         super().__init__()
-        self.enter = nn.Linear(hidden_size + _TOLD, config.width)
+        self.enter = nn.Linear(hidden_size + TOLD, config.width)
         self.residual = nn.ModuleList(nn.Linear(config.width, config.width) for _ in range(config.depth))
         self.leave = nn.Linear(config.width, 1)
 

@@ -32,7 +32,7 @@ from spire.perf.shapes import Shape
 from spire.progress import count_shown
 
 if TYPE_CHECKING:
-    from spire.training.stop_rules import Costs, Fronts
+    from spire.training.stopping.rules import Costs, Fronts
 
 _CONCURRENCY = 16
 # Seconds of a target pass and of a draft pass in SpecDec++, section 4: llama-2-chat of 70B and 7B.
@@ -72,7 +72,7 @@ def eval_stop(
     if plot:
         plots.require()
     from spire.model.placement import choose_device
-    from spire.training.stop_rules import Costs, Judge, fronts
+    from spire.training.stopping.rules import Costs, Judge, fronts
 
     costs = [Costs.linear("paper", k, _PAPER_TARGET, _PAPER_DRAFT), *_machine(pair, hardware, batch, context, k)]
     domains = _written(pair, data or [], chats or [], Request(generate, temperature, 0), (texts, context, seed))
@@ -96,7 +96,7 @@ def _machine(pair: Pair, hardware: str | None, batches: str, context: int, k: in
     """Return the costs of rounds on a calibrated machine, by the number of requests at once."""
     if hardware is None or pair.draft is None:
         return []
-    from spire.training.stop_rules import Costs
+    from spire.training.stopping.rules import Costs
 
     shape, draft = Shape.of(load_model_config(pair.model)), served_draft(pair.draft)
     machine = find_hardware(hardware, 0.0, None, shape)

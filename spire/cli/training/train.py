@@ -182,7 +182,7 @@ def stop_head(
         "seed": seed,
     }
     from spire.model.placement import choose_device
-    from spire.training.stop_head import StopHeadRecipe, train_stop_head
+    from spire.training.stopping.head import StopHeadRecipe, train_stop_head
 
     recipe = StopHeadRecipe(**{name: value for name, value in given.items() if value is not None})
     recipes = [recipe]

@@ -20,7 +20,7 @@ from spire.kernels import Kernels
 from spire.model.backends.cpu.fused_layer import MOST_ROTATIONS, FusedLayer, FusedProduct, Rotations
 from spire.model.draft import Draft
 from spire.model.draft_memory import DraftMemory
-from spire.model.stop_head import StopHead
+from spire.model.stop_head import TOLD, StopHead
 
 
 class FusedDraftMemory(DraftMemory):
@@ -144,7 +144,7 @@ class FusedRound:
             return (), None
         head, B, D, W = self._stop_head, len(least_B), self._hidden.shape[1], self._logits_BW.shape[1]
         assert head is not None
-        scratch = torch.empty(B * (W + D + 2 * head.width + 3))
+        scratch = torch.empty(B * (W + D + 2 * head.width + TOLD))
         stands_B, counts_B = torch.ones(B), torch.zeros(B, dtype=torch.int64)
         self._stopping = (*head.weights, least_B.float().contiguous(), scratch, stands_B, counts_B)
         return (*(tensor.data_ptr() for tensor in self._stopping), head.depth, head.width), counts_B

@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 from spire.checkpoints.weights import STOP_HEAD, load_draft
 from spire.cli import app
 from spire.model.config import StopHeadConfig
-from spire.training.stop_head import Samples, StopHeadRecipe, area_under_roc, fit
+from spire.training.stopping.head import StopHeadRecipe, area_under_roc, fit
+from spire.training.stopping.samples import Samples
 from tests.conftest import FIXTURES
 
 TEXT = FIXTURES / "text" / "jowett_charmides.txt"
@@ -24,7 +25,7 @@ def samples(count: int, seed: int) -> Samples:
     """Tokens that are accepted by a rule of the hidden state, which the entropy of q does not tell."""
     random = torch.Generator().manual_seed(seed)
     hidden_ND = 3 + torch.randn(count, 8, generator=random)
-    told_NF = torch.rand(count, 3, generator=random)
+    told_NF = torch.rand(count, 5, generator=random)
     accepted_N = torch.sigmoid(4 * (hidden_ND[:, 0] - 3))
     return Samples(hidden_ND, told_NF, accepted_N, torch.ones(count))
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from spire.cli import app
-from spire.training import stop_rules
-from spire.training.stop_rules import (
+from spire.training.stopping import rules
+from spire.training.stopping.rules import (
     Costs,
     Judge,
     JudgedTexts,
@@ -102,7 +102,7 @@ def test_long_texts_are_judged_as_short_ones(
     """In bfloat16, in which texts are judged, the two most probable tokens may change places now and then."""
     judge, prompt, answer = Judge(stories_dir, stories_draft_dir), [1, 5, 9, 30, 7], list(range(3, 63))
     at_once = judge.judge([prompt], [answer], 3, temperature=0.0).accepted_NTJ
-    monkeypatch.setattr(stop_rules, "_BLOCKS", 7)
+    monkeypatch.setattr(rules, "_BLOCKS", 7)
     in_parts = judge.judge([prompt], [answer], 3, temperature=0.0).accepted_NTJ
     assert at_once.shape == in_parts.shape == (1, 60, 3)
     assert set(at_once.unique().tolist()) <= {0.0, 1.0}

@@ -1,8 +1,6 @@
 """`spire train stop-head`: training of the head that predicts whether a draft token is accepted (SpecDec++, section 3).
 
-The draft is frozen. It drafts blocks after many places of the target's own text, as it does while serving, and the
-target judges them: the soft labels min(1, p/q) of section 3.3 are exact for what the head will see. The paper mixes the
-draft's tokens into the text at random instead, which puts tokens into the context that the target would have rejected.
+The draft is frozen, and all heads of a sweep learn from the same tokens (`samples`).
 
 Shapes: N drafted tokens, D width of the draft.
 """
@@ -22,27 +20,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spire.checkpoints.weights import save_stop_head
-from spire.errors import DataError
 from spire.model.config import StopHeadConfig
-from spire.model.draft import Draft, RolloutBlocks
 from spire.model.stop_head import StopHead
-from spire.model.target import Target
 from spire.progress import count_shown
 from spire.text.text_files import find_files
-from spire.training.branches import judged_blocks
-from spire.training.conversations import TrainingBatch
 from spire.training.draft import DraftRecipe, held_out_source, load_pair, source_of
-from spire.training.sources import Source
+from spire.training.stopping.samples import Samples, collect
 
 # Tokens of text whose branches are drafted and judged at once.
 _TOKENS = 1024
 _BATCH, _EPOCHS, _LEAST_STEPS, _RATE = 1024, 8, 1000, 2e-3
+# Share of the hidden state's numbers that are left out at random: of all, heads soon know the samples by heart.
+_DROPOUT = 0.5
+_CALIBRATION_STEPS = 50
 # How often a training looks at samples that it does not learn from.
 _LOOKS = 32
-# The temperatures at which the draft draws, each in a third of the sequences.
-_TEMPERATURES = (0.0, 0.7, 1.0)
-# Batches without a sample after which there are none.
-_MOST_EMPTY = 100
 
 
 @dataclass(frozen=True)
@@ -60,55 +52,6 @@ class StopHeadRecipe:
     width: int = 256
     rejected_weight: float = 1.0
     seed: int = 3
-
-
-class Samples(NamedTuple):
-    """Drafted tokens: hidden states [N, D], what the head is told [N, 3], labels [N], and weights [N].
-
-    The weight is the probability that the target accepts all tokens before it in the block.
-    """
-
-    hidden_ND: Tensor
-    told_NF: Tensor
-    accepted_N: Tensor
-    reached_N: Tensor
-
-
-def collect(draft: Draft, target: Target, source: Source, samples: int, k: int, seed: int, doing: str) -> Samples:
-    """Draft and judge blocks of k tokens until there are as many samples. Raises DataError for text without any."""
-    device, found, had = draft.embed_tokens.weight.device, list[Samples](), 0
-    random = torch.Generator(device).manual_seed(seed)
-    with count_shown(doing, samples, "tokens") as progress:
-        step = 0
-        while had < samples:
-            batch = source.batch(step).to(str(device))
-            part = _of_batch(draft, target, batch, k, random)
-            step += 1
-            if step > _MOST_EMPTY and not had:
-                raise DataError(f"no sequence is as long as a block of {k} tokens")
-            found.append(part)
-            had += len(part.accepted_N)
-            progress.advance(len(part.accepted_N))
-    return Samples(*(torch.cat(parts)[:samples] for parts in zip(*found, strict=True)))
-
-
-def _of_batch(draft: Draft, target: Target, batch: TrainingBatch, k: int, random: torch.Generator) -> Samples:
-    """Return the samples of one batch: those whose place in the text is learned, in blocks from a random offset on."""
-    tokens_BL, device = batch.tokens_BL, batch.tokens_BL.device
-    B, L = tokens_BL.shape
-    offset = 1 + int(torch.randint(k, (1,), generator=random, device=device))
-    blocks = RolloutBlocks.of(L, k, offset, device)
-    chosen_B = torch.randint(len(_TEMPERATURES), (B,), generator=random, device=device)
-    temperature_B = torch.tensor(_TEMPERATURES, device=device)[chosen_B]
-    judged = judged_blocks(draft, target, tokens_BL, blocks, temperature_B, random)
-    accepted_JBT = judged.accepted_JBT
-    before_JBT = torch.cat((torch.ones_like(accepted_JBT[:1]), accepted_JBT[:-1]))
-    at_JT = blocks.starts_T + torch.arange(k, device=device)[:, None]
-    learned_JBT = torch.ones_like(accepted_JBT, dtype=torch.bool)
-    if batch.learned_BL is not None:
-        learned_JBT = batch.learned_BL[:, at_JT].transpose(0, 1)
-    parts = (judged.hidden_JBTD.bfloat16(), judged.told_JBTF, accepted_JBT, before_JBT.cumprod(dim=0))
-    return Samples(*(part[learned_JBT].cpu() for part in parts))
 
 
 def train_stop_head(
@@ -131,13 +74,12 @@ def train_stop_head(
     identity = draft.draft.target_fingerprint
     of_text = DraftRecipe(seed=first.seed, tokens_per_step=_TOKENS)
     chosen = source_of(data, target_directory, target, identity, of_text)
-    with torch.autocast(device, dtype=torch.bfloat16):
-        train = collect(draft, target, chosen, first.samples, first.k, first.seed, "drafting")
-        if valid:
-            others = held_out_source(valid, target_directory, target.config, of_text)
-            held_out = collect(draft, target, others, max(1, first.samples // 10), first.k, first.seed, "held out")
-        else:
-            train, held_out = _divided(train)
+    train = collect(draft, target, chosen, first.samples, first.k, first.seed, "drafting")
+    if valid:
+        others = held_out_source(valid, target_directory, target.config, of_text)
+        held_out = collect(draft, target, others, max(1, first.samples // 10), first.k, first.seed, "held out")
+    else:
+        train, held_out = _divided(train)
     fits = []
     with count_shown("training", len(recipes), "heads") as progress:
         for recipe in recipes:
@@ -153,8 +95,8 @@ def train_stop_head(
 
 
 def _divided(samples: Samples) -> tuple[Samples, Samples]:
-    at = len(samples.accepted_N) * 9 // 10
-    return Samples(*(part[:at] for part in samples)), Samples(*(part[at:] for part in samples))
+    end = len(samples.accepted_N)
+    return samples.part(0, end * 9 // 10), samples.part(end * 9 // 10, end)
 
 
 class Fit(NamedTuple):
@@ -168,7 +110,7 @@ def fit(train: Samples, held_out: Samples, recipe: StopHeadRecipe) -> Fit:
     """Train a head on samples. It learns from standardised inputs; the head that is returned takes them raw.
 
     The last tenth of the samples tells when the head begins to learn the others by heart: kept are the weights that
-    judge that tenth best.
+    judge that tenth best. By that tenth the head is calibrated, too.
     """
     torch.manual_seed(recipe.seed)
     learned, watched = _divided(train)
@@ -180,12 +122,12 @@ def fit(train: Samples, held_out: Samples, recipe: StopHeadRecipe) -> Fit:
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, total_steps=steps)
     random = torch.Generator().manual_seed(recipe.seed)
     best, least, weight = _raw(head, mean_E, scale_E), math.inf, recipe.rejected_weight
+    every_token_N = torch.ones(_BATCH)  # those behind a rejected one teach as much
     for step in range(1, steps + 1):
         chosen = torch.randint(len(inputs_NE), (_BATCH,), generator=random)
         given_hidden, given_told = ((inputs_NE[chosen] - mean_E) / scale_E).tensor_split([train.hidden_ND.shape[1]], 1)
-        loss = weighted_loss(
-            head(given_hidden, given_told), learned.accepted_N[chosen], learned.reached_N[chosen], weight
-        )
+        logit_N = head(F.dropout(given_hidden, _DROPOUT), given_told)
+        loss = weighted_loss(logit_N, learned.accepted_N[chosen], every_token_N, weight)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
@@ -197,10 +139,27 @@ def fit(train: Samples, held_out: Samples, recipe: StopHeadRecipe) -> Fit:
                 loss_now = float(weighted_loss(logit_N, watched.accepted_N, watched.reached_N, weight))
             if loss_now < least:
                 best, least = now, loss_now
-    with torch.no_grad():
-        # At the minimum of the weighted loss the odds are 1 / w_rej of what they should be.
-        best.leave.bias.add_(math.log(weight))
+    _calibrate(best, watched)
     return Fit(best, figures_of(best, held_out))
+
+
+def _calibrate(head: StopHead, watched: Samples) -> None:
+    """Scale and shift a head's logits to those of probabilities: w_rej has shifted them, dropout has shrunk them."""
+    with torch.no_grad():
+        logit_N = head(watched.hidden_ND.float(), watched.told_NF)
+    scale, shift = torch.ones(1, requires_grad=True), torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.LBFGS((scale, shift), max_iter=_CALIBRATION_STEPS)
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        found = weighted_loss(scale * logit_N + shift, watched.accepted_N, watched.reached_N, 1.0)
+        found.backward()
+        return found
+
+    optimizer.step(loss)
+    with torch.no_grad():
+        head.leave.weight.mul_(scale)
+        head.leave.bias.mul_(scale).add_(shift)
 
 
 @torch.no_grad()
@@ -239,7 +198,7 @@ def figures_of(head: StopHead, held_out: Samples) -> HeadFigures:
     """Return the figures of a head; each sample counts as often as it is reached."""
     logit_N = head(held_out.hidden_ND.float(), held_out.told_NF)
     accepted_N, reached_N = held_out.accepted_N, held_out.reached_N
-    log_q_N, entropy_N, _ = held_out.told_NF.unbind(dim=1)
+    log_q_N, entropy_N = held_out.told_NF[:, :2].unbind(dim=1)
     return HeadFigures(
         auc=area_under_roc(logit_N, accepted_N, reached_N),
         auc_of_entropy=area_under_roc(-entropy_N, accepted_N, reached_N),
