@@ -1,10 +1,12 @@
-"""The time of drafting behind short and long contexts, with nothing else running.
+"""The time of drafting behind short and long contexts, and what a stop head adds, with nothing else running.
 
     python experiments/draft_time.py --draft models/draft --contexts 128,1900
+    python experiments/draft_time.py --draft models/smollm2-draft --target DIR
 
 The draft service's own memory and passes, in the dtype and with the threads that it chooses here: activations of the
 verified positions are absorbed, then rounds of k passes are drafted for both contexts by turns, so that a noisy machine
-is noisy to both. Beside a working verifier the same is in every cell of `spire bench`: `ms_draft`.
+is noisy to both. A draft with a stop head drafts each round again with every token judged and nobody stopped. Beside a
+working verifier the same is in every cell of `spire bench`: `propose`.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import json
 import logging
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -34,10 +37,13 @@ from spire.service.heap import keep_freed_memory
 from spire.v1 import tensor_pb2 as pb
 
 ROOT = Path(__file__).resolve().parents[1]
+# A probability that no block falls below.
+_NEVER = 1e-30
 
 
 def main(
     draft: Annotated[Path, typer.Option(help="Checkpoint of a SPIRe draft.")] = ROOT / "models" / "draft",
+    target: Annotated[Path | None, typer.Option(help="Target whose embeddings the draft uses.")] = None,
     batch: Annotated[int, typer.Option(min=1)] = 16,
     contexts: Annotated[str, typer.Option(help="Verified positions of each sequence; two with a comma.")] = "128,1900",
     k: Annotated[int, typer.Option(min=1, max=16)] = 4,
@@ -47,7 +53,7 @@ def main(
     """Compare them."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     short, long = (int(context) for context in contexts.split(","))
-    figures = measure(draft, batch, short, long, k, repeats)
+    figures = measure(draft, target, batch, short, long, k, repeats)
     if as_json:
         print(json.dumps(figures))
         return
@@ -57,28 +63,38 @@ def main(
 
 
 @torch.inference_mode()
-def measure(path: Path, batch: int, short: int, long: int, k: int, repeats: int) -> dict[str, float | int]:
-    """Medians of a round's milliseconds at both contexts, their ratio, and what a sequence takes of memory."""
+def measure(
+    path: Path, target: Path | None, batch: int, short: int, long: int, k: int, repeats: int
+) -> dict[str, float | int]:
+    """Medians of a round's milliseconds at both contexts, their ratio, what a sequence takes of memory, and the share
+    of a round that the stop head adds."""
     keep_freed_memory()
-    model = load_draft(path, choose_dtype("auto", torch.device("cpu")))
+    model = load_draft(path, choose_dtype("auto", torch.device("cpu")), target=target)
     set_threads(draft_threads(model))
     backend = backend_for(torch.device("cpu"))
     drafter = Drafter(backend.pack(model), 2 * batch, model.config.vocab_size, long + k, backend)
     rows = from_protos([pb.Sampling(temperature=1.0, top_p=1.0, seed=seed) for seed in range(batch)])
-    guesses = {context: _absorbed(drafter, batch, context) for context in (short, long)}
-    seconds: dict[int, list[float]] = {short: [], long: []}
+    asked = {context: _absorbed(drafter, batch, context) for context in (short, long)}
+    kinds = [(context, 0.0) for context in asked]
+    if model.stop_head is not None:
+        kinds += [(context, _NEVER) for context in asked]
+    seconds = {kind: list[float]() for kind in kinds}
     for _ in range(repeats):
-        for context, asked in guesses.items():
+        for context, least in kinds:
+            items = [replace(item, least_standing=least) for item in asked[context]]
             began = time.perf_counter()
-            drafter.propose(asked, k, rows)
-            seconds[context].append(time.perf_counter() - began)
-    ms = {context: 1000 * statistics.median(times[repeats // 10 :]) for context, times in seconds.items()}
-    return {
-        f"ms at {short}": ms[short],
-        f"ms at {long}": ms[long],
-        "ratio": ms[long] / ms[short],
+            drafter.propose(items, k, rows)
+            seconds[context, least].append(time.perf_counter() - began)
+    ms = {kind: 1000 * statistics.median(times[repeats // 10 :]) for kind, times in seconds.items()}
+    figures: dict[str, float | int] = {
+        f"ms at {short}": ms[short, 0.0],
+        f"ms at {long}": ms[long, 0.0],
+        "ratio": ms[long, 0.0] / ms[short, 0.0],
         "bytes per sequence": drafter.memory.bytes_per_sequence(),
     }
+    if model.stop_head is not None:
+        figures |= {f"head at {context}": ms[context, _NEVER] / ms[context, 0.0] - 1 for context in asked}
+    return figures
 
 
 def _absorbed(drafter: Drafter, batch: int, context: int) -> list[DraftItem]:

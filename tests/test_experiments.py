@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 
 from tests.conftest import FIXTURES
+from tests.markov import write_markov_pair
 from tests.paths import ROOT
 
 EXPERIMENTS = ROOT / "experiments"
@@ -52,6 +53,16 @@ def test_a_step_over_blocks_of_different_depths_is_timed_beside_like_ones() -> N
     cells = json.loads(done.stdout)["cells"]
     assert [(cell["batch"], cell["context"]) for cell in cells] == [(2, 20), (2, 90), (16, 20), (16, 90)]
     assert all(min(cell["short_ms"], cell["mixed_ms"], cell["long_ms"]) > 0 for cell in cells)
+
+
+def test_a_draft_is_timed_with_and_without_its_stop_head(tmp_path: Path) -> None:
+    for name, stops in (("stops", True), ("goes on", False)):
+        _, draft = write_markov_pair(tmp_path / name, stops=stops)
+        command = [sys.executable, str(EXPERIMENTS / "draft_time.py"), "--draft", str(draft), "--batch", "2"]
+        command += ["--contexts", "128,300", "--repeats", "10", "--json"]
+        figures = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=200).stdout)
+        assert figures["ratio"] == pytest.approx(figures["ms at 300"] / figures["ms at 128"])
+        assert ("head at 128" in figures, "head at 300" in figures) == (stops, stops)
 
 
 @pytest.fixture
