@@ -312,8 +312,8 @@ def test_a_draft_that_becomes_slow_is_left_within_a_few_rounds(milliseconds: flo
         controller = DepthController()
         assert sum(k > 0 for k in run(healthy, HEAVY, controller, rounds=1000, seed=seed)[-100:]) > 90
         depths = run(slow, HEAVY, controller, rounds=600, seed=seed)
-        assert sum(k > 0 for k in depths[:100]) < 10
-        assert share_of_best(slow, HEAVY, depths[100:]) >= 0.95
+        assert sum(k > 0 for k in depths[:50]) < 10
+        assert share_of_best(slow, HEAVY, depths[50:]) >= 0.95
 
 
 def test_a_machine_that_becomes_slower_as_a_whole_changes_no_choice() -> None:
