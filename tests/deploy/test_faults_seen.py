@@ -125,7 +125,7 @@ TABLE = {
     ),
     "a verifier's model is stuck": Fault("overview: Peers", "", "'verifier'", lambda whole: whole.failpoint("stuck")),
     "the wire to the verifier is slow": Fault(
-        "services: Round time", "p50", "", lambda w: late(w, "to_verifier", SLOW)
+        "services: Round time", "p95", "", lambda w: late(w, "to_verifier", SLOW)
     ),
     "tokens come slowly": Fault("overview: Inter-token latency", "p95", "", lambda w: late(w, "to_verifier", SLOW)),
     "first tokens come slowly": Fault("overview: Time to first token", "p95", "", first_tokens_come_slowly),

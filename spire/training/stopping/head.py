@@ -46,10 +46,10 @@ class StopHeadRecipe:
     probabilities at any weight.
     """
 
-    samples: int = 200_000
-    k: int = 10
-    depth: int = 3
-    width: int = 256
+    samples: int = 300_000
+    k: int = 5
+    depth: int = 2
+    width: int = 64
     rejected_weight: float = 1.0
     seed: int = 3
 
@@ -65,7 +65,8 @@ def train_stop_head(
 ) -> list[tuple[StopHeadRecipe, HeadFigures]]:
     """Train a head by each recipe on the same samples, and write the draft to `out` with the best by held-out log loss.
 
-    Without `valid`, a tenth of the samples is held out. Returns the figures of all heads. Raises the errors of
+    A fifth of the samples, of `valid` if there is any, is not learned: half of it stops and calibrates, the other half
+    is held out. Returns the figures of all heads. Raises the errors of
     `load_pair`, and DataError for unusable text.
     """
     find_files([*data, *valid])
@@ -77,13 +78,14 @@ def train_stop_head(
     train = collect(draft, target, chosen, first.samples, first.k, first.seed, "drafting")
     if valid:
         others = held_out_source(valid, target_directory, target.config, of_text)
-        held_out = collect(draft, target, others, max(1, first.samples // 10), first.k, first.seed, "held out")
+        kept_apart = collect(draft, target, others, max(1, first.samples // 5), first.k, first.seed, "held out")
     else:
-        train, held_out = _divided(train)
+        train, kept_apart = _divided(train, 0.8)
+    watched, held_out = _divided(kept_apart, 0.5)
     fits = []
     with count_shown("training", len(recipes), "heads") as progress:
         for recipe in recipes:
-            fits.append(fit(train, held_out, recipe))
+            fits.append(fit(train, watched, held_out, recipe))
             progress.advance()
     best = min(range(len(fits)), key=lambda at: fits[at].figures.log_loss)
     config = StopHeadConfig(depth=recipes[best].depth, width=recipes[best].width)
@@ -94,9 +96,9 @@ def train_stop_head(
     return [(recipe, one.figures) for recipe, one in zip(recipes, fits, strict=True)]
 
 
-def _divided(samples: Samples) -> tuple[Samples, Samples]:
+def _divided(samples: Samples, share: float) -> tuple[Samples, Samples]:
     end = len(samples.accepted_N)
-    return samples.part(0, end * 9 // 10), samples.part(end * 9 // 10, end)
+    return samples.part(0, int(share * end)), samples.part(int(share * end), end)
 
 
 class Fit(NamedTuple):
@@ -106,15 +108,14 @@ class Fit(NamedTuple):
     figures: HeadFigures
 
 
-def fit(train: Samples, held_out: Samples, recipe: StopHeadRecipe) -> Fit:
+def fit(train: Samples, watched: Samples, held_out: Samples, recipe: StopHeadRecipe) -> Fit:
     """Train a head on samples. It learns from standardised inputs; the head that is returned takes them raw.
 
-    The last tenth of the samples tells when the head begins to learn the others by heart: kept are the weights that
-    judge that tenth best. By that tenth the head is calibrated, too.
+    `watched` tells when the head begins to learn its samples by heart: kept are the weights that judge `watched` best.
+    By `watched` the head is calibrated, too: a draft guesses text that it has learned better than other text.
     """
     torch.manual_seed(recipe.seed)
-    learned, watched = _divided(train)
-    inputs_NE = torch.cat((learned.hidden_ND.float(), learned.told_NF), dim=1)
+    inputs_NE = torch.cat((train.hidden_ND.float(), train.told_NF), dim=1)
     mean_E, scale_E = inputs_NE.mean(dim=0), inputs_NE.std(dim=0).clamp(min=1e-6)
     head = StopHead(train.hidden_ND.shape[1], StopHeadConfig(depth=recipe.depth, width=recipe.width))
     steps = max(_LEAST_STEPS, _EPOCHS * len(inputs_NE) // _BATCH)
@@ -127,7 +128,7 @@ def fit(train: Samples, held_out: Samples, recipe: StopHeadRecipe) -> Fit:
         chosen = torch.randint(len(inputs_NE), (_BATCH,), generator=random)
         given_hidden, given_told = ((inputs_NE[chosen] - mean_E) / scale_E).tensor_split([train.hidden_ND.shape[1]], 1)
         logit_N = head(F.dropout(given_hidden, _DROPOUT), given_told)
-        loss = weighted_loss(logit_N, learned.accepted_N[chosen], every_token_N, weight)
+        loss = weighted_loss(logit_N, train.accepted_N[chosen], every_token_N, weight)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()

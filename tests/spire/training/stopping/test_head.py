@@ -33,7 +33,7 @@ def samples(count: int, seed: int) -> Samples:
 @pytest.mark.parametrize("rejected_weight", [1.0, 6.0])
 def test_a_head_predicts_probabilities_whatever_rejections_count(rejected_weight: float) -> None:
     recipe = StopHeadRecipe(depth=1, width=16, rejected_weight=rejected_weight)
-    figures = fit(samples(20_000, 1), samples(4_000, 2), recipe).figures
+    figures = fit(samples(20_000, 1), samples(2_000, 2), samples(4_000, 3), recipe).figures
     assert figures.auc > figures.auc_of_entropy + 0.25
     for predicted, accepted, share in figures.calibration:
         assert share < 0.02 or abs(predicted - accepted) < 0.08, figures.calibration
