@@ -66,8 +66,8 @@ def train_stop_head(
     """Train a head by each recipe on the same samples, and write the draft to `out` with the best by held-out log loss.
 
     A fifth of the samples, of `valid` if there is any, is not learned: half of it stops and calibrates, the other half
-    is held out. Returns the figures of all heads. Raises the errors of
-    `load_pair`, and DataError for unusable text.
+    is held out. Both halves may hold the same conversations if `valid` is short. Returns the figures of all heads.
+    Raises the errors of `load_pair`, and DataError for unusable text.
     """
     find_files([*data, *valid])
     first = recipes[0]

@@ -1,4 +1,4 @@
-"""What a stop head learns from: tokens that its draft guesses after the target's own text, judged by the target.
+"""Samples for a stop head: tokens that its draft guesses after the target's own text, judged by the target.
 
 The draft drafts blocks after many places of the text, as it does while serving: the soft labels min(1, p/q) of
 SpecDec++, section 3.3, are exact for what the head will see. The paper mixes the draft's tokens into the text at random
