@@ -148,6 +148,23 @@ def write_fronts(file: Path, title: str, curves: dict[str, list[tuple[float, flo
     figure.savefig(file, dpi=150)
 
 
+def write_calibration(file: Path, title: str, groups: list[tuple[float, float, float]]) -> None:
+    """Plot the share of draft tokens that are accepted over the prediction of a stop head, for groups of tokens by the
+    prediction: (prediction, accepted, share of all tokens), which a bubble's area tells."""
+    figure = _figure(5.2, 4.8)
+    axis = figure.add_subplot()
+    predicted, accepted, shares = zip(*groups, strict=True)
+    axis.plot((0, 1), (0, 1), color=_OFF, linestyle="--", linewidth=1)
+    axis.scatter(predicted, accepted, s=[900 * share for share in shares], color=_ABOVE, alpha=0.7)
+    axis.plot(predicted, accepted, color=_ABOVE, linewidth=1)
+    axis.set_xlabel("predicted probability that a draft token is accepted")
+    axis.set_ylabel("share that is accepted")
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.set_title(title, fontsize=12)
+    figure.savefig(file, dpi=150)
+
+
 def write_multipliers(file: Path, title: str, panels: dict[str, list[tuple[str, float | None, float | None]]]) -> None:
     """Plot throughput relative to plain decoding: a panel per draft, (name, measured, modelled) per cell."""
     figure = _figure(1.6 + 0.62 * max(map(len, panels.values())), 0.6 + 2.4 * len(panels))

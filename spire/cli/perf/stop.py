@@ -32,11 +32,13 @@ from spire.perf.shapes import Shape
 from spire.progress import count_shown
 
 if TYPE_CHECKING:
-    from spire.training.stopping.rules import Costs, Fronts
+    from spire.training.stopping.rules import Costs, Fronts, JudgedTexts
 
 _CONCURRENCY = 16
 # Seconds of a target pass and of a draft pass in SpecDec++, section 4: llama-2-chat of 70B and 7B.
 _PAPER_TARGET, _PAPER_DRAFT = 0.112, 0.0234
+# What all domains together are called.
+_TOGETHER = "together"
 
 
 def eval_stop(
@@ -54,12 +56,14 @@ def eval_stop(
     ] = None,
     batch: Annotated[str, typer.Option(help="Requests at once for the predictions; several with commas.")] = "1",
     plot: Annotated[
-        Path | None, typer.Option(help="Write a picture of each domain's fronts to this directory.")
+        Path | None,
+        typer.Option(help="Write each domain's fronts and the head's calibration to this directory."),
     ] = None,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Discarded draft tokens against verifications, for each rule of stopping; every file is a domain.
+    """Discarded draft tokens against verifications, for each rule of stopping; every file is a domain, and so are all
+    of them together, to which one rule must fit.
 
     The target writes a text after each prompt. After every token of it the draft guesses k tokens, which the target
     judges. So fixed k, the head (SpecDec++), the draft's own confidence, the cost rule and an oracle are compared on
@@ -72,17 +76,19 @@ def eval_stop(
     if plot:
         plots.require()
     from spire.model.placement import choose_device
-    from spire.training.stopping.rules import Costs, Judge, fronts
+    from spire.training.stopping.rules import Costs, Judge, fronts, joined
 
     costs = [Costs.linear("paper", k, _PAPER_TARGET, _PAPER_DRAFT), *_machine(pair, hardware, batch, context, k)]
     domains = _written(pair, data or [], chats or [], Request(generate, temperature, 0), (texts, context, seed))
     judge = Judge(pair.model, pair.draft, choose_device("auto").type)
-    found: list[Fronts] = []
+    judged: dict[str, JudgedTexts] = {}
     with count_shown("judging", texts * len(domains), "texts") as progress:
         for name, prompts, answers in domains:
-            judged = judge.judge(prompts, answers, k, temperature, progress.advance, seed)
-            found.append(fronts(name, judged, temperature, costs))
-    files = [_plotted(plot, one) for one in found] if plot else []
+            judged[name] = judge.judge(prompts, answers, k, temperature, progress.advance, seed)
+    if len(judged) > 1:
+        judged[_TOGETHER] = joined(list(judged.values()))
+    found = [fronts(name, of_domain, temperature, costs) for name, of_domain in judged.items()]
+    files = [file for one in found for file in _plotted(plot, one)] if plot else []
     if as_json:
         told = {"stop": [asdict(one) for one in found], "costs": [asdict(one) for one in costs]}
         return typer.echo(json.dumps(told | ({"plots": [str(file) for file in files]} if plot else {})))
@@ -135,7 +141,8 @@ async def _answered(url: str, prompts: list[list[int]], request: Request, seeds:
     return [one.token_ids for one in answers]
 
 
-def _plotted(directory: Path, of_domain: Fronts) -> Path:
+def _plotted(directory: Path, of_domain: Fronts) -> list[Path]:
+    """Write a domain's pictures: its fronts, and the calibration of the head if there is one."""
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / f"stop_{of_domain.domain}.png"
     curves: dict[str, list[tuple[float, float]]] = {}
@@ -143,7 +150,11 @@ def _plotted(directory: Path, of_domain: Fronts) -> Path:
         curves.setdefault(point.rule, []).append((point.discard_rate, point.verification_rate))
     title = _title(of_domain)
     plots.write_fronts(file, title, curves)
-    return file
+    files = [file]
+    if of_domain.head is not None:
+        files.append(directory / f"calibration_{of_domain.domain}.png")
+        plots.write_calibration(files[-1], title, of_domain.head.calibration)
+    return files
 
 
 def _title(of_domain: Fronts) -> str:
@@ -169,6 +180,10 @@ def _show(of_domain: Fronts) -> None:
             gain, low, high = (f"{ratio - 1:+.1%}" for ratio in best.gains[costs])
             table.add_row(costs, rule.split(":")[0], setting, *rates, f"{gain} ({low} to {high})")
     Console().print(table)
+    if of_domain.head is not None:
+        aucs = f"{of_domain.head.auc:.3f}, of the draft's entropy {of_domain.head.auc_of_entropy:.3f}"
+        more, from_, to = (f"{gain:+.3f}" for gain in of_domain.head.over_entropy)
+        typer.echo(f"head: area under the ROC {aucs}: {more} ({from_} to {to})")
     for rule, interval in of_domain.saved.items():
         saved, least, most = (f"{share:.1%}" for share in interval)
         typer.echo(f"{rule}: {saved} fewer verifications than fixed k at equal discards ({least} to {most})")

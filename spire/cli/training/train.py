@@ -192,10 +192,14 @@ def stop_head(
     found = train_stop_head(directory, draft, data, valid or [], written, recipes, choose_device(device).type)
     if as_json:
         return typer.echo(json.dumps([asdict(recipe) | asdict(figures) for recipe, figures in found]))
-    table = Table("depth", "w_rej", "AUC", "of entropy", "of q", "log loss", box=None, padding=(0, 2, 0, 0))
+    table = Table(
+        "depth", "w_rej", "AUC", "of entropy", "of q", "log loss", "over entropy (95 %)", box=None, padding=(0, 2, 0, 0)
+    )
     for one, figures in found:
         numbers = (figures.auc, figures.auc_of_entropy, figures.auc_of_q, figures.log_loss)
-        table.add_row(str(one.depth), f"{one.rejected_weight:g}", *(f"{number:.3f}" for number in numbers))
+        more, low, high = (f"{gain:+.3f}" for gain in figures.over_entropy)
+        shown = (*(f"{number:.3f}" for number in numbers), f"{more} ({low} to {high})")
+        table.add_row(str(one.depth), f"{one.rejected_weight:g}", *shown)
     Console().print(table)
     typer.echo(f"wrote {written}, with the head of least log loss")
 

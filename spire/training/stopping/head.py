@@ -25,6 +25,7 @@ from spire.model.stop_head import StopHead
 from spire.progress import count_shown
 from spire.text.text_files import find_files
 from spire.training.draft import DraftRecipe, held_out_source, load_pair, source_of
+from spire.training.stopping.figures import HeadFigures, Predicted, figures_of
 from spire.training.stopping.samples import Samples, collect
 
 # Tokens of text whose branches are drafted and judged at once.
@@ -35,6 +36,8 @@ _DROPOUT = 0.5
 _CALIBRATION_STEPS = 50
 # How often a training looks at samples that it does not learn from.
 _LOOKS = 32
+# Parts of the held-out samples that are resampled whole for an interval.
+_STRETCHES = 100
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,7 @@ def fit(train: Samples, watched: Samples, held_out: Samples, recipe: StopHeadRec
             if loss_now < least:
                 best, least = now, loss_now
     _calibrate(best, watched)
-    return Fit(best, figures_of(best, held_out))
+    return Fit(best, figures_of(_predicted(best, held_out)))
 
 
 def _calibrate(head: StopHead, watched: Samples) -> None:
@@ -178,53 +181,10 @@ def weighted_loss(logit_N: Tensor, accepted_N: Tensor, reached_N: Tensor, reject
     return (reached_N * losses_N).sum() / reached_N.sum().clamp(min=1e-6)
 
 
-@dataclass(frozen=True)
-class HeadFigures:
-    """How well a head tells accepted from rejected tokens, on held-out samples.
-
-    `auc`: area under the ROC of the head; `auc_of_entropy`, `auc_of_q`: of the draft's own entropy and of q of the
-    token. `log_loss` in nats. `calibration`: for ten groups of tokens by the prediction, the mean prediction, the share
-    that is accepted, and the share of all tokens.
-    """
-
-    auc: float
-    auc_of_entropy: float
-    auc_of_q: float
-    log_loss: float
-    calibration: list[tuple[float, float, float]]
-
-
 @torch.no_grad()
-def figures_of(head: StopHead, held_out: Samples) -> HeadFigures:
-    """Return the figures of a head; each sample counts as often as it is reached."""
-    logit_N = head(held_out.hidden_ND.float(), held_out.told_NF)
-    accepted_N, reached_N = held_out.accepted_N, held_out.reached_N
-    log_q_N, entropy_N = held_out.told_NF[:, :2].unbind(dim=1)
-    return HeadFigures(
-        auc=area_under_roc(logit_N, accepted_N, reached_N),
-        auc_of_entropy=area_under_roc(-entropy_N, accepted_N, reached_N),
-        auc_of_q=area_under_roc(log_q_N, accepted_N, reached_N),
-        log_loss=float(weighted_loss(logit_N, accepted_N, reached_N, 1.0)),
-        calibration=_calibration(logit_N.sigmoid(), accepted_N, reached_N),
-    )
-
-
-def area_under_roc(score_N: Tensor, accepted_N: Tensor, weight_N: Tensor) -> float:
-    """Return the probability that an accepted token scores above a rejected one; ties count half.
-
-    Labels are soft: a token is accepted with weight a and rejected with weight 1 - a.
-    """
-    levels, place_N = score_N.double().unique(return_inverse=True)
-    positive, negative = (
-        torch.zeros(len(levels), dtype=torch.float64).index_add_(0, place_N, (weight_N * share_N).double())
-        for share_N in (accepted_N, 1 - accepted_N)
-    )
-    below = negative.cumsum(dim=0) - negative / 2
-    return float((positive * below).sum() / (positive.sum() * negative.sum()))
-
-
-def _calibration(predicted_N: Tensor, accepted_N: Tensor, weight_N: Tensor) -> list[tuple[float, float, float]]:
-    group_N = (predicted_N * 10).long().clamp(max=9)
-    weighted = (weight_N * predicted_N, weight_N * accepted_N, weight_N)
-    sums = [torch.zeros(10).index_add_(0, group_N, x_N) for x_N in weighted]
-    return [(float(p / n), float(a / n), float(n / sums[2].sum())) for p, a, n in zip(*sums, strict=True) if n > 0]
+def _predicted(head: StopHead, samples: Samples) -> Predicted:
+    """Return what a head predicts. Neighbouring samples are of one text: each of `_STRETCHES` stretches is a group."""
+    log_q_N, entropy_N = samples.told_NF[:, :2].unbind(dim=1)
+    predicted_N = head(samples.hidden_ND.float(), samples.told_NF).sigmoid()
+    group_N = torch.arange(len(log_q_N)) * min(_STRETCHES, len(log_q_N)) // len(log_q_N)
+    return Predicted(predicted_N, log_q_N, entropy_N, samples.accepted_N, samples.reached_N, group_N)

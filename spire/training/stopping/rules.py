@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from spire.model.draft import RolloutBlocks
 from spire.training.branches import judged_blocks
 from spire.training.draft import load_pair
+from spire.training.stopping.figures import HeadFigures, Predicted, figures_of, interval95
 
 # Blocks of one text that are drafted and judged at once.
 _BLOCKS = 128
@@ -30,15 +31,29 @@ _RESAMPLES, _RESAMPLING_SEED = 2000, 5
 THRESHOLDS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9)
 # Rounds of the search for the threshold of the cost rule, which depends on the rate that it brings.
 _SETTLING = 20
+# Draft tokens behind the first, in the mean of a round, that tell what one more costs.
+_TELLING = 0.05
 
 
 class JudgedTexts(NamedTuple):
     """Draft tokens [N, T, J]: the probability that each is accepted if those before it in its block are, as the target
-    gives it (min(1, p/q)), as the draft's head does (None without a head), and q of the token at temperature 1."""
+    gives it (min(1, p/q)), as the draft's head does (None without a head), q of the token at temperature 1, and the
+    entropy of q in nats."""
 
     accepted_NTJ: Tensor
     predicted_NTJ: Tensor | None
     q_NTJ: Tensor
+    entropy_NTJ: Tensor
+
+    def of_head(self) -> HeadFigures | None:
+        """Return how well the head tells accepted from rejected tokens; None without a head."""
+        if self.predicted_NTJ is None:
+            return None
+        stands_NTJ = self.accepted_NTJ.cumprod(dim=-1)
+        reached_NTJ = torch.cat((torch.ones_like(stands_NTJ[..., :1]), stands_NTJ[..., :-1]), dim=-1)
+        text_NTJ = torch.arange(len(stands_NTJ))[:, None, None].expand_as(stands_NTJ)
+        parts = (self.predicted_NTJ, self.q_NTJ.log(), self.entropy_NTJ, self.accepted_NTJ, reached_NTJ, text_NTJ)
+        return figures_of(Predicted(*(part.reshape(-1) for part in parts)))
 
 
 class Judge:
@@ -66,9 +81,9 @@ class Judge:
                 starts_T = torch.arange(len(prompt), tokens_BL.shape[1], device=self._device)
                 blocks = [RolloutBlocks(some_T, k) for some_T in starts_T.split(_BLOCKS)]
                 of_text = [self._judge(tokens_BL, some, temperature, random) for some in blocks]
-                parts.append(_joined(of_text, dim=1))
+                parts.append(joined(of_text, dim=1))
                 advance()
-        return _joined(parts, dim=0)
+        return joined(parts)
 
     def _judge(
         self, tokens_BL: Tensor, blocks: RolloutBlocks, temperature: float, random: torch.Generator
@@ -78,17 +93,21 @@ class Judge:
         if self.draft.stop_head is not None:
             logit_JBT = self.draft.stop_head(judged.hidden_JBTD, judged.told_JBTF)
             predicted = _by_place(logit_JBT.float().sigmoid())
-        return JudgedTexts(_by_place(judged.accepted_JBT), predicted, _by_place(judged.told_JBTF[..., 0].exp()))
+        log_q_JBT, entropy_JBT = judged.told_JBTF[..., :2].unbind(dim=-1)
+        own = _by_place(log_q_JBT.exp()), _by_place(entropy_JBT)
+        return JudgedTexts(_by_place(judged.accepted_JBT), predicted, *own)
 
 
 def _by_place(values_JBT: Tensor) -> Tensor:
     return values_JBT.permute(1, 2, 0).cpu()
 
 
-def _joined(parts: list[JudgedTexts], dim: int) -> JudgedTexts:
-    accepted, predicted, q = zip(*parts, strict=True)
+def joined(parts: list[JudgedTexts], dim: int = 0) -> JudgedTexts:
+    """Return the texts of all parts as one, or with `dim` = 1 the places of all parts of the same texts."""
+    accepted, predicted, q, entropy = zip(*parts, strict=True)
     heads = [part for part in predicted if part is not None]
-    return JudgedTexts(torch.cat(accepted, dim), torch.cat(heads, dim) if heads else None, torch.cat(q, dim))
+    joined = (torch.cat(accepted, dim), torch.cat(heads, dim) if heads else None)
+    return JudgedTexts(*joined, torch.cat(q, dim), torch.cat(entropy, dim))
 
 
 class Tally(NamedTuple):
@@ -181,7 +200,7 @@ class Fronts:
 
     `saved`: by how much a rule's front has fewer rounds than fixed k at the same rate of discarded draft tokens, in the
     mean over fixed k from 2 to the deepest but one, with the ends of the 95 % interval over texts. `best_k` is by the
-    name of the costs.
+    name of the costs. `head`: how well the draft's head tells accepted from rejected tokens; None without a head.
     """
 
     domain: str
@@ -190,6 +209,7 @@ class Fronts:
     points: list[Point]
     saved: dict[str, tuple[float, float, float]]
     best_k: dict[str, int]
+    head: HeadFigures | None
 
 
 def fronts(domain: str, judged: JudgedTexts, temperature: float, all_costs: Sequence[Costs]) -> Fronts:
@@ -208,7 +228,8 @@ def fronts(domain: str, judged: JudgedTexts, temperature: float, all_costs: Sequ
             counts.append(counts_at_threshold(judged.predicted_NTJ, threshold))
     tally = with_oracle(walk(judged, torch.stack(counts)), k)
     names.append(("oracle", k))
-    return _compared(domain, temperature, names, tally, all_costs, len(judged.accepted_NTJ))
+    found = _compared(domain, temperature, names, tally, all_costs, len(judged.accepted_NTJ))
+    return replace(found, head=judged.of_head())
 
 
 def with_oracle(tally: Tally, k: int) -> Tally:
@@ -222,17 +243,24 @@ def cost_threshold(judged: JudgedTexts, predicted_NTJ: Tensor, costs: Costs) -> 
     """Return the probability with which a block must stand for one more draft token to be worth its time.
 
     One more token brings the probability that all so far stand, times the rate of acceptance; it costs what a round
-    grows by, in which the texts grow at the present rate. That rate depends on the threshold: the search settles it.
+    has grown by with each token so far, in which the texts grow at the present rate. Both depend on the threshold: the
+    search settles them. The gateway's rule is the same, by the times and the acceptance that its rounds show.
     """
     round_seconds_J = torch.tensor(costs.round_seconds).double()
-    each = float(round_seconds_J[-1] - round_seconds_J[1]) / (len(costs.round_seconds) - 2)
-    all_texts_SN, threshold = torch.ones(1, len(predicted_NTJ)).double(), 0.5
+    depth_J = torch.arange(len(round_seconds_J)).double()
     stands_NTJ = judged.accepted_NTJ.double().cumprod(dim=-1)
-    rate = float(stands_NTJ.sum() / (stands_NTJ[..., :-1].sum() + stands_NTJ[..., 0].numel()))
+    acceptance = float(stands_NTJ.sum() / (stands_NTJ[..., :-1].sum() + stands_NTJ[..., 0].numel()))
+    threshold = 0.5
     for _ in range(_SETTLING):
         tally = walk(judged, counts_at_threshold(predicted_NTJ, threshold)[None])
-        tokens_a_second = 1 / float(tally.seconds(round_seconds_J, all_texts_SN))
-        threshold = (threshold + min(max(each * tokens_a_second / rate, THRESHOLDS[0]), THRESHOLDS[-1])) / 2
+        share_J = tally.drafted_RNJ.sum(dim=(0, 1)) / tally.drafted_RNJ.sum()
+        seconds, drafted = float(share_J @ round_seconds_J), float(share_J @ depth_J)
+        tokens = 1 + float(tally.accepted_RNJ.sum(dim=(0, 1)) @ depth_J) / float(tally.accepted_RNJ.sum())
+        if drafted - 1 < _TELLING:
+            break
+        each = (seconds - costs.round_seconds[1]) / (drafted - 1)
+        least = each * tokens / (seconds * acceptance)
+        threshold = (threshold + min(max(least, THRESHOLDS[0]), THRESHOLDS[-1])) / 2
     return threshold
 
 
@@ -264,21 +292,15 @@ def _compared(
         for at, ((rule, setting), drafted, discarded, verified) in enumerate(whole)
     ]
     saved = {
-        rule: _interval(torch.tensor([_saved(names, rule, *one) for one in zip(discard_SR, verify_SR, strict=True)]))
+        rule: interval95(torch.tensor([_saved(names, rule, *one) for one in zip(discard_SR, verify_SR, strict=True)]))
         for rule in ("confidence", "head")
         if any(name == rule for name, _ in names)
     }
-    return Fronts(domain, texts, temperature, points, saved, best_k)
+    return Fronts(domain, texts, temperature, points, saved, best_k, None)
 
 
 def _of_rule(gains: dict[str, Tensor], at: int) -> dict[str, tuple[float, float, float]]:
-    return {name: _interval(gain_SR[:, at]) for name, gain_SR in gains.items()}
-
-
-def _interval(values_S: Tensor) -> tuple[float, float, float]:
-    """Return the first value, which is that of all texts, and the 95 % interval of the others."""
-    low, high = torch.quantile(values_S[1:].double(), torch.tensor((0.025, 0.975)).double()).tolist()
-    return float(values_S[0]), low, high
+    return {name: interval95(gain_SR[:, at]) for name, gain_SR in gains.items()}
 
 
 def _saved(names: list[tuple[str, float]], rule: str, discard_R: Tensor, verify_R: Tensor) -> float:

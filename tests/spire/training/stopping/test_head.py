@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import pytest
 import torch
-from scipy.stats import mannwhitneyu
 from typer.testing import CliRunner
 
 from spire.checkpoints.weights import STOP_HEAD, load_draft
 from spire.cli import app
 from spire.model.config import StopHeadConfig
-from spire.training.stopping.head import StopHeadRecipe, area_under_roc, fit
+from spire.training.stopping.head import StopHeadRecipe, fit
 from spire.training.stopping.samples import Samples
 from tests.conftest import FIXTURES
 
@@ -37,14 +35,6 @@ def test_a_head_predicts_probabilities_whatever_rejections_count(rejected_weight
     assert figures.auc > figures.auc_of_entropy + 0.25
     for predicted, accepted, share in figures.calibration:
         assert share < 0.02 or abs(predicted - accepted) < 0.08, figures.calibration
-
-
-def test_the_area_under_the_roc_is_that_of_hard_labels() -> None:
-    random = torch.Generator().manual_seed(3)
-    score_N, label_N = torch.randint(20, (500,), generator=random), torch.rand(500, generator=random).round()
-    accepted_N, rejected_N = score_N[label_N == 1], score_N[label_N == 0]
-    expected = mannwhitneyu(accepted_N.numpy(), rejected_N.numpy()).statistic / (len(accepted_N) * len(rejected_N))
-    assert math.isclose(area_under_roc(score_N, label_N, torch.ones(500)), expected, abs_tol=1e-9)
 
 
 def test_a_trained_head_lies_beside_its_draft_and_is_loaded_with_it(

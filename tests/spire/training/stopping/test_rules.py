@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,10 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
+from spire.checkpoints.weights import load_draft, save_stop_head
 from spire.cli import app
+from spire.model.config import StopHeadConfig
+from spire.model.stop_head import StopHead
 from spire.training.stopping import rules
 from spire.training.stopping.rules import (
     Costs,
@@ -24,6 +28,7 @@ from spire.training.stopping.rules import (
 from tests.conftest import FIXTURES
 
 TEXT = FIXTURES / "text" / "jowett_charmides.txt"
+OTHER = FIXTURES / "text" / "gibbon_memoirs.txt"
 K = 6
 
 
@@ -33,7 +38,8 @@ def judged(predicts: bool, texts: int = 40, places: int = 60) -> JudgedTexts:
     easy_NTJ = torch.rand(texts, places, K, generator=random_) < 0.8
     accepted_NTJ = torch.where(easy_NTJ, 0.95, 0.1)
     predicted_NTJ = accepted_NTJ if predicts else torch.rand(texts, places, K, generator=random_)
-    return JudgedTexts(accepted_NTJ, predicted_NTJ, torch.rand(texts, places, K, generator=random_))
+    own = torch.rand(2, texts, places, K, generator=random_)
+    return JudgedTexts(accepted_NTJ, predicted_NTJ, *own)
 
 
 def walked(accepted_TJ: Tensor, counts_T: Tensor) -> tuple[int, int, int]:
@@ -50,7 +56,7 @@ def test_rounds_follow_one_another_as_in_serving() -> None:
     random_ = torch.Generator().manual_seed(2)
     accepted_NTJ = (torch.rand(5, 40, K, generator=random_) < 0.7).float()
     counts_NT = torch.randint(1, K + 1, (5, 40), generator=random_)
-    tally = walk(JudgedTexts(accepted_NTJ, None, accepted_NTJ), counts_NT[None])
+    tally = walk(JudgedTexts(accepted_NTJ, None, accepted_NTJ, accepted_NTJ), counts_NT[None])
     for text in range(5):
         weight_SN = torch.eye(5).double()[text : text + 1]
         found = tuple(round(float(value)) for value in tally.sums(weight_SN))
@@ -81,6 +87,8 @@ def test_a_head_that_knows_saves_verifications_up_to_the_oracle() -> None:
     by_cost = next(point for point in found.points if point.rule == "cost: paper")
     assert 1 < best <= oracle.gains["paper"][0]
     assert by_cost.gains["paper"][0] > 0.98 * best
+    assert found.head is not None
+    assert found.head.auc > found.head.auc_of_entropy + 0.3
 
 
 def test_a_head_that_knows_nothing_saves_nothing() -> None:
@@ -109,15 +117,33 @@ def test_long_texts_are_judged_as_short_ones(
     assert (at_once != in_parts).float().mean() < 0.03
 
 
-def test_eval_stop_compares_the_rules_by_domain(stories_dir: Path, stories_draft_dir: Path, tmp_path: Path) -> None:
-    pair = ["--model", str(stories_dir), "--draft", str(stories_draft_dir), "--data", str(TEXT)]
+@pytest.fixture
+def stopping_draft_dir(stories_draft_dir: Path, tmp_path: Path) -> Path:
+    """The draft with a stop head of random weights."""
+    draft, config = load_draft(stories_draft_dir), StopHeadConfig(depth=0, width=8)
+    draft.stop_head = StopHead(draft.config.hidden_size, config)
+    draft.draft = draft.draft.model_copy(update={"stop_head": config})
+    shutil.copytree(stories_draft_dir, tmp_path / "draft")
+    save_stop_head(tmp_path / "draft", draft)
+    return tmp_path / "draft"
+
+
+def test_eval_stop_compares_the_rules_by_domain(stories_dir: Path, stopping_draft_dir: Path, tmp_path: Path) -> None:
+    pair = ["--model", str(stories_dir), "--draft", str(stopping_draft_dir), "--data", str(TEXT), "--data", str(OTHER)]
     small = ["--texts", "8", "--context", "40", "--generate", "32", "--k", "4", "--plot", str(tmp_path), "--json"]
     done = CliRunner().invoke(app, ["eval", "stop", *pair, *small], catch_exceptions=False)
-    (domain,) = json.loads(done.stdout)["stop"]
-    assert domain["domain"] == "jowett_charmides"
+    domain, other, together = json.loads(done.stdout)["stop"]
+    assert [one["domain"] for one in (domain, other, together)] == [TEXT.stem, OTHER.stem, "together"]
+    assert together["texts"] == 16
+    shares = [one["points"][-1]["verification_rate"] for one in (domain, other, together)]
+    assert min(shares) <= shares[-1] <= max(shares)
     by_rule = {(point["rule"], point["setting"]): point for point in domain["points"]}
     depths = [by_rule["fixed", k]["verification_rate"] for k in (0, 1, 2, 3, 4)]
     assert depths[0] == pytest.approx(1)
     assert depths == sorted(depths, reverse=True)
     assert by_rule["oracle", 4]["verification_rate"] == pytest.approx(depths[-1])
-    assert (tmp_path / "stop_jowett_charmides.png").is_file()
+    assert {"head", "cost: paper"} < {rule for rule, _ in by_rule}
+    low, high = domain["head"]["over_entropy"][1:]
+    assert low < high
+    for picture in ("stop", "calibration"):
+        assert (tmp_path / f"{picture}_jowett_charmides.png").is_file()
