@@ -99,6 +99,38 @@ class Cell:
         }
 
 
+@dataclass(frozen=True)
+class ChosenDepth:
+    """What a depth that the gateway chose gave, relative to the best fixed depth, 0 included, of the same load.
+
+    `ratio`: of the medians of decode tokens per second. `ci95`: its 95 % interval over the turns.
+    """
+
+    draft: str
+    batch: int
+    context: int
+    best_k: int
+    ratio: float
+    ci95: tuple[float, float] | None
+
+
+def chosen_depths(cells: Sequence[Cell]) -> list[ChosenDepth]:
+    """Compare each cell at automatic depth with the best of those of the same load at fixed depths above 0."""
+    found = []
+    for auto in cells:
+        if auto.k != AUTO or auto.draft is None or auto.batch is None or auto.context is None or not auto.decode_runs:
+            continue
+        of_load = (auto.draft, auto.batch, auto.context)
+        same = [cell for cell in cells if (cell.draft, cell.batch, cell.context) == of_load and cell.decode_runs]
+        fixed = {cell.k: cell.decode_runs for cell in same if isinstance(cell.k, int)}
+        if not any(fixed):
+            continue
+        best = max(fixed, key=lambda k: statistics.median(fixed[k]))
+        ratio = statistics.median(auto.decode_runs) / statistics.median(fixed[best])
+        found.append(ChosenDepth(*of_load, best, ratio, ratio_ci95(auto.decode_runs, fixed[best])))
+    return found
+
+
 def ratio_ci95(ours: Sequence[float | None], plain: Sequence[float | None]) -> tuple[float, float] | None:
     """Return the 95 % interval of the ratio of medians, by resampling turns; None for fewer than _TURNS turns."""
     turns = [(our, its) for our, its in zip(ours, plain, strict=False) if our and its]

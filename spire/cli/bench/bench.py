@@ -29,7 +29,7 @@ from typing import Annotated
 
 import typer
 
-from spire.bench.cell import AUTO, SPIRE, Cell, Depth
+from spire.bench.cell import AUTO, SPIRE, Cell, Depth, chosen_depths
 from spire.bench.chats import source_of
 from spire.bench.load import Batch, Load, Trace, read_trace
 from spire.bench.peers.against import Server
@@ -157,7 +157,8 @@ def _told(cells: list[Cell], target: str, calibrated: Calibration | None, as_jso
         if as_json and cells:
             here = {"system": platform.platform(), "processor": platform.processor(), "cores": os.cpu_count()}
             machine = here | {"calibrated": asdict(calibrated.machine) if calibrated else None}
-            found = {"bench": [cell.to_json() for cell in cells], "complete": complete}
+            auto = [asdict(choice) for choice in chosen_depths(cells)]
+            found = {"bench": [cell.to_json() for cell in cells], "auto": auto, "complete": complete}
             typer.echo(json.dumps(found | {"target": target, "machine": machine}))
         elif cells:
             bench_report.show(cells, target)

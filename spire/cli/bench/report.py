@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from spire.bench.cell import Cell
+from spire.bench.cell import Cell, chosen_depths
 from spire.errors import SpireError
 from spire.perf import plots
 
@@ -89,6 +89,10 @@ def _remarks(cells: list[Cell]) -> Iterator[str]:
         yield f"parts of a round that miss the round the clients see by more than 5 %: {named}"
     elif measured:
         yield "the parts of every round add up to the round the clients see, within 5 %"
+    for choice in chosen_depths(cells):
+        interval = " ({:.2f}–{:.2f})".format(*choice.ci95) if choice.ci95 else ""
+        what = f"{choice.draft} {choice.batch}×{choice.context}, best fixed k = {choice.best_k}"
+        yield f"auto over the best fixed k: {what}: {choice.ratio:.2f} ×{interval}"
     for cell in cells:
         if lost := {reason: count for reason, count in (cell.figures.fallbacks or {}).items() if count}:
             told = ", ".join(f"{count:g} {reason}" for reason, count in lost.items())

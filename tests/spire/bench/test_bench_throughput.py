@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gateway.metrics import ROUND_PARTS
-from spire.bench.cell import Cell
+from spire.bench.cell import AUTO, Cell, Depth, chosen_depths
 from spire.bench.client import BenchError, Request
 from spire.bench.load import Batch, read_trace
 from spire.bench.prediction import PairModel, recorded_acceptance
@@ -174,6 +174,22 @@ def test_an_interval_of_the_gain_needs_five_turns_and_holds_their_spread() -> No
     assert 1.79 < low < 1.95 < cell.multiplier_measured < 2.05 < high < 2.21
     assert cell.to_json()["multiplier_ci95"] == (low, high)
     assert Cell("spire", "spire", 4, 1, 512, ours[:4], plain[:4]).multiplier_ci95 is None
+
+
+def test_a_chosen_depth_is_compared_with_the_best_fixed_one_of_its_load(capsys: pytest.CaptureFixture[str]) -> None:
+    def cell(k: Depth, rates: tuple[int, ...], context: int = 512) -> Cell:
+        return Cell("spire", "spire", k, 1, context, [figures_cell(0, rate).runs[0] for rate in rates])
+
+    fixed = [cell(k, rates) for k, rates in ((0, (100,) * 5), (2, (150, 140, 160, 155, 145)), (4, (130,) * 5))]
+    auto = cell(AUTO, (165, 154, 176, 170, 160))
+    (choice,) = chosen_depths([*fixed, cell(8, (900,) * 5, context=128), auto])
+    assert (choice.draft, choice.batch, choice.context, choice.best_k) == ("spire", 1, 512, 2)
+    assert choice.ratio == pytest.approx(1.1)
+    low, high = choice.ci95 or (0.0, 0.0)
+    assert 1.09 < low <= 1.1 <= high < 1.11
+    assert chosen_depths([fixed[0], auto]) == []
+    bench_report.show([*fixed, auto], "a target")
+    assert "best fixed k = 2: 1.10 × (1.10–1.10)" in capsys.readouterr().out.replace("\n", " ")
 
 
 @pytest.mark.thorough
