@@ -1,8 +1,8 @@
 """HTTP clients: direct to Spire's processes and this machine, through the environment's proxies to other hosts.
 
 Every client trusts the authorities of the environment (SSL_CERT_FILE, SSL_CERT_DIR). Measurements always connect
-directly, because they would otherwise measure the proxy. `gateway_errors`, `distrust` and `refusal_of` say what went
-wrong between a client and a gateway.
+directly, because they would otherwise measure the proxy. `gateway_errors`, `distrust`, `refusal_of` and `answer_of`
+say what went wrong between a client and a gateway.
 """
 
 from __future__ import annotations
@@ -86,6 +86,23 @@ def refusal_of(response: httpx.Response) -> str:
         message = response.text[:500]
     advice = f" ({GATEWAY_KEY} is where it is read from)" if response.status_code == httpx.codes.UNAUTHORIZED else ""
     return f"the gateway refused ({response.status_code}): {message}{advice}"
+
+
+def answer_of(response: httpx.Response) -> dict[str, Any]:
+    """Return the completion that a gateway answered. Raises GatewayError for the answer of something else."""
+    try:
+        answer = response.json()
+    except ValueError:
+        answer = None
+    if isinstance(answer, dict) and answer.get("choices"):
+        return answer
+    raise GatewayError(no_completion(response))
+
+
+def no_completion(response: httpx.Response) -> str:
+    """Return what to say of a response without an error and without a completion."""
+    kind = response.headers.get("content-type", "no type")
+    return f"{response.url} answers without a completion ({kind}): is a gateway of Spire there?"
 
 
 def goes_by_proxy(url: str) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from spire.errors import SpireError
-from spire.http import direct_async_client, distrust, past_proxy
+from spire.http import answer_of, direct_async_client, distrust, past_proxy
 from spire.service.keys import authorization
 
 
@@ -119,6 +119,6 @@ class Client:
             raise BenchError(distrust(self.url, error) or absent) from error
         if response.status_code != 200:
             raise BenchError(f"{self.url} answered {response.status_code}: {response.text[:500]}")
-        answer = response.json()
+        answer = answer_of(response)
         (choice,) = answer["choices"]
         return Completed(choice["token_ids"], answer["usage"], answer["metrics"], sent, time.monotonic())

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from spire.http import GatewayError, gateway_errors, refusal_of
+from spire.http import GatewayError, answer_of, gateway_errors, no_completion, refusal_of
 from spire.service.keys import authorization
 
 
@@ -65,7 +65,7 @@ def run_completion(client: httpx.Client, url: str, prompt: str, **request: Any) 
         response = client.post(f"{url}/v1/completions", json=body, headers=authorization())
     if response.status_code != httpx.codes.OK:
         raise GatewayError(refusal_of(response))
-    answer, seconds = response.json(), time.perf_counter() - began
+    answer, seconds = answer_of(response), time.perf_counter() - began
     return ClientCompletion(prompt, answer["choices"], answer.get("usage") or {}, answer.get("metrics") or {}, seconds)
 
 
@@ -101,6 +101,8 @@ def _stream(
                 piece = {"text": delta.get("content") or ""} | choice
                 result.choices = [joined(result.choices[0], piece) if result.choices else piece]
                 yield piece
+        if not result.choices:
+            raise GatewayError(no_completion(response))
     result.seconds = time.perf_counter() - began
 
 

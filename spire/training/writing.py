@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 
 from spire.errors import DataError, SpireError
-from spire.http import GatewayError, async_client_for, gateway_errors, refusal_of
+from spire.http import GatewayError, answer_of, async_client_for, gateway_errors, refusal_of
 from spire.service.keys import authorization
 from spire.text.prompts import Prompt
 
@@ -180,7 +180,7 @@ class _Writer:
         if response.status_code != httpx.codes.OK:
             kind = _Refused if response.status_code == httpx.codes.BAD_REQUEST else GatewayError
             raise kind(refusal_of(response))
-        answer = response.json()
+        answer = answer_of(response)
         self._done.tokens += answer["usage"]["completion_tokens"]
         return answer["choices"][0]["message"]["content"] or "", answer["choices"][0]["finish_reason"]
 

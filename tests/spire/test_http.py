@@ -14,11 +14,13 @@ from threading import Thread
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
 from spire.bench.client import BenchError, Client, Request
 from spire.bench.exchange import Exchange, connect
+from spire.cli import app
 from spire.cli.doctor import _gateway
-from spire.cli.gateway_client import run_completion
+from spire.cli.gateway_client import ClientCompletion, run_completion, stream_chat
 from spire.errors import SpireError
 from spire.http import GatewayError, client_for, direct_client, goes_by_proxy
 from spire.service.certificates import make_certificates
@@ -132,6 +134,49 @@ def test_a_request_that_cannot_be_sent_is_told_as_such(prompt: str, temperature:
     url = "http://127.0.0.1:9"
     with client_for(url) as client, pytest.raises(GatewayError, match="is asked for, or what it answers, is no JSON"):
         run_completion(client, url, prompt, temperature=temperature)
+
+
+class _Page(BaseHTTPRequestHandler):
+    """Something else than a gateway: every request is answered with a page."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.send_header("content-type", "text/html")
+        self.end_headers()
+        self.wfile.write(b"<html>It works!</html>")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[str]:
+    """The URL of a server that is no gateway."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Page)
+    thread = Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_server_that_is_no_gateway_is_told_as_such(elsewhere: str, tmp_path: Path) -> None:
+    told = rf"{elsewhere}/v1/\S+ answers without a completion \(text/html\): is a gateway of Spire there\?"
+    with client_for(elsewhere) as client:
+        with pytest.raises(GatewayError, match=told):
+            run_completion(client, elsewhere, "Once")
+        with pytest.raises(GatewayError, match=told):
+            list(stream_chat(client, elsewhere, ClientCompletion("Once")))
+    with pytest.raises(GatewayError, match=told):
+        asyncio.run(_ask(elsewhere))
+    (tmp_path / "prompts.txt").write_text("Once")
+    done = CliRunner().invoke(
+        app, ["write", "--prompts", str(tmp_path / "prompts.txt"), "--url", elsewhere, "--out", str(tmp_path / "out")]
+    )
+    assert isinstance(done.exception, GatewayError), done.output
+    assert re.search(told, str(done.exception))
 
 
 async def _ask(url: str) -> None:
