@@ -185,11 +185,12 @@ class Drafting:
 
     def least_standing(self, sequence: Sequence) -> float:
         """Return the probability of standing below which the draft stops in a sequence's next round; 0 for never."""
-        if sequence.stop == "off" or not (self._draft and self._draft.info and self._draft.info.stops):
+        depth = self.depth(sequence)
+        # The first token is always drafted: at depth 1 there is nothing to judge.
+        if depth <= 1 or sequence.stop == "off" or not (self._draft and self._draft.info and self._draft.info.stops):
             return 0.0
         if sequence.stop == "threshold":
             return 1.0 - self._config.stop_threshold
-        depth = self.depth(sequence)
         if depth not in self._least:
             self._least[depth] = self._depths.least_standing(self._load, depth)
         return self._least[depth]

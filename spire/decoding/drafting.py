@@ -36,12 +36,25 @@ class DraftingRound(Protocol):
 class Stopping(NamedTuple):
     """When a round stops drafting for a sequence: once its block stands with a probability below `least_B`.
 
+    `price_B`: what a pass costs a sequence, in tokens; 0 for one that does not stop by costs. A pass takes as long for
+    few sequences as for many: the round ends once the blocks that go on stand, in sum, with less than all of `price_B`,
+    unless one goes on that does not stop by costs. None: passes are not shared.
+
     `head` maps hidden states [B, D] and what `told_of` tells of the tokens drawn from them to the logit [B] of the
     probability that the target accepts these tokens if it accepts those before them (SpecDec++, section 3.2).
     """
 
     head: Callable[[Tensor, Tensor], Tensor]
     least_B: Tensor
+    price_B: Tensor | None = None
+
+    def going_on(self, goes_on_B: Tensor, stands_B: Tensor) -> Tensor:
+        """Return for which of the sequences that went on so far one more pass is worth its time."""
+        goes_on_B = goes_on_B & (stands_B >= self.least_B)
+        if self.price_B is None:
+            return goes_on_B
+        others = (goes_on_B & (self.price_B == 0)).any()
+        return goes_on_B & (others | ((stands_B * goes_on_B).sum() >= self.price_B.sum()))
 
 
 class RoundInputs(NamedTuple):
@@ -64,13 +77,15 @@ class RoundInputs(NamedTuple):
 class DraftItem:
     """One sequence of a batch to draft for. `newest_token` is at position `base`.
 
-    `least_standing`: drafting stops once its block stands with a probability below it; 0 for never.
+    `least_standing`: drafting stops once its block stands with a probability below it; 0 for never. `by_cost`: this is
+    also what a pass costs it, in tokens.
     """
 
     sequence_id: str
     base: int
     newest_token: int
     least_standing: float = 0.0
+    by_cost: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,8 +124,8 @@ def draft_tokens(round_: DraftingRound, inputs: RoundInputs) -> Drafted:
     Each token is drawn from the most probable tokens, as many as `candidates`, or from the whole vocabulary of the
     draft in bfloat16: `vocabulary_W`, outside of which the logits are -inf, or all tokens. This distribution is
     returned as q. Under the invariant rule, tokens are picked from the whole distribution. If all sequences use the
-    invariant rule, no q is returned. Where a sequence stops depends on its drafted tokens alone, so every rule stays
-    exact.
+    invariant rule, no q is returned. Where a sequence stops depends on tokens that are drafted, its own and those of
+    others, and on nothing behind them, so every rule stays exact.
     """
     newest_B, base_B, k, rows, candidates, vocabulary_W, stop = inputs
     tokens_B, tokens, ids, probs = newest_B, [], [], []
@@ -121,7 +136,7 @@ def draft_tokens(round_: DraftingRound, inputs: RoundInputs) -> Drafted:
         stands_B, counts_B = torch.ones_like(newest_B, dtype=torch.float32), torch.zeros_like(newest_B)
     for position, uniforms_B in enumerate(uniforms_BK.unbind(1), start=1):
         if stop and position > 1:
-            goes_on_B = goes_on_B & (stands_B >= stop.least_B)
+            goes_on_B = stop.going_on(goes_on_B, stands_B)
             if goes_on_B.device.type == "cpu" and not goes_on_B.any():  # elsewhere, asking would wait for the device
                 break
         position_B = base_B + position

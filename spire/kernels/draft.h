@@ -266,6 +266,17 @@ static void judge_newest(const DraftRound *round, const Stop *stop, const int64_
   }
 }
 
+/* Whether the blocks of the rows that go on, together, are worth one more pass. */
+static int worth_a_pass(const Stop *stop, const int64_t *rows, int on, int B) {
+  float stand = 0.0f, prices = 0.0f;
+  for (int a = 0; a < on; a++) {
+    if (stop->price[rows[a]] == 0.0f) return 1;
+    stand += stop->stands[rows[a]];
+  }
+  for (int b = 0; b < B; b++) prices += stop->price[b];
+  return stand >= prices;
+}
+
 /* All passes, each fed what was drawn from the one before: tokens [k, B]. With `stop` a sequence takes part until its
    block is too likely to fall; what was drawn before stays, because whether to go on may depend on nothing else. */
 static void draft_round(const DraftRound *round, const int64_t *tokens, const Draw *drawn, const Stop *stop, int threads) {
@@ -287,7 +298,7 @@ static void draft_round(const DraftRound *round, const int64_t *tokens, const Dr
       if (stop) stop->counts[b] = pass + 1;
       if (!stop || stop->stands[b] >= stop->least[b]) fed[on] = next.tokens[b], rows[on++] = b;
     }
-    alive = on;
+    alive = stop && !worth_a_pass(stop, rows, on, B) ? 0 : on;
     next.tokens += B, next.uniforms++, next.q += round->V;
   }
 }

@@ -128,12 +128,13 @@ typedef struct {
 enum { TOLD = 5 };
 
 /* When a round stops drafting for a sequence: where the head that judges its tokens (SpecDec++, section 3.2) says that
-   the block stands with less than this probability. `depth` residual layers of width W. */
+   the block stands with less than this probability. If all that go on have a price of a pass, the round ends once they
+   stand, in sum, with less than the prices of all. `depth` residual layers of width W. */
 typedef struct {
   const float *enter, *enter_told, *enter_bias; /* [W, D], [TOLD, W], [W] */
   const float *residual, *residual_bias;        /* [depth, W, W], [depth, W] */
   const float *leave;                           /* [W + 1]: the last is the bias */
-  const float *least;                           /* [B] */
+  const float *least, *price;                   /* [B]; price 0: none */
   float *scratch;                               /* B * (V + D + 2 * W + TOLD) */
   float *stands;                                /* [B]: the probability */
   int64_t *counts;                              /* [B]: tokens drafted */

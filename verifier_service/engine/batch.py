@@ -51,6 +51,7 @@ class Item:
     tokens: Rows[int]
     q: ReadQ | None
     least_standing: float = 0.0
+    by_cost: bool = False
     undrafted: pb.Undrafted = pb.UNDRAFTED_UNSPECIFIED
     result: pb.VerifyResult | None = None
 
@@ -58,7 +59,8 @@ class Item:
     def read(cls, item: pb.VerifyItem) -> Item:
         tokens = list(item.draft_tokens)
         q = partial(read_q, item.q) if tokens and item.HasField("q") else None
-        return cls(item.sequence_id, item.round, item.base, item.k, item.paused, tokens, q, item.least_standing)
+        stop = item.least_standing, item.by_cost
+        return cls(item.sequence_id, item.round, item.base, item.k, item.paused, tokens, q, *stop)
 
 
 @dataclass

@@ -111,7 +111,8 @@ class DraftRequests:
         batch.batch_id, batch.step_seconds = request_id, self._pace.step_seconds
         for item, sequence, asked in zip(items, sequences, batch.items, strict=True):
             asked.base, asked.newest_token = len(sequence.tokens) - 1, sequence.newest
-            asked.k, asked.least_standing = self._depth(item, sequence), item.least_standing
+            asked.k = self._depth(item, sequence)
+            asked.least_standing, asked.by_cost = item.least_standing, item.by_cost
         return batch
 
     def _depth(self, item: Item, sequence: HeldSequence) -> int:

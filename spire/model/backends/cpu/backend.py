@@ -72,8 +72,7 @@ class CpuBackend(Reference):
         uniforms_BK = rows.uniforms(base_B, k, Purpose.DRAFT)
         if isinstance(round_, FusedRound):
             there, place = claim(round_.shape) or (None, None)
-            least_B = stop.least_B if stop else None
-            drawn = round_.drawn(newest_B, rows.temperature_B, uniforms_BK, there, least_B)
+            drawn = round_.drawn(newest_B, rows.temperature_B, uniforms_BK, there, stop)
             tokens_BK, probs_BKW, counts_B = drawn
             return Drafted(tokens_BK, None, probs_BKW, place, vocabulary_W, counts_B)
         if self._stack:  # a packed target drafts for itself

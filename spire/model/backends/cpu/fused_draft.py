@@ -15,7 +15,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from spire.decoding.drafting import DraftingRound
+from spire.decoding.drafting import DraftingRound, Stopping
 from spire.kernels import Kernels
 from spire.model.backends.cpu.fused_layer import MOST_ROTATIONS, FusedLayer, FusedProduct, Rotations
 from spire.model.draft import Draft
@@ -122,31 +122,33 @@ class FusedRound:
         temperature_B: Tensor,
         uniforms_BK: Tensor,
         probs_BKW: Tensor | None = None,
-        least_B: Tensor | None = None,
+        stop: Stopping | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Run all k passes and return the drawn tokens [B, k] and their bfloat16 distributions q, [B, k, W].
 
         The distributions are written to `probs_BKW` if given. Greedy rows get the most probable tokens, and their
-        distributions are not written. With `least_B`, a sequence whose block stands with a probability below it takes
-        part in no further pass; returned are then the numbers of tokens drawn, too.
+        distributions are not written. With `stop`, a sequence that stops takes part in no further pass; returned are
+        then the numbers of tokens drawn, too.
         """
         tokens_KB = newest_B.new_empty(self._k, len(newest_B))
         if probs_BKW is None:
             probs_BKW = torch.empty(self.shape, dtype=torch.bfloat16)
         given = [x.contiguous() for x in (newest_B, temperature_B, uniforms_BK)]
-        stop, counts_B = self._stop(least_B)
-        self._kernels.draft_round(self._round, *given, tokens_KB, probs_BKW, stop, torch.get_num_threads())
+        stopping, counts_B = self._stop(stop)
+        self._kernels.draft_round(self._round, *given, tokens_KB, probs_BKW, stopping, torch.get_num_threads())
         return tokens_KB.T, probs_BKW, counts_B
 
-    def _stop(self, least_B: Tensor | None) -> tuple[tuple[int, ...], Tensor | None]:
-        """Return what the kernels need to stop, nothing without `least_B`, and where they write the counts."""
-        if least_B is None:
+    def _stop(self, stop: Stopping | None) -> tuple[tuple[int, ...], Tensor | None]:
+        """Return what the kernels need to stop, nothing without `stop`, and where they write the counts."""
+        if stop is None:
             return (), None
-        head, B, D, W = self._stop_head, len(least_B), self._hidden.shape[1], self._logits_BW.shape[1]
+        head, B, D, W = self._stop_head, len(stop.least_B), self._hidden.shape[1], self._logits_BW.shape[1]
         assert head is not None
         scratch = torch.empty(B * (W + D + 2 * head.width + TOLD))
         stands_B, counts_B = torch.ones(B), torch.zeros(B, dtype=torch.int64)
-        self._stopping = (*head.weights, least_B.float().contiguous(), scratch, stands_B, counts_B)
+        price_B = torch.zeros(B) if stop.price_B is None else stop.price_B
+        limits = [limit_B.float().contiguous() for limit_B in (stop.least_B, price_B)]
+        self._stopping = (*head.weights, *limits, scratch, stands_B, counts_B)
         return (*(tensor.data_ptr() for tensor in self._stopping), head.depth, head.width), counts_B
 
 
