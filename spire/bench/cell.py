@@ -101,9 +101,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class ChosenDepth:
-    """What a depth that the gateway chose gave, relative to the best fixed depth, 0 included, of the same load.
+    """A depth that the gateway chose, beside the best fixed depth, 0 included, of the same load.
 
-    `ratio`: of the medians of decode tokens per second. `ci95`: its 95 % interval over the turns.
+    `ratio`: of the medians of decode tokens per second, the chosen one's over the fixed one's. `ci95`: its 95 %
+    interval over the turns.
     """
 
     draft: str

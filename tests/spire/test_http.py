@@ -8,6 +8,7 @@ import re
 import socket
 import ssl
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -103,9 +104,15 @@ def distrusted(tmp_path: Path) -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
     server.socket = context.wrap_socket(server.socket, server_side=True)
     server.handle_error = lambda *_: None  # type: ignore[method-assign]
+    with _running(server):
+        yield f"https://127.0.0.1:{server.server_port}"
+
+
+@contextmanager
+def _running(server: ThreadingHTTPServer) -> Iterator[None]:
     thread = Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
-    yield f"https://127.0.0.1:{server.server_port}"
+    yield
     server.shutdown()
     thread.join()
     server.server_close()
@@ -154,12 +161,8 @@ class _Page(BaseHTTPRequestHandler):
 def elsewhere() -> Iterator[str]:
     """The URL of a server that is no gateway."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Page)
-    thread = Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with _running(server):
+        yield f"http://127.0.0.1:{server.server_port}"
 
 
 def test_a_server_that_is_no_gateway_is_told_as_such(elsewhere: str, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ class Predicted(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadFigures:
-    """What a head reaches on text that it has not learned.
+    """Figures of a head on text that it has not learned.
 
     `auc`: area under the ROC of the head; `auc_of_entropy`, `auc_of_q`: of the draft's own entropy and of q of the
     token. `over_entropy`: the first less the second, with the ends of the 95 % interval over texts. `log_loss` in nats.
