@@ -116,7 +116,7 @@ class ChosenDepth:
 
 
 def chosen_depths(cells: Sequence[Cell]) -> list[ChosenDepth]:
-    """Compare each cell at automatic depth with the best of those of the same load at fixed depths above 0."""
+    """Compare each cell at automatic depth with the best fixed depth of its load, if any above 0 was measured."""
     found = []
     for auto in cells:
         if auto.k != AUTO or auto.draft is None or auto.batch is None or auto.context is None or not auto.decode_runs:

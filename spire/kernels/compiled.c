@@ -201,7 +201,8 @@ static int parse_stop(PyObject *given, Stop *stop) {
     return 0;
   stop->enter = AT(enter), stop->enter_told = AT(told), stop->enter_bias = AT(enter_bias);
   stop->residual = AT(residual), stop->residual_bias = AT(residual_bias), stop->leave = AT(leave);
-  stop->least = AT(least), stop->price = AT(price), stop->scratch = AT(scratch), stop->stands = AT(stands), stop->counts = AT(counts);
+  stop->least = AT(least), stop->price = AT(price), stop->scratch = AT(scratch);
+  stop->stands = AT(stands), stop->counts = AT(counts);
   return 1;
 }
 
