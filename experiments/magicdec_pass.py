@@ -83,10 +83,10 @@ def measure(
         pipeline.assign(slot, pb.Start(tokens=[0], sampling=sampling), None)
     steps = ModelSteps(target, cache, pipeline, sparse, 0, backend)
     zeros_B = torch.zeros(batch, dtype=torch.int64, device=device)
-    blocks = RaggedBatch(slots, [0] * batch, zeros_B[:, None], zeros_B, zeros_B + context, None, zeros_B)
+    blocks = RaggedBatch(slots, [0] * batch, zeros_B[:, None], zeros_B, zeros_B + context, None, zeros_B, [batch])
 
     def step() -> None:
-        steps.run([blocks], None)
+        steps.run(blocks, None)
         cache.rewind(slots, [context] * batch)
 
     def drafting() -> None:

@@ -4,7 +4,7 @@
 
 The model has the shape of a checkpoint and random weights, in the dtype that services choose here. Half of the blocks
 have `--short` draft tokens, the others `--long`; each carries its q over the whole vocabulary, as at temperature 1. A
-step is what the verifier does between two batches: grouping, padding, the checks of q, forward, verdict, commit. The
+step is what the verifier does between two batches: padding, the checks of q, forward, verdict, commit. The
 three kinds of steps alternate, so that a noisy machine is noisy to all.
 """
 
@@ -35,7 +35,7 @@ from spire.perf.shapes import SERVED_SINK, SERVED_WINDOW
 from spire.service.heap import keep_freed_memory
 from spire.v1 import verifier_pb2 as pb
 from spire.v1.tensor_pb2 import RULE_BLOCK, Sampling
-from verifier_service.engine.batch import Block, Item, Q, VerifyTask, grouped, pad, q_problems
+from verifier_service.engine.batch import Block, Item, Q, VerifyTask, pad, q_problems
 from verifier_service.engine.sequence import HeldSequence
 from verifier_service.engine.step import ModelSteps
 from verifier_service.sampling.pipeline import Pipeline
@@ -98,9 +98,8 @@ def measure(
                 _block(sequence, tokens, q_KV[: len(tokens)])
                 for sequence, tokens in zip(sequences, drafted, strict=True)
             ]
-            groups = grouped(blocks) if device.type == "cpu" else [blocks]
-            padded = [pad(group, device) for group in groups]
-            assert not any(problem for one in padded for problem in q_problems(one, config.vocab_size))
+            padded = pad(sorted(blocks, key=lambda block: block.k), device)
+            assert not any(q_problems(padded, config.vocab_size))
             steps.run(padded, None)
             cache.rewind(slots, [context] * batch)
 

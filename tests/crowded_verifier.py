@@ -7,7 +7,6 @@ So speculation pays for one sequence and loses for eight, whatever the machine t
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 from verifier_service.__main__ import main
 from verifier_service.engine.batch import RaggedBatch
@@ -17,12 +16,12 @@ _run = ModelSteps.run
 
 
 def run_slowly(
-    self: ModelSteps, batches: Sequence[RaggedBatch], chunk: PromptChunk | None
+    self: ModelSteps, batch: RaggedBatch | None, chunk: PromptChunk | None
 ) -> tuple[Outcome | None, Outcome | None]:
     began = time.perf_counter()
-    verified, prefilled = _run(self, batches, chunk)
-    if verified:
-        seconds = 0.02 * max(1.0, sum(batch.tokens_BT.numel() for batch in batches) / 6) ** 2
+    verified, prefilled = _run(self, batch, chunk)
+    if batch:
+        seconds = 0.02 * max(1.0, batch.positions / 6) ** 2
         time.sleep(max(0.0, seconds - (time.perf_counter() - began)))
     return verified, prefilled
 

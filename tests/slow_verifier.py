@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
 
 from verifier_service.__main__ import main
 from verifier_service.engine.batch import RaggedBatch
@@ -18,10 +17,10 @@ _step, _prefill = (float(sys.argv.pop(1)) for _ in range(2))
 
 
 def run_slowly(
-    self: ModelSteps, batches: Sequence[RaggedBatch], chunk: PromptChunk | None
+    self: ModelSteps, batch: RaggedBatch | None, chunk: PromptChunk | None
 ) -> tuple[Outcome | None, Outcome | None]:
     time.sleep(_step + (_prefill if chunk else 0.0))
-    return _run(self, batches, chunk)
+    return _run(self, batch, chunk)
 
 
 ModelSteps.run = run_slowly  # type: ignore[method-assign]

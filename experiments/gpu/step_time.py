@@ -79,7 +79,7 @@ def _prompt(setting: Setting, target: Target, backend: Reference) -> Finding:
     chunk = PromptChunk([slot], [torch.randint(config.vocab_size, (length,))], [True], [[]], [1])
 
     def prefill() -> None:
-        steps.run([], chunk)
+        steps.run(None, chunk)
         cache.rewind([slot], [0])
 
     bench = Bench(device, torch.bfloat16, setting.least_seconds)
@@ -118,7 +118,7 @@ def _measured(setting: Setting, target: Target, backend: Reference, cell: Cell) 
     batch = _batch(cell, slots, config.vocab_size, device)
 
     def step() -> None:
-        steps.run([batch], None)
+        steps.run(batch, None)
         cache.rewind(slots, [cell.context] * cell.batch)
 
     return Bench(device, torch.bfloat16, setting.least_seconds).seconds(step), launches(step, device)
@@ -135,4 +135,5 @@ def _batch(cell: Cell, slots: list[int], vocabulary: int, device: torch.device) 
         base_B=torch.full((cell.batch,), cell.context, device=device),
         q=None,
         widths_B=torch.zeros(cell.batch, dtype=torch.int64, device=device),
+        parts=[cell.batch],
     )

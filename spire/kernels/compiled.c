@@ -246,14 +246,14 @@ static PyObject *py_draw(PyObject *self, PyObject *arguments) {
 }
 
 static PyObject *py_judge(PyObject *self, PyObject *arguments) {
-  Address logits, temperatures, blocks, drafted, counts, q, q_sums, coins, uniforms, accepted, tokens, finite;
+  Address logits, firsts, temperatures, blocks, drafted, counts, q, q_sums, coins, uniforms, accepted, tokens, finite;
   Verdict work;
   int threads;
   const Kernels *kernels =
-      parse(arguments, "KKKKKKKKKKKKiiii", &logits, &temperatures, &blocks, &drafted, &counts, &q, &q_sums, &coins,
-            &uniforms, &accepted, &tokens, &finite, &work.B, &work.T, &work.V, &threads);
+      parse(arguments, "KKKKKKKKKKKKKiiii", &logits, &firsts, &temperatures, &blocks, &drafted, &counts, &q, &q_sums,
+            &coins, &uniforms, &accepted, &tokens, &finite, &work.B, &work.T, &work.V, &threads);
   if (!kernels) return NULL;
-  work.logits = AT(logits), work.temperatures = AT(temperatures), work.blocks = AT(blocks);
+  work.logits = AT(logits), work.firsts = AT(firsts), work.temperatures = AT(temperatures), work.blocks = AT(blocks);
   work.drafted = AT(drafted), work.counts = AT(counts);
   work.q = AT(q), work.q_sums = AT(q_sums), work.coins = AT(coins), work.uniforms = AT(uniforms);
   work.accepted = AT(accepted), work.tokens = AT(tokens), work.finite = AT(finite);

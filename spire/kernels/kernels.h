@@ -142,10 +142,11 @@ typedef struct {
 } Stop;
 
 /* Which of a sequence's drafted tokens stand by the rejection rule or by that of blocks, and the token behind them. T - 1
-   are drafted at most, of row b the first counts[b]. Logits are used up. q is in proportion to what a token was drawn
-   from. */
+   are drafted at most, of row b the first counts[b]; its logits are counts[b] + 1 rows from firsts[b] on, and are used
+   up. q is in proportion to what a token was drawn from. */
 typedef struct {
-  float *logits;                   /* [B, T, V] */
+  float *logits;                   /* [R, V] */
+  const int64_t *firsts;           /* [B] */
   const float *temperatures;       /* [B] */
   const int64_t *blocks;           /* [B]: whether by that of blocks */
   const int64_t *drafted, *counts; /* [B, T - 1], [B] */

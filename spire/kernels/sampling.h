@@ -100,7 +100,7 @@ static void leave(const Pair *pair, float weight_of_p, int V) {
 #undef LEFT
 
 static float *logits_of(const Verdict *work, int b, int t) {
-  return work->logits + ((int64_t)b * work->T + t) * work->V;
+  return work->logits + (work->firsts[b] + t) * work->V;
 }
 
 static float q_of(const Pair *pair, int64_t token) {

@@ -7,7 +7,7 @@ import contextlib
 import random
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -252,9 +252,9 @@ def slow_steps(verifier: Verifier, seconds: float = 0.01) -> None:
     """Let steps take no less than `seconds`, so that a prompt in many chunks is under way for a while."""
     run = verifier.engine.steps.run
 
-    def slowly(batches: Sequence[RaggedBatch], chunk: PromptChunk | None) -> tuple[Outcome | None, Outcome | None]:
+    def slowly(batch: RaggedBatch | None, chunk: PromptChunk | None) -> tuple[Outcome | None, Outcome | None]:
         time.sleep(seconds)
-        return run(batches, chunk)
+        return run(batch, chunk)
 
     verifier.engine.steps.run = slowly  # type: ignore[method-assign]
 

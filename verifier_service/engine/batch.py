@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence as Rows
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate, groupby, pairwise
 
 import numpy as np
 import torch
@@ -29,10 +30,6 @@ class Limits:
     vocab_size: int
     max_context: int
     max_depth: int
-
-
-# Positions of padding that cost less than one group more.
-MOST_PADDING = 6
 
 
 @dataclass(slots=True)
@@ -144,7 +141,10 @@ class Block:
 
 @dataclass(frozen=True)
 class RaggedBatch:
-    """B blocks padded to the length of the longest. `q` is None if no block has a q."""
+    """B blocks padded to the length of the longest. `q` is None if no block has a q.
+
+    `parts`: the numbers of consecutive blocks that are computed together, padded to the longest of these blocks only.
+    """
 
     slots: list[int]
     counts: list[int]
@@ -153,10 +153,21 @@ class RaggedBatch:
     base_B: Tensor
     q: SparseDistribution | None
     widths_B: Tensor
+    parts: list[int]
 
     @property
     def draft_BK(self) -> Tensor:
         return self.tokens_BT[:, 1:]
+
+    def rectangles(self) -> list[tuple[list[int], Tensor]]:
+        """Return the slots and the padded tokens [B, T] of each part."""
+        bounds = pairwise(accumulate(self.parts, initial=0))
+        return [(self.slots[at:end], self.tokens_BT[at:end, : 1 + max(self.counts[at:end])]) for at, end in bounds]
+
+    @property
+    def positions(self) -> int:
+        """The number of positions that are computed, padding included."""
+        return sum(tokens_BT.numel() for _, tokens_BT in self.rectangles())
 
 
 class SharedQ:
@@ -235,20 +246,12 @@ def _read_tensor(
     return ring.view(message, place, dtype) if ring else None
 
 
-def grouped(blocks: Rows[Block]) -> list[list[Block]]:
-    """Divide blocks into groups of like depth, each in the order given, so that little of a batch is padding."""
-    groups, padding = list[list[int]](), 0
-    for at in sorted(range(len(blocks)), key=lambda at: -blocks[at].k):
-        padding += blocks[groups[-1][0]].k - blocks[at].k if groups else 0
-        if not groups or padding > MOST_PADDING:
-            groups.append([])
-            padding = 0
-        groups[-1].append(at)
-    return [[blocks[at] for at in sorted(group)] for group in groups]
-
-
 def pad(blocks: Rows[Block], device: torch.device) -> RaggedBatch:
-    """Combine these blocks into one batch, padding short rows with token 0."""
+    """Combine these blocks into one batch, padding short rows with token 0.
+
+    Consecutive blocks of the same depth are a part. On a GPU, all blocks are: the graphs of one batch cost less than
+    those of several parts.
+    """
     counts = [block.k for block in blocks]
     K = max(counts)
     tokens_BT = np.array([[block.sequence.newest, *block.tokens, *[0] * (K - block.k)] for block in blocks])
@@ -262,6 +265,7 @@ def pad(blocks: Rows[Block], device: torch.device) -> RaggedBatch:
         base_B=base_B,
         q=_pad_q(blocks, K, device),
         widths_B=widths_B,
+        parts=[len(list(alike)) for _, alike in groupby(counts)] if device.type == "cpu" else [len(blocks)],
     )
 
 

@@ -16,7 +16,7 @@ from spire.lost_device import end_if_device_lost
 from spire.rpc.carrier import OverwritingRingReader
 from spire.rpc.errors import OK
 from spire.v1 import verifier_pb2 as pb
-from verifier_service.engine.batch import Block, Item, Limits, RaggedBatch, VerifyTask, grouped, pad, q_problems
+from verifier_service.engine.batch import Block, Item, Limits, RaggedBatch, VerifyTask, pad, q_problems
 from verifier_service.engine.draft_requests import DraftRequests
 from verifier_service.engine.prefixes import Prefixes
 from verifier_service.engine.sequence import HeldSequence, not_finite, preempted, step_failed
@@ -28,20 +28,20 @@ log = structlog.get_logger("verifier_service")
 
 
 class StepWork(NamedTuple):
-    """The batches that a step answers, and the blocks of these batches that the step verifies, `padded` in groups.
+    """The batches that a step answers, and the blocks of these batches that the step verifies, as one batch.
 
     `q_seconds`: time spent on reading and checking q.
     """
 
     tasks: Rows[VerifyTask] = ()
     blocks: Rows[Block] = ()
-    padded: Rows[RaggedBatch] = ()
+    batch: RaggedBatch | None = None
     q_seconds: float = 0.0
 
     @property
     def positions(self) -> int:
         """The number of positions in the forward, padding included."""
-        return sum(batch.tokens_BT.numel() for batch in self.padded)
+        return self.batch.positions if self.batch else 0
 
     @property
     def drafted(self) -> bool:
@@ -112,7 +112,7 @@ class Blocks:
         return tasks
 
     def _admissible(self, tasks: Rows[VerifyTask]) -> list[Block]:
-        """Return the blocks to verify, by slot. Repeated items get their stored result, invalid items an error."""
+        """Return the blocks to verify. Repeated items get their stored result, invalid items an error."""
         blocks, seen = list[Block](), set[str]()
         for task in tasks:
             for item in task.items:
@@ -127,7 +127,7 @@ class Blocks:
                         blocks.append(self._read(task, item, sequence, base))
                 except RequestError as error:
                     self._refuse(item, error)
-        return sorted(blocks, key=lambda block: block.sequence.slot)
+        return blocks
 
     def _read(self, task: VerifyTask, item: Item, sequence: HeldSequence, base: int) -> Block:
         try:
@@ -171,22 +171,22 @@ class Blocks:
             blocks = [block for block in blocks if block.sequence is not victim]
         return blocks
 
-    def _with_sound_q(self, blocks: list[Block]) -> tuple[list[Block], list[RaggedBatch]]:
-        """Drop draft tokens of unusable q; refuse items if gateways sent them. Return remaining blocks and batches."""
-        device = self._steps.device
-        # On a GPU the graphs of one batch cost less than those of several groups.
-        groups = grouped(blocks) if device.type == "cpu" else [blocks] if blocks else []
-        padded = [pad(group, device) for group in groups]
-        blocks = [block for group in groups for block in group]
+    def _with_sound_q(self, blocks: list[Block]) -> tuple[list[Block], RaggedBatch | None]:
+        """Drop draft tokens of unusable q; refuse items if gateways sent them. Return the other blocks as a batch."""
+        if not blocks:
+            return [], None
+        # By depth, because consecutive blocks of the same depth are computed together.
+        blocks = sorted(blocks, key=lambda block: (block.k, block.sequence.slot))
+        batch = pad(blocks, self._steps.device)
         # Waits for a GPU: only then has it read q.
-        problems = [problem for batch in padded for problem in q_problems(batch, self._limits.vocab_size)]
+        problems = q_problems(batch, self._limits.vocab_size)
         overwritten = [block for block in blocks if block.q and not block.q.holds]
         for block in overwritten:
             block.empty()
         if overwritten:
             return self._with_sound_q(blocks)
         if not any(problems):
-            return blocks, padded
+            return blocks, batch
         for block, problem in zip(blocks, problems, strict=True):
             if problem and block.item.k:  # the draft caused the error, not the gateway
                 block.item.undrafted = pb.UNDRAFTED_ERROR

@@ -221,12 +221,12 @@ class VerifierEngine:
         self, work: StepWork, chosen: Rows[HeldSequence], chunk: PromptChunk | None
     ) -> tuple[Outcome | None, Outcome | None]:
         """Run the forward and advance its sequences. After a failure, answer with errors and release the sequences."""
-        if not work.padded and not chunk:
+        if not work.batch and not chunk:
             return None, None
         positions, began = work.positions + (sum(chunk.counts) if chunk else 0), time.perf_counter()
         try:
             with self.pace.step("prompt" if chunk else "verify", positions):
-                verified, prefilled = self.steps.run(work.padded, chunk)
+                verified, prefilled = self.steps.run(work.batch, chunk)
         except Exception as error:
             end_if_device_lost(error)
             log.exception("a step failed", blocks=len(work.blocks), prompts=len(chosen))

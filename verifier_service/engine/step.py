@@ -82,23 +82,6 @@ class Outcome:
     sample_seconds: float
     scores: Rows[Scores | None] = ()
 
-    @classmethod
-    def of_groups(cls, groups: Rows[Outcome]) -> Outcome:
-        """Join the outcomes of the groups of a step, in order."""
-        if len(groups) == 1:
-            return groups[0]
-        taps = [row for group in groups if group.taps_BTND is not None for row in group.taps_BTND]
-        return cls(
-            finite=[row for group in groups for row in group.finite],
-            accepted=[row for group in groups for row in group.accepted],
-            tokens=[row for group in groups for row in group.tokens],
-            refused=[row for group in groups for row in group.refused],
-            logprobs=[row for group in groups for row in group.logprobs],
-            taps_BTND=pad_sequence(taps, batch_first=True) if taps else None,
-            forward_seconds=sum(group.forward_seconds for group in groups),
-            sample_seconds=sum(group.sample_seconds for group in groups),
-        )
-
     def sound(self, row: int) -> bool:
         """True if the sequence of this row can continue: its numbers are finite and it is not refused."""
         return self.finite[row] and not self.refused[row]
@@ -144,15 +127,15 @@ class ModelSteps:
                 some = len(chosen)
                 prompts = [torch.tensor(prompt)] * some
                 self.cache.rewind(chosen, [0] * some)
-                self.run([], PromptChunk(chosen, prompts, [True] * some, [[] for _ in chosen], [some]))
+                self.run(None, PromptChunk(chosen, prompts, [True] * some, [[] for _ in chosen], [some]))
                 probs_BKV = torch.ones(some, k, self.target.config.vocab_size, device=self.device)
                 tokens_BT = torch.zeros(some, k + 1, dtype=torch.int64, device=self.device)
                 numbers = torch.tensor([[k] * some, [len(prompt)] * some, [0] * some], device=self.device)
                 counts_B, base_B, widths_B = numbers
-                blocks = RaggedBatch(chosen, [k] * some, tokens_BT, counts_B, base_B, None, widths_B)
+                blocks = RaggedBatch(chosen, [k] * some, tokens_BT, counts_B, base_B, None, widths_B, [some])
                 for q in (None, SparseDistribution(None, probs_BKV.bfloat16())):
                     self.cache.rewind(chosen, [len(prompt)] * some)
-                    self.run([replace(blocks, q=q)], None)
+                    self.run(replace(blocks, q=q), None)
         for slot in slots:
             self.pipeline.release(slot)
             self.cache.free(slot)
@@ -163,7 +146,7 @@ class ModelSteps:
         prompt = [0] * FIRST_POSITIONS
         self.pipeline.assign(slot, pb.Start(tokens=prompt, sampling=ONE_OF_EACH[0]), None)
         with torch.inference_mode():
-            self.run([], PromptChunk([slot], [torch.tensor(prompt)], [True], [[]], [1]))
+            self.run(None, PromptChunk([slot], [torch.tensor(prompt)], [True], [[]], [1]))
         self.pipeline.release(slot)
         self.cache.free(slot)
 
@@ -179,22 +162,17 @@ class ModelSteps:
         inputs = RoundInputs(newest_B, base_B, k, rows, self._top_m)
         return self.backend.draft(self._self_speculation.round(slots, passing), inputs, lambda _: None)
 
-    def run(self, batches: Rows[RaggedBatch], chunk: PromptChunk | None) -> tuple[Outcome | None, Outcome | None]:
+    def run(self, batch: RaggedBatch | None, chunk: PromptChunk | None) -> tuple[Outcome | None, Outcome | None]:
         """Run one forward over blocks to verify and a chunk of prompts; return the outcome of each, None if absent."""
         began = time.perf_counter()
-        blocks = [(batch.slots, batch.tokens_BT) for batch in batches]
-        prompts = chunk.rectangles() if chunk else []
+        blocks, prompts = batch.rectangles() if batch else [], chunk.rectangles() if chunk else []
         outputs = self._append(blocks, prompts)
         forward = time.perf_counter() - began
         of_blocks, of_prompts = outputs[: len(blocks)], outputs[len(blocks) :]
-        positions = [tokens_BT.numel() for _, tokens_BT in [*blocks, *prompts]]
-        shares = [forward * count / sum(positions) for count in positions]
-        verified = list[Outcome]()
-        for batch, output, seconds in zip(batches, of_blocks, shares, strict=False):
-            verified.append(self._conclude(batch, output, seconds))
-        of_chunk = sum(shares[len(blocks) :])
-        prefilled = self._prefilled(chunk, _joined(of_prompts), of_chunk) if chunk else None
-        return Outcome.of_groups(verified) if verified else None, prefilled
+        of_batch, of_chunk = (sum(tokens_BT.numel() for _, tokens_BT in some) for some in (blocks, prompts))
+        each = forward / (of_batch + of_chunk)
+        verified = self._conclude(batch, _joined(of_blocks), each * of_batch) if batch else None
+        return verified, self._prefilled(chunk, _joined(of_prompts), each * of_chunk) if chunk else None
 
     def _append(
         self, blocks: list[tuple[list[int], Tensor]], prompts: list[tuple[list[int], Tensor]]

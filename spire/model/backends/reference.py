@@ -78,13 +78,13 @@ class Reference:
 
     def judge(self, logits_BTV: Tensor, blocks: BlockBatch, rule: Verify = verify) -> tuple[Verdict, Tensor]:
         """Verify blocks from fp32 logits, which may be overwritten. Return the verdict, and true for finite rows."""
-        if kernel := self.judging_kernel(logits_BTV, blocks, rule):
+        if kernel := self.judging_kernel(logits_BTV.shape[-1], blocks, rule):
             return kernel(logits_BTV, *blocks)
         finite_B = finite_rows(logits_BTV, blocks.counts_B)
         return rule(probabilities(logits_BTV, blocks.rows), *blocks), finite_B
 
-    def judging_kernel(self, logits_BTV: Tensor, blocks: BlockBatch, rule: Verify) -> JudgingKernel | None:
-        """Return a kernel that verifies these blocks from their logits by this rule, or None."""
+    def judging_kernel(self, vocabulary: int, blocks: BlockBatch, rule: Verify) -> JudgingKernel | None:
+        """Return a kernel that verifies these blocks by this rule from their logits over the vocabulary, or None."""
         return None
 
     def memory(self, draft: Draft, slots: int) -> DraftMemory:

@@ -26,11 +26,18 @@ def collected(rows_KV: list[Tensor | None], K: int, vocabulary: int = V) -> Spar
 
 
 def judged(kernels: Kernels, logits_BTV: Tensor, *arguments: object) -> tuple[Verdict, Tensor]:
-    """By these kernels."""
+    """By these kernels, which must judge logits without padding alike."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(spire.model.backends.cpu.fused_verification, "every_kernels", lambda: (kernels,))
-        assert judges(logits_BTV, arguments[2], arguments[3])  # type: ignore[arg-type]
-        return judge(logits_BTV.clone(), *arguments)  # type: ignore[arg-type]
+        draft_BK, counts_B, q, rows, _ = arguments
+        assert judges(logits_BTV.shape[-1], draft_BK, q, rows)  # type: ignore[arg-type]
+        verdict, finite_B = judge(logits_BTV.clone(), *arguments)  # type: ignore[arg-type]
+        real_BT = torch.arange(logits_BTV.shape[1]) <= counts_B[:, None]  # type: ignore[index]
+        packed, finite_as_packed_B = judge(logits_BTV[real_BT], *arguments)  # type: ignore[arg-type]
+        assert torch.equal(packed.accepted_B, verdict.accepted_B)
+        assert torch.equal(packed.tokens_BT, verdict.tokens_BT)
+        assert torch.equal(finite_as_packed_B, finite_B)
+        return verdict, finite_B
 
 
 @each_kernels
@@ -94,21 +101,22 @@ def test_non_finite_logits_are_found_in_their_row_except_in_padding(kernels: Ker
 
 
 def test_only_what_it_can_judge_is_left_to_it() -> None:
-    logits_BTV, q = torch.randn(2, 3, V), collected([torch.full((2, V), 1 / V).bfloat16()] * 2, 2)
+    q = collected([torch.full((2, V), 1 / V).bfloat16()] * 2, 2)
+    draft_BK, none_BK = torch.zeros(2, 2, dtype=torch.int64), torch.empty(2, 0, dtype=torch.int64)
 
     def truncated(rows: SamplingRows) -> SamplingRows:
         return replace(rows, top_p_B=torch.tensor([1.0, 0.9]))
 
-    assert judges(logits_BTV, q, sampled_rows(2))
-    assert judges(logits_BTV, None, sampled_rows(2, temperature=0.0))
-    assert not judges(logits_BTV, None, sampled_rows(2)), "q is one-hot"
-    assert not judges(logits_BTV, SparseDistribution(None, q.probs_BKM.float()), sampled_rows(2)), "in another type"
-    assert not judges(logits_BTV, q, truncated(sampled_rows(2)))
-    assert judges(logits_BTV, q, sampled_rows(2, rule=Rule.BLOCK))
-    assert not judges(logits_BTV, q, sampled_rows(2, rule=Rule.INVARIANT))
-    assert not judges(logits_BTV[:, :1], None, sampled_rows(2, rule=Rule.INVARIANT))
-    assert judges(logits_BTV[:, :1], None, sampled_rows(2)), "nothing was drafted"
-    assert not judges(torch.randn(2, 3, V + 1), q, sampled_rows(2)), "a vocabulary that no vector divides"
+    assert judges(V, draft_BK, q, sampled_rows(2))
+    assert judges(V, draft_BK, None, sampled_rows(2, temperature=0.0))
+    assert not judges(V, draft_BK, None, sampled_rows(2)), "q is one-hot"
+    assert not judges(V, draft_BK, SparseDistribution(None, q.probs_BKM.float()), sampled_rows(2)), "in another type"
+    assert not judges(V, draft_BK, q, truncated(sampled_rows(2)))
+    assert judges(V, draft_BK, q, sampled_rows(2, rule=Rule.BLOCK))
+    assert not judges(V, draft_BK, q, sampled_rows(2, rule=Rule.INVARIANT))
+    assert not judges(V, none_BK, None, sampled_rows(2, rule=Rule.INVARIANT))
+    assert judges(V, none_BK, None, sampled_rows(2)), "nothing was drafted"
+    assert not judges(V + 1, draft_BK, q, sampled_rows(2)), "a vocabulary that no vector divides"
 
 
 @settings(max_examples=40, deadline=None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import NamedTuple, cast
+from typing import cast
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from spire.errors import InvalidRequest
 from spire.rpc.tensors import put
 from spire.v1 import verifier_pb2 as pb
-from verifier_service.engine.batch import MOST_PADDING, Block, Item, Q, VerifyTask, grouped, pad, read_q
+from verifier_service.engine.batch import Block, Item, Q, VerifyTask, pad, read_q
 from verifier_service.engine.sequence import HeldSequence
 
 V = 16
@@ -110,22 +110,16 @@ def message_of(probs_KM: Tensor, ids_M: list[int]) -> pb.DraftDistribution:
     return message
 
 
-class OfDepth(NamedTuple):
-    """Of a block, only how deep it is, and which one."""
-
-    k: int
-    number: int
-
-
-@given(depths=st.lists(st.integers(0, 16), max_size=64))
-def test_groups_hold_every_block_once_in_order_with_little_padding(depths: list[int]) -> None:
-    blocks = [OfDepth(k, number) for number, k in enumerate(depths)]
-    groups = grouped(cast(list[Block], blocks))
-    found = [cast(list[OfDepth], group) for group in groups]
-    assert sorted(block for group in found for block in group) == sorted(blocks)
-    for group in found:
-        assert [block.number for block in group] == sorted(block.number for block in group)
-        assert sum(max(block.k for block in group) - block.k for block in group) <= MOST_PADDING
+@given(depths=st.lists(st.integers(0, 16), min_size=1, max_size=64))
+def test_blocks_in_order_of_depth_are_computed_without_padding(depths: list[int]) -> None:
+    blocks = [block(slot, list(range(1, k + 1)), None) for slot, k in enumerate(sorted(depths))]
+    batch = pad(blocks, CPU)
+    slots = [slot for slots, _ in batch.rectangles() for slot in slots]
+    rows = [row for _, tokens_BT in batch.rectangles() for row in tokens_BT.tolist()]
+    assert [*zip(slots, rows, strict=True)] == [
+        (one.sequence.slot, [one.sequence.newest, *one.tokens]) for one in blocks
+    ]
+    assert batch.positions == sum(depths) + len(depths)
 
 
 def test_q_over_a_drafts_own_vocabulary_is_zero_elsewhere() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import grpc
@@ -103,10 +103,10 @@ async def test_a_guess_that_waits_for_another_s_step_waits_in_the_queue(verifier
     client, other, run = verifier.client(), verifier.client("other"), verifier.engine.steps.run
     began = threading.Event()
 
-    def slow(batches: Sequence[RaggedBatch], chunk: PromptChunk | None) -> tuple[Outcome | None, Outcome | None]:
+    def slow(batch: RaggedBatch | None, chunk: PromptChunk | None) -> tuple[Outcome | None, Outcome | None]:
         began.set()
         time.sleep(0.5)
-        return run(batches, chunk)
+        return run(batch, chunk)
 
     async with drafting(verifier) as draft:
         await client.start("a", prompt_of(9), GREEDY, "draft")
@@ -331,11 +331,11 @@ async def test_who_leaves_in_the_midst_of_a_drafted_step_leaves_after_it(verifie
     client, other, reached, go_on = verifier.client(), verifier.client("other"), threading.Event(), threading.Event()
     run = verifier.engine.steps.run
 
-    def held(batches: Sequence[RaggedBatch], chunk: PromptChunk | None) -> tuple[Outcome | None, Outcome | None]:
+    def held(batch: RaggedBatch | None, chunk: PromptChunk | None) -> tuple[Outcome | None, Outcome | None]:
         reached.set()
         assert go_on.wait(20)
         go_on.clear()
-        return run(batches, chunk)
+        return run(batch, chunk)
 
     async def stopped() -> None:
         assert await asyncio.to_thread(reached.wait, 20)

@@ -4,7 +4,7 @@ The kernel replaces `sampling.probabilities` and `verification.verify` for seque
 whole softmax. It skips work that cannot change the verdict: positions after the first token that rejection verification
 rejects, and residuals of prefixes shorter than the prefix that block verification accepts.
 
-Shapes: B sequences, K draft tokens at most, T = K + 1 positions, V vocabulary.
+Shapes: B sequences, K draft tokens at most, T = K + 1 positions, R rows of logits, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,33 +18,38 @@ from spire.decoding.verification import SparseDistribution, Verdict
 from spire.kernels import SHARES, every_kernels
 
 
-def judges(logits_BTV: Tensor, q: SparseDistribution | None, rows: SamplingRows) -> bool:
+def judges(vocabulary: int, draft_BK: Tensor, q: SparseDistribution | None, rows: SamplingRows) -> bool:
     """True if the verification kernel supports this batch's device, vocabulary size, sampling parameters and q."""
-    _, T, V = logits_BTV.shape
-    if logits_BTV.device.type != "cpu" or V % SHARES or not every_kernels() or not rows.mix.of_softmax_alone:
+    if draft_BK.device.type != "cpu" or vocabulary % SHARES or not every_kernels() or not rows.mix.of_softmax_alone:
         return False
-    if T == 1:
+    if draft_BK.shape[1] == 0:
         return True
     return rows.mix.greedy is Share.ALL if q is None else q.collected
 
 
 def judge(
-    logits_BTV: Tensor,
+    logits: Tensor,
     draft_BK: Tensor,
     counts_B: Tensor,
     q: SparseDistribution | None,
     rows: SamplingRows,
     base_B: Tensor,
 ) -> tuple[Verdict, Tensor]:
-    """Verify a batch; return the verdict and, int64 [B], 1 for rows with finite logits. Overwrites the fp32 logits."""
-    B, T, V = logits_BTV.shape
-    coins_BK = rows.uniforms(base_B, T - 1, Purpose.ACCEPT) if q else torch.empty(B, 0)
+    """Verify a batch; return the verdict and, int64 [B], 1 for rows with finite logits.
+
+    `logits`: fp32, with padding, [B, T, V], or without, [R, V]: one block after the other. They are overwritten.
+    """
+    (B, K), V = draft_BK.shape, logits.shape[-1]
+    T = K + 1
+    length_B = counts_B + 1 if logits.ndim == 2 else torch.full((B,), T)
+    firsts_B = length_B.cumsum(0) - length_B
+    coins_BK = rows.uniforms(base_B, K, Purpose.ACCEPT) if q else torch.empty(B, 0)
     uniforms_BT = rows.uniforms(base_B, T, Purpose.SAMPLE)
     accepted_B, finite_B = torch.empty(2, B, dtype=torch.int64)
     verdict = Verdict(accepted_B, torch.empty(B, T, dtype=torch.int64))
     of_q = (q.probs_BKM, q.sum_BK) if q else (torch.empty(0), torch.empty(0))
     of_rows = (rows.temperature_B, rows.by_blocks_B)
     given = [x.contiguous() for x in (*of_rows, draft_BK, counts_B, *of_q, coins_BK, uniforms_BT)]
-    tensors = (logits_BTV, *given, accepted_B, verdict.tokens_BT, finite_B)
+    tensors = (logits, firsts_B, *given, accepted_B, verdict.tokens_BT, finite_B)
     every_kernels()[0].judge(*tensors, B, T, V, torch.get_num_threads() if B > 1 else 1)
     return verdict, finite_B
