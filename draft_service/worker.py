@@ -47,7 +47,8 @@ class DraftResult:
 class DraftTask:
     """A batch of B items to draft for, their sampling rows, and the largest k of any item.
 
-    `absorbing_seconds`: the time that the model thread has spent absorbing activations since the task arrived.
+    `absorbing_seconds`: the time that the model thread has spent absorbing activations since the task arrived;
+    `absorbed_seconds`: the same for the last activations before the task arrived.
     """
 
     items: list[DraftItem]
@@ -56,6 +57,7 @@ class DraftTask:
     done: Future[DraftResult] = field(default_factory=Future)
     arrived: float = field(default_factory=time.monotonic)
     absorbing_seconds: float = 0.0
+    absorbed_seconds: float = 0.0
 
 
 class Worker:
@@ -71,6 +73,8 @@ class Worker:
         self._subscription = 0
         self._pending: list[DraftTask] = []
         self.pace = Pace()
+        # Seconds that it took to absorb the last activations, if no request has come since.
+        self._absorbed_seconds = 0.0
         # Seconds of a verifier's step, from the last request: no activations arrive during a step.
         self.verifier_step_seconds = 0.0
         # Time of the first request, since activations last arrived, that lacked activations.
@@ -159,7 +163,8 @@ class Worker:
                     rows = rows.select(torch.tensor(ready, device=rows.temperature_B.device))
                 drafted = self.drafter.propose(items, task.k, rows)
             absorbing = task.absorbing_seconds
-            queued, worked = began - task.arrived - absorbing, absorbing + time.monotonic() - began
+            worked = task.absorbed_seconds + absorbing + time.monotonic() - began
+            queued = began - task.arrived - absorbing
             task.done.set_result(DraftResult(drafted, ready, refused, queued, worked))
         except Exception as error:  # keep the thread running, unless its GPU is lost
             end_if_device_lost(error)
@@ -184,6 +189,7 @@ class Worker:
     def _await_activations(self, task: DraftTask) -> None:
         for item in task.items:
             self.staleness.observe(self.drafter.staleness(item))
+        task.absorbed_seconds, self._absorbed_seconds = self._absorbed_seconds, 0.0
         self._pending.append(task)
 
     def _patience(self) -> float | None:
@@ -205,6 +211,7 @@ class Worker:
         then()
         seconds = time.monotonic() - began
         self.busy_seconds += seconds
+        self._absorbed_seconds = 0.0 if self._pending else seconds
         for task in self._pending:
             task.absorbing_seconds += seconds
         if gaps:

@@ -189,13 +189,13 @@ class VerifierEngine:
         chosen, chunk = self._prompts.next_chunk(work.positions)
         verified, prefilled = self._forward(work, chosen, chunk)
         over = time.perf_counter()
-        if work.drafted:
-            # Ask first: drafts read their requests while this thread gathers the activations that they need.
-            self._ask_ahead()
-        else:
+        if not work.drafted:
             self._blocks.answer(work, verified, began, over)
         shares = self._shares(work.blocks, verified)
         self._publish(lambda: self.publisher.announce(shares))
+        if work.drafted:
+            # Drafts absorb the activations while this thread asks them.
+            self._ask_ahead()
         self._publish(lambda: self.publisher.store(shares))
         if work.drafted:
             # Answer last: where all processors are busy, the gateway would run now instead of this thread.
