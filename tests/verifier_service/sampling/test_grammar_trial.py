@@ -20,9 +20,10 @@ MUCH_STACK = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(4000)) +
 
 
 def children() -> set[int]:
-    found = set()
+    found = set[int]()
     for task in Path("/proc/self/task").iterdir():
-        found |= {int(child) for child in (task / "children").read_text().split()}
+        with suppress(OSError):  # a thread that has ended meanwhile
+            found |= {int(child) for child in (task / "children").read_text().split()}
     return found
 
 
