@@ -207,11 +207,10 @@ class Drafter:
 
     def _stop(self, items: list[DraftItem]) -> Stopping | None:
         """Return when to stop drafting for each item; None if nobody stops, or this draft has no stop head."""
-        head, least = self.draft.stop_head, [item.least_standing for item in items]
-        if not (head and any(least)):
+        head, limits = self.draft.stop_head, [(item.least_standing, item.price) for item in items]
+        if not (head and any(map(any, limits))):
             return None
-        price = [item.least_standing * item.by_cost for item in items]
-        return Stopping(head, *torch.tensor((least, price), device=self.device))
+        return Stopping(head, *torch.tensor(limits, device=self.device).T)
 
     def _claim(self, shape: tuple[int, int, int]) -> tuple[Tensor, RingSlice] | None:
         ring = self.q_ring()

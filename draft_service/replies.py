@@ -63,7 +63,7 @@ class Replies:
         # Read each field once: an attribute of a message takes longer than one of an object.
         wanted = list(request.items)
         items = [
-            DraftItem(item.sequence_id, item.base, item.newest_token, item.least_standing, item.by_cost)
+            DraftItem(item.sequence_id, item.base, item.newest_token, item.least_standing, item.price)
             for item in wanted
         ]
         depths = [item.k for item in wanted]
@@ -146,8 +146,6 @@ def _add_uniform(reply: pb.DraftReply, parsed: ParsedRequest, result: DraftResul
     drafted = result.drafted
     if drafted is None or parsed.refused or result.refused or len(set(parsed.depths)) > 1:
         return False
-    if drafted.counts_B is not None and int(drafted.counts_B.min()) < drafted.tokens_BK.shape[1]:
-        return False
     if q:
         if q.of_probs is None:
             return False
@@ -157,6 +155,8 @@ def _add_uniform(reply: pb.DraftReply, parsed: ParsedRequest, result: DraftResul
             put_shape(reply.uniform.q.ids, q.ids.dtype, q.ids.shape)
             reply.uniform.q.ids_slice.CopyFrom(q.of_ids)
     reply.uniform.tokens.extend(chain.from_iterable(drafted.tokens_BK.tolist()))
+    if drafted.counts_B is not None:
+        reply.uniform.counts.extend(drafted.counts_B.tolist())
     return True
 
 

@@ -1,12 +1,13 @@
 """The depth controller: picks k, the draft tokens (0 for none) of the next round, from the results of earlier rounds.
 
-A round at depth k yields τ(k) tokens per sequence and takes Δt(k, load) seconds; the best k has the most tokens per
-second. The yield τ costs nothing to learn: a round at depth k also shows that of every smaller depth. The time Δt of
-untried depths is inferred, with an uncertainty, from measured ones; if the uncertainty could change the choice, the
-controller probes another depth for a round, within a time budget. While plain rounds are best, drafting is probed now
-and then, because a slow draft may have recovered. The first round after a change between drafted and plain is not
-timed, because it does work of the previous round (activations to send or to absorb). So a drafted probe among plain
-rounds takes two rounds, and so does a plain probe among drafted rounds.
+A round at depth k yields τ(k) tokens per sequence and takes Δt seconds; the best k has the most tokens per second. The
+yield τ costs nothing to learn: a round at depth k also shows that of every smaller depth. Where drafts stop early, k is
+what is asked for, and the time belongs to the mean number of tokens that are drafted. The time Δt of untried depths is
+inferred, with an uncertainty, from measured ones; if the uncertainty could change the choice, the controller probes
+another depth for a round, within a time budget. While plain rounds are best, drafting is probed now and then, because a
+slow draft may have recovered. The first round after a change between drafted and plain is not timed, because it does
+work of the previous round (activations to send or to absorb). So a drafted probe among plain rounds takes two rounds,
+and so does a plain probe among drafted rounds.
 
 A pure data structure: no I/O, clock, torch, async or randomness. `Drafting` calls `choose` before a round and
 `observe` or `missed` after it. Does not know: requests. Rounds that mix depths are not timed; k is chosen for them as
@@ -21,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from gateway.rounds.acceptance import Acceptance, BlockResult
-from gateway.rounds.round_times import Load, RoundTimes
+from gateway.rounds.round_times import Load, RoundTimes, at_depth
 from gateway.sequence import DEEPEST
 
 # Greatest k in the first rounds of a load: deep rounds may take many times as long as with fewer sequences.
@@ -53,9 +54,8 @@ _OUT_OF_REACH = 4.0
 _IN_FAVOUR_OF_PLAIN = 0.03
 # Greatest standard deviation of a log multiplier that is shown to people.
 _WELL_KNOWN = 0.1
-# Tokens beyond the first that must be drafted in the mean for times of rounds to tell what each costs; what each is
-# taken to cost before, in plain rounds; and the bounds of the probability below which drafting stops.
-_TELLING, _FIRST_COST, _LEAST_STANDING = 0.5, 0.12, (0.02, 0.9)
+# The bounds of the probability below which drafting stops.
+_LEAST_STANDING = 0.02, 0.9
 # Numbers of probes to consider: one often shows too little to be worth its cost, even if several would be.
 _LOOKS = (1, 8)
 
@@ -67,6 +67,16 @@ class Probe(NamedTuple):
     k: int
     seconds: float
     usual_seconds: float
+
+
+class StopRule(NamedTuple):
+    """When drafts stop: the least probability with which a block must stand, and what it must pay of a pass besides."""
+
+    least_standing: float
+    price: float
+
+
+NO_STOP = StopRule(0.0, 0.0)
 
 
 class Gain(NamedTuple):
@@ -118,22 +128,28 @@ class DepthController:
         if times.own < _FEW:
             deepest = min(deepest, _AT_FIRST)
         plain, mean = load.sequences - counts.total(), times.at(load)
-        worth = [math.log(_tokens(taus, counts, k, plain)) - mean[k] for k in range(deepest + 1)]
+        usual = [at_depth(mean, self.acceptance.mean_drafted(k)) for k in range(deepest + 1)]
+        worth = [math.log(_tokens(taus, counts, k, plain)) - usual[k] for k in range(deepest + 1)]
         worth[0] += _IN_FAVOUR_OF_PLAIN
         best = max(range(deepest + 1), key=worth.__getitem__)
         self._plain_cell = None if best else load.cell
-        return self._probe(load, times, mean, taus, worth, best)
+        return self._probe(load, times, usual, taus, worth, best)
 
-    def observe(self, load: Load, k: int | None, seconds: float, blocks: Sequence[BlockResult]) -> None:
+    def observe(
+        self, load: Load, k: int | None, seconds: float, blocks: Sequence[BlockResult], draft_seconds: float = 0.0
+    ) -> None:
         """Learn from the time and acceptance of a round at depth k; k is None if the time belongs to no single depth.
 
-        `seconds` excludes other sequences' prefill.
+        `seconds` excludes other sequences' prefill. `draft_seconds`: the part of it that the draft took for its passes.
         """
         self.acceptance.observe(blocks)
+        if blocks and draft_seconds:
+            self._times(load).draft_pass.observe(max(block.drafted for block in blocks), draft_seconds)
         if self._turned(k):
             k = None
-        self._settle(load, k, seconds, bool(blocks))
-        if k is None or k > self.deepest:
+        depth = sum(block.drafted for block in blocks) / len(blocks) if k and blocks else k
+        self._settle(load, k, depth, seconds, bool(blocks))
+        if k is None or depth is None or k > self.deepest:
             return
         if self._credit is None:
             # No estimate could reveal an outlier yet: the faster of two rounds counts. Two plain rounds follow.
@@ -143,8 +159,8 @@ class DepthController:
                 return
             seconds, self._next = min(first[1], seconds), [0, 0]
         times = self._times(load)
-        self._see_whether_slow(times, load, k, seconds)
-        times.observe(load, k, seconds)
+        self._see_whether_slow(times, load, depth, seconds)
+        times.observe(load, depth, seconds)
         if k:
             self._plain_cell = None
         # Rounds without automatic sequences pay for no probes.
@@ -153,12 +169,12 @@ class DepthController:
         self._credit = min(credit, max(_CREDIT_ROUNDS * seconds, self._look_seconds))
         self._pause = max(0.0, self._pause - seconds * load.automatic)
 
-    def _see_whether_slow(self, times: RoundTimes, load: Load, k: int, seconds: float) -> None:
+    def _see_whether_slow(self, times: RoundTimes, load: Load, depth: float, seconds: float) -> None:
         """Request a probe of plain rounds after several far too slow drafted ones: the draft alone may be the cause."""
-        if not k or times.own < _FEW:
+        if not depth or times.own < _FEW:
             return
         usual = self._usual if self._slow else times.at(load)
-        if seconds < _SURPRISE * math.exp(usual[k]):
+        if seconds < _SURPRISE * math.exp(at_depth(usual, depth)):
             self._slow = 0
             return
         self._slow, self._usual = self._slow + 1, usual
@@ -172,7 +188,7 @@ class DepthController:
         The round counts even right after a plain one: a late draft is not asked for a while, so no second one follows.
         """
         self.acceptance.observe([])
-        self._settle(load, None, seconds, guessed=False)
+        self._settle(load, None, None, seconds, guessed=False)
         self._drafted, self._next = True, []
         times = self._times(load)
         if k <= self.deepest and math.log(seconds) > times.at(load)[k]:
@@ -183,15 +199,15 @@ class DepthController:
         before, self._drafted = self._drafted, None if k is None else k > 0
         return None not in (before, self._drafted) and before != self._drafted
 
-    def _settle(self, load: Load, k: int | None, seconds: float, guessed: bool) -> None:
+    def _settle(self, load: Load, k: int | None, depth: float | None, seconds: float, guessed: bool) -> None:
         """Conclude a pending probe of drafting: pause probes if lost or slow, raise the estimates' variance if fast."""
         probe, lost = self._probing, k is None and not guessed
         if probe is None or not (lost or k == probe.k):
             return
         self._probing = None
-        if not lost and 0 < _distance(load.cell, probe.load.cell) <= _NEAR:
+        if depth is not None and 0 < _distance(load.cell, probe.load.cell) <= _NEAR:
             # The load has changed since the probe was planned: a round in a nearby cell answers it.
-            self._times(probe.load).observe(probe.load, probe.k, seconds)
+            self._times(probe.load).observe(probe.load, depth, seconds)
         if lost or seconds > _SURPRISE * probe.seconds:
             self._pause = (2 * seconds if self._surprised else probe.usual_seconds) / PROBE_SHARE
             self._surprised = True
@@ -202,30 +218,30 @@ class DepthController:
                 for times in self.times.values():
                     times.look_again = True
 
-    def least_standing(self, load: Load, k: int) -> float:
-        """Return the probability with which a block must stand for one more draft token of it to be worth its cost.
+    def stopping(self, load: Load, k: int) -> StopRule:
+        """Return when drafts stop in a round at depth k: where one more token is worth less than it costs.
 
-        One more token gains as many tokens as the probability that all so far stand, times the rate at which a token is
-        accepted. It costs the time by which a round grows with each token that is drafted, in which the sequences give
-        tokens at the present rate.
+        A token gains as many tokens as the probability that all before it stand, times the rate at which a token is
+        accepted. It costs time in which the sequences give tokens at the present rate: what a round grows by with each
+        token, which is a pass of the draft, shared by all, and a position to verify.
         """
-        times, taus = self._times(load).at(load), self.acceptance.taus()
-        more = self.acceptance.mean_drafted(k) - 1
-        seconds = math.exp(times[k])
-        each = (seconds - math.exp(times[1])) / more if more >= _TELLING else _FIRST_COST * math.exp(times[0])
-        least = max(0.0, each) * taus[k] / (seconds * self.acceptance.rate)
-        return min(max(least, _LEAST_STANDING[0]), _LEAST_STANDING[1])
+        of_cell, depth = self._times(load), self.acceptance.mean_drafted(k)
+        times, more = of_cell.at(load), max(2.0, depth)
+        each = max(0.0, (math.exp(at_depth(times, more)) - math.exp(times[1])) / (more - 1))
+        worth = self.acceptance.taus()[k] / (math.exp(at_depth(times, depth)) * self.acceptance.rate)
+        whole = min(max(each * worth, _LEAST_STANDING[0]), _LEAST_STANDING[1])
+        of_pass = min(1.0, of_cell.draft_pass.seconds / each) if each else 0.0
+        return StopRule(whole * (1 - of_pass), whole * of_pass)
 
     def multiplier(self, load: Load, k: int) -> float:
         """Return the estimated ratio of tokens per second at depth k to tokens per second of plain decoding."""
-        times = self._times(load)
-        return self.acceptance.taus()[k] * math.exp(times.mean[0] - times.mean[k])
+        depth = self.acceptance.mean_drafted(k)
+        return self.acceptance.taus()[k] * math.exp(self._times(load).log_ratio(0, depth))
 
     def gains(self) -> list[Gain]:
         """Return the gain of drafting under each load whose rounds have shown it within _WELL_KNOWN."""
-        taus = self.acceptance.taus()
         measured = [times for cell, times in self.times.items() if not cell[2] and times.own >= _FEW]
-        return sorted(gain for times in measured if (gain := _gain(times, taus)) is not None)
+        return sorted(gain for times in measured if (gain := _gain(times, self.acceptance)) is not None)
 
     def _times(self, load: Load) -> RoundTimes:
         """Return the estimates of round times for this load's cell (bucket of loads), created if the cell is new."""
@@ -247,15 +263,18 @@ class DepthController:
         return fresh
 
     def _probe(
-        self, load: Load, times: RoundTimes, mean: list[float], taus: list[float], worth: list[float], best: int
+        self, load: Load, times: RoundTimes, usual: list[float], taus: list[float], worth: list[float], best: int
     ) -> int:
-        """Return the depth of the next round: `best`, or another one if a probe of that is worth more than its cost."""
+        """Return the depth of the next round: `best`, or another one if a probe of that is worth more than its cost.
+
+        `usual`, `worth`: by depth, the expected log seconds of a round and its log tokens per second.
+        """
         if self._credit is None or (best == 0 and self._pause):
             return best
-        level = math.exp(mean[best])
+        level = math.exp(usual[best])
         costs = [
-            math.exp(m) * (1 - math.exp(w - worth[best])) * (1 if _same_kind(k, best) else 2)
-            for k, (m, w) in enumerate(zip(mean, worth, strict=False))
+            math.exp(log_seconds) * (1 - math.exp(w - worth[best])) * (1 if _same_kind(k, best) else 2)
+            for k, (log_seconds, w) in enumerate(zip(usual, worth, strict=True))
         ]
         affordable = [k for k, cost in enumerate(costs) if k != best and cost <= self._credit]
         gains = {
@@ -277,15 +296,16 @@ class DepthController:
         if chosen != best:
             self._credit = max(0.0, self._credit - costs[chosen])
             self._next = [] if _same_kind(chosen, best) else [chosen]
-            self._probing = None if best else Probe(load, chosen, math.exp(mean[chosen]), level)
+            self._probing = None if best else Probe(load, chosen, math.exp(usual[chosen]), level)
         return chosen
 
     def _gain(self, load: Load, times: RoundTimes, taus: list[float], k: int, best: int, behind: float) -> float:
         """Return the expected gain of probing k, in rounds at depth `best`. `behind`: deficit of k in log tokens/s."""
         doubt = self.acceptance.doubt * math.log(taus[k] / taus[best]) ** 2
+        drafted, at_best = map(self.acceptance.mean_drafted, (k, best))
         most = 0.0
         for looks in _LOOKS:
-            shown = times.shows(k, best, looks)
+            shown = times.shows(drafted, at_best, looks)
             if k > best:  # a round shallower than the best depth shows no more of τ
                 shown += doubt**2 / (doubt + 0.2 / (looks * load.sequences))
             if behind < _OUT_OF_REACH * (deviation := math.sqrt(shown)):
@@ -293,12 +313,14 @@ class DepthController:
         return most
 
 
-def _gain(times: RoundTimes, taus: list[float]) -> Gain | None:
+def _gain(times: RoundTimes, acceptance: Acceptance) -> Gain | None:
     """Return the best depth of a cell whose multiplier is well known, and that multiplier, or None if none is."""
-    known = [k for k in range(1, len(taus)) if times.deviation(0, k) < _WELL_KNOWN]
+    taus = acceptance.taus()
+    depths = [acceptance.mean_drafted(k) for k in range(len(taus))]
+    known = [k for k in range(1, len(taus)) if times.deviation(0, depths[k]) < _WELL_KNOWN]
     if times.first is None or not known:
         return None
-    multiplier, k = max((taus[k] * math.exp(times.mean[0] - times.mean[k]), k) for k in known)
+    multiplier, k = max((taus[k] * math.exp(times.log_ratio(0, depths[k])), k) for k in known)
     return Gain(times.first.sequences, round(times.first.context), k, multiplier)
 
 

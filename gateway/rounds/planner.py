@@ -105,6 +105,6 @@ class Rounds:
             item = request.verify.items.add(sequence_id=sequence.wire_id)
             item.round, item.base = sequence.round + before + 1, 0 if before else sequence.base
             item.k = planned.plan.asked.get(sequence.wire_id, 0)
-            item.least_standing = self._drafting.least_standing(sequence) if item.k else 0.0
-            item.by_cost = item.least_standing > 0 and sequence.stop == "cost"
+            if item.k:
+                item.least_standing, item.price = self._drafting.stopping(sequence)
             item.paused = self._drafting.pause(sequence)

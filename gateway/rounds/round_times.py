@@ -1,8 +1,13 @@
-"""Estimates Δt(k, load), the seconds of a round at every depth k and under every load, from measured rounds."""
+"""Estimates Δt(depth, load), the seconds of a round at every depth and under every load, from measured rounds.
+
+The depth of a round is the mean number of draft tokens of its blocks: where drafts stop early, it is no whole number.
+Between two whole depths the log seconds are taken to be linear.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 # Cap on the growth of the noise variance that a single round may suggest, as a multiple of that variance.
@@ -48,6 +53,33 @@ class Load:
         return math.log(self.sequences / other.sequences), math.log((1 + self.context) / (1 + other.context))
 
 
+class PassTime:
+    """Estimates the seconds of one more pass of the draft, from its seconds in rounds of different numbers of passes.
+
+    A line through the rounds, of which the last count most. Where rounds hardly differ, what comes before the first
+    pass is taken to cost as much as a pass.
+    """
+
+    # How much a round before counts less, and the variance of passes that the first guess counts for.
+    _KEEP, _GUESS = 0.98, 0.1
+
+    def __init__(self) -> None:
+        self._sums = [0.0] * 5
+
+    def observe(self, passes: int, seconds: float) -> None:
+        new = (1.0, passes, seconds, passes * passes, passes * seconds)
+        self._sums = [self._KEEP * old + one for old, one in zip(self._sums, new, strict=True)]
+
+    @property
+    def seconds(self) -> float:
+        count, *sums = self._sums
+        if not count:
+            return 0.0
+        passes, seconds, squares, products = (one / count for one in sums)
+        guess = seconds / (passes + 1)
+        return (products - passes * seconds + self._GUESS * guess) / (squares - passes * passes + self._GUESS)
+
+
 class RoundTimes:
     """The log seconds of a round at every depth as one Gaussian: a Kalman filter over depths.
 
@@ -85,6 +117,7 @@ class RoundTimes:
         self.own = 0
         # Whether to probe drafting at any cost, because drafting has become faster under another load.
         self.look_again = False
+        self.draft_pass = PassTime()
 
     def worth(self, distance: float) -> int:
         """Return how many measured rounds these estimates replace in a cell (bucket of loads) `distance` cells away."""
@@ -112,18 +145,19 @@ class RoundTimes:
         grown = self._grown(load)
         return [_total(self.mean, k, grown) for k in self.depths]
 
-    def observe(self, load: Load, k: int, seconds: float) -> None:
-        """Update the estimates with one measured round at depth k."""
+    def observe(self, load: Load, depth: float, seconds: float) -> None:
+        """Update the estimates with one measured round."""
         self.rounds += 1
         self.own += 1
         self.first = self.first or load
         self.covariance[_LEVEL][_LEVEL] += self._level_drift(load)
         drift, grown = self._SHAPE_DRIFT, self._grown(load)
         column = [
-            _total(row, k, grown) + drift * prior[k] for row, prior in zip(self.covariance, self._prior, strict=True)
+            _total(row, depth, grown) + drift * at_depth(prior, depth)
+            for row, prior in zip(self.covariance, self._prior, strict=True)
         ]
-        residual = math.log(max(seconds, 1e-9)) - _total(self.mean, k, grown)
-        known = _total(column, k, grown)
+        residual = math.log(max(seconds, 1e-9)) - _total(self.mean, depth, grown)
+        known = _total(column, depth, grown)
         usual, unusual = known + self.noise, known + self._OUTLIER
         odds = _density(residual, unusual) * self._OUTLIERS, _density(residual, usual) * (1 - self._OUTLIERS)
         # An outlier is never several times faster than expected.
@@ -164,21 +198,37 @@ class RoundTimes:
         self.last = load
         return self._LEVEL_DRIFT**2 + self._jump + self._CURVE**2 * (sequences**2 + context**2)
 
-    def deviation(self, k: int, other: int) -> float:
-        """Return the standard deviation of the estimated log(time at k / time at other)."""
-        variance = self.covariance[k][k] + self.covariance[other][other] - 2 * self.covariance[k][other]
+    def log_ratio(self, depth: float, other: float) -> float:
+        """Return the estimated log(time at depth / time at other)."""
+        return at_depth(self.mean, depth) - at_depth(self.mean, other)
+
+    def deviation(self, depth: float, other: float) -> float:
+        """Return the standard deviation of `log_ratio`."""
+        variance = self._variance(depth, depth) + self._variance(other, other) - 2 * self._variance(depth, other)
         return math.sqrt(max(0.0, variance))
 
-    def shows(self, k: int, other: int, looks: int) -> float:
-        """Return how far `looks` rounds at k would move the estimated log(time at k / time at other), as a variance."""
-        at_k, level = self.covariance[k], self.covariance[_LEVEL]
-        known = at_k[k] + 2 * level[k] + level[_LEVEL]  # variance at k under the first load here
-        return (at_k[k] + level[k] - at_k[other] - level[other]) ** 2 / (known + self.noise / looks)
+    def _variance(self, depth: float, other: float) -> float:
+        return at_depth([at_depth(row, other) for row in self.covariance], depth)
+
+    def shows(self, depth: float, other: float, looks: int) -> float:
+        """Return how far `looks` rounds at `depth` would move `log_ratio`, as a variance."""
+        level = self.covariance[_LEVEL]
+        own, of_level = self._variance(depth, depth), at_depth(level, depth)
+        known = own + 2 * of_level + level[_LEVEL]  # variance at this depth under the first load here
+        moved = own + of_level - self._variance(depth, other) - at_depth(level, other)
+        return moved**2 / (known + self.noise / looks)
 
 
-def _total(state: list[float], k: int, grown: tuple[float, float]) -> float:
-    """Return the log seconds at depth k by a state (or a row of its covariance), at a load that differs by `grown`."""
-    return state[k] + state[_LEVEL] + grown[0] * state[_SEQUENCES] + grown[1] * state[_CONTEXT]
+def at_depth(values: Sequence[float], depth: float) -> float:
+    """Return the value at a depth, given those at 0, 1, …"""
+    below = int(depth)
+    share = depth - below
+    return values[below] + share * (values[below + 1] - values[below]) if share else values[below]
+
+
+def _total(state: list[float], depth: float, grown: tuple[float, float]) -> float:
+    """Return the log seconds at a depth by a state (or a row of its covariance), at a load that differs by `grown`."""
+    return at_depth(state, depth) + state[_LEVEL] + grown[0] * state[_SEQUENCES] + grown[1] * state[_CONTEXT]
 
 
 def _density(residual: float, variance: float) -> float:

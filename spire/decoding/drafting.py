@@ -36,9 +36,10 @@ class DraftingRound(Protocol):
 class Stopping(NamedTuple):
     """When a round stops drafting for a sequence: once its block stands with a probability below `least_B`.
 
-    `price_B`: what a pass costs a sequence, in tokens; 0 for one that does not stop by costs. A pass takes as long for
-    few sequences as for many: the round ends once the blocks that go on stand, in sum, with less than all of `price_B`,
-    unless one goes on that does not stop by costs. None: passes are not shared.
+    `price_B`: each sequence's share of what a pass costs, in tokens; 0 for one that does not stop by costs. A pass
+    takes as long for few sequences as for many: the round ends once the probabilities of the blocks that go on exceed
+    `least_B`, in sum, by less than all of `price_B`, unless one goes on that does not stop by costs. None: all passes
+    run anyway.
 
     `head` maps hidden states [B, D] and what `told_of` tells of the tokens drawn from them to the logit [B] of the
     probability that the target accepts these tokens if it accepts those before them (SpecDec++, section 3.2).
@@ -54,7 +55,7 @@ class Stopping(NamedTuple):
         if self.price_B is None:
             return goes_on_B
         others = (goes_on_B & (self.price_B == 0)).any()
-        return goes_on_B & (others | ((stands_B * goes_on_B).sum() >= self.price_B.sum()))
+        return goes_on_B & (others | (((stands_B - self.least_B) * goes_on_B).sum() >= self.price_B.sum()))
 
 
 class RoundInputs(NamedTuple):
@@ -77,15 +78,14 @@ class RoundInputs(NamedTuple):
 class DraftItem:
     """One sequence of a batch to draft for. `newest_token` is at position `base`.
 
-    `least_standing`: drafting stops once its block stands with a probability below it; 0 for never. `by_cost`: this is
-    also what a pass costs it, in tokens.
+    `least_standing`, `price`: when drafting stops (`Stopping`); 0 for never.
     """
 
     sequence_id: str
     base: int
     newest_token: int
     least_standing: float = 0.0
-    by_cost: bool = False
+    price: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -268,13 +268,13 @@ static void judge_newest(const DraftRound *round, const Stop *stop, const int64_
 
 /* Whether the blocks of the rows that go on, together, are worth one more pass. */
 static int worth_a_pass(const Stop *stop, const int64_t *rows, int on, int B) {
-  float stand = 0.0f, prices = 0.0f;
+  float worth = 0.0f, prices = 0.0f;
   for (int a = 0; a < on; a++) {
     if (stop->price[rows[a]] == 0.0f) return 1;
-    stand += stop->stands[rows[a]];
+    worth += stop->stands[rows[a]] - stop->least[rows[a]];
   }
   for (int b = 0; b < B; b++) prices += stop->price[b];
-  return stand >= prices;
+  return worth >= prices;
 }
 
 /* All passes, each fed what was drawn from the one before: tokens [k, B]. With `stop` a sequence takes part until its

@@ -129,7 +129,7 @@ enum { TOLD = 5 };
 
 /* When a round stops drafting for a sequence: where the head that judges its tokens (SpecDec++, section 3.2) says that
    the block stands with less than this probability. If all that go on have a price of a pass, the round ends once they
-   stand, in sum, with less than the prices of all. `depth` residual layers of width W. */
+   exceed this probability, in sum, by less than the prices of all. `depth` residual layers of width W. */
 typedef struct {
   const float *enter, *enter_told, *enter_bias; /* [W, D], [TOLD, W], [W] */
   const float *residual, *residual_bias;        /* [depth, W, W], [depth, W] */

@@ -20,7 +20,7 @@ from spire.rpc.trust import ANYBODY, Trust
 
 # A peer of another version would ignore fields that it does not know: rules, adjustments, logprobs, salts, shared q, or
 # the owner of released sequences.
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 

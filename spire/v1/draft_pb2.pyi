@@ -19,22 +19,22 @@ class DraftRequest(_message.Message):
     def __init__(self, batch_id: _Optional[int] = ..., items: _Optional[_Iterable[_Union[DraftRequestItem, _Mapping]]] = ..., step_seconds: _Optional[float] = ...) -> None: ...
 
 class DraftRequestItem(_message.Message):
-    __slots__ = ("sequence_id", "base", "newest_token", "k", "sampling", "least_standing", "by_cost")
+    __slots__ = ("sequence_id", "base", "newest_token", "k", "sampling", "least_standing", "price")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     NEWEST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     K_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     LEAST_STANDING_FIELD_NUMBER: _ClassVar[int]
-    BY_COST_FIELD_NUMBER: _ClassVar[int]
+    PRICE_FIELD_NUMBER: _ClassVar[int]
     sequence_id: str
     base: int
     newest_token: int
     k: int
     sampling: _tensor_pb2.Sampling
     least_standing: float
-    by_cost: bool
-    def __init__(self, sequence_id: _Optional[str] = ..., base: _Optional[int] = ..., newest_token: _Optional[int] = ..., k: _Optional[int] = ..., sampling: _Optional[_Union[_tensor_pb2.Sampling, _Mapping]] = ..., least_standing: _Optional[float] = ..., by_cost: bool = ...) -> None: ...
+    price: float
+    def __init__(self, sequence_id: _Optional[str] = ..., base: _Optional[int] = ..., newest_token: _Optional[int] = ..., k: _Optional[int] = ..., sampling: _Optional[_Union[_tensor_pb2.Sampling, _Mapping]] = ..., least_standing: _Optional[float] = ..., price: _Optional[float] = ...) -> None: ...
 
 class DraftReply(_message.Message):
     __slots__ = ("batch_id", "items", "timings", "uniform")
@@ -49,12 +49,14 @@ class DraftReply(_message.Message):
     def __init__(self, batch_id: _Optional[int] = ..., items: _Optional[_Iterable[_Union[DraftReplyItem, _Mapping]]] = ..., timings: _Optional[_Union[_verifier_pb2.Timings, _Mapping]] = ..., uniform: _Optional[_Union[UniformReply, _Mapping]] = ...) -> None: ...
 
 class UniformReply(_message.Message):
-    __slots__ = ("tokens", "q")
+    __slots__ = ("tokens", "q", "counts")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     Q_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedScalarFieldContainer[int]
     q: _verifier_pb2.DraftDistribution
-    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., q: _Optional[_Union[_verifier_pb2.DraftDistribution, _Mapping]] = ...) -> None: ...
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, tokens: _Optional[_Iterable[int]] = ..., q: _Optional[_Union[_verifier_pb2.DraftDistribution, _Mapping]] = ..., counts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DraftReplyItem(_message.Message):
     __slots__ = ("sequence_id", "status", "tokens", "q")

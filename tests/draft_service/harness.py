@@ -90,9 +90,10 @@ class Following:
         if not reply.HasField("uniform"):
             return list(reply.items)
         k = len(reply.uniform.tokens) // len(items)
+        counts = reply.uniform.counts or [k] * len(items)
         return [
-            draft_pb2.DraftReplyItem(sequence_id=each.sequence_id, tokens=reply.uniform.tokens[at * k : at * k + k])
-            for at, each in enumerate(items)
+            draft_pb2.DraftReplyItem(sequence_id=each.sequence_id, tokens=reply.uniform.tokens[at * k : at * k + count])
+            for at, (each, count) in enumerate(zip(items, counts, strict=True))
         ]
 
     async def decode(self, name: str, rounds: int, k: int, patience: float = 10.0) -> list[pb.VerifyResult]:

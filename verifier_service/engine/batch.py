@@ -48,7 +48,7 @@ class Item:
     tokens: Rows[int]
     q: ReadQ | None
     least_standing: float = 0.0
-    by_cost: bool = False
+    price: float = 0.0
     undrafted: pb.Undrafted = pb.UNDRAFTED_UNSPECIFIED
     result: pb.VerifyResult | None = None
 
@@ -56,7 +56,7 @@ class Item:
     def read(cls, item: pb.VerifyItem) -> Item:
         tokens = list(item.draft_tokens)
         q = partial(read_q, item.q) if tokens and item.HasField("q") else None
-        stop = item.least_standing, item.by_cost
+        stop = item.least_standing, item.price
         return cls(item.sequence_id, item.round, item.base, item.k, item.paused, tokens, q, *stop)
 
 
@@ -171,15 +171,16 @@ class RaggedBatch:
 
 
 class SharedQ:
-    """The q of several blocks with k tokens each, sent by one draft in one message."""
+    """The q of several blocks, sent by one draft in one message. Its `shape` is [blocks, k], but a block has at most
+    `deepest` tokens."""
 
-    def __init__(self, q: pb.DraftDistribution, blocks: int):
-        self._message, self._blocks = q, blocks
+    def __init__(self, q: pb.DraftDistribution, shape: tuple[int, int], deepest: int):
+        self._message, self._shape, self._deepest = q, shape, deepest
         self._q: Q | None = None
 
-    def of(self, row: int, k: int, vocab_size: int, ring: OverwritingRingReader | None) -> Q | None:
+    def of(self, row: int, _: int, vocab_size: int, ring: OverwritingRingReader | None) -> Q | None:
         """Return the q of block `row`; None if the q has been overwritten. Raises InvalidRequest for a wrong shape."""
-        self._q = self._q or _read_q(self._message, (self._blocks, k), vocab_size, ring)
+        self._q = self._q or _read_q(self._message, self._shape, vocab_size, ring, self._deepest)
         q = self._q
         return Q(q.probs, q.width, q.ids, row, q.ring, q.places) if q else None
 
@@ -190,9 +191,13 @@ def read_q(q: pb.DraftDistribution, k: int, vocab_size: int, ring: OverwritingRi
 
 
 def _read_q(
-    q: pb.DraftDistribution, leading: tuple[int, ...], vocab_size: int, ring: OverwritingRingReader | None
+    q: pb.DraftDistribution,
+    leading: tuple[int, ...],
+    vocab_size: int,
+    ring: OverwritingRingReader | None,
+    deepest: int | None = None,
 ) -> Q | None:
-    """Return q as tensors of shape [*leading, M]."""
+    """Return q as tensors of shape [*leading, M], of whose k rows only the first `deepest` are read."""
     places = tuple(place for place in (q.ids_slice, q.probabilities_slice) if place.length)
     probs = _read_probs(q.probabilities, q.probabilities_slice, ring)
     if probs is None:
@@ -200,23 +205,23 @@ def _read_q(
     if not q.HasField("ids"):
         if probs.shape != (*leading, vocab_size):
             raise InvalidRequest(f"q without ids has shape {list(probs.shape)}, expected {[*leading, vocab_size]}")
-        return Q(probs, vocab_size, None, None, ring, places)
+        return Q(probs[..., :deepest, :], vocab_size, None, None, ring, places)
     ids = _read_tensor(q.ids, q.ids_slice, ring, torch.int32)
     if ids is None:
         return None
     if ids.ndim == 1:
-        return Q(_spread(probs, ids.long(), leading, vocab_size), vocab_size, None, None, ring, places)
+        return Q(_spread(probs, ids.long(), leading, deepest, vocab_size), vocab_size, None, None, ring, places)
     fits = ids.ndim == len(leading) + 1 and ids.shape[:-1] == leading and 0 < ids.shape[-1] <= vocab_size
     if ids.shape != probs.shape or not fits:
         raise InvalidRequest(
             f"q has ids of shape {list(ids.shape)} and probabilities of shape {list(probs.shape)}, "
             f"expected [{', '.join(map(str, leading))}, m] for both, m at most {vocab_size}"
         )
-    return Q(probs, probs.shape[-1], ids, None, ring, places)
+    return Q(probs[..., :deepest, :], probs.shape[-1], ids[..., :deepest, :], None, ring, places)
 
 
-def _spread(probs: Tensor, ids_M: Tensor, leading: tuple[int, ...], vocab_size: int) -> Tensor:
-    """Return q over the whole vocabulary, [*leading, V], given that over the vocabulary `ids_M` of a draft.
+def _spread(probs: Tensor, ids_M: Tensor, leading: tuple[int, ...], deepest: int | None, vocab_size: int) -> Tensor:
+    """Return the first `deepest` rows of q over the whole vocabulary, given q over the vocabulary `ids_M` of a draft.
 
     Raises InvalidRequest for a wrong shape, and for ids that do not ascend or are outside of the vocabulary.
     """
@@ -228,7 +233,8 @@ def _spread(probs: Tensor, ids_M: Tensor, leading: tuple[int, ...], vocab_size: 
     steps = ids_M.diff(prepend=ids_M.new_full((1,), -1), append=ids_M.new_full((1,), vocab_size))
     if not len(ids_M) or not bool((steps > 0).all()):
         raise InvalidRequest(f"the tokens of q must ascend and lie below {vocab_size}")
-    return probs.new_zeros(*leading, vocab_size).index_copy_(-1, ids_M, probs)
+    given = probs[..., :deepest, :]
+    return probs.new_zeros(*given.shape[:-1], vocab_size).index_copy_(-1, ids_M, given)
 
 
 def _read_probs(message: tensor_pb2.Tensor, place: pb.RingSlice, ring: OverwritingRingReader | None) -> Tensor | None:
@@ -276,7 +282,10 @@ def _pad_q(blocks: Rows[Block], K: int, device: torch.device) -> SparseDistribut
     if not carried:
         return None
     first, M = carried[0], max(q.width for q in carried)
-    if first.row is not None and first.probs.shape[1] >= K and all(q.probs is first.probs for q in carried):
+    together = first.row is not None and first.probs.shape[1] >= K and all(q.probs is first.probs for q in carried)
+    # What lies behind the tokens of a block whose draft stopped may be anything.
+    whole = first.ids is not None or all(block.k == K for block in blocks if block.q)
+    if together and whole:
         rows, ids_XKM = [q.row if q else None for q in of_blocks], None if first.ids is None else first.ids[:, :K]
         return SparseDistribution.of_rows(ids_XKM, first.probs[:, :K], rows, device)
     if all(q.ids is None for q in carried):

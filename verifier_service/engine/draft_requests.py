@@ -112,7 +112,7 @@ class DraftRequests:
         for item, sequence, asked in zip(items, sequences, batch.items, strict=True):
             asked.base, asked.newest_token = len(sequence.tokens) - 1, sequence.newest
             asked.k = self._depth(item, sequence)
-            asked.least_standing, asked.by_cost = item.least_standing, item.by_cost
+            asked.least_standing, asked.price = item.least_standing, item.price
         return batch
 
     def _depth(self, item: Item, sequence: HeldSequence) -> int:
@@ -191,14 +191,17 @@ def _plainly(items: list[Item], why: pb.Undrafted) -> None:
 
 def _take_all_over(request: OutstandingRequest, uniform: draft_pb2.UniformReply) -> None:
     """Copy tokens and q of a reply with one k for all items. If the reply is invalid, its items are decoded plainly."""
-    k, rest = divmod(len(uniform.tokens), len(request.items))
-    if rest or not 0 < k <= min(item.k for item in request.items):
-        _plainly(request.items, pb.UNDRAFTED_ERROR)
+    items, counts = request.items, list(uniform.counts)
+    k, rest = divmod(len(uniform.tokens), len(items))
+    fits = not counts or (len(counts) == len(items) and min(counts) > 0 and max(counts) <= k)
+    if rest or not fits or not 0 < k <= min(item.k for item in items):
+        _plainly(items, pb.UNDRAFTED_ERROR)
         return
     tokens = list(uniform.tokens)
-    shared = SharedQ(uniform.q, len(request.items)) if uniform.HasField("q") else None
-    for row, item in enumerate(request.items):
-        item.tokens, item.q = tokens[row * k : row * k + k], partial(shared.of, row) if shared else None
+    counts = counts or [k] * len(items)
+    shared = SharedQ(uniform.q, (len(items), k), max(counts)) if uniform.HasField("q") else None
+    for row, (item, drafted) in enumerate(zip(items, counts, strict=True)):
+        item.tokens, item.q = tokens[row * k : row * k + drafted], partial(shared.of, row) if shared else None
 
 
 def _take_over(item: Item, drafted: draft_pb2.DraftReplyItem | None) -> None:

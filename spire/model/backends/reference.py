@@ -71,17 +71,19 @@ class Reference:
     def verdict(self, target: Target, hidden_BTD: Tensor, blocks: BlockBatch, rule: Verify = verify) -> Judgement:
         """Unembed the hidden states of a batch of blocks and verify the blocks by `rule`."""
         began = time.perf_counter()
-        logits_BTV = target.unembed(hidden_BTD)
+        packed = self.judging_kernel(target.config.vocab_size, blocks, rule) is not None
+        logits = target.unembed(hidden_BTD[in_blocks(hidden_BTD.shape[1], blocks.counts_B)] if packed else hidden_BTD)
         unembedded = time.perf_counter()
-        verdict, finite_B = self.judge(logits_BTV, blocks, rule)
+        verdict, finite_B = self.judge(logits, blocks, rule)
         return Judgement(verdict, finite_B, unembedded - began)
 
-    def judge(self, logits_BTV: Tensor, blocks: BlockBatch, rule: Verify = verify) -> tuple[Verdict, Tensor]:
-        """Verify blocks from fp32 logits, which may be overwritten. Return the verdict, and true for finite rows."""
-        if kernel := self.judging_kernel(logits_BTV.shape[-1], blocks, rule):
-            return kernel(logits_BTV, *blocks)
-        finite_B = finite_rows(logits_BTV, blocks.counts_B)
-        return rule(probabilities(logits_BTV, blocks.rows), *blocks), finite_B
+    def judge(self, logits: Tensor, blocks: BlockBatch, rule: Verify = verify) -> tuple[Verdict, Tensor]:
+        """Verify blocks from fp32 logits [B, T, V], which may be overwritten. Return the verdict, and true for finite
+        rows. For a kernel, the logits may be those of all real positions, [R, V], block by block."""
+        if kernel := self.judging_kernel(logits.shape[-1], blocks, rule):
+            return kernel(logits, *blocks)
+        finite_B = finite_rows(logits, blocks.counts_B)
+        return rule(probabilities(logits, blocks.rows), *blocks), finite_B
 
     def judging_kernel(self, vocabulary: int, blocks: BlockBatch, rule: Verify) -> JudgingKernel | None:
         """Return a kernel that verifies these blocks by this rule from their logits over the vocabulary, or None."""
@@ -98,6 +100,10 @@ class Reference:
 
 def finite_rows(logits_BTV: Tensor, counts_B: Tensor) -> Tensor:
     """Return bool [B]: True for rows whose logits are finite up to the position after their `counts_B` draft tokens."""
-    position_T = torch.arange(logits_BTV.shape[1], device=logits_BTV.device)
-    finite_BT = logits_BTV.sum(dim=-1).isfinite() | (position_T > counts_B[:, None])
+    finite_BT = logits_BTV.sum(dim=-1).isfinite() | ~in_blocks(logits_BTV.shape[1], counts_B)
     return finite_BT.all(dim=1)
+
+
+def in_blocks(positions: int, counts_B: Tensor) -> Tensor:
+    """Return bool [B, T]: True for each block's newest token and draft tokens, False for padding."""
+    return torch.arange(positions, device=counts_B.device) <= counts_B[:, None]

@@ -373,7 +373,7 @@ def test_drafting_stops_sooner_where_a_token_costs_more() -> None:
         for turn in range(60):
             k = (1, 1, 4, 4)[turn % 4]
             controller.observe(HEAVY, k, 0.01 * (1 + each * k), [BlockResult(k, k, min(k, turn % 4))] * 16)
-        least.append(controller.least_standing(HEAVY, 4))
+        least.append(sum(controller.stopping(HEAVY, 4)))
     assert 0.05 < least[0] < least[1] - 0.1 < 0.9
 
 

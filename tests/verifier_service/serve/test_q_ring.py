@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from spire.rpc.carrier import OverwritingRing
-from spire.rpc.tensors import without_data
+from spire.rpc.tensors import put as to_wire, without_data
 from spire.v1 import draft_pb2, tensor_pb2 as codes, verifier_pb2 as pb
 from tests.rings import put
 from tests.verifier_service.conftest import Running
@@ -132,11 +132,17 @@ class RingDraft:
         self.draft, self.ring = draft, ring
 
     async def guess(
-        self, probs_BKV: Tensor, shape: list[int] | None = None, tokens: int = 6, ids_BKM: Tensor | None = None
+        self,
+        probs_BKV: Tensor,
+        shape: list[int] | None = None,
+        tokens: int = 6,
+        ids_BKM: Tensor | None = None,
+        counts: Sequence[int] = (),
     ) -> None:
-        """Reply to the next request: every item has the same tokens, all together so many."""
+        """Reply to the next request: every item has the same tokens, all together so many, or its count of them."""
         reply = draft_pb2.DraftReply(batch_id=(await self.draft.asked()).batch_id)
         reply.uniform.tokens.extend((5 * DRAFT)[:tokens])
+        reply.uniform.counts.extend(counts)
         q = reply.uniform.q
         q.probabilities.CopyFrom(without_data(probs_BKV))
         if shape is not None:
@@ -180,6 +186,49 @@ async def test_q_of_all_proposals_at_once_counts_as_each_ones_own(running: Runni
             )
             (alone,) = await client.verify(pb.VerifyItem(sequence_id=name, round=1, draft_tokens=DRAFT, q=own))
             assert outcome(alone) == outcome(at_once[twin]), row
+
+
+@pytest.mark.parametrize("vocabulary", [VOCAB, 16])
+async def test_a_block_whose_draft_stopped_counts_as_a_shorter_one(
+    running: Running, tmp_path: Path, vocabulary: int
+) -> None:
+    """Whatever lies behind the tokens that it got. In one case the draft proposes only some tokens."""
+    counts, generator = [1, 2, 1], torch.Generator().manual_seed(6)
+    probs_BKM = torch.rand(3, len(DRAFT), vocabulary, generator=generator)
+    probs_BKM = (probs_BKM / probs_BKM.sum(-1, keepdim=True)).bfloat16()
+    for row, count in enumerate(counts):
+        probs_BKM[row, count:] = torch.nan
+    ids_M = None if vocabulary == VOCAB else torch.arange(vocabulary, dtype=torch.int32)
+    async with running(shared_memory=str(tmp_path)) as verifier, told(verifier, tmp_path) as draft:
+        client = verifier.client()
+        for name in "abcxyz":
+            await client.start(name, prompt_of(9, ord(name) % 3), SAMPLED, "draft")
+        together = asyncio.create_task(of_three(client, 1))
+        await draft.guess(probs_BKM, ids_BKM=ids_M, counts=counts)
+        at_once = await together
+        assert [result.drafted for result in at_once] == counts
+        for name in "xyz":
+            twin = "abc".index(next(n for n in "abc" if ord(n) % 3 == ord(name) % 3))
+            q = pb.DraftDistribution()
+            to_wire(q.probabilities, probs_BKM[twin, : counts[twin]])
+            if ids_M is not None:
+                to_wire(q.ids, ids_M)
+            item = pb.VerifyItem(sequence_id=name, round=1, draft_tokens=DRAFT[: counts[twin]], q=q)
+            (alone,) = await client.verify(item)
+            assert outcome(alone) == outcome(at_once[twin])
+
+
+@pytest.mark.parametrize("counts", [[1, 2], [1, 2, 3], [0, 1, 2], [1, 2, 2, 1]])
+async def test_counts_that_do_not_fit_the_order_are_decoded_plainly(
+    running: Running, tmp_path: Path, counts: list[int]
+) -> None:
+    async with running(shared_memory=str(tmp_path)) as verifier, told(verifier, tmp_path) as draft:
+        client = verifier.client()
+        for name in "abc":
+            await client.start(name, prompt_of(9), SAMPLED, "draft")
+        waiting = asyncio.create_task(of_three(client, 1))
+        await draft.guess(torch.full((3, len(DRAFT), VOCAB), 1 / VOCAB), counts=counts)
+        assert [result.undrafted for result in await waiting] == [pb.UNDRAFTED_ERROR] * 3
 
 
 async def test_candidates_of_all_at_once_count_as_the_whole_distribution(running: Running, tmp_path: Path) -> None:

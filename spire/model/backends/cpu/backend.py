@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from typing import cast
 
-import torch
 from torch import Tensor, nn
 
 from spire.decoding.drafting import Drafted, DraftingRound, RoundInputs
@@ -24,7 +22,7 @@ from spire.model.backends.cpu.fused_layer import (
 )
 from spire.model.backends.cpu.fused_target import FusedStack
 from spire.model.backends.cpu.fused_verification import judge, judges
-from spire.model.backends.reference import BlockBatch, ClaimQ, Judgement, JudgingKernel, Model, Reference
+from spire.model.backends.reference import BlockBatch, ClaimQ, JudgingKernel, Model, Reference
 from spire.model.draft import Draft
 from spire.model.draft_memory import DraftMemory
 from spire.model.layers import Layer
@@ -57,16 +55,6 @@ class CpuBackend(Reference):
         if self._stack and self._stack.takes(cache.fused):
             return TargetOutput(*self._stack(tokens_BT, cache.fused, tapped_layers))
         return super().forward(target, tokens_BT, cache, tapped_layers)
-
-    def verdict(self, target: Target, hidden_BTD: Tensor, blocks: BlockBatch, rule: Verify = verify) -> Judgement:
-        judged_by = self.judging_kernel(target.config.vocab_size, blocks, rule)
-        if judged_by is None:
-            return super().verdict(target, hidden_BTD, blocks, rule)
-        began = time.perf_counter()
-        logits_RV = target.unembed(hidden_BTD[torch.arange(hidden_BTD.shape[1]) <= blocks.counts_B[:, None]])
-        unembedded = time.perf_counter()
-        verdict, finite_B = judged_by(logits_RV, *blocks)
-        return Judgement(verdict, finite_B, unembedded - began)
 
     def judging_kernel(self, vocabulary: int, blocks: BlockBatch, rule: Verify) -> JudgingKernel | None:
         return judge if rule is verify and judges(vocabulary, blocks.draft_BK, blocks.q, blocks.rows) else None

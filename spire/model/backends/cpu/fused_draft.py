@@ -130,7 +130,7 @@ class FusedRound:
         distributions are not written. With `stop`, a sequence that stops takes part in no further pass; returned are
         then the numbers of tokens drawn, too.
         """
-        tokens_KB = newest_B.new_empty(self._k, len(newest_B))
+        tokens_KB = newest_B.new_zeros(self._k, len(newest_B))
         if probs_BKW is None:
             probs_BKW = torch.empty(self.shape, dtype=torch.bfloat16)
         given = [x.contiguous() for x in (newest_B, temperature_B, uniforms_BK)]
