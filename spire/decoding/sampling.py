@@ -105,7 +105,8 @@ class SamplingRows:
 
     @cached_property
     def invariant_B(self) -> Tensor:
-        return self.rule_B == Rule.INVARIANT
+        """True for sequences whose tokens the invariant rule picks; never for greedy ones, equal by any rule."""
+        return (self.rule_B == Rule.INVARIANT) & ~self.greedy_B
 
     @cached_property
     def judged_by_q_B(self) -> Tensor:

@@ -115,6 +115,7 @@ def test_only_what_it_can_judge_is_left_to_it() -> None:
     assert judges(V, draft_BK, q, sampled_rows(2, rule=Rule.BLOCK))
     assert not judges(V, draft_BK, q, sampled_rows(2, rule=Rule.INVARIANT))
     assert not judges(V, none_BK, None, sampled_rows(2, rule=Rule.INVARIANT))
+    assert judges(V, draft_BK, None, sampled_rows(2, rule=Rule.INVARIANT, temperature=0.0)), "greedy by any rule"
     assert judges(V, none_BK, None, sampled_rows(2)), "nothing was drafted"
     assert not judges(V + 1, draft_BK, q, sampled_rows(2)), "a vocabulary that no vector divides"
 
