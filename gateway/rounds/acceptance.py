@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 
@@ -38,10 +39,10 @@ class Acceptance:
         """The share of accepted tokens among those drafted whose predecessors were accepted."""
         return (self._stood + self._WEIGHT * self._FIRST) / (self._judged + self._WEIGHT)
 
-    def mean_drafted(self, k: int) -> float:
-        """Return how many tokens are drafted for a block that asks for k."""
-        shares = zip(self.asked[:k], self.drafted[:k], strict=True)
-        return sum((drafted + 1) / (asked + 1) for asked, drafted in shares)
+    def mean_drafted(self) -> list[float]:
+        """Return how many tokens are drafted, in the mean, for a block that asks for 0, 1, … tokens."""
+        shares = zip(self.asked, self.drafted, strict=True)
+        return list(accumulate(((drafted + 1) / (asked + 1) for asked, drafted in shares), initial=0.0))
 
     def observe(self, blocks: Sequence[BlockResult]) -> None:
         """Learn from a round's blocks. A round without blocks counts as idle.

@@ -128,7 +128,7 @@ class DepthController:
         if times.own < _FEW:
             deepest = min(deepest, _AT_FIRST)
         plain, mean = load.sequences - counts.total(), times.at(load)
-        usual = [at_depth(mean, self.acceptance.mean_drafted(k)) for k in range(deepest + 1)]
+        usual = [at_depth(mean, depth) for depth in self.acceptance.mean_drafted()[: deepest + 1]]
         worth = [math.log(_tokens(taus, counts, k, plain)) - usual[k] for k in range(deepest + 1)]
         worth[0] += _IN_FAVOUR_OF_PLAIN
         best = max(range(deepest + 1), key=worth.__getitem__)
@@ -225,7 +225,7 @@ class DepthController:
         accepted. It costs time in which the sequences give tokens at the present rate: what a round grows by with each
         token, which is a pass of the draft, shared by all, and a position to verify.
         """
-        of_cell, depth = self._times(load), self.acceptance.mean_drafted(k)
+        of_cell, depth = self._times(load), self.acceptance.mean_drafted()[k]
         times, more = of_cell.at(load), max(2.0, depth)
         each = max(0.0, (math.exp(at_depth(times, more)) - math.exp(times[1])) / (more - 1))
         worth = self.acceptance.taus()[k] / (math.exp(at_depth(times, depth)) * self.acceptance.rate)
@@ -235,7 +235,7 @@ class DepthController:
 
     def multiplier(self, load: Load, k: int) -> float:
         """Return the estimated ratio of tokens per second at depth k to tokens per second of plain decoding."""
-        depth = self.acceptance.mean_drafted(k)
+        depth = self.acceptance.mean_drafted()[k]
         return self.acceptance.taus()[k] * math.exp(self._times(load).log_ratio(0, depth))
 
     def gains(self) -> list[Gain]:
@@ -302,10 +302,10 @@ class DepthController:
     def _gain(self, load: Load, times: RoundTimes, taus: list[float], k: int, best: int, behind: float) -> float:
         """Return the expected gain of probing k, in rounds at depth `best`. `behind`: deficit of k in log tokens/s."""
         doubt = self.acceptance.doubt * math.log(taus[k] / taus[best]) ** 2
-        drafted, at_best = map(self.acceptance.mean_drafted, (k, best))
+        depths = self.acceptance.mean_drafted()
         most = 0.0
         for looks in _LOOKS:
-            shown = times.shows(drafted, at_best, looks)
+            shown = times.shows(depths[k], depths[best], looks)
             if k > best:  # a round shallower than the best depth shows no more of τ
                 shown += doubt**2 / (doubt + 0.2 / (looks * load.sequences))
             if behind < _OUT_OF_REACH * (deviation := math.sqrt(shown)):
@@ -315,8 +315,7 @@ class DepthController:
 
 def _gain(times: RoundTimes, acceptance: Acceptance) -> Gain | None:
     """Return the best depth of a cell whose multiplier is well known, and that multiplier, or None if none is."""
-    taus = acceptance.taus()
-    depths = [acceptance.mean_drafted(k) for k in range(len(taus))]
+    taus, depths = acceptance.taus(), acceptance.mean_drafted()
     known = [k for k in range(1, len(taus)) if times.deviation(0, depths[k]) < _WELL_KNOWN]
     if times.first is None or not known:
         return None

@@ -175,8 +175,10 @@ class Blocks:
         """Drop draft tokens of unusable q; refuse items if gateways sent them. Return the other blocks as a batch."""
         if not blocks:
             return [], None
-        # By depth, because consecutive blocks of the same depth are computed together.
-        blocks = sorted(blocks, key=lambda block: (block.k, block.sequence.slot))
+        # On a CPU by depth: consecutive blocks of one depth are computed together. Elsewhere the order stays the same
+        # from step to step, so that sampling parameters that lie on the device are used again.
+        by_depth = self._steps.device.type == "cpu"
+        blocks = sorted(blocks, key=lambda block: (block.k if by_depth else 0, block.sequence.slot))
         batch = pad(blocks, self._steps.device)
         # Waits for a GPU: only then has it read q.
         problems = q_problems(batch, self._limits.vocab_size)
