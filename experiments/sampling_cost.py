@@ -4,6 +4,7 @@
 
 Logits are random with the spread of a language model's: a Zipf-like head over a long tail, in another order at every
 position; `--flat` takes normal ones instead, where a nucleus holds thousands of tokens. Quickest and median of runs.
+*Kernel* is all of it, from logits to tokens, by the kernel that serves on a CPU where it supports a batch.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated
 
 import spire.service.process  # noqa: F401  # isort: skip  # before torch: the OpenMP settings of the services
@@ -24,6 +26,7 @@ from torch import Tensor
 
 from spire.decoding.sampling import SamplingRows, probabilities, top_m
 from spire.decoding.verification import SparseDistribution, verify
+from spire.model.backends.cpu.fused_verification import judge, judges
 from spire.rpc.sampling import from_protos
 from spire.service.heap import keep_freed_memory
 from spire.v1 import tensor_pb2 as pb, verifier_pb2
@@ -80,7 +83,29 @@ def _measure(B: int, k: int, V: int, M: int, flat: bool, repeats: int) -> dict[s
         ),
         repeats,
     )
-    return times | {"penalties, bias, temperature": _time(_adjusted(logits_BTV, draft_BK, base_B), repeats)}
+    return (
+        times
+        | {"penalties, bias, temperature": _time(_adjusted(logits_BTV, draft_BK, base_B), repeats)}
+        | _by_kernel(logits_BTV, draft_BK, counts_B, base_B, repeats)
+    )
+
+
+def _by_kernel(
+    logits_BTV: Tensor, draft_BK: Tensor, counts_B: Tensor, base_B: Tensor, repeats: int
+) -> dict[str, tuple[float, float]]:
+    (B, K), V = draft_BK.shape, logits_BTV.shape[-1]
+    q_BKV = logits_BTV[:, :K].softmax(dim=-1).bfloat16()
+    q, used = SparseDistribution.whole([*q_BKV], K, V, draft_BK.device), torch.empty_like(logits_BTV)
+    times = {}
+    for rule in (pb.RULE_BLOCK, pb.RULE_INVARIANT):
+        for name, options in PIPELINES.items():
+            rows = _rows(B, rule=rule, **options)
+            if not judges(V, draft_BK, q, rows):
+                return {}
+            work = partial(judge, used, draft_BK, counts_B, q, rows, base_B)
+            rule_name = pb.Rule.Name(rule).removeprefix("RULE_").lower()
+            times[f"kernel: {name}, rule {rule_name}"] = _time(work, repeats, lambda: used.copy_(logits_BTV))
+    return times
 
 
 def _logits(B: int, T: int, V: int, flat: bool) -> Tensor:
@@ -109,10 +134,14 @@ def _adjusted(logits_BTV: Tensor, draft_BK: Tensor, base_B: Tensor) -> Callable[
     return lambda: pipeline.distributions(slots, rows, logits_BTV.clone(), draft_BK, [T - 1] * B, base_B)
 
 
-def _time(work: Callable[[], object], repeats: int) -> tuple[float, float]:
+def _time(
+    work: Callable[[], object], repeats: int, prepare: Callable[[], object] = lambda: None
+) -> tuple[float, float]:
+    prepare()
     work()
     milliseconds = []
     for _ in range(repeats):
+        prepare()
         began = time.perf_counter()
         work()
         milliseconds.append(1000 * (time.perf_counter() - began))

@@ -60,7 +60,7 @@ def uniforms_behind(
     given = [number_B.contiguous() for number_B in (seed_B, choice_B, salted_B, base_B)]
     found_BT = torch.empty(len(base_B), count, dtype=torch.float64)
     addresses = (number.data_ptr() for number in (*given, found_BT))
-    kernels.uniforms(*addresses, len(base_B), count, purpose, len(Purpose))
+    kernels.uniforms(*addresses, len(base_B), count, purpose)
     return found_BT
 
 

@@ -76,11 +76,6 @@ class Mix(NamedTuple):
             nearly_greedy=bool(((temperature_B > 0) & (temperature_B < 1e-4)).any()),
         )
 
-    @property
-    def of_softmax_alone(self) -> bool:
-        """True if each sequence is greedy or draws from its whole softmax by inverse CDF, at a temperature >= 1e-4."""
-        return self.truncated is Share.NONE and self.invariant is Share.NONE and not self.nearly_greedy
-
 
 @dataclass(frozen=True)
 class SamplingRows:

@@ -206,6 +206,18 @@ static int parse_stop(PyObject *given, Stop *stop) {
   return 1;
 }
 
+/* How tokens are drawn, of a tuple. */
+static int parse_sampling(PyObject *given, Sampling *sampling) {
+  Address temperatures, top_k, top_p, min_p, rules, seeds, choices, bases;
+  if (!PyArg_ParseTuple(given, "KKKKKKKKi", &temperatures, &top_k, &top_p, &min_p, &rules, &seeds, &choices, &bases,
+                        &sampling->ids))
+    return 0;
+  sampling->temperatures = AT(temperatures), sampling->top_k = AT(top_k), sampling->top_p = AT(top_p);
+  sampling->min_p = AT(min_p), sampling->rules = AT(rules), sampling->seeds = AT(seeds);
+  sampling->choices = AT(choices), sampling->bases = AT(bases);
+  return 1;
+}
+
 static PyObject *py_draft_pass(PyObject *self, PyObject *arguments) {
   PyObject *given;
   Address tokens;
@@ -217,44 +229,45 @@ static PyObject *py_draft_pass(PyObject *self, PyObject *arguments) {
 }
 
 static PyObject *py_draft_round(PyObject *self, PyObject *arguments) {
-  PyObject *given, *head;
-  Address newest, temperatures, uniforms, tokens, q;
+  PyObject *given, *sampling, *head;
+  Address newest, uniforms, tokens, q;
   DraftRound round;
   Stop stop;
   int threads;
-  const Kernels *kernels = parse(arguments, "O!KKKKKO!i", &PyTuple_Type, &given, &newest, &temperatures, &uniforms,
-                                 &tokens, &q, &PyTuple_Type, &head, &threads);
+  const Kernels *kernels = parse(arguments, "O!KO!KKKO!i", &PyTuple_Type, &given, &newest, &PyTuple_Type, &sampling,
+                                 &uniforms, &tokens, &q, &PyTuple_Type, &head, &threads);
   if (!kernels || !parse_round(given, &round)) return NULL;
   const int stops = PyTuple_Size(head) > 0;
   if (stops && !parse_stop(head, &stop)) return NULL;
-  const Draw drawn = {.logits = round.logits, .temperatures = AT(temperatures), .uniforms = AT(uniforms),
-                      .tokens = AT(tokens), .vocabulary = round.vocabulary, .q = AT(q), .uniforms_row = round.k,
-                      .q_row = (long long)round.k * round.V, .B = round.B, .V = round.V};
+  Draw drawn = {.logits = round.logits, .uniforms = AT(uniforms), .tokens = AT(tokens),
+                .vocabulary = round.vocabulary, .q = AT(q), .uniforms_row = round.k,
+                .q_row = (long long)round.k * round.V, .B = round.B, .V = round.V};
+  if (!parse_sampling(sampling, &drawn.sampling)) return NULL;
   COMPUTE(kernels->draft_round(&round, AT(newest), &drawn, stops ? &stop : NULL, threads));
 }
 
 static PyObject *py_draw(PyObject *self, PyObject *arguments) {
-  Address logits, temperatures, uniforms, tokens, q;
-  Draw work;
+  PyObject *sampling;
+  Address logits, uniforms, tokens, q;
+  Draw work = {.vocabulary = NULL, .rows = NULL, .uniforms_row = 1};
   int threads;
-  const Kernels *kernels = parse(arguments, "KKKKKLiii", &logits, &temperatures, &uniforms, &tokens, &q, &work.q_row,
-                                 &work.B, &work.V, &threads);
-  if (!kernels) return NULL;
-  work.logits = AT(logits), work.temperatures = AT(temperatures), work.uniforms = AT(uniforms), work.uniforms_row = 1;
-  work.tokens = AT(tokens), work.q = AT(q), work.vocabulary = NULL, work.rows = NULL;
+  const Kernels *kernels = parse(arguments, "KO!iKKKLiii", &logits, &PyTuple_Type, &sampling, &work.step, &uniforms,
+                                 &tokens, &q, &work.q_row, &work.B, &work.V, &threads);
+  if (!kernels || !parse_sampling(sampling, &work.sampling)) return NULL;
+  work.logits = AT(logits), work.uniforms = AT(uniforms), work.tokens = AT(tokens), work.q = AT(q);
   COMPUTE(kernels->draw(&work, threads));
 }
 
 static PyObject *py_judge(PyObject *self, PyObject *arguments) {
-  Address logits, firsts, temperatures, blocks, drafted, counts, q, q_sums, coins, uniforms, accepted, tokens, finite;
+  PyObject *sampling;
+  Address logits, firsts, drafted, counts, q, q_sums, coins, uniforms, accepted, tokens, finite;
   Verdict work;
   int threads;
-  const Kernels *kernels =
-      parse(arguments, "KKKKKKKKKKKKKiiii", &logits, &firsts, &temperatures, &blocks, &drafted, &counts, &q, &q_sums,
-            &coins, &uniforms, &accepted, &tokens, &finite, &work.B, &work.T, &work.V, &threads);
-  if (!kernels) return NULL;
-  work.logits = AT(logits), work.firsts = AT(firsts), work.temperatures = AT(temperatures), work.blocks = AT(blocks);
-  work.drafted = AT(drafted), work.counts = AT(counts);
+  const Kernels *kernels = parse(arguments, "KKO!KKKKKKKKKiiii", &logits, &firsts, &PyTuple_Type, &sampling, &drafted,
+                                 &counts, &q, &q_sums, &coins, &uniforms, &accepted, &tokens, &finite, &work.B, &work.T,
+                                 &work.V, &threads);
+  if (!kernels || !parse_sampling(sampling, &work.sampling)) return NULL;
+  work.logits = AT(logits), work.firsts = AT(firsts), work.drafted = AT(drafted), work.counts = AT(counts);
   work.q = AT(q), work.q_sums = AT(q_sums), work.coins = AT(coins), work.uniforms = AT(uniforms);
   work.accepted = AT(accepted), work.tokens = AT(tokens), work.finite = AT(finite);
   COMPUTE(kernels->judge(&work, threads));
@@ -276,8 +289,8 @@ static PyObject *py_collect(PyObject *self, PyObject *arguments) {
 static PyObject *py_uniforms(PyObject *self, PyObject *arguments) {
   Address seeds, choices, salted, bases, found;
   Uniforms work;
-  if (!PyArg_ParseTuple(arguments, "KKKKKiiII", &seeds, &choices, &salted, &bases, &found, &work.B, &work.T,
-                        &work.purpose, &work.purposes))
+  if (!PyArg_ParseTuple(arguments, "KKKKKiiI", &seeds, &choices, &salted, &bases, &found, &work.B, &work.T,
+                        &work.purpose))
     return NULL;
   work.seeds = AT(seeds), work.choices = AT(choices), work.salted = AT(salted), work.bases = AT(bases);
   work.found = AT(found);

@@ -5,10 +5,10 @@ def available() -> list[tuple[int, str, bool, int, int, int]]:
     outputs of a weight that lie together, what heads' width is a multiple of, most queries of a key (0 is any)."""
 
 def uniforms(*work: int) -> None:
-    """Addresses of seeds, choices, whether there is a salt, bases and numbers; B, T, the purpose, and how many there
-    are."""
+    """Addresses of seeds, choices, whether there is a salt, bases and numbers; B, T and the purpose."""
 
-# What follows takes the index of the kernels first.
+# What follows takes the index of the kernels first. `sampling`: addresses of temperatures, top_k, top_p, min_p, rules,
+# seeds, choices and bases; ids of the target's vocabulary.
 
 def attend(kernels: int, *work: int) -> None:
     """Of queries, new keys and new values the address and strides by row, head and position; addresses of keys, values,
@@ -45,17 +45,28 @@ def draft_pass(kernels: int, round: tuple[float, ...], number: int, tokens: int,
     all); eps; B, k, N, D, H, G, K, F, V, S, window, sink, and whether a position attends itself. Then which pass it is,
     the address of its tokens, and threads."""
 
-def draft_round(kernels: int, round: tuple[float, ...], *drawn: int) -> None:
-    """Of the round as for `draft_pass`. Then addresses of its first tokens, temperatures, uniform numbers [B, k],
-    tokens [k, B] and q; and threads."""
+def draft_round(
+    kernels: int,
+    round: tuple[float, ...],
+    newest: int,
+    sampling: tuple[int, ...],
+    uniforms: int,
+    tokens: int,
+    q: int,
+    stop: tuple[int, ...],
+    threads: int,
+) -> None:
+    """Of the round as for `draft_pass`. Addresses of its first tokens, uniform numbers [B, k], tokens [k, B] and q. Of
+    a stop head, if any, the addresses of `Stop` in `kernels.h`, its depth and width."""
 
-def draw(kernels: int, *work: int) -> None:
-    """Addresses of logits, which are overwritten, temperatures, uniform numbers, tokens and q; the stride of q's rows;
-    B, V; threads."""
+def draw(kernels: int, logits: int, sampling: tuple[int, ...], step: int, *work: int) -> None:
+    """Address of logits, which are overwritten; the token's place in the round; addresses of uniform numbers, tokens
+    and q; the stride of q's rows; B, V; threads."""
 
-def judge(kernels: int, *work: int) -> None:
-    """Addresses of logits, which are used up, temperatures, drafted tokens, counts, q, its sums, uniform numbers for
-    acceptances and for tokens, how many were accepted, tokens and whether all was finite; B, T, V; threads."""
+def judge(kernels: int, logits: int, firsts: int, sampling: tuple[int, ...], *work: int) -> None:
+    """Addresses of logits, which are used up, and of each block's first row of them; of drafted tokens, counts, q, its
+    sums, uniform numbers for acceptances and for tokens, how many were accepted, tokens and whether all was finite;
+    B, T, V; threads."""
 
 def collect(kernels: int, *work: int) -> None:
     """Addresses of addresses of rows, of how many there are, of all rows together, of sums and of least numbers;

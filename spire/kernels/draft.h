@@ -245,7 +245,7 @@ static void judge_newest(const DraftRound *round, const Stop *stop, const int64_
     for (int a = 0; a < A; a++) {
       for (int d = 0; d < D; d += LANES) store_wide(states + (int64_t)a * D + d, load(hidden + (int64_t)a * D + d));
       told_of(before + (int64_t)a * V, place_among(drawn->vocabulary, V, drawn->tokens[rows[a]]), V, told + a * TOLD);
-      told[a * TOLD + TOLD - 1] = drawn->temperatures[rows[a]];
+      told[a * TOLD + TOLD - 1] = drawn->sampling.temperatures[rows[a]];
     }
     affine(states, stop->enter, stop->enter_bias, A, D, W, x);
 #pragma omp for schedule(static)
@@ -299,6 +299,6 @@ static void draft_round(const DraftRound *round, const int64_t *tokens, const Dr
       if (!stop || stop->stands[b] >= stop->least[b]) fed[on] = next.tokens[b], rows[on++] = b;
     }
     alive = stop && !worth_a_pass(stop, rows, on, B) ? 0 : on;
-    next.tokens += B, next.uniforms++, next.q += round->V;
+    next.tokens += B, next.uniforms++, next.q += round->V, next.step++;
   }
 }

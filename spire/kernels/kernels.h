@@ -109,11 +109,27 @@ typedef struct {
   float eps;
 } Absorbed;
 
+/* The rules of `spire.decoding.sampling.Rule`. */
+enum { REJECTION = 1, BLOCKS = 2, INVARIANT = 3 };
+
+/* How the tokens of B sequences are drawn: greedily at temperature 0, under the invariant rule by noise of a token's
+   position and id, otherwise by uniform numbers. The first token of a round is at the position behind the base. */
+typedef struct {
+  const float *temperatures;       /* [B] */
+  const int64_t *top_k;            /* [B]: 0 for all tokens */
+  const float *top_p, *min_p;      /* [B]: 1 and 0 for all tokens */
+  const int64_t *rules;            /* [B] */
+  const uint64_t *seeds, *choices; /* [B] */
+  const int64_t *bases;            /* [B] */
+  int ids;                         /* of the target's vocabulary */
+} Sampling;
+
 /* Tokens drawn from logits [B, V], which become e^((x - largest) / temperature), and q in bfloat16: what they are of
-   their sum, or nothing in greedy rows. */
+   their sum, or nothing for sequences whose rule does not need it. */
 typedef struct {
   float *logits;
-  const float *temperatures; /* [B] */
+  Sampling sampling;
+  int step;                  /* the token's place in the round, from 0 */
   const double *uniforms;    /* one for each row */
   int64_t *tokens;           /* [B] */
   const int64_t *vocabulary; /* [V]: which tokens the logits are of; NULL: 0 to V - 1 */
@@ -141,16 +157,15 @@ typedef struct {
   int depth, W;
 } Stop;
 
-/* Which of a sequence's drafted tokens stand by the rejection rule or by that of blocks, and the token behind them. T - 1
-   are drafted at most, of row b the first counts[b]; its logits are counts[b] + 1 rows from firsts[b] on, and are used
-   up. q is in proportion to what a token was drawn from. */
+/* Which of a sequence's drafted tokens stand by its rule, and the token behind them. T - 1 are drafted at most, of row b
+   the first counts[b]; its logits are counts[b] + 1 rows from firsts[b] on, and are used up. q is in proportion to what a
+   token was drawn from. */
 typedef struct {
   float *logits;                   /* [R, V] */
   const int64_t *firsts;           /* [B] */
-  const float *temperatures;       /* [B] */
-  const int64_t *blocks;           /* [B]: whether by that of blocks */
+  Sampling sampling;
   const int64_t *drafted, *counts; /* [B, T - 1], [B] */
-  const uint16_t *q;               /* [B, T - 1, V], not read in greedy rows */
+  const uint16_t *q;               /* [B, T - 1, V], not read for greedy sequences and under the invariant rule */
   const float *q_sums;             /* [B, T - 1] */
   const double *coins, *uniforms;  /* [B, T - 1], [B, T] */
   int64_t *accepted, *tokens;      /* [B], [B, T]: zeros behind */
@@ -172,7 +187,7 @@ typedef struct {
   const uint64_t *seeds, *choices, *salted, *bases; /* [B] */
   double *found;                                    /* [B, T] */
   int B, T;
-  unsigned purpose, purposes; /* what they decide, and how many different things numbers decide */
+  unsigned purpose; /* what they decide */
 } Uniforms;
 
 typedef struct {

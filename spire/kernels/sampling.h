@@ -1,7 +1,15 @@
 /* What is drawn from logits, by `exponential` and vectors of the file that includes this: a draft's tokens, and those
-   of a target by the rejection rule and that of blocks (`spire.decoding`). V is a multiple of SHARES. */
+   of a target by each rule (`spire.decoding`). V is a multiple of SHARES. */
+
+#include <stdlib.h>
+
+#include "randomness.h"
 
 #define SHARES 32 /* of a distribution, summed together */
+
+/* Less probable tokens are rare: they share their noise, and the ids of a block theirs. As in `spire.decoding.sampling`. */
+#define NOT_RARE 0x1p-14f
+#define BLOCK_OF_IDS 64
 
 static int64_t likeliest(const float *logits, int V) {
   int64_t best = 0;
@@ -23,6 +31,76 @@ static float soften(float *logits, float temperature, int V) {
   return sum_of(total);
 }
 
+typedef struct {
+  float share;
+  int32_t place;
+} Candidate;
+
+/* The likeliest first, and of equals the one with the lowest id. */
+static int in_order(const void *one, const void *other) {
+  const Candidate *a = one, *b = other;
+  if (a->share != b->share) return a->share < b->share ? 1 : -1;
+  return a->place - b->place;
+}
+
+/* How many shares are at least `least`, and their sum. */
+static int count_from(const float *shares, float least, int V, double *sum) {
+  lanes sums = every(0.0f), counts = every(0.0f);
+  for (int v = 0; v < V; v += LANES) {
+    const lanes here = load_wide(shares + v);
+    sums += zero_below(least, here, here);
+    counts += zero_below(least, here, every(1.0f));
+  }
+  *sum = exact_sum_of(sums);
+  return (int)sum_of(counts);
+}
+
+/* Shares become what top_k, then top_p, then min_p leave of them, the others zero (`spire.decoding.sampling`). Returns
+   their new sum. */
+static float keep_likeliest(float *shares, float total, int64_t top_k, float top_p, float min_p, int V) {
+  const float floor = min_p; /* the largest share is 1 */
+  double sum;
+  int count;
+  if (top_k <= 0 || top_k >= V) top_k = V;
+  if (top_k == V && top_p >= 1) {
+    count_from(shares, floor, V, &sum);
+    for (int v = 0; v < V; v += LANES) store_wide(shares + v, zero_below(floor, load_wide(shares + v), load_wide(shares + v)));
+    return (float)sum;
+  }
+  /* Only the likeliest are sorted: as many as top_k and top_p may keep. */
+  float least = total * 0x1p-7f;
+  while (1) {
+    count = count_from(shares, least, V, &sum);
+    if (least == 0 || (top_k < V ? count >= top_k : sum >= (double)top_p * total)) break;
+    least = least > total * 0x1p-24f ? least * 0x1p-5f : 0;
+  }
+  Candidate *all = malloc(sizeof(Candidate) * (count + 1));
+  if (!all) abort();
+  int found = 0;
+  for (int v = 0; v < V; v++)
+    if (shares[v] >= least && found < count) all[found++] = (Candidate){shares[v], v};
+  qsort(all, found, sizeof(Candidate), in_order);
+  double whole = 0, before = 0, left = 0;
+  for (int rank = 0; rank < found && rank < top_k; rank++) whole += all[rank].share;
+  if (top_k == V) whole = total;
+  memset(shares, 0, sizeof(float) * V);
+  for (int rank = 0; rank < found && rank < top_k; rank++) {
+    const float share = all[rank].share;
+    if (rank && ((top_p < 1 && before >= top_p * whole) || share < floor)) break;
+    before += share, left += share;
+    shares[all[rank].place] = share;
+  }
+  free(all);
+  return (float)left;
+}
+
+/* Logits of sequence b become shares of what its tokens are drawn from. Returns their sum. */
+static float shares_of(const Sampling *how, int b, float *logits, int V) {
+  const float total = soften(logits, how->temperatures[b], V);
+  const int whole = how->top_k[b] <= 0 && how->top_p[b] >= 1 && how->min_p[b] <= 0;
+  return whole ? total : keep_likeliest(logits, total, how->top_k[b], how->top_p[b], how->min_p[b], V);
+}
+
 /* The first token at which the sum of the shares is above its part of the whole: inverse CDF. None of share zero. */
 static int64_t inverse(const float *shares, double uniform, int V) {
   double sums[V / SHARES], total = 0, passed = 0;
@@ -42,8 +120,64 @@ static int64_t inverse(const float *shares, double uniform, int V) {
   return found;
 }
 
-static inline int64_t token_at(const Draw *work, int64_t place) {
-  return work->vocabulary ? work->vocabulary[place] : place;
+/* The token at a place of logits: ids in ascending order, or NULL for all. */
+static inline int64_t token_at(const int64_t *vocabulary, int64_t place) {
+  return vocabulary ? vocabulary[place] : place;
+}
+
+/* Of shares that sum to `total`, the place of a rare token: the likeliest block of ids under noise, then the likeliest of
+   its ids. */
+static int64_t pick_rare(const float *shares, float total, const int64_t *vocabulary, int V, int ids, uint64_t bits) {
+  double best = -INFINITY;
+  int first = 0, end = 0;
+  int64_t found = 0;
+  for (int v = 0, from = 0; v < V; from = v) {
+    const int64_t block = token_at(vocabulary, v) / BLOCK_OF_IDS;
+    float sum = 0;
+    for (; v < V && token_at(vocabulary, v) / BLOCK_OF_IDS == block; v++)
+      if (shares[v] / total < NOT_RARE) sum += shares[v] / total;
+    const double score = log(sum) + gumbel(bits, ids + block); /* the blocks' keys follow those of the ids */
+    if (score > best) best = score, first = from, end = v;
+  }
+  best = -INFINITY;
+  for (int v = first; v < end; v++) {
+    if (!(shares[v] / total < NOT_RARE)) continue;
+    const double score = log(shares[v] / total) + gumbel(bits, token_at(vocabulary, v));
+    if (score > best) best = score, found = v;
+  }
+  return found;
+}
+
+/* Of shares that sum to `total`, the place of the token that the invariant rule picks for sequence b: the largest log p +
+   noise (`spire.decoding.sampling.pick`). */
+static int64_t pick(const Sampling *how, int b, int step, const float *shares, float total, const int64_t *vocabulary,
+                    int V) {
+  const uint64_t seed = how->seeds[b], choice = how->choices[b], position = how->bases[b] + step + 1;
+  const uint64_t bits = random_bits(seed, choice, position, NOISE, 0);
+  double best = -INFINITY, rest = 0;
+  int64_t found = 0;
+  lanes whole = every(total), rare = every(0.0f);
+  for (int v = 0; v < V; v += LANES) {
+    const lanes p = load_wide(shares + v) / whole;
+    if (largest_of(p) < NOT_RARE) {
+      rare += p;
+      continue;
+    }
+    float in_lanes[LANES];
+    store_wide(in_lanes, p);
+    for (int i = 0; i < LANES; i++) {
+      if (in_lanes[i] < NOT_RARE) {
+        rest += in_lanes[i];
+        continue;
+      }
+      const double score = log(in_lanes[i]) + gumbel(bits, token_at(vocabulary, v + i));
+      if (score > best) best = score, found = v + i;
+    }
+  }
+  rest += exact_sum_of(rare);
+  /* The rare tokens compete as one, whose key follows that of the last id. */
+  if (log(rest) + gumbel(bits, how->ids) < best) return found;
+  return pick_rare(shares, total, vocabulary, V, how->ids, random_bits(seed, choice, position, TAIL, 0));
 }
 
 static void draw(const Draw *work, int threads) {
@@ -53,16 +187,20 @@ static void draw(const Draw *work, int threads) {
     const int64_t b = work->rows ? work->rows[a] : a;
     float *row = work->logits + (int64_t)a * V;
     uint16_t *q = work->q + b * work->q_row;
-    if (work->temperatures[b] == 0) {
-      work->tokens[b] = token_at(work, likeliest(row, V));
+    const float temperature = work->sampling.temperatures[b];
+    const float total = temperature ? shares_of(&work->sampling, b, row, V) : 0;
+    if (!temperature || work->sampling.rules[b] == INVARIANT) {
+      const int64_t place =
+          temperature ? pick(&work->sampling, b, work->step, row, total, work->vocabulary, V) : likeliest(row, V);
+      work->tokens[b] = token_at(work->vocabulary, place);
       continue;
     }
-    lanes whole = every(soften(row, work->temperatures[b], V));
+    lanes whole = every(total);
     for (int v = 0; v < V; v += LANES) {
       store_narrow(q + v, load_wide(row + v) / whole);
       store_wide(row + v, load_narrow(q + v));
     }
-    work->tokens[b] = token_at(work, inverse(row, work->uniforms[b * work->uniforms_row], V));
+    work->tokens[b] = token_at(work->vocabulary, inverse(row, work->uniforms[b * work->uniforms_row], V));
   }
 }
 
@@ -114,13 +252,16 @@ static float q_of(const Pair *pair, int64_t token) {
 static Pair softened(const Verdict *work, int b, int t) {
   const int64_t at = (int64_t)b * (work->T - 1) + t;
   float *row = logits_of(work, b, t);
-  return (Pair){row, soften(row, work->temperatures[b], work->V), work->q + at * work->V, work->q_sums[at]};
+  return (Pair){row, shares_of(&work->sampling, b, row, work->V), work->q + at * work->V, work->q_sums[at]};
 }
 
-/* Tokens stand while the target would say the same. */
-static int follow_likeliest(const Verdict *work, int b, int count, int64_t *last) {
+/* Tokens stand while the target would say the same: its likeliest token, or the one that the invariant rule picks. */
+static int follow_target(const Verdict *work, int b, int count, int64_t *last) {
+  const float temperature = work->sampling.temperatures[b];
   for (int t = 0;; t++) {
-    *last = likeliest(logits_of(work, b, t), work->V);
+    float *row = logits_of(work, b, t);
+    const float total = temperature ? shares_of(&work->sampling, b, row, work->V) : 0;
+    *last = temperature ? pick(&work->sampling, b, t, row, total, NULL, work->V) : likeliest(row, work->V);
     if (t == count || *last != work->drafted[(int64_t)b * (work->T - 1) + t]) return t;
   }
 }
@@ -136,7 +277,7 @@ static int reject(const Verdict *work, int b, int count) {
     leave(&pair, 1.0f, work->V);
     return t;
   }
-  soften(logits_of(work, b, count), work->temperatures[b], work->V);
+  shares_of(&work->sampling, b, logits_of(work, b, count), work->V);
   return count;
 }
 
@@ -167,7 +308,7 @@ static int reject_blocks(const Verdict *work, int b, int count) {
   if (stand < count)
     leave(&pairs[stand], weights[stand], work->V);
   else
-    soften(logits_of(work, b, count), work->temperatures[b], work->V);
+    shares_of(&work->sampling, b, logits_of(work, b, count), work->V);
   return stand;
 }
 
@@ -177,11 +318,12 @@ static void judge_row(const Verdict *work, int b) {
   work->finite[b] = 1;
   for (int t = 0; t <= count; t++)
     if (!all_numbers(logits_of(work, b, t), work->V)) work->finite[b] = 0;
+  const int64_t rule = work->sampling.rules[b];
   int stand;
-  if (work->temperatures[b] == 0) {
-    stand = follow_likeliest(work, b, count, &last);
+  if (work->sampling.temperatures[b] == 0 || rule == INVARIANT) {
+    stand = follow_target(work, b, count, &last);
   } else {
-    stand = work->blocks[b] ? reject_blocks(work, b, count) : reject(work, b, count);
+    stand = rule == BLOCKS ? reject_blocks(work, b, count) : reject(work, b, count);
     last = inverse(logits_of(work, b, stand), work->uniforms[(int64_t)b * T + stand], work->V);
   }
   memset(tokens, 0, sizeof(int64_t) * T);

@@ -29,8 +29,8 @@ from spire.decoding.drafting import Drafted, DraftingRound, RoundInputs, draft_t
 from spire.decoding.sampling import SamplingRows
 from spire.decoding.verification import SparseDistribution
 from spire.kernels import Kernels
-from spire.model.backends.cpu.fused_draft import draw
 from spire.model.backends.cpu.fused_layer import kernels_of
+from spire.model.backends.cpu.fused_sampling import KernelSampling, draw
 from spire.model.backends.placed import backend_for
 from spire.model.backends.reference import BlockBatch, Model, Reference
 from spire.model.cache.placed import cache_for
@@ -367,9 +367,10 @@ def _draft_round(memory: DraftMemory, batch: int, passes: int, bench: Bench) -> 
 
 def _drawing(kernels: Kernels, logits_BV: Tensor, bench: Bench) -> Callable[[], None]:
     """Return a function that draws a token per row with one kernel. Each call overwrites `logits_BV`, its input."""
-    rows, tokens_B = _sampling_rows(len(logits_BV), bench), torch.zeros(len(logits_BV), dtype=torch.int64)
-    probs_BV, uniforms_B = torch.empty_like(logits_BV, dtype=torch.bfloat16), torch.rand(len(logits_BV)).double()
-    return lambda: draw(kernels, logits_BV, rows.temperature_B, uniforms_B, tokens_B, probs_BV)
+    (B, V), probs_BV = logits_BV.shape, logits_BV.bfloat16()
+    uniforms_B, (base_B, tokens_B) = torch.rand(B).double(), torch.zeros(2, B, dtype=torch.int64)
+    sampling = KernelSampling.of(_sampling_rows(B, bench), base_B, V)
+    return lambda: draw(kernels, logits_BV, sampling, 0, uniforms_B, tokens_B, probs_BV)
 
 
 def _candidates(config: ModelConfig, draft: DraftConfig) -> int | None:
@@ -389,9 +390,8 @@ def _only_products(matmul: tuple[tuple[int, float], ...], bandwidth: float, benc
     return Hardware("", 1.0, bandwidth, bench.dtype.itemsize, measured=measured)
 
 
-def _sampling_rows(batch: int, bench: Bench) -> SamplingRows:
-    usual = [Sampling(temperature=1, top_p=1, seed=seed, rule=RULE_BLOCK) for seed in range(batch)]
-    return from_protos(usual, bench.device)
+def _sampling_rows(B: int, bench: Bench) -> SamplingRows:
+    return from_protos([Sampling(temperature=1, top_p=1, seed=b, rule=RULE_BLOCK) for b in range(B)], bench.device)
 
 
 def _line(few: tuple[float, float], many: tuple[float, float], share: float = 1.0) -> Cost:

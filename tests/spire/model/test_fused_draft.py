@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,16 +12,19 @@ from scipy import stats
 from torch import Tensor
 
 from spire.decoding.drafting import RoundInputs, Stopping
+from spire.decoding.randomness import Purpose
 from spire.kernels import Kernels, every_kernels
 from spire.model.backends.cpu.backend import CpuBackend
-from spire.model.backends.cpu.fused_draft import FusedRound, draw
+from spire.model.backends.cpu.fused_draft import FusedRound
+from spire.model.backends.cpu.fused_sampling import KernelSampling, draw
 from spire.model.backends.reference import Reference
 from spire.model.config import DraftConfig
 from spire.model.draft import Draft, prune
 from spire.model.draft_memory import DraftMemory, RoundMemory
 from spire.model.target import Target
 from spire.rpc.sampling import from_protos
-from spire.v1.tensor_pb2 import RULE_BLOCK, Sampling
+from spire.v1.tensor_pb2 import RULE_BLOCK, RULE_INVARIANT, Sampling
+from tests.spire.decoding.test_verification import sampled_rows
 from tests.spire.model.test_fused_layer import config_of, each_kernels, far_apart, randomised, rounding
 
 pytestmark = pytest.mark.skipif(not every_kernels(), reason="no compiler at installation, or none for this processor")
@@ -132,7 +136,9 @@ def test_behind_the_rotations_that_are_kept_a_draft_guesses_by_its_layers(
 
 def drawn(kernels: Kernels, logits_BV: Tensor, temperature_B: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
     tokens_B, probs_BV = torch.zeros(len(logits_BV), dtype=torch.int64), torch.zeros(logits_BV.shape).bfloat16()
-    draw(kernels, logits_BV.clone(), temperature_B, uniforms_B, tokens_B, probs_BV)
+    rows = replace(sampled_rows(len(logits_BV)), temperature_B=temperature_B)
+    sampling = KernelSampling.of(rows, torch.zeros_like(tokens_B), logits_BV.shape[1])
+    draw(kernels, logits_BV.clone(), sampling, 0, uniforms_B, tokens_B, probs_BV)
     return tokens_B, probs_BV
 
 
@@ -289,10 +295,11 @@ def test_a_round_ends_once_a_pass_costs_more_than_all_that_go_on_are_worth(kerne
 @torch.inference_mode()
 def test_a_whole_round_draws_what_its_passes_do(kernels: Kernels) -> None:
     memory = memory_of(served_draft(kernels), [30, 9])
-    uniforms_BK, newest_B = torch.rand(2, 4, dtype=torch.float64), torch.tensor([7, 11])
+    rows, base_B, newest_B = sampled_rows(2), torch.tensor([30, 9]), torch.tensor([7, 11])
+    uniforms_BK = rows.uniforms(base_B, 4, Purpose.DRAFT)
     whole = memory.round([0, 1], [30, 9], 4)
     assert isinstance(whole, FusedRound)
-    tokens_BK, probs_BKV, _ = whole.drawn(newest_B, torch.ones(2), uniforms_BK)
+    tokens_BK, probs_BKV, _ = whole.drawn(newest_B, rows, base_B)
     step_by_step, fed_B = memory.round([0, 1], [30, 9], 4), newest_B
     for step in range(4):
         fed_B, probs_BV = drawn(
@@ -300,3 +307,26 @@ def test_a_whole_round_draws_what_its_passes_do(kernels: Kernels) -> None:
         )
         assert torch.equal(fed_B, tokens_BK[:, step])
         assert torch.equal(probs_BV, probs_BKV[:, step])
+
+
+@each_kernels
+@pytest.mark.parametrize("vocabulary", [None, 64])
+@torch.inference_mode()
+def test_a_round_truncates_and_picks_as_torch_does(kernels: Kernels, vocabulary: int | None) -> None:
+    """Under the invariant rule by the noise of the target's ids, whatever part of its vocabulary the draft has."""
+    draft, contexts = served_draft(kernels, vocabulary=vocabulary), list(range(8, 20))
+    memory, bases_B = memory_of(draft, contexts), torch.tensor(contexts)
+    rules = (RULE_INVARIANT, RULE_INVARIANT, RULE_BLOCK)
+    samplings = [
+        Sampling(temperature=0.5 * (at % 4), top_p=1 - at % 2 / 5, seed=at, rule=rules[at % 3]) for at in range(12)
+    ]
+    rows = from_protos(samplings, torch.device("cpu"))
+    inputs = RoundInputs(bases_B % 32, bases_B, 6, rows, None, draft.vocabulary)
+    fused, by_torch = (
+        backend.draft(memory.round(range(12), contexts, 6), inputs, lambda _: None)
+        for backend in (CpuBackend(), Reference())
+    )
+    assert torch.equal(fused.tokens_BK, by_torch.tokens_BK)
+    assert fused.probs_BKM is not None
+    assert by_torch.probs_BKM is not None
+    assert torch.equal(fused.probs_BKM[rows.judged_by_q_B], by_torch.probs_BKM[rows.judged_by_q_B])

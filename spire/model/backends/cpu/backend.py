@@ -8,7 +8,6 @@ from typing import cast
 from torch import Tensor, nn
 
 from spire.decoding.drafting import Drafted, DraftingRound, RoundInputs
-from spire.decoding.randomness import Purpose
 from spire.decoding.verification import Verify, verify
 from spire.model.backends.cpu.fused_draft import FusedDraftMemory, FusedRound
 from spire.model.backends.cpu.fused_layer import (
@@ -67,15 +66,13 @@ class CpuBackend(Reference):
 
     def draft(self, round_: DraftingRound, inputs: RoundInputs, claim: ClaimQ) -> Drafted:
         newest_B, base_B, k, rows, candidates, vocabulary_W, stop = inputs
-        if candidates is not None or not rows.mix.of_softmax_alone:
+        if candidates is not None or rows.mix.nearly_greedy:
             return super().draft(round_, inputs, claim)
-        uniforms_BK = rows.uniforms(base_B, k, Purpose.DRAFT)
         if isinstance(round_, FusedRound):
             there, place = claim(round_.shape) or (None, None)
-            drawn = round_.drawn(newest_B, rows.temperature_B, uniforms_BK, there, stop)
-            tokens_BK, probs_BKW, counts_B = drawn
+            tokens_BK, probs_BKW, counts_B = round_.drawn(newest_B, rows, base_B, there, stop)
             return Drafted(tokens_BK, None, probs_BKW, place, vocabulary_W, counts_B)
         if self._stack:  # a packed target drafts for itself
-            tokens_BK, probs_BKV = self._stack.drawn(round_, newest_B, rows.temperature_B, uniforms_BK)
+            tokens_BK, probs_BKV = self._stack.drawn(round_, newest_B, rows, base_B, k)
             return Drafted(tokens_BK, None, probs_BKV)
         return super().draft(round_, inputs, claim)

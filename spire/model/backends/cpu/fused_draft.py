@@ -16,8 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from spire.decoding.drafting import DraftingRound, Stopping
+from spire.decoding.randomness import Purpose
+from spire.decoding.sampling import SamplingRows
 from spire.kernels import Kernels
 from spire.model.backends.cpu.fused_layer import MOST_ROTATIONS, FusedLayer, FusedProduct, Rotations
+from spire.model.backends.cpu.fused_sampling import KernelSampling
 from spire.model.draft import Draft
 from spire.model.draft_memory import DraftMemory
 from spire.model.stop_head import TOLD, StopHead
@@ -119,23 +122,25 @@ class FusedRound:
     def drawn(
         self,
         newest_B: Tensor,
-        temperature_B: Tensor,
-        uniforms_BK: Tensor,
+        rows: SamplingRows,
+        base_B: Tensor,
         probs_BKW: Tensor | None = None,
         stop: Stopping | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Run all k passes and return the drawn tokens [B, k] and their bfloat16 distributions q, [B, k, W].
 
-        The distributions are written to `probs_BKW` if given. Greedy rows get the most probable tokens, and their
-        distributions are not written. With `stop`, a sequence that stops takes part in no further pass; returned are
-        then the numbers of tokens drawn, too.
+        The distributions are written to `probs_BKW` if given, those of sequences whose rule does not need q not at all.
+        With `stop`, a sequence that stops takes part in no further pass; returned are then the numbers of tokens drawn,
+        too.
         """
         tokens_KB = newest_B.new_zeros(self._k, len(newest_B))
         if probs_BKW is None:
             probs_BKW = torch.empty(self.shape, dtype=torch.bfloat16)
-        given = [x.contiguous() for x in (newest_B, temperature_B, uniforms_BK)]
+        sampling = KernelSampling.of(rows, base_B, self._draft.config.vocab_size)
+        uniforms_BK = rows.uniforms(base_B, self._k, Purpose.DRAFT).contiguous()
         stopping, counts_B = self._stop(stop)
-        self._kernels.draft_round(self._round, *given, tokens_KB, probs_BKW, stopping, torch.get_num_threads())
+        drawn = (newest_B.contiguous(), sampling.arguments, uniforms_BK, tokens_KB, probs_BKW)
+        self._kernels.draft_round(self._round, *drawn, stopping, torch.get_num_threads())
         return tokens_KB.T, probs_BKW, counts_B
 
     def _stop(self, stop: Stopping | None) -> tuple[tuple[int, ...], Tensor | None]:
@@ -150,11 +155,3 @@ class FusedRound:
         limits = [limit_B.float().contiguous() for limit_B in (stop.least_B, price_B)]
         self._stopping = (*head.weights, *limits, scratch, stands_B, counts_B)
         return (*(tensor.data_ptr() for tensor in self._stopping), head.depth, head.width), counts_B
-
-
-def draw(
-    kernels: Kernels, logits_BV: Tensor, temperature_B: Tensor, uniforms_B: Tensor, tokens_B: Tensor, probs_BV: Tensor
-) -> None:
-    """Sample `tokens_B` from the logits and, except for greedy rows, write q to `probs_BV`. Overwrites the logits."""
-    tensors = (logits_BV, temperature_B, uniforms_B, tokens_B, probs_BV)
-    kernels.draw(*tensors, probs_BV.stride(0), *logits_BV.shape, torch.get_num_threads())

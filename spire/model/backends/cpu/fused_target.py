@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from spire.decoding.drafting import DraftingRound
+from spire.decoding.randomness import Purpose
+from spire.decoding.sampling import SamplingRows
 from spire.kernels import Kernels
 from spire.model.attention.fused_attention import FusedAttention, FusedPools
-from spire.model.backends.cpu.fused_draft import draw
 from spire.model.backends.cpu.fused_layer import MOST_ROTATIONS, FusedLayer, FusedNorm, Rotations
+from spire.model.backends.cpu.fused_sampling import KernelSampling, draw
 from spire.model.target import Target
 
 
@@ -69,15 +71,18 @@ class FusedStack:
         return out_BTD, taps_BTND if tapped_layers else None
 
     def drawn(
-        self, round_: DraftingRound, newest_B: Tensor, temperature_B: Tensor, uniforms_BK: Tensor
+        self, round_: DraftingRound, newest_B: Tensor, rows: SamplingRows, base_B: Tensor, k: int
     ) -> tuple[Tensor, Tensor]:
         """Run a round's passes and draw from each by one kernel; return tokens and q as `FusedRound.drawn` does."""
-        (B, k), V = uniforms_BK.shape, self._config.vocab_size
-        uniforms_KB, temperature_B = uniforms_BK.T.contiguous(), temperature_B.contiguous()
+        B, V = len(newest_B), self._config.vocab_size
+        sampling, uniforms_KB = (
+            KernelSampling.of(rows, base_B, V),
+            rows.uniforms(base_B, k, Purpose.DRAFT).T.contiguous(),
+        )
         tokens_KB, probs_BKV = newest_B.new_empty(k, B), torch.empty(B, k, V, dtype=torch.bfloat16)
         fed_B = newest_B
         for step, tokens_B in enumerate(tokens_KB):
             logits_BV = round_.next_logits(fed_B)
-            draw(self._kernels, logits_BV, temperature_B, uniforms_KB[step], tokens_B, probs_BKV[:, step])
+            draw(self._kernels, logits_BV, sampling, step, uniforms_KB[step], tokens_B, probs_BKV[:, step])
             fed_B = tokens_B
         return tokens_KB.T, probs_BKV

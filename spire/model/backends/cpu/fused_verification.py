@@ -1,8 +1,8 @@
-"""Rejection and block verification, from logits to tokens, by one CPU kernel: `spire/kernels/sampling.h`.
+"""Verification, from logits to tokens, by one CPU kernel: `spire/kernels/sampling.h`.
 
-The kernel replaces `sampling.probabilities` and `verification.verify` for sequences that are greedy or draw from the
-whole softmax. It skips work that cannot change the verdict: positions after the first token that rejection verification
-rejects, and residuals of prefixes shorter than the prefix that block verification accepts.
+The kernel replaces `sampling.probabilities` and `verification.verify`. It skips work that cannot change the verdict:
+positions after the first token that falls, and residuals of prefixes shorter than the prefix that block verification
+accepts.
 
 Shapes: B sequences, K draft tokens at most, T = K + 1 positions, R rows of logits, V vocabulary.
 """
@@ -16,15 +16,16 @@ from spire.decoding.randomness import Purpose
 from spire.decoding.sampling import SamplingRows, Share
 from spire.decoding.verification import SparseDistribution, Verdict
 from spire.kernels import SHARES, every_kernels
+from spire.model.backends.cpu.fused_sampling import KernelSampling
 
 
 def judges(vocabulary: int, draft_BK: Tensor, q: SparseDistribution | None, rows: SamplingRows) -> bool:
     """True if the verification kernel supports this batch's device, vocabulary size, sampling parameters and q."""
-    if draft_BK.device.type != "cpu" or vocabulary % SHARES or not every_kernels() or not rows.mix.of_softmax_alone:
+    if draft_BK.device.type != "cpu" or vocabulary % SHARES or not every_kernels() or rows.mix.nearly_greedy:
         return False
     if draft_BK.shape[1] == 0:
         return True
-    return rows.mix.greedy is Share.ALL if q is None else q.collected
+    return rows.mix.judged_by_q is Share.NONE if q is None else q.collected
 
 
 def judge(
@@ -48,8 +49,8 @@ def judge(
     accepted_B, finite_B = torch.empty(2, B, dtype=torch.int64)
     verdict = Verdict(accepted_B, torch.empty(B, T, dtype=torch.int64))
     of_q = (q.probs_BKM, q.sum_BK) if q else (torch.empty(0), torch.empty(0))
-    of_rows = (rows.temperature_B, rows.by_blocks_B)
-    given = [x.contiguous() for x in (*of_rows, draft_BK, counts_B, *of_q, coins_BK, uniforms_BT)]
-    tensors = (logits, firsts_B, *given, accepted_B, verdict.tokens_BT, finite_B)
+    sampling = KernelSampling.of(rows, base_B, V)
+    given = [x.contiguous() for x in (draft_BK, counts_B, *of_q, coins_BK, uniforms_BT)]
+    tensors = (logits, firsts_B, sampling.arguments, *given, accepted_B, verdict.tokens_BT, finite_B)
     every_kernels()[0].judge(*tensors, B, T, V, torch.get_num_threads() if B > 1 else 1)
     return verdict, finite_B
