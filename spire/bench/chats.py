@@ -20,10 +20,9 @@ from spire.errors import DataError
 from spire.model.config import load_model_config
 from spire.text.documents import Chats
 from spire.text.prompts import read_prompts
+from spire.text.repetition import LEAST_DISTINCT, distinct_share
 from spire.text.text_files import find_files
 
-# An answer repeats itself if fewer of its 4-grams are distinct.
-_N, _DISTINCT = 4, 0.5
 # Conversations that are tried as earlier exchanges of one prompt.
 _MOST_EARLIER = 64
 _MOST_CHARACTERS = 1_000_000
@@ -117,17 +116,8 @@ class ChosenChats:
     def _is_usable(self, answer: Completed) -> bool:
         self.tried += 1
         short = bool(self._source.ends & set(answer.token_ids))
-        repetitive = not short and distinct_share(answer.token_ids) < _DISTINCT
+        repetitive = not short and distinct_share(answer.token_ids) < LEAST_DISTINCT
         self.short += short
         self.repetitive += repetitive
         return not short and not repetitive
 
-
-def distinct_share(tokens: Sequence[int], n: int = _N) -> float:
-    """Return the share of distinct n-grams of a text; 1 for a text without any."""
-    grams = list(_grams(tokens, n))
-    return len(set(grams)) / len(grams) if grams else 1.0
-
-
-def _grams(tokens: Sequence[int], n: int) -> Iterator[tuple[int, ...]]:
-    return (tuple(tokens[at : at + n]) for at in range(len(tokens) - n + 1))

@@ -1,7 +1,7 @@
 """Text documents: the reader of all files given with --data, for training and measurements.
 
 A .txt file is one document, and so is a line of a .jsonl file: its `text`, or its `messages` rendered by a model's
-chat template. Text is UTF-8, with or without byte order mark. Only \\n ends a JSONL line. Blank documents are skipped.
+chat template. `"finish_reason": "length"` beside messages says that the last answer is cut off. Text is UTF-8, with or without byte order mark. Only \\n ends a JSONL line. Blank documents are skipped.
 """
 
 from __future__ import annotations
@@ -76,11 +76,12 @@ class Chats:
             raise UnusableLine(f"'messages' need a chat template, and {self.model} has none")
         return self.template.render(messages, _MOST_CHARACTERS, add_generation_prompt=False)
 
-    def segments(self, messages: list[dict[str, Any]]) -> list[Segment]:
+    def segments(self, messages: list[dict[str, Any]], cut_off: bool = False) -> list[Segment]:
         """Return a conversation as alternating prompts and answers, which make up its `text`.
 
         An answer is what follows the prompt for it, including the template's end of a message. Answers are not learned
-        where the template writes them differently later in the conversation, or where they answer nothing.
+        where the template writes them differently later in the conversation, or where they answer nothing. If the last
+        answer is `cut_off`, the conversation ends with its last word.
         """
         whole, segments, at = self.text(messages), list[Segment](), 0
         for number, message in enumerate(messages):
@@ -91,7 +92,16 @@ class Chats:
             if whole.startswith(prompt) and whole.startswith(answered) and at <= len(prompt) < len(answered):
                 segments += [Segment(whole[at : len(prompt)], False), Segment(whole[len(prompt) : len(answered)], True)]
                 at = len(answered)
+        if cut_off and segments:
+            return [*segments[:-1], _without_end(segments[-1], messages[-1]["content"])]
         return [*segments, Segment(whole[at:], False)] if at < len(whole) else segments
+
+
+def _without_end(answer: Segment, content: str) -> Segment:
+    """Return an answer without what the template writes behind its content. It is not learned if that cannot be told."""
+    words = content.strip()
+    before, found, _ = answer.text.rpartition(words)
+    return Segment(before + words, True) if found else answer._replace(learned=False)
 
 
 def read_documents(files: list[Path], chats: Chats, told: Told = lambda _: None) -> Iterator[str]:
@@ -99,7 +109,7 @@ def read_documents(files: list[Path], chats: Chats, told: Told = lambda _: None)
 
     Raises DataError naming the file, the line and the key that cannot be used, or the files if they hold no text.
     """
-    return _read(files, told, lambda text: text, chats.text, lambda text: text)
+    return _read(files, told, lambda text: text, lambda messages, _: chats.text(messages), lambda text: text)
 
 
 def read_segments(files: list[Path], chats: Chats, told: Told = lambda _: None) -> Iterator[list[Segment]]:
@@ -126,7 +136,7 @@ def _read(
     files: list[Path],
     told: Told,
     of_text: Callable[[str], Document],
-    of_messages: Callable[[list[dict[str, Any]]], Document],
+    of_messages: Callable[[list[dict[str, Any]], bool], Document],
     text_of: Callable[[Document], str],
 ) -> Iterator[Document]:
     empty = True
@@ -143,7 +153,7 @@ def _read(
 def _documents(
     file: TextFile,
     of_text: Callable[[str], Document],
-    of_messages: Callable[[list[dict[str, Any]]], Document],
+    of_messages: Callable[[list[dict[str, Any]], bool], Document],
     text_of: Callable[[Document], str],
 ) -> Iterator[Document]:
     if not file.json_lines:
@@ -156,7 +166,8 @@ def _documents(
                 raise UnusableLine(f"'text' is {kind_of(record['text'])}, not text")
             key, document = "text", of_text(record["text"])
         elif _MESSAGES in record:
-            key, document = _MESSAGES, of_messages(messages_of(record))
+            cut_off = record.get("finish_reason") == "length"
+            key, document = _MESSAGES, of_messages(messages_of(record), cut_off)
         else:
             raise UnusableLine(f"no 'text' and no 'messages', but {keys_of(record)}")
         check_surrogates(text_of(document), key)

@@ -26,7 +26,7 @@ from spire.text.documents import Chats, Segment, read_segments
 from spire.text.text_files import bytes_to_read, find_files
 
 # Version of the division into sequences: sequences cached by an earlier version are not reused.
-_VERSION = b"1"
+_VERSION = b"2"
 # Sequences are padded to multiples of this, so that steps have few different lengths.
 _PADDED_TO = 64
 

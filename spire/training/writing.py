@@ -3,7 +3,8 @@
 A draft learns best from its target's own text. Prompts come from files, or the model writes them itself: a chat that
 ends behind the user's tag is continued by what a user would say. Prompts that say the same as an earlier one are left
 out. Every chat is appended to the output as a line of JSON with `messages`, so that a run that was broken off can be
-continued. A prompt whose answer was cut off is written without it: training ignores it, and no later run tries it.
+continued. An answer that `max_tokens` cut off is marked by its `finish_reason`. If it goes round in circles, its prompt
+is written without it: training ignores that, and no later run tries it.
 
 Does not know: which model is served, and how it decodes.
 """
@@ -25,6 +26,7 @@ from spire.errors import DataError, SpireError
 from spire.http import GatewayError, answer_of, async_client_for, gateway_errors, refusal_of
 from spire.service.keys import authorization
 from spire.text.prompts import Prompt
+from spire.text.repetition import LEAST_DISTINCT, distinct_share
 
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None)
 # Of a whole answer, which waits for its turn.
@@ -52,22 +54,23 @@ class Writing:
 
 @dataclass
 class Written:
-    """The result of a run: chats written and tokens generated.
+    """The result of a run: chats written, of which so many answers were `cut_off`, and tokens generated.
 
-    Left out were prompts that were `known`, answers that were `cut_off`, and prompts that the gateway `refused`, for
-    example because they are too long.
+    Left out were prompts that were `known`, answers that went round `in_circles` until they were cut off, and prompts
+    that the gateway `refused`, for example because they are too long.
     """
 
     chats: int = 0
+    cut_off: int = 0
     tokens: int = 0
     known: int = 0
-    cut_off: int = 0
+    in_circles: int = 0
     refused: int = 0
 
     @property
     def prompts(self) -> int:
         """The number of prompts that are dealt with."""
-        return self.chats + self.known + self.cut_off + self.refused
+        return self.chats + self.known + self.in_circles + self.refused
 
 
 class _Refused(GatewayError):
@@ -157,18 +160,22 @@ class _Writer:
         )
 
     async def _answer(self, prompt: Prompt) -> None:
-        """Have a prompt answered and write the chat; without an answer that is cut off by its length."""
+        """Have a prompt answered and write the chat; without an answer that goes round in circles until it is cut off."""
         try:
             text, reason = await self._ask({"messages": prompt.messages}, json.dumps(prompt.messages))
         except _Refused:
             self._done.refused += 1
         else:
-            answered = reason == "stop"
-            messages = [*prompt.messages, *([{"role": "assistant", "content": text}] if answered else [])]
-            self._file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
+            cut_off, messages = reason != "stop", list(prompt.messages)
+            in_circles = cut_off and distinct_share(text.split()) < LEAST_DISTINCT
+            if not in_circles:
+                messages.append({"role": "assistant", "content": text})
+            chat = {"messages": messages} | ({"finish_reason": reason} if cut_off and not in_circles else {})
+            self._file.write(json.dumps(chat, ensure_ascii=False) + "\n")
             self._file.flush()
-            self._done.chats += answered
-            self._done.cut_off += not answered
+            self._done.chats += not in_circles
+            self._done.cut_off += cut_off and not in_circles
+            self._done.in_circles += in_circles
         self._told(self._done)
 
     async def _ask(self, request: dict[str, Any], name: str) -> tuple[str, str]:

@@ -32,7 +32,7 @@ def write(
     url: Annotated[str, typer.Option(help="Where the gateway listens.")] = "http://127.0.0.1:8000",
     concurrency: Annotated[int, typer.Option(help="Answers at a time.", min=1)] = 16,
     max_tokens: Annotated[
-        int, typer.Option(help="Most tokens of an answer; one that is longer is not written.", min=1)
+        int, typer.Option(help="Most tokens of an answer; a longer one is cut off.", min=1)
     ] = 512,
     temperature: Annotated[float, typer.Option(help="Temperature of prompts and answers.", min=0)] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of all prompts and answers.", min=0)] = 0,
@@ -73,6 +73,7 @@ def write(
     if as_json:
         typer.echo(json.dumps(asdict(done) | {"out": str(out)}))
         return
-    typer.echo(f"wrote {done.chats:,} chats to {out} ({done.tokens:,} tokens generated)")
-    left_out = f"{done.known:,} repeated, {done.refused:,} refused, {done.cut_off:,} with answers beyond --max-tokens"
+    cut_off = f"{done.cut_off:,} answers cut off by --max-tokens"
+    typer.echo(f"wrote {done.chats:,} chats to {out} ({done.tokens:,} tokens generated, {cut_off})")
+    left_out = f"{done.known:,} repeated, {done.refused:,} refused, {done.in_circles:,} with answers in circles"
     typer.echo(f"left out of {done.prompts:,} prompts: {left_out}")

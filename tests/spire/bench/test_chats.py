@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spire.bench.chats import ChatSource, ChosenChats, distinct_share, source_of
+from spire.bench.chats import ChatSource, ChosenChats, source_of
 from spire.bench.client import Request
 from spire.checkpoints.tokenizer import load_tokenizer
 from spire.errors import DataError
@@ -91,10 +91,3 @@ def test_a_model_that_ends_every_answer_early_is_told(url: str, stories_chat_dir
     source.ends = set(range(512))
     with pytest.raises(DataError, match="too few prompts for 2 answers of 8 tokens: left out of 40 chats: 100%"):
         ChosenChats(source, url, Request(max_tokens=8)).cut(2, 60, seed=2)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "share"), [([1, 2, 3, 4, 5], 1.0), ([7] * 20, 1 / 17), ([1, 2, 3, 4] * 5, 4 / 17), ([1, 2], 1.0)]
-)
-def test_the_share_of_distinct_4_grams_tells_repetition(tokens: list[int], share: float) -> None:
-    assert distinct_share(tokens) == pytest.approx(share)

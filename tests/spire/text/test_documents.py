@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from spire.errors import DataError
-from spire.text.documents import Chats, Segment, read_documents
+from spire.text.documents import Chats, Segment, read_documents, read_segments
 
 SECRET = "nobody's business"
 WORDS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(lambda text: not text.isspace())
@@ -198,6 +198,22 @@ def test_what_begins_a_chat_answers_nothing_and_is_not_learned(tmp_path: Path) -
     segments = Chats(tmp_path).segments([greeting, CHAT[0], {"role": "assistant", "content": "Me."}])
     assert segments == [Segment(whole, False), Segment("Me.</s>", True)]
     assert Chats(tmp_path).segments([greeting]) == [Segment("<s><assistant>Hello!</s>", False)]
+
+
+def test_of_an_answer_that_was_cut_off_the_end_is_not_learned(tmp_path: Path) -> None:
+    with_template(tmp_path)
+    cut_off = line(messages=[CHAT[0], {"role": "assistant", "content": "Me, and"}], finish_reason="length")
+    (tmp_path / "chats.jsonl").write_bytes(line(messages=CHAT, finish_reason="stop") + cut_off)
+    whole, cut = read_segments([tmp_path / "chats.jsonl"], Chats(tmp_path))
+    assert whole[-1].text.endswith("</s>")
+    assert cut == [whole[0], Segment("Me, and", True)]
+
+
+def test_where_the_end_of_an_answer_cannot_be_told_it_is_not_learned(tmp_path: Path) -> None:
+    with_template(tmp_path, "{% for m in messages %}[{{ m.content | upper }}]{% endfor %}")
+    segments = Chats(tmp_path).segments([CHAT[0], {"role": "assistant", "content": "Me"}], cut_off=True)
+    assert segments
+    assert not any(segment.learned for segment in segments)
 
 
 def test_a_surrogate_in_messages_is_told(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def writing(url: str) -> Writing:
 def test_each_question_is_answered_once(url: str, questions: Path, tmp_path: Path) -> None:
     out = tmp_path / "chats.jsonl"
     done = write_chats(out, read_prompts([questions]), None, writing(url))
-    assert (done.chats + done.cut_off, done.known) == (3, 1)
+    assert (done.chats + done.in_circles, done.known) == (3, 1)
     assert asked(out) == sorted(QUESTIONS[:3])
     assert len(answered(out)) == done.chats
     assert done.tokens > 0
@@ -69,19 +69,30 @@ def test_a_run_that_was_broken_off_is_continued(url: str, questions: Path, tmp_p
     assert sorted(chats(broken), key=str) == sorted(chats(whole), key=str)
 
 
-def test_answers_that_are_cut_off_are_left_out_and_not_tried_again(url: str, questions: Path, tmp_path: Path) -> None:
+def test_answers_that_are_cut_off_are_marked_and_not_tried_again(url: str, questions: Path, tmp_path: Path) -> None:
     out = tmp_path / "chats.jsonl"
     done = write_chats(out, read_prompts([questions]), None, Writing(url, max_tokens=1))
-    assert (done.chats, done.cut_off) == (0, 3)
-    assert [[message["role"] for message in messages] for messages in chats(out)] == [["user"]] * 3
+    assert (done.chats, done.cut_off, done.in_circles) == (3, 3, 0)
+    assert [json.loads(line)["finish_reason"] for line in out.read_text().splitlines()] == ["length"] * 3
+    assert len(answered(out)) == 3
     again = write_chats(out, read_prompts([questions]), None, Writing(url, max_tokens=1))
     assert (again.tokens, again.known) == (0, 4)
+
+
+def test_answers_that_went_round_in_circles_are_left_out(
+    url: str, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spire.training.writing.distinct_share", lambda words: 0.4)
+    out = tmp_path / "chats.jsonl"
+    done = write_chats(out, read_prompts([questions]), None, Writing(url, max_tokens=1))
+    assert (done.chats, done.cut_off, done.in_circles) == (0, 0, 3)
+    assert [[message["role"] for message in messages] for messages in chats(out)] == [["user"]] * 3
 
 
 def test_a_prompt_that_is_refused_costs_no_other(url: str, tmp_path: Path) -> None:
     prompts = [Prompt.of_user("word " * 600), Prompt.of_user("Hi")]
     done = write_chats(tmp_path / "chats.jsonl", prompts, None, writing(url))
-    assert (done.refused, done.chats + done.cut_off) == (1, 1)
+    assert (done.refused, done.chats + done.in_circles) == (1, 1)
 
 
 def test_the_model_writes_prompts_behind_the_users_tag(url: str, tmp_path: Path) -> None:
@@ -160,7 +171,7 @@ def test_the_command_says_what_is_missing_and_what_it_wrote(url: str, questions:
     printed, error = command("--prompts", str(questions), "--url", url, "--json", "--max-tokens", "400")
     assert error is None
     figures = json.loads(printed)
-    assert figures["chats"] + figures["cut_off"] == 3
+    assert figures["chats"] + figures["in_circles"] == 3
     assert len(answered(tmp_path / "chats.jsonl")) == figures["chats"]
 
 
