@@ -31,7 +31,7 @@ from draft_service.worker import Worker
 from spire.address import by_tcp, join
 from spire.checkpoints.weights import load_draft
 from spire.decoding.drafting import MAX_SPECULATION_DEPTH
-from spire.model.backends.placed import backend_for, fp8_backend_for
+from spire.model.backends.placed import draft_backend_for
 from spire.model.backends.reference import Reference
 from spire.model.draft import Draft
 from spire.model.placement import choose_device, choose_dtype, draft_threads, loads_kernels_late, set_threads
@@ -101,7 +101,7 @@ async def _meet(stub: verifier_pb2_grpc.VerifierStub, address: str, trust: Trust
 def _load(config: DraftServiceConfig, target: Path | None) -> tuple[Draft, Reference]:
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
-    backend = fp8_backend_for(device, dtype) if config.quantization == "fp8" else backend_for(device)
+    backend = draft_backend_for(device, dtype, config.quantization)
     draft = load_draft(config.draft, dtype, device, target)
     set_threads(config.threads or draft_threads(draft))
     return backend.pack(draft), backend

@@ -30,8 +30,10 @@ class DraftServiceConfig(ModelServiceConfig):
     port: int = Field(50052, ge=0, le=65535, description="Port to listen on; 0 chooses a free one.")
     threads: int = Field(0, ge=0, description="Compute threads; 0 is one for a small draft, torch's choice for others.")
     max_sequences: int = Field(256, ge=1, description="Sequences remembered at once; more are decoded plainly.")
-    quantization: Literal["none", "fp8"] = Field(
-        "none", description="fp8 halves the bytes of the draft's weights, on a GPU of compute capability 9.0 or above."
+    quantization: Literal["auto", "none", "fp8"] = Field(
+        "auto",
+        description="fp8 halves the bytes of the draft's weights, on a CPU or on a GPU of compute capability 9.0 or "
+        "above; auto is fp8 on a CPU whose fastest kernels read it.",
     )
     top_m: int = Field(
         4096,

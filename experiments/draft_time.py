@@ -30,7 +30,7 @@ from rich.table import Table
 from draft_service.drafter import Drafter, Span, Verified
 from spire.checkpoints.weights import load_draft
 from spire.decoding.drafting import DraftItem
-from spire.model.backends.placed import backend_for
+from spire.model.backends.placed import draft_backend_for
 from spire.model.placement import choose_dtype, draft_threads, set_threads
 from spire.rpc.sampling import from_protos
 from spire.service.heap import keep_freed_memory
@@ -39,6 +39,7 @@ from spire.v1 import tensor_pb2 as pb
 ROOT = Path(__file__).resolve().parents[1]
 # A probability that no block falls below.
 _NEVER = 1e-30
+_MORE_THAN_CACHES = 2**26
 
 
 def main(
@@ -48,12 +49,14 @@ def main(
     contexts: Annotated[str, typer.Option(help="Verified positions of each sequence; two with a comma.")] = "128,1900",
     k: Annotated[int, typer.Option(min=1, max=16)] = 4,
     repeats: Annotated[int, typer.Option(min=3)] = 200,
+    quantization: Annotated[str, typer.Option(help="auto, none or fp8.")] = "auto",
+    cold: Annotated[bool, typer.Option(help="Let a round read its weights from memory, as beside a target.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Compare them."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     short, long = (int(context) for context in contexts.split(","))
-    figures = measure(draft, target, batch, short, long, k, repeats)
+    figures = measure(draft, target, batch, short, long, k, repeats, quantization, cold)
     if as_json:
         print(json.dumps(figures))
         return
@@ -64,14 +67,24 @@ def main(
 
 @torch.inference_mode()
 def measure(
-    path: Path, target: Path | None, batch: int, short: int, long: int, k: int, repeats: int
+    path: Path,
+    target: Path | None,
+    batch: int,
+    short: int,
+    long: int,
+    k: int,
+    repeats: int,
+    quantization: str = "auto",
+    cold: bool = False,
 ) -> dict[str, float | int]:
     """Medians of a round's milliseconds at both contexts, their ratio, what a sequence takes of memory, and the share
     of a round that the stop head adds."""
     keep_freed_memory()
-    model = load_draft(path, choose_dtype("auto", torch.device("cpu")), target=target)
+    device = torch.device("cpu")
+    model = load_draft(path, choose_dtype("auto", device), target=target)
     set_threads(draft_threads(model))
-    backend = backend_for(torch.device("cpu"))
+    backend = draft_backend_for(device, next(model.parameters()).dtype, quantization)
+    others = torch.ones(_MORE_THAN_CACHES if cold else 0)
     drafter = Drafter(backend.pack(model), 2 * batch, model.config.vocab_size, long + k, backend)
     rows = from_protos([pb.Sampling(temperature=1.0, top_p=1.0, seed=seed) for seed in range(batch)])
     asked = {context: _absorbed(drafter, batch, context) for context in (short, long)}
@@ -82,6 +95,7 @@ def measure(
     for _ in range(repeats):
         for context, least in kinds:
             items = [replace(item, least_standing=least) for item in asked[context]]
+            others.sum()
             began = time.perf_counter()
             drafter.propose(items, k, rows)
             seconds[context, least].append(time.perf_counter() - began)

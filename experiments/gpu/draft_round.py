@@ -17,7 +17,7 @@ from experiments.gpu.shapes import shape_of
 from spire.bench.synthetic import config_of
 from spire.checkpoints.random_weights import draw_weights
 from spire.decoding.drafting import DraftItem
-from spire.model.backends.placed import backend_for, fp8_backend_for
+from spire.model.backends.placed import draft_backend_for
 from spire.model.config import DraftConfig
 from spire.model.draft import Draft, last_layers
 from spire.perf.microbenchmarks import Bench
@@ -36,7 +36,7 @@ def measure(setting: Setting, findings: Findings) -> None:
     for name in ("bfloat16",) if setting.tiny else ("bfloat16", "fp8"):
         with findings.attempt(name):
             fp8 = name == "fp8"
-            backend = fp8_backend_for(setting.device, torch.bfloat16) if fp8 else backend_for(setting.device)
+            backend = draft_backend_for(setting.device, torch.bfloat16, "fp8" if fp8 else "none")
             draft = backend.pack(_draft(setting))
             for batch in _TINY_BATCHES if setting.tiny else _BATCHES:
                 drafter = Drafter(draft, batch, _TOP_M, _CONTEXT, backend)

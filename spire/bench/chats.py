@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -120,4 +119,3 @@ class ChosenChats:
         self.short += short
         self.repetitive += repetitive
         return not short and not repetitive
-

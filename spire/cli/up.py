@@ -97,7 +97,10 @@ def up(
     k: Annotated[int | None, typer.Option(help="Draft tokens a round. Default: chosen each round.", min=0)] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, bfloat16 or float32.")] = None,
     draft_quantization: Annotated[
-        str | None, typer.Option(help="none, or fp8: half the bytes of the draft's weights, on a GPU from Hopper on.")
+        str | None,
+        typer.Option(
+            help="fp8 halves the bytes of the draft's weights, on a CPU or a GPU from Hopper on. Default: on a CPU."
+        ),
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="auto, cpu or cuda: of several GPUs the one with the most free memory.")

@@ -85,30 +85,34 @@ static PyObject *py_attend(PyObject *self, PyObject *arguments) {
   COMPUTE(kernels->attend(&work, threads));
 }
 
+/* The address of a weight's values, and of its scales or 0. */
+#define WEIGHT(values, scales) ((Weight){AT(values), AT(scales)})
+
 static PyObject *py_before_attention(PyObject *self, PyObject *arguments) {
-  Address x, norm, weight, cosine, sine, normed, out;
+  Address x, norm, weight, scales, cosine, sine, normed, out;
   double eps;
   Before work;
   int threads;
-  const Kernels *kernels = parse(arguments, "KKKKKKKdiiiiii", &x, &norm, &weight, &cosine, &sine, &normed, &out, &eps,
-                                 &work.R, &work.D, &work.E, &work.heads, &work.K, &threads);
+  const Kernels *kernels = parse(arguments, "KKKKKKKKdiiiiii", &x, &norm, &weight, &scales, &cosine, &sine, &normed,
+                                 &out, &eps, &work.R, &work.D, &work.E, &work.heads, &work.K, &threads);
   if (!kernels) return NULL;
-  work.x = AT(x), work.norm = AT(norm), work.weight = AT(weight), work.cosine = AT(cosine), work.sine = AT(sine);
-  work.normed = AT(normed), work.out = AT(out), work.eps = (float)eps;
+  work.x = AT(x), work.norm = AT(norm), work.weight = WEIGHT(weight, scales), work.cosine = AT(cosine);
+  work.sine = AT(sine), work.normed = AT(normed), work.out = AT(out), work.eps = (float)eps;
   COMPUTE(kernels->before_attention(&work, threads));
 }
 
 static PyObject *py_behind_attention(PyObject *self, PyObject *arguments) {
-  Address x, attended, output, norm, gate_up, down, hidden, normed, inside, out;
+  Address x, attended, norm, output, of_output, gate_up, of_gate_up, down, of_down, hidden, normed, inside, out;
   double eps;
   Behind work;
   int threads;
-  const Kernels *kernels = parse(arguments, "KKKKKKKKKKdiiiii", &x, &attended, &output, &norm, &gate_up, &down, &hidden,
-                                 &normed, &inside, &out, &eps, &work.R, &work.D, &work.A, &work.F, &threads);
+  const Kernels *kernels =
+      parse(arguments, "KKKKKKKKKKKKKdiiiii", &x, &attended, &norm, &output, &of_output, &gate_up, &of_gate_up, &down,
+            &of_down, &hidden, &normed, &inside, &out, &eps, &work.R, &work.D, &work.A, &work.F, &threads);
   if (!kernels) return NULL;
-  work.x = AT(x), work.attended = AT(attended), work.output = AT(output), work.norm = AT(norm);
-  work.gate_up = AT(gate_up), work.down = AT(down), work.hidden = AT(hidden), work.normed = AT(normed);
-  work.inside = AT(inside), work.out = AT(out), work.eps = (float)eps;
+  work.x = AT(x), work.attended = AT(attended), work.norm = AT(norm), work.output = WEIGHT(output, of_output);
+  work.gate_up = WEIGHT(gate_up, of_gate_up), work.down = WEIGHT(down, of_down), work.hidden = AT(hidden);
+  work.normed = AT(normed), work.inside = AT(inside), work.out = AT(out), work.eps = (float)eps;
   COMPUTE(kernels->behind_attention(&work, threads));
 }
 
@@ -122,11 +126,12 @@ static PyObject *py_norm(PyObject *self, PyObject *arguments) {
 }
 
 static PyObject *py_project(PyObject *self, PyObject *arguments) {
-  Address x, weight, out;
+  Address x, values, scales, out;
   int R, D, E, threads;
-  const Kernels *kernels = parse(arguments, "KKKiiii", &x, &weight, &out, &R, &D, &E, &threads);
+  const Kernels *kernels = parse(arguments, "KKKKiiii", &x, &values, &scales, &out, &R, &D, &E, &threads);
   if (!kernels) return NULL;
-  COMPUTE(kernels->project(AT(x), AT(weight), R, D, E, AT(out), threads));
+  const Weight weight = WEIGHT(values, scales);
+  COMPUTE(kernels->project(AT(x), &weight, R, D, E, AT(out), threads));
 }
 
 static PyObject *py_absorb(PyObject *self, PyObject *arguments) {
@@ -177,16 +182,16 @@ static PyObject *py_forward(PyObject *self, PyObject *arguments) {
 
 /* A draft's round, of a tuple. */
 static int parse_round(PyObject *given, DraftRound *round) {
-  Address layers, embedding, norm, unembedding, feedback, positions, slots, bases, cosine, sine, own, scratch, logits;
-  Address vocabulary;
+  Address layers, embedding, norm, unembedding, scales, feedback, positions, slots, bases, cosine, sine, own, scratch;
+  Address logits, vocabulary;
   double eps;
-  if (!PyArg_ParseTuple(given, "KKKKKKKKKKKKKKdiiiiiiiiiiiii", &layers, &embedding, &norm, &unembedding, &feedback,
-                        &positions, &slots, &bases, &cosine, &sine, &own, &scratch, &logits, &vocabulary, &eps,
+  if (!PyArg_ParseTuple(given, "KKKKKKKKKKKKKKKdiiiiiiiiiiiii", &layers, &embedding, &norm, &unembedding, &scales,
+                        &feedback, &positions, &slots, &bases, &cosine, &sine, &own, &scratch, &logits, &vocabulary, &eps,
                         &round->B, &round->k, &round->N, &round->D, &round->H, &round->G, &round->K, &round->F,
                         &round->V, &round->S, &round->window, &round->sink, &round->attends_self))
     return 0;
   round->layers = AT(layers), round->feedback = AT(feedback);
-  round->embedding = AT(embedding), round->norm = AT(norm), round->unembedding = AT(unembedding);
+  round->embedding = AT(embedding), round->norm = AT(norm), round->unembedding = WEIGHT(unembedding, scales);
   round->positions = AT(positions), round->slots = AT(slots), round->bases = AT(bases);
   round->cosine = AT(cosine), round->sine = AT(sine), round->own = AT(own), round->scratch = AT(scratch);
   round->logits = AT(logits), round->vocabulary = AT(vocabulary), round->eps = (float)eps;
@@ -299,14 +304,15 @@ static PyObject *py_uniforms(PyObject *self, PyObject *arguments) {
 }
 
 /* Of those that this processor can run: index, name, whether they are for bfloat16, block, head_multiple,
-   most_queries. */
+   most_queries, whether weights may be fp8. */
 static PyObject *py_available(PyObject *self, PyObject *none) {
   PyObject *found = PyList_New(0);
   for (int i = 0; found && i < COUNT; i++) {
     const Kernels *kernels = KERNELS[i];
     if (!(runs[i] = kernels->available())) continue;
-    PyObject *one = Py_BuildValue("(isNiii)", i, kernels->name, PyBool_FromLong(kernels->narrow), kernels->block,
-                                  kernels->head_multiple, kernels->most_queries);
+    PyObject *one =
+        Py_BuildValue("(isNiiiN)", i, kernels->name, PyBool_FromLong(kernels->narrow), kernels->block,
+                      kernels->head_multiple, kernels->most_queries, PyBool_FromLong(kernels->reads_fp8));
     if (!one || PyList_Append(found, one)) Py_CLEAR(found);
     Py_XDECREF(one);
   }

@@ -1,14 +1,16 @@
 MOST_WIDTH: int
 
-def available() -> list[tuple[int, str, bool, int, int, int]]:
+def available() -> list[tuple[int, str, bool, int, int, int, bool]]:
     """Of the kernels that this processor can run, the fastest first: index, name, whether they are for bfloat16,
-    outputs of a weight that lie together, what heads' width is a multiple of, most queries of a key (0 is any)."""
+    outputs of a weight that lie together, what heads' width is a multiple of, most queries of a key (0 is any), whether
+    weights may be fp8."""
 
 def uniforms(*work: int) -> None:
     """Addresses of seeds, choices, whether there is a salt, bases and numbers; B, T and the purpose."""
 
-# What follows takes the index of the kernels first. `sampling`: addresses of temperatures, top_k, top_p, min_p, rules,
-# seeds, choices and bases; ids of the target's vocabulary.
+# What follows takes the index of the kernels first. A weight is two addresses: of its values, and of its scales, 0
+# unless it is fp8. `sampling`: addresses of temperatures, top_k, top_p, min_p, rules, seeds, choices and bases; ids of
+# the target's vocabulary.
 
 def attend(kernels: int, *work: int) -> None:
     """Of queries, new keys and new values the address and strides by row, head and position; addresses of keys, values,
@@ -19,7 +21,7 @@ def before_attention(kernels: int, *work: float) -> None:
     rotate, K; threads."""
 
 def behind_attention(kernels: int, *work: float) -> None:
-    """Addresses of x, what was attended, the weights of output, norm, gates with ups and down, the hidden state
+    """Addresses of x, what was attended, the norm, the weights of output, gates with ups and down, the hidden state
     between, what is normed, what is inside and the result; eps; R, D, width of what was attended, F; threads."""
 
 def norm(kernels: int, *work: float) -> None:

@@ -23,7 +23,7 @@ static void absorb(const Absorbed *work, int threads) {
 #pragma omp parallel num_threads(threads)
   for (int i = 0; i < N; i++) {
     const Layer *layer = &work->layers[i];
-    const Before keys_values = {.x = input, .norm = layer->norm, .weight = layer->queries_keys_values + (int64_t)H * K * D,
+    const Before keys_values = {.x = input, .norm = layer->norm, .weight = outputs_from(layer->queries_keys_values, H * K, D),
                                 .cosine = work->cosine, .sine = work->sine, .normed = normed, .out = projected,
                                 .R = R, .D = D, .E = 2 * G * K, .heads = G, .K = K, .eps = work->eps};
 #pragma omp for schedule(static)
@@ -155,7 +155,7 @@ static void pass_over(const DraftRound *round, const int64_t *rows, int A, int p
       number *own_keys = round->own + (int64_t)i * 2 * B * own, *own_values = own_keys + B * own;
       mix(passed, round->feedback + i * (N + 1), N, (int64_t)A * D, hidden);
       projection.x = hidden, projection.norm = layer->norm, projection.heads = G;
-      projection.weight = layer->queries_keys_values + (int64_t)H * K * D, projection.E = 2 * G * K;
+      projection.weight = outputs_from(layer->queries_keys_values, H * K, D), projection.E = 2 * G * K;
       before(&projection);
 #pragma omp for schedule(static)
       for (int a = 0; a < A; a++) {

@@ -37,25 +37,35 @@ typedef struct {
   long long slot_stride, head_stride; /* of a pool; a head's positions are contiguous */
 } Attention;
 
+/* A weight in blocks of [E, D]: numbers or, with a scale for each of E outputs, bytes of fp8. A byte is a sign, three
+   bits e and four bits m: 2^(e - 7) (1 + m / 16). There is no zero. */
+typedef struct {
+  const void *values;
+  const float *scales; /* NULL: numbers */
+} Weight;
+
 /* A layer up to its attention. R rows, D width, E outputs; `heads` of them, [K] wide, are rotated. */
 typedef struct {
-  const number *x, *norm, *weight, *cosine, *sine; /* [R, D], [D], blocks of [E, D], [R, K] */
-  number *normed, *out;                            /* [R, D], [R, E] */
+  const number *x, *norm, *cosine, *sine; /* [R, D], [D], [R, K] */
+  Weight weight;                          /* [E, D] */
+  number *normed, *out;                   /* [R, D], [R, E] */
   int R, D, E, heads, K;
   float eps;
 } Before;
 
 /* And behind it. A width of what was attended, F inner width. */
 typedef struct {
-  const number *x, *attended, *output, *norm, *gate_up, *down; /* [R, D], [R, A], weights */
-  number *hidden, *normed, *inside, *out;                      /* [R, D], [R, D], [R, F], [R, D] */
+  const number *x, *attended, *norm;      /* [R, D], [R, A], [D] */
+  Weight output, gate_up, down;           /* [D, A], [2 F, D], [D, F] */
+  number *hidden, *normed, *inside, *out; /* [R, D], [R, D], [R, F], [R, D] */
   int R, D, A, F;
   float eps;
 } Behind;
 
 /* A layer's weights, and where it keeps keys and values: of a target pools, of a SPIRe draft [slots, G, S, K]. */
 typedef struct {
-  const number *norm, *queries_keys_values, *output, *norm_inside, *gate_up, *down;
+  const number *norm, *norm_inside;
+  Weight queries_keys_values, output, gate_up, down;
   number *keys, *values;
 } Layer;
 
@@ -84,7 +94,8 @@ typedef struct {
    width, V tokens that it can propose, S places of a slot. */
 typedef struct {
   const Layer *layers;                     /* [N] */
-  const number *embedding, *norm, *unembedding; /* by token, D each; [D]; blocks of [V, D] */
+  const number *embedding, *norm;               /* by token, D each; [D] */
+  Weight unembedding;                           /* [V, D] */
   const float *feedback;                        /* [N, N + 1]; NULL where a layer remembers its own input */
   const int64_t *positions;                     /* [slots, S]: of the text, -1 in empty places */
   const int64_t *slots, *bases;                 /* [B] */
@@ -196,12 +207,13 @@ typedef struct {
   int block;         /* outputs of a weight that lie together */
   int head_multiple; /* heads that can be attended with are as wide as a multiple of this */
   int most_queries;  /* R at most; 0 is any */
+  int reads_fp8;     /* whether weights may be fp8 */
   int (*available)(void);
   void (*attend)(const Attention *work, int threads);
   void (*before_attention)(const Before *work, int threads);
   void (*behind_attention)(const Behind *work, int threads);
   void (*norm)(const number *x, const number *weight, float eps, int R, int D, number *out, int threads);
-  void (*project)(const number *x, const number *weight, int R, int D, int E, float *out, int threads);
+  void (*project)(const number *x, const Weight *weight, int R, int D, int E, float *out, int threads);
   void (*absorb)(const Absorbed *work, int threads);
   void (*forward)(const Forward *work, int threads);
   void (*draft_pass)(const DraftRound *round, int pass, const int64_t *tokens, int threads);

@@ -28,6 +28,12 @@ static inline void store_narrow(uint16_t *to, lanes x) {
 #endif
 }
 
+/* fp8 of `Weight`: the bits of a byte where those of a float are. */
+static inline lanes wide_fp8(const uint8_t *x) {
+  __m512i bits = _mm512_slli_epi32(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)x)), 19);
+  return (lanes)_mm512_add_epi32(_mm512_and_si512(bits, _mm512_set1_epi32(0x83f80000)), _mm512_set1_epi32(120 << 23));
+}
+
 static inline lanes multiply_add(lanes a, lanes b, lanes c) { return _mm512_fmadd_ps(a, b, c); }
 
 /* Of two the second, where one is not a number. */

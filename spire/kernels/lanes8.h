@@ -26,6 +26,13 @@ static inline void store_narrow(uint16_t *to, lanes x) {
                    _mm_packus_epi32(_mm256_castsi256_si128(rounded), _mm256_extracti128_si256(rounded, 1)));
 }
 
+/* fp8 of `Weight`: the bits of a byte where those of a float are. */
+static inline lanes wide_fp8(const uint8_t *x) {
+  __m256i bits = _mm256_slli_epi32(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)x)), 19);
+  bits = _mm256_and_si256(bits, _mm256_set1_epi32(0x83f80000));
+  return (lanes)_mm256_add_epi32(bits, _mm256_set1_epi32(120 << 23));
+}
+
 static inline lanes multiply_add(lanes a, lanes b, lanes c) { return _mm256_fmadd_ps(a, b, c); }
 
 /* Of two the second, where one is not a number. */

@@ -42,8 +42,13 @@ static inline void finish(lanes first, lanes second, Kind kind, const number *su
 }
 
 /* Of [R, D] with [E, D], by all threads of a team, which wait for one another at the end. */
-static void product(const number *x, const number *weight, int R, int D, int E, Kind kind, const number *summand,
-                    void *out);
+static void product(const number *x, Weight weight, int R, int D, int E, Kind kind, const number *summand, void *out);
+
+/* The outputs of a weight from number e on. */
+static inline Weight outputs_from(Weight weight, int e, int D) {
+  const int64_t size = weight.scales ? 1 : sizeof(number);
+  return (Weight){(const char *)weight.values + (int64_t)e * D * size, weight.scales ? weight.scales + e : NULL};
+}
 
 static void normalise(const number *x, const number *weight, float eps, int R, int D, number *out) {
 #pragma omp for schedule(static)
@@ -103,7 +108,7 @@ static void norm(const number *x, const number *weight, float eps, int R, int D,
   normalise(x, weight, eps, R, D, out);
 }
 
-static void project(const number *x, const number *weight, int R, int D, int E, float *out, int threads) {
+static void project(const number *x, const Weight *weight, int R, int D, int E, float *out, int threads) {
 #pragma omp parallel num_threads(threads)
-  product(x, weight, R, D, E, WIDE, NULL, out);
+  product(x, *weight, R, D, E, WIDE, NULL, out);
 }

@@ -74,15 +74,14 @@ static inline void multiply(const uint16_t *x, const uint16_t *weight, int D, in
   }
 }
 
-static void product(const number *x, const number *weight, int R, int D, int E, Kind kind, const number *summand,
-                    void *out) {
+static void product(const number *x, Weight weight, int R, int D, int E, Kind kind, const number *summand, void *out) {
   float sums[32][32] __attribute__((aligned(64)));
   for (int r = 0; r < R; r += 32) {
     int rows = R - r < 32 ? R - r : 32, two = rows > 16;
     if (r == 0 || rows < 32) configure(two ? 16 : rows, rows - 16);
 #pragma omp for schedule(static) nowait
     for (int e = 0; e < E; e += 32) {
-      multiply(x + (int64_t)r * D, weight + (int64_t)e * D, D, two, sums);
+      multiply(x + (int64_t)r * D, (const number *)weight.values + (int64_t)e * D, D, two, sums);
       for (int i = 0; i < rows; i++)
         finish(load_wide(sums[i]), load_wide(sums[i] + 16), kind, summand, out, r + i, e, E);
     }
@@ -269,7 +268,7 @@ static int available(void) {
   return processor() & HAS_TILES && syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18) == 0;
 }
 
-const Kernels tiles = {"matrix tiles", 1, BLOCK, 64, MOST_QUERIES, available, attend, before_attention, behind_attention,
+const Kernels tiles = {"matrix tiles", 1, BLOCK, 64, MOST_QUERIES, 0, available, attend, before_attention, behind_attention,
                        norm, project, absorb, forward, draft_pass, draft_round, draw, judge, collect};
 #pragma GCC pop_options
 #endif

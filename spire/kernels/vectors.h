@@ -18,6 +18,8 @@ static inline void store(float *to, lanes x) { store_wide(to, x); }
 
 static inline packed load_packed(const float *x) { return load_wide(x); }
 
+static inline packed load_fp8(const uint8_t *x) { return wide_fp8(x); }
+
 static inline packed every_packed(const float *x) { return every(*x); }
 
 static inline lanes dot(packed a, packed b, lanes sum) { return multiply_add(a, b, sum); }
@@ -34,12 +36,13 @@ static inline lanes dot(packed a, packed b, lanes sum) { return multiply_add(a, 
 /* --- products ----------------------------------------------------------------------------------------------------- */
 
 /* A block of outputs of N rows. */
-#define MULTIPLY(N)                                                                                                    \
-  static void multiply##N(const number *x, const number *weight, int D, lanes (*sums)[2]) {                           \
+#define MULTIPLY(N, name, kind, load_values)                                                                           \
+  static void name##N(const number *x, const void *values, int D, lanes (*sums)[2]) {                                 \
+    const kind *weight = values;                                                                                       \
     lanes sum[N][2];                                                                                                   \
     for (int r = 0; r < N; r++) sum[r][0] = sum[r][1] = every(0.0f);                                                   \
     for (int d = 0; d < D; d += PAIR, weight += BLOCK * PAIR) {                                                        \
-      packed first = load_packed(weight), second = load_packed(weight + LANES * PAIR);                                 \
+      packed first = load_values(weight), second = load_values(weight + LANES * PAIR);                                 \
       for (int r = 0; r < N; r++) {                                                                                    \
         packed value = every_packed(x + (int64_t)r * D + d);                                                           \
         sum[r][0] = dot(value, first, sum[r][0]);                                                                      \
@@ -48,32 +51,41 @@ static inline lanes dot(packed a, packed b, lanes sum) { return multiply_add(a, 
     }                                                                                                                  \
     for (int r = 0; r < N; r++) sums[r][0] = sum[r][0], sums[r][1] = sum[r][1];                                        \
   }
-MULTIPLY(1)
-MULTIPLY(2)
-MULTIPLY(3)
-MULTIPLY(4)
-MULTIPLY(5)
-MULTIPLY(6)
+typedef void Multiply(const number *x, const void *values, int D, lanes (*sums)[2]);
 #if MOST_ROWS == 12
-MULTIPLY(7)
-MULTIPLY(8)
-MULTIPLY(9)
-MULTIPLY(10)
-MULTIPLY(11)
-MULTIPLY(12)
+#define MULTIPLY_ALL(name, kind, load_values)                                                                          \
+  MULTIPLY(1, name, kind, load_values)                                                                                 \
+  MULTIPLY(2, name, kind, load_values)                                                                                 \
+  MULTIPLY(3, name, kind, load_values)                                                                                 \
+  MULTIPLY(4, name, kind, load_values)                                                                                 \
+  MULTIPLY(5, name, kind, load_values)                                                                                 \
+  MULTIPLY(6, name, kind, load_values)                                                                                 \
+  MULTIPLY(7, name, kind, load_values)                                                                                 \
+  MULTIPLY(8, name, kind, load_values)                                                                                 \
+  MULTIPLY(9, name, kind, load_values)                                                                                 \
+  MULTIPLY(10, name, kind, load_values)                                                                                \
+  MULTIPLY(11, name, kind, load_values)                                                                                \
+  MULTIPLY(12, name, kind, load_values)                                                                                \
+  static Multiply *const name##_rows[] = {name##1, name##2, name##3, name##4,  name##5,  name##6,                      \
+                                          name##7, name##8, name##9, name##10, name##11, name##12};
+#else
+#define MULTIPLY_ALL(name, kind, load_values)                                                                          \
+  MULTIPLY(1, name, kind, load_values)                                                                                 \
+  MULTIPLY(2, name, kind, load_values)                                                                                 \
+  MULTIPLY(3, name, kind, load_values)                                                                                 \
+  MULTIPLY(4, name, kind, load_values)                                                                                 \
+  MULTIPLY(5, name, kind, load_values)                                                                                 \
+  MULTIPLY(6, name, kind, load_values)                                                                                 \
+  static Multiply *const name##_rows[] = {name##1, name##2, name##3, name##4, name##5, name##6};
 #endif
-static void (*const MULTIPLIES[])(const number *, const number *, int, lanes (*)[2]) = {
-    multiply1, multiply2, multiply3, multiply4, multiply5, multiply6,
-#if MOST_ROWS == 12
-    multiply7, multiply8, multiply9, multiply10, multiply11, multiply12,
-#endif
-};
+MULTIPLY_ALL(multiply, number, load_packed)
+MULTIPLY_ALL(multiply_fp8, uint8_t, load_fp8)
 
 /* Rows that stay in the second cache while weights pass by. */
 #define NEAR 96
 
-static void product(const number *x, const number *weight, int R, int D, int E, Kind kind, const number *summand,
-                    void *out) {
+static void product(const number *x, Weight weight, int R, int D, int E, Kind kind, const number *summand, void *out) {
+  Multiply *const *multiply = weight.scales ? multiply_fp8_rows : multiply_rows;
   for (int from = 0; from < R; from += NEAR) {
     const int rows = R - from < NEAR ? R - from : NEAR, parts = (rows + MOST_ROWS - 1) / MOST_ROWS;
 #pragma omp for schedule(static) nowait
@@ -81,7 +93,10 @@ static void product(const number *x, const number *weight, int R, int D, int E, 
       for (int part = 0, r = from; part < parts; part++) {
         const int count = (from + rows - r) / (parts - part);
         lanes sums[MOST_ROWS][2];
-        MULTIPLIES[count - 1](x + (int64_t)r * D, weight + (int64_t)e * D, D, sums);
+        multiply[count - 1](x + (int64_t)r * D, outputs_from(weight, e, D).values, D, sums);
+        if (weight.scales)
+          for (int i = 0; i < count; i++)
+            sums[i][0] *= load_wide(weight.scales + e), sums[i][1] *= load_wide(weight.scales + e + LANES);
         for (int i = 0; i < count; i++, r++) finish(sums[i][0], sums[i][1], kind, summand, out, r, e, E);
       }
   }

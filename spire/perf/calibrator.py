@@ -21,6 +21,7 @@ import spire.service.process  # noqa: F401
 import torch
 
 from spire.model.backends.cpu.fused_layer import kernels_of
+from spire.model.backends.placed import draft_in_fp8
 from spire.model.config import DraftConfig, ModelConfig
 from spire.model.placement import choose_device, choose_dtype
 from spire.perf import microbenchmarks as parts
@@ -116,9 +117,11 @@ def _every_part(
     threads = torch.get_num_threads()
     torch.set_num_threads(for_draft)
     try:
-        draft_matmul = step(parts.products, target, bench)
+        fp8 = fused and draft_in_fp8(bench.device, bench.dtype)
+        draft_matmul, width = step(parts.products, target, bench, fp8), 1 if fp8 else bench.dtype.itemsize
         if fused:
-            draft_layer, draft_round = step(parts.fused_draft_costs, target, draft, draft_matmul, bandwidth, bench)
+            given = (target, draft, draft_matmul, bandwidth, bench, width)
+            draft_layer, draft_round = step(parts.fused_draft_costs, *given)
         else:
             draft_layer, draft_round = step(parts.draft_costs, target, draft, bench)
         draft_sampling = step(parts.draft_sampling_cost, target, draft, bench)
@@ -126,7 +129,7 @@ def _every_part(
         torch.set_num_threads(threads)
     measured = Measured(
         target=ModelCosts(matmul, target_layer, verify_sampling),
-        draft=ModelCosts(draft_matmul, draft_layer, draft_sampling),
+        draft=ModelCosts(draft_matmul, draft_layer, draft_sampling, width),
         kv_read=kv_read,
         draft_round=draft_round,
         wire=step(wire_cost),

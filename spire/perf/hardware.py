@@ -51,6 +51,8 @@ class ModelCosts:
     layer: Cost
     # Seconds from logits to tokens, by the number of logits (rows · vocabulary).
     sampling: Cost
+    # Bytes of a weight's value; None: as many as those of other values.
+    bytes_per_weight: int | None = None
 
     def flops_per_second(self, rows: float) -> float:
         """Return the FLOP/s at `rows`: log-log interpolation between measured rows, constant outside."""

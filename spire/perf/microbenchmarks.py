@@ -29,21 +29,22 @@ from spire.decoding.drafting import Drafted, DraftingRound, RoundInputs, draft_t
 from spire.decoding.sampling import SamplingRows
 from spire.decoding.verification import SparseDistribution
 from spire.kernels import Kernels
-from spire.model.backends.cpu.fused_layer import kernels_of
+from spire.model.backends.cpu.fused_layer import FusedLayer, kernels_of
 from spire.model.backends.cpu.fused_sampling import KernelSampling, draw
-from spire.model.backends.placed import backend_for
-from spire.model.backends.reference import BlockBatch, Model, Reference
+from spire.model.backends.placed import backend_for, draft_backend_for
+from spire.model.backends.reference import BlockBatch, Reference
 from spire.model.cache.placed import cache_for
 from spire.model.cache.target_cache import BatchView
 from spire.model.config import DraftConfig, ModelConfig
 from spire.model.draft import Draft
 from spire.model.draft_memory import DraftMemory
-from spire.model.layers import Layer, Rope, Rotation, attend
+from spire.model.layers import Layer, Rotation
 from spire.model.placement import draft_threads
 from spire.model.target import Target
 from spire.perf.hardware import Cost, Curve, Hardware, Measured, ModelCosts
 from spire.perf.perf_model import draft_seconds, verify_seconds
 from spire.perf.shapes import DraftShape, Shape
+from spire.perf.stand_ins import Unread, draft_shell, without_layers
 from spire.rpc.sampling import from_protos
 from spire.v1.tensor_pb2 import RULE_BLOCK, Sampling
 
@@ -93,16 +94,19 @@ class Bench:
         return torch.randn(shape, dtype=self.dtype, device=self.device)
 
 
-def products(config: ModelConfig, bench: Bench) -> tuple[tuple[int, float], ...]:
-    """Measure (rows, FLOP/s) of the seven matrix products of one layer, packed as served.
+def products(config: ModelConfig, bench: Bench, fp8: bool = False) -> tuple[tuple[int, float], ...]:
+    """Measure (rows, FLOP/s) of the seven matrix products of one layer, packed as served, with weights in fp8 if asked.
 
     The time includes the operations between the products. Weights of a small layer stay in the processor's cache.
     """
     alone = config.model_copy(update={"num_hidden_layers": 1, "vocab_size": _SKELETON_VOCABULARY})
     model = Target(alone).to(bench.device, bench.dtype).requires_grad_(False)
     flops_per_row = sum(2 * one.weight.numel() for one in model.layers.modules() if isinstance(one, nn.Linear))
-    model = backend_for(bench.device).pack(model)
-    layer = cast(Layer, model.layers[0])
+    kernels = kernels_of(config, bench.randn(0)) if fp8 else None
+    if kernels:
+        layer: Layer = FusedLayer(cast(Layer, model.layers[0]), kernels, fp8)
+    else:
+        layer = cast(Layer, backend_for(bench.device).pack(model).layers[0])
 
     def compute(input_1RD: Tensor, attended_1HRK: Tensor, rope: Rotation) -> None:
         layer.queries_keys_values(input_1RD, rope)
@@ -159,8 +163,8 @@ def target_layer_cost(config: ModelConfig, bench: Bench) -> Cost:
     layers = min(config.num_hidden_layers, _SKELETON_LAYERS)
     with torch.device("meta"):
         model = Target(config.model_copy(update={"num_hidden_layers": layers, "vocab_size": _SKELETON_VOCABULARY}))
-    model = _without_layers(model, prod(_MANY), bench)
-    return _of_forward(model, Reference(), bench, lambda view: _Unread(view, bench), lambda batch, tokens: 0.0)
+    model = without_layers(model, prod(_MANY), bench.dtype, bench.device)
+    return _of_forward(model, Reference(), bench, lambda view: Unread(view, bench.dtype), lambda batch, tokens: 0.0)
 
 
 def fused_target_layer_cost(
@@ -189,18 +193,26 @@ def draft_costs(config: ModelConfig, draft: DraftConfig, bench: Bench) -> tuple[
     The seconds of a round do not include its passes. The draft's memory is full, and each pass reads this memory.
     """
     with torch.device("meta"):
-        model = _draft_shell(config, draft, _SKELETON_VOCABULARY)
-    memory = DraftMemory(_without_layers(model, prod(_MANY), bench), _MANY[0])
+        model = draft_shell(config, draft, _SKELETON_VOCABULARY)
+    memory = DraftMemory(without_layers(model, prod(_MANY), bench.dtype, bench.device), _MANY[0])
     return _of_layer_and_round(memory, bench, lambda batch: 0.0)
 
 
 def fused_draft_costs(
-    config: ModelConfig, draft: DraftConfig, matmul: tuple[tuple[int, float], ...], bandwidth: float, bench: Bench
+    config: ModelConfig,
+    draft: DraftConfig,
+    matmul: tuple[tuple[int, float], ...],
+    bandwidth: float,
+    bench: Bench,
+    width: int,
 ) -> tuple[Cost, Cost]:
-    """Measure `draft_costs` for fused draft passes: seconds of a pass less predicted seconds of matrix products."""
-    model = _draft_shell(config, draft, _SKELETON_VOCABULARY).to(bench.device, bench.dtype).requires_grad_(False)
-    shape, alone = DraftShape("spire", Shape.of(model.config)), _only_products(matmul, bandwidth, bench)
-    backend = backend_for(bench.device)
+    """Measure `draft_costs` for fused draft passes: seconds of a pass less predicted seconds of matrix products.
+
+    `width`: bytes of a weight's value.
+    """
+    model = draft_shell(config, draft, _SKELETON_VOCABULARY).to(bench.device, bench.dtype).requires_grad_(False)
+    shape, alone = DraftShape("spire", Shape.of(model.config)), _only_products(matmul, bandwidth, bench, width)
+    backend = draft_backend_for(bench.device, bench.dtype)
     memory = backend.memory(backend.pack(model), _MANY[0])
     return _of_layer_and_round(memory, bench, lambda batch: draft_seconds(shape, batch, 0, 1, alone))
 
@@ -246,60 +258,6 @@ def verify_sampling_cost(config: ModelConfig, draft: DraftConfig, bench: Bench) 
     return _line(few, many)
 
 
-class _Unread:
-    """A cache view that stores keys and values but never reads them: new positions attend to each other only."""
-
-    def __init__(self, view: BatchView, bench: Bench):
-        self._view, self.positions_BT, self.fused = view, view.positions_BT, ()
-        B, T = view.positions_BT.shape
-        self._mask = torch.zeros(B, 1, T, T, dtype=bench.dtype, device=bench.device)
-
-    def attend(self, layer: int, queries_BHTK: Tensor, keys_BGTK: Tensor, values_BGTK: Tensor) -> Tensor:
-        self._view.store(layer, keys_BGTK, values_BGTK)
-        return attend(queries_BHTK, keys_BGTK, values_BGTK, self._mask)
-
-
-class _GivenLayer(Layer):
-    """A decoder layer that computes attention only; its other results are random tensors for up to `rows` tokens."""
-
-    def __init__(self, config: ModelConfig, rows: int, bench: Bench):
-        nn.Module.__init__(self)
-        heads = config.num_attention_heads + 2 * config.num_key_value_heads
-        self._kv_heads = config.num_key_value_heads
-        self._projected = bench.randn(rows, heads, config.head_dim)
-        self._out = bench.randn(rows, config.hidden_size)
-
-    def queries_keys_values(self, input_BTD: Tensor, rope: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        B, T, _ = input_BTD.shape
-        heads = self._projected[: B * T].unflatten(0, (B, T)).transpose(1, 2)
-        queries = heads.shape[1] - 2 * self._kv_heads
-        return heads[:, :queries], heads[:, queries : -self._kv_heads], heads[:, -self._kv_heads :]
-
-    def keys_values(self, memory_BTD: Tensor, rope: Rotation) -> tuple[Tensor, Tensor]:
-        return self.queries_keys_values(memory_BTD, rope)[1:]
-
-    def behind(self, input_BTD: Tensor, attended_BHTK: Tensor) -> Tensor:
-        B, T, D = input_BTD.shape
-        return self._out[: B * T].view(B, T, D)
-
-
-def _without_layers(model: Model, rows: int, bench: Bench) -> Model:
-    """Replace layers and unembedding by stand-ins without weights, so that a model of any size fits in memory."""
-    model.layers = nn.ModuleList(_GivenLayer(model.config, rows, bench) for _ in model.layers)
-    output_RE = bench.randn(rows, model.config.vocab_size)
-    model.replace_head(lambda x: output_RE[: x.numel() // x.shape[-1]].view(*x.shape[:-1], -1))
-    model = model.to(bench.dtype).to_empty(device=bench.device).requires_grad_(False)
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensor.normal_()
-    model.rope = Rope(model.config.head_dim, model.config.rope)
-    return model
-
-
-def _draft_shell(config: ModelConfig, draft: DraftConfig, vocabulary: int) -> Draft:
-    update = {"num_hidden_layers": len(draft.tapped_layers), "vocab_size": vocabulary}
-    return Draft(config.model_copy(update=update), draft.model_copy(update={"vocabulary": None}))
-
-
 def threads_of(config: ModelConfig, draft: DraftConfig) -> int:
     """Return the number of threads with which a draft of this size is served."""
     with torch.device("meta"):
@@ -313,7 +271,7 @@ def _of_forward(
     model: Target,
     backend: Reference,
     bench: Bench,
-    seen: Callable[[BatchView], BatchView | _Unread],
+    seen: Callable[[BatchView], BatchView | Unread],
     products: Callable[[int, int], float],
 ) -> Cost:
     """Measure the seconds per layer of a forward on the view `seen(view)`, less `products(batch, tokens)`, by rows."""
@@ -383,9 +341,11 @@ def _draft(batch: int, k: int, logits_BV: Tensor, candidates: int | None, bench:
     return draft_tokens(given, RoundInputs(newest_B, newest_B, k, _sampling_rows(batch, bench), candidates))
 
 
-def _only_products(matmul: tuple[tuple[int, float], ...], bandwidth: float, bench: Bench) -> Hardware:
+def _only_products(
+    matmul: tuple[tuple[int, float], ...], bandwidth: float, bench: Bench, width: int | None = None
+) -> Hardware:
     """Return hardware with this device's costs of matrix products, and no other costs."""
-    costs = ModelCosts(matmul, Cost(), Cost())
+    costs = ModelCosts(matmul, Cost(), Cost(), width)
     measured = Measured(target=costs, draft=costs, kv_read=Curve(((1, 0.0),)), draft_round=Cost(), wire=Cost())
     return Hardware("", 1.0, bandwidth, bench.dtype.itemsize, measured=measured)
 

@@ -162,8 +162,9 @@ def _forward_seconds(
     rows, width = batch * tokens, hardware.bytes_per_value
     flops, unembedding = 2 * shape.body_parameters * rows + more_flops * batch, shape.vocab_size * shape.hidden_size
     speed = costs.flops_per_second(rows) if costs else hardware.flops_per_second
-    products = max(flops / speed, shape.body_parameters * width / hardware.bytes_per_second)
-    logits = max(2 * unembedding * rows / speed, unembedding * width / hardware.bytes_per_second)
+    of_weight = costs.bytes_per_weight if costs and costs.bytes_per_weight else width
+    products = max(flops / speed, shape.body_parameters * of_weight / hardware.bytes_per_second)
+    logits = max(2 * unembedding * rows / speed, unembedding * of_weight / hardware.bytes_per_second)
     kv_bytes = batch * cached * shape.kv_values_per_position * width
     if costs is None or hardware.measured is None:
         return products + logits + kv_bytes / hardware.bytes_per_second

@@ -1,7 +1,8 @@
 """Text documents: the reader of all files given with --data, for training and measurements.
 
 A .txt file is one document, and so is a line of a .jsonl file: its `text`, or its `messages` rendered by a model's
-chat template. `"finish_reason": "length"` beside messages says that the last answer is cut off. Text is UTF-8, with or without byte order mark. Only \\n ends a JSONL line. Blank documents are skipped.
+chat template. `"finish_reason": "length"` beside messages says that the last answer is cut off. Text is UTF-8, with or
+without byte order mark. Only \\n ends a JSONL line. Blank documents are skipped.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class Chats:
 
 
 def _without_end(answer: Segment, content: str) -> Segment:
-    """Return an answer without what the template writes behind its content. It is not learned if that cannot be told."""
+    """Return an answer without what the template writes behind its content, not learned if that cannot be told."""
     words = content.strip()
     before, found, _ = answer.text.rpartition(words)
     return Segment(before + words, True) if found else answer._replace(learned=False)

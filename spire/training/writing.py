@@ -160,7 +160,7 @@ class _Writer:
         )
 
     async def _answer(self, prompt: Prompt) -> None:
-        """Have a prompt answered and write the chat; without an answer that goes round in circles until it is cut off."""
+        """Have a prompt answered and write the chat, without an answer that goes round in circles."""
         try:
             text, reason = await self._ask({"messages": prompt.messages}, json.dumps(prompt.messages))
         except _Refused:

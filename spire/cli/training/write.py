@@ -31,9 +31,7 @@ def write(
     ] = None,
     url: Annotated[str, typer.Option(help="Where the gateway listens.")] = "http://127.0.0.1:8000",
     concurrency: Annotated[int, typer.Option(help="Answers at a time.", min=1)] = 16,
-    max_tokens: Annotated[
-        int, typer.Option(help="Most tokens of an answer; a longer one is cut off.", min=1)
-    ] = 512,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer; a longer one is cut off.", min=1)] = 512,
     temperature: Annotated[float, typer.Option(help="Temperature of prompts and answers.", min=0)] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of all prompts and answers.", min=0)] = 0,
     begin: Annotated[str, typer.Option(help="How the prompts begin that the model writes itself.")] = "",

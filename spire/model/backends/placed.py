@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from spire.kernels import kernels_for
 from spire.model.backends.cpu import fused_layer
-from spire.model.backends.cpu.backend import CpuBackend
+from spire.model.backends.cpu.backend import CpuBackend, Fp8
 from spire.model.backends.gpu import kernels
 from spire.model.backends.gpu.backend import GpuBackend
 from spire.model.backends.gpu.fp8 import check_fp8
@@ -18,10 +19,24 @@ def backend_for(device: torch.device) -> Reference:
     return {"cpu": CpuBackend, "cuda": GpuBackend}.get(device.type, Reference)()
 
 
-def fp8_backend_for(device: torch.device, dtype: torch.dtype) -> Reference:
-    """Return a new backend for a draft whose weights are to be in fp8. Raises CheckpointError if that is impossible."""
+def draft_backend_for(device: torch.device, dtype: torch.dtype, quantization: str = "auto") -> Reference:
+    """Return a new backend for one draft. `quantization` of its weights: none, fp8, or auto for `draft_in_fp8`.
+
+    Raises CheckpointError if this device has no fp8.
+    """
+    auto = quantization == "auto"
+    if quantization == "none" or (auto and not draft_in_fp8(device, dtype)):
+        return backend_for(device)
+    if device.type == "cpu":
+        return CpuBackend(Fp8.IF_FITTING if auto else Fp8.ALWAYS)
     check_fp8(device, dtype)
     return GpuBackend(fp8=True)
+
+
+def draft_in_fp8(device: torch.device, dtype: torch.dtype) -> bool:
+    """True if a draft's weights are in fp8 unless told otherwise: on a CPU whose fastest kernels read it."""
+    kernels = kernels_for(dtype) if device.type == "cpu" else None
+    return kernels is not None and kernels.reads_fp8
 
 
 def computed_by(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> str:

@@ -21,7 +21,7 @@ from spire.model.backends.gpu.draft_round import GpuRound
 from spire.model.backends.gpu.fp8 import FP8, Fp8Linear, Rows8, rows8
 from spire.model.backends.gpu.kernels import elementwise_kernels, layers_fit
 from spire.model.backends.gpu.packed_layer import PackedLayer
-from spire.model.backends.placed import fp8_backend_for
+from spire.model.backends.placed import draft_backend_for
 from spire.model.cache.paged import PagedCache
 from spire.model.config import DraftConfig, ModelConfig
 from spire.model.draft import prune
@@ -252,15 +252,15 @@ def test_a_draft_whose_sizes_fp8_has_no_products_for_is_refused() -> None:
 
 
 def test_fp8_is_refused_where_it_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(CheckpointError, match="needs a GPU, and the draft runs on cpu"):
-        fp8_backend_for(torch.device("cpu"), torch.bfloat16)
+    with pytest.raises(CheckpointError, match="needs a GPU or a CPU, not mps"):
+        draft_backend_for(torch.device("mps"), torch.bfloat16, "fp8")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(CheckpointError, match=r"NVIDIA A100 has 8\.0"):
-        fp8_backend_for(torch.device("cuda"), torch.bfloat16)
+        draft_backend_for(torch.device("cuda"), torch.bfloat16, "fp8")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with pytest.raises(CheckpointError, match="--dtype"):
-        fp8_backend_for(torch.device("cuda"), torch.float32)
+        draft_backend_for(torch.device("cuda"), torch.float32, "fp8")
 
 
 DRAFTS: list[Any] = [

@@ -14,7 +14,7 @@ from spire.model.backends.gpu.backend import GpuBackend, PaddedRound
 from spire.model.backends.gpu.draft_round import GpuRound
 from spire.model.backends.gpu.fp8 import Fp8Linear
 from spire.model.backends.gpu.graphs import Outputs
-from spire.model.backends.placed import fp8_backend_for
+from spire.model.backends.placed import draft_backend_for
 from spire.model.cache.paged import PagedCache
 from spire.model.config import DraftConfig, ModelConfig
 from spire.model.draft import prune
@@ -118,7 +118,7 @@ def test_a_draft_s_passes_give_what_its_layers_give(
 def test_a_draft_s_passes_in_fp8_are_near_those_in_bfloat16() -> None:
     spire = DraftConfig(target_fingerprint="", tapped_layers=(1, 2))
     draft = prune(new_target(torch.bfloat16, 8, 2), spire, (1, 2)).bfloat16().requires_grad_(False)
-    exact, backend = copy.deepcopy(draft).double(), fp8_backend_for(torch.device("cuda"), torch.bfloat16)
+    exact, backend = copy.deepcopy(draft).double(), draft_backend_for(torch.device("cuda"), torch.bfloat16, "fp8")
     served = backend.pack(draft.cuda())
     assert isinstance(served.lm_head, Fp8Linear)
     memories = [DraftMemory(exact, 1), backend.memory(served, 1)]

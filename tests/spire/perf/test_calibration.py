@@ -25,6 +25,7 @@ from spire.perf.hardware import Cost, Curve
 from spire.perf.loopback import wire_cost
 from spire.perf.microbenchmarks import Bench
 from spire.perf.shapes import Shape
+from spire.perf.stand_ins import without_layers
 from spire.service.machine_memory import memory_limit
 
 # A calibration measures for as long as the machine takes, and another process may use it too.
@@ -134,7 +135,7 @@ def test_noise_never_makes_more_work_cheaper() -> None:
 def test_a_model_without_its_layers_holds_no_matrix_but_the_embedding() -> None:
     with torch.device("meta"):
         model = Target(CONFIG)
-    model = microbenchmarks._without_layers(model, 8, Bench(torch.device("cpu"), torch.bfloat16))
+    model = without_layers(model, 8, torch.bfloat16, torch.device("cpu"))
     assert not [m for m in model.modules() if isinstance(m, nn.Linear) and m.weight is not None]
     assert {name for name, weight in model.named_parameters() if weight.ndim == 2} == {"embed_tokens.weight"}
     assert all(tensor.isfinite().all() for tensor in model.state_dict().values())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from enum import Enum
 from typing import cast
 
 from torch import Tensor, nn
 
 from spire.decoding.drafting import Drafted, DraftingRound, RoundInputs
 from spire.decoding.verification import Verify, verify
+from spire.errors import CheckpointError
 from spire.model.backends.cpu.fused_draft import FusedDraftMemory, FusedRound
 from spire.model.backends.cpu.fused_layer import (
     FusedLayer,
@@ -28,21 +30,37 @@ from spire.model.layers import Layer
 from spire.model.target import KeyValues, Target, TargetOutput
 
 
+class Fp8(Enum):
+    """Whether a draft's weights are rounded to fp8."""
+
+    NEVER = 0
+    # If kernels support the draft so.
+    IF_FITTING = 1
+    # Otherwise the draft is refused.
+    ALWAYS = 2
+
+
 class CpuBackend(Reference):
     """C kernels in the place of the layers, the unembedding, the verdict and a draft's rounds."""
 
-    def __init__(self) -> None:
+    def __init__(self, fp8: Fp8 = Fp8.NEVER) -> None:
+        # Whether a draft's weights are rounded to fp8.
+        self._fp8 = fp8
         # All layers of the packed target, if kernels support it.
         self._stack: FusedStack | None = None
 
     def pack(self, model: Model) -> Model:
+        """Pack a model as the reference does. Raises CheckpointError for a draft that kernels do not support in fp8."""
         config, weight = model.config, next(model.parameters())
-        self.kernels = computed_by(config, weight)
-        if kernels := kernels_behind(config, weight):
+        self.kernels, fp8 = computed_by(config, weight), isinstance(model, Draft) and self._fp8 is not Fp8.NEVER
+        kernels = kernels_behind(config, weight, fp8)
+        if fp8 and not kernels and self._fp8 is Fp8.ALWAYS:
+            raise CheckpointError("--quantization fp8: no kernels here read the draft's weights in fp8: leave it out")
+        if kernels:
             whole = kernels_of(config, weight) is not None
             kind = FusedLayer if whole else PartlyFusedLayer
-            model.layers = nn.ModuleList(kind(layer, kernels) for layer in cast(Iterable[Layer], model.layers))
-            model.replace_head(FusedProduct(model.lm_head, kernels))
+            model.layers = nn.ModuleList(kind(layer, kernels, fp8) for layer in cast(Iterable[Layer], model.layers))
+            model.replace_head(FusedProduct(model.lm_head, kernels, fp8))
             if isinstance(model, Target):
                 model.norm = FusedNorm(cast(nn.RMSNorm, model.norm), kernels)
                 self._stack = FusedStack(model, kernels) if whole else None
@@ -59,9 +77,8 @@ class CpuBackend(Reference):
         return judge if rule is verify and judges(vocabulary, blocks.draft_BK, blocks.q, blocks.rows) else None
 
     def memory(self, draft: Draft, slots: int) -> DraftMemory:
-        kernels = kernels_of(draft.config, draft.embed_tokens.weight)
-        if kernels and isinstance(draft.layers[0], FusedLayer):
-            return FusedDraftMemory(draft, slots, kernels)
+        if isinstance(layer := draft.layers[0], FusedLayer):
+            return FusedDraftMemory(draft, slots, layer.kernels)
         return super().memory(draft, slots)
 
     def draft(self, round_: DraftingRound, inputs: RoundInputs, claim: ClaimQ) -> Drafted:

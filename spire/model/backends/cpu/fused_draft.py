@@ -97,7 +97,7 @@ class FusedRound:
         scratch = torch.empty(B * (D * (N + 3) + K * (2 * H + 2 * G + 2) + F), dtype=fused.kernels.dtype)
         self._draft, self._logits_BW = draft, torch.empty(B, fused.outputs)
         norm_D = cast(nn.RMSNorm, draft.norm).weight
-        weights = (fused.layers, draft.embed_tokens.weight, norm_D, fused.unembedding, fused.feedback)
+        weights = (fused.layers, draft.embed_tokens.weight, norm_D, *fused.unembedding, fused.feedback)
         place = (fused.positions_XS, slots_B.contiguous(), base_B.contiguous(), *rope)
         # Keeps the tensors alive while their addresses are used.
         self._hidden = scratch[B * D * (N + 2) :][: B * D].view(B, D)

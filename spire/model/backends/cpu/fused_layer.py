@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from spire.kernels import Kernels, kernels_for
+from spire.model.backends.cpu.weights import BlockedWeight
 from spire.model.config import ModelConfig
 from spire.model.layers import Layer, Rope, Rotation
 
@@ -29,13 +30,16 @@ def kernels_of(config: ModelConfig, weight: Tensor) -> Kernels | None:
     return None if config.qkv_bias or config.qk_norm else kernels_behind(config, weight)
 
 
-def kernels_behind(config: ModelConfig, weight: Tensor) -> Kernels | None:
-    """Return the CPU kernels that support such a model except, perhaps, its queries, keys and values, or None."""
+def kernels_behind(config: ModelConfig, weight: Tensor, fp8: bool = False) -> Kernels | None:
+    """Return the CPU kernels that support such a model except, perhaps, its queries, keys and values, or None.
+
+    `fp8`: with its weights rounded to fp8.
+    """
     biased = config.attention_bias or config.mlp_bias
     widths = (config.hidden_size, config.intermediate_size, config.head_dim, config.vocab_size)
     if weight.device.type != "cpu" or biased or any(width % _MULTIPLE for width in widths):
         return None
-    return kernels_for(weight.dtype)
+    return kernels_for(weight.dtype, fp8)
 
 
 def computed_by(config: ModelConfig, weight: Tensor) -> str:
@@ -52,20 +56,21 @@ class PartlyFusedLayer(Layer):
     """A layer that a CPU kernel computes from attention's output on. Takes the parameters of another layer, which is of
     no use afterwards. Cannot be trained or saved."""
 
-    def __init__(self, layer: Layer, kernels: Kernels):
+    def __init__(self, layer: Layer, kernels: Kernels, fp8: bool = False):
         nn.Module.__init__(self)
-        self._kernels = kernels
+        self.kernels = kernels
         attention, mlp = layer.self_attn, layer.mlp
         self.inner = mlp.down_proj.in_features
         self.eps = layer.post_attention_layernorm.eps or torch.finfo(kernels.dtype).eps
         self._norm_inside = layer.post_attention_layernorm.weight.detach().contiguous()
-        self._output, self._down = (blocked(weight, kernels) for weight in _weights(attention.o_proj, mlp.down_proj))
+        outputs = _weights(attention.o_proj, mlp.down_proj)
+        self._output, self._down = (BlockedWeight.of(weight, kernels, fp8) for weight in outputs)
         # Half of the outputs of each block are of gate_proj, the other half are of up_proj.
         halves = [weight.unflatten(0, (-1, kernels.block // 2)) for weight in _weights(mlp.gate_proj, mlp.up_proj)]
-        self._gate_and_up = blocked(torch.stack(halves, dim=1).flatten(0, 2), kernels)
-        self._take_front(layer)
+        self._gate_and_up = BlockedWeight.of(torch.stack(halves, dim=1).flatten(0, 2), kernels, fp8)
+        self._take_front(layer, fp8)
 
-    def _take_front(self, layer: Layer) -> None:
+    def _take_front(self, layer: Layer, fp8: bool) -> None:
         """Take what computes queries, keys and values."""
         del layer.self_attn.o_proj
         self.input_layernorm, self.self_attn = layer.input_layernorm, layer.self_attn
@@ -73,33 +78,32 @@ class PartlyFusedLayer(Layer):
     def behind(self, input_BTD: Tensor, attended_BHTK: Tensor) -> Tensor:
         (B, T, D), (_, H, _, K) = input_BTD.shape, attended_BHTK.shape
         given, attended_BTE = input_BTD.contiguous(), attended_BHTK.transpose(1, 2).contiguous()
-        hidden, normed, out_BTD = torch.empty(3, B * T, D, dtype=self._kernels.dtype).unbind()
-        inside = torch.empty(B * T, self.inner, dtype=self._kernels.dtype)
-        weights = (self._output, self._norm_inside, self._gate_and_up, self._down)
-        tensors = (given, attended_BTE, *weights, hidden, normed, inside, out_BTD)
+        hidden, normed, out_BTD = torch.empty(3, B * T, D, dtype=self.kernels.dtype).unbind()
+        inside = torch.empty(B * T, self.inner, dtype=self.kernels.dtype)
+        weights = (*self._output, *self._gate_and_up, *self._down)
+        tensors = (given, attended_BTE, self._norm_inside, *weights, hidden, normed, inside, out_BTD)
         shape = (B * T, D, H * K, self.inner)
-        self._kernels.behind_attention(*tensors, self.eps, *shape, torch.get_num_threads())
+        self.kernels.behind_attention(*tensors, self.eps, *shape, torch.get_num_threads())
         return out_BTD.view(B, T, D)
 
 
 class FusedLayer(PartlyFusedLayer):
     """A layer with all weights in the layout of the CPU kernels. Cannot be trained or saved."""
 
-    def _take_front(self, layer: Layer) -> None:
+    def _take_front(self, layer: Layer, fp8: bool) -> None:
         attention = layer.self_attn
         self.head_dim, self.kv_heads = attention.head_dim, attention.kv_heads
         self.heads = attention.q_proj.out_features // self.head_dim
         self._norm = layer.input_layernorm.weight.detach().contiguous()
-        self._queries_keys_values = blocked(
-            torch.cat(_weights(attention.q_proj, attention.k_proj, attention.v_proj)), self._kernels
-        )
-        self._keys_values = self._queries_keys_values[self.heads * self.head_dim // self._kernels.block :]
+        projections = _weights(attention.q_proj, attention.k_proj, attention.v_proj)
+        self._queries_keys_values = BlockedWeight.of(torch.cat(projections), self.kernels, fp8)
+        self._keys_values = self._queries_keys_values.from_output(self.heads * self.head_dim)
 
     @property
     def addresses(self) -> list[int]:
         """The addresses of the weights in the order that kernels expect, valid while the layer lives."""
-        weights = (self._norm, self._queries_keys_values, self._output)
-        return [x.data_ptr() for x in (*weights, self._norm_inside, self._gate_and_up, self._down)]
+        weights = (*self._queries_keys_values, *self._output, *self._gate_and_up, *self._down)
+        return [0 if x is None else x.data_ptr() for x in (self._norm, self._norm_inside, *weights)]
 
     def queries_keys_values(self, input_BTD: Tensor, rope: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         projected = self._projected(input_BTD, rope, self._queries_keys_values)
@@ -110,15 +114,15 @@ class FusedLayer(PartlyFusedLayer):
         projected = self._projected(memory_BTD, rope, self._keys_values)
         return projected[:, : self.kv_heads], projected[:, self.kv_heads :]
 
-    def _projected(self, input_BTD: Tensor, rope: Rotation, weight: Tensor) -> Tensor:
+    def _projected(self, input_BTD: Tensor, rope: Rotation, weight: BlockedWeight) -> Tensor:
         """Normalise the inputs and project them by `weight` to heads [B, heads, T, K], rotated except for values."""
         B, T, D = input_BTD.shape
-        E = len(weight) * self._kernels.block
-        given, normed = input_BTD.contiguous(), torch.empty(B * T, D, dtype=self._kernels.dtype)
-        projected_RE, heads = torch.empty(B * T, E, dtype=self._kernels.dtype), E // self.head_dim
-        tensors = (given, self._norm, weight, *(part.contiguous() for part in rope), normed, projected_RE)
+        E = weight.outputs
+        given, normed = input_BTD.contiguous(), torch.empty(B * T, D, dtype=self.kernels.dtype)
+        projected_RE, heads = torch.empty(B * T, E, dtype=self.kernels.dtype), E // self.head_dim
+        tensors = (given, self._norm, *weight, *(part.contiguous() for part in rope), normed, projected_RE)
         shape = (B * T, D, E, heads - self.kv_heads, self.head_dim)
-        self._kernels.before_attention(*tensors, self.eps, *shape, torch.get_num_threads())
+        self.kernels.before_attention(*tensors, self.eps, *shape, torch.get_num_threads())
         return projected_RE.view(B, T, heads, self.head_dim).transpose(1, 2)
 
 
@@ -163,26 +167,17 @@ class Rotations:
 class FusedProduct:
     """A linear layer by a CPU kernel, with fp32 outputs because the kernel accumulates in fp32."""
 
-    def __init__(self, linear: nn.Linear, kernels: Kernels):
+    def __init__(self, linear: nn.Linear, kernels: Kernels, fp8: bool = False):
         self._kernels = kernels
-        self.weight = blocked(linear.weight.detach(), kernels)
+        self.weight = BlockedWeight.of(linear.weight.detach(), kernels, fp8)
 
     def __call__(self, x_D: Tensor) -> Tensor:
         given = x_D.contiguous()
-        D, E = x_D.shape[-1], len(self.weight) * self._kernels.block
+        D, E = x_D.shape[-1], self.weight.outputs
         out_E = torch.empty(*x_D.shape[:-1], E)
-        self._kernels.project(given, self.weight, out_E, x_D.numel() // D, D, E, torch.get_num_threads())
+        self._kernels.project(given, *self.weight, out_E, x_D.numel() // D, D, E, torch.get_num_threads())
         return out_E
 
 
 def _weights(*linears: nn.Linear) -> list[Tensor]:
     return [linear.weight.detach() for linear in linears]
-
-
-def blocked(weight_ED: Tensor, kernels: Kernels) -> Tensor:
-    """Rearrange a weight [E, D] to the layout of the CPU kernels, [E / block, D / pair, block, pair]. `pair` is 2 for
-    bfloat16, which is multiplied in pairs, and 1 for float32."""
-    E, D = weight_ED.shape
-    pair = torch.float32.itemsize // kernels.dtype.itemsize
-    blocks = weight_ED.view(E // kernels.block, kernels.block, D // pair, pair).transpose(1, 2)
-    return blocks.contiguous()

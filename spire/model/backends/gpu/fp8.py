@@ -68,7 +68,7 @@ def rows8(x_D: Tensor) -> Rows8:
 def check_fp8(device: torch.device, dtype: torch.dtype) -> None:
     """Raise CheckpointError unless this device multiplies matrices in fp8 and the draft computes in bfloat16."""
     if device.type != "cuda":
-        raise CheckpointError(f"--quantization fp8 needs a GPU, and the draft runs on {device.type}: leave it out")
+        raise CheckpointError(f"--quantization fp8 needs a GPU or a CPU, not {device.type}: leave it out")
     if (capability := torch.cuda.get_device_capability(device)) < NEEDED_CAPABILITY:
         name, has = torch.cuda.get_device_name(device), ".".join(map(str, capability))
         raise CheckpointError(
