@@ -34,7 +34,8 @@ _LEAST_SUM = 1e-30
 
 @dataclass(frozen=True)
 class SparseDistribution:
-    """A draft's q as sent: M candidates per draft token or, without `ids_BKM`, the whole vocabulary in order of ids.
+    """A draft's q as sent: M candidates per draft token or, without `ids_BKM`, the tokens `vocabulary_M`, which ascend,
+    or without these the whole vocabulary in order of ids.
 
     Rows need not sum to one, because the draft draws in proportion to the numbers that it sends, which may be rounded
     to bfloat16. Rows are normalised only when they are used, because for most rows only the sum is needed. Padding has
@@ -46,37 +47,57 @@ class SparseDistribution:
     # The sum and the minimum of each row, if known.
     sums_BK: Tensor | None = None
     leasts_BK: Tensor | None = None
+    vocabulary_M: Tensor | None = None
 
     @classmethod
     def whole(
-        cls, probs_KV: Sequence[Tensor | None], K: int, vocabulary: int, device: torch.device
+        cls,
+        probs_KM: Sequence[Tensor | None],
+        K: int,
+        width: int,
+        device: torch.device,
+        vocabulary_M: Tensor | None = None,
     ) -> SparseDistribution:
-        """Build q over the whole vocabulary from B tensors of up to K rows. Missing rows become padding."""
-        if device.type == "cpu" and all(rows is None or collects(rows) for rows in probs_KV):
-            return cls(None, *collect(probs_KV, K, vocabulary))
-        there = next((rows.device for rows in probs_KV if rows is not None), device)
-        probs_BKV = torch.zeros(len(probs_KV), K, vocabulary, device=there)
-        for row, rows_KV in enumerate(probs_KV):
-            if rows_KV is not None:
-                probs_BKV[row, : len(rows_KV)] = rows_KV
-        return cls(None, probs_BKV.to(device))
+        """Build q over all `width` tokens of a vocabulary from B tensors of up to K rows. Missing rows are padding."""
+        if device.type == "cpu" and all(rows is None or collects(rows) for rows in probs_KM):
+            return cls(None, *collect(probs_KM, K, width), vocabulary_M)
+        there = next((rows.device for rows in probs_KM if rows is not None), device)
+        probs_BKM = torch.zeros(len(probs_KM), K, width, device=there)
+        for row, rows_KM in enumerate(probs_KM):
+            if rows_KM is not None:
+                probs_BKM[row, : len(rows_KM)] = rows_KM
+        return cls(None, probs_BKM.to(device), vocabulary_M=vocabulary_M)
 
     @classmethod
     def of_rows(
-        cls, ids_XKM: Tensor | None, probs_XKM: Tensor, rows: Sequence[int | None], device: torch.device
+        cls,
+        ids_XKM: Tensor | None,
+        probs_XKM: Tensor,
+        rows: Sequence[int | None],
+        device: torch.device,
+        vocabulary_M: Tensor | None = None,
     ) -> SparseDistribution:
         """Build q for B sequences by selecting `rows` from tensors with X rows. None becomes padding."""
         if ids_XKM is None and device.type == "cpu" and collects(probs_XKM):
-            return cls(None, *collect([None if row is None else probs_XKM[row] for row in rows], *probs_XKM.shape[1:]))
+            of_rows = [None if row is None else probs_XKM[row] for row in rows]
+            return cls(None, *collect(of_rows, *probs_XKM.shape[1:]), vocabulary_M)
         chosen_B = torch.tensor([row or 0 for row in rows], device=probs_XKM.device)
         padding_B11 = torch.tensor([row is None for row in rows], device=device)[:, None, None]
         # Move before converting: bfloat16 has half of the bytes.
         probs_BKM = probs_XKM[chosen_B].to(device).float().masked_fill_(padding_B11, 0)
-        return cls(None if ids_XKM is None else ids_XKM[chosen_B].to(device).long(), probs_BKM)
+        ids_BKM = None if ids_XKM is None else ids_XKM[chosen_B].to(device).long()
+        return cls(ids_BKM, probs_BKM, vocabulary_M=vocabulary_M)
+
+    def spread(self, vocab_size: int) -> SparseDistribution:
+        """Return q over the whole vocabulary if it is over `vocabulary_M`, otherwise itself."""
+        if self.vocabulary_M is None:
+            return self
+        probs_BKV = self.probs_BKM.new_zeros(*self.probs_BKM.shape[:2], vocab_size)
+        return SparseDistribution(None, probs_BKV.index_copy_(-1, self.vocabulary_M, self.probs_BKM), self.sums_BK)
 
     @property
     def collected(self) -> bool:
-        """True if q covers the whole vocabulary, in bfloat16 as sent, and the sums of its rows are known."""
+        """True if q covers a whole vocabulary, in bfloat16 as sent, and the sums of its rows are known."""
         return self.ids_BKM is None and self.sums_BK is not None and self.probs_BKM.dtype == torch.bfloat16
 
     @cached_property
@@ -96,14 +117,19 @@ class SparseDistribution:
 
     def of(self, tokens_BK: Tensor) -> Tensor:
         """Return the normalised probabilities [B, K] of tokens under q, zero for tokens that are not candidates."""
-        if self.ids_BKM is None:
+        if self.vocabulary_M is not None:
+            place_BK = torch.searchsorted(self.vocabulary_M, tokens_BK).clamp(max=len(self.vocabulary_M) - 1)
+            among_BK = self.vocabulary_M[place_BK] == tokens_BK
+            of_tokens_BK = self.probs_BKM.gather(-1, place_BK[..., None]).squeeze(-1) * among_BK
+        elif self.ids_BKM is None:
             of_tokens_BK = self.probs_BKM.gather(-1, tokens_BK[..., None]).squeeze(-1)
         else:
             of_tokens_BK = (self.probs_BKM * (self.ids_BKM == tokens_BK[..., None])).sum(dim=-1)
         return of_tokens_BK / self.sum_BK.clamp(min=_LEAST_SUM)
 
     def taken_from(self, p_BV: Tensor, at_B: Tensor) -> Tensor:
-        """Return the residual max(0, p - q), [B, V], with q of the draft token at index `at_B`. p need not sum to 1."""
+        """Return the residual max(0, p - q), [B, V], with q of the draft token at index `at_B`, after `spread`. p need
+        not sum to 1."""
         row_B = torch.arange(len(p_BV), device=p_BV.device)
         probs_BM = self.probs_BKM[row_B, at_B] / self.sum_BK[row_B, at_B].clamp(min=_LEAST_SUM)[:, None]
         if self.ids_BKM is None:
@@ -111,7 +137,7 @@ class SparseDistribution:
         return p_BV.scatter_add(1, self.ids_BKM[row_B, at_B], -probs_BM).clamp_(min=0)
 
     def select(self, index: Tensor) -> SparseDistribution:
-        """Return q of the sequences at `index`."""
+        """Return q of the sequences at `index`, after `spread`."""
         return SparseDistribution(None if self.ids_BKM is None else self.ids_BKM[index], self.probs_BKM[index])
 
 
@@ -148,7 +174,8 @@ def verify(
         return Verdict.of(draft_BK, torch.zeros_like(counts_B), sample(p_BTV[:, 0], rows, base_B))
     if q is None:
         q = SparseDistribution(draft_BK[..., None], torch.ones_like(draft_BK[..., None], dtype=torch.float32))
-    elif rows.mix.greedy is not Share.NONE:
+    q = q.spread(p_BTV.shape[-1])
+    if rows.mix.greedy is not Share.NONE:
         q = _one_hot_where_greedy(q, draft_BK, rows.greedy_B)
     present = rows.mix.rules
     if len(present) == 1:

@@ -222,16 +222,6 @@ static void told_of(const float *logits, int64_t place, int V, float *told) {
   told[3] = second - largest - log_sum;
 }
 
-static int64_t place_among(const int64_t *vocabulary, int V, int64_t token) {
-  int first = 0, end = V;
-  if (!vocabulary) return token;
-  while (end - first > 1) {
-    const int middle = (first + end) / 2;
-    if (vocabulary[middle] <= token) first = middle; else end = middle;
-  }
-  return first;
-}
-
 /* Multiply the probability that each block stands by that of its newest token. `before`: logits [A, V] as they were. */
 static void judge_newest(const DraftRound *round, const Stop *stop, const int64_t *rows, int A, const Draw *drawn,
                          int threads) {

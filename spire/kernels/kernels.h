@@ -176,12 +176,13 @@ typedef struct {
   const int64_t *firsts;           /* [B] */
   Sampling sampling;
   const int64_t *drafted, *counts; /* [B, T - 1], [B] */
-  const uint16_t *q;               /* [B, T - 1, V], not read for greedy sequences and under the invariant rule */
+  const int64_t *vocabulary;       /* [W], ascending: the tokens that q is of; NULL: all, W = V */
+  const uint16_t *q;               /* [B, T - 1, W], not read for greedy sequences and under the invariant rule */
   const float *q_sums;             /* [B, T - 1] */
   const double *coins, *uniforms;  /* [B, T - 1], [B, T] */
   int64_t *accepted, *tokens;      /* [B], [B, T]: zeros behind */
   int64_t *finite;                 /* [B]: whether all logits of real positions are numbers */
-  int B, T, V;
+  int B, T, V, W;
 } Verdict;
 
 /* B addresses of [counts[b], V] in bfloat16 to [B, K, V], and of each row, [B, K], its sum and its least number. What is

@@ -125,6 +125,17 @@ static inline int64_t token_at(const int64_t *vocabulary, int64_t place) {
   return vocabulary ? vocabulary[place] : place;
 }
 
+/* The place of a token, or of one beside it if it is not there. */
+static int64_t place_among(const int64_t *vocabulary, int V, int64_t token) {
+  int first = 0, end = V;
+  if (!vocabulary) return token;
+  while (end - first > 1) {
+    const int middle = (first + end) / 2;
+    if (vocabulary[middle] <= token) first = middle; else end = middle;
+  }
+  return first;
+}
+
 /* Of shares that sum to `total`, the place of a rare token: the likeliest block of ids under noise, then the likeliest of
    its ids. */
 static int64_t pick_rare(const float *shares, float total, const int64_t *vocabulary, int V, int ids, uint64_t bits) {
@@ -210,27 +221,61 @@ static int all_numbers(const float *logits, int V) {
   return isfinite(sum_of(sum));
 }
 
-/* A row of logits that has become shares of p, which sum to `total`, and a row of q with its sum. */
+/* A row of logits that has become shares of p, which sum to `total`, and a row of q over W tokens with its sum. */
 typedef struct {
   float *p, total;
   const uint16_t *q;
   float q_sum;
+  const int64_t *vocabulary; /* [W], ascending; NULL: all tokens */
+  int W;
 } Pair;
 
-/* max(0, weight p - q) */
+static inline float of_narrow(uint16_t x) {
+  const uint32_t bits = (uint32_t)x << 16;
+  float wide;
+  memcpy(&wide, &bits, sizeof wide);
+  return wide;
+}
+
+/* max(0, weight p - q), where q is of all tokens */
 #define LEFT(v) \
   larger(weight *(load_wide(pair->p + (v)) / whole) - load_narrow(pair->q + (v)) / q_whole, every(0.0f))
 
 /* What max(0, weight p - q) sums to. */
 static float sum_left(const Pair *pair, float weight_of_p, int V) {
   lanes whole = every(pair->total), q_whole = every(pair->q_sum), weight = every(weight_of_p), sum = every(0.0f);
+  if (pair->vocabulary) { /* weight p sums to the weight: less what q takes of it */
+    double taken = 0;
+    for (int w = 0; w < pair->W; w++)
+      taken += fminf(weight_of_p * (pair->p[pair->vocabulary[w]] / pair->total), of_narrow(pair->q[w]) / pair->q_sum);
+    return (float)fmax(weight_of_p - taken, 0);
+  }
   for (int v = 0; v < V; v += LANES) sum += LEFT(v);
   return sum_of(sum);
+}
+
+/* The same as `leave` for q of a vocabulary of its own. */
+static void leave_of_vocabulary(const Pair *pair, float weight_of_p, int V) {
+  lanes whole = every(pair->total), weight = every(weight_of_p), most = every(0.0f);
+  float before[pair->W];
+  for (int w = 0; w < pair->W; w++) before[w] = pair->p[pair->vocabulary[w]];
+  for (int v = 0; v < V; v += LANES) store_wide(pair->p + v, weight * (load_wide(pair->p + v) / whole));
+  for (int w = 0; w < pair->W; w++) {
+    float *p = pair->p + pair->vocabulary[w];
+    *p = fmaxf(*p - of_narrow(pair->q[w]) / pair->q_sum, 0);
+  }
+  for (int v = 0; v < V; v += LANES) most = larger(load_wide(pair->p + v), most);
+  if (largest_of(most) > 0) return;
+  for (int w = 0; w < pair->W; w++) pair->p[pair->vocabulary[w]] = before[w]; /* all others are zero */
 }
 
 /* p becomes max(0, weight p - q); or stays what it is where nothing is left of it. */
 static void leave(const Pair *pair, float weight_of_p, int V) {
   lanes whole = every(pair->total), q_whole = every(pair->q_sum), weight = every(weight_of_p), most = every(0.0f);
+  if (pair->vocabulary) {
+    leave_of_vocabulary(pair, weight_of_p, V);
+    return;
+  }
   for (int v = 0; v < V; v += LANES) most = larger(LEFT(v), most);
   if (!(largest_of(most) > 0)) return;
   for (int v = 0; v < V; v += LANES) store_wide(pair->p + v, LEFT(v));
@@ -242,17 +287,16 @@ static float *logits_of(const Verdict *work, int b, int t) {
 }
 
 static float q_of(const Pair *pair, int64_t token) {
-  const uint32_t bits = (uint32_t)pair->q[token] << 16;
-  float share;
-  memcpy(&share, &bits, sizeof share);
-  return share / pair->q_sum;
+  const int64_t place = place_among(pair->vocabulary, pair->W, token);
+  return token_at(pair->vocabulary, place) == token ? of_narrow(pair->q[place]) / pair->q_sum : 0;
 }
 
 /* The shares of p behind the first t tokens, and q of the next one. */
 static Pair softened(const Verdict *work, int b, int t) {
   const int64_t at = (int64_t)b * (work->T - 1) + t;
   float *row = logits_of(work, b, t);
-  return (Pair){row, shares_of(&work->sampling, b, row, work->V), work->q + at * work->V, work->q_sums[at]};
+  const float total = shares_of(&work->sampling, b, row, work->V);
+  return (Pair){row, total, work->q + at * work->W, work->q_sums[at], work->vocabulary, work->W};
 }
 
 /* Tokens stand while the target would say the same: its likeliest token, or the one that the invariant rule picks. */

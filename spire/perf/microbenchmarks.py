@@ -23,7 +23,6 @@ import spire.service.process  # noqa: F401
 # isort: split
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from spire.decoding.drafting import Drafted, DraftingRound, RoundInputs, draft_tokens
 from spire.decoding.sampling import SamplingRows
@@ -245,8 +244,9 @@ def verify_sampling_cost(config: ModelConfig, draft: DraftConfig, bench: Bench) 
             assert drafted.probs_BKM is not None  # the block rule needs q
             draft_BK, q = drafted.tokens_BK, SparseDistribution(drafted.ids_BKM, drafted.probs_BKM)
             if drafted.ids_BKM is None:
-                whole = pad(drafted.probs_BKM, (0, vocabulary - drafted.probs_BKM.shape[-1]))
-                q = SparseDistribution.whole(list(whole), k, vocabulary, bench.device)
+                width = drafted.probs_BKM.shape[-1]
+                among_M = torch.arange(width, device=bench.device) if width < vocabulary else None
+                q = SparseDistribution.whole(list(drafted.probs_BKM), k, width, bench.device, among_M)
 
         def sample() -> None:
             logits = logits_BTV.to(torch.float32, copy=True)

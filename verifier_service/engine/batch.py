@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence as Rows
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from itertools import accumulate, groupby, pairwise
 
 import numpy as np
@@ -83,7 +83,7 @@ class VerifyTask:
 
 @dataclass(slots=True)
 class Q:
-    """The distributions that k draft tokens were drawn from, over M tokens: `ids`, or the whole vocabulary if None.
+    """The distributions that k draft tokens were drawn from, over M tokens: `ids`, or `vocabulary`, or all if None.
 
     `row`: the row of this block, if the tensors [X, K, M] belong to many blocks. `ring` and `places`: the location of q
     in shared memory, if any; the draft may overwrite q before the verifier has read it.
@@ -95,6 +95,7 @@ class Q:
     row: int | None = None
     ring: OverwritingRingReader | None = None
     places: tuple[pb.RingSlice, ...] = ()
+    vocabulary: Tensor | None = None
 
     @property
     def probs_KM(self) -> Tensor:
@@ -182,7 +183,7 @@ class SharedQ:
         """Return the q of block `row`; None if the q has been overwritten. Raises InvalidRequest for a wrong shape."""
         self._q = self._q or _read_q(self._message, self._shape, vocab_size, ring, self._deepest)
         q = self._q
-        return Q(q.probs, q.width, q.ids, row, q.ring, q.places) if q else None
+        return replace(q, row=row) if q else None
 
 
 def read_q(q: pb.DraftDistribution, k: int, vocab_size: int, ring: OverwritingRingReader | None) -> Q | None:
@@ -210,7 +211,11 @@ def _read_q(
     if ids is None:
         return None
     if ids.ndim == 1:
-        return Q(_spread(probs, ids.long(), leading, deepest, vocab_size), vocab_size, None, None, ring, places)
+        if probs.shape != (*leading, len(ids)):
+            expected = [*leading, len(ids)]
+            raise InvalidRequest(f"q over {len(ids)} tokens has shape {list(probs.shape)}, expected {expected}")
+        vocabulary = _vocabulary(ids.cpu().numpy().tobytes(), vocab_size).to(probs.device)
+        return Q(probs[..., :deepest, :], len(ids), None, None, ring, places, vocabulary)
     fits = ids.ndim == len(leading) + 1 and ids.shape[:-1] == leading and 0 < ids.shape[-1] <= vocab_size
     if ids.shape != probs.shape or not fits:
         raise InvalidRequest(
@@ -220,21 +225,17 @@ def _read_q(
     return Q(probs[..., :deepest, :], probs.shape[-1], ids[..., :deepest, :], None, ring, places)
 
 
-def _spread(probs: Tensor, ids_M: Tensor, leading: tuple[int, ...], deepest: int | None, vocab_size: int) -> Tensor:
-    """Return the first `deepest` rows of q over the whole vocabulary, given q over the vocabulary `ids_M` of a draft.
+@lru_cache(maxsize=16)
+def _vocabulary(ids: bytes, vocab_size: int) -> Tensor:
+    """Return the tokens that a draft proposes, int64 [M], given as int32. A draft sends the same ones every round.
 
-    Raises InvalidRequest for a wrong shape, and for ids that do not ascend or are outside of the vocabulary.
+    Raises InvalidRequest for ids that do not ascend or are outside of the vocabulary.
     """
-    if probs.shape != (*leading, len(ids_M)):
-        raise InvalidRequest(
-            f"q over {len(ids_M)} tokens has shape {list(probs.shape)}, expected {[*leading, len(ids_M)]}"
-        )
-    # One comparison, because reading its result waits for a GPU that holds q.
+    ids_M = torch.from_numpy(np.frombuffer(ids, np.int32).astype(np.int64))
     steps = ids_M.diff(prepend=ids_M.new_full((1,), -1), append=ids_M.new_full((1,), vocab_size))
     if not len(ids_M) or not bool((steps > 0).all()):
         raise InvalidRequest(f"the tokens of q must ascend and lie below {vocab_size}")
-    given = probs[..., :deepest, :]
-    return probs.new_zeros(*given.shape[:-1], vocab_size).index_copy_(-1, ids_M, given)
+    return ids_M
 
 
 def _read_probs(message: tensor_pb2.Tensor, place: pb.RingSlice, ring: OverwritingRingReader | None) -> Tensor | None:
@@ -287,10 +288,10 @@ def _pad_q(blocks: Rows[Block], K: int, device: torch.device) -> SparseDistribut
     whole = first.ids is not None or all(block.k == K for block in blocks if block.q)
     if together and whole:
         rows, ids_XKM = [q.row if q else None for q in of_blocks], None if first.ids is None else first.ids[:, :K]
-        return SparseDistribution.of_rows(ids_XKM, first.probs[:, :K], rows, device)
-    if all(q.ids is None for q in carried):
+        return SparseDistribution.of_rows(ids_XKM, first.probs[:, :K], rows, device, first.vocabulary)
+    if all(q.ids is None and q.vocabulary is first.vocabulary for q in carried):
         rows_KM = [q.probs_KM[: block.k] if q else None for block, q in zip(blocks, of_blocks, strict=True)]
-        return SparseDistribution.whole(rows_KM, K, M, device)
+        return SparseDistribution.whole(rows_KM, K, M, device, first.vocabulary)
     # Where q lies: a row that has to change the device is waited for.
     probs_BKM = torch.zeros(len(blocks), K, M, device=first.probs.device)
     ids_BKM = torch.zeros(probs_BKM.shape, dtype=torch.int64, device=probs_BKM.device)
@@ -298,7 +299,8 @@ def _pad_q(blocks: Rows[Block], K: int, device: torch.device) -> SparseDistribut
     for row, (block, q) in enumerate(zip(blocks, of_blocks, strict=True)):
         if q:
             probs_BKM[row, : block.k, : q.width] = q.probs_KM[: block.k]
-            ids_BKM[row, : block.k, : q.width] = every_id_V[: q.width] if q.ids_KM is None else q.ids_KM[: block.k]
+            own = every_id_V[: q.width] if q.vocabulary is None else q.vocabulary
+            ids_BKM[row, : block.k, : q.width] = own if q.ids_KM is None else q.ids_KM[: block.k]
     return SparseDistribution(ids_BKM.to(device), probs_BKM.to(device))
 
 

@@ -60,6 +60,7 @@ def truncated(rows: SamplingRows, truncations: list[dict[str, float]]) -> Sampli
     rules=st.lists(st.sampled_from([*Rule]), min_size=9, max_size=9),
     truncations=st.lists(some_truncation, min_size=9, max_size=9),
     agreement=st.sampled_from([0.0, 0.5, 0.9]),
+    own_vocabulary=st.booleans(),
     seed=st.integers(0, 10_000),
 )
 def test_it_comes_to_the_same_verdict(
@@ -69,8 +70,10 @@ def test_it_comes_to_the_same_verdict(
     rules: list[Rule],
     truncations: list[dict[str, float]],
     agreement: float,
+    own_vocabulary: bool,
     seed: int,
 ) -> None:
+    """Also where the draft can propose only some tokens, and q is of these."""
     B, K, generator = len(counts), max(counts), torch.Generator().manual_seed(seed)
     rows = replace(
         truncated(sampled_rows(B), truncations[:B]),
@@ -80,12 +83,17 @@ def test_it_comes_to_the_same_verdict(
     )
     logits_BTV, base_B = 2 * torch.randn(B, K + 1, V, generator=generator), torch.arange(B) * 7
     guessed_BKV = agreement * logits_BTV[:, :K] + (1 - agreement) * torch.randn(B, K, V, generator=generator)
+    vocabulary_M = torch.randperm(V, generator=generator)[: V // 2 if own_vocabulary else V].sort().values
+    guessed_BKV = torch.full_like(guessed_BKV, -torch.inf).index_copy_(2, vocabulary_M, guessed_BKV[..., vocabulary_M])
     exact_BKV = probabilities(guessed_BKV.clone(), rows)
     q_BKV, draft_BK = exact_BKV.bfloat16(), torch.zeros(B, K, dtype=torch.int64)
     for k in range(K):
         drawn_B = q_BKV[:, k].float().multinomial(1, generator=generator)[:, 0]
         draft_BK[:, k] = with_invariant(drawn_B, exact_BKV[:, k], rows, base_B + k + 1)
-    q = collected([q_BKV[row, :count] if count else None for row, count in enumerate(counts)], K) if K else None
+    of_rows = [q_BKV[row, :count][:, vocabulary_M] if count else None for row, count in enumerate(counts)]
+    q = collected(of_rows, K, len(vocabulary_M)) if K else None
+    if q and own_vocabulary:
+        q = replace(q, vocabulary_M=vocabulary_M)
     given = (draft_BK, torch.tensor(counts), q, rows, base_B)
     found, finite_B = judged(kernels, logits_BTV, *given)
     expected = verify(probabilities(logits_BTV.clone(), rows), *given)

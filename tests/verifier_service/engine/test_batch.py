@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
+from spire.decoding.verification import SparseDistribution
 from spire.errors import InvalidRequest
 from spire.rpc.tensors import put
 from spire.v1 import verifier_pb2 as pb
-from verifier_service.engine.batch import Block, Item, Q, VerifyTask, pad, read_q
+from verifier_service.engine.batch import Block, Item, Q, VerifyTask, pad, q_problems, read_q
 from verifier_service.engine.sequence import HeldSequence
 
 V = 16
@@ -127,8 +128,20 @@ def test_q_over_a_drafts_own_vocabulary_is_zero_elsewhere() -> None:
     q = read_q(message_of(probs_KM, [1, 5, 6, 15]), 3, V, None)
     assert q is not None
     assert q.ids is None
-    assert torch.equal(q.probs[:, [1, 5, 6, 15]], probs_KM)
-    assert not q.probs[:, [0, 2, 3, 4, *range(7, 15)]].any()
+    assert q.vocabulary is not None
+    spread_KV = SparseDistribution(None, q.probs[None], vocabulary_M=q.vocabulary).spread(V).probs_BKM[0]
+    assert torch.equal(spread_KV[:, [1, 5, 6, 15]], probs_KM)
+    assert not spread_KV[:, [0, 2, 3, 4, *range(7, 15)]].any()
+
+
+def test_blocks_of_drafts_with_different_vocabularies_are_one_batch() -> None:
+    probs_KM = torch.rand(2, 4).softmax(dim=-1)
+    of_some, of_others = (read_q(message_of(probs_KM, ids), 2, V, None) for ids in ([1, 5, 6, 15], [0, 5, 7, 8]))
+    batch = pad([block(0, [5, 6], of_some), block(1, [7, 8], of_others)], CPU)
+    assert batch.q is not None
+    expected_BK = torch.stack([probs_KM[range(2), [1, 2]], probs_KM[range(2), [2, 3]]])
+    torch.testing.assert_close(batch.q.of(batch.draft_BK), expected_BK)
+    assert q_problems(batch, V) == ["", ""]
 
 
 @pytest.mark.parametrize(

@@ -48,9 +48,10 @@ def judge(
     uniforms_BT = rows.uniforms(base_B, T, Purpose.SAMPLE)
     accepted_B, finite_B = torch.empty(2, B, dtype=torch.int64)
     verdict = Verdict(accepted_B, torch.empty(B, T, dtype=torch.int64))
-    of_q = (q.probs_BKM, q.sum_BK) if q else (torch.empty(0), torch.empty(0))
-    sampling = KernelSampling.of(rows, base_B, V)
-    given = [x.contiguous() for x in (draft_BK, counts_B, *of_q, coins_BK, uniforms_BT)]
-    tensors = (logits, firsts_B, sampling.arguments, *given, accepted_B, verdict.tokens_BT, finite_B)
-    every_kernels()[0].judge(*tensors, B, T, V, torch.get_num_threads() if B > 1 else 1)
+    of_q = (q.probs_BKM.contiguous(), q.sum_BK.contiguous()) if q else (torch.empty(1, 1, V), torch.empty(0))
+    sampling, vocabulary_W = KernelSampling.of(rows, base_B, V), q.vocabulary_M if q else None
+    drafted = (draft_BK.contiguous(), counts_B.contiguous(), vocabulary_W, *of_q)
+    tensors = (*drafted, coins_BK, uniforms_BT, accepted_B, verdict.tokens_BT, finite_B)
+    shape, threads = (B, T, V, of_q[0].shape[-1]), torch.get_num_threads() if B > 1 else 1
+    every_kernels()[0].judge(logits, firsts_B, sampling.arguments, *tensors, *shape, threads)
     return verdict, finite_B

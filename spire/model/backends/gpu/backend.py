@@ -101,7 +101,7 @@ class GpuBackend(Reference):
         size, mix = size_for(len(hidden_BTD)), blocks.rows.mix
         if size is None:
             return super().verdict(target, hidden_BTD, blocks, rule)
-        q, B = blocks.q, len(hidden_BTD)
+        q, B = blocks.q and blocks.q.spread(target.config.vocab_size), len(hidden_BTD)
         of_q = () if q is None else (q.probs_BKM,) if q.ids_BKM is None else (q.probs_BKM, q.ids_BKM)
         of_blocks = hidden_BTD, blocks.draft_BK, blocks.counts_B, blocks.base_B, *parameters(blocks.rows), *of_q
 
