@@ -274,13 +274,15 @@ def new_draft(
         return fresh
     given = load_draft(Path(recipe.start_from), target=target_directory)
     # A draft that changes needs another head.
-    given.draft, given.stop_head = given.draft.model_copy(update={"stop_head": None}), None
+    changed: dict[str, Any] = {"stop_head": None}
+    if given.draft.embeddings:  # the tokens that this run's text has most, as many as asked
+        changed["vocabulary"] = fresh.draft.vocabulary
+        given.vocabulary, given.lm_head = fresh.vocabulary, fresh.lm_head
+    given.draft, given.stop_head = given.draft.model_copy(update=changed), None
     asked = _described(fresh)
     for name, value in _described(given).items():
         if value != asked[name]:
             raise DataError(f"{recipe.start_from} has {name} = {value!r}, this run asks for {asked[name]!r}")
-    if given.draft.embeddings:
-        given.vocabulary, given.lm_head = fresh.vocabulary, fresh.lm_head  # the tokens that this run's text has most
     return given
 
 

@@ -143,17 +143,19 @@ def test_a_draft_learns_from_chats_what_its_target_computed_once(stories_chat_di
 
 
 def test_a_draft_trained_further_proposes_what_its_new_text_has_most(stories_dir: Path, tmp_path: Path) -> None:
+    """As many tokens as the new run asks for."""
     given = {"steps": 1, "tokens_per_step": 64, "short_length": 16, "layers": 1, "vocabulary": 64}
     recipe = recipe_for(stories_dir, given | {"freeze_embeddings": True})
     train(stories_dir, tmp_path / "first", recipe)
     other = tmp_path / "other.txt"
     other.write_text("A quick brown fox jumps over the lazy dog. " * 100)
-    train(stories_dir, tmp_path / "second", replace(recipe, start_from=str(tmp_path / "first")), other)
-    train(stories_dir, tmp_path / "afresh", recipe, other)
+    more = replace(recipe, vocabulary=96)
+    train(stories_dir, tmp_path / "second", replace(more, start_from=str(tmp_path / "first")), other)
+    train(stories_dir, tmp_path / "afresh", more, other)
     first, second, afresh = (load_draft(tmp_path / n, target=stories_dir) for n in ("first", "second", "afresh"))
     assert all(draft.vocabulary is not None for draft in (first, second, afresh))
     assert torch.equal(second.vocabulary, afresh.vocabulary)
-    assert not torch.equal(second.vocabulary, first.vocabulary)
+    assert (len(first.vocabulary), len(second.vocabulary), second.draft.vocabulary) == (64, 96, 96)
     assert torch.equal(second.lm_head.weight, afresh.lm_head.weight)
 
 
