@@ -1,4 +1,4 @@
-/* Models in float32 by the vectors of x86 processors since 2013 (AVX2). */
+/* Models in float32 with AVX2, which x86 processors have since 2013. */
 
 #define number float
 #include "kernels.h"

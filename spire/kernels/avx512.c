@@ -1,4 +1,4 @@
-/* Models in float32 by the vectors of x86 processors with AVX-512. */
+/* Models in float32 with AVX-512. */
 
 #define number float
 #include "kernels.h"

@@ -1,4 +1,4 @@
-/* Models in bfloat16 by the vectors of x86 processors that multiply pairs of them (AVX512-BF16) but have no tiles. */
+/* Models in bfloat16 with AVX512-BF16, which multiplies pairs. */
 
 #define number uint16_t
 #include "kernels.h"

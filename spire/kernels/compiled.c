@@ -1,4 +1,4 @@
-/* The kernels for Python: numbers by the addresses of tensors, see `compiled.pyi`. */
+/* The kernels as a Python module. Tensors are passed by address: see `compiled.pyi`. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -29,13 +29,13 @@ int processor(void) {
 static const Kernels *const KERNELS[1];
 #endif
 
-/* Which of them this processor can run, once somebody has asked. */
+/* 1 for the kernels that this processor can run, once `available` was called. */
 static int runs[COUNT + 1];
 
 typedef unsigned long long Address;
 #define AT(address) ((void *)(uintptr_t)(address))
 
-/* The kernels that the first argument names; the others are for `format`. */
+/* Return the kernels that the first argument selects, and parse the other arguments by `format`. */
 static const Kernels *parse(PyObject *arguments, const char *format, ...) {
   va_list others;
   PyObject *rest = PyTuple_GetSlice(arguments, 1, PyTuple_GET_SIZE(arguments));
@@ -61,7 +61,7 @@ static const Kernels *parse(PyObject *arguments, const char *format, ...) {
   Py_END_ALLOW_THREADS;    \
   Py_RETURN_NONE
 
-/* Whether they can for so many queries of a key, of this width; if not, Python is told. */
+/* Return 1 if these kernels support so many queries of a key and this width; otherwise set a Python error. */
 static int attends(const Kernels *kernels, int64_t queries, int K) {
   const int few = !kernels->most_queries || queries <= kernels->most_queries;
   if (few && K % kernels->head_multiple == 0 && K <= MOST_WIDTH) return 1;
@@ -149,7 +149,7 @@ static PyObject *py_absorb(PyObject *self, PyObject *arguments) {
   COMPUTE(kernels->absorb(&work, threads));
 }
 
-/* Whether its tokens have an embedding and its positions a rotation; if not, Python is told. */
+/* Return 1 if all tokens have an embedding and all positions a rotation; otherwise set a Python error. */
 static int known(const Forward *work, const Stretch *s) {
   for (int64_t i = 0; i < s->B * s->T; i++) {
     const int64_t token = work->tokens[s->first + i], position = s->bases[i / s->T] + i % s->T;
@@ -180,7 +180,7 @@ static PyObject *py_forward(PyObject *self, PyObject *arguments) {
   COMPUTE(kernels->forward(&work, threads));
 }
 
-/* A draft's round, of a tuple. */
+/* Parse a tuple as a DraftRound. */
 static int parse_round(PyObject *given, DraftRound *round) {
   Address layers, embedding, norm, unembedding, scales, feedback, positions, slots, bases, cosine, sine, own, scratch;
   Address logits, vocabulary;
@@ -198,7 +198,7 @@ static int parse_round(PyObject *given, DraftRound *round) {
   return 1;
 }
 
-/* When it stops, of a tuple. */
+/* Parse a tuple as a Stop. */
 static int parse_stop(PyObject *given, Stop *stop) {
   Address enter, told, enter_bias, residual, residual_bias, leave, least, price, scratch, stands, counts;
   if (!PyArg_ParseTuple(given, "KKKKKKKKKKKii", &enter, &told, &enter_bias, &residual, &residual_bias, &leave, &least,
@@ -211,7 +211,7 @@ static int parse_stop(PyObject *given, Stop *stop) {
   return 1;
 }
 
-/* How tokens are drawn, of a tuple. */
+/* Parse a tuple as a Sampling. */
 static int parse_sampling(PyObject *given, Sampling *sampling) {
   Address temperatures, top_k, top_p, min_p, rules, seeds, choices, bases;
   if (!PyArg_ParseTuple(given, "KKKKKKKKi", &temperatures, &top_k, &top_p, &min_p, &rules, &seeds, &choices, &bases,
@@ -291,7 +291,7 @@ static PyObject *py_collect(PyObject *self, PyObject *arguments) {
   COMPUTE(kernels->collect(&work, threads));
 }
 
-/* On any processor. */
+/* Runs on any processor. */
 static PyObject *py_uniforms(PyObject *self, PyObject *arguments) {
   Address seeds, choices, salted, bases, found;
   Uniforms work;
@@ -304,8 +304,8 @@ static PyObject *py_uniforms(PyObject *self, PyObject *arguments) {
   Py_RETURN_NONE;
 }
 
-/* Of those that this processor can run: index, name, whether they are for bfloat16, block, head_multiple,
-   most_queries, whether weights may be fp8. */
+/* List the kernels that this processor can run: index, name, 1 for bfloat16, block, head_multiple, most_queries,
+   reads_fp8. */
 static PyObject *py_available(PyObject *self, PyObject *none) {
   PyObject *found = PyList_New(0);
   for (int i = 0; found && i < COUNT; i++) {

@@ -1,16 +1,14 @@
-/* A SPIRe draft, by what `layer.h` and the file that includes both define: what it remembers, and a pass over it.
-
-   A draft is so small that its passes are mostly dispatch where torch computes them. Keys and values of a round's own
-   positions lie beside the slots', and nothing is copied: a slot is read where it is. */
+/* A SPIRe draft: its memory, its passes, its round. A draft is so small that torch would spend most of a pass on
+   dispatch. Keys and values of a round's own positions are stored apart from the slots, and slots are read in place. */
 
 /* --- memory ------------------------------------------------------------------------------------------------------- */
 
-/* One position's keys or values, a row of G heads, to its place in [G, places, K]. */
+/* Copy one position's keys or values, a row of G heads, to its place in [G, places, K]. */
 static void remember(const number *row, int G, int K, int64_t places, int64_t place, number *memory) {
   for (int g = 0; g < G; g++) memcpy(memory + (g * places + place) * K, row + g * K, sizeof(number) * K);
 }
 
-/* Where a position is held: the sink has places of its own, the window is a ring. -1 where it is in neither. */
+/* Return the place of a position: the sink comes first, then the window, which is a ring. -1: in neither. */
 static int64_t place_of(const Absorbed *work, int r) {
   const int64_t position = work->positions[r], sink = work->sink;
   if (position < sink) return position;
@@ -42,11 +40,11 @@ static void absorb(const Absorbed *work, int threads) {
   }
 }
 
-#define ROW(a) (rows ? rows[a] : (a)) /* of the round, where it lies among those of a pass */
+#define ROW(a) (rows ? rows[a] : (a)) /* the sequence of row a of a pass */
 
 /* --- a pass ------------------------------------------------------------------------------------------------------- */
 
-/* Keys and values of one sequence and head: those of its slot's places, and behind them the round's own. */
+/* Keys and values of one sequence and head: S places of the slot, then the positions of the round. */
 typedef struct {
   const number *keys, *values, *own_keys, *own_values;
   int S;
@@ -56,7 +54,8 @@ static inline const number *at(const number *held, const number *own, int S, int
   return s < S ? held + (int64_t)s * K : own + (int64_t)(s - S) * K;
 }
 
-/* Which places a position attends: the sink, the window before it, and itself if the draft does. Returns how many. */
+/* List the places that a position attends to: the sink, the window before it and, if the draft does so, itself.
+   Return their number. */
 static int visible(const DraftRound *round, int b, int pass, int *places) {
   const int64_t query = round->bases[b] + pass, last = query - !round->attends_self;
   int count = 0;
@@ -67,7 +66,7 @@ static int visible(const DraftRound *round, int b, int pass, int *places) {
   return count;
 }
 
-/* What one query [K] finds in `count` places. */
+/* Attention of one query [K] over `count` places. */
 static void attend_places(const number *query, const Past *past, const int *places, int count, int K, number *found) {
   float weights[count + LANES], sums[K], largest = -INFINITY;
   for (int i = 0; i < count; i++) {
@@ -95,7 +94,7 @@ static void attend_places(const number *query, const Past *past, const int *plac
   for (int k = 0; k < K; k += LANES) store(found + k, load_wide(sums + k) * share);
 }
 
-/* m = sum of w_l x^l over what entered the layers and left the last one (paper section 3.3). */
+/* Feedback memory: m = sum of w_l x^l over the inputs of all layers and the output of the last (SPIRe, section 3.3). */
 static void mix(const number *passed, const float *weights, int N, int64_t numbers, number *out) {
 #pragma omp for schedule(static)
   for (int64_t at = 0; at < numbers; at += LANES) {
@@ -105,7 +104,7 @@ static void mix(const number *passed, const float *weights, int N, int64_t numbe
   }
 }
 
-/* Pass over A sequences: those in the places `rows` of the round, or all of them. Tokens and logits are [A]. */
+/* One pass over A sequences of the round: those in `rows`, or all if NULL. Tokens and logits are [A]. */
 static void pass_over(const DraftRound *round, const int64_t *rows, int A, int pass, const int64_t *tokens, int threads) {
   const int B = round->B, N = round->N, D = round->D, H = round->H, G = round->G, K = round->K, S = round->S;
   const int F = round->F, row = (H + 2 * G) * K;
@@ -175,12 +174,12 @@ static void draft_pass(const DraftRound *round, int pass, const int64_t *tokens,
 
 /* --- a round ------------------------------------------------------------------------------------------------------ */
 
-/* What a pass over A sequences left: their final hidden states [A, D]. */
+/* Return the final hidden states [A, D] of the last pass, over A sequences. */
 static const number *final_states(const DraftRound *round, int A) {
   return round->scratch + (int64_t)A * round->D * (round->N + 2);
 }
 
-/* out [A, W] = inputs [A, D] weights [W, D] + bias, in fp32. */
+/* out [A, W] = inputs [A, D] * weights [W, D] + bias, in fp32. */
 static void affine(const float *inputs, const float *weights, const float *bias, int A, int D, int W, float *out) {
 #pragma omp for schedule(static)
   for (int w = 0; w < W; w++)
@@ -195,8 +194,8 @@ static void affine(const float *inputs, const float *weights, const float *bias,
     }
 }
 
-/* What a stop head is told of a token with these logits [V], but the temperature: at temperature 1 log q of the token,
-   the entropy of q, log q of the two most probable tokens. */
+/* Compute a stop head's inputs for a token, except for the temperature, from logits [V] at temperature 1: log q of
+   the token, the entropy of q, log q of the two most probable tokens. */
 static void told_of(const float *logits, int64_t place, int V, float *told) {
   lanes most = every(-INFINITY), next = most, total = every(0.0f), weighted = every(0.0f);
   for (int v = 0; v < V; v += LANES) {
@@ -222,7 +221,8 @@ static void told_of(const float *logits, int64_t place, int V, float *told) {
   told[3] = second - largest - log_sum;
 }
 
-/* Multiply the probability that each block stands by that of its newest token. `before`: logits [A, V] as they were. */
+/* Multiply the probability that each block is accepted by that of its newest token. `before`: logits [A, V] before
+   sampling. */
 static void judge_newest(const DraftRound *round, const Stop *stop, const int64_t *rows, int A, const Draw *drawn,
                          int threads) {
   const int D = round->D, W = stop->W, V = round->V;
@@ -256,7 +256,7 @@ static void judge_newest(const DraftRound *round, const Stop *stop, const int64_
   }
 }
 
-/* Whether the blocks of the rows that go on, together, are worth one more pass. */
+/* Return 1 if the sequences that go on are together worth one more pass. */
 static int worth_a_pass(const Stop *stop, const int64_t *rows, int on, int B) {
   float worth = 0.0f, prices = 0.0f;
   for (int a = 0; a < on; a++) {
@@ -267,8 +267,9 @@ static int worth_a_pass(const Stop *stop, const int64_t *rows, int on, int B) {
   return worth >= prices;
 }
 
-/* All passes, each fed what was drawn from the one before: tokens [k, B]. With `stop` a sequence takes part until its
-   block is too likely to fall; what was drawn before stays, because whether to go on may depend on nothing else. */
+/* Run all passes, each fed the tokens drawn from the pass before; tokens are [k, B]. With `stop`, a sequence leaves
+   the round once its block is too likely to be rejected. The tokens drawn so far are kept: dropping one for its
+   value would change the distribution. */
 static void draft_round(const DraftRound *round, const int64_t *tokens, const Draw *drawn, const Stop *stop, int threads) {
   const int B = round->B;
   int64_t rows[B], fed[B];

@@ -1,8 +1,7 @@
-/* What the kernels compute, whichever processor they are for: `tiles.c`, `avx512_bf16.c`, `avx512.c`,
-   `avx2.c`.
-
-   Each of them says what a `number` of a model is (bfloat16 in a uint16_t, or float), defines a vector of LANES floats
-   and the few operations on it, and takes the rest from `layer.h` and `draft.h`. */
+/* The arguments of all kernels, and the table of kernels of each instruction set: `tiles.c`, `avx512_bf16.c`,
+   `avx512.c`, `avx2.c`. Each of these files defines `number`, the type of a model's weights and activations
+   (bfloat16 in a uint16_t, or float), and a vector of LANES floats with its operations. The headers contain the code
+   that is common to all. */
 
 #ifndef SPIRE_KERNELS_H
 #define SPIRE_KERNELS_H
@@ -20,12 +19,11 @@
 
 #define MOST_WIDTH 256 /* of a head */
 
-/* Attention of new positions, whose keys and values are stored first.
-
-   B sequences, T new positions, H query heads, G key/value heads, K head width, R = H / G * T queries of each key. For
-   position t of T, query r = h * T + t sees the positions up to base + t. Strides are in elements. */
+/* Attention of T new positions of each of B sequences, after their keys and values are stored. H query heads, G
+   key/value heads, K head width, R = H / G * T queries of each key. Query r = h * T + t of position t attends to the
+   positions up to base + t. Strides are in elements. */
 typedef struct {
-  const number *first;           /* [B, heads, T, K], widths are contiguous */
+  const number *first;           /* [B, heads, T, K], contiguous along K */
   long long row, head, position; /* strides of the first three */
 } Heads;
 
@@ -34,7 +32,7 @@ typedef struct {
   number *keys, *values, *found; /* pools; [B, T, H, K] */
   const int64_t *slots, *bases;  /* [B] */
   int B, T, H, G, K, columns;
-  long long slot_stride, head_stride; /* of a pool; a head's positions are contiguous */
+  long long slot_stride, head_stride; /* of a pool, in which a head's positions are contiguous */
 } Attention;
 
 /* A weight in blocks of [E, D]: numbers or, with a scale for each of E outputs, bytes of fp8. A byte is a sign, three
@@ -44,7 +42,8 @@ typedef struct {
   const float *scales; /* NULL: numbers */
 } Weight;
 
-/* A layer up to its attention. R rows, D width, E outputs; `heads` of them, [K] wide, are rotated. */
+/* The first part of a layer: norm, projections to queries, keys and values, rotation. R rows, D width, E outputs, of
+   which the first `heads` heads of width K are rotated. */
 typedef struct {
   const number *x, *norm, *cosine, *sine; /* [R, D], [D], [R, K] */
   Weight weight;                          /* [E, D] */
@@ -53,7 +52,7 @@ typedef struct {
   float eps;
 } Before;
 
-/* And behind it. A width of what was attended, F inner width. */
+/* The second part of a layer: output projection, norm, MLP. A width of the attention's output, F inner width. */
 typedef struct {
   const number *x, *attended, *norm;      /* [R, D], [R, A], [D] */
   Weight output, gate_up, down;           /* [D, A], [2 F, D], [D, F] */
@@ -62,21 +61,22 @@ typedef struct {
   float eps;
 } Behind;
 
-/* A layer's weights, and where it keeps keys and values: of a target pools, of a SPIRe draft [slots, G, S, K]. */
+/* A layer's weights, and the memory for its keys and values: pools for a target, [slots, G, S, K] for a SPIRe draft. */
 typedef struct {
   const number *norm, *norm_inside;
   Weight queries_keys_values, output, gate_up, down;
   number *keys, *values;
 } Layer;
 
-/* T new positions of each of B sequences; `first` of the rows of a forward. */
+/* T new positions of each of B sequences. They are consecutive rows of a forward, beginning with row `first`. */
 typedef struct {
   int64_t first, B, T;
   const int64_t *slots, *bases; /* [B] */
 } Stretch;
 
-/* What a target makes of R tokens: N layers, D width, H query heads, G key/value heads, K head width, F inner width, V
-   vocabulary, P positions whose rotations are known. What enters the tapped layers is kept. */
+/* A target's forward over R tokens, up to its final norm: N layers, D width, H query heads, G key/value heads, K
+   head width, F inner width, V vocabulary, P positions with known rotations. The inputs of the tapped layers are
+   returned. */
 typedef struct {
   const Layer *layers;              /* [N] */
   const Stretch *stretches;         /* [count]: all rows */
@@ -90,31 +90,31 @@ typedef struct {
   float eps;
 } Forward;
 
-/* A round of a draft: B sequences, k passes, N layers, D width, H query heads, G key/value heads, K head width, F inner
-   width, V tokens that it can propose, S places of a slot. */
+/* A round of a SPIRe draft: B sequences, k passes, N layers, D width, H query heads, G key/value heads, K head
+   width, F inner width, V tokens that the draft can propose, S places of a slot. */
 typedef struct {
   const Layer *layers;                     /* [N] */
-  const number *embedding, *norm;               /* by token, D each; [D] */
+  const number *embedding, *norm;               /* [the target's vocabulary, D]; [D] */
   Weight unembedding;                           /* [V, D] */
-  const float *feedback;                        /* [N, N + 1]; NULL where a layer remembers its own input */
-  const int64_t *positions;                     /* [slots, S]: of the text, -1 in empty places */
+  const float *feedback;                        /* [N, N + 1]; NULL if a layer's memory is its own input */
+  const int64_t *positions;                     /* [slots, S]: position in the text, -1 for an empty place */
   const int64_t *slots, *bases;                 /* [B] */
   const number *cosine, *sine;                  /* [positions, K] */
   number *own, *scratch;                        /* [N, 2, B, G, k, K]; B * (D * (N + 3) + K * (2 * H + 2 * G + 2) + F) */
   float *logits;                                /* [B, V] */
-  const int64_t *vocabulary;                    /* [V]: which tokens; NULL: all of the target's */
+  const int64_t *vocabulary;                    /* [V]: the tokens that the draft can propose; NULL: all */
   int B, k, N, D, H, G, K, F, V, S, window, sink, attends_self;
   float eps;
 } DraftRound;
 
-/* Activations of R verified positions for a draft to remember. */
+/* Activations of R verified positions, from which a SPIRe draft computes its memory. */
 typedef struct {
   const Layer *layers; /* [N] */
   const number *taps;       /* [R, N, D] */
-  /* [R]: of the text; the position behind the last of the sequence's; which slot. */
+  /* [R]: position in the text; one after the sequence's last position; slot. */
   const int64_t *positions, *ends, *slots;
   const number *cosine, *sine; /* [R, K] */
-  int64_t *held;               /* [slots, S]: of the text, at each place */
+  int64_t *held;               /* [slots, S]: position in the text of each place */
   number *scratch;             /* R * 2 * (D + G * K) */
   int R, N, D, H, G, K, S, window, sink;
   float eps;
@@ -123,8 +123,8 @@ typedef struct {
 /* The rules of `spire.decoding.sampling.Rule`. */
 enum { REJECTION = 1, BLOCKS = 2, INVARIANT = 3 };
 
-/* How the tokens of B sequences are drawn: greedily at temperature 0, under the invariant rule by noise of a token's
-   position and id, otherwise by uniform numbers. The first token of a round is at the position behind the base. */
+/* How the tokens of B sequences are drawn: greedily at temperature 0, under the invariant rule by noise that depends
+   on position and id, otherwise by uniform numbers. The first token of a round is at position base + 1. */
 typedef struct {
   const float *temperatures;       /* [B] */
   const int64_t *top_k;            /* [B]: 0 for all tokens */
@@ -132,61 +132,62 @@ typedef struct {
   const int64_t *rules;            /* [B] */
   const uint64_t *seeds, *choices; /* [B] */
   const int64_t *bases;            /* [B] */
-  int ids;                         /* of the target's vocabulary */
+  int ids;                         /* the size of the target's vocabulary */
 } Sampling;
 
-/* Tokens drawn from logits [B, V], which become e^((x - largest) / temperature), and q in bfloat16: what they are of
-   their sum, or nothing for sequences whose rule does not need it. */
+/* Draw a token of each row of logits [B, V]. The logits are overwritten by exp((x - largest) / temperature),
+   truncated. q is the normalised row in bfloat16; it is written only for sequences whose rule needs it. */
 typedef struct {
   float *logits;
   Sampling sampling;
-  int step;                  /* the token's place in the round, from 0 */
+  int step;                  /* the index of the pass in the round */
   const double *uniforms;    /* one for each row */
   int64_t *tokens;           /* [B] */
-  const int64_t *vocabulary; /* [V]: which tokens the logits are of; NULL: 0 to V - 1 */
+  const int64_t *vocabulary; /* [V]: the tokens that the logits belong to; NULL: 0 to V - 1 */
   uint16_t *q;
-  const int64_t *rows; /* [B]: where each row of logits lies in all others; NULL: in the same place */
+  const int64_t *rows; /* [B]: the sequence of each row of logits; NULL: sequence b for row b */
   long long uniforms_row, q_row; /* strides */
   int B, V;
 } Draw;
 
-/* The numbers that a stop head is told of a token: log q of it, the entropy of q, log q of the two most probable tokens,
-   and the temperature. */
+/* The inputs of a stop head besides the hidden state: log q of the token, the entropy of q, log q of the two most
+   probable tokens, the temperature. */
 enum { TOLD = 5 };
 
-/* When a round stops drafting for a sequence: where the head that judges its tokens (SpecDec++, section 3.2) says that
-   the block stands with less than this probability. If all that go on have a price of a pass, the round ends once they
-   exceed this probability, in sum, by less than the prices of all. `depth` residual layers of width W. */
+/* When drafting stops. A stop head (SpecDec++, section 3.2) predicts the probability that a sequence's block is
+   accepted. A sequence stops below `least`. If every sequence that goes on has a price of a pass, the round ends
+   once their probabilities exceed `least`, in sum, by less than the prices of all sequences. The head has `depth`
+   residual layers of width W. */
 typedef struct {
   const float *enter, *enter_told, *enter_bias; /* [W, D], [TOLD, W], [W] */
   const float *residual, *residual_bias;        /* [depth, W, W], [depth, W] */
   const float *leave;                           /* [W + 1]: the last is the bias */
   const float *least, *price;                   /* [B]; price 0: none */
   float *scratch;                               /* B * (V + D + 2 * W + TOLD) */
-  float *stands;                                /* [B]: the probability */
-  int64_t *counts;                              /* [B]: tokens drafted */
+  float *stands;                                /* [B]: probability that the block is accepted */
+  int64_t *counts;                              /* [B]: number of tokens drafted */
   int depth, W;
 } Stop;
 
-/* Which of a sequence's drafted tokens stand by its rule, and the token behind them. T - 1 are drafted at most, of row b
-   the first counts[b]; its logits are counts[b] + 1 rows from firsts[b] on, and are used up. q is in proportion to what a
-   token was drawn from. */
+/* Verify the draft tokens of B sequences, each by its rule, and draw the token after those accepted. Row b has
+   counts[b] draft tokens, at most T - 1; its logits are counts[b] + 1 rows from firsts[b] on, and are overwritten.
+   Rows of q need not sum to 1. */
 typedef struct {
   float *logits;                   /* [R, V] */
   const int64_t *firsts;           /* [B] */
   Sampling sampling;
   const int64_t *drafted, *counts; /* [B, T - 1], [B] */
-  const int64_t *vocabulary;       /* [W], ascending: the tokens that q is of; NULL: all, W = V */
-  const uint16_t *q;               /* [B, T - 1, W], not read for greedy sequences and under the invariant rule */
+  const int64_t *vocabulary;       /* [W], ascending: the tokens of q's columns; NULL: all, W = V */
+  const uint16_t *q;               /* [B, T - 1, W]; not read for greedy sequences and under the invariant rule */
   const float *q_sums;             /* [B, T - 1] */
   const double *coins, *uniforms;  /* [B, T - 1], [B, T] */
-  int64_t *accepted, *tokens;      /* [B], [B, T]: zeros behind */
-  int64_t *finite;                 /* [B]: whether all logits of real positions are numbers */
+  int64_t *accepted, *tokens;      /* [B]; [B, T], padded with zeros */
+  int64_t *finite;                 /* [B]: 1 if all logits of real positions are finite */
   int B, T, V, W;
 } Verdict;
 
-/* B addresses of [counts[b], V] in bfloat16 to [B, K, V], and of each row, [B, K], its sum and its least number. What is
-   not there is zero. */
+/* Copy B matrices [counts[b], V] in bfloat16, given by address, to [B, K, V], and compute the sum and the minimum of
+   each row. Missing rows are zero. */
 typedef struct {
   const int64_t *rows, *counts;
   uint16_t *together;
@@ -194,21 +195,22 @@ typedef struct {
   int B, K, V;
 } Collection;
 
-/* Uniform numbers of each of B sequences for the T positions behind its base: `spire.decoding.randomness.uniforms_behind`. */
+/* Uniform numbers for the T positions after the base of each of B sequences:
+   `spire.decoding.randomness.uniforms_behind`. */
 typedef struct {
   const uint64_t *seeds, *choices, *salted, *bases; /* [B] */
   double *found;                                    /* [B, T] */
   int B, T;
-  unsigned purpose; /* what they decide */
+  unsigned purpose; /* of `spire.decoding.randomness.Purpose` */
 } Uniforms;
 
 typedef struct {
   const char *name;
-  int narrow;        /* whether numbers are bfloat16 */
-  int block;         /* outputs of a weight that lie together */
-  int head_multiple; /* heads that can be attended with are as wide as a multiple of this */
-  int most_queries;  /* R at most; 0 is any */
-  int reads_fp8;     /* whether weights may be fp8 */
+  int narrow;        /* 1 if a `number` is bfloat16 */
+  int block;         /* outputs of a weight that are stored together */
+  int head_multiple; /* attention needs heads whose width is a multiple of this */
+  int most_queries;  /* the largest R of attention; 0: no limit */
+  int reads_fp8;     /* 1 if weights may be fp8 */
   int (*available)(void);
   void (*attend)(const Attention *work, int threads);
   void (*before_attention)(const Before *work, int threads);
@@ -226,11 +228,11 @@ typedef struct {
 
 void uniforms(const Uniforms *work);
 
-/* Give each thread of the calling thread's team, which has as many as there are processors, one of its own. The caller
-   goes where the system puts it, and its helpers to the others. With fewer threads the system has a choice. */
+/* Pin the helpers of the calling thread's OpenMP team to the processors that the caller is not on. Does nothing
+   unless the team has as many threads as there are processors. */
 void keep_apart(int threads);
 
-/* What a processor can do: bits of `cpuid`'s leaf 7, and whether the system saves the registers (`xgetbv`). */
+/* The instruction sets of this processor whose registers the operating system saves. */
 enum { HAS_AVX2 = 1, HAS_AVX512 = 2, HAS_BF16 = 4, HAS_TILES = 8 };
 int processor(void);
 

@@ -11,7 +11,7 @@ static inline lanes load_wide(const float *x) { return _mm512_loadu_ps(x); }
 
 static inline void store_wide(float *to, lanes x) { _mm512_storeu_ps(to, x); }
 
-/* bfloat16, rounded to the nearest even one. */
+/* bfloat16, rounded to nearest, ties to even. */
 static inline lanes load_narrow(const uint16_t *x) {
   __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)x));
   return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
@@ -28,7 +28,7 @@ static inline void store_narrow(uint16_t *to, lanes x) {
 #endif
 }
 
-/* fp8 of `Weight`: the bits of a byte where those of a float are. */
+/* Convert fp8 of `Weight`: move the bits of a byte to their places in a float. */
 static inline lanes wide_fp8(const uint8_t *x) {
   __m512i bits = _mm512_slli_epi32(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)x)), 19);
   return (lanes)_mm512_add_epi32(_mm512_and_si512(bits, _mm512_set1_epi32(0x83f80000)), _mm512_set1_epi32(120 << 23));
@@ -36,7 +36,7 @@ static inline lanes wide_fp8(const uint8_t *x) {
 
 static inline lanes multiply_add(lanes a, lanes b, lanes c) { return _mm512_fmadd_ps(a, b, c); }
 
-/* Of two the second, where one is not a number. */
+/* Where either is NaN, return the second. */
 static inline lanes larger(lanes a, lanes b) { return _mm512_max_ps(a, b); }
 
 static inline lanes smaller(lanes a, lanes b) { return _mm512_min_ps(a, b); }
@@ -49,7 +49,7 @@ static inline lanes floors(lanes x) {
 
 static inline lanes times_two_to(lanes x, lanes whole) { return _mm512_scalef_ps(x, whole); }
 
-/* x, or 0 where `of` is below the limit. */
+/* Return x, or 0 where `of` is below the limit. */
 static inline lanes zero_below(float limit, lanes of, lanes x) {
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(of, every(limit), _CMP_NLT_UQ), x);
 }
@@ -65,7 +65,7 @@ static inline double exact_sum_of(lanes x) {
       _mm512_add_pd(_mm512_cvtps_pd(_mm512_castps512_ps256(x)), _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1))));
 }
 
-/* The sums of four vectors. */
+/* Return the sums of four vectors. */
 static inline __m128 sums_of(lanes a, lanes b, lanes c, lanes d) {
 #define HALVED(x) _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1))
   __m256 pairs = _mm256_hadd_ps(_mm256_hadd_ps(HALVED(a), HALVED(b)), _mm256_hadd_ps(HALVED(c), HALVED(d)));

@@ -11,7 +11,7 @@ static inline lanes load_wide(const float *x) { return _mm256_loadu_ps(x); }
 
 static inline void store_wide(float *to, lanes x) { _mm256_storeu_ps(to, x); }
 
-/* bfloat16, rounded to the nearest even one. */
+/* bfloat16, rounded to nearest, ties to even. */
 static inline lanes load_narrow(const uint16_t *x) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)x)), 16));
 }
@@ -26,7 +26,7 @@ static inline void store_narrow(uint16_t *to, lanes x) {
                    _mm_packus_epi32(_mm256_castsi256_si128(rounded), _mm256_extracti128_si256(rounded, 1)));
 }
 
-/* fp8 of `Weight`: the bits of a byte where those of a float are. */
+/* Convert fp8 of `Weight`: move the bits of a byte to their places in a float. */
 static inline lanes wide_fp8(const uint8_t *x) {
   __m256i bits = _mm256_slli_epi32(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)x)), 19);
   bits = _mm256_and_si256(bits, _mm256_set1_epi32(0x83f80000));
@@ -35,7 +35,7 @@ static inline lanes wide_fp8(const uint8_t *x) {
 
 static inline lanes multiply_add(lanes a, lanes b, lanes c) { return _mm256_fmadd_ps(a, b, c); }
 
-/* Of two the second, where one is not a number. */
+/* Where either is NaN, return the second. */
 static inline lanes larger(lanes a, lanes b) { return _mm256_max_ps(a, b); }
 
 static inline lanes smaller(lanes a, lanes b) { return _mm256_min_ps(a, b); }
@@ -50,12 +50,12 @@ static inline lanes times_two_to(lanes x, lanes whole) {
   return x * _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));
 }
 
-/* x, or 0 where `of` is below the limit. */
+/* Return x, or 0 where `of` is below the limit. */
 static inline lanes zero_below(float limit, lanes of, lanes x) {
   return _mm256_and_ps(x, _mm256_cmp_ps(of, every(limit), _CMP_NLT_UQ));
 }
 
-/* The sums of four vectors. */
+/* Return the sums of four vectors. */
 static inline __m128 sums_of(lanes a, lanes b, lanes c, lanes d) {
   __m256 pairs = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
   return _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1));

@@ -1,16 +1,13 @@
-/* A layer of rows but for its attention, in terms of what the file that includes this defines: `number`, `lanes`, and
-   `product`.
-
-   Of the thirty operations that a layer is to torch, each with its own dispatch and its own pass over the rows, this
-   makes two. Sums and norms are fp32, and rounded to a `number` where they are stored. Every number of a row is the same
-   sum in the same order however many rows there are, so it never depends on the others.
-
-   Weights [E, D] lie in blocks of BLOCK outputs, as `product` reads them; of gates and ups each block holds half. */
+/* A transformer layer except for its attention, for any file that defines `number`, `lanes` and `product`. torch
+   needs about thirty operations for a layer, each with its own dispatch and its own pass over the rows; here there
+   are two. Sums and norms are fp32 and are rounded to `number` when they are stored. A row is computed in the same
+   order of summation whatever the number of rows, so its results never depend on other rows. Weights [E, D] are
+   stored in blocks of BLOCK outputs, as `product` reads them; half of each block of gate_up is gates, half is ups. */
 
 #include <math.h>
 
-/* e^x to 3e-7 and the rounding of x: 1 at 0, and 0 below -87, so that what is hidden changes no bit of a sum. NaN
-   stays NaN. The polynomial is that of 2^x from 0 to 1. */
+/* e^x with a relative error of 3e-7 plus the rounding of x. It is exactly 1 at 0 and exactly 0 below -87, so that
+   masked scores change no bit of a sum. NaN stays NaN. The polynomial approximates 2^x between 0 and 1. */
 static inline lanes exponential(lanes x) {
   lanes y = at_most(88.0f, x) * every(1.44269504f), whole = floors(y), part = y - whole;
   lanes p = every(1.8775767e-3f);
@@ -22,7 +19,8 @@ static inline lanes exponential(lanes x) {
   return zero_below(-87.0f, x, times_two_to(p, whole));
 }
 
-/* What becomes of a block of sums of a row: fp32; numbers; numbers with a summand; silu(first half) * second half. */
+/* What `finish` stores of a block of sums: fp32; numbers; numbers after adding a summand; silu(first half) * second
+   half. */
 typedef enum { WIDE, NARROW, ADDED, GATED } Kind;
 
 static inline void finish(lanes first, lanes second, Kind kind, const number *summand, void *out, int64_t row, int e,
@@ -41,10 +39,10 @@ static inline void finish(lanes first, lanes second, Kind kind, const number *su
   }
 }
 
-/* Of [R, D] with [E, D], by all threads of a team, which wait for one another at the end. */
+/* Multiply [R, D] by a weight [E, D]. All threads of the team call this; they wait for one another at its end. */
 static void product(const number *x, Weight weight, int R, int D, int E, Kind kind, const number *summand, void *out);
 
-/* The outputs of a weight from number e on. */
+/* Return the outputs of a weight from number e on. */
 static inline Weight outputs_from(Weight weight, int e, int D) {
   const int64_t size = weight.scales ? 1 : sizeof(number);
   return (Weight){(const char *)weight.values + (int64_t)e * D * size, weight.scales ? weight.scales + e : NULL};
@@ -64,7 +62,8 @@ static void normalise(const number *x, const number *weight, float eps, int R, i
   }
 }
 
-/* Rotate the first `heads` of each row [E] to its position, whose cosines and signed sines are [K]. */
+/* Apply rotary embeddings to the first `heads` heads of each row [E], given the cosines and signed sines [K] of its
+   position. */
 static void rotate(number *x, const number *cosine, const number *sine, int R, int E, int heads, int K) {
   const int half = K / 2;
 #pragma omp for schedule(static)

@@ -1,11 +1,11 @@
-/* Attention by pairs of bfloat16, for `vectors.h`: scores of 16 positions at once, whose products are summed side by side,
-   and values weighed two positions at once, by weights rounded to bfloat16. */
+/* Attention with pairs of bfloat16, for `vectors.h`: 16 positions are scored at once, and values are weighted two
+   positions at a time, by weights rounded to bfloat16. */
 
 #define SCORED_AT_ONCE 16
 
 /* --- scores ------------------------------------------------------------------------------------------------------- */
 
-/* Steps from 16 vectors to the sum of each: what two of them sum to as the halves of one, two such as quarters, ... */
+/* Steps that reduce 16 vectors to their 16 sums: each step adds halves and packs two vectors into one. */
 static inline lanes halves(lanes a, lanes b) {
   return _mm512_shuffle_f32x4(a, b, 0x44) + _mm512_shuffle_f32x4(a, b, 0xee);
 }
@@ -21,13 +21,13 @@ static inline lanes eighths(lanes a, lanes b) {
 
 static inline lanes sixteenths(lanes a, lanes b) {
   const lanes sums = _mm512_shuffle_ps(a, b, 0x88) + _mm512_shuffle_ps(a, b, 0xdd);
-  /* Of vectors 4 i + j, taken as quarters[i][j], the sum is at 4 j + i. */
+  /* The sum of vector 4 i + j is at 4 j + i. */
   return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), sums);
 }
 
 #define ALWAYS static inline __attribute__((always_inline))
 
-/* scores[r][i] of n positions, a multiple of 16, and N queries. Widths that are known are computed without a loop. */
+/* scores[r][i] of n positions, a multiple of 16, and N queries. Common widths are compile-time constants. */
 #define SCORE(N)                                                                                                       \
   ALWAYS void products##N(const number *queries, const number *key, int K, lanes *sum) {                               \
     for (int r = 0; r < N; r++) sum[r] = every(0.0f);                                                                  \
@@ -72,7 +72,7 @@ static void (*const SCORES[])(const number *, const number *, int, int, float (*
 
 /* --- values ------------------------------------------------------------------------------------------------------- */
 
-/* Weights of n positions as pairs. */
+/* Round the weights of n positions to pairs. */
 static void finish_weights(Queries *queries, int r, int n) {
   const float *weights = queries->scores[r];
   for (int i = 0; i < n; i += 2 * LANES) {
@@ -81,10 +81,10 @@ static void finish_weights(Queries *queries, int r, int n) {
   }
 }
 
-/* What stands for the value behind the last one, of which nothing is known. */
+/* Stands for the value after the last one, which may be anything. */
 static const number NOTHING[4 * LANES];
 
-/* 4 * LANES numbers of two positions as pairs. */
+/* Interleave 4 * LANES numbers of two positions to pairs. */
 ALWAYS void beside(const number *first, const number *second, packed *pairs) {
   static const uint16_t LOW[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
                                    8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};

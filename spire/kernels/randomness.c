@@ -1,4 +1,4 @@
-/* `spire.decoding.randomness` for the few numbers of a round: hashed by torch they are mostly dispatch. */
+/* The uniform numbers of a round (`spire.decoding.randomness`): torch would spend most of the time on dispatch. */
 
 #include "randomness.h"
 

@@ -11,7 +11,7 @@
 #define MIX_1 0xBF58476D1CE4E5B9u
 #define MIX_2 0x94D049BB133111EBu
 
-/* The purposes of `spire.decoding.randomness.Purpose` that kernels know by name, and how many there are. */
+/* The purposes of `spire.decoding.randomness.Purpose` that kernels use by name, and the number of all purposes. */
 enum { NOISE = 4, TAIL = 5, PURPOSES = 5 };
 
 static inline uint64_t splitmix(uint64_t x) {

@@ -1,13 +1,13 @@
-/* What is drawn from logits, by `exponential` and vectors of the file that includes this: a draft's tokens, and those
-   of a target by each rule (`spire.decoding`). V is a multiple of SHARES. */
+/* Sampling and verification, from logits to tokens (`spire.decoding`), with the vectors of the file that includes
+   this. V is a multiple of SHARES. Logits are overwritten by shares: probabilities up to a common factor. */
 
 #include <stdlib.h>
 
 #include "randomness.h"
 
-#define SHARES 32 /* of a distribution, summed together */
+#define SHARES 32 /* shares that are summed together */
 
-/* Less probable tokens are rare: they share their noise, and the ids of a block theirs. As in `spire.decoding.sampling`. */
+/* Less probable tokens are rare, as in `spire.decoding.sampling`: they have no noise of their own. */
 #define NOT_RARE 0x1p-14f
 #define BLOCK_OF_IDS 64
 
@@ -18,7 +18,7 @@ static int64_t likeliest(const float *logits, int V) {
   return best;
 }
 
-/* Logits become e^((x - largest) / temperature). Returns their sum. */
+/* Replace logits by exp((x - largest) / temperature). Return their sum. */
 static float soften(float *logits, float temperature, int V) {
   lanes most = every(-INFINITY), total = every(0.0f);
   for (int v = 0; v < V; v += LANES) most = larger(load_wide(logits + v), most);
@@ -36,14 +36,14 @@ typedef struct {
   int32_t place;
 } Candidate;
 
-/* The likeliest first, and of equals the one with the lowest id. */
+/* For qsort: largest share first, ties by id. */
 static int in_order(const void *one, const void *other) {
   const Candidate *a = one, *b = other;
   if (a->share != b->share) return a->share < b->share ? 1 : -1;
   return a->place - b->place;
 }
 
-/* How many shares are at least `least`, and their sum. */
+/* Return the number of shares that are at least `least`, and set their sum. */
 static int count_from(const float *shares, float least, int V, double *sum) {
   lanes sums = every(0.0f), counts = every(0.0f);
   for (int v = 0; v < V; v += LANES) {
@@ -55,8 +55,7 @@ static int count_from(const float *shares, float least, int V, double *sum) {
   return (int)sum_of(counts);
 }
 
-/* Shares become what top_k, then top_p, then min_p leave of them, the others zero (`spire.decoding.sampling`). Returns
-   their new sum. */
+/* Set to zero the shares that top_k, then top_p, then min_p exclude (`spire.decoding.sampling`). Return the new sum. */
 static float keep_likeliest(float *shares, float total, int64_t top_k, float top_p, float min_p, int V) {
   const float floor = min_p; /* the largest share is 1 */
   double sum;
@@ -67,7 +66,7 @@ static float keep_likeliest(float *shares, float total, int64_t top_k, float top
     for (int v = 0; v < V; v += LANES) store_wide(shares + v, zero_below(floor, load_wide(shares + v), load_wide(shares + v)));
     return (float)sum;
   }
-  /* Only the likeliest are sorted: as many as top_k and top_p may keep. */
+  /* Sort only the largest shares, as many as top_k and top_p may keep. */
   float least = total * 0x1p-7f;
   while (1) {
     count = count_from(shares, least, V, &sum);
@@ -94,14 +93,15 @@ static float keep_likeliest(float *shares, float total, int64_t top_k, float top
   return (float)left;
 }
 
-/* Logits of sequence b become shares of what its tokens are drawn from. Returns their sum. */
+/* Replace logits by the shares of the distribution that sequence b draws from. Return their sum. */
 static float shares_of(const Sampling *how, int b, float *logits, int V) {
   const float total = soften(logits, how->temperatures[b], V);
   const int whole = how->top_k[b] <= 0 && how->top_p[b] >= 1 && how->min_p[b] <= 0;
   return whole ? total : keep_likeliest(logits, total, how->top_k[b], how->top_p[b], how->min_p[b], V);
 }
 
-/* The first token at which the sum of the shares is above its part of the whole: inverse CDF. None of share zero. */
+/* Draw by inverse CDF: return the first token at which the cumulative sum exceeds `uniform` of the total. A token of
+   share zero is never drawn. */
 static int64_t inverse(const float *shares, double uniform, int V) {
   double sums[V / SHARES], total = 0, passed = 0;
   for (int block = 0; block < V / SHARES; block++) {
@@ -120,12 +120,12 @@ static int64_t inverse(const float *shares, double uniform, int V) {
   return found;
 }
 
-/* The token at a place of logits: ids in ascending order, or NULL for all. */
+/* Return the token of a column: `vocabulary` is ascending, or NULL for all tokens. */
 static inline int64_t token_at(const int64_t *vocabulary, int64_t place) {
   return vocabulary ? vocabulary[place] : place;
 }
 
-/* The place of a token, or of one beside it if it is not there. */
+/* Return the column of a token, or of a neighbour if the vocabulary does not contain it. */
 static int64_t place_among(const int64_t *vocabulary, int V, int64_t token) {
   int first = 0, end = V;
   if (!vocabulary) return token;
@@ -136,8 +136,7 @@ static int64_t place_among(const int64_t *vocabulary, int V, int64_t token) {
   return first;
 }
 
-/* Of shares that sum to `total`, the place of a rare token: the likeliest block of ids under noise, then the likeliest of
-   its ids. */
+/* Return the column of a rare token, drawn by Gumbel noise: first a block of ids, then an id of this block. */
 static int64_t pick_rare(const float *shares, float total, const int64_t *vocabulary, int V, int ids, uint64_t bits) {
   double best = -INFINITY;
   int first = 0, end = 0;
@@ -147,7 +146,7 @@ static int64_t pick_rare(const float *shares, float total, const int64_t *vocabu
     float sum = 0;
     for (; v < V && token_at(vocabulary, v) / BLOCK_OF_IDS == block; v++)
       if (shares[v] / total < NOT_RARE) sum += shares[v] / total;
-    const double score = log(sum) + gumbel(bits, ids + block); /* the blocks' keys follow those of the ids */
+    const double score = log(sum) + gumbel(bits, ids + block); /* the keys of blocks follow those of ids */
     if (score > best) best = score, first = from, end = v;
   }
   best = -INFINITY;
@@ -159,8 +158,8 @@ static int64_t pick_rare(const float *shares, float total, const int64_t *vocabu
   return found;
 }
 
-/* Of shares that sum to `total`, the place of the token that the invariant rule picks for sequence b: the largest log p +
-   noise (`spire.decoding.sampling.pick`). */
+/* Return the column that the invariant rule picks for sequence b: the argmax of log p + Gumbel noise
+   (`spire.decoding.sampling.pick`). The shares sum to `total`. */
 static int64_t pick(const Sampling *how, int b, int step, const float *shares, float total, const int64_t *vocabulary,
                     int V) {
   const uint64_t seed = how->seeds[b], choice = how->choices[b], position = how->bases[b] + step + 1;
@@ -186,7 +185,7 @@ static int64_t pick(const Sampling *how, int b, int step, const float *shares, f
     }
   }
   rest += exact_sum_of(rare);
-  /* The rare tokens compete as one, whose key follows that of the last id. */
+  /* All rare tokens compete as one, whose key follows that of the last id. */
   if (log(rest) + gumbel(bits, how->ids) < best) return found;
   return pick_rare(shares, total, vocabulary, V, how->ids, random_bits(seed, choice, position, TAIL, 0));
 }
@@ -221,7 +220,8 @@ static int all_numbers(const float *logits, int V) {
   return isfinite(sum_of(sum));
 }
 
-/* A row of logits that has become shares of p, which sum to `total`, and a row of q over W tokens with its sum. */
+/* The distributions of one position: shares of p that sum to `total`, and a row of q over W tokens that sums to
+   `q_sum`. */
 typedef struct {
   float *p, total;
   const uint16_t *q;
@@ -237,14 +237,14 @@ static inline float of_narrow(uint16_t x) {
   return wide;
 }
 
-/* max(0, weight p - q), where q is of all tokens */
+/* max(0, weight * p - q), if q covers all tokens */
 #define LEFT(v) \
   larger(weight *(load_wide(pair->p + (v)) / whole) - load_narrow(pair->q + (v)) / q_whole, every(0.0f))
 
-/* What max(0, weight p - q) sums to. */
+/* Return the sum of max(0, weight * p - q). */
 static float sum_left(const Pair *pair, float weight_of_p, int V) {
   lanes whole = every(pair->total), q_whole = every(pair->q_sum), weight = every(weight_of_p), sum = every(0.0f);
-  if (pair->vocabulary) { /* weight p sums to the weight: less what q takes of it */
+  if (pair->vocabulary) { /* the weight, which weight * p sums to, less the part that q covers */
     double taken = 0;
     for (int w = 0; w < pair->W; w++)
       taken += fminf(weight_of_p * (pair->p[pair->vocabulary[w]] / pair->total), of_narrow(pair->q[w]) / pair->q_sum);
@@ -254,7 +254,7 @@ static float sum_left(const Pair *pair, float weight_of_p, int V) {
   return sum_of(sum);
 }
 
-/* The same as `leave` for q of a vocabulary of its own. */
+/* `leave` for a q that covers only some tokens. */
 static void leave_of_vocabulary(const Pair *pair, float weight_of_p, int V) {
   lanes whole = every(pair->total), weight = every(weight_of_p), most = every(0.0f);
   float before[pair->W];
@@ -266,10 +266,10 @@ static void leave_of_vocabulary(const Pair *pair, float weight_of_p, int V) {
   }
   for (int v = 0; v < V; v += LANES) most = larger(load_wide(pair->p + v), most);
   if (largest_of(most) > 0) return;
-  for (int w = 0; w < pair->W; w++) pair->p[pair->vocabulary[w]] = before[w]; /* all others are zero */
+  for (int w = 0; w < pair->W; w++) pair->p[pair->vocabulary[w]] = before[w]; /* all other shares are zero */
 }
 
-/* p becomes max(0, weight p - q); or stays what it is where nothing is left of it. */
+/* Replace p by the residual max(0, weight * p - q), unless this is zero everywhere. */
 static void leave(const Pair *pair, float weight_of_p, int V) {
   lanes whole = every(pair->total), q_whole = every(pair->q_sum), weight = every(weight_of_p), most = every(0.0f);
   if (pair->vocabulary) {
@@ -291,7 +291,7 @@ static float q_of(const Pair *pair, int64_t token) {
   return token_at(pair->vocabulary, place) == token ? of_narrow(pair->q[place]) / pair->q_sum : 0;
 }
 
-/* The shares of p behind the first t tokens, and q of the next one. */
+/* Return p after the first t draft tokens, and q of the next one. */
 static Pair softened(const Verdict *work, int b, int t) {
   const int64_t at = (int64_t)b * (work->T - 1) + t;
   float *row = logits_of(work, b, t);
@@ -299,7 +299,8 @@ static Pair softened(const Verdict *work, int b, int t) {
   return (Pair){row, total, work->q + at * work->W, work->q_sums[at], work->vocabulary, work->W};
 }
 
-/* Tokens stand while the target would say the same: its likeliest token, or the one that the invariant rule picks. */
+/* Accept draft tokens while they equal the target's own: its most probable token or, under the invariant rule, its
+   pick. */
 static int follow_target(const Verdict *work, int b, int count, int64_t *last) {
   const float temperature = work->sampling.temperatures[b];
   for (int t = 0;; t++) {
@@ -310,13 +311,13 @@ static int follow_target(const Verdict *work, int b, int count, int64_t *last) {
   }
 }
 
-/* The rejection rule: logits behind the first token that falls are not looked at. Leaves what the token behind is drawn
-   from in its row. */
+/* The rejection rule. Returns the number of accepted tokens; the row after them then holds what the final token is
+   drawn from. Positions after the first rejection are not computed. */
 static int reject(const Verdict *work, int b, int count) {
   for (int t = 0; t < count; t++) {
     const int64_t at = (int64_t)b * (work->T - 1) + t, token = work->drafted[at];
     const Pair pair = softened(work, b, t);
-    /* Without dividing by q: what p excludes never stands, what q calls impossible does. */
+    /* Without dividing by q: a token with p = 0 is always rejected, a token with only q = 0 always accepted. */
     if (work->coins[at] * q_of(&pair, token) < pair.p[token] / pair.total) continue;
     leave(&pair, 1.0f, work->V);
     return t;
@@ -325,8 +326,8 @@ static int reject(const Verdict *work, int b, int count) {
   return count;
 }
 
-/* Block verification: of the prefixes, each with a weight, the longest whose coin says that it stands
-   (`spire.decoding.verification`). Leaves what the token behind is drawn from in its row. */
+/* Block verification (`spire.decoding.verification`). Returns the length of the longest accepted prefix; the row
+   after it then holds what the final token is drawn from. */
 static int reject_blocks(const Verdict *work, int b, int count) {
   Pair pairs[work->T];
   float weights[work->T];
@@ -336,7 +337,7 @@ static int reject_blocks(const Verdict *work, int b, int count) {
     pairs[t] = softened(work, b, t);
     const int64_t token = work->drafted[first + t];
     const float ratio = pairs[t].p[token] / pairs[t].total / q_of(&pairs[t], token);
-    /* Impossible by both is no reason to fall; and nothing stands behind what p excludes. */
+    /* 0/0: p and q both exclude the token. A weight of zero stays zero. */
     weights[t + 1] = isnan(ratio) || weights[t] == 0 ? weights[t] : fminf(1.0f, weights[t] * ratio);
   }
   int stand = count;

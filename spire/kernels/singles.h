@@ -1,5 +1,5 @@
-/* Attention by single numbers, for `vectors.h`: scores of four positions at once, each a sum over its vector, and values
-   weighed one after the other. */
+/* Attention without pairs, for `vectors.h`: four positions are scored at once, and values are weighted one position
+   at a time. */
 
 #define SCORED_AT_ONCE 4
 
@@ -60,7 +60,7 @@ static void (*const WEIGHS[])(float (*)[POSITIONS], const number *, int, int, fl
 #endif
 };
 
-/* They are weighed with as they are. */
+/* Weights are used as they are. */
 static inline void finish_weights(Queries *queries, int r, int n) {}
 
 static void weigh(Queries *queries, int r, int together, const number *values, int n, int K, int k, Ahead *ahead) {

@@ -1,9 +1,7 @@
-/* A target's forward in one go but for logits, by what `layer.h` and the file that includes both define.
+/* A target's forward up to the final norm, in one parallel region. With a region for each operation, the dispatching
+   thread might have to wait for other work of its process between two of them. */
 
-   Its threads meet once and part once. Layer by layer they meet at every operation, and between two of them whoever
-   dispatches may have to wait for other work of its process. */
-
-/* Each row's embedding and the rotation of its position. */
+/* Copy the embedding of each row's token and the rotation of its position. */
 static void embed(const Forward *w, number *x, number *cosine, number *sine) {
   for (const Stretch *s = w->stretches; s < w->stretches + w->count; s++) {
 #pragma omp for schedule(static) nowait
@@ -26,7 +24,7 @@ static void tap(const Forward *w, const number *x, int layer) {
   }
 }
 
-/* What a stretch's queries find, by the projections of all rows [R, (H + 2 * G) * K]. */
+/* Attention of one stretch, given the projections of all rows [R, (H + 2 * G) * K]. */
 static void attend_stretch(const Forward *w, const Layer *layer, const Stretch *s, number *projected, number *found) {
   const int64_t E = (int64_t)(w->H + 2 * w->G) * w->K;
   const number *rows = projected + s->first * E;

@@ -1,6 +1,6 @@
-/* Where the threads of a team run. They wait for each other some hundred times a step, so two of them on one processor
-   take turns at it, each turn as long as one spins before it sleeps, while another processor may be idle: the scheduler
-   leaves them there for whole steps. */
+/* Placement of a team's threads. They wait for each other hundreds of times a step. Two of them on one processor
+   take turns, each turn as long as one spins before it sleeps, and the scheduler may leave them there for whole
+   steps while another processor is idle. */
 
 #define _GNU_SOURCE
 #include "kernels.h"
@@ -13,7 +13,7 @@
 
 #define MOST_THREADS 256
 
-/* The team of the thread that calls: itself first. */
+/* The team of the calling thread, which comes first. */
 typedef struct {
   int threads, processor;
   pid_t ids[MOST_THREADS];

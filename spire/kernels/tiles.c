@@ -1,10 +1,8 @@
-/* Models in bfloat16 by the matrix tiles (AMX) of x86 processors.
-
-   Attention of a few new positions: what torch's flash kernel does for one query at the speed of memory takes it twice
-   as long for two or more, because its products repack all keys and values. Here a tile of 16 keys is multiplied as it
-   lies in memory with up to 16 queries at once, and each key and value byte is read once. Scores, weights and sums stay
-   in fp32. Weights of layers [E, D] lie as [E / 32][D / 2][32 outputs][2]: 16 pairs of inputs of 32 outputs are two tiles
-   of which each has every other line. */
+/* Models in bfloat16 with the matrix tiles (AMX) of x86 processors. For two or more queries, torch's flash kernel
+   takes twice as long as for one, because its products repack all keys and values. Here a tile of 16 keys is
+   multiplied in place by up to 16 queries, so that each key and value is read once. Scores, weights and sums stay in
+   fp32. Weights of layers [E, D] are stored as [E / 32][D / 2][32 outputs][2]: 16 pairs of inputs of 32 outputs are
+   two interleaved tiles. */
 
 #define number uint16_t
 #include "kernels.h"
@@ -28,7 +26,7 @@ static inline void store(uint16_t *to, lanes x) { store_narrow(to, x); }
 
 #include "draft.h"
 
-/* What `_tile_loadconfig` reads: of each tile the bytes of a row and the rows. */
+/* The operand of `_tile_loadconfig`: bytes of a row and number of rows of each tile. */
 typedef struct {
   uint8_t palette, start_row, reserved[14];
   uint16_t row_bytes[16];
@@ -37,7 +35,7 @@ typedef struct {
 
 /* --- products ----------------------------------------------------------------------------------------------------- */
 
-/* Tiles 0 to 3 are sums, 4 and 5 the inputs' rows, up to 16 in each, 6 and 7 weights. */
+/* Tiles 0 to 3 hold sums, 4 and 5 up to 16 rows of inputs each, 6 and 7 weights. */
 static void configure(int first, int second) {
   TileConfig config = {.palette = 1};
   for (int tile = 0; tile < 8; tile++) config.row_bytes[tile] = 64, config.rows[tile] = 16;
@@ -46,7 +44,7 @@ static void configure(int first, int second) {
   _tile_loadconfig(&config);
 }
 
-/* sums[row][column] of 32 outputs and the rows that the tiles are configured for, more than 16 of them if `two`. */
+/* Compute sums[row][column] of 32 outputs and the rows that the tiles are configured for, more than 16 if `two`. */
 static inline void multiply(const uint16_t *x, const uint16_t *weight, int D, int two, float (*sums)[32]) {
   _tile_zero(0);
   _tile_zero(1);
@@ -92,7 +90,7 @@ static void product(const number *x, Weight weight, int R, int D, int E, Kind ki
 
 /* --- attention ---------------------------------------------------------------------------------------------------- */
 
-/* Positions between which the softmax is rescaled: their keys and values fit the second cache. */
+/* Positions after which the softmax is rescaled: their keys and values fit into the second-level cache. */
 #define POSITIONS 128
 #define MOST_QUERIES 32
 
@@ -124,7 +122,7 @@ WEIGH(6)
 static void (*const WEIGHS[])(const float *, const uint16_t *, int, int, float *) = {weigh1, weigh2, weigh3,
                                                                                     weigh4, weigh5, weigh6};
 
-/* As many queries at once as registers hold, in parts of about one size. */
+/* Divide the queries into parts of similar size that fit into the registers. */
 static void weigh(const float *weights, const uint16_t *values, int n, int K, float *sums, int queries) {
   int parts = (queries + 5) / 6;
   for (int part = 0, r = 0; part < parts; part++) {
@@ -135,7 +133,7 @@ static void weigh(const float *weights, const uint16_t *values, int n, int K, fl
   }
 }
 
-/* scores[i][r] of n positions, a multiple of 32, and 16 queries, which lie as tiles: [K / 32][16 pairs][16][2]. */
+/* scores[i][r] of n positions, a multiple of 32, and 16 queries stored as tiles: [K / 32][16 pairs][16][2]. */
 static void score(const uint16_t *keys, const uint32_t *queries, int n, int K, float (*scores)[16]) {
   for (int i = 0; i < n; i += 32, keys += 32 * K) {
     for (int row = 32; row < 64; row++)
@@ -159,7 +157,7 @@ typedef struct {
   __m512 largest, sum;
 } Softmax;
 
-/* Scores of n positions become weights; what was summed before is made to fit the largest score so far. */
+/* Replace the scores of n positions by weights, and rescale earlier sums to the largest score so far. */
 static void weights_of(float (*scores)[16], int n, int first, __m512i last_seen, __m512 scale, Softmax *softmax,
                        float *sums, int queries, int K) {
   if (first + n - 1 > _mm512_reduce_min_epi32(last_seen))
@@ -190,7 +188,7 @@ static inline const uint16_t *of(const Heads *heads, int b, int head, int t) {
   return heads->first + b * heads->row + head * heads->head + t * heads->position;
 }
 
-/* Store what is new of one head. What does not fit piles up in the last column, which is padding. */
+/* Store the new keys and values of one head. Those beyond the last column overwrite it; it is padding. */
 static void store_new(const Attention *work, int b, int g, int base, uint16_t *keys, uint16_t *values) {
   const int64_t K = work->K, last = work->columns - 1;
   for (int t = 0; t < work->T; t++) {
@@ -200,7 +198,7 @@ static void store_new(const Attention *work, int b, int g, int base, uint16_t *k
   }
 }
 
-/* One head of one sequence. */
+/* Attention of one head of one sequence. */
 static void attend_head(const Attention *work, int b, int g) {
   const int K = work->K, T = work->T, heads = work->H / work->G, R = heads * T, groups = (R + 15) / 16;
   const int64_t place = work->slots[b] * work->slot_stride + g * work->head_stride;
@@ -233,7 +231,7 @@ static void attend_head(const Attention *work, int b, int g) {
     for (int group = 0; group < groups; group++) {
       int queries = R - group * 16 < 16 ? R - group * 16 : 16;
       float *group_sums = sums + group * 16 * K;
-      /* May read up to 31 positions more of the slot, whose scores nobody looks at. */
+      /* May read up to 31 positions more of the slot; their scores are not used. */
       score(keys + (int64_t)first * K, &tiles[group][0][0][0], (n + 31) / 32 * 32, K, scores);
       weights_of(scores, n, first, _mm512_loadu_si512(last_seen[group]), scale, &softmax[group], group_sums, queries, K);
       weigh(&scores[0][0], values + (int64_t)first * K, n, K, group_sums, queries);

@@ -1,10 +1,7 @@
-/* Models by vectors of `LANES` sums: products and attention, for what includes this with `lanes` and how many rows and
-   queries its registers hold at once: MOST_ROWS, a multiple of MOST_AT_ONCE.
-
-   A `packed` vector holds PAIR numbers for each lane, whose products `dot` adds to it: one float, if nothing is said.
-
-   torch multiplies the few rows of a decoding step at a fifth of what a processor can, and few queries with keys at a
-   third. */
+/* Products and attention with vectors of LANES sums. The including file defines `lanes`, and how many rows and
+   queries the registers hold at once: MOST_ROWS, a multiple of MOST_AT_ONCE. A `packed` vector holds PAIR numbers
+   for each lane, whose products `dot` adds to the lane; by default PAIR is one float. For the few rows and queries
+   of a decoding step, torch's products reach a fifth to a third of a processor's speed. */
 
 typedef char rows_fit_six[MOST_ROWS == 6 || MOST_ROWS == 12 ? 1 : -1];
 
@@ -25,7 +22,7 @@ static inline packed every_packed(const float *x) { return every(*x); }
 static inline lanes dot(packed a, packed b, lanes sum) { return multiply_add(a, b, sum); }
 #endif
 
-/* Outputs of a weight that lie together: [E / BLOCK][D / PAIR][BLOCK][PAIR]. */
+/* Weights are stored as [E / BLOCK][D / PAIR][BLOCK][PAIR]. */
 #define BLOCK (2 * LANES)
 #include "layer.h"
 
@@ -35,7 +32,7 @@ static inline lanes dot(packed a, packed b, lanes sum) { return multiply_add(a, 
 
 /* --- products ----------------------------------------------------------------------------------------------------- */
 
-/* A block of outputs of N rows. */
+/* Compute a block of outputs of N rows. */
 #define MULTIPLY(N, name, kind, load_values)                                                                           \
   static void name##N(const number *x, const void *values, int D, lanes (*sums)[2]) {                                 \
     const kind *weight = values;                                                                                       \
@@ -81,7 +78,7 @@ typedef void Multiply(const number *x, const void *values, int D, lanes (*sums)[
 MULTIPLY_ALL(multiply, number, load_packed)
 MULTIPLY_ALL(multiply_fp8, uint8_t, load_fp8)
 
-/* Rows that stay in the second cache while weights pass by. */
+/* Rows that stay in the second-level cache while weights are read. */
 #define NEAR 96
 
 static void product(const number *x, Weight weight, int R, int D, int E, Kind kind, const number *summand, void *out) {
@@ -105,31 +102,32 @@ static void product(const number *x, Weight weight, int R, int D, int E, Kind ki
 
 /* --- attention ---------------------------------------------------------------------------------------------------- */
 
-/* Positions between which the softmax is rescaled, and queries that read a key together. */
+/* Positions after which the softmax is rescaled, and queries that read a key together. */
 #define POSITIONS 128
 #define GROUP 32
 
-/* What will be read next, fetched from memory `lines` at a time while something else is computed. */
+/* Memory to prefetch, `lines` cache lines at a time, while something else is computed. */
 typedef struct {
   const char *at, *end;
   int lines;
 } Ahead;
 
-/* Where: the second cache; the first one where pairs are computed, so fast that the way from the second counts. */
+/* Prefetch into the second-level cache, or for pairs into the first: their products are so fast that the second is
+   too far. */
 #define NEAREST (PAIR == 2 ? _MM_HINT_NTA : _MM_HINT_T1)
 
 static inline void fetch(Ahead *ahead) {
   for (int i = 0; i < ahead->lines && ahead->at < ahead->end; i++, ahead->at += 64) _mm_prefetch(ahead->at, NEAREST);
 }
 
-/* n positions in so many calls of `fetch`. */
+/* Prefetch n positions in `calls` calls of `fetch`. */
 static inline Ahead ahead_of(const number *next, int n, int K, int calls) {
   const char *at = (const char *)next;
   const int64_t bytes = (int64_t)n * K * sizeof(number);
   return (Ahead){at, at + bytes, (int)((bytes / 64 + calls - 1) / calls)};
 }
 
-/* Queries of one key, as they are read together: what each found so far, and for which it was the largest score. */
+/* State of the queries that read a key together: last visible position, largest score and sum of weights so far. */
 typedef struct {
   int last_seen[GROUP];
   float largest[GROUP], total[GROUP];
@@ -141,19 +139,20 @@ typedef struct {
 #endif
 } Queries;
 
-/* SCORES, by SCORED_AT_ONCE positions; what is still to be done to weights; and `weigh`, as `score` here. */
+/* These files define SCORE (SCORED_AT_ONCE positions at a time), the preparation of weights, and WEIGH. */
 #if PAIR == 2
 #include "pairs.h"
 #else
 #include "singles.h"
 #endif
 
-/* Scores of so many queries from the r-th on. */
+/* Compute the scores of `count` queries from query r on. */
 static void score(Queries *queries, int r, int together, const number *keys, int n, int K, Ahead *ahead) {
   SCORES[together - 1](queries->queries + r * K, keys, n, K, queries->scores + r, ahead);
 }
 
-/* Scores of n positions from `first` on become weights; what was summed before is made to fit the largest so far. */
+/* Replace the scores of n positions from `first` on by weights, and rescale earlier sums to the largest score so
+   far. */
 static void weights_of(Queries *queries, int r, int first, int n, float scale, int K, Ahead *ahead) {
   float *scores = queries->scores[r], *sums = queries->sums + r * K;
   const int seen = queries->last_seen[r] - first + 1;
@@ -186,7 +185,7 @@ static inline const number *of(const Heads *heads, int b, int head, int t) {
   return heads->first + b * heads->row + head * heads->head + t * heads->position;
 }
 
-/* Store what is new of one head. What does not fit piles up in the last column, which is padding. */
+/* Store the new keys and values of one head. Those beyond the last column overwrite it; it is padding. */
 static void store_new(const Attention *work, int b, int g) {
   const int64_t K = work->K, last = work->columns - 1, base = work->bases[b];
   const int64_t place = work->slots[b] * work->slot_stride + g * work->head_stride;
@@ -197,7 +196,7 @@ static void store_new(const Attention *work, int b, int g) {
   }
 }
 
-/* What the queries from `from` on find of one head of one sequence. */
+/* Attention of one head of one sequence, for the queries from `from` on. */
 static void attend_group(const Attention *work, int b, int g, int from, Queries *queries) {
   const int K = work->K, T = work->T, heads = work->H / work->G, R = heads * T, base = (int)work->bases[b];
   const int64_t place = work->slots[b] * work->slot_stride + g * work->head_stride;
@@ -215,7 +214,7 @@ static void attend_group(const Attention *work, int b, int g, int from, Queries 
   memset(queries->sums, 0, sizeof(float) * count * K);
   for (int first = 0; first < end; first += POSITIONS) {
     const int n = end - first < POSITIONS ? end - first : POSITIONS;
-    /* Scores of up to 15 positions more than there are, hidden from all. */
+    /* Up to 15 positions beyond the last are scored, and masked for all queries. */
     const int scored = (n + SCORED_AT_ONCE - 1) / SCORED_AT_ONCE * SCORED_AT_ONCE;
     const int weighed = (n + LANES - 1) / LANES * LANES, next = end - first - n < POSITIONS ? end - first - n : POSITIONS;
     Ahead ahead = ahead_of(values + (int64_t)first * K, n, K, scored / 4 * parts);
