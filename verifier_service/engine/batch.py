@@ -214,7 +214,7 @@ def _read_q(
         if probs.shape != (*leading, len(ids)):
             expected = [*leading, len(ids)]
             raise InvalidRequest(f"q over {len(ids)} tokens has shape {list(probs.shape)}, expected {expected}")
-        vocabulary = _vocabulary(ids.cpu().numpy().tobytes(), vocab_size).to(probs.device)
+        vocabulary = _vocabulary(ids.cpu().numpy().tobytes(), vocab_size)
         return Q(probs[..., :deepest, :], len(ids), None, None, ring, places, vocabulary)
     fits = ids.ndim == len(leading) + 1 and ids.shape[:-1] == leading and 0 < ids.shape[-1] <= vocab_size
     if ids.shape != probs.shape or not fits:
@@ -283,15 +283,16 @@ def _pad_q(blocks: Rows[Block], K: int, device: torch.device) -> SparseDistribut
     if not carried:
         return None
     first, M = carried[0], max(q.width for q in carried)
+    vocabulary_M = None if first.vocabulary is None else first.vocabulary.to(device)
     together = first.row is not None and first.probs.shape[1] >= K and all(q.probs is first.probs for q in carried)
     # What lies behind the tokens of a block whose draft stopped may be anything.
     whole = first.ids is not None or all(block.k == K for block in blocks if block.q)
     if together and whole:
         rows, ids_XKM = [q.row if q else None for q in of_blocks], None if first.ids is None else first.ids[:, :K]
-        return SparseDistribution.of_rows(ids_XKM, first.probs[:, :K], rows, device, first.vocabulary)
+        return SparseDistribution.of_rows(ids_XKM, first.probs[:, :K], rows, device, vocabulary_M)
     if all(q.ids is None and q.vocabulary is first.vocabulary for q in carried):
         rows_KM = [q.probs_KM[: block.k] if q else None for block, q in zip(blocks, of_blocks, strict=True)]
-        return SparseDistribution.whole(rows_KM, K, M, device, first.vocabulary)
+        return SparseDistribution.whole(rows_KM, K, M, device, vocabulary_M)
     # Where q lies: a row that has to change the device is waited for.
     probs_BKM = torch.zeros(len(blocks), K, M, device=first.probs.device)
     ids_BKM = torch.zeros(probs_BKM.shape, dtype=torch.int64, device=probs_BKM.device)
@@ -299,7 +300,7 @@ def _pad_q(blocks: Rows[Block], K: int, device: torch.device) -> SparseDistribut
     for row, (block, q) in enumerate(zip(blocks, of_blocks, strict=True)):
         if q:
             probs_BKM[row, : block.k, : q.width] = q.probs_KM[: block.k]
-            own = every_id_V[: q.width] if q.vocabulary is None else q.vocabulary
+            own = every_id_V[: q.width] if q.vocabulary is None else q.vocabulary.to(ids_BKM.device)
             ids_BKM[row, : block.k, : q.width] = own if q.ids_KM is None else q.ids_KM[: block.k]
     return SparseDistribution(ids_BKM.to(device), probs_BKM.to(device))
 
