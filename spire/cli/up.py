@@ -99,7 +99,7 @@ def up(
     draft_quantization: Annotated[
         str | None,
         typer.Option(
-            help="fp8 halves the bytes of the draft's weights, on a CPU or a GPU from Hopper on. Default: on a CPU."
+            help="auto, none, or fp8: half the bytes of the draft's weights. auto: fp8 on a CPU without AMX."
         ),
     ] = None,
     device: Annotated[

@@ -118,7 +118,8 @@ class SparseDistribution:
     def of(self, tokens_BK: Tensor) -> Tensor:
         """Return the normalised probabilities [B, K] of tokens under q, zero for tokens that are not candidates."""
         if self.vocabulary_M is not None:
-            place_BK = torch.searchsorted(self.vocabulary_M, tokens_BK.contiguous()).clamp(max=len(self.vocabulary_M) - 1)
+            last = len(self.vocabulary_M) - 1
+            place_BK = torch.searchsorted(self.vocabulary_M, tokens_BK.contiguous()).clamp(max=last)
             among_BK = self.vocabulary_M[place_BK] == tokens_BK
             of_tokens_BK = self.probs_BKM.gather(-1, place_BK[..., None]).squeeze(-1) * among_BK
         elif self.ids_BKM is None:
