@@ -100,7 +100,7 @@ def _by_kernel(
     for rule in (pb.RULE_BLOCK, pb.RULE_INVARIANT):
         for name, options in PIPELINES.items():
             rows = _rows(B, rule=rule, **options)
-            if not judges(V, draft_BK, q, rows):
+            if not judges(V, draft_BK, counts_B, q, rows):
                 return {}
             work = partial(judge, used, draft_BK, counts_B, q, rows, base_B)
             rule_name = pb.Rule.Name(rule).removeprefix("RULE_").lower()

@@ -93,8 +93,8 @@ class Drafted:
     """The result of drafting: k tokens per sequence, [B, k], and the distributions q they were drawn from, [B, k, m].
     Fewer than k, if every sequence stopped before.
 
-    The distributions cover the tokens `ids_BKM` or, if None, `vocabulary_M` or, if None, the whole vocabulary. If all
-    sequences use the invariant rule there are no distributions, because this rule does not use q.
+    The distributions cover the tokens `ids_BKM` or, if None, `vocabulary_M` or, if None, the whole vocabulary. Where no
+    sequence's rule needs q, there are none, or they mean nothing.
     """
 
     tokens_BK: Tensor

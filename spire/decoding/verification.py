@@ -78,7 +78,7 @@ class SparseDistribution:
         vocabulary_M: Tensor | None = None,
     ) -> SparseDistribution:
         """Build q for B sequences by selecting `rows` from tensors with X rows. None becomes padding."""
-        if ids_XKM is None and device.type == "cpu" and collects(probs_XKM):
+        if ids_XKM is None and device.type == "cpu" and collects(probs_XKM[0]):
             of_rows = [None if row is None else probs_XKM[row] for row in rows]
             return cls(None, *collect(of_rows, *probs_XKM.shape[1:]), vocabulary_M)
         chosen_B = torch.tensor([row or 0 for row in rows], device=probs_XKM.device)

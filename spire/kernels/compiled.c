@@ -330,7 +330,7 @@ static PyMethodDef METHODS[] = {
     {"forward", py_forward, METH_VARARGS, "A target's forward: see spire.model.backends.cpu.fused_target."},
     {"draft_pass", py_draft_pass, METH_VARARGS, "A pass of a SPIRe draft: see spire.model.backends.cpu.fused_draft."},
     {"draft_round", py_draft_round, METH_VARARGS, "All of them, and their draws: see spire.model.backends.cpu.fused_draft."},
-    {"draw", py_draw, METH_VARARGS, "Tokens and what they were drawn from: see spire.model.backends.cpu.fused_draft."},
+    {"draw", py_draw, METH_VARARGS, "Tokens and what they were drawn from: see spire.model.backends.cpu.fused_sampling."},
     {"judge", py_judge, METH_VARARGS, "Which draft tokens stand: see spire.model.backends.cpu.fused_verification."},
     {"collect", py_collect, METH_VARARGS, "Rows in one place, with their sums: see spire.kernels."},
     {"uniforms", py_uniforms, METH_VARARGS, "Numbers in [0, 1): see spire.decoding.randomness."},

@@ -135,8 +135,8 @@ typedef struct {
   int ids;                         /* the size of the target's vocabulary */
 } Sampling;
 
-/* Draw a token of each row of logits [B, V]. The logits are overwritten by exp((x - largest) / temperature),
-   truncated. q is the normalised row in bfloat16; it is written only for sequences whose rule needs it. */
+/* Draw a token of each row of logits [B, V], which are overwritten. q is the distribution that a token is drawn from,
+   normalised and in bfloat16; it is written only for sequences whose rule needs it. */
 typedef struct {
   float *logits;
   Sampling sampling;

@@ -66,12 +66,12 @@ static float keep_likeliest(float *shares, float total, int64_t top_k, float top
     for (int v = 0; v < V; v += LANES) store_wide(shares + v, zero_below(floor, load_wide(shares + v), load_wide(shares + v)));
     return (float)sum;
   }
-  /* Sort only the largest shares, as many as top_k and top_p may keep. */
+  /* Sort only the largest shares, as many as top_k and top_p may keep, and none that is zero. */
   float least = total * 0x1p-7f;
   while (1) {
     count = count_from(shares, least, V, &sum);
-    if (least == 0 || (top_k < V ? count >= top_k : sum >= (double)top_p * total)) break;
-    least = least > total * 0x1p-24f ? least * 0x1p-5f : 0;
+    if (least <= 0x1p-126f || (top_k < V ? count >= top_k : sum >= (double)top_p * total)) break;
+    least = fmaxf(least * 0x1p-5f, 0x1p-126f); /* shares are zero, or at least e^-87 */
   }
   Candidate *all = malloc(sizeof(Candidate) * (count + 1));
   if (!all) abort();
@@ -256,17 +256,13 @@ static float sum_left(const Pair *pair, float weight_of_p, int V) {
 
 /* `leave` for a q that covers only some tokens. */
 static void leave_of_vocabulary(const Pair *pair, float weight_of_p, int V) {
-  lanes whole = every(pair->total), weight = every(weight_of_p), most = every(0.0f);
-  float before[pair->W];
-  for (int w = 0; w < pair->W; w++) before[w] = pair->p[pair->vocabulary[w]];
+  if (!(sum_left(pair, weight_of_p, V) > 0)) return;
+  lanes whole = every(pair->total), weight = every(weight_of_p);
   for (int v = 0; v < V; v += LANES) store_wide(pair->p + v, weight * (load_wide(pair->p + v) / whole));
   for (int w = 0; w < pair->W; w++) {
     float *p = pair->p + pair->vocabulary[w];
     *p = fmaxf(*p - of_narrow(pair->q[w]) / pair->q_sum, 0);
   }
-  for (int v = 0; v < V; v += LANES) most = larger(load_wide(pair->p + v), most);
-  if (largest_of(most) > 0) return;
-  for (int w = 0; w < pair->W; w++) pair->p[pair->vocabulary[w]] = before[w]; /* all other shares are zero */
 }
 
 /* Replace p by the residual max(0, weight * p - q), unless this is zero everywhere. */

@@ -1,6 +1,7 @@
 """The calibration of this machine: all microbenchmarks, in three passes, on as many threads as serve target and draft.
 
-`spire doctor --calibrate` runs the calibration. Does not know: how the parts are measured (see `microbenchmarks`).
+`spire doctor --calibrate` runs the calibration. It measures a SPIRe draft's weights in fp8 where that is the default.
+Does not know: how the parts are measured (see `microbenchmarks`).
 """
 
 from __future__ import annotations

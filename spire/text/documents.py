@@ -93,16 +93,16 @@ class Chats:
             if whole.startswith(prompt) and whole.startswith(answered) and at <= len(prompt) < len(answered):
                 segments += [Segment(whole[at : len(prompt)], False), Segment(whole[len(prompt) : len(answered)], True)]
                 at = len(answered)
-        if cut_off and segments:
+        if cut_off and segments and at == len(whole):
             return [*segments[:-1], _without_end(segments[-1], messages[-1]["content"])]
         return [*segments, Segment(whole[at:], False)] if at < len(whole) else segments
 
 
 def _without_end(answer: Segment, content: str) -> Segment:
     """Return an answer without what the template writes behind its content, not learned if that cannot be told."""
-    words = content.strip()
-    before, found, _ = answer.text.rpartition(words)
-    return Segment(before + words, True) if found else answer._replace(learned=False)
+    words = content.strip().rstrip("\ufffd")  # half of a character, for a token that is not known
+    at = answer.text.find(words)
+    return answer._replace(learned=False) if at < 0 or not words else Segment(answer.text[: at + len(words)], True)
 
 
 def read_documents(files: list[Path], chats: Chats, told: Told = lambda _: None) -> Iterator[str]:

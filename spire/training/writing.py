@@ -26,7 +26,7 @@ from spire.errors import DataError, SpireError
 from spire.http import GatewayError, answer_of, async_client_for, gateway_errors, refusal_of
 from spire.service.keys import authorization
 from spire.text.prompts import Prompt
-from spire.text.repetition import LEAST_DISTINCT, distinct_share
+from spire.text.repetition import goes_in_circles
 
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None)
 # Of a whole answer, which waits for its turn.
@@ -167,7 +167,7 @@ class _Writer:
             self._done.refused += 1
         else:
             cut_off, messages = reason != "stop", list(prompt.messages)
-            in_circles = cut_off and distinct_share(text.split()) < LEAST_DISTINCT
+            in_circles = cut_off and goes_in_circles(text)
             if not in_circles:
                 messages.append({"role": "assistant", "content": text})
             chat = {"messages": messages} | ({"finish_reason": reason} if cut_off and not in_circles else {})

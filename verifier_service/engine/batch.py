@@ -85,8 +85,9 @@ class VerifyTask:
 class Q:
     """The distributions that k draft tokens were drawn from, over M tokens: `ids`, or `vocabulary`, or all if None.
 
-    `row`: the row of this block, if the tensors [X, K, M] belong to many blocks. `ring` and `places`: the location of q
-    in shared memory, if any; the draft may overwrite q before the verifier has read it.
+    `vocab_size`: the size of the whole vocabulary. `row`: the row of this block, if the tensors [X, K, M] belong to many
+    blocks. `ring` and `places`: the location of q in shared memory, if any; the draft may overwrite q before the
+    verifier has read it.
     """
 
     probs: Tensor
@@ -96,6 +97,7 @@ class Q:
     ring: OverwritingRingReader | None = None
     places: tuple[pb.RingSlice, ...] = ()
     vocabulary: Tensor | None = None
+    vocab_size: int = 0
 
     @property
     def probs_KM(self) -> Tensor:
@@ -104,6 +106,13 @@ class Q:
     @property
     def ids_KM(self) -> Tensor | None:
         return self.ids if self.row is None or self.ids is None else self.ids[self.row]
+
+    def over_all(self, k: int) -> Tensor:
+        """Return the first k distributions over the whole vocabulary, [k, V], if there are no `ids`."""
+        if self.vocabulary is None:
+            return self.probs_KM[:k]
+        vocabulary = self.vocabulary.to(self.probs.device)
+        return self.probs.new_zeros(k, self.vocab_size).index_copy_(1, vocabulary, self.probs_KM[:k])
 
     @property
     def holds(self) -> bool:
@@ -215,7 +224,7 @@ def _read_q(
             expected = [*leading, len(ids)]
             raise InvalidRequest(f"q over {len(ids)} tokens has shape {list(probs.shape)}, expected {expected}")
         vocabulary = _vocabulary(ids.cpu().numpy().tobytes(), vocab_size)
-        return Q(probs[..., :deepest, :], len(ids), None, None, ring, places, vocabulary)
+        return Q(probs[..., :deepest, :], len(ids), None, None, ring, places, vocabulary, vocab_size)
     fits = ids.ndim == len(leading) + 1 and ids.shape[:-1] == leading and 0 < ids.shape[-1] <= vocab_size
     if ids.shape != probs.shape or not fits:
         raise InvalidRequest(
@@ -293,6 +302,9 @@ def _pad_q(blocks: Rows[Block], K: int, device: torch.device) -> SparseDistribut
     if all(q.ids is None and q.vocabulary is first.vocabulary for q in carried):
         rows_KM = [q.probs_KM[: block.k] if q else None for block, q in zip(blocks, of_blocks, strict=True)]
         return SparseDistribution.whole(rows_KM, K, M, device, vocabulary_M)
+    if all(q.ids is None for q in carried):  # of drafts with different vocabularies
+        rows_KV = [q.over_all(block.k) if q else None for block, q in zip(blocks, of_blocks, strict=True)]
+        return SparseDistribution.whole(rows_KV, K, max(q.vocab_size or q.width for q in carried), device)
     # Where q lies: a row that has to change the device is waited for.
     probs_BKM = torch.zeros(len(blocks), K, M, device=first.probs.device)
     ids_BKM = torch.zeros(probs_BKM.shape, dtype=torch.int64, device=probs_BKM.device)

@@ -22,7 +22,7 @@ def backend_for(device: torch.device) -> Reference:
 def draft_backend_for(device: torch.device, dtype: torch.dtype, quantization: str = "auto") -> Reference:
     """Return a new backend for one draft. `quantization` of its weights: none, fp8, or auto for `draft_in_fp8`.
 
-    Raises CheckpointError if this device has no fp8.
+    Raises CheckpointError if this device has no fp8; on a CPU, packing a draft does.
     """
     auto = quantization == "auto"
     if quantization == "none" or (auto and not draft_in_fp8(device, dtype)):

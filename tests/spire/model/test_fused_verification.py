@@ -30,7 +30,7 @@ def judged(kernels: Kernels, logits_BTV: Tensor, *arguments: object) -> tuple[Ve
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(spire.model.backends.cpu.fused_verification, "every_kernels", lambda: (kernels,))
         draft_BK, counts_B, q, rows, _ = arguments
-        assert judges(logits_BTV.shape[-1], draft_BK, q, rows)  # type: ignore[arg-type]
+        assert judges(logits_BTV.shape[-1], draft_BK, counts_B, q, rows)  # type: ignore[arg-type]
         verdict, finite_B = judge(logits_BTV.clone(), *arguments)  # type: ignore[arg-type]
         real_BT = torch.arange(logits_BTV.shape[1]) <= counts_B[:, None]  # type: ignore[index]
         packed, finite_as_packed_B = judge(logits_BTV[real_BT], *arguments)  # type: ignore[arg-type]
@@ -179,16 +179,22 @@ def test_non_finite_logits_are_found_in_their_row_except_in_padding(kernels: Ker
 
 def test_only_what_it_can_judge_is_left_to_it() -> None:
     q = collected([torch.full((2, V), 1 / V).bfloat16()] * 2, 2)
+    twos_B, zeros_B = torch.full((2,), 2), torch.zeros(2, dtype=torch.int64)
     draft_BK, none_BK = torch.zeros(2, 2, dtype=torch.int64), torch.empty(2, 0, dtype=torch.int64)
-    assert judges(V, draft_BK, q, sampled_rows(2))
-    assert judges(V, draft_BK, None, sampled_rows(2, temperature=0.0))
-    assert not judges(V, draft_BK, None, sampled_rows(2)), "q is one-hot"
-    assert not judges(V, draft_BK, SparseDistribution(None, q.probs_BKM.float()), sampled_rows(2)), "in another type"
-    assert not judges(V, draft_BK, q, sampled_rows(2, temperature=1e-5)), "divided logits might be infinite"
-    assert judges(V, draft_BK, q, sampled_rows(2, rule=Rule.BLOCK))
-    assert judges(V, draft_BK, None, sampled_rows(2, rule=Rule.INVARIANT)), "this rule needs no q"
-    assert judges(V, none_BK, None, sampled_rows(2)), "nothing was drafted"
-    assert not judges(V + 1, draft_BK, q, sampled_rows(2)), "a vocabulary that no vector divides"
+    assert judges(V, draft_BK, twos_B, q, sampled_rows(2))
+    assert judges(V, draft_BK, twos_B, None, sampled_rows(2, temperature=0.0))
+    assert not judges(V, draft_BK, twos_B, None, sampled_rows(2)), "q is one-hot"
+    assert not judges(V, draft_BK, twos_B, SparseDistribution(None, q.probs_BKM.float()), sampled_rows(2)), (
+        "in another type"
+    )
+    assert not judges(V, draft_BK, twos_B, q, sampled_rows(2, temperature=1e-5)), "divided logits might be infinite"
+    assert judges(V, draft_BK, twos_B, q, sampled_rows(2, rule=Rule.BLOCK))
+    assert judges(V, draft_BK, twos_B, None, sampled_rows(2, rule=Rule.INVARIANT)), "this rule needs no q"
+    assert judges(V, none_BK, zeros_B, None, sampled_rows(2)), "nothing was drafted"
+    assert not judges(V + 1, draft_BK, twos_B, q, sampled_rows(2)), "a vocabulary that no vector divides"
+    mixed = replace(sampled_rows(2), rule_B=torch.tensor([Rule.REJECTION, Rule.INVARIANT]))
+    assert judges(V, draft_BK, torch.tensor([0, 2]), None, mixed), "nothing is judged by q"
+    assert not judges(V, draft_BK, torch.tensor([2, 0]), None, mixed)
 
 
 @settings(max_examples=40, deadline=None)

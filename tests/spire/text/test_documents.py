@@ -209,6 +209,13 @@ def test_of_an_answer_that_was_cut_off_the_end_is_not_learned(tmp_path: Path) ->
     assert cut == [whole[0], Segment("Me, and", True)]
 
 
+@pytest.mark.parametrize(("content", "learned"), [("s", "s"), ("Me \ufffd", "Me "), ("", None), (" \n", None)])
+def test_half_a_character_and_a_blank_answer_are_not_learned(content: str, learned: str | None, tmp_path: Path) -> None:
+    with_template(tmp_path)
+    segments = Chats(tmp_path).segments([CHAT[0], {"role": "assistant", "content": content}], cut_off=True)
+    assert [segment.text for segment in segments if segment.learned] == ([] if learned is None else [learned])
+
+
 def test_where_the_end_of_an_answer_cannot_be_told_it_is_not_learned(tmp_path: Path) -> None:
     with_template(tmp_path, "{% for m in messages %}[{{ m.content | upper }}]{% endfor %}")
     segments = Chats(tmp_path).segments([CHAT[0], {"role": "assistant", "content": "Me"}], cut_off=True)

@@ -82,7 +82,7 @@ def test_answers_that_are_cut_off_are_marked_and_not_tried_again(url: str, quest
 def test_answers_that_went_round_in_circles_are_left_out(
     url: str, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spire.training.writing.distinct_share", lambda words: 0.4)
+    monkeypatch.setattr("spire.training.writing.goes_in_circles", lambda text: True)
     out = tmp_path / "chats.jsonl"
     done = write_chats(out, read_prompts([questions]), None, Writing(url, max_tokens=1))
     assert (done.chats, done.cut_off, done.in_circles) == (0, 0, 3)

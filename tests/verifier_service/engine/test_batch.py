@@ -12,9 +12,10 @@ from torch import Tensor
 
 from spire.decoding.verification import SparseDistribution
 from spire.errors import InvalidRequest
+from spire.kernels import every_kernels
 from spire.rpc.tensors import put
 from spire.v1 import verifier_pb2 as pb
-from verifier_service.engine.batch import Block, Item, Q, VerifyTask, pad, q_problems, read_q
+from verifier_service.engine.batch import Block, Item, Q, SharedQ, VerifyTask, pad, q_problems, read_q
 from verifier_service.engine.sequence import HeldSequence
 
 V = 16
@@ -132,6 +133,17 @@ def test_q_over_a_drafts_own_vocabulary_is_zero_elsewhere() -> None:
     spread_KV = SparseDistribution(None, q.probs[None], vocabulary_M=q.vocabulary).spread(V).probs_BKM[0]
     assert torch.equal(spread_KV[:, [1, 5, 6, 15]], probs_KM)
     assert not spread_KV[:, [0, 2, 3, 4, *range(7, 15)]].any()
+
+
+def test_blocks_that_all_stopped_early_leave_their_q_to_the_kernel() -> None:
+    """The rows behind the tokens that were drafted are left out."""
+    message = message_of(torch.rand(2, 3, 16).softmax(dim=-1).bfloat16().flatten(0, 1), [*range(16)])
+    message.probabilities.shape[:] = [2, 3, 16]
+    shared = SharedQ(message, (2, 3), 2)
+    batch = pad([block(row, [1, 2], shared.of(row, 2, 32, None)) for row in range(2)], CPU)
+    assert batch.q is not None
+    assert batch.q.collected == bool(every_kernels())
+    assert batch.q.probs_BKM.shape == (2, 2, 16)
 
 
 def test_blocks_of_drafts_with_different_vocabularies_are_one_batch() -> None:

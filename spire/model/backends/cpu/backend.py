@@ -9,6 +9,7 @@ from typing import cast
 from torch import Tensor, nn
 
 from spire.decoding.drafting import Drafted, DraftingRound, RoundInputs
+from spire.decoding.sampling import Share
 from spire.decoding.verification import Verify, verify
 from spire.errors import CheckpointError
 from spire.model.backends.cpu.fused_draft import FusedDraftMemory, FusedRound
@@ -50,7 +51,8 @@ class CpuBackend(Reference):
         self._stack: FusedStack | None = None
 
     def pack(self, model: Model) -> Model:
-        """Pack a model as the reference does. Raises CheckpointError for a draft that kernels do not support in fp8."""
+        """Pack a model as the reference does. Raises CheckpointError for a draft that must be in fp8 (`Fp8.ALWAYS`) and
+        that kernels do not support so."""
         config, weight = model.config, next(model.parameters())
         self.kernels, fp8 = computed_by(config, weight), isinstance(model, Draft) and self._fp8 is not Fp8.NEVER
         kernels = kernels_behind(config, weight, fp8)
@@ -74,7 +76,7 @@ class CpuBackend(Reference):
         return super().forward(target, tokens_BT, cache, tapped_layers)
 
     def judging_kernel(self, vocabulary: int, blocks: BlockBatch, rule: Verify) -> JudgingKernel | None:
-        return judge if rule is verify and judges(vocabulary, blocks.draft_BK, blocks.q, blocks.rows) else None
+        return judge if rule is verify and judges(vocabulary, *blocks[:4]) else None
 
     def memory(self, draft: Draft, slots: int) -> DraftMemory:
         if isinstance(layer := draft.layers[0], FusedLayer):
@@ -86,7 +88,8 @@ class CpuBackend(Reference):
         if candidates is not None or rows.mix.nearly_greedy:
             return super().draft(round_, inputs, claim)
         if isinstance(round_, FusedRound):
-            there, place = claim(round_.shape) or (None, None)
+            needs_q = rows.mix.judged_by_q is not Share.NONE
+            there, place = (claim(round_.shape) if needs_q else None) or (None, None)
             tokens_BK, probs_BKW, counts_B = round_.drawn(newest_B, rows, base_B, there, stop)
             return Drafted(tokens_BK, None, probs_BKW, place, vocabulary_W, counts_B)
         if self._stack:  # a packed target drafts for itself

@@ -19,13 +19,17 @@ from spire.kernels import SHARES, every_kernels
 from spire.model.backends.cpu.fused_sampling import KernelSampling
 
 
-def judges(vocabulary: int, draft_BK: Tensor, q: SparseDistribution | None, rows: SamplingRows) -> bool:
+def judges(
+    vocabulary: int, draft_BK: Tensor, counts_B: Tensor, q: SparseDistribution | None, rows: SamplingRows
+) -> bool:
     """True if the verification kernel supports this batch's device, vocabulary size, sampling parameters and q."""
     if draft_BK.device.type != "cpu" or vocabulary % SHARES or not every_kernels() or rows.mix.nearly_greedy:
         return False
     if draft_BK.shape[1] == 0:
         return True
-    return rows.mix.judged_by_q is Share.NONE if q is None else q.collected
+    if q:
+        return q.collected
+    return rows.mix.judged_by_q is Share.NONE or not bool(((counts_B > 0) & rows.judged_by_q_B).any())
 
 
 def judge(

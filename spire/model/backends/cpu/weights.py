@@ -16,6 +16,8 @@ from spire.kernels import Kernels
 # bits of a float; the lower bits of a float that are dropped.
 _LARGEST_FP8, _EXPONENT, _DROPPED = 1.9375, 120 << 4, 19
 
+_OUTPUTS_AT_ONCE = 4096
+
 
 class BlockedWeight(NamedTuple):
     """A weight [E, D] in the layout of the CPU kernels, and the scales of its outputs [E] if its values are fp8."""
@@ -44,8 +46,14 @@ class BlockedWeight(NamedTuple):
 
 def fp8_of(weight_ED: Tensor) -> tuple[Tensor, Tensor]:
     """Round a weight to fp8 as the CPU kernels read it: bytes [E, D] (uint8), and the scale of each output [E]."""
-    scale_E = (weight_ED.float().abs().amax(dim=1) / _LARGEST_FP8).clamp(min=1e-12)
-    scaled_ED = weight_ED.float() / scale_E[:, None]
+    parts = [_rounded(part_ED.float()) for part_ED in weight_ED.split(_OUTPUTS_AT_ONCE)]
+    values, scales = zip(*parts, strict=True)
+    return torch.cat(values), torch.cat(scales)
+
+
+def _rounded(weight_ED: Tensor) -> tuple[Tensor, Tensor]:
+    scale_E = (weight_ED.abs().amax(dim=1) / _LARGEST_FP8).clamp(min=1e-12)
+    scaled_ED = weight_ED / scale_E[:, None]
     bits_ED = (scaled_ED.abs().view(torch.int32) + (1 << _DROPPED - 1)) >> _DROPPED
     magnitude_ED = (bits_ED - _EXPONENT).clamp(0, 127)
     return (magnitude_ED | (scaled_ED < 0).int() << 7).to(torch.uint8), scale_E
