@@ -85,8 +85,8 @@ class VerifyTask:
 class Q:
     """The distributions that k draft tokens were drawn from, over M tokens: `ids`, or `vocabulary`, or all if None.
 
-    `vocab_size`: the size of the whole vocabulary. `row`: the row of this block, if the tensors [X, K, M] belong to many
-    blocks. `ring` and `places`: the location of q in shared memory, if any; the draft may overwrite q before the
+    `vocab_size`: the size of the whole vocabulary. `row`: the row of this block, if the tensors [X, K, M] belong to
+    many blocks. `ring` and `places`: the location of q in shared memory, if any; the draft may overwrite q before the
     verifier has read it.
     """
 
