@@ -49,14 +49,16 @@ static inline lanes dot(packed a, packed b, lanes sum) { return multiply_add(a, 
     for (int r = 0; r < N; r++) sums[r][0] = sum[r][0], sums[r][1] = sum[r][1];                                        \
   }
 typedef void Multiply(const number *x, const void *values, int D, lanes (*sums)[2]);
-#if MOST_ROWS == 12
-#define MULTIPLY_ALL(name, kind, load_values)                                                                          \
+#define MULTIPLY_SIX(name, kind, load_values)                                                                          \
   MULTIPLY(1, name, kind, load_values)                                                                                 \
   MULTIPLY(2, name, kind, load_values)                                                                                 \
   MULTIPLY(3, name, kind, load_values)                                                                                 \
   MULTIPLY(4, name, kind, load_values)                                                                                 \
   MULTIPLY(5, name, kind, load_values)                                                                                 \
-  MULTIPLY(6, name, kind, load_values)                                                                                 \
+  MULTIPLY(6, name, kind, load_values)
+#if MOST_ROWS == 12
+#define MULTIPLY_ALL(name, kind, load_values)                                                                          \
+  MULTIPLY_SIX(name, kind, load_values)                                                                                \
   MULTIPLY(7, name, kind, load_values)                                                                                 \
   MULTIPLY(8, name, kind, load_values)                                                                                 \
   MULTIPLY(9, name, kind, load_values)                                                                                 \
@@ -67,12 +69,7 @@ typedef void Multiply(const number *x, const void *values, int D, lanes (*sums)[
                                           name##7, name##8, name##9, name##10, name##11, name##12};
 #else
 #define MULTIPLY_ALL(name, kind, load_values)                                                                          \
-  MULTIPLY(1, name, kind, load_values)                                                                                 \
-  MULTIPLY(2, name, kind, load_values)                                                                                 \
-  MULTIPLY(3, name, kind, load_values)                                                                                 \
-  MULTIPLY(4, name, kind, load_values)                                                                                 \
-  MULTIPLY(5, name, kind, load_values)                                                                                 \
-  MULTIPLY(6, name, kind, load_values)                                                                                 \
+  MULTIPLY_SIX(name, kind, load_values)                                                                                \
   static Multiply *const name##_rows[] = {name##1, name##2, name##3, name##4, name##5, name##6};
 #endif
 MULTIPLY_ALL(multiply, number, load_packed)

@@ -32,7 +32,7 @@ from spire.model.target import KeyValues, Target, TargetOutput
 
 
 class Fp8(Enum):
-    """Whether a draft's weights are rounded to fp8."""
+    """When a draft's weights are rounded to fp8."""
 
     NEVER = 0
     # If kernels support the draft so.

@@ -1,4 +1,4 @@
-"""What the kernels of `spire/kernels/sampling.h` need to draw tokens: sampling parameters of B sequences by address."""
+"""Sampling parameters of B sequences by address, as the kernels of `spire/kernels/sampling.h` take them."""
 
 from __future__ import annotations
 
