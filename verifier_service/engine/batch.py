@@ -109,10 +109,9 @@ class Q:
 
     def over_all(self, k: int) -> Tensor:
         """Return the first k distributions over the whole vocabulary, [k, V], if there are no `ids`."""
-        if self.vocabulary is None:
-            return self.probs_KM[:k]
-        vocabulary = self.vocabulary.to(self.probs.device)
-        return self.probs.new_zeros(k, self.vocab_size).index_copy_(1, vocabulary, self.probs_KM[:k])
+        vocabulary_M = None if self.vocabulary is None else self.vocabulary.to(self.probs.device)
+        own = SparseDistribution(None, self.probs_KM[None, :k], vocabulary_M=vocabulary_M)
+        return own.spread(self.vocab_size).probs_BKM[0]
 
     @property
     def holds(self) -> bool:

@@ -76,7 +76,8 @@ class CpuBackend(Reference):
         return super().forward(target, tokens_BT, cache, tapped_layers)
 
     def judging_kernel(self, vocabulary: int, blocks: BlockBatch, rule: Verify) -> JudgingKernel | None:
-        return judge if rule is verify and judges(vocabulary, *blocks[:4]) else None
+        draft_BK, counts_B, q, rows, _ = blocks
+        return judge if rule is verify and judges(vocabulary, draft_BK, counts_B, q, rows) else None
 
     def memory(self, draft: Draft, slots: int) -> DraftMemory:
         if isinstance(layer := draft.layers[0], FusedLayer):
