@@ -16,10 +16,14 @@ from spire.decoding.drafting import MAX_SPECULATION_DEPTH, Drafted, DraftItem
 from spire.decoding.sampling import SamplingRows, Share
 from spire.errors import InvalidRequest, RequestError
 from spire.rpc.carrier import CARRIERS, INLINE
+from spire.rpc.channel import MAX_MESSAGE_BYTES
 from spire.rpc.errors import OK, item_status
 from spire.rpc.sampling import check_sampling, from_protos
 from spire.rpc.tensors import put, put_shape
 from spire.v1 import draft_pb2 as pb, tensor_pb2, verifier_pb2
+
+# The most bytes of q that a reply carries: a message of more than MAX_MESSAGE_BYTES would break the stream.
+MOST_Q_BYTES = MAX_MESSAGE_BYTES - (1 << 20)
 
 log = structlog.get_logger()
 
@@ -171,8 +175,9 @@ def _add_items(
         reply.items.add(sequence_id=parsed.items[index].sequence_id, status=item_status(error))
     stopped = result.drafted.counts_B if result.drafted else None
     counts = [MAX_SPECULATION_DEPTH] * len(result.ready) if stopped is None else stopped.tolist()
+    most = _depth_that_fits(q)
     ready = [
-        (parsed.items[index].sequence_id, min(parsed.depths[index], count))
+        (parsed.items[index].sequence_id, min(parsed.depths[index], count, most))
         for index, count in zip(result.ready, counts, strict=True)
     ]
     added = [reply.items.add(sequence_id=sequence_id, status=OK) for sequence_id, _ in ready]
@@ -189,6 +194,18 @@ def _add_items(
             if q.ids is not None:
                 _put(message.ids, message.ids_slice, q.ids, q.of_ids, row, k)
     return 0 if q.of_probs else sum(item.q.ByteSize() for item in added)
+
+
+def _depth_that_fits(q: PlacedQ | None) -> int:
+    """Return the number of tokens of each sequence whose q fits into one reply. The rest is not sent."""
+    if q is None or q.of_probs:
+        return MAX_SPECULATION_DEPTH
+    of_all, of_a_token = 0, q.probs_BKM[:, :1].nbytes
+    if q.ids is not None and q.ids.ndim == 1:
+        of_all = q.ids.nbytes * len(q.probs_BKM)
+    elif q.ids is not None:
+        of_a_token += q.ids[:, :1].nbytes
+    return max(0, (MOST_Q_BYTES - of_all) // of_a_token)
 
 
 def _put(

@@ -35,7 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spire.address import bind
-from spire.bench.cell import AUTO, Depth, ratio_ci95
+from spire.bench.cell import AUTO, Depth, ratio, ratio_ci95
 from spire.bench.chats import ChatSource, ChosenChats
 from spire.bench.client import Request
 from spire.bench.load import Batch, alternate
@@ -245,10 +245,8 @@ def show(measured: Annotated[Path, typer.Argument(help="What `measure` wrote.")]
 
 def _gain(rates: dict[str, list[float]]) -> str:
     ours, plain = rates.get(SPIRE_AUTO, []), rates.get(SPIRE_PLAIN, [])
-    interval = ratio_ci95(ours, plain)
-    if not interval:
-        return ""
-    return f"{statistics.median(ours) / statistics.median(plain):.2f} ({interval[0]:.2f} to {interval[1]:.2f})"
+    gain, interval = ratio(ours, plain), ratio_ci95(ours, plain)
+    return f"{gain:.2f} ({interval[0]:.2f} to {interval[1]:.2f})" if gain and interval else ""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,8 @@
-"""A cell of the benchmark: several runs of one load on one system at one depth, with plain runs to compare with."""
+"""A cell of the benchmark: several runs of one load on one system at one depth, with plain runs to compare with.
+
+All runs of a turn decode the same prompts from the same seeds. Prompts differ far more than depths do, so two depths
+are compared turn by turn: their ratio is the geometric mean of the turns' ratios.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,8 @@ from spire.bench.throughput import Figures, medians
 SPIRE = "spire"
 AUTO: Literal["auto"] = "auto"
 Depth = int | Literal["auto"]
+# Tokens per second of each turn; None where a run has none.
+Rates = Sequence[float | None]
 
 # An interval needs as many turns, and resamples them so often.
 _TURNS, _RESAMPLED = 5, 2000
@@ -57,14 +63,18 @@ class Cell:
 
     @property
     def multiplier_measured(self) -> float | None:
-        """Decode tokens per second relative to those of plain decoding."""
-        return self._relative("decode_tokens_per_second")
+        """Decode tokens per second relative to those of plain decoding in the same turns."""
+        return ratio(*self._decode_rates)
 
     @property
     def multiplier_ci95(self) -> tuple[float, float] | None:
-        """The 95 % interval of `multiplier_measured`, by resampling the turns of these runs and the plain ones."""
+        """The 95 % interval of `multiplier_measured`, by resampling turns."""
+        return ratio_ci95(*self._decode_rates)
+
+    @property
+    def _decode_rates(self) -> tuple[Rates, Rates]:
         ours, plain = ([run.decode_tokens_per_second for run in runs or ()] for runs in (self.runs, self.plain))
-        return ratio_ci95(ours, plain)
+        return ours, plain
 
     @property
     def multiplier_end_to_end(self) -> float | None:
@@ -103,8 +113,7 @@ class Cell:
 class ChosenDepth:
     """A depth that the gateway chose, beside the best fixed depth, 0 included, of the same load.
 
-    `ratio`: of the medians of decode tokens per second, the chosen one's over the fixed one's. `ci95`: its 95 %
-    interval over the turns.
+    `ratio`: decode tokens per second of the chosen one relative to the fixed one's. `ci95`: its 95 % interval.
     """
 
     draft: str
@@ -126,20 +135,24 @@ def chosen_depths(cells: Sequence[Cell]) -> list[ChosenDepth]:
         fixed = {cell.k: cell.decode_runs for cell in same if isinstance(cell.k, int)}
         if not any(fixed):
             continue
-        best = max(fixed, key=lambda k: statistics.median(fixed[k]))
-        ratio = statistics.median(auto.decode_runs) / statistics.median(fixed[best])
-        found.append(ChosenDepth(*of_load, best, ratio, ratio_ci95(auto.decode_runs, fixed[best])))
+        best = max(fixed, key=lambda k: statistics.geometric_mean(fixed[k]))
+        if (of_best := ratio(auto.decode_runs, fixed[best])) is not None:
+            found.append(ChosenDepth(*of_load, best, of_best, ratio_ci95(auto.decode_runs, fixed[best])))
     return found
 
 
-def ratio_ci95(ours: Sequence[float | None], plain: Sequence[float | None]) -> tuple[float, float] | None:
-    """Return the 95 % interval of the ratio of medians, by resampling turns; None for fewer than _TURNS turns."""
-    turns = [(our, its) for our, its in zip(ours, plain, strict=False) if our and its]
+def ratio(ours: Rates, plain: Rates) -> float | None:
+    """Return the geometric mean of the turns' ratios; None if a turn has no rate, or turns are missing."""
+    if not ours or len(ours) != len(plain) or not all([*ours, *plain]):
+        return None
+    return statistics.geometric_mean([our / its for our, its in zip(ours, plain, strict=True) if our and its])
+
+
+def ratio_ci95(ours: Rates, plain: Rates) -> tuple[float, float] | None:
+    """Return the 95 % interval of `ratio`, by resampling turns; None for fewer than _TURNS turns."""
+    turns = [our / its for our, its in zip(ours, plain, strict=False) if our and its]
     if len(turns) < _TURNS or len(ours) != len(plain):
         return None
-    rng, found = random.Random(0), []
-    for _ in range(_RESAMPLED):
-        sample = rng.choices(turns, k=len(turns))
-        found.append(statistics.median(our for our, _ in sample) / statistics.median(its for _, its in sample))
-    found.sort()
+    rng = random.Random(0)
+    found = sorted(statistics.geometric_mean(rng.choices(turns, k=len(turns))) for _ in range(_RESAMPLED))
     return found[_RESAMPLED // 40], found[-_RESAMPLED // 40 - 1]

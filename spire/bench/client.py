@@ -120,5 +120,9 @@ class Client:
         if response.status_code != 200:
             raise BenchError(f"{self.url} answered {response.status_code}: {response.text[:500]}")
         answer = answer_of(response)
-        (choice,) = answer["choices"]
-        return Completed(choice["token_ids"], answer["usage"], answer["metrics"], sent, time.monotonic())
+        try:
+            (choice,) = answer["choices"]
+            told = choice["token_ids"], answer["usage"], answer["metrics"]
+        except (KeyError, ValueError) as error:
+            raise BenchError(f"{self.url} answers without token ids and metrics: it is no Spire gateway") from error
+        return Completed(*told, sent, time.monotonic())

@@ -5,6 +5,7 @@ Every option can also be set by an environment variable SPIRE_<COMMAND>_<OPTION>
 
 from __future__ import annotations
 
+import signal
 import sys
 from difflib import get_close_matches
 from typing import Annotated, Any
@@ -78,7 +79,11 @@ def _refuse_unknown(options: dict[str, Any], command: Any, place: str) -> None:
 
 
 def main() -> None:
-    """Run the command line. A SpireError becomes one line on stderr and exit code 1."""
+    """Run the command line. A SpireError becomes one line on stderr and exit code 1.
+
+    SIGTERM ends a command as an error would: it stops its services and prints what it has measured so far.
+    """
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         if options := read_options():
             of_commands = {name: table for name, table in options.items() if name not in _SERVICES}

@@ -67,6 +67,22 @@ async def test_one_reply_for_all_items_names_q_in_the_ring(
     assert bool(reply.uniform.q.ids_slice.length) == (top_m is not None)
 
 
+async def test_of_a_q_too_large_for_one_message_the_first_tokens_are_sent(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with following(pair) as both:
+        vocabulary = both.worker.drafter.draft.config.vocab_size
+        for room, drafted in ((2, 1), (4, 2), (1, 0)):
+            monkeypatch.setattr("draft_service.replies.MOST_Q_BYTES", room * 2 * vocabulary)  # of bfloat16
+            await both.start(f"a{room}", [1, 2, 3])
+            await both.start(f"b{room}", [1, 2, 3])
+            items = [pb.VerifyItem(sequence_id=f"{name}{room}", round=1, k=DEPTH) for name in "ab"]
+            batch = pb.VerifyBatch(batch_id=room, items=items, patience_seconds=10)
+            await both.client.send(pb.RoundsRequest(verify=batch))
+            results = (await both.client.read()).verified.results
+            assert [result.drafted for result in results] == [drafted, drafted]
+
+
 @pytest.mark.parametrize("broken", ["from_protos", "_add_uniform"], ids=["reading the request", "making the reply"])
 async def test_a_failed_draft_request_gets_no_guesses_and_the_next_is_drafted(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, broken: str

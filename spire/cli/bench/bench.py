@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -131,7 +131,7 @@ def bench(
         run = Run(loads, depths, repeats, seed, machine.hardware if machine else None, accept_rate)
         server = Server.meet(against, load_tokenizer(pair.model) if as_text else None) if against else None
         cells: list[Cell] = []
-        with _told(cells, title, machine, as_json), bar_or_lines() as progress:
+        with _told(cells, {"target": title, "temperature": temperature}, machine, as_json), bar_or_lines() as progress:
             for chosen in stacks:
                 begun = f"asking {url}" if url else "starting the services"
                 task = progress.add_task(f"{chosen.name}: {begun}", total=None)
@@ -147,7 +147,7 @@ def bench(
 
 
 @contextmanager
-def _told(cells: list[Cell], target: str, calibrated: Calibration | None, as_json: bool) -> Iterator[None]:
+def _told(cells: list[Cell], measured: dict[str, Any], calibrated: Calibration | None, as_json: bool) -> Iterator[None]:
     """Print the measured cells when the block ends, even if by an error, so that earlier measurements are not lost."""
     complete = False
     try:
@@ -159,9 +159,9 @@ def _told(cells: list[Cell], target: str, calibrated: Calibration | None, as_jso
             machine = here | {"calibrated": asdict(calibrated.machine) if calibrated else None}
             auto = [asdict(choice) for choice in chosen_depths(cells)]
             found = {"bench": [cell.to_json() for cell in cells], "auto": auto, "complete": complete}
-            typer.echo(json.dumps(found | {"target": target, "machine": machine}))
+            typer.echo(json.dumps(found | measured | {"machine": machine}))
         elif cells:
-            bench_report.show(cells, target)
+            bench_report.show(cells, measured["target"])
 
 
 def _choose(drafts: str | None, pair: Pair, url: str | None) -> list[Chosen]:

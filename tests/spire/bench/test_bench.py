@@ -107,3 +107,22 @@ def test_tau_of_any_pair_is_measured_by_starting_a_service_if_none_runs(
     assert result.exit_code == 0, result.output
     (cell,) = json.loads(result.stdout)["acceptance"]
     assert (cell["contexts"], cell["generated"]) == (4, 4 * 9)
+
+
+def test_another_server_s_answer_is_told_from_a_gateway_s() -> None:
+    answer = b'{"choices": [{"text": " Paris."}], "usage": {"completion_tokens": 2}}'
+    head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(answer)}\r\n\r\n".encode()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(head + answer)
+        await writer.drain()
+
+    async def completed() -> None:
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            async with Client(url, 1) as client:
+                await client.complete_all(Request(8), [[1, 2]])
+
+    with pytest.raises(BenchError, match="no Spire gateway"):
+        asyncio.run(completed())

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -75,6 +78,28 @@ def test_options_can_be_set_in_the_environment(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("SPIRE_COMPLETE_URL", "http://127.0.0.1:9")
     result = CliRunner().invoke(app, ["complete", "hello"])
     assert "http://127.0.0.1:9" in str(result.exception)
+
+
+WAITING = """
+import os, signal, sys, time
+from spire.cli import app, main
+
+@app.command("wait")
+def wait() -> None:
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+    finally:
+        print("told what was measured")
+
+sys.argv = ["spire", "wait"]
+main()
+"""
+
+
+def test_a_command_that_sigterm_ends_still_tells_what_it_has() -> None:
+    ended = subprocess.run([sys.executable, "-c", WAITING], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout) == (128 + signal.SIGTERM, "told what was measured\n"), ended.stderr
 
 
 def test_complete_without_a_gateway_says_how_to_start_one(
