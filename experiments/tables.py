@@ -2,6 +2,7 @@
 
 python experiments/tables.py
 python experiments/tables.py experiments/results/float32
+python experiments/tables.py --chats experiments/results/amx/smollm2_chats
 """
 
 from __future__ import annotations
@@ -20,8 +21,16 @@ RESULTS = ROOT / "experiments" / "results"
 Cell = dict[str, Any]
 
 
-def main(results: Annotated[Path, typer.Argument(help="Where bench.json and peers.json are.")] = RESULTS) -> None:
+def main(
+    results: Annotated[Path, typer.Argument(help="Where bench.json and peers.json are.")] = RESULTS,
+    chats: Annotated[
+        Path | None, typer.Option(help="Only the outputs of spire bench --chats in this directory.")
+    ] = None,
+) -> None:
     """τ of the bundled draft, gains by load, where a round goes, and peers."""
+    if chats:
+        print(chat_table(chats))
+        return
     tau = read(ROOT / "models" / "draft" / "acceptance.json", "acceptance")
     cells, beside = (read(results / f"{name}.json", "bench") for name in ("bench", "peers"))
     print(table(["context", "contexts", "τ, 95 %", "prefix of 1 · 2 · 3 · 4 accepted"], [tau_row(c) for c in tau]))
@@ -36,6 +45,39 @@ def main(results: Annotated[Path, typer.Argument(help="Where bench.json and peer
     batches = sorted({cell["batch"] for cell in beside})
     rows = {name_of(cell): None for cell in beside}
     print(table(["system", *(f"{batch} at once" for batch in batches)], [peer_row(n, batches, beside) for n in rows]))
+
+
+def chat_table(directory: Path) -> str:
+    """What the gateway's own choice of k gains at each temperature and load, by the outputs of `spire bench --json`."""
+    gains = ["gain, 95 %", "modelled", "over the best fixed k, 95 %", "mean k", "τ", "end to end"]
+    rows = []
+    for file in directory.glob("*.json"):
+        found = json.loads(file.read_text())
+        over_fixed = {(choice["context"], choice["batch"]): choice for choice in found["auto"]}
+        for same in loads(found["bench"]):
+            by_k = {cell["k"]: cell for cell in same}
+            key = found["temperature"], same[0]["context"], same[0]["batch"]
+            rows.append((key, chat_row(by_k[0], by_k["auto"], over_fixed.get(key[1:]))))
+    headings = ["temperature", "context", "requests", "turns", "plain", "auto", *gains]
+    return table(headings, [[f"{key[0]:g}", *row] for key, row in sorted(rows)])
+
+
+def chat_row(plain: Cell, auto: Cell, over_fixed: dict[str, Any] | None) -> list[str]:
+    interval = "{:.2f} × ({:.2f}–{:.2f})".format
+    best = ""
+    if over_fixed:
+        best = interval(over_fixed["ratio"], *over_fixed["ci95"]) + f", k = {over_fixed['best_k']}"
+    return [
+        f"{plain['context']:,}",
+        *(str(plain[name]) for name in ("batch", "runs")),
+        *(shown(cell["decode_tokens_per_second"], "{:,.0f}") for cell in (plain, auto)),
+        interval(auto["multiplier_measured"], *auto["multiplier_ci95"]),
+        shown(auto["multiplier_modelled"], "{:.2f} ×"),
+        best,
+        shown(auto["mean_k"], "{:.1f}"),
+        shown(auto["tau"], "{:.2f}"),
+        shown(auto["multiplier_end_to_end"], "{:.2f} ×"),
+    ]
 
 
 def loads(cells: list[Cell]) -> list[list[Cell]]:

@@ -223,11 +223,11 @@ class DepthController:
 
         A token gains as many tokens as the probability that all before it stand, times the rate at which a token is
         accepted. It costs time in which the sequences give tokens at the present rate: what a round grows by with each
-        token, which is a pass of the draft, shared by all, and a position to verify.
+        token around the present depth, which is a pass of the draft, shared by all, and a position to verify.
         """
         of_cell, depth = self._times(load), self.acceptance.mean_drafted()[k]
-        times, more = of_cell.at(load), max(2.0, depth)
-        each = max(0.0, (math.exp(at_depth(times, more)) - math.exp(times[1])) / (more - 1))
+        times, around = of_cell.at(load), min(max(2.0, depth), self.deepest - 1)
+        each = max(0.0, (math.exp(at_depth(times, around + 1)) - math.exp(at_depth(times, around - 1))) / 2)
         worth = self.acceptance.taus()[k] / (math.exp(at_depth(times, depth)) * self.acceptance.rate)
         whole = min(max(each * worth, _LEAST_STANDING[0]), _LEAST_STANDING[1])
         of_pass = min(1.0, of_cell.draft_pass.seconds / each) if each else 0.0
@@ -277,8 +277,10 @@ class DepthController:
             for k, (log_seconds, w) in enumerate(zip(usual, worth, strict=True))
         ]
         affordable = [k for k, cost in enumerate(costs) if k != best and cost <= self._credit]
+        depths = self.acceptance.mean_drafted()
         gains = {
-            k: level * self._gain(load, times, taus, k, best, worth[best] - worth[k]) - costs[k] for k in affordable
+            k: level * self._gain(load, times, taus, depths, k, best, worth[best] - worth[k]) - costs[k]
+            for k in affordable
         }
         chosen = max(affordable, key=gains.__getitem__, default=best)
         if chosen != best and gains[chosen] <= 0:
@@ -299,13 +301,13 @@ class DepthController:
             self._probing = None if best else Probe(load, chosen, math.exp(usual[chosen]), level)
         return chosen
 
-    def _gain(self, load: Load, times: RoundTimes, taus: list[float], k: int, best: int, behind: float) -> float:
+    def _gain(
+        self, load: Load, times: RoundTimes, taus: list[float], depths: list[float], k: int, best: int, behind: float
+    ) -> float:
         """Return the expected gain of probing k, in rounds at depth `best`. `behind`: deficit of k in log tokens/s."""
         doubt = self.acceptance.doubt * math.log(taus[k] / taus[best]) ** 2
-        depths = self.acceptance.mean_drafted()
         most = 0.0
-        for looks in _LOOKS:
-            shown = times.shows(depths[k], depths[best], looks)
+        for looks, shown in zip(_LOOKS, times.shows(depths[k], depths[best], _LOOKS), strict=True):
             if k > best:  # a round shallower than the best depth shows no more of τ
                 shown += doubt**2 / (doubt + 0.2 / (looks * load.sequences))
             if behind < _OUT_OF_REACH * (deviation := math.sqrt(shown)):

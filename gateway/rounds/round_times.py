@@ -208,15 +208,17 @@ class RoundTimes:
         return math.sqrt(max(0.0, variance))
 
     def _variance(self, depth: float, other: float) -> float:
-        return at_depth([at_depth(row, other) for row in self.covariance], depth)
+        below = int(depth)
+        rows = self.covariance[below : below + 2]
+        return at_depth([at_depth(row, other) for row in rows], depth - below)
 
-    def shows(self, depth: float, other: float, looks: int) -> float:
-        """Return how far `looks` rounds at `depth` would move `log_ratio`, as a variance."""
+    def shows(self, depth: float, other: float, looks: Sequence[int]) -> list[float]:
+        """Return how far so many rounds at `depth` would move `log_ratio`, as variances."""
         level = self.covariance[_LEVEL]
         own, of_level = self._variance(depth, depth), at_depth(level, depth)
         known = own + 2 * of_level + level[_LEVEL]  # variance at this depth under the first load here
         moved = own + of_level - self._variance(depth, other) - at_depth(level, other)
-        return moved**2 / (known + self.noise / looks)
+        return [moved**2 / (known + self.noise / count) for count in looks]
 
 
 def at_depth(values: Sequence[float], depth: float) -> float:
