@@ -48,7 +48,7 @@ def main(
 
 
 def chat_table(directory: Path) -> str:
-    """What the gateway's own choice of k gains at each temperature and load, by the outputs of `spire bench --json`."""
+    """Return the gain of the gateway's own choice of k by temperature and load, from `spire bench --json`."""
     gains = ["gain, 95 %", "modelled", "over the best fixed k, 95 %", "mean k", "τ", "end to end"]
     rows = []
     for file in directory.glob("*.json"):
