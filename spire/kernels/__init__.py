@@ -37,7 +37,6 @@ class Kernels:
 
     Tensors are passed by address. `block`: the number of a weight's outputs stored together. `head_multiple`: attention
     needs a head_dim that is a multiple of this. `most_queries`: most queries per key in attention, None for no limit.
-    `reads_fp8`: weights may be fp8.
     """
 
     index: int
@@ -46,7 +45,6 @@ class Kernels:
     block: int
     head_multiple: int
     most_queries: int | None
-    reads_fp8: bool
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         of_all = getattr(_compiled, name)
@@ -67,16 +65,15 @@ def every_kernels() -> tuple[Kernels, ...]:
     """Return the C kernels for each instruction set of this processor, fastest first. Call this before any kernel."""
     found = _compiled.available() if COMPILED else []
     return tuple(
-        Kernels(index, name, torch.bfloat16 if narrow else torch.float32, block, multiple, most or None, reads_fp8)
-        for index, name, narrow, block, multiple, most, reads_fp8 in found
+        Kernels(index, name, torch.bfloat16 if narrow else torch.float32, block, multiple, most or None)
+        for index, name, narrow, block, multiple, most in found
     )
 
 
 @cache
-def kernels_for(dtype: torch.dtype, fp8: bool = False) -> Kernels | None:
-    """Return the fastest C kernels for `dtype`, and weights in fp8, on this processor, or None if there are none."""
-    found = (kernels for kernels in every_kernels() if kernels.dtype == dtype and (kernels.reads_fp8 or not fp8))
-    return next(found, None)
+def kernels_for(dtype: torch.dtype) -> Kernels | None:
+    """Return the fastest C kernels for `dtype` on this processor, or None if there are none."""
+    return next((kernels for kernels in every_kernels() if kernels.dtype == dtype), None)
 
 
 def collects(x_KV: Tensor) -> bool:

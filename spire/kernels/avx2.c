@@ -14,7 +14,7 @@
 
 static int available(void) { return processor() & HAS_AVX2; }
 
-const Kernels avx2 = {"AVX2", 0, BLOCK, 4 * LANES, 0, 1, available, attend, before_attention, behind_attention,
+const Kernels avx2 = {"AVX2", 0, BLOCK, 4 * LANES, 0, available, attend, before_attention, behind_attention,
                       norm, project, absorb, forward, draft_pass, draft_round, draw, judge, collect};
 #pragma GCC pop_options
 #endif

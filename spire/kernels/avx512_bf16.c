@@ -17,10 +17,7 @@ static inline void store(uint16_t *to, lanes x) { store_narrow(to, x); }
 
 static inline packed load_packed(const uint16_t *x) { return (packed)_mm512_loadu_si512(x); }
 
-static inline packed load_fp8(const uint8_t *x) {
-  __m512i bits = _mm512_slli_epi16(_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)x)), 3);
-  return (packed)_mm512_add_epi16(_mm512_and_si512(bits, _mm512_set1_epi16((short)0x83f8)), _mm512_set1_epi16(120 << 7));
-}
+static inline packed load_fp8(const uint8_t *x) { return (packed)narrow_fp8(x); }
 
 static inline packed every_packed(const uint16_t *x) {
   int pair;
@@ -36,7 +33,7 @@ static inline lanes dot(packed a, packed b, lanes sum) { return _mm512_dpbf16_ps
 
 static int available(void) { return processor() & HAS_BF16; }
 
-const Kernels avx512_bf16 = {"AVX512-BF16", 1, BLOCK, 4 * LANES, 0, 1, available, attend, before_attention,
+const Kernels avx512_bf16 = {"AVX512-BF16", 1, BLOCK, 4 * LANES, 0, available, attend, before_attention,
                              behind_attention, norm, project, absorb, forward, draft_pass, draft_round, draw, judge, collect};
 #pragma GCC pop_options
 #endif

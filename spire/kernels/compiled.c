@@ -304,16 +304,15 @@ static PyObject *py_uniforms(PyObject *self, PyObject *arguments) {
   Py_RETURN_NONE;
 }
 
-/* List the kernels that this processor can run: index, name, 1 for bfloat16, block, head_multiple, most_queries,
-   reads_fp8. */
+/* List the kernels that this processor can run: index, name, 1 for bfloat16, block, head_multiple, most_queries. */
 static PyObject *py_available(PyObject *self, PyObject *none) {
   PyObject *found = PyList_New(0);
   for (int i = 0; found && i < COUNT; i++) {
     const Kernels *kernels = KERNELS[i];
     if (!(runs[i] = kernels->available())) continue;
     PyObject *one =
-        Py_BuildValue("(isNiiiN)", i, kernels->name, PyBool_FromLong(kernels->narrow), kernels->block,
-                      kernels->head_multiple, kernels->most_queries, PyBool_FromLong(kernels->reads_fp8));
+        Py_BuildValue("(isNiii)", i, kernels->name, PyBool_FromLong(kernels->narrow), kernels->block,
+                      kernels->head_multiple, kernels->most_queries);
     if (!one || PyList_Append(found, one)) Py_CLEAR(found);
     Py_XDECREF(one);
   }

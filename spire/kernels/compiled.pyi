@@ -1,9 +1,8 @@
 MOST_WIDTH: int
 
-def available() -> list[tuple[int, str, bool, int, int, int, bool]]:
+def available() -> list[tuple[int, str, bool, int, int, int]]:
     """Of the kernels that this processor can run, the fastest first: index, name, whether they are for bfloat16,
-    outputs of a weight that lie together, what heads' width is a multiple of, most queries of a key (0 is any), whether
-    weights may be fp8."""
+    outputs of a weight that lie together, what heads' width is a multiple of, most queries of a key (0 is any)."""
 
 def uniforms(*work: int) -> None:
     """Addresses of seeds, choices, whether there is a salt, bases and numbers; B, T and the purpose."""

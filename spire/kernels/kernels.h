@@ -210,7 +210,6 @@ typedef struct {
   int block;         /* outputs of a weight that are stored together */
   int head_multiple; /* attention needs heads whose width is a multiple of this */
   int most_queries;  /* the largest R of attention; 0: no limit */
-  int reads_fp8;     /* 1 if weights may be fp8 */
   int (*available)(void);
   void (*attend)(const Attention *work, int threads);
   void (*before_attention)(const Before *work, int threads);

@@ -34,6 +34,12 @@ static inline lanes wide_fp8(const uint8_t *x) {
   return (lanes)_mm512_add_epi32(_mm512_and_si512(bits, _mm512_set1_epi32(0x83f80000)), _mm512_set1_epi32(120 << 23));
 }
 
+/* Convert 32 bytes of fp8 to bfloat16. */
+static inline __m512i narrow_fp8(const uint8_t *x) {
+  __m512i bits = _mm512_slli_epi16(_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)x)), 3);
+  return _mm512_add_epi16(_mm512_and_si512(bits, _mm512_set1_epi16((short)0x83f8)), _mm512_set1_epi16(120 << 7));
+}
+
 static inline lanes multiply_add(lanes a, lanes b, lanes c) { return _mm512_fmadd_ps(a, b, c); }
 
 /* Where either is NaN, return the second. */

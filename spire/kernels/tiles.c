@@ -10,6 +10,7 @@
 #ifdef HAVE_KERNELS
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512dq,avx512bw,avx512vl,avx512bf16,fma,amx-tile,amx-bf16")
+#include <omp.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -44,15 +45,39 @@ static void configure(int first, int second) {
   _tile_loadconfig(&config);
 }
 
+/* A tile's worth of weights: 32 inputs of 32 outputs. */
+#define TILED 1024
+
+/* Bytes from a tile's weights to those that are fetched meanwhile. */
+#define FETCHED 8192
+
+static inline void fetch(const char *bytes, int size) {
+  for (int i = 0; i < size; i += 64) _mm_prefetch(bytes + FETCHED + i, _MM_HINT_T0);
+}
+
+static inline void convert(const uint8_t *bytes, uint16_t *to) {
+  fetch((const char *)bytes, TILED);
+  for (int i = 0; i < TILED; i += 32) _mm512_store_si512(to + i, narrow_fp8(bytes + i));
+}
+
 /* Compute sums[row][column] of 32 outputs and the rows that the tiles are configured for, more than 16 if `two`. */
-static inline void multiply(const uint16_t *x, const uint16_t *weight, int D, int two, float (*sums)[32]) {
+static inline __attribute__((always_inline)) void multiply(const uint16_t *x, const void *values, int fp8, int D,
+                                                           int two, float (*sums)[32]) {
+  /* Weights in fp8 are converted one tile ahead, as tiles are not loaded from stores that are still under way. */
+  uint16_t converted[2][TILED] __attribute__((aligned(64)));
+  if (fp8) convert(values, converted[0]);
   _tile_zero(0);
   _tile_zero(1);
   if (two) {
     _tile_zero(2);
     _tile_zero(3);
   }
-  for (int d = 0; d < D; d += 32, weight += 1024) {
+  for (int d = 0, at = 0; d < D; d += 32, at = !at) {
+    const uint16_t *weight = fp8 ? converted[at] : (const uint16_t *)values + (int64_t)d * 32;
+    if (!fp8)
+      fetch((const char *)weight, 2 * TILED);
+    else if (d + 32 < D)
+      convert((const uint8_t *)values + (int64_t)(d + 32) * 32, converted[!at]);
     _tile_loadd(4, x + d, 2 * D);
     _tile_loadd(6, weight, 128);
     _tile_loadd(7, weight + 32, 128);
@@ -72,18 +97,34 @@ static inline void multiply(const uint16_t *x, const uint16_t *weight, int D, in
   }
 }
 
+/* Bytes of weights that stay in the second-level cache while all rows are multiplied by them. */
+#define NEAR (1 << 18)
+
 static void product(const number *x, Weight weight, int R, int D, int E, Kind kind, const number *summand, void *out) {
   float sums[32][32] __attribute__((aligned(64)));
-  for (int r = 0; r < R; r += 32) {
-    int rows = R - r < 32 ? R - r : 32, two = rows > 16;
-    if (r == 0 || rows < 32) configure(two ? 16 : rows, rows - 16);
-#pragma omp for schedule(static) nowait
-    for (int e = 0; e < E; e += 32) {
-      multiply(x + (int64_t)r * D, (const number *)weight.values + (int64_t)e * D, D, two, sums);
-      for (int i = 0; i < rows; i++)
-        finish(load_wide(sums[i]), load_wide(sums[i] + 16), kind, summand, out, r + i, e, E);
+  /* This thread's share of the outputs, and how many of them it multiplies by all rows at once. */
+  const int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+  const int begin = 32 * (int)(E / 32 * thread / threads), end = 32 * (int)(E / 32 * (thread + 1) / threads);
+  const int most = NEAR / (64 * D) > 1 ? NEAR / (64 * D) * 32 : 32;
+  int configured = 0;
+  for (int from = begin; from < end; from += most)
+    for (int r = 0; r < R; r += 32) {
+      const int rows = R - r < 32 ? R - r : 32, two = rows > 16;
+      if (rows != configured) configure(two ? 16 : rows, rows - 16);
+      configured = rows;
+      for (int e = from; e < end && e < from + most; e += 32) {
+        const void *values = outputs_from(weight, e, D).values;
+        lanes first = every(1.0f), second = first;
+        if (weight.scales) {
+          first = load_wide(weight.scales + e), second = load_wide(weight.scales + e + 16);
+          multiply(x + (int64_t)r * D, values, 1, D, two, sums);
+        } else {
+          multiply(x + (int64_t)r * D, values, 0, D, two, sums);
+        }
+        for (int i = 0; i < rows; i++)
+          finish(load_wide(sums[i]) * first, load_wide(sums[i] + 16) * second, kind, summand, out, r + i, e, E);
+      }
     }
-  }
   _tile_release();
 #pragma omp barrier
 }
@@ -266,7 +307,7 @@ static int available(void) {
   return processor() & HAS_TILES && syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18) == 0;
 }
 
-const Kernels tiles = {"matrix tiles", 1, BLOCK, 64, MOST_QUERIES, 0, available, attend, before_attention, behind_attention,
+const Kernels tiles = {"matrix tiles", 1, BLOCK, 64, MOST_QUERIES, available, attend, before_attention, behind_attention,
                        norm, project, absorb, forward, draft_pass, draft_round, draw, judge, collect};
 #pragma GCC pop_options
 #endif

@@ -22,9 +22,9 @@ from spire.model.draft import Draft
 from tests.spire.model.test_fused_draft import memory_of, unpacked_draft
 from tests.spire.model.test_fused_layer import far_apart, rounding
 
-READING = [kernels for kernels in every_kernels() if kernels.reads_fp8]
-each_reading_kernels = pytest.mark.parametrize("kernels", READING, ids=[kernels.name for kernels in READING])
-needs_kernels = pytest.mark.skipif(not READING, reason="no kernels here read fp8")
+KERNELS = every_kernels()
+each_kernels = pytest.mark.parametrize("kernels", KERNELS, ids=[kernels.name for kernels in KERNELS])
+needs_kernels = pytest.mark.skipif(not KERNELS, reason="no kernels for this processor")
 
 
 @settings(deadline=None)
@@ -45,7 +45,7 @@ def test_an_output_without_weights_stays_without() -> None:
 
 
 @needs_kernels
-@each_reading_kernels
+@each_kernels
 @pytest.mark.parametrize("rows", [1, 5, 30])
 def test_a_product_multiplies_by_the_rounded_weight(kernels: Kernels, rows: int) -> None:
     weight_ED, x_RD = torch.randn(96, 128), torch.randn(rows, 128).to(kernels.dtype)
@@ -67,11 +67,11 @@ def rounded(draft: Draft) -> Draft:
 
 
 @needs_kernels
-@each_reading_kernels
+@each_kernels
 @torch.inference_mode()
 def test_a_draft_in_fp8_guesses_as_with_rounded_weights(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it remembers of its target passes through rounded weights, too."""
-    monkeypatch.setattr(spire.model.backends.cpu.fused_layer, "kernels_for", lambda dtype, fp8=False: kernels)
+    monkeypatch.setattr(spire.model.backends.cpu.fused_layer, "kernels_for", lambda dtype: kernels)
     draft, contexts, fed_B = unpacked_draft(kernels), [30, 9], torch.tensor([7, 11])
 
     def logits(draft: Draft, backend: CpuBackend) -> Tensor:
@@ -90,11 +90,11 @@ def test_a_draft_in_fp8_guesses_as_with_rounded_weights(kernels: Kernels, monkey
 
 
 @needs_kernels
-def test_a_draft_without_kernels_for_fp8_is_refused_if_it_must_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spire.model.backends.cpu.fused_layer, "kernels_for", lambda dtype, fp8=False: None)
-    with pytest.raises(CheckpointError, match="no kernels here read the draft's weights in fp8"):
-        CpuBackend(Fp8.ALWAYS).pack(unpacked_draft(READING[0]))
-    draft = CpuBackend(Fp8.IF_FITTING).pack(unpacked_draft(READING[0]))
+def test_a_draft_without_kernels_is_refused_if_it_must_be_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spire.model.backends.cpu.fused_layer, "kernels_for", lambda dtype: None)
+    with pytest.raises(CheckpointError, match="no kernels here compute this draft"):
+        CpuBackend(Fp8.ALWAYS).pack(unpacked_draft(KERNELS[0]))
+    draft = CpuBackend(Fp8.IF_FITTING).pack(unpacked_draft(KERNELS[0]))
     assert not isinstance(draft.layers[0], FusedLayer)
 
 

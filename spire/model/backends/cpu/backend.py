@@ -55,9 +55,9 @@ class CpuBackend(Reference):
         that kernels do not support so."""
         config, weight = model.config, next(model.parameters())
         self.kernels, fp8 = computed_by(config, weight), isinstance(model, Draft) and self._fp8 is not Fp8.NEVER
-        kernels = kernels_behind(config, weight, fp8)
+        kernels = kernels_behind(config, weight)
         if fp8 and not kernels and self._fp8 is Fp8.ALWAYS:
-            raise CheckpointError("--quantization fp8: no kernels here read the draft's weights in fp8: leave it out")
+            raise CheckpointError("--quantization fp8: no kernels here compute this draft: leave it out")
         if kernels:
             whole = kernels_of(config, weight) is not None
             kind = FusedLayer if whole else PartlyFusedLayer

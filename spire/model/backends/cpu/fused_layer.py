@@ -30,16 +30,13 @@ def kernels_of(config: ModelConfig, weight: Tensor) -> Kernels | None:
     return None if config.qkv_bias or config.qk_norm else kernels_behind(config, weight)
 
 
-def kernels_behind(config: ModelConfig, weight: Tensor, fp8: bool = False) -> Kernels | None:
-    """Return the CPU kernels that support such a model except, perhaps, its queries, keys and values, or None.
-
-    `fp8`: with its weights rounded to fp8.
-    """
+def kernels_behind(config: ModelConfig, weight: Tensor) -> Kernels | None:
+    """Return the CPU kernels that support such a model except, perhaps, its queries, keys and values, or None."""
     biased = config.attention_bias or config.mlp_bias
     widths = (config.hidden_size, config.intermediate_size, config.head_dim, config.vocab_size)
     if weight.device.type != "cpu" or biased or any(width % _MULTIPLE for width in widths):
         return None
-    return kernels_for(weight.dtype, fp8)
+    return kernels_for(weight.dtype)
 
 
 def computed_by(config: ModelConfig, weight: Tensor) -> str:
