@@ -265,15 +265,15 @@ static PyObject *py_draw(PyObject *self, PyObject *arguments) {
 
 static PyObject *py_judge(PyObject *self, PyObject *arguments) {
   PyObject *sampling;
-  Address logits, firsts, drafted, counts, vocabulary, q, q_sums, coins, uniforms, accepted, tokens, finite;
+  Address logits, drafted, counts, vocabulary, q, q_sums, accepted, tokens, finite;
   Verdict work;
   int threads;
-  const Kernels *kernels = parse(arguments, "KKO!KKKKKKKKKKiiiii", &logits, &firsts, &PyTuple_Type, &sampling, &drafted,
-                                 &counts, &vocabulary, &q, &q_sums, &coins, &uniforms, &accepted, &tokens, &finite,
-                                 &work.B, &work.T, &work.V, &work.W, &threads);
+  const Kernels *kernels = parse(arguments, "KO!KKKKKKKKiiiiii", &logits, &PyTuple_Type, &sampling, &drafted, &counts,
+                                 &vocabulary, &q, &q_sums, &accepted, &tokens, &finite, &work.B, &work.T, &work.V,
+                                 &work.W, &work.padded, &threads);
   if (!kernels || !parse_sampling(sampling, &work.sampling)) return NULL;
-  work.logits = AT(logits), work.firsts = AT(firsts), work.drafted = AT(drafted), work.counts = AT(counts);
-  work.q = AT(q), work.q_sums = AT(q_sums), work.coins = AT(coins), work.uniforms = AT(uniforms);
+  work.logits = AT(logits), work.drafted = AT(drafted), work.counts = AT(counts);
+  work.q = AT(q), work.q_sums = AT(q_sums);
   work.accepted = AT(accepted), work.tokens = AT(tokens), work.finite = AT(finite);
   work.vocabulary = AT(vocabulary);
   COMPUTE(kernels->judge(&work, threads));

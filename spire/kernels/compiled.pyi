@@ -64,10 +64,10 @@ def draw(kernels: int, logits: int, sampling: tuple[int, ...], step: int, *work:
     """Address of logits, which are overwritten; the token's place in the round; addresses of uniform numbers, tokens
     and q; the stride of q's rows; B, V; threads."""
 
-def judge(kernels: int, logits: int, firsts: int, sampling: tuple[int, ...], *work: int) -> None:
-    """Addresses of logits, which are used up, and of each block's first row of them; of drafted tokens, counts, the
-    tokens that q is of (0 for all), q, its sums, uniform numbers for acceptances and tokens, how many were accepted,
-    tokens and whether all was finite; B, T, V, tokens that q is of; threads."""
+def judge(kernels: int, logits: int, sampling: tuple[int, ...], *work: int) -> None:
+    """Addresses of logits, which are used up; of drafted tokens, counts, the tokens that q is of (0 for all), q, its
+    sums, how many were accepted, tokens and whether all was finite; B, T, V, tokens that q is of; whether the logits
+    contain padding; threads."""
 
 def collect(kernels: int, *work: int) -> None:
     """Addresses of addresses of rows, of how many there are, of all rows together, of sums and of least numbers;

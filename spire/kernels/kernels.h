@@ -170,20 +170,19 @@ typedef struct {
 } Stop;
 
 /* Verify the draft tokens of B sequences, each by its rule, and draw the token after those accepted. Row b has
-   counts[b] draft tokens, at most T - 1; its logits are counts[b] + 1 rows from firsts[b] on, and are overwritten.
+   counts[b] draft tokens, at most T - 1; its logits are counts[b] + 1 rows, with `padded` the first of T, and are
+   overwritten.
    Rows of q need not sum to 1. */
 typedef struct {
   float *logits;                   /* [R, V] */
-  const int64_t *firsts;           /* [B] */
   Sampling sampling;
   const int64_t *drafted, *counts; /* [B, T - 1], [B] */
   const int64_t *vocabulary;       /* [W], ascending: the tokens of q's columns; NULL: all, W = V */
   const uint16_t *q;               /* [B, T - 1, W]; not read for greedy sequences and under the invariant rule */
   const float *q_sums;             /* [B, T - 1] */
-  const double *coins, *uniforms;  /* [B, T - 1], [B, T] */
   int64_t *accepted, *tokens;      /* [B]; [B, T], padded with zeros */
   int64_t *finite;                 /* [B]: 1 if all logits of real positions are finite */
-  int B, T, V, W;
+  int B, T, V, W, padded;
 } Verdict;
 
 /* Copy B matrices [counts[b], V] in bfloat16, given by address, to [B, K, V], and compute the sum and the minimum of

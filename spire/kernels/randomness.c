@@ -8,7 +8,6 @@ void uniforms(const Uniforms *work) {
   for (int b = 0; b < work->B; b++) {
     const uint64_t behind = work->bases[b] + 1, salt = work->salted[b] * behind;
     for (int t = 0; t < work->T; t++)
-      work->found[(int64_t)b * work->T + t] =
-          (double)(random_bits(work->seeds[b], work->choices[b], behind + t, work->purpose, salt) >> 11) * 0x1p-53;
+      work->found[(int64_t)b * work->T + t] = uniform(work->seeds[b], work->choices[b], behind + t, work->purpose, salt);
   }
 }

@@ -278,8 +278,19 @@ static void leave(const Pair *pair, float weight_of_p, int V) {
 }
 #undef LEFT
 
+/* Return logits of sequence b: the row after its first t draft tokens. */
 static float *logits_of(const Verdict *work, int b, int t) {
-  return work->logits + (work->firsts[b] + t) * work->V;
+  int64_t row = t;
+  for (int before = 0; before < b; before++) row += work->padded ? work->T : work->counts[before] + 1;
+  return work->logits + row * work->V;
+}
+
+/* Return the uniform number of a purpose for the position after the first t draft tokens of sequence b. Block
+   verification uses numbers of positions that it then discards: its numbers depend on the base, too. */
+static double number_of(const Verdict *work, int b, int t, int purpose) {
+  const Sampling *how = &work->sampling;
+  const uint64_t behind = how->bases[b] + 1;
+  return uniform(how->seeds[b], how->choices[b], behind + t, purpose, how->rules[b] == BLOCKS ? behind : 0);
 }
 
 static float q_of(const Pair *pair, int64_t token) {
@@ -314,7 +325,7 @@ static int reject(const Verdict *work, int b, int count) {
     const int64_t at = (int64_t)b * (work->T - 1) + t, token = work->drafted[at];
     const Pair pair = softened(work, b, t);
     /* Without dividing by q: a token with p = 0 is always rejected, a token with only q = 0 always accepted. */
-    if (work->coins[at] * q_of(&pair, token) < pair.p[token] / pair.total) continue;
+    if (number_of(work, b, t, ACCEPT) * q_of(&pair, token) < pair.p[token] / pair.total) continue;
     leave(&pair, 1.0f, work->V);
     return t;
   }
@@ -344,7 +355,7 @@ static int reject_blocks(const Verdict *work, int b, int count) {
       stays = left / (left + 1 - weights[stand]);
       if (isnan(stays)) stays = 1.0f;
     }
-    if (work->coins[first + stand - 1] < stays) break;
+    if (number_of(work, b, stand - 1, ACCEPT) < stays) break;
   }
   if (stand < count)
     leave(&pairs[stand], weights[stand], work->V);
@@ -365,7 +376,7 @@ static void judge_row(const Verdict *work, int b) {
     stand = follow_target(work, b, count, &last);
   } else {
     stand = rule == BLOCKS ? reject_blocks(work, b, count) : reject(work, b, count);
-    last = inverse(logits_of(work, b, stand), work->uniforms[(int64_t)b * T + stand], work->V);
+    last = inverse(logits_of(work, b, stand), number_of(work, b, stand, SAMPLE), work->V);
   }
   memset(tokens, 0, sizeof(int64_t) * T);
   memcpy(tokens, work->drafted + (int64_t)b * (T - 1), sizeof(int64_t) * stand);

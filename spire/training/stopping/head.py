@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,10 +86,9 @@ def train_stop_head(
         train, kept_apart = _divided(train, 0.8)
     watched, held_out = _divided(kept_apart, 0.5)
     fits = []
-    with count_shown("training", len(recipes), "heads") as progress:
+    with count_shown("training", len(recipes) * _steps(train), "steps") as progress:
         for recipe in recipes:
-            fits.append(fit(train, watched, held_out, recipe))
-            progress.advance()
+            fits.append(fit(train, watched, held_out, recipe, progress.advance))
     best = min(range(len(fits)), key=lambda at: fits[at].figures.log_loss)
     config = StopHeadConfig(depth=recipes[best].depth, width=recipes[best].width)
     draft.stop_head, draft.draft = fits[best].head, draft.draft.model_copy(update={"stop_head": config})
@@ -111,8 +110,20 @@ class Fit(NamedTuple):
     figures: HeadFigures
 
 
-def fit(train: Samples, watched: Samples, held_out: Samples, recipe: StopHeadRecipe) -> Fit:
-    """Train a head on samples. It learns from standardised inputs; the head that is returned takes them raw.
+def _steps(train: Samples) -> int:
+    """Return the number of steps in which a head learns these samples."""
+    return max(_LEAST_STEPS, _EPOCHS * len(train.accepted_N) // _BATCH)
+
+
+def fit(
+    train: Samples,
+    watched: Samples,
+    held_out: Samples,
+    recipe: StopHeadRecipe,
+    stepped: Callable[[], object] = lambda: None,
+) -> Fit:
+    """Train a head on samples; call `stepped` after each step. It learns from standardised inputs; the head that is
+    returned takes them raw.
 
     `watched` tells when the head begins to learn its samples by heart: kept are the weights that judge `watched` best.
     By `watched` the head is calibrated, too: a draft guesses text that it has learned better than other text.
@@ -121,7 +132,7 @@ def fit(train: Samples, watched: Samples, held_out: Samples, recipe: StopHeadRec
     inputs_NE = torch.cat((train.hidden_ND.float(), train.told_NF), dim=1)
     mean_E, scale_E = inputs_NE.mean(dim=0), inputs_NE.std(dim=0).clamp(min=1e-6)
     head = StopHead(train.hidden_ND.shape[1], StopHeadConfig(depth=recipe.depth, width=recipe.width))
-    steps = max(_LEAST_STEPS, _EPOCHS * len(inputs_NE) // _BATCH)
+    steps = _steps(train)
     optimizer = torch.optim.AdamW(head.parameters(), lr=_RATE, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _RATE, total_steps=steps)
     random = torch.Generator().manual_seed(recipe.seed)
@@ -136,6 +147,7 @@ def fit(train: Samples, watched: Samples, held_out: Samples, recipe: StopHeadRec
         loss.backward()
         optimizer.step()
         schedule.step()
+        stepped()
         if step % max(1, steps // _LOOKS) == 0:
             now = _raw(head, mean_E, scale_E)
             with torch.no_grad():

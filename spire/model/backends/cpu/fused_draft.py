@@ -25,6 +25,10 @@ from spire.model.draft import Draft
 from spire.model.draft_memory import DraftMemory
 from spire.model.stop_head import TOLD, StopHead
 
+# Activations are absorbed by one thread unless that takes more multiplications than this. Beside a verifier and a
+# gateway, a second core is often busy, and waiting for it takes longer than absorbing the few positions of a round.
+_SHARED = 2**24
+
 
 class FusedDraftMemory(DraftMemory):
     """The memory of a packed draft, and the addresses of its entries and of the draft's weights, for kernels."""
@@ -55,7 +59,8 @@ class FusedDraftMemory(DraftMemory):
         numbers = (x.contiguous() for x in (taps_RND, positions_R, ends_R, slots_R))
         tensors = (self.layers, *numbers, *rope, self.positions_XS, scratch)
         shape = (R, N, D, config.num_attention_heads, G, K, self.positions_XS.shape[1], spire.window, spire.sink)
-        self.kernels.absorb(*tensors, config.rms_norm_eps, *shape, torch.get_num_threads())
+        threads = torch.get_num_threads() if R * N * D * 2 * G * K > _SHARED else 1
+        self.kernels.absorb(*tensors, config.rms_norm_eps, *shape, threads)
 
     def round(self, slots: Sequence[int], bases: Sequence[int], k: int) -> DraftingRound:
         """Begin a drafting round by kernels, or by layers for positions beyond those whose rotations are cached."""

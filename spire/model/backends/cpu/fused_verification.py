@@ -12,7 +12,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spire.decoding.randomness import Purpose
 from spire.decoding.sampling import SamplingRows, Share
 from spire.decoding.verification import SparseDistribution, Verdict
 from spire.kernels import SHARES, every_kernels
@@ -45,17 +44,12 @@ def judge(
     `logits`: fp32, with padding, [B, T, V], or without, [R, V]: one block after the other. They are overwritten.
     """
     (B, K), V = draft_BK.shape, logits.shape[-1]
-    T = K + 1
-    length_B = counts_B + 1 if logits.ndim == 2 else torch.full((B,), T)
-    firsts_B = length_B.cumsum(0) - length_B
-    coins_BK = rows.uniforms(base_B, K, Purpose.ACCEPT) if q else torch.empty(B, 0)
-    uniforms_BT = rows.uniforms(base_B, T, Purpose.SAMPLE)
     accepted_B, finite_B = torch.empty(2, B, dtype=torch.int64)
-    verdict = Verdict(accepted_B, torch.empty(B, T, dtype=torch.int64))
-    of_q = (q.probs_BKM.contiguous(), q.sum_BK.contiguous()) if q else (torch.empty(1, 1, V), torch.empty(0))
+    verdict = Verdict(accepted_B, torch.empty(B, K + 1, dtype=torch.int64))
+    of_q = (q.probs_BKM.contiguous(), q.sum_BK.contiguous()) if q else (None, None)
     sampling, vocabulary_W = KernelSampling.of(rows, base_B, V), q.vocabulary_M if q else None
     drafted = (draft_BK.contiguous(), counts_B.contiguous(), vocabulary_W, *of_q)
-    tensors = (*drafted, coins_BK, uniforms_BT, accepted_B, verdict.tokens_BT, finite_B)
-    shape, threads = (B, T, V, of_q[0].shape[-1]), torch.get_num_threads() if B > 1 else 1
-    every_kernels()[0].judge(logits, firsts_B, sampling.arguments, *tensors, *shape, threads)
+    shape, threads = (B, K + 1, V, q.probs_BKM.shape[-1] if q else V), torch.get_num_threads() if B > 1 else 1
+    found = (accepted_B, verdict.tokens_BT, finite_B)
+    every_kernels()[0].judge(logits, sampling.arguments, *drafted, *found, *shape, logits.ndim == 3, threads)
     return verdict, finite_B
