@@ -55,7 +55,9 @@ static void forward(const Forward *w, int threads) {
                            .inside = inside, .out = x, .R = R, .D = D, .A = A, .F = w->F, .eps = w->eps};
       tap(w, x, (int)(layer - w->layers));
       before(&projection);
+      /* Stretches share no slot, so that a thread may begin the next while another ends the last. */
       for (int s = 0; s < w->count; s++) attend_stretch(w, layer, &w->stretches[s], projected, attended);
+#pragma omp barrier
       behind(&rest);
     }
     normalise(x, w->norm, w->eps, R, D, w->out);

@@ -287,11 +287,12 @@ static void attend_head(const Attention *work, int b, int g) {
   }
 }
 
+/* A thread that finds no more work does not wait for the others. */
 static void attend_all(const Attention *work) {
   TileConfig config = {.palette = 1};
   for (int tile = 0; tile < 5; tile++) config.row_bytes[tile] = 64, config.rows[tile] = 16;
   _tile_loadconfig(&config);
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, 1) nowait
   for (int head = 0; head < work->B * work->G; head++) attend_head(work, head / work->G, head % work->G);
   _tile_release();
 }

@@ -240,13 +240,14 @@ static void attend_group(const Attention *work, int b, int g, int from, Queries 
   }
 }
 
+/* A thread that finds no more work does not wait for the others. */
 static void attend_all(const Attention *work) {
   const int heads = work->B * work->G, groups = (work->H / work->G * work->T + GROUP - 1) / GROUP;
   Queries queries;
   if (groups > 1)
 #pragma omp for schedule(static)
     for (int head = 0; head < heads; head++) store_new(work, head / work->G, head % work->G);
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, 1) nowait
   for (int item = 0; item < heads * groups; item++) {
     const int head = item / groups;
     if (groups == 1) store_new(work, head / work->G, head % work->G);
