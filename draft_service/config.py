@@ -33,7 +33,7 @@ class DraftServiceConfig(ModelServiceConfig):
     quantization: Literal["auto", "none", "fp8"] = Field(
         "auto",
         description="fp8 halves the bytes of the draft's weights, on a CPU or on a GPU of compute capability 9.0 or "
-        "above; auto is fp8 on a CPU whose fastest kernels read it.",
+        "above; auto is fp8 on a CPU with kernels.",
     )
     top_m: int = Field(
         4096,

@@ -98,7 +98,7 @@ def up(
     dtype: Annotated[str | None, typer.Option(help="auto, bfloat16 or float32.")] = None,
     draft_quantization: Annotated[
         str | None,
-        typer.Option(help="auto, none, or fp8: half the bytes of the draft's weights. auto: fp8 on a CPU without AMX."),
+        typer.Option(help="auto, none, or fp8: half the bytes of the draft's weights. auto: fp8 on CPUs with kernels."),
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="auto, cpu or cuda: of several GPUs the one with the most free memory.")

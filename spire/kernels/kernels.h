@@ -170,9 +170,8 @@ typedef struct {
 } Stop;
 
 /* Verify the draft tokens of B sequences, each by its rule, and draw the token after those accepted. Row b has
-   counts[b] draft tokens, at most T - 1; its logits are counts[b] + 1 rows, with `padded` the first of T, and are
-   overwritten.
-   Rows of q need not sum to 1. */
+   counts[b] draft tokens, at most T - 1; its logits are counts[b] + 1 rows, which are overwritten. With
+   `padded` these are the first of T rows. Rows of q need not sum to 1. */
 typedef struct {
   float *logits;                   /* [R, V] */
   Sampling sampling;

@@ -58,6 +58,21 @@ def test_a_product_multiplies_by_the_rounded_weight(kernels: Kernels, rows: int)
     torch.testing.assert_close(out_RE, expected_RE[:, 64:], rtol=1e-4, atol=1e-4)
 
 
+@needs_kernels
+@each_kernels
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_row_of_a_product_is_the_same_alone_or_among_others(kernels: Kernels, fp8: bool) -> None:
+    """Of a weight so wide that only a part of its outputs is multiplied at once."""
+    weight_ED, x_RD = torch.randn(160, 4096).to(kernels.dtype), torch.randn(70, 4096).to(kernels.dtype)
+    blocked, out_RE, alone_E = BlockedWeight.of(weight_ED, kernels, fp8), torch.empty(70, 160), torch.empty(160)
+    kernels.project(x_RD, *blocked, out_RE, 70, 4096, 160, 2)
+    multiplied_ED = of_fp8(*fp8_of(weight_ED)) if fp8 else weight_ED.float()
+    torch.testing.assert_close(out_RE, x_RD.float() @ multiplied_ED.T, rtol=1e-3, atol=1e-2)
+    for row in range(70):
+        kernels.project(x_RD[row], *blocked, alone_E, 1, 4096, 160, 2)
+        assert torch.equal(alone_E, out_RE[row])
+
+
 def rounded(draft: Draft) -> Draft:
     """The same draft with weights of products that are rounded as kernels do."""
     draft = copy.deepcopy(draft).float()
