@@ -207,10 +207,8 @@ class Drafter:
 
     def _stop(self, items: list[DraftItem]) -> Stopping | None:
         """Return when to stop drafting for each item; None if nobody stops, or this draft has no stop head."""
-        head, limits = self.draft.stop_head, [(item.least_standing, item.price) for item in items]
-        if not (head and any(map(any, limits))):
-            return None
-        return Stopping(head, *torch.tensor(limits, device=self.device).T)
+        head, least = self.draft.stop_head, [item.least_standing for item in items]
+        return Stopping(head, torch.tensor(least, device=self.device)) if head and any(least) else None
 
     def _claim(self, shape: tuple[int, int, int]) -> tuple[Tensor, RingSlice] | None:
         ring = self.q_ring()

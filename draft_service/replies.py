@@ -66,10 +66,7 @@ class Replies:
         began = time.monotonic()
         # Read each field once: an attribute of a message takes longer than one of an object.
         wanted = list(request.items)
-        items = [
-            DraftItem(item.sequence_id, item.base, item.newest_token, item.least_standing, item.price)
-            for item in wanted
-        ]
+        items = [DraftItem(item.sequence_id, item.base, item.newest_token, item.least_standing) for item in wanted]
         depths = [item.k for item in wanted]
         sequence_ids = tuple([item.sequence_id for item in items])
         known, rows = self._last

@@ -63,7 +63,8 @@ class GatewayConfig(ServiceConfig):
     stop: Stop | None = Field(
         None,
         description="where a draft with a stop head stops before k tokens, unless a request says otherwise: cost "
-        "(where one more is worth less than it costs), threshold or off; without it, cost where the gateway chooses k",
+        "(where one more is worth less than it costs, for a request that is served alone), threshold (for each of a "
+        "batch) or off; without it, cost where the gateway chooses k",
     )
     stop_threshold: float = Field(
         0.7, ge=0, le=1, description="for stop threshold: the probability of a rejected token at which drafting stops"

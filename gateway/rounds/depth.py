@@ -69,16 +69,6 @@ class Probe(NamedTuple):
     usual_seconds: float
 
 
-class StopRule(NamedTuple):
-    """When drafts stop: the least probability with which a block must stand, and what it must pay of a pass besides."""
-
-    least_standing: float
-    price: float
-
-
-NO_STOP = StopRule(0.0, 0.0)
-
-
 class Gain(NamedTuple):
     """The best depth k that was measured under a load, and its tokens per second relative to plain decoding."""
 
@@ -135,16 +125,12 @@ class DepthController:
         self._plain_cell = None if best else load.cell
         return self._probe(load, times, usual, taus, worth, best)
 
-    def observe(
-        self, load: Load, k: int | None, seconds: float, blocks: Sequence[BlockResult], draft_seconds: float = 0.0
-    ) -> None:
+    def observe(self, load: Load, k: int | None, seconds: float, blocks: Sequence[BlockResult]) -> None:
         """Learn from the time and acceptance of a round at depth k; k is None if the time belongs to no single depth.
 
-        `seconds` excludes other sequences' prefill. `draft_seconds`: the part of it that the draft took for its passes.
+        `seconds` excludes other sequences' prefill.
         """
         self.acceptance.observe(blocks)
-        if blocks and draft_seconds:
-            self._times(load).draft_pass.observe(max(block.drafted for block in blocks), draft_seconds)
         if self._turned(k):
             k = None
         depth = sum(block.drafted for block in blocks) / len(blocks) if k and blocks else k
@@ -218,20 +204,22 @@ class DepthController:
                 for times in self.times.values():
                     times.look_again = True
 
-    def stopping(self, load: Load, k: int) -> StopRule:
-        """Return when drafts stop in a round at depth k: where one more token is worth less than it costs.
+    def least_standing(self, load: Load, k: int) -> float:
+        """Return the probability that a block must stand with for one more draft token to be worth its time, in a round
+        at depth k; 0 for any.
 
         A token gains as many tokens as the probability that all before it stand, times the rate at which a token is
-        accepted. It costs time in which the sequences give tokens at the present rate: what a round grows by with each
-        token around the present depth, which is a pass of the draft, shared by all, and a position to verify.
+        accepted. It costs time in which the sequence gives tokens at the present rate: what a round grows by with each
+        token around the present depth. In a batch drafts go on to depth k: stopping gains next to nothing there, as a
+        pass of the draft costs as much for the sequences that go on (docs/speed.md).
         """
-        of_cell, depth = self._times(load), self.acceptance.mean_drafted()[k]
-        times, around = of_cell.at(load), min(max(2.0, depth), self.deepest - 1)
-        each = max(0.0, (math.exp(at_depth(times, around + 1)) - math.exp(at_depth(times, around - 1))) / 2)
-        worth = self.acceptance.taus()[k] / (math.exp(at_depth(times, depth)) * self.acceptance.rate)
-        whole = min(max(each * worth, _LEAST_STANDING[0]), _LEAST_STANDING[1])
-        of_pass = min(1.0, of_cell.draft_pass.seconds / each) if each else 0.0
-        return StopRule(whole * (1 - of_pass), whole * of_pass)
+        if load.sequences > 1:
+            return 0.0
+        times, depth = self._times(load).at(load), self.acceptance.mean_drafted()[k]
+        around = min(max(2.0, depth), self.deepest - 1)
+        each = (math.exp(at_depth(times, around + 1)) - math.exp(at_depth(times, around - 1))) / 2
+        least = each * self.acceptance.taus()[k] / (math.exp(at_depth(times, depth)) * self.acceptance.rate)
+        return min(max(least, _LEAST_STANDING[0]), _LEAST_STANDING[1])
 
     def multiplier(self, load: Load, k: int) -> float:
         """Return the estimated ratio of tokens per second at depth k to tokens per second of plain decoding."""

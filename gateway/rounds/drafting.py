@@ -14,7 +14,7 @@ from gateway.draft import ChosenDraft
 from gateway.metrics import Metrics
 from gateway.rounds.acceptance import BlockResult
 from gateway.rounds.clock import Took
-from gateway.rounds.depth import NO_STOP, DepthController, Gain, StopRule
+from gateway.rounds.depth import DepthController, Gain
 from gateway.rounds.modelled import RoundModel
 from gateway.rounds.round_times import Load
 from gateway.sequence import Sequence
@@ -80,8 +80,6 @@ class Drafting:
         self._depths = DepthController()
         # Load and k of the last round for which k was chosen.
         self._load, self.k = Load(1, 1), 0
-        # By depth, when drafts stop in the round that was chosen last.
-        self._stops: dict[int, StopRule] = {}
         # Load and depth of the last drafted round whose time belongs to a single depth.
         self._seen: tuple[Load, int] | None = None
         self._model = RoundModel(config.calibration) if config.calibration else None
@@ -122,7 +120,6 @@ class Drafting:
 
     def choose(self, batch: list[Sequence], prefilling: bool) -> Load:
         """Choose k for the sequences of a batch whose requests leave it to the gateway. Return the batch's load."""
-        self._stops.clear()
         context = sum(sequence.base for sequence in batch) / len(batch)
         automatic = [sequence for sequence in batch if sequence.automatic]
         load = Load(len(batch), context, prefilling, bool(automatic))
@@ -183,17 +180,15 @@ class Drafting:
         """Return the number of draft tokens for a sequence in the round for which k was last chosen."""
         return min(sequence.k, self._most(sequence)) if sequence.k else 0
 
-    def stopping(self, sequence: Sequence) -> StopRule:
-        """Return when the draft stops in a sequence's next round."""
+    def least_standing(self, sequence: Sequence) -> float:
+        """Return the probability below which the draft stops in a sequence's next round; 0 if it does not stop."""
         depth = self.depth(sequence)
         # The first token is always drafted: at depth 1 there is nothing to judge.
         if depth <= 1 or sequence.stop == "off" or not (self._draft and self._draft.info and self._draft.info.stops):
-            return NO_STOP
+            return 0.0
         if sequence.stop == "threshold":
-            return StopRule(1.0 - self._config.stop_threshold, 0.0)
-        if depth not in self._stops:
-            self._stops[depth] = self._depths.stopping(self._load, depth)
-        return self._stops[depth]
+            return 1.0 - self._config.stop_threshold
+        return self._depths.least_standing(self._load, depth)
 
     def _most(self, sequence: Sequence) -> int:
         """Return the most draft tokens for a sequence, by both services' limits; 0 if its draft cannot be asked now.
@@ -262,7 +257,7 @@ class Drafting:
         if plan.late and shown.depth and possible:
             self._depths.missed(load, shown.depth, own)
         else:
-            self._depths.observe(load, shown.depth if possible else None, own, shown.blocks, plan.model_seconds)
+            self._depths.observe(load, shown.depth if possible else None, own, shown.blocks)
 
     def _explained_by(self, batch: list[Sequence], plan: DraftPlan) -> int | None:
         """Return the depth a round's time belongs to; None if too few blocks had the greatest depth or a draft is lost.

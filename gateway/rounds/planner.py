@@ -106,5 +106,5 @@ class Rounds:
             item.round, item.base = sequence.round + before + 1, 0 if before else sequence.base
             item.k = planned.plan.asked.get(sequence.wire_id, 0)
             if item.k:
-                item.least_standing, item.price = self._drafting.stopping(sequence)
+                item.least_standing = self._drafting.least_standing(sequence)
             item.paused = self._drafting.pause(sequence)

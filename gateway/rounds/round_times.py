@@ -53,33 +53,6 @@ class Load:
         return math.log(self.sequences / other.sequences), math.log((1 + self.context) / (1 + other.context))
 
 
-class PassTime:
-    """Estimates the seconds of one more pass of the draft, from its seconds in rounds of different numbers of passes.
-
-    A line through the rounds, of which the last count most. Where rounds hardly differ, what comes before the first
-    pass is taken to cost as much as a pass.
-    """
-
-    # How much a round before counts less, and the variance of passes that the first guess counts for.
-    _KEEP, _GUESS = 0.98, 0.1
-
-    def __init__(self) -> None:
-        self._sums = [0.0] * 5
-
-    def observe(self, passes: int, seconds: float) -> None:
-        new = (1.0, passes, seconds, passes * passes, passes * seconds)
-        self._sums = [self._KEEP * old + one for old, one in zip(self._sums, new, strict=True)]
-
-    @property
-    def seconds(self) -> float:
-        count, *sums = self._sums
-        if not count:
-            return 0.0
-        passes, seconds, squares, products = (one / count for one in sums)
-        guess = seconds / (passes + 1)
-        return (products - passes * seconds + self._GUESS * guess) / (squares - passes * passes + self._GUESS)
-
-
 class RoundTimes:
     """The log seconds of a round at every depth as one Gaussian: a Kalman filter over depths.
 
@@ -117,7 +90,6 @@ class RoundTimes:
         self.own = 0
         # Whether to probe drafting at any cost, because drafting has become faster under another load.
         self.look_again = False
-        self.draft_pass = PassTime()
 
     def worth(self, distance: float) -> int:
         """Return how many measured rounds these estimates replace in a cell (bucket of loads) `distance` cells away."""

@@ -36,26 +36,12 @@ class DraftingRound(Protocol):
 class Stopping(NamedTuple):
     """When a round stops drafting for a sequence: once its block stands with a probability below `least_B`.
 
-    `price_B`: each sequence's share of what a pass costs, in tokens; 0 for one that does not stop by costs. A pass
-    takes as long for few sequences as for many: the round ends once the probabilities of the blocks that go on exceed
-    `least_B`, in sum, by less than all of `price_B`, unless one goes on that does not stop by costs. None: all passes
-    run anyway.
-
     `head` maps hidden states [B, D] and what `told_of` tells of the tokens drawn from them to the logit [B] of the
     probability that the target accepts these tokens if it accepts those before them (SpecDec++, section 3.2).
     """
 
     head: Callable[[Tensor, Tensor], Tensor]
     least_B: Tensor
-    price_B: Tensor | None = None
-
-    def going_on(self, goes_on_B: Tensor, stands_B: Tensor) -> Tensor:
-        """Return for which of the sequences that went on so far one more pass is worth its time."""
-        goes_on_B = goes_on_B & (stands_B >= self.least_B)
-        if self.price_B is None:
-            return goes_on_B
-        others = (goes_on_B & (self.price_B == 0)).any()
-        return goes_on_B & (others | (((stands_B - self.least_B) * goes_on_B).sum() >= self.price_B.sum()))
 
 
 class RoundInputs(NamedTuple):
@@ -78,14 +64,13 @@ class RoundInputs(NamedTuple):
 class DraftItem:
     """One sequence of a batch to draft for. `newest_token` is at position `base`.
 
-    `least_standing`, `price`: when drafting stops (`Stopping`); 0 for never.
+    `least_standing`: when drafting stops (`Stopping`); 0 for never.
     """
 
     sequence_id: str
     base: int
     newest_token: int
     least_standing: float = 0.0
-    price: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -136,7 +121,7 @@ def draft_tokens(round_: DraftingRound, inputs: RoundInputs) -> Drafted:
         stands_B, counts_B = torch.ones_like(newest_B, dtype=torch.float32), torch.zeros_like(newest_B)
     for position, uniforms_B in enumerate(uniforms_BK.unbind(1), start=1):
         if stop and position > 1:
-            goes_on_B = stop.going_on(goes_on_B, stands_B)
+            goes_on_B = goes_on_B & (stands_B >= stop.least_B)
             if goes_on_B.device.type == "cpu" and not goes_on_B.any():  # elsewhere, asking would wait for the device
                 break
         position_B = base_B + position

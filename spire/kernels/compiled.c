@@ -200,13 +200,13 @@ static int parse_round(PyObject *given, DraftRound *round) {
 
 /* Parse a tuple as a Stop. */
 static int parse_stop(PyObject *given, Stop *stop) {
-  Address enter, told, enter_bias, residual, residual_bias, leave, least, price, scratch, stands, counts;
-  if (!PyArg_ParseTuple(given, "KKKKKKKKKKKii", &enter, &told, &enter_bias, &residual, &residual_bias, &leave, &least,
-                        &price, &scratch, &stands, &counts, &stop->depth, &stop->W))
+  Address enter, told, enter_bias, residual, residual_bias, leave, least, scratch, stands, counts;
+  if (!PyArg_ParseTuple(given, "KKKKKKKKKKii", &enter, &told, &enter_bias, &residual, &residual_bias, &leave, &least,
+                        &scratch, &stands, &counts, &stop->depth, &stop->W))
     return 0;
   stop->enter = AT(enter), stop->enter_told = AT(told), stop->enter_bias = AT(enter_bias);
   stop->residual = AT(residual), stop->residual_bias = AT(residual_bias), stop->leave = AT(leave);
-  stop->least = AT(least), stop->price = AT(price), stop->scratch = AT(scratch);
+  stop->least = AT(least), stop->scratch = AT(scratch);
   stop->stands = AT(stands), stop->counts = AT(counts);
   return 1;
 }

@@ -256,17 +256,6 @@ static void judge_newest(const DraftRound *round, const Stop *stop, const int64_
   }
 }
 
-/* Return 1 if the sequences that go on are together worth one more pass. */
-static int worth_a_pass(const Stop *stop, const int64_t *rows, int on, int B) {
-  float worth = 0.0f, prices = 0.0f;
-  for (int a = 0; a < on; a++) {
-    if (stop->price[rows[a]] == 0.0f) return 1;
-    worth += stop->stands[rows[a]] - stop->least[rows[a]];
-  }
-  for (int b = 0; b < B; b++) prices += stop->price[b];
-  return worth >= prices;
-}
-
 /* Run all passes, each fed the tokens drawn from the pass before; tokens are [k, B]. With `stop`, a sequence leaves
    the round once its block is too likely to be rejected. The tokens drawn so far are kept: dropping one for its
    value would change the distribution. */
@@ -289,7 +278,7 @@ static void draft_round(const DraftRound *round, const int64_t *tokens, const Dr
       if (stop) stop->counts[b] = pass + 1;
       if (!stop || stop->stands[b] >= stop->least[b]) fed[on] = next.tokens[b], rows[on++] = b;
     }
-    alive = stop && !worth_a_pass(stop, rows, on, B) ? 0 : on;
+    alive = on;
     next.tokens += B, next.uniforms++, next.q += round->V, next.step++;
   }
 }

@@ -155,14 +155,12 @@ typedef struct {
 enum { TOLD = 5 };
 
 /* When drafting stops. A stop head (SpecDec++, section 3.2) predicts the probability that a sequence's block is
-   accepted. A sequence stops below `least`. If every sequence that goes on has a price of a pass, the round ends
-   once their probabilities exceed `least`, in sum, by less than the prices of all sequences. The head has `depth`
-   residual layers of width W. */
+   accepted. A sequence stops below `least`. The head has `depth` residual layers of width W. */
 typedef struct {
   const float *enter, *enter_told, *enter_bias; /* [W, D], [TOLD, W], [W] */
   const float *residual, *residual_bias;        /* [depth, W, W], [depth, W] */
   const float *leave;                           /* [W + 1]: the last is the bias */
-  const float *least, *price;                   /* [B]; price 0: none */
+  const float *least;                           /* [B] */
   float *scratch;                               /* B * (V + D + 2 * W + TOLD) */
   float *stands;                                /* [B]: probability that the block is accepted */
   int64_t *counts;                              /* [B]: number of tokens drafted */

@@ -26,7 +26,7 @@ from spire.v1 import tensor_pb2 as spire_dot_v1_dot_tensor__pb2
 from spire.v1 import verifier_pb2 as spire_dot_v1_dot_verifier__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14spire/v1/draft.proto\x12\x08spire.v1\x1a\x15spire/v1/tensor.proto\x1a\x17spire/v1/verifier.proto\"a\n\x0c\x44raftRequest\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12)\n\x05items\x18\x02 \x03(\x0b\x32\x1a.spire.v1.DraftRequestItem\x12\x14\n\x0cstep_seconds\x18\x03 \x01(\x01\"\xa3\x01\n\x10\x44raftRequestItem\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x0c\n\x04\x62\x61se\x18\x02 \x01(\r\x12\x14\n\x0cnewest_token\x18\x03 \x01(\r\x12\t\n\x01k\x18\x04 \x01(\r\x12$\n\x08sampling\x18\x05 \x01(\x0b\x32\x12.spire.v1.Sampling\x12\x16\n\x0eleast_standing\x18\x06 \x01(\x02\x12\r\n\x05price\x18\x07 \x01(\x02\"\x9a\x01\n\nDraftReply\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12\'\n\x05items\x18\x02 \x03(\x0b\x32\x18.spire.v1.DraftReplyItem\x12\"\n\x07timings\x18\x03 \x01(\x0b\x32\x11.spire.v1.Timings\x12\'\n\x07uniform\x18\x05 \x01(\x0b\x32\x16.spire.v1.UniformReplyJ\x04\x08\x04\x10\x05\"V\n\x0cUniformReply\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12&\n\x01q\x18\x02 \x01(\x0b\x32\x1b.spire.v1.DraftDistribution\x12\x0e\n\x06\x63ounts\x18\x03 \x03(\r\"\x83\x01\n\x0e\x44raftReplyItem\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12$\n\x06status\x18\x02 \x01(\x0b\x32\x14.spire.v1.ItemStatus\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12&\n\x01q\x18\x04 \x01(\x0b\x32\x1b.spire.v1.DraftDistribution2H\n\x08\x44rafting\x12<\n\x08Requests\x12\x14.spire.v1.DraftReply\x1a\x16.spire.v1.DraftRequest(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14spire/v1/draft.proto\x12\x08spire.v1\x1a\x15spire/v1/tensor.proto\x1a\x17spire/v1/verifier.proto\"a\n\x0c\x44raftRequest\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12)\n\x05items\x18\x02 \x03(\x0b\x32\x1a.spire.v1.DraftRequestItem\x12\x14\n\x0cstep_seconds\x18\x03 \x01(\x01\"\x94\x01\n\x10\x44raftRequestItem\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12\x0c\n\x04\x62\x61se\x18\x02 \x01(\r\x12\x14\n\x0cnewest_token\x18\x03 \x01(\r\x12\t\n\x01k\x18\x04 \x01(\r\x12$\n\x08sampling\x18\x05 \x01(\x0b\x32\x12.spire.v1.Sampling\x12\x16\n\x0eleast_standing\x18\x06 \x01(\x02\"\x9a\x01\n\nDraftReply\x12\x10\n\x08\x62\x61tch_id\x18\x01 \x01(\x04\x12\'\n\x05items\x18\x02 \x03(\x0b\x32\x18.spire.v1.DraftReplyItem\x12\"\n\x07timings\x18\x03 \x01(\x0b\x32\x11.spire.v1.Timings\x12\'\n\x07uniform\x18\x05 \x01(\x0b\x32\x16.spire.v1.UniformReplyJ\x04\x08\x04\x10\x05\"V\n\x0cUniformReply\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12&\n\x01q\x18\x02 \x01(\x0b\x32\x1b.spire.v1.DraftDistribution\x12\x0e\n\x06\x63ounts\x18\x03 \x03(\r\"\x83\x01\n\x0e\x44raftReplyItem\x12\x13\n\x0bsequence_id\x18\x01 \x01(\t\x12$\n\x06status\x18\x02 \x01(\x0b\x32\x14.spire.v1.ItemStatus\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12&\n\x01q\x18\x04 \x01(\x0b\x32\x1b.spire.v1.DraftDistribution2H\n\x08\x44rafting\x12<\n\x08Requests\x12\x14.spire.v1.DraftReply\x1a\x16.spire.v1.DraftRequest(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,13 +36,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAFTREQUEST']._serialized_start=82
   _globals['_DRAFTREQUEST']._serialized_end=179
   _globals['_DRAFTREQUESTITEM']._serialized_start=182
-  _globals['_DRAFTREQUESTITEM']._serialized_end=345
-  _globals['_DRAFTREPLY']._serialized_start=348
-  _globals['_DRAFTREPLY']._serialized_end=502
-  _globals['_UNIFORMREPLY']._serialized_start=504
-  _globals['_UNIFORMREPLY']._serialized_end=590
-  _globals['_DRAFTREPLYITEM']._serialized_start=593
-  _globals['_DRAFTREPLYITEM']._serialized_end=724
-  _globals['_DRAFTING']._serialized_start=726
-  _globals['_DRAFTING']._serialized_end=798
+  _globals['_DRAFTREQUESTITEM']._serialized_end=330
+  _globals['_DRAFTREPLY']._serialized_start=333
+  _globals['_DRAFTREPLY']._serialized_end=487
+  _globals['_UNIFORMREPLY']._serialized_start=489
+  _globals['_UNIFORMREPLY']._serialized_end=575
+  _globals['_DRAFTREPLYITEM']._serialized_start=578
+  _globals['_DRAFTREPLYITEM']._serialized_end=709
+  _globals['_DRAFTING']._serialized_start=711
+  _globals['_DRAFTING']._serialized_end=783
 # @@protoc_insertion_point(module_scope)

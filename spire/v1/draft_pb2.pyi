@@ -19,22 +19,20 @@ class DraftRequest(_message.Message):
     def __init__(self, batch_id: _Optional[int] = ..., items: _Optional[_Iterable[_Union[DraftRequestItem, _Mapping]]] = ..., step_seconds: _Optional[float] = ...) -> None: ...
 
 class DraftRequestItem(_message.Message):
-    __slots__ = ("sequence_id", "base", "newest_token", "k", "sampling", "least_standing", "price")
+    __slots__ = ("sequence_id", "base", "newest_token", "k", "sampling", "least_standing")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     NEWEST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     K_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     LEAST_STANDING_FIELD_NUMBER: _ClassVar[int]
-    PRICE_FIELD_NUMBER: _ClassVar[int]
     sequence_id: str
     base: int
     newest_token: int
     k: int
     sampling: _tensor_pb2.Sampling
     least_standing: float
-    price: float
-    def __init__(self, sequence_id: _Optional[str] = ..., base: _Optional[int] = ..., newest_token: _Optional[int] = ..., k: _Optional[int] = ..., sampling: _Optional[_Union[_tensor_pb2.Sampling, _Mapping]] = ..., least_standing: _Optional[float] = ..., price: _Optional[float] = ...) -> None: ...
+    def __init__(self, sequence_id: _Optional[str] = ..., base: _Optional[int] = ..., newest_token: _Optional[int] = ..., k: _Optional[int] = ..., sampling: _Optional[_Union[_tensor_pb2.Sampling, _Mapping]] = ..., least_standing: _Optional[float] = ...) -> None: ...
 
 class DraftReply(_message.Message):
     __slots__ = ("batch_id", "items", "timings", "uniform")

@@ -337,7 +337,7 @@ class VerifyBatch(_message.Message):
     def __init__(self, batch_id: _Optional[int] = ..., items: _Optional[_Iterable[_Union[VerifyItem, _Mapping]]] = ..., patience_seconds: _Optional[float] = ...) -> None: ...
 
 class VerifyItem(_message.Message):
-    __slots__ = ("sequence_id", "round", "base", "draft_tokens", "q", "paused", "k", "least_standing", "price")
+    __slots__ = ("sequence_id", "round", "base", "draft_tokens", "q", "paused", "k", "least_standing")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
@@ -346,7 +346,6 @@ class VerifyItem(_message.Message):
     PAUSED_FIELD_NUMBER: _ClassVar[int]
     K_FIELD_NUMBER: _ClassVar[int]
     LEAST_STANDING_FIELD_NUMBER: _ClassVar[int]
-    PRICE_FIELD_NUMBER: _ClassVar[int]
     sequence_id: str
     round: int
     base: int
@@ -355,8 +354,7 @@ class VerifyItem(_message.Message):
     paused: bool
     k: int
     least_standing: float
-    price: float
-    def __init__(self, sequence_id: _Optional[str] = ..., round: _Optional[int] = ..., base: _Optional[int] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., q: _Optional[_Union[DraftDistribution, _Mapping]] = ..., paused: bool = ..., k: _Optional[int] = ..., least_standing: _Optional[float] = ..., price: _Optional[float] = ...) -> None: ...
+    def __init__(self, sequence_id: _Optional[str] = ..., round: _Optional[int] = ..., base: _Optional[int] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., q: _Optional[_Union[DraftDistribution, _Mapping]] = ..., paused: bool = ..., k: _Optional[int] = ..., least_standing: _Optional[float] = ...) -> None: ...
 
 class DraftDistribution(_message.Message):
     __slots__ = ("ids", "probabilities", "ids_slice", "probabilities_slice")

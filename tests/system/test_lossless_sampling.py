@@ -119,24 +119,17 @@ def test_tokens_that_a_draft_cannot_propose_come_as_often_as_they_should(
 
 
 @pytest.mark.parametrize(
-    ("rule", "stop", "requests"),
+    ("rule", "requests"),
     [
-        ("block", "threshold", FEW),
-        ("rejection", "cost", FEW),
-        *(
-            thoroughly(rule, stop, MANY)
-            for rule in ("block", "rejection", "invariant")
-            for stop in ("threshold", "cost")
-        ),
+        ("block", FEW),
+        ("rejection", FEW),
+        *(thoroughly(rule, MANY) for rule in ("block", "rejection", "invariant")),
     ],
 )
-def test_a_draft_that_stops_when_it_likes_changes_no_distribution(
-    rule: str, stop: str, requests: int, tmp_path: Path
-) -> None:
-    """Its head is random: where it stops depends on what it has drafted, by costs also for sequences beside it, and on
-    nothing that the target says."""
+def test_a_draft_that_stops_when_it_likes_changes_no_distribution(rule: str, requests: int, tmp_path: Path) -> None:
+    """Its head is random: where it stops depends on what it has drafted, and on nothing that the target says."""
     model, draft = write_markov_pair(tmp_path, stops=True)
-    stopping = {"rule": rule, "k": 6, "stop": stop}
+    stopping = {"rule": rule, "k": 6, "stop": "threshold"}
     with running(model, draft, gateway_options=["--stop-threshold", "0.8"]) as services:
         drawn, accepted = generate(services.url, {"temperature": 1.0}, stopping, requests)
         told = httpx.get(f"{services.url}/metrics").text
@@ -144,8 +137,7 @@ def test_a_draft_that_stops_when_it_likes_changes_no_distribution(
         sum(map(float, re.findall(rf"^{name}_total(?:{{.*}})? (\S+)$", told, re.MULTILINE)))
         for name in ("vllm:spec_decode_num_drafts", "spire_draft_tokens")
     )
-    if stop == "threshold":  # by costs, it depends on the machine
-        assert 1.05 * blocks < drafted < 4.5 * blocks, "some blocks must stop early, and others go on"
+    assert 1.05 * blocks < drafted < 4.5 * blocks, "some blocks must stop early, and others go on"
     assert accepted > len(drawn) // 2, "the draft must have taken part"
     rows = logits_after_each_token(model).detach().numpy().astype(np.float64)
     p_values = fit(drawn, reference(rows, temperature=1.0))

@@ -48,7 +48,6 @@ class Item:
     tokens: Rows[int]
     q: ReadQ | None
     least_standing: float = 0.0
-    price: float = 0.0
     undrafted: pb.Undrafted = pb.UNDRAFTED_UNSPECIFIED
     result: pb.VerifyResult | None = None
 
@@ -56,8 +55,7 @@ class Item:
     def read(cls, item: pb.VerifyItem) -> Item:
         tokens = list(item.draft_tokens)
         q = partial(read_q, item.q) if tokens and item.HasField("q") else None
-        stop = item.least_standing, item.price
-        return cls(item.sequence_id, item.round, item.base, item.k, item.paused, tokens, q, *stop)
+        return cls(item.sequence_id, item.round, item.base, item.k, item.paused, tokens, q, item.least_standing)
 
 
 @dataclass

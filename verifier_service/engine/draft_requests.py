@@ -112,7 +112,7 @@ class DraftRequests:
         for item, sequence, asked in zip(items, sequences, batch.items, strict=True):
             asked.base, asked.newest_token = len(sequence.tokens) - 1, sequence.newest
             asked.k = self._depth(item, sequence)
-            asked.least_standing, asked.price = item.least_standing, item.price
+            asked.least_standing = item.least_standing
         return batch
 
     def _depth(self, item: Item, sequence: HeldSequence) -> int:

@@ -27,8 +27,11 @@ from spire.training.stopping.figures import HeadFigures, Predicted, figures_of, 
 _BLOCKS = 128
 # Resamples of the texts for a 95 % interval, and their seed.
 _RESAMPLES, _RESAMPLING_SEED = 2000, 5
-# Thresholds of a front: probabilities that a block stands below which drafting stops.
-THRESHOLDS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9)
+# Thresholds of a front: probabilities that a block stands below which drafting stops. The least ones draft as deep as
+# the deepest fixed k, so that no part of a front is interpolated over many depths.
+THRESHOLDS = (1e-6, 1e-5, 1e-4, 1e-3, 0.003, 0.01, 0.02, *(n / 20 for n in range(1, 19)))
+# The bounds of the cost rule's threshold, as the gateway's.
+_LEAST, _MOST = 0.02, 0.9
 # Rounds of the search for the threshold of the cost rule, which depends on the rate that it brings.
 _SETTLING = 20
 # Draft tokens behind the first, in the mean of a round, that tell what one more costs.
@@ -260,7 +263,7 @@ def cost_threshold(judged: JudgedTexts, predicted_NTJ: Tensor, costs: Costs) -> 
             break
         each = (seconds - costs.round_seconds[1]) / (drafted - 1)
         least = each * tokens / (seconds * acceptance)
-        threshold = (threshold + min(max(least, THRESHOLDS[0]), THRESHOLDS[-1])) / 2
+        threshold = (threshold + min(max(least, _LEAST), _MOST)) / 2
     return threshold
 
 

@@ -264,35 +264,6 @@ def test_each_sequence_stops_where_its_head_says_as_by_torch(
 
 @each_kernels
 @torch.inference_mode()
-def test_a_round_ends_once_a_pass_costs_more_than_all_that_go_on_are_worth(kernels: Kernels) -> None:
-    torch.manual_seed(5)
-    draft = unpacked_draft(kernels, stop_head={"depth": 0, "width": 8})
-    assert draft.stop_head is not None
-    draft.stop_head.leave.weight.normal_(std=0.3)
-    draft, contexts = CpuBackend().pack(draft), list(range(8, 20))
-    assert draft.stop_head is not None
-    memory, bases_B, least_B = memory_of(draft, contexts), torch.tensor(contexts), torch.full((12,), 0.02)
-    samplings = [Sampling(temperature=1, top_p=1, seed=at, rule=RULE_BLOCK) for at in range(12)]
-    inputs = RoundInputs(bases_B % 32, bases_B, 6, from_protos(samplings, torch.device("cpu")), None)
-
-    def counts(backend: Reference, price_B: Tensor) -> list[int]:
-        stop = Stopping(draft.stop_head, least_B, price_B)
-        drafted = backend.draft(memory.round(range(12), contexts, 6), inputs._replace(stop=stop), lambda _: None)
-        assert drafted.counts_B is not None
-        return drafted.counts_B.tolist()
-
-    for_nothing, dear_B = torch.zeros(12), torch.full((12,), 0.2)
-    alone, together = (counts(CpuBackend(), price_B) for price_B in (for_nothing, dear_B))
-    assert max(together) < max(alone)
-    assert together == [min(count, max(together)) for count in alone]
-    dear_B[alone.index(max(alone))] = 0
-    assert counts(CpuBackend(), dear_B) == alone, "one goes on whatever a pass costs"
-    for price_B in (for_nothing, torch.full((12,), 0.2), dear_B):
-        assert counts(CpuBackend(), price_B) == counts(Reference(), price_B)
-
-
-@each_kernels
-@torch.inference_mode()
 def test_a_whole_round_draws_what_its_passes_do(kernels: Kernels) -> None:
     memory = memory_of(served_draft(kernels), [30, 9])
     rows, base_B, newest_B = sampled_rows(2), torch.tensor([30, 9]), torch.tensor([7, 11])

@@ -156,7 +156,5 @@ class FusedRound:
         assert head is not None
         scratch = torch.empty(B * (W + D + 2 * head.width + TOLD))
         stands_B, counts_B = torch.ones(B), torch.zeros(B, dtype=torch.int64)
-        price_B = torch.zeros(B) if stop.price_B is None else stop.price_B
-        limits = [limit_B.float().contiguous() for limit_B in (stop.least_B, price_B)]
-        self._stopping = (*head.weights, *limits, scratch, stands_B, counts_B)
+        self._stopping = (*head.weights, stop.least_B.float().contiguous(), scratch, stands_B, counts_B)
         return (*(tensor.data_ptr() for tensor in self._stopping), head.depth, head.width), counts_B

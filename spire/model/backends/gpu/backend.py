@@ -134,7 +134,7 @@ class GpuBackend(Reference):
         def work(slots_B: Tensor, newest_B: Tensor, base_B: Tensor, *numbers: Tensor) -> Outputs:
             fixed = SamplingRows(*numbers[1 if stop else 0 :]).with_mix(mix)
             # All k passes run: only verification is saved, to each sequence by itself.
-            stops = stop and stop._replace(least_B=numbers[0], price_B=None)
+            stops = stop and stop._replace(least_B=numbers[0])
             again = memory.begin(slots_B, base_B, k)
             found = draft_tokens(again, RoundInputs(newest_B, base_B, k, fixed, candidates, vocabulary_W, stops))
             others = (found.counts_B, found.probs_BKM, found.ids_BKM)

@@ -97,6 +97,13 @@ def test_a_head_that_knows_nothing_saves_nothing() -> None:
     assert found.saved["head"][0] < 0.01
 
 
+def test_a_front_reaches_the_greatest_depths_where_hardly_a_token_is_accepted() -> None:
+    """A head that says the mean of every token drafts as fixed k does: its front may save nothing, nor lose."""
+    accepted_NTJ = torch.full((20, 60, 12), 0.4)
+    found = fronts("a", JudgedTexts(accepted_NTJ, accepted_NTJ, accepted_NTJ, accepted_NTJ), 1.0, [])
+    assert abs(found.saved["head"][0]) < 2e-4
+
+
 def test_the_dearer_a_draft_token_the_sooner_the_cost_rule_stops() -> None:
     texts = judged(True)
     assert texts.predicted_NTJ is not None
