@@ -97,7 +97,7 @@ def test_a_head_that_knows_nothing_saves_nothing() -> None:
     assert found.saved["head"][0] < 0.01
 
 
-def test_a_front_reaches_the_greatest_depths_where_hardly_a_token_is_accepted() -> None:
+def test_a_front_reaches_depths_where_hardly_a_token_is_accepted() -> None:
     """A head that says the mean of every token drafts as fixed k does: its front may save nothing, nor lose."""
     accepted_NTJ = torch.full((20, 60, 12), 0.4)
     found = fronts("a", JudgedTexts(accepted_NTJ, accepted_NTJ, accepted_NTJ, accepted_NTJ), 1.0, [])
