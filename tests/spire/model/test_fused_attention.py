@@ -24,12 +24,12 @@ def pools(kernels: Kernels, G: int, K: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def reference(queries_BHTK: Tensor, keys: Tensor, values: Tensor, slots: list[int], lengths: list[int]) -> Tensor:
-    """In fp32, of the same numbers, when what is new has been stored."""
+    """In fp64, of the same numbers, when what is new has been stored: fp32 errs by as much as what is allowed."""
     rows, T = [], queries_BHTK.shape[2]
-    for query_HTK, slot, length in zip(queries_BHTK.float(), slots, lengths, strict=True):
+    for query_HTK, slot, length in zip(queries_BHTK.double(), slots, lengths, strict=True):
         total = min(length + T, L)
         seen_TS = torch.arange(total) <= length + torch.arange(T)[:, None]
-        held = (pool[slot, :, :total].float() for pool in (keys, values))
+        held = (pool[slot, :, :total].double() for pool in (keys, values))
         rows.append(scaled_dot_product_attention(query_HTK, *held, seen_TS, enable_gqa=True))
     return torch.stack(rows)
 
