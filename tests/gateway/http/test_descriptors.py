@@ -73,12 +73,14 @@ def test_health_is_answered_with_more_idle_connections_than_descriptors(gateway:
 
 
 def test_who_asks_often_is_not_the_one_who_is_closed(gateway: Service) -> None:
-    with ExitStack() as stack, httpx.Client(base_url=f"http://{gateway.address}", timeout=30) as asking:
+    url, kept_by_client = f"http://{gateway.address}", httpx.Limits(keepalive_expiry=None)
+    with ExitStack() as stack, httpx.Client(base_url=url, timeout=30, limits=kept_by_client) as asking:
         assert asking.get("/health").status_code == 200
         (kept,) = [connection.info() for connection in asking._transport._pool.connections]  # type: ignore[attr-defined]
         for _ in range(4):
             for _ in range(LIMIT // 4):
                 stack.enter_context(connection(gateway))
+            assert healthy(gateway), "a later connection is served, so all before it are accepted"
             assert asking.get("/health").status_code == 200
         (now,) = [connection.info() for connection in asking._transport._pool.connections]  # type: ignore[attr-defined]
         assert kept.split(",")[0] == now.split(",")[0]
