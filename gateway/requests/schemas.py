@@ -90,7 +90,7 @@ class Speculation(Part):
     stop: Stop | None = Field(
         default=None,
         description="where the draft stops before k tokens, if it has a stop head: cost (where one more is worth less "
-        "than it costs, if no other request is served), threshold, or off; by default cost if the gateway chooses k",
+        "than it costs, while no other sequence runs), threshold, or off; by default cost if the gateway chooses k",
     )
 
 

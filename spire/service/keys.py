@@ -8,10 +8,13 @@ are comments. Several lines may have the same name.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import re
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from ipaddress import ip_address
 from pathlib import Path
 from typing import NamedTuple
@@ -61,21 +64,23 @@ def create_key(name: str, file: Path) -> str:
     """Create an API key, add its hash to `file` and return the key, which cannot be recovered. Raises DataError."""
     if not _NAME.fullmatch(name):
         raise DataError(f"{name!r} is no name for a key: up to 64 letters, digits, '.', '_' and '-'")
-    lines = _lines(file) if file.exists() else []
-    if any(_name_of(line) == name for line in lines):
-        raise DataError(f"{file} has a key named {name!r}: choose another name, or revoke that one first")
     key = f"spire-{secrets.token_urlsafe(32)}"
-    _write(file, [*lines, f"{name} {digest(key.encode()).hex()}"])
+    with _one_at_a_time(file, make=True):
+        lines = _lines(file) if file.exists() else []
+        if any(_name_of(line) == name for line in lines):
+            raise DataError(f"{file} has a key named {name!r}: choose another name, or revoke that one first")
+        _write(file, [*lines, f"{name} {digest(key.encode()).hex()}"])
     return key
 
 
 def revoke_key(name: str, file: Path) -> int:
     """Remove all API keys called `name` from `file`; return their number. Raises DataError if no key has this name."""
-    lines = _lines(file)
-    kept = [line for line in lines if _name_of(line) != name]
-    if kept == lines:
-        raise DataError(f"{file} has no key named {name!r}")
-    _write(file, kept)
+    with _one_at_a_time(file):
+        lines = _lines(file)
+        kept = [line for line in lines if _name_of(line) != name]
+        if kept == lines:
+            raise DataError(f"{file} has no key named {name!r}")
+        _write(file, kept)
     return len(lines) - len(kept)
 
 
@@ -85,6 +90,26 @@ def authorization(variable: str = GATEWAY_KEY) -> dict[str, str]:
     if not _SENDABLE.fullmatch(key):
         raise DataError(f"{variable} holds characters that no API key has")
     return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+@contextmanager
+def _one_at_a_time(file: Path, make: bool = False) -> Iterator[None]:
+    """Lock the directory of `file`, so that no other process changes the file between reading and replacing it.
+
+    `make`: create the directory if it does not exist. Raises DataError.
+    """
+    parent = file.resolve().parent
+    try:
+        if make:
+            parent.mkdir(parents=True, exist_ok=True)
+        directory = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise DataError(f"the keys in {file} cannot be changed: {error}") from error
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(directory)
 
 
 def _lines(file: Path) -> list[str]:

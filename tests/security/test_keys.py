@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -105,6 +106,20 @@ def test_a_name_that_could_spoil_a_line_is_refused(name: str, tmp_path: Path) ->
     with pytest.raises(SpireError, match="is no name for a key"):
         create_key(name, tmp_path / "keys")
     assert not (tmp_path / "keys").exists()
+
+
+def test_keys_that_are_made_at_once_are_all_kept(tmp_path: Path) -> None:
+    names = [f"user-{n}" for n in range(16)]
+    with ThreadPoolExecutor(len(names)) as pool:
+        made = dict(zip(names, pool.map(lambda name: create_key(name, tmp_path / "new" / "keys"), names), strict=True))
+    known = Keys(tmp_path / "new" / "keys")
+    assert {name: known.name_of(key.encode()) for name, key in made.items()} == {name: name for name in names}
+
+
+def test_revoking_in_a_directory_that_does_not_exist_makes_none(tmp_path: Path) -> None:
+    with pytest.raises(SpireError, match="No such file"):
+        revoke_key("alice", tmp_path / "absent" / "keys")
+    assert not (tmp_path / "absent").exists()
 
 
 def test_two_keys_are_never_alike(tmp_path: Path) -> None:
