@@ -63,21 +63,25 @@ def chat_table(directory: Path) -> str:
 
 
 def chat_row(plain: Cell, auto: Cell, over_fixed: dict[str, Any] | None) -> list[str]:
-    interval = "{:.2f} × ({:.2f}–{:.2f})".format
     best = ""
     if over_fixed:
-        best = interval(over_fixed["ratio"], *over_fixed["ci95"]) + f", k = {over_fixed['best_k']}"
+        best = with_interval(over_fixed["ratio"], over_fixed["ci95"]) + f", k = {over_fixed['best_k']}"
     return [
         f"{plain['context']:,}",
         *(str(plain[name]) for name in ("batch", "runs")),
         *(shown(cell["decode_tokens_per_second"], "{:,.0f}") for cell in (plain, auto)),
-        interval(auto["multiplier_measured"], *auto["multiplier_ci95"]),
+        with_interval(auto["multiplier_measured"], auto["multiplier_ci95"]),
         shown(auto["multiplier_modelled"], "{:.2f} ×"),
         best,
         shown(auto["mean_k"], "{:.1f}"),
         shown(auto["tau"], "{:.2f}"),
         shown(auto["multiplier_end_to_end"], "{:.2f} ×"),
     ]
+
+
+def with_interval(ratio: float, ci95: list[float] | None) -> str:
+    """A ratio with its 95 % interval, which few turns do not have."""
+    return f"{ratio:.2f} ×" + (f" ({ci95[0]:.2f}–{ci95[1]:.2f})" if ci95 else "")
 
 
 def loads(cells: list[Cell]) -> list[list[Cell]]:
