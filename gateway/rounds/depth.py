@@ -31,8 +31,12 @@ _AT_FIRST = 8
 # number of rounds whose time may accumulate as budget; more if a single probe costs more.
 PROBE_SHARE = 0.01
 _CREDIT_ROUNDS = 4.0
-# Share of the same time for routine probes of drafting while plain rounds are best.
-_CHECK_SHARE = 0.005
+# Share of the same time for routine probes of drafting while plain rounds are best. Of many sequences, a single probe
+# tells much, and its change costs more than its rounds: probes are then at least so many rounds apart for each sequence
+# (and altogether), but no more than an eighth of all rounds.
+_CHECK_SHARE, _APART, _MOST_APART = 0.005, 12, 200
+# Most plain rounds of a batch before the choice is made anew: they say little about drafting, and choosing takes time.
+_REVIEW_ROUNDS = 8
 # A round that takes this many times its expected time is a surprise. While plain rounds are best, a surprising probe
 # postpones the next one until the time of a plain round has been saved up, because the first may be an outlier; a
 # second surprise in a row postpones it until twice that probe's own time has been saved up.
@@ -103,6 +107,8 @@ class DepthController:
         # of drafting costs there, which may always be saved up.
         self._plain_cell: tuple[int, int, bool] | None = None
         self._look_seconds = 0.0
+        # Plain rounds until the choice is made anew in that cell.
+        self._unreviewed = 0
 
     def choose(self, load: Load, rooms: Iterable[int]) -> int:
         """Return the depth k of the next round. `rooms`: the most draft tokens of each sequence with automatic k."""
@@ -112,7 +118,7 @@ class DepthController:
             return 0
         if self._next:
             return min(self._next.pop(0), deepest)
-        if load.cell == self._plain_cell and (self._pause or (self._credit or 0.0) < self._look_seconds):
+        if load.cell == self._plain_cell and self._stays_plain():
             return 0
         times, taus = self._times(load), self.acceptance.taus()
         if times.own < _FEW:
@@ -122,8 +128,13 @@ class DepthController:
         worth = [math.log(_tokens(taus, counts, k, plain)) - usual[k] for k in range(deepest + 1)]
         worth[0] += _IN_FAVOUR_OF_PLAIN
         best = max(range(deepest + 1), key=worth.__getitem__)
-        self._plain_cell = None if best else load.cell
+        self._plain_cell, self._unreviewed = (None if best else load.cell), min(_REVIEW_ROUNDS, load.sequences)
         return self._probe(load, times, usual, taus, worth, best)
+
+    def _stays_plain(self) -> bool:
+        """Return True if the next round is plain without a new choice: the last is recent, or probes cost too much."""
+        self._unreviewed -= 1
+        return bool(self._pause) or (self._credit or 0.0) < self._look_seconds or self._unreviewed > 0
 
     def observe(self, load: Load, k: int | None, seconds: float, blocks: Sequence[BlockResult]) -> None:
         """Learn from the time and acceptance of a round at depth k; k is None if the time belongs to no single depth.
@@ -280,7 +291,8 @@ class DepthController:
             chosen, times.look_again = other, False
         elif chosen == best and times.check_due and other in affordable:
             # A slow draft may have recovered.
-            times.checked(math.inf if best else costs[other] / level / _CHECK_SHARE)
+            apart = min(_APART * load.sequences, _MOST_APART, times.rounds / 8)
+            times.checked(math.inf if best else max(apart, costs[other] / level / _CHECK_SHARE))
             chosen = other
         self._look_seconds = 0.0 if best else costs[other]
         if chosen != best:
@@ -293,7 +305,7 @@ class DepthController:
         self, load: Load, times: RoundTimes, taus: list[float], depths: list[float], k: int, best: int, behind: float
     ) -> float:
         """Return the expected gain of probing k, in rounds at depth `best`. `behind`: deficit of k in log tokens/s."""
-        doubt = self.acceptance.doubt * math.log(taus[k] / taus[best]) ** 2
+        doubt = self.acceptance.doubt(load.sequences) * math.log(taus[k] / taus[best]) ** 2
         most = 0.0
         for looks, shown in zip(_LOOKS, times.shows(depths[k], depths[best], _LOOKS), strict=True):
             if k > best:  # a round shallower than the best depth shows no more of τ

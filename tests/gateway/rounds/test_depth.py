@@ -152,6 +152,18 @@ def test_where_speculation_loses_it_is_switched_off() -> None:
     assert plainly_loses_nothing(DepthController())
 
 
+def test_where_drafting_loses_a_little_it_is_seldom_tried() -> None:
+    loses_a_little = System(target_row=0.7, cache=0.0007, hop=3.0, draft_pass=3.5, accepted=0.55)
+    assert 0.88 < loses_a_little.rate(1, HEAVY) / loses_a_little.rate(0, HEAVY) < 0.94
+    tried = []
+    for seed in range(4):
+        controller = DepthController()
+        run(loses_a_little, HEAVY, controller, rounds=2000, seed=seed)
+        tried += run(loses_a_little, HEAVY, controller, rounds=2000, seed=seed + 1)
+    # Two rounds of every 200, and a few by mistake.
+    assert sum(k > 0 for k in tried) < 0.02 * len(tried)
+
+
 def test_a_fixed_depth_of_4_would_lose_there() -> None:
     assert not plainly_loses_nothing(lambda load, rooms: 4)
 
