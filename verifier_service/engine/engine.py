@@ -259,14 +259,14 @@ class VerifierEngine:
     def _reuse_prefix(self, sequence: HeldSequence) -> None:
         """Copy the longest prefix of the prompt that lies in another slot of the cache, instead of computing it.
 
-        The sink and the window are always computed: a replay to a draft needs their activations. If there is a prefix
-        to copy, the sink is computed first, in the chunk of a normal step; then this method is called again.
+        The last positions are always computed: the draft begins with their activations. It needs those of the sink too.
+        Unless they are known, the sink is computed first, in a normal step's chunk; then this method is called again.
         """
-        sink, window = self.publisher.replayed(sequence.draft_id)
+        sink, last = self.publisher.needed(sequence.id, sequence.draft_id)
         prompt, computed = sequence.start.tokens, self.steps.cache.lengths[sequence.slot]
         if not sequence.before_copy:
             sequence.tell(standing(sequence.id, pb.STAGE_COMPUTED))
-        donor, length = self.prefixes.longest(prompt[: max(0, len(prompt) - 1 - window)], sequence.start.cache_salt)
+        donor, length = self.prefixes.longest(prompt[: max(0, len(prompt) - 1 - last)], sequence.start.cache_salt)
         if length <= max(sink, computed) or sequence.start.prompt_logprobs:  # logprobs need every position computed
             sequence.compared = True
         elif computed < sink:
@@ -274,7 +274,7 @@ class VerifierEngine:
         else:
             sequence.compared = True
             self.steps.cache.copy(donor, sequence.slot, length)
-            self.publisher.skip(sequence.id, sequence.draft_id, length - computed)
+            self.publisher.skip(sequence.id, sequence.draft_id, length)
             sequence.cached_tokens = length
             self.metrics.cached_tokens.inc(length)
 

@@ -23,6 +23,12 @@ from spire.rpc.tensors import host_bytes
 from spire.v1 import verifier_pb2 as pb
 from verifier_service.feed.delivery import NO_ROWS, Deliver, Delivery, Picked, spans_of
 
+# The last positions of a copied prompt that are computed nevertheless, at most a draft's window: with their activations
+# a draft begins to guess. Computing the whole window takes longer than the first rounds gain from it.
+LEAST_COMPUTED = 16
+# The most beginnings of texts whose activations are remembered.
+_MOST_SINKS = 64
+
 # The most rows that may be deferred: processing many together takes hardly longer than processing a few.
 MOST_PENDING = 256
 
@@ -92,6 +98,10 @@ class Feed:
         self._tokens: dict[str, list[int]] = {}
         # sequence id -> the first position not sent to the draft, because the sequence was paused
         self._unsent: dict[str, int] = {}
+        # sequence id -> its first position behind the sink that was computed, if those before were copied
+        self._first: dict[str, int] = {}
+        # The activations of the sink, which depend on its tokens only, by these tokens.
+        self._sinks: dict[tuple[int, ...], Tensor] = {}
         # Advances and their rows that are not yet written to the tails.
         self._pending: list[tuple[Rows[Advance], Tensor]] = []
         self._pending_rows = 0
@@ -117,6 +127,7 @@ class Feed:
             return False
         del self._tokens[sequence_id]
         self._unsent.pop(sequence_id, None)
+        self._first.pop(sequence_id, None)
         slot, _ = self.members.pop(sequence_id)
         if not self.members:
             self._pool, self._pending, self._pending_rows = None, [], 0
@@ -126,8 +137,12 @@ class Feed:
 
     def store(self, advances: Rows[Advance], rows_RND: Tensor) -> None:
         """Store the activations that a later replay needs."""
+        at = 0
         for a in advances:
             self.members[a.sequence_id] = (a.slot, a.start + a.count)
+            if a.start == 0 and a.count >= self.taps.sink > 0:
+                self._remember_sink(tuple(a.tokens[: self.taps.sink]), rows_RND[at : at + self.taps.sink])
+            at += a.count
         self._pending.append((advances, rows_RND))
         self._pending_rows += len(rows_RND)
         if self._pending_rows > MOST_PENDING:
@@ -154,9 +169,27 @@ class Feed:
         ):
             _put_rows(self._tails, (slots_R[kept_R], entry_R[kept_R]), rows, kept_R.nonzero()[0])
 
-    def skip(self, sequence_id: str, count: int) -> None:
-        slot, length = self.members[sequence_id]
-        self.members[sequence_id] = (slot, length + count)
+    def _remember_sink(self, tokens: tuple[int, ...], rows_SND: Tensor) -> None:
+        if self.taps.layers and tokens not in self._sinks:
+            if len(self._sinks) >= _MOST_SINKS:
+                del self._sinks[next(iter(self._sinks))]
+            self._sinks[tokens] = rows_SND.clone()
+
+    def knows_sink(self, sequence_id: str) -> bool:
+        """Return True if the activations of this sequence's sink need not be computed to copy a prefix."""
+        _, length = self.members[sequence_id]
+        return length >= self.taps.sink or self._sink_of(sequence_id) in self._sinks
+
+    def _sink_of(self, sequence_id: str) -> tuple[int, ...]:
+        return tuple(self._tokens[sequence_id][: self.taps.sink])
+
+    def skip(self, sequence_id: str, length: int) -> None:
+        """Continue a sequence at position `length`: those before were copied, behind a sink that is known."""
+        slot, computed = self.members[sequence_id]
+        sink = self.taps.sink
+        if self.taps.layers and computed < sink:
+            self._tails[slot, :sink] = self._sinks[self._sink_of(sequence_id)]
+        self.members[sequence_id], self._first[sequence_id] = (slot, length), length
 
     def pause(self, sequence_ids: Rows[str]) -> None:
         """Send no activations of these sequences, stored ones included, until the sequences are resumed."""
@@ -198,9 +231,9 @@ class Feed:
         sink, window = self.taps.sink, self.taps.window
         for sequence_id, start in wanted:
             slot, length = self.members[sequence_id]
-            oldest = 0 if self.taps.tokens else length - window
+            oldest = 0 if self.taps.tokens else max(self._first.get(sequence_id, 0), length - window)
             reset = not start or start < oldest
-            positions = self._kept_positions(length) if reset else list(range(start, length))
+            positions = self._kept_positions(sequence_id) if reset else list(range(start, length))
             spans += spans_of(sequence_id, positions, reset)
             entries = [p if p < sink else sink + p % window for p in positions]
             rows.append(self._tails[slot, entries] if self.taps.layers else self.no_rows(len(positions)))
@@ -208,10 +241,11 @@ class Feed:
             self._unsent.pop(sequence_id, None)
         return Delivery(spans, Picked(torch.cat(rows)) if rows else NO_ROWS, tokens, whole_replay=whole)
 
-    def _kept_positions(self, length: int) -> list[int]:
+    def _kept_positions(self, sequence_id: str) -> list[int]:
+        _, length = self.members[sequence_id]
         if self.taps.tokens:
             return list(range(length))
-        first = max(0, length - self.taps.window)
+        first = max(self._first.get(sequence_id, 0), length - self.taps.window)
         return [*range(min(self.taps.sink, first)), *range(first, length)]
 
 

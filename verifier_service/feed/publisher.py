@@ -76,16 +76,22 @@ class Publisher:
         if feed := self.feeds.get(draft_id):
             feed.join(sequence_id, slot, tokens)
 
-    def replayed(self, draft_id: str) -> tuple[int, int]:
-        """Return (sink, window) of a draft: the numbers of first and last positions that a replay needs."""
-        feed = self.feeds.get(draft_id)
-        return (feed.taps.sink, feed.taps.window) if feed and feed.taps.layers else (0, 0)
+    def needed(self, sequence_id: str, draft_id: str) -> tuple[int, int]:
+        """Return how many of a sequence's first and last positions must be computed even if they could be copied.
 
-    def skip(self, sequence_id: str, draft_id: str, count: int) -> None:
-        """Skip the next `count` positions of a sequence: they were copied, so no forward computes their activations."""
+        Its draft needs their activations.
+        """
+        feed = self.feeds.get(draft_id)
+        if feed is None or not feed.taps.layers or sequence_id not in feed.members:
+            return 0, 0
+        sink = 0 if feed.knows_sink(sequence_id) else feed.taps.sink
+        return sink, min(feed.taps.window, feeds.LEAST_COMPUTED)
+
+    def skip(self, sequence_id: str, draft_id: str, length: int) -> None:
+        """Continue a sequence at position `length`: those before were copied, no forward computes their activations."""
         self._keep_later()
         if (feed := self.feeds.get(draft_id)) and sequence_id in feed.members:
-            feed.skip(sequence_id, count)
+            feed.skip(sequence_id, length)
 
     def shares(self, advances: Rows[Advance], taps_BTND: Tensor | None) -> list[FeedRows]:
         """Split a forward's activations by draft. `advances` has one entry per row of `taps_BTND`, with count 0 if

@@ -17,6 +17,7 @@ from tests.verifier_service.conftest import Running
 from tests.verifier_service.harness import GREEDY, TINY, Client, Follower, plain_greedy, prompt_of, whole_taps
 from tests.verifier_service.serve.test_lifetimes import until
 from verifier_service.engine.prefixes import SHORTEST, Prefixes
+from verifier_service.feed.feed import LEAST_COMPUTED
 
 pytestmark = pytest.mark.usefixtures("each_backend")
 
@@ -67,23 +68,34 @@ async def test_a_draft_gets_sink_and_window_of_a_copied_prompt(running: Running,
         assert_window(follower, target, "b", prompt)
 
 
-async def test_nothing_is_copied_of_a_prompt_that_fits_the_window(running: Running, target: Target) -> None:
+async def test_of_a_copied_prompt_only_the_last_positions_are_computed(running: Running, target: Target) -> None:
     prompt = prompt_of(150)
     async with running() as verifier:
-        follower, client = await verifier.follower(window=160), verifier.client()
+        follower, client = await verifier.follower(window=100), verifier.client()
         await client.start("a", prompt, draft_id="draft")
         started = await client.start("b", prompt, draft_id="draft")
-        assert started.cached_tokens == 0
+        assert started.cached_tokens == 150 - 1 - LEAST_COMPUTED
         while "b" not in follower.rows or 149 not in follower.rows["b"]:
             await follower.read()
-        assert_window(follower, target, "b", prompt, window=149)
+        assert follower.rows["b"].keys() == {0, *range(started.cached_tokens, 150)}
+        assert_window(follower, target, "b", prompt, window=1 + LEAST_COMPUTED)
+        # Later rounds reach further behind the copy, and a draft that returns gets all of it.
+        for round_ in range(1, 6):
+            await client.verify(pb.VerifyItem(sequence_id="b", round=round_, base=149 + round_))
+        again = await verifier.follower(window=100)
+        while "b" not in again.rows or 154 not in again.rows["b"]:
+            await again.read()
+        assert again.rows["b"].keys() == {0, *range(started.cached_tokens, 155)}
+        assert_window(again, target, "b", [*prompt, *plain_greedy(target, prompt, 6)][:155], window=5 + LEAST_COMPUTED)
 
 
-async def test_the_sinks_of_prompts_that_are_copied_share_steps(running: Running, target: Target) -> None:
+@pytest.mark.parametrize("first", ["draft", ""])
+async def test_the_sinks_of_prompts_that_are_copied_share_steps(running: Running, target: Target, first: str) -> None:
+    """Where no prompt was computed for this draft before, its sink is computed once more."""
     prompt, names = prompt_of(150), [f"copy {number}" for number in range(6)]
     async with running() as verifier:
         follower, client = await verifier.follower(), verifier.client()
-        await client.start("a", prompt, draft_id="draft")
+        await client.start("a", prompt, draft_id=first)
         steps = verifier.engine.metrics.steps.labels("prefill")._value
         before, holds, go_on = steps.get(), threading.Event(), threading.Event()
         verifier.engine.call(lambda: (holds.set(), go_on.wait(30)))
@@ -94,8 +106,8 @@ async def test_the_sinks_of_prompts_that_are_copied_share_steps(running: Running
         go_on.set()
         started = [(await client.read()).started for _ in names]
         assert {one.cached_tokens for one in started} == {150 - 1 - 8}
-        # One for the sinks, one or two for the windows.
-        assert steps.get() - before <= 3
+        # One or two for the windows, and one for the sinks if they are not known.
+        assert steps.get() - before <= (2 if first else 3)
         while any(149 not in follower.rows.get(name, {}) for name in names):
             await follower.read()
         for name in names:

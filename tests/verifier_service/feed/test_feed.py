@@ -86,6 +86,27 @@ def test_a_replay_holds_sink_and_window_of_what_was_committed(
                 }
 
 
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(copied=st.integers(SINK, 20), grown=st.lists(st.integers(1, 9), min_size=1, max_size=8))
+def test_a_copied_sequence_is_replayed_from_its_first_computed_position(copied: int, grown: list[int]) -> None:
+    feed = Feed(Taps((1,), SINK, WINDOW), SLOTS, WIDTH, torch.float32, torch.device("cpu"))
+    feed.join("first", 0, [5, 6])
+    feed.store([Advance("first", "d", 0, 0, [5, 6])], torch.stack([row(1, at) for at in range(2)]))
+    feed.join("other", 1, [4, 6])
+    assert not feed.knows_sink("other")
+    assert feed.leave("other")
+    feed.join("copy", 1, [5, *[7] * 100])
+    assert feed.knows_sink("copy")
+    feed.skip("copy", length := copied)
+    for count in grown:
+        rows = torch.stack([row(2, length + at) for at in range(count)])
+        feed.store([Advance("copy", "d", 1, length, [7] * count)], rows)
+        length += count
+        behind = range(max(copied, length - WINDOW), length)
+        expected = {0: row(1, 0)[0, 0].item()} | {p: row(2, p)[0, 0].item() for p in behind}
+        assert told(feed.replay(["copy"])) == {"copy": expected}
+
+
 @pytest.mark.parametrize("pending", [0, 7, 256])
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
