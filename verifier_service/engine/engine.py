@@ -274,7 +274,7 @@ class VerifierEngine:
         else:
             sequence.compared = True
             self.steps.cache.copy(donor, sequence.slot, length)
-            self.publisher.skip(sequence.id, sequence.draft_id, length)
+            self._publish(lambda: self.publisher.skip(sequence.id, sequence.draft_id, length))
             sequence.cached_tokens = length
             self.metrics.cached_tokens.inc(length)
 

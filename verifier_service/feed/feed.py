@@ -26,8 +26,8 @@ from verifier_service.feed.delivery import NO_ROWS, Deliver, Delivery, Picked, s
 # The last positions of a copied prompt that are computed nevertheless, at most a draft's window: with their activations
 # a draft begins to guess. Computing the whole window takes longer than the first rounds gain from it.
 LEAST_COMPUTED = 16
-# The most beginnings of texts whose activations are remembered.
-_MOST_SINKS = 64
+# The most positions, at the beginnings of texts, whose activations are remembered.
+_MOST_REMEMBERED = 64
 
 # The most rows that may be deferred: processing many together takes hardly longer than processing a few.
 MOST_PENDING = 256
@@ -159,7 +159,7 @@ class Feed:
         slots_R = np.repeat([a.slot for a in advances], counts)
         # Rows that have dropped out of the window must not overwrite those in the window. Neither may rows of a
         # sequence that has left: another sequence may have its slot.
-        lengths = [self.members[a.sequence_id][1] if a.sequence_id in self.members else -1 for a in advances]
+        lengths = [self._length_in(a.slot, a.sequence_id) for a in advances]
         ends_R = np.repeat(lengths, counts)
         positions_R = np.concatenate([np.arange(a.start, a.start + a.count) for a in advances])
         sink, window = self.taps.sink, self.taps.window
@@ -169,9 +169,14 @@ class Feed:
         ):
             _put_rows(self._tails, (slots_R[kept_R], entry_R[kept_R]), rows, kept_R.nonzero()[0])
 
+    def _length_in(self, slot: int, sequence_id: str) -> int:
+        """Return the committed length of a sequence; -1 if it has left this slot."""
+        now, length = self.members.get(sequence_id, (slot, -1))
+        return length if now == slot else -1
+
     def _remember_sink(self, tokens: tuple[int, ...], rows_SND: Tensor) -> None:
         if self.taps.layers and tokens not in self._sinks:
-            if len(self._sinks) >= _MOST_SINKS:
+            if (len(self._sinks) + 1) * len(tokens) > _MOST_REMEMBERED and self._sinks:
                 del self._sinks[next(iter(self._sinks))]
             self._sinks[tokens] = rows_SND.clone()
 
@@ -184,12 +189,16 @@ class Feed:
         return tuple(self._tokens[sequence_id][: self.taps.sink])
 
     def skip(self, sequence_id: str, length: int) -> None:
-        """Continue a sequence at position `length`: those before were copied, behind a sink that is known."""
+        """Continue a sequence at position `length`: those before were copied. If its sink is not known, it leaves."""
         slot, computed = self.members[sequence_id]
-        sink = self.taps.sink
-        if self.taps.layers and computed < sink:
-            self._tails[slot, :sink] = self._sinks[self._sink_of(sequence_id)]
         self.members[sequence_id], self._first[sequence_id] = (slot, length), length
+        if self.taps.layers and computed < self.taps.sink:
+            tokens = self._sink_of(sequence_id)
+            if tokens in self._sinks:
+                self._pending.append(([Advance(sequence_id, "", slot, 0, list(tokens))], self._sinks[tokens]))
+                self._pending_rows += len(tokens)
+            else:
+                self.leave(sequence_id)
 
     def pause(self, sequence_ids: Rows[str]) -> None:
         """Send no activations of these sequences, stored ones included, until the sequences are resumed."""

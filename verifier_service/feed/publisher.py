@@ -183,6 +183,7 @@ class Publisher:
 
     def end(self, sequence_ids: Rows[str]) -> None:
         """Free the stored activations of ended sequences, and notify their drafts."""
+        self._keep_later()
         for feed in self.feeds.values():
             ended = [i for i in sequence_ids if feed.leave(i)]
             if ended and feed.deliver:

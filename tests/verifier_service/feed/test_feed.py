@@ -107,6 +107,41 @@ def test_a_copied_sequence_is_replayed_from_its_first_computed_position(copied: 
         assert told(feed.replay(["copy"])) == {"copy": expected}
 
 
+def test_a_copied_sink_stays_when_the_slots_last_sequence_returns() -> None:
+    feed = Feed(Taps((1,), SINK, WINDOW), SLOTS, WIDTH, torch.float32, torch.device("cpu"))
+    for name, slot, token in (("a", 0, 5), ("b", 1, 6)):
+        feed.join(name, slot, [token, 7])
+        feed.store([Advance(name, "d", slot, 0, [token, 7])], torch.stack([row(slot + 1, at) for at in range(2)]))
+    assert feed.leave("b")
+    feed.join("copy", 1, [5, *[7] * 100])
+    feed.skip("copy", 64)
+    feed.join("b", 2, [6, 7])  # the rows of its former life still wait to be written
+    feed.store([Advance("b", "d", 2, 0, [6, 7])], torch.stack([row(3, at) for at in range(2)]))
+    assert told(feed.replay(["copy", "b"])) == {"copy": {0: 1000.0}, "b": {0: 3000.0, 1: 3001.0}}
+
+
+def test_a_copied_sequence_whose_sink_was_lost_leaves_the_feed() -> None:
+    """As after a chunk whose activations could not be published: the sequence is decoded plainly."""
+    feed = Feed(Taps((1,), SINK, WINDOW), SLOTS, WIDTH, torch.float32, torch.device("cpu"))
+    feed.join("copy", 1, [5, *[7] * 100])
+    feed.skip("copy", 64)
+    assert not feed.members
+
+
+def test_a_sequence_that_begins_anew_has_nothing_of_its_former_life() -> None:
+    publisher = Publisher(SLOTS, WIDTH, torch.float32, torch.device("cpu"), Mock())
+    held: list[Delivery] = []
+    publisher.subscribe("d", Taps((1,), SINK, WINDOW), held.append)
+    publisher.join("a", "d", 0, [5, *[7] * 100])
+    publisher.store(publisher.shares([Advance("a", "d", 0, 0, [5])], row(1, 0)[None, None]))
+    publisher.store(publisher.shares([Advance("a", "d", 0, 1, [7], paused=True)], row(1, 1)[None, None]))
+    publisher.end(["a"])
+    publisher.join("a", "d", 2, [5, *[7] * 100])
+    publisher.skip("a", "d", 64)
+    publisher.replay("d", ["a"])
+    assert told(held[-1]) == {"a": {0: 1000.0}}
+
+
 @pytest.mark.parametrize("pending", [0, 7, 256])
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
