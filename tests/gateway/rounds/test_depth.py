@@ -160,7 +160,7 @@ def test_where_drafting_loses_a_little_it_is_seldom_tried() -> None:
         controller = DepthController()
         run(loses_a_little, HEAVY, controller, rounds=2000, seed=seed)
         tried += run(loses_a_little, HEAVY, controller, rounds=2000, seed=seed + 1)
-    # Two rounds of every 200, and a few by mistake.
+    # Two rounds of every 192, and a few by mistake.
     assert sum(k > 0 for k in tried) < 0.02 * len(tried)
 
 
