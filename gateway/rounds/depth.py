@@ -31,9 +31,9 @@ _AT_FIRST = 8
 # number of rounds whose time may accumulate as budget; more if a single probe costs more.
 PROBE_SHARE = 0.01
 _CREDIT_ROUNDS = 4.0
-# Share of the same time for routine probes of drafting while plain rounds are best. A probe of many sequences tells more,
-# and slows the plain rounds after it. So probes are also _APART rounds apart for each sequence, at most _MOST_APART
-# rounds and at most an eighth of the rounds so far.
+# Share of the same time for routine probes of drafting while plain rounds are best. A probe of many sequences tells
+# more, and slows the plain rounds after it. So probes are also _APART rounds apart for each sequence, at most
+# _MOST_APART rounds and at most an eighth of the rounds so far.
 _CHECK_SHARE, _APART, _MOST_APART = 0.005, 12, 200
 # Most plain rounds of a batch before the choice is made anew: they say little about drafting, and choosing takes time.
 _REVIEW_ROUNDS = 8

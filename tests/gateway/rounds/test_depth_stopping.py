@@ -15,6 +15,7 @@ from gateway.rounds.acceptance import BlockResult
 from gateway.rounds.depth import DepthController
 from gateway.rounds.round_times import Load
 from gateway.sequence import DEEPEST
+from tests.gateway.rounds.test_depth import HEAVY
 from tests.marks import thoroughly
 
 # Chances with which tokens stand: half of them are easy to guess.
@@ -97,3 +98,24 @@ def test_rounds_come_close_to_the_best_depth_and_threshold(name: str, seed: int)
     fixed, stopping = system.best()
     rate, chosen = run(system, 4000, seed, known=400)
     assert rate >= 0.97 * max(fixed, stopping), chosen[500::500]
+
+
+def test_drafting_stops_sooner_where_a_token_costs_more() -> None:
+    """A round that grows by a tenth of a plain one with each token, and one that grows by a third."""
+    alone, least = Load(1, HEAVY.context), []
+    for each in (0.1, 0.35):
+        controller = DepthController()
+        for turn in range(200):
+            k = (1, 1, 4, 4)[turn % 4]
+            controller.observe(alone, k, 0.01 * (1 + each * k), [BlockResult(k, k, min(k, turn % 4))])
+        least.append(controller.least_standing(alone, 4))
+    assert 0.05 < least[0] < least[1] - 0.1 < 0.9
+
+
+def test_drafts_of_a_batch_do_not_stop_by_costs() -> None:
+    controller = DepthController()
+    for turn in range(60):
+        k = (1, 4)[turn % 2]
+        controller.observe(HEAVY, k, 0.01 * (1 + k), [BlockResult(k, k, 1)] * 16)
+    assert controller.least_standing(Load(1, HEAVY.context), 4) > 0
+    assert controller.least_standing(Load(2, HEAVY.context), 4) == controller.least_standing(HEAVY, 4) == 0
